@@ -51,6 +51,8 @@ class _Table:
         self._new.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
         self._new.restype = None
         self.live = self._find_live()
+        # what the program had asked for before we did; None while we ask for nothing
+        self.asked_before: bool | None = None
 
     def enter(self, address: int, n_bytes: int) -> None:
         self._new(self._address, address, n_bytes)
@@ -77,10 +79,22 @@ def is_known() -> bool:
 
 
 def keep_sizes(wanted: bool) -> None:
-    """Let c10 keep the size of every block of host memory from now on, on all threads."""
+    """Let c10 keep the size of every block of host memory from now on, on all threads.
+
+    Where the program has asked it for that, it goes on whatever is wanted.
+    """
     table = _table()
     if table is not None:
-        table.flag.value = wanted
+        if table.asked_before is None:
+            table.asked_before = table.flag.value
+        table.flag.value = wanted or table.asked_before
+
+
+def keep_sizes_as_before() -> None:
+    """Leave that to the program again."""
+    table = _table()
+    if table is not None and table.asked_before is not None:
+        table.flag.value, table.asked_before = table.asked_before, None
 
 
 @contextmanager
@@ -134,7 +148,7 @@ def works() -> bool:
         counted = is_known() and live_bytes() == before - 96
         return counted and is_lazily_copied(optional("torch._lazy_clone")(torch.ones(1)))
     finally:
-        keep_sizes(False)
+        keep_sizes_as_before()
 
 
 @functools.cache

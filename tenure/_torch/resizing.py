@@ -20,18 +20,21 @@ _lock = threading.Lock()
 _listening: list[tuple[int, Told]] = []
 _class: Any = UntypedStorage
 _before: Any = _class.resize_
+_was_own = False
+"""Whether the class has had one of its own, and did not inherit it."""
 _stands = False
 """Whether ours stands there, or below one that was put over it."""
 
 
 def tell(told: Told) -> None:
     """Call a function before this thread gives a storage another size, until `tell_no_more`."""
-    global _before, _stands
+    global _before, _was_own, _stands
     with _lock:
         _listening.append((threading.get_ident(), told))
         # twice in one chain would call itself for ever
         if not _stands:
-            _before, _class.resize_, _stands = _class.resize_, _resize_and_tell, True
+            _before, _was_own = _class.resize_, "resize_" in vars(_class)
+            _class.resize_, _stands = _resize_and_tell, True
 
 
 def tell_no_more(told: Told) -> None:
@@ -41,7 +44,11 @@ def tell_no_more(told: Told) -> None:
         # by equality: a bound method is another object each time
         _listening[:] = [each for each in _listening if each[1] != told]
         if not _listening and _class.resize_ is _resize_and_tell:
-            _class.resize_, _stands = _before, False
+            if _was_own:
+                _class.resize_ = _before
+            else:
+                del _class.resize_
+            _stands = False
 
 
 @contextmanager

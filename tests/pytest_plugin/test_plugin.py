@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tenure._pytest._markers import Watched
+from tenure.profiler._timeline import _timeline
 from tests.programs import run_program
 
 _LEAKS = """import pytest
@@ -377,3 +379,19 @@ def test_pytest_finds_the_plugin_by_itself():
     )  # fmt: skip
     assert "@pytest.mark.limit_tensor_memory(size)" in listed.stdout
     assert "@pytest.mark.no_tensor_leaks" in listed.stdout
+
+
+def test_a_report_that_fails_does_not_mask_the_failure_of_the_test(monkeypatch):
+    def fail(*_):
+        raise MemoryError("of the report")
+
+    monkeypatch.setattr(_timeline, "compose", fail)
+    watched = Watched(is_measured=True, finds_leaks=False, name="test_it")
+    with pytest.raises(ValueError, match="of the test"), watched:
+        raise ValueError("of the test")
+    watched.check(1)
+    with (
+        pytest.raises(MemoryError, match="of the report"),
+        Watched(is_measured=True, finds_leaks=False, name="test_it"),
+    ):
+        pass

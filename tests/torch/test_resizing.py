@@ -25,6 +25,16 @@ def test_a_resize_is_told_and_the_method_stands_there_again(own):
     assert UntypedStorage.resize_ is own
 
 
+def test_a_method_that_was_inherited_is_so_again(monkeypatch):
+    # a simulated accelerator has put one of its own there, if one was ever started
+    if "resize_" in vars(UntypedStorage):
+        monkeypatch.delattr(UntypedStorage, "resize_")
+    assert "resize_" not in vars(UntypedStorage)
+    with resizes_told(lambda *_: None):
+        assert "resize_" in vars(UntypedStorage)
+    assert "resize_" not in vars(UntypedStorage)
+
+
 @pytest.mark.usefixtures("own")
 def test_a_method_that_another_puts_over_ours_stays_and_nothing_runs_in_circles():
     calls = []

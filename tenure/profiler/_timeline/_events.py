@@ -54,8 +54,9 @@ class EventSession:
         """The same, and the end of the session."""
         if self.mark is None:
             return None
-        self.mark = None
+        # in this order: what comes in between is followed by another call, which does no harm
         changes = allocations.end()
+        self.mark = None
         return None if changes is None else changes.cpu
 
 

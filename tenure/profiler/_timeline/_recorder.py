@@ -171,9 +171,11 @@ class Recorder:
         tell_no_more(self.resized)
         self.bands.close()
         if self._stop_announcing is not None:
+            the_trace.sessions.guests[:] = [
+                each for each in the_trace.sessions.guests if each != self._make_way
+            ]
             self._stop_announcing()
             self._stop_announcing = None
-            the_trace.sessions.guests.remove(self._make_way)
         # other listeners have theirs
         if not the_trace.sessions.listeners:
             self._sizes.keep_none()

@@ -68,14 +68,20 @@ class Timeline:
     def __init__(self) -> None:
         self._status: _Status = "not yet open"
         self._report: TimelineReport | None = None
+        self._failure = ""
 
     @property
     def report(self) -> TimelineReport:
         """What was recorded.
 
         Raises:
-            ProfilerUsageError: the block has not ended, or this is a child that was forked in it.
+            ProfilerUsageError: the block has not ended, this is a child that was forked in it, or
+                an error came as the report was made.
         """
+        if self._failure:
+            raise ProfilerUsageError(
+                f"{self!r} has no report: as its block ended, it was broken off by {self._failure}."
+            )
         if self._report is None and self._status == "left to the parent process":
             raise ProfilerUsageError(
                 f"{self!r} has no report here: this process was forked in its block, and the "
@@ -115,7 +121,7 @@ class Timeline:
             )
         self._notes: list[str] = []
         self._learned_ns = self._learning_ns = 0
-        self._process_id, self._thread_id = os.getpid(), get_ident()
+        self._home = os.getpid(), get_ident()
         self._ooms: list[tuple[int, str]] = []
         self._n_more_ooms = 0
         self._limited_text: str | None = None
@@ -161,28 +167,41 @@ class Timeline:
         """
         if self._status != "open":
             return
+        try:
+            here = os.getpid(), get_ident()
+            if here == self._home:
+                self._status = "closed"
+                _open.discard(self)
+                self._end()
+                self._report = self._composed()
+        # Ctrl-C as well: the search for who has what takes long
+        except BaseException as error:
+            self._break_off(error)
+            # the block's own error is what matters: no error of ours takes its place
+            if exc is None or not isinstance(error, Exception):
+                raise
+            exc.add_note(f"{self!r} has no report: {self._failure}")
+            return
         # closed by who is told of the fork before us
-        if os.getpid() != self._process_id:
+        if here[0] != self._home[0]:
             _open.discard(self)
             self._leave_to_parent()
-            return
-        if get_ident() != self._thread_id:
+        elif here != self._home:
             raise ProfilerUsageError(
                 f"{self!r} was closed from thread {current_thread().name!r}, and stays open. A "
                 "timeline belongs to the thread that opened it: close it there."
             )
-        self._status = "closed"
+        else:
+            # the report is a summary: what it was made of may be large
+            del self._recorder, self._places, self._host, self._mode
+
+    def _break_off(self, error: BaseException) -> None:
+        """End what an error has interrupted, and take no more notes."""
+        self._status, self._failure = "closed", repr(error)
         _open.discard(self)
-        try:
-            self._end()
-            self._report = self._composed()
-        # the block's own error is what matters: no other one of ours takes its place
-        except Exception:
-            self._close()
-            if exc is None:
-                raise
-            return
-        # the report is a summary: what it was made of may be large
+        remove_dispatch(self._mode)
+        self._recorder.abandon()
+        self._close()
         del self._recorder, self._places, self._host, self._mode
 
     def _end(self) -> None:
@@ -193,7 +212,7 @@ class Timeline:
         self._close()
 
     def _stepped(self, *_: object) -> None:
-        if self._recorder.is_open and get_ident() == self._thread_id:
+        if self._recorder.is_open and get_ident() == self._home[1]:
             self._recorder.stepped()
             self._learn_now(_STEP_SHARE, after_step=True)
 
@@ -255,7 +274,7 @@ class Timeline:
         """In a forked child: run plainly from here on, also to the end of the block."""
         self._recorder.abandon()
         # of another thread there is nothing left here
-        if get_ident() == self._thread_id:
+        if get_ident() == self._home[1]:
             remove_dispatch(self._mode)
         self._status = "left to the parent process"
         self._close()

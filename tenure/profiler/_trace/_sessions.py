@@ -252,7 +252,8 @@ class BlockSizes:
 
     def keep_none(self) -> None:
         """Leave c10 as it was."""
-        self._keep(False)
+        self.are_kept = False
+        allocator.keep_sizes_as_before()
 
     def _keep(self, wanted: bool) -> None:
         self.are_kept = wanted

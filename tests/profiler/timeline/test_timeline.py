@@ -10,14 +10,17 @@ from contextlib import ExitStack
 import pytest
 import torch
 from torch import nn
+from torch.optim import optimizer
 from torch.profiler import profile
 
 from tenure import NewDisposeScope
+from tenure._torch import cpu_allocator as _cpu_allocator
 from tenure._torch.allocations import is_profiling
 from tenure._torch.modes import all_modes
 from tenure.adaptive import memory_budget
 from tenure.profiler import LineProfiler, ProfilerUsageError, Timeline
-from tenure.profiler._timeline import _bands, _places, _timeline
+from tenure.profiler._timeline import _bands, _places, _recorder, _timeline
+from tenure.profiler._trace import the_trace
 
 from .test_truth import check_sums
 
@@ -126,16 +129,88 @@ def test_a_scope_for_each_step_and_an_error_in_each_take_bounded_memory(monkeypa
     )
 
 
-def test_an_error_of_the_block_is_not_masked_by_one_of_the_report(monkeypatch):
-    def fails(*args):
-        raise MemoryError("of the report")
+def fail_with(error):
+    def fail(*_):
+        raise error
 
-    monkeypatch.setattr(_timeline, "compose", fails)
-    with pytest.raises(ValueError, match="of the block"), Timeline():
+    return fail
+
+
+def test_an_error_of_the_block_is_not_masked_by_one_of_the_report(monkeypatch):
+    monkeypatch.setattr(_timeline, "compose", fail_with(MemoryError("of the report")))
+    with pytest.raises(ValueError, match="of the block") as raised, Timeline() as timeline:
         raise ValueError("of the block")
+    told = "has no report: MemoryError('of the report')"
+    assert [note for note in raised.value.__notes__ if told in note]
+    with pytest.raises(ProfilerUsageError, match=r"broken off by MemoryError\('of the report'\)"):
+        timeline.report  # noqa: B018
     with pytest.raises(MemoryError, match="of the report"), Timeline():
         pass
-    assert all_modes() == []
+
+
+def left_of_a_recording():
+    return (
+        is_profiling(),
+        len(optimizer._global_optimizer_post_hooks),
+        all_modes(),
+        [*_timeline._open],
+        [*_timeline.refusal_watchers],
+        [*_bands.scope_watchers],
+        [*the_trace.sessions.guests],
+        _cpu_allocator._table().flag.value,
+        vars(torch.UntypedStorage).get("resize_"),
+    )
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("hooked", ["_census", "compose", "remove_dispatch", "end", "tell_no_more"])
+def test_ctrl_c_while_a_timeline_closes_goes_on_and_leaves_nothing_of_it(
+    hooked, fails, monkeypatch
+):
+    with Timeline():
+        kib(1)
+    before = left_of_a_recording()
+    home = {"end": _recorder.EventSession, "tell_no_more": _recorder}.get(hooked, _timeline)
+    was, calls = getattr(home, hooked), []
+
+    def interrupt_once(*args):
+        calls.append(args)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        return was(*args)
+
+    timeline = Timeline()
+
+    def record():
+        with timeline:
+            kib(1)
+            monkeypatch.setattr(home, hooked, interrupt_once)
+            # it must not hide the interrupt
+            if fails:
+                raise ValueError("of the block")
+
+    with pytest.raises(KeyboardInterrupt):
+        record()
+    assert left_of_a_recording() == before
+    with pytest.raises(ProfilerUsageError, match=r"broken off by KeyboardInterrupt\(\)"):
+        timeline.report  # noqa: B018
+
+
+def test_a_flag_that_the_program_has_set_stays_set():
+    flag = _cpu_allocator._table().flag
+    assert not flag.value
+    flag.value = True
+    try:
+        for block in (Timeline(), LineProfiler(kib, device="cpu")):
+            with block:
+                kib(1)
+                assert flag.value
+            assert flag.value
+    finally:
+        flag.value = False
+    with Timeline():
+        kib(1)
+    assert not flag.value
 
 
 def test_data_that_the_program_brings_in_are_inputs():
@@ -371,7 +446,8 @@ def test_a_line_profiler_inside_is_exact_and_a_note_says_what_is_missed():
     def work():
         return kib(100)
 
-    profiler = LineProfiler(work)
+    # the default would be a simulated accelerator, if an earlier test has started one
+    profiler = LineProfiler(work, device="cpu")
     with Timeline() as timeline, profiler:
         work()
     assert [record.peak_bytes for record in profiler.records if record.hits] == [100 * KIB]

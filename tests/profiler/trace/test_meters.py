@@ -175,7 +175,7 @@ def test_a_host_interval_that_was_not_seen_is_what_the_ends_tell():
         del kept
         assert facts(meter.read(None)) == (0, 100, start + 100, False, False)
     finally:
-        allocator.keep_sizes(False)
+        allocator.keep_sizes_as_before()
 
 
 # --- which device

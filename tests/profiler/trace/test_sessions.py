@@ -48,6 +48,7 @@ def sizes(monkeypatch):
     """What the allocator was told to keep."""
     told = []
     monkeypatch.setattr(allocator, "keep_sizes", told.append)
+    monkeypatch.setattr(allocator, "keep_sizes_as_before", lambda: told.append(False))
     return told
 
 

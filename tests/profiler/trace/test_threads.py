@@ -111,7 +111,7 @@ def test_a_mark_is_no_memory(way, monkeypatch):
     allocations.marker()(2**20)
     after = allocator.live_bytes()
     events = allocations.end().cpu
-    allocator.keep_sizes(False)
+    allocator.keep_sizes_as_before()
     assert events == [allocations.as_event(3), 64, allocations.as_event(2**20)]
     assert after - before == block.nbytes()
     assert not allocations.is_profiling()
