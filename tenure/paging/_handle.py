@@ -157,7 +157,7 @@ class PagedModel:
             PagingError: the block used a parameter of the model with tensors on the device, outside
                 of the forward. The error of torch is its cause.
         """
-        explained = self._pager.outside.explained(exc)
+        explained = None if self.closed else self._pager.outside.explained(exc)
         self.unpage()
         if explained is not None:
             raise explained

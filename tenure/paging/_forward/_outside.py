@@ -41,7 +41,12 @@ class Outside:
         self._noted: deque[HostTensor] = deque(maxlen=_N_NOTED)
         self.note, self.forget = self._noted.append, self._noted.clear
         _all.add(self)
-        self.end = _hook.last_while(self)
+        self._end_hook = _hook.last_while(self)
+
+    def end(self) -> None:
+        """The model is unpaged."""
+        _all.discard(self)
+        self._end_hook()
 
     def explained(self, error: BaseException | None) -> PagingError | None:
         """What an error of torch means; None where it is not about a parameter of the model."""
@@ -105,29 +110,30 @@ def _values(frame: FrameType, names: Collection[str]) -> Iterator[Any]:
 
 
 _all: weakref.WeakSet[Outside] = weakref.WeakSet()
-_before: list[Any] = []
-
-
-def _explain(
-    kind: type[BaseException], error: BaseException, traceback: TracebackType | None
-) -> None:
-    """Have the interpreter print what the error that ends the program means."""
-    found = next(filter(None, (each.explained(error) for each in list(_all))), None)
-    if found is None:
-        _before[-1](kind, error, traceback)
-    else:
-        _before[-1](PagingError, found, found.__traceback__)
+_installed: list[tuple[Any, Any]] = []
 
 
 def _install() -> None:
-    _before.append(sys.excepthook)
-    sys.excepthook = _explain
+    before = sys.excepthook
+
+    def explain(
+        kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+    ) -> None:
+        found = next(filter(None, (each.explained(error) for each in list(_all))), None)
+        if found is None:
+            before(kind, error, traceback)
+        else:
+            before(PagingError, found, found.__traceback__)
+
+    _installed.append((explain, before))
+    sys.excepthook = explain
 
 
 def _uninstall() -> None:
-    # A hook that was set after ours may call it, which then only calls the one before.
-    if sys.excepthook is _explain:
-        sys.excepthook = _before.pop()
+    ours, before = _installed.pop()
+    # A hook that was set after ours may call it; without models it only calls the one before.
+    if sys.excepthook is ours:
+        sys.excepthook = before
 
 
 _hook = Patch(_install, _uninstall)

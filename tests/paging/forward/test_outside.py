@@ -147,3 +147,35 @@ def test_without_a_block_the_program_ends_with_the_explanation(sim, net, capsys,
     assert "PagingError" not in second
     handle.unpage()
     assert sys.excepthook is sys.__excepthook__
+
+
+def test_hooks_of_the_program_and_of_several_models_live_together(sim, net, monkeypatch):
+    told = []
+    monkeypatch.setattr(sys, "excepthook", lambda kind, *_: told.append(kind))
+    net.requires_grad_(False)
+    for _ in range(2):
+        first, second = page(net, sim.device), page(nn.Linear(2, 2), sim.device)
+        before = sys.excepthook
+        monkeypatch.setattr(sys, "excepthook", lambda *args, before=before: before(*args))
+        y = net(draw(sim))
+        with pytest.raises(RuntimeError) as caught:
+            direct(net, y)
+        sys.excepthook(caught.type, caught.value, caught.tb)
+        first.unpage()
+        sys.excepthook(caught.type, caught.value, caught.tb)
+        second.unpage()
+    assert told == [PagingError, RuntimeError] * 2
+
+
+def unpage_and_use(handle, net, y):
+    handle.unpage()
+    direct(net, y)
+
+
+def test_an_error_after_unpage_within_the_block_stays_as_it_is(sim, net):
+    net.requires_grad_(False)
+    handle = page(net, sim.device)
+    y = net(draw(sim))
+    with pytest.raises(RuntimeError) as caught, handle:
+        unpage_and_use(handle, net, y)
+    assert type(caught.value) is RuntimeError
