@@ -1,7 +1,7 @@
 """The thread that reads files while others compute.
 
 Invariant: what is asked for is read one after the other, in the order of asking; an error stands in
-the result, and nothing is raised on the thread.
+the result, and nothing is raised where it is read.
 """
 
 from __future__ import annotations
@@ -52,9 +52,16 @@ class Reader:
 
     def submit(self, read: Callable[[], object]) -> Future[Done]:
         """Have something read after all that was asked for before."""
-        if self._threads is None:
-            self._threads = ThreadPoolExecutor(1, thread_name_prefix="tenure-reader")
-        self._last = self._threads.submit(self._timed, read)
+        try:
+            if self._threads is None:
+                self._threads = ThreadPoolExecutor(1, thread_name_prefix="tenure-reader")
+            self._last = self._threads.submit(self._on_thread, read)
+        except RuntimeError:
+            # Python ends the threads of pools before it waits for others to end, and before it
+            # calls what atexit knows; then, and where none can be started, who asks reads.
+            self.drain()
+            self._thread = None
+            self._last = past(_timed(read))
         return self._last
 
     @property
@@ -78,16 +85,27 @@ class Reader:
         """In a forked process: the thread is the parent's."""
         self._threads = None
 
-    def _timed(self, read: Callable[[], object]) -> Done:
+    def _on_thread(self, read: Callable[[], object]) -> Done:
         self._thread = threading.get_ident()
-        began_s = time.perf_counter()
-        error: BaseException | None = None
-        try:
-            read()
-        except BaseException as raised:
-            # It would hold what was being read.
-            error = raised.with_traceback(None)
-        return Done(began_s, time.perf_counter(), error)
+        return _timed(read)
+
+
+def past(done: Done) -> Future[Done]:
+    """What a read has come to that is over."""
+    future: Future[Done] = Future()
+    future.set_result(done)
+    return future
+
+
+def _timed(read: Callable[[], object]) -> Done:
+    began_s = time.perf_counter()
+    error: BaseException | None = None
+    try:
+        read()
+    except BaseException as raised:
+        # It would hold what was being read.
+        error = raised.with_traceback(None)
+    return Done(began_s, time.perf_counter(), error)
 
 
 # Weakly: whoever drops a model must not keep its reader, nor the thread of that. A list of its

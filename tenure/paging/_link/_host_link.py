@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._host import Done, Reader, raise_anew
+from .._host import Done, Reader, past, raise_anew
 from ._link import Link, copy_if_other
 
 
@@ -37,7 +37,7 @@ class HostLink(Link):
     def mark(self, stream: Any, *, timed: bool = False) -> HostEvent:
         """Now: all that was asked for is computed."""
         now_s = time.perf_counter()
-        return HostEvent(_over(Done(now_s, now_s)))
+        return HostEvent(past(Done(now_s, now_s)))
 
     def page_in(
         self, pairs: Iterable[tuple[Tensor, Any]], after: Iterable[Any]
@@ -142,9 +142,3 @@ def _reading(pairs: list[tuple[Tensor, Any]]) -> Callable[[], None]:
             source.read_into(to)
 
     return read
-
-
-def _over(done: Done) -> Future[Done]:
-    future: Future[Done] = Future()
-    future.set_result(done)
-    return future

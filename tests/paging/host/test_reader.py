@@ -1,5 +1,8 @@
 import os
+import subprocess
+import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -71,3 +74,65 @@ def test_a_fork_waits_for_reads_and_the_child_has_a_thread_of_its_own():
     assert os.waitstatus_to_exitcode(status) == 0
     assert seen == [1]
     reader.close()
+
+
+@pytest.mark.parametrize("fails", ["submit", "__init__"])
+def test_who_asks_reads_where_python_has_no_thread_for_it(monkeypatch, fails):
+    reader, seen, gate = Reader(), [], threading.Event()
+    if fails == "submit":
+        reader.submit(lambda: (gate.wait(10), seen.append("first")))
+
+    def refuse(*_, **__):
+        raise RuntimeError("cannot schedule new futures after interpreter shutdown")
+
+    threading.Timer(0.05, gate.set).start()
+    with monkeypatch.context() as patch:
+        patch.setattr(ThreadPoolExecutor, fails, refuse)
+        done = reader.submit(lambda: seen.append(threading.get_ident()))
+        failed = reader.submit(lambda: 1 / 0)
+    assert seen[-1] == threading.get_ident()
+    assert len(seen) == 1 + (fails == "submit")
+    assert done.result().error is None
+    assert isinstance(failed.result().error, ZeroDivisionError)
+    assert not reader.is_current
+    reader.close()
+
+
+OUTLIVES = """
+import atexit, sys, threading
+from pathlib import Path
+import torch
+from torch import nn
+from tenure.paging import page
+
+model, x = nn.Sequential(*[nn.Linear(64, 64) for _ in range(6)]).eval(), torch.randn(2, 64)
+with torch.no_grad():
+    expected = model(x)
+page(model, "cpu", budget="40KiB", host=Path(sys.argv[1]))
+
+def call(who):
+    with torch.no_grad():
+        print(who, model(x).equal(expected), flush=True)
+
+def serve():
+    call("before")
+    threading.main_thread().join()
+    call("after")
+    call("again")
+
+atexit.register(call, "atexit")
+threading.Thread(target=serve).start()
+"""
+
+
+@pytest.mark.slow
+def test_a_model_from_a_file_runs_when_the_main_thread_has_ended(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", OUTLIVES, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    lines = ["before True", "after True", "again True", "atexit True"]
+    assert (done.stdout.splitlines(), done.returncode) == (lines, 0), done.stderr
