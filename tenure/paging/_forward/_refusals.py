@@ -8,7 +8,6 @@ the end of the capture.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from contextlib import suppress
 
 import torch
 from torch import nn
@@ -59,11 +58,13 @@ def check_capture(device: torch.device, what: str) -> None:
 def after_captures(device: torch.device, close: Callable[[], None]) -> None:
     """Give memory back now; while a graph is captured, at the first call of this after it."""
     _later.append(close)
-    if not captures(device):
-        while _later:
-            with suppress(IndexError):
-                # Another thread may have taken the last one.
-                _later.pop()()
+    while not captures(device):
+        try:
+            due = _later.pop()
+        except IndexError:
+            # None is left; another thread may have taken the last one.
+            return
+        due()
 
 
 class Refusals:
