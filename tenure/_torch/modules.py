@@ -2,8 +2,9 @@
 
 torch has hooks for all modules, but compiled code guards on them: what was compiled without is
 compiled once more where there are some, and ``torch.compile(module)`` warns. So the call itself is
-wrapped, as torch.fx does while it traces; once and for good, because each change of a class makes
-Python forget what it has learned about the attributes of all modules.
+wrapped, as torch.fx does while it traces; and stays so, because each change of a class makes Python
+forget what it has learned about the attributes of all modules. Another patcher that was there first
+takes its own patch back with ours, so each block looks whether ours is there.
 
 Invariant: a call is known by the id and the code of its frame, and no frame is kept: one that is
 held holds its tensors.
@@ -150,14 +151,23 @@ def values_told(given: Passed, returned: Passed | None = None) -> Iterator[None]
         thread.given, thread.returned = outer
 
 
-@functools.cache
+# the wrapper that tells; one of ours beneath that of another patcher only calls on
+_teller: Any = None
+
+
 def _wrap_calls() -> None:
+    global _teller
     call: Any = nn.Module.__call__
+    there = getattr(call, "_teller", None)
+    # functools.wraps, by which torch.fx wraps it, copies the attribute
+    if there is not None:
+        _teller = there
+        return
 
     @never_compiled_alone
     def told_call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         # dynamo folds the first condition, and sees a plain call
-        if not _is_compiled():
+        if not _is_compiled() and _teller is told_call:
             thread = _this_thread
             if thread.seen is not None:
                 _tell(thread.seen, self)
@@ -169,7 +179,9 @@ def _wrap_calls() -> None:
                 return result
         return call(self, *args, **kwargs)
 
-    nn.Module.__call__ = functools.wraps(call)(told_call)  # type: ignore[method-assign]  # as torch.fx does
+    told_call = functools.wraps(call)(told_call)
+    told_call._teller = _teller = told_call  # type: ignore[attr-defined]
+    nn.Module.__call__ = told_call  # type: ignore[method-assign]  # as torch.fx does
 
 
 @never_compiled
