@@ -63,7 +63,8 @@ class PagedModel:
         resources.serve(model)
         # A collection may come while a graph is captured, which closing would break
         device = resources.engine.device
-        weakref.finalize(pager, after_captures, device, resources.close).atexit = False
+        self._collected = weakref.finalize(pager, after_captures, device, resources.close)
+        self._collected.atexit = False
         self._attached = attached
 
     @property
@@ -84,13 +85,15 @@ class PagedModel:
             PagingError: a graph is being captured; the model is still paged.
         """
         if not self.closed:
-            check_capture(self._resources.engine.device, f"unpage() was called of {self!r}")
+            device = self._resources.engine.device
+            check_capture(device, f"unpage() was called of {self!r}", waits=True)
         shrinkables.discard(self._pager)
         self._pager.close(self._undo)
 
     def _undo(self) -> None:
         self._attached.undo()
         self._resources.close()
+        self._collected.detach()
         self._pager.outside.end()
 
     def optimizer_step(
@@ -132,7 +135,8 @@ class PagedModel:
         """
         if self.closed:
             raise PagingError(f"{self!r} has nothing to report: it is unpaged.")
-        check_capture(self._resources.engine.device, f"report() was called of {self!r}")
+        device = self._resources.engine.device
+        check_capture(device, f"report() was called of {self!r}", waits=True)
         return make_report(self._resources, self.plan.weight_bytes)
 
     def __enter__(self) -> Self:

@@ -14,11 +14,13 @@ from concurrent.futures import Future
 from queue import Empty, SimpleQueue
 from types import CodeType, FrameType
 
-from tenure._callers import is_internal, line_in, package_of
+from tenure._callers import is_internal, line_in, package_of, warn_user
+from tenure._errors import PagingError, PagingWarning
 
 from .._device import Visit
 
 _LOOK_EVERY_S = 1.0
+_LOOKS_UNTIL_A_WARNING = 4
 # The libraries that a thread waits in: its user wants to know which line of the program does
 _WAITING = ("concurrent", "queue", "threading")
 _WAITS: dict[CodeType, str] = {
@@ -81,6 +83,33 @@ class Door:
             del self._inside[None]
             if self._left.empty():
                 self._left.put(None)
+
+
+def check_wait(thread: int, what: str, n_looks: int) -> None:
+    """Look whether this thread may wait for another one to leave.
+
+    Args:
+        thread: the other one.
+        what: what runs there.
+        n_looks: how often it was looked at before.
+
+    Raises:
+        PagingError: the other one waits for this one.
+    """
+    if waits_for_us(thread):
+        raise PagingError(
+            f"{what} on thread {name_of(thread)!r}{place_of(thread)}, waits there for this thread, "
+            "which waits to get into the model: one thread at a time can be inside, and neither "
+            "would ever go on. Nothing was done on this thread. Call a paged model's parts on the "
+            "thread of its forward, or unpage() before."
+        )
+    if n_looks == _LOOKS_UNTIL_A_WARNING:
+        warn_user(
+            f"{what} on thread {name_of(thread)!r}{place_of(thread)}, and this thread waits until "
+            "that ends: one thread at a time can be inside a paged model. If it waits for this "
+            "one, neither will ever go on.",
+            PagingWarning,
+        )
 
 
 def waits_for_us(thread: int) -> bool:

@@ -14,8 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tenure._callers import warn_user
-from tenure._errors import PagingError, PagingWarning
 from tenure._torch.compiler import never_compiled
 from tenure._torch.modules import call_of, calls_of
 from tenure._torch.storages import key_of
@@ -23,11 +21,9 @@ from tenure._torch.storages import key_of
 from .._device import Composed, Engine, Forward, Page, Pass, UnpagedTensors, Visit
 from .._model import HostTensor, Unit, is_plain
 from ._arguments import apart_from
-from ._door import Door, name_of, place_of, waits_for_us
+from ._door import Door, check_wait
 from ._outside import Outside
 from ._refusals import Inference, Refusals, captures, check_capture
-
-_LOOKS_UNTIL_A_WARNING = 4
 
 
 class Pager:
@@ -270,7 +266,8 @@ class Pager:
         # Without waiting: the thread inside may be the one that waits for this memory.
         now, visit = self._door.visit, Visit(call_of(sys._getframe()))
         is_ours = now is not None and now.thread == get_ident()
-        if captures(self.engine.device) or not (is_ours or self._door.try_acquire(visit)):
+        may_wait = not captures(self.engine.device, waits=True)
+        if not may_wait or not (is_ours or self._door.try_acquire(visit)):
             return 0
         try:
             return 0 if self._closed else self.engine.room.give_back(n_bytes)
@@ -374,21 +371,8 @@ class Pager:
         now = self._door.visit
         if now is not None and now.was_interrupted:
             self._leave_for(now)
-        elif not isinstance(now, Pass):
-            return
-        elif waits_for_us(now.thread):
-            raise PagingError(
-                f"{_told(now)}, waits there for this thread, which waits to get into the model: "
-                "one thread at a time can be inside, and neither would ever go on. Nothing was "
-                "done on this thread. Call a paged model's parts on the thread of its forward, or "
-                "unpage() before."
-            )
-        elif n_looks == _LOOKS_UNTIL_A_WARNING:
-            warn_user(
-                f"{_told(now)}, and this thread waits until that ends: one thread at a time can "
-                "be inside a paged model. If it waits for this one, neither will ever go on.",
-                PagingWarning,
-            )
+        elif isinstance(now, Pass):
+            check_wait(now.thread, f"{now.name} is paged and runs", n_looks)
 
     def _abandon_interrupted(self, token: object, module: nn.Module) -> None:
         """Leave forwards that a KeyboardInterrupt has ended: torch tells no hook of those."""
@@ -409,7 +393,3 @@ def _is_same(shown: Tensor, entry: Tensor) -> bool:
         and entry.data_ptr() == shown.data_ptr()
         and entry.stride() == shown.stride()
     )
-
-
-def _told(now: Pass) -> str:
-    return f"{now.name} is paged and runs on thread {name_of(now.thread)!r}{place_of(now.thread)}"

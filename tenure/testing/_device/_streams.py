@@ -234,8 +234,6 @@ class _PerThread(threading.local):
 
 
 _current = _PerThread()
-_main_thread = threading.main_thread()
-_main_streams: dict[int, Stream | None] = {}
 _passes: list[Pass] = []
 
 
@@ -254,7 +252,7 @@ def current_stream(device: Any = None) -> Stream:
     """The stream that launches of this thread on a device, the current one, go to.
 
     A node of a backward pass works on the stream of its forward; a thread that chose none, on the
-    stream of the main thread. All work on a device asks this before it begins.
+    default stream. All work on a device asks this before it begins.
     """
     machine.forbid_in_bad_fork()
     index = index_of(device)
@@ -262,7 +260,7 @@ def current_stream(device: Any = None) -> Stream:
     if lent is not None and own is lent[1]:
         # It was chosen around the pass, and not in it.
         own = None
-    for chosen in (own, lent and lent[0], _main_streams.get(index)):
+    for chosen in (own, lent and lent[0]):
         if chosen is not None and chosen.device_index == index and machine.owns(chosen):
             return chosen
     return default_stream(index)
@@ -307,15 +305,11 @@ def forget_choices() -> None:
     turn_back(0)
     _current.streams.clear()
     _current.log = StreamLog()
-    if threading.current_thread() is _main_thread:
-        _main_streams.clear()
 
 
 def _choose(index: int, stream: Stream | None) -> None:
     before = current_stream(index)
     _current.streams[index] = stream
-    if threading.current_thread() is _main_thread:
-        _main_streams[index] = stream
     _current.log.note(index, before, current_stream(index))
 
 

@@ -99,7 +99,7 @@ def test_a_long_wait_for_another_forward_is_said_once_and_goes_on(x, tmp_path, m
 
     def look(self, n_looks):
         looks.append(n_looks)
-        if n_looks > 2 * _pager._LOOKS_UNTIL_A_WARNING:
+        if n_looks > 2 * _door._LOOKS_UNTIL_A_WARNING:
             model.may_end.set()
         plain_look(self, n_looks)
 
