@@ -184,10 +184,8 @@ class Pass(Visit):
         # A mixture of experts leaves some out, or comes to them in another order: what was
         # predicted behind this use still stands. See
         # test_after_a_step_that_was_not_expected_the_prediction_follows.
-        for i in (*range(position, len(predicted)), *range(position)):
-            if predicted[i][0] == unit:
-                return i
-        return None
+        order = [*range(position, len(predicted)), *range(position)]
+        return next((i for i in order if predicted[i][0] == unit), None)
 
     def goes_on(self, unit: Unit) -> bool:
         """Whether the last use was of this unit, too."""
