@@ -226,6 +226,16 @@ def test_what_can_not_be_concatenated_is_refused_at_the_first_piece(
     assert sizes == [1]
 
 
+@pytest.mark.parametrize("collect", ["cat", "host"])
+def test_results_of_different_sizes_are_told_by_their_shapes(collect):
+    @adaptive.chunked(initial_step=2, collect=collect)
+    def padded(chunk, start, end):
+        return torch.ones(2, 3 + end)
+
+    with pytest.raises(AdaptiveUsageError, match=r"float32\[2, 5\] .* and float32\[2, 7\]"):
+        padded(torch.arange(4))
+
+
 # --- into what the user has
 
 

@@ -67,3 +67,45 @@ def test_a_tensor_of_an_attempt_that_was_kept_outside_says_how_to_return_it():
         kept[0].sum()
     assert "has_aux=True of step()" in str(caught.value)
     assert "detach_from_scope" not in str(caught.value)
+
+
+def test_a_failed_attempt_leaves_a_batch_that_requires_no_grad():
+    net, x = small_net(), samples(20)
+
+    def fn(b):
+        b.requires_grad_()
+        if len(b) > 10:
+            net(b).sum().backward()
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        (slope,) = torch.autograd.grad(net(b).sum(), b, create_graph=True)
+        return slope.square().mean()
+
+    assert step(fn, x).sizes == (10, 10)
+    assert not x.requires_grad
+    assert x.grad is None
+
+
+def test_a_list_of_more_tensors_than_rows_is_asked_about_before_it_is_split():
+    net, rows = small_net(), [torch.randn(4, dtype=torch.float64) for _ in range(12)]
+
+    def fn(b):
+        return net(torch.stack(list(b))).square().mean()
+
+    with pytest.raises(AdaptiveUsageError, match="is a list of 12 tensors, and each has 4 rows"):
+        step(fn, rows, maximum=3)
+    assert step(fn, rows).sizes == (4,)
+    assert step(fn, rows, in_dims="items", maximum=5).sizes == (5, 5, 2)
+    columns = [torch.randn(4, 4, dtype=torch.float64) for _ in range(12)]
+    result = step(lambda b: sum(net(x).mean() for x in b), columns, in_dims=[0] * 12, maximum=3)
+    assert result.sizes == (2, 2)
+    pair = [torch.randn(2, 4, dtype=torch.float64) for _ in range(3)]
+    assert step(lambda b: sum(net(x).mean() for x in b), pair, maximum=1).sizes == (1, 1)
+
+
+def test_a_list_of_tensors_of_other_lengths_is_told_of_items():
+    batch = {"x": samples(5), "boxes": [torch.ones(n, 4) for n in range(1, 6)]}
+    with pytest.raises(AdaptiveUsageError) as caught:
+        step(lambda b: b["x"].mean(), batch)
+    assert str(caught.value).endswith(
+        "If batch['boxes'] has one item a sample, give \"items\" at its place."
+    )

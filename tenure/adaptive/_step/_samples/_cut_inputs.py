@@ -48,6 +48,11 @@ class CutInputs:
         tensors = (leaf.value for leaf in tree.leaves if isinstance(leaf.value, Tensor))
         # versions count writes, so that nothing has to be copied to notice one
         self._versions = [(t, version_of(t)) for t in tensors]
+        self._frozen = [
+            each
+            for each, _ in self._versions
+            if not each.requires_grad and each.is_floating_point()
+        ]
         self._is_used_up = False
         self.expects_writes = False
         self.length = tree.n_samples()
@@ -74,6 +79,20 @@ class CutInputs:
         self.run_again()
         for cut in self._cuts:
             cut.clear()
+
+    def undo(self) -> None:
+        """Let what a failed attempt has asked gradients of, as for a penalty, require none."""
+        for tensor in self._frozen:
+            if tensor.requires_grad and tensor.is_leaf:
+                tensor.requires_grad_(False)
+                tensor.grad = None
+
+    def finish(self) -> None:
+        """What the attempt set stays."""
+
+    def refuse_ambiguous(self) -> None:
+        """Make sure that it is clear what a sample is."""
+        self._tree.refuse_ambiguous()
 
     def run_again(self) -> None:
         """Warn, once, if the batch is no longer what the function was given the last time."""

@@ -124,6 +124,9 @@ class SampleTree:
         # lists of plain values, which may be labels or settings: judged when the number of samples
         # is known
         self._plain: list[tuple[str, int]] = []
+        self._lists: list[str] = []
+        # lists of tensors of one shape, which may be one sample each
+        self._alike: list[tuple[str, int]] = []
         self._build = self._take_apart(tree, dims, name)
 
     @property
@@ -166,6 +169,23 @@ class SampleTree:
         self._refuse_plain_lists(first.n_samples)
         return first.n_samples
 
+    def refuse_ambiguous(self) -> None:
+        """Make sure that tensors of a list are not taken for batches where each may be a sample.
+
+        Raises:
+            AdaptiveUsageError: there are more of them than each has rows, and nothing beside them.
+        """
+        split = [leaf for leaf in self.leaves if leaf.is_split]
+        for path, length in self._alike:
+            rows = split[0].n_samples
+            if length > max(rows, 3) and all(leaf.path.startswith(f"{path}[") for leaf in split):
+                raise AdaptiveUsageError(
+                    f"{path} is a list of {length} tensors, and each has {rows} rows: they may be "
+                    f"{length} samples, or hold {rows} samples each. Say which with "
+                    f'{self._argument}: "items" at its place splits the list, [0] * {length} '
+                    "splits each tensor."
+                )
+
     # --- taking apart
 
     def _take_apart(self, value: Any, dims: Any, path: str) -> _Build:
@@ -189,6 +209,10 @@ class SampleTree:
             )
         if isinstance(value, list | tuple) and value and all(isinstance(x, _SIMPLE) for x in value):
             self._plain.append((path, len(value)))
+        elif isinstance(value, list | tuple) and isinstance(dims, int) and _are_tensors(value):
+            self._lists.append(path)
+            if len({(each.shape, each.dtype) for each in value}) == 1:
+                self._alike.append((path, len(value)))
         self._refuse_hidden(value, container, path)
         return self._inner(value, container, dims, path)
 
@@ -286,9 +310,11 @@ class SampleTree:
                 )
 
     def _advice(self, leaf: Leaf) -> str:
+        around = leaf.path.rpartition("[")[0]
+        items = f' If {around} has one item a sample, give "items" at its place.'
         return (
             f"Say with {self._argument} which dimension of {leaf.path} has the samples, or None if "
-            "all samples share it."
+            f"all samples share it.{items if around in self._lists else ''}"
         )
 
 
@@ -302,6 +328,10 @@ def _holds(value: Any, wanted: Callable[[object], bool], seen: dict[int, Any]) -
     # kept, so that nothing else gets its id
     seen[id(value)] = value
     return any(_holds(child, wanted, seen) for child in container.children)
+
+
+def _are_tensors(values: list[Any] | tuple[Any, ...]) -> bool:
+    return bool(values) and all(isinstance(each, Tensor) for each in values)
 
 
 def _path_below(path: str, value: Any, key: Any) -> str:

@@ -101,7 +101,8 @@ class StepParts:
             roots = dict(found.modules)
             # a model may come with the batch, as in a population that is trained: see
             # test_modules_in_the_batch_are_found
-            roots |= {leaf.path: leaf.value for leaf in tree.leaves if _is_module(leaf.value)}
+            values = ((leaf.path, leaf.value) for leaf in tree.leaves)
+            roots |= {path: value for path, value in values if isinstance(value, nn.Module)}
         else:
             roots = modules_given(spec.entry, spec.model)
         # modules of the loss see the whole batch, so they are no roots and may mix samples
@@ -161,9 +162,10 @@ class StepParts:
         finally:
             held.undo()
 
-    def rollback(self) -> DeliveredTogether:
+    def rollback(self) -> AllOf:
         """All that an attempt changes."""
-        return DeliveredTogether(self.exchange, self.gradients, self.state)
+        rest = DeliveredTogether(self.exchange, self.gradients, self.state)
+        return AllOf((self.inputs, rest))
 
     def begin(self, *, is_split: bool, is_trial: bool = False) -> None:
         """Start an attempt from the beginning; nothing of an earlier one counts."""
@@ -191,7 +193,7 @@ class StepParts:
 
     def once(self) -> Tensor:
         """What is added once, whatever the split."""
-        assert self.spec.once is not None
+        assert self.spec.once
         extra = scalar(whole_of(self.spec.once()), "once() of step()")
         self.added = extra.detach()
         return extra
@@ -214,6 +216,7 @@ class StepParts:
             BatchCoupledError: a module mixes samples.
             AdaptiveUsageError: other processes would wait, or a hook would see parts.
         """
+        self.inputs.refuse_ambiguous()
         self._refuse_mixing(self.roots, size)
         self.backward.let_hooks_wait([p for p in self.gradients.leaves() if p.requires_grad])
 
@@ -313,10 +316,6 @@ class StepParts:
             if oom_info(error) is None or not self.inputs.has_graph:
                 raise
             raise used_up_graph_error() from error
-
-
-def _is_module(value: object) -> bool:
-    return isinstance(value, nn.Module)
 
 
 def parameters_of(modules: Iterable[nn.Module]) -> list[Tensor]:

@@ -246,7 +246,9 @@ def _part_of(leaf: Leaf, indices: Sequence[int] | None) -> Any:
     """A copy of some samples of a leaf; of all of them (None) the leaf itself; without graph."""
     value = leaf.value
     if indices is None or leaf.dim is None:
-        return cut_off(value)
+        # another tensor of the same memory: the function may let it require grad
+        is_free = isinstance(value, Tensor) and not value.requires_grad
+        return value.detach() if is_free else cut_off(value)
     if leaf.dim == "items":
         return type(value)([value[i] for i in indices])
     if isinstance(value, Tensor):
