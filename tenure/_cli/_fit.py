@@ -9,7 +9,7 @@ import re
 import sys
 import textwrap
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -20,6 +20,7 @@ from tenure._errors import CommandError, TenureError
 from ._printing import print_text, write_file
 from ._run import check_target
 from ._verb import Verb, byte_size, device_name
+from ._waiting import waiting
 
 if TYPE_CHECKING:
     from tenure._show import Paragraph
@@ -38,8 +39,9 @@ class Fit(Verb):
 
     FUNCTION takes no arguments and returns (fn, batch) or (fn, batch, optimizer): a step is
     fn(batch), the backward pass of what that returns, and a step of the optimizer. It is called on
-    tensors without data, so a model of any size is made in seconds and takes no memory, and so runs
-    the step. Whose memory is meant, --device says: a device that this machine lacks is no obstacle.
+    tensors without data, so a model of any size takes no memory, and so runs the step: once, and
+    where it does not fit about 20 times more, for a second or two each if the model is large. Whose
+    memory is meant, --device says: a device that this machine lacks is no obstacle.
 
     MODULE is a dotted name, looked for in this directory first, or the path of a .py file.
 
@@ -78,13 +80,16 @@ class Fit(Verb):
         # it may take minutes, which are not to be lost on a name
         for path in filter(None, (arguments.html, arguments.output)):
             check_target(Path(path), replace=arguments.force, may_be_device=True)
-        budget_bytes, device = _memory(arguments.device_memory, arguments.device)
-        # what the program prints is no part of the answer
-        with contextlib.redirect_stdout(sys.stderr), _their_errors(arguments.target):
-            answer = _answer(arguments.target, budget_bytes, device)
-        if arguments.html:
-            write_file(arguments.html, answer.page(f"tenure fit {arguments.target}"))
-        shown = json.dumps(answer.facts(), indent=2) if arguments.json else str(answer)
+        with waiting(f"fit {arguments.target}") as show:
+            show("loads torch")
+            budget_bytes, device = _memory(arguments.device_memory, arguments.device)
+            # what the program prints is no part of the answer
+            with contextlib.redirect_stdout(sys.stderr), _their_errors(arguments.target):
+                answer = _answer(arguments.target, budget_bytes, device, show)
+            show("looks for what would help")
+            if arguments.html:
+                write_file(arguments.html, answer.page(f"tenure fit {arguments.target}"))
+            shown = json.dumps(answer.facts(), indent=2) if arguments.json else str(answer)
         if arguments.output:
             write_file(arguments.output, f"{shown}\n")
         elif arguments.json or not sys.stdout.isatty():
@@ -155,7 +160,9 @@ class _Answer(NamedTuple):
 
         notes = []
         if self.micro_batch is not None:
-            notes.append(Paragraph("", _broken(_in_words(self.micro_batch))))
+            notes.append(
+                Paragraph("", _broken(_in_words(self.micro_batch, self.report.budget_bytes)))
+            )
         helps = [each for each in self.advice if each.saves_bytes > 0]
         does_not = [each for each in self.advice if each.saves_bytes <= 0]
         for title, advice in (("What would help:", helps), ("What would not help:", does_not)):
@@ -181,12 +188,19 @@ class _Answer(NamedTuple):
             console.print(note.rich())
 
 
-def _in_words(found: MicroBatch) -> str:
+def _in_words(found: MicroBatch, budget_bytes: int | None) -> str:
     from tenure._text import counted, format_bytes
 
-    takes = f"in micro-batches of {found.size} the step takes {format_bytes(found.needed_bytes)}"
+    needed = format_bytes(found.needed_bytes)
+    takes = f"in micro-batches of {found.size} the step takes {needed}"
     if not found.fits:
         return f"No micro-batch fits: {takes}."
+    if budget_bytes is not None and found.needed_bytes > budget_bytes:
+        # what it needs in a memory without a limit is no answer to what fits in this one
+        takes = (
+            f"in micro-batches of {found.size} the step fits in {format_bytes(budget_bytes)} once "
+            f"the allocator gives back what it caches: with more memory it would keep {needed}"
+        )
     batch = f"the batch has {counted(found.n_samples, 'sample')}"
     how = f"Run it with tenure.adaptive.step(fn, batch, maximum={found.size})"
     return f"The largest micro-batch that fits is {found.size}; {batch}; {takes}. {how}."
@@ -219,12 +233,16 @@ def _broken_code(code: str) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def _answer(target: str, budget_bytes: int | None, device: str | None) -> _Answer:
+def _answer(
+    target: str, budget_bytes: int | None, device: str | None, show: Callable[[str], None]
+) -> _Answer:
     from tenure.adaptive import predict_peak
 
     from ._work_to_fit import largest_micro_batch, load_function, made_by
 
+    show("makes the model and the batch")
     fn, batch, optimizer = made_by(load_function(target), target)
+    show("predicts the whole batch")
     report = predict_peak(fn, batch, optimizer=optimizer, device=device)
     if str(Path("_cli", "_fit.py")) in report.place:
         # the step of an optimizer is called from here, and has no line in the program
@@ -234,6 +252,7 @@ def _answer(target: str, budget_bytes: int | None, device: str | None) -> _Answe
     report = report.against(budget_bytes)
     if report.fits(budget_bytes):
         return _Answer(report, None)
+    show("looks for a micro-batch that fits")
     return _Answer(report, largest_micro_batch(fn, batch, optimizer, device, budget_bytes))
 
 

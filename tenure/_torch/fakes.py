@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -82,7 +83,9 @@ def building(mode: Any) -> Iterator[None]:
     converter = mode.fake_tensor_converter
     converter.set_tensor_memo = lambda *_: None
     try:
-        with mode:
+        with mode, warnings.catch_warnings():
+            # copy.deepcopy() of a parameter asks whether it has data: no bug of the program
+            warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
             yield
     finally:
         del converter.set_tensor_memo

@@ -15,6 +15,8 @@ from tests.programs import run_program
 from tests.show.pages import assert_stands_alone, read_html
 
 PROGRAM = """
+import copy
+
 import torch
 from torch import nn
 
@@ -57,6 +59,12 @@ def talks():
     return setup()
 
 
+def copied():
+    layer = nn.Linear(4, 4)
+    net = nn.Sequential(*[copy.deepcopy(layer) for _ in range(2)])
+    return lambda x: net(x).mean(), torch.zeros(2, 4)
+
+
 def wants_a_size(n_rows, *others, scale=1):
     return setup()
 
@@ -79,6 +87,10 @@ def cached():
             return sum(part.exp().exp().sum() for part in batch)
 
     return fn, [torch.randn(6_000, 700), torch.randn(5_000, 700)]
+
+
+def cached_samples():
+    return cached()[0], [torch.randn(6_000, 700), torch.randn(6_000, 500)]
 
 
 def one_sample():
@@ -222,6 +234,55 @@ def test_what_does_not_fit_ends_with_1_and_names_the_micro_batch_that_does(capsy
         f"The largest micro-batch that fits is {smaller['size']}; the batch has 512 samples; in "
         f"micro-batches of {smaller['size']} the step takes "
     ) in " ".join(printed.out.split())
+
+
+def test_a_micro_batch_that_fits_takes_no_more_than_there_is(capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    arguments = ("cached_samples", "--device", "cuda", "--device-memory", "64MiB")
+    found = json.loads(fit(capsys, *arguments, "--json")[1].out)["micro_batch"]
+    assert found["fits"]
+    assert found["needed_bytes"] > 64 << 20
+    assert (
+        f"in micro-batches of {found['size']} the step fits in 64.0 MiB once the allocator gives "
+        "back what it caches: with more memory it would keep "
+    ) in " ".join(fit(capsys, *arguments)[1].out.split())
+
+
+def test_modules_that_copy_their_layers_are_no_bug_of_the_program(capsys):
+    before = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)
+    try:
+        code, printed = fit(capsys, "copied", "--device-memory", "1GiB", "--device", "cpu")
+    finally:
+        torch.set_warn_always(before)
+    assert (code, printed.err) == (0, "")
+
+
+def test_on_a_terminal_long_work_says_what_it_does(capsys, monkeypatch):
+    class Waits:
+        """Two of them end while the work is still going on."""
+
+        n_left = 2
+
+        def wait(self, seconds):
+            Waits.n_left -= 1
+            return Waits.n_left < 0
+
+        def set(self):
+            """The block ends."""
+
+    monkeypatch.setattr("tenure._cli._waiting.Event", Waits)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "__stderr__", sys.stderr)
+    monkeypatch.delenv("TENURE_PROGRESS", raising=False)
+    code, printed = fit(capsys, "setup", "--device-memory", "1GiB", "--device", "cpu")
+    first, second = printed.err.splitlines()
+    assert code == 0
+    assert first.startswith("tenure: fit program.py:setup: ")
+    assert first.endswith(" (2 s)")
+    assert second.endswith(" (4 s)")
+    monkeypatch.setenv("TENURE_PROGRESS", "0")
+    assert fit(capsys, "setup", "--device-memory", "1GiB", "--device", "cpu")[1].err == ""
 
 
 def test_a_peak_in_the_step_of_the_optimizer_has_no_line_of_the_command(capsys):

@@ -20,7 +20,7 @@ class MicroBatch(NamedTuple):
         size: the most samples at a time; where nothing fits, how many take least.
         n_samples: those of the batch.
         needed_bytes: what the step needs then.
-        fits: whether that is there.
+        fits: whether there is room for it, if need be once the allocator gives back what it caches.
     """
 
     size: int

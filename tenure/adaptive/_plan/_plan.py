@@ -111,10 +111,15 @@ def plan(
             show(f"micro-batch {size}")
             return evaluation.fits(size, allowed, in_full=in_full)
 
-        found = largest_that_fits(fewest, most, fits)
+        def excess(size: int, in_full: bool = False) -> float:
+            return evaluation.report(size, in_full=in_full)[0].needed_bytes - allowed
+
+        found = largest_that_fits(fewest, most, fits, excess)
         # what a long step piles up is seen only when all of it runs
         while found and not fits(found, True):
-            found = largest_that_fits(fewest, found - 1, lambda size: fits(size, True))
+            found = largest_that_fits(
+                fewest, found - 1, lambda size: fits(size, True), lambda size: excess(size, True)
+            )
     if not found:
         raise too_large(evaluation, allowed)
     report, sizes = evaluation.report(found)

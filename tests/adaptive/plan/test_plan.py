@@ -242,11 +242,19 @@ def test_an_error_tells_the_size_that_takes_least_and_what_it_needs():
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3, 99, 100, 101, 777, 1000])
-def test_the_search_is_as_long_as_a_bisection(limit):
+@pytest.mark.parametrize("power", [1, 2, 0])
+def test_the_search_asks_few_sizes_by_the_line_and_no_more_than_twice_a_bisection(limit, power):
     asked = []
-    found = largest_that_fits(1, 1000, lambda size: asked.append(size) or size <= limit)
+
+    def excess(size):
+        # with a power of 0 all that is told is whether a size fits
+        return size**power - limit**power if power else (-1 if size <= limit else 1)
+
+    found = largest_that_fits(1, 1000, lambda size: asked.append(size) or size <= limit, excess)
     assert found == limit
-    assert len(asked) <= 12
+    assert len(asked) == len(set(asked)) <= (14 if power else 24)
+    if power == 1 and limit > 3:
+        assert len(asked) <= 7
     assert limit == 1000 or limit + 1 in asked
 
 
