@@ -25,6 +25,7 @@ _MAY_IMPORT = {
 _GROUND = (
     "_errors",
     "_byte_sizes",
+    "_extras",
     "_visible",
     "_report_files",
     "_reserve",

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from tenure._extras import install_command
 from tenure.adaptive import AdaptiveUsageError, StepResult
 from tenure.adaptive import step as adaptive_step
 
@@ -77,7 +78,8 @@ def _check(accelerator: Any, options: dict[str, Any]) -> None:
     if backend is None or not callable(getattr(accelerator, "backward", None)):
         raise AdaptiveUsageError(
             f"step() got a {type(accelerator).__name__} as accelerator. Pass the "
-            "accelerate.Accelerator that has prepared the model (pip install tenure[accelerate])."
+            "accelerate.Accelerator that has prepared the model, which comes with: "
+            f"{install_command('accelerate')}."
         )
     for name in ("backward", "scaler"):
         if name in options:

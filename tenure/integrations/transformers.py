@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from tenure._errors import AdaptiveUsageError, RemoteRankError, SplitMismatchError
+from tenure._extras import install_command
 from tenure.adaptive import StepResult, is_oom
 
 from .accelerate import step
@@ -44,7 +45,7 @@ try:
 except ImportError as error:
     raise ImportError(
         "tenure.integrations.transformers needs transformers and accelerate, and one of them can't "
-        f"be imported ({error}). Install both with: pip install 'tenure[transformers]'."
+        f"be imported ({error}). Install both with: {install_command('transformers')}."
     ) from error
 
 # the mixin stands before a Trainer of the user's choice, and is none itself

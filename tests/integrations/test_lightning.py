@@ -1005,7 +1005,7 @@ del sys.modules["tenure.integrations.lightning"]
 try:
     import tenure.integrations.lightning
 except ImportError as error:
-    assert "pip install 'tenure[lightning]'" in str(error)
+    assert 'pip install "lightning>=2.5"' in str(error)
 else:
     raise AssertionError
 """

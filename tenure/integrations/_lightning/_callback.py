@@ -11,6 +11,8 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Self
 
+from tenure._extras import install_command
+
 from .._memory_watch import MemoryWatch
 
 _HOMES = ("lightning.pytorch", "pytorch_lightning")
@@ -117,7 +119,7 @@ def check_installed() -> None:
     if all(find_spec(home.partition(".")[0]) is None for home in _HOMES):
         raise ImportError(
             "tenure.integrations.lightning needs lightning or pytorch_lightning, and neither is "
-            "installed. Install the first with: pip install 'tenure[lightning]'.",
+            f"installed. Install the first with: {install_command('lightning')}.",
             name="lightning",
         )
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from tenure._errors import PagingError
+from tenure._extras import install_command
 from tenure._show import progress
 from tenure._text import listed
 
@@ -211,8 +212,8 @@ def _validate(path: Path) -> None:
         importlib.import_module("numpy")
     except ImportError as error:
         raise PagingError(
-            f"Reading {path.name} takes safetensors and numpy ({error}): pip install "
-            "'tenure[paging]'."
+            f"Reading {path.name} takes safetensors and numpy ({error}). Install both with: "
+            f"{install_command('paging')}."
         ) from error
     try:
         with library.safe_open(path, "numpy"):

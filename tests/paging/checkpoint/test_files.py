@@ -195,8 +195,8 @@ def test_without_the_library_it_is_named(path, monkeypatch):
 
     monkeypatch.setattr(module.importlib, "import_module", absent)
     message = (
-        r"Reading model.safetensors takes safetensors and numpy \(No module named 'safetensors'\): "
-        r"pip install 'tenure\[paging\]'"
+        r"Reading model.safetensors takes safetensors and numpy \(No module named 'safetensors'\). "
+        r"Install both with: pip install \"safetensors>=0.5\" numpy\."
     )
     with pytest.raises(PagingError, match=message):
         open_checkpoint(path)
