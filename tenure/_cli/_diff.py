@@ -27,8 +27,9 @@ class Diff(Verb):
 
     def run(self, arguments: argparse.Namespace) -> int:
         """Read both and print."""
+        before, after = loaded(arguments.before), loaded(arguments.after)
         from tenure.profiler import RecordingDiff
 
-        found = RecordingDiff.of(loaded(arguments.before), loaded(arguments.after))
+        found = RecordingDiff.of(before, after)
         show(found, found.to_dict(), as_json=arguments.json, top=arguments.top, sort=arguments.sort)
         return 0

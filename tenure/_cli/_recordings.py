@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 from tenure._errors import CommandError, ReportFormatError
@@ -16,9 +17,11 @@ def loaded(path: str) -> Recording:
     Raises:
         CommandError: it can't be read, or is something else.
     """
-    from tenure.profiler import Recording
-
     try:
+        # a file that is missing is told before torch is imported, which takes seconds
+        os.stat(path)
+        from tenure.profiler import Recording
+
         return Recording.load(path)
     except OSError as error:
         raise CommandError(f"{path} can't be read: {error.strerror or error}.") from None

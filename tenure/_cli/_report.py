@@ -26,9 +26,9 @@ class Report(Verb):
 
     def run(self, arguments: argparse.Namespace) -> int:
         """Read and print."""
+        found = [loaded(path) for path in arguments.files]
         from tenure.profiler import RecordedRanks
 
-        found = [loaded(path) for path in arguments.files]
         report = found[0] if len(found) == 1 else RecordedRanks.of(found)
         show(
             report, report.to_dict(), as_json=arguments.json, top=arguments.top, sort=arguments.sort

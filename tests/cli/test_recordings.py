@@ -35,6 +35,22 @@ def files(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("verb", ["report", "diff", "leaks", "tree", "export"])
+def test_a_file_that_is_missing_is_told_without_importing_torch(verb, tmp_path):
+    others = {"diff": ["b"], "export": ["-o", "c.json"]}.get(verb, [])
+    program = (
+        "import sys\nfrom tenure._cli import main\n"
+        f"code = main({[verb, 'nowhere', *others]!r})\n"
+        "print(code, 'torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=tmp_path
+    )
+    assert done.stdout == "2 False\n"
+    assert "nowhere can't be read: No such file or directory." in done.stderr
+
+
 def _printed(arguments, capsys, code=0):
     assert main(arguments) == code
     return capsys.readouterr()
