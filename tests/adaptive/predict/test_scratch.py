@@ -91,6 +91,19 @@ def test_a_signature_is_measured_once_and_again_for_another_number_of_threads():
     assert len(_measured._known) == 2
 
 
+def test_what_was_measured_is_kept_within_bounds(monkeypatch):
+    monkeypatch.setattr(_measured, "_MOST_KNOWN", 3)
+    monkeypatch.setattr(_measured, "_known", known := {})
+    found = []
+    for length in (*range(2, 8), 2):
+        x = torch.randn(4, length)
+        found.append(
+            _measured.measured(torch.ops.aten.cumsum.default, (x, 1), {}, x.cumsum(1), x.nbytes)
+        )
+        assert len(known) <= 3
+    assert found[0] == found[-1]
+
+
 def test_measuring_draws_no_random_number_and_is_seen_by_no_mode():
     seen = []
 

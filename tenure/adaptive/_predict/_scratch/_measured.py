@@ -36,6 +36,8 @@ _COUNT_FROM_ONE = frozenset(
     {_aten.linalg_lu_solve.default, _aten.linalg_ldl_solve.default, _aten.lu_unpack.default}
 )
 
+_MOST_KNOWN = 4096
+"""Signatures whose scratch is kept: sizes that are other in each call would pile up."""
 _known: dict[Any, int | str] = {}
 
 
@@ -45,7 +47,10 @@ def measured(func: Any, args: Any, kwargs: Any, result: Any, out_bytes: int) -> 
     key = (func, repr(call), _settings())
     known = _known.get(key)
     if known is None:
-        known = _known[key] = _measure(func, call, _problem.described((result,), {}), out_bytes)
+        known = _measure(func, call, _problem.described((result,), {}), out_bytes)
+        if len(_known) >= _MOST_KNOWN:
+            _known.clear()
+        _known[key] = known
     return known
 
 
