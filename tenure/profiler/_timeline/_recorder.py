@@ -271,8 +271,8 @@ class Recorder:
 
     def _unknown_bytes(self) -> int:
         """What the host's allocator has beside the storages that are known."""
-        n_bytes = self._host_base + self._live.value - self.host.known_bytes
-        return n_bytes - self._summed_host_bytes()
+        in_use_bytes: int = self._host_base + self._live.value
+        return in_use_bytes - self.host.known_bytes - self._summed_host_bytes()
 
     def _summed_host_bytes(self) -> int:
         summed = self._summed
