@@ -13,4 +13,5 @@ from ._rng_state import RngState as RngState
 from ._rng_state import generator_kinds as generator_kinds
 from ._rng_state import generators_in as generators_in
 from ._rollback import AllOf as AllOf
+from ._rollback import GradMode as GradMode
 from ._rollback import Rollback as Rollback

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
+import torch
+
 
 class Rollback(Protocol):
     """One kind of state."""
@@ -24,6 +26,26 @@ class Rollback(Protocol):
 
     def undo(self) -> None:
         """Bring the state back."""
+
+
+class GradMode:
+    """Whether gradients are recorded: an interrupt in the end of a ``no_grad`` leaves them off."""
+
+    __slots__ = ("_is_on",)
+
+    def __init__(self) -> None:
+        self._is_on = torch.is_grad_enabled()
+
+    def begin(self) -> None:
+        """Note it."""
+        self._is_on = torch.is_grad_enabled()
+
+    def finish(self) -> None:
+        """Nothing is left to do."""
+
+    def undo(self) -> None:
+        """Set it as it was."""
+        torch.set_grad_enabled(self._is_on)
 
 
 class AllOf:

@@ -21,7 +21,7 @@ from tenure._torch.sharding import whole_of
 
 from ..._callables import short_name_of
 from ..._reachable import Reachable, StepModels, generators_of, modules_given
-from ..._undo import AllOf, Generator, ModuleState, RngState
+from ..._undo import AllOf, Generator, GradMode, ModuleState, RngState
 from .._gradients import IsolatedGradients, SplitBackward, without_autocast
 from .._loss import scalar
 from .._modules import (
@@ -51,9 +51,6 @@ Divisors = dict[Chunk, dict[str | None, object]]
 
 class StepParts:
     """The parts of one call.
-
-    Args:
-        spec: what to do.
 
     Attributes:
         spec: what to do.
@@ -340,11 +337,12 @@ class StepState(AllOf):
         values: what else may be one.
 
     Attributes:
+        mode: whether gradients are recorded.
         rng: random state.
         modules: the state of modules.
     """
 
-    __slots__ = ("_devices", "_generators", "modules", "rng")
+    __slots__ = ("_devices", "_generators", "mode", "modules", "rng")
 
     def __init__(
         self,
@@ -357,7 +355,9 @@ class StepState(AllOf):
         self._generators = [*generators, *generators_of(models.all, values)]
         self.rng = RngState(devices, self._generators)
         self.modules = ModuleState(models.all)
-        super().__init__((self.rng, self.modules))
+        self.mode = GradMode()
+        # the mode is undone last: to undo the others takes blocks without gradients, too
+        super().__init__((self.mode, self.rng, self.modules))
 
     def learn(self, new: list[nn.Module]) -> None:
         """Note modules that were seen in the middle of an attempt."""
@@ -381,7 +381,7 @@ class DeliveredTogether(AllOf):
     interrupt, finds the step done.
     """
 
-    __slots__ = ("_gradients",)
+    __slots__ = ("_gradients", "_mode")
 
     def __init__(
         self, exchange: GradientExchange, gradients: IsolatedGradients, state: StepState
@@ -389,6 +389,7 @@ class DeliveredTogether(AllOf):
         # gradients are delivered first: that may fail, and then the rest is brought back too
         super().__init__((exchange, gradients, state))
         self._gradients = gradients
+        self._mode = state.mode
 
     def undo(self) -> None:
         """Bring both back, or finish both."""
@@ -396,5 +397,6 @@ class DeliveredTogether(AllOf):
         # test_an_interrupt_finds_all_gradients_delivered_or_none
         if self._gradients.is_delivered:
             self.finish()
+            self._mode.undo()
         else:
             super().undo()
