@@ -75,6 +75,7 @@ def observed_run(
         names: what leaves without a name are called, in other runs too.
     """
     state: Rollback = AllOf((parts.state, parts.gradients))
+    parts.is_asked = True
     watched: AbstractContextManager[list[ModuleCall]]
     watched = _recorded(parts.roots) if watch else nullcontext([])
     # other processes know nothing of a run that is taken back

@@ -11,3 +11,4 @@ from ._refused import refuse_coupled as refuse_coupled
 from ._refused import refuse_sharded as refuse_sharded
 from ._refused import wants_more_samples as wants_more_samples
 from ._refused import written_modules as written_modules
+from ._written import WrittenParameters as WrittenParameters

@@ -12,7 +12,8 @@ from torch import nn
 from ..._reachable import Reachable, StepModels
 from ..._undo import AllOf
 from .._gradients import IsolatedGradients
-from ._parts import StepState, devices_of, parameters_of
+from ._parts import devices_of, parameters_of
+from ._state import StepState
 
 
 class FunctionState(AllOf):

@@ -1,7 +1,6 @@
 """The parts of one step, and what every way to run it does with them.
 
-Among them is what a step changes besides gradients, and when there is no way back. Invariant:
-nothing here knows how a step is run; the passes and the run stand on it.
+Invariant: nothing here knows how a step is run; the passes and the run stand on it.
 """
 
 from __future__ import annotations
@@ -20,12 +19,13 @@ from tenure._torch.quiet import without_functions
 from tenure._torch.sharding import whole_of
 
 from ..._callables import short_name_of
-from ..._reachable import Reachable, StepModels, generators_of, modules_given
-from ..._undo import AllOf, Generator, GradMode, ModuleState, RngState
+from ..._reachable import Reachable, StepModels, modules_given
+from ..._undo import AllOf
 from .._gradients import IsolatedGradients, SplitBackward, without_autocast
 from .._loss import scalar
 from .._modules import (
     GradientExchange,
+    WrittenParameters,
     coupled_modules,
     normalization_error,
     refuse_coupled,
@@ -36,6 +36,7 @@ from .._modules import (
 from .._samples import CutInputs, SampleTree, expecting_other_sizes_of, used_up_graph_error
 from ._arguments import StepSpec
 from ._notes import tell_of_arguments, tell_of_part
+from ._state import DeliveredTogether, StepState
 
 
 class Chunk(NamedTuple):
@@ -69,6 +70,7 @@ class StepParts:
         exchange: whether modules exchange them with other processes.
         backward: makes them.
         reached: what the functions use, and the modules that are known before they run.
+        writes: whether the function writes parameters.
         compiled: the compiled modules and functions that it runs.
         leaf_names: names of tensors that are no parameters of a module, by id.
         outside: tensors of any shape that the function takes from elsewhere, by name.
@@ -81,6 +83,7 @@ class StepParts:
         share_of_once: what the gradient of ``once`` is multiplied by.
         around_backward: makes a block in which chunks run backward.
         around_once: makes a block in which ``once`` runs forward and backward, apart from them.
+        is_asked: whether a run only asks, and is taken back.
         n_parts: how many micro-batches a split has, of sizes that differ by 1 at most; None: as
             many as the size gives.
     """
@@ -125,7 +128,9 @@ class StepParts:
         self.around_backward: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.around_once: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.n_parts: int | None = None
+        self.is_asked = False
         self.reached = (spec.fn, *found.visited(), *self.models.all)
+        self.writes = WrittenParameters(spec.entry, self.name, self.roots)
         self.compiled = [*filter(is_compiled, self.reached)] if has_compiled() else []
         self.outside = found.constants | found.tensors
         self.leaf_names = {id(tensor): name for name, tensor in found.tensors.items()}
@@ -169,11 +174,15 @@ class StepParts:
         self.aux, self.counts, self.divisors, self.added = {}, {}, {}, None
         self.inputs.begin()
         self.backward.begin(is_split=is_split, is_trial=is_trial)
+        if (is_split and not self.spec.is_planned) or self.is_asked:
+            self.writes.begin(asks=self.is_asked or (is_trial and not self.compiled))
 
     def call(self, batch: Any, start: int = 0) -> Any:
         """Run the function on samples from ``start`` on, and keep what is none of its loss."""
         try:
-            returned = self.spec.fn(batch)
+            with self.writes.guarded():
+                returned = self.spec.fn(batch)
+            self.writes.check()
         except TypeError as error:
             tell_of_arguments(error, self.spec.entry)
             raise
@@ -325,78 +334,3 @@ def devices_of(values: list[Any]) -> list[torch.device]:
     """The devices of the tensors among some values, in order."""
     with without_functions():
         return list(dict.fromkeys(value.device for value in values if isinstance(value, Tensor)))
-
-
-class StepState(AllOf):
-    """Random state and the state of modules.
-
-    Args:
-        models: the modules that are known now; `learn` notes those that are seen later.
-        devices: where the work is done.
-        generators: generators of random numbers that belong to no module.
-        values: what else may be one.
-
-    Attributes:
-        mode: whether gradients are recorded.
-        rng: random state.
-        modules: the state of modules.
-    """
-
-    __slots__ = ("_devices", "_generators", "mode", "modules", "rng")
-
-    def __init__(
-        self,
-        models: StepModels,
-        devices: Sequence[torch.device],
-        generators: Iterable[Generator],
-        values: Iterable[object],
-    ) -> None:
-        self._devices = devices
-        self._generators = [*generators, *generators_of(models.all, values)]
-        self.rng = RngState(devices, self._generators)
-        self.modules = ModuleState(models.all)
-        self.mode = GradMode()
-        # the mode is undone last: to undo the others takes blocks without gradients, too
-        super().__init__((self.mode, self.rng, self.modules))
-
-    def learn(self, new: list[nn.Module]) -> None:
-        """Note modules that were seen in the middle of an attempt."""
-        generators = generators_of(new)
-        # the list of the attempt, so that a later `random_now` has them too
-        self._generators += generators
-        self.rng.add(generators)
-        self.modules.add(new)
-
-    def random_now(self) -> RngState:
-        """Random state as it is at this moment, to come back to in the middle of an attempt."""
-        now = RngState(self._devices, self._generators)
-        now.begin()
-        return now
-
-
-class DeliveredTogether(AllOf):
-    """Gradients and all other state of a step: both are as before, or both as after it.
-
-    What comes between the first gradient that is delivered and the end of the attempt, such as an
-    interrupt, finds the step done.
-    """
-
-    __slots__ = ("_gradients", "_mode")
-
-    def __init__(
-        self, exchange: GradientExchange, gradients: IsolatedGradients, state: StepState
-    ) -> None:
-        # gradients are delivered first: that may fail, and then the rest is brought back too
-        super().__init__((exchange, gradients, state))
-        self._gradients = gradients
-        self._mode = state.mode
-
-    def undo(self) -> None:
-        """Bring both back, or finish both."""
-        # from here on the user may have seen gradients: see
-        # test_an_interrupt_finds_all_gradients_delivered_or_none
-        if self._gradients.is_delivered:
-            self.finish()
-            self._mode.undo()
-        else:
-            super().undo()

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from tenure._errors import AdaptiveUsageError
 from tenure._oom import oom_of_work
 from tenure._torch.modules import BatchNorm, InstanceNorm
 from tenure.scopes import DisposeScope
@@ -80,21 +81,31 @@ class Subject:
         return parts
 
     def see_random_numbers(self) -> None:
-        """Run two samples, and see what numbers they draw."""
+        """Run two samples, and see what numbers they draw.
+
+        Raises:
+            AdaptiveUsageError: the function would write a parameter.
+        """
+        refused: list[AdaptiveUsageError] = []
 
         def look(n: int) -> tuple[bool, bool]:
             parts = self.parts_of(range(n))
             parts.state.begin()
+            parts.writes.begin(asks=True)
             try:
                 # a forward pass announces an exchange to the next backward pass
-                with parts.without_exchange(), parts.watching():
+                with parts.without_exchange(), parts.watching(), parts.writes.guarded():
                     parts.spec.fn(parts.inputs.whole())
+                parts.writes.check()
                 return parts.state.rng.has_drawn(), parts.state.rng.has_drawn(elsewhere=True)
             finally:
+                refused.extend(filter(None, [parts.writes.error]))
                 parts.state.undo()
                 parts.state.finish()
 
         self.is_random, self.draws_elsewhere = first_that_fits(look, (2,)) or (True, True)
+        if refused:
+            raise refused[0].with_traceback(None)
 
 
 def first_that_fits(work: Callable[[int], T], sizes: Iterable[int]) -> T | None:
