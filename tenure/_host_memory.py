@@ -243,12 +243,22 @@ def python_arena_bytes() -> int | None:
 
 def c_library_slack_bytes() -> int | None:
     """What the C library's allocator holds free; None where it does not tell, as one not of GNU."""
-    library = _c_library()
-    function = getattr(library, "mallinfo2", None)
+    figures = _malloc_figures()
+    return None if figures is None else int(figures.fordblks)
+
+
+def allocated_bytes() -> int:
+    """What the C library has allocated, to the byte; where it does not tell, what lies in RAM."""
+    figures = _malloc_figures()
+    return resident_bytes() if figures is None else int(figures.uordblks + figures.hblkhd)
+
+
+def _malloc_figures() -> Any:
+    function = getattr(_c_library(), "mallinfo2", None)
     if function is None:
         return None
     function.restype = _MallocFigures
-    return int(function().fordblks)
+    return function()
 
 
 class _MallocFigures(ctypes.Structure):

@@ -16,7 +16,7 @@ import functools
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -86,6 +86,13 @@ def module_called_by(frame: FrameType) -> nn.Module | None:
     return None if variable is None else frame.f_locals.get(variable)
 
 
+def is_called_by_module(frame: FrameType | None) -> bool:
+    """Whether a module is being called on the stack that a frame ends."""
+    while frame is not None and frame.f_code not in _CALLS:
+        frame = frame.f_back
+    return frame is not None
+
+
 def is_running(call: Call, frame: FrameType | None) -> bool:
     """Whether a call is on the stack that a frame ends; None is that of a thread that ended."""
     known, code = call
@@ -100,7 +107,7 @@ def is_saving(frame: FrameType) -> bool:
 
 
 class _Thread(threading.local):
-    seen: Seen | None = None
+    seen: tuple[Seen, ...] = ()
     given: Passed | None = None
     returned: Passed | None = None
 
@@ -118,20 +125,15 @@ def modules_told(seen: Seen) -> Iterator[None]:
     # two threads that are the first here wrap once
     with _lock:
         _wrap_calls()
-    outer = _this_thread.seen
-    _this_thread.seen = seen if outer is None else _both(seen, outer)
+    _this_thread.seen = (seen, *_this_thread.seen)
     try:
         yield
     finally:
-        _this_thread.seen = outer
-
-
-def _both(inner: Seen, outer: Seen) -> Seen:
-    def seen(module: nn.Module) -> None:
-        inner(module)
-        outer(module)
-
-    return seen
+        # blocks may end in any order, and on another thread
+        rest = [*_this_thread.seen]
+        with suppress(ValueError):
+            rest.remove(seen)
+        _this_thread.seen = tuple(rest)
 
 
 @contextmanager
@@ -169,8 +171,8 @@ def _wrap_calls() -> None:
         # dynamo folds the first condition, and sees a plain call
         if not _is_compiled() and _teller is told_call:
             thread = _this_thread
-            if thread.seen is not None:
-                _tell(thread.seen, self)
+            for seen in thread.seen:
+                _tell(seen, self)
             if thread.given is not None:
                 _tell(thread.given, self, (args, kwargs))
             if thread.returned is not None:

@@ -3,7 +3,7 @@
 from ._difference import Change as Change
 from ._difference import RecordingDiff as RecordingDiff
 from ._growth import Growth as Growth
-from ._growth import GrowthWatch as GrowthWatch
+from ._growth_watch import GrowthWatch as GrowthWatch
 from ._leaks_found import RecordedLeaks as RecordedLeaks
 from ._ranks import RecordedRanks as RecordedRanks
 from ._recording import Recording as Recording

@@ -41,7 +41,7 @@ from .._reports import DeviceReport, MemReport
 from .._timeline import TimelineReport, check_levels
 from ._exports import export
 from ._growth import Growth
-from ._leaks_found import MOST_ROWS, RecordedLeaks
+from ._leaks_found import MOST_ROWS, RecordedLeaks, no_growth
 from ._torch_snapshots import is_pickle, tracks_in
 from ._tracks import Track
 from ._tree import DeviceTree, RecordedTree, folded, tree_of
@@ -87,6 +87,7 @@ class Recording(Report):
         rank: the rank of a process group; None without one.
         notes: what could not be seen, and why.
         seeks_leaks: whether it was looked for leaks.
+        n_looks: how often; None where that was not recorded.
     """
 
     command: tuple[str, ...]
@@ -106,6 +107,7 @@ class Recording(Report):
     rank: int | None = None
     notes: tuple[str, ...] = ()
     seeks_leaks: bool = True
+    n_looks: int | None = None
 
     _between = "\n\n"
 
@@ -202,7 +204,7 @@ class Recording(Report):
                 yield f"{track.device} after {track.peak_at_s:.1f} s: {most}, and others"
 
     def summary(self) -> str:
-        """The highest peak and what grew most, a line for each that was recorded."""
+        """The highest peak, and what grew most or how often nothing was seen to grow."""
         lines = []
         for device, n_bytes in sorted(self.peaks.items(), key=lambda each: -each[1])[:1]:
             rows = (
@@ -213,12 +215,15 @@ class Recording(Report):
                 f"At most {format_bytes(n_bytes)} on {device}{most and f', of it {most}'}."
             )
         # what is only held at the end is no growth
-        grown = [each for each in self.growth if each.last_step]
-        return "\n".join((*lines, *map(str, grown[:1])))
+        grown = [str(each) for each in self.growth if each.last_step][:1]
+        if not grown and self.seeks_leaks and self.n_looks is not None:
+            grown = [no_growth(self.n_looks)]
+        return "\n".join((*lines, *grown))
 
     def leaks_found(self) -> RecordedLeaks:
         """What grew, and what outlived a scope, as a report."""
-        return RecordedLeaks(self.growth, tuple(filter(None, self.leaks)), self.seeks_leaks)
+        leaks = tuple(filter(None, self.leaks))
+        return RecordedLeaks(self.growth, leaks, self.seeks_leaks, self.n_looks)
 
     def _heading(self) -> Iterator[str]:
         yield self.title()
@@ -255,7 +260,10 @@ class Recording(Report):
         for name in reports:
             told: Any = facts.get(name)
             reports[name] = None if told is None else _REPORTS[name].from_dict(told)
-        bare: Self = restored(cls, {**facts, **dict.fromkeys(reports)}, cls.__name__)
+        # files of before have no number of looks
+        bare: Self = restored(
+            cls, {"n_looks": None, **facts, **dict.fromkeys(reports)}, cls.__name__
+        )
         whole = replace(bare, **reports)
         for track in whole.tracks:
             check_levels(track)

@@ -1,3 +1,9 @@
+import collections
+import copy
+import logging
+import logging.handlers
+
+import pandas as pd
 import pytest
 import torch
 
@@ -64,7 +70,7 @@ def test_the_key_is_named_where_all_of_it_grew_under_one(keys, told):
         for key in keys:
             holder.history[key].append(torch.full((N,), loss.item()))
 
-    (found,) = _trained(keep).growth()
+    (found,) = _trained(keep).growth(snapshot())
     assert found.name.endswith(f".{told}")
     assert str(found).startswith(f"{found.name} grew by {len(keys) * 7} tensors")
 
@@ -145,7 +151,7 @@ def test_an_error_in_a_look_is_none_of_the_program(monkeypatch):
     def fails():
         raise ValueError("broken")
 
-    monkeypatch.setattr("tenure.profiler._recording._growth.snapshot", fails)
+    monkeypatch.setattr("tenure.profiler._recording._growth_watch.snapshot", fails)
     watch = _trained(lambda i, out, loss: None)
     assert watch.growth() == ()
     assert watch.notes == ["it looked for growth up to step 1: ValueError('broken')"]
@@ -212,3 +218,190 @@ def test_a_cache_that_filled_before_the_end_is_no_growth_at_it():
     watch = _trained(keep, n_steps=60)
     assert not [each for each in watch.growth(snapshot()) if "kept_later" in each.name]
     kept_later.clear()
+
+
+class _Metric(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.predictions = []
+
+
+class _Callback:
+    def __init__(self):
+        self.batches = collections.deque()
+
+
+def _slow_leaks():
+    """What keeps something once an epoch, by what keeps it."""
+    trainer, by_split, seen, metric, callback = _Holder(), {"val": []}, [], _Metric(), _Callback()
+    trainer.outputs = []
+    log = logging.Logger("kept")
+    log.addHandler(logging.handlers.MemoryHandler(10**6))
+    frame = pd.DataFrame({"epoch": [0], "logits": pd.Series([None], dtype=object)})
+
+    def in_closure(out):
+        seen.append(out)
+
+    def in_frame(out):
+        frame.loc[len(frame)] = [len(frame), out]
+
+    leaks = {
+        "outputs": lambda out: trainer.outputs.append(out),
+        "by_split['val']": lambda out: by_split["val"].append(out),
+        "seen": in_closure,
+        "kept_later": lambda out: kept_later.append(out),
+        "predictions": lambda out: metric.predictions.append(out),
+        "buffer": lambda out: log.info("%s", out),
+        "batches": lambda out: callback.batches.append(out),
+        "logits": in_frame,
+    }
+    return leaks, trainer, by_split, metric, callback, log
+
+
+def _bounded(model):
+    """What fills, is replaced, or is made once, and is no leak."""
+    cache, best, recent, averaged, warm = {}, {}, collections.deque(maxlen=2), [], []
+
+    def keep(epoch, out):
+        cache.setdefault(epoch % 2, out.clone())
+        recent.append(out.clone())
+        warm.append(out.clone()) if epoch < 2 else None
+        if epoch in (0, 1, 3):
+            best["weights"] = {name: p.clone() for name, p in model.state_dict().items()}
+        if epoch == 1:
+            averaged.append(copy.deepcopy(model))
+
+    return keep
+
+
+def test_slow_leaks_of_every_kind_are_found_after_four_epochs_and_nothing_else_is():
+    kept_later.clear()
+    leaks, trainer, by_split, metric, callback, log = _slow_leaks()
+    model = torch.nn.Linear(N, N)
+    bounded = _bounded(model)
+    optimizer = torch.optim.SGD(model.parameters())
+    with GrowthWatch() as watch:
+        for epoch in range(4):
+            for _ in range(10):
+                optimizer.zero_grad()
+                model(torch.ones(N, N)).square().mean().backward()
+                optimizer.step()
+            for keep in leaks.values():
+                keep(model(torch.ones(2, N)).detach())
+            bounded(epoch, model(torch.ones(2, N)).detach())
+    found = watch.growth(snapshot())
+    named = {each: [f.name for f in found if each in f.name] for each in leaks}
+    assert all(len(names) == 1 for names in named.values()), [each.name for each in found]
+    assert len(found) == len(leaks), found
+    kept_later.clear()
+    assert all((trainer.outputs, by_split, metric.predictions, callback.batches, log))
+
+
+def test_a_loop_without_an_optimizer_is_watched_by_calls_of_its_outermost_module():
+    features = {}
+    model = torch.nn.Sequential(torch.nn.Linear(N, N), torch.nn.ReLU())
+    model[1].register_forward_hook(
+        lambda module, args, out: features.setdefault("relu", []).append(out)
+    )
+    with GrowthWatch() as watch, torch.no_grad():
+        for _ in range(20):
+            model(torch.ones(N, N))
+    (found,) = watch.growth(snapshot())
+    assert "features['relu']" in found.name
+    assert found.n_tensors == 20
+    # calls inside of a call count for nothing
+    assert found.last_step == 20
+
+
+def test_calls_of_a_model_before_the_first_step_are_no_steps():
+    losses = []
+    model = torch.nn.Linear(N, N)
+    with torch.no_grad(), GrowthWatch() as watch:
+        for _ in range(10):
+            model(torch.ones(N, N))
+        with torch.enable_grad():
+            _trained(lambda i, out, loss: losses.append(loss), watch=watch)
+            (found,) = watch.growth(snapshot())
+    assert (found.first_step, found.last_step) == (1, 8)
+
+
+class _Bank(torch.nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.inner, self.heads = kind, torch.nn.Linear(N, N), torch.nn.ModuleDict()
+        self.register_buffer("bank", torch.zeros(0, N))
+
+    def forward(self, x):
+        h = self.inner(x)
+        if self.kind == "bank":
+            self.bank = torch.cat([self.bank, h.detach()])
+        elif self.kind == "heads":
+            self.heads[f"task{len(self.heads)}"] = head = torch.nn.Linear(N, N)
+            h = head(h)
+        return h.square().mean()
+
+
+@pytest.mark.parametrize("kind", ["bank", "heads", "neither"])
+def test_what_grows_inside_a_model_is_named_by_module_and_buffer(kind):
+    model = _Bank(kind)
+    optimizer = torch.optim.SGD(model.inner.parameters(), momentum=0.9)
+    with GrowthWatch() as watch:
+        for step in range(6):
+            optimizer.zero_grad()
+            model(torch.ones(N, N)).backward()
+            optimizer.step()
+            if step > 2:
+                watch.look(step + 1)
+    names = [each.name.partition(",")[0] for each in watch.growth(snapshot())]
+    assert names == ([] if kind == "neither" else [f"_Bank.{kind}"])
+
+
+def test_the_history_of_an_optimizer_is_named():
+    model = torch.nn.Linear(N, 1)
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=1e-4, max_iter=2, tolerance_change=0)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(torch.randn(N, N)).exp().mean()
+        loss.backward()
+        return loss
+
+    with GrowthWatch() as watch:
+        for _ in range(8):
+            optimizer.step(closure)
+    found = watch.growth(snapshot())
+    assert any("LBFGS" in each.name and "old_dirs" in each.name for each in found), found
+
+
+def test_beginning_twice_leaves_no_hook_behind():
+    from torch.optim import optimizer
+
+    before = len(optimizer._global_optimizer_post_hooks)
+    watch = GrowthWatch()
+    watch.begin()
+    watch.begin()
+    watch.end()
+    assert len(optimizer._global_optimizer_post_hooks) == before
+    model = torch.nn.Linear(2, 2)
+    for _ in range(8):
+        model(torch.ones(2))
+    assert watch.n_looks == 0
+
+
+def test_the_end_is_a_look_of_a_loop_that_looks_itself():
+    answers, watch = [], GrowthWatch()
+    for step in range(2):
+        watch.look(step)
+        answers.append(torch.ones(N))
+    assert watch.growth() == ()
+    (found,) = (each for each in watch.growth(snapshot()) if "answers" in each.name)
+    assert (found.n_before, found.n_tensors, watch.n_looks) == (0, 2, 2)
+
+
+def test_batches_of_many_sizes_are_no_growth():
+    watch = GrowthWatch()
+    for step, size in enumerate((1, 2, 4, 8)):
+        batch = [torch.ones(size, N) for _ in range(size)]
+        watch.look(step)
+    assert watch.growth() == ()
+    assert batch
