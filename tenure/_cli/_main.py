@@ -33,6 +33,12 @@ _PIPE_CLOSED = 141
 _TRACEBACK = "TENURE_TRACEBACK"
 
 
+def import_early(verb: str) -> None:
+    """Import what a verb needs before it changes what an import finds."""
+    if verb == Run.name:
+        from . import _program  # noqa: F401
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb of the command line.
 

@@ -85,4 +85,6 @@ def write_file(path: str, text: str) -> None:
             write_whole(Path(path), data)
     except OSError as error:
         raise CommandError(f"{path!r} can't be written: {error.strerror or error}.") from None
-    print(f"Wrote {path}", file=sys.stderr)
+    # without a standard error print() would write to the standard output
+    if sys.stderr is not None:
+        print(f"Wrote {path}", file=sys.stderr)

@@ -57,6 +57,8 @@ PROGRAMS = {
     "reads a missing file": "open('nowhere')",
     "has a syntax error": "print('never')\ndef f(:\n    pass\n",
     "is latin-1": b"# -*- coding: latin-1 -*-\nprint(ascii('\xe4'))\n",
+    "is no UTF-8 in a comment": b"x = 1\n# caf\xe9\nprint(x)\n",
+    "is no UTF-8 and has an error before": b"x = (\n# caf\xe9\nprint(x)\n",
     "is empty": "",
     "imports what fails": "import broken",
     "imports its neighbour": "import neighbour; print(neighbour.__file__, neighbour.main())",

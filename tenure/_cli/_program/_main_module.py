@@ -12,6 +12,7 @@ from __future__ import annotations
 import builtins
 import importlib.machinery
 import os
+import re
 import sys
 import types
 from abc import ABC, abstractmethod
@@ -20,6 +21,8 @@ from types import CodeType
 from typing import ClassVar
 
 from tenure._errors import CommandError
+
+from ._own_modules import own_modules
 
 _MAIN = "__main__"
 # from it on the source of `-c` may be indented
@@ -71,6 +74,7 @@ class Program(ABC):
         # with -P there is no such entry, neither ours nor the program's
         if not sys.flags.safe_path:
             sys.path[0] = self._first_path
+            own_modules.give_to(self._first_path)
 
     @abstractmethod
     def execute(self, on_code: OnCode) -> None:
@@ -271,7 +275,37 @@ def _compiled(path: str) -> CodeType:
             if code is not None:
                 return code
             file.seek(0)
-        return compile(file.read(), path, "exec", dont_inherit=True)
+        source = file.read()
+    try:
+        compiled = compile(source, path, "exec", dont_inherit=True)
+    except SyntaxError as error:
+        _check_encoding(source, path, error.lineno)
+        raise
+    _check_encoding(source, path, None)
+    return compiled
+
+
+def _check_encoding(source: bytes, path: str, other_line: int | None) -> None:
+    """Refuse bytes that are no UTF-8, which ``compile()`` lets pass in a comment.
+
+    Raises:
+        SyntaxError: as Python raises it of a file, if no other error comes first.
+    """
+    try:
+        source.decode()
+        return
+    except UnicodeDecodeError as error:
+        at = error.start
+    lines = source.splitlines()[:2]
+    if any(re.match(rb"[ \t\f]*#.*?coding[:=][ \t]*[-\w.]+", line) for line in lines):
+        return
+    n_line = source.count(b"\n", 0, at) + 1
+    if other_line is not None and other_line < n_line:
+        return
+    raise SyntaxError(
+        f"Non-UTF-8 code starting with '\\x{source[at]:02x}' in file {path} on line {n_line}, but "
+        "no encoding declared; see https://peps.python.org/pep-0263/ for details"
+    ) from None
 
 
 def _interpreter() -> list[str]:

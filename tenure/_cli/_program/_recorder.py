@@ -25,6 +25,7 @@ from ._imports import Imports
 from ._instruments import MAIN, Lines, Memory
 from ._main_module import Program
 from ._measuring import Measuring, Wanted, facts_of, say
+from ._own_modules import own_modules
 from ._signals import Deaths
 
 # What it takes to look, and then to write, where the process may have no more.
@@ -35,6 +36,7 @@ _EMPTY: dict[str, Any] = {
     "version": 1,
     "peaks": {},
     "seeks_leaks": False,
+    "n_looks": None,
     "leaks": [],
     "growth": [],
     "lines": None,
@@ -125,7 +127,8 @@ class Recorder:
         self._imports.end()
         self._free_reserve()
         if self._has_torch:
-            self._measuring.end(error)
+            with own_modules.ours():
+                self._measuring.end(error)
 
     # --- torch is there
 
@@ -143,7 +146,8 @@ class Recorder:
         if self._has_torch or self._duration_s is not None:
             return
         self._has_torch = True
-        self._measuring.begin()
+        with own_modules.ours():
+            self._measuring.begin()
 
     # --- the end
 
@@ -181,7 +185,8 @@ class Recorder:
         self._free_reserve()
         path = self._settings.path
         try:
-            written = self._written()
+            with own_modules.ours():
+                written = self._written()
         except Exception as error:
             reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
             say(f"tenure run: error: {path} could not be written: {reason}")
