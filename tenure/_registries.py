@@ -10,6 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar
+from types import FrameType
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor, UntypedStorage, nn
@@ -118,6 +119,8 @@ refusal_watchers: list[Callable[[str], None]] = []
 """Who is told, with its text, that tenure itself raises an out-of-memory error; mostly nobody."""
 leak_watchers: list[Callable[[Any], None]] = []
 """What is given the report of each scope that tensors outlived, as it is logged."""
+ended_frames: list[FrameType] = []
+"""Frames that have ended, and whose variables are still named as if they ran; mostly none."""
 handles_ooms: ContextVar[bool] = ContextVar("tenure_handles_ooms", default=False)
 """Whether what runs is tried again, smaller, when it runs out of memory: no error that is news."""
 gradients_aside: ContextVar[bool] = ContextVar("tenure_gradients_aside", default=False)

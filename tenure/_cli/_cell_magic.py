@@ -79,7 +79,8 @@ def tenure_cell(shell: Any, line: str, cell: str) -> None:
     told = partial(_tell, path=path, is_quiet=arguments.quiet)
     command = (f"%%{_NAME}", *words)
     # the line of the magic is the first
-    run_cell_recorded(shell, f"\n{cell}", wanted_of(arguments), functions, command, told)
+    wanted = wanted_of(arguments, all_by_default=True)
+    run_cell_recorded(shell, f"\n{cell}", wanted, functions, command, told)
 
 
 def _tell(

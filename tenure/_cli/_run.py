@@ -26,7 +26,8 @@ class Run(Verb):
     PROGRAM is a script with its arguments, or -m MODULE, or -c CODE, as after python. What it
     prints, raises and returns is its own; options of tenure stand before it.
 
-    Without any of --leaks, --lines, --timeline and --on-oom, all but --lines are meant.
+    Without any of --leaks, --lines, --timeline and --on-oom it looks for what grows, and explains
+    an out-of-memory error that ends the program: what costs little.
 
     The recording is written when the process ends, also after an error, Ctrl-C and SIGTERM; not
     after os._exit(). Children of the program run plainly. Under torchrun each rank writes a file of
@@ -87,7 +88,9 @@ def add_measuring(parser: argparse.ArgumentParser) -> None:
         "--timeline", action="store_true", help="record live bytes over time, and their peak"
     )
     parser.add_argument(
-        "--on-oom", action="store_true", help="explain the first out-of-memory error"
+        "--on-oom",
+        action="store_true",
+        help="explain the first out-of-memory error, also one that the program handles",
     )
     parser.add_argument(
         "-o", "--output", metavar="FILE", help="where to (default: NAME.tenure, after PROGRAM)"
@@ -96,17 +99,19 @@ def add_measuring(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-q", "--quiet", action="store_true", help="say nothing of FILE")
 
 
-def wanted_of(arguments: argparse.Namespace) -> Wanted:
-    """What is to be measured; without any of it, all but lines."""
+def wanted_of(arguments: argparse.Namespace, *, all_by_default: bool = False) -> Wanted:
+    """What is to be measured; without any of it, what costs little, or all but lines."""
     from ._program import Wanted
 
     chosen = arguments.leaks or arguments.lines or arguments.timeline or arguments.on_oom
+    by_default = all_by_default and not chosen
     return Wanted(
         budget_bytes=arguments.budget,
         leaks=arguments.leaks or not chosen,
         lines=list(arguments.lines),
-        timeline=arguments.timeline or not chosen,
+        timeline=arguments.timeline or by_default,
         on_oom=arguments.on_oom or not chosen,
+        handled_oom=arguments.on_oom or by_default,
     )
 
 

@@ -292,7 +292,10 @@ def record_a_program(screen: Screen, corpus: Corpus, settings: Settings) -> None
     screen.say("This one knows nothing of tenure:")
     screen.show("")
     screen.code("".join(source[1:]))
-    for command in ("tenure run train.py", "tenure export train.tenure -o train.html"):
+    for command in (
+        "tenure run --leaks --timeline train.py",
+        "tenure export train.tenure -o train.html",
+    ):
         screen.show(f"$ {command}")
         screen.say(output_of(*command.split(), folder=folder))
     screen.show("")

@@ -12,6 +12,7 @@ from types import CodeType, FrameType
 from typing import NamedTuple
 
 from tenure._callers import is_tenure
+from tenure._registries import ended_frames
 
 from ._code_slots import root_of_context
 from ._reading import (
@@ -54,6 +55,8 @@ class RunningFrames:
         # what callers hold beside the variables of whom they called, where they do so
         self._kept: Counter[int] | None = Counter() if callers_keep_arguments() else None
         self._add_stack(innermost, thread=None)
+        for frame in ended_frames:
+            self._add_frame(frame, None, silent=False)
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         others = sys._current_frames()
         # our own frame in a variable of ours would be a cycle, and keep the whole stack alive
@@ -78,12 +81,13 @@ class RunningFrames:
         silent = thread is None
         while frame is not None:
             silent = silent and is_tenure(frame)
-            self.ids.add(id(frame))
-            if not _is_namespace(frame):
-                self._add_frame(frame, thread, silent)
+            self._add_frame(frame, thread, silent)
             frame = frame.f_back
 
     def _add_frame(self, frame: FrameType, thread: str | None, silent: bool) -> None:
+        self.ids.add(id(frame))
+        if _is_namespace(frame):
+            return
         if not is_optimized(frame):
             # the body of a class: its dictionary is the variables and not one more holder
             self.ids.add(id(frame.f_locals))

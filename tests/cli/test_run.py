@@ -417,3 +417,126 @@ def test_a_child_does_not_compose_what_its_parent_records():
     patched = patched.replace("if not pid:", "if os.getpid() != parent:")
     done = _run(patched, "-q", "--timeline")
     assert done.stdout.split() == ["searched", "composed"]
+
+
+SLOW_LEAK = """
+    import signal, sys
+    import torch
+
+    def main():
+        model = torch.nn.Linear(64, 64)
+        optimizer = torch.optim.SGD(model.parameters())
+        predictions = []
+        for epoch in range(4):
+            for _ in range(10):
+                optimizer.zero_grad()
+                model(torch.ones(64, 64)).square().mean().backward()
+                optimizer.step()
+            predictions.append(model(torch.ones(200, 64)))
+        {end}
+
+    {call}
+    """
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("end", "call", "code"),
+    [
+        ("return 0", "if __name__ == '__main__': sys.exit(main())", 0),
+        ("sys.exit(3)", "main()", 3),
+        ("signal.raise_signal(signal.SIGINT)", "main()", -signal.SIGINT),
+    ],
+    ids=["returns", "exits", "interrupted"],
+)
+def test_a_leak_of_one_tensor_an_epoch_is_named_after_four_epochs(end, call, code):
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    done = _run(SLOW_LEAK.format(end=end, call=call), code=code)
+    signal.signal(signal.SIGINT, before)
+    (found,) = Recording.load("train.tenure").growth
+    assert (found.name, found.n_tensors) == ("main.<locals>.predictions", 4)
+    assert "main.<locals>.predictions grew by 4 tensors" in done.stderr
+    assert "tenure" not in done.stderr.partition("main.<locals>")[0]
+
+
+@pytest.mark.slow
+def test_too_few_looks_claim_nothing():
+    done = _run("import torch; kept = [torch.ones(3)]")
+    told = "Not enough looks to judge growth: looked 1 time."
+    assert done.stderr.startswith(told)
+    assert told in str(Recording.load("train.tenure").leaks_found())
+
+
+@pytest.mark.slow
+def test_by_default_no_operation_is_watched_and_an_error_that_ends_it_is_explained():
+    program = """
+        import torch
+        from torch.overrides import _get_current_function_mode
+        from torch.utils._python_dispatch import _get_current_dispatch_mode
+        from tenure.adaptive import memory_budget
+        model = torch.nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(model.parameters())
+        for _ in range(4):
+            model(torch.ones(4)).sum().backward()
+            optimizer.step()
+        assert _get_current_function_mode() is None
+        assert _get_current_dispatch_mode() is None
+        with memory_budget("1MiB"):
+            torch.ones(1 << 20)
+        """
+    _run(program, code=1)
+    found = Recording.load("train.tenure")
+    assert found.oom is not None
+    assert found.timeline is None
+
+
+@pytest.mark.slow
+def test_the_memory_of_child_processes_is_told():
+    program = """
+        import torch
+        from torch.utils.data import DataLoader
+        if __name__ == "__main__":
+            model = torch.nn.Linear(4, 4)
+            optimizer = torch.optim.SGD(model.parameters())
+            for batch in DataLoader(torch.ones(8, 4), batch_size=2, num_workers=2):
+                model(batch).sum().backward()
+                optimizer.step()
+        """
+    _run(program)
+    (note,) = Recording.load("train.tenure").notes
+    assert note.startswith("2 child processes had ")
+
+
+def test_without_a_standard_error_nothing_is_said():
+    assert _run("import sys; sys.stderr = None").stdout == ""
+
+
+def test_a_programs_own_modules_are_imported_before_those_that_tenure_uses():
+    for name in ("json", "gzip", "secrets"):
+        with open(f"{name}.py", "w", encoding="utf-8") as file:
+            file.write("mine = True")
+    done = _run("import gzip, json, secrets; print(gzip.mine, json.mine, secrets.mine)")
+    assert done.stdout == "True True True\n"
+    os.remove("json.py")
+    assert Recording.load("train.tenure").exit_code == 0
+
+
+@pytest.mark.slow
+def test_control_c_while_it_looks_has_no_frame_of_tenure():
+    program = """
+        import signal, sys
+        import torch
+        import tenure.profiler._recording._growth_watch as watch
+        def interrupted():
+            signal.raise_signal(signal.SIGINT)
+        watch.snapshot = interrupted
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        model = torch.nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(model.parameters())
+        model(torch.ones(4)).sum().backward()
+        optimizer.step()
+        """
+    done = _run(program, "-q", code=-signal.SIGINT)
+    assert "train.py" in done.stderr
+    assert done.stderr.endswith("KeyboardInterrupt\n")
+    assert "tenure" not in done.stderr

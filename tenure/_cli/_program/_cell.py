@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from tenure._cells import Expression, run_cell
 
 from ._errors_of_theirs import end_of
-from ._instruments import Instrument
+from ._instrument import Instrument
 from ._measuring import Measuring, Wanted, facts_of, say
 
 if TYPE_CHECKING:

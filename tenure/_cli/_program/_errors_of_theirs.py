@@ -11,7 +11,9 @@ from typing import NamedTuple
 
 _OURS = __name__.rpartition(".")[0]
 # they see each operation, and stand between the program's line and torch
-_MEASURING = ("tenure.profiler._", "tenure.adaptive._memory.")
+_MEASURING = ("tenure.profiler._", "tenure.adaptive._memory.", "tenure._torch.modules")
+# what it calls is none of the program's, and ends by Ctrl-C alone
+_LOOKING = "tenure.profiler._recording._growth_watch"
 _BESIDE = frozenset({"torch._ops", "torch._compile", "torch._dynamo.eval_frame"})
 
 
@@ -109,6 +111,8 @@ def _theirs(frames: TracebackType | None) -> TracebackType | None:
     is_measured, found = False, frames
     while found is not None:
         module = found.tb_frame.f_globals.get("__name__", "")
+        if module == _LOOKING:
+            break
         is_ours = module.startswith(_MEASURING)
         if is_ours or module in _BESIDE:
             run.append(found)

@@ -9,54 +9,22 @@ from __future__ import annotations
 import os
 import sys
 import types
-from abc import ABC, abstractmethod
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from threading import get_ident
 from types import CodeType, FrameType, FunctionType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
+
+from ._instrument import Instrument
+from ._leaks import Leaks
 
 if TYPE_CHECKING:
     from tenure.adaptive import memory_budget
-    from tenure.profiler import GrowthWatch, LineProfiler, MemReport, Snapshot
-    from tenure.scopes import LeakReport
+    from tenure.profiler import LineProfiler, MemReport, Snapshot
 
 MAIN = "__main__"
 _MOST_ROWS = 2000
-_MOST_REPORTS = 100
 _SHORT_OF_MEMORY = "what was alive at the end could not be told: too little memory was left"
-
-
-class Instrument(ABC):
-    """Measures one thing of a program.
-
-    Attributes:
-        option: what asks for it, as notes call it.
-        is_of_one_thread: whether it sees, and ends on, the thread on which it has begun alone.
-        notes: what could not be measured, and why.
-    """
-
-    option: ClassVar[str]
-    is_of_one_thread: ClassVar[bool] = False
-
-    def __init__(self) -> None:
-        self.notes: list[str] = []
-
-    @abstractmethod
-    def begin(self) -> None:
-        """Measure from now on; torch has just been imported, on this thread."""
-
-    @abstractmethod
-    def end(self, error: BaseException | None) -> None:
-        """Measure no more; the program's code has ended, and the frames of its error are there."""
-
-    @abstractmethod
-    def found(self) -> dict[str, Any]:
-        """Fields of the recording."""
-
-    def abandon(self) -> None:
-        """Stand aside in a child of the program, which runs plainly."""
-        self.end(None)
 
 
 class Budget(Instrument):
@@ -206,48 +174,6 @@ def _as_function(code: CodeType, module: str) -> FunctionType:
     return function
 
 
-class Leaks(Instrument):
-    """``--leaks``: what grows from step to step, and what outlives scopes that report."""
-
-    option = "--leaks"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._watch: GrowthWatch | None = None
-        self._reports: list[LeakReport] = []
-        self._n_reports = 0
-
-    def _told(self, report: LeakReport) -> None:
-        self._n_reports += 1
-        if len(self._reports) < _MOST_REPORTS:
-            self._reports.append(report)
-
-    def begin(self) -> None:
-        from tenure._registries import leak_watchers
-        from tenure.profiler import GrowthWatch
-
-        leak_watchers.append(self._told)
-        self._watch = GrowthWatch()
-        self._watch.begin()
-
-    def end(self, error: BaseException | None) -> None:
-        from tenure._registries import leak_watchers
-
-        if self._watch is not None:
-            self._watch.end()
-            with suppress(ValueError):
-                leak_watchers.remove(self._told)
-
-    def found(self) -> dict[str, Any]:
-        if self._watch is None:
-            return {}
-        self.notes += [f"--leaks: {note}" for note in self._watch.notes]
-        if more := self._n_reports - len(self._reports):
-            self.notes.append(f"--leaks: {more} more scopes reported leaks, which are left out")
-        reports = tuple(self._reports)
-        return {"seeks_leaks": True, "growth": self._watch.growth(), "leaks": reports}
-
-
 class OverTime(Instrument):
     """``--timeline``: live bytes over time."""
 
@@ -293,19 +219,26 @@ class OverTime(Instrument):
 
 
 class OnOom(Instrument):
-    """``--on-oom``: an out-of-memory error, explained as it is raised."""
+    """An out-of-memory error, explained; with ``--on-oom`` also one that the program handles.
+
+    Args:
+        sees_handled: whether errors are seen as they are raised, which costs each call of torch.
+    """
 
     option = "--on-oom"
     is_of_one_thread = True
 
-    def __init__(self) -> None:
+    def __init__(self, *, sees_handled: bool) -> None:
         super().__init__()
         self._recorder: Any = None
+        self._sees_handled = sees_handled
 
     def begin(self) -> None:
         from tenure.profiler import record_oom
 
         self._recorder = record_oom()
+        if not self._sees_handled:
+            self._recorder._watch.set_aside()
 
     def end(self, error: BaseException | None) -> None:
         if self._recorder is not None:
@@ -354,16 +287,17 @@ class Memory(Instrument):
     def end(self, error: BaseException | None) -> None:
         from tenure.profiler import snapshot
 
+        leaks = self._leaks
         try:
-            found = snapshot()
+            with nullcontext() if leaks is None else leaks.with_variables_of(error):
+                found = snapshot()
         except MemoryError:
             self.notes.append(_SHORT_OF_MEMORY)
             return
         self.at_end = found
         self._found["memory"] = self._cut(found.report)
-        watch = None if self._leaks is None else self._leaks._watch
-        if watch is not None:
-            self._found["growth"] = watch.growth(at_end=found)
+        if leaks is not None:
+            self._found.update(leaks.growth(found))
 
     def found(self) -> dict[str, Any]:
         return {**_accelerator_peaks(), **self._found}

@@ -20,7 +20,9 @@ import tenure
 from tenure._visible import visible
 
 from ._errors_of_theirs import End
-from ._instruments import Budget, Instrument, Leaks, Memory, OnOom, OverTime
+from ._instrument import Instrument
+from ._instruments import Budget, Memory, OnOom, OverTime
+from ._leaks import Leaks
 
 if TYPE_CHECKING:
     from tenure.profiler import Recording, Snapshot
@@ -35,7 +37,8 @@ class Wanted:
         leaks: whether to look for what grows.
         lines: functions whose lines are measured.
         timeline: whether to record live bytes over time.
-        on_oom: whether to explain an out-of-memory error.
+        on_oom: whether to explain an out-of-memory error that nothing handles.
+        handled_oom: whether to explain one that the program handles, too.
     """
 
     budget_bytes: int | None = None
@@ -43,6 +46,7 @@ class Wanted:
     lines: list[str] = field(default_factory=list)
     timeline: bool = False
     on_oom: bool = False
+    handled_oom: bool = False
 
 
 class Measuring:
@@ -146,7 +150,7 @@ def _instruments(wanted: Wanted, lines: Instrument | None) -> list[Instrument]:
         # below those that see what it refuses
         None if wanted.budget_bytes is None else Budget(wanted.budget_bytes),
         OverTime() if wanted.timeline else None,
-        OnOom() if wanted.on_oom else None,
+        OnOom(sees_handled=wanted.handled_oom) if wanted.on_oom else None,
         # what frames of an error hold is looked at before the others end
         Memory(leaks),
     ]
@@ -182,7 +186,10 @@ def rank_of_environment() -> int | None:
 
 
 def say(line: str) -> None:
-    """Say it on the standard error."""
+    """Say it on the standard error; nothing is said if there is none."""
+    # print() would write to the standard output
+    if sys.stderr is None:
+        return
     # it may be closed, or a pipe that nobody reads
     with suppress(Exception):
         print(visible(line), file=sys.stderr, flush=True)
