@@ -99,7 +99,7 @@ def test_a_budget_ends_the_program_and_the_file_is_written_with_what_filled_it()
                 piles.append(torch.ones(1 << 18))
         fill()
         """
-    done = _run(program, "--budget", "8MiB", code=1)
+    done = _run(program, "--budget", "8MiB", "--timeline", code=1)
     last, peak, wrote = done.stderr.splitlines()[-3:]
     assert peak.startswith("At most 9.0 MiB on cpu, of it ")
     assert "made at train.py:6 in fill" in peak
@@ -315,7 +315,7 @@ def test_what_is_of_one_thread_is_left_out_where_another_one_imports_torch():
         """
     done = _run(program, "--budget", "8MiB")
     found = Recording.load("train.tenure")
-    left_out = "--budget, --timeline, --on-oom left out: torch was imported on another thread than"
+    left_out = "--budget, --on-oom left out: torch was imported on another thread than"
     assert found.notes == (f"{left_out} the main one",)
     assert f"tenure run: {left_out} the main one. Import it in the program itself." in done.stderr
     assert found.timeline is None

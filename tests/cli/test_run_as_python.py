@@ -414,7 +414,9 @@ resized()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [["--on-oom"], []], ids=["on-oom", "all"])
+@pytest.mark.parametrize(
+    "options", [["--on-oom", "--timeline"], []], ids=["operations", "by default"]
+)
 def test_what_torch_warns_of_is_put_down_to_the_line_of_the_program(options, tmp_path):
     python, tenure = _both(tmp_path, ["program.py"], {"program.py": _WARNS}, options)
     assert tenure == python
