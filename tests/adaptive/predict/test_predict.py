@@ -206,6 +206,16 @@ def test_losses_of_other_kinds_are_run_backward(shown):
     assert len(reached) == 1
 
 
+def test_a_step_on_sparse_rows_is_refused_and_leaves_nothing():
+    table, ids = nn.Embedding(20, 4, sparse=True), torch.randint(20, (8, 5))
+    optimizer = torch.optim.SparseAdam(table.parameters())
+    with pytest.raises(PredictionError, match=r"a step of SparseAdam can't be predicted"):
+        predict_peak(lambda x: table(x).sum(), ids, optimizer=optimizer)
+    assert not optimizer.state
+    assert table.weight.grad is None
+    assert predict_peak(lambda x: table(x).sum(), ids).peak_bytes > 0
+
+
 # --- values that are known
 
 

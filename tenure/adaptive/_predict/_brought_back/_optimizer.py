@@ -8,9 +8,10 @@ from inspect import signature
 from typing import Any
 
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import Optimizer, SparseAdam
 
 from tenure._containers import tensors_in
+from tenure._errors import PredictionError
 
 from ._containers import Containers
 
@@ -39,9 +40,20 @@ class OptimizerState:
         return [v for k, v in vars(self._optimizer).items() if k not in ("state", "param_groups")]
 
     def step(self, closure: Callable[[], Any]) -> None:
-        """Step it, if there is one; one that wants a closure gets that of the work."""
+        """Step it, if there is one; one that wants a closure gets that of the work.
+
+        Raises:
+            PredictionError: it is SparseAdam, whose step works on rows of sparse gradients.
+        """
         if self._optimizer is None:
             return
+        # without data a sparse gradient has no rows, and the step takes nothing for them
+        if isinstance(self._optimizer, SparseAdam):
+            raise PredictionError(
+                "The memory of a step of SparseAdam can't be predicted: how many rows its "
+                "gradients have depends on values. Predict without optimizer=. Then add its state, "
+                "twice its parameters, and for the step about seven times the gradients."
+            )
         wanted = signature(self._optimizer.step).parameters.get("closure")
         if wanted is not None and wanted.default is wanted.empty:
             self._optimizer.step(closure)
