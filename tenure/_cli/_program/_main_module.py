@@ -276,20 +276,15 @@ def _compiled(path: str) -> CodeType:
                 return code
             file.seek(0)
         source = file.read()
-    try:
-        compiled = compile(source, path, "exec", dont_inherit=True)
-    except SyntaxError as error:
-        _check_encoding(source, path, error.lineno)
-        raise
-    _check_encoding(source, path, None)
-    return compiled
+    _check_encoding(source, path)
+    return compile(source, path, "exec", dont_inherit=True)
 
 
-def _check_encoding(source: bytes, path: str, other_line: int | None) -> None:
+def _check_encoding(source: bytes, path: str) -> None:
     """Refuse bytes that are no UTF-8, which ``compile()`` lets pass in a comment.
 
     Raises:
-        SyntaxError: as Python raises it of a file, if no other error comes first.
+        SyntaxError: as Python raises it of a file, before any other error in it.
     """
     try:
         source.decode()
@@ -300,12 +295,10 @@ def _check_encoding(source: bytes, path: str, other_line: int | None) -> None:
     if any(re.match(rb"[ \t\f]*#.*?coding[:=][ \t]*[-\w.]+", line) for line in lines):
         return
     n_line = source.count(b"\n", 0, at) + 1
-    if other_line is not None and other_line < n_line:
-        return
     raise SyntaxError(
         f"Non-UTF-8 code starting with '\\x{source[at]:02x}' in file {path} on line {n_line}, but "
         "no encoding declared; see https://peps.python.org/pep-0263/ for details"
-    ) from None
+    )
 
 
 def _interpreter() -> list[str]:
