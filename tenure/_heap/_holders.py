@@ -139,7 +139,7 @@ def _holders_of(n: int, search: Search, chains: Chains) -> list[Holder]:
 
 def _rank(chain: Chain) -> tuple[int, bool, str]:
     """Short before long; where equal, what the user wrote before what torch keeps."""
-    return len(chain.steps), chain.kind in _BORROWED, str(chain)
+    return len(chain.steps) + chain.root.cost, chain.kind in _BORROWED, str(chain)
 
 
 def _through(edge: Edge, n: int, chains: Chains) -> tuple[int, Chain] | None:

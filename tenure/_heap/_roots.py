@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import os
 import signal
 import sys
 import threading
@@ -11,7 +12,7 @@ from collections.abc import Iterator
 from types import CodeType, FrameType
 from typing import NamedTuple
 
-from tenure._callers import is_tenure
+from tenure._callers import is_internal, is_tenure
 from tenure._registries import ended_frames
 
 from ._code_slots import root_of_context
@@ -25,6 +26,8 @@ from ._reading import (
 )
 from ._words import Root, attribute
 
+# a variable of the program is a better name than one of torch's, or of copy.deepcopy's
+_LIBRARY = os.path.dirname(os.__file__)
 # an exception that a variable holds as well is better named by the variable
 _IN_FLIGHT = Root("", "traceback", cost=2)
 
@@ -37,6 +40,7 @@ class Variable(NamedTuple):
     thread: str | None
     silent: bool
     is_asking: bool
+    is_internal: bool
 
 
 class RunningFrames:
@@ -94,13 +98,14 @@ class RunningFrames:
         code = frame.f_code
         cells = {*code.co_cellvars, *code.co_freevars}
         pairs = read_locals(frame)
+        of_library = is_internal(frame) or frame.f_code.co_filename.startswith(_LIBRARY)
         if self._kept is not None:
             self._kept.update(map(id, _arguments_of(code, dict(pairs))))
         for name, value in pairs:
             text = _spell(frame, name, value)
             # the compiler's own variables, such as the iterator of a comprehension, are no names
             is_silent = silent or not name.isidentifier()
-            variable = Variable(text, name in cells, thread, is_silent, silent)
+            variable = Variable(text, name in cells, thread, is_silent, silent, of_library)
             self.variables[id(value)].append(variable)
 
 
@@ -166,6 +171,7 @@ def _of_variable(variable: Variable) -> Root:
         "frame-local",
         running=True,
         silent=variable.silent,
+        cost=int(variable.is_internal),
         captured=variable.is_cell,
     )
 

@@ -293,8 +293,10 @@ class Search:
                     self._link(self._add(array), n, SHARES)
 
     def _may_be_an_array(self, n: int) -> bool:
-        """Whether the memory has another handle that nothing known holds, as an array keeps one."""
+        """Whether nothing known holds the handle, or another one, as an array keeps one."""
         t: torch.Tensor = self.alive[n]  # type: ignore[assignment]
+        if self._misses_holders(n):
+            return True
         if storage_uses(t) <= 1:
             return False
         others = (self._number.get(id(other)) for other in self._the_graph().handles_over(t))

@@ -27,6 +27,8 @@ ENGINE_CODE: CodeType | None = getattr(optional(_ENGINE), "__code__", None)
 where torch has none: who compares frames with it calls `check_engine_is_seen` first."""
 _task_id = bound("torch._C._current_graph_task_id", "tenure.profiler and tenure.testing")
 _TRAINING = "training of paged models"
+# the node that adds to a leaf's gradient has the largest number there is, so as to run first
+_OF_NO_TIME = 1 << 62
 _top_hooks = bound("torch._C._autograd._top_saved_tensors_default_hooks", _TRAINING)
 at_end_of_backward: Callable[[Callable[[], object]], None] = bound(
     "torch.autograd.Variable._execution_engine.queue_callback", _TRAINING
@@ -171,3 +173,10 @@ def _ends_and_packs() -> bool:
 
 def _same(packed: Any) -> Any:
     return packed
+
+
+def sequence_number(node: Any) -> int | None:
+    """How many nodes this thread had made before a node; None of a leaf's, which is of no time."""
+    number = getattr(node, "_sequence_nr", None)
+    found = None if number is None else int(number())
+    return None if found is None or found >= _OF_NO_TIME else found

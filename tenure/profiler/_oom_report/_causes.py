@@ -6,25 +6,22 @@ work would have fitted, as it did when the program began. Otherwise it is what r
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from tenure._text import format_bytes
 
-from tenure._text import counted, describe_elements, format_bytes
-
-from .._owners import BUFFERS, GRADIENTS, OPTIMIZER_STATE, OTHERS, PARAMETERS, SAVED
 from ._facts import Facts
-from ._piles import Pile, piles_in, runs_again
-from ._verdict import Verdict, short
+from ._kept import piles_of
+from ._piles import Pile
+from ._told import verdict_of
+from ._verdict import Verdict
+from ._work import FIXED, batch, building, logits, optimizer, weights
 
-_FIXED = (PARAMETERS, BUFFERS, GRADIENTS, OPTIMIZER_STATE)
 # Of what the work itself takes: a smaller pile is beside the point.
 _MUCH = 0.25
 # The same of a pile, where what ran has a cause of its own.
 _MOST = 0.45
-# A layer whose output is this much wider than its input makes logits, and no hidden state: those
-# of transformers are four times as wide at the most.
-_WIDENING = 4
-_FEWEST_CLASSES = 256
-_LOSS_NODES = ("LogSoftmax", "NllLoss", "CrossEntropy", "Softmax")
+# Rules that know more of a pile than that it is one come first, where both are about as large.
+_TELLING = 1.3
+_PLAIN = frozenset({"leak", "results"})
 
 
 def judge(facts: Facts) -> Verdict:
@@ -32,12 +29,15 @@ def judge(facts: Facts) -> Verdict:
     certain = _fragmentation(facts) or _other_process(facts)
     if certain is not None:
         return certain
-    piles = [*facts.models, *piles_in(facts.entries, facts.scene)]
-    pile = max(piles, key=lambda pile: pile.n_bytes, default=None)
-    phase = _building(facts) or _optimizer(facts) or _logits(facts)
-    if pile is not None and _explains(pile, facts, phase):
-        return _of_pile(pile, facts)
-    return phase or _host(facts) or _weights(facts) or _batch(facts)
+    phase = building(facts) or optimizer(facts) or logits(facts)
+    piles = [pile for pile in piles_of(facts) if _explains(pile, facts, phase)]
+    if piles:
+        return verdict_of(max(piles, key=_weight), facts)
+    return phase or _host(facts) or weights(facts) or batch(facts)
+
+
+def _weight(pile: Pile) -> float:
+    return pile.n_bytes * (1 if pile.kind in _PLAIN else _TELLING)
 
 
 def _explains(pile: Pile, facts: Facts, phase: Verdict | None) -> bool:
@@ -51,8 +51,12 @@ def _explains(pile: Pile, facts: Facts, phase: Verdict | None) -> bool:
     # of a phase that fills memory for good, all of it counts
     if phase is not None and phase.cause in ("weights", "optimizer_state"):
         return pile.n_bytes >= _MOST * max(all_bytes, phase.n_bytes)
-    of_work = all_bytes if pile.are_models else all_bytes - facts.bytes_of(*_FIXED)
-    share = pile.n_bytes / max(1, of_work)
+    of_work = all_bytes if pile.are_models else all_bytes - facts.bytes_of(*FIXED)
+    # gradients could be free, and weights could not
+    if pile.kind == "gradients":
+        of_work += pile.n_bytes - facts.bytes_of(*FIXED)
+    # a buffer that grows is a part of the model, and of the work all the same
+    share = pile.n_bytes / max(1, of_work, pile.n_bytes)
     return share >= (_MUCH if phase is None else _MOST)
 
 
@@ -100,203 +104,6 @@ def _other_process(facts: Facts) -> Verdict | None:
     )
 
 
-# --- what is of no use any more
-
-
-def _of_pile(pile: Pile, facts: Facts) -> Verdict:
-    # what grows beside training is no result of it: nothing can be run in pieces there
-    if pile.kind == "results" and not pile.graph_bytes and _trains(facts):
-        pile.kind = "leak"
-    share = f"{pile.n_bytes / max(1, facts.used_bytes):.0%} of what was in use"
-    size = format_bytes(pile.n_bytes)
-    if pile.kind == "cycle":
-        return Verdict(
-            "cycle",
-            pile.n_bytes,
-            f"Reference cycle: {size} of garbage waits. Break it, or open a scope around it.",
-            (
-                f"Nothing but itself refers to {pile.place}, and what it holds: {size}, {share}.",
-                "gc.collect() frees it now; a tenure scope around what makes it frees it at its "
-                "end; a weak reference in the place of one of the links breaks it.",
-            ),
-        )
-    if pile.kind == "traceback":
-        return Verdict(
-            "traceback",
-            pile.n_bytes,
-            f"Kept exception: its traceback holds {size}. Keep str(error), not the error.",
-            (
-                f"{pile.place}: {size}, {share}.",
-                "Retry after the except block, not in it; clear what keeps the error, or its "
-                "frames with traceback.clear_frames(error.__traceback__).",
-            ),
-        )
-    return _of_graphs(pile, size, share) if pile.graph_bytes else _of_tensors(pile, size, share)
-
-
-def _of_graphs(pile: Pile, size: str, share: str) -> Verdict:
-    n = counted(pile.n, "graph")
-    name = short(pile.place)
-    evidence = [f"{pile.place} keeps {n} of autograd alive, with {size} that they saved, {share}."]
-    if pile.kind == "results":
-        evidence.append(
-            "Results that are only looked at need no graph: compute them under torch.no_grad(), "
-            "or keep result.detach(); @tenure.adaptive.chunked(collect=...) gathers them."
-        )
-        remedy = "Use torch.no_grad()."
-        return Verdict("results", pile.n_bytes, _head("Results", name, n, size, remedy),
-                       tuple(evidence))  # fmt: skip
-    if pile.place.endswith(".grad"):
-        remedy = "Set .grad to None."
-        evidence.append(
-            "backward(create_graph=True) leaves graphs in .grad, and each adds to the last: use "
-            "torch.autograd.grad(), or zero_grad() after each step."
-        )
-        return Verdict("leak", pile.n_bytes, _head("Leak", name, n, size, remedy), tuple(evidence))
-    remedy = "Keep loss.item()." if pile.is_scalar else "Keep .detach() of it."
-    evidence.append(
-        "Keep loss.item() or loss.detach() in the place of the loss, or call backward() on it "
-        "before; a tenure scope around the step lets go of what outlives it."
-    )
-    return Verdict("leak", pile.n_bytes, _head("Leak", name, n, size, remedy), tuple(evidence))
-
-
-def _of_tensors(pile: Pile, size: str, share: str) -> Verdict:
-    n = counted(pile.n, "model" if pile.are_models else "tensor")
-    name = short(pile.place)
-    like = ""
-    if pile.example is not None:
-        like = f", such as {describe_elements(pile.example.dtype, pile.example.shape)}"
-    evidence = f"{pile.place} keeps {n}{like}: {size}, {share}."
-    if pile.kind == "results":
-        return Verdict(
-            "results",
-            pile.n_bytes,
-            _head("Results pile up", name, n, size, "Use chunked(collect=)."),
-            (
-                evidence,
-                "Reduce each to what is needed, move it to the host with .cpu(), or let "
-                "@tenure.adaptive.chunked(collect=...) gather them.",
-            ),
-        )
-    return Verdict(
-        "leak",
-        pile.n_bytes,
-        _head("Leak", name, n, size, "Bound it."),
-        (
-            evidence,
-            "Bound it (a deque with maxlen=, an lru_cache with maxsize=), keep numbers, or remove "
-            "the hook that fills it; a tenure scope around the step lets go of what outlives it.",
-        ),
-    )
-
-
-def _head(label: str, name: str, n: str, size: str, remedy: str) -> str:
-    return f"{label}: {name} keeps {n}, {size}. {remedy}"
-
-
-# --- what ran
-
-
-def _building(facts: Facts) -> Verdict | None:
-    scene = facts.scene
-    if not scene.is_building or scene.is_forward:
-        return None
-    weights = max(scene.building_bytes, facts.bytes_of(PARAMETERS, BUFFERS) + facts.wanted_bytes)
-    return _too_large(facts, weights)
-
-
-def _too_large(facts: Facts, weights: int) -> Verdict:
-    of_total = f" of {format_bytes(facts.total_bytes)}" if facts.total_bytes else ""
-    return Verdict(
-        "weights",
-        weights,
-        f"Weights too large: {format_bytes(weights)}{of_total}. Use tenure.paging.page(model).",
-        (
-            f"Parameters and buffers take {format_bytes(weights)}, and {facts.device} has "
-            f"{format_bytes(facts.total_bytes or 0)}."
-            if facts.total_bytes
-            else f"Parameters and buffers take {format_bytes(weights)}.",
-            "tenure.paging.page(model) runs it from the host's memory or from disk; weights of "
-            "half the precision take half.",
-        ),
-    )
-
-
-def _optimizer(facts: Facts) -> Verdict | None:
-    scene = facts.scene
-    if not scene.optimizer:
-        return None
-    state = facts.bytes_of(OPTIMIZER_STATE)
-    n_bytes = max(state + facts.wanted_bytes, scene.optimizer_bytes)
-    model = format_bytes(scene.optimizer_bytes)
-    if scene.is_first_step:
-        head = f"Optimizer state: {scene.optimizer}'s first step makes it. Use page(), or less of"
-        head = f"{head} it (SGD)."
-        told = f"The state is made in the first step, of which {format_bytes(state)} was there"
-    else:
-        head = f"Optimizer state: {scene.optimizer}.step() copies. Use foreach=False, or page()."
-        told = f"A step on many tensors at once takes copies of them beside {format_bytes(state)}"
-    return Verdict(
-        "optimizer_state",
-        n_bytes,
-        head,
-        (
-            f"{told}; the parameters that {scene.optimizer} steps take {model}. A smaller batch "
-            "does not help: its activations are gone by then.",
-            "tenure.paging.page(model, training=True) keeps the state off the device; SGD or "
-            "Adafactor have less of it; foreach=False spares the copies of a step.",
-        ),
-    )
-
-
-def _logits(facts: Facts) -> Verdict | None:
-    classes = set(_numbers_of_classes(facts))
-    scene = facts.scene
-    if not classes:
-        return None
-    rows = [
-        e.owner
-        for e in facts.entries
-        if e.owner.category in (OTHERS, SAVED) and e.owner.shape and e.owner.shape[-1] in classes
-    ]
-    # in a backward pass nothing else is as wide
-    of_loss = (
-        scene.is_loss or scene.is_backward or any(row.name.startswith(_LOSS_NODES) for row in rows)
-    )
-    in_head = scene.is_forward and scene.out_features in classes
-    if not of_loss and not in_head:
-        return None
-    is_wanted = scene.is_loss or in_head or scene.is_backward
-    n_bytes = sum(row.n_bytes for row in rows) + (facts.wanted_bytes if is_wanted else 0)
-    movable = facts.used_bytes + facts.wanted_bytes - facts.bytes_of(*_FIXED)
-    if n_bytes < 0.4 * movable:
-        return None
-    width = max(row.shape[-1] for row in rows) if rows else scene.out_features
-    return Verdict(
-        "logits",
-        n_bytes,
-        f"Logits: {format_bytes(n_bytes)} for {width} classes. Use F.linear_cross_entropy.",
-        (
-            f"Logits, their softmax and its gradient take {format_bytes(n_bytes)} of "
-            f"{format_bytes(movable)} that the batch takes: {counted(len(rows), 'tensor')} of "
-            f"{width} classes, and {format_bytes(facts.wanted_bytes)} more was wanted.",
-            "F.linear_cross_entropy makes them in pieces; tenure.adaptive.step(loss_of, batch) "
-            "runs the batch in micro-batches.",
-        ),
-    )
-
-
-def _numbers_of_classes(facts: Facts) -> Iterator[int]:
-    """How many rows those weights have that are much wider than what they get."""
-    for entry in facts.entries:
-        row = entry.owner
-        if row.category == PARAMETERS and len(row.shape) == 2:
-            n, width = (size if isinstance(size, int) else 0 for size in row.shape)
-            if n >= max(_FEWEST_CLASSES, _WIDENING * width + 1):
-                yield n
-
-
 def _host(facts: Facts) -> Verdict | None:
     host = facts.host
     if facts.device != "cpu" or facts.info.kind != "host" or host is None:
@@ -319,76 +126,3 @@ def _host(facts: Facts) -> Verdict | None:
             ),
         )
     return None
-
-
-def _weights(facts: Facts) -> Verdict | None:
-    fixed = facts.bytes_of(*_FIXED)
-    movable = facts.used_bytes + facts.wanted_bytes - fixed
-    # an error of Python's own says nothing of what it wanted, and has nothing to do with a few
-    # weights that are there as well
-    is_much = facts.wanted_bytes if facts.total_bytes is None else 2 * fixed >= facts.total_bytes
-    if not fixed or not is_much or fixed < 3 * movable:
-        return None
-    return _too_large(facts, facts.bytes_of(PARAMETERS, BUFFERS))
-
-
-def _trains(facts: Facts) -> bool:
-    """Whether what ran is a part of training; autograd alone records in most evaluations, too."""
-    scene = facts.scene
-    if scene.all_in_eval or not (scene.is_training or scene.is_backward):
-        return False
-    return scene.is_backward or bool(facts.steps or facts.bytes_of(GRADIENTS, OPTIMIZER_STATE))
-
-
-def _line_of(site: str) -> str:
-    """A line without its folder and its function; none of what is no file."""
-    if site.startswith("<"):
-        return ""
-    return site.partition(" in ")[0].replace("\\", "/").rpartition("/")[2]
-
-
-def _batch(facts: Facts) -> Verdict:
-    saved = facts.bytes_of(SAVED)
-    others = facts.bytes_of(OTHERS)
-    wanted, scene = facts.wanted_bytes, facts.scene
-    n_bytes = saved + others + wanted
-    size = format_bytes(n_bytes)
-    if not n_bytes:
-        return Verdict("unknown", 0, "Out of memory; too little was seen to tell why.", facts.notes)
-    total = f" of {format_bytes(facts.total_bytes)}" if facts.total_bytes else ""
-    is_one = wanted > (facts.total_bytes or 2 * max(1, facts.used_bytes))
-    line = _line_of(scene.site)
-    at = f"{line}: " if line else ""
-    if is_one:
-        told = f"{at}one tensor takes {format_bytes(wanted)}{total}"
-        head = f"Batch too large: {told}. Use chunked()."
-        in_use = format_bytes(facts.used_bytes)
-        evidence = f"{format_bytes(wanted)} is wanted at once, {in_use} is in use."
-    elif scene.all_in_eval and saved > n_bytes // 4:
-        head = f"Batch too large: graphs take {format_bytes(saved)} in eval(). Use torch.no_grad()."
-        evidence = f"The modules are in eval mode, and autograd saved {format_bytes(saved)}."
-    elif again := runs_again(facts.entries):
-        head = f"Batch too large, or a state is never cut: {size}{total}. Use state.detach()."
-        evidence = (
-            f"The same is saved {again} times, more than there are weights: a state that goes "
-            "from step to step, or from batch to batch, keeps the graphs of all."
-        )
-    elif saved or _trains(facts):
-        head = f"Batch too large: it takes {size}{total}. Use tenure.adaptive.step()."
-        evidence = f"What the batch makes takes {size}."
-        if saved:
-            evidence = f"Autograd saved {format_bytes(saved)} for the backward pass of this batch."
-    else:
-        head = f"Batch too large: {at}it takes {size}{total}. Use @chunked()."
-        evidence = f"What the batch makes takes {size}."
-    return Verdict(
-        "batch",
-        n_bytes,
-        head,
-        (
-            f"{evidence} Parameters, gradients and optimizer state take "
-            f"{format_bytes(facts.bytes_of(*_FIXED))}; nothing was found that piles up.",
-            "tenure.adaptive.step(loss_of, batch) trains on it in micro-batches that fit, with the "
-            "gradients of the whole; @chunked evaluates in pieces.",
-        ),
-    )

@@ -5,11 +5,12 @@ Each part is asked for by itself, and one that fails is missing: memory is short
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
+from torch.optim import Optimizer
 
 from tenure import _host_memory
 from tenure._oom import (
@@ -23,6 +24,7 @@ from tenure._oom import (
 from .._allocator import AllocatorBytes, CachedMemory, allocator_bytes, cached_memory
 from .._owners import StorageEntry, take_census
 from ._models import piles_of_models
+from ._notes import Joined, Notes
 from ._piles import Pile
 from ._scene import Scene
 
@@ -67,7 +69,8 @@ class Facts:
         free_bytes: what of it was free.
         others_bytes: what of it other processes have.
         host: the host's memory; None where it could not be read.
-        models: what keeps several models of one class.
+        models: what keeps models and optimizers, and gradients of theirs, without use.
+        joined: what grew by `torch.cat`.
         notes: what could not be seen.
     """
 
@@ -84,6 +87,7 @@ class Facts:
     others_bytes: int = 0
     host: Host | None = None
     models: tuple[Pile, ...] = ()
+    joined: dict[int, Joined] = field(default_factory=dict)
     notes: tuple[str, ...] = field(default=())
 
     @property
@@ -102,7 +106,16 @@ class Facts:
         return sum(row.n_bytes for row in found)
 
 
-def gather(info: OomInfo, scene: Scene, *, is_handled: bool, steps: int, began_bytes: int) -> Facts:
+def gather(
+    info: OomInfo,
+    scene: Scene,
+    *,
+    is_handled: bool,
+    steps: int,
+    last_steps: Mapping[Optimizer, int],
+    notes_of: Notes,
+    began_bytes: int,
+) -> Facts:
     """Look at everything once."""
     notes: list[str] = []
     device = info.device or "cpu"
@@ -129,7 +142,9 @@ def gather(info: OomInfo, scene: Scene, *, is_handled: bool, steps: int, began_b
         free,
         _others_bytes(info.text, total, free, counted),
         host,
-        _or_none(lambda: piles_of_models(device), notes, "the models") or (),
+        _or_none(lambda: piles_of_models(device, notes_of, last_steps, steps), notes, "the models")
+        or (),
+        notes_of.joined,
         tuple(notes),
     )
 

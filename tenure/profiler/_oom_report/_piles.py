@@ -7,15 +7,33 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from .._owners import OTHERS, PARAMETERS, SAVED, StorageEntry, TensorRow
+from tenure._torch.storages import key_of
+
+from .._owners import GRADIENTS, OTHERS, PARAMETERS, SAVED, StorageEntry, TensorRow
 from .._reports import keyed_place_of, place_of
+from ._notes import Joined
 from ._scene import Scene
 
-PileKind = Literal["leak", "results", "cycle", "traceback", "bounded"]
+PileKind = Literal[
+    "leak",
+    "results",
+    "cycle",
+    "traceback",
+    "bounded",
+    "joined",
+    "copies",
+    "views",
+    "gradients",
+    "optimizers",
+    "parts",
+    "carried",
+    "past",
+    "casts",
+]
 
 # Two results are a pair; three of one shape are what a loop has made.
 FEWEST_TENSORS = 3
@@ -28,6 +46,11 @@ _OF_TRACEBACK = "traceback of "
 # What a forward pass keeps in variables of its own is a part of the batch that runs.
 _OF_FORWARD = ".forward.<locals>."
 _TRACEBACK = re.compile(r"traceback of \S+ in (\S+)\(\): local (.*)\Z")
+IN_FRAME = re.compile(r" in \S+\(\): local ")
+# of a parameter that is in no module, and that nothing in Python holds
+_ORPHANS = re.compile(r"(Parameter|Tensor)\d+\.grad\Z")
+IDENTIFIER = re.compile(r"(\w+)\[…\]")
+_VIEWS, _COPIES = 0.5, 0.8
 
 
 @dataclass(slots=True)
@@ -45,6 +68,8 @@ class Pile:
         is_scalar: its tensors are single numbers.
         repeats: how often each thing that its graphs have saved is there; of several the fewest.
         are_models: it keeps models, with all their weights.
+        shown_bytes: of its own bytes those that its tensors show.
+        site: the user's line that makes it, where that is known.
     """
 
     place: str
@@ -57,6 +82,8 @@ class Pile:
     is_scalar: bool = False
     repeats: int = 0
     are_models: bool = False
+    shown_bytes: int = 0
+    site: str = ""
 
     @property
     def n_bytes(self) -> int:
@@ -69,23 +96,49 @@ class Pile:
         return max(self.n_tensors, len(self.graphs), self.repeats)
 
 
-def piles_in(entries: Iterable[StorageEntry], scene: Scene) -> list[Pile]:
+def piles_in(
+    entries: Iterable[StorageEntry], scene: Scene, joined: Mapping[int, Joined]
+) -> list[Pile]:
     """What piles up, the largest first."""
     entries = [_as_variable(entry, scene) for entry in entries]
     graphs: defaultdict[str, list[TensorRow]] = defaultdict(list)
     tensors: defaultdict[str, list[StorageEntry]] = defaultdict(list)
+    grown: dict[str, Pile] = {}
     for entry in entries:
         row = entry.owner
-        if row.graph is not None and row.category == SAVED:
-            graphs[_place(row.graph)].append(row)
+        is_orphan = bool(scene.created_at and _ORPHANS.match(row.graph or row.name))
+        if (made := _joined_as(entry, joined)) is not None:
+            _add_joined(grown, row, made)
+        elif row.graph is not None and row.category == SAVED:
+            graphs[_IN_CYCLE if is_orphan else _place(row.graph)].append(row)
+        elif is_orphan and row.category == GRADIENTS:
+            tensors[_IN_CYCLE].append(entry)
         elif row.category in (OTHERS, SAVED) and entry.kind not in ("", "autograd"):
             tensors[_place(row.name)].append(entry)
     scalars = {_place(e.owner.name): e.kind for e in entries if not e.owner.shape}
+    weights = {e.owner.shape for e in entries if e.owner.category == PARAMETERS}
     found = [
-        _pile(place, tensors.get(place, []), graphs.get(place, []), scalars, scene)
+        _pile(place, tensors.get(place, []), graphs.get(place, []), scalars, scene, weights)
         for place in {**tensors, **graphs}
     ]
-    return sorted(filter(_counts, found), key=lambda pile: -pile.n_bytes)
+    found = [*filter(_counts, found), *grown.values()]
+    return sorted(found, key=lambda pile: -pile.n_bytes)
+
+
+def _joined_as(entry: StorageEntry, joined: Mapping[int, Joined]) -> Joined | None:
+    """How `torch.cat` made a storage that it makes larger again and again."""
+    storage = None if entry.identity is None else entry.identity()
+    found = None if storage is None else joined.get(key_of(storage))
+    if found is None or found.storage() is not storage or found.times < FEWEST_TENSORS:
+        return None
+    return None if _OF_FORWARD in entry.owner.name else found
+
+
+def _add_joined(grown: dict[str, Pile], row: TensorRow, made: Joined) -> None:
+    place = place_of(row.name)
+    pile = grown.setdefault(place, Pile(place, "joined", site=made.site, example=row))
+    pile.own_bytes += row.n_bytes
+    pile.n_tensors = max(pile.n_tensors, made.times)
 
 
 def runs_again(entries: Iterable[StorageEntry]) -> int:
@@ -105,7 +158,8 @@ def _place(name: str) -> str:
     """The place of a name; all garbage is one, and all that exceptions keep."""
     if name.endswith(_IN_CYCLE):
         return _IN_CYCLE
-    return _OF_TRACEBACK if _OF_TRACEBACK in name else place_of(name)
+    of_traceback = _OF_TRACEBACK in name or IN_FRAME.search(name)
+    return _OF_TRACEBACK if of_traceback else place_of(name)
 
 
 def _pile(
@@ -114,6 +168,7 @@ def _pile(
     saved: list[TensorRow],
     scalars: dict[str, str],
     scene: Scene,
+    weights: set[tuple[int | str, ...]],
 ) -> Pile:
     rows = [entry.owner for entry in entries]
     largest = max([*rows, *saved], key=lambda row: row.n_bytes)
@@ -126,14 +181,18 @@ def _pile(
         example=largest,
         is_scalar=place in scalars,
         repeats=min(Counter((row.name, row.shape) for row in saved).values(), default=0),
+        shown_bytes=sum(entry.shown_bytes for entry in entries),
     )
     if place == _IN_CYCLE:
         pile.kind = "cycle"
         pile.place = (largest.graph or largest.name).removesuffix(_IN_CYCLE)
     elif place == _OF_TRACEBACK:
+        # of equal ones, one whose keeper has a name
+        held = [row for row in (*rows, *saved) if ", held by " in (row.graph or row.name)]
+        largest = max(held, key=lambda row: row.n_bytes, default=largest)
         pile.kind, pile.place = "traceback", largest.graph or largest.name
     elif not pile.is_scalar:
-        pile.kind = _kind_of(place, pile, scene.containers)
+        pile.kind = _kind_of(place, pile, rows, scene, weights)
     keyed = {keyed_place_of(row.graph or row.name) for row in (*rows, *saved)}
     # all of it under one key of a mapping
     if pile.place == place and len(keyed) == 1:
@@ -141,18 +200,41 @@ def _pile(
     return pile
 
 
-def _kind_of(place: str, pile: Pile, containers: dict[str, str]) -> PileKind:
+def _kind_of(
+    place: str,
+    pile: Pile,
+    rows: list[TensorRow],
+    scene: Scene,
+    weights: set[tuple[int | str, ...]],
+) -> PileKind:
     """Whether a variable of the program gathers what it computes, in the order of its work.
 
     What an object, a closure or a mapping keeps is out of sight. A mapping of a few lists is a list
     by another name.
     """
     variable, _, inside = place.partition("[…]")
-    kind = containers.get(variable, "")
+    kind = scene.containers.get(variable, "")
     if kind == "bounded":
         return "bounded"
+    if not pile.graph_bytes:
+        name = IDENTIFIER.search(place)
+        # a data set: nothing in the program adds to it
+        if name is not None and name[1] in scene.fixed:
+            return "bounded"
+        if pile.shown_bytes < _VIEWS * pile.own_bytes:
+            return "views"
+        if _are_copies(rows, weights):
+            return "copies"
     is_list = kind == "list" or (kind == "dict" and inside == "[…]")
     return "results" if is_list and inside in ("", "[…]") else "leak"
+
+
+def _are_copies(rows: list[TensorRow], weights: set[tuple[int | str, ...]]) -> bool:
+    """Whether tensors have the shapes of weights, and of several."""
+    alike = [row for row in rows if row.shape in weights]
+    n_bytes = sum(row.n_bytes for row in rows)
+    has_several = len({row.shape for row in alike}) > 1
+    return has_several and sum(row.n_bytes for row in alike) >= _COPIES * n_bytes
 
 
 def _as_variable(entry: StorageEntry, scene: Scene) -> StorageEntry:

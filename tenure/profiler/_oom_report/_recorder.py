@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Any, NoReturn, Self
@@ -29,6 +30,7 @@ from tenure._reserve import Reserve
 
 from ._causes import judge
 from ._facts import Facts, gather
+from ._notes import Notes
 from ._report import OomReport, build
 from ._scene import Scene, scene_of
 from ._verdict import Verdict
@@ -39,6 +41,29 @@ _MOST_HANDLED, _MOST_LINES = 2, 8
 _STEPS_WATCHED = 2
 # What a look at a large heap takes, or as much of it as there is room for.
 _RESERVES_BYTES = (64 << 20, 16 << 20, 4 << 20)
+
+
+class _Aside:
+    """A step that is not watched; it ends with the step, or with the arguments of its call."""
+
+    def __init__(self, set_back: Callable[[], None]) -> None:
+        self._thread_id = threading.get_ident()
+        self._set_back: Callable[[], None] | None = set_back
+
+    def end(self) -> None:
+        """Have the watch go on, once; on another thread there is none to go on with."""
+        if threading.get_ident() == self._thread_id and self._set_back is not None:
+            set_back, self._set_back = self._set_back, None
+            set_back()
+
+    def __del__(self) -> None:
+        self.end()
+
+
+class _Arguments(tuple[Any, ...]):
+    """The arguments of such a step."""
+
+    aside: _Aside
 
 
 class OomRecorder:
@@ -54,13 +79,16 @@ class OomRecorder:
         self._began_bytes = _host_memory.resident_bytes()
         self._opened_at = str(user_site())
         self._n_steps: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
-        self._aside_on: set[int] = set()
+        self._steps = 0
+        self._aside: ref[_Aside] | None = None
+        self._last_steps: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         self._by_error: dict[tuple[int, str], tuple[ref[BaseException] | None, OomReport]] = {}
         self._lines: set[str] = set()
         self._shown: OomReport | None = None
         self._lock = threading.Lock()
         self._reserve = Reserve(*_RESERVES_BYTES)
-        self._watch = Watch(self._saw)
+        self._notes = Notes()
+        self._watch = Watch(self._saw, self._notes)
         self._is_open = True
         self._thread_id = threading.get_ident()
         self._hooks = (
@@ -68,6 +96,7 @@ class OomRecorder:
             register_optimizer_step_post_hook(self._step_ends),
         )
         self._reserve.take()
+        self._notes.open()
         self._watch.open()
 
     @property
@@ -93,6 +122,7 @@ class OomRecorder:
             )
         self._is_open = False
         self._watch.close()
+        self._notes.close()
         for hook in self._hooks:
             hook.remove()
         self._reserve.free()
@@ -125,19 +155,32 @@ class OomRecorder:
 
     def _step_begins(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         # A step asks each parameter for tens of attributes, and a function mode is called for each:
         # in a small model that costs more than all else. The first steps are watched, for the state
         # is made there; a closure computes a loss, and is watched always.
         has_closure = len(args) > 1 or bool(kwargs)
+        # of a step that raised an error which somebody keeps
+        if self._aside is not None and (last := self._aside()) is not None:
+            last.end()
         is_late = self._n_steps.get(optimizer, 0) >= _STEPS_WATCHED
-        if is_late and not has_closure and self._watch.set_aside():
-            self._aside_on.add(threading.get_ident())
+        if not is_late or has_closure or not self._watch.set_aside():
+            return None
+        # torch calls nothing after a step that raises; but the call's arguments go with it
+        arguments = _Arguments(args)
+        arguments.aside = _Aside(self._set_back)
+        self._aside = ref(arguments.aside)
+        return arguments, kwargs
 
-    def _step_ends(self, optimizer: Optimizer, *_: Any) -> None:
+    def _step_ends(self, optimizer: Optimizer, args: tuple[Any, ...], _: Any) -> None:
         self._n_steps[optimizer] = self._n_steps.get(optimizer, 0) + 1
-        if threading.get_ident() in self._aside_on:
-            self._aside_on.discard(threading.get_ident())
+        self._steps += 1
+        self._last_steps[optimizer] = self._steps
+        if isinstance(args, _Arguments):
+            args.aside.end()
+
+    def _set_back(self) -> None:
+        if self._is_open:
             self._watch.set_back()
 
     def _saw(self, error: BaseException, is_final: bool) -> None:
@@ -194,13 +237,15 @@ class OomRecorder:
         facts = Facts(info, scene, info.device or "cpu", is_handled=frame is not None)
         with collector_paused():
             with suppress(Exception):
-                scene = scene_of(error, frame)
+                scene = scene_of(error, frame, self._notes)
             with suppress(Exception):
                 facts = gather(
                     info,
                     scene,
                     is_handled=frame is not None,
-                    steps=sum(self._n_steps.values()),
+                    steps=self._steps,
+                    last_steps=self._last_steps,
+                    notes_of=self._notes,
                     began_bytes=self._began_bytes,
                 )
         try:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Any
 
@@ -16,9 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tenure._callers import is_internal, line_and_function, line_in
-from tenure._heap import is_kind, read, read_locals, type_name
+from tenure._callers import line_and_function, line_in
+from tenure._heap import instance_attributes, is_kind, read, read_locals, type_name
 from tenure._storages import storage_bytes
+
+from ._notes import Notes
+from ._variables import GraphVariable, fixed_names, graph_variables, is_library
 
 _LOSSES = frozenset(
     {"cross_entropy", "log_softmax", "nll_loss", "softmax", "fixed_cross_entropy", "kl_div"}
@@ -52,6 +56,16 @@ class Scene:
         raised_in: the functions in the error's own traceback, as holders' names tell them.
         containers: the containers that variables of the program are, by name: "list", "dict", or
             "bounded" for one that grows no more.
+        fixed: names of variables and attributes that the program adds nothing to.
+        module: the innermost module of the program whose forward ran, with its dotted name in the
+            outermost; empty where none ran.
+        building: the class of the outermost module that was being made, loaded or moved.
+        optimizer_name: the variable or attribute that the optimizer is; can be empty.
+        state_bytes: the state of that optimizer.
+        variables: what holds graphs of autograd, the largest graph first.
+        autocast_dtype: what autocast casts to and remembers; empty where it remembers nothing.
+        retained_at: the line of the last ``backward(retain_graph=True)``; can be empty.
+        created_at: the same of ``create_graph=True``.
     """
 
     site: str = ""
@@ -68,20 +82,37 @@ class Scene:
     all_in_eval: bool = False
     raised_in: frozenset[str] = frozenset()
     containers: dict[str, str] = field(default_factory=dict)
+    fixed: frozenset[str] = frozenset()
+    module: str = ""
+    building: str = ""
+    optimizer_name: str = ""
+    state_bytes: int = 0
+    variables: tuple[GraphVariable, ...] = ()
+    autocast_dtype: str = ""
+    retained_at: str = ""
+    created_at: str = ""
 
 
-def scene_of(error: BaseException, frame: FrameType | None) -> Scene:
+def scene_of(error: BaseException, frame: FrameType | None, notes: Notes) -> Scene:
     """What ran when an error was raised.
 
     Args:
         error: the error; its traceback leads inwards from the frame that saw it.
         frame: the frame that saw it, from which the stack leads outwards; None where nobody
             handled it, and all that ran is in its traceback.
+        notes: what was noted before.
     """
     inside = _inside(error)
     # the frame that saw it is in the traceback as well
     frames = [*inside, *(each for each in _outside(frame) if each not in inside)]
-    return _of_frames(frames, frozenset(each.f_code.co_qualname for each in inside))
+    scene = _of_frames(frames, frozenset(each.f_code.co_qualname for each in inside))
+    scene = replace(scene, retained_at=notes.retained_at, created_at=notes.created_at)
+    own = [each for each in frames if not is_library(each)]
+    # code of any kind is read, and graphs of any size: the rest is told without it
+    with suppress(Exception):
+        scene = replace(scene, fixed=fixed_names(own))
+        scene = replace(scene, variables=tuple(graph_variables(own, notes.marks)))
+    return scene
 
 
 def _inside(error: BaseException) -> list[FrameType]:
@@ -108,33 +139,53 @@ def _of_frames(frames: list[FrameType], raised_in: frozenset[str]) -> Scene:
     names = {frame.f_code.co_name for frame in frames}
     facts["is_backward"] = "_engine_run_backward" in names
     facts["is_loss"] = bool(names & _LOSSES)
-    modes: list[bool] = []
+    called: list[nn.Module] = []
     for frame in frames:
         subject = _self_of(frame)
         if is_kind(type(subject), Optimizer) and not facts.get("optimizer"):
             facts.update(_of_optimizer(subject, frames))
         elif is_kind(type(subject), nn.Module):
-            _add_module(facts, frame.f_code.co_name, subject, modes)
-    facts["all_in_eval"] = bool(modes) and not any(modes)
+            _add_module(facts, frame.f_code.co_name, subject, called)
+    facts["all_in_eval"] = bool(called) and not any(module.training for module in called)
+    if called:
+        facts["module"] = _path_of(called)
+    if torch.is_autocast_cache_enabled():
+        facts["autocast_dtype"] = _autocast_dtype()
     return Scene(**facts)
 
 
-def _add_module(facts: dict[str, Any], name: str, module: Any, modes: list[bool]) -> None:
+def _path_of(called: list[nn.Module]) -> str:
+    """The dotted name of the innermost module that is no layer of torch; else of the innermost."""
+    own = [each for each in called if not type(each).__module__.startswith("torch.")]
+    outermost, innermost = called[-1], (own or called)[0]
+    path = next((name for name, each in outermost.named_modules() if each is innermost), "")
+    return ".".join(filter(None, (type_name(type(outermost)), path)))
+
+
+def _autocast_dtype() -> str:
+    for device in ("cuda", "cpu"):
+        if torch.is_autocast_enabled(device):
+            return str(torch.get_autocast_dtype(device)).removeprefix("torch.")
+    return ""
+
+
+def _add_module(facts: dict[str, Any], name: str, module: Any, called: list[nn.Module]) -> None:
     if name == "forward":
-        modes.append(bool(module.training))
+        called.append(module)
         if not facts.get("is_forward"):
             facts["out_features"] = int(getattr(module, "out_features", 0) or 0)
         facts["is_forward"] = True
     # A layer that is made within a forward is lazily made there: that is no building of a model.
     elif name in _BUILDS and not facts.get("is_forward"):
         facts["is_building"] = True
+        facts["building"] = type_name(type(module))
         facts["building_bytes"] = max(facts.get("building_bytes", 0), _bytes_of(module))
 
 
 def _containers_in(frames: list[FrameType]) -> dict[str, str]:
     found: dict[str, str] = {}
     for frame in frames:
-        if not _is_library(frame):
+        if not is_library(frame):
             prefix = f"{frame.f_code.co_qualname}.<locals>"
             if frame.f_locals is frame.f_globals:
                 prefix = str(frame.f_globals.get("__name__"))
@@ -173,7 +224,31 @@ def _of_optimizer(optimizer: Any, frames: list[FrameType]) -> dict[str, Any]:
         "optimizer": type_name(type(optimizer)),
         "is_first_step": any(not _has_state(optimizer.state.get(p)) for p in stepped),
         "optimizer_bytes": sum(storage_bytes(p) or 0 for p in parameters),
+        "optimizer_name": _name_in(frames, optimizer),
+        "state_bytes": state_bytes_of(optimizer),
     }
+
+
+def state_bytes_of(optimizer: Any) -> int:
+    """What the tensors of an optimizer's state take."""
+    states = [*getattr(optimizer, "state", {}).values()]
+    found = (value for state in states if isinstance(state, dict) for value in state.values())
+    items = (t for value in found for t in (value if type(value) is list else (value,)))
+    return sum(storage_bytes(t) or 0 for t in items if isinstance(t, Tensor))
+
+
+def _name_in(frames: list[FrameType], found: object) -> str:
+    """The variable of the program that an object is, or the attribute of a ``self``."""
+    for frame in frames:
+        if not is_library(frame):
+            for name, value in read_locals(frame):
+                if value is found and name != "self":
+                    return name
+                attributes = instance_attributes(value) if name == "self" else {}
+                for key, inner in [*attributes.items()]:
+                    if inner is found:
+                        return f"{type_name(type(value))}.{key}"
+    return ""
 
 
 def _has_state(state: Any) -> bool:
@@ -192,14 +267,10 @@ def _bytes_of(module: nn.Module) -> int:
 
 
 def _site_in(frames: list[FrameType]) -> str:
-    user = next((frame for frame in frames if not _is_library(frame)), None)
+    user = next((frame for frame in frames if not is_library(frame)), None)
     if user is None:
         return ""
     code, line = user.f_code, user.f_lineno
     if code.co_name == "<module>":
         return line_in(code.co_filename, line)
     return line_and_function(code, line)
-
-
-def _is_library(frame: FrameType) -> bool:
-    return is_internal(frame) or "site-packages" in frame.f_code.co_filename

@@ -11,6 +11,7 @@ Cause: TypeAlias = Literal[
     "results",
     "cycle",
     "traceback",
+    "gradients",
     "logits",
     "optimizer_state",
     "batch",
@@ -20,8 +21,8 @@ Cause: TypeAlias = Literal[
     "host",
     "unknown",
 ]
-_PREFIX = re.compile(r"\A(?:[\w.<>]+\.<locals>\.|__main__\.)")
-_MOST_CHARACTERS = 34
+_PREFIX = re.compile(r"\A(?:numpy array |a view in )?(?:[\w.<>]+\.<locals>\.|__main__\.)")
+_MOST_CHARACTERS = 44
 _ANY_INDEX = "[…]"
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
@@ -20,6 +21,8 @@ from torch.overrides import TorchFunctionMode, handle_torch_function
 from tenure._callers import module_of, stand_in
 from tenure._torch.compiler import is_dynamo_compiling, never_compiled
 from tenure._torch.modes import push_lowest, remove
+
+from ._notes import NOTED, Notes
 
 _OURS = "tenure.profiler._"
 _FOR_PYTHON = handle_torch_function.__code__
@@ -32,11 +35,13 @@ class ErrorMode(TorchFunctionMode):
 
     Args:
         tell: is told.
+        notes: gets what goes on from step to step.
     """
 
-    def __init__(self, tell: Tell) -> None:
+    def __init__(self, tell: Tell, notes: Notes) -> None:
         super().__init__()
         self._tell = tell
+        self._notes = notes
 
     @never_compiled
     def __torch_function__(
@@ -55,12 +60,16 @@ class ErrorMode(TorchFunctionMode):
         if caller.f_code is _FOR_PYTHON and caller.f_back and caller.f_back.f_back:
             caller = caller.f_back.f_back
         try:
-            return stand_in(caller)(func, args, kwargs)
+            result = stand_in(caller)(func, args, kwargs)
         except Exception as error:
             self._tell(error, False)
             # the program may print it; a bare raise adds no frame
             error.__traceback__ = _below_us(error.__traceback__)
             raise
+        if id(func) in NOTED:
+            with suppress(Exception):
+                self._notes.note(func, args, kwargs, result)
+        return result
 
 
 def _below_us(frames: TracebackType | None) -> TracebackType | None:
@@ -74,11 +83,12 @@ class Watch:
 
     Args:
         tell: is told.
+        notes: gets what goes on from step to step.
     """
 
-    def __init__(self, tell: Tell) -> None:
+    def __init__(self, tell: Tell, notes: Notes) -> None:
         self._tell = tell
-        self._mode = ErrorMode(tell)
+        self._mode = ErrorMode(tell, notes)
         self._hook: Any = None
         self._thread_hook: Any = None
 

@@ -17,3 +17,4 @@ from ._rows import describe_row as describe_row
 from ._saved import SavedRecord as SavedRecord
 from ._saved import SavedReport as SavedReport
 from ._saved import saved_for_backward as saved_for_backward
+from ._saved import saved_storages as saved_storages

@@ -70,6 +70,8 @@ def take_census(
         names = Names(list(models), heap.modules, [*optimizers, *heap.optimizers], heap.kept)
         handles = _handles_of(heap)
         roots = roots_of(saved, heap.graphs)
+        # a reference of ours to a node would hide that a cycle through its context is garbage
+        heap.graphs.clear()
         calls = _Calls(names, handles, _search(handles, names, roots) if named else {})
         storages = Storages(_homes(kept.named for kept in heap.kept))
         hollow = _enter_handles(storages, handles, calls)

@@ -6,6 +6,8 @@ a limit of the process. The recorder is told nothing of them.
 
 import json
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from textwrap import dedent
 
 from tests.programs import run_program
@@ -84,7 +86,10 @@ def run(planted):
     place = _PLACES[planted.place].format(size=planted.size, n_bytes=n_bytes)
     # the compiler, which torch's own code asks for under any mode, takes longer than the program
     imported = ("torch._dynamo", *planted.imported)
-    done = run_program(_HEAD + place + planted.code, imported=imported, OMP_NUM_THREADS="1")
+    with TemporaryDirectory() as folder:
+        path = Path(folder, "train.py")
+        path.write_text(_HEAD + place + planted.code)
+        done = run_program(path, imported=imported, OMP_NUM_THREADS="1")
     (line,) = (line for line in done.stdout.splitlines() if line.startswith("REPORT "))
     return json.loads(line.removeprefix("REPORT ")), done
 

@@ -95,6 +95,73 @@ def test_after_its_first_steps_an_optimizer_is_not_slowed_and_the_watch_goes_on(
     assert depth() == 0
 
 
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_a_step_that_raises_and_is_handled_leaves_the_watch_on(is_kept):
+    class Stubborn(torch.optim.SGD):
+        fails = False
+
+        def step(self):
+            if self.fails:
+                raise RuntimeError("no step")
+            super().step()
+
+    net = nn.Linear(4, 4)
+    optimizer = Stubborn(net.parameters(), lr=0.1)
+    errors = []
+    with record_oom(quiet=True) as recorder:
+        for i in range(5):
+            optimizer.fails = i == 4
+            net(torch.ones(4)).sum().backward()
+            try:
+                optimizer.step()
+            except RuntimeError as error:
+                errors += [error] * is_kept
+        # an error that is kept has the arguments of the step, up to the next step
+        optimizer.fails = False
+        optimizer.step()
+        with pytest.raises(torch.OutOfMemoryError):
+            pile_up()
+        assert recorder.report is not None
+    assert torch._C._len_torch_function_stack() == 0
+
+
+def test_a_data_set_in_a_list_is_no_result_that_piles_up(recorder):
+    samples = [torch.ones(1024) for _ in range(256)]
+    net = nn.Sequential(nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 8))
+    with memory_budget("2MiB"), pytest.raises(torch.OutOfMemoryError):
+        net(torch.stack(samples).repeat(2, 1)).square().mean().backward()
+    assert recorder.report.cause == "batch"
+    assert "test_record_oom.py" in recorder.report.first_line
+
+
+def test_a_cache_that_is_joined_with_more_is_named_with_its_line(recorder):
+    def generate():
+        cache = torch.zeros(1, 1024)
+        while True:
+            cache = torch.cat([cache, torch.zeros(8, 1024)])
+
+    with memory_budget("1MiB"), pytest.raises(torch.OutOfMemoryError):
+        generate()
+    report = recorder.report
+    assert report.cause == "leak"
+    assert report.first_line.startswith("Leak: cache grows by torch.cat at test_record_oom.py:")
+    assert "Bound it" in report.first_line
+
+
+def test_a_graph_that_a_variable_holds_over_the_next_forward_is_named(recorder):
+    net = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(8)))
+
+    def look():
+        while True:
+            out = net(torch.ones(256, 64))
+            out.sum()
+
+    with memory_budget("768KiB"), pytest.raises(torch.OutOfMemoryError):
+        look()
+    assert recorder.report.cause == "leak"
+    assert recorder.report.first_line.startswith("Leak: out still holds the graph of the previous")
+
+
 def test_an_error_of_pythons_own_beside_a_small_model_has_no_known_cause():
     model = nn.Linear(32, 32)
     with pytest.raises(MemoryError), record_oom(quiet=True) as recorder:
