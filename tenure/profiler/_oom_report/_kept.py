@@ -59,7 +59,8 @@ def _carried(facts: Facts, piles: list[Pile]) -> Pile | None:
     """A variable whose graph goes on from step to step, or from batch to batch."""
     scene = facts.scene
     places = {short(pile.place) for pile in piles if pile.graph_bytes and pile.kind == "leak"}
-    endless = not trains(facts) and runs_again(facts.entries)
+    # a long sequence that is trained on looks the same until its backward pass
+    endless = scene.all_in_eval and runs_again(facts.entries)
     found = [
         variable
         for variable in scene.variables

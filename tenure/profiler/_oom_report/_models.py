@@ -80,13 +80,16 @@ def _places_of(
         # parts of a model that is being made are in a tuple on its way: nothing keeps them
         if not held or held[0].kind == "unknown":
             continue
-        holder, chain = held[0].kind, held[0].chain
+        # `self` of what runs is called by its class, which says less than any other variable
+        own = type_name(type(objects[i]))
+        best = next((each for each in held if each.named and each.chain != own), held[0])
+        holder, chain = best.kind, best.chain
         place = "" if holder == "cycle" else place_of(chain)
         # one variable keeps one model, and no pile; its gradients may be without use all the same
         if holder != "cycle" and place == chain and fewest > 1:
             continue
         pile = places.setdefault(place, Pile(place, "cycle" if not place else kind))
-        pile.place = place or type_name(type(objects[i]))
+        pile.place = place or own
         pile.own_bytes += sizes[i]
         pile.n_tensors += 1
         pile.are_models = True

@@ -164,8 +164,8 @@ net(torch.randn(8, 8, 64, 64)).square().mean().backward()
 
 plant(
     "a state that is never cut",
-    "batch",
-    ("batch", "state is never cut", "detach()"),
+    "leak",
+    ("h carries its graph", "retain_graph=True at train.py", "h.detach()"),
     """
 def main():
     cell, head, h = nn.GRUCell(32, 64), nn.Linear(64, 10), torch.zeros(64, 64)
@@ -181,7 +181,7 @@ main()
 plant(
     "a long sequence",
     "batch",
-    ("batch", "state is never cut", "detach()"),
+    ("batch", "state is never cut", "train.py:", "detach()"),
     """
 def main():
     cell, head = nn.LSTMCell(32, 64), nn.Linear(64, 4)
