@@ -145,15 +145,18 @@ def _blocks(places: list[list[str]]) -> Namer:
 
 
 def _values(columns: list[str]) -> Namer:
-    return lambda _: ("", _items_by_label(columns))
+    return lambda _: ("", _ItemsByLabel(columns))
 
 
-def _items_by_label(columns: list[str]) -> Namer:
-    def spell(key: Key) -> tuple[str, Namer | None]:
+class _ItemsByLabel:
+    """Spells items of a block; a function that gives itself back would be a cycle, and garbage."""
+
+    def __init__(self, columns: list[str]) -> None:
+        self._columns = columns
+
+    def __call__(self, key: Key) -> tuple[str, Namer | None]:
         # the array of a column that was added is a view with two dimensions of one with one
-        return ("", spell) if key == _WHOLE_BASE else (_spell_cell(columns, str(key)), None)
-
-    return spell
+        return ("", self) if key == _WHOLE_BASE else (_spell_cell(self._columns, str(key)), None)
 
 
 def _spell_cell(columns: list[str], key: str) -> str:

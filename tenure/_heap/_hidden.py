@@ -226,7 +226,8 @@ class _Walk:
 
     def __init__(self) -> None:
         self.found: dict[int, Any] = {}
-        self._seen: set[int] = set()
+        # while only arrays are in it, the collector does not track it, and it would hold itself
+        self._seen: set[int] = {id(self.found)}
         arrays = array_class()
         named = filter(_has_named_fields, type.__subclasses__(tuple))
         # by identity: a metaclass may define __hash__ and __eq__
