@@ -252,7 +252,11 @@ class _Level:
         began = thread_time()
         n_bytes = allocated_bytes()
         self._due = now + (thread_time() - began) / _SHARE_OF_READINGS
-        lowest = n_bytes if self._lowest_bytes is None else self._lowest_bytes
+        lowest = self._lowest_bytes
+        if lowest is None:
+            # nothing to compare with tells nothing
+            self._lowest_bytes = n_bytes
+            return False
         # garbage of before may go after a look, and must not hide what comes
         self._lowest_bytes = min(lowest, n_bytes)
         if n_bytes > lowest + _HIGHER_BYTES:
