@@ -49,8 +49,9 @@ def find_batch_size(
     """Run ``fn`` with some sizes; the largest from ``low`` to ``high`` that fits, or nearly so.
 
     It has at least 95 % of the largest that fits, has been run itself, and at most three others
-    ran out of memory. Where memory can be measured, small sizes show how large the next may be;
-    elsewhere the size doubles until one fails. ``high`` is tried only when what has run says that
+    ran out of memory. It may have only half if memory goes up in large steps, such as a buffer that
+    doubles. Where memory can be measured, small sizes show how large the next may be; elsewhere the
+    size doubles until one fails. ``high`` is tried only when what has run says that
     it may fit.
 
     Each run is an attempt: what it returns and makes is let go, random state, gradients and the

@@ -1,8 +1,10 @@
 """The largest size that fits, between one that does and one that does not, with few failures.
 
-Invariant: whatever the memory grows with, as long as larger sizes need no less, a bracket is closed
-by `MOST_OOMS` failures at the most, at a size that worked and has 95 % of the largest. What was
-measured, or is predicted, makes it quicker, and is not trusted with that.
+Invariant: as long as larger sizes need no less memory, a bracket is closed by `MOST_OOMS` failures
+at the most, at a size that worked. It has 95 % of the largest if nothing is measured, and if memory
+is convex in the size or goes up in the segments of an allocator. Memory that goes up in larger
+steps, such as a buffer that doubles, looks steeper between two sizes than it is: then measuring may
+end the search at half of the largest.
 """
 
 from __future__ import annotations
