@@ -53,14 +53,14 @@ def captures_somewhere(device: torch.device) -> bool:
 
 
 def watch_captures(device: torch.device, owner: object) -> Callable[[], object]:
-    """Have captures of all threads known as long as an object is there; what ends that."""
+    """Watch the captures of all threads as long as an object lives; return what ends that."""
     known = [] if device.type in NO_ACCELERATOR else _classes(torch.get_device_module(device))
     ends = [_watches.setdefault(kind, _watch(kind)).last_while(owner) for kind in known]
     return lambda: [end() for end in ends]
 
 
 def _watch(kind: Any) -> Patch:
-    """What notes which graphs of a class are being captured."""
+    """Return the patch that notes which graphs of a class are being captured."""
     before: dict[str, Any] = {}
 
     def install() -> None:
@@ -81,7 +81,7 @@ def _watch(kind: Any) -> Patch:
 def _noting(verb: Callable[..., Any], *, is_end: bool) -> Callable[..., Any]:
     @functools.wraps(verb)
     def noting(graph: object, *args: Any, **options: Any) -> Any:
-        # From before its begin to after its end; one that could not begin is none.
+        # From before the begin to after the end. A capture that could not begin is none.
         has_begun = is_end
         _under_way.add(graph)
         try:

@@ -81,7 +81,7 @@ def is_known() -> bool:
 def keep_sizes(wanted: bool) -> None:
     """Let c10 keep the size of every block of host memory from now on, on all threads.
 
-    Where the program has asked it for that, it goes on whatever is wanted.
+    If the program has asked c10 for that itself, c10 keeps them whatever ``wanted`` is.
     """
     table = _table()
     if table is not None:
@@ -91,7 +91,7 @@ def keep_sizes(wanted: bool) -> None:
 
 
 def keep_sizes_as_before() -> None:
-    """Leave that to the program again."""
+    """Set the flag as the program had it before `keep_sizes`."""
     table = _table()
     if table is not None and table.asked_before is not None:
         table.flag.value, table.asked_before = table.asked_before, None

@@ -8,7 +8,7 @@ for an array may write it without raising a version. The caching allocators igno
 Source: ``recordStream`` of c10/cuda/CUDACachingAllocator.cpp.
 
 Invariant: while a model is paged, what is asked so of the bytes of a page is noted there. Classes
-are asked as before: only reading the attribute of a tensor passes here.
+are asked as before, but for ``record_stream``: only reading the attribute of a tensor passes here.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ class _NotingData(_Noting):
 
 
 class _NotingStreams(_Noting):
-    """``record_stream()``, which a subclass does not know by its object: classes are asked, too."""
+    """``record_stream()``, also as ``Tensor.record_stream``: no subclass compares that function."""
 
     def __get__(self, tensor: Tensor | None, owner: Any = None) -> Any:
         return self._record if tensor is None else functools.partial(self._record, tensor)

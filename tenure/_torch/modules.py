@@ -3,8 +3,8 @@
 torch has hooks for all modules, but compiled code guards on them: what was compiled without is
 compiled once more where there are some, and ``torch.compile(module)`` warns. So the call itself is
 wrapped, as torch.fx does while it traces; and stays so, because each change of a class makes Python
-forget what it has learned about the attributes of all modules. Another patcher that was there first
-takes its own patch back with ours, so each block looks whether ours is there.
+forget what it has learned about the attributes of all modules. If another patcher was there first,
+it removes our patch with its own, so each block makes sure that ours is there.
 
 Invariant: a call is known by the id and the code of its frame, and no frame is kept: one that is
 held holds its tensors.
@@ -153,7 +153,7 @@ def values_told(given: Passed, returned: Passed | None = None) -> Iterator[None]
         thread.given, thread.returned = outer
 
 
-# the wrapper that tells; one of ours beneath that of another patcher only calls on
+# the wrapper that tells; one of ours below the patch of another library only calls on
 _teller: Any = None
 
 

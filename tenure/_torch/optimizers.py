@@ -26,7 +26,7 @@ _post_hooks = getter(f"{_HOME}.Optimizer._optimizer_step_post_hooks", _STEPPING)
 
 
 def pre_hooks_of(optimizer: torch.optim.Optimizer) -> list[Callable[..., Any]]:
-    """What is called before a step of an optimizer: the hooks of all optimizers, then its own."""
+    """Return the hooks that run before a step: those of all optimizers, then its own."""
     return [*_global_pre_hooks.values(), *_pre_hooks(optimizer).values()]
 
 
@@ -34,7 +34,7 @@ def pre_hooks_of(optimizer: torch.optim.Optimizer) -> list[Callable[..., Any]]:
 def before_post_hooks(
     optimizer: torch.optim.Optimizer, function: Callable[[], object]
 ) -> Iterator[None]:
-    """A block in which a function is called after each step, before all hooks that are."""
+    """A block in which a function is called after each step, before the hooks that run then."""
 
     def hook(*_: Any) -> None:
         function()
@@ -79,7 +79,7 @@ def _all_at_once_on_cpu() -> AbstractContextManager[Any]:
 
 
 def works() -> bool:
-    """Whether the lists are those that optimizers ask, and hooks run as they stand there."""
+    """Whether optimizers ask these lists, and run their hooks in the order of the dictionary."""
     is_asked = isinstance(_types, list) and torch.Tensor in _types and "cuda" in _devices()
     return is_asked and _orders_hooks()
 

@@ -113,7 +113,7 @@ def page(
             other models. None takes what keeps the link busy, and no more.
         host: ``"pinned"`` or ``"pageable"`` host memory; or the path of a folder on a disk, made if
             it is missing, where the weights are moved to. They take no host memory then, and their
-            file goes with the model. Text is a path if it has a ``/`` or names what is there.
+            file goes with the model. Text is a path if it has a ``/`` or names what exists.
         keep: names of modules whose weights stay on the device.
         prefetch: how many parts are fetched ahead at most; ``"auto"`` for as many as fit.
         methods: names of methods that use weights beside the forward, such as

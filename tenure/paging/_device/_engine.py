@@ -50,8 +50,8 @@ class Engine:
         self._link, self._store, self._max_ahead = link, store, max_ahead
         # The pass that runs, or the last one: what follows it is fetched as soon as it has ended.
         self._now = Pass(self.access_order)
-        # The units of which it is known, in this pass, that they are as on the host: to look at all
-        # tensors of a unit for each module in it would take the square of their number.
+        # Units whose pages hold, in this pass, what is on the host. To compare all tensors of a
+        # unit for each module in it would take the square of their number.
         self._fresh: set[Unit] = set()
         # Whether nothing has happened since the last prefetch that could lead to another one.
         self._is_settled = False
@@ -177,7 +177,7 @@ class Engine:
             self._fresh.add(page.unit)
 
     def shown(self, page: Page, host: HostTensor) -> Tensor:
-        """What stands for a host tensor, on a page that is in use."""
+        """Return the tensor that stands for a host tensor, on a page that is in use."""
         # Written in the middle of a pass, as by a hook.
         if page.is_stale(host):
             self._copies.refresh(page)
@@ -209,7 +209,7 @@ class Engine:
             return
         idle = self.room.idle
         idle.add(page)
-        # The next module in it comes at once.
+        # The next module of the unit comes at once.
         if self._now.expects(page.unit):
             return
         self._is_settled = False
@@ -226,7 +226,7 @@ class Engine:
 
     def prefetch(self) -> None:
         """Let go of pages that are not wanted soon, and fetch those that are."""
-        # Without a ring nothing comes or goes, but for what has a place that waits for it.
+        # Without a ring no page comes or goes, except one whose place waits for it.
         if not (self.room.ring_bytes or self.room.expected) or not self._has_to_look():
             return
         wanted = self._wanted()
@@ -286,7 +286,7 @@ class Engine:
         self._copies.write_back(page, changed)
 
     def _has_to_look(self) -> bool:
-        """Whether there may be something to fetch; it counts as seen to."""
+        """Whether there may be something to fetch since this was last asked."""
         was_settled, self._is_settled = self._is_settled, True
         return self.room.idle.has_held or not was_settled
 

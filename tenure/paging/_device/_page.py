@@ -58,8 +58,8 @@ class Page:
     _shown_versions: dict[HostTensor, int] = field(default_factory=dict)
     _aliases: dict[HostTensor, Tensor] = field(default_factory=dict)
     _nodes: dict[HostTensor, object] = field(default_factory=dict)
-    # Shown since it was last asked what was written; and those that something may hold. Only these
-    # are looked at, for the modules of a unit come one by one.
+    # Tensors that were shown since the last look for writes, and those that something may hold.
+    # Only these are checked, because the modules of a unit come one by one.
     _unseen: dict[HostTensor, None] = field(default_factory=dict)
     _doubtful: dict[HostTensor, None] = field(default_factory=dict)
 
@@ -157,12 +157,12 @@ class Page:
         for host in list(self._doubtful):
             if any(host in each and is_held(each, host) for each in (self._shown, self._aliases)):
                 return True
-            # Nobody has it, so nobody will before it is shown once more.
+            # Nobody holds it, so nobody can before it is shown again.
             del self._doubtful[host]
         return False
 
     def is_held_by_any(self) -> bool:
-        """The same, asked of each of its tensors: who has a weak reference may have it again."""
+        """The same for each of its tensors, because a weak reference may have brought one back."""
         self._doubtful.update(dict.fromkeys(self._shown))
         return self.is_held()
 
@@ -200,7 +200,7 @@ class Page:
         """
         written = []
         unseen = self._take_unseen()
-        # What nobody holds can't have been written since.
+        # A tensor that nobody holds can't have been written since.
         for host in list(self._shown) if unseen else {**self._unseen, **self._doubtful}:
             tensor = self._shown[host]
             # No other buffers: masks, and matrices that adapters share, are large, and no kernel's
@@ -211,7 +211,7 @@ class Page:
         return written
 
     def note_saved(self, written: list[HostTensor]) -> None:
-        """What was written so far is on its way to the host, which counted it as a write."""
+        """Note that these are on their way to the host, which has counted a write of each."""
         self._unseen.clear()
         for host in written:
             self._shown_versions[host] = counter_of(self._shown[host])
@@ -264,7 +264,7 @@ class IdlePages:
 
     @property
     def has_held(self) -> bool:
-        """Whether one was held when it was last looked at."""
+        """Whether a page was held at the last look."""
         return bool(self._held)
 
     def clear(self) -> None:

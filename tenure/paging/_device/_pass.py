@@ -22,7 +22,7 @@ from .._model import HostTensor, Unit
 from ._page import Page
 
 Run = tuple[Unit, int]
-"""A unit, and how often it is used before another one is: the modules in it come one by one."""
+"""A unit, and how often in a row it is used, because its modules come one by one."""
 
 
 class AccessOrder:
@@ -84,7 +84,7 @@ class Visit:
     """A thread inside of a paged model.
 
     Args:
-        call: the call that it lasts as long as; None where its end is told in another way.
+        call: the visit ends with this call; None if something else ends it.
 
     Attributes:
         thread: the id of the thread.
@@ -104,7 +104,7 @@ class Visit:
         return not is_running(self._call, sys._current_frames().get(self.thread))
 
     def last_for(self, call: Call | None) -> None:
-        """Last as long as another call, which is one of this thread; see above."""
+        """End with another call, one of this thread."""
         self._call = call
         self.thread = get_ident()
 
@@ -140,8 +140,8 @@ class Pass(Visit):
         self.saves_buffers = self.is_backward = self.records = False
         self._order, self.kind = order, kind
         self._predicted: list[Run] = []
-        # How many of these are past, and how many uses of the one that is not. What was used before
-        # them may have been others.
+        # How many of these are past, and how many uses of the next one. The units that were really
+        # used before may be different.
         self._position = self._n_of_run = 0
         self._used: list[Run] = []
 
@@ -157,7 +157,7 @@ class Pass(Visit):
         """It begins to use a unit; where that was not expected, the prediction follows.
 
         Returns:
-            Whether what is expected is another unit now.
+            Whether another unit is expected now.
         """
         before, is_more = self._position, self.goes_on(unit)
         if is_more:
@@ -174,7 +174,7 @@ class Pass(Visit):
         return self._position != before
 
     def _position_of(self, unit: Unit, *, is_more: bool) -> int | None:
-        """Where a use of a unit stands in the prediction; None where it tells nothing."""
+        """Where a use of a unit stands in the prediction; None if it does not stand there."""
         position, predicted = self._position, self._predicted
         if position < len(predicted) and predicted[position][0] == unit:
             return position

@@ -34,15 +34,15 @@ _WAITS: dict[CodeType, str] = {
 
 
 class Door:
-    """Lets one visit in at a time; who waits looks around.
+    """A lock that lets one visit in at a time; a thread that waits looks who is inside.
 
-    The visit that is inside is the lock: an interrupt leaves either a visit, of which can be told
-    that its call is over, or nothing.
+    The visit inside is the lock. So an interrupt leaves nothing behind, or a visit that tells
+    whether its call is over.
     """
 
     def __init__(self) -> None:
         self._inside: dict[None, Visit] = {}
-        # One item at least after somebody has left, to wake who waits.
+        # Has an item after a visit has ended, to wake a thread that waits.
         self._left: SimpleQueue[None] = SimpleQueue()
 
     @property
@@ -70,7 +70,7 @@ class Door:
 
     def try_acquire(self, visit: Visit) -> bool:
         """Let a visit in if nobody is inside; whether it is."""
-        # One step, as which no thread and no interrupt comes between.
+        # One step: no other thread and no interrupt comes between.
         return self._inside.setdefault(None, visit) is visit
 
     def hand_over(self, visit: Visit) -> None:
@@ -86,7 +86,7 @@ class Door:
 
 
 def check_wait(thread: int, what: str, n_looks: int) -> None:
-    """Look whether this thread may wait for another one to leave.
+    """Make sure that this thread may wait for another one to leave.
 
     Args:
         thread: the other one.

@@ -49,7 +49,7 @@ class Outside:
         self._end_hook()
 
     def explained(self, error: BaseException | None) -> PagingError | None:
-        """What an error of torch means; None where it is not about a parameter of the model."""
+        """Return the error that explains one of torch; None if it is about no parameter of ours."""
         if error is None or not is_about_devices(error):
             return None
         host = self._used_by(error.__traceback__)
@@ -99,7 +99,7 @@ def _names_at(call: TracebackType) -> Iterator[str]:
 
 
 def _values(frame: FrameType, names: Collection[str]) -> Iterator[Any]:
-    """What these names are in a frame, and what is in those of them that are containers."""
+    """The values of these names in a frame, and the items of values that are containers."""
     for name in names:
         value = frame.f_locals.get(name, frame.f_globals.get(name))
         yield value

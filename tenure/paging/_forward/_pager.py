@@ -35,7 +35,7 @@ class Pager:
         hosts: the model's tensors.
 
     Attributes:
-        outside: what was read of them outside of the forward.
+        outside: explains errors about parameters that were read outside of the forward.
     """
 
     def __init__(
@@ -190,15 +190,15 @@ class Pager:
 
     @never_compiled
     def assign(self, host: HostTensor, entry: Tensor, *, may_stand: bool) -> bool:
-        """The forward assigns a tensor of the same form in the place of a host tensor.
+        """Let a tensor of the same form, which the forward assigns, stand for a host tensor.
 
-        Until the pass ends the program may write to it through another reference. So it stands for
-        the host tensor until then, and its values come home when they are final.
+        Until the pass ends, the program may write to it through another reference. So its values
+        are copied to the host when the pass ends.
 
         Args:
             host: the host tensor.
             entry: what is assigned.
-            may_stand: whether another tensor than the one that is shown may stand for it.
+            may_stand: whether a tensor may stand for it that is not the one that is shown.
 
         Returns:
             Whether the host tensor is to stay registered; else the entry itself is.
@@ -285,8 +285,8 @@ class Pager:
             self.engine.prefetch()
         return page
 
-    def _is_over(self, now: Pass | None) -> bool:
-        return now is not None and not (now.forwards or now.is_backward)
+    def _is_over(self, now: Pass) -> bool:
+        return not (now.forwards or now.is_backward)
 
     def _begin(self, now: Pass, module: nn.Module) -> None:
         self.outside.forget()
@@ -328,7 +328,7 @@ class Pager:
     def _bring_home(self, assigned: dict[HostTensor, Tensor]) -> None:
         """Give host tensors the values of what the pass has assigned in their place."""
         if assigned:
-            # What was written to a page before comes first.
+            # Writes to a page were made before.
             self._unpaged.save()
             self.engine.let_host_read()
             for host, entry in assigned.items():
@@ -360,7 +360,7 @@ class Pager:
         """The same for any thread, which may never come back to the model."""
         with self._leaving:
             if self._door.visit is gone:
-                # Interrupted here, it is left again by whoever comes next.
+                # After an interrupt here, whoever comes next leaves it again.
                 gone.last_for(call_of(sys._getframe()))
                 if isinstance(gone, Pass):
                     self._abandon(gone)

@@ -27,7 +27,7 @@ def captures(device: torch.device, *, waits: bool = False) -> bool:
 
     Args:
         device: this one.
-        waits: whether all of the device is to be waited for: then on any thread.
+        waits: whether the caller waits for the whole device; then captures of any thread count.
     """
     if is_capturing(device) or (waits and captures_somewhere(device)):
         return True

@@ -124,7 +124,7 @@ class MappedFile:
             return
         named = self._name_of()
         if now[:-1] == self._seen[:-1] and named != self._named:
-            # Another name, or none: that changes the time of change, and no byte.
+            # A new name or other permissions change the time of change, and no byte.
             self._seen, self._named = now, named
             return
         was, is_now = format_bytes(self._seen[0]), format_bytes(now[0])
@@ -143,7 +143,7 @@ class MappedFile:
         return status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
     def _name_of(self) -> tuple[object, ...]:
-        """What changes the time of change and no byte: permissions, owner, and names."""
+        """Permissions, owner and names: if they change, the time of change does, and no byte."""
         status = os.fstat(self._descriptor)
         try:
             there = os.stat(self._path).st_ino

@@ -57,8 +57,8 @@ class Reader:
                 self._threads = ThreadPoolExecutor(1, thread_name_prefix="tenure-reader")
             self._last = self._threads.submit(self._on_thread, read)
         except RuntimeError:
-            # Python ends the threads of pools before it waits for others to end, and before it
-            # calls what atexit knows; then, and where none can be started, who asks reads.
+            # Python ends the threads of pools before it waits for other threads, and before it
+            # calls functions of atexit. Then, and if no thread can be started, the caller reads.
             self.drain()
             self._thread = None
             self._last = past(_timed(read))
@@ -91,7 +91,7 @@ class Reader:
 
 
 def past(done: Done) -> Future[Done]:
-    """What a read has come to that is over."""
+    """Return the future of a read that is over."""
     future: Future[Done] = Future()
     future.set_result(done)
     return future

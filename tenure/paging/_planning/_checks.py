@@ -152,7 +152,7 @@ def checked_host(host: object, *, may_be_file: bool = False) -> str | Path:
     """``"pinned"``, ``"pageable"`` or a path.
 
     Args:
-        host: what was asked for. A word that is neither a path nor there may be a slip of the pen.
+        host: the argument. Text that is no path, and names nothing, may be a typing error.
         may_be_file: whether the path of weights will do as well as a folder.
 
     Raises:

@@ -186,7 +186,7 @@ class PagingBudget:
         gauge = self._gauge
         if gauge is None or not self._follows:
             return
-        # A look asks the driver and the allocator: one for each unit, once passes are as they were.
+        # A look asks the driver and the allocator. Once passes repeat, one for a unit is enough.
         if goes_on and gauge.is_sure:
             return
         with self._lock:

@@ -82,7 +82,7 @@ class Activations:
 
     def leave(self, tensors: Iterable[Tensor]) -> None:
         """Leave these where they are: somebody keeps them anyway, as a caller does its inputs."""
-        # What is allocated here may be saved on a side stream: this one waits for the copy then.
+        # A tensor allocated here may be saved on a side stream: this one must wait for the copy.
         stream = self._link.current()
         self._streams[stream.stream_id] = stream
         found = (storage_of(tensor) for tensor in tensors if tensor.device == self._link.device)

@@ -28,7 +28,7 @@ class Stepping:
     Args:
         optimizer: the optimizer.
         units: the model's.
-        prepare: what steps of the optimizer wait for; called before each part.
+        prepare: waits until the optimizer may write; called before each part.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Stepping:
         rest = {id(p) for group in groups for p in group["params"]} - self._stepped
         with ExitStack() as narrowed:
             narrowed.enter_context(self._only(rest))
-            # Hooks after the step see all parameters, and so does what they look up.
+            # Hooks that run after the step see all parameters in the optimizer.
             with before_post_hooks(self._optimizer, narrowed.close):
                 self._optimizer.step()
 
@@ -97,7 +97,7 @@ class Stepping:
 
 @contextmanager
 def stepped_after(optimizer: optim.Optimizer, max_norm: float | None) -> Iterator[None]:
-    """A block after which all gradients may be clipped, and all parameters are stepped."""
+    """A block after which all parameters are stepped; with a norm, gradients are clipped before."""
     yield
     if max_norm is not None:
         nn.utils.clip_grad_norm_(
@@ -107,9 +107,9 @@ def stepped_after(optimizer: optim.Optimizer, max_norm: float | None) -> Iterato
 
 
 def needs_all_gradients(optimizer: optim.Optimizer) -> bool:
-    """Whether a hook is to run before a step, which may look at any gradient, or refuse the step.
+    """Whether a hook runs before a step: it may look at any gradient, or refuse the step.
 
-    Those of paged models look at none.
+    Hooks of paged models look at none.
     """
     home = __name__.rpartition(".")[0]
     hooks = pre_hooks_of(optimizer)
