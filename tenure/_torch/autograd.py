@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import bound, getter, optional, refuse
+from . import bound, getter, optional, refuse, require
 
 BACKWARD_TWICE = "through the graph a second time"
 """Part of the text of ERR_BACKWARD_TWICE in torch/csrc/autograd/saved_variable.cpp: torch has no
@@ -44,6 +44,15 @@ post_hooks_of: Callable[[Tensor], Mapping[int, Any] | None] = getter(
     "torch.Tensor._post_accumulate_grad_hooks", "step()"
 )
 """The hooks of a leaf that run when its gradient has been added to."""
+
+
+def require_hooks() -> None:
+    """Make sure that the hooks of a leaf can be read, before anything is changed.
+
+    Raises:
+        MissingTorchNameError: this torch has no such name.
+    """
+    require(hooks_of, post_hooks_of)
 
 
 def carry_hooks_over(handle: Tensor) -> None:

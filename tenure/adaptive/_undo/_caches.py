@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tenure._heap import Referrers, instance_attributes
+from tenure._torch.autograd import hooks_of
 from tenure._torch.quiet import without_functions
 
 from ._homes import CACHE, helpers_of, home_of, homes_of, is_a, is_library, variables_of
@@ -191,16 +192,17 @@ class Caches:
 
 
 def _functions_of(module: nn.Module) -> Iterator[Any]:
-    """What a module calls beside modules: functions that it holds, and hooks."""
+    """The functions that a module holds, and the hooks of it and of its parameters."""
     for name, value in vars(module).items():
         if type(value) in (FunctionType, MethodType):
             yield value
-        elif name.endswith("_hooks") and value:
+        # other libraries have lists of hooks
+        elif name.endswith("_hooks") and isinstance(value, dict):
             yield from value.values()
     with without_functions():
         for parameter in module._parameters.values():
-            hooks = None if parameter is None else parameter._backward_hooks
-            yield from (hooks or {}).values()
+            if parameter is not None:
+                yield from (hooks_of(parameter) or {}).values()
 
 
 def _attributes(holder: Any) -> dict[str, Any]:

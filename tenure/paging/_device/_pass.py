@@ -189,7 +189,7 @@ class Pass(Visit):
 
     def goes_on(self, unit: Unit) -> bool:
         """Whether the last use was of this unit, too."""
-        return bool(self._used) and self._used[-1][0] == unit
+        return bool(self._used and self._used[-1][0] == unit)
 
     def expects(self, unit: Unit) -> bool:
         """Whether a unit is the one that comes next."""

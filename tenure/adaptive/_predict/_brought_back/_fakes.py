@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from tenure._errors import PredictionError, TenureError
-from tenure._torch.autograd import carry_hooks_over
+from tenure._torch.autograd import carry_hooks_over, require_hooks
 from tenure._torch.fakes import FakeTensor, fake_of, is_fake, mode_of, new_mode
 from tenure._torch.quiet import set_class, without_functions
 from tenure._torch.swap import swap
@@ -59,6 +59,7 @@ def lent_to_fakes(
     Yields:
         Pairs of a handle that shows a fake and one that has the real tensor in the meantime.
     """
+    require_hooks()
     pairs: list[tuple[Tensor, Tensor]] = []
     with ExitStack() as back:
         with without_functions():
