@@ -22,8 +22,8 @@ from tenure._errors import ReportFormatError
 from tenure._visible import visible
 
 _MAGIC = b"\x1f\x8b"
-# Unpacked: a file of a few bytes can stand for terabytes of zeros. Of values about that many are
-# begun by a bracket or a comma, and each takes up to 70 bytes; a long run has a million.
+# Unpacked: a file of a few bytes can stand for terabytes of zeros. A bracket or a comma begins each
+# value, and a value takes up to 70 bytes of memory; a long run has a million of them.
 _MOST_BYTES = 256 << 20
 _MOST_VALUES = 10_000_000
 _CHUNK_BYTES = 1 << 20
@@ -71,7 +71,7 @@ def write_whole(path: Path, data: bytes, *, replace: bool = True) -> Path:
 
 
 def is_no_file(path: Path) -> bool:
-    """Whether a name stands for what is neither a file nor a folder, as a device, a pipe."""
+    """Whether something of this name is neither a file nor a folder, such as a device or a pipe."""
     return path.exists() and not (path.is_file() or path.is_dir())
 
 

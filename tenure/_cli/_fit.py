@@ -39,9 +39,9 @@ class Fit(Verb):
 
     FUNCTION takes no arguments and returns (fn, batch) or (fn, batch, optimizer): a step is
     fn(batch), the backward pass of what that returns, and a step of the optimizer. It is called on
-    tensors without data, so a model of any size takes no memory, and so runs the step: once, and
-    where it does not fit about 20 times more, for a second or two each if the model is large. Whose
-    memory is meant, --device says: a device that this machine lacks is no obstacle.
+    tensors without data, so a model of any size takes no memory. The step runs on such tensors too:
+    once, and about 20 times more if it does not fit, for a second or two each if the model is
+    large. --device says whose memory is meant; this machine need not have the device.
 
     MODULE is a dotted name, looked for in this directory first, or the path of a .py file.
 

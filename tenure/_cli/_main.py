@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _tell(verb: str, error: TenureError) -> None:
     """Print an error in one line, as scripts and logs expect of a command.
 
-    It may quote what a file says: here, and at no other place, that is made harmless.
+    It may quote a file. For all verbs, characters that command a terminal are spelled here.
     """
     hint = ""
     if not isinstance(error, CommandError):

@@ -27,7 +27,7 @@ class Run(Verb):
     prints, raises and returns is its own; options of tenure stand before it.
 
     Without any of --leaks, --lines, --timeline and --on-oom it looks for what grows, and explains
-    an out-of-memory error that ends the program: what costs little.
+    an out-of-memory error that ends the program. Both cost little.
 
     The recording is written when the process ends, also after an error, Ctrl-C and SIGTERM; not
     after os._exit(). Children of the program run plainly. Under torchrun each rank writes a file of
@@ -100,7 +100,7 @@ def add_measuring(parser: argparse.ArgumentParser) -> None:
 
 
 def wanted_of(arguments: argparse.Namespace, *, all_by_default: bool = False) -> Wanted:
-    """What is to be measured; without any of it, what costs little, or all but lines."""
+    """Return what the options ask for; without any, what costs little, or all but lines."""
     from ._program import Wanted
 
     chosen = arguments.leaks or arguments.lines or arguments.timeline or arguments.on_oom

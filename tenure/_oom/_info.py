@@ -56,7 +56,7 @@ _OFTEN_OOM = re.compile(
     r"|\bCUDNN_STATUS_NOT_SUPPORTED\b"
     r"|(?i:\bunable to find (?:a valid cuDNN algorithm|an engine to execute this computation)\b)"
 )
-"""Texts that are said for want of memory, and for other reasons.
+"""Texts of errors that lack of memory causes, or something else.
 
 Source: the checks of ``aten/src/ATen/cuda/Exceptions.h``, and who calls them with a handle;
 ``aten/src/ATen/native/cudnn/Conv_v8.cpp``.
@@ -311,7 +311,7 @@ def _oom_if_full(text: str) -> Oom | None:
 
     A library of CUDA takes the memory of its first handle from the driver, beside torch's
     allocator, and says of a failure only that it is not initialized, as after a wrong installation.
-    cuDNN says of an input that it can't use what it says where no algorithm got its workspace.
+    cuDNN raises one text for an input that it can't use and for a workspace that it did not get.
     """
     if not _OFTEN_OOM.search(text):
         return None

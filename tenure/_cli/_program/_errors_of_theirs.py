@@ -12,7 +12,7 @@ from typing import NamedTuple
 _OURS = __name__.rpartition(".")[0]
 # they see each operation, and stand between the program's line and torch
 _MEASURING = ("tenure.profiler._", "tenure.adaptive._memory.", "tenure._torch.modules")
-# what it calls is none of the program's, and ends by Ctrl-C alone
+# no frame below it is the program's, and only Ctrl-C raises there
 _LOOKING = "tenure.profiler._recording._growth_watch"
 _BESIDE = frozenset({"torch._ops", "torch._compile", "torch._dynamo.eval_frame"})
 

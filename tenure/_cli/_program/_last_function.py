@@ -1,4 +1,4 @@
-"""The function whose end is the program's: called by the last statement of its module, as `main()`.
+"""The function that the last statement of a program calls, such as `main()`.
 
 Its variables are still there at the end if its frame is held meanwhile, which changes nothing of
 the program: nothing of it runs after that function, but for an exit.

@@ -1,6 +1,6 @@
-"""Files of a program that are called as a module that tenure itself imports, such as ``json.py``.
+"""Files of a program that have the name of a module that tenure imports, such as ``json.py``.
 
-The program imports its own, as under Python, and tenure the one of that name that it needs.
+The program imports its own file, as under Python, and tenure imports the module that it needs.
 """
 
 from __future__ import annotations

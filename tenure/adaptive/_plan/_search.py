@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 _HALVED = 4
-"""So often sizes are halved whatever the line tells, in case that memory is none."""
+"""Each time that so many sizes are known, the next one is halfway, in case memory is no line."""
 
 
 def largest_that_fits(

@@ -1,4 +1,4 @@
-"""The Python modules that code is from, whose variables it may use where no search looks."""
+"""The Python modules that code is from: it may use variables there that no other search finds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-LIBRARIES = sys.stdlib_module_names | {"torch", "numpy", "tenure"}
+_LIBRARIES = sys.stdlib_module_names | {"torch", "numpy", "tenure"}
 """Their variables hold nothing that a model keeps for itself."""
 CACHE = type(functools.lru_cache(len))
 
@@ -54,7 +54,7 @@ def home_of(value: Any) -> str:
 
 def is_library(name: str) -> bool:
     """Whether a Python module keeps nothing of a model in its variables."""
-    return name.partition(".")[0] in LIBRARIES
+    return name.partition(".")[0] in _LIBRARIES
 
 
 def is_a(value: object, *kinds: type) -> bool:

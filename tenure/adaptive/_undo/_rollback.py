@@ -29,7 +29,7 @@ class Rollback(Protocol):
 
 
 class GradMode:
-    """Whether gradients are recorded: an interrupt in the end of a ``no_grad`` leaves them off."""
+    """Whether gradients are on: an interrupt at the end of a ``no_grad`` block leaves them off."""
 
     __slots__ = ("_is_on",)
 

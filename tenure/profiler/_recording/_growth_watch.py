@@ -28,9 +28,9 @@ from ._looks import Look, looked_at
 
 # the last few decide
 _KEPT = 16
-# How many looks come whatever they take: where memory is higher than before, and in any case.
+# Looks that are made whatever they cost: if more memory is allocated than before, and in any case.
 _FIRST_LOOKS, _LEAST_LOOKS = 8, LOOKS
-# Which share of the time looks take after that, and readings of the allocator.
+# The share of the time that looks may take after that, and that readings of the allocator may.
 _SHARE_OF_LOOKS, _SHARE_OF_READINGS = 0.03, 0.02
 # A reading takes up to a tenth of a millisecond, so that a short program can have as many.
 _FIRST_READINGS = 256
@@ -38,7 +38,7 @@ _FIRST_READINGS = 256
 _HIGHER_BYTES = 256
 # A training loop may call its model several times before its first step.
 _FIRST_CALL = 4
-# Of what takes turns the first one counts, as long as its turn comes after so many of the others.
+# Of optimizers, or models, that take turns the first one counts, if fewer turns come in between.
 _OTHERS = 16
 
 
@@ -212,7 +212,7 @@ class GrowthWatch:
 class _Turns:
     """Of several optimizers, or models, the one whose turns are counted.
 
-    What is alive after another one's turn is something else, each time.
+    After the turn of another one, other tensors are alive.
     """
 
     def __init__(self) -> None:

@@ -15,8 +15,9 @@ LOOKS = 3
 """Fewer looks than these tell nothing."""
 # Where tensors are replaced by larger ones, sizes may vary by chance.
 _RISES_OF_REPLACED = 4
-# So many more of the tensors that came regularly would have come by now.
+# A place has stopped growing if, at its lowest rate so far, so many more tensors would have come.
 _MISSED = 1.5
+# A place fills up if the second half of the time has brought a fourth of the first half, or less.
 _FILLING = 4
 
 

@@ -19,7 +19,7 @@ _NO_LEAKS = "nothing outlived a scope that reports."
 
 
 def no_growth(n_looks: int) -> str:
-    """What a number of looks that saw no growth tells."""
+    """Return the sentence for so many looks that saw no growth."""
     times = f"looked {counted(n_looks, 'time')}"
     if n_looks < LOOKS:
         return (

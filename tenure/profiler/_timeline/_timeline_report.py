@@ -37,7 +37,7 @@ from ._places import BEFORE_STACK
 OUTSIDE = "outside of scopes"
 """The scope of what was made in none."""
 _MOST_ERRORS = 20
-# What is more was not recorded by anybody: three centuries, and calls or scopes in one another.
+# No recording has more than these: three centuries, and calls or scopes inside one another.
 _MOST_S = 1e10
 _MOST_DEPTH = 1000
 _MOST_CALLS = 100

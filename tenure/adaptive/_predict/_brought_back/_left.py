@@ -1,4 +1,4 @@
-"""Tensors without data that outlive a prediction: taken out of the caches that hold them, or told.
+"""Tensors without data that outlive a prediction: removed from caches, or named in an error.
 
 Invariant: a prediction that leaves none costs no look at the heap.
 """

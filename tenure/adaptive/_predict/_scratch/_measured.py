@@ -37,7 +37,7 @@ _COUNT_FROM_ONE = frozenset(
 )
 
 _MOST_KNOWN = 4096
-"""Signatures whose scratch is kept: sizes that are other in each call would pile up."""
+"""Signatures whose scratch is kept, because sizes that differ in each call would pile up."""
 _known: dict[Any, int | str] = {}
 
 

@@ -1,7 +1,9 @@
 """Parameters that a function writes: a teacher that it moves, weights that it clips.
 
-Each micro-batch would do so again, and each run that only asks. Invariant: in a run that asks, an
-operation that would write one raises before it runs, and one with other data gets its own back.
+Each micro-batch would write them again, and so would each run that only verifies.
+
+Invariant: in a run that verifies, an operation that would write a parameter raises before it runs.
+A parameter that got other data by ``.data =`` gets its own back.
 """
 
 from __future__ import annotations

@@ -81,14 +81,14 @@ class CutInputs:
             cut.clear()
 
     def undo(self) -> None:
-        """Let what a failed attempt has asked gradients of, as for a penalty, require none."""
+        """Turn ``requires_grad`` off where a failed attempt turned it on, as for a penalty."""
         for tensor in self._frozen:
             if tensor.requires_grad and tensor.is_leaf:
                 tensor.requires_grad_(False)
                 tensor.grad = None
 
     def finish(self) -> None:
-        """What the attempt set stays."""
+        """Keep what the attempt has set."""
 
     def refuse_ambiguous(self) -> None:
         """Make sure that it is clear what a sample is."""

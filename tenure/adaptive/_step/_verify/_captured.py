@@ -1,4 +1,4 @@
-"""What tells a function from others that would make another loss: its code, and what it captures.
+"""Descriptions of functions, which differ if the losses may: the code, and what it captures.
 
 Invariant: a description holds no function, no model and no tensor.
 """
@@ -33,7 +33,7 @@ class Captured:
         self.numbers: list[Any] = []
 
     def description_of(self, value: Any, attributes: frozenset[str], depth: int) -> Hashable:
-        """What tells a value from others that would make another loss, its numbers aside.
+        """Describe a value so that one with another loss differs, apart from its numbers.
 
         Args:
             value: anything.

@@ -76,7 +76,7 @@ class _Watched:
     """A number that the function captures, as it was in the last call."""
 
     value: Any
-    # the value that it had first
+    # how many of its values were verified; the first counts as one
     n_verified: int = 1
     is_due: bool = False
 
@@ -95,7 +95,7 @@ class _Place(_Calls):
         if self.n_calls == 1:
             self.numbers = list(map(_Watched, numbers))
         for known, value in zip(self.numbers, numbers, strict=True):
-            # nan is no other number than nan
+            # nan counts as equal to nan
             if known.value != value and (known.value == known.value or value == value):
                 known.value, known.is_due = value, True
 
