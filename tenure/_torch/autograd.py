@@ -185,7 +185,7 @@ def _same(packed: Any) -> Any:
 
 
 def sequence_number(node: Any) -> int | None:
-    """How many nodes this thread had made before a node; None of a leaf's, which is of no time."""
+    """How many nodes this thread had made before a node; None for the node of a leaf."""
     number = getattr(node, "_sequence_nr", None)
     found = None if number is None else int(number())
     return None if found is None or found >= _OF_NO_TIME else found

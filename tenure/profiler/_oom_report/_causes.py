@@ -19,7 +19,7 @@ from ._work import FIXED, batch, building, logits, optimizer, weights
 _MUCH = 0.25
 # The same of a pile, where what ran has a cause of its own.
 _MOST = 0.45
-# Rules that know more of a pile than that it is one come first, where both are about as large.
+# A pile that has a rule of its own comes before a plain one, if both are about as large.
 _TELLING = 1.3
 _PLAIN = frozenset({"leak", "results"})
 

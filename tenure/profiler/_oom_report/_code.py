@@ -44,7 +44,7 @@ def carried_names(code: CodeType) -> frozenset[str]:
 def grown_names(code: CodeType) -> frozenset[str]:
     """Names of what the function, or one inside it, appends to, assigns items of, or adds to."""
     found: set[str] = set()
-    # of a statement that adds to one of them all count: what is wanted is what nothing adds to
+    # all names of a statement that adds to one of them, because none that is left may be added to
     loaded: set[str] = set()
     for instruction in dis.get_instructions(code):
         names = _names(instruction, _LOADS)
@@ -64,7 +64,7 @@ def dead_names(frame: FrameType) -> frozenset[str]:
     code = frame.f_code
     instructions = list(dis.get_instructions(code))
     at = {instruction.offset: i for i, instruction in enumerate(instructions)}
-    # an instruction ends with places for what the interpreter remembers
+    # the caches of an instruction follow it, and the last offset may be in them
     start = bisect_right(list(at), frame.f_lasti) - 1
     if start < 0:
         return frozenset()

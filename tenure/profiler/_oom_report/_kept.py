@@ -1,4 +1,4 @@
-"""What is kept without use, as piles: each with the bytes that would be free without it."""
+"""Piles of things that are kept without use, each with the bytes that would be free without it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def piles_of(facts: Facts) -> list[Pile]:
 
 
 def _models(facts: Facts) -> Iterator[Pile]:
-    """Models that nobody wanted: those that were all there from the beginning are no pile."""
+    """Piles of models; a container that the program adds nothing to is no pile."""
     wanted: set[str] = set()
     for pile in facts.models:
         name = IDENTIFIER.search(pile.place)

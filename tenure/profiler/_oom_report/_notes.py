@@ -101,9 +101,8 @@ class Notes:
             self.created_at = str(user_site())
 
     def _joined(self, operands: Any, result: Tensor) -> None:
-        tensors = (
-            [t for t in operands if is_kind(type(t), Tensor)] if _is_sequence(operands) else []
-        )
+        operands = operands if type(operands) in (tuple, list) else ()
+        tensors = [t for t in operands if is_kind(type(t), Tensor)]
         largest = max(tensors, key=lambda t: t.numel(), default=None)
         # a part that is added to a larger whole, and not several that are joined once
         if largest is None or 2 * largest.numel() < result.numel():
@@ -123,10 +122,6 @@ class Notes:
             parts = self.parts.setdefault(module, {})
             if len(parts) < _MOST_PARTS:
                 parts[name] = self.n_backward
-
-
-def _is_sequence(found: Any) -> bool:
-    return type(found) in (tuple, list)
 
 
 NOTED: dict[int, str] = {

@@ -51,7 +51,7 @@ class _Aside:
         self._set_back: Callable[[], None] | None = set_back
 
     def end(self) -> None:
-        """Have the watch go on, once; on another thread there is none to go on with."""
+        """Watch again, once; nothing on another thread, because a mode is of one thread."""
         if threading.get_ident() == self._thread_id and self._set_back is not None:
             set_back, self._set_back = self._set_back, None
             set_back()
@@ -166,7 +166,7 @@ class OomRecorder:
         is_late = self._n_steps.get(optimizer, 0) >= _STEPS_WATCHED
         if not is_late or has_closure or not self._watch.set_aside():
             return None
-        # torch calls nothing after a step that raises; but the call's arguments go with it
+        # torch calls no hook after a step that raises, but the arguments of its call are freed then
         arguments = _Arguments(args)
         arguments.aside = _Aside(self._set_back)
         self._aside = ref(arguments.aside)

@@ -108,7 +108,7 @@ def scene_of(error: BaseException, frame: FrameType | None, notes: Notes) -> Sce
     scene = _of_frames(frames, frozenset(each.f_code.co_qualname for each in inside))
     scene = replace(scene, retained_at=notes.retained_at, created_at=notes.created_at)
     own = [each for each in frames if not is_library(each)]
-    # code of any kind is read, and graphs of any size: the rest is told without it
+    # code of any kind is read, and graphs of any size: if that fails, the rest is still reported
     with suppress(Exception):
         scene = replace(scene, fixed=fixed_names(own))
         scene = replace(scene, variables=tuple(graph_variables(own, notes.marks)))

@@ -1,4 +1,4 @@
-"""What a report says of what is kept without use: cause, culprit and remedy, and the evidence."""
+"""Verdicts on things that are kept without use: cause, culprit and remedy, and the evidence."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _CYCLE_OF_ITERTOOLS = "(inside a cycle)"
 
 
 def verdict_of(pile: Pile, facts: Facts) -> Verdict:
-    """What is said of a pile."""
+    """Return the verdict on a pile."""
     # what grows beside training is no result of it: nothing can be run in pieces there
     if pile.kind == "results" and not pile.graph_bytes and trains(facts):
         pile = replace(pile, kind="leak")

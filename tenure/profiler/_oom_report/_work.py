@@ -52,7 +52,7 @@ def _too_large(facts: Facts, weights: int) -> Verdict:
 
 
 def _model(facts: Facts) -> str:
-    """The model that is made, or the largest, and the line: what the first line says before."""
+    """The model that is made, or the largest, and the line, as the first line names them."""
     named = facts.scene.building or _largest_model(facts, (PARAMETERS,))
     line = line_of(facts.scene.site)
     found = f"{named} at {line}" if named and line else named or line
