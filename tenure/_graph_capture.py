@@ -16,10 +16,9 @@ import torch
 
 from ._devices import NO_ACCELERATOR
 from ._heap import instances, is_kind, tracked_objects
-from ._torch.patches import Patch
+from ._torch.patches import Patch, patch_of_class
 
 _GRAPHS = ("CUDAGraph", "XPUGraph")
-_VERBS = ("capture_begin", "capture_end")
 _under_way: weakref.WeakSet[object] = weakref.WeakSet()
 """The graphs that are being captured, on whatever thread, as far as they are watched."""
 _watches: dict[type, Patch] = {}
@@ -61,21 +60,8 @@ def watch_captures(device: torch.device, owner: object) -> Callable[[], object]:
 
 def _watch(kind: Any) -> Patch:
     """Return the patch that notes which graphs of a class are being captured."""
-    before: dict[str, Any] = {}
-
-    def install() -> None:
-        before.update((name, vars(kind).get(name)) for name in _VERBS)
-        for name in _VERBS:
-            setattr(kind, name, _noting(getattr(kind, name), is_end=name == _VERBS[1]))
-
-    def uninstall() -> None:
-        for name, own in before.items():
-            if own is None:
-                delattr(kind, name)
-            else:
-                setattr(kind, name, own)
-
-    return Patch(install, uninstall)
+    begin, end = (functools.partial(_noting, is_end=is_end) for is_end in (False, True))
+    return patch_of_class(kind, {"capture_begin": begin, "capture_end": end})
 
 
 def _noting(verb: Callable[..., Any], *, is_end: bool) -> Callable[..., Any]:

@@ -25,14 +25,12 @@ from tenure._errors import PagingError
 from tenure._text import describe_tensor
 
 from . import bound
-from .patches import Patch
+from .patches import patch_of_class
 from .quiet import aside, without_functions
 from .storages import key_of, n_holders, n_uses
 
 _to_dlpack = bound("torch._C._to_dlpack", "paging")
 _lent: weakref.WeakValueDictionary[int, Lent] = weakref.WeakValueDictionary()
-_NAMES = ("data", "numpy", "__dlpack__", "record_stream")
-_before: dict[str, Any] = {}
 
 
 class Lent:
@@ -115,26 +113,6 @@ def note_while(owner: object) -> weakref.finalize[[], object]:
     return _noting.last_while(owner)
 
 
-def _install() -> None:
-    for name in _NAMES:
-        original = getattr(Tensor, name)
-        # None where it is inherited
-        _before[name] = vars(Tensor).get(name)
-        setattr(Tensor, name, _KINDS.get(name, _Noting)(original))
-
-
-def _uninstall() -> None:
-    for name, own in _before.items():
-        if own is None:
-            delattr(Tensor, name)
-        else:
-            setattr(Tensor, name, own)
-    _before.clear()
-
-
-_noting = Patch(_install, _uninstall)
-
-
 class _Noting:
     """An attribute of tensors as it was, of which pages learn when it is read."""
 
@@ -177,7 +155,13 @@ class _NotingStreams(_Noting):
             lent.streams[stream.stream_id] = stream
 
 
-_KINDS: dict[str, type[_Noting]] = {"data": _NotingData, "record_stream": _NotingStreams}
+_KINDS: dict[str, type[_Noting]] = {
+    "data": _NotingData,
+    "numpy": _Noting,
+    "__dlpack__": _Noting,
+    "record_stream": _NotingStreams,
+}
+_noting = patch_of_class(Tensor, _KINDS)
 
 
 def _note(tensor: Tensor) -> None:
@@ -228,9 +212,9 @@ def _sees_storages() -> bool:
 
 def _notes_what_is_asked() -> bool:
     """Whether tensors can be asked in this way, and are as before when that ends."""
-    before = [vars(Tensor).get(name) for name in _NAMES]
+    before = [vars(Tensor).get(name) for name in _KINDS]
     value = torch.ones(2, device="cpu")
     end = note_while(value)
     seen = [value.data.tolist(), value.numpy().tolist(), Tensor.data.__get__(value).tolist()]  # type: ignore[attr-defined]
     end()
-    return seen == [[1.0, 1.0]] * 3 and before == [vars(Tensor).get(name) for name in _NAMES]
+    return seen == [[1.0, 1.0]] * 3 and before == [vars(Tensor).get(name) for name in _KINDS]

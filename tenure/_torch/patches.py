@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 
 class Patch:
@@ -34,6 +35,31 @@ class Patch:
             self._n_owners -= 1
             if not self._n_owners:
                 self._undo()
+
+
+def patch_of_class(kind: type, wrappers: Mapping[str, Callable[[Any], Any]]) -> Patch:
+    """Return a patch of attributes of a class; undone, an inherited one is inherited again.
+
+    Args:
+        kind: the class.
+        wrappers: for the name of each attribute what makes the new one of the one that is there.
+    """
+    own: dict[str, Any] = {}
+
+    def make() -> None:
+        for name, wrapper in wrappers.items():
+            # None if it is inherited
+            own[name] = vars(kind).get(name)
+            setattr(kind, name, wrapper(getattr(kind, name)))
+
+    def undo() -> None:
+        for name, before in own.items():
+            if before is None:
+                delattr(kind, name)
+            else:
+                setattr(kind, name, before)
+
+    return Patch(make, undo)
 
 
 def works() -> bool:
