@@ -44,7 +44,7 @@ def tenure_cell(shell: Any, line: str, cell: str) -> None:
         code of the cell
 
     --leaks
-        What the cell left, and what holds more from step to step of an optimizer.
+        What the cell left, and what holds more from step to step.
     --timeline
         Live bytes over time, and which lines made what was alive at the peak.
     --on-oom
