@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import importlib
 import json
-import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from tenure._errors import PagingError
 from tenure._extras import install_command
+from tenure._report_files import is_no_file
 from tenure._show import progress
 from tenure._text import listed
 
@@ -191,13 +191,12 @@ def _opened(path: Path) -> MappedFile:
 
 
 def _check_kind(path: Path) -> None:
-    """Refuse pipes, sockets and devices, which to open may wait for ever.
+    """Refuse pipes, sockets and devices, because opening one may wait for ever.
 
     Raises:
-        OSError: it is one of those, or not there.
+        OSError: it is one of those.
     """
-    mode = path.stat().st_mode
-    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+    if is_no_file(path):
         raise OSError(errno.EINVAL, "it is not a regular file")
 
 
