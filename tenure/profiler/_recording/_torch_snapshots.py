@@ -149,7 +149,7 @@ class _Stacks:
             facts = _dict(frame)
             file, function, line = _text(facts["filename"]), _text(facts["name"]), facts["line"]
             if type(line) is not int:
-                raise TypeError("the number of a line is none")
+                raise TypeError("a line has no number")
             text = f"{file[-_MOST_CHARACTERS:]}:{line} in {function[:_MOST_CHARACTERS]}"
             told = self._frames[id(frame)] = (file.endswith(".py") or file.startswith("<")), text
         return told
