@@ -51,8 +51,7 @@ def find_batch_size(
     It has at least 95 % of the largest that fits, has been run itself, and at most three others
     ran out of memory. It may have only half if memory goes up in large steps, such as a buffer that
     doubles. Where memory can be measured, small sizes show how large the next may be; elsewhere the
-    size doubles until one fails. ``high`` is tried only when what has run says that
-    it may fit.
+    size doubles until one fails. ``high`` is tried only when what has run says that it may fit.
 
     Each run is an attempt: what it returns and makes is let go, random state, gradients and the
     buffers of the modules that ``fn`` reaches are what they were. An optimizer may not step what
