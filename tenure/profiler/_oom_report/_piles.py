@@ -70,6 +70,7 @@ class Pile:
         are_models: it keeps models, with all their weights.
         shown_bytes: of its own bytes those that its tensors show.
         site: the user's line that makes it, where that is known.
+        n_places: how many places were joined to this one, with it.
     """
 
     place: str
@@ -84,6 +85,7 @@ class Pile:
     are_models: bool = False
     shown_bytes: int = 0
     site: str = ""
+    n_places: int = 1
 
     @property
     def n_bytes(self) -> int:
@@ -121,7 +123,7 @@ def piles_in(
         _pile(place, tensors.get(place, []), graphs.get(place, []), scalars, scene, weights)
         for place in {**tensors, **graphs}
     ]
-    found = [*filter(_counts, found), *grown.values()]
+    found = [*filter(_counts, found), *_as_one(grown)]
     return sorted(found, key=lambda pile: -pile.n_bytes)
 
 
@@ -139,6 +141,18 @@ def _add_joined(grown: dict[str, Pile], row: TensorRow, made: Joined) -> None:
     pile = grown.setdefault(place, Pile(place, "joined", site=made.site, example=row))
     pile.own_bytes += row.n_bytes
     pile.n_tensors = max(pile.n_tensors, made.times)
+
+
+def _as_one(grown: Mapping[str, Pile]) -> list[Pile]:
+    """Join what grows by `torch.cat` into one pile with the name of its largest place.
+
+    The keys and values of a model's layers are many places, and each of them may be small.
+    """
+    if not grown:
+        return []
+    largest = max(grown.values(), key=lambda pile: pile.n_bytes)
+    n_bytes = sum(pile.own_bytes for pile in grown.values())
+    return [replace(largest, own_bytes=n_bytes, n_places=len(grown))]
 
 
 def runs_again(entries: Iterable[StorageEntry]) -> int:

@@ -96,9 +96,11 @@ def _of_gradients(pile: Pile, facts: Facts, size: str, share: str) -> Verdict:
 
 def _of_joined(pile: Pile, facts: Facts, size: str, share: str) -> Verdict:
     at = f" at {line_of(pile.site)}" if line_of(pile.site) else ""
+    others = f" (and {counted(pile.n_places - 1, 'other')})" if pile.n_places > 1 else ""
     return _told(
         pile,
-        f"Leak: {short(pile.place)} grows by torch.cat{at}, {size} after {pile.n_tensors} times. "
+        f"Leak: {short(pile.place)}{others} grows by torch.cat{at}, {size} after "
+        f"{pile.n_tensors} times. "
         "Bound it, or move it to the host.",
         f"{pile.place} was joined with more {pile.n_tensors} times in a row: {size}, {share}. Each "
         "time it is there twice.",

@@ -148,6 +148,34 @@ def test_a_cache_that_is_joined_with_more_is_named_with_its_line(recorder):
     assert "Bound it" in report.first_line
 
 
+class Cached(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = self.b = self.c = self.d = self.e = torch.zeros(8, 1024)
+
+    def forward(self, x):
+        for name in "abcde":
+            setattr(self, name, torch.cat([getattr(self, name), x]))
+        return x
+
+
+def test_caches_of_many_layers_are_one_leak_though_each_is_small(recorder):
+    layers = nn.ModuleList(Cached() for _ in range(2))
+
+    def generate():
+        while True:
+            x = torch.zeros(8, 1024)
+            for layer in layers:
+                x = layer(x)
+
+    with memory_budget("3MiB"), pytest.raises(torch.OutOfMemoryError):
+        generate()
+    report = recorder.report
+    assert report.cause == "leak"
+    assert report.first_line.startswith("Leak: Cached.a (and 9 others) grows by torch.cat at test_")
+    assert len(report.first_line) <= 160
+
+
 def test_a_graph_that_a_variable_holds_over_the_next_forward_is_named(recorder):
     net = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(8)))
 
