@@ -19,7 +19,14 @@ from .._modules import coupled_modules
 from .._samples import SampleDims, SampleTree, cut_off
 from .._split import StepParts, StepSpec
 from ._compare import IT_IS_A_SUM, SplitDifference, SplitReport
-from ._observed import default_rtol, differences, first_module, observed_run, without_dropout
+from ._observed import (
+    LeafNames,
+    default_rtol,
+    differences,
+    first_module,
+    observed_run,
+    without_dropout,
+)
 
 Batch = TypeVar("Batch")
 
@@ -92,24 +99,26 @@ def check_split(
         without_dropout(parts.roots),
         steps(f"check_split({parts.name})") as show,
     ):
+        names: LeafNames = {}
         show("in one piece")
-        whole = observed_run(parts, parts.n_samples)
+        whole = observed_run(parts, parts.n_samples, names=names)
         # where the whole does not agree with itself, no comparison with parts tells anything
         show("in one piece, with other random numbers")
-        again = observed_run(parts, parts.n_samples, other_numbers=True)
+        again = observed_run(parts, parts.n_samples, other_numbers=True, names=names)
         show("in two pieces")
-        split = observed_run(parts, size)
+        split = observed_run(parts, size, names=names)
         rtol = default_rtol(whole) if rtol is None else rtol
         sizes = split.outcome.sizes
-        if by_chance := differences(whole, again, rtol):
+        if by_chance := differences(whole, again, rtol, names):
             return SplitReport(sizes, rtol, (_random(parts, by_chance),))
-        found = first_module(whole, split, rtol), differences(whole, split, rtol)
+        found = first_module(whole, split, rtol), differences(whole, split, rtol, names)
         different, advice = (*found[0], *found[1]), None
         # no weight goes with a sum
         if different and loss == "mean" and weight is None:
             show("in two pieces, as a sum")
             summed = StepParts(dataclasses.replace(spec, batch=part, loss="sum"))
-            if not differences(whole, observed_run(summed, size), rtol):
+            split = observed_run(summed, size, names=names)
+            if not differences(whole, split, rtol, names):
                 advice = IT_IS_A_SUM
         return SplitReport(sizes, rtol, different, advice)
 

@@ -63,7 +63,7 @@ def observed_run(
     *,
     watch: bool = True,
     other_numbers: bool = False,
-    names: LeafNames | None = None,
+    names: LeafNames,
 ) -> Observed:
     """Run the step at a size, note what it left, and take it back.
 
@@ -72,7 +72,7 @@ def observed_run(
         size: the samples of a micro-batch.
         watch: look at buffers and at what modules return too; their copies take memory.
         other_numbers: let it draw other random numbers.
-        names: what leaves without a name are called, in other runs too.
+        names: what leaves without a name are called, in other runs too; gets new ones.
     """
     state: Rollback = AllOf((parts.state, parts.gradients))
     parts.is_asked = True
@@ -90,7 +90,7 @@ def observed_run(
             outcome = StepRun(parts).run(size)
             return Observed(
                 outcome,
-                _gradients(parts, {} if names is None else names),
+                _gradients(parts, names),
                 buffers_of(parts) if watch else {},
                 calls,
             )
@@ -139,18 +139,35 @@ def buffers_of(parts: StepParts) -> dict[str, Tensor]:
     }
 
 
-def differences(whole: Observed, other: Observed, rtol: float) -> list[SplitDifference]:
-    """What is off by more than ``rtol``: buffers, the loss and its terms, gradients, in order."""
+def differences(
+    whole: Observed, other: Observed, rtol: float, nameless: LeafNames
+) -> list[SplitDifference]:
+    """What is off by more than ``rtol``: buffers, the loss and its terms, gradients, in order.
+
+    Args:
+        whole: a run.
+        other: another one.
+        rtol: what may be off.
+        nameless: leaves without a name, of both runs. What only one of them has was made by the
+            function itself, and nobody sees its gradient.
+    """
     losses = {ONLY: whole.outcome.loss}, {ONLY: other.outcome.loss}
     terms = whole.outcome.terms, other.outcome.terms
     # a single term is the loss, and would be told twice
     if len(terms[0]) == 1:
         terms = {}, {}
+    own = {name for _, name in nameless.values()} & (
+        whole.gradients.keys() ^ other.gradients.keys()
+    )
+    one, two = (
+        {name: value for name, value in each.gradients.items() if name not in own}
+        for each in (whole, other)
+    )
     return [
         *_off("buffer", whole.buffers, other.buffers, rtol),
         *_off("loss", *losses, rtol),
         *_off("term", *terms, rtol),
-        *_off("gradient", whole.gradients, other.gradients, rtol),
+        *_off("gradient", one, two, rtol),
     ]
 
 

@@ -272,7 +272,7 @@ def _of_module(subject: Subject) -> str:
         for size in (n, -(-n * 5 // 8)):
             parts = subject.parts_of(indices)
             with comparable(parts, is_random=subject.is_random):
-                calls.append(observed_run(parts, size))
+                calls.append(observed_run(parts, size, names={}))
         whole, split = calls
         rtol = default_rtol(whole)
         if found := first_module(whole, split, rtol):

@@ -87,11 +87,8 @@ class GradientCheck:
             if on_compared := getattr(self._subject.spec.fn, "on_compared", None):
                 on_compared(whole.outcome, split.outcome)
             self.loss = float(whole.outcome.loss.detach().abs().nan_to_num())
-            found = [
-                each
-                for each in differences(whole, split, GRADIENTS.of(whole.tensors(), types))
-                if not self._is_of_one_run(each.name, whole, split)
-            ]
+            rtol = GRADIENTS.of(whole.tensors(), types)
+            found = differences(whole, split, rtol, self._names)
             if found:
                 # also if there is no room for more
                 self.finding = worst(found, whole, split)
@@ -101,21 +98,17 @@ class GradientCheck:
                 self.finding = None
         return True
 
-    def _is_of_one_run(self, name: str, whole: Observed, split: Observed) -> bool:
-        """Whether a gradient is that of a leaf which the function itself made."""
-        is_nameless = any(name == other for _, other in self._names.values())
-        return is_nameless and not (name in whole.gradients and name in split.gradients)
-
     def _is_explained(
         self, found: list[SplitDifference], indices: list[int], whole: Observed
     ) -> bool:
         """Whether rounding, or what the function draws unseen, makes such a difference too."""
+        names = self._names
 
         @functools.cache
         def again(roughness: int, draw: int) -> dict[str, float]:
             run = self._run_of(indices, len(indices), roughness=roughness, draw=draw)
             assert run is not None
-            return {each.name: each.relative_error for each in differences(whole, run, 0.0)}
+            return {each.name: each.relative_error for each in differences(whole, run, 0.0, names)}
 
         def is_explained(each: SplitDifference) -> bool:
             return is_noise(each.relative_error, lambda n, draw: again(n, draw).get(each.name, 0.0))

@@ -411,3 +411,32 @@ def test_a_module_is_innocent_of_what_is_mixed_before_it():
     assert report.differences[0].name == "net (CentresBetween)"
     report = check_split(lambda b: net.second(net.first(b - b.mean(0))).square().mean(), x)
     assert {each.kind for each in report.differences} == {"loss", "gradient"}
+
+
+def test_a_leaf_that_the_function_makes_itself_is_no_difference():
+    net, x = _net(), _x(8)
+
+    def of_rows(batch):
+        rows = batch * 1
+        # as models do before a checkpoint of their first layer
+        return net(rows.detach().requires_grad_()).square().mean()
+
+    def of_all(batch):
+        shift = torch.zeros(4, dtype=batch.dtype, requires_grad=True)
+        return net(batch + shift).square().mean()
+
+    assert check_split(of_rows, x).ok
+    assert check_split(of_all, x).ok
+    assert not check_split(lambda b: of_all(b) * net(b).std(), x).ok
+
+
+def test_a_captured_leaf_without_a_name_is_compared():
+    net, x = _net(), _x(8)
+    held = [torch.ones(3, dtype=torch.float64, requires_grad=True)]
+
+    def fn(batch, get=lambda: held[0]):
+        out = net(batch) * get()
+        return out.square().mean() + out.sum(0).mul(get()).sum().sigmoid()
+
+    report = check_split(fn, x)
+    assert any("shape [3]" in each.name or "held" in each.name for each in report.differences)
