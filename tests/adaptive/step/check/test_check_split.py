@@ -440,3 +440,10 @@ def test_a_captured_leaf_without_a_name_is_compared():
 
     report = check_split(fn, x)
     assert any("shape [3]" in each.name or "held" in each.name for each in report.differences)
+
+
+def test_a_pair_that_makes_no_mean_is_reported():
+    net, x = _net(), _x(8)
+    report = check_split(lambda b: (net(b).square().sum(), len(b) + 0.5), x)
+    assert report.differences
+    assert report.advice is None
