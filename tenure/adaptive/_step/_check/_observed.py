@@ -282,19 +282,46 @@ def _differing_calls(
     if any(len(chunk) != n_calls for chunk in chunks):
         return
     for call, *parts in zip(whole.calls, *chunks, strict=True):
-        error = _rows_error(call.output, [part.output for part in parts], lengths)
+        outputs = [part.output for part in parts]
+        # a loss, or a table of all positions, is nothing for samples
+        if not _has_samples(call.output, outputs, lengths):
+            continue
+        error = relative_error(torch.cat(outputs), call.output)
         # NaN is off as well
         if not error <= rtol:
             given = [part.given for part in parts if part.given is not None]
-            mixed = 0.0 if call.given is None else _rows_error(call.given, given, lengths)
-            yield call, error, not mixed <= rtol
+            is_mixed = _is_mixed(call.given, given, lengths, rtol)
+            if is_mixed is not None:
+                yield call, error, is_mixed
 
 
-def _rows_error(whole: Tensor, parts: list[Tensor], lengths: Sequence[int]) -> float:
-    # a loss, or a table of all positions, is nothing for samples
-    if len(parts) != len(lengths) or not _has_samples(whole, parts, lengths):
-        return 0.0
-    return relative_error(torch.cat(parts), whole)
+def _is_mixed(
+    whole: Tensor | None, parts: list[Tensor], lengths: Sequence[int], rtol: float
+) -> bool | None:
+    """Whether what a module got for the chunks is not what it got for the whole.
+
+    None if that says nothing of the module: the experts of a mixture get the rows that a router
+    sends them, as many as these are, and in an order of their own.
+    """
+    # nothing, or what all samples share
+    if whole is None or all(part.shape == whole.shape for part in parts):
+        return False
+    if not _has_samples(whole, parts, lengths):
+        return None
+    rows = torch.cat(parts)
+    if relative_error(rows, whole) <= rtol:
+        return False
+    in_order, whole_in_order = (_numbers_of_rows(each).sort().values for each in (rows, whole))
+    return None if relative_error(in_order, whole_in_order) <= rtol else True
+
+
+def _numbers_of_rows(rows: Tensor) -> Tensor:
+    """A number of each row, by which rows in another order can be known again."""
+    dense = rows.cpu().to_dense()
+    real = torch.view_as_real(dense) if dense.is_complex() else dense
+    flat = real.reshape(len(rows), -1).double()
+    # no plain sum: that of a normalized row is zero
+    return flat @ torch.arange(flat.shape[1], dtype=torch.float64).cos()
 
 
 def _recorders(name: str, calls: list[ModuleCall]) -> tuple[Any, Any]:
@@ -325,7 +352,12 @@ def _first_tensor(output: Any, *, of_floats: bool = True) -> Tensor | None:
 
 def _has_samples(whole: Tensor, parts: list[Tensor], lengths: Sequence[int]) -> bool:
     """Whether the outputs have one row a sample (or a fixed number of rows)."""
-    if whole.dim() == 0 or whole.shape[0] == 0 or whole.shape[0] % sum(lengths):
+    if (
+        len(parts) != len(lengths)
+        or whole.dim() == 0
+        or whole.shape[0] == 0
+        or whole.shape[0] % sum(lengths)
+    ):
         return False
     # attention folds heads into the first dimension, and patches do
     per_sample = whole.shape[0] // sum(lengths)

@@ -620,6 +620,31 @@ def test_a_module_is_innocent_of_what_the_function_mixes_before_it(mix):
     assert step(lambda b: net(b).square().mean(), batch, maximum=5).sizes == (5, 5, 2)
 
 
+class Expert(nn.Module):
+    """The expert of a mixture, which gets the rows that are sent to it, as a router orders them."""
+
+    def __init__(self, share):
+        super().__init__()
+        self.expert, self.share = nn.Linear(4, 4), share
+
+    def forward(self, x):
+        order = x[:, 0].sign().argsort(descending=True, stable=True)[: len(x) // self.share]
+        return x.index_add(0, order, self.expert(x[order]))
+
+
+def test_experts_are_innocent_of_the_order_in_which_they_get_samples():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 4), Expert(share=1)).double()
+    assert step(lambda b: net(b).square().mean(), samples(12), maximum=5).sizes == (5, 5, 2)
+    with pytest.raises(SplitMismatchError) as caught:
+        step(lambda b: net(b).std(), samples(12), maximum=5)
+    assert caught.value.advice.startswith("Return the outputs, one for each sample")
+    # one that gets half of its batch takes others of each micro-batch, in the module around it
+    net[1].share = 2
+    with pytest.raises(SplitMismatchError, match=r"net\.1 \(Expert\) mixes the samples"):
+        step(lambda b: net(b).square().mean(), samples(12), maximum=5)
+
+
 def test_a_coupled_module_is_named_as_before():
     net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8))
     with pytest.raises(BatchCoupledError, match=r"batch of 12 .* micro-batches of 4"):
