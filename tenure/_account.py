@@ -37,6 +37,10 @@ class Limit(Protocol):
         """The bytes that may still be taken; None where this limits another device."""
         ...
 
+    def counts(self, storage: UntypedStorage) -> bool:
+        """Whether the storage takes some of what this limits."""
+        ...
+
 
 class _Limits(threading.local):
     def __init__(self) -> None:
@@ -77,6 +81,12 @@ def moved(before: Tensor, after: Tensor) -> None:
     """Say that a tensor's memory takes the place of another's, which is about to be let go."""
     for limit in list(_this_thread.open):
         limit.note_moved(before.untyped_storage(), after.untyped_storage())
+
+
+def is_counted(storage: UntypedStorage) -> bool:
+    """Whether a limit of this thread counts a storage; True if there is no limit."""
+    limits = _this_thread.open
+    return not limits or any(limit.counts(storage) for limit in limits)
 
 
 def available_bytes(device: torch.device, free_bytes: int) -> int:

@@ -32,6 +32,9 @@ class Told:
     def available_on(self, device):
         return self.free_bytes
 
+    def counts(self, storage):
+        return True
+
 
 @pytest.fixture
 def limit():

@@ -166,6 +166,10 @@ class CountingMode(DispatchMode):
         """See `tenure._account.Limit`."""
         return self.free_bytes if device == self._device and not self.closed else None
 
+    def counts(self, storage: UntypedStorage) -> bool:
+        """See `tenure._account.Limit`."""
+        return self._account.counts(storage)
+
     def _before(
         self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> list[_Geometry]:

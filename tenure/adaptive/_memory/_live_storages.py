@@ -89,6 +89,12 @@ class LiveStorages:
                 entry = self._enter(storage, storage.nbytes())
             return self._count(entry, n_bytes)
 
+    def counts(self, storage: UntypedStorage) -> bool:
+        """Whether some of its bytes are among the live ones."""
+        with self._lock:
+            entry = self._entries.get(key_of(storage))
+            return entry is not None and entry.counted_bytes > 0
+
     def measure_again(self) -> None:
         """Take up what became of the storages without an operation, as by ``storage.resize_``."""
         with self._lock:

@@ -13,6 +13,7 @@ import torch
 from torch.optim import Optimizer
 
 from tenure import _host_memory
+from tenure._account import is_counted
 from tenure._oom import (
     OomInfo,
     allowed_bytes_in,
@@ -22,13 +23,15 @@ from tenure._oom import (
 )
 
 from .._allocator import AllocatorBytes, CachedMemory, allocator_bytes, cached_memory
-from .._owners import StorageEntry, take_census
+from .._owners import OTHERS, SAVED, StorageEntry, take_census
 from ._models import piles_of_models
 from ._notes import Joined, Notes
 from ._piles import Pile
 from ._scene import Scene
 
 T = TypeVar("T")
+# in the text of its errors
+_OF_BUDGET = "memory_budget has a limit"
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +126,8 @@ def gather(
     # an error that names no index is of the device that tensors are on
     entries = _or_none(lambda: take_census()[0], notes, "the tensors") or []
     here = [entry for entry in entries if _is_on(entry, device)]
+    if _OF_BUDGET in info.text:
+        here = [entry for entry in here if _is_in_budget(entry)]
     if here:
         device = here[0].owner.device
     total, free = limit_bytes_in(info.text), free_bytes_in(info.text)
@@ -152,6 +157,15 @@ def gather(
 def _is_on(entry: StorageEntry, device: str) -> bool:
     found = entry.owner.device
     return found == device or (":" not in device and found.startswith(f"{device}:"))
+
+
+def _is_in_budget(entry: StorageEntry) -> bool:
+    """False for a tensor from before the block of a budget, which counts none of its bytes.
+
+    A model and its gradients stay: rules measure what ran by their bytes.
+    """
+    storage = None if entry.identity is None else entry.identity()
+    return entry.owner.category not in (OTHERS, SAVED) or storage is None or is_counted(storage)
 
 
 def _or_none(ask: Callable[[], T], notes: list[str], what: str) -> T | None:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.optim import sgd
 
+from tenure._heap import collector_paused
 from tenure.adaptive import OutOfRetriesError, memory_budget, step
 from tenure.profiler import OomReport, ProfilerUsageError, record_oom
 from tests.programs import run_program
@@ -132,6 +133,18 @@ def test_a_data_set_in_a_list_is_no_result_that_piles_up(recorder):
         net(torch.stack(samples).repeat(2, 1)).square().mean().backward()
     assert recorder.report.cause == "batch"
     assert "test_record_oom.py" in recorder.report.first_line
+
+
+@pytest.mark.parametrize("is_garbage", [True, False])
+def test_tensors_from_before_a_budget_are_not_the_cause_of_its_error(recorder, is_garbage):
+    old = [torch.ones(256, 1024) for _ in range(4)]
+    old.append(old)
+    if is_garbage:
+        del old
+    with collector_paused(), pytest.raises(torch.OutOfMemoryError):
+        pile_up()
+    assert recorder.report.first_line.startswith("Results pile up: kept[…] keeps 4 tensors")
+    assert recorder.report.categories["other tensors"] < 2 << 20
 
 
 def test_a_cache_that_is_joined_with_more_is_named_with_its_line(recorder):
