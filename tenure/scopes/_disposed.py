@@ -19,7 +19,7 @@ from torch import Tensor
 from tenure._callers import Site, SiteStack, package_of
 from tenure._containers import passed_tensors
 from tenure._errors import DisposedAttributeError, DisposedTensorError
-from tenure._heap import find_holders
+from tenure._heap import Holder, find_holders
 from tenure._text import describe, operation_of
 from tenure._torch.compiler import is_dynamo_compiling, never_compiled
 
@@ -183,13 +183,18 @@ def _found_holder_of(tensor: Tensor) -> str:
     with suppress(Exception):
         (holders,) = find_holders([tensor])
         passing = _variables_of_torch()
-        for holder in holders:
+        for holder in sorted(holders, key=_is_variable_of_a_module):
             if not holder.running and holder.kind in _LASTING:
                 # who holds the holder is no news to whoever wrote its attribute
                 chain = holder.chain.partition(", held by ")[0]
                 if not chain.startswith(passing):
                     return chain
     return ""
+
+
+def _is_variable_of_a_module(holder: Holder) -> bool:
+    """Whether a step of a script may bind it anew; a list keeps what it has."""
+    return holder.kind == "global" and "[" not in holder.chain
 
 
 def _variables_of_torch() -> tuple[str, ...]:
