@@ -69,6 +69,24 @@ def wants_a_size(n_rows, *others, scale=1):
     return setup()
 
 
+def runs_backward(returned=lambda loss: loss):
+    net = model()
+    sgd = torch.optim.SGD(net.parameters())
+
+    def train_step(x):
+        sgd.zero_grad()
+        loss = net(x).square().mean()
+        loss.backward()
+        sgd.step()
+        return returned(loss)
+
+    return train_step, torch.randn(512, 256)
+
+
+def runs_backward_and_detaches():
+    return runs_backward(torch.Tensor.detach)
+
+
 def two_inputs():
     net = model()
     batch = {"x": torch.randn(512, 256), "y": [torch.zeros(512), 3]}
@@ -215,6 +233,11 @@ def test_what_fits_ends_with_0_and_says_how_much_is_left(capsys):
     assert any(line.startswith("category") for line in lines)
     assert any(line.endswith("┆ = 1.0 GiB") for line in lines)
     assert printed.err == ""
+
+
+def test_a_step_that_runs_backward_itself_returns_its_loss_detached(capsys):
+    arguments = ("runs_backward_and_detaches", "--device-memory", "1GiB", "--device", "cpu")
+    assert fit(capsys, *arguments)[0] == 0
 
 
 def test_what_does_not_fit_ends_with_1_and_names_the_micro_batch_that_does(capsys):
@@ -489,6 +512,11 @@ def test_a_function_is_named_by_its_module_or_its_file(target, capsys):
         (
             "program:returns_a_list_of_an_optimizer",
             "program:returns_a_list_of_an_optimizer returned (Sequential, Tensor, str). Return ",
+        ),
+        (
+            "program:runs_backward",
+            "The function returned a loss whose graph has already run backward, so it ran backward "
+            "itself. Return None or loss.detach().",
         ),
     ],
 )

@@ -18,9 +18,10 @@ from torch.optim.optimizer import (
 )
 
 from tenure._containers import tensors_in
-from tenure._errors import PredictionError
+from tenure._errors import AdaptiveUsageError, PredictionError
 from tenure._heap import collector_paused
 from tenure._torch import cpu_allocator, gradient_sums
+from tenure._torch.autograd import BACKWARD_TWICE
 from tenure._torch.compiler import is_compiled
 from tenure._torch.fakes import is_fake, unrecognised
 from tenure._torch.optimizers import stepping_fakes
@@ -232,10 +233,17 @@ class Work:
 
     def _run_backward(self, result: Any) -> Any:
         losses = losses_in(result)
-        if losses:
-            torch.autograd.backward(
-                losses, [None if loss.numel() == 1 else torch.ones_like(loss) for loss in losses]
-            )
+        ones = [None if loss.numel() == 1 else torch.ones_like(loss) for loss in losses]
+        try:
+            if losses:
+                torch.autograd.backward(losses, ones)
+        except RuntimeError as error:
+            if BACKWARD_TWICE not in str(error):
+                raise
+            raise AdaptiveUsageError(
+                "The function returned a loss whose graph has already run backward, so it ran "
+                "backward itself. Return None or loss.detach()."
+            ) from error
         return losses[0] if losses else result
 
     @contextmanager
