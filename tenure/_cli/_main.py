@@ -53,8 +53,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: after ``--help`` and ``--version``, and for arguments that can't be parsed.
     """
-    parser = _parser()
-    arguments = parser.parse_args(argv)
+    parser, verbs = _parser()
+    arguments, unknown = parser.parse_known_args(argv)
+    if unknown:
+        # argparse would name the help of all verbs, which does not list the options of this one
+        verbs.get(arguments.verb, parser).error(f"unrecognized arguments: {' '.join(unknown)}")
     if arguments.verb is None:
         parser.print_help()
         return 0
@@ -93,7 +96,8 @@ class _Parser(argparse.ArgumentParser):
         self.exit(_USER_ERROR, f"{self.prog}: error: {message}. See {self.prog} --help.\n")
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> tuple[_Parser, dict[str, _Parser]]:
+    """The parser, and those of the verbs."""
     parser = _Parser(prog="tenure", description="Deterministic tensor lifetimes for PyTorch.")
     parser.add_argument("--version", action="version", version=f"tenure {tenure.__version__}")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB")
@@ -107,4 +111,4 @@ def _parser() -> argparse.ArgumentParser:
         )
         verb.add_arguments(added)
         added.set_defaults(run=verb().run)
-    return parser
+    return parser, verbs.choices

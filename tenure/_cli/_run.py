@@ -58,7 +58,10 @@ class Run(Verb):
 
         program = _program(arguments)
         path = _path(arguments.output, program)
-        check_target(path, replace=arguments.force)
+        words = arguments.program or arguments.module or arguments.code or []
+        is_behind = "-f" in words or "--force" in words
+        force = "-f before the program: tenure run -f ..." if is_behind else "-f"
+        check_target(path, replace=arguments.force, force=force)
         wanted = wanted_of(arguments)
         settings = Settings(wanted, path, replace=arguments.force, is_quiet=arguments.quiet)
         return partial(run_recorded, program, settings)
@@ -115,7 +118,9 @@ def wanted_of(arguments: argparse.Namespace, *, all_by_default: bool = False) ->
     )
 
 
-def check_target(path: Path, *, replace: bool, may_be_device: bool = False) -> None:
+def check_target(
+    path: Path, *, replace: bool, may_be_device: bool = False, force: str = "-f"
+) -> None:
     """Make sure that a file can be written before it takes its time.
 
     Raises:
@@ -128,8 +133,8 @@ def check_target(path: Path, *, replace: bool, may_be_device: bool = False) -> N
         )
     if not replace and os.path.lexists(path):
         raise CommandError(
-            f"{shown_path(path)} is there already, and was left as it is. Overwrite it with -f, or "
-            "name another file with -o."
+            f"{shown_path(path)} is there already, and was left as it is. Overwrite it with "
+            f"{force}, or name another file with -o."
         )
 
 

@@ -59,6 +59,15 @@ def test_an_unknown_verb_is_refused_in_one_line_that_lists_the_verbs(capsys):
     assert line.endswith("). See tenure --help.\n")
 
 
+def test_an_unknown_option_of_a_verb_names_the_help_of_the_verb(capsys):
+    code, line = _refused(["run", "--timline", "train.py"], capsys)
+    assert code == 2
+    assert line == (
+        "tenure run: error: unrecognized arguments: --timline. See tenure run --help.\n"
+    )
+    assert _refused(["--nosuch"], capsys)[1].endswith(": --nosuch. See tenure --help.\n")
+
+
 def test_no_verb_prints_the_help(capsys):
     assert main([]) == 0
     printed = capsys.readouterr()

@@ -186,6 +186,8 @@ def test_a_file_is_not_overwritten_before_the_program_runs(capsys):
     with open("train.tenure", encoding="utf-8") as file:
         assert file.read() == "mine"
     assert not os.path.exists("ran")
+    assert main(["run", "train.py", "-f"]) == 2
+    assert "Overwrite it with -f before the program: tenure run -f ..., " in capsys.readouterr().err
     _run("pass", "-f")
     assert Recording.load("train.tenure").exit_code == 0
 
