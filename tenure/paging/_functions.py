@@ -145,7 +145,7 @@ def page(
         ... except PagingError as error:
         ...     print(error)
         A model in host memory can't be paged to 'cpu': there is nothing to gain. Name an
-        accelerator, such as 'cuda', or a folder: host=Path(...).
+        accelerator, such as 'cuda', or 'cpu' with a folder: host=Path(...).
 
     Source: ``page`` of pytorch-optimem, where each layer is moved in and out synchronously.
     """
@@ -154,7 +154,7 @@ def page(
         ours |= {"prefetch": prefetch, "methods": tuple(methods), "activations": activations}
         return shard(model, mesh, device, host, ours)
     host = checked_host(host)
-    check_training(training, host)
+    check_training(training, device, host)
     check_activations(activations, training=training)
     max_ahead = checked_prefetch(prefetch)
     chosen = checked_device(device, Elsewhere.of(host, training=training))

@@ -197,6 +197,6 @@ def _check_form(host: HostTensor, extent: Extent) -> None:
     if host.form != host.home_form or len(extent.tensors) > 1:
         raise PagingError(
             f"{host.name!r} was given other memory while it is paged, through .data or a method "
-            f"such as half(), and is now {describe_tensor(host.tensor)}: that can't be paged in "
-            "its place. Call unpage(), change the model, and page it again."
+            f"such as half() or to(), and is now {describe_tensor(host.tensor)}: that can't "
+            "be paged in its place. Call unpage(), change the model, and page it again."
         )

@@ -223,12 +223,19 @@ def checked_prefetch(prefetch: object) -> int | None:
     )
 
 
-def check_training(training: object, host: object) -> None:
-    """Refuse training of what lies on a disk.
+def check_training(training: object, device: str | torch.device, host: object) -> None:
+    """Refuse training on the CPU, and of what lies on a disk.
 
     Raises:
-        PagingError: training was asked for, and the host is a folder.
+        PagingError: training was asked for, and the device is the CPU or the host is a folder.
     """
+    if training and str(device) == "cpu":
+        raise PagingError(
+            "training=True and 'cpu': a paged model trains on an accelerator alone, with its "
+            "weights in host memory. Name an accelerator, such as 'cuda', and leave host= out; or "
+            "train on the CPU without page(), where tenure.adaptive.step() lowers what the batch "
+            "takes."
+        )
     if training and isinstance(host, Path):
         raise PagingError(
             f"training=True and host={str(host)!r}: a backward pass has its gradients, and an "

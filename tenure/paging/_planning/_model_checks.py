@@ -59,7 +59,7 @@ class Elsewhere(Enum):
     """What stands in for an accelerator, by the function that is asked; the advice to take it."""
 
     NOTHING = ""
-    FOLDER = ", or a folder: host=Path(...)"
+    FOLDER = ", or 'cpu' with a folder: host=Path(...)"
     CPU = ", or 'cpu'"
 
     @classmethod
@@ -134,7 +134,8 @@ def _check_unpaged(name: str, module: nn.Module) -> None:
         )
     if any(isinstance(vars(module)[each], PagedDict) for each in ("_parameters", "_buffers")):
         raise PagingError(
-            f"{name!r} is paged already. Unpage it with unpage() of its handle first."
+            f"{name!r}, a {type(module).__name__}, is paged already. Unpage it with unpage() "
+            "of its handle first."
         )
     for attribute, library in _FOREIGN_HOOKS.items():
         if hasattr(module, attribute):

@@ -250,7 +250,7 @@ def plan_paging(
         PredictionError: nothing can be said of what the inputs lead to.
     """
     host = checked_host(host, may_be_file=True)
-    check_training(training, host)
+    check_training(training, device, host)
     check_activations(activations, training=training)
     checked_model(model, has_values=False)
     chosen = checked_device(device, Elsewhere.of(host, training=training))

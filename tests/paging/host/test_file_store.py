@@ -1,5 +1,6 @@
 import errno
 import gc
+import itertools
 import os
 import textwrap
 
@@ -251,12 +252,15 @@ def test_a_plan_takes_the_path_of_weights_as_text_or_path():
 
 
 def test_the_cpu_needs_a_folder_and_does_not_train():
-    with pytest.raises(
-        PagingError, match=r"Name an accelerator, such as 'cuda', or a folder: host="
-    ):
+    folder = r", or 'cpu' with a folder: host=Path\(\.\.\.\)\.$"
+    with pytest.raises(PagingError, match=f"Name an accelerator, such as 'cuda'{folder}"):
         page(mlp(), "cpu")
-    for ask in (page, plan_paging):
-        with pytest.raises(PagingError, match=r"Name an accelerator, such as 'cuda'\.$"):
-            ask(mlp(), "cpu", training=True)
+    with pytest.raises(
+        PagingError, match=f"no 'xpu' device here .* Name one that is there{folder}"
+    ):
+        page(mlp(), "xpu")
+    for ask, host in itertools.product((page, plan_paging), ("pinned", "./folder")):
+        with pytest.raises(PagingError, match=r"^training=True and 'cpu': .* such as 'cuda', and"):
+            ask(mlp(), "cpu", training=True, host=host)
     with pytest.raises(PagingError, match=r"^training=True and host='folder': a backward pass"):
-        page(mlp(), "cpu", training=True, host="./folder")
+        page(mlp(), "cuda", training=True, host="./folder")

@@ -119,9 +119,18 @@ def test_max_layer_size_is_in_parameters_or_in_bytes(sim):
         ),
         ({"prefetch": -1}, '^prefetch=-1: write prefetch="auto", or how many'),
         ({"training": True, "host": Path()}, r"^training=True and host='\.': a backward pass has"),
-        ({"device": "cpu"}, r"^A model in .* 'cpu'.* as 'cuda', or a folder: host=Path\(...\)\.$"),
-        ({"device": "meta"}, r"^A model in .* 'meta'.* as 'cuda', or a folder: host=Path"),
-        ({"device": "cuda"}, r"^There is no 'cuda'.* is there, or a folder: host=Path\(...\)\.$"),
+        (
+            {"device": "cpu"},
+            r"^A model in .* 'cpu'.* as 'cuda', or 'cpu' with a folder: host=Path\(...\)\.$",
+        ),
+        (
+            {"device": "meta"},
+            r"^A model in .* 'meta'.* as 'cuda', or 'cpu' with a folder: host=Path",
+        ),
+        (
+            {"device": "cuda"},
+            r"^There is no 'cuda'.* is there, or 'cpu' with a folder: host=Path\(...\)\.$",
+        ),
         ({"device": "cuda", "host": Path()}, "^There is no 'cuda' .* that is there, or 'cpu'.$"),
         ({"device": "nowhere"}, "^'nowhere' is not a device.$"),
         ({"device": "sim:1"}, "^There is no device 'sim:1': there are 1.$"),
@@ -174,9 +183,11 @@ def test_a_model_on_the_device_is_refused(sim):
 
 def test_a_model_is_paged_once(sim, model):
     with page(model, sim.device):
-        with pytest.raises(PagingError, match=r"^'0' is paged already. Unpage it with unpage"):
+        with pytest.raises(
+            PagingError, match=r"^'0', a Linear, is paged already. Unpage it with unpage"
+        ):
             page(model, sim.device)
-        with pytest.raises(PagingError, match=r"^'0.0' is paged already"):
+        with pytest.raises(PagingError, match=r"^'0.0', a Linear, is paged already"):
             page(nn.Sequential(model), sim.device)
     page(model, sim.device).unpage()
 
