@@ -59,8 +59,15 @@ class AdaptiveEvent:
             work: what ran, as the sentence names it.
         """
         if self.kind == "grow":
-            return f"{work} goes on with {self.unit} {self.next_size}, after {self.size}."
-        ran_out = f"{work} ran out of {memory_of(self.info)} at {self.unit} {self.size}"
+            now = (
+                f"a step of {self.next_size}"
+                if self.unit == "step"
+                else f"{self.unit} {self.next_size}"
+            )
+            return f"{work} goes on with {now}, after {self.size}."
+        # "at step 1000" would be an iteration
+        at = f"with a step of {self.size}" if self.unit == "step" else f"at {self.unit} {self.size}"
+        ran_out = f"{work} ran out of {memory_of(self.info)} {at}"
         return f"{ran_out}{_needed(self.info)}; {self._outcome()}."
 
     def _outcome(self) -> str:

@@ -76,4 +76,4 @@ def _sum_of(sizes: Sequence[int]) -> str:
 
 
 def _percent(error: float) -> str:
-    return f"{100 * error:.2g} %" if error < 1 else f"{error:.2g} times it"
+    return f"{100 * error:.2g} %" if error < 10 else f"{error:.2g} times its size"
