@@ -424,6 +424,9 @@ def test_a_child_does_not_compose_what_its_parent_records():
 SLOW_LEAK = """
     import signal, sys
     import torch
+    import tenure.profiler._recording._growth_watch as watch
+    # no look but at doubled steps, as on a busy machine
+    watch._SHARE_OF_LOOKS = 0
 
     def main():
         model = torch.nn.Linear(64, 64)
@@ -467,6 +470,33 @@ def test_too_few_looks_claim_nothing():
     told = "Not enough looks to judge growth: looked 1 time."
     assert done.stderr.startswith(told)
     assert told in str(Recording.load("train.tenure").leaks_found())
+
+
+TWO_STEPS = """
+    import torch
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters())
+    for _ in range(2):
+        model(torch.ones(4)).sum().backward()
+        optimizer.step()
+    """
+
+
+@pytest.mark.slow
+def test_the_end_right_after_a_look_is_no_other_one():
+    told = "Not enough looks to judge growth: looked 2 times in 2 steps."
+    assert _run(TWO_STEPS).stderr.startswith(told)
+
+
+def test_of_a_program_without_torch_no_growth_can_be_judged(capsys):
+    for options in ((), ("--leaks",)):
+        _run("pass", "-f", *options)
+        assert main(["leaks", "train.tenure"]) == 0
+        told = "Not enough looks to judge growth: looked 0 times."
+        assert capsys.readouterr().out.startswith(told)
+    _run("pass", "-f", "--timeline")
+    assert main(["leaks", "train.tenure"]) == 0
+    assert capsys.readouterr().out.startswith("Leaks were not recorded.")
 
 
 @pytest.mark.slow

@@ -41,8 +41,8 @@ class Leaks(Instrument):
         """Fields of the recording, where the end could be looked at."""
         if self._watch is None:
             return {}
-        n_looks = self._watch.n_looks + 1
-        return {"growth": self._watch.growth(at_end=at_end), "n_looks": n_looks}
+        growth = self._watch.growth(at_end=at_end)
+        return {"growth": growth, **self._watch._looks_told(with_end=True)}
 
     @contextmanager
     def with_variables_of(self, error: BaseException | None) -> Iterator[None]:
@@ -93,5 +93,5 @@ class Leaks(Instrument):
         if more := self._n_reports - len(self._reports):
             self.notes.append(f"--leaks: {more} more scopes reported leaks, which are left out")
         reports = tuple(self._reports)
-        found = {"growth": self._watch.growth(), "n_looks": self._watch.n_looks}
+        found = {"growth": self._watch.growth(), **self._watch._looks_told(with_end=False)}
         return {"seeks_leaks": True, "leaks": reports, **found}

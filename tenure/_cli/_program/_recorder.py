@@ -37,6 +37,8 @@ _EMPTY: dict[str, Any] = {
     "peaks": {},
     "seeks_leaks": False,
     "n_looks": None,
+    "look_steps": [],
+    "n_steps": None,
     "leaks": [],
     "growth": [],
     "lines": None,
@@ -218,7 +220,8 @@ class Recorder:
             self._notes.append("the program did not import torch")
             # no tuple: nothing of a report makes it plain
             facts["command"] = list(self._program.command)
-            return {**_EMPTY, **facts, "notes": self._notes}
+            sought = {"seeks_leaks": self._settings.wanted.leaks, "n_looks": 0, "n_steps": 0}
+            return {**_EMPTY, **sought, **facts, "notes": self._notes}
         recording = self._measuring.recording(facts, self._notes)
         # a name that was mistaken is told at once
         missing = (f"tenure run: {note}" for note in recording.notes if note.startswith("--lines"))

@@ -1,7 +1,10 @@
 """When to look for growth: after steps of an optimizer, or between calls of a model.
 
-A look searches the heap, so there are few: ever farther apart, and where more memory is allocated
-than since the look before. Between two looks one figure of the allocator is read, at the most.
+A look searches the heap, so there are few: one each time the steps have doubled, whatever it costs,
+and, for a share of the time, where more memory is allocated than since the look before. Between two
+looks one figure of the allocator is read, at the most.
+
+Invariant: whatever time looks take, there is one in each of the last halvings of the steps.
 """
 
 from __future__ import annotations
@@ -24,13 +27,13 @@ from tenure._torch.modules import is_called_by_module, modules_told
 from .._reports import Snapshot, snapshot
 from ._growth import Growth, grown, held
 from ._judged import LOOKS
-from ._looks import Look, looked_at
+from ._looks import Look, looked_at, without
 
-# the last few decide
-_KEPT = 16
-# Looks that are made whatever they cost: if more memory is allocated than before, and in any case.
-_FIRST_LOOKS, _LEAST_LOOKS = 8, LOOKS
-# The share of the time that looks may take after that, and that readings of the allocator may.
+# Looks that decide, and how many of them are those of doubled steps, which see what is slow.
+_KEPT, _KEPT_DOUBLED = 16, 8
+# Up to this step there are looks halfway between two of them, for a program of a few steps.
+_HALFWAY = 8
+# The share of the time that looks in between may take, and that readings of the allocator may.
 _SHARE_OF_LOOKS, _SHARE_OF_READINGS = 0.03, 0.02
 # A reading takes up to a tenth of a millisecond, so that a short program can have as many.
 _FIRST_READINGS = 256
@@ -46,9 +49,9 @@ class GrowthWatch:
     """Looks at the tensors of the process as a program trains or evaluates.
 
     It looks after some steps of an optimizer, or, as long as there was none, between some calls of
-    a model: at 1, 2, 3, 4, 6, 8, 12, 16 and so on, and when more memory is allocated than at the
-    look before. After the first looks it takes no more than a few percent of the time. A loop with
-    neither has it look by `look`, and needs no block.
+    a model: at 1, 2, 3, 4, 6, 8, 16, 32 and so on, and in between when more memory is allocated
+    than since the look before, for a few percent of the time. A loop with neither has it look by
+    `look`, and needs no block.
 
     Attributes:
         n_looks: how often it has looked.
@@ -76,6 +79,8 @@ class GrowthWatch:
         self._n_steps = 0
         self._next = _FIRST_CALL
         self._looks: list[Look] = []
+        # whether the program has gone on since the last look
+        self._is_further = True
         self._turns = _Turns()
         self._level = _Level()
         self._is_training = False
@@ -121,8 +126,9 @@ class GrowthWatch:
         """
         seen = snapshot()
         self._looks.append(self._looked_at(step, seen))
-        del self._looks[:-_KEPT]
+        self._thin_out()
         self._n_steps = max(step, self._n_steps)
+        self._is_further = True
         self.n_looks += 1
         return seen
 
@@ -130,16 +136,30 @@ class GrowthWatch:
         """What grew, the largest first.
 
         Args:
-            at_end: what is alive at the end, which is one look more. If there were too few looks to
-                see growth, containers that hold several tensors then are reported instead; None
-                reports nothing then.
+            at_end: what is alive at the end, which is one look more if a step came since the last
+                one. If there were too few looks to see growth, containers that hold several tensors
+                then are reported instead; None reports nothing then.
         """
         end = None if at_end is None else self._looked_at(self._n_steps, at_end)
-        if self.n_looks + (end is not None) >= LOOKS:
+        if self.n_looks + (end is not None and self._is_further) >= LOOKS:
             found = self._grown_up_to(end)
         else:
             found = [] if end is None else held(end._replace(step=0))
         return tuple(sorted(found, key=lambda each: (-each.grown_bytes, each.name)))
+
+    def _looks_told(self, *, with_end: bool) -> dict[str, Any]:
+        """How often it looked and when, as a recording has it.
+
+        Args:
+            with_end: whether the end was looked at, which counts if a step came since.
+        """
+        steps = [look.step for look in self._looks]
+        is_one_more = with_end and self._is_further
+        return {
+            "n_looks": self.n_looks + is_one_more,
+            "look_steps": (*steps, *[self._n_steps] * is_one_more),
+            "n_steps": self._n_steps,
+        }
 
     def _looked_at(self, step: int, seen: Snapshot) -> Look:
         return looked_at(step, seen._entries, self._looks[-1] if self._looks else None)
@@ -149,8 +169,22 @@ class GrowthWatch:
         if end is not None:
             # a variable of a function that has returned is judged by the looks that saw it
             found = {place: each for place, each in found.items() if place not in end.places}
-            found.update(grown([*self._looks, end], until=end.step))
+            looks = self._looks
+            if not self._is_further:
+                looks, last = looks[:-1], looks[-1]
+                end = without(last, looks[-1], end)
+            found.update(grown([*looks, end], until=end.step))
         return [*found.values()]
+
+    def _thin_out(self) -> None:
+        """Leave the last looks, and of those before them the ones of doubled steps."""
+        if len(self._looks) <= _KEPT:
+            return
+        others = [i for i, look in enumerate(self._looks) if look.step & (look.step - 1)]
+        at = others[0] if others and len(self._looks) - len(others) <= _KEPT_DOUBLED else 0
+        dropped = self._looks.pop(at)
+        if 0 < at < len(self._looks):
+            self._looks[at] = without(dropped, self._looks[at - 1], self._looks[at])
 
     # --- when to look
 
@@ -175,6 +209,7 @@ class GrowthWatch:
 
     def _step_ended(self) -> None:
         self._n_steps += 1
+        self._is_further = True
         if not self._is_due() or not self._lock.acquire(blocking=False):
             return
         try:
@@ -189,21 +224,18 @@ class GrowthWatch:
     def _is_due(self) -> bool:
         if self._next == sys.maxsize or not (self._is_training or self._n_steps >= _FIRST_CALL):
             return False
-        now = perf_counter()
-        has_time = self._looked_s <= _SHARE_OF_LOOKS * (now - self._began)
         if self._n_steps >= self._next:
-            if has_time or self.n_looks < _LEAST_LOOKS:
-                return True
-            # a long search beside short steps waits for more of them
-            self._next = self._n_steps + max(1, self._n_steps // 8)
+            return True
+        now = perf_counter()
         is_higher = self._level.is_higher(now, self._n_steps)
-        return is_higher and (has_time or self.n_looks < _FIRST_LOOKS)
+        return is_higher and self._looked_s < _SHARE_OF_LOOKS * (now - self._began)
 
     def _look_in_turn(self) -> None:
         began = perf_counter()
         if self._before_look is not None:
             self._before_look()
         self.look(self._n_steps)
+        self._is_further = False
         self._level.looked()
         self._looked_s += perf_counter() - began
         self._next = _after(self._n_steps)
@@ -270,6 +302,7 @@ class _Level:
 
 
 def _after(step: int) -> int:
-    """The next of 1, 2, 3, 4, 6, 8, 12, 16, 24 and so on."""
-    power = 1 << (step.bit_length() - 1)
-    return power + power // 2 if power >= 2 and step < power + power // 2 else 2 * power
+    """The next of 1, 2, 3, 4, 6, 8, 16, 32 and so on."""
+    power = 1 << step.bit_length()
+    halfway = power * 3 // 4
+    return halfway if step < halfway and power <= _HALFWAY else power

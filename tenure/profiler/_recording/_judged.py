@@ -17,6 +17,8 @@ LOOKS = 3
 _RISES_OF_REPLACED = 4
 # A place has stopped growing if, at its lowest rate so far, so many more tensors would have come.
 _MISSED = 1.5
+# With two rises alone it has stopped if the second brought so much less, and nothing came since.
+_LESS = 2
 # A place fills up if the second half of the time has brought a fourth of the first half, or less.
 _FILLING = 4
 
@@ -67,6 +69,8 @@ def _has_stopped(steps: list[int], sums: Sequence[Sums], rises: list[int], n_ste
     for before, after in pairwise([rises[0] - 1, *rises]):
         n_new = max(1, sums[after].n_tensors - sums[before].n_tensors)
         rates.append(n_new / max(1, steps[after] - steps[before]))
+    if len(rates) == LOOKS - 1 and n_steps and rates[-1] * _LESS <= rates[0]:
+        return True
     return min(rates) * n_steps >= _MISSED
 
 

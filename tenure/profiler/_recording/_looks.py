@@ -106,6 +106,16 @@ def looked_at(step: int, entries: Iterable[StorageEntry], before: Look | None) -
     return Look(step, places, tuple(rooted), saved, few, frozenset(keyed), samples)
 
 
+def without(dropped: Look, before: Look, after: Look) -> Look:
+    """The later of three looks as the one that follows the first of them."""
+    places = {}
+    for name, sums in after.places.items():
+        between = dropped.at(name)
+        stayed = between.stayed and between.n_tensors >= before.at(name).n_tensors
+        places[name] = sums._replace(stayed=sums.stayed and stayed)
+    return after._replace(places=places)
+
+
 def _places_of(entry: StorageEntry) -> Iterable[str]:
     """The places that a storage belongs to: of a module's tensor each module around it as well."""
     name, category = entry.owner.name, entry.owner.category

@@ -88,6 +88,9 @@ class Recording(Report):
         notes: what could not be seen, and why.
         seeks_leaks: whether it was looked for leaks.
         n_looks: how often; None where that was not recorded.
+        look_steps: how many steps there were before the last looks and, if steps came after them,
+            before the end.
+        n_steps: how many steps there were; None where that was not recorded.
     """
 
     command: tuple[str, ...]
@@ -108,6 +111,8 @@ class Recording(Report):
     notes: tuple[str, ...] = ()
     seeks_leaks: bool = True
     n_looks: int | None = None
+    look_steps: tuple[int, ...] = ()
+    n_steps: int | None = None
 
     _between = "\n\n"
 
@@ -217,13 +222,14 @@ class Recording(Report):
         # what is only held at the end is no growth
         grown = [str(each) for each in self.growth if each.last_step][:1]
         if not grown and self.seeks_leaks and self.n_looks is not None:
-            grown = [no_growth(self.n_looks)]
+            grown = [no_growth(self.n_looks, self.look_steps, self.n_steps)]
         return "\n".join((*lines, *grown))
 
     def leaks_found(self) -> RecordedLeaks:
         """What grew, and what outlived a scope, as a report."""
         leaks = tuple(filter(None, self.leaks))
-        return RecordedLeaks(self.growth, leaks, self.seeks_leaks, self.n_looks)
+        looks = (self.n_looks, self.look_steps, self.n_steps)
+        return RecordedLeaks(self.growth, leaks, self.seeks_leaks, *looks)
 
     def _heading(self) -> Iterator[str]:
         yield self.title()
@@ -260,10 +266,9 @@ class Recording(Report):
         for name in reports:
             told: Any = facts.get(name)
             reports[name] = None if told is None else _REPORTS[name].from_dict(told)
-        # files of before have no number of looks
-        bare: Self = restored(
-            cls, {"n_looks": None, **facts, **dict.fromkeys(reports)}, cls.__name__
-        )
+        # files of before don't tell of looks
+        looks: dict[str, Any] = {"n_looks": None, "look_steps": [], "n_steps": None}
+        bare: Self = restored(cls, {**looks, **facts, **dict.fromkeys(reports)}, cls.__name__)
         whole = replace(bare, **reports)
         for track in whole.tracks:
             check_levels(track)

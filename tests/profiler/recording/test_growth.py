@@ -13,6 +13,13 @@ from tenure.profiler import GrowthWatch, snapshot
 N = 64
 
 
+@pytest.fixture(params=["with time", "without time"])
+def time_for_looks(request, monkeypatch):
+    """Looks where memory is at a new high, or none of them, as on a busy machine."""
+    if request.param == "without time":
+        monkeypatch.setattr("tenure.profiler._recording._growth_watch._SHARE_OF_LOOKS", 0)
+
+
 class _Holder:
     pass
 
@@ -201,6 +208,7 @@ def test_who_watches_for_leaks_is_told_of_scopes(policy):
 kept_later = []
 
 
+@pytest.mark.usefixtures("time_for_looks")
 @pytest.mark.parametrize(("every", "n_kept"), [(1, 60), (10, 6)])
 def test_the_end_is_a_look_too(every, n_kept):
     kept_later.clear()
@@ -212,10 +220,12 @@ def test_the_end_is_a_look_too(every, n_kept):
     assert (grown.n_tensors, grown.last_step) == (n_kept, 60)
 
 
-def test_a_cache_that_filled_before_the_end_is_no_growth_at_it():
+@pytest.mark.usefixtures("time_for_looks")
+@pytest.mark.parametrize(("at", "n_steps"), [((1, 3), 60), ((9, 19), 40), ((9, 19), 100)])
+def test_a_cache_that_filled_before_the_end_is_no_growth_at_it(at, n_steps):
     kept_later.clear()
-    keep = lambda i, out, loss: i in (1, 3) and kept_later.append(torch.ones(N))  # noqa: E731
-    watch = _trained(keep, n_steps=60)
+    keep = lambda i, out, loss: i in at and kept_later.append(torch.ones(N))  # noqa: E731
+    watch = _trained(keep, n_steps=n_steps)
     assert not [each for each in watch.growth(snapshot()) if "kept_later" in each.name]
     kept_later.clear()
 
@@ -274,6 +284,50 @@ def _bounded(model):
     return keep
 
 
+@pytest.mark.parametrize(("every", "n_steps"), [(10, 40), (7, 34), (11, 44), (15, 61)])
+def test_a_leak_every_few_steps_is_found_by_looks_at_doubled_steps_alone(
+    every, n_steps, monkeypatch
+):
+    monkeypatch.setattr("tenure.profiler._recording._growth_watch._SHARE_OF_LOOKS", 0)
+    kept_later.clear()
+    keep = lambda i, out, loss: (i + 1) % every or kept_later.append(torch.ones(N))  # noqa: E731
+    watch = _trained(keep, n_steps=n_steps)
+    assert watch.n_looks == 6 + (n_steps.bit_length() - 4)
+    (found,) = (each for each in watch.growth(snapshot()) if "kept_later" in each.name)
+    kept_later.clear()
+    assert found.n_tensors == n_steps // every
+
+
+def test_many_looks_late_do_not_push_out_those_that_see_a_slow_leak():
+    kept, watch = [], GrowthWatch()
+    for step in (1, 2, 4, 8, 16, 32, 64, *range(100, 116)):
+        kept += [torch.ones(N) for _ in range(step // 16 - len(kept))]
+        watch.look(step)
+    (found,) = watch.growth()
+    assert (found.n_before, found.n_tensors, found.last_step) == (0, 7, 115)
+
+
+def test_the_end_is_no_look_if_no_step_came_since_the_last():
+    kept_later.clear()
+    with GrowthWatch() as watch:
+        _trained(lambda i, out, loss: kept_later.append(torch.ones(N)), n_steps=2, watch=watch)
+    found = [each for each in watch.growth(snapshot()) if "kept_later" in each.name]
+    kept_later.clear()
+    assert [(each.n_tensors, each.last_step) for each in found] == [(2, 0)]
+
+
+def test_what_comes_after_the_last_step_is_seen_at_the_end():
+    kept_later.clear()
+    watch = _trained(
+        lambda i, out, loss: i in (1, 3) and kept_later.append(torch.ones(N)), n_steps=4
+    )
+    kept_later.append(torch.ones(N))
+    (found,) = (each for each in watch.growth(snapshot()) if "kept_later" in each.name)
+    kept_later.clear()
+    assert (found.n_before, found.n_tensors, found.last_step) == (0, 3, 4)
+
+
+@pytest.mark.usefixtures("time_for_looks")
 def test_slow_leaks_of_every_kind_are_found_after_four_epochs_and_nothing_else_is():
     kept_later.clear()
     leaks, trainer, by_split, metric, callback, log = _slow_leaks()
@@ -359,10 +413,12 @@ def test_what_grows_inside_a_model_is_named_by_module_and_buffer(kind):
 def test_the_history_of_an_optimizer_is_named():
     model = torch.nn.Linear(N, 1)
     optimizer = torch.optim.LBFGS(model.parameters(), lr=1e-4, max_iter=2, tolerance_change=0)
+    # of other data each time the history may stay what it is
+    data = torch.linspace(-1, 1, N * N).reshape(N, N)
 
     def closure():
         optimizer.zero_grad()
-        loss = model(torch.randn(N, N)).exp().mean()
+        loss = model(data).exp().mean()
         loss.backward()
         return loss
 
