@@ -6,6 +6,7 @@ instead of waiting. Marks and sizes are compared as whole numbers of 64 bits: ex
 
 from __future__ import annotations
 
+import struct
 import sys
 import zlib
 from collections.abc import Iterable
@@ -106,9 +107,10 @@ def tally(group: RankGroup, ballot: Ballot) -> Tally:
         ballot.n_failed, ballot.n_early, ballot.n_with_data, ballot.n_samples, ballot.weight,
         ballot.n_missing, *ballot.weights,
     )  # fmt: skip
-    compared = torch.tensor([ballot.mark, -ballot.mark, *sizes], dtype=torch.int64, device="cpu")
-    summed = torch.tensor(sums, dtype=torch.float64, device="cpu")
-    vector = torch.cat([compared, summed.view(torch.int64)])
+    # made at once: an operation that allocates could run out of memory when all have agreed
+    bits = struct.unpack(f"{len(sums)}q", struct.pack(f"{len(sums)}d", *sums))
+    numbers = [ballot.mark, -ballot.mark, *sizes, *bits]
+    vector = torch.tensor(numbers, dtype=torch.int64, device="cpu")
     group.vote(vector, _of_two)
     mark, less_mark, size, less_size = vector[:_N_COMPARED].tolist()
     failed, early, with_data, samples, weight, missing, *weights = (
