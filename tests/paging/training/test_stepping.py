@@ -2,12 +2,14 @@
 
 import copy
 from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 from torch.optim.optimizer import (
+    _global_optimizer_pre_hooks,
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
@@ -19,6 +21,14 @@ from .blocks import Checkpointed, inputs, transformer
 
 # about values, which no allocator changes: once, with the one that has more rules
 pytestmark = pytest.mark.sim_allocator("cuda")
+
+
+@pytest.fixture(autouse=True)
+def _without_hooks_of_other_tests():
+    """One step() of tenure.adaptive leaves a hook before steps, with which the whole step waits."""
+    with patch.dict(_global_optimizer_pre_hooks, clear=True):
+        yield
+
 
 OPTIMIZERS = {
     "SGD": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
