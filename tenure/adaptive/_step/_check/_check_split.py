@@ -19,7 +19,7 @@ from .._loss import Reduction
 from .._modules import coupled_modules
 from .._samples import SampleDims, SampleTree, cut_off
 from .._split import StepParts, StepSpec
-from ._compare import IT_IS_A_SUM, SplitDifference, SplitReport
+from ._compare import IT_IS_A_SUM, SplitDifference, SplitReport, relative_error
 from ._observed import (
     LeafNames,
     default_rtol,
@@ -121,7 +121,11 @@ def check_split(
             # a pair can't be a sum
             with suppress(AdaptiveUsageError):
                 split = observed_run(summed, size, names=names)
-                if not differences(whole, split, rtol, names):
+                # a masked mean is a sum as well if one part alone has samples that count
+                first = dataclasses.replace(spec, batch=_first_samples(part, in_dims, size))
+                alone = observed_run(StepParts(first), size, names=names).outcome.loss
+                counts_apart = relative_error(alone, whole.outcome.loss) > rtol and bool(alone)
+                if counts_apart and not differences(whole, split, rtol, names):
                     advice = IT_IS_A_SUM
         return SplitReport(sizes, rtol, different, advice)
 

@@ -18,7 +18,7 @@ from .._samples import Leaf
 from .._split import StepParts, StepSpec
 from ._count_check import DO_NOT_CLAMP, is_clamped
 from ._loss_check import whole_values
-from ._subject import Subject, chosen_samples, comparable, first_that_fits
+from ._subject import Subject, chosen_samples, comparable, first_that_fits, spread_samples
 
 # Unequal ones, and an equal one: a mean of means is right for equal parts by accident.
 _SPLITS = ((5, 3), (3, 5), (4, 4))
@@ -75,6 +75,12 @@ class Runs:
 
         return self._holds(is_sum)
 
+    @property
+    def count_apart(self) -> bool:
+        """Whether both parts of some run count."""
+        values = self._values
+        return any(values[0, a] and values[a, a + b] for a, b in self._splits)
+
     def repeated(self) -> float | None:
         """What is in each value once, beside a sum over samples."""
         values = self._values
@@ -120,21 +126,36 @@ def _declared(subject: Subject, parts: StepParts) -> str:
     """The declaration that makes the samples that were looked at right; "" for none."""
     n = min(_N_SAMPLES, subject.n_samples)
     indices = chosen_samples(subject.tree, subject.n_samples, n)
+    runs = _runs_of(subject, indices)
+    if runs is None:
+        return ""
+    if parts.spec.loss != "sum" and runs.are_sums():
+        # a masked mean is one as well while one part alone has samples that count
+        spread = _runs_of(subject, spread_samples(subject.tree, subject.n_samples, n))
+        if spread is not None and spread.are_sums() and (runs.count_apart or spread.count_apart):
+            return IT_IS_A_SUM
+    candidates = chain(
+        _undeclared(parts.spec, runs), _weighted(subject, parts, indices, runs), _curved(runs)
+    )
+    return next(candidates, "")
+
+
+def _runs_of(subject: Subject, indices: list[int]) -> Runs | None:
+    """The losses of runs of some samples; None if those can't be compared."""
+    n = len(indices)
     splits = [(a, b) for a, b in _SPLITS if a + b == n] or [(n - 1, 1), (1, n - 1)]
     # all runs that any candidate needs, so that each is run once
     starts = [(0, n), *((0, a) for a, _ in splits), *((a, n) for a, _ in splits)]
     losses = {(start, end): _loss_of(subject, indices[start:end]) for start, end in starts}
     values = {run: float(loss) for run, loss in losses.items()}
+    if not any(values.values()):
+        return None
     if any(not math.isfinite(value) for value in values.values()):
         # parts without a valid label have no mean, and the others may still tell
         splits = [(a, b) for a, b in splits if math.isfinite(values[0, a] + values[a, n])]
         if not splits or not math.isfinite(values[0, n]):
-            return ""
-    runs = Runs(values, splits, DECLARED.of(losses.values()))
-    candidates = chain(
-        _undeclared(parts.spec, runs), _weighted(subject, parts, indices, runs), _curved(runs)
-    )
-    return next(candidates, "")
+            return None
+    return Runs(values, splits, DECLARED.of(losses.values()))
 
 
 def _n_samples(start: int, end: int) -> float:
@@ -143,13 +164,12 @@ def _n_samples(start: int, end: int) -> float:
 
 def _undeclared(spec: StepSpec, runs: Runs) -> Iterator[str]:
     """What is right without what was declared, or with a word more."""
-    if spec.loss != "sum" and runs.are_sums():
-        yield IT_IS_A_SUM
     is_declared = spec.weight is not None or spec.loss == "sum"
     if is_declared and runs.are_means(_n_samples):
         told = "weight=" if spec.weight is not None else 'loss="sum"'
         yield f"It is a mean over samples: leave {told} out."
-    repeated = runs.repeated() if spec.loss == "sum" else None
+    # beside a sum it is there with nothing in it
+    repeated = runs.repeated() if spec.loss == "sum" and not runs.are_sums() else None
     if repeated is not None:
         yield (
             f"It has a part of {repeated:.6g} that is there once for each micro-batch, such as a "
@@ -159,11 +179,13 @@ def _undeclared(spec: StepSpec, runs: Runs) -> Iterator[str]:
 
 def _weighted(subject: Subject, parts: StepParts, indices: list[int], runs: Runs) -> Iterator[str]:
     of_classes = _class_weights(subject, _vectors_of(parts), indices)
+    instead = ', and leave loss="sum" out' if parts.spec.loss == "sum" else ""
     for shown, counted in chain(_weights(subject, indices), of_classes):
         if runs.are_means(counted):
             yield (
-                "It is a mean over something else than samples. Declare what it divides by: "
-                f"weight=lambda batch: {shown} (with it the samples that were looked at agree)."
+                "It is a mean over something else than samples. Declare what it divides by"
+                f"{instead}: weight=lambda batch: {shown} "
+                "(with it the samples that were looked at agree)."
             )
 
 
@@ -171,7 +193,8 @@ def _curved(runs: Runs) -> Iterator[str]:
     for shown, (how, inverse) in _CURVES.items():
         for loss in ("mean", "sum"):
             is_mean = loss == "mean"
-            if runs.are_means(_n_samples, inverse) if is_mean else runs.are_sums(inverse):
+            is_sum = runs.count_apart and runs.are_sums(inverse)
+            if runs.are_means(_n_samples, inverse) if is_mean else is_sum:
                 yield (
                     f"It is a function of a {loss}: return that {how}, and pass "
                     f'loss="{loss}", {shown}.'

@@ -24,7 +24,7 @@ from .._modules import coupled_modules
 from .._split import StepParts
 from ._finding import Finding, worst
 from ._modes import RoughRounding, SeenTypes
-from ._subject import Subject, chosen_samples, comparable, first_that_fits
+from ._subject import Subject, chosen_samples, comparable, first_that_fits, spread_samples
 
 _MOST_SAMPLES = 8
 
@@ -66,7 +66,11 @@ class GradientCheck:
         """Samples at the ends of what the batch holds, in two ways: counts may agree in one."""
         indices = chosen_samples(self._subject.tree, self._subject.n_samples, n)
         sizes = dict.fromkeys((min(-(-n * 5 // 8), n - 1), max(n - 2, 1)))
-        return self._compare_parts(indices, list(sizes))
+        self._compare_parts(indices, list(sizes))
+        if self.finding is None and not self.is_coupled and self._subject.spec.loss == "sum":
+            indices = spread_samples(self._subject.tree, self._subject.n_samples, n)
+            self._compare_parts(indices, [-(-n // 2)])
+        return True
 
     def _halves(self, n: int) -> bool:
         """The first samples: a function may want pairs, or as many of each kind."""

@@ -26,7 +26,7 @@ from .._samples import JoinedOutputs, Outputs
 from .._split import Chunk, ChunkTerms, StepOutcome, StepParts
 from ._finding import Finding, farthest
 from ._modes import RoughRounding
-from ._subject import Subject, chosen_samples, comparable, first_that_fits, set_back
+from ._subject import Subject, comparable, first_that_fits, set_back, spread_samples
 
 # Four runs for each of up to three states.
 _MOST_SAMPLES = 8
@@ -71,7 +71,7 @@ class ExchangeCheck:
             rng.undo()
 
     def _exchange(self, n: int) -> None:
-        here = chosen_samples(self._subject.tree, self._subject.n_samples, n)
+        here = spread_samples(self._subject.tree, self._subject.n_samples, n)
         others = [i for i in range(self._subject.n_samples) if i not in here]
         # a small batch is exchanged with itself, in another order
         there = others[:n] if len(others) >= n else [*here[n // 2 :], *here[: n // 2]]

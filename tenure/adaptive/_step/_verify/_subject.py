@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import ExitStack, contextmanager
-from itertools import zip_longest
-from typing import Any, TypeVar
+from itertools import chain, zip_longest
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,8 @@ from .._split import StepParts, StepSpec
 from ._modes import ConstantNumbers, RoughRounding
 
 T = TypeVar("T")
+# The share of samples without a label from which on the others are the ones that count.
+_MASKED = 0.5
 
 
 class Subject:
@@ -253,6 +255,73 @@ def chosen_samples(tree: SampleTree, n_samples: int, most: int) -> list[int]:
     return [*small, *middle, *reversed(large)]
 
 
+def spread_samples(tree: SampleTree, n_samples: int, most: int) -> list[int]:
+    """The indices of at most ``most`` samples, with samples that count in each half.
+
+    A masked mean is as good as a sum while one sample alone is not masked: two that count are
+    needed, in different halves. Of a leaf that is mostly the same these are the ones that differ.
+    """
+    columns = sorted(_columns(tree), key=lambda each: each.share, reverse=True)
+    # a loss may count only those that several masks let through
+    shared: Any = sum(each.scaled for each in columns if each.share >= _MASKED)
+    most_first, least_first = [], []
+    for each in columns:
+        order = (each.scaled + 1e-6 * shared).argsort(stable=True).tolist()
+        most_first.append((order[-1], order[-2]))
+        least_first.append((order[0], order[1]))
+    left: list[int] = []
+    right: list[int] = []
+    n_left = -(-most // 2)
+    for a, b in [*most_first, *least_first]:
+        pair = (b, a) if b in left or a in right else (a, b)
+        for index, side, room in zip(pair, (left, right), (n_left, most - n_left), strict=True):
+            if len(side) < room and index not in left and index not in right:
+                side.append(index)
+    known = {*left, *right}
+    evenly = (i * n_samples // most for i in range(most))
+    for index in dict.fromkeys([*evenly, *range(min(n_samples, 2 * most))]):
+        if index not in known and len(left) + len(right) < most:
+            (left if len(left) < n_left else right).append(index)
+    return [*left, *reversed(right)]
+
+
+class _Column(NamedTuple):
+    """What the samples have of a leaf.
+
+    Attributes:
+        scaled: from 0 to 1, and 0 for the commonest if most have that.
+        share: the share of the samples that have the commonest.
+    """
+
+    scaled: Tensor
+    share: float
+
+
+def _columns(tree: SampleTree) -> Iterator[_Column]:
+    listed = [leaf.value for leaf in tree.leaves if leaf.dim == "items"]
+    counted = (torch.tensor([float(_size_of(item)) for item in items]) for items in listed)
+    for amounts in chain(_amounts(tree), counted):
+        numbers = amounts.cpu().double()
+        # in many tables nan says that there is no label
+        numbers = (~numbers.isnan()).double() if bool(numbers.isnan().any()) else numbers
+        values, counts = numbers.unique(return_counts=True)
+        if len(values) > 1:
+            share = int(counts.max()) / len(numbers)
+            scaled = (numbers - values[0]) / (values[-1] - values[0])
+            # such as 255 for pixels without a label
+            is_high = share > _MASKED and int(counts.argmax()) == len(values) - 1
+            yield _Column(1 - scaled if is_high else scaled, share)
+
+
+def _size_of(item: Any) -> int:
+    """How many numbers an item of a list holds, such as the boxes of an image."""
+    if isinstance(item, Mapping):
+        return sum(map(_size_of, item.values()))
+    if isinstance(item, Tensor):
+        return item.numel()
+    return len(item) if isinstance(item, Sized) else 0
+
+
 def _part_of(leaf: Leaf, indices: Sequence[int] | None) -> Any:
     """A copy of some samples of a leaf; of all of them (None) the leaf itself; without graph."""
     value = leaf.value
@@ -271,6 +340,15 @@ def _part_of(leaf: Leaf, indices: Sequence[int] | None) -> Any:
 
 def _rankings(tree: SampleTree) -> Iterator[list[int]]:
     """The samples in order of what each leaf holds that tells them apart; labels first."""
+    for sums in _amounts(tree):
+        yield sums.argsort(stable=True).tolist()
+
+
+def _amounts(tree: SampleTree) -> Iterator[Tensor]:
+    """What each sample amounts to, of each leaf that does not hold the same in each; labels first.
+
+    Lists of items are left out.
+    """
     leaves = [leaf for leaf in tree.leaves if leaf.is_split and leaf.dim != "items"]
     # labels and masks are counted by losses, measurements hardly ever
     for leaf in sorted(leaves, key=_is_measured):
@@ -281,10 +359,8 @@ def _rankings(tree: SampleTree) -> Iterator[list[int]]:
         with torch.no_grad():
             rows = values.detach().movedim(leaf.dim, 0).flatten(1) if values.dim() > 1 else values
             sums = rows.detach().sum(1, dtype=torch.float32) if rows.dim() > 1 else rows.detach()
-            order: list[int] = sums.argsort(stable=True).tolist()
-            # a leaf that holds the same in each sample tells none apart
             if bool((sums != sums[0]).any()):
-                yield order
+                yield sums
 
 
 def _is_measured(leaf: Leaf) -> bool:
