@@ -225,9 +225,9 @@ def test_lines_of_the_program_and_of_the_search_are_whole():
     assert "\x1b" not in shown
     lines = shown.splitlines()
     ours = [line for line in lines if line.startswith("tenure: ")]
-    # the first step begins after 2 s, the second after 4 s; then not before 8 s have passed
+    # the first step begins after 2 s, the second after 4 s; the next line comes after 8 s
     assert [re.search(r"step (\d+), (\d+) s", line).groups() for line in ours] == [
-        ("1", "2"), ("2", "4"),
+        ("1", "2"), ("2", "4"), ("4", "8"),
     ]  # fmt: skip
     for line in ours:
         assert re.fullmatch(
