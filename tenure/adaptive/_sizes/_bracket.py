@@ -109,8 +109,9 @@ class Bracket:
         wanted = self._wanted(top)
         if wanted is None:
             return None
-        size = min(wanted, top) // self._align * self._align
-        return max(size, self.ok + self._align)
+        # a square may say that hardly more fits: by steps of one the search would never end
+        wanted = min(max(wanted, self.ok + self.ok // 40), top)
+        return max(wanted // self._align * self._align, self.ok + self._align)
 
     def _top(self) -> int:
         """The largest size that may fit."""
