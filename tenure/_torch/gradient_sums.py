@@ -21,7 +21,8 @@ from .storages import owners_of_storage, uses_of_tensor
 
 _PREDICTION = "predictions of memory"
 _WRAPPERS = ("torch._dynamo", "torch._compile", "torch._ops")
-_ADD = torch.ops.aten.add.Tensor
+SUM = torch.ops.aten.add.Tensor
+"""The operation by which the engine adds two gradients."""
 current_node: Any = bound("torch._C._current_autograd_node", _PREDICTION)
 """The node that the engine runs on this thread, or has last run; None outside of the engine."""
 next_sequence: Any = bound("torch._C._autograd._get_sequence_nr", _PREDICTION)
@@ -55,7 +56,7 @@ def sequence_of_node() -> int:
 
 
 def adds_in_place(gradient: Tensor, frame: FrameType | None, n_modes_above: int = 0) -> bool:
-    """Whether the engine would add to ``gradient`` in place, asked in a mode's handler of ``add``.
+    """Whether the engine would add to ``gradient`` in place, asked in a mode's handler of `SUM`.
 
     Args:
         gradient: the first operand of the sum.
@@ -65,20 +66,16 @@ def adds_in_place(gradient: Tensor, frame: FrameType | None, n_modes_above: int 
     Source: https://github.com/pytorch/pytorch/blob/main/torch/csrc/autograd/input_buffer.cpp
     """
     node = current_node()
-    if node is None or node.name() in _ADD_THEMSELVES:
+    if node is None or node.name() in _ADD_THEMSELVES or gradient.layout is not torch.strided:
         return False
     if not _is_called_by_engine(frame, n_modes_above):
         return False
     return _has_one_owner(gradient, n_modes_above) and _is_dense(gradient)
 
 
-def is_sum_in_place(
-    func: Any, args: tuple[Any, ...], caller: FrameType | None, n_modes_above: int = 0
-) -> bool:
-    """Whether autograd would run this operation in place on its first operand without a mode."""
-    if func is not _ADD or current_node() is None or type(args[0]) is not Tensor:
-        return False
-    return args[0].layout is torch.strided and adds_in_place(args[0], caller, n_modes_above)
+def adds_plain_in_place(gradient: Tensor, frame: FrameType | None, n_modes_above: int = 0) -> bool:
+    """See `adds_in_place`; of a subclass, which the engine never adds to in place, it is False."""
+    return type(gradient) is Tensor and adds_in_place(gradient, frame, n_modes_above)
 
 
 def _is_called_by_engine(frame: FrameType | None, n_modes_above: int) -> bool:
@@ -118,7 +115,7 @@ class _UseProbe(DispatchMode):
         self.n_uses = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is _ADD and current_node() is not None:
+        if func is SUM and current_node() is not None:
             self.n_uses = uses_of_tensor(args[0])
         return func(*args, **(kwargs or {}))
 

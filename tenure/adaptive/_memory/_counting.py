@@ -19,7 +19,7 @@ from torch import Tensor, UntypedStorage
 from tenure._account import close_limit, open_limit
 from tenure._registries import refusal_watchers
 from tenure._text import format_bytes
-from tenure._torch.gradient_sums import is_sum_in_place, prepare
+from tenure._torch.gradient_sums import SUM, adds_plain_in_place, prepare
 from tenure._torch.modes import DispatchMode, open_modes, schema_of
 from tenure._torch.quiet import without_dispatch, without_functions
 from tenure._torch.resizing import tell, tell_no_more
@@ -122,8 +122,10 @@ class CountingMode(DispatchMode):
             places = self._before(func, args, kwargs)
         result = func(*args, **kwargs)
         with without_functions():
-            if is_sum_in_place(func, args, sys._getframe().f_back, self._n_above()):
-                self._account.note_summed(args[0].untyped_storage(), result.untyped_storage())
+            if func is SUM:
+                caller = sys._getframe().f_back
+                if adds_plain_in_place(args[0], caller, self._n_above()):
+                    self._account.note_summed(args[0].untyped_storage(), result.untyped_storage())
             made_bytes = self._account.note_made(storages_in((result,)))
             if made_bytes > 0 and self._exceeds():
                 # The traceback holds this frame: it must not hold what the operation made.

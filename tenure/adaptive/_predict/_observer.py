@@ -29,8 +29,6 @@ from ._scratch import scratch_bytes
 from ._target import Target
 from ._workspaces import Workspaces, taken_inside
 
-_ADD = torch.ops.aten.add.Tensor
-
 
 class Place(NamedTuple):
     """Where an operation runs.
@@ -262,7 +260,7 @@ class Observer(DispatchMode):
 
         It does not while a mode looks on, and makes a third.
         """
-        if func is not _ADD or self.phase != "backward" or args[0].layout is not torch.strided:
+        if func is not gradient_sums.SUM or self.phase != "backward":
             return None
         # called for a result, for an operation, by the handler, by who wanted the sum
         if not gradient_sums.adds_in_place(args[0], sys._getframe(4)):

@@ -14,7 +14,7 @@ from torch import UntypedStorage
 
 from tenure._storages import all_storages_of
 from tenure._torch.compiler import never_compiled
-from tenure._torch.gradient_sums import is_sum_in_place, prepare
+from tenure._torch.gradient_sums import SUM, adds_plain_in_place, prepare
 from tenure._torch.modes import EagerMode, schema_of
 from tenure._torch.quiet import without_dispatch
 
@@ -101,7 +101,7 @@ class OperationMode(EagerMode):
         if kind and told.is_open:
             # None on a thread of autograd's engine
             caller = sys._getframe().f_back
-            if is_sum_in_place(func, args, caller):
+            if func is SUM and adds_plain_in_place(args[0], caller):
                 told.sums(args[0].untyped_storage(), out.untyped_storage())
             told.made(out, args, kind, caller)
         return out
