@@ -10,7 +10,7 @@ INPUTS := pyproject.toml constraints.txt
 # assertions: four of the thirteen seconds in which they are collected.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all lint mypy pyright bench tables soak dist-test release docs clean
+.PHONY: demo test test-all matrix lint mypy pyright bench tables soak dist-test release docs clean
 
 demo: $(VENV)/.test
 	$(BIN)/python -m tenure demo
@@ -45,6 +45,10 @@ test-all: $(VENV)/.test
 	$(PYTEST) -m "not simdevice" --whole-heap $(SEARCHES)
 	$(PYTEST) -m simdevice $(ON_SIM)
 	$(PYTEST) -m "simdevice and not slow" --sim-allocator=cuda tests/profiler tests/adaptive tests/paging
+
+# `test` with other pairs of Python and torch: TORCH=2.15.0 PYTHON=3.12 runs that one, none runs all
+matrix:
+	python3 tests/matrix.py --python "$(filter-out python3,$(PYTHON))" --torch "$(TORCH)"
 
 lint: $(VENV)/.lint
 	$(BIN)/ruff format --check .

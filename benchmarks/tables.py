@@ -69,6 +69,13 @@ def _table(name: str, results: Path) -> str:
             f"the table {name!r} has no {path.name} in benchmarks/results; run its benchmark, or "
             "take its markers out."
         ) from None
+    if columns := report.get("columns"):
+        cells = [
+            columns,
+            ["---"] * len(columns),
+            *([row[c] for c in columns] for row in report["rows"]),
+        ]
+        return "".join("| " + " | ".join(map(str, line)) + " |\n" for line in cells)
     lines = [", ".join(f"{key} {value}" for key, value in report["machine"].items()) + ".", ""]
     lines += ["| what | measured | bar | reached | |", "|---|---|---|---|---|"]
     for row in report["rows"]:

@@ -90,7 +90,10 @@ def test_every_result_has_a_table():
     assert sorted(shown) == sorted(_reports())
 
 
-@pytest.mark.parametrize("report", _reports().values(), ids=_reports())
+_BENCHMARKS = {name: told for name, told in _reports().items() if "columns" not in told}
+
+
+@pytest.mark.parametrize("report", _BENCHMARKS.values(), ids=_BENCHMARKS)
 def test_results_say_what_machine_torch_and_commit_they_are_of(report):
     assert {"CPU", "threads", "Python", "torch", "commit"} <= set(report["machine"])
     assert all({"what", "value", "bar", "reached", "note"} == set(row) for row in report["rows"])
@@ -144,6 +147,16 @@ def test_a_stale_table_is_written_anew_and_the_words_around_it_stay(tmp_path):
         "before\n<!-- things: begin -->\nCPU X, torch 2.\n\n"
         "| what | measured | bar | reached | |\n|---|---|---|---|---|\n"
         "| a thing | 3 | <= 2 | no | some |\n<!-- things: end -->\nafter\n"
+    )
+
+
+def test_a_table_with_columns_of_its_own_shows_those_of_each_row(tmp_path):
+    report = {"columns": ["torch", "passed"], "rows": [{"passed": 3, "torch": "2.15.0", "x": 1}]}
+    (tmp_path / "pairs.json").write_text(json.dumps(report))
+    assert rendered("<!-- pairs: begin -->\n<!-- pairs: end -->\n", tmp_path) == (
+        "<!-- pairs: begin -->\n"
+        "| torch | passed |\n| --- | --- |\n| 2.15.0 | 3 |\n"
+        "<!-- pairs: end -->\n"
     )
 
 

@@ -1,0 +1,135 @@
+"""Runs `make test` with other pairs of Python and torch, each in a temporary environment.
+
+`make matrix` runs all pairs, `make matrix TORCH=2.15.0 PYTHON=3.12` that pair; either may be left
+out. Needs some 6 GB of disk, the network, and the Python that is named, on the path or of pyenv.
+The counts are kept in ``benchmarks/results/matrix.json`` and shown in ``docs/install.md``.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results" / "matrix.json"
+COLUMNS = ["Python", "torch", "passed", "failed", "skipped", "minutes", "date"]
+# Each minor version of torch and each Python stands here once at least.
+PAIRS = [
+    *(("3.11", torch) for torch in ("2.10.0", "2.12.1", "2.14.1", "2.15.0")),
+    *(("3.12", torch) for torch in ("2.11.0", "2.13.0", "2.15.0")),
+    ("3.13", "2.13.0"),
+    ("3.14", "2.13.0"),
+]
+# Requirements of a CUDA build of torch without which `import torch` and the CPU work.
+_OF_A_GPU = "cusolver|nvtx|triton|cuda-bindings"
+# A machine may hold torch back by a constraint of its own.
+_PIP = {"PIP_CONSTRAINT": os.devnull, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+
+
+def python_named(version):
+    """The path of a Python that is installed, or None."""
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
+    for path in [f"python{version}", *pyenv.glob(f"versions/{version}.*/bin/python")]:
+        asked = [path, "-c", "import sys; print(sys.executable)"]
+        try:
+            done = subprocess.run(asked, capture_output=True, text=True, check=True)
+        except (OSError, subprocess.CalledProcessError):  # pyenv's shim of another version fails
+            continue
+        return done.stdout.strip()
+    return None
+
+
+def install(venv, python, torch, packages):
+    """Make an environment with that torch and those packages."""
+    subprocess.run([python, "-m", "venv", venv], check=True)
+    pip = [venv / "bin" / "python", "-m", "pip", "install", "-qq", "--no-compile"]
+    env = os.environ | _PIP
+    subprocess.run([*pip, "--no-deps", f"torch=={torch}"], check=True, env=env)
+    (metadata,) = venv.glob("lib/python*/site-packages/torch-*.dist-info/METADATA")
+    text = re.sub(rf"(?m)^Requires-Dist: (nvidia-)?({_OF_A_GPU})\b.*\n", "", metadata.read_text())
+    # one requirement brings several libraries from 2.13 on: cuda-toolkit[cublas,cusolver,...]
+    metadata.write_text(re.sub(rf",({_OF_A_GPU})(?=[\w,]*\])", "", text))
+    subprocess.run([*pip, f"torch=={torch}", *packages], cwd=ROOT, check=True, env=env)
+    for stamp in (".python", ".test"):  # make has nothing to install any more
+        (venv / stamp).touch()
+
+
+def run(venv):
+    """Run `make test` there; the numbers of tests that passed, failed and were skipped."""
+    command = ["make", "--ignore-errors", "--no-print-directory", "test", f"VENV={venv}"]
+    process = subprocess.Popen(
+        command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    counts = {"passed": 0, "failed": 0, "skipped": 0}
+    for line in process.stdout:
+        print(line, end="", flush=True)
+        if re.match(r"=+ .* in [\d.]+s", line):
+            for number, what in re.findall(r"(\d+) (passed|failed|error|skipped)", line):
+                counts["failed" if what == "error" else what] += int(number)
+        elif re.match(r"make: .* Error (?!1 )\d+ \(ignored\)", line):
+            counts["failed"] += 1  # pytest broke off
+    if process.wait() or not counts["passed"]:
+        raise subprocess.CalledProcessError(process.returncode, command)
+    return counts
+
+
+def row_of(python, torch):
+    """Run a pair; its row, or None if it could not be run."""
+    executable = python_named(python)
+    if executable is None:
+        print(f"no Python {python} here: torch {torch} is not tried with it")
+        return None
+    print(f"Python {python} and torch {torch}: installing", flush=True)
+    begin = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="tenure-matrix-") as folder:
+        venv = Path(folder) / "venv"
+        install(venv, executable, torch, ["-e", ".[test]"])
+        counts = run(venv)
+    minutes = round((time.monotonic() - begin) / 60)
+    date = datetime.date.today().isoformat()
+    return {"Python": python, "torch": torch, **counts, "minutes": minutes, "date": date}
+
+
+def keep(row):
+    """Put the row into the results, in place of an earlier one of the pair."""
+    rows = json.loads(RESULTS.read_text())["rows"] if RESULTS.exists() else []
+    pair = (row["Python"], row["torch"])
+    rows = [each for each in rows if (each["Python"], each["torch"]) != pair] + [row]
+    rows.sort(key=lambda each: [[int(n) for n in each[key].split(".")] for key in COLUMNS[:2]])
+    lines = ",\n".join("  " + json.dumps(each) for each in rows)
+    RESULTS.write_text(f'{{\n "columns": {json.dumps(COLUMNS)},\n "rows": [\n{lines}\n ]\n}}\n')
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--python", default="")
+    parser.add_argument("--torch", default="")
+    chosen = parser.parse_args()
+    pairs = [
+        pair for pair in PAIRS if chosen.python in ("", pair[0]) and chosen.torch in ("", pair[1])
+    ]
+    if not pairs and chosen.python and chosen.torch:
+        pairs = [(chosen.python, chosen.torch)]
+    failed = False
+    for python, torch in pairs:
+        try:
+            row = row_of(python, torch)
+        except subprocess.CalledProcessError as error:
+            print(f"Python {python} and torch {torch}: {error}")
+            failed = True
+            continue
+        if row:
+            keep(row)
+            print(", ".join(f"{key} {value}" for key, value in row.items()), flush=True)
+            failed |= row["failed"] > 0
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
