@@ -35,12 +35,8 @@ def _growth_rows(what, growth):
     mib = growth.rss_bytes / _MIB
     yield Row(f"{what}: growth of resident memory", f"{max(mib, 0):.2f} MiB",
               f"<= {_RSS_BAR_MIB} MiB", mib <= _RSS_BAR_MIB)  # fmt: skip
-    yield _zero(f"{what}: growth of objects of Python", growth.objects, _told(growth.kinds))
+    yield _zero(f"{what}: growth of objects of Python", growth.objects, growth.types)
     yield _zero(f"{what}: growth of entries of scopes", growth.entries)
-
-
-def _told(kinds):
-    return ", ".join(f"{n:+} {kind.__qualname__}" for kind, n in kinds.items())
 
 
 def _zero(what, n, note=""):

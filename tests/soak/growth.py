@@ -11,6 +11,9 @@ import psutil
 from tenure.scopes._owner import prune
 from tenure.scopes._thread import this_thread
 
+# each has a class of its own, which is garbage until it is collected
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+
 
 class Held(NamedTuple):
     """What the process holds at a moment."""
@@ -23,6 +26,11 @@ class Held(NamedTuple):
     def objects(self):
         """How many objects of Python, of all types."""
         return self.kinds.total()
+
+    @property
+    def types(self):
+        """How many of each type, as text."""
+        return ", ".join(f"{n:+} {kind.__qualname__}" for kind, n in self.kinds.items())
 
     def since(self, before):
         kinds = Counter(self.kinds)
@@ -40,8 +48,8 @@ def held():
     prune(scopes.handed_out)
     prune(scopes.chosen)
     gc.collect()
-    if sys.platform == "linux":
-        ctypes.CDLL(None).malloc_trim(0)
+    if _LIBC is not None:
+        _LIBC.malloc_trim(0)
     entries = len(scopes.handed_out) + len(scopes.chosen) + scopes.n_owned + len(scopes.open)
     rss_bytes = psutil.Process().memory_info().rss
     return Held(rss_bytes, Counter(map(type, gc.get_objects())), entries)
