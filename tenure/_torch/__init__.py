@@ -73,6 +73,11 @@ def refuse(path: str, purpose: str) -> NoReturn:
     )
 
 
+def is_known(*names: object) -> bool:
+    """Whether torch has all that `bound` gave."""
+    return not any(isinstance(name, _StandIn) for name in names)
+
+
 def require(*names: object) -> None:
     """Make sure of what `bound` gave, where something would be left half done without it.
 

@@ -11,6 +11,8 @@ Source: ``aten/src/ATen/cuda/CublasHandlePool.cpp`` of PyTorch.
 
 from __future__ import annotations
 
+import os
+import re
 import sys
 from typing import Any
 
@@ -18,15 +20,24 @@ import torch
 
 from tenure._graph_capture import is_capturing, kind_of_live_graph
 
-from . import optional
+from . import bound, is_known, optional
 
 # a build without CUDA has none of these, so each can be missing
 _SETTINGS = "torch._C._accelerator_getAllocatorSettings"
 _CLEAR = "torch._C._cuda_clearCublasWorkspaces"
-_SIZES = ("torch._C._cuda_getCublasWorkspaceSize", "torch._C._cuda_getCublasLtWorkspaceSize")
+# the first torch that tells the sizes of workspaces
+_TELLING = "2.13"
+_WORKSPACE_BYTES = 8_519_680
+# on Hopper and Blackwell, see `_older_workspace_bytes`
+_LARGE_WORKSPACE_BYTES = 32 << 20
 _SHARED_POOL = (0, 0)
 FREE = "inactive"
 """The state of a block of a segment that holds nothing."""
+
+
+_WORKSPACES = "the working memory of cuBLAS, which budgets and predictions allow for"
+_cublas_bytes = bound("torch._C._cuda_getCublasWorkspaceSize", _WORKSPACES)
+_cublaslt_bytes = bound("torch._C._cuda_getCublasLtWorkspaceSize", _WORKSPACES)
 
 
 def has_expandable_segments() -> bool:
@@ -72,10 +83,9 @@ def workspace_bytes(device: torch.device) -> dict[str, int]:
     """
     if not _keeps_workspaces(device):
         return {}
-    return {
-        "cuBLAS": int(torch.backends.cuda.cublas_workspace_size()),
-        "cuBLASLt": int(torch.backends.cuda.cublaslt_workspace_size()),
-    }
+    if torch.__version__ < _TELLING and not torch.version.hip:
+        return _older_workspace_bytes(device)
+    return {"cuBLAS": int(_cublas_bytes()), "cuBLASLt": int(_cublaslt_bytes())}
 
 
 def clear_workspaces(device: torch.device) -> int:
@@ -98,9 +108,11 @@ def clear_workspaces(device: torch.device) -> int:
 
 
 def works() -> bool:
-    """Whether torch tells the settings as a text; one with CUDA has the names of workspaces too."""
-    names = (_CLEAR, *_SIZES)
-    known = not torch.backends.cuda.is_built() or all(optional(name) is not None for name in names)
+    """Whether torch tells the settings as a text; one with CUDA tells of workspaces too."""
+    known = not torch.backends.cuda.is_built() or (
+        optional(_CLEAR) is not None
+        and (torch.__version__ < _TELLING or is_known(_cublas_bytes, _cublaslt_bytes))
+    )
     return known and isinstance((optional(_SETTINGS) or bool)(), str)
 
 
@@ -111,6 +123,27 @@ def _snapshot(module: Any) -> list[dict[str, Any]]:
     except TypeError:
         found = module.memory_snapshot()
     return list(found)
+
+
+def _older_workspace_bytes(device: torch.device) -> dict[str, int]:
+    """The sizes in torch 2.10 to 2.12, which read them from the environment, and don't tell them.
+
+    Source: ``parseChosenWorkspaceSize`` and ``parseCUDABlasLtWorkspaceSize`` of
+    https://github.com/pytorch/pytorch/blob/v2.11.0/aten/src/ATen/cuda/CublasHandlePool.cpp
+    """
+    given = re.findall(r":(\d+):(\d+)", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
+    major, minor = torch.get_device_module(device).get_device_capability(device)
+    is_large = (major, minor) == (9, 0) or (torch.__version__ >= "2.12" and major in (9, 10, 12))
+    n_bytes = _LARGE_WORKSPACE_BYTES if is_large else _WORKSPACE_BYTES
+    if given:
+        n_bytes = sum(int(kib) * int(n) << 10 for kib, n in given)
+    found = {"cuBLAS": n_bytes}
+    shares = os.environ.get("TORCH_CUBLASLT_UNIFIED_WORKSPACE")
+    # one that shares has no block of its own
+    if shares == "0" or (shares != "1" and torch.__version__ < "2.11"):
+        given_kib = re.match(r"\s*\d+", os.environ.get("CUBLASLT_WORKSPACE_SIZE", ""))
+        found["cuBLASLt"] = int(given_kib[0] if given_kib else 1024) << 10
+    return found
 
 
 def _keeps_workspaces(device: torch.device) -> bool:

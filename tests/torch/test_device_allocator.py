@@ -6,8 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.torch_version import TorchVersion
 
-from tenure._torch import device_allocator
+from tenure import MissingTorchNameError
+from tenure._torch import bound, device_allocator
 from tenure._torch.device_allocator import (
     clear_workspaces,
     free_block_bytes,
@@ -17,6 +19,7 @@ from tenure._torch.device_allocator import (
 
 CUDA = torch.device("cuda:0")
 SECOND = torch.device("cuda", 1)
+MIB = 1 << 20
 BLOCK_BYTES = 8_519_680
 
 
@@ -42,13 +45,11 @@ class FakeCuda(SimpleNamespace):
 @pytest.fixture
 def cuda(monkeypatch):
     fake = FakeCuda()
-    names = {
-        "_cuda_clearCublasWorkspaces": lambda: setattr(fake, "held_bytes", 0),
-        "_cuda_getCublasWorkspaceSize": lambda: BLOCK_BYTES,
-        "_cuda_getCublasLtWorkspaceSize": lambda: 1 << 20,
-    }
-    for name, function in names.items():
-        monkeypatch.setattr(torch._C, name, function, raising=False)
+    clear = "_cuda_clearCublasWorkspaces"
+    monkeypatch.setattr(torch._C, clear, lambda: setattr(fake, "held_bytes", 0), raising=False)
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.13.0"))
+    monkeypatch.setattr(device_allocator, "_cublas_bytes", lambda: BLOCK_BYTES)
+    monkeypatch.setattr(device_allocator, "_cublaslt_bytes", lambda: MIB)
     monkeypatch.setattr(torch, "get_device_module", lambda device: fake)
     frames = sys._current_frames
     of_the_runner = set(frames()) - {threading.get_ident()}  # pytest-xdist has a thread of its own
@@ -66,7 +67,7 @@ def test_the_blocks_are_let_go_and_what_that_frees_is_told(cuda):
 
 
 def test_the_size_of_a_block_is_told_by_library(cuda):
-    assert workspace_bytes(CUDA) == {"cuBLAS": BLOCK_BYTES, "cuBLASLt": 1 << 20}
+    assert workspace_bytes(CUDA) == {"cuBLAS": BLOCK_BYTES, "cuBLASLt": MIB}
 
 
 def test_a_capture_keeps_the_blocks(cuda):
@@ -117,8 +118,51 @@ def test_a_build_without_the_names_keeps_no_blocks(cuda, monkeypatch):
 def test_the_self_test_finds_the_names_of_a_build_with_cuda(cuda, monkeypatch):
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
     assert device_allocator.works()
-    monkeypatch.delattr(torch._C, "_cuda_getCublasLtWorkspaceSize")
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.13.0"))
+    monkeypatch.setattr(device_allocator, "_cublaslt_bytes", bound("torch._C._gone", "this test"))
     assert not device_allocator.works()
+    with pytest.raises(MissingTorchNameError, match=r"has no torch\._C\._gone, "):
+        workspace_bytes(CUDA)
+
+
+@pytest.mark.parametrize(
+    ("version", "capability", "environment", "expected"),
+    [
+        ("2.10.0+cu128", (8, 0), {}, {"cuBLAS": BLOCK_BYTES, "cuBLASLt": MIB}),
+        ("2.11.0", (9, 0), {}, {"cuBLAS": 32 * MIB}),
+        ("2.11.0", (10, 0), {}, {"cuBLAS": BLOCK_BYTES}),
+        ("2.12.1", (12, 0), {}, {"cuBLAS": 32 * MIB}),
+        ("2.12.1", (8, 9), {"CUBLAS_WORKSPACE_CONFIG": ":16:8"}, {"cuBLAS": 128 << 10}),
+        ("2.12.1", (8, 9), {"CUBLAS_WORKSPACE_CONFIG": "16"}, {"cuBLAS": BLOCK_BYTES}),
+        ("2.12.1", (8, 9), {"CUBLAS_WORKSPACE_CONFIG": ":4:2:1:3"}, {"cuBLAS": 11 << 10}),
+        ("2.11.0", (8, 9), {"CUBLAS_WORKSPACE_CONFIG": ":4:2:1:3:9:1"}, {"cuBLAS": 20 << 10}),
+        ("2.10.0", (8, 9), {"TORCH_CUBLASLT_UNIFIED_WORKSPACE": "1"}, {"cuBLAS": BLOCK_BYTES}),
+        (
+            "2.11.0", (8, 9),
+            {"TORCH_CUBLASLT_UNIFIED_WORKSPACE": "0", "CUBLASLT_WORKSPACE_SIZE": "2048"},
+            {"cuBLAS": BLOCK_BYTES, "cuBLASLt": 2 * MIB},
+        ),
+    ],
+)  # fmt: skip
+def test_a_torch_that_does_not_tell_the_sizes_has_those_of_its_environment(
+    cuda, monkeypatch, version, capability, environment, expected
+):
+    for name in ("CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch, "__version__", TorchVersion(version))
+    monkeypatch.setattr(torch.version, "hip", None)
+    cuda.get_device_capability = lambda device: capability
+    assert workspace_bytes(CUDA) == expected
+
+
+def test_an_older_torch_for_amd_refuses_by_name(cuda, monkeypatch):
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.12.1+rocm7.0"))
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    monkeypatch.setattr(device_allocator, "_cublas_bytes", bound("torch._C._gone", "this test"))
+    with pytest.raises(MissingTorchNameError, match="has no torch"):
+        workspace_bytes(CUDA)
 
 
 def _segment(pool, *blocks, index=1):
