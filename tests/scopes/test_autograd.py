@@ -112,18 +112,12 @@ def doubles(*shape: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
 
 
-# importing its rules for forward mode, torch calls torch.jit.script, which it has deprecated itself
-forward_mode = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
-
-
-@forward_mode
 def test_gradcheck_and_gradgradcheck_pass_through_a_scoped_function():
     operands = doubles(2, 3), doubles(3)
     assert torch.autograd.gradcheck(polynomial, operands, check_forward_ad=True)
     assert torch.autograd.gradgradcheck(polynomial, operands)
 
 
-@forward_mode
 def test_forward_mode_sees_through_a_scope():
     primal, tangent = doubles(3).detach(), torch.ones(3, dtype=torch.float64)
     with forward_ad.dual_level(), NewDisposeScope() as scope:

@@ -295,7 +295,6 @@ def test_what_torch_checks_first_is_refused_in_its_words(message, use):
         use(disposed_tensor())
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # on newer Pythons
 def test_torchscript_refuses_but_loses_the_message():
     with pytest.raises(RuntimeError, match="TorchScript interpreter"):
         torch.jit.script(plus_one)(disposed_tensor())

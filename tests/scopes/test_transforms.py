@@ -68,7 +68,6 @@ TRANSFORMS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own use of it
 @for_every_scoped_function
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
 def test_a_transform_of_a_scoped_function_is_the_transform(transform, function, x):
@@ -103,7 +102,6 @@ def test_a_transformed_function_that_returns_a_disposed_tensor_is_refused(x):
 # --- tracers
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @for_every_scoped_function
 def test_a_traced_scoped_function_computes_the_same(function, x):
     traced = torch.jit.trace(function, x)

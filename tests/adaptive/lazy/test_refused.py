@@ -84,7 +84,6 @@ def test_a_graph_of_gradients_that_runs_out_half_way_is_the_reason(call):
     assert all(p.grad is None for p in model.parameters())
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("room", [None, 3])
 def test_a_model_of_torchscript_runs_whole_or_is_the_reason(room):
     plain = mlp()

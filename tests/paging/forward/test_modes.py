@@ -52,7 +52,6 @@ def test_fake_tensors_go_through_and_leave_no_trace(model, whole, x):
         assert all(model(x).equal(whole(x)) for _ in range(3))
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # of torch itself
 def test_the_transforms_of_torch_func_give_what_they_give_of_the_whole_model(model, whole, x):
     with torch.no_grad():
         for _ in range(2):
@@ -64,16 +63,12 @@ def test_the_transforms_of_torch_func_give_what_they_give_of_the_whole_model(mod
 
 def test_a_trace_by_torch_jit_is_refused_and_the_model_goes_on(model, whole, x):
     with torch.no_grad():
-        with (
-            pytest.warns(DeprecationWarning, match="jit"),
-            pytest.raises(PagingError, match=r"is traced by torch\.jit while it is paged"),
-        ):
+        with pytest.raises(PagingError, match=r"is traced by torch\.jit while it is paged"):
             torch.jit.trace(model, x)
         assert model(x).equal(whole(x))
 
 
 def test_a_module_of_torchscript_is_refused_by_name(whole, tmp_path):
-    with pytest.warns(DeprecationWarning, match="jit"):
-        scripted = torch.nn.Sequential(torch.jit.script(whole))
+    scripted = torch.nn.Sequential(torch.jit.script(whole))
     with pytest.raises(PagingError, match=r"'0' is a module of TorchScript"):
         page(scripted, "cpu", host=tmp_path)

@@ -93,7 +93,6 @@ def test_a_module_that_writes_a_buffer_in_each_call_is_refused():
     step(lambda b: normed(b).mean(), torch.randn(9, 4), maximum=4)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 def test_scripted_modules_are_split_and_their_batchnorm_refused():
     net = torch.jit.script(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8)))
     with pytest.raises(BatchCoupledError, match=r"net\.1 \(.*num_batches_tracked"):
