@@ -24,6 +24,8 @@ from . import bound, is_known, optional
 
 # a build without CUDA has none of these, so each can be missing
 _SETTINGS = "torch._C._accelerator_getAllocatorSettings"
+_SNAPSHOT = "torch._C._cuda_memorySnapshot"
+_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 _CLEAR = "torch._C._cuda_clearCublasWorkspaces"
 # the first torch that tells the sizes of workspaces
 _TELLING = "2.13"
@@ -31,6 +33,7 @@ _WORKSPACE_BYTES = 8_519_680
 # on Hopper and Blackwell, see `_older_workspace_bytes`
 _LARGE_WORKSPACE_BYTES = 32 << 20
 _SHARED_POOL = (0, 0)
+_NO_POOL = (1, 1)
 FREE = "inactive"
 """The state of a block of a segment that holds nothing."""
 
@@ -42,7 +45,13 @@ _cublaslt_bytes = bound("torch._C._cuda_getCublasLtWorkspaceSize", _WORKSPACES)
 
 def has_expandable_segments() -> bool:
     """Whether segments grow and shrink, so that free parts of them can be given back too."""
-    settings = (optional(_SETTINGS) or str)()
+    if (tell := optional(_SETTINGS)) is not None:
+        settings = tell()
+    # torch 2.11 has no such question yet, but says the settings beside the blocks of a pool
+    elif (snapshot := optional(_SNAPSHOT)) is not None:
+        return bool(snapshot(_NO_POOL)["allocator_settings"]["expandable_segments"])
+    else:
+        settings = next(filter(None, map(os.environ.get, _VARIABLES)), "")
     return "expandable_segments:true" in str(settings).replace(" ", "").lower()
 
 
@@ -108,12 +117,12 @@ def clear_workspaces(device: torch.device) -> int:
 
 
 def works() -> bool:
-    """Whether torch tells the settings as a text; one with CUDA tells of workspaces too."""
+    """Whether torch tells how its allocator is set up; one with CUDA tells of workspaces too."""
     known = not torch.backends.cuda.is_built() or (
         optional(_CLEAR) is not None
         and (torch.__version__ < _TELLING or is_known(_cublas_bytes, _cublaslt_bytes))
     )
-    return known and isinstance((optional(_SETTINGS) or bool)(), str)
+    return known and isinstance((optional(_SETTINGS) or str)(), str)
 
 
 def _snapshot(module: Any) -> list[dict[str, Any]]:

@@ -13,6 +13,7 @@ from tenure._torch import bound, device_allocator
 from tenure._torch.device_allocator import (
     clear_workspaces,
     free_block_bytes,
+    has_expandable_segments,
     segments_of,
     workspace_bytes,
 )
@@ -163,6 +164,26 @@ def test_an_older_torch_for_amd_refuses_by_name(cuda, monkeypatch):
     monkeypatch.setattr(device_allocator, "_cublas_bytes", bound("torch._C._gone", "this test"))
     with pytest.raises(MissingTorchNameError, match="has no torch"):
         workspace_bytes(CUDA)
+
+
+@pytest.mark.parametrize("is_expandable", [True, False])
+def test_how_segments_are_is_known_to_each_torch(monkeypatch, is_expandable):
+    found = {"segments": [], "allocator_settings": {"expandable_segments": is_expandable}}
+    settings = f"max_split_size_mb:100, expandable_segments: {is_expandable}"
+    name = "_accelerator_getAllocatorSettings"
+    for variable in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(torch._C, name, lambda: settings, raising=False)
+    assert has_expandable_segments() is is_expandable
+    # torch 2.11
+    monkeypatch.delattr(torch._C, name)
+    monkeypatch.setattr(torch._C, "_cuda_memorySnapshot", lambda pool: found, raising=False)
+    assert has_expandable_segments() is is_expandable
+    # and its build without CUDA
+    monkeypatch.delattr(torch._C, "_cuda_memorySnapshot")
+    assert not has_expandable_segments()
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", settings)
+    assert has_expandable_segments() is is_expandable
 
 
 def _segment(pool, *blocks, index=1):

@@ -107,7 +107,8 @@ def test_free_parts_can_be_given_back_where_segments_expand(sim, monkeypatch):
     sim(allocator="cuda", budget="1GiB")
     kept = [made(4 * MIB, "sim") for _ in range(100)][::5]
     settings = "expandable_segments: True"
-    monkeypatch.setattr(torch._C, "_accelerator_getAllocatorSettings", lambda: settings)
+    name = "_accelerator_getAllocatorSettings"
+    monkeypatch.setattr(torch._C, name, lambda: settings, raising=False)
     assert meter_for("sim:0").available_bytes() == (624 + 320) * MIB
     del kept
 
