@@ -2,9 +2,8 @@
 
 Invariant: importing tenure never fails for a name that torch has dropped. What is bound here is
 torch's own object, so that it costs a call nothing; or, where torch has none, what raises at its
-first use. Nobody else in tenure but ``testing``, which is a backend of
-torch, says a private name of it (``tests/torch/test_private_names.py``
-reads the source for it), and the same file tries what is left when each of them is gone.
+first use. Nothing else in tenure says a private name of torch: the tests in
+``tests/torch/test_private_names.py`` read the source for it, and take each name away in turn.
 """
 
 from __future__ import annotations

@@ -55,6 +55,11 @@ def require_hooks() -> None:
     require(hooks_of, post_hooks_of)
 
 
+def give_hooks(leaf: Any, hooks: Any, post_hooks: Any) -> None:
+    """Set the hooks of a leaf's gradient, and those that run when it has been added to."""
+    leaf._backward_hooks, leaf._post_accumulate_grad_hooks = hooks, post_hooks
+
+
 def carry_hooks_over(handle: Tensor) -> None:
     """Have the hooks that a handle shows run for the tensor that it has got meanwhile."""
     # torch keeps them with the handle, and has the tensor call them when they are set

@@ -35,7 +35,8 @@ set_class = vars(object)["__class__"].__set__
 """Gives an object another class, past a ``__setattr__`` of its own; TypeError where it can't."""
 
 _without_transforms = bound("torch._C._DisableFuncTorch", "paging")
-_without_dispatch_modes = bound("torch.utils._python_dispatch._disable_current_modes", "paging")
+without_dispatch_modes: Any = bound("torch.utils._python_dispatch._disable_current_modes", "paging")
+"""A context in which no dispatch mode sees an operation."""
 
 
 @contextmanager
@@ -59,7 +60,7 @@ def aside() -> Iterator[None]:
 @contextmanager
 def aside_with_subclasses() -> Iterator[None]:
     """The same for tensors of any class: without their own dispatch they have no bytes to copy."""
-    with _without_dispatch_modes(), _unrecorded():
+    with without_dispatch_modes(), _unrecorded():
         yield
 
 

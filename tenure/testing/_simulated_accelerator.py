@@ -10,7 +10,10 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Concatenate, ParamSpec
 
+import torch
+
 from tenure._errors import SimulatorUsageError
+from tenure._torch.python_backend import require_all
 
 from ._simulator import Simulator
 from ._torch_backend import (
@@ -25,6 +28,12 @@ P = ParamSpec("P")
 
 _running: list[Simulator] = []
 _kept: list[Any] = []
+_failures: list[Exception] = []
+_UNFINISHED = (
+    f"torch {torch.__version__} refused a part of the simulated accelerator, as the error above "
+    "says. The other parts stay in torch until the process ends. Use a torch that this tenure is "
+    "tested with (see constraints.txt), in a new process."
+)
 
 
 def _with_options_of(
@@ -133,8 +142,16 @@ def _install() -> None:
     """Make `sim:0` a device of this process; later calls do nothing.
 
     Raises:
-        SimulatorUsageError: another package has named PrivateUse1 first.
+        MissingTorchNameError: this torch lacks a name that it needs; nothing was changed.
+        SimulatorUsageError: another package has named PrivateUse1 first, or torch refused a part
+            of the device, now or at an earlier call.
     """
+    if _failures:
+        raise SimulatorUsageError(_UNFINISHED) from _failures[0]
+    # Late: this is what changes torch, and to import the module must not.
+    from ._interface import _accelerator, _backward, _device_module, _module_to, _storage_methods
+
+    require_all()
     taken = name_of_privateuse1()
     if taken is not None:
         raise SimulatorUsageError(
@@ -142,14 +159,17 @@ def _install() -> None:
             f" only once. The simulated accelerator names it {DEVICE_TYPE!r} for the whole process:"
             f" run its tests in a process of their own, in which nothing sets up {taken!r}."
         )
-    # Late: this is what changes torch, and to import the module must not.
-    from ._interface import _backward, _device_module
-
-    # Torch keeps bare pointers to both.
-    _kept.extend([_device_module, _backward.SafeGuard()])
-    register_device(*_kept)
-    _install_kernels()
-    _install_patches()
+    try:
+        guard = _backward.SafeGuard()
+        # Torch keeps bare pointers to both.
+        _kept.extend([_device_module, guard])
+        register_device(_device_module, guard)
+        _install_kernels()
+        for module in (_accelerator, _backward, _module_to, _storage_methods):
+            module.install()
+    except Exception as error:
+        _failures.append(error)
+        raise SimulatorUsageError(_UNFINISHED) from error
 
 
 def _install_kernels() -> None:
@@ -163,10 +183,3 @@ def _install_kernels() -> None:
     for key in _transfers.LAZY_KEYS:
         register(_transfers.LAZY_KERNELS, key)
     _autocast.install()
-
-
-def _install_patches() -> None:
-    from ._interface import _accelerator, _backward, _module_to, _storage_methods
-
-    for module in (_accelerator, _backward, _module_to, _storage_methods):
-        module.install()

@@ -1,8 +1,8 @@
-"""The private torch functions that make a device out of Python, each behind a plain name.
+"""What of torch makes a device out of Python, each behind a plain name.
 
-A torch release that moves one of them is mended here, and `test_torch_backend.py` says which one
-moved. What replaces a function of torch stands elsewhere, one module for each purpose: storages,
-`.data`, backward passes, the accelerator.
+The private names stand in `tenure/_torch/python_backend.py`, and `test_torch_backend.py` says which
+of them a release of torch has changed. What replaces a function of torch stands elsewhere, one
+module for each purpose: storages, `.data`, backward passes, the accelerator.
 
 Python kernels are registered here, too. One that raises leaves no reference behind: a C++ kernel's
 frame holds no tensor once it has failed, so the Python frames that stand for it must not hold any
@@ -13,36 +13,41 @@ import ctypes
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch._C._acc import DeviceGuard, create_empty_tensor
-from torch._prims_common import compute_required_storage_length
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 from torch.utils.dlpack import from_dlpack
+
+from tenure._torch import python_backend
+from tenure._torch.gradient_sums import current_node as current_node
+from tenure._torch.gradient_sums import next_sequence
+from tenure._torch.python_backend import node_number as number_of_node
+from tenure._torch.quiet import without_dispatch_modes, without_functions
+from tenure._torch.storages import key_of
+from tenure._torch.swap import swap
 
 DEVICE_TYPE = "sim"
 # c10::DeviceType::PrivateUse1, by number:
 # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/headeronly/core/DeviceType.h
 DEVICE_TYPE_NUMBER = 20
-CPU_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
-# torch's stubs do not list this key.
-_AUTOCAST_KEYS = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, "AutocastPrivateUse1"))  # noqa: B009
-
-
 _UNNAMED = "privateuseone"
+
+
+@functools.cache
+def cpu_keys() -> Any:
+    """The dispatch key of kernels of the host."""
+    return python_backend.KeySet(python_backend.Key.CPU)
 
 
 def name_of_privateuse1() -> str | None:
     """What PrivateUse1 was renamed to in this process, `sim` or by another package; None if not."""
-    name = torch._C._get_privateuse1_backend_name()
+    name: str = python_backend.name_of_privateuse1()
     return None if name == _UNNAMED else name
 
 
-def register_device(module: object, guard: DeviceGuard) -> None:
+def register_device(module: object, guard: object) -> None:
     """Rename PrivateUse1 to `sim` and make `module` its device module; possible once a process."""
-    _setup_privateuseone_for_python_backend(DEVICE_TYPE, backend_module=module, device_guard=guard)
+    python_backend.set_up(DEVICE_TYPE, backend_module=module, device_guard=guard)
 
 
 def sim_device(index: int = 0) -> torch.device:
@@ -63,9 +68,8 @@ def host_storage_over(host: torch.UntypedStorage, low: int, n_bytes: int) -> tor
 
 
 def _storage_at(pointer: int, device: torch.device, n_bytes: int) -> torch.UntypedStorage:
-    # The stubs name a class that torch no longer has.
-    made: Any = torch._C._construct_storage_from_data_pointer(pointer, device, n_bytes)
-    return cast(torch.UntypedStorage, made)
+    made: torch.UntypedStorage = python_backend.storage_at(pointer, device, n_bytes)
+    return made
 
 
 def tensor_over(
@@ -81,8 +85,8 @@ def tensor_over(
 
 def _empty(index: int, dtype: torch.dtype) -> torch.Tensor:
     if index == 0:
-        return create_empty_tensor((0,), dtype)
-    empty: torch.Tensor = torch.ops.aten.view.dtype.redispatch(CPU_KEYS, _first_of(index), dtype)
+        return python_backend.create_empty_tensor((0,), dtype)  # type: ignore[no-any-return]
+    empty: torch.Tensor = torch.ops.aten.view.dtype.redispatch(cpu_keys(), _first_of(index), dtype)
     return empty
 
 
@@ -111,23 +115,25 @@ def set_geometry(
 ) -> torch.Tensor:
     """Point `tensor` at another storage or another part of its own, in place."""
     set_ = torch.ops.aten.set_.source_Storage_storage_offset
-    pointed: torch.Tensor = set_.redispatch(CPU_KEYS, tensor, storage, offset, size, stride)
+    pointed: torch.Tensor = set_.redispatch(cpu_keys(), tensor, storage, offset, size, stride)
     return pointed
 
 
 def required_elements(size: Sequence[int], stride: Sequence[int]) -> int:
     """Elements that a storage needs to hold a tensor of this size and stride at offset 0."""
-    return int(compute_required_storage_length(list(size), list(stride), 0))
+    if 0 in size:
+        return 0
+    return 1 + sum((int(n) - 1) * int(step) for n, step in zip(size, stride, strict=True))
 
 
 def swap_implementation(first: torch.Tensor, second: torch.Tensor) -> None:
     """Exchange what two tensor objects refer to; the objects keep their identity."""
-    torch._C._swap_tensor_impl(first, second)
+    swap(first, second)
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:
     """The identity of the storage's C++ object, equal for every Python object over it."""
-    return int(storage._cdata)
+    return key_of(storage)
 
 
 def tensor_key(tensor: torch.Tensor) -> int:
@@ -141,35 +147,31 @@ LEAF_NUMBER = 2**64 - 1
 
 def next_node_number() -> int:
     """The number that the next node of autograd made in this thread will have."""
-    return int(torch._C._autograd._get_sequence_nr())  # pyright: ignore[reportAttributeAccessIssue]  # no stub
+    return int(next_sequence())
 
 
 def node_number(node: Any) -> int:
     """The number of a node among those that its thread has made."""
-    return int(node._sequence_nr())
-
-
-def current_node() -> Any:
-    """The node that this thread is running in a backward pass; None outside."""
-    return torch._C._current_autograd_node()
+    return int(number_of_node(node)())
 
 
 def is_node_on_device(node: Any) -> bool:
     """Whether a node gets gradients that lie on the simulated device."""
-    return any(each.device.type == DEVICE_TYPE for each in node._input_metadata)
+    return any(each.device.type == DEVICE_TYPE for each in python_backend.input_metadata(node))
 
 
 def below_autocast() -> AbstractContextManager[None]:
     """Context in which operators on the device skip the autocast kernels."""
-    return torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_KEYS)
+    keys = python_backend.KeySet(python_backend.Key.AutocastPrivateUse1)
+    return python_backend.without_keys(keys)  # type: ignore[no-any-return]
 
 
 @contextmanager
 def below_everything() -> Iterator[None]:
     """Context in which operators on the host are seen by no mode, no autograd and no autocast."""
     with (
-        _disable_current_modes(),
-        torch._C.DisableTorchFunction(),
+        without_dispatch_modes(),
+        without_functions(),
         torch.inference_mode(),
         torch.autocast("cpu", enabled=False),
     ):

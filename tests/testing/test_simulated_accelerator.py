@@ -8,12 +8,14 @@ import pytest
 import torch
 
 import tenure
-from tenure import testing
+from tenure import MissingTorchNameError, testing
+from tenure._torch import bound, python_backend
 from tenure.testing import (
     RaceError,
     Rates,
     Simulator,
     SimulatorUsageError,
+    _simulated_accelerator,
     for_each_allocation,
     simulated_accelerator,
 )
@@ -92,6 +94,51 @@ def test_a_process_whose_privateuse1_has_a_name_is_refused_by_that_name():
     assert first == second
     assert first.startswith("torch's PrivateUse1 backend is 'npu' in this process already, and")
     assert "run its tests in a process of their own, in which nothing sets up 'npu'." in first
+
+
+@pytest.fixture
+def registered(monkeypatch):
+    """The devices that were put into torch, as in a process that has none so far."""
+    made = []
+    monkeypatch.setattr(_simulated_accelerator, "name_of_privateuse1", lambda: None)
+    monkeypatch.setattr(_simulated_accelerator, "_failures", [])
+    monkeypatch.setattr(
+        _simulated_accelerator, "register_device", lambda *device: made.append(device)
+    )
+    install = _simulated_accelerator._install.__wrapped__
+    monkeypatch.setattr(_simulated_accelerator, "_install", install)
+    return made
+
+
+def test_a_torch_that_lacks_a_name_is_refused_before_it_is_changed(registered, monkeypatch):
+    gone = bound("torch._C._gone", "the simulated accelerator")
+    monkeypatch.setattr(python_backend, "_names", [*python_backend._names, gone])
+    for _ in range(2):
+        with (
+            pytest.raises(
+                MissingTorchNameError, match=r"has no torch\._C\._gone, .* simulated acc"
+            ),
+            simulated_accelerator(),
+        ):
+            pytest.fail("it ran")
+    assert registered == []
+
+
+def test_a_device_that_torch_refused_halfway_is_refused_by_that_error_from_then_on(
+    registered, monkeypatch
+):
+    def refuse():
+        raise RuntimeError("torch has changed")
+
+    monkeypatch.setattr(_simulated_accelerator, "_install_kernels", refuse)
+    for _ in range(2):
+        with (
+            pytest.raises(SimulatorUsageError, match=r"refused a part of .* new process") as caught,
+            simulated_accelerator(),
+        ):
+            pytest.fail("it ran")
+        assert str(caught.value.__cause__) == "torch has changed"
+    assert len(registered) == 1
 
 
 def test_the_options_are_those_of_the_simulator_and_are_checked_there():

@@ -212,11 +212,7 @@ def _private_names(path):
 
 @pytest.mark.parametrize(
     "path",
-    [
-        path
-        for path in sorted(_ROOT.rglob("*.py"))
-        if path.relative_to(_ROOT).parts[0] not in ("_torch", "testing")
-    ],
+    [path for path in sorted(_ROOT.rglob("*.py")) if path.relative_to(_ROOT).parts[0] != "_torch"],
     ids=lambda path: str(path.relative_to(_ROOT)),
 )
 def test_private_names_of_torch_are_said_in_their_package_alone(path):

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from tenure._text import format_bytes_as_torch
+from tenure._torch.python_backend import without_negative_bit
 
 from .._allocator import MemoryPool
 from .._torch_backend import (
@@ -184,7 +185,7 @@ def _over(storage: torch.UntypedStorage, tensor: torch.Tensor, low: int) -> torc
     alias.set_(storage, low + tensor.storage_offset(), tensor.size(), tensor.stride())
     if tensor.is_conj():
         alias = alias.conj()
-    return alias._neg_view() if tensor.is_neg() else alias
+    return without_negative_bit(alias) if tensor.is_neg() else alias
 
 
 def on_device(alias: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:

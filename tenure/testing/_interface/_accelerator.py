@@ -7,6 +7,8 @@ A Python device registers no C++ allocator and no C++ streams, so these private 
 
 import torch
 
+from tenure._torch.python_backend import needed, replace
+
 from .._device._which import turn_back
 from . import _device_module as module
 
@@ -23,7 +25,7 @@ def _exchange_back(index: int) -> int:
     return before
 
 
-ANSWERS = {
+_ANSWERS = {
     "_accelerator_getDeviceIndex": module.current_device,
     "_accelerator_setDeviceIndex": module.set_device,
     "_accelerator_exchangeDevice": _exchange,
@@ -41,8 +43,15 @@ ANSWERS = {
 }
 
 
+# torch 2.11 and older have no empty_host_cache()
+if not hasattr(torch.accelerator, "empty_host_cache"):
+    del _ANSWERS["_accelerator_emptyHostCache"]
+ANSWERS = {f"torch._C.{name}": answer for name, answer in _ANSWERS.items()}
+for name in ANSWERS:
+    needed(name)
+
+
 def install() -> None:
-    """Put the answers in place; a name that torch no longer has is an error."""
+    """Put the answers in place."""
     for name, answer in ANSWERS.items():
-        getattr(torch._C, name)
-        setattr(torch._C, name, answer)
+        replace(name, answer)

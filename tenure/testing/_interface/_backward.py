@@ -12,18 +12,18 @@ from typing import Any
 
 import torch
 import torch.autograd
-from torch._C._acc import DeviceGuard
-from torch._C._autograd import DeviceType
 from torch.autograd.graph import get_gradient_edge
 
 from tenure._torch.autograd import is_running_node
+from tenure._torch.python_backend import DeviceGuard, DeviceType, needed, replace
 
 from .._device._machine import machine
 from .._device._streams import lent_to_autograd
 from .._torch_backend import sim_device
 
 # What `backward` and `grad` call.
-_RUN = "_engine_run_backward"
+_RUN = "torch.autograd._engine_run_backward"
+_plain_run = needed(_RUN)
 # Oldest first: what a failed pass finds without an error of its own.
 _taken: list[BaseException] = []
 
@@ -38,7 +38,7 @@ class _Callable:
 _check_pending = _Callable()
 
 
-class SafeGuard(DeviceGuard):
+class SafeGuard(DeviceGuard):  # type: ignore[misc]
     """The device guard; its one question may come while an error is on its way."""
 
     def type_(self) -> Any:
@@ -55,8 +55,7 @@ def install() -> None:
     """Let `backward` and `grad` raise what the guard has taken, and return when memory is exact."""
     # It is made now, so that no mode of a program sees it made.
     _empty_pass()
-    run: Any = getattr(torch.autograd, _RUN)
-    setattr(torch.autograd, _RUN, _ending_well(run))
+    replace(_RUN, _ending_well(_plain_run))
 
 
 def _ending_well(run: Any) -> Any:

@@ -11,18 +11,22 @@ from typing import Any
 
 import torch
 
+from tenure._torch.autograd import give_hooks, hooks_of, post_hooks_of
+from tenure._torch.python_backend import needed, replace
+
 from .._device._blocks import is_on_device
 from .._device._which import index_of
 from .._torch_backend import DEVICE_TYPE, sim_device, swap_implementation
 
 # What `Module.to` asks before it sets `.data`.
-_CHECK = "_has_compatible_shallow_copy_type"
+_CHECK = "torch._has_compatible_shallow_copy_type"
+_plain_check = needed(_CHECK)
 
 
 def install() -> None:
     """Replace the setter of `Tensor.data` and the check that `Module.to` makes before it."""
     torch.Tensor.data = _data_property()
-    setattr(torch, _CHECK, _compatibility())
+    replace(_CHECK, _compatibility(_plain_check))
 
 
 @functools.cache
@@ -34,9 +38,7 @@ def install_current_index() -> None:
     lazy._allowed_methods.append(torch.Tensor.to)
 
 
-def _compatibility() -> Any:
-    plain: Any = getattr(torch, _CHECK)
-
+def _compatibility(plain: Any) -> Any:
     def compatible(input: torch.Tensor, from_: torch.Tensor) -> bool:
         return _crosses(input, from_) or bool(plain(input, from_))
 
@@ -64,11 +66,10 @@ def _crosses(first: torch.Tensor, second: torch.Tensor) -> bool:
 def _move(tensor: torch.Tensor, other: torch.Tensor) -> None:
     grad, tensor.grad = tensor.grad, None
     twin = other.detach().requires_grad_(tensor.requires_grad)
-    hooks = tensor._backward_hooks, tensor._post_accumulate_grad_hooks
-    tensor._backward_hooks = None
-    tensor._post_accumulate_grad_hooks = None  # type: ignore[assignment]  # pyright: ignore[reportAttributeAccessIssue]
+    hooks = hooks_of(tensor), post_hooks_of(tensor)
+    give_hooks(tensor, None, None)
     swap_implementation(tensor, twin)
-    tensor._backward_hooks, tensor._post_accumulate_grad_hooks = hooks
+    give_hooks(tensor, *hooks)
     if grad is not None:
         if _crosses(grad, tensor):
             _move(grad, grad.to(tensor.device))

@@ -11,7 +11,8 @@ these are the answer, while C++ sees the host memory that stands for them, the a
 from typing import Any
 
 import torch
-from torch.storage import _StorageBase
+
+from tenure._torch.python_backend import StorageBase
 
 from .._device._blocks import (
     address_of,
@@ -30,7 +31,7 @@ def install() -> None:
     """Replace the constructor, `new`, `clone`, `resize_`, and what tells of sizes and addresses."""
     torch.UntypedStorage.__new__ = _constructor()  # type: ignore[method-assign]
     torch.UntypedStorage.new = _renewer()  # type: ignore[method-assign]
-    _StorageBase.clone = _cloner()  # type: ignore[method-assign]
+    StorageBase.clone = _cloner()
     torch.UntypedStorage.resize_ = _resizer()  # type: ignore[method-assign]
     torch.UntypedStorage.resizable = _resizability()  # type: ignore[method-assign]
     for name in ("nbytes", "size"):
@@ -65,7 +66,7 @@ def _renewer() -> Any:
 
 
 def _cloner() -> Any:
-    plain: Any = _StorageBase.clone
+    plain: Any = StorageBase.clone
 
     def clone(storage: Any) -> Any:
         if storage.device.type != DEVICE_TYPE:

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
+
+from tenure._torch.python_backend import map_only
 
 from .._device._blocks import is_on_device
 from .._torch_backend import (
@@ -192,7 +193,7 @@ def _float32_unless_given(args: Any, kwargs: Any) -> torch.dtype | None:
 
 def _widest_type(args: Any, kwargs: Any) -> torch.dtype | None:
     found: list[torch.dtype] = []
-    tree_map_only(torch.Tensor, lambda t: found.append(t.dtype) if _eligible(t) else None, args)
+    map_only(torch.Tensor, lambda t: found.append(t.dtype) if _eligible(t) else None, args)
     if not found:
         return None
     return torch.float32 if torch.float32 in found else _lower_type(args, kwargs)
@@ -210,7 +211,7 @@ def _cast(tree: Any, dtype: torch.dtype) -> Any:
             return tensor
         return _cast_parameter(tensor, dtype) if _is_kept(tensor, dtype) else tensor.to(dtype)
 
-    return tree_map_only(torch.Tensor, cast, tree)
+    return map_only(torch.Tensor, cast, tree)
 
 
 def _is_kept(tensor: torch.Tensor, dtype: torch.dtype) -> bool:

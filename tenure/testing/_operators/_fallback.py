@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from tenure._torch.modes import schema_of
+
 from .._allocator import last_error
 from .._device._blocks import (
     adopt,
@@ -105,7 +107,7 @@ class _Call:
     """One call: its arguments on both sides, its device, and the bytes that it reads and writes."""
 
     def __init__(self, operator: Any) -> None:
-        self._name: str = operator._schema.name
+        self._name: str = schema_of(operator).name
         self._positions: tuple[str, ...] = argument_names(operator)
         self._writes = written_arguments(operator)
         self._allocates = returns_new_tensors(operator)

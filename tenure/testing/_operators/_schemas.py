@@ -11,6 +11,8 @@ from typing import Any, NoReturn
 import torch
 from torch.utils.flop_counter import flop_registry
 
+from tenure._torch.modes import schema_of
+
 _ON_HOST = {
     ("aten::index", "indices"),
     ("aten::_unsafe_index", "indices"),
@@ -31,27 +33,27 @@ HOST_OUTPUTS = {"aten::_pack_padded_sequence": {1}}
 @functools.cache
 def argument_names(operator: Any) -> tuple[str, ...]:
     """The names of the arguments, in order."""
-    return tuple(argument.name for argument in operator._schema.arguments)
+    return tuple(argument.name for argument in schema_of(operator).arguments)
 
 
 @functools.cache
 def tensor_arguments(operator: Any) -> frozenset[str]:
     """The arguments that are tensors, and may be given as numbers."""
-    arguments = operator._schema.arguments
+    arguments = schema_of(operator).arguments
     return frozenset(a.name for a in arguments if str(a.type) in ("Tensor", "Optional[Tensor]"))
 
 
 @functools.cache
 def written_arguments(operator: Any) -> frozenset[str]:
     """The arguments that the operator writes."""
-    arguments = operator._schema.arguments
+    arguments = schema_of(operator).arguments
     return frozenset(a.name for a in arguments if a.alias_info and a.alias_info.is_write)
 
 
 @functools.cache
 def returns_new_tensors(operator: Any) -> bool:
     """Whether a result has memory of its own."""
-    return any(returned.alias_info is None for returned in operator._schema.returns)
+    return any(returned.alias_info is None for returned in schema_of(operator).returns)
 
 
 def undeclared_writes(name: str, arguments: dict[str, Any]) -> frozenset[str]:
@@ -69,7 +71,7 @@ def draws(operator: Any) -> bool:
 @functools.cache
 def may_reach_host(operator: Any) -> bool:
     """Whether `reaches_host` may say yes."""
-    returns = [str(returned.type) for returned in operator._schema.returns]
+    returns = [str(returned.type) for returned in schema_of(operator).returns]
     gives_numbers = any("Tensor" not in kind for kind in returns)
     return gives_numbers or torch.Tag.dynamic_output_shape in operator.tags
 

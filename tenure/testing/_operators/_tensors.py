@@ -14,7 +14,7 @@ from .._device._host_memory import POISON, bytes_of
 from .._device._machine import machine
 from .._device._which import index_of
 from .._torch_backend import (
-    CPU_KEYS,
+    cpu_keys,
     kernel,
     operator_named,
     required_elements,
@@ -94,7 +94,7 @@ def _on_cpu_keys(name: str) -> Callable[..., Any]:
 
     @kernel
     def view(*args: Any, **kwargs: Any) -> Any:
-        return operator.redispatch(CPU_KEYS, *args, **kwargs)
+        return operator.redispatch(cpu_keys(), *args, **kwargs)
 
     return view
 

@@ -1,0 +1,61 @@
+"""The names of torch with which Python makes a device: the simulated accelerator.
+
+Invariant: that device is put into torch for good, so `require_all` comes before the first change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from . import bound, getter, is_known, optional, require
+
+_SIMULATION = "the simulated accelerator"
+_names: list[Any] = []
+
+
+def needed(path: str) -> Any:
+    """What torch has under a private name, as `bound`; the simulated accelerator asks for it."""
+    _names.append(bound(path, _SIMULATION))
+    return _names[-1]
+
+
+def _read(path: str) -> Callable[[Any], Any]:
+    _names.append(getter(path, _SIMULATION))
+    return _names[-1]  # type: ignore[no-any-return]
+
+
+DeviceGuard: Any = needed("torch._C._acc.DeviceGuard")
+create_empty_tensor: Any = needed("torch._C._acc.create_empty_tensor")
+set_up: Any = needed("torch.utils.backend_registration._setup_privateuseone_for_python_backend")
+name_of_privateuse1: Any = needed("torch._C._get_privateuse1_backend_name")
+storage_at: Any = needed("torch._C._construct_storage_from_data_pointer")
+DeviceType: Any = needed("torch._C._autograd.DeviceType")
+Key: Any = needed("torch._C.DispatchKey")
+KeySet: Any = needed("torch._C.DispatchKeySet")
+without_keys: Any = needed("torch._C._ExcludeDispatchKeyGuard")
+StorageBase: Any = needed("torch.storage._StorageBase")
+map_only: Any = needed("torch.utils._pytree.tree_map_only")
+without_negative_bit: Any = needed("torch._neg_view")
+input_metadata: Callable[[Any], Any] = _read("torch._C._functions.AccumulateGrad._input_metadata")
+node_number: Callable[[Any], Any] = _read("torch._C._functions.AccumulateGrad._sequence_nr")
+
+
+def require_all() -> None:
+    """Make sure of all names, before anything of torch is changed.
+
+    Raises:
+        MissingTorchNameError: one of them is missing.
+    """
+    require(*_names)
+
+
+def replace(path: str, replacement: object) -> None:
+    """Give a name of torch another value."""
+    owner, _, name = path.rpartition(".")
+    setattr(optional(owner), name, replacement)
+
+
+def works() -> bool:
+    """Whether all names are there."""
+    return is_known(*_names)
