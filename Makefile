@@ -10,7 +10,7 @@ INPUTS := pyproject.toml constraints.txt
 # assertions: four of the thirteen seconds in which they are collected.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all matrix lint mypy pyright bench tables soak dist-test release docs clean
+.PHONY: demo test test-all test-short matrix matrix-short lint mypy pyright bench tables soak dist-test release docs clean
 
 demo: $(VENV)/.test
 	$(BIN)/python -m tenure demo
@@ -46,9 +46,24 @@ test-all: $(VENV)/.test
 	$(PYTEST) -m simdevice $(ON_SIM)
 	$(PYTEST) -m "simdevice and not slow" --sim-allocator=cuda tests/profiler tests/adaptive tests/paging
 
+# What other versions of torch and Python have broken before, in a file or two of each room.
+SHORT := tests/torch tests/scopes/test_scope.py tests/scopes/test_autograd.py tests/heap/test_holders.py \
+	tests/adaptive/test_toma.py tests/adaptive/test_surface_device.py tests/adaptive/step/test_step.py \
+	tests/adaptive/predict/test_scratch.py tests/paging/forward/test_modes.py tests/paging/test_handle.py \
+	tests/profiler/lines/test_line_profiler.py tests/profiler/lines/test_line_profiler_device.py \
+	tests/testing/test_simulated_accelerator.py
+
+test-short: $(VENV)/.test
+	$(PYTEST) -m "not simdevice and $(QUICK)" $(SHORT)
+	$(PYTEST) -m "simdevice and $(QUICK)" $(SHORT)
+
 # `test` with other pairs of Python and torch: TORCH=2.15.0 PYTHON=3.12 runs that one, none runs all
 matrix:
 	python3 tests/matrix.py --python "$(filter-out python3,$(PYTHON))" --torch "$(TORCH)"
+
+# `test-short` with the newest torch that is supported
+matrix-short:
+	python3 tests/matrix.py --short
 
 lint: $(VENV)/.lint
 	$(BIN)/ruff format --check .

@@ -3,6 +3,7 @@
 `make matrix` runs all pairs, `make matrix TORCH=2.15.0 PYTHON=3.12` that pair; either may be left
 out. Needs some 6 GB of disk, the network, and the Python that is named, on the path or of pyenv.
 The counts are kept in ``benchmarks/results/matrix.json`` and shown in ``docs/install.md``.
+`make matrix-short` runs `make test-short` with the newest pair, and keeps nothing.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -26,14 +28,21 @@ PAIRS = [
     ("3.13", "2.13.0"),
     ("3.14", "2.13.0"),
 ]
+SHORT = ("3.12", "2.15.0")
 # Requirements of a CUDA build of torch without which `import torch` and the CPU work.
 _OF_A_GPU = "cusolver|nvtx|triton|cuda-bindings"
 # A machine may hold torch back by a constraint of its own.
-_PIP = {"PIP_CONSTRAINT": os.devnull, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+_PIP = {"PIP_CONSTRAINT": os.devnull, "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_RETRIES": "1"}
+# None of the short form's tests asks for them, and they take a minute to install.
+_LIBRARIES = re.compile("transformers|peft|torchmetrics|accelerate|lightning|scikit-learn")
+
+
+class NotHereError(Exception):
+    """This machine has no such Python, or can't get that torch."""
 
 
 def python_named(version):
-    """The path of a Python that is installed, or None."""
+    """The path of a Python that is installed."""
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
     for path in [f"python{version}", *pyenv.glob(f"versions/{version}.*/bin/python")]:
         asked = [path, "-c", "import sys; print(sys.executable)"]
@@ -42,55 +51,77 @@ def python_named(version):
         except (OSError, subprocess.CalledProcessError):  # pyenv's shim of another version fails
             continue
         return done.stdout.strip()
-    return None
+    raise NotHereError(f"no Python {version} here")
 
 
-def install(venv, python, torch, packages):
-    """Make an environment with that torch and those packages."""
+def packages(short):
+    """What to install beside torch, as pip names it."""
+    if not short:
+        return ["-e", ".[test]"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extra = project["optional-dependencies"]["test"]
+    return ["-e", ".", *(each for each in extra if not _LIBRARIES.match(each))]
+
+
+def without_gpu(metadata):
+    """The metadata of torch less what only a GPU needs, so that pip asks for the rest."""
+    text = re.sub(rf"(?m)^Requires-Dist: (nvidia-)?({_OF_A_GPU})\b.*\n", "", metadata)
+    # from 2.13 on, one requirement brings several libraries: cuda-toolkit[cublas,cusolver,...]
+    return re.sub(rf",({_OF_A_GPU})(?=[\w,]*\])", "", text)
+
+
+def install(venv, python, torch, short=False):
+    """Make an environment with that torch and what its tests ask for."""
     subprocess.run([python, "-m", "venv", venv], check=True)
     pip = [venv / "bin" / "python", "-m", "pip", "install", "-qq", "--no-compile"]
     env = os.environ | _PIP
-    subprocess.run([*pip, "--no-deps", f"torch=={torch}"], check=True, env=env)
+    got = [*pip, "--no-deps", f"torch=={torch}"]
+    done = subprocess.run(got, capture_output=True, text=True, check=False, env=env)
+    if done.returncode:
+        raise NotHereError(
+            f"no torch {torch} to be had: {done.stderr.strip().rpartition('ERROR: ')[2]}"
+        )
     (metadata,) = venv.glob("lib/python*/site-packages/torch-*.dist-info/METADATA")
-    text = re.sub(rf"(?m)^Requires-Dist: (nvidia-)?({_OF_A_GPU})\b.*\n", "", metadata.read_text())
-    # one requirement brings several libraries from 2.13 on: cuda-toolkit[cublas,cusolver,...]
-    metadata.write_text(re.sub(rf",({_OF_A_GPU})(?=[\w,]*\])", "", text))
-    subprocess.run([*pip, f"torch=={torch}", *packages], cwd=ROOT, check=True, env=env)
+    metadata.write_text(without_gpu(metadata.read_text()))
+    subprocess.run([*pip, f"torch=={torch}", *packages(short)], cwd=ROOT, check=True, env=env)
     for stamp in (".python", ".test"):  # make has nothing to install any more
         (venv / stamp).touch()
 
 
-def run(venv):
-    """Run `make test` there; the numbers of tests that passed, failed and were skipped."""
-    command = ["make", "--ignore-errors", "--no-print-directory", "test", f"VENV={venv}"]
-    process = subprocess.Popen(
-        command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
+def counted(lines):
+    """How many tests passed, failed and were skipped, of what pytest and make print."""
     counts = {"passed": 0, "failed": 0, "skipped": 0}
-    for line in process.stdout:
+    for line in lines:
         print(line, end="", flush=True)
         if re.match(r"=+ .* in [\d.]+s", line):
             for number, what in re.findall(r"(\d+) (passed|failed|error|skipped)", line):
                 counts["failed" if what == "error" else what] += int(number)
-        elif re.match(r"make: .* Error (?!1 )\d+ \(ignored\)", line):
+        elif re.match(r"make.*: .* Error (?!1 )\d+ \(ignored\)", line):
             counts["failed"] += 1  # pytest broke off
+    return counts
+
+
+def run(venv, target):
+    """Run the target of make there, and count its tests."""
+    command = ["make", "--ignore-errors", "--no-print-directory", target, f"VENV={venv}"]
+    process = subprocess.Popen(
+        command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    counts = counted(process.stdout)
     if process.wait() or not counts["passed"]:
         raise subprocess.CalledProcessError(process.returncode, command)
     return counts
 
 
-def row_of(python, torch):
-    """Run a pair; its row, or None if it could not be run."""
+def row_of(python, torch, short):
+    """Run a pair; its row."""
     executable = python_named(python)
-    if executable is None:
-        print(f"no Python {python} here: torch {torch} is not tried with it")
-        return None
     print(f"Python {python} and torch {torch}: installing", flush=True)
     begin = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="tenure-matrix-") as folder:
         venv = Path(folder) / "venv"
-        install(venv, executable, torch, ["-e", ".[test]"])
-        counts = run(venv)
+        install(venv, executable, torch, short)
+        counts = run(venv, "test-short" if short else "test")
     minutes = round((time.monotonic() - begin) / 60)
     date = datetime.date.today().isoformat()
     return {"Python": python, "torch": torch, **counts, "minutes": minutes, "date": date}
@@ -110,22 +141,24 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--python", default="")
     parser.add_argument("--torch", default="")
+    parser.add_argument("--short", action="store_true")
     chosen = parser.parse_args()
-    pairs = [
-        pair for pair in PAIRS if chosen.python in ("", pair[0]) and chosen.torch in ("", pair[1])
-    ]
+    pairs = [SHORT] if chosen.short else PAIRS
+    pairs = [p for p in pairs if chosen.python in ("", p[0]) and chosen.torch in ("", p[1])]
     if not pairs and chosen.python and chosen.torch:
         pairs = [(chosen.python, chosen.torch)]
     failed = False
     for python, torch in pairs:
         try:
-            row = row_of(python, torch)
+            row = row_of(python, torch, chosen.short)
+        except NotHereError as error:
+            print(f"Python {python} and torch {torch} are not tried: {error}", flush=True)
         except subprocess.CalledProcessError as error:
-            print(f"Python {python} and torch {torch}: {error}")
+            print(f"Python {python} and torch {torch}: {error}", flush=True)
             failed = True
-            continue
-        if row:
-            keep(row)
+        else:
+            if not chosen.short:
+                keep(row)
             print(", ".join(f"{key} {value}" for key, value in row.items()), flush=True)
             failed |= row["failed"] > 0
     return int(failed)
