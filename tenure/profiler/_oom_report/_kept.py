@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator
 
@@ -14,6 +15,8 @@ from ._work import line_of, trains
 
 # A graph that this many backward passes began within goes on from step to step.
 _FEWEST_STEPS = 2
+# a weight in the graph of a tensor that has no name, as the one that casts it
+_LEAF, _NAMELESS = "AccumulateGrad.variable", re.compile(r"Tensor\d+\Z")
 
 
 def piles_of(facts: Facts) -> list[Pile]:
@@ -100,22 +103,32 @@ def _shares(live: GraphVariable, past: GraphVariable) -> bool:
 
 
 def _casts(facts: Facts) -> Pile | None:
-    """What autocast remembers of weights while its block is open, which nothing in Python holds."""
+    """What autocast remembers of weights while its block is open, which nothing in Python holds.
+
+    Through the graph of a cast that is the weight as well, after its model is gone.
+    """
     scene = facts.scene
-    if not scene.autocast_dtype or trains(facts):
+    if not scene.autocast_dtype:
         return None
-    weights = [e.owner for e in facts.entries if e.owner.category == PARAMETERS]
+    rows = [entry.owner for entry in facts.entries]
+    old = [row for row in rows if row.name == _LEAF and _NAMELESS.match(row.graph or "")]
+    if trains(facts) and not old:
+        return None
+    weights = [row for row in rows if row.category == PARAMETERS] + old
     shapes = {row.shape for row in weights} | {row.shape[::-1] for row in weights}
     saved = sum(
-        e.owner.n_bytes
-        for e in facts.entries
-        if e.owner.category in (SAVED, OTHERS)
-        and e.owner.dtype == scene.autocast_dtype
-        and e.owner.shape in shapes
+        row.n_bytes
+        for row in rows
+        if row.category in (SAVED, OTHERS)
+        and row.dtype == scene.autocast_dtype
+        and row.shape in shapes
     )
     unseen = 0
     if facts.total_bytes is not None and facts.free_bytes is not None:
         unseen = max(0, facts.total_bytes - facts.free_bytes - facts.used_bytes)
-    # half of the weights at the most
-    n_bytes = min(saved + unseen, sum(row.n_bytes for row in weights) // 2)
+    n_bytes = saved + unseen
+    # No operation runs while a model is made: all of it is casts. Else half of the weights at most.
+    if not scene.is_building:
+        n_bytes = min(n_bytes, sum(row.n_bytes for row in weights) // 2)
+    n_bytes += sum(row.n_bytes for row in old)
     return Pile(line_of(scene.site), "casts", n_bytes) if n_bytes else None

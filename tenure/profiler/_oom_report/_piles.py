@@ -33,6 +33,7 @@ PileKind = Literal[
     "carried",
     "past",
     "casts",
+    "cached",
 ]
 
 # Two results are a pair; three of one shape are what a loop has made.
@@ -49,6 +50,7 @@ _TRACEBACK = re.compile(r"traceback of \S+ in (\S+)\(\): local (.*)\Z")
 IN_FRAME = re.compile(r" in \S+\(\): local ")
 # of a parameter that is in no module, and that nothing in Python holds
 _ORPHANS = re.compile(r"(Parameter|Tensor)\d+\.grad\Z")
+CACHE_OF = re.compile(r"lru_cache of ([\w.<>]+)")
 IDENTIFIER = re.compile(r"(\w+)\[…\]")
 _VIEWS, _COPIES = 0.5, 0.8
 
@@ -207,6 +209,9 @@ def _pile(
         pile.kind, pile.place = "traceback", largest.graph or largest.name
     elif not pile.is_scalar:
         pile.kind = _kind_of(place, pile, rows, scene, weights)
+        # whatever their shapes
+        if pile.kind == "cached":
+            pile.n_tensors = len(rows)
     keyed = {keyed_place_of(row.graph or row.name) for row in (*rows, *saved)}
     # all of it under one key of a mapping
     if pile.place == place and len(keyed) == 1:
@@ -226,12 +231,16 @@ def _kind_of(
     What an object, a closure or a mapping keeps is out of sight. A mapping of a few lists is a list
     by another name.
     """
+    if CACHE_OF.search(place):
+        return "cached"
     variable, _, inside = place.partition("[…]")
     kind = scene.containers.get(variable, "")
     if kind == "bounded":
         return "bounded"
+    name = IDENTIFIER.search(place)
+    if name is not None and name[1] in scene.filled_elsewhere:
+        return "leak"
     if not pile.graph_bytes:
-        name = IDENTIFIER.search(place)
         # a data set: nothing in the program adds to it
         if name is not None and name[1] in scene.fixed:
             return "bounded"

@@ -22,7 +22,13 @@ from tenure._heap import instance_attributes, is_kind, read, read_locals, type_n
 from tenure._storages import storage_bytes
 
 from ._notes import Notes
-from ._variables import GraphVariable, fixed_names, graph_variables, is_library
+from ._variables import (
+    GraphVariable,
+    filled_elsewhere,
+    graph_variables,
+    is_library,
+    names_of_program,
+)
 
 _LOSSES = frozenset(
     {"cross_entropy", "log_softmax", "nll_loss", "softmax", "fixed_cross_entropy", "kl_div"}
@@ -57,6 +63,8 @@ class Scene:
         containers: the containers that variables of the program are, by name: "list", "dict", or
             "bounded" for one that grows no more.
         fixed: names of variables and attributes that the program adds nothing to.
+        filled_elsewhere: variables of containers that the program adds to by another name, as a
+            hook does.
         module: the innermost module of the program whose forward ran, with its dotted name in the
             outermost; empty where none ran.
         building: the class of the outermost module that was being made, loaded or moved.
@@ -83,6 +91,7 @@ class Scene:
     raised_in: frozenset[str] = frozenset()
     containers: dict[str, str] = field(default_factory=dict)
     fixed: frozenset[str] = frozenset()
+    filled_elsewhere: frozenset[str] = frozenset()
     module: str = ""
     building: str = ""
     optimizer_name: str = ""
@@ -110,7 +119,9 @@ def scene_of(error: BaseException, frame: FrameType | None, notes: Notes) -> Sce
     own = [each for each in frames if not is_library(each)]
     # code of any kind is read, and graphs of any size: if that fails, the rest is still reported
     with suppress(Exception):
-        scene = replace(scene, fixed=fixed_names(own))
+        fixed, grown = names_of_program(own)
+        filled = filled_elsewhere(own, fixed, grown)
+        scene = replace(scene, fixed=fixed - filled, filled_elsewhere=filled)
         scene = replace(scene, variables=tuple(graph_variables(own, notes.marks)))
     return scene
 

@@ -8,7 +8,7 @@ from tenure._text import counted, describe_elements, format_bytes
 
 from .._reports import place_of
 from ._facts import Facts
-from ._piles import IN_FRAME, Pile
+from ._piles import CACHE_OF, IN_FRAME, Pile
 from ._verdict import Cause, Verdict, short
 from ._work import line_of, trains
 
@@ -196,6 +196,19 @@ def _of_casts(pile: Pile, facts: Facts, size: str, share: str) -> Verdict:
     )
 
 
+def _of_cached(pile: Pile, facts: Facts, size: str, share: str) -> Verdict:
+    called = CACHE_OF.search(pile.place)
+    name = short(called[1]) if called else "it"
+    return _told(
+        pile,
+        f"Leak: lru_cache of {name} keeps {counted(pile.n, 'result')}, {size}. "
+        f"Lower its maxsize=, or call {name}.cache_clear().",
+        f"{pile.place} keeps {counted(pile.n, 'tensor')}: {size}, {share}.",
+        "functools.cache is an lru_cache(maxsize=None), which keeps every result and argument: use "
+        "lru_cache(maxsize=8), or let the function return what is no tensor.",
+    )
+
+
 def _of_cycled(pile: Pile, size: str, share: str) -> Verdict:
     name = short(pile.place.partition(f" {_CYCLE_OF_ITERTOOLS}")[0])
     return _told(
@@ -219,6 +232,7 @@ _TOLD = {
     "carried": _of_carried,
     "past": _of_past,
     "casts": _of_casts,
+    "cached": _of_cached,
 }
 
 

@@ -6,6 +6,7 @@ Text and numbers alone: no tensor is held once the answer is given.
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,7 +18,15 @@ from typing import Any
 from torch import Tensor
 
 from tenure._callers import is_internal
-from tenure._heap import instance_attributes, is_kind, read, read_locals, type_name, walk_nodes
+from tenure._heap import (
+    find_holders,
+    instance_attributes,
+    is_kind,
+    read,
+    read_locals,
+    type_name,
+    walk_nodes,
+)
 from tenure._torch.autograd import sequence_number
 
 from .._owners import saved_storages
@@ -25,6 +34,8 @@ from ._code import carried_names, dead_names, grown_names, inner_codes
 
 _MOST_ITEMS, _MOST_VARIABLES, _MOST_CODES = 16, 64, 2000
 _GROWING = frozenset({"heappush", "insort"})
+# how the last holder of a chain calls what it holds: ``store`` and ``by['key']``
+_CALLED = re.compile(r"(\w+)(?:\[['\"]?(\w*)['\"]?\])?(?:, held by .*)?\Z")
 _PARTS_OF_LIBRARIES = ("site-packages", "dist-packages")
 
 
@@ -112,8 +123,36 @@ def _tensors_in(name: str, plain: str, value: Any) -> Iterator[tuple[str, str, T
 # --- containers
 
 
-def fixed_names(frames: Iterable[FrameType]) -> frozenset[str]:
-    """Names that the program's own code has for variables and attributes, and adds nothing to.
+def filled_elsewhere(
+    frames: Iterable[FrameType], fixed: frozenset[str], grown: frozenset[str]
+) -> frozenset[str]:
+    """Variables of containers that have another name as well, under which the program adds to them.
+
+    So a hook fills the list of its closure, which the function that registers it has returned.
+
+    Args:
+        frames: the frames of the program.
+        fixed: the names that it adds nothing to.
+        grown: those that it adds to.
+    """
+    containers = {
+        name: value
+        for frame in frames
+        for name, value in read_locals(frame)
+        if name in fixed and is_kind(type(value), list, dict, set, deque)
+    }
+    held = find_holders([*containers.values()], ignore=(containers,))
+    return frozenset(
+        name
+        for name, holders in zip(containers, held, strict=True)
+        if any(
+            grown.intersection(names) for each in holders for names in _CALLED.findall(each.chain)
+        )
+    )
+
+
+def names_of_program(frames: Iterable[FrameType]) -> tuple[frozenset[str], frozenset[str]]:
+    """Names of variables and attributes of the program: those it adds nothing to, and the others.
 
     Args:
         frames: the frames of the program.
@@ -124,7 +163,7 @@ def fixed_names(frames: Iterable[FrameType]) -> frozenset[str]:
     codes += [inner for code in codes for inner in inner_codes(code)]
     # to read them all would take seconds: of a large program nothing is known to be fixed
     if len(codes) > _MOST_CODES:
-        return frozenset()
+        return frozenset(), frozenset()
     growing = {code.co_name for code in codes if _grows_an_argument(code)} | _GROWING
     for code in codes:
         grown |= grown_names(code)
@@ -132,7 +171,7 @@ def fixed_names(frames: Iterable[FrameType]) -> frozenset[str]:
         # what is given to a function that adds to one of its arguments
         if growing.intersection(code.co_names):
             grown.update(code.co_varnames, code.co_names)
-    return frozenset(bound - grown)
+    return frozenset(bound - grown), frozenset(grown)
 
 
 def _grows_an_argument(code: CodeType) -> bool:

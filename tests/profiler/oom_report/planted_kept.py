@@ -211,3 +211,82 @@ def train(model):
 train(nn.Linear(128, 512))
 """,
 )
+
+plant(
+    "results of a cache",
+    "leak",
+    ("lru_cache of Clips.load keeps", "results", "Clips.load.cache_clear()"),
+    """
+import functools
+class Clips:
+    @functools.cache
+    def load(self, number):
+        return torch.randn(80, 200 + number)
+def main():
+    clips, net = Clips(), nn.Conv1d(80, 8, 3)
+    for number in range(10_000):
+        net(clips.load(number)[None]).mean().backward()
+main()
+""",
+    size="8MiB",
+)
+
+plant(
+    "a hook's mapping, which is returned",
+    "leak",
+    ("found[…][…] keeps", "bound it"),
+    """
+def watch(model):
+    activations = {}
+    def hook(module, args, output):
+        activations.setdefault(module, []).append(output.detach())
+    for module in model:
+        module.register_forward_hook(hook)
+    return activations
+def main():
+    net = nn.Sequential(nn.Linear(32, 256), nn.ReLU(), nn.Linear(256, 3))
+    found = watch(net)
+    while True:
+        net(torch.randn(64, 32)).square().mean().backward()
+main()
+""",
+    size="8MiB",
+)
+
+plant(
+    "a data set, and too large a batch",
+    "batch",
+    ("batch", "step("),
+    """
+class Data:
+    def __init__(self, items):
+        self.items = items
+def load(n):
+    found = []
+    for _ in range(n):
+        found.append(torch.randn(16, 64))
+    return found
+def main():
+    samples = load(1000)
+    data = Data(samples)
+    net = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256))
+    net(torch.cat(data.items)).mean().backward()
+main()
+""",
+)
+
+plant(
+    "models that are tried under one autocast",
+    "leak",
+    ("autocast", "cache_enabled=False"),
+    """
+def build():
+    return nn.Sequential(nn.Linear(128, 512), nn.ReLU(), nn.Linear(512, 512), nn.Linear(512, 4))
+def main():
+    x, best = torch.randn(16, 128), 0.0
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for _ in range(200):
+            best = max(best, build()(x).float().max().item())
+main()
+""",
+)
