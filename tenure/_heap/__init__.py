@@ -28,6 +28,7 @@ from ._reading import instance_attributes as instance_attributes
 from ._reading import is_kind as is_kind
 from ._reading import read as read
 from ._reading import read_locals as read_locals
+from ._reading import references_beside as references_beside
 from ._reading import storage_uses as storage_uses
 from ._reading import type_name as type_name
 from ._slots import slots_of as slots_of

@@ -28,6 +28,7 @@ from ._reading import (
     gradient_of,
     read,
     read_locals,
+    references_beside,
     spans_storage,
     type_name,
 )
@@ -36,8 +37,6 @@ from ._words import Step
 _VIEW = Step("", "view", anchor="a view", link=" in ")
 _WHOLE_VIEW = _VIEW._replace(whole=True)
 _GRADIENT = Step(".grad", "attribute")
-# references to a handle from our list and from `map` while it counts them
-_OWN_REFERENCES = 2
 
 _CONTAINERS = (dict, tuple)
 # objects whose references are looked at together
@@ -65,13 +64,13 @@ class TensorGraph:
 
     def __init__(self, referrers: Referrers, live: list[torch.Tensor] | None = None) -> None:
         self.live = live_tensors() if live is None else live
-        counts = list(map(sys.getrefcount, self.live))
+        counts = references_beside(self.live)
         self._live_ids = frozenset(map(id, self.live))
         # an earlier search may have given a handle to what only autograd has
         self._handed_out = frozenset(
             id(t)
             for t, count in zip(self.live, counts, strict=True)
-            if count - _OWN_REFERENCES - (t in referrers) > cpp_references(t)
+            if count - (t in referrers) > cpp_references(t)
         )
         self._shared: defaultdict[int, list[int]] | None = None
         self._inner: set[int] = set()

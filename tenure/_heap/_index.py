@@ -21,7 +21,7 @@ from tenure._callers import is_tenure
 
 from ._collector import has_frozen, is_endless, tracked_objects
 from ._identities import Identities, IdentitySet, References
-from ._reading import OF_VARIABLE, is_kind, read_locals, take_out_emptied
+from ._reading import is_kind, read_locals, references_beside, take_out_emptied
 
 # of what is near
 _MAX_OBJECTS = 4096
@@ -119,10 +119,14 @@ class Referrers:
         """The objects that refer to any of those asked for, in the collector's order."""
         if self._index is not None:
             return self._index.referrers_of(asked)
+        answer = gc.get_referrers(*asked)
+        others = references_beside(answer)
         return [
             found
-            for found in gc.get_referrers(*asked)
-            if found is not asked and not _is_leftover(found, asked) and not is_endless(found)
+            for found, n_others in zip(answer, others, strict=True)
+            if found is not asked
+            and not (n_others == 0 and _are_arguments(found, asked))
+            and not is_endless(found)
         ]
 
     def close(self) -> None:
@@ -195,16 +199,13 @@ class _Index:
         return [o for o in gc.get_referents(holder) if type(o) is dict and o not in self]
 
 
-def _is_leftover(found: object, asked: list[object]) -> bool:
-    """Whether this is the tuple of a call's arguments, which Python 3.13 finds itself.
+def _are_arguments(found: object, asked: list[object]) -> bool:
+    """Whether this is a tuple of just what the collector was asked about.
 
-    It is over by now, and held by nobody but the answer.
+    Python 3.13 finds that of the call itself, which is over by now: only the answer holds it.
     """
-    if type(found) is not tuple or len(found) != len(asked):
-        return False
-    # the answer, the loop over it, and this function's variable
-    is_held = sys.getrefcount(found) > 2 + OF_VARIABLE
-    return not is_held and all(map(operator.is_, found, asked))
+    is_alike = type(found) is tuple and len(found) == len(asked)
+    return is_alike and all(map(operator.is_, found, asked))  # type: ignore[call-overload]
 
 
 def _refer(wanted: frozenset[int], *holders: object) -> bool:

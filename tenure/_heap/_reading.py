@@ -11,7 +11,7 @@ import inspect
 import sys
 import types
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from operator import call
 from types import FrameType
@@ -69,16 +69,32 @@ def is_kind(cls: type, *bases: type) -> bool:
     return any(found is base for found in mro_of(cls) for base in bases)
 
 
+# --- references
+#
+# How much of an answer of `sys.getrefcount` is the asking differs between Pythons: up to 3.13 each
+# argument is one reference more, from 3.14 on one that a variable has is not. So every answer is
+# compared with one that was measured, of an object that was passed in the same way.
+
+
 def _count_of_variable() -> int:
     found = object()
     return sys.getrefcount(found)
 
 
-# How much of an answer of `sys.getrefcount` is the asking: measured, as Pythons differ. Up to 3.13
-# the argument is one reference more; from 3.14 on it borrows that of the variable of the running
-# function, if one is asked about. So nothing else is, here and elsewhere.
 OF_VARIABLE = _count_of_variable()
-"""What it says of an object that the variable, which is asked about, alone holds."""
+"""The references to an object that one variable alone holds, which is asked about."""
+
+
+def _counts_of_items(held: list[Any]) -> Iterator[int]:
+    return map(sys.getrefcount, held)
+
+
+(_OF_ITEM,) = _counts_of_items([object()])
+
+
+def references_beside(held: list[Any]) -> list[int]:
+    """The references to each item of a list from anywhere but the list."""
+    return [count - _OF_ITEM for count in _counts_of_items(held)]
 
 
 def callers_keep_arguments() -> bool:

@@ -16,6 +16,7 @@ from tenure._callers import is_internal, is_tenure
 from tenure._registries import ended_frames
 
 from ._code_slots import root_of_context
+from ._lent import LENDS, lent_parameters, values_in_flight
 from ._reading import (
     callers_keep_arguments,
     class_attributes,
@@ -37,6 +38,7 @@ class Variable(NamedTuple):
 
     text: str
     is_cell: bool
+    adds_reference: bool
     thread: str | None
     silent: bool
     is_asking: bool
@@ -70,12 +72,12 @@ class RunningFrames:
 
     def count(self, identity: int) -> int:
         """How many references an object gets from plain (not captured) local variables."""
-        return sum(not variable.is_cell for variable in self.variables.get(identity, ()))
+        return sum(variable.adds_reference for variable in self.variables.get(identity, ()))
 
-    def count_silent(self, identity: int) -> int:
-        """How many of these are of tenure's own functions."""
+    def count_named(self, identity: int) -> int:
+        """How many plain variables of the program have an object, with or without a reference."""
         found = self.variables.get(identity, ())
-        return sum(variable.is_asking and not variable.is_cell for variable in found)
+        return sum(not variable.is_cell and not variable.is_asking for variable in found)
 
     def count_kept(self, identity: int) -> int:
         """How many more an object gets from those who called functions with it."""
@@ -97,16 +99,27 @@ class RunningFrames:
             self.ids.add(id(frame.f_locals))
         code = frame.f_code
         cells = {*code.co_cellvars, *code.co_freevars}
+        without_reference = cells | lent_parameters(frame)
         pairs = read_locals(frame)
         of_library = is_internal(frame) or frame.f_code.co_filename.startswith(_LIBRARY)
         if self._kept is not None:
-            self._kept.update(map(id, _arguments_of(code, dict(pairs))))
+            kept = values_in_flight(frame) if LENDS else map(id, _arguments_of(code, dict(pairs)))
+            self._kept.update(kept)
         for name, value in pairs:
             text = _spell(frame, name, value)
             # the compiler's own variables, such as the iterator of a comprehension, are no names
             is_silent = silent or not name.isidentifier()
-            variable = Variable(text, name in cells, thread, is_silent, silent, of_library)
-            self.variables[id(value)].append(variable)
+            self.variables[id(value)].append(
+                Variable(
+                    text,
+                    name in cells,
+                    name not in without_reference,
+                    thread,
+                    is_silent,
+                    silent,
+                    of_library,
+                )
+            )
 
 
 def _arguments_of(code: CodeType, variables: dict[str, object]) -> Iterator[object]:

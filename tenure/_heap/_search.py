@@ -111,9 +111,9 @@ class Search:
 
     def balance(self, n: int) -> Balance:
         """The references to an object from anywhere but tenure, and how many have no name."""
-        plain = self._frames.count(id(self.alive[n])) - self._frames.count_silent(id(self.alive[n]))
+        in_variables = self._frames.count_named(id(self.alive[n]))
         in_cpp = min(n in self._owned_in_cpp, cpp_references(self.alive[n]))
-        named = plain + in_cpp + self._explained[n] - self._ours[n]
+        named = in_variables + in_cpp + self._explained[n] - self._ours[n]
         return Balance(named + self.unexplained(n), self.unexplained(n))
 
     def is_silent(self, n: int) -> bool:

@@ -39,8 +39,11 @@ _DISPOSE: Policy = "dispose"
 # the flags of code objects whose frames can be suspended at a yield
 _SUSPENDABLE = inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
 _SUSPENDABLE_OR_TASK = _SUSPENDABLE | inspect.CO_COROUTINE
-# Python 3.14 has no such instruction; there, blocks that were left are not noticed.
-_WITH = dis.opmap.get("BEFORE_WITH", -1)
+# Which instruction only a `with` has, and where it is, seen from the one that calls __enter__: from
+# Python 3.14 on that is a plain CALL, behind the one that looks __enter__ up.
+_WITH, _BEFORE_CALL = (
+    (dis.opmap["LOAD_SPECIAL"], 2) if sys.version_info >= (3, 14) else (dis.opmap["BEFORE_WITH"], 0)
+)
 # as far as it is looked for the frame of a block; more would cost as much as to open a scope
 _MOST_FRAMES = 64
 # who runs context managers and fixtures written as generators, where an open scope is meant
@@ -314,7 +317,8 @@ def _is_left(mine: Opener, frame: FrameType | None, opener: Opener) -> bool:
     # by far the most: the two blocks are in one function
     if opener[2] == identity and opener[0] is code and opener[1] != instruction:
         return False
-    if code.co_code[instruction] != _WITH or code.co_flags & _SUSPENDABLE_OR_TASK:
+    opcode = code.co_code[instruction - _BEFORE_CALL]
+    if opcode != _WITH or code.co_flags & _SUSPENDABLE_OR_TASK:
         return False
     if mine == opener:
         return True

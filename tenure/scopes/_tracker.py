@@ -54,13 +54,20 @@ _SOLE = _calibrate()
 
 getrefcount, getframe = sys.getrefcount, sys._getframe
 
+
+def _counts(outs: Iterable[object]) -> set[int]:
+    """The reference counts of the items of a container."""
+    return set(map(getrefcount, outs))
+
+
+# None where counts tell nothing
+_ALL_SOLE = _counts((object(),)) if _SOLE else None
+
 current: ContextVar[Owner | None] = ContextVar("tenure_current_scope", default=None)
 """The scope that the running code is in; it may be closed by now, or belong to another thread."""
 get_current = current.get
 
 _SEQUENCES = (tuple, list)
-# the container is one holder more; 0, as _SOLE is where counts tell nothing, is no count of any
-_SOLE_IN_CONTAINER = _SOLE + 1 if _SOLE else 0
 # code objects: a program that compiles functions as it runs must not fill the memory
 _MANY = 4096
 _WITHOUT_TENSORS = frozenset(
@@ -153,9 +160,9 @@ class Tracker(TorchFunctionMode):
                 and scope._gate is self
                 and self._enter_sole(out, scope, getframe(1))
             ):
-                self._enter(
-                    _new_of(out, func, (args, kwargs)), scope, getframe(1), func is _DEEPCOPY
-                )
+                # counted here: for an argument, Pythons differ
+                new = _new_of(getrefcount(out) == _SOLE, out, func, (args, kwargs))
+                self._enter(new, scope, getframe(1), func is _DEEPCOPY)
         return out
 
     def enter_world(self) -> World:
@@ -203,9 +210,8 @@ class Tracker(TorchFunctionMode):
         Returns:
             False where the long way has to decide; nothing has been entered then.
         """
-        for out in outs:
-            if type(out) is not Tensor or getrefcount(out) != _SOLE_IN_CONTAINER:
-                return False
+        if _counts(outs) != _ALL_SOLE or any(type(out) is not Tensor for out in outs):
+            return False
         if self._admits(frame):
             self.created += len(outs)
             ledger = scope._ledger
@@ -246,10 +252,10 @@ def _was_given(out: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None
     return kwargs is not None and kwargs.get("out") is out
 
 
-def _new_of(out: Any, func: Callable[..., Any], trees: tuple[Any, ...]) -> list[Tensor]:
+def _new_of(sole: bool, out: Any, func: Callable[..., Any], trees: tuple[Any, ...]) -> list[Tensor]:
     if isinstance(out, Tensor):
-        sole = getrefcount(out) == _SOLE + 1 and not _is_parameter(out)
-        return [out] if sole or _is_new(out, func, trees) else []
+        is_new = (sole and not _is_parameter(out)) or _is_new(out, func, trees)
+        return [out] if is_new else []
     return _new_among(_flat_tensors((out,)), func, trees)
 
 

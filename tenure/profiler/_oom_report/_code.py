@@ -123,9 +123,10 @@ def _being_used(instructions: list[dis.Instruction], start: int) -> Iterator[str
 def _names(instruction: dis.Instruction, kinds: tuple[str, ...]) -> Iterable[str]:
     """The names that an instruction loads, or those that it stores.
 
-    From Python 3.12 on one instruction can do both: ``STORE_FAST_LOAD_FAST``.
+    From Python 3.12 on one instruction can do both: ``STORE_FAST_LOAD_FAST``. From 3.14 on a load
+    can be without a reference: ``LOAD_FAST_BORROW_LOAD_FAST_BORROW``.
     """
-    name, value = instruction.opname, instruction.argval
+    name, value = instruction.opname.replace("_BORROW", ""), instruction.argval
     if type(value) is tuple:
         parts = [f"{part}_FAST" for part in name.split("_FAST_")]
         return [each for part, each in zip(parts, value, strict=False) if part in kinds]

@@ -6,7 +6,6 @@ owner. The answer is text, numbers and weak references to storages.
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -25,6 +24,7 @@ from tenure._heap import (
     is_kind,
     is_node_class,
     read,
+    references_beside,
     tracked_objects,
     type_name,
 )
@@ -34,7 +34,7 @@ from tenure._text import dtype_name, listed
 from tenure._torch.quiet import quietly
 from tenure._torch.storages import key_of
 
-from ._graph_roots import OWN_REFERENCES, Graph, Roots, graphs_of, roots_of
+from ._graph_roots import Graph, Roots, graphs_of, roots_of
 from ._naming import PARAMETERS, Kept, Named, Names
 from ._parts import device_of, dtype_of, identity_of, is_plain, parts_of, shape_or_empty
 from ._rows import GRADIENTS, OTHERS, SAVED, Held, Member, StorageEntry, Storages, TensorRow
@@ -152,9 +152,10 @@ def _handles_of(heap: _Heap) -> _Handles:
     # as a variable bound here by := would be to the last tensor; see
     # test_the_last_tensor_of_the_heap_is_named_like_the_others.
     tensors = [t for t in (reference() for reference in heap.tensors) if t is not None]
+    others = references_beside(tensors)
     return _Handles(
         tensors,
-        {id(t) for t in tensors if sys.getrefcount(t) - OWN_REFERENCES > cpp_references(t)},
+        {id(t) for t, n in zip(tensors, others, strict=True) if n > cpp_references(t)},
         {id(g): i for i, t in enumerate(tensors) if (g := gradient_of(t)) is not None},
         {id(inner) for t in tensors for inner in _inner_of(t)},
     )

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from tenure._heap import OF_VARIABLE, below, cpp_references, read
+from tenure._heap import below, cpp_references, read, references_beside
 
 from ._saved import SavedStorage
 
 Graph: TypeAlias = tuple[Any, weakref.ref[Tensor] | None]
 """A node, and a tensor that leads to it where there is one."""
 Roots: TypeAlias = dict[int, weakref.ref[Tensor]]
-OWN_REFERENCES = 1 + OF_VARIABLE
-"""References to a handle from the list of all, and from the variable that is asked about."""
 
 
 def graphs_of(tensors: list[Tensor], nodes: list[Any]) -> list[Graph]:
@@ -26,11 +23,11 @@ def graphs_of(tensors: list[Tensor], nodes: list[Any]) -> list[Graph]:
     # one that Python has no object for yet.
     found: dict[int, Graph] = {}
     lent: set[int] = set()
-    for t in tensors:
+    for t, count in zip(tensors, references_beside(tensors), strict=True):
         node = read(t, "grad_fn")
         if node is not None and id(node) not in found:
             found[id(node)] = (node, weakref.ref(t))
-            if sys.getrefcount(t) - OWN_REFERENCES <= cpp_references(t):
+            if count <= cpp_references(t):
                 lent.add(id(node))
     for node in nodes:
         found.setdefault(id(node), (node, None))
