@@ -81,8 +81,9 @@ def test_a_metric_updated_in_blocks_computes_what_it_does_without_them(name):
             ours.update(*batch(n))
     with NewDisposeScope():
         first = bits(ours.compute())
-    # the second answer comes out of the metric's cache
-    assert first == bits(ours.compute()) == bits(plain.compute())
+    assert first == bits(plain.compute())
+    # out of the metric's cache, which torchmetrics 1.4 mixes up in a collection: so of both
+    assert bits(ours.compute()) == bits(plain.compute())
 
 
 @each_metric
