@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
+from importlib.metadata import PackageNotFoundError, version
+
 # those of the extras in pyproject.toml; by name, because tenure is on no index from which pip
 # could take an extra
 EXTRAS = {
     "paging": ("safetensors>=0.5", "numpy"),
-    "transformers": ("transformers>=5", "accelerate>=1.15"),
+    "transformers": ("transformers>=4.50", "accelerate>=1.0"),
     "lightning": ("lightning>=2.5",),
-    "accelerate": ("accelerate>=1.15",),
+    "accelerate": ("accelerate>=1.0",),
 }
 
 
@@ -22,3 +25,39 @@ def install_command(extra: str) -> str:
     # double quotes, which the shells of Windows know as well
     quoted = (each if each.isalnum() else f'"{each}"' for each in EXTRAS[extra])
     return f"pip install {' '.join(quoted)}"
+
+
+def require_new_enough(module: str, extra: str, *others: str) -> None:
+    """Raise an error if a library of an extra is installed in a release that is too old.
+
+    A library that is not installed is no error here, because its import says so.
+
+    Args:
+        module: the module of tenure that needs the extra.
+        extra: the extra.
+        *others: packages that may stand in for the library; one that is new enough is enough.
+
+    Raises:
+        ImportError: every release that is installed is too old.
+    """
+    for requirement in EXTRAS[extra]:
+        name, _, oldest = requirement.partition(">=")
+        found = {each: release for each in (name, *others) if (release := _installed(each))}
+        if found and all(_numbers(release) < _numbers(oldest) for release in found.values()):
+            installed = " and ".join(f"{each} {release}" for each, release in found.items())
+            raise ImportError(
+                f"{module} needs {requirement}, and {installed} is installed. Nothing was changed. "
+                f"Install a newer release with: {install_command(extra)}.",
+                name=name,
+            )
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _numbers(release: str) -> list[int]:
+    return [int(each) for each in re.findall(r"\d+", release)[:3]]

@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from tenure._extras import install_command
+from tenure._extras import install_command, require_new_enough
 from tenure.adaptive import AdaptiveUsageError, StepResult
 from tenure.adaptive import step as adaptive_step
 
+# of the installed package: the library itself is not imported here
+require_new_enough(__name__, "accelerate")
 Batch = TypeVar("Batch")
 
 _BACKENDS = {

@@ -15,11 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from tenure._errors import AdaptiveUsageError, RemoteRankError, SplitMismatchError
-from tenure._extras import install_command
+from tenure._extras import install_command, require_new_enough
 from tenure.adaptive import StepResult, is_oom
 
-from .accelerate import step
-
+require_new_enough(__name__, "transformers")
 try:
     from transformers import Trainer
 
@@ -42,6 +41,7 @@ try:
         ways_of,
         weights_of,
     )
+    from .accelerate import step
 except ImportError as error:
     raise ImportError(
         "tenure.integrations.transformers needs transformers and accelerate, and one of them can't "

@@ -11,7 +11,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Self
 
-from tenure._extras import install_command
+from tenure._extras import install_command, require_new_enough
 
 from .._memory_watch import MemoryWatch
 
@@ -111,10 +111,10 @@ def _with_bases(cls: Any, homes: tuple[str, ...]) -> Any:
 
 
 def check_installed() -> None:
-    """Make sure that one of the libraries can be imported; nothing is.
+    """Make sure that one of the libraries is there and new enough; nothing is imported.
 
     Raises:
-        ImportError: none can.
+        ImportError: none is.
     """
     if all(find_spec(home.partition(".")[0]) is None for home in _HOMES):
         raise ImportError(
@@ -122,6 +122,7 @@ def check_installed() -> None:
             f"installed. Install the first with: {install_command('lightning')}.",
             name="lightning",
         )
+    require_new_enough("tenure.integrations.lightning", "lightning", "pytorch-lightning")
 
 
 def _import_one() -> None:
