@@ -44,9 +44,14 @@ _LIBRARY_MODULES = (
     "torch.nn.parallel",
     "torch.distributed",
 )
-# A jagged tensor is made with the help of one that torch makes once and keeps in a global:
-# https://github.com/pytorch/pytorch/blob/main/torch/nested/_internal/nested_tensor.py
-_KEEPS_WHAT_IT_MAKES = {("torch.nested._internal.nested_tensor", "_nt_view_dummy")}
+_KEEPS_WHAT_IT_MAKES = {
+    # A jagged tensor is made with the help of one that torch makes once and keeps in a global:
+    # https://github.com/pytorch/pytorch/blob/main/torch/nested/_internal/nested_tensor.py
+    ("torch.nested._internal.nested_tensor", "_nt_view_dummy"),
+    # Up to torch 2.11 a checkpoint finds its inputs by the node of a tensor without elements:
+    # https://github.com/pytorch/pytorch/blob/v2.11.0/torch/utils/checkpoint.py
+    ("torch.utils.checkpoint", "_NoopSaveInputs.forward"),
+}
 _COPYING = {"copy", "torch._tensor", "torch.overrides"}
 """The modules whose frames stand between ``copy.deepcopy`` of an object and that of its tensors."""
 _CONTAINERS = (list, tuple, dict, deque)
@@ -64,7 +69,12 @@ _NOTHING: _Attributes = {}
 
 @functools.lru_cache(maxsize=4096)
 def is_library_code(module: str, function: str) -> bool:
-    """Whether what ``function`` of ``module`` makes belongs to that library, not to the block."""
+    """Whether what a function makes belongs to its library, not to the block.
+
+    Args:
+        module: its name.
+        function: the qualified name, as code objects have it.
+    """
     return module.startswith(_LIBRARY_MODULES) or (module, function) in _KEEPS_WHAT_IT_MAKES
 
 

@@ -193,12 +193,12 @@ class Tracker(TorchFunctionMode):
         if id(code) in self._admitted:
             return True
         # optimizer state, buffers: what a library makes for its own objects is theirs for good
-        if is_library_code(module_of(frame), code.co_name):
+        if is_library_code(module_of(frame), code.co_qualname):
             return False
         maker = maker_of(frame)
         # what a mode does, it does for whoever called torch, so its code is admitted for no one
         if maker is not frame:
-            return not is_library_code(module_of(maker), maker.f_code.co_name)
+            return not is_library_code(module_of(maker), maker.f_code.co_qualname)
         if len(self._admitted) >= _MANY:
             self._admitted.clear()
         self._admitted[id(code)] = self._last = code

@@ -66,6 +66,14 @@ def test_a_checkpoint_inside_a_scope_recomputes_from_disposed_inputs(inputs, use
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
+def test_what_a_checkpoint_itself_makes_by_a_function_of_torch_is_the_scopes(use_reentrant):
+    leaf = torch.ones(2, requires_grad=True)
+    with NewDisposeScope():
+        out = checkpoint(torch.sin, leaf, use_reentrant=use_reentrant)
+    assert is_disposed(out)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
 def test_scopes_on_both_sides_of_a_checkpoint_and_around_backward(inputs, use_reentrant):
     model = layers()
     with NewDisposeScope("step"):
