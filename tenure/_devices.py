@@ -88,3 +88,20 @@ def told_by(module: Any, function: str, *args: Any) -> Any:
         return getattr(module, function)(*args)
     except (AttributeError, RuntimeError):
         return None
+
+
+def free_memory(module: Any, device: torch.device) -> tuple[int, int] | None:
+    """What this process may still take of a device, and in all; None where it can't tell.
+
+    That is less than the device has if the program has set a memory fraction.
+    """
+    told = told_by(module, "mem_get_info", device)
+    if told is None:
+        return None
+    free_bytes, total_bytes = map(int, told)
+    fraction = told_by(module, "get_per_process_memory_fraction", device)
+    if fraction is not None:
+        reserved_bytes = int(told_by(module, "memory_reserved", device) or 0)
+        total_bytes = int(fraction * total_bytes)
+        free_bytes = min(free_bytes, max(0, total_bytes - reserved_bytes))
+    return free_bytes, total_bytes

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from tenure._account import available_bytes
+from tenure._devices import free_memory
 from tenure._errors import ByteSizeError, PagingError
 from tenure._host_memory import free_host_bytes
 from tenure._text import parse_bytes, parse_share
@@ -265,14 +266,13 @@ def check_activations(activations: object, *, training: bool) -> None:
 def _free_bytes(device: torch.device) -> int:
     if device.type == "cpu":
         return free_host_bytes()
-    module = torch.get_device_module(device)
-    if not hasattr(module, "mem_get_info"):
+    told = free_memory(torch.get_device_module(device), device)
+    if told is None:
         raise PagingError(
             f"torch.{device.type} can't tell how much of {str(device)!r} is free, of which a share "
             'was asked for. Write budget= as a number of bytes, such as "6GiB".'
         )
-    free_bytes, _ = module.mem_get_info(device)
-    return int(free_bytes)
+    return told[0]
 
 
 def _is_finite(number: object) -> TypeGuard[float]:

@@ -15,7 +15,7 @@ import torch
 
 from tenure._account import available_bytes
 from tenure._cuda_blocks import LARGE_SEGMENT_BYTES
-from tenure._devices import told_by
+from tenure._devices import free_memory, told_by
 from tenure._errors import PagingError
 from tenure._host_memory import free_host_bytes
 
@@ -57,7 +57,7 @@ def read(device: torch.device) -> Reading:
         free_bytes = available_bytes(device, free_host_bytes())
         return Reading(free_bytes, free_bytes, (0, 0), (0, 0))
     module = torch.get_device_module(device)
-    told = told_by(module, "mem_get_info", device)
+    told = free_memory(module, device)
     if told is None:
         raise PagingError(
             f"torch.{device.type} can't tell how much of {str(device)!r} is free, which "
@@ -65,7 +65,7 @@ def read(device: torch.device) -> Reading:
         )
     # Not the flat form: a hundred names are made for that, each time.
     nested = told_by(module, "memory_stats_as_nested_dict", device) or {}
-    free_bytes, total_bytes = map(int, told)
+    free_bytes, total_bytes = told
     reading = Reading(
         free_bytes,
         total_bytes,
