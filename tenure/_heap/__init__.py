@@ -10,6 +10,7 @@ from ._collector import instances as instances
 from ._collector import judged as judged
 from ._collector import live_tensors as live_tensors
 from ._collector import tracked_objects as tracked_objects
+from ._collector import wait_for_readers as wait_for_readers
 from ._holders import Holder as Holder
 from ._holders import find_holders as find_holders
 from ._holders import weigh_holders as weigh_holders

@@ -7,8 +7,10 @@ frozen tensor that only a NumPy array holds.
 
 import gc
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from time import monotonic, sleep
 from types import FrameType, ModuleType
 from typing import Any, TypeVar
 
@@ -33,6 +35,9 @@ _FEWEST_FROZEN = 2000
 # Source: https://github.com/python/cpython/blob/3.12/Modules/_asynciomodule.c, module_traverse
 _ENDLESS = "_asyncio" if sys.version_info[:2] == (3, 12) else ""
 
+_read: list[weakref.ref[list[Any]]] = []
+"""The lists of all objects that threads read now."""
+
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
@@ -51,11 +56,32 @@ def has_frozen() -> bool:
     return gc.get_freeze_count() >= _FEWEST_FROZEN
 
 
+class _Heap(list[Any]):
+    """Every object of the process. As long as the list lives, each has one holder more."""
+
+    __slots__ = ("__weakref__",)
+
+
+def wait_for_readers(most_s: float = 5.0) -> bool:
+    """Wait until no thread reads the heap any more; whether one did.
+
+    Who asks how many holders an object has must not count the list of such a thread.
+    """
+    if not any(read() is not None for read in list(_read)):
+        return False
+    deadline_s = monotonic() + most_s
+    while any(read() is not None for read in list(_read)) and monotonic() < deadline_s:
+        # the thread that reads needs the interpreter meanwhile
+        sleep(0.001)
+    return monotonic() < deadline_s
+
+
 def tracked_objects() -> list[Any]:
     """Every object that the collector tracks, in its order; then the frozen ones."""
     # before the list is made: what it holds can't be read without leaving a trace
     roots = _roots() if has_frozen() else []
-    found = gc.get_objects()
+    found = _Heap(gc.get_objects())
+    _read.append(weakref.ref(found, _read.remove))
     endless = sys.modules.get(_ENDLESS)
     if endless is not None:
         for position in Identities(found).where(IdentitySet([id(endless)])):

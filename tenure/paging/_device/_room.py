@@ -17,6 +17,7 @@ from torch import Tensor
 from tenure._account import taken
 from tenure._cuda_blocks import whole_block_bytes
 from tenure._errors import PagingError
+from tenure._heap import wait_for_readers
 from tenure._registries import NamedTensor
 from tenure._text import format_bytes, listed
 from tenure._torch.quiet import aside
@@ -194,7 +195,8 @@ class Room:
             PagingError: what is in use leaves no room for it.
         """
         while (found := self.free_page(unit)) is None:
-            if not self._drop_last_needed(now):
+            # a thread that reads the heap, as the end of a scope does, holds every weight meanwhile
+            if not self._drop_last_needed(now) and not wait_for_readers():
                 return self._to_stay(unit, now)
         return found
 
