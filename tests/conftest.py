@@ -1,11 +1,10 @@
-"""For every test: the simulated accelerator, the lines of the checks on a GPU, a small heap."""
+"""For every test: the simulated accelerator, a small heap."""
 
 import gc
 from collections.abc import Iterator
 
 import pytest
 
-from .cuda._lines import pytest_terminal_summary
 from .small_heap import hide, show
 from .testing import _pytest_plugin
 from .testing._pytest_plugin import pytest_collection_modifyitems, sim
@@ -13,7 +12,6 @@ from .testing._pytest_plugin import pytest_collection_modifyitems, sim
 __all__ = [
     "pytest_addoption",
     "pytest_collection_modifyitems",
-    "pytest_terminal_summary",
     "sim",
 ]
 

@@ -1,36 +1,44 @@
 """The devices beside the one that is current."""
 
-import pytest
 import torch
 from torch import nn
 
 from tenure.adaptive import NoBatchsizeCache, batch, step
 from tenure.paging import page
 
+from .rig import check
 
-@pytest.mark.parametrize("current", [0, 1])
-def test_a_retry_draws_the_same_numbers_on_every_device(rig, tell, current):
-    rig.needs_two()
+_OOM = "CUDA out of memory. Tried to allocate 2.00 GiB."
+
+
+@check()
+def random_numbers_of_each_device(rig):
+    """A retry draws the same numbers on every device."""
+    rig.needs_two_devices()
 
     def run(largest):
         @batch(initial_batchsize=4, restore_rng=True, cache_type=NoBatchsizeCache)
         def draw(size):
             drawn = [torch.rand(8, device=rig.at(index)).cpu() for index in range(2)]
             if size > largest:
-                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+                raise torch.OutOfMemoryError(_OOM)
             return drawn
 
         torch.manual_seed(0)
         return draw()
 
-    with rig.module.device(current):
-        plain, retried = run(4), run(1)
-    tell(f"current {current}: {plain[0][0]:.4f} and {plain[1][0]:.4f} drawn again")
-    assert all(torch.equal(*pair) for pair in zip(plain, retried, strict=True))
+    for current in range(2):
+        with rig.module.device(current):
+            pairs = zip(run(4), run(1), strict=True)
+            assert all(torch.equal(*pair) for pair in pairs), current
+    return {"devices": 2}
 
 
-def test_a_retried_step_draws_the_dropout_of_another_device_again(rig, tell):
-    rig.needs_two()
+@check()
+def dropout_on_another_device(rig):
+    """A retried step draws the dropout of another device again."""
+    rig.needs_two_devices()
+    torch.manual_seed(0)
     model = nn.Linear(8, 8).double().to(rig.at(0))
     x = torch.randn(16, 8, dtype=torch.float64)
 
@@ -41,7 +49,7 @@ def test_a_retried_step_draws_the_dropout_of_another_device_again(rig, tell):
             sizes.append(len(x))
             hidden = nn.functional.dropout(model(x.to(rig.at(0))).to(rig.at(1)))
             if len(x) > 4:
-                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+                raise torch.OutOfMemoryError(_OOM)
             return hidden.square().mean()
 
         model.zero_grad()
@@ -51,26 +59,27 @@ def test_a_retried_step_draws_the_dropout_of_another_device_again(rig, tell):
 
     plain, sizes, _ = gradient(4)
     retried, again, tried = gradient(16)
-    tell(f"tried {tried}; gradients {plain.norm():.6f} and {retried.norm():.6f}")
     assert sizes == again == (4, 4, 4, 4)
     assert tried[0] == 16
     assert torch.equal(plain, retried)
+    return {"tried": tried}
 
 
-def test_pinning_makes_no_context_on_another_device(rig, tell):
-    rig.needs_two()
-    found = rig.run("pin_for_the_second")
-    tell(f"contexts on {found}")
-    assert found == [1]
-
-
-def test_a_model_is_paged_on_the_second_device_while_the_first_is_current(rig, tell):
-    rig.needs_two()
+@check()
+def pinning_for_another_device(rig):
+    """Paging to the second device while the first is current makes a context on no other."""
+    rig.needs_two_devices()
+    torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(6)]).eval()
-    x = torch.randn(2, 64)
+    x, second = torch.randn(2, 64), rig.at(1)
     with torch.inference_mode():
         whole = model(x)
-        with page(model, rig.at(1), budget="50KiB"):
-            paged = model(x.to(rig.at(1)))
-    tell(f"output on {paged.device}")
-    torch.testing.assert_close(paged.cpu(), whole)
+        with page(model, second, budget="50KiB"):
+            paged = model(x.to(second)).cpu()
+    if rig.sim is None:
+        contexts = [index for index in range(2) if torch._C._cuda_hasPrimaryContext(index)]
+    else:
+        contexts = sorted(rig.sim.contexts)
+    torch.testing.assert_close(paged, whole)
+    assert contexts == [1], contexts
+    return {"contexts": contexts}

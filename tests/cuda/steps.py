@@ -1,0 +1,95 @@
+"""`step` on a device that its batch does not fit: the gradients are those of the whole batch."""
+
+import copy
+
+import torch
+from torch import nn
+
+from tenure.adaptive import NoBatchsizeCache, step
+
+from .rig import MIB, check, off_by
+
+
+def _network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(256, 512), nn.Tanh(), nn.Linear(512, 1))
+
+
+def _gradients(model):
+    return [parameter.grad.clone() for parameter in model.parameters()]
+
+
+@check()
+def step_float64(rig):
+    """In float64 what a split changes by rounding is nothing: gradients agree to 1e-10."""
+    model = _network().double().to(rig.device)
+    x = torch.randn(8192, 256, dtype=torch.float64, device=rig.device)
+    whole = copy.deepcopy(model)
+    loss = whole(x).square().mean()
+    loss.backward()
+    loss = loss.item()
+    with rig.limited(60 * MIB):
+        result = step(lambda x: model(x).square().mean(), x, cache_type=NoBatchsizeCache)
+    difference = off_by(_gradients(model), _gradients(whole))
+    assert result.attempts > 1
+    assert abs(result.loss.item() / loss - 1) < 1e-10
+    assert difference < 1e-10
+    return {
+        "attempts": result.attempts,
+        "micro_batch": result.micro_batch,
+        "off_by": difference,
+    }
+
+
+@check(sim={"allocator": "exact"})
+def step_amp(rig):
+    """With autocast and a scaler a split is no further from float64 than the plain step is."""
+    start, kind = _network(), rig.device.type
+    x = torch.randn(rig.pick(8192, 1024), 256)
+    exact = copy.deepcopy(start).double()
+    exact(x.double()).square().mean().backward()
+    truth = _gradients(exact)
+
+    def train(work):
+        model = copy.deepcopy(start).to(rig.device)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        scaler = torch.amp.GradScaler(kind, init_scale=1024.0, growth_interval=2)
+        figures = []
+        for number in range(3):
+            optimizer.zero_grad()
+            outcome = work(model, scaler)
+            scaler.unscale_(optimizer)
+            if number == 0:
+                figures = [off_by(_gradients(model), truth), outcome]
+            scaler.step(optimizer)
+            scaler.update()
+        return [*figures, scaler.get_scale(), [p.detach().clone() for p in model.parameters()]]
+
+    def loss_of(model):
+        def loss(x):
+            with torch.autocast(kind, torch.float16):
+                return model(x).float().square().mean()
+
+        return loss
+
+    there = x.to(rig.device)
+
+    def plain(model, scaler):
+        scaler.scale(loss_of(model)(there)).backward()
+
+    def split(model, scaler):
+        with rig.limited(rig.pick(16, 3) * MIB):
+            return step(loss_of(model), there, scaler=scaler, cache_type=NoBatchsizeCache)
+
+    plain_error, _, plain_scale, plain_values = train(plain)
+    split_error, result, split_scale, split_values = train(split)
+    assert result.attempts > 1, result
+    assert split_scale == plain_scale == 2048.0, (split_scale, plain_scale)
+    assert split_error < 1.5 * plain_error + 1e-4, (split_error, plain_error)
+    assert off_by(split_values, plain_values) < 1e-3
+    return {
+        "sizes": result.micro_batch,
+        "attempts": result.attempts,
+        "off_by": split_error,
+        "plain_off_by": plain_error,
+    }

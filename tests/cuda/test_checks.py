@@ -1,0 +1,54 @@
+"""The checks by pytest: all on the simulated device, each on a GPU where there is one."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+_RUN = Path(__file__).with_name("run.sh")
+
+
+def _listed():
+    folder = _RUN.parent
+    modules = (path.read_text() for path in folder.glob("*.py"))
+    return [line for text in modules for line in text.splitlines() if line.startswith("@check(")]
+
+
+def _run(out, *options):
+    command = ["sh", str(_RUN), str(out), *options]
+    environment = {"PYTHON": sys.executable, "PATH": "/usr/bin:/bin"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    return done, json.loads((out / "cuda.json").read_text())
+
+
+@pytest.mark.slow
+def test_all_checks_pass_on_the_simulated_device(tmp_path):
+    done, found = _run(tmp_path, "--dry")
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert found["dry"]
+    assert found["device"] is None
+    assert found["counts"]["FAIL"] == 0
+    assert found["counts"]["PASS"] >= len(_listed()) - found["counts"]["SKIP"] > 30
+    skipped = [each for each in found["checks"] if each["state"] == "SKIP"]
+    assert all(each["reason"].startswith("can't be rehearsed: ") for each in skipped)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="has a CUDA device")
+def test_a_run_without_a_gpu_says_that_nothing_was_verified(tmp_path):
+    done, found = _run(tmp_path)
+    assert done.returncode == 2
+    assert "Nothing was verified: no CUDA device (this PyTorch is 2." in done.stdout
+    assert set(found["counts"].items()) >= {("PASS", 0), ("FAIL", 0)}
+
+
+@pytest.mark.cuda
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_all_checks_pass_on_a_gpu(tmp_path):
+    done, found = _run(tmp_path)
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert found["counts"]["PASS"] > 30
