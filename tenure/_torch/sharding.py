@@ -221,7 +221,9 @@ class ShardedGroup:
     def drop_unexchanged(self) -> None:
         """Forget such gradients."""
         for each in self._group.fsdp_params:
-            each.unsharded_accumulated_grad = None
+            # from torch 2.15 on they wait in .grad alone, which this name then only shows
+            if "unsharded_accumulated_grad" in vars(each):
+                each.unsharded_accumulated_grad = None
             if getattr(each, "_unsharded_param", None) is not None:
                 each._unsharded_param.grad = None
 
@@ -245,7 +247,7 @@ def _n_averaged(group: Any) -> int:
 def _has_gradient(parameter: Any) -> bool:
     # made by the first forward pass
     whole = getattr(parameter, "_unsharded_param", None)
-    waiting = parameter.unsharded_accumulated_grad is not None
+    waiting = getattr(parameter, "unsharded_accumulated_grad", None) is not None
     return waiting or (whole is not None and whole.grad is not None)
 
 
