@@ -25,6 +25,10 @@ _HALF_LINE = 8
 # what its threads and its multiplications have beside what grows: seen are 3 pages and a half
 _FIXED_PAGES = 5
 
+# oneDNN 3.7, of torch 2.10, keeps two more copies of the states, and takes gates five times
+_IS_OLD = torch.__version__ < "2.11"
+_N_GATES = 5 if _IS_OLD else 1
+
 
 class _Layer(NamedTuple):
     """One direction of one layer.
@@ -68,7 +72,7 @@ def rnn_workspace_bytes(args: Sequence[Any]) -> int:
     cells = layer.steps * layer.samples
     # the states at all steps and one before, above the layer and below
     states = 2 * (layer.steps + 1) * layer.samples
-    parts = (
+    parts = [
         cells * _row(4 * layer.hidden, size),
         cells * _row(layer.hidden, size),
         states * _row(wide, size),
@@ -76,7 +80,9 @@ def rnn_workspace_bytes(args: Sequence[Any]) -> int:
         states * _row(wide, _WIDE_BYTES),
         states * layer.hidden * _WIDE_BYTES,
         states * layer.hidden * _WIDE_BYTES,
-    )
+    ]
+    if _IS_OLD:
+        parts += [states * _row(wide, size)] * 2
     total = sum(map(_in_pages, parts))
     if size < _WIDE_BYTES:
         # seen with inputs wider than the states, up to this
@@ -123,8 +129,8 @@ def _layer(args: Sequence[Any]) -> _Layer:
 
 def _gates_bytes(layer: _Layer) -> int:
     cells = layer.steps * layer.samples
-    states = 2 * layer.samples * _row(layer.hidden, _WIDE_BYTES)
-    gates = _in_pages(cells * _row(4 * layer.hidden, _WIDE_BYTES))
+    states = 2 * _N_GATES * layer.samples * _row(layer.hidden, _WIDE_BYTES)
+    gates = _N_GATES * _in_pages(cells * _row(4 * layer.hidden, _WIDE_BYTES))
     fixed = _FIXED_PAGES * _PAGE_BYTES
     if layer.itemsize < _WIDE_BYTES:
         # tiles of each thread, and both kinds of gradients
