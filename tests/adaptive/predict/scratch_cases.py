@@ -42,6 +42,9 @@ def layers(dtype=torch.float32):
         ),
         "group_norm": lambda: F.group_norm(x(*image), 8, x(48), x(48)),
         "group_norm_channels_last": lambda: F.group_norm(x(*image, **last), 8, x(48), x(48)),
+        "group_norm_strided_weight": lambda: F.group_norm(
+            x(2, 9600, 4), 8, x(9600, 2)[:, 0], x(9600)
+        ),
         "layer_norm": lambda: F.layer_norm(x(16, 200, 320), (320,), x(320), x(320)),
         "rms_norm": lambda: F.rms_norm(x(16, 200, 320), (320,), x(320)),
         "instance_norm": lambda: F.instance_norm(x(*image)),

@@ -65,10 +65,11 @@ def _group_norm(args: Any, result: Any) -> int:
     n_samples: int = args[3]
     n_channels: int = args[4]
     n_groups: int = args[6]
+    copies = sum(_copied(each) for each in args[1:3] if each is not None)
     if x.is_contiguous():
-        return 0
+        return copies
     sums = 2 * n_samples * (n_channels * torch.get_num_threads() + n_groups) * _wide(x)
-    return sums + (0 if _is_channels_last(x) else _n_bytes(x))
+    return sums + copies + (0 if _is_channels_last(x) else _n_bytes(x))
 
 
 def _group_norm_backward(args: Any, result: Any) -> int:
@@ -77,8 +78,17 @@ def _group_norm_backward(args: Any, result: Any) -> int:
     n_channels: int = args[6]
     is_last = _is_channels_last(x)
     copies = sum(0 if is_last and _is_channels_last(each) else _copied(each) for each in (grad, x))
+    weight: Tensor | None = args[4]
+    copies += 0 if weight is None else _copied(weight)
     n_sums = torch.get_num_threads() if is_last else 1
     return copies + 2 * n_sums * n_samples * n_channels * _wide(x)
+
+
+def _nonzero_static(args: Any, result: Any) -> int:
+    """The places of all elements, if none is zero: it copies of them as many as it is asked for."""
+    x: Tensor = args[0]
+    # before, it wrote no more places than that
+    return x.numel() * x.dim() * _INDEX_BYTES if torch.__version__ >= "2.14" else 0
 
 
 def _ctc_backward(args: Any, result: Any) -> int:
@@ -145,6 +155,7 @@ FORMULAS: dict[Any, Formula] = {
     _aten.col2im.default: _resized_copy,
     _aten.native_group_norm.default: _group_norm,
     _aten.native_group_norm_backward.default: _group_norm_backward,
+    _aten.nonzero_static.default: _nonzero_static,
     _aten._ctc_loss.default: lambda args, _: _copied(args[1]) + _copied(args[0]),
     _aten._ctc_loss.Tensor: lambda args, _: _copied(args[1]) + _copied(args[0]),
     _aten._ctc_loss_backward.default: _ctc_backward,

@@ -78,7 +78,7 @@ FREE = _names(
     mse_loss_backward.default mul.out mul_.Scalar mul_.Tensor nan_to_num.default nansum.default
     ne.Scalar ne.Tensor neg.default neg_.default new_empty.default
     new_empty_strided.default new_full.default new_ones.default new_zeros.default nextafter.default
-    nonzero_static.default norm.ScalarOpt_dim normal.float_float normal_.default ones.default
+    norm.ScalarOpt_dim normal.float_float normal_.default ones.default
     ones_like.default permute.default permute_copy.default polar.default pow.Scalar
     pow.Tensor_Scalar pow.Tensor_Tensor pow_.Scalar prod.default prod.dim_int put.default
     rand.default randint.default randint.low randint_like.default randint_like.low_dtype
