@@ -10,8 +10,8 @@ from importlib.metadata import PackageNotFoundError, version
 EXTRAS = {
     "paging": ("safetensors>=0.5", "numpy"),
     "transformers": ("transformers>=4.50", "accelerate>=1.0"),
-    "lightning": ("lightning>=2.5",),
-    "accelerate": ("accelerate>=1.0",),
+    "lightning": ("lightning>=2.4",),
+    "accelerate": ("accelerate>=0.34",),
 }
 
 

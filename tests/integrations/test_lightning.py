@@ -1007,7 +1007,7 @@ del sys.modules["tenure.integrations.lightning"]
 try:
     import tenure.integrations.lightning
 except ImportError as error:
-    assert 'pip install "lightning>=2.5"' in str(error)
+    assert 'pip install "lightning>=2.4"' in str(error)
 else:
     raise AssertionError
 """

@@ -107,7 +107,7 @@ def test_a_cache_that_the_caller_keeps_grows_from_call_to_call(sim):
     expected = model(tokens).logits[:, -1:]
     budget_bytes = least_budget(model, sim.device, "pinned") + 8192
     with page(model, sim.device, budget=budget_bytes):
-        cache = transformers.DynamicCache(config=model.config)
+        cache = transformers.DynamicCache()
         for i in range(tokens.shape[1]):
             output = model(tokens[:, i : i + 1], past_key_values=cache)
             assert output.past_key_values is cache
