@@ -21,7 +21,6 @@ from ._nodes import is_node_class as is_node_class
 from ._nodes import slot_names as slot_names
 from ._nodes import slots_of_node as slots_of_node
 from ._nodes import walk_nodes as walk_nodes
-from ._reading import OF_VARIABLE as OF_VARIABLE
 from ._reading import cpp_references as cpp_references
 from ._reading import cpp_uses as cpp_uses
 from ._reading import gradient_of as gradient_of

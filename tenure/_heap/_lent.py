@@ -12,8 +12,7 @@ import sys
 from types import CodeType, FrameType
 
 from tenure._errors import TenureError
-
-from ._reading import OF_VARIABLE
+from tenure._torch.counting import SOLE
 
 LENDS = sys.version_info >= (3, 14)
 """Whether this Python has references that are lent."""
@@ -96,7 +95,7 @@ def _shows(lent: object, given: object) -> bool:
     # never in a variable: a frame that has itself is a cycle, and keeps the whole stack alive
     words = _words(sys._getframe(), _VARIABLES + 2)
     # the caller's variable is a reference
-    is_lent = sys.getrefcount(lent) == OF_VARIABLE
+    is_lent = sys.getrefcount(lent) == SOLE
     shown = words[_FRAME_OBJECT], *words[_VARIABLES:]
     return shown == (id(sys._getframe()), id(lent) | is_lent * _ADDS_NONE, id(given)) and (
         0 <= _n_in_flight(sys._getframe()) <= sys._getframe().f_code.co_stacksize

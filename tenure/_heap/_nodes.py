@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tenure._torch.autograd import is_saved_tensor
+from tenure._torch.autograd import content_of_saved, is_saved_tensor
 
 from ._reading import class_attributes, mro_of
 
@@ -97,7 +97,7 @@ def saved_tensors(node: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _slots_in(label: str, saved: Any, depth: int) -> Iterator[Slot]:
     if is_saved_tensor(saved):
-        yield Slot(label, saved.data, saved.unpack_hook)
+        yield Slot(label, *content_of_saved(saved))
     elif type(saved) in (tuple, list) and depth:
         for item in saved:
             yield from _slots_in(label, item, depth - 1)

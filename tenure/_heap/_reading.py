@@ -21,6 +21,7 @@ import torch
 
 from tenure._errors import MissingTorchNameError
 from tenure._storages import storage_bytes, storage_of
+from tenure._torch.counting import OF_CPP, SOLE
 from tenure._torch.quiet import TENSOR_BASE
 from tenure._torch.storages import owners_of_storage, uses_of_tensor
 
@@ -76,15 +77,6 @@ def is_kind(cls: type, *bases: type) -> bool:
 # compared with one that was measured, of an object that was passed in the same way.
 
 
-def _count_of_variable() -> int:
-    found = object()
-    return sys.getrefcount(found)
-
-
-OF_VARIABLE = _count_of_variable()
-"""The references to an object that one variable alone holds, which is asked about."""
-
-
 def _counts_of_items(held: list[Any]) -> Iterator[int]:
     return map(sys.getrefcount, held)
 
@@ -103,7 +95,7 @@ def callers_keep_arguments() -> bool:
     Else they are handed over. It is so while torch.compile evaluates the frames of the process:
     after an error while it compiled, for good.
     """
-    return _count_of_argument(object()) > OF_VARIABLE
+    return _count_of_argument(object()) > SOLE
 
 
 def _count_of_argument(argument: object) -> int:
@@ -113,20 +105,10 @@ def _count_of_argument(argument: object) -> int:
 # --- tensors
 
 
-def _count_cpp_reference() -> int:
-    """References to the handle of a tensor that C++ holds too: none on some versions of torch."""
-    leaf = torch.ones(1, requires_grad=True)
-    leaf.grad = torch.zeros(1)
-    return sys.getrefcount(leaf.grad) - sys.getrefcount(torch.zeros(1))
-
-
-_CPP_REFERENCE = _count_cpp_reference()
-
-
 def cpp_references(found: object) -> int:
     """References to an object's handle that only C++ knows of: 0 for what is no tensor."""
     is_in_cpp = is_kind(type(found), torch.Tensor) and cpp_uses(found) > 1  # type: ignore[arg-type]
-    return _CPP_REFERENCE if is_in_cpp else 0
+    return OF_CPP if is_in_cpp else 0
 
 
 def read(t: torch.Tensor, name: str) -> Any:

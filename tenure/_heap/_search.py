@@ -14,12 +14,13 @@ from typing import NamedTuple
 import torch
 
 from tenure._storages import storage_key
+from tenure._torch.counting import SOLE
 
 from ._code_slots import frame_of
 from ._hidden import SHARES, TensorGraph, Untracked
 from ._index import Neighbours, Referrers
 from ._nodes import is_node
-from ._reading import OF_VARIABLE, cpp_references, cpp_uses, is_kind, storage_uses
+from ._reading import cpp_references, cpp_uses, is_kind, storage_uses
 from ._roots import Roots, RunningFrames
 from ._slots import slots_of
 from ._words import Root, Step
@@ -30,7 +31,7 @@ _MAX_OBJECTS = 50_000
 # are asked for first: what holds them often explains the references to all the others
 _SAMPLE = 8
 # the list of the search, and the variable that is asked about
-_OWN_REFERENCES = 1 + OF_VARIABLE
+_OWN_REFERENCES = 1 + SOLE
 
 
 class Edge(NamedTuple):

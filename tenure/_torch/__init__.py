@@ -17,6 +17,8 @@ import torch
 
 from tenure._errors import MissingTorchNameError
 
+from .counting import require as require_counts
+
 
 def bound(path: str, purpose: str) -> Any:
     """What torch has under a private name.
@@ -112,3 +114,6 @@ class _StandIn(type):
 
 def _stand_in(path: str, purpose: str) -> Any:
     return _StandIn("Missing", (), {"_path": path, "_purpose": purpose})
+
+
+require_counts()

@@ -37,7 +37,10 @@ at_end_of_backward: Callable[[Callable[[], object]], None] = bound(
 engine lets go of it with the pass, also of one that fails and so never calls it."""
 _transform = bound("torch._C._functorch.peek_interpreter_stack", _TRAINING)
 _is_legacy_batch = bound("torch._C._functorch.is_legacy_batchedtensor", _TRAINING)
-_SavedTensor: Any = bound("torch._C._autograd.SavedTensor", "who holds what, and Courtesy")
+_SAVED = "who holds what, and Courtesy"
+_SavedTensor: Any = bound("torch._C._autograd.SavedTensor", _SAVED)
+_data_of: Callable[[Any], Any] = getter("torch._C._autograd.SavedTensor.data", _SAVED)
+_hook_of: Callable[[Any], Any] = getter("torch._C._autograd.SavedTensor.unpack_hook", _SAVED)
 hooks_of: Callable[[Tensor], Any] = getter("torch.Tensor._backward_hooks", "step()")
 """The hooks of a leaf's gradient by their numbers, in a dictionary that torch reads; or None."""
 post_hooks_of: Callable[[Tensor], Mapping[int, Any] | None] = getter(
@@ -124,6 +127,11 @@ def is_saved_tensor(found: object) -> bool:
     return issubclass(type(found), _SavedTensor)
 
 
+def content_of_saved(saved: Any) -> tuple[Any, Any]:
+    """What torch has wrapped, as a pack hook returned it, and the hook that unpacks it if any."""
+    return _data_of(saved), _hook_of(saved)
+
+
 def wraps_saved_tensors(cls: type) -> bool:
     """Whether `is_saved_tensor` is true of the objects of a class."""
     return issubclass(cls, _SavedTensor)
@@ -140,7 +148,8 @@ def works() -> bool:
     # on the CPU autograd calls hooks on the thread that called backward()
     leaf.register_hook(hook)
     product: Any = leaf * leaf
-    seen.append(is_saved_tensor(product.grad_fn._raw_saved_self))
+    saved = product.grad_fn._raw_saved_self
+    seen.append(is_saved_tensor(saved) and content_of_saved(saved) == (leaf, None))
     product.backward()
     seen.append(bool(hooks_of(leaf)) and not post_hooks_of(leaf))
     try:

@@ -56,7 +56,6 @@ class ThreadScopes:
         self.attached = self.detached = self.disposed = self.disposed_outside = 0
         self.counts_at_reset: dict[str, int] = {}
         _all_threads[id(self)] = self
-        _install_hooks_once()
 
     def owner_of(self, tensor: Tensor) -> Owner | None:
         """The open scope of this thread that owns ``tensor``."""
@@ -131,8 +130,14 @@ def this_thread() -> ThreadScopes:
     """The scopes of the calling thread."""
     scopes = _local.scopes
     if scopes is None:
+        _install_hooks_once()
         scopes = _local.scopes = ThreadScopes()
     return scopes
+
+
+def use_own_scopes() -> None:
+    """Have scopes on the calling thread, and torch as it is: what libraries make is not known."""
+    _local.scopes = ThreadScopes()
 
 
 def foreign_owner_of(tensor: Tensor) -> Owner | None:

@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from tenure._callers import SitedRef, capture_site, maker_of, module_of
 from tenure._torch.compiler import is_dynamo_compiling, never_compiled
+from tenure._torch.counting import SOLE
 from tenure._torch.modes import is_active, push
 
 from ._library_objects import copies_library_object, is_library_code
@@ -31,26 +32,6 @@ from ._owner import Owner
 
 _DEEPCOPY = Tensor.__deepcopy__
 
-
-def _sole_count(make: Callable[[], object]) -> int:
-    out = make()
-    return sys.getrefcount(out)
-
-
-def _calibrate() -> int:
-    """The reference count of a local variable that nothing else holds, or 0 if it tells nothing.
-
-    On some versions of torch a gradient that only C++ holds looks as unheld as a new tensor; there
-    the count must not be trusted, and every output goes the long way.
-    """
-    leaf = torch.ones(1, requires_grad=True)
-    leaf.grad = torch.zeros(1)
-    fresh = _sole_count(lambda: torch.zeros(1))
-    return 0 if _sole_count(lambda: leaf.grad) <= fresh else fresh
-
-
-_SOLE = _calibrate()
-"""``sys.getrefcount`` of a new output held by one local variable."""
 
 getrefcount, getframe = sys.getrefcount, sys._getframe
 
@@ -60,8 +41,7 @@ def _counts(outs: Iterable[object]) -> set[int]:
     return set(map(getrefcount, outs))
 
 
-# None where counts tell nothing
-_ALL_SOLE = _counts((object(),)) if _SOLE else None
+_ALL_SOLE = _counts((object(),))
 
 current: ContextVar[Owner | None] = ContextVar("tenure_current_scope", default=None)
 """The scope that the running code is in; it may be closed by now, or belong to another thread."""
@@ -138,7 +118,7 @@ class Tracker(TorchFunctionMode):
         # One reference, our variable's, says that nobody had the tensor before: no cache, no
         # attribute, no argument; so it is new, whatever func is. Views are new handles too. A
         # property or an operation in place fails here at the price of one count.
-        if type(out) is Tensor and getrefcount(out) == _SOLE:
+        if type(out) is Tensor and getrefcount(out) == SOLE:
             scope = get_current()
             # a scope without a note of places, open on this very thread (see Owner._gate)
             if scope is not None and scope._gate is self:
@@ -161,7 +141,7 @@ class Tracker(TorchFunctionMode):
                 and self._enter_sole(out, scope, getframe(1))
             ):
                 # counted here: for an argument, Pythons differ
-                new = _new_of(getrefcount(out) == _SOLE, out, func, (args, kwargs))
+                new = _new_of(getrefcount(out) == SOLE, out, func, (args, kwargs))
                 self._enter(new, scope, getframe(1), func is _DEEPCOPY)
         return out
 

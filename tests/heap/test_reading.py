@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from tenure._heap import OF_VARIABLE
+from tenure._torch.counting import SOLE
 
 
 class Entry:
@@ -40,10 +40,10 @@ def in_a_loop():
 
 @pytest.mark.parametrize("count", [of_an_item, of_an_attribute, in_a_comprehension, in_a_loop])
 def test_what_a_container_holds_counts_one_more_than_what_a_variable_alone_holds(count):
-    assert count() == OF_VARIABLE + 1
+    assert count() == SOLE + 1
 
 
 def test_what_was_popped_counts_as_what_a_variable_alone_holds():
     items = [object()]
     found = items.pop()
-    assert sys.getrefcount(found) == OF_VARIABLE
+    assert sys.getrefcount(found) == SOLE

@@ -53,6 +53,8 @@ _STOPPED = {
     "torch._C._DisableTorchDispatch": ("saved", "paged"),
     "torch._C._autograd.ProfilerEvent.cpu_memory_usage": _OF_LINES,
     "torch._C._autograd.SavedTensor": ("saved",),
+    "torch._C._autograd.SavedTensor.data": ("saved",),
+    "torch._C._autograd.SavedTensor.unpack_hook": ("saved",),
     "torch._C._autograd._disable_profiler_legacy": _OF_LINES,
     "torch._C._autograd._enable_profiler_legacy": _OF_LINES,
     "torch._C._autograd._enable_record_function": _OF_LINES,

@@ -17,7 +17,6 @@ from typing import Any
 from torch import Tensor
 
 from tenure._heap import (
-    OF_VARIABLE,
     Namer,
     cpp_references,
     is_kind,
@@ -28,10 +27,11 @@ from tenure._heap import (
     type_name,
     walk_nodes,
 )
-from tenure._torch.autograd import is_saved_tensor
+from tenure._torch.autograd import content_of_saved, is_saved_tensor
+from tenure._torch.counting import SOLE
 
 # references to an object from its entry, and from the variable that is asked about
-_OWN_REFERENCES = 1 + OF_VARIABLE
+_OWN_REFERENCES = 1 + SOLE
 
 
 @dataclass(slots=True)
@@ -157,7 +157,7 @@ class GraphHoldings:
             _, entry = self._waiting.popitem()
             self._root = entry.root
             if is_saved_tensor(entry.found):
-                self._add_data(entry.places[0], entry.found.data, entry.found.unpack_hook)
+                self._add_data(entry.places[0], *content_of_saved(entry.found))
             elif is_node(entry.found):
                 if id(entry.found) not in self._seen:
                     nodes.append((entry.root, entry.found))

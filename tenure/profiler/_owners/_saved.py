@@ -14,7 +14,6 @@ from torch import Tensor
 from tenure._callers import created_at
 from tenure._errors import ProfilerUsageError
 from tenure._heap import (
-    OF_VARIABLE,
     cpp_references,
     is_kind,
     live_tensors,
@@ -24,6 +23,7 @@ from tenure._heap import (
 from tenure._show import Column, Paragraph, Report, Table, bytes_column, in_bytes
 from tenure._storages import storage_key
 from tenure._text import counted, describe, describe_elements, format_bytes, listed
+from tenure._torch.counting import SOLE
 from tenure._torch.quiet import quietly
 
 from ._graph_holdings import GraphHoldings, Referent
@@ -255,7 +255,7 @@ def _is_held_leaf(n_references: int, t: Tensor) -> bool:
 # the count is the first argument, as one before it would be one reference more
 def _is_in_python(n_references: int, t: Tensor) -> bool:
     """Whether anything in Python holds a tensor, beside the variable that was asked about."""
-    return n_references - OF_VARIABLE > cpp_references(t)
+    return n_references - SOLE > cpp_references(t)
 
 
 def _tensors_of(roots: Iterable[object]) -> list[Tensor]:

@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 
 from tenure import NewDisposeScope
-from tenure._heap import OF_VARIABLE
+from tenure._torch.counting import SOLE
 from tenure.profiler import HolderList, ProfilerUsageError, holders
 
 CACHE = {}
@@ -123,7 +123,7 @@ def test_the_balance_is_the_count_of_the_interpreter(keep):
     gc.collect()
     found = holders(t)
     # `t` is one reference, and up to Python 3.13 the argument of getrefcount another one
-    assert found.n_references == sys.getrefcount(t) - OF_VARIABLE + 1
+    assert found.n_references == sys.getrefcount(t) - SOLE + 1
     assert found.n_unexplained == 0
 
 
