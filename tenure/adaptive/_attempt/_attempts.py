@@ -10,6 +10,7 @@ and giving memory back would each break the capture, and hide that memory ran ou
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -97,7 +98,7 @@ class Attempts:
     """
 
     __slots__ = (
-        "_is_noted", "_name", "_on_retry", "_outside", "_scope", "_starts_empty",
+        "_collects", "_is_noted", "_name", "_on_retry", "_outside", "_scope", "_starts_empty",
         "_state", "_statistics", "_unit", "advice", "n_begun",
     )  # fmt: skip
 
@@ -126,6 +127,8 @@ class Attempts:
         # The interpreter makes what the caller is handling the context of what is raised here. It
         # is none of the attempts', and its frames are the caller's.
         self._outside = sys.exception()
+        # whether the collector runs again once a failure has been dealt with
+        self._collects = False
         self.n_begun = 0
 
     @never_compiled
@@ -166,10 +169,12 @@ class Attempts:
                 # kept would be missing there
                 forget_traceback(outcome.error, self._outside)
                 del outcome
+                self._collect_again()
                 outcome = self._attempt(work, search.size)
         except BaseException:
             # An interrupt may come between an attempt that failed and the end of its undoing, see
             # test_an_undoing_that_is_interrupted_is_done_again.
+            self._collect_again()
             self._undo()
             raise
         # What ran on the CPU teaches nothing about the device, whether it fits there or not.
@@ -201,6 +206,9 @@ class Attempts:
         except BaseException as error:
             # Within the block only what needs the moment of the error: all else would run with the
             # error as its context, and while the frames below still hold the memory.
+            # A collection of its own accord would free bytes that nobody has counted.
+            self._collects = gc.isenabled()
+            gc.disable()
             info = oom_of_work(error, self._outside)
             if info is None or not info.retry_safe or accelerator_is_capturing():
                 self._leave()
@@ -210,6 +218,11 @@ class Attempts:
             handles_ooms.reset(token)
         self._hand_on()
         return result
+
+    def _collect_again(self) -> None:
+        if self._collects:
+            self._collects = False
+            gc.enable()
 
     def _leave(self) -> None:
         """Undo what was changed and hand on what was made, because an error goes on."""

@@ -1,5 +1,6 @@
 """The attempt routine: what a failed attempt leaves behind, and what is tried after it."""
 
+import contextlib
 import gc
 import logging
 import re
@@ -69,6 +70,28 @@ def no_gc():
     gc.disable()
     yield
     gc.enable()
+
+
+@pytest.mark.parametrize(("largest", "error"), [(2, None), (0, OutOfRetriesError), (9, KeyError)])
+def test_nothing_is_collected_before_a_failure_has_been_dealt_with(largest, error):
+    """A collection of its own accord would free bytes that nobody has counted."""
+    seen = []
+
+    def work(size):
+        seen.append(gc.isenabled())
+        if size > largest:
+            raise torch.OutOfMemoryError(OOM)
+        if error is not None:
+            raise error
+        return size
+
+    def told(event):
+        seen.append(gc.isenabled())
+
+    with pytest.raises(error) if error else contextlib.nullcontext():
+        assert run(work, on_retry=told) == 2
+    assert gc.isenabled()
+    assert seen[:3] == [True, False, True] or error is KeyError
 
 
 class Escapes:
