@@ -16,6 +16,7 @@ from tenure._containers import passed_tensors
 from tenure._errors import PredictionError
 from tenure._torch.fakes import NEEDS_DATA, UNKNOWN, like, mode_of
 
+from . import _cudnn_rnn
 from ._known import KnownValues
 from ._larger_results import LARGER
 
@@ -170,6 +171,7 @@ STAND_INS: dict[Any, Callable[..., Any]] = {
         for overload in step.overloads()
     },
     **LARGER,
+    **_cudnn_rnn.KERNELS,
 }
 """What gives the results of operations of which torch knows no shape, or that of CUDA's kernel, or
 not all memory."""

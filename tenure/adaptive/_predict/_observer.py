@@ -207,7 +207,8 @@ class Observer(DispatchMode):
                 for storage in storages_of(tensor):
                     self._note_result(func, args, storage)
         if not self._target.is_host:
-            self.workspaces.note(func, args, kwargs, result, self.phase)
+            for n_bytes in self.workspaces.note(func, args, kwargs, result, self.phase):
+                self._change(Block(n_bytes, self.phase, "temporaries"), n_bytes)
             sizes = taken_inside(func, args)
             blocks = [Block(n_bytes, self.phase, "temporaries") for n_bytes in sizes]
             for block in blocks:

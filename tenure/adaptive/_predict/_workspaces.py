@@ -21,6 +21,8 @@ from tenure._cuda_segments import taken_by
 from tenure._text import format_bytes
 from tenure._torch.device_allocator import workspace_bytes
 
+from . import _cudnn_rnn
+
 # where CUDA is not in use and can't be asked: torch's default on Hopper, the largest there is
 _CUBLAS_BYTES = 32 * MIB
 # torch multiplies on the calling thread, and in a backward pass on the engine's, each with a handle
@@ -58,12 +60,9 @@ _KINDS = (
         1,
         "the workspaces of convolutions",
     ),
-    _Kind(
-        ("_cudnn_rnn", "mkldnn_rnn", "_thnn_fused", "lstm", "gru"),
-        2,
-        2,
-        "what recurrent layers keep",
-    ),
+    # beyond what `taken_inside` tells
+    _Kind(("_cudnn_rnn",), 0, 1, "the workspaces of recurrent layers"),
+    _Kind(("mkldnn_rnn", "_thnn_fused", "lstm", "gru"), 2, 2, "what recurrent layers keep"),
     # sums in float32
     _Kind(
         ("_scaled_dot_product", "_flash_attention", "_efficient_attention"),
@@ -105,12 +104,14 @@ class Workspaces:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        # known where CUDA is in use; else they are part of the allowance
+        self._sizes = [size for size in workspace_bytes(device).values() if size]
         self._most_bytes = self._saved_bytes = 0
         self._multiplying: set[str] = set()
         self.reasons: dict[str, None] = {}
 
-    def note(self, func: Any, args: Any, kwargs: Any, result: Any, phase: str) -> None:
-        """Notice an operation.
+    def note(self, func: Any, args: Any, kwargs: Any, result: Any, phase: str) -> tuple[int, ...]:
+        """Notice an operation; the blocks that it is the first to make, and that stay.
 
         Args:
             func: as a dispatch mode gets it.
@@ -122,13 +123,14 @@ class Workspaces:
         namespace, _, name = str(func).partition(".")
         name = name.partition(".")[0]
         if namespace in ("profiler", "prim"):
-            return
+            return ()
         if namespace != "aten":
             self.reasons.setdefault(f"nobody has measured what {func} takes for itself")
         elif _PRODUCTS.fullmatch(name):
-            self._multiplying.add("backward" if phase == "backward" else "forward")
+            return self._multiplies("backward" if phase == "backward" else "forward")
         else:
             self._note_kind(name, args, kwargs, result)
+        return ()
 
     @property
     def allowance_bytes(self) -> int:
@@ -136,7 +138,7 @@ class Workspaces:
         if self._device.type != "cuda":
             return self._saved_bytes + self._most_bytes
         # the other one for the partial sums of reductions
-        own_bytes = self._kept_bytes() + SMALL_SEGMENT_BYTES
+        own_bytes = SMALL_SEGMENT_BYTES + (0 if self._sizes else self._kept_bytes())
         return self._saved_bytes + self._most_bytes + own_bytes
 
     def notes(self) -> list[str]:
@@ -147,8 +149,13 @@ class Workspaces:
     def _kept_bytes(self) -> int:
         if self._device.type != "cuda":
             return 0
-        sizes = workspace_bytes(self._device) or {"cuBLAS": _CUBLAS_BYTES}
-        return taken_by([*sizes.values()] * len(self._multiplying), self._device).reserved_bytes
+        sizes = self._sizes or [_CUBLAS_BYTES]
+        return taken_by(sizes * len(self._multiplying), self._device).reserved_bytes
+
+    def _multiplies(self, thread: str) -> tuple[int, ...]:
+        is_first = thread not in self._multiplying
+        self._multiplying.add(thread)
+        return tuple(self._sizes) if is_first else ()
 
     def _note_kind(self, name: str, args: Any, kwargs: Any, result: Any) -> None:
         kind = _kind_of(name)
@@ -163,7 +170,9 @@ class Workspaces:
 
 
 def taken_inside(func: Any, args: Any) -> tuple[int, ...]:
-    """The bytes of what an operation that is made of others has beside its result, at its worst."""
+    """The bytes of what an operation has beside its result, at its worst, where that is known."""
+    if func in _cudnn_rnn.KERNELS:
+        return _cudnn_rnn.work_bytes(func, args)
     if str(func) != "aten._safe_softmax.default":
         return ()
     scores, dim = args[0], args[1]
