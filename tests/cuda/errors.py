@@ -1,5 +1,7 @@
 """Errors of memory as the driver and the libraries raise them: what they say, and what helps."""
 
+import gc
+
 import torch
 
 from tenure.adaptive import NoBatchsizeCache, add_listener, batch, oom_info
@@ -65,9 +67,13 @@ def oom_is_relieved(rig):
         return rig.bytes(size * MIB).numel() // MIB
 
     add_listener(events.append)
+    before = gc.get_threshold()
     with rig.limited(200 * MIB):
         leave_garbage()
+        # so that a collection comes while the error is handled
+        gc.set_threshold(300)
         size = take()
+    gc.set_threshold(*before)
     assert size == 150, seen
     assert seen == [150, 150], seen
     info = events[0].info

@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 from torch import nn
 
-from tenure.adaptive import NoBatchsizeCache, add_listener, step
+from tenure.adaptive import NoBatchsizeCache, add_listener, batch, step
 from tenure.paging import PagingWarning, load_paged, page
 
 from .rig import MIB, Skipped, check, off_by, parameter_bytes, same_bits
@@ -132,7 +132,7 @@ def paged_activations(rig):
     return _trained_paged(rig, activations="host")
 
 
-@check()
+@check(limit_s=120)
 def paged_auto(rig):
     """`budget="auto"` gives memory back when computation needs it, and takes it again."""
     width = rig.pick(1024, 512)
@@ -144,9 +144,15 @@ def paged_auto(rig):
         expected = whole(x).cpu()
         del whole
         held = []
+
+        # what one operation needs more than the pager leaves free, a retry asks it for
+        @batch(initial_batchsize=weights // 4 // MIB, cache_type=NoBatchsizeCache)
+        def taken(n_mib):
+            return rig.bytes(n_mib * MIB)
+
         with rig.limited(3 * weights // 4), page(model, rig.device, budget="auto") as handle:
-            for n_passes, more in ((6, 0), (6, weights // 4), (30, 0)):
-                kept = rig.bytes(more) if more else None
+            for n_passes, takes in ((6, False), (6, True), (30, False)):
+                kept = taken() if takes else None
                 for _ in range(n_passes):
                     assert torch.equal(model(x).cpu(), expected)
                 held.append(handle.report().resident_bytes)

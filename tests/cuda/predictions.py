@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tenure.adaptive import predict_peak
+from tenure.adaptive import PredictionError, predict_peak
 
 from .rig import Rig, Skipped, check
 
@@ -17,7 +17,11 @@ def _compared(rig: Rig, model, loss_of, *batch):
     optimizer = torch.optim.AdamW(model.parameters())
     batch = [each.to(rig.device) for each in batch]
     rig.tidy()
-    report = predict_peak(lambda *batch: loss_of(model, *batch), *batch, optimizer=optimizer)
+    report, error = None, None
+    try:
+        report = predict_peak(lambda *batch: loss_of(model, *batch), *batch, optimizer=optimizer)
+    except PredictionError as raised:
+        error = str(raised)
     rig.tidy()
     begun = rig.allocated()
     rig.reset_peak()
@@ -32,6 +36,7 @@ def _compared(rig: Rig, model, loss_of, *batch):
     optimizer.zero_grad()
     later = rig.peak()
     reserved = int(rig.module.max_memory_reserved(rig.device))
+    assert report is not None, f"{first} bytes in the first step, {later} later: {error}"
     predicted = report.allocated_bytes
     # only the unrounded figure is told of later steps
     predicted_later = max(report.later_peak_bytes or 0, report.peak_bytes)
