@@ -30,8 +30,9 @@ next_sequence: Any = bound("torch._C._autograd._get_sequence_nr", _PREDICTION)
 _FORMULAS = (
     "Aminmax", "Atan2", "Cholesky", "CholeskyInverse", "CholeskySolve", "LinalgCholeskyEx",
     "LinalgDet", "LinalgLstsq", "LinalgLu", "LinalgLuFactorEx", "LinalgLuSolve", "LinalgPinv",
-    "LinalgQr", "LinalgSvd", "Logcumsumexp", "LuUnpack", "Mvlgamma", "NativeGroupNorm",
-    "SpecialI1E", "SpecialLogNdtr", "StdMean", "TriangularSolve", "VarMean",
+    "LinalgPolar", "LinalgQr", "LinalgSvd", "Logcumsumexp", "LuUnpack", "Mvlgamma",
+    "NativeGroupNorm", "SpecialI1E", "SpecialLogNdtr", "SpecialModifiedBesselK1", "StdMean",
+    "TriangularSolve", "VarMean",
 )  # fmt: skip
 _ADD_THEMSELVES = frozenset(f"{name}Backward0" for name in _FORMULAS)
 """Nodes whose own formula adds tensors, which looks like the engine's sums: found by running the
