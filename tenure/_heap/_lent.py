@@ -72,7 +72,7 @@ def _address(frame: FrameType) -> int:
 
 def _words(frame: FrameType, count: int) -> list[int]:
     # a type of array for each length would be a cycle of garbage
-    return memoryview(ctypes.string_at(_address(frame), count * _WORD)).cast("N").tolist()
+    return memoryview(ctypes.string_at(_address(frame), count * _WORD)).cast("P").tolist()
 
 
 def _make_sure() -> None:

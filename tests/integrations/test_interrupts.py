@@ -39,7 +39,7 @@ def interrupted_at(moment, file):
 
 
 # that of a generator which is let go is ignored by Python
-@pytest.mark.filterwarnings("ignore:Exception ignored in")
+@pytest.mark.filterwarnings("ignore:Exception ignored (in|while closing)")
 def test_gradients_and_hooks_are_back_whenever_a_deferred_step_is_interrupted():
     net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1)).double()
     x = torch.ones(2, 3, dtype=torch.float64)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import builtins
 import importlib.machinery
+import linecache
 import os
 import re
 import sys
@@ -18,7 +19,7 @@ import types
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from types import CodeType
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from tenure._errors import CommandError
 
@@ -27,6 +28,10 @@ from ._own_modules import own_modules
 _MAIN = "__main__"
 # from it on the source of `-c` may be indented
 _DEDENTED = (3, 14)
+# from it on a module has annotations only if its code has
+_LAZY_ANNOTATIONS = (3, 14)
+# from it on tracebacks show the source of `-c` (in Python 3.13 as well, found in another way)
+_SHOWN = (3, 14)
 OnCode = Callable[[CodeType], None]
 
 
@@ -63,7 +68,9 @@ class Program(ABC):
     def become_main(self) -> None:
         """Let this process be that of the program, as far as the program can see."""
         main = types.ModuleType(_MAIN)
-        main.__dict__.update(__builtins__=builtins, __annotations__={})
+        main.__dict__.update(__builtins__=builtins)
+        if sys.version_info < _LAZY_ANNOTATIONS:
+            main.__annotations__ = {}
         _kept.append(sys.modules[_MAIN])
         sys.modules[_MAIN] = main
         sys.orig_argv[:] = [*_interpreter(), *self._arguments]
@@ -119,8 +126,17 @@ class _Code(Program):
 
             text = textwrap.dedent(text)
         code = compile(f"{text}\n", "<string>", "exec", dont_inherit=True)
+        if sys.version_info >= _SHOWN:
+            _show_in_tracebacks(code, text)
         on_code(code)
         exec(code, sys.modules[_MAIN].__dict__)
+
+
+def _show_in_tracebacks(code: CodeType, text: str) -> None:
+    # Python has no public function for it
+    register: Any = getattr(linecache, "_register_code", None)
+    if register is not None:
+        register(code, text, code.co_filename)
 
 
 class _File(Program):

@@ -207,7 +207,10 @@ def test_a_wrapper_subclass_counts_with_what_it_wraps():
 
 @pytest.mark.parametrize("n_workers", [0, 2])
 def test_batches_of_a_loader_count_here_and_not_in_its_workers(n_workers):
-    loader = DataLoader(TensorDataset(torch.ones(8, 25)), batch_size=4, num_workers=n_workers)
+    # a worker that is not forked, as by default from Python 3.14 on, gets a copy of the data set
+    context = "fork" if n_workers and hasattr(os, "fork") else None
+    data = TensorDataset(torch.ones(8, 25))
+    loader = DataLoader(data, batch_size=4, num_workers=n_workers, multiprocessing_context=context)
     with memory_budget(900) as budget:
         sizes = []
         for (batch,) in loader:

@@ -126,6 +126,8 @@ def test_wherever_the_engine_is_interrupted_the_next_pass_is_right_and_has_its_r
 def test_wherever_who_goes_in_or_out_is_interrupted_each_thread_gets_in(
     x, tmp_path, monkeypatch, verb, step
 ):
+    if verb == "unpage" and sys.version_info >= (3, 13):
+        pytest.skip("from Python 3.13 on a trace is not told of every instruction")
     monkeypatch.setattr(_door, "_LOOK_EVERY_S", 0.01)
     files = ("_pager.py", "_door.py", "_pass.py", "_hooks.py", "_handle.py")
     model = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH)).eval()
