@@ -32,12 +32,14 @@ class Block:
         n_bytes: its size.
         phase: where it was made; None for what was there before the work.
         category: what it is for; None until that is known.
+        is_of_library: whether a library keeps it for good.
     """
 
     n_bytes: int
     phase: Phase | None = None
     category: Category | None = None
     outlived_forward: bool = False
+    is_of_library: bool = False
 
 
 class Event(NamedTuple):
@@ -111,11 +113,12 @@ class Record:
         made = {
             event.block: event.n_bytes
             for event in self.events
-            if event.block.category == "optimizer state" and event.block not in self.existing
+            if event.block not in self.existing
+            and (event.block.category == "optimizer state" or event.block.is_of_library)
         }
         # those that are alive at the end, by their last events
         state = {block: n_bytes for block, n_bytes in made.items() if n_bytes}
-        if not state:
+        if all(block.is_of_library for block in state):
             return None
         events = [event for event in self.events if event.block not in state]
         return Record({**self.existing, **state}, events)

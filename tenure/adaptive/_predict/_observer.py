@@ -208,7 +208,8 @@ class Observer(DispatchMode):
                     self._note_result(func, args, storage)
         if not self._target.is_host:
             for n_bytes in self.workspaces.note(func, args, kwargs, result, self.phase):
-                self._change(Block(n_bytes, self.phase, "temporaries"), n_bytes)
+                block = Block(n_bytes, self.phase, "temporaries", is_of_library=True)
+                self._change(block, n_bytes)
             sizes = taken_inside(func, args)
             blocks = [Block(n_bytes, self.phase, "temporaries") for n_bytes in sizes]
             for block in blocks:

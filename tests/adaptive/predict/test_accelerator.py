@@ -308,10 +308,12 @@ def test_compiled_code_is_said_to_be_only_predicted_as_it_is_written(kind):
 
 
 def test_the_workspaces_of_cublas_are_allocated_where_their_size_is_known(monkeypatch):
-    model, x = nn.Linear(64, 64), torch.randn(8, 64)
+    # larger than weights and state, so that the worst moment of a later step is in its forward
+    model, x = nn.Linear(64, 64), torch.randn(2**18, 64)
+    optimizer = torch.optim.AdamW(model.parameters())
 
     def predict():
-        return predict_peak(lambda: model(x).square().mean(), device="cuda")
+        return predict_peak(lambda: model(x).mean(), optimizer=optimizer, device="cuda")
 
     unknown = predict()
     monkeypatch.setattr(
@@ -324,6 +326,7 @@ def test_the_workspaces_of_cublas_are_allocated_where_their_size_is_known(monkey
     assert known.allocated_bytes - unknown.allocated_bytes == taken_bytes
     assert known.reserved_bytes - unknown.reserved_bytes == taken_bytes
     assert unknown.allowance_bytes - known.allowance_bytes == taken_bytes
+    assert known.later_peak_bytes - unknown.later_peak_bytes == taken_bytes
     assert known.needed_bytes == unknown.needed_bytes
 
 
