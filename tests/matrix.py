@@ -75,14 +75,18 @@ def install(venv, python, torch, short=False):
     subprocess.run([python, "-m", "venv", venv], check=True)
     pip = [venv / "bin" / "python", "-m", "pip", "install", "-qq", "--no-compile"]
     env = os.environ | _PIP
-    got = [*pip, "--no-deps", f"torch=={torch}"]
-    done = subprocess.run(got, capture_output=True, text=True, check=False, env=env)
-    if done.returncode:
-        raise NotHereError(
-            f"no torch {torch} to be had: {done.stderr.strip().rpartition('ERROR: ')[2]}"
-        )
+
+    def get_torch(*options):
+        command = [*pip, *options, f"torch=={torch}"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
+        if done.returncode:
+            raise NotHereError(f"torch can't be got: {done.stderr.strip().rpartition(chr(10))[2]}")
+
+    get_torch("--no-deps")
     (metadata,) = venv.glob("lib/python*/site-packages/torch-*.dist-info/METADATA")
     metadata.write_text(without_gpu(metadata.read_text()))
+    get_torch()
+    # a failure is one of tenure's requirements from here on, not of the network
     subprocess.run([*pip, f"torch=={torch}", *packages(short)], cwd=ROOT, check=True, env=env)
     for stamp in (".python", ".test"):  # make has nothing to install any more
         (venv / stamp).touch()
