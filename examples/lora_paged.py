@@ -24,7 +24,7 @@ WIDTH, LAYERS, WORDS, LENGTH, STEPS = 64, 4, 32, 8, 12
 @contextmanager
 def device() -> Iterator[torch.device]:
     """The accelerator of this machine, or a simulated one."""
-    found = torch.accelerator.current_accelerator()
+    found = torch.accelerator.current_accelerator(check_available=True)
     if found is not None:
         yield found
     else:

@@ -23,7 +23,7 @@ WORDS, WIDTH, LAYERS, NEW = 256, 128, 8, 12
 @contextmanager
 def small_device(memory: int) -> Iterator[tuple[torch.device, int | str]]:
     """A device and a budget for weights: what is free on a small one, so much of a real one."""
-    found = torch.accelerator.current_accelerator()
+    found = torch.accelerator.current_accelerator(check_available=True)
     if found is not None:
         yield found, memory
     else:
