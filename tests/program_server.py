@@ -5,6 +5,7 @@ process, and ends with what is registered for its end.
 """
 
 import atexit
+import gc
 import importlib
 import json
 import os
@@ -16,6 +17,7 @@ import torch  # noqa: F401  # what takes long is imported before the fork
 import tenure.adaptive
 import tenure.paging
 import tenure.profiler  # noqa: F401
+from tenure._heap import _collector, _index
 
 for name in sys.argv[1:]:
     importlib.import_module(name)
@@ -40,6 +42,9 @@ def _become(request):
         os.close(file)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.environ.update(request["environment"])
+    if request["hides"]:
+        gc.freeze()
+        _collector.has_frozen = _index.has_frozen = lambda: False
     main = types.ModuleType("__main__")
     sys.argv = [request["path"] or "-c"]
     if request["path"]:

@@ -23,18 +23,21 @@ class Done(NamedTuple):
     returncode: int
 
 
-def run_program(program: str | Path, *, imported: tuple[str, ...] = (), **environment: str) -> Done:
+def run_program(
+    program: str | Path, *, imported: tuple[str, ...] = (), hides: bool = False, **environment: str
+) -> Done:
     """Run code, or the file of a path, with some variables of the environment.
 
     Args:
         program: what is run.
         imported: modules that it is forked with, besides those of all.
+        hides: searches of the heap see only what the program makes: most of what a search takes.
         **environment: the variables.
     """
     path, code = ("", program) if isinstance(program, str) else (str(program), program.read_text())
     with TemporaryDirectory() as folder:
         outputs = {name: Path(folder, name) for name in ("stdout", "stderr")}
-        request = {"code": code, "path": path, "environment": environment}
+        request = {"code": code, "path": path, "environment": environment, "hides": hides}
         request |= {name: str(at) for name, at in outputs.items()}
         server = _server(*imported)
         server.stdin.write(f"{json.dumps(request)}\n")

@@ -80,7 +80,7 @@ def plant(name, cause, says, code, *, place="budget", size="16MiB", imported=(),
     into.append(Planted(name, cause, says, place, size, dedent(code), imported))
 
 
-def run(planted):
+def run(planted, *, hides=True):
     """The report of a program, as data, and what it printed; None where memory did not run out."""
     n_bytes = int(planted.size.removesuffix("MiB")) << 20
     place = _PLACES[planted.place].format(size=planted.size, n_bytes=n_bytes)
@@ -89,7 +89,7 @@ def run(planted):
     with TemporaryDirectory() as folder:
         path = Path(folder, "train.py")
         path.write_text(_HEAD + place + planted.code)
-        done = run_program(path, imported=imported, OMP_NUM_THREADS="1")
+        done = run_program(path, imported=imported, hides=hides, OMP_NUM_THREADS="1")
     (line,) = (line for line in done.stdout.splitlines() if line.startswith("REPORT "))
     return json.loads(line.removeprefix("REPORT ")), done
 
