@@ -11,7 +11,9 @@ from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from types import CodeType, FrameType
 
-_GROWS = frozenset({"append", "appendleft", "extend", "add", "insert", "update", "setdefault"})
+_GROWS = frozenset(
+    {"append", "appendleft", "extend", "add", "insert", "update", "setdefault", "put"}
+)
 _LOADS = ("LOAD_FAST", "LOAD_NAME", "LOAD_GLOBAL", "LOAD_DEREF", "LOAD_ATTR", "LOAD_METHOD")
 _STORES = ("STORE_FAST", "STORE_NAME", "STORE_GLOBAL", "STORE_DEREF", "STORE_ATTR")
 _FREES = ("DELETE_FAST", "DELETE_NAME", "DELETE_GLOBAL", "DELETE_DEREF")
@@ -50,6 +52,8 @@ def grown_names(code: CodeType) -> frozenset[str]:
         names = _names(instruction, _LOADS)
         if instruction.opname == "STORE_SUBSCR" or _GROWS.intersection(names):
             found |= loaded
+            # the container inside a queue
+            found |= {"queue"} if "put" in names else set()
         if instruction.opname.startswith((*_ENDS, *_STORES)):
             loaded = set()
         loaded.update(names)

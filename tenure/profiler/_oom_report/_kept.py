@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from .._owners import GRADIENTS, OTHERS, PARAMETERS, SAVED
 from ._facts import Facts
-from ._piles import IDENTIFIER, Pile, piles_in, runs_again
+from ._piles import FEWEST_TENSORS, Pile, is_fixed, piles_in, runs_again
 from ._variables import GraphVariable
 from ._verdict import short
 from ._work import line_of, trains
@@ -34,12 +34,9 @@ def piles_of(facts: Facts) -> list[Pile]:
 
 def _models(facts: Facts) -> Iterator[Pile]:
     """Piles of models; a container that the program adds nothing to is no pile."""
-    wanted: set[str] = set()
-    for pile in facts.models:
-        name = IDENTIFIER.search(pile.place)
-        if pile.kind == "leak" and name is not None and name[1] in facts.scene.fixed:
-            wanted.add(pile.place)
-    kept = {pile.place for pile in facts.models if pile.kind == "leak"} - wanted
+    leaks = [pile.place for pile in facts.models if pile.kind == "leak"]
+    wanted = {place for place in leaks if is_fixed(place, facts.scene)}
+    kept = {*leaks} - wanted
     for pile in facts.models:
         if pile.place not in wanted if pile.kind == "leak" else pile.place not in kept:
             yield pile
@@ -63,7 +60,10 @@ def _carried(facts: Facts, piles: list[Pile]) -> Pile | None:
     scene = facts.scene
     places = {short(pile.place) for pile in piles if pile.graph_bytes and pile.kind == "leak"}
     # a long sequence that is trained on looks the same until its backward pass
-    endless = scene.all_in_eval and runs_again(facts.entries)
+    if scene.calls_backward:
+        endless = scene.all_in_eval and runs_again(facts.entries)
+    else:
+        endless = runs_again(facts.entries, FEWEST_TENSORS)
     found = [
         variable
         for variable in scene.variables

@@ -45,13 +45,15 @@ _FEWEST_RUNS = 8
 _IN_CYCLE = ", in a reference cycle"
 _OF_TRACEBACK = "traceback of "
 # What a forward pass keeps in variables of its own is a part of the batch that runs.
-_OF_FORWARD = ".forward.<locals>."
+OF_FORWARD = ".forward.<locals>."
 _TRACEBACK = re.compile(r"traceback of \S+ in (\S+)\(\): local (.*)\Z")
 IN_FRAME = re.compile(r" in \S+\(\): local ")
 # of a parameter that is in no module, and that nothing in Python holds
 _ORPHANS = re.compile(r"(Parameter|Tensor)\d+\.grad\Z")
 CACHE_OF = re.compile(r"lru_cache of ([\w.<>]+)")
-IDENTIFIER = re.compile(r"(\w+)\[…\]")
+_INDEXED = re.compile(r"(\w+)\[…\]")
+# of a list whose items refer to the next
+_CHAIN = re.compile(r"(\.\w+)\1+")
 _VIEWS, _COPIES = 0.5, 0.8
 
 
@@ -135,7 +137,7 @@ def _joined_as(entry: StorageEntry, joined: Mapping[int, Joined]) -> Joined | No
     found = None if storage is None else joined.get(key_of(storage))
     if found is None or found.storage() is not storage or found.times < FEWEST_TENSORS:
         return None
-    return None if _OF_FORWARD in entry.owner.name else found
+    return None if OF_FORWARD in entry.owner.name else found
 
 
 def _add_joined(grown: dict[str, Pile], row: TensorRow, made: Joined) -> None:
@@ -157,7 +159,13 @@ def _as_one(grown: Mapping[str, Pile]) -> list[Pile]:
     return [replace(largest, own_bytes=n_bytes, n_places=len(grown))]
 
 
-def runs_again(entries: Iterable[StorageEntry]) -> int:
+def is_fixed(place: str, scene: Scene) -> bool:
+    """Whether a place is a data set: nothing in the program adds to it."""
+    names = _INDEXED.findall(place)
+    return bool(names) and scene.fixed.issuperset(names)
+
+
+def runs_again(entries: Iterable[StorageEntry], fewest: int = _FEWEST_RUNS) -> int:
     """How often one thing was saved, where that is more often than weights can tell; else 0.
 
     Layers save alike, too, and have weights each. Whether the state of a recurrent layer is that of
@@ -167,7 +175,7 @@ def runs_again(entries: Iterable[StorageEntry]) -> int:
     saved = Counter((row.name, row.shape) for row in rows if row.category == SAVED)
     n_weights = sum(row.category == PARAMETERS for row in rows)
     most = max(saved.values(), default=0)
-    return most if most > max(n_weights, _FEWEST_RUNS) else 0
+    return most if most > max(n_weights, fewest) else 0
 
 
 def _place(name: str) -> str:
@@ -175,7 +183,12 @@ def _place(name: str) -> str:
     if name.endswith(_IN_CYCLE):
         return _IN_CYCLE
     of_traceback = _OF_TRACEBACK in name or IN_FRAME.search(name)
-    return _OF_TRACEBACK if of_traceback else place_of(name)
+    return _OF_TRACEBACK if of_traceback else _without_members(place_of(name))
+
+
+def _without_members(place: str) -> str:
+    """Spell members of a set, and items of which each refers to the next, as an index is."""
+    return _CHAIN.sub(r"\1.…", place.replace(" (a member)", "[…]"))
 
 
 def _pile(
@@ -212,7 +225,8 @@ def _pile(
         # whatever their shapes
         if pile.kind == "cached":
             pile.n_tensors = len(rows)
-    keyed = {keyed_place_of(row.graph or row.name) for row in (*rows, *saved)}
+    names = (row.graph or row.name for row in (*rows, *saved))
+    keyed = {_without_members(keyed_place_of(name)) for name in names}
     # all of it under one key of a mapping
     if pile.place == place and len(keyed) == 1:
         (pile.place,) = keyed
@@ -237,12 +251,11 @@ def _kind_of(
     kind = scene.containers.get(variable, "")
     if kind == "bounded":
         return "bounded"
-    name = IDENTIFIER.search(place)
-    if name is not None and name[1] in scene.filled_elsewhere:
+    names = _INDEXED.findall(place)
+    if not scene.filled_elsewhere.isdisjoint(names):
         return "leak"
     if not pile.graph_bytes:
-        # a data set: nothing in the program adds to it
-        if name is not None and name[1] in scene.fixed:
+        if is_fixed(place, scene):
             return "bounded"
         if pile.shown_bytes < _VIEWS * pile.own_bytes:
             return "views"
@@ -280,8 +293,8 @@ def _as_variable(entry: StorageEntry, scene: Scene) -> StorageEntry:
 def _counts(pile: Pile) -> bool:
     if pile.kind in ("cycle", "traceback"):
         return True
-    if _OF_FORWARD in pile.place or pile.kind == "bounded":
+    if OF_FORWARD in pile.place or pile.kind == "bounded":
         return False
     has_graphs = len(pile.graphs) >= _FEWEST_GRAPHS or pile.repeats >= FEWEST_TENSORS
-    is_indexed = "[…]" in pile.place
+    is_indexed = "…" in pile.place
     return has_graphs or (is_indexed and pile.n_tensors >= FEWEST_TENSORS)

@@ -72,6 +72,7 @@ class Scene:
         state_bytes: the state of that optimizer.
         variables: what holds graphs of autograd, the largest graph first.
         autocast_dtype: what autocast casts to and remembers; empty where it remembers nothing.
+        calls_backward: a function that runs has a backward pass in its code.
         retained_at: the line of the last ``backward(retain_graph=True)``; can be empty.
         created_at: the same of ``create_graph=True``.
     """
@@ -98,6 +99,7 @@ class Scene:
     state_bytes: int = 0
     variables: tuple[GraphVariable, ...] = ()
     autocast_dtype: str = ""
+    calls_backward: bool = True
     retained_at: str = ""
     created_at: str = ""
 
@@ -149,6 +151,8 @@ def _of_frames(frames: list[FrameType], raised_in: frozenset[str]) -> Scene:
     facts.update(raised_in=raised_in, containers=_containers_in(frames))
     names = {frame.f_code.co_name for frame in frames}
     facts["is_backward"] = "_engine_run_backward" in names
+    called_names = {name for frame in frames for name in frame.f_code.co_names}
+    facts["calls_backward"] = not called_names.isdisjoint(("backward", "grad"))
     facts["is_loss"] = bool(names & _LOSSES)
     called: list[nn.Module] = []
     for frame in frames:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 from tenure._text import counted, describe_elements, format_bytes
@@ -12,6 +13,7 @@ from ._piles import CACHE_OF, IN_FRAME, Pile
 from ._verdict import Cause, Verdict, short
 from ._work import line_of, trains
 
+_LINK = re.compile(r"(\.\w+)\.…")
 _CYCLE_OF_ITERTOOLS = "(inside a cycle)"
 
 
@@ -111,10 +113,11 @@ def _of_joined(pile: Pile, facts: Facts, size: str, share: str) -> Verdict:
 
 def _of_views(pile: Pile, facts: Facts, size: str, share: str) -> Verdict:
     shown = format_bytes(pile.shown_bytes)
+    copied = ".copy()" if "numpy array" in pile.place else ".clone()"
     return _told(
         pile,
         f"Leak: {short(pile.place)} keeps {size} by {counted(pile.n, 'view')} that show {shown}. "
-        "Keep .clone() of each.",
+        f"Keep {copied} of each.",
         f"{pile.place} keeps {size}, {share}; what it shows of it takes {shown}.",
         "A view, and an array of NumPy over a tensor, keep the whole storage: keep a clone() or "
         "copy() of the part that is needed.",
@@ -124,11 +127,11 @@ def _of_views(pile: Pile, facts: Facts, size: str, share: str) -> Verdict:
 def _of_copies(pile: Pile, facts: Facts, size: str, share: str) -> Verdict:
     return _told(
         pile,
-        f"Leak: {short(pile.place)} keeps copies of weights, {size}. "
-        "Keep the best alone, or on the host or on disk (torch.save).",
+        f"Leak: {short(pile.place)} keeps copies of weights or gradients, {size}. "
+        "Bound it, or keep them on the host or on disk.",
         f"{pile.place} keeps {counted(pile.n, 'tensor')} with the shapes of "
         f"weights: {size}, {share}.",
-        "Save them with torch.save(), copy them with .cpu(), or keep the last and the best only.",
+        "Save weights with torch.save(), copy with .cpu(), or keep the last and the best only.",
     )
 
 
@@ -155,11 +158,16 @@ def _of_parts(pile: Pile, facts: Facts, size: str, share: str) -> Verdict:
 def _of_carried(pile: Pile, facts: Facts, size: str, share: str) -> Verdict:
     at = line_of(facts.scene.retained_at)
     kept = f" (retain_graph=True at {at})" if at else ""
-    instead = f"{pile.place.replace('[…]', '')}.detach()"
+    steps = [each.n_steps for each in facts.scene.variables if each.name == pile.place]
+    if "[…]" in pile.place:
+        remedy = "Go on with t.detach() of each of its tensors."
+    elif pile.is_scalar and not any(steps) and facts.scene.calls_backward:
+        remedy = f"Call backward() on each, or add {pile.place}.item()."
+    else:
+        remedy = f"Go on with {pile.place}.detach(){', or .item()' if pile.is_scalar else ''}."
     return _told(
         pile,
-        f"Leak: {pile.place} carries its graph from step to step, {size}{kept}. "
-        f"Go on with {instead}{', or .item()' if pile.is_scalar else ''}.",
+        f"Leak: {pile.place} carries its graph from step to step, {size}{kept}. {remedy}",
         f"The graph of {pile.place} has saved {size}, {share}; it goes back over "
         f"{counted(max(2, pile.n), 'step')}.",
         "Detach what goes on from step to step, or run it under torch.no_grad() where nothing is "
@@ -291,10 +299,12 @@ def _of_tensors(pile: Pile, size: str, share: str) -> Verdict:
             "Keep the best alone, save each with torch.save(model.state_dict()), or move it with "
             ".cpu(); its gradients and its optimizer's state go with it.",
         )
+    link = _LINK.search(name)
+    remedy = "Bound it." if link is None else f"Set {link[1]} to None in time."
     return Verdict(
         "leak",
         pile.n_bytes,
-        _head("Leak", name, n, size, "Bound it."),
+        _head("Leak", name, n, size, remedy),
         (
             evidence,
             "Bound it (a deque with maxlen=, an lru_cache with maxsize=), keep numbers, or remove "

@@ -33,6 +33,7 @@ from .._owners import saved_storages
 from ._code import carried_names, dead_names, grown_names, inner_codes
 
 _MOST_ITEMS, _MOST_VARIABLES, _MOST_CODES = 16, 64, 2000
+_CONTAINERS = (list, dict, set, deque)
 _GROWING = frozenset({"heappush", "insort"})
 # how the last holder of a chain calls what it holds: ``store`` and ``by['key']``
 _CALLED = re.compile(r"(\w+)(?:\[['\"]?(\w*)['\"]?\])?(?:, held by .*)?\Z")
@@ -139,7 +140,7 @@ def filled_elsewhere(
         name: value
         for frame in frames
         for name, value in read_locals(frame)
-        if name in fixed and is_kind(type(value), list, dict, set, deque)
+        if name in fixed and is_kind(type(value), *_CONTAINERS) and _may_hold_tensors(value)
     }
     held = find_holders([*containers.values()], ignore=(containers,))
     return frozenset(
@@ -149,6 +150,12 @@ def filled_elsewhere(
             grown.intersection(names) for each in holders for names in _CALLED.findall(each.chain)
         )
     )
+
+
+def _may_hold_tensors(container: Any) -> bool:
+    values = dict.values(container) if is_kind(type(container), dict) else container
+    first = next(iter(values), None)
+    return is_kind(type(first), Tensor, tuple, *_CONTAINERS)
 
 
 def names_of_program(frames: Iterable[FrameType]) -> tuple[frozenset[str], frozenset[str]]:

@@ -52,7 +52,8 @@ def short(name: str) -> str:
     inner, _, outer = name.partition(", held by ")
     if " of " in inner and ": " in inner:
         bound = inner.rpartition(": ")[2]
-        piles_up_outside = _ANY_INDEX in outer and _ANY_INDEX not in bound
+        is_argument = bound.startswith(("args[", "keywords["))
+        piles_up_outside = _ANY_INDEX in outer and (is_argument or _ANY_INDEX not in bound)
         inner = outer.partition(", held by ")[0] if piles_up_outside else bound
     text = _PREFIX.sub("", inner)
     return text if len(text) <= _MOST_CHARACTERS else f"{text[: _MOST_CHARACTERS - 1]}…"

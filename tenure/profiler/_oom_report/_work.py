@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 from tenure._text import counted, format_bytes
 
-from .._owners import BUFFERS, GRADIENTS, OPTIMIZER_STATE, OTHERS, PARAMETERS, SAVED
+from .._owners import BUFFERS, GRADIENTS, OPTIMIZER_STATE, OTHERS, PARAMETERS, SAVED, TensorRow
 from .._reports import place_of
 from ._facts import Facts
-from ._piles import runs_again
+from ._piles import OF_FORWARD, runs_again
 from ._verdict import Verdict, short
 
 FIXED = (PARAMETERS, BUFFERS, GRADIENTS, OPTIMIZER_STATE)
@@ -20,6 +20,8 @@ FIXED = (PARAMETERS, BUFFERS, GRADIENTS, OPTIMIZER_STATE)
 _WIDENING = 4
 _FEWEST_CLASSES = 256
 _LOSS_NODES = ("LogSoftmax", "NllLoss", "CrossEntropy", "Softmax")
+# what a variable holds that is no container
+_VARIABLES = frozenset({"frame-local", "global", "attribute"})
 # Of an optimizer's state, where lists in it are the most.
 _MOST = 0.45
 
@@ -238,16 +240,32 @@ def batch(facts: Facts) -> Verdict:
     )
 
 
+def _largest_variable(facts: Facts) -> TensorRow | None:
+    """A tensor of the program's own that takes most of all, and that what runs has not made."""
+    found = (
+        entry.owner
+        for entry in facts.entries
+        if entry.owner.category == OTHERS
+        and entry.kind in _VARIABLES
+        and 2 * entry.owner.n_bytes >= facts.used_bytes + facts.wanted_bytes
+        and OF_FORWARD not in entry.owner.name
+    )
+    return next(found, None)
+
+
 def _told_of_batch(facts: Facts, saved: int, n_bytes: int) -> tuple[str, str]:
     """The first line and the first sentence below it."""
     wanted, scene, at = facts.wanted_bytes, facts.scene, _at(facts)
     size, all_of = format_bytes(n_bytes), facts.total_bytes
     total = f" of {format_bytes(all_of)}" if all_of else ""
     evidence = f"What the batch makes takes {size}."
+    is_first = (scene.is_forward or saved) and scene.is_training and not scene.all_in_eval
+    is_training = bool(is_first) or trains(facts)
     if wanted > (all_of or 2 * max(1, facts.used_bytes)):
         in_use = format_bytes(facts.used_bytes)
+        remedy = "Use a smaller batch, or adaptive.step()." if is_training else "Use chunked()."
         return (
-            f"Batch too large: {at}one tensor takes {format_bytes(wanted)}{total}. Use chunked().",
+            f"Batch too large: {at}one tensor takes {format_bytes(wanted)}{total}. {remedy}",
             f"{format_bytes(wanted)} is wanted at once, {in_use} is in use.",
         )
     if scene.all_in_eval and saved > n_bytes // 4:
@@ -263,8 +281,13 @@ def _told_of_batch(facts: Facts, saved: int, n_bytes: int) -> tuple[str, str]:
             f"The same is saved {again} times, more than there are weights: a state that goes "
             "from step to step, or from batch to batch, keeps the graphs of all.",
         )
-    is_first = scene.is_forward and scene.is_training and not scene.all_in_eval
-    if saved or is_first or trains(facts):
+    if (data := _largest_variable(facts)) is not None:
+        takes = f"{short(data.name)} alone takes {format_bytes(data.n_bytes)}{total}"
+        return f"Batch too large: {takes}. Take it in parts.", (
+            f"{takes}: keep it on the host or on disk (torch.load(mmap=True)), and move a part at "
+            "a time."
+        )
+    if saved or is_training:
         if saved:
             evidence = f"Autograd saved {format_bytes(saved)} for the backward pass of this batch."
         return f"Batch too large: {at}it takes {size}{total}. Use tenure.adaptive.step().", evidence

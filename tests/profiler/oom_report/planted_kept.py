@@ -290,3 +290,145 @@ def main():
 main()
 """,
 )
+
+plant(
+    "results of tasks",
+    "leak",
+    ("tasks[…].result() keeps", "bound it"),
+    """
+import asyncio
+async def score():
+    await asyncio.sleep(0)
+    return torch.randn(64, 512).softmax(-1)
+async def serve():
+    tasks = set()
+    while True:
+        task = asyncio.create_task(score())
+        tasks.add(task)
+        await task
+asyncio.run(serve())
+""",
+    size="8MiB",
+)
+
+plant(
+    "states that know their parents",
+    "leak",
+    (".parent.….hidden keeps", "set .parent to none"),
+    """
+class Beam:
+    def __init__(self, hidden, parent=None):
+        self.hidden, self.parent = hidden, parent
+@torch.no_grad()
+def search():
+    cell, beams = nn.GRUCell(64, 256), [Beam(torch.zeros(16, 256))]
+    while True:
+        beams = [Beam(cell(torch.randn(16, 64), beam.hidden), beam) for beam in beams[:4]] * 2
+search()
+""",
+    size="8MiB",
+)
+
+plant(
+    "maps of attention in a list of each block",
+    "leak",
+    ("maps[…] keeps", "bound it"),
+    """
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.maps = nn.Linear(32, 96), []
+    def forward(self, x):
+        q, k, v = self.qkv(x).chunk(3, -1)
+        attention = (q @ k.mT).softmax(-1)
+        self.maps.append(attention.detach())
+        return attention @ v
+def main():
+    net = nn.Sequential(Block(), Block())
+    while True:
+        net(torch.randn(4, 96, 32)).square().mean().backward()
+main()
+""",
+    size="8MiB",
+)
+
+plant(
+    "a queue that is filled before it is read",
+    "leak",
+    ("batches.queue[…] keeps", "bound it"),
+    """
+import queue
+def main():
+    batches = queue.Queue()
+    for _ in range(5000):
+        batches.put(torch.randn(64, 512))
+main()
+""",
+    size="8MiB",
+)
+
+plant(
+    "a data set in one tensor",
+    "batch",
+    ("images alone takes", "in parts"),
+    """
+def main():
+    images = torch.randn(900, 3, 36, 36)
+    net = nn.Sequential(nn.Flatten(), nn.Linear(3 * 36 * 36, 128), nn.ReLU(), nn.Linear(128, 10))
+    adam = torch.optim.Adam(net.parameters())
+    for batch in images.split(32):
+        net(batch).square().mean().backward()
+        adam.step()
+main()
+""",
+)
+
+plant(
+    "a loss of all micro-batches",
+    "leak",
+    ("losses", "backward() on each"),
+    """
+def main():
+    net = nn.Sequential(nn.Linear(128, 512), nn.GELU(), nn.Linear(512, 128))
+    losses = 0.0
+    for _ in range(512):
+        x = torch.randn(32, 128)
+        losses = losses + (net(x) - x).square().mean() / 512
+    losses.backward()
+main()
+""",
+)
+
+plant(
+    "arguments of callbacks",
+    "leak",
+    ("callbacks[…] keeps", "bound it"),
+    """
+import functools
+def report(batch):
+    return batch.mean()
+def main():
+    net, callbacks = nn.Linear(256, 16), []
+    for _ in range(10_000):
+        batch = torch.randn(64, 256)
+        net(batch).square().mean().backward()
+        callbacks.append(functools.partial(report, batch))
+main()
+""",
+    size="8MiB",
+)
+
+plant(
+    "a recurrent layer in an evaluation that trains nothing",
+    "leak",
+    ("state[…] carries", "detach()"),
+    """
+def main():
+    lstm, state, sums = nn.LSTM(32, 128, batch_first=True), None, []
+    for _ in range(2000):
+        out, state = lstm(torch.randn(8, 16, 32), state)
+        sums.append(out.sum().item())
+main()
+""",
+    size="8MiB",
+)

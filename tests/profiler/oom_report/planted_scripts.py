@@ -359,7 +359,7 @@ encode(model, (torch.randn(8, 64, 64) for _ in range(1000)))
 script(
     "arrays of NumPy over results",
     "leak",
-    ("embeddings", ".clone()"),
+    ("embeddings", ".copy()"),
     """
 import numpy as np
 def embed(model, n):
