@@ -21,6 +21,8 @@ def make_available(monkeypatch, module, **functions):
 
 def test_a_device_without_streams_is_refused_with_what_to_do_instead(monkeypatch):
     make_available(monkeypatch, torch.mps)
+    for name in ("Stream", "stream", "current_stream"):  # torch 2.15 has them, and no more
+        monkeypatch.delattr(torch.mps, name, raising=False)
     with pytest.raises(PagingError) as refused:
         page(mlp(), "mps")
     assert str(refused.value) == (
@@ -51,6 +53,7 @@ def test_a_plan_is_made_for_an_xpu(monkeypatch):
     make_available(
         monkeypatch, torch.xpu, current_device=lambda: 0, mem_get_info=lambda _: free_and_total
     )
+    monkeypatch.delattr(torch.xpu, "get_per_process_memory_fraction", raising=False)
     plan = plan_paging(mlp(), "xpu", budget="50%")
     assert (plan.device, plan.budget_bytes) == ("xpu:0", 20 << 20)
 

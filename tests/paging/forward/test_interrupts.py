@@ -97,6 +97,8 @@ def interrupted_at(k, call, files=("_engine.py", "_room.py", "_memory.py", "_pag
         return count
 
     before = sys.gettrace()
+    # Python 3.12 tells of opcodes if a frame asked for them before the trace began
+    sys._getframe().f_trace_opcodes = of == "opcode"
     sys.settrace(choose)
     try:
         call()

@@ -45,6 +45,8 @@ class Interrupted:
 
     def __enter__(self):
         self._before = sys.gettrace()
+        # Python 3.12 tells of opcodes if a frame asked for them before the trace began
+        sys._getframe().f_trace_opcodes = True
         sys.settrace(self._on_call)
         return self
 
