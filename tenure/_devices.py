@@ -91,9 +91,9 @@ def told_by(module: Any, function: str, *args: Any) -> Any:
 
 
 def free_memory(module: Any, device: torch.device) -> tuple[int, int] | None:
-    """What this process may still take of a device, and in all; None where it can't tell.
+    """Return the bytes that are free on a device, and all; None if its module does not tell them.
 
-    That is less than the device has if the program has set a memory fraction.
+    If the program has set a memory fraction, both are what that leaves to this process.
     """
     told = told_by(module, "mem_get_info", device)
     if told is None:

@@ -17,6 +17,7 @@ from typing import Any, Final
 
 import torch
 
+from tenure._devices import free_memory
 from tenure._errors import AdaptiveUsageError, OutOfRetriesError, TenureError
 
 from ._patterns import (
@@ -324,15 +325,14 @@ def _device_with_little_free() -> str | None:
     if not torch.cuda.is_initialized():
         return None
     for index in range(torch.cuda.device_count()):
+        device = torch.device("cuda", index)
         try:
-            reserved = torch.cuda.memory_reserved(index)
             # of one without memory, asking would bring a context to life, which takes some
-            if not reserved:
+            if not torch.cuda.memory_reserved(device):
                 continue
-            free, total = torch.cuda.mem_get_info(index)
-            allowed = torch.cuda.get_per_process_memory_fraction(index) * total
-            if min(free, allowed - reserved) < _LITTLE_BYTES:
-                return f"cuda:{index}"
+            told = free_memory(torch.cuda, device)
+            if told is not None and told[0] < _LITTLE_BYTES:
+                return str(device)
         # a device that is broken tells nothing any more
         except Exception:
             continue

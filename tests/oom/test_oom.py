@@ -106,20 +106,24 @@ class TestOftenOom:
         """Three devices: the current one is not in use, the next has room, the last this much."""
         free = {1: 40 * GIB, 2: free_bytes}
 
-        def mem_get_info(index):
+        def mem_get_info(device):
             assert initialized, "this would bring a context to life"
-            assert index in free, "this would bring a context to life"
-            if free[index] is None:
+            assert device.index in free, "this would bring a context to life"
+            if free[device.index] is None:
                 raise RuntimeError("CUDA error: device-side assert triggered")
-            return free[index], 80 * GIB
+            return free[device.index], 80 * GIB
 
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda: initialized)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda index: 20 * MIB * (index in free))
+        monkeypatch.setattr(
+            torch.cuda, "memory_reserved", lambda device: 20 * MIB * (device.index in free)
+        )
         monkeypatch.setattr(torch.cuda, "mem_get_info", mem_get_info)
         allowed = {2: fraction}
         monkeypatch.setattr(
-            torch.cuda, "get_per_process_memory_fraction", lambda index: allowed.get(index, 1.0)
+            torch.cuda,
+            "get_per_process_memory_fraction",
+            lambda device: allowed.get(device.index, 1.0),
         )
 
     @pytest.mark.parametrize("text", OFTEN_OOM.values(), ids=OFTEN_OOM)

@@ -108,14 +108,5 @@ def keeps_fractions(device: torch.device) -> bool:
     return True
 
 
-def allowed_bytes(device: torch.device) -> int | None:
-    """What the allocator may reserve in all; None where it has no fraction."""
-    if not keeps_fractions(device):
-        return None
-    module: Any = torch.get_device_module(device)
-    fraction: float = module.get_per_process_memory_fraction(device)
-    return int(fraction * _total_bytes(module, device))
-
-
 def _total_bytes(module: Any, device: torch.device) -> int:
     return int(module.get_device_properties(device).total_memory)

@@ -13,12 +13,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from tenure._cuda_blocks import SMALL_SEGMENT_BYTES
-from tenure._devices import accelerator_of, counters_of, told_by
+from tenure._devices import accelerator_of, counters_of, free_memory, told_by
 from tenure._host_memory import free_host_bytes
 from tenure._torch.device_allocator import has_expandable_segments
 
 from ._counting import CountingMode, counting_on
-from ._fraction import allowed_bytes
 
 
 class Held(NamedTuple):
@@ -150,15 +149,13 @@ class _Allocator:
 
     def available_bytes(self) -> int:
         held = held_by(self._module, self._device)
-        new_bytes = int(self._module.mem_get_info(self._device)[0])
-        allowed = allowed_bytes(self._device)
-        # a program may lower a fraction below what is reserved
-        if allowed is not None:
-            new_bytes = max(0, min(new_bytes, allowed - held.reserved_bytes))
+        told = free_memory(self._module, self._device)
+        if told is None:
+            raise RuntimeError(f"the free memory of {self._device} is not known")
         # Not the free parts of segments in use: work that needs several pieces does not fit there
         # though their sum does, see test_a_fragmented_cache_misleads_no_search. Where all free
         # memory lies so, the size found is too small rather than one that fails.
-        return new_bytes + held.spare_bytes
+        return told[0] + held.spare_bytes
 
     def restart(self) -> None:
         # or nothing would tell which of the cache the work used; while another thread captures a
