@@ -35,8 +35,9 @@ _FEWEST_FROZEN = 2000
 # Source: https://github.com/python/cpython/blob/3.12/Modules/_asynciomodule.c, module_traverse
 _ENDLESS = "_asyncio" if sys.version_info[:2] == (3, 12) else ""
 
-_read: list[weakref.ref[list[Any]]] = []
-"""The lists of all objects that threads read now."""
+_MOST_WAIT_S = 5.0
+_heaps: list[weakref.ref[list[Any]]] = []
+"""The lists of all objects that are still in use, on any thread."""
 
 
 @contextmanager
@@ -57,23 +58,30 @@ def has_frozen() -> bool:
 
 
 class _Heap(list[Any]):
-    """Every object of the process. As long as the list lives, each has one holder more."""
+    """A list of all objects that, unlike a plain one, can have a weak reference."""
 
     __slots__ = ("__weakref__",)
 
 
-def wait_for_readers(most_s: float = 5.0) -> bool:
-    """Wait until no thread reads the heap any more; whether one did.
+def wait_for_readers() -> bool:
+    """Wait until no thread has a list of all objects any more.
 
-    Who asks how many holders an object has must not count the list of such a thread.
+    Such a list holds every object, so nobody can tell meanwhile whether anything else does.
+
+    Returns:
+        Whether there was such a list, and now is none.
     """
-    if not any(read() is not None for read in list(_read)):
+    if not _is_read():
         return False
-    deadline_s = monotonic() + most_s
-    while any(read() is not None for read in list(_read)) and monotonic() < deadline_s:
-        # the thread that reads needs the interpreter meanwhile
+    deadline_s = monotonic() + _MOST_WAIT_S
+    while _is_read() and monotonic() < deadline_s:
+        # let the other thread run
         sleep(0.001)
-    return monotonic() < deadline_s
+    return not _is_read()
+
+
+def _is_read() -> bool:
+    return any(heap() is not None for heap in list(_heaps))
 
 
 def tracked_objects() -> list[Any]:
@@ -81,7 +89,7 @@ def tracked_objects() -> list[Any]:
     # before the list is made: what it holds can't be read without leaving a trace
     roots = _roots() if has_frozen() else []
     found = _Heap(gc.get_objects())
-    _read.append(weakref.ref(found, _read.remove))
+    _heaps.append(weakref.ref(found, _heaps.remove))
     endless = sys.modules.get(_ENDLESS)
     if endless is not None:
         for position in Identities(found).where(IdentitySet([id(endless)])):

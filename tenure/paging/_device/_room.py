@@ -195,7 +195,8 @@ class Room:
             PagingError: what is in use leaves no room for it.
         """
         while (found := self.free_page(unit)) is None:
-            # a thread that reads the heap, as the end of a scope does, holds every weight meanwhile
+            # While another thread has a list of all objects, as at the end of a scope, every
+            # weight has one more holder, so no page looks free.
             if not self._drop_last_needed(now) and not wait_for_readers():
                 return self._to_stay(unit, now)
         return found
