@@ -200,9 +200,10 @@ class _Index:
 
 
 def _are_arguments(found: object, asked: list[object]) -> bool:
-    """Whether this is a tuple of just what the collector was asked about.
+    """Whether this is a tuple of exactly the objects that the collector was asked about.
 
-    Python 3.13 finds that of the call itself, which is over by now: only the answer holds it.
+    Python 3.13 finds the tuple of the arguments of that very call. The call is over, so only the
+    answer holds it.
     """
     is_alike = type(found) is tuple and len(found) == len(asked)
     return is_alike and all(map(operator.is_, found, asked))  # type: ignore[call-overload]

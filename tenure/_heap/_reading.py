@@ -72,9 +72,9 @@ def is_kind(cls: type, *bases: type) -> bool:
 
 # --- references
 #
-# How much of an answer of `sys.getrefcount` is the asking differs between Pythons: up to 3.13 each
-# argument is one reference more, from 3.14 on one that a variable has is not. So every answer is
-# compared with one that was measured, of an object that was passed in the same way.
+# `sys.getrefcount` also counts the reference of its own argument: always up to Python 3.13, from
+# 3.14 on only if no variable has the object. So every count is compared with one that was measured
+# of an object that was passed in the same way.
 
 
 def _counts_of_items(held: list[Any]) -> Iterator[int]:
@@ -85,7 +85,7 @@ def _counts_of_items(held: list[Any]) -> Iterator[int]:
 
 
 def references_beside(held: list[Any]) -> list[int]:
-    """The references to each item of a list from anywhere but the list."""
+    """Count the references to each item of a list, without that of the list."""
     return [count - _OF_ITEM for count in _counts_of_items(held)]
 
 

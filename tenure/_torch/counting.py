@@ -1,18 +1,21 @@
-"""Whether reference counts tell who holds a tensor; tenure is not imported where they don't.
+"""Whether reference counts tell who holds a tensor; if not, importing tenure raises an error.
 
-Invariant: what one variable alone holds counts `SOLE` references, and a tensor that C++ holds too,
-as autograd holds a gradient, counts more. Up to torch 2.9 the two count the same, and without the
-GIL a count says nothing about others.
+Invariant: an object that one variable alone holds has `SOLE` references, and a tensor that C++
+holds too, as autograd holds a gradient, has more. Up to torch 2.9 it has as many, and without the
+GIL a count leaves out what other threads hold.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from typing import NoReturn
 
 import torch
 
-_DO = "Use torch 2.10 or later on a Python with the GIL (docs/install.md lists tested versions)."
+_ADVICE = (
+    "Use torch 2.10 or later on a Python with the GIL (docs/install.md lists tested versions)."
+)
 
 
 def _count(make: Callable[[], object]) -> int:
@@ -28,13 +31,13 @@ def _count_of_gradient() -> int:
 
 
 SOLE = _count(object)
-"""``sys.getrefcount`` of what one local variable alone holds."""
+"""``sys.getrefcount`` of an object that one local variable alone holds."""
 OF_CPP = _count_of_gradient() - SOLE
-"""How many references C++ adds to the handle of a tensor that it holds."""
+"""How many references C++ adds to the handle of a tensor that it holds; 0 up to torch 2.9."""
 
 
 def works() -> bool:
-    """Whether counts are those of the whole process and C++ adds to them."""
+    """Whether a count has the references of all threads and of C++."""
     return OF_CPP > 0 and getattr(sys, "_is_gil_enabled", lambda: True)()
 
 
@@ -45,19 +48,15 @@ def require() -> None:
         ImportError: they don't.
     """
     if not works():
-        refuse(
+        refuse_import(
             "reference counts don't say what else holds a tensor, so a scope could free gradients "
             "that are in use"
         )
 
 
-def refuse(reason: str) -> None:
-    """Say that tenure can't be imported.
-
-    Raises:
-        ImportError: always.
-    """
+def refuse_import(reason: str) -> NoReturn:
+    """Raise the error that says why tenure can't be imported."""
     raise ImportError(
         f"tenure can't be used with torch {torch.__version__} on Python {sys.version.split()[0]}: "
-        f"{reason}. {_DO}"
+        f"{reason}. {_ADVICE}"
     )

@@ -39,8 +39,8 @@ _DISPOSE: Policy = "dispose"
 # the flags of code objects whose frames can be suspended at a yield
 _SUSPENDABLE = inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
 _SUSPENDABLE_OR_TASK = _SUSPENDABLE | inspect.CO_COROUTINE
-# Which instruction only a `with` has, and where it is, seen from the one that calls __enter__: from
-# Python 3.14 on that is a plain CALL, behind the one that looks __enter__ up.
+# The instruction that only a `with` has, and how many bytes it comes before the one that calls
+# __enter__. From Python 3.14 on, LOAD_SPECIAL looks __enter__ up and a plain CALL calls it.
 _WITH, _BEFORE_CALL = (
     (dis.opmap["LOAD_SPECIAL"], 2) if sys.version_info >= (3, 14) else (dis.opmap["BEFORE_WITH"], 0)
 )

@@ -72,8 +72,8 @@ def is_library_code(module: str, function: str) -> bool:
     """Whether what a function makes belongs to its library, not to the block.
 
     Args:
-        module: its name.
-        function: the qualified name, as code objects have it.
+        module: the name of its module.
+        function: its qualified name, as in ``co_qualname``.
     """
     return module.startswith(_LIBRARY_MODULES) or (module, function) in _KEEPS_WHAT_IT_MAKES
 

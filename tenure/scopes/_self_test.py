@@ -1,7 +1,7 @@
-"""Scopes leave gradients alone: tried once, at import, because nothing else would say it.
+"""Check once, at import, that scopes leave gradients alone, because no error would say that.
 
-It runs on a thread of its own, where nothing of the program is on: no mode, no scope, no profiler.
-Nothing is imported there, because the importing thread has the lock of this package.
+The check runs on a thread of its own, because there no mode, scope or profiler of the program is
+on. It must import nothing, because the importing thread holds the lock of this package.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import threading
 import torch
 
 from tenure._errors import DisposedTensorError
-from tenure._torch.counting import refuse
+from tenure._torch.counting import refuse_import
 
 from ._scope import NewDisposeScope
 from ._thread import use_own_scopes
 
-# it takes less than a millisecond; what hangs is not to hang the import
-_SECONDS = 10
+# It takes less than a millisecond. If it hangs, the import goes on.
+_TIMEOUT_S = 10
 
 
 def check() -> None:
@@ -32,12 +32,12 @@ def check() -> None:
     )
     try:
         thread.start()
-    # no thread can be started, as when the interpreter ends
+    # no thread can start while the interpreter shuts down
     except RuntimeError:
         return
-    thread.join(_SECONDS)
+    thread.join(_TIMEOUT_S)
     if found == [False]:
-        refuse("a scope disposes gradients that were set or read in it")
+        refuse_import("a scope disposes gradients that were set or read in it")
 
 
 def _are_gradients_kept() -> bool:

@@ -136,7 +136,7 @@ def this_thread() -> ThreadScopes:
 
 
 def use_own_scopes() -> None:
-    """Have scopes on the calling thread, and torch as it is: what libraries make is not known."""
+    """Give the calling thread scopes, but install no hooks for optimizers and other libraries."""
     _local.scopes = ThreadScopes()
 
 

@@ -31,8 +31,6 @@ from ._library_objects import copies_library_object, is_library_code
 from ._owner import Owner
 
 _DEEPCOPY = Tensor.__deepcopy__
-
-
 getrefcount, getframe = sys.getrefcount, sys._getframe
 
 
@@ -42,6 +40,7 @@ def _counts(outs: Iterable[object]) -> set[int]:
 
 
 _ALL_SOLE = _counts((object(),))
+"""What `_counts` returns if the container alone holds each item: measured, as Pythons differ."""
 
 current: ContextVar[Owner | None] = ContextVar("tenure_current_scope", default=None)
 """The scope that the running code is in; it may be closed by now, or belong to another thread."""
@@ -140,7 +139,7 @@ class Tracker(TorchFunctionMode):
                 and scope._gate is self
                 and self._enter_sole(out, scope, getframe(1))
             ):
-                # counted here: for an argument, Pythons differ
+                # counted here, because an argument is a reference or not, by the version of Python
                 new = _new_of(getrefcount(out) == SOLE, out, func, (args, kwargs))
                 self._enter(new, scope, getframe(1), func is _DEEPCOPY)
         return out

@@ -1,4 +1,4 @@
-"""Where counts don't tell who holds a tensor, the import is refused in one sentence."""
+"""If counts don't tell who holds a tensor, importing tenure raises an error."""
 
 import subprocess
 import sys
