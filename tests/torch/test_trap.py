@@ -8,6 +8,7 @@ import torch
 from tenure._torch import trap
 from tenure._torch.storages import key_of
 from tenure.profiler import Courtesy
+from tests.needs import needs_torch
 
 
 @pytest.fixture
@@ -67,8 +68,6 @@ def test_a_restore_without_room_traps_again(sim, traps):
 
 
 @pytest.mark.skipif(torch.version.cuda is None, reason="this torch is built without CUDA")
-@pytest.mark.skipif(
-    torch.__version__ < "2.12", reason="needs torch 2.12: older ones can't take a trap out"
-)
+@needs_torch("2.12", "older ones can't take a trap out")
 def test_a_cuda_build_has_traps():
     assert trap.works()

@@ -12,9 +12,11 @@ from torch.utils.checkpoint import checkpoint
 
 import tenure
 from tenure.adaptive import plan, predict_peak, statistics
+from tests.needs import needs_torch
 
 from ..predict.true_peak import step_of, true_peak_bytes
 
+IN_PARTS = needs_torch("2.13", "F.linear_cross_entropy")
 # scalars that kernels make of numbers are seen or not
 _SLACK = 256
 
@@ -154,6 +156,7 @@ def in_parts(model):
     return fn
 
 
+@IN_PARTS
 def test_logits_in_parts_take_what_was_told():
     model, x = LanguageModel(depth=1), words()
     report = predict_peak(loss_of(model), x)
@@ -164,6 +167,7 @@ def test_logits_in_parts_take_what_was_told():
     assert abs(found.peak_bytes - true_peak_of(in_parts(model), x)) <= _SLACK
 
 
+@IN_PARTS
 def test_logits_that_are_made_float_and_contiguous_as_libraries_do_are_left_out_too():
     model, x = LanguageModel(depth=1), words()
 
@@ -269,6 +273,7 @@ def test_a_model_of_bfloat16_gets_no_autocast():
 # --- what holds for all
 
 
+@IN_PARTS
 def test_the_most_comes_first_and_is_found_once():
     model, x = LanguageModel(), words()
     report = predict_peak(loss_of(model), x)
