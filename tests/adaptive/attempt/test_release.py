@@ -5,6 +5,7 @@ import weakref
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from tenure.adaptive import simple
 
@@ -138,3 +139,27 @@ def test_an_iterator_that_the_attempt_handed_out_stays_open():
 
     assert simple.batch(work, 4) == 2
     assert next(handed_out[0]) == "next"
+
+
+def test_a_checkpoint_that_failed_packs_nothing_of_the_next_attempt():
+    """Up to torch 2.12 its hooks stay on until its frames are let go, which the error holds."""
+    kept, leaf = [], torch.ones(4, requires_grad=True)
+
+    def inner(part):
+        if len(part) > 1:
+            kept.append(torch.OutOfMemoryError("CUDA out of memory."))
+            raise kept[-1]
+        return part.sin()
+
+    def outer(part):
+        return checkpoint(inner, part, use_reentrant=False)
+
+    def work(size):
+        product = leaf[:size].exp()
+        # what it saves is packed by whatever hooks are on
+        assert len(leaf) == size or product.grad_fn._raw_saved_result.unpack_hook is None
+        return checkpoint(outer, leaf[:size], use_reentrant=False)
+
+    assert simple.batch(work, 4).shape == (1,)
+    assert len(kept) == 2
+    assert leaf.exp().grad_fn._raw_saved_result.unpack_hook is None
