@@ -41,10 +41,16 @@ _SAVED = "who holds what, and Courtesy"
 _SavedTensor: Any = bound("torch._C._autograd.SavedTensor", _SAVED)
 _data_of: Callable[[Any], Any] = getter("torch._C._autograd.SavedTensor.data", _SAVED)
 _hook_of: Callable[[Any], Any] = getter("torch._C._autograd.SavedTensor.unpack_hook", _SAVED)
-hooks_of: Callable[[Tensor], Any] = getter("torch.Tensor._backward_hooks", "step()")
+node_number: Callable[[Any], Any] = getter(
+    "torch._C._functions.AccumulateGrad._sequence_nr",
+    "predictions of memory, tenure.profiler.Timeline and the simulated accelerator",
+)
+"""Tells, when it is called, how many nodes this thread had made before a node."""
+_HOOKS = "step() and predictions of memory"
+hooks_of: Callable[[Tensor], Any] = getter("torch.Tensor._backward_hooks", _HOOKS)
 """The hooks of a leaf's gradient by their numbers, in a dictionary that torch reads; or None."""
 post_hooks_of: Callable[[Tensor], Mapping[int, Any] | None] = getter(
-    "torch.Tensor._post_accumulate_grad_hooks", "step()"
+    "torch.Tensor._post_accumulate_grad_hooks", _HOOKS
 )
 """The hooks of a leaf that run when its gradient has been added to."""
 

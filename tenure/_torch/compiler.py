@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from . import bound, optional, refuse
+from . import bound, getter, optional, refuse
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -32,6 +32,9 @@ _strategy_of = optional(_EXECUTION)
 _strategy = optional(f"{_EVAL_FRAME}._FrameExecStrategy")
 _action = optional(f"{_EVAL_FRAME}._FrameAction")
 _can_mark = None not in (_strategy_of, _strategy, _action)
+_compiled_call: Callable[[nn.Module], Any] = getter(
+    "torch.nn.Module._compiled_call_impl", "step(), predictions of memory and paging"
+)
 _set_eval_frame = bound(f"{_EVAL_FRAME}.set_eval_frame", "step() beside compiled code")
 
 
@@ -108,7 +111,7 @@ def is_compiled(value: object) -> bool:
     if home is None:
         return False
     if isinstance(value, nn.Module):
-        return isinstance(value, home.OptimizedModule) or value._compiled_call_impl is not None
+        return isinstance(value, home.OptimizedModule) or _compiled_call(value) is not None
     return "_torchdynamo_orig_callable" in getattr(value, "__dict__", ())
 
 
@@ -117,7 +120,7 @@ def compiled_attribute(module: nn.Module) -> str | None:
     if not is_compiled(module):
         return None
     # What `torch.compile(module)` gives is a module around it, with a forward of its own.
-    return "forward" if module._compiled_call_impl is None else "_compiled_call_impl"
+    return "forward" if _compiled_call(module) is None else "_compiled_call_impl"
 
 
 def has_compiled() -> bool:

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from . import bound, require
-from .autograd import ENGINE_CODE, check_engine_is_seen
+from .autograd import ENGINE_CODE, check_engine_is_seen, node_number
 from .modes import DispatchMode
 from .storages import owners_of_storage, uses_of_tensor
 
-_PREDICTION = "predictions of memory"
+_PREDICTION = "predictions of memory and memory_budget()"
 _WRAPPERS = ("torch._dynamo", "torch._compile", "torch._ops")
 SUM = torch.ops.aten.add.Tensor
 """The operation by which the engine adds two gradients."""
@@ -53,7 +53,7 @@ def prepare() -> None:
 
 def sequence_of_node() -> int:
     """The number that the running node got when the forward pass made it."""
-    return int(current_node()._sequence_nr())
+    return int(node_number(current_node())())
 
 
 def adds_in_place(gradient: Tensor, frame: FrameType | None, n_modes_above: int = 0) -> bool:
@@ -139,4 +139,4 @@ def works() -> bool:
     before = next_sequence()
     x = torch.ones(2, requires_grad=True, device="cpu") * 2
     node: Any = x.grad_fn
-    return _uses_alone() > 0 and current_node() is None and node._sequence_nr() == before
+    return _uses_alone() > 0 and current_node() is None and node_number(node)() == before

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from . import bound, getter, is_known, optional, require
+from .autograd import node_number
 
 _SIMULATION = "the simulated accelerator"
 _names: list[Any] = []
@@ -38,7 +39,7 @@ StorageBase: Any = needed("torch.storage._StorageBase")
 map_only: Any = needed("torch.utils._pytree.tree_map_only")
 without_negative_bit: Any = needed("torch._neg_view")
 input_metadata: Callable[[Any], Any] = _read("torch._C._functions.AccumulateGrad._input_metadata")
-node_number: Callable[[Any], Any] = _read("torch._C._functions.AccumulateGrad._sequence_nr")
+_names.append(node_number)
 
 
 def require_all() -> None:

@@ -26,7 +26,8 @@ without_subclass_functions: Any = bound(
 )
 """A context in which ``__torch_function__`` of subclasses does not run, and modes do."""
 without_dispatch: Any = bound(
-    "torch._C._DisableTorchDispatch", "paging, memory_budget(), reports of memory and Courtesy"
+    "torch._C._DisableTorchDispatch",
+    "paging, memory_budget(), predictions of memory, reports of tenure.profiler and who holds what",
 )
 """A context in which operations run below all dispatch modes and subclasses."""
 TENSOR_BASE: Any = torch.Tensor.__mro__[-2]
@@ -34,8 +35,9 @@ TENSOR_BASE: Any = torch.Tensor.__mro__[-2]
 set_class = vars(object)["__class__"].__set__
 """Gives an object another class, past a ``__setattr__`` of its own; TypeError where it can't."""
 
-_without_transforms = bound("torch._C._DisableFuncTorch", "paging")
-without_dispatch_modes: Any = bound("torch.utils._python_dispatch._disable_current_modes", "paging")
+_ASIDE = "paging, predictions of memory and figures by line of tenure.profiler"
+_without_transforms = bound("torch._C._DisableFuncTorch", _ASIDE)
+without_dispatch_modes: Any = bound("torch.utils._python_dispatch._disable_current_modes", _ASIDE)
 """A context in which no dispatch mode sees an operation."""
 
 

@@ -22,7 +22,9 @@ key_of: Callable[[UntypedStorage], int] = getter("torch.UntypedStorage._cdata", 
 _use_count: Any = bound(
     "torch._C._storage_Use_Count", "paging, memory_budget(), the state of a step and who holds what"
 )
-_tensor_use_count = bound("torch.Tensor._use_count", "paging and who holds what")
+_tensor_use_count = bound(
+    "torch.Tensor._use_count", "paging, who holds what, memory_budget() and predictions of memory"
+)
 _indices = bound("torch.Tensor._indices", "sparse tensors")
 _values = bound("torch.Tensor._values", "sparse tensors")
 _ALONE_IN_C = 1

@@ -14,7 +14,7 @@ from torch import Tensor
 from . import bound
 from .quiet import quietly
 
-_DISPOSAL = "letting go of the memory of disposed tensors"
+_DISPOSAL = "freeing the memory of disposed tensors, and predictions of memory"
 _swap = bound("torch._C._swap_tensor_impl", _DISPOSAL)
 _make = bound("torch.Tensor._make_wrapper_subclass", _DISPOSAL)
 _META = torch.device("meta")

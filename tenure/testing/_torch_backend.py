@@ -19,9 +19,9 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from tenure._torch import python_backend
+from tenure._torch.autograd import node_number as number_of_node
 from tenure._torch.gradient_sums import current_node as current_node
 from tenure._torch.gradient_sums import next_sequence
-from tenure._torch.python_backend import node_number as number_of_node
 from tenure._torch.quiet import without_dispatch_modes, without_functions
 from tenure._torch.storages import key_of
 from tenure._torch.swap import swap

@@ -1,15 +1,16 @@
 """Uses tenure in a torch that lacks a private name; run by test_private_names.py.
 
-Gets, as JSON, uses by name, and prints what each raised, by name: the missing name that an error
-tells, the text of another error, None if there was none. A name is taken away from tenure where it
-was bound, which is what its absence at import comes to; what is made of names at import is tried by
-an import without any of them.
+Gets, as JSON, whether names are to be taken away, and prints what each use raised by missing name:
+the name that the error tells, the text of another error, None if there was none. A name is taken
+away from tenure where it was bound, which is what its absence at import comes to; what is made of
+names at import is tried by an import without any of them.
 """
 
 import functools
 import importlib
 import json
 import logging
+import os
 import sys
 import tempfile
 import warnings
@@ -20,17 +21,30 @@ from torch import nn
 
 import tenure._torch
 
-ROOMS = ("scopes", "adaptive", "adaptive._predict._scratch", "profiler", "paging", "testing")
-bindings = {}
+ROOMS = (
+    "scopes", "adaptive", "adaptive._predict._scratch", "profiler", "paging",
+    "testing._interface._accelerator", "testing._interface._backward",
+)  # fmt: skip
+SIMULATION = "the simulated accelerator"
+bindings, purposes, asked_for = {}, {}, {}
+gone = set()
+plain_optional = tenure._torch.optional
 
 
 def record(bind):
     def recording(path, purpose):
         made = bind(path, purpose)
-        bindings.setdefault(path, (made, tenure._torch._stand_in(path, purpose)))
+        bindings.setdefault(path, []).append((made, tenure._torch._stand_in(path, purpose)))
+        purposes.setdefault(path, []).append(purpose)
         return made
 
     return recording
+
+
+def optional(path):
+    found = None if path in gone else plain_optional(path)
+    asked_for.setdefault(path, []).append(found)
+    return found
 
 
 def load_rooms():
@@ -130,47 +144,87 @@ def container():
         torch.utils._pytree.SUPPORTED_NODES.pop(Pair)
 
 
+def simulated():
+    def run():
+        with tenure.testing.simulated_accelerator() as sim:
+            assert float(torch.ones(2, device=sim.device).sum()) == 2
+
+    # the device is put into torch for good
+    reader, writer = os.pipe()
+    if not os.fork():
+        os.write(writer, json.dumps(answer_of(run)).encode())
+        os._exit(0)
+    os.close(writer)
+    os.wait()
+    with os.fdopen(reader) as pipe:
+        error = json.load(pipe)
+    if error is not None:
+        raise tenure.MissingTorchNameError("", error)
+
+
 USES = {
     use.__name__: use
     for use in (
         scope, backward_in_a_scope, container, retry, budget, sparse_in_a_budget, step, lines,
-        holders, saved, paged, prediction,
+        holders, saved, paged, prediction, simulated,
     )
 }  # fmt: skip
 
 
-def tried(names):
-    """What each use raises."""
-    found = {}
-    for name in names:
-        found[name] = None
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            try:
-                USES[name]()
-            except tenure.MissingTorchNameError as error:
-                found[name] = error.name
-            except Exception as error:
-                found[name] = f"{type(error).__name__}: {error}"
-    return found
+def answer_of(use):
+    """What a use raises."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            use()
+        except tenure.MissingTorchNameError as error:
+            return error.name
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+    return None
 
 
-def without(path, uses):
-    """What uses raise while no module of tenure has what torch has under a name."""
-    found, stand_in = bindings[path]
+def tried(purposes=None):
+    """What each use raises; for names of the simulated accelerator that use, and for others all."""
+    names = [*USES] if purposes is None else [name for name in USES if name != "simulated"]
+    if purposes and all(SIMULATION in purpose for purpose in purposes):
+        names = ["scope", "prediction", "simulated"]
+    return {name: answer_of(USES[name]) for name in names}
+
+
+def without(path, made, purposes=()):
+    """What uses raise while nothing in tenure has what torch has under a name.
+
+    Args:
+        path: the name.
+        made: what tenure got for it, and what it gets where there is none.
+        purposes: what tenure says it needs it for.
+    """
     modules = [module for name, module in sys.modules.items() if name.startswith("tenure.")]
-    places = [(m, name) for m in modules for name, value in vars(m).items() if value is found]
-    for module, name in places:
-        setattr(module, name, stand_in)
+    needed = tenure._torch.python_backend._names
+    places = [
+        (values, key, value, other)
+        for values, items in (
+            *((vars(m), vars(m).items()) for m in modules),
+            (needed, enumerate(needed)),
+        )
+        for key, value in items
+        for found, other in made
+        if value is found
+    ]
+    for values, key, _, other in places:
+        values[key] = other
     for module in modules:
         for value in vars(module).values():
             if type(value) is functools._lru_cache_wrapper and "tenure._torch." in value.__module__:
                 value.cache_clear()
+    gone.add(path)
     try:
-        return tried(uses)
+        return tried(purposes)
     finally:
-        for module, name in places:
-            setattr(module, name, found)
+        gone.remove(path)
+        for values, key, value, _ in places:
+            values[key] = value
 
 
 def without_all():
@@ -181,17 +235,22 @@ def without_all():
     names.optional = lambda path: None
     globals()["tenure"] = importlib.import_module("tenure")
     load_rooms()
-    return tried(USES)
+    return tried()
 
 
-wanted = json.load(sys.stdin)
+take_away = json.load(sys.stdin)
 logging.disable()
 for bind in ("bound", "getter"):
     setattr(tenure._torch, bind, record(getattr(tenure._torch, bind)))
+tenure._torch.optional = optional
 load_rooms()
-result = {"": tried(USES)}
-if wanted is not None:
-    # every name that is bound is tried, also one that nobody has listed
-    result |= {path: without(path, wanted.get(path, USES)) for path in sorted(bindings)}
-    result["all"] = without_all()
+result = {"": [[], tried()]}
+if take_away:
+    for path in sorted(bindings):
+        result[path] = [purposes[path], without(path, bindings[path], purposes[path])]
+    # those that tenure can do without
+    for path in sorted(path for path in asked_for.keys() - bindings.keys() if "._" in path):
+        found = [each for each in asked_for[path] if each is not None]
+        result[path] = [[], without(path, [(each, None) for each in found])]
+    result["all"] = [[], without_all()]
 json.dump(result, sys.stdout)
