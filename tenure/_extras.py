@@ -27,18 +27,17 @@ def install_command(extra: str) -> str:
     return f"pip install {' '.join(quoted)}"
 
 
-def require_new_enough(module: str, extra: str, *others: str) -> None:
-    """Raise an error if a library of an extra is installed in a release that is too old.
+def require_new_enough(extra: str, *others: str) -> None:
+    """Raise an error if a library of an integration is installed in a release that is too old.
 
-    A library that is not installed is no error here, because its import says so.
+    A library that is not installed is no error here, because its import raises one.
 
     Args:
-        module: the module of tenure that needs the extra.
-        extra: the extra.
-        *others: packages that may stand in for the library; one that is new enough is enough.
+        extra: the extra, named like its module in `tenure.integrations`.
+        *others: packages that the integration can use instead of the library.
 
     Raises:
-        ImportError: every release that is installed is too old.
+        ImportError: all that are installed are too old.
     """
     for requirement in EXTRAS[extra]:
         name, _, oldest = requirement.partition(">=")
@@ -46,8 +45,8 @@ def require_new_enough(module: str, extra: str, *others: str) -> None:
         if found and all(_numbers(release) < _numbers(oldest) for release in found.values()):
             installed = " and ".join(f"{each} {release}" for each, release in found.items())
             raise ImportError(
-                f"{module} needs {requirement}, and {installed} is installed. Nothing was changed. "
-                f"Install a newer release with: {install_command(extra)}.",
+                f"tenure.integrations.{extra} needs {requirement}, and {installed} is installed. "
+                f"Nothing was changed. Install a newer release with: {install_command(extra)}.",
                 name=name,
             )
 

@@ -81,11 +81,11 @@ def test_a_library_that_is_too_old_is_refused_before_it_is_imported(
 def test_one_of_two_packages_of_lightning_is_enough(tmp_path, monkeypatch):
     _install(tmp_path, lightning="1.9.5", pytorch_lightning="2.6.0")
     monkeypatch.syspath_prepend(tmp_path)
-    require_new_enough("this", "lightning", "pytorch-lightning")
+    require_new_enough("lightning", "pytorch-lightning")
 
 
 @pytest.mark.parametrize("release", ["5", "5.0", "5.0.0rc1", "5.1.0.dev0", "10.0.0+local"])
 def test_a_release_is_compared_by_its_numbers(release, tmp_path, monkeypatch):
     _install(tmp_path, transformers=release)
     monkeypatch.syspath_prepend(tmp_path)
-    require_new_enough("this", "transformers")
+    require_new_enough("transformers")

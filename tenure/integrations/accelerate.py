@@ -13,8 +13,8 @@ from tenure._extras import install_command, require_new_enough
 from tenure.adaptive import AdaptiveUsageError, StepResult
 from tenure.adaptive import step as adaptive_step
 
-# of the installed package: the library itself is not imported here
-require_new_enough(__name__, "accelerate")
+# by the metadata of the package, because this module does not import the library
+require_new_enough("accelerate")
 Batch = TypeVar("Batch")
 
 _BACKENDS = {

@@ -18,7 +18,7 @@ from tenure._errors import AdaptiveUsageError, RemoteRankError, SplitMismatchErr
 from tenure._extras import install_command, require_new_enough
 from tenure.adaptive import StepResult, is_oom
 
-require_new_enough(__name__, "transformers")
+require_new_enough("transformers")
 try:
     from transformers import Trainer
 

@@ -111,7 +111,7 @@ def _with_bases(cls: Any, homes: tuple[str, ...]) -> Any:
 
 
 def check_installed() -> None:
-    """Make sure that one of the libraries is there and new enough; nothing is imported.
+    """Make sure that one of the libraries is installed and new enough, without an import.
 
     Raises:
         ImportError: none is.
@@ -122,7 +122,7 @@ def check_installed() -> None:
             f"installed. Install the first with: {install_command('lightning')}.",
             name="lightning",
         )
-    require_new_enough("tenure.integrations.lightning", "lightning", "pytorch-lightning")
+    require_new_enough("lightning", "pytorch-lightning")
 
 
 def _import_one() -> None:
