@@ -27,16 +27,16 @@ _SETTINGS = "torch._C._accelerator_getAllocatorSettings"
 _SNAPSHOT = "torch._C._cuda_memorySnapshot"
 _VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 _CLEAR = "torch._C._cuda_clearCublasWorkspaces"
-# the first torch that tells the sizes of workspaces
-_TELLING = "2.13"
+# the first torch that has functions for the sizes of workspaces; their defaults before it
+_HAS_SIZES = "2.13"
 _WORKSPACE_BYTES = 8_519_680
 # on Hopper and Blackwell, see `_older_workspace_bytes`
 _LARGE_WORKSPACE_BYTES = 32 << 20
+_LT_WORKSPACE_KIB = 1024
 _SHARED_POOL = (0, 0)
 _NO_POOL = (1, 1)
 FREE = "inactive"
 """The state of a block of a segment that holds nothing."""
-
 
 _WORKSPACES = "the working memory of cuBLAS, which budgets and predictions allow for"
 _cublas_bytes = bound("torch._C._cuda_getCublasWorkspaceSize", _WORKSPACES)
@@ -47,7 +47,7 @@ def has_expandable_segments() -> bool:
     """Whether segments grow and shrink, so that free parts of them can be given back too."""
     if (tell := optional(_SETTINGS)) is not None:
         settings = tell()
-    # torch 2.11 has no such question yet, but says the settings beside the blocks of a pool
+    # torch 2.11 lacks that function, but a snapshot has the settings, also one of no blocks
     elif (snapshot := optional(_SNAPSHOT)) is not None:
         return bool(snapshot(_NO_POOL)["allocator_settings"]["expandable_segments"])
     else:
@@ -92,7 +92,7 @@ def workspace_bytes(device: torch.device) -> dict[str, int]:
     """
     if not _keeps_workspaces(device):
         return {}
-    if torch.__version__ < _TELLING and not torch.version.hip:
+    if torch.__version__ < _HAS_SIZES and not torch.version.hip:
         return _older_workspace_bytes(device)
     return {"cuBLAS": int(_cublas_bytes()), "cuBLASLt": int(_cublaslt_bytes())}
 
@@ -117,10 +117,10 @@ def clear_workspaces(device: torch.device) -> int:
 
 
 def works() -> bool:
-    """Whether torch tells how its allocator is set up; one with CUDA tells of workspaces too."""
+    """Whether torch has the settings of its allocator and, if built with CUDA, of workspaces."""
     known = not torch.backends.cuda.is_built() or (
         optional(_CLEAR) is not None
-        and (torch.__version__ < _TELLING or is_known(_cublas_bytes, _cublaslt_bytes))
+        and (torch.__version__ < _HAS_SIZES or is_known(_cublas_bytes, _cublaslt_bytes))
     )
     return known and isinstance((optional(_SETTINGS) or str)(), str)
 
@@ -135,7 +135,7 @@ def _snapshot(module: Any) -> list[dict[str, Any]]:
 
 
 def _older_workspace_bytes(device: torch.device) -> dict[str, int]:
-    """The sizes in torch 2.10 to 2.12, which read them from the environment, and don't tell them.
+    """Compute the sizes as torch 2.10 to 2.12 do from the environment, without a function for it.
 
     Source: ``parseChosenWorkspaceSize`` and ``parseCUDABlasLtWorkspaceSize`` of
     https://github.com/pytorch/pytorch/blob/v2.11.0/aten/src/ATen/cuda/CublasHandlePool.cpp
@@ -148,10 +148,10 @@ def _older_workspace_bytes(device: torch.device) -> dict[str, int]:
         n_bytes = sum(int(kib) * int(n) << 10 for kib, n in given)
     found = {"cuBLAS": n_bytes}
     shares = os.environ.get("TORCH_CUBLASLT_UNIFIED_WORKSPACE")
-    # one that shares has no block of its own
+    # if it shares that of cuBLAS, it has none of its own
     if shares == "0" or (shares != "1" and torch.__version__ < "2.11"):
         given_kib = re.match(r"\s*\d+", os.environ.get("CUBLASLT_WORKSPACE_SIZE", ""))
-        found["cuBLASLt"] = int(given_kib[0] if given_kib else 1024) << 10
+        found["cuBLASLt"] = int(given_kib[0] if given_kib else _LT_WORKSPACE_KIB) << 10
     return found
 
 

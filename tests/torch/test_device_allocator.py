@@ -22,6 +22,9 @@ CUDA = torch.device("cuda:0")
 SECOND = torch.device("cuda", 1)
 MIB = 1 << 20
 BLOCK_BYTES = 8_519_680
+_OF_WORKSPACES = (
+    "CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE", "TORCH_CUBLASLT_UNIFIED_WORKSPACE",
+)  # fmt: skip
 
 
 class FakeCuda(SimpleNamespace):
@@ -119,7 +122,6 @@ def test_a_build_without_the_names_keeps_no_blocks(cuda, monkeypatch):
 def test_the_self_test_finds_the_names_of_a_build_with_cuda(cuda, monkeypatch):
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
     assert device_allocator.works()
-    monkeypatch.setattr(torch, "__version__", TorchVersion("2.13.0"))
     monkeypatch.setattr(device_allocator, "_cublaslt_bytes", bound("torch._C._gone", "this test"))
     assert not device_allocator.works()
     with pytest.raises(MissingTorchNameError, match=r"has no torch\._C\._gone, "):
@@ -148,7 +150,7 @@ def test_the_self_test_finds_the_names_of_a_build_with_cuda(cuda, monkeypatch):
 def test_a_torch_that_does_not_tell_the_sizes_has_those_of_its_environment(
     cuda, monkeypatch, version, capability, environment, expected
 ):
-    for name in ("CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE"):
+    for name in _OF_WORKSPACES:
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
