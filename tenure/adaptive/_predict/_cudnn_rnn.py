@@ -1,8 +1,8 @@
-"""Recurrent layers on CUDA, of whose memory torch's kernels without data know nothing.
+"""The memory of recurrent layers on CUDA, which torch's kernels for fake tensors do not know.
 
-The reserve, which a forward pass keeps for its backward pass, is what cuDNN 9 took on an H100, to
-the byte for LSTM and GRU in float32. The working memory comes within a few percent of what it took
-there for large layers; another GPU may choose other kernels.
+The reserve, which a forward pass keeps for its backward pass, is exactly as large as cuDNN 9 made
+it on an H100 for LSTM and GRU in float32. For large layers the working memory is within a few
+percent of the measured one. On another GPU cuDNN may choose different kernels.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from torch import Tensor
 from tenure._cuda_blocks import BLOCK_BYTES, MIB
 
 _aten = torch.ops.aten
-# of the numbers that torch gives cuDNN
-_LSTM, _GRU = 2, 3
-# values of each state that the reserve keeps, and the work needs
-_KEPT = {_LSTM: 5, _GRU: 6}
-_AT_WORK = {_LSTM: 5.6, _GRU: 4.6}
+# by the modes of cuDNN: RNN with relu and with tanh, LSTM, GRU
+_KEPT = (1, 1, 5, 6)
+"""How many values the reserve keeps for each value of the states."""
+_AT_WORK = (4.2, 4.2, 5.6, 4.6)
+"""How many values the working memory has for each value of the states."""
 _WORK_BYTES = 8 * MIB
-"""Of each layer and direction."""
+"""The least working memory of each layer and direction."""
 
 
 class _Layers(NamedTuple):
-    """The arguments that both passes have, from ``mode`` on."""
+    """The arguments that both kernels have, from ``mode`` on."""
 
     mode: int
     hidden_size: int
@@ -50,7 +50,7 @@ class _Layers(NamedTuple):
         if not self.train:
             return 0
         between = self.num_layers - 1
-        states = self.num_layers * (_KEPT.get(self.mode, 1) + 2 * bool(self.proj_size)) + between
+        states = self.num_layers * (_KEPT[self.mode] + 2 * bool(self.proj_size)) + between
         if self.proj_size:
             states -= between
         # a bit for each value that is dropped or not
@@ -60,8 +60,7 @@ class _Layers(NamedTuple):
     def work_bytes(self, x: Tensor, weight: list[Tensor]) -> int:
         weight_bytes = sum(each.numel() * each.element_size() for each in weight)
         least_bytes = _WORK_BYTES * self.num_layers * self.n_directions
-        at_work = _AT_WORK.get(self.mode, 4.2)
-        return int(at_work * self.states_bytes(x)) + weight_bytes + least_bytes
+        return int(_AT_WORK[self.mode] * self.states_bytes(x)) + weight_bytes + least_bytes
 
 
 def rnn(*args: Any) -> tuple[Tensor, ...]:
@@ -86,13 +85,13 @@ def rnn_backward(*args: Any) -> tuple[Any, ...]:
 
 
 def work_bytes(func: Any, args: Any) -> tuple[int, ...]:
-    """The bytes that a pass takes for itself: cuDNN's working memory, and rows in its own order."""
+    """The bytes that a kernel takes for itself: cuDNN's working memory and transposed copies."""
     is_backward = func is _aten._cudnn_rnn_backward.default
     layers = _Layers(*(args[10:19] if is_backward else args[6:15]))
     sizes = [layers.work_bytes(args[0], args[1])]
     if layers.batch_first:
-        turned = [args[0], args[7]] if is_backward else [args[0]]
-        sizes += [each.numel() * each.element_size() for each in turned if each is not None]
+        transposed = [args[0], args[7]] if is_backward else [args[0]]
+        sizes += [each.numel() * each.element_size() for each in transposed if each is not None]
     return tuple(sizes)
 
 

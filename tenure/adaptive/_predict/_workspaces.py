@@ -60,7 +60,7 @@ _KINDS = (
         1,
         "the workspaces of convolutions",
     ),
-    # beyond what `taken_inside` tells
+    # on top of what `taken_inside` returns
     _Kind(("_cudnn_rnn",), 0, 1, "the workspaces of recurrent layers"),
     _Kind(("mkldnn_rnn", "_thnn_fused", "lstm", "gru"), 2, 2, "what recurrent layers keep"),
     # sums in float32
@@ -104,14 +104,14 @@ class Workspaces:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # known where CUDA is in use; else they are part of the allowance
+        # known if CUDA is in use; else they are part of the allowance
         self._sizes = [size for size in workspace_bytes(device).values() if size]
         self._most_bytes = self._saved_bytes = 0
         self._multiplying: set[str] = set()
         self.reasons: dict[str, None] = {}
 
     def note(self, func: Any, args: Any, kwargs: Any, result: Any, phase: str) -> tuple[int, ...]:
-        """Notice an operation; the blocks that it is the first to make, and that stay.
+        """Note an operation.
 
         Args:
             func: as a dispatch mode gets it.
@@ -119,6 +119,9 @@ class Workspaces:
             kwargs: the others.
             result: what it made.
             phase: a backward pass has a thread, and with it libraries' handles, of its own.
+
+        Returns:
+            The bytes of the workspaces that it is the first to need, and that stay.
         """
         namespace, _, name = str(func).partition(".")
         name = name.partition(".")[0]
@@ -127,7 +130,7 @@ class Workspaces:
         if namespace != "aten":
             self.reasons.setdefault(f"nobody has measured what {func} takes for itself")
         elif _PRODUCTS.fullmatch(name):
-            return self._multiplies("backward" if phase == "backward" else "forward")
+            return self._note_product("backward" if phase == "backward" else "forward")
         else:
             self._note_kind(name, args, kwargs, result)
         return ()
@@ -152,7 +155,7 @@ class Workspaces:
         sizes = self._sizes or [_CUBLAS_BYTES]
         return taken_by(sizes * len(self._multiplying), self._device).reserved_bytes
 
-    def _multiplies(self, thread: str) -> tuple[int, ...]:
+    def _note_product(self, thread: str) -> tuple[int, ...]:
         is_first = thread not in self._multiplying
         self._multiplying.add(thread)
         return tuple(self._sizes) if is_first else ()
@@ -170,7 +173,7 @@ class Workspaces:
 
 
 def taken_inside(func: Any, args: Any) -> tuple[int, ...]:
-    """The bytes of what an operation has beside its result, at its worst, where that is known."""
+    """The most bytes that an operation has beside its result, if they are known."""
     if func in _cudnn_rnn.KERNELS:
         return _cudnn_rnn.work_bytes(func, args)
     if str(func) != "aten._safe_softmax.default":

@@ -49,7 +49,7 @@ def test_what_is_said_is_never_too_low_and_hardly_too_high(name):
     assert [call for call in calls if call.is_loose and not is_a_bound(call)] == []
 
 
-def test_a_fixed_number_of_places_is_copied_from_all_of_them_by_newer_torches():
+def test_nonzero_static_of_newer_torches_finds_all_indices_first():
     calls = listen(lambda: torch.nonzero_static(torch.ones(300, 200), size=10))
     assert aten.nonzero_static.default in [call.func for call in calls]
     assert [call for call in calls if call.is_low or call.is_loose] == []

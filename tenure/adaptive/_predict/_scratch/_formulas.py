@@ -85,9 +85,9 @@ def _group_norm_backward(args: Any, result: Any) -> int:
 
 
 def _nonzero_static(args: Any, result: Any) -> int:
-    """The places of all elements, if none is zero: it copies of them as many as it is asked for."""
+    """The indices of all elements, in case none is zero, of which it copies as many as asked."""
     x: Tensor = args[0]
-    # before, it wrote no more places than that
+    # before 2.14 it wrote only that many
     return x.numel() * x.dim() * _INDEX_BYTES if torch.__version__ >= "2.14" else 0
 
 

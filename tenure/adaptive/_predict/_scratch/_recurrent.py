@@ -25,7 +25,7 @@ _HALF_LINE = 8
 # what its threads and its multiplications have beside what grows: seen are 3 pages and a half
 _FIXED_PAGES = 5
 
-# oneDNN 3.7, of torch 2.10, keeps two more copies of the states, and takes gates five times
+# oneDNN 3.7, in torch 2.10, keeps two more copies of the states and five copies of the gates
 _IS_OLD = torch.__version__ < "2.11"
 _N_GATES = 5 if _IS_OLD else 1
 
