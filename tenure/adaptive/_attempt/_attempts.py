@@ -127,7 +127,7 @@ class Attempts:
         # The interpreter makes what the caller is handling the context of what is raised here. It
         # is none of the attempts', and its frames are the caller's.
         self._outside = sys.exception()
-        # whether the collector runs again once a failure has been dealt with
+        # whether the collector was on before a failure, and has to be again after it
         self._collects = False
         self.n_begun = 0
 
@@ -206,7 +206,8 @@ class Attempts:
         except BaseException as error:
             # Within the block only what needs the moment of the error: all else would run with the
             # error as its context, and while the frames below still hold the memory.
-            # A collection of its own accord would free bytes that nobody has counted.
+            # No automatic collection may run before the relief, because nobody would count the
+            # bytes that it frees.
             self._collects = gc.isenabled()
             gc.disable()
             info = oom_of_work(error, self._outside)
