@@ -46,7 +46,7 @@ test-all: $(VENV)/.test
 	$(PYTEST) -m simdevice $(ON_SIM)
 	$(PYTEST) -m "simdevice and not slow" --sim-allocator=cuda tests/profiler tests/adaptive tests/paging
 
-# What other versions of torch and Python have broken before, in a file or two of each room.
+# The tests that other versions of torch and Python have broken before: some files of each room.
 SHORT := tests/torch tests/scopes/test_scope.py tests/scopes/test_autograd.py tests/heap/test_holders.py \
 	tests/adaptive/test_toma.py tests/adaptive/test_surface_device.py tests/adaptive/step/test_step.py \
 	tests/adaptive/step/test_step_exchange.py tests/adaptive/predict/test_scratch.py \
@@ -58,7 +58,7 @@ test-short: $(VENV)/.test
 	$(PYTEST) -m "not simdevice and $(QUICK)" $(SHORT)
 	$(PYTEST) -m "simdevice and $(QUICK)" $(SHORT)
 
-# `test` with other pairs of Python and torch: TORCH=2.15.0 PYTHON=3.12 runs that one, none runs all
+# `test` with other pairs of Python and torch: all, or the one of TORCH=2.15.0 PYTHON=3.12
 matrix:
 	python3 tests/matrix.py --python "$(filter-out python3,$(PYTHON))" --torch "$(TORCH)"
 

@@ -80,7 +80,8 @@ def install(venv, python, torch, short=False):
         command = [*pip, *options, f"torch=={torch}"]
         done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
         if done.returncode:
-            raise NotHereError(f"torch can't be got: {done.stderr.strip().rpartition(chr(10))[2]}")
+            last_line = done.stderr.strip().rpartition("\n")[2]
+            raise NotHereError(f"torch can't be got: {last_line}")
 
     get_torch("--no-deps")
     (metadata,) = venv.glob("lib/python*/site-packages/torch-*.dist-info/METADATA")

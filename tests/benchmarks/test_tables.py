@@ -50,12 +50,12 @@ def _is_quote(quantity, row):
 
 
 def _rows_of_checks(checks):
-    """The figures of a run on a GPU, whose units are the ends of their names."""
-    figures = [(c["name"], *each) for c in checks for each in c.get("figures", {}).items()]
-    units = {"us": "µs", "ms": "ms", "s": "GB/s"}
-    for check, name, value in figures:
-        unit = units.get(name.rpartition("_")[2], "")
-        yield {"what": f"{check}: {name}", "value": f"{value} {unit}", "note": ""}
+    """The figures of a run on a GPU, with the units that end their names."""
+    units = {"_us": "µs", "_ms": "ms", "_gb_per_s": "GB/s"}
+    for check in checks:
+        for name, value in check.get("figures", {}).items():
+            unit = next((unit for end, unit in units.items() if name.endswith(end)), "")
+            yield {"what": f"{check['name']}: {name}", "value": f"{value} {unit}", "note": ""}
 
 
 def _key(page):

@@ -11,7 +11,7 @@ import psutil
 from tenure.scopes._owner import prune
 from tenure.scopes._thread import this_thread
 
-# each has a class of its own, which is garbage until it is collected
+# loaded once, because each load leaves a class that is garbage until it is collected
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 

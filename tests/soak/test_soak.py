@@ -18,7 +18,7 @@ def told(growth):
 
 
 def _run_alone(program):
-    """In a worker of pytest, its other thread and garbage of other tests would be counted too."""
+    """Run it in a new process, because a worker of pytest has a thread and garbage of its own."""
     done = run_program(_BEGIN + program, ROOT=str(Path(__file__).parents[2]))
     return (done.stdout + done.stderr).splitlines()
 
