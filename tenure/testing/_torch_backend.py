@@ -1,8 +1,8 @@
-"""What of torch makes a device out of Python, each behind a plain name.
+"""The functions of torch that make a device out of Python, each behind a plain name.
 
-The private names stand in `tenure/_torch/python_backend.py`, and `test_torch_backend.py` says which
-of them a release of torch has changed. What replaces a function of torch stands elsewhere, one
-module for each purpose: storages, `.data`, backward passes, the accelerator.
+The private names are in `tenure/_torch/python_backend.py`, and `test_torch_backend.py` says which
+of them a release of torch has changed. The functions that replace those of torch are elsewhere,
+one module for each purpose: storages, `.data`, backward passes, the accelerator.
 
 Python kernels are registered here, too. One that raises leaves no reference behind: a C++ kernel's
 frame holds no tensor once it has failed, so the Python frames that stand for it must not hold any
@@ -24,7 +24,6 @@ from tenure._torch.gradient_sums import current_node as current_node
 from tenure._torch.gradient_sums import next_sequence
 from tenure._torch.quiet import without_dispatch_modes, without_functions
 from tenure._torch.storages import key_of
-from tenure._torch.swap import swap
 
 DEVICE_TYPE = "sim"
 # c10::DeviceType::PrivateUse1, by number:
@@ -126,19 +125,9 @@ def required_elements(size: Sequence[int], stride: Sequence[int]) -> int:
     return 1 + sum((int(n) - 1) * int(step) for n, step in zip(size, stride, strict=True))
 
 
-def swap_implementation(first: torch.Tensor, second: torch.Tensor) -> None:
-    """Exchange what two tensor objects refer to; the objects keep their identity."""
-    swap(first, second)
-
-
-def storage_key(storage: torch.UntypedStorage) -> int:
-    """The identity of the storage's C++ object, equal for every Python object over it."""
-    return key_of(storage)
-
-
 def tensor_key(tensor: torch.Tensor) -> int:
-    """`storage_key` of the tensor's storage."""
-    return storage_key(tensor.untyped_storage())
+    """`key_of` the tensor's storage."""
+    return key_of(tensor.untyped_storage())
 
 
 # at::sequence_number gives no number to the nodes that add gradients to leaves.

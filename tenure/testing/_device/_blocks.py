@@ -13,12 +13,12 @@ import torch
 
 from tenure._text import format_bytes_as_torch
 from tenure._torch.python_backend import without_negative_bit
+from tenure._torch.storages import key_of
 
 from .._allocator import MemoryPool
 from .._torch_backend import (
     DEVICE_TYPE,
     host_storage_over,
-    storage_key,
     storage_over,
     tensor_key,
     tensor_over,
@@ -72,18 +72,18 @@ def room_bytes(tensor: torch.Tensor) -> int:
 
 def has_block(storage: torch.UntypedStorage) -> bool:
     """Whether this storage owns memory of the device."""
-    return storage_key(storage) in _blocks
+    return key_of(storage) in _blocks
 
 
 def n_bytes_of(storage: torch.UntypedStorage) -> int | None:
     """What `storage.nbytes()` must answer where C++ does not know it: 0 for an emptied block."""
-    block = _blocks.get(storage_key(storage))
+    block = _blocks.get(key_of(storage))
     return 0 if block is not None and block.is_empty else None
 
 
 def address_of(storage: torch.UntypedStorage) -> int | None:
     """Where the caching allocator put a storage, as its snapshot tells; None where exact."""
-    block = _blocks.get(storage_key(storage))
+    block = _blocks.get(key_of(storage))
     return getattr(block.taken, "address", None) if block is not None else None
 
 
@@ -95,7 +95,7 @@ def live_blocks() -> list[Block]:
 
 def empty_block(storage: torch.UntypedStorage) -> None:
     """Let go of the bytes of a storage that lives on; using them raises until `refill_block`."""
-    block = _blocks[storage_key(storage)]
+    block = _blocks[key_of(storage)]
     if not block.is_empty:
         _free(block)
         block.is_empty = True
@@ -108,7 +108,7 @@ def refill_block(storage: torch.UntypedStorage) -> None:
     Raises:
         torch.OutOfMemoryError: they do not fit, and the storage stays empty.
     """
-    block = _blocks[storage_key(storage)]
+    block = _blocks[key_of(storage)]
     if block.is_empty:
         index = storage.device.index
         (block.taken,) = reserve([block.n_bytes], index)
@@ -148,7 +148,7 @@ def adopt(buffer: torch.UntypedStorage, taken: Any, index: int) -> torch.Untyped
     n_bytes = buffer.nbytes()
     storage = storage_over(buffer, n_bytes, index)
     stream = current_stream(index)
-    key = storage_key(storage)
+    key = key_of(storage)
     pool, history = machine.devices[index].pool, History(stream.number, made_in=machine.passing)
     _blocks[key] = Block(buffer, n_bytes, pool, taken, stream, history, machine.detector)
     weakref.finalize(storage, _release, key).atexit = False
@@ -241,7 +241,7 @@ def _lent(storage: torch.UntypedStorage) -> Window:
     if n_bytes == 0:
         # It has no address to find a block by.
         return _window_of(torch.empty(0, dtype=torch.uint8, device=storage.device))
-    address, key = storage.data_ptr(), storage_key(storage)
+    address, key = storage.data_ptr(), key_of(storage)
     for block in list(_blocks.values()):
         low = address - block.buffer.data_ptr()
         if low >= 0 and low + n_bytes <= block.n_bytes:

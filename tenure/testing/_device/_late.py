@@ -18,7 +18,9 @@ from typing import Any
 
 import torch
 
-from .._torch_backend import below_everything, storage_key
+from tenure._torch.storages import key_of
+
+from .._torch_backend import below_everything
 from ._host_memory import POISON, bytes_in, extent_bytes
 from ._races import RaceDetector, Span, VectorClock
 
@@ -44,7 +46,7 @@ class Touch:
 def touch(true: torch.Tensor, *, is_write: bool) -> Touch:
     """The touch of a host tensor over true bytes."""
     low = int(true.storage_offset()) * true.element_size()
-    memory = storage_key(true.untyped_storage())
+    memory = key_of(true.untyped_storage())
     return Touch(memory, low, low + extent_bytes(true), is_write)
 
 
@@ -135,10 +137,10 @@ class LateWork:
 
     def true_storage(self, expected: torch.UntypedStorage) -> torch.UntypedStorage:
         """The true bytes of a block, which start as expected if the block is an old one."""
-        twin = self._twins.get(storage_key(expected))
+        twin = self._twins.get(key_of(expected))
         if twin is None:
             twin = _Twin(expected, bytes_in(expected).clone().untyped_storage())
-            self._twins[storage_key(expected)] = twin
+            self._twins[key_of(expected)] = twin
         return twin.true
 
     def adopt(self, expected: torch.UntypedStorage, stream_id: int) -> None:
@@ -147,12 +149,12 @@ class LateWork:
         with self._lock:
             idle = self._idle[stream_id, n_bytes]
             true = idle.pop() if idle else _poisoned(n_bytes)
-            self._twins[storage_key(expected)] = _Twin(expected, true)
+            self._twins[key_of(expected)] = _Twin(expected, true)
 
     def release(self, expected: torch.UntypedStorage, stream_id: int, *, is_recorded: bool) -> None:
         """Let go of a block; one that streams were recorded on is not used again."""
         with self._lock:
-            twin = self._twins.pop(storage_key(expected), None)
+            twin = self._twins.pop(key_of(expected), None)
             if twin is not None and not is_recorded:
                 self._idle[stream_id, expected.nbytes()].append(twin.true)
 

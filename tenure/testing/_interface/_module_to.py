@@ -13,10 +13,11 @@ import torch
 
 from tenure._torch.autograd import give_hooks, hooks_of, post_hooks_of
 from tenure._torch.python_backend import needed, replace
+from tenure._torch.swap import swap
 
 from .._device._blocks import is_on_device
 from .._device._which import index_of
-from .._torch_backend import DEVICE_TYPE, sim_device, swap_implementation
+from .._torch_backend import DEVICE_TYPE, sim_device
 
 # What `Module.to` asks before it sets `.data`.
 _CHECK = "torch._has_compatible_shallow_copy_type"
@@ -68,7 +69,7 @@ def _move(tensor: torch.Tensor, other: torch.Tensor) -> None:
     twin = other.detach().requires_grad_(tensor.requires_grad)
     hooks = hooks_of(tensor), post_hooks_of(tensor)
     give_hooks(tensor, None, None)
-    swap_implementation(tensor, twin)
+    swap(tensor, twin)
     give_hooks(tensor, *hooks)
     if grad is not None:
         if _crosses(grad, tensor):
