@@ -75,7 +75,7 @@ def refuse(path: str, purpose: str) -> NoReturn:
 
 
 def is_known(*names: object) -> bool:
-    """Whether torch has all that `bound` gave."""
+    """Whether torch has all these names, as `bound` or `getter` returned them."""
     return not any(isinstance(name, _StandIn) for name in names)
 
 

@@ -45,7 +45,7 @@ node_number: Callable[[Any], Any] = getter(
     "torch._C._functions.AccumulateGrad._sequence_nr",
     "predictions of memory, tenure.profiler.Timeline and the simulated accelerator",
 )
-"""Tells, when it is called, how many nodes this thread had made before a node."""
+"""Returns the method of a node that counts the nodes which its thread had made before it."""
 _HOOKS = "step() and predictions of memory"
 hooks_of: Callable[[Tensor], Any] = getter("torch.Tensor._backward_hooks", _HOOKS)
 """The hooks of a leaf's gradient by their numbers, in a dictionary that torch reads; or None."""
@@ -65,7 +65,7 @@ def require_hooks() -> None:
 
 
 def give_hooks(leaf: Any, hooks: Any, post_hooks: Any) -> None:
-    """Set the hooks of a leaf's gradient, and those that run when it has been added to."""
+    """Set the hooks of a leaf's gradient, and those that run once it has been accumulated."""
     leaf._backward_hooks, leaf._post_accumulate_grad_hooks = hooks, post_hooks
 
 
@@ -134,7 +134,7 @@ def is_saved_tensor(found: object) -> bool:
 
 
 def content_of_saved(saved: Any) -> tuple[Any, Any]:
-    """What torch has wrapped, as a pack hook returned it, and the hook that unpacks it if any."""
+    """Return what torch has saved, packed if a hook did that, and the hook that unpacks it."""
     return _data_of(saved), _hook_of(saved)
 
 

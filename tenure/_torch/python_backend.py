@@ -1,6 +1,6 @@
-"""The names of torch with which Python makes a device: the simulated accelerator.
+"""The private names of torch that the simulated accelerator needs, a device made in Python.
 
-Invariant: that device is put into torch for good, so `require_all` comes before the first change.
+Invariant: the device stays in torch for good, so `require_all` is called before the first change.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _names: list[Any] = []
 
 
 def needed(path: str) -> Any:
-    """What torch has under a private name, as `bound`; the simulated accelerator asks for it."""
+    """Bind a private name of torch, as `bound` does, that the simulated accelerator needs."""
     _names.append(bound(path, _SIMULATION))
     return _names[-1]
 
@@ -43,7 +43,7 @@ _names.append(node_number)
 
 
 def require_all() -> None:
-    """Make sure of all names, before anything of torch is changed.
+    """Make sure that torch has all names.
 
     Raises:
         MissingTorchNameError: one of them is missing.
@@ -52,7 +52,7 @@ def require_all() -> None:
 
 
 def replace(path: str, replacement: object) -> None:
-    """Give a name of torch another value."""
+    """Assign a new value to a name of torch."""
     owner, _, name = path.rpartition(".")
     setattr(optional(owner), name, replacement)
 
