@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tenure._devices import Counters, accelerator_of, counters_of, indexed, told_by
+from tenure._devices import Counters, accelerator_of, counters_of, free_memory, indexed, told_by
 
 CUDA = torch.device("cuda:0")
 
@@ -94,3 +94,13 @@ def test_a_module_that_tells_nothing_has_no_counters(module):
     module.memory_stats = module.memory_allocated = refusing
     assert counters_of(module, CUDA) == Counters(None, None, None, None, None)
     assert told_by(module, "memory_stats", CUDA) is told_by(module, "mem_get_info", CUDA) is None
+
+
+def test_a_memory_fraction_bounds_what_is_free(sim):
+    sim(allocator="cuda", budget="100MiB")
+    kept = torch.empty(20 << 20, dtype=torch.uint8, device=sim.device)
+    assert free_memory(sim.module, sim.device) == (80 << 20, 100 << 20)
+    sim.module.set_per_process_memory_fraction(0.5)
+    assert free_memory(sim.module, sim.device) == (30 << 20, 50 << 20)
+    sim.module.set_per_process_memory_fraction(1.0)
+    del kept
