@@ -265,7 +265,11 @@ class Observer(DispatchMode):
         if func is not gradient_sums.SUM or self.phase != "backward":
             return None
         # called for a result, for an operation, by the handler, by who wanted the sum
-        if not gradient_sums.adds_in_place(args[0], sys._getframe(4)):
+        frame: FrameType | None = sys._getframe()
+        # up to the caller of the handler, which a thread of the engine may not have
+        for _ in range(4):
+            frame = frame and frame.f_back
+        if not gradient_sums.adds_in_place(args[0], frame):
             return None
         entry = self._entries.get(key_of(args[0].untyped_storage()))
         return None if entry is None else entry.block
