@@ -31,7 +31,7 @@ def run_program(
     Args:
         program: what is run.
         imported: modules that it is forked with, besides those of all.
-        hides: searches of the heap see only what the program makes: most of what a search takes.
+        hides: whether searches of the heap leave out what was imported, which takes them longest.
         **environment: the variables.
     """
     path, code = ("", program) if isinstance(program, str) else (str(program), program.read_text())

@@ -52,7 +52,7 @@ def grown_names(code: CodeType) -> frozenset[str]:
         names = _names(instruction, _LOADS)
         if instruction.opname == "STORE_SUBSCR" or _GROWS.intersection(names):
             found |= loaded
-            # the container inside a queue
+            # the attribute in which a Queue keeps its items
             found |= {"queue"} if "put" in names else set()
         if instruction.opname.startswith((*_ENDS, *_STORES)):
             loaded = set()

@@ -15,7 +15,7 @@ from ._work import line_of, trains
 
 # A graph that this many backward passes began within goes on from step to step.
 _FEWEST_STEPS = 2
-# a weight in the graph of a tensor that has no name, as the one that casts it
+# a weight that the graph of a tensor without a name, such as its cast, keeps
 _LEAF, _NAMELESS = "AccumulateGrad.variable", re.compile(r"Tensor\d+\Z")
 
 
@@ -103,9 +103,9 @@ def _shares(live: GraphVariable, past: GraphVariable) -> bool:
 
 
 def _casts(facts: Facts) -> Pile | None:
-    """What autocast remembers of weights while its block is open, which nothing in Python holds.
+    """The casts of weights that autocast keeps while its block is open; nothing in Python does.
 
-    Through the graph of a cast that is the weight as well, after its model is gone.
+    The graph of a cast keeps the weight too, also when its model is gone.
     """
     scene = facts.scene
     if not scene.autocast_dtype:
@@ -127,7 +127,8 @@ def _casts(facts: Facts) -> Pile | None:
     if facts.total_bytes is not None and facts.free_bytes is not None:
         unseen = max(0, facts.total_bytes - facts.free_bytes - facts.used_bytes)
     n_bytes = saved + unseen
-    # No operation runs while a model is made: all of it is casts. Else half of the weights at most.
+    # While a model is made no operation runs, so all of it is casts. Else they are at most half of
+    # the weights.
     if not scene.is_building:
         n_bytes = min(n_bytes, sum(row.n_bytes for row in weights) // 2)
     n_bytes += sum(row.n_bytes for row in old)

@@ -52,7 +52,7 @@ IN_FRAME = re.compile(r" in \S+\(\): local ")
 _ORPHANS = re.compile(r"(Parameter|Tensor)\d+\.grad\Z")
 CACHE_OF = re.compile(r"lru_cache of ([\w.<>]+)")
 _INDEXED = re.compile(r"(\w+)\[…\]")
-# of a list whose items refer to the next
+# a chain of objects, each of which refers to the next
 _CHAIN = re.compile(r"(\.\w+)\1+")
 _VIEWS, _COPIES = 0.5, 0.8
 
@@ -187,7 +187,7 @@ def _place(name: str) -> str:
 
 
 def _without_members(place: str) -> str:
-    """Spell members of a set, and items of which each refers to the next, as an index is."""
+    """Write each member of a set as an index, and a chain of attributes as one attribute."""
     return _CHAIN.sub(r"\1.…", place.replace(" (a member)", "[…]"))
 
 

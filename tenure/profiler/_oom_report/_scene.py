@@ -63,7 +63,7 @@ class Scene:
         containers: the containers that variables of the program are, by name: "list", "dict", or
             "bounded" for one that grows no more.
         fixed: names of variables and attributes that the program adds nothing to.
-        filled_elsewhere: variables of containers that the program adds to by another name, as a
+        filled_elsewhere: variables of containers that the program adds to under another name, as a
             hook does.
         module: the innermost module of the program whose forward ran, with its dotted name in the
             outermost; empty where none ran.
@@ -72,7 +72,7 @@ class Scene:
         state_bytes: the state of that optimizer.
         variables: what holds graphs of autograd, the largest graph first.
         autocast_dtype: what autocast casts to and remembers; empty where it remembers nothing.
-        calls_backward: a function that runs has a backward pass in its code.
+        calls_backward: whether the code of a running function names backward() or grad().
         retained_at: the line of the last ``backward(retain_graph=True)``; can be empty.
         created_at: the same of ``create_graph=True``.
     """

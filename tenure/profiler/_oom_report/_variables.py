@@ -35,7 +35,7 @@ from ._code import carried_names, dead_names, grown_names, inner_codes
 _MOST_ITEMS, _MOST_VARIABLES, _MOST_CODES = 16, 64, 2000
 _CONTAINERS = (list, dict, set, deque)
 _GROWING = frozenset({"heappush", "insort"})
-# how the last holder of a chain calls what it holds: ``store`` and ``by['key']``
+# the name that the last holder of a chain has for the object: ``store`` or ``by['key']``
 _CALLED = re.compile(r"(\w+)(?:\[['\"]?(\w*)['\"]?\])?(?:, held by .*)?\Z")
 _PARTS_OF_LIBRARIES = ("site-packages", "dist-packages")
 
@@ -127,14 +127,14 @@ def _tensors_in(name: str, plain: str, value: Any) -> Iterator[tuple[str, str, T
 def filled_elsewhere(
     frames: Iterable[FrameType], fixed: frozenset[str], grown: frozenset[str]
 ) -> frozenset[str]:
-    """Variables of containers that have another name as well, under which the program adds to them.
+    """Return names of variables whose containers the program fills under another name.
 
-    So a hook fills the list of its closure, which the function that registers it has returned.
+    For example, a hook fills a list of its closure, which the function that registered it returned.
 
     Args:
         frames: the frames of the program.
         fixed: the names that it adds nothing to.
-        grown: those that it adds to.
+        grown: the names that it adds to.
     """
     containers = {
         name: value
@@ -159,7 +159,7 @@ def _may_hold_tensors(container: Any) -> bool:
 
 
 def names_of_program(frames: Iterable[FrameType]) -> tuple[frozenset[str], frozenset[str]]:
-    """Names of variables and attributes of the program: those it adds nothing to, and the others.
+    """Return the names of variables and attributes that the program adds nothing to, and others.
 
     Args:
         frames: the frames of the program.

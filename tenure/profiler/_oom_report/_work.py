@@ -241,7 +241,7 @@ def batch(facts: Facts) -> Verdict:
 
 
 def _largest_variable(facts: Facts) -> TensorRow | None:
-    """A tensor of the program's own that takes most of all, and that what runs has not made."""
+    """Return a tensor of at least half of all bytes that a variable outside forward() holds."""
     found = (
         entry.owner
         for entry in facts.entries
@@ -259,8 +259,8 @@ def _told_of_batch(facts: Facts, saved: int, n_bytes: int) -> tuple[str, str]:
     size, all_of = format_bytes(n_bytes), facts.total_bytes
     total = f" of {format_bytes(all_of)}" if all_of else ""
     evidence = f"What the batch makes takes {size}."
-    is_first = (scene.is_forward or saved) and scene.is_training and not scene.all_in_eval
-    is_training = bool(is_first) or trains(facts)
+    computes = bool(scene.is_forward or saved)
+    is_training = trains(facts) or (computes and scene.is_training and not scene.all_in_eval)
     if wanted > (all_of or 2 * max(1, facts.used_bytes)):
         in_use = format_bytes(facts.used_bytes)
         remedy = "Use a smaller batch, or adaptive.step()." if is_training else "Use chunked()."

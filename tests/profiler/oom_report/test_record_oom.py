@@ -56,7 +56,7 @@ def test_the_error_goes_on_as_the_same_object(recorder):
     assert error.__cause__ is None
     assert error.__context__ is None
     assert not hasattr(error, "__notes__")
-    # up to torch 2.12 a checkpoint that raised packs what is saved until its frames are let go
+    # up to torch 2.12 the hooks of a checkpoint that raised stay on until its frames are cleared
     traceback.clear_frames(error.__traceback__)
 
 
