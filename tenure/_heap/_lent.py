@@ -1,8 +1,8 @@
 """Which variables and arguments of a running function add a reference to their object.
 
-Up to Python 3.13 every one does. From 3.14 on a function that passes a variable on lends its
-reference to the parameter. If such a parameter were counted, it would make up for a real holder,
-and nobody would search for that one. Only a bit in the frame of the interpreter tells.
+Up to Python 3.13 all do. From 3.14 on, a function that passes a variable on lends its reference to
+the parameter. If that parameter were counted as a holder, the count would leave no reference for
+some real holder, and the search would not look for it. Only a bit in the interpreter's frame tells.
 """
 
 import ctypes
@@ -27,14 +27,14 @@ _ADDS_NONE = 1
 
 
 def lent_parameters(frame: FrameType) -> frozenset[str]:
-    """The parameters of a function that add no reference to their object.
+    """Return the parameters of a function that add no reference to their object.
 
     Raises:
         TenureError: this Python has frames of another layout.
     """
     if not LENDS:
         return frozenset()
-    _make_sure()
+    _check_layout()
     code = frame.f_code
     rest = bool(code.co_flags & inspect.CO_VARARGS) + bool(code.co_flags & inspect.CO_VARKEYWORDS)
     names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount + rest]
@@ -43,14 +43,14 @@ def lent_parameters(frame: FrameType) -> frozenset[str]:
 
 
 def values_in_flight(frame: FrameType) -> list[int]:
-    """The identities of what a function holds beside its variables, as arguments of a call.
+    """Return the ids of objects that a function holds beside its variables, as arguments of a call.
 
-    For a Python with `LENDS`.
+    Only for a Python with `LENDS`.
 
     Raises:
         TenureError: this Python has frames of another layout.
     """
-    _make_sure()
+    _check_layout()
     begin = _VARIABLES + _n_variables(frame.f_code)
     return [
         word for word in _words(frame, begin + _n_in_flight(frame))[begin:] if not word & _ADDS_NONE
@@ -75,7 +75,7 @@ def _words(frame: FrameType, count: int) -> list[int]:
     return memoryview(ctypes.string_at(_address(frame), count * _WORD)).cast("P").tolist()
 
 
-def _make_sure() -> None:
+def _check_layout() -> None:
     if not _is_as_expected():
         raise TenureError(
             f"Python {sys.version.split()[0]} keeps the variables of functions in a way that this "

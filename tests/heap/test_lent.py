@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def test_what_a_variable_of_the_caller_is_passed_to_is_lent():
+def test_a_parameter_that_gets_a_variable_of_the_caller_is_lent():
     def look(lent, given, *rest, by_name, **others):
         return _lent.lent_parameters(sys._getframe())
 
@@ -32,7 +32,7 @@ def test_what_a_variable_of_the_caller_is_passed_to_is_lent():
     assert next(generator(variable)) == frozenset()
 
 
-def test_what_a_call_holds_beside_variables_is_in_flight():
+def test_arguments_that_wait_for_a_call_are_in_flight():
     def look(given):
         return _lent.values_in_flight(sys._getframe(1))
 

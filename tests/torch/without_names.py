@@ -1,9 +1,9 @@
 """Uses tenure in a torch that lacks a private name; run by test_private_names.py.
 
-Gets, as JSON, whether names are to be taken away, and prints what each use raised by missing name:
-the name that the error tells, the text of another error, None if there was none. A name is taken
-away from tenure where it was bound, which is what its absence at import comes to; what is made of
-names at import is tried by an import without any of them.
+Reads, as JSON, whether to take names away. Prints, by missing name, what each use raised: the name
+in a MissingTorchNameError, the text of any other error, or None. A name is taken away where tenure
+has bound it, which has the effect of its absence at import. What is made of names at import is
+tried by an import without any of them.
 """
 
 import functools
@@ -185,7 +185,7 @@ def answer_of(use):
 
 
 def tried(purposes=None):
-    """What each use raises; for names of the simulated accelerator that use, and for others all."""
+    """What each use raises; for a name that only the simulator needs, few uses are tried."""
     names = [*USES] if purposes is None else [name for name in USES if name != "simulated"]
     if purposes and all(SIMULATION in purpose for purpose in purposes):
         names = ["scope", "prediction", "simulated"]
@@ -193,12 +193,12 @@ def tried(purposes=None):
 
 
 def without(path, made, purposes=()):
-    """What uses raise while nothing in tenure has what torch has under a name.
+    """What uses raise while tenure lacks a name of torch.
 
     Args:
         path: the name.
-        made: what tenure got for it, and what it gets where there is none.
-        purposes: what tenure says it needs it for.
+        made: pairs of the object that tenure has for it, and of its replacement.
+        purposes: what tenure says it needs the name for.
     """
     modules = [module for name, module in sys.modules.items() if name.startswith("tenure.")]
     needed = tenure._torch.python_backend._names
