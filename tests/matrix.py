@@ -1,7 +1,7 @@
-"""Runs `make test` with other pairs of Python and torch, each in a temporary environment.
+"""Run `make test` with other pairs of Python and torch, each in a temporary environment.
 
 `make matrix` runs all pairs, `make matrix TORCH=2.15.0 PYTHON=3.12` that pair; either may be left
-out. Needs some 6 GB of disk, the network, and the Python that is named, on the path or of pyenv.
+out. A pair needs some 6 GB of disk, the network, and its Python, on the path or from pyenv.
 The counts are kept in ``benchmarks/results/matrix.json`` and shown in ``docs/install.md``.
 `make matrix-short` runs `make test-short` with the newest pair, and keeps nothing.
 """
@@ -21,7 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "matrix.json"
 COLUMNS = ["Python", "torch", "passed", "failed", "skipped", "minutes", "date"]
-# Each minor version of torch and each Python stands here once at least.
+# Each supported minor version of torch and each Python is here at least once.
 PAIRS = [
     *(("3.11", torch) for torch in ("2.10.0", "2.12.1", "2.14.1", "2.15.0")),
     *(("3.12", torch) for torch in ("2.11.0", "2.13.0", "2.15.0")),
@@ -55,7 +55,7 @@ def python_named(version):
 
 
 def packages(short):
-    """What to install beside torch, as pip names it."""
+    """The packages to install beside torch, as arguments of pip."""
     if not short:
         return ["-e", ".[test]"]
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

@@ -99,7 +99,7 @@ def test_every_result_has_a_table():
     assert sorted(shown) == sorted(_reports())
 
 
-_BENCHMARKS = {name: told for name, told in _reports().items() if "columns" not in told}
+_BENCHMARKS = {name: each for name, each in _reports().items() if "columns" not in each}
 
 
 @pytest.mark.parametrize("report", _BENCHMARKS.values(), ids=_BENCHMARKS)
@@ -122,8 +122,8 @@ def test_a_measured_number_of_a_page_has_a_source(page):
 @pytest.mark.parametrize(("page", "quantity"), QUOTED)
 def test_a_quoted_number_is_that_of_its_row(page, quantity):
     results, what = QUOTED[page, quantity]
-    told = json.loads((RESULTS / f"{results}.json").read_text())
-    rows = told["rows"] if "rows" in told else _rows_of_checks(told["checks"])
+    report = json.loads((RESULTS / f"{results}.json").read_text())
+    rows = report["rows"] if "rows" in report else _rows_of_checks(report["checks"])
     (row,) = [row for row in rows if row["what"] == what]
     assert quantity in _quantities(ROOT / page)
     assert _is_quote(quantity, row), f"{row} has no {quantity}"

@@ -264,9 +264,9 @@ class Observer(DispatchMode):
         """
         if func is not gradient_sums.SUM or self.phase != "backward":
             return None
-        # called for a result, for an operation, by the handler, by who wanted the sum
         frame: FrameType | None = sys._getframe()
-        # up to the caller of the handler, which a thread of the engine may not have
+        # Called for a result, for an operation, by the handler, by the caller of the sum: a frame
+        # that a thread of autograd's engine may not have.
         for _ in range(4):
             frame = frame and frame.f_back
         if not gradient_sums.adds_in_place(args[0], frame):

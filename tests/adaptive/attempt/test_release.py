@@ -142,7 +142,7 @@ def test_an_iterator_that_the_attempt_handed_out_stays_open():
 
 
 def test_a_checkpoint_that_failed_packs_nothing_of_the_next_attempt():
-    """Up to torch 2.12 its hooks stay on until its frames are let go, which the error holds."""
+    """Up to torch 2.12 its hooks stay on until its frames are freed, which the error holds."""
     kept, leaf = [], torch.ones(4, requires_grad=True)
 
     def inner(part):
