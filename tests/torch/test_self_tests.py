@@ -14,7 +14,7 @@ MODULES = sorted(path.stem for path in Path(tenure._torch.__file__).parent.glob(
 @pytest.mark.parametrize("module", MODULES)
 def test_the_self_test_passes(module):
     if module == "trap" and not trap.works():
-        pytest.skip("needs torch 2.12: older ones can't take a trap out, nor builds without CUDA")
+        pytest.skip("needs torch 2.12 or newer, built with CUDA: others can't remove a trap")
     assert import_module(f"tenure._torch.{module}").works()
 
 
