@@ -259,7 +259,8 @@ def _told_of_batch(facts: Facts, saved: int, n_bytes: int) -> tuple[str, str]:
     size, all_of = format_bytes(n_bytes), facts.total_bytes
     total = f" of {format_bytes(all_of)}" if all_of else ""
     evidence = f"What the batch makes takes {size}."
-    computes = bool(scene.is_forward or saved)
+    # a small graph may be left from anything that ran before
+    computes = scene.is_forward or 4 * saved > wanted
     is_training = trains(facts) or (computes and scene.is_training and not scene.all_in_eval)
     if wanted > (all_of or 2 * max(1, facts.used_bytes)):
         in_use = format_bytes(facts.used_bytes)
