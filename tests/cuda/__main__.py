@@ -247,7 +247,7 @@ def _rig(each: Check, *, dry: bool) -> Iterator[Rig]:
 
 
 def _machine(*, dry: bool) -> dict[str, Any]:
-    """What there is: the device and its driver, torch, Python, libraries."""
+    """The device and its driver, and the versions of torch, Python and libraries."""
     from tenure import __version__
 
     versions: dict[str, str] = {"tenure": __version__, "torch": str(torch.__version__)}

@@ -6,9 +6,7 @@ from torch import nn
 from tenure.adaptive import NoBatchsizeCache, batch, step
 from tenure.paging import page
 
-from .rig import check
-
-_OOM = "CUDA out of memory. Tried to allocate 2.00 GiB."
+from .rig import OOM_TEXT, check
 
 
 @check()
@@ -21,7 +19,7 @@ def random_numbers_of_each_device(rig):
         def draw(size):
             drawn = [torch.rand(8, device=rig.at(index)).cpu() for index in range(2)]
             if size > largest:
-                raise torch.OutOfMemoryError(_OOM)
+                raise torch.OutOfMemoryError(OOM_TEXT)
             return drawn
 
         torch.manual_seed(0)
@@ -49,7 +47,7 @@ def dropout_on_another_device(rig):
             sizes.append(len(x))
             hidden = nn.functional.dropout(model(x.to(rig.at(0))).to(rig.at(1)))
             if len(x) > 4:
-                raise torch.OutOfMemoryError(_OOM)
+                raise torch.OutOfMemoryError(OOM_TEXT)
             return hidden.square().mean()
 
         model.zero_grad()

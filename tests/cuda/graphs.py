@@ -10,7 +10,7 @@ from tenure import NewDisposeScope, TenureError, dispose
 from tenure.adaptive import NoBatchsizeCache, batch, memory_budget, step
 from tenure.paging import PagingError, page
 
-from .rig import check, raised
+from .rig import OOM_TEXT, check, raised
 
 
 def _captured(rig, work):
@@ -32,7 +32,7 @@ def _enter(block):
 
 @check()
 def capture_refuses(rig):
-    """What would break a capture is refused by name, and the capture goes on."""
+    """A call that would break a capture is refused by name, and the capture goes on."""
     model = _linears().requires_grad_(True).to(rig.device)
     paged = _linears()
     x, total = torch.ones(4, 32, device=rig.device), torch.zeros(4, 32, device=rig.device)
@@ -70,7 +70,7 @@ def capture_hands_errors_on(rig):
     @batch(initial_batchsize=8, cache_type=NoBatchsizeCache)
     def fails(size):
         attempts.append(size)
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        raise torch.OutOfMemoryError(OOM_TEXT)
 
     def work():
         raised(torch.OutOfMemoryError, fails, "Tried to allocate 2.00 GiB")

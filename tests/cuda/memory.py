@@ -55,7 +55,7 @@ def allocator_rules(rig):
 
 @check()
 def block_sizes(rig):
-    """What a plan says that blocks take: sizes at each border of the rules, then random ones."""
+    """Blocks take what the plan says: sizes at each border of the rules, then random ones."""
     draw = random.Random(1)
     borders = [512, MIB, 10 * MIB, 20 * MIB, 22 * MIB]
     lists = [[size + more] for size in borders for more in (-1, 0, 1)]
@@ -91,7 +91,7 @@ def budget_on_fragments(rig):
 
 @check()
 def budget_lets_through(rig):
-    """What fits a budget fits, whatever segments it takes."""
+    """An allocation that fits the budget succeeds, whatever segments it takes."""
     figures = {}
     for limit, n_bytes in (("12MiB", 2 * MIB), ("1MiB", 1024), ("21MiB", 21 * MIB)):
         rig.tidy()

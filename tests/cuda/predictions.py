@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 from tenure.adaptive import PredictionError, predict_peak
 
-from .rig import Rig, Skipped, check
+from .rig import Rig, check, transformers
 
 _WITHIN = 0.05
 
@@ -60,17 +60,9 @@ def _compared(rig: Rig, model, loss_of, *batch):
     return figures
 
 
-def _transformers():
-    try:
-        import transformers
-    except ImportError:
-        raise Skipped("transformers is missing") from None
-    return transformers
-
-
 @check(limit_s=90)
 def predict_gpt2(rig):
-    library = _transformers()
+    library = transformers()
     small = rig.pick({}, {"n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 500})
     config = library.GPT2Config(**small)
     tokens = torch.randint(config.vocab_size, rig.pick((8, 512), (2, 64)))
@@ -80,7 +72,7 @@ def predict_gpt2(rig):
 
 @check(limit_s=90)
 def predict_bert(rig):
-    library = _transformers()
+    library = transformers()
     sizes = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 2}
     small = rig.pick({}, sizes | {"intermediate_size": 128, "vocab_size": 500})
     config = library.BertConfig(**small)

@@ -1,7 +1,8 @@
-"""What a check is, and the device that it runs on: a GPU, or the simulated one with `--dry`."""
+"""Checks, and the device that they run on: a GPU, or the simulated one with `--dry`."""
 
 import contextlib
 import gc
+import importlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -37,6 +38,8 @@ class Check:
     environment: Mapping[str, str] = field(default_factory=dict)
     sim: Mapping[str, Any] = field(default_factory=dict)
 
+
+OOM_TEXT = "CUDA out of memory. Tried to allocate 2.00 GiB."
 
 CHECKS: dict[str, Check] = {}
 
@@ -111,8 +114,10 @@ class Rig:
         self.tidy()
         if self.sim and self.sim.allocator == "exact":
             self.sim.budget_bytes = self.allocated() + n_bytes
-            yield
-            self.sim.budget_bytes = None
+            try:
+                yield
+            finally:
+                self.sim.budget_bytes = None
             return
         total_bytes = self.module.get_device_properties(self.device).total_memory
         before = self.module.get_per_process_memory_fraction(self.device)
@@ -165,3 +170,11 @@ def same_bits(ours: Any, theirs: Any) -> bool:
 
 def parameter_bytes(model: torch.nn.Module) -> int:
     return sum(parameter.nbytes for parameter in model.parameters())
+
+
+def transformers() -> Any:
+    """The library, without which a check is skipped."""
+    try:
+        return importlib.import_module("transformers")
+    except ImportError:
+        raise Skipped("transformers is missing") from None

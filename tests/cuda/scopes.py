@@ -12,7 +12,7 @@ from .rig import MIB, check, raised, same_bits
 
 @check()
 def scope_frees_bytes(rig):
-    """What a block made and something still holds is freed at its end, to the byte."""
+    """Tensors that a block made are freed at its end, to the byte, also if something holds them."""
     at_rest, escaped = rig.allocated(), []
     with NewDisposeScope("outer"):
         with NewDisposeScope("inner") as scope:

@@ -11,12 +11,6 @@ import torch
 _RUN = Path(__file__).with_name("run.sh")
 
 
-def _listed():
-    folder = _RUN.parent
-    modules = (path.read_text() for path in folder.glob("*.py"))
-    return [line for text in modules for line in text.splitlines() if line.startswith("@check(")]
-
-
 def _run(out, *options):
     command = ["sh", str(_RUN), str(out), *options]
     environment = {"PYTHON": sys.executable, "PATH": "/usr/bin:/bin"}
@@ -31,7 +25,8 @@ def test_all_checks_pass_on_the_simulated_device(tmp_path):
     assert found["dry"]
     assert found["device"] is None
     assert found["counts"]["FAIL"] == 0
-    assert found["counts"]["PASS"] >= len(_listed()) - found["counts"]["SKIP"] > 30
+    assert sum(found["counts"].values()) == len(found["checks"])
+    assert found["counts"]["PASS"] > 40
     skipped = [each for each in found["checks"] if each["state"] == "SKIP"]
     assert all(each["reason"].startswith("can't be rehearsed: ") for each in skipped)
 

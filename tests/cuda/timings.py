@@ -1,4 +1,4 @@
-"""What tenure costs in time, each as a ratio within one run. Only what is badly broken fails."""
+"""The time that tenure costs, as ratios within one run. Only what is badly broken fails."""
 
 import statistics
 import time
@@ -10,7 +10,7 @@ from tenure import NewDisposeScope
 from tenure.paging import page
 
 from .paging import Mean
-from .rig import MIB, Skipped, check, parameter_bytes
+from .rig import MIB, check, parameter_bytes, transformers
 
 
 @check(alone=True, limit_s=90)
@@ -45,7 +45,7 @@ def share_of_the_link(rig):
 
 @check(alone=True)
 def host_time_per_layer(rig):
-    """What a paged layer takes of the host's time, where all of it stays, and where all pass."""
+    """The host's time for a paged layer: if all layers stay, and if half of them do."""
     n_layers, width = rig.pick(200, 20), 64
     model = nn.Sequential(*[nn.Linear(width, width) for _ in range(n_layers)]).eval()
     x = torch.ones(4, width, device=rig.device)
@@ -76,14 +76,11 @@ def host_time_per_layer(rig):
 
 
 def _gpt2(rig):
-    try:
-        from transformers import GPT2Config, GPT2LMHeadModel
-    except ImportError:
-        raise Skipped("transformers is missing") from None
+    library = transformers()
     small = {"n_layer": 1, "n_embd": 32, "n_head": 2, "vocab_size": 100}
-    config = GPT2Config(**rig.pick({}, small))
+    config = library.GPT2Config(**rig.pick({}, small))
     torch.manual_seed(0)
-    return GPT2LMHeadModel(config).to(rig.device), config.vocab_size
+    return library.GPT2LMHeadModel(config).to(rig.device), config.vocab_size
 
 
 @check(alone=True, limit_s=90)

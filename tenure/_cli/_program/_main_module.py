@@ -26,12 +26,7 @@ from tenure._errors import CommandError
 from ._own_modules import own_modules
 
 _MAIN = "__main__"
-# from it on the source of `-c` may be indented
-_DEDENTED = (3, 14)
-# from it on a module has annotations only if its code has
-_LAZY_ANNOTATIONS = (3, 14)
-# from it on tracebacks show the source of `-c` (in Python 3.13 as well, found in another way)
-_SHOWN = (3, 14)
+_IS_3_14 = sys.version_info >= (3, 14)
 OnCode = Callable[[CodeType], None]
 
 
@@ -69,7 +64,7 @@ class Program(ABC):
         """Let this process be that of the program, as far as the program can see."""
         main = types.ModuleType(_MAIN)
         main.__dict__.update(__builtins__=builtins)
-        if sys.version_info < _LAZY_ANNOTATIONS:
+        if not _IS_3_14:  # there, a module has annotations only if its code has
             main.__annotations__ = {}
         _kept.append(sys.modules[_MAIN])
         sys.modules[_MAIN] = main
@@ -121,12 +116,12 @@ class _Code(Program):
     def execute(self, on_code: OnCode) -> None:
         sys.modules[_MAIN].__loader__ = importlib.machinery.BuiltinImporter
         text = self._code
-        if sys.version_info >= _DEDENTED:
+        if _IS_3_14:
             import textwrap
 
             text = textwrap.dedent(text)
         code = compile(f"{text}\n", "<string>", "exec", dont_inherit=True)
-        if sys.version_info >= _SHOWN:
+        if _IS_3_14:  # Python 3.13 shows the source too, but finds it in another way
             _show_in_tracebacks(code, text)
         on_code(code)
         exec(code, sys.modules[_MAIN].__dict__)
