@@ -5,6 +5,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from tenure.adaptive import PredictionError, predict_peak
+from tests.paging.models import Residual
 
 from .rig import Rig, check, transformers
 
@@ -81,21 +82,6 @@ def predict_bert(rig):
     return _compared(rig, model, lambda model, x: model(x, labels=x).loss, tokens)
 
 
-class _Residual(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.path = nn.Sequential(
-            nn.Conv2d(width, width, 3, padding=1, bias=False),
-            nn.BatchNorm2d(width),
-            nn.ReLU(),
-            nn.Conv2d(width, width, 3, padding=1, bias=False),
-            nn.BatchNorm2d(width),
-        )
-
-    def forward(self, x):
-        return torch.relu(self.path(x) + x)
-
-
 @check(limit_s=90)
 def predict_convolutions(rig):
     width = rig.pick(128, 8)
@@ -104,7 +90,7 @@ def predict_convolutions(rig):
         nn.BatchNorm2d(width),
         nn.ReLU(),
         nn.MaxPool2d(3, 2, 1),
-        *[_Residual(width) for _ in range(rig.pick(6, 2))],
+        *[Residual(width) for _ in range(rig.pick(6, 2))],
         nn.AdaptiveAvgPool2d(1),
         nn.Flatten(),
         nn.Linear(width, 1000),

@@ -8,27 +8,9 @@ from torch import nn
 
 from tenure import NewDisposeScope, current_scope, is_disposed
 from tenure.paging import page
+from tests.paging.models import SumOnSideStream
 
 from .rig import MIB, check, parameter_bytes
-
-
-class _Beside(nn.Module):
-    """Uses its weight on a side stream that the caller waits for only after the model."""
-
-    def __init__(self, module, side, width):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(width, width) / width)
-        self.module, self.side = [module], [side]
-
-    def forward(self, x):
-        weight, (module,), (side,) = self.weight, self.module, self.side
-        current = module.current_stream()
-        side.wait_stream(current)
-        with module.stream(side):
-            y = x @ weight
-        for each, stream in ((weight, side), (x, side), (y, current)):
-            each.record_stream(stream)
-        return y
 
 
 @check()
@@ -37,22 +19,10 @@ def record_stream_of_weights(rig):
     width = rig.pick(1024, 64)
     torch.manual_seed(0)
     side = rig.module.Stream()
-    layers = nn.ModuleList([_Beside(rig.module, side, width) for _ in range(12)])
-
-    class Sum(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = layers
-
-        def forward(self, x):
-            outputs = [layer(x) for layer in self.layers]
-            rig.module.current_stream().wait_stream(side)
-            return sum(outputs)
-
-    model = Sum()
+    model = SumOnSideStream(rig.module, side, width=width, n_layers=12)
     x = torch.randn(rig.pick(2048, 8), width, device=rig.device)
     with torch.no_grad():
-        weights = [layer.weight.to(rig.device) for layer in layers]
+        weights = [layer.weight.to(rig.device) for layer in model.layers]
         expected = sum(x @ weight for weight in weights).cpu()
         del weights
         with page(model, rig.device, budget=parameter_bytes(model) // 3):

@@ -35,6 +35,48 @@ class Residual(nn.Module):
         return torch.relu(x + self.path(x))
 
 
+def by_the_weight(weight, stream):
+    weight.record_stream(stream)
+
+
+class OnSideStream(nn.Module):
+    """Uses its weight on a side stream that the caller waits for only after the model."""
+
+    def __init__(self, module, side, record, width):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width, width) / width)
+        self.module, self.side, self.record = [module], [side], record
+
+    def forward(self, x):
+        weight, (module,), (side,) = self.weight, self.module, self.side
+        current = module.current_stream()
+        side.wait_stream(current)
+        with module.stream(side):
+            y = x @ weight
+        self.record(weight, side)
+        for each, stream in ((x, side), (y, current)):
+            each.record_stream(stream)
+        return y
+
+
+class SumOnSideStream(nn.Module):
+    """Layers on a side stream, each of which says by `record` that the stream reads its weight."""
+
+    WIDTH = 64
+
+    def __init__(self, module, side, record=by_the_weight, *, width=WIDTH, n_layers=6):
+        super().__init__()
+        self.layers = nn.ModuleList(
+            [OnSideStream(module, side, record, width) for _ in range(n_layers)]
+        )
+
+    def forward(self, x):
+        outputs = [layer(x) for layer in self.layers]
+        (layer, *_), (module,) = self.layers, self.layers[0].module
+        module.current_stream().wait_stream(layer.side[0])
+        return sum(outputs)
+
+
 def resnet():
     blocks = [Residual(8) for _ in range(4)]
     return nn.Sequential(

@@ -9,12 +9,10 @@ from torch import nn
 from tenure.paging import page
 from tenure.testing import Rates
 
-WIDTH = 64
+from .models import SumOnSideStream, by_the_weight
+
+WIDTH = SumOnSideStream.WIDTH
 N_BYTES = 4 * WIDTH * WIDTH
-
-
-def by_the_weight(weight, stream):
-    weight.record_stream(stream)
 
 
 def by_a_view(weight, stream):
@@ -29,40 +27,8 @@ def by_the_class(weight, stream):
     torch.Tensor.record_stream(weight, stream)
 
 
-class Beside(nn.Module):
-    """Uses its weight on a side stream that the caller waits for only after the model."""
-
-    def __init__(self, module, side, record):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH)
-        self.module, self.side, self.record = [module], [side], record
-
-    def forward(self, x):
-        weight, (module,), (side,) = self.weight, self.module, self.side
-        current = module.current_stream()
-        side.wait_stream(current)
-        with module.stream(side):
-            y = x @ weight
-        self.record(weight, side)
-        for each, stream in ((x, side), (y, current)):
-            each.record_stream(stream)
-        return y
-
-
-class Sum(nn.Module):
-    def __init__(self, *args):
-        super().__init__()
-        self.layers = nn.ModuleList([Beside(*args) for _ in range(6)])
-
-    def forward(self, x):
-        outputs = [layer(x) for layer in self.layers]
-        (layer, *_), (module,) = self.layers, self.layers[0].module
-        module.current_stream().wait_stream(layer.side[0])
-        return sum(outputs)
-
-
 def whole(sim, model, x):
-    twin = Sum(*model.layers[0].module, *model.layers[0].side, model.layers[0].record)
+    twin = SumOnSideStream(*model.layers[0].module, *model.layers[0].side, model.layers[0].record)
     twin.load_state_dict(model.state_dict())
     return twin.to(sim.device)(x)
 
@@ -72,7 +38,7 @@ def whole(sim, model, x):
 def test_a_weight_stays_until_the_stream_has_read_it(sim, record, late):
     sim(late_kernels=late, detect_races=not late, rates=Rates(flops_per_s=1e6))
     torch.manual_seed(0)
-    model = Sum(sim.module, sim.module.Stream(), record)
+    model = SumOnSideStream(sim.module, sim.module.Stream(), record)
     x = torch.randn(4, WIDTH, device=sim.device)
     with torch.no_grad():
         expected = whole(sim, model, x).cpu()
@@ -85,7 +51,7 @@ def test_a_weight_stays_until_the_stream_has_read_it(sim, record, late):
 def test_training_is_right_too(sim):
     sim(rates=Rates(flops_per_s=1e6))
     torch.manual_seed(0)
-    model = Sum(sim.module, sim.module.Stream(), by_the_weight)
+    model = SumOnSideStream(sim.module, sim.module.Stream(), by_the_weight)
     x = torch.randn(4, WIDTH, device=sim.device)
     plain = [copy.deepcopy(layer.weight) for layer in model.layers]
     sum(x.cpu() @ weight for weight in plain).square().sum().backward()
@@ -100,7 +66,7 @@ def test_training_is_right_too(sim):
 
 def test_without_it_the_race_is_told(sim):
     sim(rates=Rates(flops_per_s=1e6))
-    model = Sum(sim.module, sim.module.Stream(), lambda weight, stream: None)
+    model = SumOnSideStream(sim.module, sim.module.Stream(), lambda weight, stream: None)
     x = torch.randn(4, WIDTH, device=sim.device)
     with (
         torch.no_grad(),
