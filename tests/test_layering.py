@@ -17,7 +17,7 @@ _MAY_IMPORT = {
     "integrations": {"scopes", "profiler", "adaptive"},
     "testing": set(),
     "_pytest": {"scopes", "profiler"},
-    "_demo": {"scopes", "profiler", "adaptive", "paging", "testing"},
+    "_demo": {"scopes", "adaptive", "paging"},
     "_cli": {"scopes", "profiler", "adaptive", "paging", "_demo"},
 }
 # What belongs to no room, the lowest first: one home for each idea that several rooms share. A

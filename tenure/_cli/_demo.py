@@ -8,13 +8,11 @@ from ._verb import Verb, whole_number
 
 
 class Demo(Verb):
-    """Show what tenure does, in less than a minute: a leak named, a batch and a model that fit.
+    """Show what tenure does, in about a minute: a leak named, a batch and a model that fit.
 
-    A small transformer learns from the source of Python's own standard library. Each chapter shows
-    its code and what that code did: a loop that leaks, beside the same loop in scopes; the report
-    that names the list which holds the leak; training in too little memory for the batch; the model
-    in too little memory for its weights; and the files of `tenure run`, of a program that knows
-    nothing of tenure. Needs no network and no accelerator.
+    A small network learns from the source of Python's own standard library. Each chapter shows its
+    code and what that code did. The last one leaves the files of `tenure run` to look at. Needs no
+    network connection and no accelerator.
     """
 
     name = "demo"
@@ -39,8 +37,7 @@ class Demo(Verb):
 
     def run(self, arguments: argparse.Namespace) -> int:
         """Tell the story."""
-        from tenure._demo import FULL, QUICK, tell
+        from tenure._demo import tell
 
-        settings = QUICK if arguments.quick else FULL
-        tell(settings.replace(steps=arguments.steps or settings.steps, seed=arguments.seed))
+        tell(quick=arguments.quick, steps=arguments.steps, seed=arguments.seed)
         return 0

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from ._settings import FULL as FULL
-from ._settings import QUICK as QUICK
-from ._settings import Settings
 
+def tell(*, quick: bool, steps: int | None, seed: int) -> None:
+    """Run all chapters.
 
-def tell(settings: Settings) -> None:
-    """Say what comes, and then tell it: torch takes seconds to import, and is not what is shown."""
-    from ._screen import Screen
-
-    screen = Screen()
-    screen.say(
-        "tenure says where tensors end: it names what leaks, makes work fit that does not, and "
-        "runs models larger than their memory. Each chapter shows its code, and then what that "
-        "code did."
-    )
+    Args:
+        quick: take a smaller network and fewer steps.
+        steps: training steps of each run; None for 10, or 6 if quick.
+        seed: of the weights and of the batches.
+    """
+    # torch takes seconds to import
+    print("tenure names what leaks, and makes work fit that does not.", flush=True)
     from ._chapters import tell_chapters
 
-    tell_chapters(screen, settings)
+    tell_chapters(quick=quick, n_steps=steps or (6 if quick else 10), seed=seed)

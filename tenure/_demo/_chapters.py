@@ -1,317 +1,254 @@
-"""The story of the demo: its chapters in order, each a function of the screen and the work.
-
-One and two plant a leak and name it; three to five have too little memory, for the batch of a step,
-for a whole model, and for both; the last one is about the reader's own program. Each shows the
-source of what it runs, and what is forecast stands beside what was measured of the same thing.
-"""
+"""The chapters of the demo: each shows the source of what it runs, and what that did."""
 
 from __future__ import annotations
 
+import ast
+import inspect
+import logging
+import os
+import subprocess
+import sys
 import tempfile
+import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from time import monotonic
 
 import torch
-from torch import Tensor
 
+import tenure
 from tenure import DisposedTensorError, DisposeScope, NewDisposeScope
 from tenure._text import format_bytes
-from tenure.adaptive import (
-    AdaptiveEvent,
-    add_listener,
-    memory_budget,
-    predict_peak,
-    remove_listener,
-)
+from tenure.adaptive import add_listener, memory_budget, predict_peak, remove_listener
 
 from . import _programs as programs
-from ._beyond import tell_beyond_memory
-from ._processes import output_of
-from ._programs import Batch, OpenScope, Training
-from ._screen import Screen, body_of, silent
-from ._settings import Settings
-from ._subject import Corpus, read_corpus
+from ._subject import Batch, Training
 
-_MORE_THAN_THERE_IS = "1EiB"
-"""A budget that measures and never refuses."""
-_REPORTED_STEPS = 4
+_UNLIMITED = "1EiB"
 _SHARE_OF_PEAK = 0.6
-"""How much of the peak of the plain run the third chapter's budget allows."""
-_SHARE_OF_WEIGHTS = 0.5
-"""How much of the weights the fourth chapter's budget allows at once."""
-_DIFFERENCE = 1e-5
-"""What rounding may make of two losses that are the same."""
+"""How much of the peak of the plain run the second chapter's budget allows."""
+_SHARE_OF_WEIGHTS = 0.7
+"""How much of the weights the third chapter's budget allows at once."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Chapter:
-    """A chapter, with its share of the time that all of them take."""
-
-    title: str
-    share: float
-    tell: Callable[[Screen, Corpus, Settings], None]
-
-
-def tell_chapters(screen: Screen, settings: Settings) -> None:
-    """Read the text, then run the chapters.
+def tell_chapters(*, quick: bool, n_steps: int, seed: int) -> None:
+    """Run the chapters in order.
 
     Raises:
         CommandError: this Python came without the source of its standard library.
     """
-    began_s = monotonic()
-    corpus = read_corpus(settings.characters)
-    screen.say(
-        f"The work: a transformer of {settings.layers} layers and {settings.width} features learns "
-        f"from {settings.characters:,} characters of Python's own standard library. "
-        f"CPU, torch {torch.__version__}, seed {settings.seed}."
+
+    def begin() -> Training:
+        return Training(quick=quick, seed=seed)
+
+    n_weights = sum(parameter.numel() for parameter in begin().model.parameters())
+    _say(
+        f"The work: a network of {n_weights:,} weights learns to read Python's own standard "
+        f"library. CPU, torch {torch.__version__}, seed {seed}. All chapters take about a minute."
     )
-    done = 0.0
-    for number, chapter in enumerate(_CHAPTERS, 1):
-        taken_s = monotonic() - began_s
-        left_s = taken_s * (1 - done) / done if done else settings.expected_s
-        screen.chapter(
-            f"Chapter {number} of {len(_CHAPTERS)}: {chapter.title} (about {left_s:.0f} s left)"
-        )
-        chapter.tell(screen, corpus, settings)
-        done += chapter.share
+    chapters: tuple[tuple[str, Callable[[], None]], ...] = (
+        ("a loop that leaks", partial(leak, begin, n_steps)),
+        ("the batch is too large", partial(fit_the_batch, begin, n_steps)),
+        ("the model is too large", partial(page_the_model, begin)),
+        ("your own program", record_a_program),
+    )
+    for number, (title, tell) in enumerate(chapters, 1):
+        print(f"\nChapter {number} of {len(chapters)}: {title}\n")
+        tell()
 
 
-@dataclass(slots=True)
-class _Run:
-    """What a run left behind.
+def leak(begin: Callable[[], Training], n_steps: int) -> None:
+    """Run the same steps without and with scopes, and then under a scope that reports."""
+    _show_code(programs.train)
+    losses: dict[str, list[float]] = {"without scopes": [], "with scopes": []}
+    levels: dict[str, list[int]] = {"without scopes": [], "with scopes": []}
+    for name in losses:
+        open_scope = nullcontext if name == "without scopes" else partial(NewDisposeScope, "step")
+        with memory_budget(_UNLIMITED) as live:
 
-    Attributes:
-        losses: the training loss of each step.
-        live_bytes: what was alive after each step.
-        history: the planted leak.
-    """
+            def note(loss: float, name: str = name, live: memory_budget = live) -> None:
+                losses[name].append(loss)
+                levels[name].append(live.live_bytes)
 
-    losses: list[float] = field(default_factory=list)
-    live_bytes: list[int] = field(default_factory=list)
-    history: list[Tensor] = field(default_factory=list)
-
-
-def leak(screen: Screen, corpus: Corpus, settings: Settings) -> None:
-    """Run the same steps twice, and print the live bytes after each side by side."""
-    screen.code(body_of(programs.train))
-    screen.say(
+            history = programs.train(begin(), n_steps, open_scope, note)
+    _say(
         'It runs twice: with an `open_scope` that does nothing, and with NewDisposeScope("step"). '
-        "Bytes alive after the step, each storage counted once: weights, gradients, AdamW's state, "
-        "and what leaked."
+        "Bytes alive after each step:"
     )
-    plain = _measured(corpus, settings, nullcontext)
-    scoped = _measured(corpus, settings, partial(NewDisposeScope, "step"))
-    screen.heading(["step", "without scopes", "with scopes"])
-    for number, live in enumerate(zip(plain.live_bytes, scoped.live_bytes, strict=True), 1):
-        screen.row([str(number), *map(format_bytes, live)])
-    same = "the same" if plain.losses == scoped.losses else "NOT the same"
-    screen.say(
-        f"The losses of the two runs are {same} to the last bit "
-        f"({scoped.losses[0]:.3f} at first, {scoped.losses[-1]:.3f} at the end). "
-        "The list still has its handles; one that is used says what happened:"
+    _table(
+        ("step", *levels), [map(format_bytes, each) for each in zip(*levels.values(), strict=True)]
     )
-    screen.say(f"  {_refusal(scoped.history)}")
-
-
-def _measured(corpus: Corpus, settings: Settings, open_scope: OpenScope) -> _Run:
-    run = _Run()
-    with memory_budget(_MORE_THAN_THERE_IS) as live:
-
-        def after_step(loss: float) -> None:
-            run.losses.append(loss)
-            run.live_bytes.append(live.live_bytes)
-
-        run.history = programs.train(
-            Training(corpus, settings), settings.steps, open_scope, after_step
-        )
-    return run
-
-
-def _refusal(history: list[Tensor]) -> str:
+    plain, scoped = losses.values()
+    _say(
+        f"The losses of the two runs are {'' if plain == scoped else 'NOT '}the same to the last "
+        f"bit ({plain[0]:.3f} at first, {plain[-1]:.3f} at the end). A handle that is still used "
+        "says what happened:"
+    )
     try:
-        return f"{history[-1].item()}"
+        history[-1].item()
     except DisposedTensorError as error:
-        return f"{type(error).__name__}: {error}"
-
-
-def name_the_leak(screen: Screen, corpus: Corpus, settings: Settings) -> None:
-    """Run a few steps under ``policy="report"``, and print the report of the last one."""
-    screen.say(
-        f"{_REPORTED_STEPS} steps of the same loop, with this `open_scope`. Nothing is let go, so "
-        "nothing of the program changes."
-    )
-    screen.show("")
-    screen.code(body_of(programs.open_reporting))
+        _say(f"  {error}")
+    _say('Who holds it? With NewDisposeScope("step", policy="report") nothing is disposed, and:')
     scopes: list[DisposeScope] = []
-    # what it logs is printed below
-    with silent("tenure.scopes"):
-        programs.train(
-            Training(corpus, settings),
-            _REPORTED_STEPS,
-            partial(programs.open_reporting, scopes),
-            lambda loss: None,
-        )
-    # also where it is empty: a report that is missing would look like a loop without a leak
-    screen.show(str(scopes[-1].leaks))
-    screen.say("The cure: history.append(run.validate().item())")
+
+    def open_reporting() -> DisposeScope:
+        scopes.append(NewDisposeScope("step", policy="report"))
+        return scopes[-1]
+
+    with _silent("tenure.scopes"):
+        programs.train(begin(), 4, open_reporting, lambda loss: None)
+    print(scopes[-1].leaks)
+    _say("The cure: history.append(run.validate().item())")
 
 
-def fit_the_batch(screen: Screen, corpus: Corpus, settings: Settings) -> None:
+def fit_the_batch(begin: Callable[[], Training], n_steps: int) -> None:
     """See plain steps fail under a budget, and finish there with the losses of the plain run."""
-    whole = Training(corpus, settings)
-    (batch,) = Training(corpus, settings).batches(1)
-    there_bytes = sum(tensor.nbytes for tensor in (*whole.model.parameters(), *batch))
-    predicted = predict_peak(whole.loss, batch, optimizer=whole.optimizer)
-    predicted_bytes = predicted.needed_bytes - predicted.baseline_bytes
-    with memory_budget(_MORE_THAN_THERE_IS) as measured:
-        expected = _losses(whole, programs.train_plain)
+    run = begin()
+    batches = list(begin().batches(n_steps))
+    predicted = predict_peak(run.loss, batches[0], optimizer=run.optimizer)
+    with memory_budget(_UNLIMITED) as measured:
+        expected = _losses(run, programs.train_plain, batches)
     limit_bytes = int(_SHARE_OF_PEAK * measured.peak_bytes)
-    screen.say(
-        f"Forecast for a step, before it ran: {format_bytes(predicted_bytes)} beside the "
-        f"{format_bytes(there_bytes)} of weights and batch. Measured: "
+    _say(
+        "Predicted for a step beside weights and batch: "
+        f"{format_bytes(predicted.needed_bytes - predicted.baseline_bytes)}. Measured: "
         f"{format_bytes(measured.peak_bytes)}. From here on there are {format_bytes(limit_bytes)}."
     )
-    screen.show("")
-    screen.code(body_of(programs.train_plain))
-    screen.say(_failure(corpus, settings, limit_bytes, programs.train_plain))
-    screen.say("So one tries again with half of the batch:")
-    screen.show("")
-    screen.code(body_of(programs.train_with_retry))
-    screen.say(_failure(corpus, settings, limit_bytes, programs.train_with_retry))
-    screen.say(
+    for program in (programs.train_plain, programs.train_with_retry):
+        print()
+        _show_code(program)
+        try:
+            with memory_budget(limit_bytes):
+                _losses(begin(), program, batches)
+            _say("It finishes.")
+        except torch.OutOfMemoryError as error:
+            _say(f"It fails: {str(error).partition(' in ')[0]}.")
+    _say(
         "The error that is handled there holds the frames of the attempt, and with them all that "
-        "it made. What tenure does instead:"
+        "it made. With tenure:"
     )
-    screen.show("")
-    screen.code(body_of(programs.train_fitted))
-    fitted = Training(corpus, settings)
-    with _told(screen), memory_budget(limit_bytes) as budget:
-        found = _losses(fitted, programs.train_fitted)
-    screen.say(
-        f"{settings.steps} steps within {format_bytes(budget.peak_bytes)}, and the losses of the "
-        "large machine:"
-    )
-    screen.heading(["step", "all at once", "in micro-batches"])
-    for number, losses in enumerate(zip(expected, found, strict=True), 1):
-        screen.row([str(number), *(f"{loss:.4f}" for loss in losses)])
+    print()
+    _show_code(programs.train_fitted)
+
+    def tell(event: object) -> None:
+        _say(f"  {event}")
+
+    add_listener(tell)
+    try:
+        with _silent("tenure.adaptive"), memory_budget(limit_bytes) as budget:
+            found = _losses(begin(), programs.train_fitted, batches)
+    finally:
+        remove_listener(tell)
     apart = max(abs(one - other) for one, other in zip(expected, found, strict=True))
-    verdict = "rounding" if apart < _DIFFERENCE else "MORE than rounding"
-    screen.say(f"They differ by {apart:.0e} at the most: {verdict}.")
+    _say(
+        f"{n_steps} steps within {format_bytes(budget.peak_bytes)}. The last loss is "
+        f"{found[-1]:.4f}, and {expected[-1]:.4f} all at once; they differ by {apart:.0e} at most."
+    )
 
 
-def _losses(run: Training, gradients: Callable[[Training, Batch], float]) -> list[float]:
-    """Take the steps, with what ``gradients`` leaves in the parameters."""
+def _losses(
+    run: Training, gradients: Callable[[Training, Batch], float], batches: list[Batch]
+) -> list[float]:
+    """Take steps, with the gradients that a function leaves in the parameters."""
     losses = []
-    for batch in run.batches(run.settings.steps):
+    for batch in batches:
         run.optimizer.zero_grad()
         losses.append(gradients(run, batch))
         run.optimizer.step()
     return losses
 
 
-def _failure(
-    corpus: Corpus,
-    settings: Settings,
-    limit_bytes: int,
-    gradients: Callable[[Training, Batch], float],
-) -> str:
-    try:
-        with memory_budget(limit_bytes):
-            _losses(Training(corpus, settings), gradients)
-    except torch.OutOfMemoryError as error:
-        return f"It fails: {str(error).partition(' in ')[0]}."
-    return "It finishes."
-
-
-@contextmanager
-def _told(screen: Screen) -> Iterator[None]:
-    """Print what a retry decides."""
-
-    def say(event: AdaptiveEvent) -> None:
-        screen.say(f"  {event}")
-
-    add_listener(say)
-    try:
-        # it logs the same
-        with silent("tenure.adaptive"):
-            yield
-    finally:
-        remove_listener(say)
-
-
 @torch.no_grad()
-def page_the_model(screen: Screen, corpus: Corpus, settings: Settings) -> None:
-    """Run a model from a folder within half of its size, and compare what was planned."""
-    run = Training(corpus, settings)
-    model = run.model.eval()
+def page_the_model(begin: Callable[[], Training]) -> None:
+    """Run a network from a folder, in less memory than its weights need."""
+    run = begin()
     (batch,) = run.batches(1)
-    weight_bytes = sum(p.nbytes for p in model.parameters())
+    weight_bytes = sum(parameter.nbytes for parameter in run.model.parameters())
     budget_bytes = int(_SHARE_OF_WEIGHTS * weight_bytes)
-    screen.say(
+    _say(
         f"The weights take {format_bytes(weight_bytes)}; there are {format_bytes(budget_bytes)} "
         "for them, and a folder."
     )
-    screen.show("")
-    screen.code(body_of(programs.run_paged))
-    whole = model.loss(*batch)
+    print()
+    _show_code(programs.run_paged)
+    whole = run.loss(batch)
     with tempfile.TemporaryDirectory() as folder:
-        losses, plan, report = programs.run_paged(model, batch, budget_bytes, Path(folder))
-    passing = sum(unit.n_bytes for unit in plan.units if not unit.resident)
-    screen.show(f"{'':24}{'planned':>10}{'measured':>14}")
-    for what, planned, measured in (
-        ("stays in memory", plan.resident_bytes, report.resident_bytes),
-        ("room to pass through", plan.ring_bytes, report.ring_bytes),
-        ("read in each pass", passing, report.bytes_per_pass),
-    ):
-        screen.show(f"  {what:<22}{format_bytes(planned):>10}{format_bytes(measured):>14}")
-    screen.say(
-        f"A pass took {report.pass_s * 1e3:.1f} ms, of which {report.stall_s * 1e3:.1f} ms waited "
-        "for weights; the rest was computing."
+        losses, plan, report = programs.run_paged(run, batch, budget_bytes, Path(folder))
+    print(plan)
+    same = "" if all(map(whole.equal, losses)) else "NOT "
+    _say(
+        f"Measured: {format_bytes(report.resident_bytes)} stay, {format_bytes(report.ring_bytes)} "
+        f"are room for the others, {format_bytes(report.bytes_per_pass)} were read in each pass. "
+        f"The loss is {same}the same as with all weights in memory, to the last bit."
     )
-    same = "the same" if all(map(whole.equal, losses)) else "NOT the same"
-    screen.say(f"The loss is {same} as with all weights in memory, to the last bit.")
 
 
-def fit_both(screen: Screen, corpus: Corpus, settings: Settings) -> None:
-    """Train with gradients of the whole where neither the model nor its batch fits."""
-    del corpus
-    screen.code(body_of(programs.train_paged))
-    screen.show(tell_beyond_memory(settings).rstrip("\n"))
-
-
-def record_a_program(screen: Screen, corpus: Corpus, settings: Settings) -> None:
+def record_a_program() -> None:
     """Record a program that knows nothing of tenure, and say where the files are."""
-    del corpus, settings
-    source = Path(__file__).with_name("_leak.py").read_text("utf-8").partition("import torch")
     folder = Path(tempfile.mkdtemp(prefix="tenure-demo-"))
-    folder.joinpath("train.py").write_text("".join(source[1:]), "utf-8")
-    screen.say("This one knows nothing of tenure:")
-    screen.show("")
-    screen.code("".join(source[1:]))
+    folder.joinpath("train.py").write_text(programs.LEAK, "utf-8")
+    _say("This one knows nothing of tenure:")
+    print(f"\n{textwrap.indent(programs.LEAK, '    ')}")
+    root = str(Path(tenure.__file__).parent.parent)
+    paths = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
     for command in (
         "tenure run --leaks --timeline train.py",
         "tenure export train.tenure -o train.html",
     ):
-        screen.show(f"$ {command}")
-        screen.say(output_of(*command.split(), folder=folder))
-    screen.show("")
-    screen.say("The files are yours to look at:")
-    screen.show(f"  cd {folder}")
-    screen.show("  tenure report train.tenure      on this terminal; also tree, leaks, diff")
-    screen.show("  xdg-open train.html             in a browser; on macOS open, on Windows start")
-    screen.show("")
-    screen.say("And then: tenure run YOUR_SCRIPT.py")
+        print(f"$ {command}", flush=True)
+        done = subprocess.run(
+            [sys.executable, "-m", *command.split()],
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": paths},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+        )
+        _say(done.stdout)
+    print(f"\nThe files are yours to look at:\n  cd {folder}")
+    print("  tenure report train.tenure      on this terminal; also tree, leaks, diff")
+    print("  xdg-open train.html             in a browser; on macOS open, on Windows start")
+    print("\nAnd then: tenure run YOUR_SCRIPT.py")
 
 
-_CHAPTERS = (
-    _Chapter("a loop that leaks, and the same in scopes", 0.27, leak),
-    _Chapter("who holds it?", 0.02, name_the_leak),
-    _Chapter("the batch is too large", 0.06, fit_the_batch),
-    _Chapter("the model is too large", 0.02, page_the_model),
-    _Chapter("model and batch are too large", 0.28, fit_both),
-    _Chapter("your own program", 0.35, record_a_program),
-)
+def _say(text: str) -> None:
+    """Print text in lines of 80 columns; each keeps its indentation."""
+    for line in text.splitlines():
+        indent = " " * (len(line) - len(line.lstrip()))
+        print(textwrap.fill(line.strip(), 80, initial_indent=indent, subsequent_indent=indent))
+
+
+def _table(headings: tuple[str, ...], rows: list[Iterator[str]]) -> None:
+    """Print rows under headings, numbered from 1."""
+    first, *others = headings
+    print(f"{first:>6}" + "".join(f"{heading:>18}" for heading in others))
+    for number, row in enumerate(rows, 1):
+        print(f"{number:>6}" + "".join(f"{cell:>18}" for cell in row))
+
+
+def _show_code(function: Callable[..., object]) -> None:
+    print(textwrap.indent(body_of(function).strip("\n"), "    "), end="\n\n")
+
+
+def body_of(function: Callable[..., object]) -> str:
+    """The source of a function without its head and its docstring."""
+    source = textwrap.dedent(inspect.getsource(function))
+    (definition,) = ast.parse(source).body
+    assert isinstance(definition, ast.FunctionDef)
+    return textwrap.dedent("\n".join(source.splitlines()[definition.body[1].lineno - 1 :]))
+
+
+@contextmanager
+def _silent(name: str) -> Iterator[None]:
+    """A block in which a logger prints nothing: the demo prints it itself."""
+    logger = logging.getLogger(name)
+    propagate, logger.propagate = logger.propagate, False
+    nowhere = logging.NullHandler()
+    logger.addHandler(nowhere)
+    try:
+        yield
+    finally:
+        logger.removeHandler(nowhere)
+        logger.propagate = propagate
