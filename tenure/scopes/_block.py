@@ -123,14 +123,17 @@ class Block(Owner):
         traceback: TracebackType | None,
     ) -> None:
         """Close the scope; an exception of the block goes on unmasked."""
+        status = self._status
         # closed early, or transparent inside compiled code
-        if self._status is not OPEN:
-            if self._status is CLOSED and self._thread.thread_id == get_ident():
+        if status is not OPEN and status is not SUSPENDED:
+            if status is CLOSED and self._thread.thread_id == get_ident():
                 self._catch_up()
             return
         try:
-            if self._thread.thread_id == get_ident():
-                self._suspend()
+            # the end of a generator finds its scope suspended
+            if status is SUSPENDED or self._thread.thread_id == get_ident():
+                if status is OPEN:
+                    self._suspend()
                 self._finish(exc)
                 return
         # as in _resume (see test_an_interrupt_while_closing_leaves_no_scope_open)

@@ -16,8 +16,8 @@ from ._disposal import Disposal, dispose_all, dispose_tensor, inside_operation
 from ._disposal import is_disposed as _is_disposed
 from ._disposed import Cause
 from ._owner import take
-from ._scope import DisposeScope, current_scope, scope_or_none
-from ._thread import ThreadScopes, check_not_foreign, check_target, this_thread
+from ._scope import DisposeScope, checked_target, current_scope
+from ._thread import ThreadScopes, check_not_foreign, this_thread
 from ._trees import Tree, given_back, required_tensors
 
 _DISPOSED = frozenset({Disposal.HARD, Disposal.SOFT, Disposal.INNER})
@@ -49,10 +49,9 @@ def move_to_outer(*trees: Tree) -> Tree:
     from the current scope, so a tensor that was only passed through stays where it is.
     """
     if not is_dynamo_compiling():
-        tensors = required_tensors(trees, "move_to_outer()")
-        scope = current_scope()
-        if scope is not None:
-            scope._move(tensors, scope.outer)
+        if (scope := current_scope()) is not None:
+            return scope.move_to_outer(*trees)
+        required_tensors(trees, "move_to_outer()")
     return given_back(trees)
 
 
@@ -75,11 +74,9 @@ def move_to(scope: DisposeScope | None, *trees: Tree) -> Tree:
     Source: ``MoveToOtherDisposeScope`` of TorchSharp; a tensor without an owner is attached.
     """
     if not is_dynamo_compiling():
-        check_target(target := scope_or_none(scope))
-        if target is None:
-            _detach(trees, "move_to()")
-        else:
-            target._attach(required_tensors(trees, "move_to()"), "move_to()")
+        if (target := checked_target(scope)) is not None:
+            return target._attach(trees, "move_to")
+        _detach(trees, "move_to")
     return given_back(trees)
 
 
@@ -100,7 +97,7 @@ def detach_from_scope(*trees: Tree) -> Tree:
     Source: ``DetachFromDisposeScope`` of TorchSharp.
     """
     if not is_dynamo_compiling():
-        _detach(trees, "detach_from_scope()")
+        _detach(trees, "detach_from_scope")
     return given_back(trees)
 
 
@@ -119,16 +116,15 @@ def attach_to_scope(*trees: Tree) -> Tree:
         ScopeUsageError: no scope is open here, or a tensor is owned by another thread's scope, or a
             tree holds no tensor.
     """
-    if not is_dynamo_compiling():
-        tensors = required_tensors(trees, "attach_to_scope()")
-        scope = current_scope()
-        if scope is None:
-            raise ScopeUsageError(
-                "attach_to_scope() was called where no scope is open. Nothing was attached. "
-                "Call it inside `with NewDisposeScope():`, or use attach() of a scope."
-            )
-        scope._attach(tensors, "attach_to_scope()")
-    return given_back(trees)
+    if is_dynamo_compiling():
+        return given_back(trees)
+    if (scope := current_scope()) is None:
+        required_tensors(trees, "attach_to_scope()")
+        raise ScopeUsageError(
+            "attach_to_scope() was called where no scope is open. Nothing was attached. "
+            "Call it inside `with NewDisposeScope():`, or use attach() of a scope."
+        )
+    return scope._attach(trees, "attach_to_scope")
 
 
 @never_compiled
@@ -172,15 +168,13 @@ def is_disposed(tensor: Tensor) -> bool:
 
 
 def _detach(trees: tuple[object, ...], call: str) -> None:
-    tensors = required_tensors(trees, call)
-    for tensor in tensors:
-        check_not_foreign(tensor, call)
+    tensors = required_tensors(trees, f"{call}()")
+    check_not_foreign(tensors, call)
     this_thread().release(tensors)
 
 
 def _dispose(tensors: list[Tensor]) -> None:
-    for tensor in tensors:
-        check_not_foreign(tensor, "dispose()")
+    check_not_foreign(tensors, "dispose")
     of_graphs = [tensor for tensor in tensors if belongs_to_graph(tensor)]
     if of_graphs:
         warn_user(

@@ -6,6 +6,7 @@ every owner unchanged.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import cast
 
 from torch import Tensor
@@ -19,7 +20,7 @@ from ._block import Block
 from ._disposal import disposable, dispose_all, is_disposed
 from ._disposed import Cause, refuse
 from ._owner import alive, enter, owns, take
-from ._thread import check_not_foreign, check_open, check_target, check_thread, this_thread
+from ._thread import check_not_foreign, check_open, check_thread, this_thread
 from ._tracker import current
 from ._trees import Tree, given_back, required_tensors
 
@@ -106,10 +107,7 @@ class DisposeScope(Block):
         Source: ``MoveToOuter`` of TorchSharp's DisposeScope; a tensor that this scope does not own
         stays where it is.
         """
-        if not is_dynamo_compiling():
-            check_open(self, "move_to_outer")
-            self._move(required_tensors(trees, "move_to_outer()"), self.outer)
-        return given_back(trees)
+        return self._move(trees, "move_to_outer", lambda: self.outer)
 
     @never_compiled
     def move_to(self, scope: DisposeScope | None, *trees: Tree) -> Tree:
@@ -128,11 +126,7 @@ class DisposeScope(Block):
 
         Source: ``MoveToOther`` of TorchSharp's DisposeScope.
         """
-        if not is_dynamo_compiling():
-            check_open(self, "move_to")
-            check_target(target := scope_or_none(scope))
-            self._move(required_tensors(trees, "move_to()"), target)
-        return given_back(trees)
+        return self._move(trees, "move_to", lambda: checked_target(scope))
 
     @never_compiled
     def detach(self, *trees: Tree) -> Tree:
@@ -150,10 +144,7 @@ class DisposeScope(Block):
 
         Source: ``Detach`` of TorchSharp's DisposeScope.
         """
-        if not is_dynamo_compiling():
-            check_open(self, "detach")
-            self._move(required_tensors(trees, "detach()"), None)
-        return given_back(trees)
+        return self._move(trees, "detach", lambda: None)
 
     @never_compiled
     def attach(self, *trees: Tree) -> Tree:
@@ -173,12 +164,18 @@ class DisposeScope(Block):
         Source: ``Attach`` of TorchSharp's DisposeScope; a tensor that moves here from another scope
         is not counted as attached.
         """
+        return self._attach(trees, "attach")
+
+    def _move(
+        self, trees: tuple[Tree, ...], call: str, target: Callable[[], DisposeScope | None]
+    ) -> Tree:
+        """Hand tensors of this scope to another; it is asked for outside of compiled code alone."""
         if not is_dynamo_compiling():
-            check_open(self, "attach")
-            self._attach(required_tensors(trees, "attach()"), "attach()")
+            check_open(self, call)
+            self._hand(required_tensors(trees, f"{call}()"), target())
         return given_back(trees)
 
-    def _move(self, tensors: list[Tensor], target: DisposeScope | None) -> None:
+    def _hand(self, tensors: list[Tensor], target: DisposeScope | None) -> None:
         for tensor in tensors:
             reference = take(self._ledger, tensor)
             if reference is None:
@@ -188,17 +185,21 @@ class DisposeScope(Block):
             else:
                 enter(target._ledger, reference)
 
-    def _attach(self, tensors: list[Tensor], call: str) -> None:
-        for tensor in tensors:
-            if is_disposed(tensor):
-                refuse(tensor, call)
-            check_not_foreign(tensor, call)
-        for tensor in tensors:
-            owner = self._thread.owner_of(tensor)
-            reference = None if owner is None else take(owner._ledger, tensor)
-            reference = reference or self._thread.adopt(tensor)
-            enter(self._ledger, reference)
-            self._thread.choose(reference)
+    def _attach(self, trees: tuple[Tree, ...], call: str) -> Tree:
+        if not is_dynamo_compiling():
+            check_open(self, call)
+            tensors = required_tensors(trees, f"{call}()")
+            for tensor in tensors:
+                if is_disposed(tensor):
+                    refuse(tensor, f"{call}()")
+            check_not_foreign(tensors, call)
+            for tensor in tensors:
+                owner = self._thread.owner_of(tensor)
+                reference = None if owner is None else take(owner._ledger, tensor)
+                reference = reference or self._thread.adopt(tensor)
+                enter(self._ledger, reference)
+                self._thread.choose(reference)
+        return given_back(trees)
 
     # --- letting go
 
@@ -262,15 +263,23 @@ def current_scope() -> DisposeScope | None:
     return cast("DisposeScope | None", this_thread().tracker.open_scope(scope))
 
 
-def scope_or_none(value: object) -> DisposeScope | None:
-    """The target of a move.
+def checked_target(value: object) -> DisposeScope | None:
+    """The target of a move: an open scope of this thread, or None.
 
     Raises:
-        ScopeUsageError: it is neither a scope nor None.
+        ScopeUsageError: it is something else, closed, or of another thread.
     """
-    if value is None or isinstance(value, DisposeScope):
-        return value
-    raise ScopeUsageError(
-        f"move_to() wants the DisposeScope to move to first, and got {type(value).__name__}. "
-        "Write move_to(scope, tensors)."
-    )
+    if value is None:
+        return None
+    if not isinstance(value, DisposeScope):
+        raise ScopeUsageError(
+            "move_to() wants the DisposeScope to move to first, and got "
+            f"{type(value).__name__}. Write move_to(scope, tensors)."
+        )
+    if not value.is_open:
+        raise ScopeUsageError(
+            f"move_to() would hand tensors to {value!r}, which owns nothing. Nothing was moved. "
+            "Move them to a scope that is open."
+        )
+    check_thread(value, "move_to")
+    return value

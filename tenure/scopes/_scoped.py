@@ -1,8 +1,7 @@
 """A function in a scope of its own, or a block or function in none.
 
-What a scoped function returns moves to its caller's scope. Four kinds of function, one rule each:
-plain and async functions hold their scope from call to return; generators and async generators hold
-theirs while they run, and suspend it at each yield.
+What a scoped function returns moves to its caller's scope. A function or coroutine has its scope
+open from call to return, a generator while it runs: the scope is suspended at each yield.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
+from collections.abc import Awaitable, Callable, Generator
 from contextlib import ContextDecorator
 from typing import Any, TypeVar, overload
 
@@ -19,9 +18,9 @@ from tenure._errors import ScopeUsageError
 from tenure._torch.compiler import is_dynamo_compiling, never_compiled
 
 from ._block import OnError, Policy
-from ._owner import Owner
+from ._owner import NEW, Owner
 from ._scope import DisposeScope
-from ._thread import check_thread, this_thread
+from ._thread import check_thread
 from ._tracker import current
 from ._trees import tensors_in
 
@@ -43,13 +42,13 @@ def scoped(function: Any = None, /, **options: Any) -> Any:
     """Run a function in a scope of its own; what it returns or yields moves to its caller's scope.
 
     Args:
-        function: a function, method, coroutine function, generator function or async generator
-            function.
+        function: a function, method, coroutine function or generator function.
         **options: ``name`` (default: that of the function), ``policy``, ``on_error`` and
             ``capture``, as of NewDisposeScope.
 
     Raises:
-        ScopeUsageError: it decorates something else, such as a class or a classmethod object.
+        ScopeUsageError: it decorates something else, such as a class, a classmethod object or an
+            async generator function.
 
     Example:
         >>> import torch
@@ -87,25 +86,21 @@ def _runner(function: Any) -> Callable[[Any, _Opener], Any]:
         return question(function) or question(type(function).__call__)
 
     if is_kind(inspect.isasyncgenfunction):
-        return _scoped_async_generator
+        raise ScopeUsageError(
+            f"@scoped got the async generator function {function!r}, which it does not take. "
+            "Decorate the coroutine function that makes each item, or open a scope around that."
+        )
     if is_kind(inspect.isgeneratorfunction):
         return _scoped_generator
-    if is_kind(inspect.iscoroutinefunction):
-        return _scoped_coroutine
-    return _scoped_function
+    return _scoped_coroutine if is_kind(inspect.iscoroutinefunction) else _scoped_function
 
 
 def _scoped_function(function: Callable[..., Any], opener: _Opener) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         if is_dynamo_compiling():
             return function(*args, **kwargs)
-        scope = opener()
-        try:
-            with _Call(scope):
-                return _handed_over(scope, function(*args, **kwargs))
-        except BaseException:
-            _end(scope)
-            raise
+        with _Call(opener()) as scope, _Turn(scope):
+            return _handed_over(scope, function(*args, **kwargs))
 
     return run
 
@@ -114,13 +109,8 @@ def _scoped_coroutine(
     function: Callable[..., Awaitable[Any]], opener: _Opener
 ) -> Callable[..., Awaitable[Any]]:
     async def run(*args: Any, **kwargs: Any) -> Any:
-        scope = opener()
-        try:
-            with _Call(scope):
-                return _handed_over(scope, await function(*args, **kwargs))
-        except BaseException:
-            _end(scope)
-            raise
+        with _Call(opener()) as scope, _Turn(scope):
+            return _handed_over(scope, await function(*args, **kwargs))
 
     return run
 
@@ -131,7 +121,7 @@ def _scoped_generator(
     def run(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
         generator = function(*args, **kwargs)
         step = functools.partial(generator.send, None)
-        with _Suspended(opener()) as scope:
+        with _Call(opener()) as scope:
             while True:
                 with _Turn(scope):
                     try:
@@ -156,83 +146,40 @@ def _scoped_generator(
     return run
 
 
-def _scoped_async_generator(
-    function: Callable[..., AsyncGenerator[Any, Any]], opener: _Opener
-) -> Callable[..., AsyncGenerator[Any, Any]]:
-    async def run(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, Any]:
-        generator = function(*args, **kwargs)
-        step = functools.partial(generator.asend, None)
-        with _Suspended(opener()) as scope:
-            while True:
-                with _Turn(scope):
-                    try:
-                        ready = [_handed_over(scope, await step())]
-                    except StopAsyncIteration:
-                        return
-                    finally:
-                        # as above
-                        del step
-                try:
-                    sent = yield ready.pop()
-                except GeneratorExit:
-                    with _Turn(scope):
-                        await generator.aclose()
-                    raise
-                except BaseException as error:
-                    step = functools.partial(generator.athrow, error)
-                else:
-                    step = functools.partial(generator.asend, sent)
-
-    return run
-
-
-class _Stretch:
-    """A stretch of code and the scope that belongs to it."""
+class _Call:
+    """One call of a scoped function; its end closes the scope, also if Ctrl-C left a turn open."""
 
     __slots__ = ("scope",)
 
     def __init__(self, scope: DisposeScope) -> None:
         self.scope = scope
 
-
-class _Call(_Stretch):
-    """From the call of a function to its return: the scope is open all the time."""
-
-    @never_compiled
-    def __enter__(self) -> None:
-        self.scope._open(user_frame(sys._getframe(1)))
+    def __enter__(self) -> DisposeScope:
+        return self.scope
 
     @never_compiled
     def __exit__(self, _: object, exc: BaseException | None, __: object) -> None:
         self.scope.__exit__(None, exc, None)
 
 
-class _Suspended(_Stretch):
-    """The life of a generator: its scope is there, and open only while the generator runs."""
+class _Turn:
+    """The scope is open: until the function returns, or a generator yields."""
 
-    @never_compiled
-    def __enter__(self) -> DisposeScope:
-        self.scope._open(user_frame(sys._getframe(1)))
-        self.scope._suspend()
-        return self.scope
+    __slots__ = ("scope",)
 
-    @never_compiled
-    def __exit__(self, _: object, exc: BaseException | None, __: object) -> None:
-        # the end of a turn was interrupted as it began
-        _end(self.scope)
-        if not self.scope.closed:
-            self.scope._finish(exc)
-
-
-class _Turn(_Stretch):
-    """One step of a generator, from where it is resumed to where it yields."""
+    def __init__(self, scope: DisposeScope) -> None:
+        self.scope = scope
 
     @never_compiled
     def __enter__(self) -> None:
-        check_thread(self.scope, "resume")
+        scope = self.scope
+        if scope._status is NEW:
+            scope._open(user_frame(sys._getframe(1)))
+            return
+        check_thread(scope, "resume")
         # the generator itself may have closed it: the rest is its caller's
-        if not self.scope.closed:
-            self.scope._resume()
+        if not scope.closed:
+            scope._resume()
 
     @never_compiled
     def __exit__(self, *_: object) -> None:
@@ -241,16 +188,9 @@ class _Turn(_Stretch):
 
 
 @never_compiled
-def _end(scope: DisposeScope) -> None:
-    """End a scope that Ctrl-C left open, as it came before ``__exit__`` could catch it."""
-    if scope.is_open and scope._thread is this_thread():
-        scope._unlink()
-
-
-@never_compiled
 def _handed_over(scope: DisposeScope, result: Any) -> Any:
     """What the function returned, its tensors moved to the scope of the caller."""
-    scope._move(tensors_in((result,)), scope.outer)
+    scope._hand(tensors_in((result,)), scope.outer)
     return result
 
 

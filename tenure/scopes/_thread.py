@@ -140,18 +140,6 @@ def use_own_scopes() -> None:
     _local.scopes = ThreadScopes()
 
 
-def foreign_owner_of(tensor: Tensor) -> Owner | None:
-    """The open scope of another thread that owns ``tensor``."""
-    mine = this_thread()
-    for reference in _all_threads.valuerefs():
-        scopes = reference()
-        if scopes is None or scopes is mine:
-            continue
-        if (owner := scopes.owner_of(tensor)) is not None:
-            return owner
-    return None
-
-
 @functools.cache
 def _install_hooks_once() -> None:
     install_hooks(lambda tensors: this_thread().release(tensors))
@@ -187,31 +175,22 @@ def check_thread(scope: Owner, call: str) -> None:
         )
 
 
-def check_target(scope: Owner | None) -> None:
-    """Make sure that tensors can move to ``scope``; to None they always can.
-
-    Raises:
-        ScopeUsageError: it is closed, or belongs to another thread.
-    """
-    if scope is None:
-        return
-    if not scope.is_open:
-        raise ScopeUsageError(
-            f"move_to() would hand tensors to {scope!r}, which owns nothing. Nothing was moved. "
-            "Move them to a scope that is open."
-        )
-    check_thread(scope, "move_to")
-
-
-def check_not_foreign(tensor: Tensor, call: str) -> None:
-    """Make sure that no scope of another thread owns ``tensor``.
+def check_not_foreign(tensors: Iterable[Tensor], call: str) -> None:
+    """Make sure that no scope of another thread owns one of ``tensors``.
 
     Raises:
         ScopeUsageError: one does.
     """
-    owner = foreign_owner_of(tensor)
-    if owner is not None:
-        raise ScopeUsageError(f"{call} got a tensor of {owner!r}, of another thread. {_ONE_THREAD}")
+    mine = this_thread()
+    for reference in _all_threads.valuerefs():
+        thread = reference()
+        if thread is None or thread is mine or not thread.open:
+            continue
+        for tensor in tensors:
+            if (owner := thread.owner_of(tensor)) is not None:
+                raise ScopeUsageError(
+                    f"{call}() got a tensor of {owner!r}, of another thread. {_ONE_THREAD}"
+                )
 
 
 # --- what has been counted

@@ -223,7 +223,6 @@ def test_an_interrupt_as_a_scoped_function_ends_leaves_no_scope_open(monkeypatch
     def generator():
         yield torch.ones(2) + 1
 
-    monkeypatch.setattr(_scoped._Call, "__exit__", interrupt)
     monkeypatch.setattr(_scoped._Turn, "__exit__", interrupt)
     with pytest.raises(KeyboardInterrupt):
         function()

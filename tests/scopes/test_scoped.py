@@ -1,4 +1,4 @@
-"""Functions of all four kinds in scopes of their own."""
+"""Functions, coroutines and generators in scopes of their own."""
 
 import asyncio
 import functools
@@ -390,45 +390,12 @@ class TestAsync:
 
         assert asyncio.run(main()).item() == 1
 
-    def test_async_generators_suspend_too(self):
-        @scoped
+    def test_an_async_generator_is_refused_by_name(self):
         async def batches():
-            kept = torch.ones(1)
-            for _ in range(3):
-                await asyncio.sleep(0)
-                assert owner_of(kept) is current_scope()
-                yield kept * 2
+            yield torch.ones(1)
 
-        async def main():
-            with NewDisposeScope() as consumer:
-                async for batch in batches():
-                    assert current_scope() is consumer
-                    assert owner_of(batch) is consumer
-            generator = batches()
-            await anext(generator)
-            await generator.aclose()
-
-        asyncio.run(main())
-        assert torch._C._len_torch_function_stack() == 0
-
-    def test_async_generators_take_what_is_sent_and_thrown(self):
-        @scoped
-        async def work():
-            received = yield 1
-            try:
-                yield received
-            except KeyError:
-                yield "caught"
-
-        async def main():
-            generator = work()
-            await anext(generator)
-            assert await generator.asend(5) == 5
-            assert await generator.athrow(KeyError("x")) == "caught"
-            with pytest.raises(StopAsyncIteration):
-                await anext(generator)
-
-        asyncio.run(main())
+        with pytest.raises(ScopeUsageError, match=r"the async generator function .*batches"):
+            scoped(batches)
 
     def test_a_cancelled_task_closes_its_scope(self):
         held = []
