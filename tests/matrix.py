@@ -30,7 +30,8 @@ PAIRS = [
 ]
 SHORT = ("3.12", "2.15.0")
 # Requirements of a CUDA build of torch without which `import torch` and the CPU work.
-_OF_A_GPU = "cusolver|nvtx|triton|cuda-bindings"
+# They also work without triton, but then torch logs a warning on stderr.
+_OF_A_GPU = "cusolver|nvtx|cuda-bindings"
 # A machine may hold torch back by a constraint of its own.
 _PIP = {"PIP_CONSTRAINT": os.devnull, "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_RETRIES": "1"}
 # None of the short form's tests asks for them, and they take a minute to install.

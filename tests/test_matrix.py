@@ -17,6 +17,7 @@ def test_a_torch_asks_for_what_its_import_needs():
         "Requires-Dist: sympy>=1.13.3",
         'Requires-Dist: cuda-toolkit[cublas,cusparse]==13.2.2; platform_system == "Linux"',
         'Requires-Dist: nvidia-cudnn-cu13==9.26.0.51; platform_system == "Linux"',
+        'Requires-Dist: triton~=3.9.0; platform_system == "Linux"',
     ]
 
 
