@@ -88,7 +88,7 @@ class Shards:
         modules = list(modules)
         states = [state for module in modules if (state := _state_of(module)) is not None]
         self._states = list({id(state): state for state in states}.values())
-        self._groups = [group for state in self._states for group in state._fsdp_param_groups]
+        self._groups = [group for state in self._states for group in _groups_of(state)]
         # shards are not among the parameters of a module while these are whole, as after a forward
         # pass of a root without a backward pass
         self._meshes = [
@@ -231,7 +231,7 @@ class ShardedGroup:
 def sharded_groups(module: nn.Module) -> list[ShardedGroup]:
     """Those of one module; none if it is not sharded by ``fully_shard``."""
     state = _state_of(module)
-    return [] if state is None else [ShardedGroup(group) for group in state._fsdp_param_groups]
+    return [] if state is None else [ShardedGroup(group) for group in _groups_of(state)]
 
 
 def _mesh_of(shared: Any) -> Any:
@@ -256,9 +256,16 @@ def _state_of(module: nn.Module) -> Any:
     if not hasattr(type(module), "set_requires_gradient_sync"):
         return None
     state = getattr(module, "_get_fsdp_state", lambda: None)()
-    if getattr(state, "_fsdp_param_groups", None) is None:
+    if not (hasattr(state, "_fsdp_param_groups") or hasattr(state, "_fsdp_param_group")):
         refuse(f"torch.{_GROUPS}", _PURPOSE)
     return state
+
+
+def _groups_of(state: Any) -> list[Any]:
+    # before torch 2.12 a module had one group at most
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
 def works() -> bool:

@@ -10,13 +10,10 @@ import torch.distributed as dist
 from tenure.adaptive import PredictionError, memory_budget, predict_peak
 from tenure.adaptive._predict import Work
 from tenure.adaptive._predict._predict import report_of
-from tests.needs import needs_torch
 from tests.programs import run_program
 
 from ..ranks.launch import IMPORTED, run_ranks
 from ..ranks.sharded_nets import KINDS, loss_of, net_of, tokens, whole_gradients
-
-GROUPS = needs_torch("2.12", "the groups of parameters of fully_shard")
 
 
 def counted_bytes(fn, *args):
@@ -136,7 +133,6 @@ def refusal_in_the_middle(rank):
     return text, predict_peak(fn, x).peak_bytes > 0
 
 
-@GROUPS
 def test_gradients_that_wait_for_an_exchange_are_refused():
     for text, goes_on in run_ranks(refusal_in_the_middle, 2):
         assert "a module of fully_shard has gradients or parameters that wait for an" in text
@@ -164,7 +160,6 @@ def own_exchange(rank):
     return predicted, measured, int(count)
 
 
-@GROUPS
 def test_an_exchange_of_the_users_own_reaches_nobody():
     (predicted, measured, count), _ = run_ranks(own_exchange, 2)
     assert predicted in measured

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as Replicated
 
 from tenure.adaptive import step
+from tests.needs import needs_torch
 
 from ..step.step_cases import N_CLASSES, gradients, worst_error
 from .launch import run_ranks
@@ -122,16 +123,24 @@ def buffers_on(rank):
     net[1].running_mean.fill_(rank)
     square(module, parts[rank]).backward()
     found["brought by a plain pass"] = is_alike(net[1].num_batches_tracked)
-    net = net_of("buffers")
-    module = Replicated(net, forward_sync_buffers=False)
-    step(lambda b: square(module, b), parts[rank])
-    found["not where the replica does not"] = not is_alike(net[1].running_mean)
     return found
 
 
 def test_buffers_become_those_of_the_first_rank_that_has_samples():
     for found in run_ranks(buffers_on, 3):
         assert all(found.values()), found
+
+
+def own_buffers_on(rank):
+    net = net_of("buffers")
+    module = Replicated(net, forward_sync_buffers=False)
+    step(lambda b: square(module, b), all_samples(SIZES[:3])[rank])
+    return is_alike(net[1].running_mean)
+
+
+@needs_torch("2.13", "forward_sync_buffers of DistributedDataParallel")
+def test_buffers_that_replicas_do_not_share_stay_their_own():
+    assert run_ranks(own_buffers_on, 3) == [False] * 3
 
 
 # --- parameters that are not used, gradients of before, views of buckets
