@@ -97,7 +97,8 @@ def install_hooks(release: Callable[[list[Tensor]], object]) -> None:
     """From now on call ``release`` with the tensors that a module or an optimizer makes its own."""
 
     def on_registration(module: nn.Module, name: str, tensor: Any) -> None:
-        if isinstance(tensor, Tensor):
+        # torch before 2.12 traces this hook where a compiled module assigns a buffer
+        if isinstance(tensor, Tensor) and not is_dynamo_compiling():
             release([tensor])
 
     def on_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

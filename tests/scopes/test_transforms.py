@@ -164,6 +164,24 @@ def test_a_scope_inside_a_compiled_function_is_transparent(function, backend, x)
     assert current_scope() is None
 
 
+def test_a_buffer_that_a_compiled_module_assigns_outlives_the_scope(x):
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("n_calls", torch.zeros(()))
+
+        def forward(self, x):
+            self.n_calls = self.n_calls + 1
+            return x.exp()
+
+    model = Counting()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    for n in range(1, 4):
+        with NewDisposeScope():
+            compiled(x)
+        assert model.n_calls == n
+
+
 def test_a_function_compiles_twice_however_deep_the_scopes_around_it_are(x):
     counter = CompileCounter()
     compiled = torch.compile(plain_function, backend=counter)
