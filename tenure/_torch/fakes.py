@@ -48,9 +48,9 @@ def unrecognised() -> Iterator[None]:
 
 
 @contextmanager
-def unlogged() -> Iterator[None]:
-    """A block in which torch does not log that an operation can't be run on such tensors."""
-    logger = logging.getLogger(_HOME)
+def unlogged(name: str = _HOME) -> Iterator[None]:
+    """A block in which a module of torch logs nothing, such as operations it has no fakes for."""
+    logger = logging.getLogger(name)
     before, logger.disabled = logger.disabled, True
     try:
         yield

@@ -48,6 +48,23 @@ def _leave_a_race(sim):
 
 
 @pytest.mark.slow
+def test_a_torch_for_gpus_without_triton_logs_no_warning():
+    out = _in_a_process_of_its_own(
+        """
+        import sys
+        sys.modules["triton"] = None
+        sys.stderr = sys.stdout
+        import torch
+        torch.version.cuda = "13.0"
+        from tenure.testing import simulated_accelerator
+        with simulated_accelerator() as sim:
+            torch.ones(2, device=sim.device)
+        """
+    )
+    assert out == ""
+
+
+@pytest.mark.slow
 def test_importing_it_changes_nothing_in_torch_and_the_first_block_does():
     out = _in_a_process_of_its_own(
         _SNAPSHOT,

@@ -9,9 +9,13 @@ import functools
 from typing import Any, NoReturn
 
 import torch
-from torch.utils.flop_counter import flop_registry
 
+from tenure._torch.fakes import unlogged
 from tenure._torch.modes import schema_of
+
+# it warns where a torch for GPUs is without triton
+with unlogged("torch.utils.flop_counter"):
+    from torch.utils.flop_counter import flop_registry
 
 _ON_HOST = {
     ("aten::index", "indices"),
