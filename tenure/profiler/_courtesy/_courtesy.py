@@ -7,7 +7,8 @@ can be called again.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from threading import RLock
 from types import TracebackType
 from typing import Any, Self
@@ -18,16 +19,16 @@ from torch import Tensor, UntypedStorage
 from tenure._callers import warn_user
 from tenure._errors import CourtesyError, CourtesyWarning
 from tenure._graph_capture import is_capturing
+from tenure._host_memory import free_host_bytes
 from tenure._text import format_bytes, listed
 from tenure._torch.device_allocator import clear_workspaces
 from tenure._torch.quiet import quietly
 
 from .._allocator import allocator_bytes
-from . import _staging
-from ._away import Moved
-from ._courtesy_report import CourtesyReport, Stay
+from ._away import Away
 from ._inventory import Holding, take_inventory
-from ._leaving import prepare
+from ._report import CourtesyReport, Stay
+from ._stays import split
 
 # one at a time: two that move the same storage would each think that the other's bytes are its own
 _turn = RLock()
@@ -77,13 +78,13 @@ class Courtesy:
     def __init__(self, device: str | int | torch.device | None = None) -> None:
         self.device = None if device is None else _device(device)
         self.report: CourtesyReport | None = None
-        self._moved: dict[int, Moved] = {}
+        self._away: dict[int, Away] = {}
         self._is_entered = False
 
     @property
     def away_bytes(self) -> int:
         """Bytes that wait in host memory now."""
-        return sum(moved.n_bytes for moved in list(self._moved.values()))
+        return sum(away.n_bytes for away in list(self._away.values()))
 
     def yield_memory(self) -> CourtesyReport:
         """Move what lies on the device to host memory; what is away already stays away.
@@ -99,18 +100,16 @@ class Courtesy:
             CourtesyWarning: some of it can't be moved.
         """
         with _turn, quietly():
-            _refuse_capture(self._devices_to_leave(), "moved to host memory", self)
-            going, report = self._leave()
-        self.report = report
-        if report.stays:
-            try:
-                warn_user(_warning(report), CourtesyWarning)
-            except CourtesyWarning:
-                # an error to this program: leave nothing half done
-                with _turn, quietly():
-                    self._return(going)
-                raise
-        return report
+            self._refuse_capture(self._devices_to_leave(), "moved to host memory")
+            going, stays, devices = self._look()
+            # Before anything is moved: the warning may be an error to this program.
+            if stays:
+                warn_user(_warning(stays), CourtesyWarning)
+            moved = self._let_leave(going)
+            # no reference of ours to what the program may free
+            going.clear()
+            self.report = self._reported(moved, stays, devices)
+        return self.report
 
     def restore(self) -> None:
         """Bring back what is away; tensors that have died meanwhile are left out.
@@ -121,15 +120,15 @@ class Courtesy:
                 nothing was brought back.
         """
         with _turn, quietly():
-            _refuse_capture({moved.device for moved in self._moved.values()}, "brought back", self)
-            failure = self._return(list(self._moved.values()))
+            self._refuse_capture({away.device for away in self._away.values()}, "brought back")
+            failure = self._return(list(self._away.values()))
         if failure is not None:
             raise CourtesyError(self._still_away("this error"), self) from failure
 
-    def _forget(self, moved: Moved) -> None:
-        """Let go of one that is back, or whose storage has died."""
-        self._moved.pop(id(moved), None)
-        if not self._moved:
+    def _forget(self, away: Away) -> None:
+        """Drop one that is back, or whose storage has died."""
+        self._away.pop(id(away), None)
+        if not self._away:
             _unfinished.discard(self)
 
     def __enter__(self) -> Self:
@@ -171,23 +170,6 @@ class Courtesy:
 
     # --- leaving
 
-    def _leave(self) -> tuple[list[Moved], CourtesyReport]:
-        # what it holds is none of Python's, and could not be moved
-        torch.clear_autocast_cache()
-        holdings = [held for held in take_inventory() if self._concerns(held.storage.device)]
-        devices = list(dict.fromkeys(held.storage.device for held in holdings))
-        leavings = [
-            prepare(device, [held for held in holdings if held.storage.device == device])
-            for device in devices
-        ]
-        stays = [stay for leaving in leavings for stay in leaving.stays]
-        ready = [(one.holding, Moved(self, *one)) for leaving in leavings for one in leaving.ready]
-        going = [moved for _, moved in ready]
-        self._let_leave(ready)
-        # nothing of ours may hold what the program lets go: what is counted now is what it has
-        del holdings, leavings, ready
-        return going, self._reported(going, stays, devices)
-
     def _concerns(self, device: torch.device) -> bool:
         mine = self.device
         if mine is None:
@@ -201,35 +183,59 @@ class Courtesy:
         found = torch.accelerator.current_accelerator()
         return set() if found is None else {found}
 
-    def _let_leave(self, ready: list[tuple[Holding, Moved]]) -> None:
-        """Let go of device memory whose bytes are on the host now: of all of it or of none."""
-        begun: list[Moved] = []
+    def _refuse_capture(self, devices: Iterable[torch.device], done: str) -> None:
+        """Raise while a graph is captured: a copy would break it, and what it uses must stay.
+
+        Raises:
+            CourtesyError: a stream captures.
+        """
+        for device in filter(is_capturing, devices):
+            raise CourtesyError(
+                f"A graph is being captured on {device}. A copy or a wait would end the capture "
+                f"with an error, and what it uses must stay where it is: nothing was {done}. Do it "
+                "before the capture begins.",
+                self,
+            )
+
+    def _look(self) -> tuple[list[Holding], list[Stay], list[torch.device]]:
+        """What can leave, what has to stay, and the devices that either lies on."""
+        # what its cache holds is none of Python's, and could not be moved
+        torch.clear_autocast_cache()
+        here = [held for held in take_inventory() if self._concerns(held.storage.device)]
+        return *split(here), list(dict.fromkeys(held.storage.device for held in here))
+
+    def _let_leave(self, going: list[Holding]) -> list[Away]:
+        """Copy all bytes, then free the device memory: all of it or none."""
+        hosts = _host_memory(going)
+        _copy([(host, held.storage) for host, held in zip(hosts, going, strict=True)], to_host=True)
+        begun: list[Away] = []
         try:
-            for held, moved in ready:
+            for held, host in zip(going, hosts, strict=True):
                 # Before it leaves: an interrupt in the middle of that must find it.
-                begun.append(moved)
-                self._moved[id(moved)] = moved
+                begun.append(Away(self, held, host))
+                self._away[id(begun[-1])] = begun[-1]
                 _unfinished.add(self)
-                moved.leave(held)
+                begun[-1].leave(held)
         except BaseException:
             self._return(begun)
             raise
-        for device in {moved.device for moved in begun}:
+        return begun
+
+    def _reported(
+        self, moved: list[Away], stays: list[Stay], devices: list[torch.device]
+    ) -> CourtesyReport:
+        for device in {away.device for away in moved}:
             # their blocks are the cache's then, and go with it
             clear_workspaces(device)
             module: Any = torch.get_device_module(device)
             if hasattr(module, "empty_cache"):
                 module.empty_cache()
-
-    def _reported(
-        self, going: list[Moved], stays: list[Stay], devices: list[torch.device]
-    ) -> CourtesyReport:
         # Counted after the cache was emptied: it is what other processes can't have.
         left = {str(d): told for d in devices if (told := allocator_bytes(d)) is not None}
         return CourtesyReport(
-            moved_bytes=sum(moved.n_bytes for moved in going),
-            n_storages=len(going),
-            n_tensors=sum(moved.n_tensors for moved in going),
+            moved_bytes=sum(away.n_bytes for away in moved),
+            n_storages=len(moved),
+            n_tensors=sum(away.n_tensors for away in moved),
             stays=tuple(stays),
             left_bytes={name: told.allocated for name, told in left.items()},
             left_reserved_bytes={name: told.reserved for name, told in left.items()},
@@ -245,15 +251,14 @@ class Courtesy:
 
     # --- returning
 
-    def _return(self, wanted: Iterable[Moved]) -> RuntimeError | None:
+    def _return(self, wanted: Iterable[Away]) -> RuntimeError | None:
         """Bring these back as far as there is room; the error of the first that has none."""
         failure: RuntimeError | None = None
-        # All memory first, then all copies: by device, so that the pinned buffers are made once.
-        loads: dict[torch.device, list[tuple[UntypedStorage, Tensor]]] = {}
-        back: list[Moved] = []
-        for moved in wanted:
+        back: list[tuple[Away, Tensor, UntypedStorage]] = []
+        for away in wanted:
             try:
-                storage, host = moved.allocate(), moved.host
+                with _on_default_stream(away.device):
+                    storage, host = away.allocate(), away.host
             except RuntimeError as error:
                 # its frames hold what is on its way
                 error.__traceback__ = None
@@ -261,17 +266,15 @@ class Courtesy:
                 # a smaller one may still fit: see test_what_fits_comes_back_past_what_does_not
                 continue
             if storage is not None and host is not None:
-                loads.setdefault(moved.device, []).append((storage, host))
-                back.append(moved)
-        for device, on_device in loads.items():
-            _staging.to_device(on_device, device)
-        for moved in back:
-            moved.come_back()
-            self._forget(moved)
+                back.append((away, host, storage))
+        _copy([(host, storage) for _, host, storage in back], to_host=False)
+        for away, _, _ in back:
+            away.come_back()
+            self._forget(away)
         return failure
 
     def _still_away(self, having_it: str) -> str:
-        devices = ", ".join(sorted({str(moved.device) for moved in self._moved.values()}))
+        devices = ", ".join(sorted({str(away.device) for away in self._away.values()}))
         return (
             f"{devices} has no memory for {format_bytes(self.away_bytes)} that belong there. They "
             "are safe in host memory. Make room, then call restore() on the Courtesy (the "
@@ -281,22 +284,6 @@ class Courtesy:
     @property
     def _where(self) -> str:
         return "every accelerator" if self.device is None else str(self.device)
-
-
-def _refuse_capture(devices: Iterable[torch.device], done: str, courtesy: Courtesy) -> None:
-    """Raise while a graph is captured: a copy would break it, and what it uses must stay.
-
-    Raises:
-        CourtesyError: a stream captures.
-    """
-    for device in devices:
-        if is_capturing(device):
-            raise CourtesyError(
-                f"A graph is being captured on {device}. A copy or a wait would end the capture "
-                f"with an error, and what it uses must stay where it is: nothing was {done}. Do it "
-                "before the capture begins.",
-                courtesy,
-            )
 
 
 def _device(named: str | int | torch.device) -> torch.device:
@@ -309,9 +296,63 @@ def _device(named: str | int | torch.device) -> torch.device:
         ) from error
 
 
-def _warning(report: CourtesyReport) -> str:
-    stays = listed([*map(str, report.stays)], _SHOWN, "; ")
+def _warning(stays: list[Stay]) -> str:
+    n_bytes = sum(stay.n_bytes for stay in stays)
     return (
-        f"{format_bytes(report.stays_bytes)} could not be moved to host memory: {stays}. "
-        "The report of the Courtesy names all."
+        f"{format_bytes(n_bytes)} could not be moved to host memory: "
+        f"{listed([*map(str, stays)], _SHOWN, '; ')}. The report of the Courtesy names all."
     )
+
+
+# --- bytes
+
+
+def _host_memory(going: list[Holding]) -> list[Tensor]:
+    """uint8[n_bytes] for each storage, before the first copy: without room nothing has happened.
+
+    Raises:
+        CourtesyError: the host has no memory for them.
+    """
+    sizes = [held.storage.nbytes() for held in going]
+    # Linux grants memory that it does not have, and kills the process that writes to it.
+    why = f"{format_bytes(free_host_bytes())} are free"
+    if sum(sizes) <= free_host_bytes():
+        try:
+            with torch.inference_mode(False):
+                return [torch.empty(size, dtype=torch.uint8, device="cpu") for size in sizes]
+        except (RuntimeError, MemoryError):
+            why = "an allocation failed"
+    devices = ", ".join(sorted({str(held.storage.device) for held in going}))
+    raise CourtesyError(
+        f"{format_bytes(sum(sizes))} on {devices} don't fit in the memory of the host: {why}. "
+        "Nothing was moved. Let go of tensors first, or name one device of several."
+    )
+
+
+def _copy(loads: list[tuple[Tensor, UntypedStorage]], *, to_host: bool) -> None:
+    """Copy bytes after all other work of the devices, and wait until they have arrived."""
+    devices = {storage.device for _, storage in loads}
+    with torch.inference_mode(False), torch.no_grad():
+        _wait_for(devices)
+        for host, storage in loads:
+            empty: Any = torch.empty(0, dtype=torch.uint8, device=storage.device)
+            there: Tensor = empty.set_(storage)
+            _ = host.copy_(there) if to_host else there.copy_(host)
+        _wait_for(devices)
+
+
+def _wait_for(devices: Iterable[torch.device]) -> None:
+    for device in devices:
+        torch.get_device_module(device).synchronize(device)
+
+
+@contextmanager
+def _on_default_stream(device: torch.device) -> Iterator[None]:
+    """A context in which memory is allocated for the default stream, from which all of it came."""
+    module: Any = torch.get_device_module(device)
+    with ExitStack() as stack:
+        if hasattr(module, "default_stream"):
+            # Else the end of stream() turns to the device that was current, and makes a context.
+            stack.enter_context(module.device(device.index))
+            stack.enter_context(module.stream(module.default_stream(device)))
+        yield

@@ -48,21 +48,16 @@ class Holding:
     Attributes:
         storage: the storage.
         tensors: the tensors that lie in it, by identity.
-        wrappers: sparse tensors that are made of it, by identity.
         nodes: nodes of autograd's graphs that saved one of the tensors, by identity.
+        n_sparse: how many sparse tensors are made of it.
         n_unseen: owners that are none of these.
     """
 
     storage: UntypedStorage
     tensors: dict[int, Tensor] = field(default_factory=dict)
-    wrappers: dict[int, Tensor] = field(default_factory=dict)
     nodes: dict[int, Any] = field(default_factory=dict)
+    n_sparse: int = 0
     n_unseen: int = 0
-
-    @property
-    def handles(self) -> list[Tensor]:
-        """Every tensor whose data the storage has."""
-        return [*self.tensors.values(), *self.wrappers.values()]
 
 
 def take_inventory() -> list[Holding]:
@@ -116,14 +111,18 @@ class _Found:
             is_dense = read(t, "layout") is torch.strided
             for storage in _storages_of(t):
                 holding = _enter(by_key, storage)
-                if holding is not None:
-                    (holding.tensors if is_dense else holding.wrappers)[key] = t
-                    holding.nodes |= self.savers.get(key, {})
+                if holding is None:
+                    continue
+                if is_dense:
+                    holding.tensors[key] = t
+                else:
+                    holding.n_sparse += 1
+                holding.nodes |= self.savers.get(key, {})
         return list(by_key.values())
 
     def unseen_owners(self, holding: Holding) -> int:
         """Owners of the storage, and of its tensors, that this search has not met."""
-        n_seen = len(holding.tensors) + len(holding.wrappers)
+        n_seen = len(holding.tensors) + holding.n_sparse
         # A tensor that more of C++ owns than graphs, views and gradients explain is in use by
         # something that can't be told to wait; see test_an_owner_that_cannot_be_seen_is_counted.
         of_tensors = sum(

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tenure.profiler._courtesy import _inventory
+from tenure.profiler._courtesy import _inventory, _stays
 
 
 @pytest.fixture(autouse=True)
@@ -132,11 +132,12 @@ def test_a_storage_lists_its_tensors_and_the_nodes_that_saved_them():
     del y
 
 
-def test_a_sparse_tensor_is_a_wrapper_of_its_parts():
+def test_a_sparse_tensor_is_an_owner_of_its_parts():
     t = torch.eye(3).to_sparse()
     held = held_of(t._values())
-    assert [id(found) for found in held.wrappers.values()] == [id(t)]
-    assert held.handles[-1] is t
+    assert (held.n_sparse, held.n_unseen) == (1, 0)
+    going, stays = _stays.split([held])
+    assert (going, [stay.reason for stay in stays]) == ([], ["a sparse tensor is made of it"])
 
 
 EXPORTS = {

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from tenure._show import Column, Line, Paragraph, Part, Report, Table, bytes_column, in_bytes
+from tenure._show import Paragraph, Part, Report
 from tenure._text import counted, format_bytes
-
-_BYTES = "bytes"
-_COLUMNS = (Column("tensor"), bytes_column(_BYTES))
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,34 +65,18 @@ class CourtesyReport(Report):
     def _parts(self) -> list[Part]:
         if self.note:
             return [Paragraph("", f"Courtesy moved nothing: {self.note}")]
-        moved = (
+        lines = [
             f"Courtesy moved {format_bytes(self.moved_bytes)} to host memory "
             f"({counted(self.n_storages, 'storage')}, {counted(self.n_tensors, 'tensor')})."
-        )
-        parts: list[Part] = [Paragraph("", moved)]
+        ]
         if self.stays:
-            rows = [(str(stay), in_bytes(stay.n_bytes)) for stay in self.stays]
-            title = f"{format_bytes(self.stays_bytes)} stay where they are:"
-            parts.append(_Stays(title, _COLUMNS, rows, by=_BYTES))
-        left = "\n".join(map(self._left_line, self.left_bytes))
-        return [*parts, Paragraph("", left)] if left else parts
-
-    def _left_line(self, device: str) -> str:
-        allocated_bytes = self.left_bytes[device]
-        reserved_bytes = self.left_reserved_bytes.get(device, allocated_bytes)
-        reserved = f", and {format_bytes(reserved_bytes)} reserved"
-        return (
-            f"{device} has {format_bytes(allocated_bytes)} allocated"
-            f"{reserved if reserved_bytes != allocated_bytes else ''} now."
-        )
-
-
-class _Stays(Table):
-    """What stayed and why, a line for each; in a notebook with the bytes in a column."""
-
-    __slots__ = ()
-
-    def lines(self, width: int) -> Iterator[Line]:
-        """The title and the lines, which tell the bytes."""
-        told = "\n".join(f"  {stay}" for stay, _ in self.rows)
-        return Paragraph("", f"{self.title}\n{told}").lines(width)
+            lines.append(f"{format_bytes(self.stays_bytes)} stay where they are:")
+            lines += [f"  {stay}" for stay in self.stays]
+        for device, allocated_bytes in self.left_bytes.items():
+            reserved_bytes = self.left_reserved_bytes.get(device, allocated_bytes)
+            reserved = f", and {format_bytes(reserved_bytes)} reserved"
+            lines.append(
+                f"{device} has {format_bytes(allocated_bytes)} allocated"
+                f"{reserved if reserved_bytes != allocated_bytes else ''} now."
+            )
+        return [Paragraph("", "\n".join(lines))]
