@@ -57,6 +57,9 @@ class FakesLeft:
         return not self._alive()
 
     def _alive(self) -> list[Tensor]:
+        # torch makes small cycles around the mode for each operation
+        if self._mode() is not None:
+            gc.collect(1)
         mode = self._mode()
         if mode is None:
             return []
