@@ -16,7 +16,7 @@ import torch
 
 from ._devices import NO_ACCELERATOR
 from ._heap import instances, is_kind, tracked_objects
-from ._torch.patches import Patch, patch_of_class
+from ._torch.patches import Patch
 
 _GRAPHS = ("CUDAGraph", "XPUGraph")
 _under_way: weakref.WeakSet[object] = weakref.WeakSet()
@@ -61,7 +61,7 @@ def watch_captures(device: torch.device, owner: object) -> Callable[[], object]:
 def _watch(kind: Any) -> Patch:
     """Return the patch that notes which graphs of a class are being captured."""
     begin, end = (functools.partial(_noting, is_end=is_end) for is_end in (False, True))
-    return patch_of_class(kind, {"capture_begin": begin, "capture_end": end})
+    return Patch(kind, {"capture_begin": begin, "capture_end": end})
 
 
 def _noting(verb: Callable[..., Any], *, is_end: bool) -> Callable[..., Any]:

@@ -5,13 +5,10 @@ Every public way into the engine passes one Python function; its code object is 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from types import CodeType, FrameType
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from . import bound, getter, optional, refuse, require
@@ -141,67 +138,6 @@ def content_of_saved(saved: Any) -> tuple[Any, Any]:
 def wraps_saved_tensors(cls: type) -> bool:
     """Whether `is_saved_tensor` is true of the objects of a class."""
     return issubclass(cls, _SavedTensor)
-
-
-def works() -> bool:
-    """Whether a hook has that frame below it and is told so; what was saved is known, and ends."""
-    seen: list[bool] = []
-
-    def hook(_: Tensor) -> None:
-        seen.append(is_in_engine(sys._getframe()) and is_running_node())
-
-    leaf = torch.ones(1, requires_grad=True)
-    # on the CPU autograd calls hooks on the thread that called backward()
-    leaf.register_hook(hook)
-    product: Any = leaf * leaf
-    saved = product.grad_fn._raw_saved_self
-    seen.append(is_saved_tensor(saved) and content_of_saved(saved) == (leaf, None))
-    product.backward()
-    seen.append(bool(hooks_of(leaf)) and not post_hooks_of(leaf))
-    try:
-        product.backward()
-    except RuntimeError as error:
-        seen.append(BACKWARD_TWICE in str(error))
-    return seen == [True] * 4 and not is_running_node() and _ends_and_packs()
-
-
-def _ends_and_packs() -> bool:
-    """Whether the end of a pass is told, a failed pass lets go, and hooks of saved tensors show."""
-    told: list[object] = []
-
-    class Ending:
-        def __call__(self) -> None:
-            told.append("end")
-
-        def __del__(self) -> None:
-            told.append("gone")
-
-    def fail(_: Tensor) -> None:
-        at_end_of_backward(Ending())
-        raise ZeroDivisionError
-
-    def end(_: Tensor) -> None:
-        at_end_of_backward(lambda: told.append("end"))
-
-    for hook in (end, fail):
-        leaf = torch.ones(1, requires_grad=True, device="cpu")
-        leaf.register_hook(hook)
-        with suppress(ZeroDivisionError):
-            leaf.sum().backward()
-    with torch.autograd.graph.saved_tensors_hooks(_same, _same):
-        told.append(hooks_of_saved())
-    batches: list[bool] = []
-    leaf = torch.ones(2, requires_grad=True, device="cpu")
-    leaf.register_hook(lambda g: batches.append(is_batch_of_gradients(g)))
-    seeds = torch.eye(2, device="cpu")
-    torch.autograd.grad(leaf * 2, leaf, seeds, is_grads_batched=True)
-    torch.autograd.grad(leaf * 2, leaf, seeds[0])
-    is_told = batches == [True, False] and not (hooks_of_saved() or is_transformed())
-    return told == ["end", "gone", (_same, _same)] and is_told
-
-
-def _same(packed: Any) -> Any:
-    return packed
 
 
 def sequence_number(node: Any) -> int | None:

@@ -187,35 +187,3 @@ def belongs_to_graph(tensor: Tensor) -> bool:
         return False
     ask = optional("torch._C._is_cached_tensor")
     return ask is not None and bool(ask(tensor))
-
-
-def tells_graph_outputs() -> bool:
-    """Whether torch still tells a tensor that is noted from one that is not."""
-    ask = optional("torch._C._is_cached_tensor")
-    return ask is not None and not ask(torch.empty(0))
-
-
-def works() -> bool:
-    """Whether marked functions run as they are, and in a block that does not compile, all do."""
-    seen: list[bool] = []
-
-    @never_compiled
-    def marked(x: Tensor) -> Tensor:
-        seen.append(torch.compiler.is_dynamo_compiling())
-        return x + 1
-
-    def unmarked(x: Tensor) -> Tensor:
-        seen.append(torch.compiler.is_dynamo_compiling())
-        return x + 1
-
-    @breaks_graphs
-    def breaking(x: Tensor) -> Tensor:
-        return marked(x)
-
-    compiled = torch.compile(marked, backend="eager")
-    compiled(torch.ones(1))
-    torch.compile(lambda x: breaking(x * 2) * 2, backend="eager")(torch.ones(1))
-    with not_compiling():
-        torch.compile(unmarked, backend="eager")(torch.ones(1))
-    told = is_compiled(compiled) and not is_compiled(marked)
-    return told and seen == [False, False, False] and tells_graph_outputs()

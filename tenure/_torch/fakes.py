@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import bound, optional
+from . import bound
 from .modes import all_modes
+from .patches import Patch
 
 _PREDICTION = "predictions of memory"
 _HOME = "torch._subclasses.fake_tensor"
@@ -29,22 +30,15 @@ UNKNOWN: type[Exception] = bound(f"{_HOME}.UnsupportedOperatorException", _PREDI
 """What an operation raises of which no shape is known without running it."""
 
 
-@contextmanager
-def unrecognised() -> Iterator[None]:
-    """A block in which a library that asks for fakes by their name in a package sees none.
+class _Nothing:
+    pass
 
-    transformers takes another way for those, as it does while it is compiled.
-    """
-    package: Any = optional("torch._subclasses")
-    before = getattr(package, "FakeTensor", None)
-    if before is None:
-        yield
-        return
-    package.FakeTensor = _Nothing
-    try:
-        yield
-    finally:
-        package.FakeTensor = before
+
+unrecognised = Patch("torch._subclasses", {"FakeTensor": lambda _: _Nothing}).block
+"""A block in which a library that asks for fakes by their name in a package sees none.
+
+transformers takes another way for those, as it does while it is compiled.
+"""
 
 
 @contextmanager
@@ -56,10 +50,6 @@ def unlogged(name: str = _HOME) -> Iterator[None]:
         yield
     finally:
         logger.disabled = before
-
-
-class _Nothing:
-    pass
 
 
 def are_made() -> bool:
@@ -118,11 +108,3 @@ def like(real: Tensor, mode: Any, device: torch.device) -> Any:
     """A tensor without data, laid out as a real one, on a device."""
     with mode, torch.no_grad():
         return torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=device)
-
-
-def works() -> bool:
-    """Whether a huge tensor takes nothing, and a real one has a fake that remembers its device."""
-    mode = new_mode()
-    with mode:
-        huge = torch.empty(2**50, dtype=torch.uint8, device="cpu")
-        return is_fake(huge + 1) and bool(mode.from_tensor(torch.ones(2)).device.type == "cpu")

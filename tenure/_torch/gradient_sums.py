@@ -132,11 +132,3 @@ def _uses_alone() -> int:
         with probe:
             y.backward()
     return probe.n_uses
-
-
-def works() -> bool:
-    """Whether the sum of two gradients is seen, and nodes have the numbers that were foretold."""
-    before = next_sequence()
-    x = torch.ones(2, requires_grad=True, device="cpu") * 2
-    node: Any = x.grad_fn
-    return _uses_alone() > 0 and current_node() is None and node_number(node)() == before

@@ -7,8 +7,8 @@ for an array may write it without raising a version. The caching allocators igno
 
 Source: ``recordStream`` of c10/cuda/CUDACachingAllocator.cpp.
 
-Invariant: while a model is paged, what is asked so of the bytes of a page is noted there. Classes
-are asked as before, but for ``record_stream``: only reading the attribute of a tensor passes here.
+While a model is paged, this patches ``Tensor.data``, ``.numpy``, ``.__dlpack__`` and
+``.record_stream``; read from the class, all but the last are torch's own.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import functools
 import weakref
 from typing import Any
 
-import torch
 from torch import Tensor, UntypedStorage
 from torch.utils.dlpack import from_dlpack
 
@@ -25,7 +24,7 @@ from tenure._errors import PagingError
 from tenure._text import describe_tensor
 
 from . import bound
-from .patches import patch_of_class
+from .patches import Patch
 from .quiet import aside, without_functions
 from .storages import key_of, n_holders, n_uses
 
@@ -161,7 +160,7 @@ _KINDS: dict[str, type[_Noting]] = {
     "__dlpack__": _Noting,
     "record_stream": _NotingStreams,
 }
-_noting = patch_of_class(Tensor, _KINDS)
+_noting = Patch(Tensor, _KINDS)
 
 
 def _note(tensor: Tensor) -> None:
@@ -186,35 +185,3 @@ def _fill(name: str, shown: Tensor, value: Tensor) -> None:
 
 def _form(tensor: Tensor) -> tuple[object, ...]:
     return tensor.shape, tensor.dtype, tensor.device
-
-
-def works() -> bool:
-    """Whether this torch lets an alias be seen, and its end, and what is asked of a tensor."""
-    with torch.inference_mode(False), torch.enable_grad():
-        return _sees_storages() and _notes_what_is_asked()
-
-
-def _sees_storages() -> bool:
-    bytes_lent = Lent(torch.arange(8, dtype=torch.uint8, device="cpu"), 2, 4)
-    empty: Any = torch.empty(0, dtype=torch.uint8, device="cpu")
-    tensor: Tensor = empty.set_(bytes_lent.storage)
-    del empty
-    seen = [bytes_lent.is_shared(0), bytes_lent.is_shared(1)]
-    alias = tensor.detach()
-    seen.append(bytes_lent.is_shared(1))
-    del alias
-    storage = tensor.untyped_storage()
-    seen.append(bytes_lent.is_shared(1))
-    del storage
-    seen.append(bytes_lent.is_shared(1))
-    return seen == [True, False, True, True, False] and tensor.tolist() == [2, 3, 4, 5]
-
-
-def _notes_what_is_asked() -> bool:
-    """Whether tensors can be asked in this way, and are as before when that ends."""
-    before = [vars(Tensor).get(name) for name in _KINDS]
-    value = torch.ones(2, device="cpu")
-    end = note_while(value)
-    seen = [value.data.tolist(), value.numpy().tolist(), Tensor.data.__get__(value).tolist()]  # type: ignore[attr-defined]
-    end()
-    return seen == [[1.0, 1.0]] * 3 and before == [vars(Tensor).get(name) for name in _KINDS]

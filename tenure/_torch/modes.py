@@ -135,23 +135,3 @@ def schema_of(func: Any) -> Any:
     if schema is None and isinstance(func, _OPERATOR):
         refuse("torch._ops.OpOverload._schema", f"{_COUNTING} and the verification of a step")
     return schema
-
-
-def works() -> bool:
-    """Whether push, is_active and remove agree on this torch, and a dispatch mode is seen."""
-    lower, upper = torch.overrides.BaseTorchFunctionMode(), torch.overrides.BaseTorchFunctionMode()
-    push(lower)
-    push(upper)
-    remove(lower)
-    agreed = is_active(upper) and not is_active(lower)
-    remove(upper)
-    push(upper)
-    push_lowest(lower)
-    agreed = agreed and _at(_length() - 1) is upper and remove(upper) and remove(lower)
-    mode, inner = DispatchMode(), DispatchMode()
-    mode.__enter__()
-    with inner:
-        agreed = agreed and open_modes()[-2:] == [mode, inner]
-        agreed = remove_dispatch(mode) and open_modes()[-1] is inner and agreed
-    known = schema_of(torch.ops.aten.add.Tensor) is not None
-    return agreed and known and not is_active(upper) and mode not in open_modes()

@@ -2,9 +2,7 @@
 
 torch has hooks for all modules, but compiled code guards on them: what was compiled without is
 compiled once more where there are some, and ``torch.compile(module)`` warns. So the call itself is
-wrapped, as torch.fx does while it traces; and stays so, because each change of a class makes Python
-forget what it has learned about the attributes of all modules. If another patcher was there first,
-it removes our patch with its own, so each block makes sure that ours is there.
+patched, as torch.fx does while it traces; the patch lingers after a block.
 
 Invariant: a call is known by the id and the code of its frame, and no frame is kept: one that is
 held holds its tensors.
@@ -25,6 +23,7 @@ from torch import nn
 
 from . import bound, optional, refuse
 from .compiler import never_compiled, never_compiled_alone
+from .patches import Patch
 
 _NORM = "torch.nn.modules.batchnorm"
 if TYPE_CHECKING:
@@ -113,7 +112,6 @@ class _Thread(threading.local):
 
 
 _this_thread = _Thread()
-_lock = threading.Lock()
 
 
 @contextmanager
@@ -122,18 +120,16 @@ def modules_told(seen: Seen) -> Iterator[None]:
 
     Those that run inside compiled code are not told, and where blocks nest, each is.
     """
-    # two threads that are the first here wrap once
-    with _lock:
-        _wrap_calls()
-    _this_thread.seen = (seen, *_this_thread.seen)
-    try:
-        yield
-    finally:
-        # blocks may end in any order, and on another thread
-        rest = [*_this_thread.seen]
-        with suppress(ValueError):
-            rest.remove(seen)
-        _this_thread.seen = tuple(rest)
+    with _calls.block():
+        _this_thread.seen = (seen, *_this_thread.seen)
+        try:
+            yield
+        finally:
+            # blocks may end in any order, and on another thread
+            rest = [*_this_thread.seen]
+            with suppress(ValueError):
+                rest.remove(seen)
+            _this_thread.seen = tuple(rest)
 
 
 @contextmanager
@@ -142,34 +138,22 @@ def values_told(given: Passed, returned: Passed | None = None) -> Iterator[None]
 
     ``returned`` gets what it returns. As with `modules_told`; of blocks that nest, the inner.
     """
-    with _lock:
-        _wrap_calls()
     thread = _this_thread
     outer = thread.given, thread.returned
-    thread.given, thread.returned = given, returned
-    try:
-        yield
-    finally:
-        thread.given, thread.returned = outer
+    with _calls.block():
+        thread.given, thread.returned = given, returned
+        try:
+            yield
+        finally:
+            thread.given, thread.returned = outer
 
 
-# the wrapper that tells; one of ours below the patch of another library only calls on
-_teller: Any = None
-
-
-def _wrap_calls() -> None:
-    global _teller
-    call: Any = nn.Module.__call__
-    there = getattr(call, "_teller", None)
-    # functools.wraps, by which torch.fx wraps it, copies the attribute
-    if there is not None:
-        _teller = there
-        return
-
+def _telling(call: Any) -> Any:
     @never_compiled_alone
+    @functools.wraps(call)
     def told_call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         # dynamo folds the first condition, and sees a plain call
-        if not _is_compiled() and _teller is told_call:
+        if not _is_compiled() and _calls.is_current("__call__", told_call):
             thread = _this_thread
             for seen in thread.seen:
                 _tell(seen, self)
@@ -181,9 +165,10 @@ def _wrap_calls() -> None:
                 return result
         return call(self, *args, **kwargs)
 
-    told_call = functools.wraps(call)(told_call)
-    told_call._teller = _teller = told_call  # type: ignore[attr-defined]
-    nn.Module.__call__ = told_call  # type: ignore[method-assign]  # as torch.fx does
+    return told_call
+
+
+_calls = Patch(nn.Module, {"__call__": _telling}, lingers=True)
 
 
 @never_compiled
@@ -198,36 +183,3 @@ def unsaved_names(module: nn.Module) -> set[str]:
     if names is None:
         refuse(_UNSAVED, "load_into()")
     return names
-
-
-def works() -> bool:
-    """Whether modules are called, told and saved where we look."""
-    return _tells_modules() and _sees_calls()
-
-
-def _tells_modules() -> bool:
-    ran: list[nn.Module] = []
-    module = nn.Identity()
-    with modules_told(ran.append):
-        module(None)
-    return ran == [module]
-
-
-def _sees_calls() -> bool:
-    seen: list[bool] = []
-
-    class Saved(dict[str, Any]):
-        def items(self) -> Any:
-            seen.append(is_saving(sys._getframe(1)))
-            return super().items()
-
-    class Looking(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            seen.append(len(list(calls_of(self))) == 1)
-            return x
-
-    module = Looking()
-    module(torch.ones(1))
-    vars(module)["_parameters"] = Saved()
-    module.state_dict()
-    return seen == [True, True]

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
-from unittest.mock import patch
 
 import torch
 
 from . import bound, getter, require
 from .fakes import FakeTensor
+from .patches import Patch
 
 _PREDICTION = "predictions of memory on an accelerator"
 _HOME = "torch.optim.optimizer"
 _types: Any = bound(f"{_HOME}._foreach_supported_types", _PREDICTION)
 _devices: Any = bound(f"{_HOME}._get_foreach_kernels_supported_devices", _PREDICTION)
-
-
 _STEPPING = "PagedModel.optimizer_step()"
 _global_pre_hooks: Any = bound(f"{_HOME}._global_optimizer_pre_hooks", _STEPPING)
 _pre_hooks = getter(f"{_HOME}.Optimizer._optimizer_step_pre_hooks", _STEPPING)
@@ -66,33 +63,13 @@ def stepping_fakes(*, cpu_as: str | None) -> Iterator[None]:
     require(_types, _devices)
     _types.append(FakeTensor)
     try:
-        with _all_at_once_on_cpu() if cpu_as in _devices() else nullcontext():
+        with _at_once_on_cpu.block() if cpu_as in _devices() else nullcontext():
             yield
     finally:
         _types.remove(FakeTensor)
 
 
-def _all_at_once_on_cpu() -> AbstractContextManager[Any]:
-    # other threads' optimizers ask, too: those of the CPU may step all at once, to the same values
-    known = [*_devices(), "cpu"]
-    return patch.object(sys.modules[_HOME], _devices.__name__, lambda: known)
-
-
-def works() -> bool:
-    """Whether optimizers ask these lists, and run their hooks in the order of the dictionary."""
-    is_asked = isinstance(_types, list) and torch.Tensor in _types and "cuda" in _devices()
-    return is_asked and _orders_hooks()
-
-
-def _orders_hooks() -> bool:
-    parameter = torch.ones(1, device="cpu", requires_grad=True)
-    parameter.grad = torch.ones(1, device="cpu")
-    optimizer = torch.optim.SGD([parameter], lr=1.0)
-    told: list[str] = []
-    optimizer.register_step_post_hook(lambda *_: told.append("hook"))
-    unhooked_step(optimizer)
-    if told or parameter.item() != 0:
-        return False
-    with before_post_hooks(optimizer, lambda: told.append("function")):
-        optimizer.step()
-    return told == ["function", "hook"] and len(_post_hooks(optimizer)) == 1
+# other threads' optimizers ask, too: those of the CPU may step all at once, to the same values
+_at_once_on_cpu = Patch(
+    _HOME, {"_get_foreach_kernels_supported_devices": lambda ask: lambda: [*ask(), "cpu"]}
+)

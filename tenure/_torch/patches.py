@@ -1,74 +1,142 @@
-"""Changes to torch's classes that last while somebody needs them."""
+"""Changes to attributes of classes and modules, most of them torch's, that last while needed.
+
+Rules: (1) Whoever needs a patch says so each time; if another patcher has restored what it saw
+before ours, the patch is made again. (2) What stood there is put back exactly, unless another
+patcher stands above: then ours stays below and only calls on. (3) A change of a class costs: Python
+forgets what it knows of the attributes of its subclasses, and from Python 3.13 on it gives up on a
+class after a thousand changes (``MAX_VERSIONS_PER_CLASS`` in Objects/typeobject.c). So a patch that
+many short blocks need lingers, until some full garbage collections find that nobody needed it.
+"""
 
 from __future__ import annotations
 
+import gc
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from types import FunctionType
 from typing import Any
+
+from . import optional
+
+# a program may collect twice in each step
+_MOST_UNUSED = 4
+_MARK = "_tenure_patch"
 
 
 class Patch:
-    """A change that is made for the first who needs it, and undone after the last.
+    """Attributes that are replaced while somebody needs it.
 
     Args:
-        make: makes the change.
-        undo: takes it back.
+        target: a class or module, or its name from ``torch`` on; nothing is patched where torch has
+            no such thing.
+        wrappers: for the name of each attribute what makes the new one of the one that is there.
+        lingers: whether it stays for a while; see rule 3.
     """
 
-    def __init__(self, make: Callable[[], object], undo: Callable[[], object]) -> None:
-        self._make, self._undo = make, undo
+    def __init__(
+        self, target: Any, wrappers: Mapping[str, Callable[[Any], Any]], *, lingers: bool = False
+    ) -> None:
+        self._found, self._wrappers, self._lingers = target, wrappers, lingers
         # reentrant: an owner may go wherever memory is collected, here as well
         self._lock = threading.RLock()
-        self._n_owners = 0
+        self._n_owners = self._n_unused = 0
+        # by name what the target itself had, None if it was inherited, and what replaced it
+        self._replaced: dict[str, tuple[Any, Any]] = {}
+
+    @property
+    def _target(self) -> Any:
+        return optional(self._found) if isinstance(self._found, str) else self._found
 
     def last_while(self, owner: object) -> weakref.finalize[[], object]:
         """Have it last until what is returned is called, or its owner is gone."""
-        with self._lock:
-            if not self._n_owners:
-                self._make()
-            self._n_owners += 1
+        self._begin()
         return weakref.finalize(owner, self._end)
+
+    @contextmanager
+    def block(self) -> Iterator[None]:
+        """A block in which it lasts."""
+        self._begin()
+        try:
+            yield
+        finally:
+            self._end()
+
+    def need(self) -> bool:
+        """Make it unless it stands, and if it lingers let it stay; return whether it stood."""
+        with self._lock:
+            self._n_unused, target = 0, self._target
+            missing = [
+                name
+                for name in self._wrappers
+                if hasattr(target, name) and not self._stands(target, name)
+            ]
+            for name in missing:
+                own = vars(target).get(name)
+                made = self._wrappers[name](getattr(target, name))
+                if isinstance(made, FunctionType):
+                    # functools.wraps, with which torch.fx wraps it, copies the mark
+                    vars(made)[_MARK] = self, own, made
+                self._replaced[name] = own, made
+                setattr(target, name, made)
+            if self._lingers and self not in _lingering:
+                _lingering.append(self)
+                if len(_lingering) == 1:
+                    gc.callbacks.append(_after_collection)
+        return not missing
+
+    def is_current(self, name: str, made: object) -> bool:
+        """Whether a wrapper is the one that counts, and not one left below another patcher's."""
+        replaced = self._replaced.get(name)
+        return replaced is not None and replaced[1] is made
+
+    def _stands(self, target: Any, name: str) -> bool:
+        own = vars(target).get(name)
+        owner, *replaced = getattr(own, _MARK, (None,))
+        if owner is self:
+            self._replaced[name] = replaced[0], replaced[1]
+            return True
+        return name in self._replaced and own is self._replaced[name][1]
+
+    def _begin(self) -> None:
+        with self._lock:
+            self._n_owners += 1
+            self.need()
 
     def _end(self) -> None:
         with self._lock:
             self._n_owners -= 1
-            if not self._n_owners:
+            if not (self._n_owners or self._lingers):
                 self._undo()
 
-
-def patch_of_class(kind: type, wrappers: Mapping[str, Callable[[Any], Any]]) -> Patch:
-    """Return a patch of attributes of a class; undone, an inherited one is inherited again.
-
-    Args:
-        kind: the class.
-        wrappers: for the name of each attribute what makes the new one of the one that is there.
-    """
-    own: dict[str, Any] = {}
-
-    def make() -> None:
-        for name, wrapper in wrappers.items():
-            # None if it is inherited
-            own[name] = vars(kind).get(name)
-            setattr(kind, name, wrapper(getattr(kind, name)))
-
-    def undo() -> None:
-        for name, before in own.items():
-            if before is None:
-                delattr(kind, name)
+    def _undo(self) -> None:
+        target = self._target
+        for name, (own, made) in self._replaced.items():
+            if vars(target).get(name) is not made:
+                continue
+            if own is None:
+                delattr(target, name)
             else:
-                setattr(kind, name, before)
+                setattr(target, name, own)
+        self._replaced.clear()
 
-    return Patch(make, undo)
+    def _grow_old(self) -> None:
+        with self._lock:
+            self._n_unused += not self._n_owners
+            if self._n_unused > _MOST_UNUSED and not self._n_owners:
+                self._undo()
+                _lingering.remove(self)
 
 
-def works() -> bool:
-    """Whether the first makes the change and the last undoes it."""
-    seen: list[str] = []
-    patch = Patch(lambda: seen.append("made"), lambda: seen.append("undone"))
-    owners = [threading.Event(), threading.Event()]
-    ends = [patch.last_while(owner) for owner in owners]
-    ends[0]()
-    seen.append("one is left")
-    owners.clear()
-    return seen == ["made", "one is left", "undone"]
+_lingering: list[Patch] = []
+
+
+def _after_collection(phase: str, info: Mapping[str, Any]) -> None:
+    if phase != "stop" or info["generation"] < 2:
+        return
+    for patch in [*_lingering]:
+        patch._grow_old()
+    if not _lingering:
+        with suppress(ValueError):
+            gc.callbacks.remove(_after_collection)

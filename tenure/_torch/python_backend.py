@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from . import bound, getter, is_known, optional, require
+from . import bound, getter, optional, require
 from .autograd import node_number
 
 _SIMULATION = "the simulated accelerator"
@@ -55,8 +55,3 @@ def replace(path: str, replacement: object) -> None:
     """Assign a new value to a name of torch."""
     owner, _, name = path.rpartition(".")
     setattr(optional(owner), name, replacement)
-
-
-def works() -> bool:
-    """Whether all names are there."""
-    return is_known(*_names)

@@ -12,10 +12,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from . import bound
-from .modes import DispatchMode
 
 _ALL = "everything that looks at tensors"
 
@@ -76,38 +74,3 @@ def _unrecorded() -> Iterator[None]:
         torch.no_grad(),
     ):
         yield
-
-
-class _Refusing(TorchFunctionMode):
-    def __torch_function__(self, *_: object) -> None:
-        raise AssertionError("a quiet block ran a mode")
-
-
-def works() -> bool:
-    """Whether modes of both kinds and a transform see nothing of such blocks."""
-    seen: list[object] = []
-
-    class Seeing(DispatchMode):
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            seen.append(func)
-            return func(*args, **(kwargs or {}))
-
-    def transformed(x: torch.Tensor) -> torch.Tensor:
-        for block in (aside, aside_with_subclasses):
-            with Seeing(), block():  # type: ignore[no-untyped-call]  # torch left it unannotated
-                made = torch.ones(1, device="cpu") + 1
-            assert type(made) is torch.Tensor
-            is_wrapped: Any = bound("torch._C._functorch.is_functorch_wrapped_tensor", "this test")
-            seen.extend([None] * is_wrapped(made))
-        return x * 2
-
-    torch.func.vmap(transformed)(torch.ones(2))
-    t = torch.ones(1)
-    try:
-        with _Refusing(), Seeing(), quietly():  # type: ignore[no-untyped-call]
-            t + 1
-    except AssertionError:
-        return False
-    return not seen

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import optional, refuse
+from . import refuse
+from .patches import Patch
 
 _PURPOSE = "step() with a DistributedDataParallel"
 _RESET = "_C._distributed_c10d.Reducer._reset_state"
@@ -61,22 +62,15 @@ def told_of_collectives(told: Callable[[str], object] | None) -> Iterator[None]:
     Args:
         told: gets the name of the collective; None: nobody is told, whoever wanted to be.
     """
-    _listen()
-    before, _this_thread.told = _this_thread.told, told
-    try:
-        yield
-    finally:
-        _this_thread.told = before
+    with _asking.block():
+        before, _this_thread.told = _this_thread.told, told
+        try:
+            yield
+        finally:
+            _this_thread.told = before
 
 
-@functools.cache
-def _listen() -> None:
-    # once and for good: outside of blocks it costs a collective one look. Without that name of
-    # torch's nobody is told, which takes an error that names a mistake, and nothing else
-    asks = optional(f"{_C10D}.{_ASKS}")
-    if asks is None:
-        return
-
+def _telling(asks: Any) -> Any:
     @functools.wraps(asks)
     def tells(group: Any) -> Any:
         is_outside = asks(group)
@@ -87,7 +81,11 @@ def _listen() -> None:
                 _this_thread.told(name)
         return is_outside
 
-    setattr(optional(_C10D), _ASKS, tells)
+    return tells
+
+
+# without that name nobody is told, which takes an error that names a mistake, and nothing else
+_asking = Patch(_C10D, {_ASKS: _telling})
 
 
 def rebuild_buckets(module: nn.parallel.DistributedDataParallel) -> None:
@@ -142,37 +140,3 @@ def exchanged_buffers(module: nn.parallel.DistributedDataParallel) -> list[torch
     # buffers may have been replaced
     module._assign_modules_buffers()
     return list(module.modules_buffers)
-
-
-class _Told(Exception):
-    """A collective was told of."""
-
-
-def works() -> bool:
-    """Whether reducers can be reset, and collectives are told of."""
-    distributed: Any = torch.distributed
-    if not distributed.is_available():
-        return True
-    names = ("_reset_state", "_rebuild_buckets")
-    devices = hasattr(distributed.ProcessGroup, "_device_types")
-    reducer = all(hasattr(distributed.Reducer, name) for name in names)
-    return devices and reducer and _tells()
-
-
-def _tells() -> bool:
-    """Whether a collective asks first, also where it has no group to ask about."""
-    told: list[object] = []
-    asks = getattr(optional(_C10D), _ASKS)
-
-    def note(group: object) -> bool:
-        told.append(group)
-        raise _Told
-
-    setattr(optional(_C10D), _ASKS, note)
-    try:
-        torch.distributed.all_reduce(torch.ones(1))
-    except _Told:
-        return len(told) == 1
-    finally:
-        setattr(optional(_C10D), _ASKS, asks)
-    return False

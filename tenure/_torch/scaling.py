@@ -9,18 +9,18 @@ Invariant: while a model is paged for training, what comes to the host so is the
 
 from __future__ import annotations
 
+import functools
 import weakref
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, optim
 
-from . import bound, optional, require
+from . import bound, require
 from .patches import Patch
 
 _HOME = "torch.amp.grad_scaler._MultiDeviceReplicator"
 _get: Any = bound(f"{_HOME}.get", "training paged models")
-_replicator: Any = optional(_HOME)
 
 
 def wait_while(owner: object) -> weakref.finalize[[], object]:
@@ -33,7 +33,7 @@ def wait_while(owner: object) -> weakref.finalize[[], object]:
         MissingTorchNameError: torch has no such copies any more.
     """
     require(_get)
-    return _waiting.last_while(owner)
+    return _copies.last_while(owner)
 
 
 def bring_scale_home(optimizer: optim.Optimizer) -> None:
@@ -56,39 +56,17 @@ def _is_elsewhere(value: Any) -> TypeGuard[Tensor]:
     return isinstance(value, Tensor) and value.device.type != "cpu"
 
 
-def _get_and_wait(self: Any, device: torch.device) -> Tensor:
-    copied: Tensor = _get(self, device)
-    if copied.device.type == "cpu" and _is_elsewhere(self.master):
-        # Synchronization strategy: the copy runs on this stream, and the host reads it next.
-        source = self.master.device
-        torch.get_device_module(source).current_stream(source).synchronize()
-    return copied
+def _waiting(get: Any) -> Any:
+    @functools.wraps(get)
+    def get_and_wait(self: Any, device: torch.device) -> Tensor:
+        copied: Tensor = get(self, device)
+        if copied.device.type == "cpu" and _is_elsewhere(self.master):
+            # Synchronization strategy: the copy runs on this stream, and the host reads it next.
+            source = self.master.device
+            torch.get_device_module(source).current_stream(source).synchronize()
+        return copied
+
+    return get_and_wait
 
 
-def _set(get: Any) -> None:
-    _replicator.get = get
-
-
-_waiting = Patch(lambda: _set(_get_and_wait), lambda: _set(_get))
-
-
-def works() -> bool:
-    """Whether scalers ask for copies here, and ask as before when that ends."""
-    parameter = torch.ones(2, device="cpu", requires_grad=True)
-    optimizer = optim.SGD([parameter], lr=1.0)
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    asked: list[torch.device] = []
-
-    def get(self: Any, device: torch.device) -> Tensor:
-        asked.append(device)
-        return _get_and_wait(self, device)
-
-    scaler.scale(parameter.sum()).backward()
-    before = _replicator.get
-    _set(get)
-    try:
-        scaler.step(optimizer)
-    finally:
-        _set(before)
-    # the scale and whether it was exceeded
-    return len(asked) == 2 and parameter.tolist() == [0.0, 0.0]
+_copies = Patch(_HOME, {"get": _waiting})

@@ -9,13 +9,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from importlib import import_module
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from . import bound, optional, refuse
+from .patches import Patch
 from .quiet import aside_with_subclasses
 
 _PURPOSE = "steps and predictions of sharded modules"
@@ -49,24 +48,22 @@ def shapes_found_unseen() -> Iterator[None]:
 
     It runs the operation on tensors without data as large as the whole.
     """
-    cls: Any = optional(_PROPAGATOR)
-    before = getattr(cls, _PROPAGATES, None)
-    if before is None:
-        # where nobody has imported it nothing is shared
-        if dtensor_class() is not None:
-            refuse(f"{_PROPAGATOR}.{_PROPAGATES}", _PURPOSE)
+    # where nobody has imported it nothing is shared
+    if dtensor_class() is not None and not hasattr(optional(_PROPAGATOR), _PROPAGATES):
+        refuse(f"{_PROPAGATOR}.{_PROPAGATES}", _PURPOSE)
+    with _finding_shapes.block():
         yield
-        return
 
+
+def _unseen(find: Any) -> Any:
     def unseen(*args: Any) -> Any:
         with aside_with_subclasses():
-            return before(*args)
+            return find(*args)
 
-    setattr(cls, _PROPAGATES, unseen)
-    try:
-        yield
-    finally:
-        setattr(cls, _PROPAGATES, before)
+    return unseen
+
+
+_finding_shapes = Patch(_PROPAGATOR, {_PROPAGATES: _unseen})
 
 
 def done_work() -> Any:
@@ -266,14 +263,3 @@ def _groups_of(state: Any) -> list[Any]:
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
-
-
-def works() -> bool:
-    """Whether the names are there; what they do is tried where there are several ranks."""
-    distributed: Any = torch.distributed
-    if not distributed.is_available():
-        return True
-    for package in ("fsdp", "tensor"):
-        import_module(f"torch.distributed.{package}")
-    states = hasattr(distributed.fsdp.FSDPModule, "_get_fsdp_state")
-    return states and hasattr(optional(_PROPAGATOR), _PROPAGATES) and hasattr(done_work(), "_type")

@@ -2,9 +2,9 @@
 
 Optimizer state, buffers, a GradScaler's scale and the flat tensors of a distributed wrapper live as
 long as their object. They are recognised by who makes them and by torch's own public hooks; and,
-however they came there, by who holds them when a scope has survivors. Modules and optimizers are
-known from when they are made: only their own state is looked at then, because a search of the heap
-would cost more than the block did.
+however they came there, by who holds them when a scope has survivors. The first time the heap is
+searched for modules and optimizers; from then on they are known from when they are made, because a
+search would cost more than the block did.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from tenure._callers import module_of, outside_of_mode
 from tenure._errors import ScopeUsageError
 from tenure._heap import instances, is_kind, tracked_objects
 from tenure._torch.compiler import is_dynamo_compiling
+from tenure._torch.patches import Patch
 
 from ._trees import tensors_in
 
@@ -136,12 +137,15 @@ def _without(mapping: dict[str, Any], *names: str) -> list[Any]:
 class _Instances:
     """The instances of one class that are alive, held weakly.
 
+    torch has no hook for a module or an optimizer that is made, so while it is known who is there,
+    two methods of the class are patched; copies and unpickled instances pass ``__setstate__``.
+    Dynamo may trace what stands there, and so wants to find no more than functions.
+
     Args:
-        cls: the class; copies and unpickled instances pass its own ``__setstate__``.
+        cls: the class.
         state_of: the containers of state, from the attributes of one instance.
 
-    Attributes:
-        knows_the_old: whether those are known that were made before it.
+    Source: ``torch._dynamo.mutation_guard.install_generation_tagging_init``.
     """
 
     def __init__(self, cls: type, state_of: Callable[[_Attributes], Any]) -> None:
@@ -151,13 +155,11 @@ class _Instances:
         self._attributes = vars(first)["__dict__"].__get__
         self._references: dict[int, ref[Any]] = {}
         self._next_prune = _SMALL
-        self.knows_the_old = False
-        _tell_after(cls, "__init__")
-        _tell_after(cls, "__setstate__")
+        patched = dict.fromkeys(("__init__", "__setstate__"), _remembering)
+        self.making = Patch(cls, patched, lingers=True)
 
     def learn(self, heap: list[Any]) -> None:
-        """Remember those that were there before."""
-        self.knows_the_old = True
+        """Remember those that are there."""
         for owner in instances(heap, lambda kind: is_kind(kind, self._cls)):
             self.add(owner)
 
@@ -189,18 +191,14 @@ class _Instances:
                     self._references[key] = taken
 
 
-def watch_library_objects() -> None:
-    """From now on know each module and each optimizer that is made."""
-    _kinds()
-
-
 def held_as_state(wanted: set[int]) -> set[int]:
     """Those of the identities ``wanted`` that a module or an optimizer holds as its state."""
     found = set[int]()
+    if not wanted:
+        return found
     kinds = _kinds()
-    new = [kind for kind in kinds if not kind.knows_the_old]
-    # one look at the heap, and only where something survived
-    if new:
+    # patched first: what another thread makes meanwhile is in the heap, or tells
+    if new := [kind for kind in kinds if not kind.making.need()]:
         heap = tracked_objects()
         for kind in new:
             kind.learn(heap)
@@ -253,27 +251,13 @@ def _state_of_metric(attributes: _Attributes) -> Any:
     return [attributes.get(name) for name in (*declared, *_KEPT_BY_METRICS)]
 
 
-def _remember(owner: object) -> None:
-    for kind in _kinds():
-        kind.add(owner)
-
-
-def _tell_after(cls: type, name: str) -> None:
-    """Remember each instance on which the method ``name`` of ``cls`` has run.
-
-    torch has no hook for a module or an optimizer that is made. Dynamo, which wants to know of new
-    modules too, wraps the same two methods. It may trace what stands here, and so wants to find no
-    more than functions.
-
-    Source: ``torch._dynamo.mutation_guard.install_generation_tagging_init``.
-    """
-    method: Any = getattr(cls, name)
-
+def _remembering(method: Any) -> Any:
     @functools.wraps(method)
     def run(self: object, *args: Any, **kwargs: Any) -> Any:
         result = method(self, *args, **kwargs)
         if not is_dynamo_compiling():
-            _remember(self)
+            for kind in _kinds():
+                kind.add(self)
         return result
 
-    setattr(cls, name, run)
+    return run

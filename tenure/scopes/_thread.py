@@ -17,7 +17,7 @@ from torch import Tensor
 from tenure._errors import ScopeUsageError
 
 from ._disposed import Cause
-from ._library_objects import install_hooks, watch_library_objects
+from ._library_objects import install_hooks
 from ._owner import Ledger, Owner, Reference, enter, n_alive, owns, prune, take
 from ._tracker import Tracker
 
@@ -143,7 +143,6 @@ def use_own_scopes() -> None:
 @functools.cache
 def _install_hooks_once() -> None:
     install_hooks(lambda tensors: this_thread().release(tensors))
-    watch_library_objects()
 
 
 # --- what is refused

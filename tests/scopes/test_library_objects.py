@@ -204,8 +204,10 @@ def test_many_modules_leave_no_more_than_the_living_behind():
     from tenure.scopes._library_objects import _of_torch
 
     with NewDisposeScope():
-        for _ in range(2000):
-            nn.ReLU()
+        survivor = torch.ones(2)
+    assert is_disposed(survivor)
+    for _ in range(2000):
+        nn.ReLU()
     modules = _of_torch()[0]
     assert len(modules._references) < 2 * len(modules.states()) + 1000
 
@@ -244,7 +246,7 @@ if {dynamo_first}:
     import torch._dynamo
 from tenure import NewDisposeScope
 with NewDisposeScope():
-    pass
+    survivor = torch.ones(2)
 compiled = torch.compile(lambda x: nn.ReLU()(x) + 1, backend="eager", fullgraph=True)
 with NewDisposeScope() as scope:
     assert scope.detach(compiled(torch.ones(2))).tolist() == [2, 2]
@@ -288,3 +290,33 @@ def test_what_is_made_while_the_dead_are_forgotten_keeps_its_state(monkeypatch):
             sys.settrace(None)
     assert len(made) > 3
     assert not [module for module in (first, *made) if is_disposed(module._buffers["state"])]
+
+
+def let_one_go() -> None:
+    with NewDisposeScope():
+        survivor = torch.ones(2)
+    assert is_disposed(survivor)
+
+
+def test_the_classes_are_as_before_when_no_scope_has_had_survivors_for_a_while():
+    let_one_go()
+    wrapped = nn.Module.__init__
+    for _ in range(8):
+        gc.collect()
+    assert nn.Module.__init__ is wrapped.__wrapped__
+    module = nn.BatchNorm1d(2)
+    with NewDisposeScope():
+        module._buffers["running_mean"] = torch.zeros(2)
+    assert not is_disposed(module.running_mean)
+
+
+def test_modules_are_known_when_another_patcher_has_restored_what_it_saw():
+    for _ in range(8):
+        gc.collect()
+    before = nn.Module.__init__
+    let_one_go()
+    nn.Module.__init__ = before
+    module = nn.BatchNorm1d(2)
+    with NewDisposeScope():
+        module._buffers["running_mean"] = torch.zeros(2)
+    assert not is_disposed(module.running_mean)

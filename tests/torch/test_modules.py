@@ -1,5 +1,6 @@
 """Modules are told of as they are called, whoever else patches their call."""
 
+import gc
 from unittest import mock
 
 import pytest
@@ -64,3 +65,16 @@ def test_a_trace_of_torch_fx_takes_nothing_away():
     assert model.seen == [model.inner]
     model(torch.ones(1))
     assert model.seen == [model.inner] * 2
+
+
+def test_the_call_is_torchs_own_when_no_block_has_needed_ours_for_a_while():
+    module = nn.Identity()
+    assert told_of(module) == [module]
+    with modules_told(lambda _: None):
+        for _ in range(8):
+            gc.collect()
+        assert nn.Module.__call__ is not CALL
+    for _ in range(8):
+        gc.collect()
+    assert nn.Module.__call__ is CALL
+    assert told_of(module) == [module]

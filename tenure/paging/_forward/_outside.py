@@ -110,12 +110,10 @@ def _values(frame: FrameType, names: Collection[str]) -> Iterator[Any]:
 
 
 _all: weakref.WeakSet[Outside] = weakref.WeakSet()
-_installed: list[tuple[Any, Any]] = []
 
 
-def _install() -> None:
-    before = sys.excepthook
-
+def _explaining(before: Any) -> Any:
+    # a hook that was set after ours may call it; without models it only calls the one before
     def explain(
         kind: type[BaseException], error: BaseException, traceback: TracebackType | None
     ) -> None:
@@ -125,15 +123,7 @@ def _install() -> None:
         else:
             before(PagingError, found, found.__traceback__)
 
-    _installed.append((explain, before))
-    sys.excepthook = explain
+    return explain
 
 
-def _uninstall() -> None:
-    ours, before = _installed.pop()
-    # A hook that was set after ours may call it; without models it only calls the one before.
-    if sys.excepthook is ours:
-        sys.excepthook = before
-
-
-_hook = Patch(_install, _uninstall)
+_hook = Patch(sys, {"excepthook": _explaining})
