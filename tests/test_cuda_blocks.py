@@ -4,8 +4,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tenure._cuda_blocks import MIB, whole_block_bytes
-from tenure._cuda_segments import taken_by
+from tenure._cuda_blocks import MIB, taken_by, whole_block_bytes
 
 SIZES = st.one_of(
     st.integers(1, 3 * MIB),

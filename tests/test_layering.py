@@ -41,7 +41,6 @@ _GROUND = (
     "_containers",
     "_registries",
     "_cuda_blocks",
-    "_cuda_segments",
     "_host_memory",
     "_heap",
     "_graph_capture",

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tenure._account import taken
-from tenure._cuda_segments import taken_by
+from tenure._cuda_blocks import taken_by
 from tenure._errors import PagingError
 from tenure._text import parse_bytes
 from tenure._torch.quiet import aside_with_subclasses

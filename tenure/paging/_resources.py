@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from tenure._cuda_segments import Taken, taken_by
+from tenure._cuda_blocks import Taken, taken_by
 from tenure._registries import NamedTensor, namers
 
 from ._device import Engine, UnpagedTensors

@@ -4,7 +4,7 @@ import random
 
 import torch
 
-from tenure._cuda_segments import taken_by
+from tenure._cuda_blocks import taken_by
 from tenure.adaptive import NoBatchsizeCache, batch, memory_budget
 from tenure.testing._allocator._caching import CachingPool
 

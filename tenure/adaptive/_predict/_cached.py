@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from tenure._cuda_segments import Block as Place
-from tenure._cuda_segments import CachedMemory
+from tenure._cuda_blocks import Block as Place
+from tenure._cuda_blocks import CachedMemory
 
 from ._blocks import Block, Record
 

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from tenure._containers import passed_tensors
-from tenure._cuda_blocks import BLOCK_BYTES, MIB, SMALL_SEGMENT_BYTES
-from tenure._cuda_segments import taken_by
+from tenure._cuda_blocks import BLOCK_BYTES, MIB, SMALL_SEGMENT_BYTES, taken_by
 from tenure._text import format_bytes
 from tenure._torch.device_allocator import workspace_bytes
 

@@ -19,11 +19,12 @@ from tenure._cuda_blocks import (
     MIB,
     OWN_SEGMENT_BYTES,
     SEGMENT_STEP_BYTES,
+    Taken,
     is_rounding,
+    taken_by,
     up_to,
     whole_block_bytes,
 )
-from tenure._cuda_segments import Taken, taken_by
 from tenure._errors import PagingError
 from tenure._text import format_bytes
 

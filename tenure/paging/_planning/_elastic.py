@@ -11,8 +11,7 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import TypeVar
 
-from tenure._cuda_blocks import LARGE_SEGMENT_BYTES, OWN_SEGMENT_BYTES, is_rounding
-from tenure._cuda_segments import taken_by
+from tenure._cuda_blocks import LARGE_SEGMENT_BYTES, OWN_SEGMENT_BYTES, is_rounding, taken_by
 
 from .._device import Arrangement
 from .._model import Unit

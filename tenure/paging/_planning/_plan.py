@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tenure._cuda_segments import taken_by
+from tenure._cuda_blocks import taken_by
 from tenure._show import Record
 from tenure._text import counted, format_bytes
 

@@ -3,8 +3,7 @@
 Only a new segment is checked against the memory of the device and against the fraction of the
 process, and both bound what is *reserved*. A free block serves its own pool and stream only. All
 figures are those of `torch.cuda.memory_stats`, counted where CUDA counts them. How requests are
-rounded, and segments cut, is what predictions know as well: ``tenure/_cuda_blocks.py`` and
-``tenure/_cuda_segments.py``.
+rounded, and segments cut, is what predictions know as well: ``tenure/_cuda_blocks.py``.
 
 Source: `c10/cuda/CUDACachingAllocator.cpp` of PyTorch 2.13, with its default settings.
 """
@@ -13,8 +12,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
-from tenure._cuda_blocks import is_small, rounded, segment_bytes
-from tenure._cuda_segments import Block, SegmentTable
+from tenure._cuda_blocks import Block, SegmentTable, is_small, rounded, segment_bytes
 from tenure._text import format_bytes_as_torch as format_size
 
 from .._torch_backend import DEVICE_TYPE
