@@ -27,6 +27,8 @@ from tenure._torch.pytree import is_registered, parts_of
 _MAPPINGS = (dict, UserDict)
 _SEQUENCES = (list, deque)
 _UNSET = object()
+SINGLE = frozenset({int, float, complex, bool, str, bytes, type(None)})
+"""Types of which no instance holds another object."""
 
 
 class Level(NamedTuple):
@@ -74,19 +76,31 @@ def contents_of(node: Any) -> list[Any]:
     return [] if parts is None else parts[0]
 
 
-def tensors_in(values: Iterable[Any]) -> list[Tensor]:
-    """The tensors in containers of any kind each once, in order."""
-    found: dict[int, Tensor] = {}
+def tensors_in(
+    values: Iterable[Any], below: Callable[[Any], list[Any]] | None = None
+) -> list[Tensor]:
+    """The tensors in containers of any kind each once, in order.
+
+    Args:
+        values: what to search, cyclic or not.
+        below: what an object holds, also of a tensor; by default that of containers alone.
+    """
+    found: list[Tensor] = []
+    # kept: what a container makes anew must not die on the way, or its id could recur
     seen: dict[int, Any] = {}
     waiting = [*values][::-1]
     while waiting:
         value = waiting.pop()
-        if isinstance(value, Tensor):
-            found[id(value)] = value
-        elif id(value) not in seen:
-            seen[id(value)] = value
-            waiting += contents_of(value)[::-1]
-    return list(found.values())
+        if type(value) in SINGLE or id(value) in seen:
+            continue
+        seen[id(value)] = value
+        # isinstance would run the code of a class that lies about itself
+        if issubclass(type(value), Tensor):
+            found.append(value)
+            if below is None:
+                continue
+        waiting += (below or contents_of)(value)[::-1]
+    return found
 
 
 def mapped(function: Callable[[Tensor], Tensor], tree: Any) -> Any:

@@ -8,7 +8,6 @@ tensor and so stops the rest.
 
 from __future__ import annotations
 
-import enum
 import logging
 import sys
 import warnings
@@ -35,17 +34,6 @@ from ._tracker import HANDLER_CODE
 Survivors = list[tuple[Tensor, Reference]]
 
 _logger = logging.getLogger("tenure.scopes")
-
-
-class Disposal(enum.Enum):
-    """What came of an attempt to dispose a tensor."""
-
-    HARD = "the handle lets go of its data"
-    SOFT = "the handle refuses every use, but pins its data until it dies"
-    INNER = "the handle stays, the tensors inside it are disposed"
-    ALREADY = "it had been disposed before"
-    GRAPHS = "a CUDA graph hands the very tensor out again; it stays as it is, owned by no scope"
-    IMPOSSIBLE = "its class allows none of these; it stays alive and is owned by no scope"
 
 
 # --- those of a scope together
@@ -127,11 +115,11 @@ def _dispose_plain_ones(
 def _dispose_odd_one(
     tensor: Tensor, reference: Reference, cause: Cause, thread: ThreadScopes
 ) -> None:
-    disposal = dispose_tensor(tensor, cause, site_of(reference))
-    if disposal in {Disposal.IMPOSSIBLE, Disposal.GRAPHS}:
+    is_new = dispose_tensor(tensor, cause, site_of(reference))
+    if is_new is None:
         thread.hand_out(reference)
-    elif disposal is not Disposal.ALREADY:
-        thread.disposed += 1
+    else:
+        thread.disposed += is_new
 
 
 def site_of(reference: Reference) -> Site | SiteStack | None:
@@ -182,24 +170,29 @@ def dispose_waiting(thread: ThreadScopes) -> None:
 
 def dispose_tensor(
     tensor: Tensor, cause: Cause, created: Site | SiteStack | None = None
-) -> Disposal:
+) -> bool | None:
     """Dispose one handle of any shape, dtype, device, layout and subclass.
 
     Never raises for a tensor that can't be disposed: the answer and the log say so.
+
+    Returns:
+        Whether it was not disposed before; None if it stays as it is, because a CUDA graph hands
+        the very tensor out again, or because its class allows no disposal.
     """
     cls = type(tensor)
     if cls is DisposedTensor:
-        return Disposal.ALREADY
+        return False
     # a soft disposal would come out of the next replay as well
     if belongs_to_graph(tensor):
-        return Disposal.GRAPHS
+        return None
     record = _describe(tensor, cause, created)
     try:
         set_class(tensor, DisposedTensor)
     # a class with slots, such as DTensor, can't be exchanged
     except TypeError:
         return _dispose_inner(tensor, cause, created)
-    return _take_data(tensor, cls, record)
+    _take_data(tensor, cls, record)
+    return True
 
 
 def dispose_plain(
@@ -276,17 +269,15 @@ def _device_of(tensor: Tensor) -> torch.device:
         return torch.device("meta")
 
 
-def _take_data(tensor: Tensor, cls: type[Tensor], record: Record) -> Disposal:
+def _take_data(tensor: Tensor, cls: type[Tensor], record: Record) -> None:
     twin = _twin_of(tensor, record[0])
-    if twin is None:
-        set_record(tensor, record)
-        return Disposal.SOFT
-    # The twin is what autograd and views hand out from here on: it must be what the handle was.
-    handle: Any = tensor
-    handle.__dict__, twin.__dict__ = twin.__dict__, handle.__dict__
-    twin.__class__ = cls
+    # without one the handle refuses every use, but pins its data until it dies
+    if twin is not None:
+        # The twin is what autograd and views hand out from here on: it must be what the handle was.
+        handle: Any = tensor
+        handle.__dict__, twin.__dict__ = twin.__dict__, handle.__dict__
+        twin.__class__ = cls
     set_record(tensor, record)
-    return Disposal.HARD
 
 
 def _twin_of(tensor: Tensor, dtype: torch.dtype) -> Any:
@@ -303,19 +294,19 @@ def _twin_of(tensor: Tensor, dtype: torch.dtype) -> Any:
     return twin
 
 
-def _dispose_inner(tensor: Tensor, cause: Cause, created: Site | SiteStack | None) -> Disposal:
+def _dispose_inner(tensor: Tensor, cause: Cause, created: Site | SiteStack | None) -> bool | None:
+    """Dispose the tensors that a handle is made of, which stays itself."""
     try:
         inside, trouble = inner_tensors(tensor), None
     # a __tensor_flatten__ of the user's
     except Exception as error:
         inside, trouble = [], error
     results = [dispose_tensor(inner, cause, created) for inner in inside]
-    if not results or Disposal.IMPOSSIBLE in results:
+    if not results or None in results:
         name = type(tensor).__name__
         _logger.warning("A %s could not be disposed; it stays alive.", name, exc_info=trouble)
-        return Disposal.IMPOSSIBLE
-    already = all(result is Disposal.ALREADY for result in results)
-    return Disposal.ALREADY if already else Disposal.INNER
+        return None
+    return any(results)
 
 
 def swap_is_trusted() -> bool:

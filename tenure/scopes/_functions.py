@@ -12,15 +12,13 @@ from tenure._errors import ScopeUsageError, ScopeUsageWarning
 from tenure._text import describe_tensor
 from tenure._torch.compiler import belongs_to_graph, is_dynamo_compiling, never_compiled
 
-from ._disposal import Disposal, dispose_all, dispose_tensor, inside_operation
+from ._disposal import dispose_all, dispose_tensor, inside_operation
 from ._disposal import is_disposed as _is_disposed
 from ._disposed import Cause
 from ._owner import take
 from ._scope import DisposeScope, checked_target, current_scope
 from ._thread import ThreadScopes, check_not_foreign, this_thread
 from ._trees import Tree, given_back, required_tensors
-
-_DISPOSED = frozenset({Disposal.HARD, Disposal.SOFT, Disposal.INNER})
 
 
 def owner_of(tensor: Tensor) -> DisposeScope | None:
@@ -208,5 +206,5 @@ def _dispose_unowned(tensor: Tensor, thread: ThreadScopes, cause: Cause) -> None
     if inside_operation(None):
         thread.waiting.append((reference or ref(tensor), cause))
         thread.disposed_outside += 1
-    elif dispose_tensor(tensor, cause) in _DISPOSED:
+    elif dispose_tensor(tensor, cause):
         thread.disposed_outside += 1

@@ -11,13 +11,12 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from tenure._containers import contents_of
+from tenure import _containers
 from tenure._errors import MissingTorchNameError, ScopeUsageError
 from tenure._storages import inner_tensors
 
 Tree = TypeVar("Tree")
 """What the functions of ``*trees`` take and give back."""
-_SINGLE = frozenset({int, float, complex, bool, str, bytes, type(None)})
 
 
 def tensors_in(trees: Iterable[object]) -> list[Tensor]:
@@ -26,31 +25,7 @@ def tensors_in(trees: Iterable[object]) -> list[Tensor]:
     Raises:
         ScopeUsageError: the code of a container, such as the flatten function of a pytree, raised.
     """
-    found: list[Tensor] = []
-    seen: set[int] = set()
-    waiting = list(trees)[::-1]
-    # what was flattened on the way must not die, or its id could recur
-    keep: list[object] = []
-    while waiting:
-        node = waiting.pop()
-        try:
-            if type(node) in _SINGLE or id(node) in seen:
-                continue
-            seen.add(id(node))
-            keep.append(node)
-            if isinstance(node, Tensor):
-                found.append(node)
-                waiting.extend(inner_tensors(node)[::-1])
-            else:
-                waiting.extend(_below(node)[::-1])
-        except MissingTorchNameError:
-            raise
-        except Exception as error:
-            raise ScopeUsageError(
-                f"A {type(node).__name__} could not be searched for tensors: its own code raised "
-                f"{type(error).__name__}. Nothing was changed. Pass the tensors in it instead."
-            ) from error
-    return found
+    return _containers.tensors_in(trees, _below)
 
 
 def required_tensors(trees: tuple[object, ...], call: str) -> list[Tensor]:
@@ -80,13 +55,24 @@ def given_back(trees: tuple[Tree, ...]) -> Tree:
 
 
 def _below(node: Any) -> list[Any]:
-    if isinstance(node, nn.Module):
-        return [*node.parameters(), *node.buffers()]
-    return contents_of(node)
+    try:
+        if isinstance(node, Tensor):
+            return inner_tensors(node)
+        if isinstance(node, nn.Module):
+            return [*node.parameters(), *node.buffers()]
+        return _containers.contents_of(node)
+    except MissingTorchNameError:
+        raise
+    except Exception as error:
+        raise ScopeUsageError(
+            f"A {type(node).__name__} could not be searched for tensors: its own code raised "
+            f"{type(error).__name__}. Nothing was changed. Pass the tensors in it instead."
+        ) from error
 
 
 def _brief(tree: object) -> str:
+    kind = type(tree)
     if tree is None:
         return "None"
-    plain = type(tree) in _SINGLE or (type(tree) in {list, tuple, dict, set} and not tree)
-    return f"{type(tree).__name__} {repr(tree)[:40]}" if plain else f"a {type(tree).__name__}"
+    plain = kind in _containers.SINGLE or (kind in {list, tuple, dict, set} and not tree)
+    return f"{kind.__name__} {repr(tree)[:40]}" if plain else f"a {kind.__name__}"
