@@ -83,7 +83,6 @@ _PACKAGES = {
         "_reports",
         "_oom_report",
         "_courtesy",
-        "_pages",
         "_timeline",
         "_recording",
     ),

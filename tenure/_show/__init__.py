@@ -2,16 +2,13 @@
 
 from ._amounts import Amounts as Amounts
 from ._amounts import ranked as ranked
-from ._drawn import BandChart as BandChart
+from ._drawn import Drawing as Drawing
 from ._drawn import Fact as Fact
-from ._drawn import Flame as Flame
-from ._drawn import FlameRow as FlameRow
-from ._drawn import Grid as Grid
-from ._drawn import GridColumn as GridColumn
-from ._drawn import Mark as Mark
 from ._drawn import Section as Section
-from ._drawn import Span as Span
+from ._drawn import bands as bands
 from ._drawn import drawn_page as drawn_page
+from ._drawn import flame as flame
+from ._drawn import grid as grid
 from ._page import page as page
 from ._part import Figures as Figures
 from ._part import Line as Line

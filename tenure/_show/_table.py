@@ -9,10 +9,12 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Self
 
+from rich.cells import cell_len
+
 from tenure._text import format_bytes
 
 from ._part import FAINT, PLAIN, STRONG, Line, Paragraph, Part, escaped, html_lines
-from ._width import cut, folded, least_width
+from ._width import cut, folded, least_width, padded
 
 MOST_ROWS = 20
 """The rows that a table shows where nobody asks for more; `to_dict` of its report has all."""
@@ -239,11 +241,11 @@ class Table(Part):
         """How narrow a column can be, and how wide it would be."""
         column = self.columns[i]
         heading, cells = column.heading, list(self._cells(i))
-        widest = max(len(line) for cell in (heading, *cells) for line in cell.split("\n"))
+        widest = max(cell_len(line) for cell in (heading, *cells) for line in cell.split("\n"))
         if column.side == ">":
-            return max(least_width(heading), *map(len, cells), 0), widest
+            return max(least_width(heading), *map(cell_len, cells), 0), widest
         if column.is_code:
-            return max(len(heading), min(widest, _CODE_COMFORT)), widest
+            return max(cell_len(heading), min(widest, _CODE_COMFORT)), widest
         return max(map(least_width, (heading, *cells))), widest
 
 
@@ -273,7 +275,7 @@ def _row_lines(
         line: list[tuple[str, str]] = []
         for texts, column, width, tint in zip(broken, columns, widths, styles, strict=True):
             text = texts[i] if i < len(texts) else ""
-            line += [(_GAP, PLAIN)] * bool(line) + [(f"{text:{column.side}{width}}", tint)]
+            line += [(_GAP, PLAIN)] * bool(line) + [(padded(text, column.side, width), tint)]
         yield line
 
 

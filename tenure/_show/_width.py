@@ -10,6 +10,8 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 
+from rich.cells import cell_len, chop_cells
+
 from tenure._visible import visible
 
 WITHOUT_TERMINAL = 80
@@ -30,20 +32,26 @@ def width_of_terminal() -> int:
     return max(_LEAST, shutil.get_terminal_size((WITHOUT_TERMINAL, 24)).columns)
 
 
+def padded(text: str, side: str, width: int) -> str:
+    """Text in a place of so many columns, at its left or its right side (``"<"``, ``">"``)."""
+    spaces = " " * (width - cell_len(text))
+    return text + spaces if side == "<" else spaces + text
+
+
 def folded(text: str, width: int) -> list[str]:
     """Text in lines of so many columns: broken at spaces, and in code where names are joined."""
     lines = [""]
     for word in _words(visible(text)):
         lead = " " if lines[-1] else ""
-        if len(lines[-1]) + len(lead) + len(word) <= width:
+        if cell_len(lines[-1] + lead + word) <= width:
             lines[-1] += lead + word
             continue
         # what fits on a line of its own is not broken
-        parts = [word] if len(word) <= width else _parts_of(word, width)
+        parts = [word] if cell_len(word) <= width else _parts_of(word, width)
         if lines[-1]:
             lines.append("")
         for part in parts:
-            if len(lines[-1]) + len(part) > width and lines[-1]:
+            if cell_len(lines[-1] + part) > width and lines[-1]:
                 lines.append("")
             lines[-1] += part
     return lines
@@ -63,7 +71,7 @@ def wrapped(text: str, width: int) -> Iterator[str]:
 
 def least_width(text: str) -> int:
     """The narrowest place in which nothing of a text would have to be cut."""
-    return max(len(part) for word in _words(text) for part in _parts_of(word, 1, _whole))
+    return max(cell_len(part) for word in _words(text) for part in _parts_of(word, 1, _whole))
 
 
 def _words(text: str) -> list[str]:
@@ -75,11 +83,11 @@ def _words(text: str) -> list[str]:
 def cut(text: str, width: int) -> str:
     """Code in one line: what is too much is left out at its end."""
     text = visible(text.expandtabs())
-    if len(text) <= width:
+    if cell_len(text) <= width:
         return text
     shown = ""
     for word in _WORD_OF_CODE.findall(text):
-        if len(shown) + len(word) + 1 > width:
+        if cell_len(shown + word) + 1 > width:
             break
         shown += word
     return f"{shown.rstrip()}{ELLIPSIS}"
@@ -88,17 +96,17 @@ def cut(text: str, width: int) -> str:
 def _place_in(word: str, width: int) -> str:
     """A file and a line in so many columns: as many of its folders as there is room for."""
     match = _PLACE.fullmatch(word)
-    if match is None or len(word) <= width:
+    if match is None or cell_len(word) <= width:
         return word
     folders = match["folders"].split("/")[:-1]
     shorter = ("/".join([ELLIPSIS, *folders[i:], match["name"]]) for i in range(1, len(folders)))
     least = f"{ELLIPSIS}/{match['name']}"
-    return next((shown for shown in shorter if len(shown) <= width), least)
+    return next((shown for shown in shorter if cell_len(shown) <= width), least)
 
 
 def _cut_apart(part: str, width: int) -> list[str]:
     # a name that alone is wider than the terminal would be broken by that
-    return [part[i : i + width] for i in range(0, len(part), width)]
+    return chop_cells(part, width)
 
 
 def _whole(part: str, width: int) -> list[str]:
@@ -112,6 +120,6 @@ def _parts_of(
     if _PLACE.fullmatch(word):
         # a part of a path leads nowhere: what is left of it stays in one piece
         shown = _place_in(word, width)
-        return [shown] if len(shown) <= width else cut_part(shown, width)
+        return [shown] if cell_len(shown) <= width else cut_part(shown, width)
     parts = _JOINT.split(word)
-    return [each for p in parts for each in ([p] if len(p) <= width else cut_part(p, width))]
+    return [each for p in parts for each in ([p] if cell_len(p) <= width else cut_part(p, width))]

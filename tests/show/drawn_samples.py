@@ -1,17 +1,6 @@
 """A training run as drawings: three steps, a pile that grows, memory that runs out."""
 
-from tenure._show import (
-    BandChart,
-    Fact,
-    Flame,
-    FlameRow,
-    Grid,
-    GridColumn,
-    Mark,
-    Section,
-    Span,
-    drawn_page,
-)
+from tenure._show import bands, drawn_page, flame, grid
 
 MIB = 2**20
 # Not one of them may become markup, reach out of its cell, or hide what stands beside it.
@@ -37,23 +26,23 @@ SERIES = {name: [n * MIB for n in values] for name, values in CATEGORIES.items()
 LEVELS = [sum(values) for values in zip(*SERIES.values(), strict=True)]
 PEAK = LEVELS.index(max(LEVELS))
 SPANS = [
-    Span("train", 0, 0, 2.9),
-    *(Span("step", 1, s * 0.75 + 0.05, s * 0.75 + 0.7) for s in range(3)),
+    ("train", 0, 0, 2.9),
+    *(("step", 1, s * 0.75 + 0.05, s * 0.75 + 0.7) for s in range(3)),
 ]
 
 
-def chart(**changes):
+def chart(title="cpu: memory in use", **changes):
     half = [level // 2 for level in LEVELS]
     rest = [level - h for level, h in zip(LEVELS, half, strict=True)]
     ways = {"category": SERIES, "scope": {"train": half, "step": rest}, "line": {"a.py:1": LEVELS}}
-    marks = [Mark(2.6, "torch.OutOfMemoryError: tried to allocate 95.0 MiB")]
+    marks = [(2.6, "torch.OutOfMemoryError: tried to allocate 95.0 MiB")]
     given = {"ways": ways, "end_s": 3.0, "spans": SPANS, "marks": marks, **changes}
-    return BandChart("cpu: memory in use", TIMES, LEVELS, **given)
+    return bands(title, TIMES, LEVELS, **given)
 
 
-def flame(rows=None):
+def flames(rows=None):
     rows = rows or [
-        FlameRow(
+        (
             {"category": [name], "scope": ["step"], "line": ["train.py:9 in main", line]},
             values[PEAK],
             2,
@@ -61,17 +50,17 @@ def flame(rows=None):
         for line, (name, values) in zip("abcde", SERIES.items(), strict=True)
     ]
     orders = (("scope", "line", "category"), ("category", "line"))
-    return Flame("cpu after 2.50 s", rows, orders, "category", "storages")
+    return flame("cpu after 2.50 s", rows, orders, "category", "storages")
 
 
 def lines(n=30):
-    columns = (
-        GridColumn("line", "count"),
-        GridColumn("code", "code"),
-        GridColumn("allocated", "bytes", has_bar=True),
-        GridColumn("net", "bytes", has_bar=True),
-        GridColumn("held by", "lines"),
-    )
+    columns = {
+        "line": "count",
+        "code": "code",
+        "allocated": "bytes",
+        "net": "bytes",
+        "held by": "lines",
+    }
     rows = [
         (
             i,
@@ -82,44 +71,37 @@ def lines(n=30):
         )
         for i in range(n)
     ]
-    return Grid("forward, model.py:0, cpu", columns, rows, note="A note.")
+    return grid("forward, model.py:0, cpu", columns, rows, note="A note.")
 
 
 def sections():
     return [
-        Section("Memory over time", "How many bytes were in use.", [chart()]),
-        Section("At the peak", "Whose the memory was.", [flame()]),
-        Section("Source lines", "What each line allocated.", [lines()]),
+        ("Memory over time", "How many bytes were in use.", [chart()]),
+        ("At the peak", "Whose the memory was.", [flames()]),
+        ("Source lines", "What each line allocated.", [lines()]),
     ]
 
 
 def sample_page():
-    facts = [Fact("peak of cpu", "166.0 MiB", "after 2.50 s"), Fact("leaked", "30.0 MiB", "", True)]
+    facts = [("peak of cpu", "166.0 MiB", "after 2.50 s", False), ("leaked", "30.0 MiB", "", True)]
     told = "exit code 1 after 3.0 s"
     return drawn_page("python train.py", sections(), told=told, facts=facts, otherwise="<p>x</p>")
 
 
 def hostile_page():
     """Hostile text wherever text can stand."""
-    parts = []
+    section = []
     for name in HOSTILE:
         ways = {name: {name: LEVELS}, "scope": {name: LEVELS}}
-        drawn = chart(ways=ways, spans=[Span(name, 0, 0, 3)], marks=[Mark(1, name)])
-        rows = [FlameRow({name: [name], "category": [name]}, 5, 1)]
-        columns = [
-            GridColumn(name),
-            GridColumn(name, "name"),
-            GridColumn(name, "code"),
-            GridColumn(name, "place"),
-            GridColumn(name, "lines"),
-            GridColumn(name, "bytes", has_bar=True),
-        ]
+        columns = {f"{name} {kind}": kind for kind in ("text", "name", "code", "place", "lines")}
+        columns[f"{name} bytes"] = "bytes"
         cells = (name, name, name, name, [name] * 5, (1, name))
-        parts += [
-            BandChart(name, **{f: getattr(drawn, f) for f in drawn.__slots__ if f != "title"}),
-            Flame(name, rows, [["category", name], [name]], "category", name),
-            Grid(name, columns, [cells] * 7, colour=name, note=name),
+        rows = [({name: [name], "category": [name]}, 5, 1)]
+        drawings = [
+            chart(name, ways=ways, spans=[(name, 0, 0, 3)], marks=[(1, name)]),
+            flame(name, rows, [["category", name], [name]], "category", name),
+            grid(name, columns, [cells] * 7, colour=name, note=name),
         ]
-    section = [Section(name, name, parts[i * 3 : i * 3 + 3]) for i, name in enumerate(HOSTILE)]
-    facts = [Fact(name, name, name) for name in HOSTILE]
+        section.append((name, name, drawings))
+    facts = [(name, name, name, False) for name in HOSTILE]
     return drawn_page("".join(HOSTILE), section, told=HOSTILE[0], facts=facts)

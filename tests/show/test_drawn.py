@@ -8,17 +8,7 @@ import re
 
 import pytest
 
-from tenure._show import (
-    BandChart,
-    Flame,
-    FlameRow,
-    Grid,
-    GridColumn,
-    Mark,
-    Section,
-    Span,
-    drawn_page,
-)
+from tenure._show import bands, drawn_page, flame, grid
 from tenure._visible import visible
 
 from .drawn_samples import HOSTILE, LEVELS, TIMES, chart, hostile_page, sample_page
@@ -48,7 +38,7 @@ def test_only_its_own_script_may_run():
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_name_is_in_the_data_as_it_is_shown(name):
-    text = drawn_page("", [Section("", "", [chart(ways={"category": {name: LEVELS}})])])
+    text = drawn_page("", [("", "", [chart(ways={"category": {name: LEVELS}})])])
     assert _data(text)["drawings"][0]["ways"][0]["bands"][0]["name"] == visible(name.expandtabs())
     # a name that is no text has no other spelling in a file
     text.encode()
@@ -57,12 +47,14 @@ def test_a_name_is_in_the_data_as_it_is_shown(name):
 
 def test_a_name_that_the_script_draws_hides_nothing_and_turns_nothing_around():
     name = "\u202eevil\u200b\x1b\U000e0041"
-    spans = [Span(name, 0, 0, 1)]
-    row = FlameRow({"scope": [name]}, 1, 1)
-    grid = Grid(name, [GridColumn(name, "code")], [[f"\tx = 1{name}"]])
-    flame = Flame(name, [row], [["scope"]], "scope", name)
-    drawings = [chart(spans=spans, marks=[Mark(0.5, name)]), flame, grid]
-    data = str(_data(drawn_page("", [Section("", "", drawings)])))
+    spans = [(name, 0, 0, 1)]
+    row = ({"scope": [name]}, 1, 1)
+    drawings = [
+        chart(spans=spans, marks=[(0.5, name)]),
+        flame(name, [row], [["scope"]], "scope", name),
+        grid(name, {name: "code"}, [[f"\tx = 1{name}"]]),
+    ]
+    data = str(_data(drawn_page("", [("", "", drawings)])))
     assert data.isprintable()
     assert data.count("evil") == 9
     assert "        x = 1" in data
@@ -75,7 +67,7 @@ def test_a_page_without_scripts_shows_what_it_was_given():
 
 
 def test_a_section_without_parts_is_left_out():
-    text = drawn_page("", [Section("here", "", [chart()]), Section("nowhere", "", [])])
+    text = drawn_page("", [("here", "", [chart()]), ("nowhere", "", [])])
     assert "here" in text
     assert "nowhere" not in text
 
@@ -85,27 +77,26 @@ def test_of_many_bands_the_largest_are_shown_and_the_sum_is_kept():
     series = {name: [i * 10 + k for k in range(3)] for i, name in enumerate(names)}
     series["other"] = [7, 7, 7]
     levels = [sum(values) for values in zip(*series.values(), strict=True)]
-    facts = BandChart("", [0, 1, 2], levels, {"line": series}, 3).facts()
-    bands = facts["ways"][0]["bands"]
-    assert [band["name"] for band in bands] == [*names[-19:], "other"]
-    assert [sum(v) for v in zip(*(b["values"] for b in bands), strict=True)] == levels
+    found = bands("", [0, 1, 2], levels, {"line": series}, 3)["ways"][0]["bands"]
+    assert [band["name"] for band in found] == [*names[-19:], "other"]
+    assert [sum(v) for v in zip(*(b["values"] for b in found), strict=True)] == levels
 
 
 def test_a_chart_without_moments_is_a_chart():
-    facts = BandChart("", [], [], {"category": {}}, 3).facts()
+    facts = bands("", [], [], {"category": {}}, 3)
     assert facts["peak"] is None
 
 
 def test_the_peak_is_the_first_highest_moment():
-    facts = BandChart("", TIMES[:4], [1, 5, 5, 2], {"category": {}}, 3).facts()
+    facts = bands("", TIMES[:4], [1, 5, 5, 2], {"category": {}}, 3)
     assert facts["peak"] == 1
 
 
 def test_each_name_is_written_once():
-    spans = [Span("a name of a scope", 0, i, i + 1) for i in range(100)]
+    spans = [("a name of a scope", 0, i, i + 1) for i in range(100)]
     stack = ["a name of a frame"] * 100
-    flame = Flame("", [FlameRow({"line": stack}, 1, 1)] * 9, [["line"]], "line", "storages")
-    text = drawn_page("", [Section("", "", [chart(spans=spans, ways={}), flame])])
+    drawn = flame("", [({"line": stack}, 1, 1)] * 9, [["line"]], "line", "storages")
+    text = drawn_page("", [("", "", [chart(spans=spans, ways={}), drawn])])
     data = json.dumps(_data(text)["drawings"])
     assert data.count("a name of a scope") == 1
     assert data.count("a name of a frame") == 1
@@ -121,15 +112,15 @@ def test_the_longest_recording_fits_into_a_page_of_10_mb():
     times = sorted(seeded.random() * 1e4 for _ in range(2048))
     ways = {"category": series(9), "scope": series(50), "line": series(20)}
     levels = [seeded.randrange(80 << 30) for _ in times]
-    spans = [Span(f"scope {i % 50}", i % 5, t, t + 1) for i, t in enumerate(times * 2)]
+    spans = [(f"scope {i % 50}", i % 5, t, t + 1) for i, t in enumerate(times * 2)]
     stacks = [[f"/home/someone/{k}/{i}.py:1 in {'f' * 40}" for k in range(40)] for i in range(500)]
-    rows = [FlameRow({"line": stack, "category": ["x"]}, 1, 1) for stack in stacks]
-    columns = (GridColumn("made at", "place"), GridColumn("bytes", "bytes"))
+    rows = [({"line": stack, "category": ["x"]}, 1, 1) for stack in stacks]
+    columns = {"made at": "place", "bytes": "bytes"}
     parts = []
     for _ in range(3):
         parts += [
-            BandChart("", times, levels, ways, 1e4, spans),
-            Flame("", rows, [["line"]], "category", "storages"),
-            Grid("", columns, [(stack[-1], 1) for stack in stacks]),
+            bands("", times, levels, ways, 1e4, spans),
+            flame("", rows, [["line"]], "category", "storages"),
+            grid("", columns, [(stack[-1], 1) for stack in stacks]),
         ]
-    assert len(drawn_page("", [Section("", "", parts)]).encode()) < 10_000_000
+    assert len(drawn_page("", [("", "", parts)]).encode()) < 10_000_000

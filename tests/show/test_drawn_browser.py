@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from tenure._show import BandChart, Section, drawn_page
+from tenure._show import bands, drawn_page
 from tenure._visible import visible
 
 from .browser import Browser, missing
@@ -136,9 +136,9 @@ def test_of_more_moments_than_pixels_the_highest_are_drawn(browser, tmp_path):
         levels = [MIB] * 9000
         levels[place] = 50 * MIB
         ways = {"category": {"inputs": levels}}
-        charts.append(BandChart("", list(range(9000)), levels, ways, 9000))
+        charts.append(bands("", list(range(9000)), levels, ways, 9000))
     path = tmp_path / "dense.html"
-    path.write_text(drawn_page("", [Section("", "", charts)]), "utf-8")
+    path.write_text(drawn_page("", [("", "", charts)]), "utf-8")
     browser.open(path)
     browser.until("return document.querySelectorAll('.bands path').length > 1")
     for top, peak in _tops_and_peaks(browser):

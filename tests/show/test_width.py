@@ -174,3 +174,11 @@ def test_a_character_that_is_shown_as_nothing_is_spelled():
 def test_what_is_spelled_has_the_room_that_it_takes():
     assert all(len(line) <= 10 for line in folded("\x1b" * 9, 10))
     assert len(cut("\x1b" * 9, 10)) <= 10
+
+
+def test_wide_characters_stand_in_line():
+    rows = [("重み", in_bytes(1024)), ("weight", in_bytes(2048))]
+    table = Table("", (Column("名前"), bytes_column()), rows)
+    assert table.text(80) == ("名前      bytes\n------  -------\n重み    1.0 KiB\nweight  2.0 KiB")
+    assert folded("重み" * 5, 8) == ["重み重み", "重み重み", "重み"]
+    assert cut("重み" * 5, 8) == "…"

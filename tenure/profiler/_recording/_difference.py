@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, Self
+from typing import Literal
 
 from tenure._show import (
-    Amount,
     Column,
-    Line,
     Paragraph,
     Part,
     Report,
@@ -20,19 +18,14 @@ from tenure._show import (
     in_bytes,
     signed,
 )
-from tenure._text import format_bytes
 
 from .._reports import place_of
 from ._leaks_found import MOST_ROWS
 from ._recording import Recording
-from ._sparkline import drawn
-from ._tracks import Track
 from ._tree import UNKNOWN
 
 ChangeKind = Literal["new", "gone", "grown", "shrunk", "same"]
 
-_BAR = 24
-_HTML_WIDTH = 80
 _SIDES = ("A", "B")
 _CHANGE = "change"
 _FIGURES = (bytes_column("A"), bytes_column("B"), bytes_column(_CHANGE, signed))
@@ -76,7 +69,6 @@ class RecordingDiff(Report):
         tensors: tensors that differ at the end, by name, category and site; those of one container
             together.
         lines: lines whose memory differs at the peak.
-        tracks: by device, the live bytes of each run.
         growth: what grew from step to step, and by how much in each run, where that differs and
             both looked for it.
     """
@@ -87,7 +79,6 @@ class RecordingDiff(Report):
     categories: tuple[Change, ...]
     tensors: tuple[Change, ...]
     lines: tuple[Change, ...]
-    tracks: tuple[tuple[Track | None, Track | None], ...] = ()
     growth: tuple[Change, ...] = ()
 
     _between = "\n\n"
@@ -95,11 +86,9 @@ class RecordingDiff(Report):
     @classmethod
     def of(cls, before: Recording, after: Recording) -> RecordingDiff:
         """Compare two runs."""
-        tracks = [{track.device: track for track in run.over_time} for run in (before, after)]
         growths = [_by_growth(run) for run in (before, after)]
         both_sought = before.seeks_leaks and after.seeks_leaks
         grown = _all_changes(*growths) if both_sought else ()
-        devices = sorted(tracks[0].keys() | tracks[1].keys())
         return cls(
             (before.title(), after.title()),
             (before.duration_s, after.duration_s),
@@ -107,7 +96,6 @@ class RecordingDiff(Report):
             _changes(_by_category(before), _by_category(after)),
             _changes(_by_tensor(before), _by_tensor(after)),
             _changes(_by_line(before), _by_line(after)),
-            tuple((tracks[0].get(device), tracks[1].get(device)) for device in devices),
             tuple(each for each in grown if each.change_bytes),
         )
 
@@ -118,10 +106,8 @@ class RecordingDiff(Report):
         heads = zip(_SIDES, self.titles, self.durations_s, strict=True)
         lines = [f"{side}  {title}, {s:.1f} s" for side, title, s in heads]
         parts: list[Part] = [Paragraph("", "\n".join(lines))]
-        if self.peaks:
-            parts.append(_peaks(self.peaks))
-        parts += [_OverTime(*pair) for pair in self.tracks]
         for title, changes in (
+            ("At most", self.peaks),
             ("Grew from step to step", self.growth),
             ("Categories at the end", self.categories),
             ("Tensors at the end", self.tensors),
@@ -202,56 +188,6 @@ def _kind(key: _Key, before: Mapping[_Key, int], after: Mapping[_Key, int]) -> C
 def _figures(change: Change) -> tuple[str, str, str]:
     moved = by_bytes(change.change_bytes)
     return in_bytes(change.before_bytes), in_bytes(change.after_bytes), moved
-
-
-def _peaks(changes: tuple[Change, ...]) -> Table:
-    most = max(max(each.before_bytes, each.after_bytes) for each in changes) or 1
-    rows = []
-    for change in changes:
-        both = (change.before_bytes, change.after_bytes)
-        for i, (side, n_bytes) in enumerate(zip(_SIDES, both, strict=True)):
-            bar = "█" * round(_BAR * n_bytes / most) if n_bytes else ""
-            moved = by_bytes(change.change_bytes) if i else ""
-            shown = Amount(format_bytes(n_bytes), n_bytes, round(100 * n_bytes / most))
-            rows.append(("" if i else change.name, side, shown, moved, bar or "▏"))
-    columns = (Column("device"), Column(""), Column("at most", ">"), Column("change", ">"))
-    return _InPairs("At most", (*columns, Column("", is_code=True, spare=1)), rows)
-
-
-class _InPairs(Table):
-    """A table whose rows say something in pairs alone: none is left out or moved."""
-
-    __slots__ = ()
-
-    def sorts(self) -> Collection[str]:
-        return ()
-
-    def arranged(self, top: int | None, sort: str | None) -> Self:
-        return self
-
-
-@dataclass(frozen=True, slots=True)
-class _OverTime(Part):
-    """Live bytes of a device over time, a line for each run."""
-
-    before: Track | None
-    after: Track | None
-
-    def lines(self, width: int) -> Iterator[Line]:
-        tracks = [track for track in (self.before, self.after) if track is not None]
-        most_s = max(track.times_s[-1] if track.times_s else 0.0 for track in tracks)
-        most_bytes = max(track.peak_bytes for track in tracks)
-        most = format_bytes(most_bytes)
-        title = f"{tracks[0].device}: live bytes over {most_s:.1f} s, up to {most}"
-        yield from Paragraph(title).lines(width)
-        for side, track in zip(_SIDES, (self.before, self.after), strict=True):
-            if track is not None:
-                line = drawn(track.times_s, track.live_bytes, width - 4, most_s, most_bytes)
-                yield ((f"{side} │{line}", ""),)
-
-    def html(self) -> str:
-        title, *lines = self.text(_HTML_WIDTH).split("\n")
-        return Paragraph(title, "\n".join(lines)).html()
 
 
 def _table(title: str, changes: tuple[Change, ...]) -> Table:

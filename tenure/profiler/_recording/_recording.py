@@ -36,7 +36,7 @@ from tenure.scopes import LeakReport
 from .._lines import RecordsDisplay
 from .._oom_report import OomReport
 from .._owners import TensorRow
-from .._pages import largest_of
+from .._page import largest_of
 from .._reports import DeviceReport, MemReport
 from .._timeline import TimelineReport, check_levels
 from ._exports import export
@@ -91,6 +91,7 @@ class Recording(Report):
         look_steps: how many steps there were before the last looks and, if steps came after them,
             before the end.
         n_steps: how many steps there were; None where that was not recorded.
+        ram_bytes: the most RAM that the process had; None where that was not recorded.
     """
 
     command: tuple[str, ...]
@@ -113,6 +114,7 @@ class Recording(Report):
     n_looks: int | None = None
     look_steps: tuple[int, ...] = ()
     n_steps: int | None = None
+    ram_bytes: int | None = None
 
     _between = "\n\n"
 
@@ -158,7 +160,7 @@ class Recording(Report):
         devices = () if self.memory is None else self.memory.devices
         return RecordedTree(tuple(_at_end(device) for device in devices if device.total_bytes))
 
-    def export(self, path: str | Path) -> Path:
+    def export(self, path: str | Path, *, format: str | None = None) -> Path:
         """Write it for other tools, whole or not at all; the extension says which format.
 
         Args:
@@ -166,6 +168,7 @@ class Recording(Report):
                 ``.html`` for a page that stands alone; of a timeline ``.trace.json`` for Chrome and
                 Perfetto, ``.timeline.csv``, ``.pickle`` and ``.speedscope.json``, as
                 `TimelineReport.export` writes them.
+            format: one of these without its first dot, whatever the path ends in.
 
         Returns:
             The path.
@@ -174,7 +177,7 @@ class Recording(Report):
             ProfilerUsageError: the extension is another, or there is no timeline.
             OSError: it can't be written.
         """
-        export(self, Path(path))
+        export(self, Path(path), format)
         return Path(path)
 
     def title(self) -> str:
@@ -219,11 +222,23 @@ class Recording(Report):
             lines.append(
                 f"At most {format_bytes(n_bytes)} on {device}{most and f', of it {most}'}."
             )
+        if not lines and self.ram_bytes is not None:
+            lines.append(f"At most {format_bytes(self.ram_bytes)} of RAM{self._largest_at_end()}.")
         # what is only held at the end is no growth
         grown = [str(each) for each in self.growth if each.last_step][:1]
         if not grown and self.seeks_leaks and self.n_looks is not None:
             grown = [no_growth(self.n_looks, self.look_steps, self.n_steps)]
         return "\n".join((*lines, *grown))
+
+    def _largest_at_end(self) -> str:
+        """The largest category at the end, with the place of the largest tensor in it."""
+        rows = [] if self.memory is None else [row for row in self.memory.rows if row.counted_bytes]
+        if self.memory is None or not rows:
+            return ""
+        category, n_bytes = max(self.memory.categories.items(), key=lambda each: each[1])
+        of_it = [row for row in rows if row.category == category]
+        largest = max(of_it or rows, key=lambda row: row.counted_bytes)
+        return f"; at the end {format_bytes(n_bytes)} of {category}, such as {largest.label}"
 
     def leaks_found(self) -> RecordedLeaks:
         """What grew, and what outlived a scope, as a report."""
@@ -236,6 +251,8 @@ class Recording(Report):
         when = f", {self.began_at[:16].replace('T', ' ')} UTC" if self.began_at else ""
         yield self.ended
         yield f"after {_duration(self.duration_s)}{when}"
+        if self.ram_bytes is not None:
+            yield f"at most {format_bytes(self.ram_bytes)} of RAM"
         if self.versions:
             yield ", ".join(f"{name} {version}" for name, version in self.versions.items())
 
@@ -266,9 +283,11 @@ class Recording(Report):
         for name in reports:
             told: Any = facts.get(name)
             reports[name] = None if told is None else _REPORTS[name].from_dict(told)
-        # files of before don't tell of looks
-        looks: dict[str, Any] = {"n_looks": None, "look_steps": [], "n_steps": None}
-        bare: Self = restored(cls, {**looks, **facts, **dict.fromkeys(reports)}, cls.__name__)
+        # a file tells nothing of what was not recorded; one of before, of what is newer
+        unknown = plain(Recording((), "", 0.0, "", None))
+        for name in ("command", "began_at", "duration_s", "ended", "exit_code"):
+            del unknown[name]
+        bare: Self = restored(cls, {**unknown, **facts, **dict.fromkeys(reports)}, cls.__name__)
         whole = replace(bare, **reports)
         for track in whole.tracks:
             check_levels(track)

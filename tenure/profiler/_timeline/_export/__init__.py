@@ -13,7 +13,7 @@ from tenure._errors import ProfilerUsageError
 from tenure._report_files import write_whole
 from tenure._text import listed
 
-from ..._pages import timeline_page
+from ..._page import timeline_page
 from .._timeline_report import TimelineReport
 from ._chrome import chrome_trace
 from ._memory_viz import memory_viz_pickle
