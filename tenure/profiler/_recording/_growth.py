@@ -1,18 +1,43 @@
-"""What grows from step to step: a place that holds more tensors, or more of a graph, each time."""
+"""What grows: piles of storages by place, compared over looks.
+
+A leak adds to what is there, at about the same rate, up to the last look. A batch of another size
+replaces what was there; a cache that fills adds ever less, or has stopped.
+
+Invariant: a look keeps no tensor alive.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+from torch import UntypedStorage
 
 from tenure._text import counted, format_bytes
 
-from .._reports import ADVICE_OF_GROWTH
-from ._judged import growing_from
-from ._looks import Look, Sums
+from .._owners import BUFFERS, OPTIMIZER_STATE, PARAMETERS, SAVED, StorageEntry
+from .._reports import ADVICE_OF_GROWTH, keyed_place_of, place_of
 
-_MAIN, _OF_EACH = "__main__.", "[…]"
+LOOKS = 3
+"""Fewer looks than these tell nothing."""
+# Where tensors are replaced by larger ones, sizes may vary by chance.
+_RISES_OF_REPLACED = 4
+# A place has stopped growing if, at its lowest rate so far, so many more tensors would have come.
+_MISSED = 1.5
+# With two rises alone it has stopped if the second brought so much less, and nothing came since.
+_LESS = 2
+# A place fills up if the second half of the time has brought a fourth of the first half, or less.
+_FILLING = 4
+# A mapping with more keys is a cache, and none of them says where it grows.
+_MOST_KEYS = 16
+# Storages of a pile that are looked for at the next look.
+_MOST_SAMPLES = 8
 _MOST_NAMES = 3
+_MAIN, _OF_EACH, _GRAPH = "__main__.", "[…]", "graph of "
+_NO_VARIABLE = frozenset({"", "unknown", "autograd"})
 _ADVICE_OF_GRAPHS = "Keep .detach() or .item() of what is kept, or bound it."
 _ADVICE_OF_ENDS = "If it is no result, bound it."
 
@@ -59,11 +84,11 @@ class Growth:
             text = f"{self.name} holds {counted(self.n_tensors, 'tensor')} at the end, "
             return f"{text}{format_bytes(self.n_bytes)}. {_ADVICE_OF_ENDS}"
         parts, n_new = [], self.n_tensors - self.n_before
+        grown = format_bytes(self.n_bytes - self.before_bytes)
         if n_new > 0:
-            grown = format_bytes(self.n_bytes - self.before_bytes)
             parts.append(f"grew by {counted(n_new, 'tensor')}, {grown}")
         elif self.n_bytes > self.before_bytes:
-            parts.append(f"grew by {format_bytes(self.n_bytes - self.before_bytes)}")
+            parts.append(f"grew by {grown}")
         if self.graph_bytes:
             parts.append(f"kept graphs of autograd alive, {format_bytes(self.graph_bytes)}")
         when = f"from step {self.first_step} to step {self.last_step}"
@@ -71,72 +96,167 @@ class Growth:
         return f"{self.name} {' and '.join(parts)} {when}. {advice}"
 
 
-def grown(looks: Sequence[Look], *, until: int) -> dict[str, Growth]:
+class Pile(NamedTuple):
+    """What one place held at one look: a variable, a container, a module, or a graph.
+
+    Attributes:
+        n: how many storages.
+        n_bytes: their bytes.
+        stayed: whether those that were there at the look before still are.
+        keys: how many there are by the place with its keys; none if there are many keys.
+        is_variable: it is the place of a variable, and no module's, optimizer's or graph's.
+        has_graph: some of its tensors have a graph.
+        samples: some of the storages.
+    """
+
+    n: int
+    n_bytes: int
+    stayed: bool
+    keys: dict[str, int]
+    is_variable: bool
+    has_graph: bool
+    samples: tuple[weakref.ref[UntypedStorage], ...]
+
+    @property
+    def figure(self) -> tuple[int, int]:
+        """What rises if it grows."""
+        return self.n, self.n_bytes
+
+
+_NOTHING = Pile(0, 0, True, {}, False, False, ())
+
+
+class Look(NamedTuple):
+    """The piles of one moment.
+
+    Attributes:
+        step: how many steps there were before.
+        piles: by place; that of a graph is the place of the tensor that has it.
+    """
+
+    step: int
+    piles: dict[str, Pile]
+
+    def at(self, place: str) -> Pile:
+        """The pile of a place; nothing if it did not exist."""
+        return self.piles.get(place, _NOTHING)
+
+
+def looked_at(step: int, entries: Iterable[StorageEntry], before: Look | None) -> Look:
+    """Put the storages that are alive on piles.
+
+    Args:
+        step: how many steps there were before.
+        entries: the storages.
+        before: the look before.
+    """
+    found: dict[str, list[StorageEntry]] = {}
+    for entry in entries:
+        for place in _places_of(entry):
+            found.setdefault(place, []).append(entry)
+    gone = {} if before is None else before.piles
+    return Look(step, {place: _pile(each, gone.get(place)) for place, each in found.items()})
+
+
+def _places_of(entry: StorageEntry) -> Iterator[str]:
+    """The places that a storage belongs to: of a module's tensor each module around it as well."""
+    name, category = entry.owner.name, entry.owner.category
+    if category == SAVED:
+        yield _GRAPH + place_of(entry.owner.graph or "")
+    if entry.kind not in _NO_VARIABLE:
+        yield place_of(name)
+    elif not entry.kind and category in (PARAMETERS, BUFFERS):
+        parts = name.split(".")
+        yield from (".".join(parts[:n]) for n in range(1, len(parts) + 1))
+    # the state of a parameter is there after its first step; a list in it is a history
+    elif not entry.kind and category == OPTIMIZER_STATE and name.endswith("]"):
+        yield place_of(name)
+
+
+def _pile(entries: list[StorageEntry], before: Pile | None) -> Pile:
+    keys: dict[str, int] = {}
+    for entry in entries:
+        key = keyed_place_of(entry.owner.name)
+        # one more than is told is as many as there may be
+        if len(keys) <= _MOST_KEYS:
+            keys[key] = keys.get(key, 0) + 1
+    now = {id(each.identity) for each in entries}
+    stride = max(1, len(entries) // _MOST_SAMPLES)
+    return Pile(
+        len(entries),
+        sum(entry.owner.n_bytes for entry in entries),
+        before is None or all(id(sample) in now for sample in before.samples),
+        keys if len(keys) <= _MOST_KEYS else {},
+        entries[0].kind not in _NO_VARIABLE,
+        any(entry.has_graph for entry in entries),
+        tuple(each.identity for each in entries[::stride] if each.identity is not None),
+    )
+
+
+def without(dropped: Look, before: Look, after: Look) -> Look:
+    """The later of three looks as the one that follows the first of them."""
+    piles = {}
+    for place, pile in after.piles.items():
+        between = dropped.at(place)
+        stayed = pile.stayed and between.stayed and between.n >= before.at(place).n
+        piles[place] = pile._replace(stayed=stayed)
+    return after._replace(piles=piles)
+
+
+def grown(looks: Sequence[Look]) -> dict[str, Growth]:
     """The places that grow up to the last of some looks, each with its growth.
 
     Args:
         looks: at least one look.
-        until: the step up to which no more memory was allocated than at the last of them.
     """
     last = looks[-1]
-    values = _outermost_left_out(
-        {
-            name: looks[at]
-            for name in last.places
-            if (at := growing_from(looks, [look.at(name) for look in looks], until)) is not None
-        }
-    )
-    graphs = {
-        name: looks[at]
-        for name in last.saved
-        if (at := growing_from(looks, [_saved_at(look, name) for look in looks], until)) is not None
+    rising = {
+        place: looks[at]
+        for place in last.piles
+        if (at := _growing_from(looks, [look.at(place) for look in looks])) is not None
     }
-    if "" in graphs:
-        # Nothing tells whose it is: the first place that grows and has one, else all that have one.
-        roots = [name for name in values if name in last.rooted][:1] or last.rooted
-        graphs[", ".join(roots[:_MOST_NAMES]) or "something without a name"] = graphs.pop("")
-    return {
-        name: _growth(name, values.get(name), graphs.get(name), last)
-        for name in {**values, **graphs}
+    graphs = {place: look for place, look in rising.items() if place.startswith(_GRAPH)}
+    values = {place: look for place, look in rising.items() if place not in graphs}
+    # without the modules around a module or buffer that grows
+    outer = {place[:i] for place in values for i, letter in enumerate(place) if letter == "."}
+    found = {
+        place: _growth(place, _GRAPH + place, first, last, is_of_values=True)
+        for place, first in values.items()
+        if place not in outer
     }
+    for place, first in graphs.items():
+        name = place.removeprefix(_GRAPH)
+        if not name:
+            # Nothing tells whose it is: the first place that grows and has one, else all with one.
+            rooted = [each for each, pile in last.piles.items() if pile.has_graph]
+            names = [each for each in found if last.at(each).has_graph][:1] or rooted[:_MOST_NAMES]
+            name = ", ".join(names) or "something without a name"
+        is_of_values = name in found
+        since = values[name] if is_of_values else first
+        if not is_of_values or name != place.removeprefix(_GRAPH):
+            found[name] = _growth(name, place, since, last, is_of_values=is_of_values)
+    return found
 
 
 def held(look: Look) -> list[Growth]:
     """The containers of variables that hold several tensors at the end."""
     return [
-        Growth(_shown(name), 0, n_tensors, 0, n_bytes, 0, 0)
-        for name, (n_tensors, n_bytes, _) in look.places.items()
-        if n_tensors > 1 and name.endswith(_OF_EACH) and name in look.variables
+        Growth(_shown(place), 0, pile.n, 0, pile.n_bytes, 0, 0)
+        for place, pile in look.piles.items()
+        if pile.n > 1 and place.endswith(_OF_EACH) and pile.is_variable
     ]
 
 
-def _saved_at(look: Look, name: str) -> Sums:
-    # nothing tells whether it is the same graph
-    return Sums(0, look.saved.get(name, 0), stayed=False)
-
-
-def _outermost_left_out(values: dict[str, Look]) -> dict[str, Look]:
-    """Without the modules around a module or buffer that grows."""
-    outer = {name[:i] for name in values for i, letter in enumerate(name) if letter == "."}
-    return {name: look for name, look in values.items() if name not in outer}
-
-
-def _growth(name: str, of_values: Look | None, of_graphs: Look | None, last: Look) -> Growth:
-    first = of_values or of_graphs or last
+def _growth(name: str, graph: str, first: Look, last: Look, *, is_of_values: bool) -> Growth:
     before, now = first.at(name), last.at(name)
-    graph_bytes = 0
-    if of_graphs is not None:
-        graph_bytes = sum(last.saved.values()) - sum(of_graphs.saved.values())
-        if name in last.saved:
-            graph_bytes = last.saved[name] - of_graphs.saved.get(name, 0)
-    elif name in last.saved:
-        graph_bytes = max(0, last.saved[name] - first.saved.get(name, 0))
-    before_bytes = now.n_bytes if of_values is None else before.n_bytes
+    graph_bytes = max(0, last.at(graph).n_bytes - first.at(graph).n_bytes)
+    # with its keys, where all that grew is under one of them
+    rose = [key for key, n in now.keys.items() if n > before.keys.get(key, 0)] or [*now.keys]
     return Growth(
-        _shown(_closest(name, first, last)),
-        before.n_tensors,
-        now.n_tensors,
-        before_bytes,
+        _shown(rose[0] if len(rose) == 1 and now.is_variable else name),
+        before.n,
+        now.n,
+        before.n_bytes if is_of_values else now.n_bytes,
         now.n_bytes,
         first.step,
         last.step,
@@ -144,13 +264,53 @@ def _growth(name: str, of_values: Look | None, of_graphs: Look | None, last: Loo
     )
 
 
-def _closest(place: str, first: Look, last: Look) -> str:
-    """The place with its keys, where all that grew is under one of them."""
-    before, now = first.keyed.get(place, {}), last.keyed.get(place, {})
-    grown = [key for key, n in now.items() if n > before.get(key, 0)] or [*now]
-    return grown[0] if len(grown) == 1 else place
-
-
 def _shown(place: str) -> str:
     """What a program calls a place: the container, and not what is in it."""
     return place.removeprefix(_MAIN).removesuffix(_OF_EACH)
+
+
+# --- does it grow?
+
+
+def _growing_from(looks: Sequence[Look], piles: Sequence[Pile]) -> int | None:
+    """The index of the look from which on a place grows; None if it does not."""
+    steps = [look.step for look in looks]
+    for all_stay, fewest in ((True, LOOKS - 1), (False, _RISES_OF_REPLACED)):
+        begin = _never_shrinks_from(piles, all_stay=all_stay)
+        rises = [i for i in range(begin + 1, len(piles)) if piles[i].figure > piles[i - 1].figure]
+        if len(rises) >= fewest:
+            is_over = _has_stopped(steps, piles, rises) or _is_filling(steps, piles, rises[0] - 1)
+            return None if is_over else rises[0] - 1
+    return None
+
+
+def _never_shrinks_from(piles: Sequence[Pile], *, all_stay: bool) -> int:
+    """The first of the last looks between which a place never shrinks."""
+    first = len(piles) - 1
+    while first > 0:
+        before, after = piles[first - 1], piles[first]
+        if after.n < before.n or after.n_bytes < before.n_bytes or (all_stay and not after.stayed):
+            break
+        first -= 1
+    return first
+
+
+def _has_stopped(steps: list[int], piles: Sequence[Pile], rises: list[int]) -> bool:
+    """Whether more would have come in the steps since the last rise, at the lowest rate so far."""
+    n_steps = steps[-1] - steps[rises[-1]]
+    rates = [
+        max(1, piles[after].n - piles[before].n) / max(1, steps[after] - steps[before])
+        for before, after in pairwise([rises[0] - 1, *rises])
+    ]
+    if len(rates) == LOOKS - 1 and n_steps and rates[-1] * _LESS <= rates[0]:
+        return True
+    return min(rates) * n_steps >= _MISSED
+
+
+def _is_filling(steps: list[int], piles: Sequence[Pile], first: int) -> bool:
+    """Whether little came in the second half of the time beside the first."""
+    middle = (steps[first] + steps[-1]) / 2
+    half = max(i for i in range(first, len(piles)) if steps[i] <= middle)
+    is_counted = piles[-1].n > piles[first].n
+    figures = [each.n if is_counted else each.n_bytes for each in piles]
+    return (figures[-1] - figures[half]) * _FILLING <= figures[half] - figures[first]

@@ -9,8 +9,7 @@ from tenure._show import Paragraph, Part, Report, Table
 from tenure._text import counted
 from tenure.scopes import LeakReport
 
-from ._growth import Growth
-from ._judged import LOOKS
+from ._growth import LOOKS, Growth
 
 MOST_ROWS = 10
 """The rows of each table of a recording, which has many."""

@@ -13,13 +13,6 @@ from tenure.profiler import GrowthWatch, snapshot
 N = 64
 
 
-@pytest.fixture(params=["with time", "without time"])
-def time_for_looks(request, monkeypatch):
-    """Looks where memory is at a new high, or none of them, as on a busy machine."""
-    if request.param == "without time":
-        monkeypatch.setattr("tenure.profiler._recording._growth_watch._SHARE_OF_LOOKS", 0)
-
-
 class _Holder:
     pass
 
@@ -208,7 +201,6 @@ def test_who_watches_for_leaks_is_told_of_scopes(policy):
 kept_later = []
 
 
-@pytest.mark.usefixtures("time_for_looks")
 @pytest.mark.parametrize(("every", "n_kept"), [(1, 60), (10, 6)])
 def test_the_end_is_a_look_too(every, n_kept):
     kept_later.clear()
@@ -220,7 +212,6 @@ def test_the_end_is_a_look_too(every, n_kept):
     assert (grown.n_tensors, grown.last_step) == (n_kept, 60)
 
 
-@pytest.mark.usefixtures("time_for_looks")
 @pytest.mark.parametrize(("at", "n_steps"), [((1, 3), 60), ((9, 19), 40), ((9, 19), 100)])
 def test_a_cache_that_filled_before_the_end_is_no_growth_at_it(at, n_steps):
     kept_later.clear()
@@ -285,10 +276,7 @@ def _bounded(model):
 
 
 @pytest.mark.parametrize(("every", "n_steps"), [(10, 40), (7, 34), (11, 44), (15, 61)])
-def test_a_leak_every_few_steps_is_found_by_looks_at_doubled_steps_alone(
-    every, n_steps, monkeypatch
-):
-    monkeypatch.setattr("tenure.profiler._recording._growth_watch._SHARE_OF_LOOKS", 0)
+def test_a_leak_every_few_steps_is_found_by_looks_at_doubled_steps_alone(every, n_steps):
     kept_later.clear()
     keep = lambda i, out, loss: (i + 1) % every or kept_later.append(torch.ones(N))  # noqa: E731
     watch = _trained(keep, n_steps=n_steps)
@@ -327,7 +315,6 @@ def test_what_comes_after_the_last_step_is_seen_at_the_end():
     assert (found.n_before, found.n_tensors, found.last_step) == (0, 3, 4)
 
 
-@pytest.mark.usefixtures("time_for_looks")
 def test_slow_leaks_of_every_kind_are_found_after_four_epochs_and_nothing_else_is():
     kept_later.clear()
     leaks, trainer, by_split, metric, callback, log = _slow_leaks()
