@@ -17,13 +17,9 @@ from tenure._errors import CommandError, TenureError
 from tenure._visible import in_one_line, visible
 
 from ._demo import Demo
-from ._diff import Diff
-from ._export import Export
 from ._fit import Fit
-from ._leaks import Leaks
-from ._report import Report
+from ._recordings import Diff, Export, Leaks, Report, Tree
 from ._run import Run
-from ._tree import Tree
 
 _VERBS = (Demo, Run, Report, Tree, Leaks, Diff, Export, Fit)
 _USER_ERROR = 2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import codecs
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,29 +14,9 @@ if TYPE_CHECKING:
     from tenure._show import Shown
 
 
-# as wide as what they stand for, so that columns stay columns
-_PLAIN = {**dict(zip("▁▂▃▄▅▆▇█", "._-=+*##", strict=True)), **dict.fromkeys("▉▊▋▌▐▍", "#")}
-_PLAIN |= {"▎": "|", "▏": "|", "│": "|", "┆": ":", "…": "~"}
-_ALIKE = "tenure.alike"
-
-
-def _alike(error: UnicodeError) -> tuple[str, int]:
-    if not isinstance(error, UnicodeEncodeError):
-        raise error
-    lost = error.object[error.start : error.end]
-    return "".join(_PLAIN.get(each, "?") for each in lost), error.end
-
-
-codecs.register_error(_ALIKE, _alike)
-
-
-def add_json(parser: argparse.ArgumentParser) -> None:
-    """Let a verb print JSON."""
-    parser.add_argument("--json", action="store_true", help="print JSON")
-
-
 def add_rows(parser: argparse.ArgumentParser) -> None:
-    """Let a verb say which rows of its tables are printed."""
+    """Let a verb print JSON, and say which rows of its tables are printed."""
+    parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--top", type=int, metavar="N", help="print N rows of each table")
     parser.add_argument("--sort", metavar="COLUMN", help="sort them by a column: its heading")
 
@@ -60,11 +39,11 @@ def show(
 
 
 def print_text(text: str) -> None:
-    """Print text; what the terminal has no character for becomes one that is like it, or "?"."""
+    """Print text; what the terminal has no character for becomes "?"."""
     # a pipe that knows no blocks is no reason to end with an error, whose code means something
     stream: Any = sys.stdout
     if hasattr(stream, "reconfigure"):
-        stream.reconfigure(errors=_ALIKE)
+        stream.reconfigure(errors="replace")
     # a pipe that is closed is told here
     print(text, flush=True)
 

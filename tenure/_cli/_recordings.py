@@ -1,17 +1,167 @@
-"""Files that the verbs of recordings read."""
+"""The verbs that read recordings: what `tenure run` wrote, or torch's own snapshots."""
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tenure._errors import CommandError, ReportFormatError
+from tenure._errors import CommandError, ProfilerUsageError, ReportFormatError
+
+from ._printing import add_rows, print_text, show
+from ._run import SUFFIX, check_target
+from ._verb import Verb
 
 if TYPE_CHECKING:
+    from tenure._show import Report as Shown
     from tenure.profiler import Recording
 
+_FORMATS = ("json", "csv", "html", "trace.json", "timeline.csv", "pickle", "speedscope.json")
 
-def loaded(path: str) -> Recording:
+
+class _Reads(Verb):
+    @classmethod
+    def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument(
+            "files",
+            nargs="*",
+            metavar="FILE",
+            help=f"a recording (default: the newest *{SUFFIX} of this folder)",
+        )
+        add_rows(parser)
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        found = [_loaded(path) for path in arguments.files or [_newest()]]
+        report = self.report_of(found)
+        rows = {"top": arguments.top, "sort": arguments.sort}
+        show(report, report.to_dict(), as_json=arguments.json, **rows)
+        return 0
+
+    def report_of(self, recordings: list[Recording]) -> Shown:
+        raise NotImplementedError
+
+
+class Report(_Reads):
+    """Show what a run took, how it ended, and what grew; of several ranks, side by side.
+
+    FILE was written by tenure run, or by torch.cuda.memory._dump_snapshot().
+    """
+
+    name = "report"
+
+    def report_of(self, recordings: list[Recording]) -> Shown:
+        """One of them, or all as ranks."""
+        from tenure.profiler import RecordedRanks
+
+        return recordings[0] if len(recordings) == 1 else RecordedRanks.of(recordings)
+
+
+class Tree(_Reads):
+    """Show what was alive at the peak as a tree of scopes and lines, the largest first.
+
+    FILE was written by tenure run, or by torch.cuda.memory._dump_snapshot().
+    """
+
+    name = "tree"
+
+    def report_of(self, recordings: list[Recording]) -> Shown:
+        """The tree of the first."""
+        found = recordings[0].tree()
+        if not found.devices:
+            raise CommandError(
+                "The recording tells of no memory: nothing was alive at the end, and no peak was "
+                "recorded. Record one with tenure run --timeline."
+            )
+        return found
+
+
+class Leaks(_Reads):
+    """Show what held more from step to step, and what outlived scopes that report.
+
+    FILE was written by tenure run --leaks.
+    """
+
+    name = "leaks"
+
+    def report_of(self, recordings: list[Recording]) -> Shown:
+        """What the first has found."""
+        return recordings[0].leaks_found()
+
+
+class Diff(_Reads):
+    """Show two runs beside each other: what is new, what is gone, what takes more in the second.
+
+    Both were written by tenure run, or by torch.cuda.memory._dump_snapshot().
+    """
+
+    name = "diff"
+
+    @classmethod
+    def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
+        """Say what it takes."""
+        parser.add_argument("files", nargs=2, metavar="FILE", help="a recording")
+        add_rows(parser)
+
+    def report_of(self, recordings: list[Recording]) -> Shown:
+        """The second beside the first."""
+        from tenure.profiler import RecordingDiff
+
+        return RecordingDiff.of(*recordings)
+
+
+class Export(Verb):
+    """Write a recording for another tool; the end of OUT says which format, or --format.
+
+    json: all of it, in tenure's own format. csv: what was alive, a row for each. html: a page that
+    stands alone.
+
+    Of a timeline: trace.json (chrome://tracing, Perfetto), timeline.csv (a row for each time),
+    pickle (torch's memory_viz), speedscope.json.
+
+    FILE was written by tenure run, or by torch.cuda.memory._dump_snapshot().
+    """
+
+    name = "export"
+
+    @classmethod
+    def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
+        """Say what it takes."""
+        parser.add_argument("file", metavar="FILE", help="a recording")
+        parser.add_argument("-o", "--output", metavar="OUT", required=True, help="where to")
+        parser.add_argument("--format", choices=_FORMATS, help="whatever OUT ends in")
+        parser.add_argument("-f", "--force", action="store_true", help="overwrite OUT")
+        parser.add_argument("--json", action="store_true", help="print JSON")
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        """Read and write."""
+        out = arguments.output
+        check_target(Path(out), replace=arguments.force)
+        recording = _loaded(arguments.file)
+        try:
+            recording.export(out, format=arguments.format)
+        except ProfilerUsageError as error:
+            raise CommandError(str(error)) from None
+        except OSError as error:
+            raise CommandError(f"{out} can't be written: {error.strerror or error}.") from None
+        print(f"Wrote {out}", file=sys.stderr)
+        if arguments.json:
+            print_text(json.dumps({"written": out, "n_bytes": os.path.getsize(out)}))
+        return 0
+
+
+def _newest() -> str:
+    found = sorted(Path().glob(f"*{SUFFIX}"), key=lambda path: path.stat().st_mtime_ns)
+    if not found:
+        raise CommandError(
+            f"There is no *{SUFFIX} in this folder. Name a file, or record one with tenure run."
+        )
+    return str(found[-1])
+
+
+def _loaded(path: str) -> Recording:
     """Read a file of ``tenure run``, or a snapshot of torch.
 
     Raises:

@@ -17,7 +17,7 @@ from ._verb import Verb, byte_size
 if TYPE_CHECKING:
     from ._program import Program, Wanted
 
-_SUFFIX = ".tenure"
+SUFFIX = ".tenure"
 
 
 class Run(Verb):
@@ -61,7 +61,9 @@ class Run(Verb):
         words = arguments.program or arguments.module or arguments.code or []
         is_behind = "-f" in words or "--force" in words
         force = "-f before the program: tenure run -f ..." if is_behind else "-f"
-        check_target(path, replace=arguments.force, force=force)
+        # a name that nobody chose is made a new one, if there is a file of it
+        is_new = arguments.output is None
+        check_target(path, replace=arguments.force or is_new, force=force)
         wanted = wanted_of(arguments)
         settings = Settings(wanted, path, replace=arguments.force, is_quiet=arguments.quiet)
         return partial(run_recorded, program, settings)
@@ -96,9 +98,13 @@ def add_measuring(parser: argparse.ArgumentParser) -> None:
         help="explain the first out-of-memory error, also one that the program handles",
     )
     parser.add_argument(
-        "-o", "--output", metavar="FILE", help="where to (default: NAME.tenure, after PROGRAM)"
+        "-o",
+        "--output",
+        metavar="FILE",
+        help="where to (default: NAME.tenure, after PROGRAM; "
+        "if there is one, NAME.2.tenure and so on)",
     )
-    parser.add_argument("-f", "--force", action="store_true", help="overwrite FILE")
+    parser.add_argument("-f", "--force", action="store_true", help="overwrite FILE, or NAME.tenure")
     parser.add_argument("-q", "--quiet", action="store_true", help="say nothing of FILE")
 
 
@@ -159,7 +165,7 @@ def _program(arguments: argparse.Namespace) -> Program:
 def _path(given: str | None, program: Program) -> Path:
     from ._program import rank_of_environment
 
-    path = Path(given if given is not None else f"{program.name}{_SUFFIX}")
+    path = Path(given if given is not None else f"{program.name}{SUFFIX}")
     rank = rank_of_environment()
     # a folder is refused by its own name
     if rank is not None and not path.is_dir():

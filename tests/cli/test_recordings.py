@@ -111,6 +111,12 @@ def test_export_writes_by_extension_and_overwrites_when_told(files, capsys):
     assert (files / "x.csv").read_text() == "mine"
     out = _printed(["export", "a.tenure", "-f", "--json", "-o", "x.csv"], capsys).out
     assert json.loads(out) == {"written": "x.csv", "n_bytes": (files / "x.csv").stat().st_size}
+    out = _printed(["export", "a.tenure", "-f", "--format", "json", "-o", "x.csv"], capsys).out
+    assert json.loads((files / "x.csv").read_text())["format"] == "tenure.Recording"
+    told = _printed(
+        ["export", "a.tenure", "--format", "trace.json", "-o", "y.json"], capsys, code=2
+    ).err
+    assert "y.json asks for live bytes over time, and there is no timeline" in told
 
 
 @pytest.mark.parametrize(
@@ -119,7 +125,7 @@ def test_export_writes_by_extension_and_overwrites_when_told(files, capsys):
         (["report", "nowhere"], "nowhere can't be read: No such file or directory."),
         (["report", "."], ". can't be read: Is a directory."),
         (["tree", "text.txt"], "text.txt is no file of tenure, or it is damaged"),
-        (["tree", "b.tenure"], "b.tenure tells of no memory"),
+        (["tree", "b.tenure"], "The recording tells of no memory"),
         (["leaks", "text.txt"], "text.txt is no file of tenure"),
         (["diff", "a.tenure", "text.txt"], "text.txt is no file of tenure"),
         (["export", "a.tenure", "-o", "x.xlsx"], "x.xlsx ends in .xlsx"),
@@ -165,14 +171,13 @@ def test_what_a_file_says_commands_no_terminal_in_an_error(data, files, capsys):
     assert len(err) < 20_000
 
 
-def test_a_terminal_without_blocks_gets_what_is_like_them(files, monkeypatch):
+def test_a_terminal_without_blocks_gets_all_else(files, monkeypatch):
     stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", stream)
     assert main(["diff", "a.tenure", "b.tenure"]) == 0
     stream.flush()
     shown = stream.buffer.getvalue()
-    assert b"####" in shown
-    assert b"?" not in shown
+    assert b"6.0 MiB" in shown
 
 
 def test_leaks_that_were_not_looked_for_are_not_said_to_be_none(files, capsys):

@@ -8,4 +8,4 @@ from ._main_module import script_program as script_program
 from ._measuring import Wanted as Wanted
 from ._measuring import rank_of_environment as rank_of_environment
 from ._recorder import Settings as Settings
-from ._run import run_recorded as run_recorded
+from ._recorder import run_recorded as run_recorded

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from tenure._cells import Expression, run_cell
 
-from ._errors_of_theirs import end_of
-from ._instrument import Instrument
-from ._measuring import Measuring, Wanted, facts_of, say
+from ._ends import end_of
+from ._measuring import Found, Measuring, Wanted, facts_of
 
 if TYPE_CHECKING:
     from tenure.profiler import LineProfiler, Recording, SnapshotDiff
@@ -19,51 +18,43 @@ if TYPE_CHECKING:
 _TO_ITS_END = "came to its end"
 
 
-class CellLines(Instrument):
+class CellLines:
     """``--lines`` of a cell, whose functions it may define itself.
 
     Args:
         asked: expressions for functions.
-
-    Attributes:
-        look: is to be called before each statement.
     """
 
     def __init__(self, asked: list[Expression]) -> None:
-        super().__init__()
         self._asked = asked
         self._profiler: LineProfiler | None = None
-
-    def begin(self) -> None:
-        from tenure.profiler import LineProfiler
-
-        self._profiler = LineProfiler()
-        self.look()
-        self._profiler.enable()
+        self._notes: list[str] = []
 
     def look(self) -> None:
-        """Measure the functions that are there by now."""
+        """Measure the functions that are there by now; to be called before each statement."""
         from tenure.profiler import ProfilerUsageError
 
-        for each in self._asked:
+        for each in self._asked if self._profiler is not None else ():
             function = each.value()
             try:
                 if function is not None and self._profiler is not None:
                     self._profiler.add_function(function)
             except ProfilerUsageError as error:
-                self.notes.append(f"--lines: {error}")
+                self._notes.append(f"--lines: {error}")
 
-    def end(self, error: BaseException | None) -> None:
-        if self._profiler is not None:
+    def measured(self, notes: list[str]) -> Found:
+        """Measure them from now on."""
+        from tenure.profiler import LineProfiler
+
+        self._profiler, self._notes = LineProfiler(), notes
+        self.look()
+        with self._profiler:
+            yield
             # what only the last statement has defined was not misspelled
             self.look()
-            self._profiler.disable()
-
-    def found(self) -> dict[str, Any]:
-        self.notes += [f"--lines: {each.missing}" for each in self._asked if not each.is_known]
-        if self._profiler is None or not self._profiler.functions:
-            return {}
-        return {"lines": self._profiler.display()}
+        yield
+        notes += [f"--lines: {each.missing}" for each in self._asked if not each.is_known]
+        return {"lines": self._profiler.display()} if self._profiler.functions else {}
 
 
 def run_cell_recorded(
@@ -88,7 +79,7 @@ def run_cell_recorded(
     from tenure.profiler import snapshot
 
     lines = CellLines(functions)
-    measuring = Measuring(wanted, lines if functions else None, say)
+    measuring = Measuring(wanted, lines if functions else None)
     before = snapshot() if wanted.leaks else None
     began_at, began = datetime.now(UTC).isoformat(timespec="seconds"), perf_counter()
 
@@ -98,7 +89,7 @@ def run_cell_recorded(
         end = end_of(error)
         end = end._replace(text=_TO_ITS_END) if error is None else end
         recording = measuring.recording(facts_of(command, began_at, duration_s, end), [])
-        after = measuring.at_end()
+        after = measuring.at_end
         left = None if before is None or after is None else after.diff(before)
         told(recording, left)
 

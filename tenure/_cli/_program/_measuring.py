@@ -1,31 +1,47 @@
 """All that is measured of one run, begun and ended together.
 
+Each option of ``tenure run`` is a generator: it begins to measure, waits for the end of the program
+and its error, ends, waits until all have ended, and returns fields of the recording.
+
 Invariant: whatever happens in here, what runs goes on, and ends as it would; what went wrong is a
 note in the recording.
 """
 
 from __future__ import annotations
 
+import dis
 import os
 import platform
 import sys
 import threading
-from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Callable, Generator, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from traceback import walk_stack, walk_tb
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import tenure
 from tenure._visible import visible
 
-from ._errors_of_theirs import End
-from ._instrument import Instrument
-from ._instruments import Budget, Memory, OnOom, OverTime
-from ._leaks import Leaks
+from ._ends import End
 
 if TYPE_CHECKING:
-    from tenure.profiler import Recording, Snapshot
+    from tenure.profiler import MemReport, Recording, Snapshot
+    from tenure.scopes import LeakReport
+
+    from ._cell import CellLines
+    from ._lines import Lines
+
+Found = Generator[None, BaseException | None, dict[str, Any]]
+MAIN = "__main__"
+_MOST_ROWS, _MOST_REPORTS = 2000, 100
+_OF_ONE_THREAD = ("--budget", "--timeline", "--on-oom")
+"""These see, and end on, the thread alone on which they have begun."""
+_AT_END = "at the end"
+# what is left of `main()`, and of `sys.exit(main())`
+_OPS = frozenset({"POP_TOP", "PRECALL", "CALL", "LOAD_CONST", "LOAD_SMALL_INT", "NOP"})
+_ENDS = frozenset({"RETURN_VALUE", "RETURN_CONST"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,117 +66,333 @@ class Wanted:
 
 
 class Measuring:
-    """The instruments of one run.
+    """What is measured of one run.
 
     Args:
-        wanted: what is measured.
-        lines: what measures lines, which know what runs; or None.
-        told: is called with a line for who waits, where an instrument can't begin.
+        wanted: what that is.
+        lines: what measures lines, which knows what runs; or None.
+
+    Attributes:
+        at_end: what was alive at the end, once it has ended; None where that could not be told.
     """
 
-    def __init__(
-        self, wanted: Wanted, lines: Instrument | None, told: Callable[[str], None]
-    ) -> None:
-        self._instruments = _instruments(wanted, lines)
-        self._told = told
+    def __init__(self, wanted: Wanted, lines: Lines | CellLines | None) -> None:
+        self.at_end: Snapshot | None = None
         self._notes: list[str] = []
+        self._running: dict[str, Found] = {}
+        self._found: dict[str, Any] = {"peaks": {}, "seeks_leaks": False}
+        self._to_begin: dict[str, Callable[[], Found]] = {}
+        if lines is not None:
+            # it tries the allocator out, which is none of what the program takes
+            self._to_begin["--lines"] = lambda: lines.measured(self._notes)
+        if (n_bytes := wanted.budget_bytes) is not None:
+            # below those that see what it refuses
+            self._to_begin["--budget"] = lambda: _budget(n_bytes)
+        if wanted.timeline:
+            self._to_begin["--timeline"] = self._timeline
+        if wanted.on_oom:
+            self._to_begin["--on-oom"] = lambda: _oom(sees_handled=wanted.handled_oom)
+        # what frames of an error hold is looked at before the others end
+        self._to_begin[_AT_END] = lambda: self._heap(seeks_growth=wanted.leaks)
 
     def begin(self) -> None:
-        """Measure from now on."""
+        """Measure from now on; what begins first ends last."""
         if threading.current_thread() is not threading.main_thread():
-            self._leave_main_thread_alone()
-        for instrument in self._instruments:
-            self._safely(instrument, instrument.begin, is_told=True)
-
-    def _leave_main_thread_alone(self) -> None:
-        """What is of one thread is not begun on another one, where nobody could end it."""
-        bound = [each for each in self._instruments if each.is_of_one_thread]
-        self._instruments = [each for each in self._instruments if each not in bound]
-        if bound:
-            options = ", ".join(each.option for each in bound)
-            note = f"{options} left out: torch was imported on another thread than the main one"
-            self._notes.append(note)
-            self._told(f"tenure run: {note}. Import it in the program itself.")
+            bound = [option for option in _OF_ONE_THREAD if self._to_begin.pop(option, None)]
+            if bound:
+                told = f"{', '.join(bound)} left out: torch was imported on another thread than "
+                self._notes.append(f"{told}the main one")
+                say(f"tenure run: {self._notes[-1]}. Import it in the program itself.")
+        for option, begin in self._to_begin.items():
+            self._running[option] = begin()
+            if note := self._go_on(option, None):
+                say(f"tenure run: {note}")
 
     def end(self, error: BaseException | None) -> None:
-        """Measure no more; what began first ends last."""
-        for instrument in reversed(self._instruments):
-            self._safely(instrument, partial(instrument.end, error))
+        """Measure no more."""
+        for option in reversed(list(self._running)):
+            self._go_on(option, error)
 
     def abandon(self) -> None:
-        """Stand aside in a child."""
-        for instrument in reversed(self._instruments):
+        """Stand aside in a child, which runs plainly."""
+        for option in reversed(self._running):
             with suppress(Exception):
-                instrument.abandon()
+                self._running[option].close()
 
-    def leave_out(self, kind: type[Instrument]) -> None:
-        """Tell nothing of what such an instrument found."""
-        self._instruments = [each for each in self._instruments if type(each) is not kind]
-
-    def at_end(self) -> Snapshot | None:
-        """What was alive at the end; None where that could not be told."""
-        found = (each.at_end for each in self._instruments if isinstance(each, Memory))
-        return next(found, None)
-
-    def recording(self, facts: dict[str, Any], notes: list[str]) -> Recording:
+    def recording(
+        self, facts: dict[str, Any], notes: list[str], *, with_memory: bool = True
+    ) -> Recording:
         """What was found.
 
         Args:
             facts: as `facts_of` gives them.
             notes: what else is to be said.
+            with_memory: whether to tell what was alive at the end, which may be much.
         """
         import torch
 
         from tenure.profiler import Recording
 
+        for option in list(self._running):
+            self._go_on(option, None)
         facts["versions"]["torch"] = str(torch.__version__)
-        found: dict[str, Any] = {"peaks": {}, "seeks_leaks": False}
-        for instrument in self._instruments:
+        found = self._found if with_memory else {**self._found, "memory": None}
+        all_notes = tuple(dict.fromkeys([*notes, *self._notes]))
+        return Recording(**facts, **found, notes=all_notes)
 
-            def take(each: Instrument = instrument) -> None:
-                told = each.found()
-                for device, n_bytes in told.pop("peaks", {}).items():
-                    # of two that count the one that sees more
-                    found["peaks"][device] = max(n_bytes, found["peaks"].get(device, 0))
-                found.update(told)
-
-            self._safely(instrument, take)
-        theirs = [note for each in self._instruments for note in each.notes]
-        all_of_them = tuple(dict.fromkeys([*notes, *self._notes, *theirs]))
-        return Recording(**facts, **found, notes=all_of_them)
-
-    def _safely(self, instrument: Instrument, act: Any, *, is_told: bool = False) -> None:
+    def _go_on(self, option: str, error: BaseException | None) -> str:
+        """Let one go on to where it waits next; a failure is a note, which is returned."""
         try:
-            act()
+            self._running[option].send(error)
+        except StopIteration as done:
+            del self._running[option]
+            found = done.value
+            for device, n_bytes in found.pop("peaks", {}).items():
+                # of two that count the one that sees more
+                peaks = self._found["peaks"]
+                peaks[device] = max(n_bytes, peaks.get(device, 0))
+            self._found.update(found)
         # a measurement that fails must not become an error of the program
-        except Exception as error:
-            note = f"{instrument.option}: {type(error).__name__}: {' '.join(str(error).split())}"
+        except Exception as failure:
+            self._running.pop(option, None)
+            note = f"{option}: {type(failure).__name__}: {' '.join(str(failure).split())}"
             self._notes.append(note)
-            if is_told:
-                self._told(f"tenure run: {note}")
+            return note
+        return ""
+
+    def _timeline(self) -> Found:
+        """``--timeline``: live bytes over time."""
+        from tenure.profiler import Timeline
+
+        ours = _files_below(sys._getframe())
+        with Timeline() as timeline:
+            yield
+        yield
+        report = timeline.report
+        self._notes += [f"--timeline: {note}" for note in report.notes]
+
+        def without_us(row: Any) -> Any:
+            files = (os.path.abspath(place.rpartition(":")[0]) for place in row.stack)
+            pairs = zip(row.stack, files, strict=True)
+            return replace(row, stack=tuple(place for place, file in pairs if file not in ours))
+
+        devices = tuple(
+            replace(device, at_peak=tuple(map(without_us, device.at_peak)))
+            for device in report.devices
+        )
+        peaks = {device.device: device.peak_bytes for device in devices}
+        return {"timeline": replace(report, devices=devices), "peaks": peaks}
+
+    def _heap(self, *, seeks_growth: bool) -> Found:
+        """What was alive at the end; and what grew, and outlived scopes that report."""
+        from tenure._registries import leak_watchers
+        from tenure.profiler import GrowthWatch, snapshot
+
+        watch = GrowthWatch()
+        reports: list[LeakReport] = []
+        n_reports = 0
+        last: FrameType | None = None
+
+        def note_report(report: LeakReport) -> None:
+            nonlocal n_reports
+            n_reports += 1
+            if n_reports <= _MOST_REPORTS:
+                reports.append(report)
+
+        def note_last_function() -> None:
+            nonlocal last
+            last = _last_function(sys._getframe())
+
+        with ExitStack() as stack:
+            if seeks_growth:
+                leak_watchers.append(note_report)
+                stack.callback(leak_watchers.remove, note_report)
+                watch._before_look = note_last_function
+                stack.enter_context(watch)
+            error = yield
+            try:
+                with _variables_of(error, last):
+                    self.at_end = snapshot()
+            except MemoryError:
+                told = "what was alive at the end could not be told: too little memory was left"
+                self._notes.append(told)
+        last = None
+        found: dict[str, Any] = {"peaks": _peaks()}
+        if self.at_end is not None:
+            found["memory"] = self._cut(self.at_end.report)
+        if seeks_growth:
+            found["seeks_leaks"], found["growth"] = True, watch.growth(at_end=self.at_end)
+            found |= watch._looks_told(with_end=self.at_end is not None)
+        yield
+        self._notes += [f"--leaks: {note}" for note in watch.notes]
+        if more := n_reports - len(reports):
+            told = f"--leaks: {more} more scopes reported leaks, which are left out"
+            self._notes.append(told)
+        return {**found, "leaks": tuple(reports)}
+
+    def _cut(self, report: MemReport) -> MemReport:
+        """Bounded: a process that is full of small tensors has to write this, too."""
+        devices = []
+        for device in report.devices:
+            rows = sorted(device.rows, key=lambda row: -row.counted_bytes)[:_MOST_ROWS]
+            if len(rows) < len(device.rows):
+                told = f"of {len(device.rows)} tensors on {device.device} at the end, the "
+                self._notes.append(f"{told}{_MOST_ROWS} largest are listed")
+            devices.append(replace(device, rows=tuple(rows)))
+        return replace(report, devices=tuple(devices))
 
 
-def _instruments(wanted: Wanted, lines: Instrument | None) -> list[Instrument]:
-    """Those asked for; what begins first ends last."""
-    leaks = Leaks() if wanted.leaks else None
-    found: list[Instrument | None] = [
-        leaks,
-        # it tries the allocator out, which is none of what the program takes
-        lines,
-        # below those that see what it refuses
-        None if wanted.budget_bytes is None else Budget(wanted.budget_bytes),
-        OverTime() if wanted.timeline else None,
-        OnOom(sees_handled=wanted.handled_oom) if wanted.on_oom else None,
-        # what frames of an error hold is looked at before the others end
-        Memory(leaks),
-    ]
-    return [each for each in found if each is not None]
+def _budget(n_bytes: int) -> Found:
+    """``--budget``: the program can hold only so much."""
+    import torch
+
+    from tenure.adaptive import memory_budget
+
+    device = torch.accelerator.current_accelerator(check_available=True)
+    budget = memory_budget(n_bytes, "cpu" if device is None else device)
+    budget.__enter__()
+    try:
+        yield
+    finally:
+        # whatever else the program left open is no error of it
+        with suppress(Exception):
+            budget.__exit__(None, None, None)
+    yield
+    return {"peaks": {str(budget.device): budget.peak_bytes}}
+
+
+def _oom(*, sees_handled: bool) -> Found:
+    """An out-of-memory error, explained.
+
+    Args:
+        sees_handled: whether errors are seen as they are raised, which costs each call of torch.
+    """
+    from tenure.profiler import record_oom
+
+    recorder = record_oom()
+    if not sees_handled:
+        recorder._watch.set_aside()
+    error: BaseException | None = None
+    try:
+        error = yield
+    finally:
+        kind, frames = (type(error), error.__traceback__) if error else (None, None)
+        recorder.__exit__(kind, error, frames)
+    # they are not to be kept
+    del error, frames
+    yield
+    return {} if recorder.report is None else {"oom": recorder.report}
+
+
+def _peaks() -> dict[str, int]:
+    """The most that the allocators of accelerators had in use, where the program used one."""
+    import torch
+
+    peaks: dict[str, int] = {}
+    for kind in ("cuda", "xpu"):
+        module: Any = getattr(torch, kind)
+        # asking would set it up
+        if module.is_initialized():
+            for i in range(module.device_count()):
+                if n_bytes := int(module.max_memory_allocated(i)):
+                    peaks[f"{kind}:{i}"] = n_bytes
+    return peaks
+
+
+def _files_below(frame: FrameType | None) -> set[str]:
+    """The files of the frames from the one that runs the program outwards."""
+    found: set[str] = set()
+    is_below = False
+    while frame is not None:
+        is_below = is_below or frame.f_code.co_name == "run_recorded"
+        if is_below:
+            found.add(os.path.abspath(frame.f_code.co_filename))
+        frame = frame.f_back
+    return found
+
+
+@contextmanager
+def _variables_of(error: BaseException | None, last: FrameType | None) -> Iterator[None]:
+    """A block in which variables of functions that the program has ended in are named."""
+    from tenure._registries import ended_frames
+
+    frames = [each for each, _ in walk_tb(None if error is None else error.__traceback__)]
+    if last is not None:
+        frames.append(last)
+    # what runs still has variables by itself
+    running = {id(frame) for frame, _ in walk_stack(sys._getframe())}
+    ended_frames.extend({id(each): each for each in frames if id(each) not in running}.values())
+    try:
+        yield
+    finally:
+        ended_frames.clear()
+
+
+def _last_function(frame: FrameType | None) -> FrameType | None:
+    """The frame that the last statement of ``__main__`` has called, such as that of `main()`.
+
+    Its variables are still there at the end if its frame is held meanwhile, which changes nothing
+    of the program: nothing of it runs after that function, but for an exit.
+    """
+    space = getattr(sys.modules.get(MAIN), "__dict__", None)
+    while frame is not None and (caller := frame.f_back) is not None:
+        if caller.f_globals is space and caller.f_code.co_name == "<module>":
+            rest = (each for each in dis.get_instructions(caller.f_code))
+            after = [each.opname for each in rest if each.offset > caller.f_lasti]
+            end = next((i for i, name in enumerate(after) if name in _ENDS), None)
+            is_last = end is not None and _OPS.issuperset(after[:end])
+            return frame if is_last else None
+        frame = caller
+    return None
+
+
+def children_in_words(n_forked: int) -> list[str]:
+    """What is to be said of processes that a program has started, such as workers of a loader.
+
+    Args:
+        n_forked: how often this process was forked.
+    """
+    # what multiprocessing has made, which may start them in another way
+    counter = getattr(sys.modules.get("multiprocessing.process"), "_process_counter", None)
+    n_made = int(repr(counter)[len("count(") : -1]) - 1 if counter is not None else 0
+    n_children = max(n_forked, n_made)
+    if not n_children:
+        return []
+    import psutil
+
+    from tenure._text import counted, format_bytes
+
+    most_bytes = 0
+    with suppress(ImportError):  # on Windows
+        import resource
+
+        unit = 1 if sys.platform == "darwin" else 1024
+        most_bytes = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * unit
+    for child in psutil.Process().children(recursive=True):
+        # one may have ended meanwhile
+        with suppress(psutil.Error):
+            most_bytes = max(most_bytes, child.memory_info().rss)
+    were = "was" if n_children == 1 else "were"
+    told = f"{counted(n_children, 'child process')} {were} not recorded"
+    return [f"{told}; the largest took {format_bytes(most_bytes)} of RAM at most"]
+
+
+def ram_bytes() -> int:
+    """The most RAM that this process has had."""
+    try:
+        import resource
+    except ImportError:  # on Windows
+        import psutil
+
+        return int(psutil.Process().memory_info().peak_wset)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def facts_of(
     command: tuple[str, ...], began_at: str, duration_s: float, end: End
 ) -> dict[str, Any]:
-    """The fields of a recording that are no instrument's.
+    """The fields of a recording that nothing has measured.
 
     Args:
         command: what was run.

@@ -1,4 +1,4 @@
-"""The recording of this process: begun before the program, written when the process ends.
+"""A program that runs in this process, and the recording of it, written when the process ends.
 
 Invariant: whatever happens in here, the program goes on, and ends as it would; what went wrong is
 a note in the recording, or a line on the standard error.
@@ -20,33 +20,16 @@ from typing import Any
 from tenure._report_files import write_facts
 from tenure._reserve import Reserve
 
-from ._errors_of_theirs import End, end_by_signal, end_of
+from ._ends import End, end_by_signal, end_of, tell_without_us
 from ._imports import Imports
-from ._instruments import MAIN, Lines, Memory
+from ._lines import Lines
 from ._main_module import Program
-from ._measuring import Measuring, Wanted, facts_of, say
+from ._measuring import MAIN, Measuring, Wanted, children_in_words, facts_of, ram_bytes, say
 from ._own_modules import own_modules
 from ._signals import Deaths
 
 # What it takes to look, and then to write, where the process may have no more.
 _RESERVES_BYTES = (48 << 20, 24 << 20)
-# a recording of a program without torch, which is not imported for its sake
-_EMPTY: dict[str, Any] = {
-    "format": "tenure.Recording",
-    "version": 1,
-    "peaks": {},
-    "seeks_leaks": False,
-    "n_looks": None,
-    "look_steps": [],
-    "n_steps": None,
-    "leaks": [],
-    "growth": [],
-    "lines": None,
-    "memory": None,
-    "timeline": None,
-    "oom": None,
-    "tracks": [],
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,16 +39,37 @@ class Settings:
     Attributes:
         wanted: what is to be measured.
         path: where the recording goes.
-        replace: a file of this name may go.
+        replace: a file of this name may go; else the next free name is taken.
         is_quiet: nothing is said of the recording.
-        next_command: what is said to be typed next, where the file is put in.
     """
 
     wanted: Wanted
     path: Path
     replace: bool = False
     is_quiet: bool = False
-    next_command: str = "tenure report {}"
+
+
+def run_recorded(program: Program, settings: Settings) -> int:
+    """Run a program in this process, and record it.
+
+    Returns:
+        The exit code of a program that came to its end.
+
+    Raises:
+        BaseException: whatever the program raises, so that the interpreter tells it and ends with
+            the code that it has for it.
+    """
+    recorder = Recorder(program, settings)
+    program.become_main()
+    recorder.begin()
+    try:
+        program.execute(recorder.on_code)
+    except BaseException as error:
+        recorder.ended(error)
+        tell_without_us(error)
+        raise
+    recorder.ended(None)
+    return 0
 
 
 class Recorder:
@@ -85,11 +89,11 @@ class Recorder:
         self._end: End | None = None
         self._has_torch = False
         self._is_written = False
-        self._summary: tuple[str, ...] = ()
-        self._notes: list[str] = []
+        self._n_forked = 0
+        self._summary: list[str] = []
         asked = settings.wanted.lines
         self._lines = Lines(asked, _main_names(program)) if asked else None
-        self._measuring = Measuring(settings.wanted, self._lines, say)
+        self._measuring = Measuring(settings.wanted, self._lines)
         self._deaths = Deaths(self._die)
         self._imports = self._watched_imports()
         self._reserves = [Reserve(n_bytes) for n_bytes in _RESERVES_BYTES]
@@ -103,7 +107,7 @@ class Recorder:
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(
                 before=self._deaths.before_fork,
-                after_in_parent=self._deaths.after_fork,
+                after_in_parent=self._forked,
                 after_in_child=self._abandon,
             )
         self._deaths.begin()
@@ -138,10 +142,9 @@ class Recorder:
         on_code: dict[str, Callable[[str, CodeType], None]] = {}
         on_done: dict[str, Callable[[], None]] = {"torch": self._torch_is_there}
         if self._lines is not None:
-            lines = self._lines
-            for name in lines.modules:
-                on_code[name] = lines.on_code
-                on_done[name] = partial(lines.on_module, name)
+            for name in self._lines.modules:
+                on_code[name] = self._lines.on_code
+                on_done[name] = partial(self._lines.on_module, name)
         return Imports(on_code, on_done)
 
     def _torch_is_there(self) -> None:
@@ -152,6 +155,10 @@ class Recorder:
             self._measuring.begin()
 
     # --- the end
+
+    def _forked(self) -> None:
+        self._n_forked += 1
+        self._deaths.after_fork()
 
     def _abandon(self) -> None:
         """In a child: run plainly, write nothing."""
@@ -185,59 +192,52 @@ class Recorder:
             return
         self._is_written = True
         self._free_reserve()
-        path = self._settings.path
+        path, replace = self._settings.path, self._settings.replace
         try:
             with own_modules.ours():
-                written = self._written()
+                try:
+                    path = write_facts(path, self._facts(), replace=replace)
+                except MemoryError:
+                    # what was alive is most of it
+                    path = write_facts(path, self._facts(with_memory=False), replace=replace)
         except Exception as error:
             reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
             say(f"tenure run: error: {path} could not be written: {reason}")
             return
         if not self._settings.is_quiet:
+            # for the shell, which has not gone with the program
+            inside = os.path.relpath(path, self._folder)
+            shown = str(path) if inside.startswith(os.pardir) else inside
             for line in self._summary:
                 say(line)
-            shown = _shown(written, self._folder)
-            say(f"Wrote {shown}. See it with: {self._settings.next_command.format(shown)}")
-
-    def _written(self) -> Path:
-        path, replace = self._settings.path, self._settings.replace
-        try:
-            return write_facts(path, self._facts(), replace=replace)
-        except MemoryError:
-            # what was alive is most of it
-            self._measuring.leave_out(Memory)
-            self._notes.append("what was alive at the end is left out: too little memory was left")
-            return write_facts(path, self._facts(), replace=replace)
+            say(f"Wrote {shown}. See it with: tenure report {shown}")
 
     def _free_reserve(self) -> None:
         if self._reserves:
             self._reserves.pop(0).free()
 
-    def _facts(self) -> dict[str, Any]:
+    def _facts(self, *, with_memory: bool = True) -> dict[str, Any]:
         end = self._end or End("ended outside of its code", 0)
         facts = facts_of(self._program.command, self._began_at, self._duration_s or 0.0, end)
         if not self._has_torch:
-            self._notes.append("the program did not import torch")
-            # no tuple: nothing of a report makes it plain
-            facts["command"] = list(self._program.command)
-            sought = {"seeks_leaks": self._settings.wanted.leaks, "n_looks": 0, "n_steps": 0}
-            return {**_EMPTY, **sought, **facts, "notes": self._notes}
-        recording = self._measuring.recording(facts, self._notes)
-        # a name that was mistaken is told at once
-        missing = (f"tenure run: {note}" for note in recording.notes if note.startswith("--lines"))
-        self._summary = (*missing, *recording.summary().splitlines())
+            # torch is not imported for the sake of a program that did not
+            facts |= {"format": "tenure.Recording", "version": 1}
+            facts |= {"seeks_leaks": self._settings.wanted.leaks, "n_looks": 0, "n_steps": 0}
+            facts["notes"] = ["the program did not import torch"]
+            return {**facts, "command": list(self._program.command)}
+        notes = children_in_words(self._n_forked)
+        if not with_memory:
+            notes.append("what was alive at the end is left out: too little memory was left")
+        facts["ram_bytes"] = ram_bytes()
+        recording = self._measuring.recording(facts, notes, with_memory=with_memory)
+        # a name that was mistaken, and what was not seen, is told at once
+        missing = [f"tenure run: {note}" for note in recording.notes if note.startswith("--lines")]
+        self._summary = [*missing, *recording.summary().splitlines(), *notes]
         found: dict[str, Any] = recording.to_dict()
         return found
 
 
 def _main_names(program: Program) -> tuple[str, ...]:
-    module = getattr(program, "module", None)
-    if module is not None:
-        return (module, f"{module}.{MAIN}")
+    if program.module:
+        return (program.module, f"{program.module}.{MAIN}")
     return (program.argv[0], os.path.basename(program.argv[0]))
-
-
-def _shown(path: Path, folder: str) -> str:
-    # for the shell, which has not gone with the program
-    inside = os.path.relpath(path, folder)
-    return str(path) if inside.startswith(os.pardir) else inside
