@@ -247,12 +247,6 @@ def c_library_slack_bytes() -> int | None:
     return None if figures is None else int(figures.fordblks)
 
 
-def allocated_bytes() -> int:
-    """What the C library has allocated, to the byte; where it does not tell, what lies in RAM."""
-    figures = _malloc_figures()
-    return resident_bytes() if figures is None else int(figures.uordblks + figures.hblkhd)
-
-
 def _malloc_figures() -> Any:
     function = getattr(_c_library(), "mallinfo2", None)
     if function is None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
-from typing import NamedTuple, TypeVar
+from dataclasses import replace
+from itertools import pairwise
+from typing import TypeVar
 
 import pytest
 
@@ -16,32 +17,18 @@ _Item = TypeVar("_Item")
 _GROWTH = ("growth", "graph")
 
 
-class _Look(NamedTuple):
-    """What was alive after some steps."""
-
-    n_done: int
-    seen: Snapshot
-
-
-@dataclass(eq=False, slots=True)
-class _Loop:
-    """One that has begun: how many steps it has, and how many of them were done."""
-
-    n_steps: int
-    n_done: int = 0
-
-
 class TensorGrowth:
     """Goes through items, and fails the test where what is alive grows with each of them."""
 
     def __init__(self) -> None:
-        self._left: list[_Loop] = []
+        # of each loop that has begun and not ended, how many steps were done, and of how many
+        self._left: dict[object, tuple[int, int]] = {}
 
     def check_ended(self) -> None:
         """Fail the test that has left a loop before its end, where nothing was looked at."""
-        for loop in self._left:
+        for n_done, n_steps in self._left.values():
             pytest.fail(
-                f"the loop was left after {loop.n_done} of {counted(loop.n_steps, 'step')}, so "
+                f"the loop was left after {n_done} of {counted(n_steps, 'step')}, so "
                 "growth was not looked for. Let it run to its end, or give it as many steps=.",
                 pytrace=False,
             )
@@ -86,17 +73,16 @@ class TensorGrowth:
         self, items: Iterator[_Item], warmup: int, n_steps: int, most_bytes: int
     ) -> Iterator[_Item]:
         middle = (warmup + n_steps) // 2
-        watch, looks = GrowthWatch(), list[_Look]()
-        loop = _Loop(n_steps)
-        self._left.append(loop)
+        watch = GrowthWatch()
+        looks: dict[int, Snapshot] = {}
         for n_done in range(n_steps):
             if n_done in (warmup, middle):
-                looks.append(_Look(n_done, watch.look(n_done)))
-            loop.n_done = n_done + 1
+                looks[n_done] = watch.look(n_done)
+            self._left[watch] = n_done + 1, n_steps
             # no name: an item is given up when its step has ended, as a loader gives it up
             yield _next(items, n_done, n_steps)
-        self._left.remove(loop)
-        looks.append(_Look(n_steps, watch.look(n_steps)))
+        del self._left[watch]
+        looks[n_steps] = watch.look(n_steps)
         _check(looks, most_bytes, watch.growth())
 
 
@@ -110,23 +96,21 @@ def _next(items: Iterator[_Item], n_done: int, n_steps: int) -> _Item:
         ) from None
 
 
-def _check(looks: list[_Look], most_bytes: int, found: tuple[Growth, ...]) -> None:
-    first, middle, last = looks
-    grown = min(_bytes_for_a_step(first, middle), _bytes_for_a_step(middle, last))
+def _check(looks: dict[int, Snapshot], most_bytes: int, found: tuple[Growth, ...]) -> None:
+    grown = min(
+        (after.total_bytes - before.total_bytes) / (end - begin)
+        for (begin, before), (end, after) in pairwise(looks.items())
+    )
     if grown <= most_bytes:
         return
-    n_steps = last.n_done - first.n_done
-    change = last.seen.diff(first.seen)
+    first, *_, last = looks
+    change = looks[last].diff(looks[first])
     # what grew at each look is told of the looks, and once
     others = [each for each in change.findings if not found or each.kind not in _GROWTH]
     lines = [
         f"each step left {format_bytes(round(grown))} or more behind, and "
-        f"{format_bytes(most_bytes)} is allowed; in {counted(n_steps, 'step')}:",
+        f"{format_bytes(most_bytes)} is allowed; in {counted(last - first, 'step')}:",
         *(f"- {each}" for each in found),
         str(replace(change, findings=tuple(others))),
     ]
     pytest.fail("\n".join(lines), pytrace=False)
-
-
-def _bytes_for_a_step(before: _Look, after: _Look) -> float:
-    return (after.seen.total_bytes - before.seen.total_bytes) / (after.n_done - before.n_done)
