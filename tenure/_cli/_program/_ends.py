@@ -11,6 +11,8 @@ from typing import NamedTuple
 _OURS = __name__.rpartition(".")[0]
 # they see each operation, or each call of a module
 _MEASURING = ("tenure.profiler._", "tenure.adaptive._memory.", "tenure._torch.modules")
+# torch calls what measures through these
+_BESIDE = frozenset({"torch._ops", "torch._compile", "torch._dynamo.eval_frame"})
 # no frame below it is the program's, and only Ctrl-C raises there
 _LOOKING = "tenure.profiler._recording._growth"
 
@@ -82,7 +84,8 @@ def _theirs(frames: TracebackType | None) -> TracebackType | None:
 
     What the program itself has opened of tenure stands elsewhere, and stays.
     """
-    kept, is_told = list[TracebackType](), False
+    kept = list[TracebackType]()
+    is_told = is_measured = False
     while frames is not None:
         module = frames.tb_frame.f_globals.get("__name__", "")
         if module.startswith(_LOOKING):
@@ -91,14 +94,20 @@ def _theirs(frames: TracebackType | None) -> TracebackType | None:
             is_told = True
         elif module.startswith(_OURS):
             kept.clear()
-        elif not module.startswith(_MEASURING):
+        elif module.startswith(_MEASURING):
+            is_measured = True
+        else:
             kept.append(frames)
         frames = frames.tb_next
-    if is_told:
-        # Python takes these away itself where nobody stands between them
-        kept = [
-            each for each in kept if "<frozen importlib" not in each.tb_frame.f_code.co_filename
-        ]
+    # Python takes the frames of imports away itself where nobody stands between them
+    beside = _BESIDE if is_measured else frozenset[str]()
+    imports = ("<frozen importlib",) if is_told else ()
+    kept = [
+        each
+        for each in kept
+        if each.tb_frame.f_globals.get("__name__", "") not in beside
+        and not each.tb_frame.f_code.co_filename.startswith(imports)
+    ]
     chain: TracebackType | None = None
     for each in reversed(kept):
         chain = TracebackType(chain, each.tb_frame, each.tb_lasti, each.tb_lineno)
