@@ -178,6 +178,10 @@ class Bracket:
         if self._predict is not None:
             factor = max(each.n_bytes / max(1, self._bytes_at(each.size)) for each in below)
             most = self._largest_predicted(self.ok, top, factor)
+            # it may be 1 % less than what fits, and `ok` therefore less than 95 % of that
+            floor = self._floors(top)[0]
+            if most < floor and self._bytes_at(floor) * factor <= limit_bytes:
+                most = floor
             return most, most
         slope = self._slope(below)
         most = top if slope <= 0 else size + int((limit_bytes - n_bytes) / slope + 1e-9)

@@ -134,6 +134,14 @@ def test_a_prediction_however_wrong_costs_no_more_failures(data, cost, share):
     judge(device, bracket, low, high, align, device.close(bracket, measured=True))
 
 
+def test_a_size_that_the_search_of_predictions_left_out_is_tried():
+    # the search stops up to 1 % below 731, of which 694 would be 95 %, and 731 fit
+    fixed, limit = 50 << 20, 400 << 20
+    device = Device(lambda size: int(fixed + (limit - fixed) / 731.5 * size), limit, 1.0)
+    bracket = Bracket(1, 1462, 1, lambda size: int(device.bytes_at(size) * 0.96875))
+    judge(device, bracket, 1, 1462, 1, device.close(bracket, measured=True))
+
+
 @MANY
 @given(costs(kinds=("affine", "convex", "fixed", "steep")))
 def test_a_prediction_that_is_right_gives_95_percent_in_the_first_run(cost):
