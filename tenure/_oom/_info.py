@@ -12,8 +12,7 @@ import errno
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import Enum
-from typing import Any, Final
+from typing import Any, Literal
 
 import torch
 
@@ -43,6 +42,8 @@ _BROKEN_GROUP = Oom("device", retry_safe=False)
 # cudaErrorMemoryAllocation and hipErrorOutOfMemory; torch sets error_code where C++ raises.
 # https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__TYPES.html
 _ALLOCATION = 2
+_Link = tuple[BaseException, Any]
+"""An exception of a chain, and the link of the one above it, through which it was reached."""
 # A build without torch.distributed has no such error.
 _DIST_ERROR: type[RuntimeError] | tuple[()] = getattr(torch.distributed, "DistError", ())
 _LITTLE_BYTES = 1 << 29
@@ -129,20 +130,21 @@ def oom_of_work(exc: BaseException, outside: BaseException | None) -> OomInfo | 
     """
     found: OomInfo | None = None
     seen = _ids_in(outside)
-    waiting = [_Link(exc, None)]
+    waiting: list[_Link] = [(exc, None)]
     while waiting:
         link = waiting.pop()
-        if id(link.exception) in seen:
+        one = link[0]
+        if id(one) in seen:
             continue
-        seen.add(id(link.exception))
-        text = text_of(link.exception)
-        verdict = _verdict_on(link.exception, text)
+        seen.add(id(one))
+        text = text_of(one)
+        verdict = _verdict_on(one, text)
         # it hides those below: to try again would repeat a bug, use a device that no longer works,
         # or swallow an interrupt
-        if verdict is _NEVER:
+        if verdict is False:
             return None
-        if not isinstance(verdict, Oom):
-            waiting.extend(reversed(_links_below(link)))
+        if verdict is None:
+            waiting += [(other, link) for other in _below(one, also_suppressed=False)[::-1]]
         # of several in a group the one after which nothing may be tried again
         elif found is None or (found.retry_safe and not verdict.retry_safe):
             found = _info(verdict, link, text)
@@ -166,14 +168,18 @@ def is_oom(exc: BaseException) -> bool:
     return oom_info(exc) is not None
 
 
-def _info(oom: Oom, link: _Link, text: str) -> OomInfo:
+def _info(oom: Oom, link: _Link | None, text: str) -> OomInfo:
+    chain: list[str] = []
+    while link is not None:
+        chain.append(type_name(link[0]))
+        link = link[1]
     return OomInfo(
         kind=oom.kind,
         device=device_in(text, oom.device),
         requested_bytes=requested_bytes_in(text),
         retry_safe=oom.retry_safe,
         text=text,
-        chain=tuple(type_name(above.exception) for above in link.path()),
+        chain=tuple(chain[::-1]),
     )
 
 
@@ -189,24 +195,6 @@ def _described(value: object) -> str:
     if isinstance(value, type):
         return f"the class {value.__name__}"
     return f"an object of type {type(value).__name__}"
-
-
-@dataclass(frozen=True, slots=True)
-class _Link:
-    """An exception of a chain, and the one above it, through which it was reached."""
-
-    exception: BaseException
-    above: _Link | None
-
-    def path(self) -> list[_Link]:
-        """The links from the top of the chain to this one."""
-        return list(self._upwards())[::-1]
-
-    def _upwards(self) -> Iterator[_Link]:
-        link: _Link | None = self
-        while link is not None:
-            yield link
-            link = link.above
 
 
 def chain_of(exc: BaseException, outside: BaseException | None = None) -> Iterator[BaseException]:
@@ -233,11 +221,6 @@ def _ids_in(outside: BaseException | None) -> set[int]:
     return set() if outside is None else {id(one) for one in chain_of(outside)}
 
 
-def _links_below(link: _Link) -> list[_Link]:
-    """The members of a group, the cause, and the context unless it is suppressed, in this order."""
-    return [_Link(other, link) for other in _below(link.exception, also_suppressed=False)]
-
-
 def _below(exc: BaseException, *, also_suppressed: bool) -> list[BaseException]:
     below = list(_MEMBERS.__get__(exc)) if issubclass(type(exc), BaseExceptionGroup) else []
     below.append(_CAUSE.__get__(exc))
@@ -246,23 +229,25 @@ def _below(exc: BaseException, *, also_suppressed: bool) -> list[BaseException]:
     return [other for other in below if other is not None]
 
 
-class _Never(Enum):
-    NEVER = "never"
+def _verdict_on(exc: BaseException, text: str) -> Oom | Literal[False] | None:
+    """What an exception is by itself; None if that is for those below it in its chain to tell.
 
-
-_NEVER: Final = _Never.NEVER
-"""The verdict on what is no out-of-memory error, whatever stands below it in its chain."""
-
-
-def _verdict_on(exc: BaseException, text: str) -> Oom | _Never | None:
-    """What an exception is by itself: an out-of-memory error, never one, or None for neither."""
+    Returns:
+        False if it is none, whatever stands below it.
+    """
     kind = type(exc)
     if not issubclass(kind, Exception):
         # interrupts and exits, cancellations, and groups that hold one
-        return _NEVER
+        return False
     # A type is certain where a text is a guess; what is never one comes before the texts, because
     # a long one may say both.
-    return _by_type(exc, text) or _never(kind, text) or _by_text(kind, text)
+    if (found := _by_type(exc, text)) is not None:
+        return found
+    never = issubclass(kind, (TenureError, AssertionError)) or NEVER_TEXT.search(text)
+    # the cause of the one tells
+    if never and not issubclass(kind, OutOfRetriesError):
+        return False
+    return _by_text(kind, text)
 
 
 def _by_type(exc: BaseException, text: str) -> Oom | None:
@@ -278,15 +263,6 @@ def _by_type(exc: BaseException, text: str) -> Oom | None:
         return builtin_oom(text) or _DEVICE
     if issubclass(kind, OSError) and _number(exc, "errno") == errno.ENOMEM:
         return _HOST
-    return None
-
-
-def _never(kind: type[BaseException], text: str) -> _Never | None:
-    if issubclass(kind, OutOfRetriesError):
-        # its cause tells
-        return None
-    if issubclass(kind, (TenureError, AssertionError)) or NEVER_TEXT.search(text):
-        return _NEVER
     return None
 
 

@@ -188,42 +188,32 @@ def type_name(exc: BaseException) -> str:
 
 def requested_bytes_in(text: str) -> int | None:
     """The bytes that an allocation asked for, in any unit that allocators print."""
-    matches = (pattern.search(text) for pattern in _REQUESTS)
-    match = next(filter(None, matches), None)
-    return (_bytes_of(match) or None) if match is not None else None
+    return _bytes_of(text, *_REQUESTS) or None
 
 
 def free_bytes_in(text: str) -> int | None:
     """What was free when the allocation failed, as CUDA's texts and those of budgets tell."""
-    match = _FREE.search(text)
-    return _bytes_of(match) if match is not None else None
+    return _bytes_of(text, _FREE)
 
 
 def allowed_bytes_in(text: str) -> int | None:
     """What a fraction lets the process have of a device, as CUDA's texts tell."""
-    match = _ALLOWED.search(text)
-    return _bytes_of(match) if match is not None else None
+    return _bytes_of(text, _ALLOWED)
 
 
 def limit_bytes_in(text: str) -> int | None:
     """How much there is in all: what is allowed, a budget, a limit or the whole device."""
-    allowed = allowed_bytes_in(text)
-    if allowed is not None:
-        return allowed
-    match = next(filter(None, (pattern.search(text) for pattern in _LIMITS)), None)
-    return _bytes_of(match) if match is not None else None
+    return _bytes_of(text, _ALLOWED, *_LIMITS)
 
 
 def own_bytes_in(text: str) -> int | None:
     """What the process itself has of a device, as CUDA's texts tell."""
-    match = _OWN.search(text)
-    return _bytes_of(match) if match is not None else None
+    return _bytes_of(text, _OWN)
 
 
 def unallocated_bytes_in(text: str) -> int | None:
     """What the allocator held for no tensor when it failed, as CUDA's and XPU's texts end."""
-    match = _UNALLOCATED.search(text)
-    return _bytes_of(match) if match is not None else None
+    return _bytes_of(text, _UNALLOCATED)
 
 
 def device_in(text: str, default: str | None) -> str | None:
@@ -236,7 +226,11 @@ def device_in(text: str, default: str | None) -> str | None:
     return f"{device}:{index[1]}" if index else device
 
 
-def _bytes_of(match: re.Match[str]) -> int | None:
+def _bytes_of(text: str, *patterns: re.Pattern[str]) -> int | None:
+    """The number in what the first pattern finds that finds anything."""
+    match = next(filter(None, (pattern.search(text) for pattern in patterns)), None)
+    if match is None:
+        return None
     number, unit = match[1].replace(",", ""), _DECIMAL_UNIT.sub(r"\1iB", match[2] or "bytes")
     try:
         return parse_bytes(f"{number} {unit}")
