@@ -61,7 +61,8 @@ def free_host_bytes(root: Path = Path("/")) -> int:
         root: where the files of the system lie.
     """
     left = [limit - address_space_bytes() for limit in address_space_limits()[:1]]
-    return max(0, min([int(psutil.virtual_memory().available), *_free_in_groups(root), *left]))
+    free = (group.free_bytes for group in _groups(root))
+    return max(0, min([int(psutil.virtual_memory().available), *free, *left]))
 
 
 class GroupMemory(NamedTuple):
@@ -78,13 +79,7 @@ class GroupMemory(NamedTuple):
 
 def tightest_group(root: Path = Path("/")) -> GroupMemory | None:
     """Of the containers around this process the one with the least free; None without a limit."""
-    folders = _folders(root, _text(root / "proc/self/cgroup"))
-    found = [
-        GroupMemory(_number(folder / files.limit) or 0, free_bytes)
-        for folder, files in folders
-        if (free_bytes := _free_in(folder, files)) is not None
-    ]
-    return min(found, key=lambda group: group.free_bytes, default=None)
+    return min(_groups(root), key=lambda group: group.free_bytes, default=None)
 
 
 def data_limit() -> int | None:
@@ -120,12 +115,10 @@ def has_address_space_limits() -> bool:
     return resource is not None
 
 
-def _free_in_groups(root: Path) -> Iterator[int]:
-    """What is free in each group that this process belongs to, and that has a limit."""
-    for folder, files in _folders(root, _text(root / "proc/self/cgroup")):
-        free_bytes = _free_in(folder, files)
-        if free_bytes is not None:
-            yield free_bytes
+def _groups(root: Path) -> list[GroupMemory]:
+    """The groups that this process belongs to, and that have a limit."""
+    folders = _folders(root, _text(root / "proc/self/cgroup"))
+    return [group for each in folders if (group := _group_in(*each)) is not None]
 
 
 @functools.lru_cache(maxsize=8)
@@ -148,7 +141,7 @@ def _folders(root: Path, groups: str) -> tuple[tuple[Path, _Files], ...]:
     return tuple(found)
 
 
-def _free_in(folder: Path, files: _Files) -> int | None:
+def _group_in(folder: Path, files: _Files) -> GroupMemory | None:
     limit_bytes = _number(folder / files.limit)
     if limit_bytes is None or limit_bytes >= _UNLIMITED_BYTES:
         return None
@@ -160,7 +153,7 @@ def _free_in(folder: Path, files: _Files) -> int | None:
         line.split(maxsplit=1) for line in _text(folder / "memory.stat").splitlines() if " " in line
     )
     cache_bytes = int(statistics.get(files.unused_cache, 0))
-    return limit_bytes - max(0, used_bytes - cache_bytes)
+    return GroupMemory(limit_bytes, limit_bytes - max(0, used_bytes - cache_bytes))
 
 
 def _own_groups(text: str) -> dict[_Files, PurePosixPath]:

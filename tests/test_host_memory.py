@@ -6,7 +6,7 @@ import psutil
 import pytest
 
 from tenure import _host_memory as host_memory
-from tenure._host_memory import free_host_bytes
+from tenure._host_memory import GroupMemory, free_host_bytes
 from tenure.adaptive._memory import meter_for
 from tenure.paging._planning._checks import _free_bytes
 
@@ -153,7 +153,7 @@ def test_the_limit_of_the_process_counts(tmp_path, monkeypatch):
 
 
 def test_retries_and_budgets_of_paging_ask_for_it(monkeypatch):
-    monkeypatch.setattr("tenure._host_memory._free_in_groups", lambda root: [70])
+    monkeypatch.setattr("tenure._host_memory._groups", lambda root: [GroupMemory(100, 70)])
     assert meter_for("cpu").available_bytes() == 70
     assert _free_bytes(SimpleNamespace(type="cpu")) == 70
 
