@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -66,24 +66,7 @@ class Cause:
 
 
 Record = tuple[torch.dtype, tuple[int, ...], torch.device, Site | SiteStack | None, Cause]
-"""What a `DisposalRecord` is made of, when somebody asks: most handles die unasked."""
-
-
-class DisposalRecord(NamedTuple):
-    """What a handle was before it was disposed, and why it no longer is."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    device: torch.device
-    created: Site | SiteStack | None
-    cause: Cause
-
-    def __str__(self) -> str:
-        # those of nested tensors are symbols
-        known = all(type(size) is int for size in self.shape)
-        n_bytes = math.prod(self.shape) * self.dtype.itemsize if known else 0
-        origin = f"; it was created at {self.created}" if self.created else ""
-        return f"{describe(self.dtype, self.shape, self.device, n_bytes)}, {self.cause}{origin}"
+"""What a handle was, where it was made, and what disposed it; made text when somebody asks."""
 
 
 class DisposedTensor(Tensor):
@@ -131,10 +114,9 @@ class DisposedTensor(Tensor):
         return ["__class__"]
 
 
-def record_of(tensor: Tensor) -> DisposalRecord | None:
-    """The record of a disposed handle."""
+def _record_of(tensor: Tensor) -> Record | None:
     record: Record | None = object.__getattribute__(tensor, "__dict__").get(RECORD)
-    return None if record is None else DisposalRecord(*record)
+    return record
 
 
 def set_record(tensor: Tensor, record: Record) -> None:
@@ -164,8 +146,8 @@ def _advice_on(tensor: Tensor) -> str:
 
 
 def _own_advice_on(tensor: Tensor) -> str | None:
-    record = record_of(tensor)
-    return record and record.cause.advice
+    record = _record_of(tensor)
+    return None if record is None else record[4].advice
 
 
 def _holder_of(tensor: Tensor) -> str:
@@ -216,5 +198,12 @@ def _refuse(operation: str, trees: tuple[object, ...]) -> NoReturn:
 
 
 def _text_of(tensor: Tensor) -> str:
-    record = record_of(tensor)
-    return "tensor" if record is None else str(record)
+    record = _record_of(tensor)
+    if record is None:
+        return "tensor"
+    dtype, shape, device, created, cause = record
+    # those of nested tensors are symbols
+    known = all(type(size) is int for size in shape)
+    n_bytes = math.prod(shape) * dtype.itemsize if known else 0
+    origin = f"; it was created at {created}" if created else ""
+    return f"{describe(dtype, shape, device, n_bytes)}, {cause}{origin}"

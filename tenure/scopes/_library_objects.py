@@ -18,7 +18,7 @@ from contextlib import suppress
 from itertools import chain
 from types import FrameType
 from typing import Any
-from weakref import ref
+from weakref import WeakValueDictionary
 
 from torch import Tensor, nn
 from torch.nn.modules import module as module_hooks
@@ -63,8 +63,6 @@ _METRICS = "torchmetrics.metric"
 # what a metric computed last, what it puts aside in forward, and what it starts again from
 _KEPT_BY_METRICS = ("_computed", "_forward_cache", "_cache", "_defaults")
 _STATE_CONTAINERS = frozenset({list, tuple, dict, defaultdict, OrderedDict, deque})
-# references that are not worth pruning
-_SMALL = 256
 _NOTHING: _Attributes = {}
 
 
@@ -153,8 +151,8 @@ class _Instances:
         self._state_of = state_of
         first = next(base for base in reversed(cls.__mro__) if "__dict__" in vars(base))
         self._attributes = vars(first)["__dict__"].__get__
-        self._references: dict[int, ref[Any]] = {}
-        self._next_prune = _SMALL
+        # by identity: a class may compute its hash
+        self._known: WeakValueDictionary[int, Any] = WeakValueDictionary()
         patched = dict.fromkeys(("__init__", "__setstate__"), _remembering)
         self.making = Patch(cls, patched, lingers=True)
 
@@ -165,30 +163,16 @@ class _Instances:
 
     def states(self) -> list[Any]:
         """The containers of state of all of them."""
+        # other threads make more meanwhile: the list of references is made in one go
+        alive = [owner for known in self._known.valuerefs() if (owner := known()) is not None]
         # past a __getattribute__ of the user's
-        return list(map(self._state_of, map(self._attributes, self._alive())))
-
-    def _alive(self) -> list[Any]:
-        references = self._references.copy().values()
-        return [owner for reference in references if (owner := reference()) is not None]
+        return list(map(self._state_of, map(self._attributes, alive)))
 
     def add(self, owner: object) -> None:
         """Remember ``owner``, if it is one of the class."""
         # isinstance would run a __getattribute__
-        if not is_kind(type(owner), self._cls):
-            return
-        self._references[id(owner)] = ref(owner)
-        if len(self._references) >= self._next_prune:
-            self._prune()
-            self._next_prune = max(_SMALL, 2 * len(self._references))
-
-    def _prune(self) -> None:
-        """Forget the dead; other threads add theirs meanwhile, also at the address of one."""
-        for key, reference in self._references.copy().items():
-            if reference() is None:
-                taken = self._references.pop(key, None)
-                if taken is not None and taken is not reference:
-                    self._references[key] = taken
+        if is_kind(type(owner), self._cls):
+            self._known[id(owner)] = owner
 
 
 def held_as_state(wanted: set[int]) -> set[int]:

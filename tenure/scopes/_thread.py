@@ -28,14 +28,6 @@ _ONE_THREAD = (
     "A scope is used on the thread that opened it: hand a tensor over with detach_from_scope() "
     "there and attach_to_scope() here."
 )
-_COUNTERS = (
-    "created_in_scope",
-    "disposed_in_scope",
-    "released_in_scope",
-    "attached_to_scope",
-    "detached_from_scope",
-    "disposed_outside_scope",
-)
 
 
 class ThreadScopes:
@@ -223,8 +215,9 @@ class ScopeStatistics:
         self._thread = thread
 
     def __getattr__(self, name: str) -> int:
-        if name not in _COUNTERS:
-            raise AttributeError(f"ScopeStatistics has no counter {name!r}; it has {_COUNTERS}.")
+        known = ScopeStatistics.__annotations__
+        if name not in known:
+            raise AttributeError(f"ScopeStatistics has no counter {name!r}; it has {(*known,)}.")
         return _counts(self._thread)[name] - self._thread.counts_at_reset.get(name, 0)
 
     @property
@@ -238,7 +231,7 @@ class ScopeStatistics:
 
     def to_dict(self) -> dict[str, int]:
         """The counters of this moment, by name."""
-        return {name: getattr(self, name) for name in (*_COUNTERS, "live")}
+        return {name: getattr(self, name) for name in (*_counts(self._thread), "live")}
 
     def __str__(self) -> str:
         return "; ".join(f"{name}: {count}" for name, count in self.to_dict().items())
