@@ -153,7 +153,7 @@ class _Instances:
         self._attributes = vars(first)["__dict__"].__get__
         # by identity: a class may compute its hash
         self._known: WeakValueDictionary[int, Any] = WeakValueDictionary()
-        patched = dict.fromkeys(("__init__", "__setstate__"), _remembering)
+        patched = {"__init__": _remembering, "__setstate__": _remembering}
         self.making = Patch(cls, patched, lingers=True)
 
     def learn(self, heap: list[Any]) -> None:
