@@ -11,11 +11,13 @@ from ._collector import judged as judged
 from ._collector import live_tensors as live_tensors
 from ._collector import tracked_objects as tracked_objects
 from ._collector import wait_for_readers as wait_for_readers
+from ._graphs import Graphs as Graphs
+from ._graphs import Referent as Referent
 from ._holders import Holder as Holder
 from ._holders import find_holders as find_holders
 from ._holders import weigh_holders as weigh_holders
+from ._image import Image as Image
 from ._index import Referrers as Referrers
-from ._nodes import below as below
 from ._nodes import is_node as is_node
 from ._nodes import is_node_class as is_node_class
 from ._nodes import slot_names as slot_names

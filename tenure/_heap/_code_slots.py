@@ -9,7 +9,6 @@ thread is held by no object.
 import contextvars
 import functools
 import gc
-import sys
 import types
 from collections.abc import Iterator
 from typing import Any, cast
@@ -28,13 +27,9 @@ _KINDS: tuple[tuple[type, str, str], ...] = (
     (types.AsyncGeneratorType, "async generator", "ag_frame"),
 )
 
-_INSIDE = Step("", "context")
+_INSIDE = Step("", "context", anchor="a context variable")
 # what runs in a context of its own, such as a task, is better named by who has it
 _IN_CONTEXT = Root("", "context", cost=2)
-# by identity: a metaclass may define __hash__ and __eq__
-_NODES = frozenset(
-    id(cls) for cls in type.__subclasses__(object) if type_name(cls).startswith("hamt")
-)
 
 
 def function_slots(holder: types.FunctionType, wanted: Wanted) -> Iterator[Slot]:
@@ -139,19 +134,6 @@ def exception_slots(holder: BaseException, wanted: Wanted) -> Iterator[Slot]:
         yield read[attribute].__get__(holder), Step(f".{attribute}", "attribute")
 
 
-def future_slots(holder: Any, wanted: Wanted) -> Iterator[Slot]:
-    """What a future of asyncio will give, and whom it will call."""
-    cls: Any = sys.modules["_asyncio"].Future
-    for attribute, text in (("_result", ".result()"), ("_exception", ".exception()")):
-        yield getattr(cls, attribute).__get__(holder), Step(text, "attribute")
-
-
-def task_slots(holder: Any, wanted: Wanted) -> Iterator[Slot]:
-    """The coroutine that a task of asyncio runs."""
-    step = Step("", "generator", anchor=f"task {type(holder).get_name(holder)}")
-    return ((held, step) for held in gc.get_referents(holder) if type(held) is types.CoroutineType)
-
-
 def _variables(
     holder: object, frame: types.FrameType | None, wanted: Wanted
 ) -> Iterator[tuple[object, str | None]]:
@@ -173,20 +155,9 @@ def root_of_context(candidate: object) -> Root | None:
     return _IN_CONTEXT if type(candidate) is contextvars.Context else None
 
 
-def branch_slots(holder: object, wanted: Wanted) -> Iterator[Slot]:
-    """The tree of a context, and of each branch what grows on it."""
-    return ((held, _INSIDE) for held in gc.get_referents(holder) if id(type(held)) in _NODES)
-
-
-def leaf_slots(holder: object, wanted: Wanted) -> Iterator[Slot]:
-    """Values, each with its variable behind it, and further nodes, which have none."""
-    left = iter(gc.get_referents(holder))
-    for held in left:
-        if id(type(held)) in _NODES:
-            yield held, _INSIDE
-        else:
-            variable = next(left)
-            yield held, _anchored_variable("context variable", variable)
+def context_slots(holder: object, wanted: Wanted) -> Iterator[Slot]:
+    """The tree of a context, whose nodes only the collector shows, and the values in it."""
+    return ((held, _INSIDE) for held in gc.get_referents(holder))
 
 
 def variable_slots(holder: contextvars.ContextVar[object], wanted: Wanted) -> Iterator[Slot]:

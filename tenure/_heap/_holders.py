@@ -14,12 +14,11 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
-
 from tenure._text import counted
 from tenure._torch.quiet import without_functions
 
 from ._collector import collector_paused
+from ._image import Image
 from ._reading import is_kind, type_name
 from ._roots import RunningFrames
 from ._search import Balance, Edge, Search
@@ -93,7 +92,7 @@ def find_holders(
     objects: Sequence[object],
     *,
     ignore: Collection[object] = (),
-    live: list[torch.Tensor] | None = None,
+    image: Image | None = None,
 ) -> list[list[Holder]]:
     """Name every reference that keeps objects alive, with a few passes over the heap for all.
 
@@ -102,14 +101,14 @@ def find_holders(
     Args:
         objects: tensors of any shape, dtype, layout and device; modules, and any other objects.
         ignore: containers that do not count as holders, such as the caller's own lists.
-        live: the caller's list of all tensors with a handle in Python, which is no holder either;
-            it spares a pass over the heap.
+        image: the caller's image of this moment, which is no holder either; it spares a pass over
+            the heap.
 
     Returns:
         For each object its holders: those whose chain is a name first, the shortest first.
     """
     with without_functions(), collector_paused():
-        search = Search(objects, (objects, *ignore), RunningFrames(sys._getframe(1)), live)
+        search = Search(objects, (objects, *ignore), RunningFrames(sys._getframe(1)), image)
         chains = Chains(search)
         return [_holders_of(n, search, chains) for n in search.targets]
 

@@ -89,12 +89,6 @@ def slots_of_node(node: Any, names: list[str] | None = None) -> Iterator[Slot]:
         yield from _slots_in(name.removeprefix(_RAW), saved, _MAX_DEPTH)
 
 
-def saved_tensors(node: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors that a node has saved, packed ones in plain containers among them."""
-    for slot in slots_of_node(node):
-        yield from ((slot.label, t) for t in _tensors_in(slot.data, _MAX_DEPTH))
-
-
 def _slots_in(label: str, saved: Any, depth: int) -> Iterator[Slot]:
     if is_saved_tensor(saved):
         yield Slot(label, *content_of_saved(saved))
@@ -105,9 +99,10 @@ def _slots_in(label: str, saved: Any, depth: int) -> Iterator[Slot]:
         yield Slot(label, saved)
 
 
-def _tensors_in(saved: Any, depth: int) -> Iterator[torch.Tensor]:
+def tensors_in(saved: Any, depth: int = _MAX_DEPTH) -> Iterator[torch.Tensor]:
+    """The tensors that a slot has, those that a hook packed in plain containers among them."""
     if type(saved) in (tuple, list) and depth:
         for item in saved:
-            yield from _tensors_in(item, depth - 1)
+            yield from tensors_in(item, depth - 1)
     elif torch.Tensor in mro_of(type(saved)):
         yield saved

@@ -1,9 +1,7 @@
 """What is alive by itself: running frames' variables, modules, classes, the exception in flight."""
 
-import functools
 import inspect
 import os
-import signal
 import sys
 import threading
 import types
@@ -159,9 +157,6 @@ class Roots:
         found = [_of_variable(v) for v in self._frames.variables.get(id(candidate), ())]
         if id(candidate) == self._in_flight and candidate is not None:
             found.append(_IN_FLIGHT)
-        is_callable = is_kind(type(candidate), types.FunctionType, types.MethodType)
-        if is_callable and id(candidate) in self._handlers:
-            found.append(Root(f"the handler of {self._handlers[id(candidate)]}", "global"))
         if (in_context := root_of_context(candidate)) is not None:
             found.append(in_context)
         name = self._modules.get(id(candidate)) or _name_of_namespace(candidate)
@@ -170,10 +165,6 @@ class Roots:
         elif is_kind(type(candidate), type):
             found.append(Root(type_name(candidate), "attribute"))  # type: ignore[arg-type]
         return found
-
-    @functools.cached_property
-    def _handlers(self) -> dict[int, str]:
-        return {id(handler): name for name, handler in _signal_handlers()}
 
 
 def _of_variable(variable: Variable) -> Root:
@@ -195,14 +186,6 @@ def _module_namespaces() -> Iterator[tuple[str, object]]:
     for name, module in reversed(list(sys.modules.items())):
         if is_kind(type(module), types.ModuleType):
             yield name, read.__get__(module)  # type: ignore[attr-defined]
-
-
-def _signal_handlers() -> Iterator[tuple[str, object]]:
-    """Functions that signals call, by the name of the signal; only C code holds them."""
-    for number in signal.valid_signals():
-        handler = signal.getsignal(number)
-        if callable(handler):
-            yield getattr(number, "name", str(number)), handler
 
 
 def _name_of_namespace(candidate: object) -> str:

@@ -17,7 +17,8 @@ from tenure._storages import storage_key
 from tenure._torch.counting import SOLE
 
 from ._code_slots import frame_of
-from ._hidden import SHARES, TensorGraph, Untracked
+from ._hidden import SHARES, Untracked
+from ._image import Image
 from ._index import Neighbours, Referrers
 from ._nodes import is_node
 from ._reading import cpp_references, cpp_uses, is_kind, storage_uses
@@ -55,7 +56,7 @@ class Search:
         objects: the objects.
         ignore: containers that are no holders.
         frames: the frames whose local variables count.
-        live: a list of all tensors, if there is one; it is no holder.
+        image: one of this moment, if there is one; it is no holder.
 
     Attributes:
         targets: the numbers of the given objects, in their order.
@@ -70,7 +71,7 @@ class Search:
         objects: Iterable[object],
         ignore: Iterable[object],
         frames: RunningFrames,
-        live: list[torch.Tensor] | None = None,
+        image: Image | None = None,
     ) -> None:
         self.alive: list[object] = []
         self.parents: list[list[Edge]] = []
@@ -88,13 +89,13 @@ class Search:
         self._owned_in_cpp: set[int] = set()
         self._frames = frames
         self._roots = Roots(frames)
-        self._graph: TensorGraph | None = None
+        self._image: Image | None = None
         self._untracked: Untracked | None = None
         self._referrers = Referrers()
         self._neighbours: Neighbours | None = None
         self._ignored = {id(self.alive)}
-        if live is not None:
-            self._set_graph(TensorGraph(self._referrers, live))
+        if image is not None:
+            self._set_image(image)
         self.targets = [self._add(found) for found in objects]
         self._target_numbers = frozenset(self.targets)
         self._ignore(ignore)
@@ -129,7 +130,7 @@ class Search:
         """References from elsewhere than this search and the frames that are running."""
         found = self.alive[n]
         own = _OWN_REFERENCES + self._frames.count(id(found)) + self._frames.count_kept(id(found))
-        own += self._graph is not None and found in self._graph
+        own += self._image is not None and found in self._image
         own += self._untracked is not None and found in self._untracked
         own += found in self._referrers
         own += self._neighbours is not None and found in self._neighbours
@@ -263,23 +264,21 @@ class Search:
         if cpp_uses(t) > 1:
             self._add_owners(n, t)
         if self._is_target(n) and storage_uses(t) > 1:
-            for owner, step in self._the_graph().sharers_of(t):
+            for owner, step in self._the_image().sharers_of(t):
                 self._link(self._add(owner), n, step)
 
     def _add_owners(self, n: int, held: object) -> None:
-        for owner, step in self._the_graph().owners_of(held):
+        for owner, step in self._the_image().owners_of(held):
             self._owned_in_cpp.add(n)
             self._link(self._add(owner), n, step)
 
-    def _the_graph(self) -> TensorGraph:
-        if self._graph is None:
-            return self._set_graph(TensorGraph(self._referrers))
-        return self._graph
+    def _the_image(self) -> Image:
+        return self._image or self._set_image(Image(self._referrers))
 
-    def _set_graph(self, graph: TensorGraph) -> TensorGraph:
-        self._graph = graph
-        self._ignored.add(id(graph.live))
-        return graph
+    def _set_image(self, image: Image) -> Image:
+        self._image = image
+        self._ignored.update(map(id, image.lists))
+        return image
 
     def _add_untracked(self, level: list[int], wanted: dict[int, int], met: set[int]) -> None:
         if any(map(self._may_be_in_untracked, level)):
@@ -300,7 +299,7 @@ class Search:
             return True
         if storage_uses(t) <= 1:
             return False
-        others = (self._number.get(id(other)) for other in self._the_graph().handles_over(t))
+        others = (self._number.get(id(other)) for other in self._the_image().handles_over(t))
         return any(number is None or self._misses_holders(number) for number in others)
 
     def _may_be_in_untracked(self, n: int) -> bool:

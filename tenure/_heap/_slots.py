@@ -205,20 +205,15 @@ _READERS: dict[int, Reader] = {
         (BaseException, _code_slots.exception_slots),
         (contextvars.ContextVar, _code_slots.variable_slots),
         (contextvars.Token, _code_slots.token_slots),
-        (contextvars.Context, _code_slots.branch_slots),
+        (contextvars.Context, _code_slots.context_slots),
     )
 }
 
 # of the interpreter's own classes without a public name; of libraries that may come later, or never
 _LATE_READERS: dict[str, Reader] = {
-    "builtins.hamt": _code_slots.branch_slots,
-    "builtins.hamt_array_node": _code_slots.branch_slots,
-    "builtins.hamt_bitmap_node": _code_slots.leaf_slots,
-    "builtins.hamt_collision_node": _code_slots.leaf_slots,
-    "_asyncio.Future": _code_slots.future_slots,
-    "_asyncio.Task": _code_slots.task_slots,
+    "builtins.hamt": _code_slots.context_slots,
+    "builtins.hamt_array_node": _code_slots.context_slots,
+    "builtins.hamt_bitmap_node": _code_slots.context_slots,
+    "builtins.hamt_collision_node": _code_slots.context_slots,
     "numpy.ndarray": _array_slots.array_slots,
-    "pandas.core.generic.NDFrame": _array_slots.table_slots,
-    "pandas.core.internals.managers.BaseBlockManager": _array_slots.manager_slots,
-    "pandas.core.internals.blocks.Block": _array_slots.block_slots,
 }

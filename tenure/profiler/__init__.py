@@ -42,7 +42,6 @@ from ._recording import RecordingDiff as RecordingDiff
 from ._recording import Track as Track
 from ._reports import DeviceReport as DeviceReport
 from ._reports import Finding as Finding
-from ._reports import GroupReport as GroupReport
 from ._reports import MemReport as MemReport
 from ._reports import MemReporter as MemReporter
 from ._reports import Snapshot as Snapshot

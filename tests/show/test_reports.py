@@ -17,7 +17,6 @@ from tenure.profiler import (
     DeviceReport,
     DeviceTimeline,
     Finding,
-    GroupReport,
     Growth,
     LineProfiler,
     LineRecord,
@@ -144,8 +143,6 @@ REPORTS = {
     "leaks": LeakReport([LEAK, replace(LEAK, nbytes=8)], scope="<DisposeScope 'step'>"),
     "no leaks": LeakReport([], scope="s"),
     "memory": MEM,
-    "ranks": GroupReport((MEM, MEM), 1),
-    "no ranks": GroupReport((), 0),
     "saved": SavedReport((SAVED,), 4),
     "difference": SnapshotDiff(
         7, (ROW,), (VIEW,), ((ROW, VIEW),), (Finding("view", "x", "x is large", 4),), {"cpu": 7}
@@ -337,74 +334,6 @@ def test_a_snapshot_that_was_read_keeps_its_records_and_findings():
     assert again.records == taken.records
     assert again.findings == taken.findings
     assert str(again) == str(taken)
-
-
-def test_a_snapshot_that_was_read_differs_from_itself_by_nothing():
-    taken = read_again(snapshot())
-    assert not taken.diff(taken)
-
-
-def storages(*rows):
-    facts = [
-        {"owner": row, "shown_bytes": row["n_bytes"], "kind": "", "has_graph": False}
-        for row in (
-            dict(zip(("name", "category", "created_at", "n_bytes"), row, strict=True))
-            | {"shape": [], "dtype": "uint8", "device": "cpu", "owner": None, "graph": ""}
-            for row in rows
-        )
-    ]
-    total = sum(row[3] for row in rows)
-    device = DeviceReport("cpu", (), {}, total)
-    report = MemReport((device,)).to_dict()
-    return Snapshot.from_dict(
-        {"format": "tenure.Snapshot", "version": 1, "storages": facts, "report": report}
-    )
-
-
-def test_between_processes_name_category_and_site_tell_storages_apart():
-    before = storages(("w", "parameters", "a.py:1", 8), ("x", "buffers", None, 4))
-    now = storages(
-        ("w", "parameters", "a.py:1", 8),
-        ("w", "parameters", "a.py:2", 2),
-        ("x", "buffers", None, 6),
-    )
-    change = now.diff(before)
-    assert [(row.name, row.created_at) for row in change.new] == [("w", "a.py:2")]
-    assert change.freed == ()
-    assert [(was.n_bytes, row.n_bytes) for was, row in change.resized] == [(4, 6)]
-    assert change.total_bytes == 4
-
-
-def test_of_many_storages_of_one_name_those_of_one_size_belong_together():
-    name = "MulBackward0.self", "saved for backward", None
-    before = storages((*name, 8), (*name, 8), (*name, 4))
-    now = storages((*name, 4), (*name, 16), (*name, 8), (*name, 2))
-    change = now.diff(before)
-    assert [(was.n_bytes, row.n_bytes) for was, row in change.resized] == [(8, 16)]
-    assert [row.n_bytes for row in change.new] == [2]
-    assert change.freed == ()
-
-
-sized = st.lists(
-    st.tuples(st.sampled_from("ab"), st.just("buffers"), st.none(), st.integers(0, 3)), max_size=8
-)
-
-
-@given(sized, sized)
-def test_the_changes_between_processes_add_up(before, now):
-    change = storages(*now).diff(storages(*before))
-    assert change.total_bytes == sum(r[3] for r in now) - sum(r[3] for r in before)
-    assert change.unexplained_bytes == 0
-    assert len(change.new) - len(change.freed) == len(now) - len(before)
-
-
-def test_a_snapshot_of_this_process_is_compared_with_one_that_was_read():
-    before = read_again(snapshot())
-    HISTORY.append(torch.ones(256))
-    change = snapshot().diff(before)
-    HISTORY.clear()
-    assert [(row.name, row.n_bytes) for row in change.new] == [(f"{__name__}.HISTORY[0]", 1024)]
-    assert [finding.kind for finding in change.findings] == []
 
 
 # what can't be read

@@ -99,7 +99,6 @@ from tenure.profiler import (
     DeviceReport,
     DeviceTimeline,
     Finding,
-    GroupReport,
     HolderList,
     HostTimeline,
     LineProfiler,
@@ -249,7 +248,6 @@ def writing(
     assert_type(earlier, Snapshot)
     assert_type(SnapshotDiff.from_dict(snapshot().diff(earlier).to_dict()), SnapshotDiff)
     assert_type(MemReport.from_dict({}), MemReport)
-    assert_type(GroupReport.from_dict({}), GroupReport)
     assert_type(SavedReport.from_dict({}), SavedReport)
     assert_type(SplitReport.from_dict({}), SplitReport)
     predicted = PeakReport.from_dict({}).against("24GiB")
@@ -346,7 +344,7 @@ def reporting(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     assert_type(report.devices, tuple[DeviceReport, ...])
     assert_type(report.rows, tuple[TensorRow, ...])
     assert_type(report.to_dict(), dict[str, object])
-    assert_type(MemReporter().report_group(), GroupReport)
+    assert_type(MemReporter().report_group(), dict[int, MemReport])
 
 
 def recording_memory() -> None:

@@ -123,7 +123,7 @@ class Courtesy:
             self._refuse_capture({away.device for away in self._away.values()}, "brought back")
             failure = self._return(list(self._away.values()))
         if failure is not None:
-            raise CourtesyError(self._still_away("this error"), self) from failure
+            raise CourtesyError(self._still_away(), self) from failure
 
     def _forget(self, away: Away) -> None:
         """Drop one that is back, or whose storage has died."""
@@ -160,10 +160,8 @@ class Courtesy:
         except CourtesyError as error:
             if exc is None:
                 raise
-            any_use = "the AwayTensorError that any use of these tensors raises"
-            is_for_room = error.__cause__ is not None
             # The block's own error comes first; what is still away is said below it.
-            exc.add_note(self._still_away(any_use) if is_for_room else str(error))
+            exc.add_note(str(error))
 
     def __repr__(self) -> str:
         return f"<Courtesy of {self._where}, {format_bytes(self.away_bytes)} away>"
@@ -273,12 +271,12 @@ class Courtesy:
             self._forget(away)
         return failure
 
-    def _still_away(self, having_it: str) -> str:
+    def _still_away(self) -> str:
         devices = ", ".join(sorted({str(away.device) for away in self._away.values()}))
         return (
             f"{devices} has no memory for {format_bytes(self.away_bytes)} that belong there. They "
-            "are safe in host memory. Make room, then call restore() on the Courtesy (the "
-            f"attribute courtesy of {having_it}) again."
+            "are safe in host memory. Make room, then call restore() on the Courtesy again: it is "
+            "the attribute courtesy of a CourtesyError, as any use of these tensors raises one."
         )
 
     @property

@@ -7,8 +7,7 @@ no unpack hook runs, and of a subclass nothing but its ``__tensor_flatten__``.
 
 from __future__ import annotations
 
-import gc
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,26 +16,11 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from tenure._devices import NO_ACCELERATOR
-from tenure._heap import (
-    cpp_uses,
-    gradient_of,
-    instances,
-    is_kind,
-    is_node_class,
-    judged,
-    read,
-    slots_of_node,
-    tracked_objects,
-    walk_nodes,
-)
+from tenure._heap import Image, cpp_uses, gradient_of, read
 from tenure._storages import storages_of
-from tenure._torch.autograd import wraps_saved_tensors
 from tenure._torch.quiet import quietly
 from tenure._torch.storages import key_of, owners_of_storage
 
-_NODE = "node"
-# objects whose references are looked at together
-_CHUNK = 1 << 16
 # what cpp_uses() says of a tensor that only its handle owns
 _ALONE = 1
 
@@ -63,97 +47,61 @@ class Holding:
 def take_inventory() -> list[Holding]:
     """The storages that take memory of accelerators, in the order in which they were found."""
     with quietly():
-        found = _Found()
-        holdings = found.holdings()
-        for holding in holdings:
-            holding.n_unseen = found.unseen_owners(holding)
-    return holdings
-
-
-class _Found:
-    """All tensors, reached from the heap through views, gradients and graphs."""
-
-    def __init__(self) -> None:
-        self.tensors: dict[int, Tensor] = {}
-        self.storages: list[UntypedStorage] = []
-        self.savers: dict[int, dict[int, Any]] = {}
-        self._nodes: dict[int, Any] = {}
-        self._uses: Counter[int] = Counter()
-        self._open: list[Tensor] = []
-        # Gradients, bases and saved tensors can be C++'s alone: from the heap they are reached step
-        # by step.
-        self._look_at(tracked_objects())
-        while self._open:
-            self._expand(self._open.pop())
-
-    def _look_at(self, heap: list[Any]) -> None:
-        """Begin with what Python has: a node, too, may be held without any tensor."""
-        for found, kind in judged(heap, _kind_of):
-            if kind is Tensor:
-                self._open.append(found)
-            elif kind is UntypedStorage:
-                self.storages.append(found)
-            elif kind is _NODE:
-                self._add_graph(found)
-        for start in range(0, len(heap), _CHUNK):
-            # the inputs of a checkpoint are saved outside of any node
-            held_together = gc.get_referents(*heap[start : start + _CHUNK])
-            for held in instances(held_together, wraps_saved_tensors):
-                if is_kind(type(held.data), Tensor):
-                    self._add_use(held.data)
-
-    def holdings(self) -> list[Holding]:
-        """One holding for each storage that takes memory of an accelerator."""
+        image = Image()
+        graphs, _ = image.walk()
+        savers: defaultdict[int, dict[int, Any]] = defaultdict(dict)
+        for saved in graphs.saved:
+            savers[saved.tensor][saved.node] = graphs.nodes[saved.node]
+        uses = Counter({id(entry.found): entry.n_saved for entry in graphs.tensors})
+        tensors = _closed([*image.tensors, *(entry.found for entry in graphs.tensors)], uses)
         by_key: dict[int, Holding] = {}
-        for storage in self.storages:
+        for storage in image.storages:
             _enter(by_key, storage)
-        for key, t in self.tensors.items():
-            is_dense = read(t, "layout") is torch.strided
-            for storage in _storages_of(t):
-                holding = _enter(by_key, storage)
-                if holding is None:
-                    continue
-                if is_dense:
-                    holding.tensors[key] = t
-                else:
-                    holding.n_sparse += 1
-                holding.nodes |= self.savers.get(key, {})
+        for t in tensors.values():
+            _add(by_key, t, savers.get(id(t), {}))
+        for holding in by_key.values():
+            holding.n_unseen = _unseen_owners(holding, uses)
         return list(by_key.values())
 
-    def unseen_owners(self, holding: Holding) -> int:
-        """Owners of the storage, and of its tensors, that this search has not met."""
-        n_seen = len(holding.tensors) + holding.n_sparse
-        # A tensor that more of C++ owns than graphs, views and gradients explain is in use by
-        # something that can't be told to wait; see test_an_owner_that_cannot_be_seen_is_counted.
-        of_tensors = sum(
-            cpp_uses(t) - _ALONE - self._uses[key] for key, t in holding.tensors.items()
-        )
-        return max(0, owners_of_storage(holding.storage) - n_seen) + max(0, of_tensors)
 
-    def _expand(self, t: Tensor) -> None:
-        if id(t) in self.tensors:
-            return
-        self.tensors[id(t)] = t
+def _closed(waiting: list[Tensor], uses: Counter[int]) -> dict[int, Tensor]:
+    """These and their bases and gradients, which C++ alone may have; each of these is a use."""
+    tensors: dict[int, Tensor] = {}
+    while waiting:
+        t = waiting.pop()
+        if id(t) in tensors:
+            continue
+        tensors[id(t)] = t
         base = read(t, "_base")
-        self._add_use(base)
+        for held in (base, gradient_of(t)):
+            if held is not None:
+                uses[id(held)] += 1
+                waiting.append(held)
         # Its second reference to the base is one of those that C++ counts.
         if base is not None and _is_twofold_view(t, base):
-            self._uses[id(base)] += 1
-        self._add_use(gradient_of(t))
-        self._add_graph(read(t, "grad_fn"))
+            uses[id(base)] += 1
+    return tensors
 
-    def _add_graph(self, root: Any) -> None:
-        for node in walk_nodes([root], self._nodes) if root is not None else ():
-            for slot in slots_of_node(node):
-                # what a hook has packed is Python's, and found there
-                if slot.unpack_hook is None and is_kind(type(slot.data), Tensor):
-                    self._add_use(slot.data)
-                    self.savers.setdefault(id(slot.data), {})[id(node)] = node
 
-    def _add_use(self, t: Tensor | None) -> None:
-        if t is not None:
-            self._uses[id(t)] += 1
-            self._open.append(t)
+def _add(by_key: dict[int, Holding], t: Tensor, nodes: dict[int, Any]) -> None:
+    is_dense = read(t, "layout") is torch.strided
+    for storage in _storages_of(t):
+        holding = _enter(by_key, storage)
+        if holding is not None:
+            holding.nodes |= nodes
+            if is_dense:
+                holding.tensors[id(t)] = t
+            else:
+                holding.n_sparse += 1
+
+
+def _unseen_owners(holding: Holding, uses: Counter[int]) -> int:
+    """Owners of the storage, and of its tensors, that the image does not show."""
+    # A tensor that more of C++ owns than graphs, views and gradients explain is in use by
+    # something that can't be told to wait; see test_an_owner_that_cannot_be_seen_is_counted.
+    of_tensors = sum(cpp_uses(t) - _ALONE - uses[key] for key, t in holding.tensors.items())
+    n_seen = len(holding.tensors) + holding.n_sparse
+    return max(0, owners_of_storage(holding.storage) - n_seen) + max(0, of_tensors)
 
 
 def _enter(by_key: dict[int, Holding], storage: UntypedStorage) -> Holding | None:
@@ -182,12 +130,3 @@ def _is_twofold_view(t: Tensor, base: Tensor) -> bool:
     # functorch's wrappers raise errors of many types here
     except Exception:
         return False
-
-
-def _kind_of(cls: type) -> object:
-    """What the instances of a class are to the search."""
-    if is_kind(cls, Tensor):
-        return Tensor
-    if is_kind(cls, UntypedStorage):
-        return UntypedStorage
-    return _NODE if is_node_class(cls) else None

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from tenure._callers import is_internal
 from tenure._heap import (
+    Graphs,
     find_holders,
     instance_attributes,
     is_kind,
@@ -89,7 +90,7 @@ def _of(
     found = (sequence_number(each) for each in walk_nodes([node], {}))
     numbers = [number for number in found if number is not None]
     first, last = min(numbers, default=0), max(numbers, default=0)
-    saved, _ = saved_storages([node])
+    saved = saved_storages(Graphs([node]))
     n_bytes = sum(each.record.n_bytes for each in saved.values() if not each.record.is_leaf)
     n_steps = sum(first <= mark < last for mark in marks)
     return GraphVariable(name, n_bytes, first, last, n_steps, is_past, is_carried, is_scalar)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from torch import Tensor, UntypedStorage, nn
 from torch.optim import Optimizer
@@ -17,15 +17,11 @@ from tenure._callers import created_at
 from tenure._cells import is_of_shell
 from tenure._heap import (
     Holder,
-    cpp_references,
+    Image,
     find_holders,
     gradient_of,
-    instances,
     is_kind,
-    is_node_class,
     read,
-    references_beside,
-    tracked_objects,
     type_name,
 )
 from tenure._registries import NamedTensor, namers
@@ -34,7 +30,6 @@ from tenure._text import dtype_name, listed
 from tenure._torch.quiet import quietly
 from tenure._torch.storages import key_of
 
-from ._graph_roots import Graph, Roots, graphs_of, roots_of
 from ._naming import PARAMETERS, Kept, Named, Names
 from ._parts import device_of, dtype_of, identity_of, is_plain, parts_of, shape_or_empty
 from ._rows import GRADIENTS, OTHERS, SAVED, Held, Member, StorageEntry, Storages, TensorRow
@@ -64,128 +59,75 @@ def take_census(
         The storages in the order of their owners' categories, and rows of tensors without memory.
     """
     with quietly():
-        heap = _look()
-        # Before any handle is held: what only a graph has is told by counts of references.
-        saved = saved_storages(node for node, _ in heap.graphs)[0]
-        names = Names(list(models), heap.modules, [*optimizers, *heap.optimizers], heap.kept)
-        handles = _handles_of(heap)
-        roots = roots_of(saved, heap.graphs)
-        # a reference of ours to a node would hide that a cycle through its context is garbage
-        heap.graphs.clear()
-        calls = _Calls(names, handles, _search(handles, names, roots) if named else {})
-        storages = Storages(_homes(kept.named for kept in heap.kept))
-        hollow = _enter_handles(storages, handles, calls)
+        # First, so that the handles a pager makes for this answer are among the tensors found.
+        kept = [
+            Kept(namer.served_model(), named)
+            for namer in namers.alive()
+            for named in namer.named_tensors()
+        ]
+        image = Image()
+        saved, roots = _saved_of(image)
+        names = Names(list(models), image.modules, [*optimizers, *image.optimizers], kept)
+        calls = _Calls(names, image)
+        if named:
+            calls.search(roots)
+        storages = Storages(_homes(each.named for each in kept))
+        hollow = _enter_handles(storages, image, calls)
         _enter_saved(storages, saved, roots, calls)
-        _enter_rest(storages, handles, heap.storages, calls)
+        _enter_rest(storages, image, calls)
         return storages.entries(), sorted(hollow, key=lambda row: row.name)
 
 
-@dataclass(frozen=True, slots=True)
-class _Heap:
-    """Tensors and what tells something of them, from one pass over the heap.
+_Saved = dict[int, SavedStorage]
+_Roots = dict[int, weakref.ref[Tensor]]
 
-    Attributes:
-        kept: the tensors that pagers and the like keep, which the pass has therefore seen.
-        tensors: all tensors; weakly, as references of ours would hide that others hold them.
-        graphs: the nodes that a tensor or a variable leads to, each with such a tensor; those that
-            no other of them leads to come first.
-        modules: all modules.
-        optimizers: all optimizers.
-        storages: the handles of storages.
+
+def _saved_of(image: Image) -> tuple[_Saved, _Roots]:
+    """What graphs have saved by storage, and the tensor whose graph it is where one leads there.
+
+    Text and weak references: a reference of ours to a node would hide that a cycle through its
+    context is garbage.
     """
-
-    kept: list[Kept]
-    tensors: list[weakref.ref[Tensor]]
-    graphs: list[Graph]
-    modules: list[nn.Module]
-    optimizers: list[Optimizer]
-    storages: list[UntypedStorage]
-
-
-def _look() -> _Heap:
-    # First, so that the handles a pager makes for this answer are among the tensors of the pass.
-    kept = [
-        Kept(namer.served_model(), named)
-        for namer in namers.alive()
-        for named in namer.named_tensors()
-    ]
-    found = instances(tracked_objects(), _is_surveyed)
-    tensors = instances(found, lambda cls: is_kind(cls, Tensor))
-    nodes = instances(found, is_node_class)
-    modules = instances(found, lambda cls: is_kind(cls, nn.Module))
-    optimizers = instances(found, lambda cls: is_kind(cls, Optimizer))
-    storages = instances(found, lambda cls: is_kind(cls, UntypedStorage))
-    # the list of tensors is then the one reference of ours that `graphs_of` counts off
-    del found
-    references = list(map(weakref.ref, tensors))
-    return _Heap(kept, references, graphs_of(tensors, nodes), modules, optimizers, storages)
-
-
-def _is_surveyed(cls: type) -> bool:
-    return is_kind(cls, Tensor, nn.Module, Optimizer, UntypedStorage) or is_node_class(cls)
-
-
-@dataclass(frozen=True, slots=True)
-class _Handles:
-    """Every tensor, held while the census lasts.
-
-    Attributes:
-        tensors: the tensors.
-        in_python: those that something in Python holds, by identity.
-        gradients: the gradients among them by identity, each with the place of the tensor that it
-            is the gradient of, and by which it is named.
-        inner: those that a sparse tensor or a wrapper is made of, which are named by it.
-    """
-
-    tensors: list[Tensor]
-    in_python: set[int]
-    gradients: dict[int, int]
-    inner: set[int]
-
-    def stands_alone(self, t: Tensor) -> bool:
-        """Whether a tensor has a name of its own."""
-        return id(t) not in self.gradients and id(t) not in self.inner
-
-
-def _handles_of(heap: _Heap) -> _Handles:
-    # This list is the one reference of ours that is counted off: there must be no second one yet,
-    # as a variable bound here by := would be to the last tensor; see
-    # test_the_last_tensor_of_the_heap_is_named_like_the_others.
-    tensors = [t for t in (reference() for reference in heap.tensors) if t is not None]
-    others = references_beside(tensors)
-    return _Handles(
-        tensors,
-        {id(t) for t, n in zip(tensors, others, strict=True) if n > cpp_references(t)},
-        {id(g): i for i, t in enumerate(tensors) if (g := gradient_of(t)) is not None},
-        {id(inner) for t in tensors for inner in _inner_of(t)},
-    )
-
-
-def _search(handles: _Handles, names: Names, roots: Roots) -> dict[int, Held]:
-    """Name the largest of the tensors that no module and no optimizer has a name for."""
-    unnamed = [
-        t
-        for t in handles.tensors
-        if id(t) in handles.in_python and handles.stands_alone(t) and names.get(t) is None
-    ]
-    # What holds a graph is small and holds much. No variable is left that has one of them.
-    tops = {id(root()) for root in set(roots.values())}
-    unnamed.sort(key=lambda t: (id(t) not in tops, -(storage_bytes(t) or 0)))
-    # The largest are worth the search; the rest get a number.
-    del unnamed[_MAX_SEARCHED:]
-    found = find_holders(unnamed, live=handles.tensors)
-    held = zip(map(id, unnamed), map(_best, found), strict=True)
-    return {key: best for key, best in held if best is not None}
+    graphs, tops = image.walk()
+    saved = saved_storages(graphs, image)
+    found = {key: tops[entry.root] for key, entry in saved.items()}
+    return saved, {key: weakref.ref(t) for key, t in found.items() if t is not None}
 
 
 class _Calls:
     """What tensors are called: by a module or an optimizer, by a holder, or by a number."""
 
-    def __init__(self, names: Names, handles: _Handles, searched: dict[int, Held]) -> None:
+    def __init__(self, names: Names, image: Image) -> None:
         self._names = names
-        self._handles = handles
-        self._held = searched
+        self._image = image
+        # gradients by identity, each with the number of the tensor by which it is named
+        gradients = ((i, gradient_of(t)) for i, t in enumerate(image.tensors))
+        self._gradients = {id(gradient): i for i, gradient in gradients if gradient is not None}
+        # what a sparse tensor or a wrapper is made of is named by that
+        self._inner = {id(inner) for t in image.tensors for inner in _inner_of(t)}
+        self._held: dict[int, Held] = {}
         self._n_unnamed = 0
+
+    def search(self, roots: _Roots) -> None:
+        """Name the largest of the tensors that no module and no optimizer has a name for."""
+        image = self._image
+        unnamed = [
+            t
+            for t in image.tensors
+            if id(t) in image.in_python and self.stands_alone(t) and self.named(t) is None
+        ]
+        # What holds a graph is small and holds much. No variable is left that has one of them.
+        tops = {id(root()) for root in roots.values()}
+        unnamed.sort(key=lambda t: (id(t) not in tops, -(storage_bytes(t) or 0)))
+        # The largest are worth the search; the rest get a number.
+        del unnamed[_MAX_SEARCHED:]
+        for t, found in zip(map(id, unnamed), find_holders(unnamed, image=image), strict=True):
+            if (best := _best(found)) is not None:
+                self._held[t] = best
+
+    def stands_alone(self, t: Tensor) -> bool:
+        """Whether a tensor has a name of its own."""
+        return id(t) not in self._gradients and id(t) not in self._inner
 
     def named(self, t: Tensor) -> Named | None:
         """What a module or an optimizer calls it."""
@@ -194,16 +136,11 @@ class _Calls:
     def of(self, t: Tensor) -> Held:
         """What it is called; the same at each call."""
         # A gradient in a variable of its own is one still.
-        owner = self._owner_of(t)
-        if owner is None:
+        number = self._gradients.get(id(t))
+        if number is None:
             return self._itself(t)
-        held = self._itself(owner)
+        held = self._itself(self._image.tensors[number])
         return held._replace(name=f"{held.name}.grad")
-
-    def _owner_of(self, gradient: Tensor) -> Tensor | None:
-        """What a tensor is the gradient of."""
-        place = self._handles.gradients.get(id(gradient))
-        return None if place is None else self._handles.tensors[place]
 
     def _itself(self, t: Tensor) -> Held:
         named = self._names.get(t)
@@ -220,14 +157,14 @@ class _Calls:
         return Held(f"{kind}{self._n_unnamed - 1}", "unknown")
 
 
-def _enter_handles(storages: Storages, handles: _Handles, calls: _Calls) -> list[TensorRow]:
+def _enter_handles(storages: Storages, image: Image, calls: _Calls) -> list[TensorRow]:
     """What Python holds, and gradients; those without memory are given back."""
     hollow: list[TensorRow] = []
-    for t in handles.tensors:
+    for t in image.tensors:
         named, gradient = calls.named(t), gradient_of(t)
         # What neither Python holds nor a module names is C++'s alone: a graph's, entered under its
         # node by `_enter_saved`, or somebody's whom nothing shows, by `_enter_rest`.
-        if (named or id(t) in handles.in_python) and handles.stands_alone(t):
+        if (named or id(t) in image.in_python) and calls.stands_alone(t):
             is_parameter = is_kind(type(t), nn.Parameter)
             # A Parameter outside of every module is one all the same, as in a hand-written
             # optimizer.
@@ -261,8 +198,8 @@ def _enter(storages: Storages, t: Tensor, held: Held, category: str) -> list[Ten
 
 def _enter_saved(
     storages: Storages,
-    saved: dict[int, SavedStorage],
-    roots: Roots,
+    saved: _Saved,
+    roots: _Roots,
     calls: _Calls,
 ) -> None:
     """What only a graph keeps; and what it shares with a variable is the graph's as well."""
@@ -282,14 +219,12 @@ def _enter_saved(
             storages.add(_member_of(key, record, identity, graph))
 
 
-def _enter_rest(
-    storages: Storages, handles: _Handles, bare: list[UntypedStorage], calls: _Calls
-) -> None:
+def _enter_rest(storages: Storages, image: Image, calls: _Calls) -> None:
     """Memory that only C++ refers to, and bare storages."""
-    for t in handles.tensors:
+    for t in image.tensors:
         if not all(storages.at(part.key) for part in parts_of(t)):
             _enter(storages, t, calls.of(t), OTHERS)
-    for storage in bare:
+    for storage in image.storages:
         n_bytes = storage.nbytes()
         # A storage that the program holds by itself: no tensor lies over it any more.
         if n_bytes and not storages.at(key_of(storage)) and not is_hollow(storage):

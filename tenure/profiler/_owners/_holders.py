@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import SupportsIndex, overload
 
 from torch import Tensor, nn
@@ -10,13 +10,11 @@ from torch import Tensor, nn
 from tenure._callers import created_at
 from tenure._errors import DisposedTensorError, ProfilerUsageError
 from tenure._heap import is_kind, type_name, weigh_holders
-from tenure._show import Column, Line, Paragraph, Part, Shown, Table
+from tenure._show import Paragraph, Part, Shown
 from tenure._text import counted, describe_tensor, format_bytes
 
 from ._naming import named_tensors_of
 from ._parts import parts_of
-
-_COLUMNS = (Column("held by"), Column("kind"))
 
 
 class HolderList(list[str], Shown):
@@ -87,20 +85,8 @@ class HolderList(list[str], Shown):
         )
 
     def _parts(self) -> list[Part]:
-        if not self:
-            return [Paragraph("", f"{self.summary()}.")]
-        return [_Holders(self.summary(), _COLUMNS, list(zip(self, self.kinds, strict=True)))]
-
-
-class _Holders(Table):
-    """Names, a line for each; in a notebook with their kinds."""
-
-    __slots__ = ()
-
-    def lines(self, width: int) -> Iterator[Line]:
-        """The summary and the names."""
-        names = "\n".join(f"  {name}" for name, _ in self.rows)
-        return Paragraph("", f"{self.title}:\n{names}").lines(width)
+        names = "".join(f"\n  {name}" for name in self)
+        return [Paragraph("", f"{self.summary()}{':' if self else '.'}{names}")]
 
 
 def holders(target: Tensor | nn.Module) -> HolderList:
@@ -108,8 +94,8 @@ def holders(target: Tensor | nn.Module) -> HolderList:
 
     Local variables of every running function and thread, globals, attributes, containers,
     closures, defaults, generators, tracebacks, partials, context variables, NumPy arrays (of
-    objects too, and pandas' columns of them), views and graphs of autograd are named. No operation
-    runs, no unpack hook, and no code of the objects that are read.
+    objects too), views and graphs of autograd are named. No operation runs, no unpack hook, and no
+    code of the objects that are read.
 
     Args:
         target: a tensor of any shape, dtype, layout and device, also one that a scope let go; or a

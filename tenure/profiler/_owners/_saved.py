@@ -14,9 +14,11 @@ from torch import Tensor
 from tenure._callers import created_at
 from tenure._errors import ProfilerUsageError
 from tenure._heap import (
+    Graphs,
+    Image,
+    Referent,
     cpp_references,
     is_kind,
-    live_tensors,
     read,
     storage_uses,
 )
@@ -26,7 +28,6 @@ from tenure._text import counted, describe, describe_elements, format_bytes, lis
 from tenure._torch.counting import SOLE
 from tenure._torch.quiet import quietly
 
-from ._graph_holdings import GraphHoldings, Referent
 from ._parts import Part, device_of, dtype_of, identity_of, parts_of, shape_or_empty
 
 _MAX_PLACES = 2
@@ -146,8 +147,9 @@ def saved_for_backward(*roots: Tensor | Iterable[Tensor] | Mapping[str, Tensor])
         (1024, [('SinBackward0.self', 'ExpBackward0.result'), ('AccumulateGrad.variable',)])
     """
     with quietly():
-        found, n_nodes = saved_storages([read(t, "grad_fn") for t in _tensors_of(roots)])
-    return SavedReport(tuple(saved.record for saved in found.values()), n_nodes)
+        graphs = Graphs(read(t, "grad_fn") for t in _tensors_of(roots))
+        found = saved_storages(graphs)
+    return SavedReport(tuple(saved.record for saved in found.values()), len(graphs.nodes))
 
 
 class SavedStorage(NamedTuple):
@@ -164,20 +166,20 @@ class SavedStorage(NamedTuple):
     root: int
 
 
-def saved_storages(nodes: Iterable[object]) -> tuple[dict[int, SavedStorage], int]:
-    """Every storage that the graphs below some nodes keep, and how many nodes they have.
+def saved_storages(graphs: Graphs, image: Image | None = None) -> dict[int, SavedStorage]:
+    """Every storage that some graphs keep, by its address, which is unique while they live.
 
-    Returns:
-        The storages by their address, which is unique while the graphs live.
+    Args:
+        graphs: the graphs.
+        image: the image of this moment, if there is one.
     """
-    holdings = GraphHoldings(nodes)
     # One storage is often saved several times: by two nodes, or as a tensor and a view of it.
     by_storage: dict[int, list[tuple[Referent, Part]]] = {}
-    for entry in holdings.tensors:
+    for entry in graphs.tensors:
         for part in parts_of(entry.found):
             by_storage.setdefault(part.key, []).append((entry, part))
-    leaves = _leaf_storages(by_storage)
-    found = {
+    leaves = _leaf_storages(by_storage, image)
+    return {
         key: SavedStorage(
             _record(entries, key in leaves),
             identity_of(entries[0][1].tensor),
@@ -185,7 +187,6 @@ def saved_storages(nodes: Iterable[object]) -> tuple[dict[int, SavedStorage], in
         )
         for key, entries in by_storage.items()
     }
-    return found, holdings.n_nodes
 
 
 def _record(entries: list[tuple[Referent, Part]], is_leaf: bool) -> SavedRecord:
@@ -204,7 +205,9 @@ def _record(entries: list[tuple[Referent, Part]], is_leaf: bool) -> SavedRecord:
     )
 
 
-def _leaf_storages(by_storage: dict[int, list[tuple[Referent, Part]]]) -> set[int]:
+def _leaf_storages(
+    by_storage: dict[int, list[tuple[Referent, Part]]], image: Image | None
+) -> set[int]:
     is_held = {id(e.found): e.is_held for entries in by_storage.values() for e, _ in entries}
     known: dict[int, set[int]] = {}
     leaves: set[int] = set()
@@ -217,7 +220,8 @@ def _leaf_storages(by_storage: dict[int, list[tuple[Referent, Part]]]) -> set[in
             base = read(part.tensor, "_base")
             if base is not None:
                 known[key].add(id(base))
-                others = _is_in_python(sys.getrefcount(base), base)
+                n_beside = SOLE + (image is not None and base in image)
+                others = sys.getrefcount(base) - n_beside > cpp_references(base)
                 if is_held.get(id(base), others) and _is_leaf(base):
                     leaves.add(key)
     # More owners than the graph explains: a leaf may show the storage through another handle, such
@@ -228,34 +232,17 @@ def _leaf_storages(by_storage: dict[int, list[tuple[Referent, Part]]]) -> set[in
         for key, entries in by_storage.items()
         if key not in leaves and storage_uses(entries[0][1].tensor) > len(known[key])
     }
-    return leaves | (_leaves_elsewhere(unsure, known) if unsure else set())
-
-
-def _leaves_elsewhere(unsure: set[int], known: dict[int, set[int]]) -> set[int]:
-    """Storages that a leaf outside of the graph shows, by one pass over the heap."""
-    found: set[int] = set()
-    heap = live_tensors()
-    # Popped, so that the list's own reference is gone when the handle's are counted.
-    while heap:
-        t = heap.pop()
-        key = storage_key(t)
-        if key in unsure and id(t) not in known[key] and _is_held_leaf(sys.getrefcount(t), t):
-            found.add(key)
-    return found
+    if unsure:
+        image = image or Image()
+        for t in image.tensors:
+            shown = storage_key(t)
+            if shown in unsure and id(t) in image.in_python and id(t) not in known[shown]:
+                leaves.update([shown] if _is_leaf(t) else [])
+    return leaves
 
 
 def _is_leaf(t: Tensor) -> bool:
     return read(t, "grad_fn") is None
-
-
-def _is_held_leaf(n_references: int, t: Tensor) -> bool:
-    return _is_leaf(t) and _is_in_python(n_references, t)
-
-
-# the count is the first argument, as one before it would be one reference more
-def _is_in_python(n_references: int, t: Tensor) -> bool:
-    """Whether anything in Python holds a tensor, beside the variable that was asked about."""
-    return n_references - SOLE > cpp_references(t)
 
 
 def _tensors_of(roots: Iterable[object]) -> list[Tensor]:

@@ -5,7 +5,6 @@ from ._findings import Finding as Finding
 from ._findings import keyed_place_of as keyed_place_of
 from ._findings import place_of as place_of
 from ._mem_report import DeviceReport as DeviceReport
-from ._mem_report import GroupReport as GroupReport
 from ._mem_report import MemReport as MemReport
 from ._reporter import MemReporter as MemReporter
 from ._snapshot import Snapshot as Snapshot

@@ -54,52 +54,53 @@ class Finding:
 
 def find_growth(new: Sequence[StorageEntry]) -> tuple[Finding, ...]:
     """Places where several tensors came to be, and graphs that came to stay."""
-    return _ranked([*_growth(new), *_graphs(new)])
-
-
-def find_standing(entries: Sequence[StorageEntry]) -> tuple[Finding, ...]:
-    """Cycles, and views of large storages."""
-    return _ranked([*_cycles(entries), *_views(entries)])
-
-
-def _ranked(found: list[Finding]) -> tuple[Finding, ...]:
-    return tuple(sorted(found, key=lambda finding: (-finding.n_bytes, finding.text)))
-
-
-def _growth(new: Sequence[StorageEntry]) -> list[Finding]:
-    by_place: dict[str, list[StorageEntry]] = {}
+    by_place: dict[str, list[int]] = {}
     for entry in new:
-        place = _place(entry)
+        place = place_of(entry.owner.name)
         # A place is a name with an index in it; without one, nothing says that more will come
         # there. Without a kind the name is a model's, an optimizer's or a node's, which grow by
         # what they do.
         if place != entry.owner.name and entry.kind:
-            by_place.setdefault(place, []).append(entry)
-    found = []
-    for place, entries in by_place.items():
-        n_bytes = sum(entry.owner.n_bytes for entry in entries)
-        if len(entries) > 1:
-            text = f"{place} grew by {len(entries)} tensors, {format_bytes(n_bytes)}"
-            found.append(Finding("growth", place, text, n_bytes))
-    return found
-
-
-def _graphs(new: Sequence[StorageEntry]) -> list[Finding]:
+            by_place.setdefault(place, []).append(entry.owner.n_bytes)
+    found = [
+        _finding("growth", place, f"{place} grew by {len(sizes)} tensors", sum(sizes))
+        for place, sizes in by_place.items()
+        if len(sizes) > 1
+    ]
     saved = [entry.owner for entry in new if entry.owner.category == SAVED]
     roots = dict.fromkeys(place_of(row.graph) for row in saved if row.graph is not None)
     # Of a graph that no tensor leads to, as one that a hook holds, what came with it has to do.
-    roots = roots or dict.fromkeys(_place(entry) for entry in new if entry.has_graph)
+    roots = roots or dict.fromkeys(place_of(e.owner.name) for e in new if e.has_graph)
     # A graph that came with nothing saved costs nothing to keep.
-    if not saved or not roots:
-        return []
-    n_bytes = sum(row.n_bytes for row in saved)
-    names = ", ".join(list(roots)[:_MAX_ROOTS]) + (", …" if len(roots) > _MAX_ROOTS else "")
-    text = f"{names} keep graphs of autograd alive, with {counted(len(saved), 'storage')}, "
-    return [Finding("graph", names, text + format_bytes(n_bytes), n_bytes)]
+    if saved and roots:
+        names = ", ".join(list(roots)[:_MAX_ROOTS]) + (", …" if len(roots) > _MAX_ROOTS else "")
+        text = f"{names} keep graphs of autograd alive, with {counted(len(saved), 'storage')}"
+        found.append(_finding("graph", names, text, sum(row.n_bytes for row in saved)))
+    return _ranked(found)
 
 
-def _place(entry: StorageEntry) -> str:
-    return place_of(entry.owner.name)
+def find_standing(entries: Sequence[StorageEntry]) -> tuple[Finding, ...]:
+    """Cycles, and views of large storages."""
+    found = []
+    for entry in entries:
+        row, wasted = entry.owner, entry.owner.n_bytes - entry.shown_bytes
+        if entry.kind == "cycle":
+            text = f"{row.name} is garbage that waits for the collector"
+            found.append(_finding("cycle", row.name, text, row.n_bytes))
+        # Both bounds: a small tensor wastes little, and of a large one a kept half is no waste.
+        if wasted >= max(_MIN_WASTED_BYTES, entry.shown_bytes):
+            shown, kept = format_bytes(entry.shown_bytes), format_bytes(row.n_bytes)
+            text = f"{row.name} shows {shown} and keeps {kept} alive"
+            found.append(Finding("view", row.name, text, wasted))
+    return _ranked(found)
+
+
+def _finding(kind: FindingKind, what: str, text: str, n_bytes: int) -> Finding:
+    return Finding(kind, what, f"{text}, {format_bytes(n_bytes)}", n_bytes)
+
+
+def _ranked(found: list[Finding]) -> tuple[Finding, ...]:
+    return tuple(sorted(found, key=lambda finding: (-finding.n_bytes, finding.text)))
 
 
 def place_of(name: str) -> str:
@@ -110,29 +111,3 @@ def place_of(name: str) -> str:
 def keyed_place_of(name: str) -> str:
     """The same with the keys that are names left in: ``history['loss'][…]``."""
     return _NUMBER.sub("[…]", name)
-
-
-def _cycles(entries: Sequence[StorageEntry]) -> list[Finding]:
-    found = []
-    for entry in entries:
-        if entry.kind == "cycle":
-            row = entry.owner
-            text = (
-                f"{row.name} is garbage that waits for the collector, {format_bytes(row.n_bytes)}"
-            )
-            found.append(Finding("cycle", row.name, text, row.n_bytes))
-    return found
-
-
-def _views(entries: Sequence[StorageEntry]) -> list[Finding]:
-    found = []
-    for entry in entries:
-        row, wasted = entry.owner, entry.owner.n_bytes - entry.shown_bytes
-        # Both bounds: a small tensor wastes little, and of a large one a kept half is no waste.
-        if wasted >= max(_MIN_WASTED_BYTES, entry.shown_bytes):
-            text = (
-                f"{row.name} shows {format_bytes(entry.shown_bytes)} and keeps "
-                f"{format_bytes(row.n_bytes)} alive"
-            )
-            found.append(Finding("view", row.name, text, wasted))
-    return found

@@ -1,14 +1,13 @@
 """A report of memory as numbers and text: categories that add up to the total, device by device.
 
 Invariant: on every device the bytes of the categories and the unexplained bytes are the total.
-Its tables have the headings of pytorch_memlab's; those of all ranks of a process group stand below
-each other.
+Its tables have the headings of pytorch_memlab's.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -25,7 +24,6 @@ from tenure._show import (
     Report,
     Table,
     bytes_column,
-    in_bytes,
     note_on_shared,
     ranked,
     storage_bytes,
@@ -39,7 +37,6 @@ from .._owners import CATEGORIES, StorageEntry, TensorRow
 ROUNDING = "allocator rounding"
 WORKSPACES = "library workspaces"
 UNEXPLAINED = "unexplained"
-_TOTAL = "total"
 
 _USED = "Used MEM"
 _COLUMNS = (
@@ -254,74 +251,7 @@ def _allocator_lines(device: DeviceReport) -> Iterator[str]:
 # --- all ranks of a process group
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class GroupReport(Report):
-    """The memory of every rank.
-
-    Attributes:
-        reports: the report of each rank, by rank within the group.
-        rank: the rank that holds this object.
-    """
-
-    reports: tuple[MemReport, ...] = field(metadata={"key": "ranks"})
-    rank: int
-
-    _figures: ClassVar = ("total_bytes", "unexplained_bytes", "categories")
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this is the rank that prints."""
-        return self.rank == 0
-
-    @property
-    def total_bytes(self) -> int:
-        """The totals of all ranks together."""
-        return sum(report.total_bytes for report in self.reports)
-
-    @property
-    def unexplained_bytes(self) -> int:
-        """The unexplained bytes of all ranks together."""
-        return sum(report.unexplained_bytes for report in self.reports)
-
-    @property
-    def categories(self) -> dict[str, int]:
-        """Bytes by category over all ranks."""
-        by_rank = [report.categories for report in self.reports]
-        # some categories are there only where they take something
-        names = dict.fromkeys(name for categories in by_rank for name in categories)
-        return {name: sum(found.get(name, 0) for found in by_rank) for name in names}
-
-    def __repr__(self) -> str:
-        return f"<GroupReport of {self.summary()}>"
-
-    def summary(self) -> str:
-        """How many ranks there are, what they take, and which takes the most, in one line."""
-        totals = [report.total_bytes for report in self.reports]
-        if not totals:
-            return "no ranks"
-        most = format_bytes(max(totals))
-        return (
-            f"{counted(len(totals), 'rank')}, {format_bytes(self.total_bytes)}; "
-            f"the most on rank {totals.index(max(totals))}: {most}"
-        )
-
-    def _parts(self) -> list[Part]:
-        if not self.reports:
-            return [Paragraph("", "No ranks.")]
-        names = [name for name, n_bytes in self.categories.items() if n_bytes]
-        spare = [bytes_column(name)._replace(spare=i + 1) for i, name in enumerate(names)]
-        columns = [Column("rank"), *spare, bytes_column(UNEXPLAINED), bytes_column(_TOTAL)]
-        rows = [_row(str(rank), report, names) for rank, report in enumerate(self.reports)]
-        total = _row("all", self, names)
-        return [Table(self.summary(), columns, rows, by=_TOTAL, total=total)]
-
-
-def _row(rank: str, report: MemReport | GroupReport, names: Sequence[str]) -> list[str]:
-    sizes = [report.categories.get(name, 0) for name in names]
-    return [rank, *map(in_bytes, (*sizes, report.unexplained_bytes, report.total_bytes))]
-
-
-def gather_reports(report: MemReport, group: dist.ProcessGroup | None) -> GroupReport:
+def gather_reports(report: MemReport, group: dist.ProcessGroup | None) -> dict[int, MemReport]:
     """Exchange the reports of all ranks; each of them must call it.
 
     Raises:
@@ -336,4 +266,14 @@ def gather_reports(report: MemReport, group: dist.ProcessGroup | None) -> GroupR
     # The exchange makes tensors of its own, which no override of the program should see.
     with without_functions():
         dist.all_gather_object(gathered, report, group=group)
-    return GroupReport(tuple(gathered), dist.get_rank(group))
+    return dict(enumerate(gathered))
+
+
+def text_of_ranks(reports: Mapping[int, MemReport]) -> str:
+    """A line for each rank: its total, and what it is made of."""
+    lines = []
+    for rank, report in reports.items():
+        amounts = (*report.categories.items(), (UNEXPLAINED, report.unexplained_bytes))
+        parts = ", ".join(f"{name} {format_bytes(n_bytes)}" for name, n_bytes in amounts if n_bytes)
+        lines.append(f"rank {rank}: {format_bytes(report.total_bytes)}: {parts or 'nothing'}")
+    return "\n".join(lines)

@@ -19,7 +19,7 @@ from tenure._errors import ProfilerUsageError
 from tenure._heap import is_kind
 
 from .._owners import StorageEntry, TensorRow, take_census
-from ._mem_report import GroupReport, MemReport, build_report, gather_reports
+from ._mem_report import MemReport, build_report, gather_reports, text_of_ranks
 
 
 class MemReporter:
@@ -101,7 +101,7 @@ class MemReporter:
         Raises:
             ProfilerUsageError: the device can't be read as one.
         """
-        only = None if device is None else _device_of(device)
+        only = _device_of(device)
         return build_report(self._entries, self._hollow, device=only, verbose=verbose)
 
     def print_stats(
@@ -140,7 +140,7 @@ class MemReporter:
         Raises:
             ProfilerUsageError: the device can't be read as one.
         """
-        only = None if device is None else _device_of(device)
+        only = _device_of(device)
         self.collect_tensor()
         report = self.get_stats(verbose, only)
         _print(report, top, sort)
@@ -152,7 +152,7 @@ class MemReporter:
         *,
         verbose: bool = False,
         device: torch.device | str | int | None = None,
-    ) -> GroupReport:
+    ) -> dict[int, MemReport]:
         """Report every rank of a process group; each of them must call it.
 
         Args:
@@ -161,26 +161,27 @@ class MemReporter:
             device: as for `report`.
 
         Returns:
-            On every rank, the reports of all ranks and their sums. The first rank prints them.
+            On every rank, the reports of all by their rank within the group. The first rank prints
+            a line for each.
 
         Raises:
             ProfilerUsageError: no process group has been set up, or the device can't be read.
         """
-        only = None if device is None else _device_of(device)
+        only = _device_of(device)
         self.collect_tensor()
         gathered = gather_reports(self.get_stats(verbose, only), group)
-        if gathered.is_first:
-            _print(gathered, None, None)
+        if torch.distributed.get_rank(group) == 0:
+            sys.stdout.write(f"{text_of_ranks(gathered)}\n")
         return gathered
 
 
-def _print(report: MemReport | GroupReport, top: int | None, sort: str | None) -> None:
+def _print(report: MemReport, top: int | None, sort: str | None) -> None:
     sys.stdout.write(f"{report.text(top=top, sort=sort)}\n")
 
 
-def _device_of(device: torch.device | str | int) -> torch.device:
+def _device_of(device: torch.device | str | int | None) -> torch.device | None:
     try:
-        return indexed(device)
+        return None if device is None else indexed(device)
     except (RuntimeError, TypeError, AssertionError) as error:
         raise ProfilerUsageError(
             f"{device!r} is no device that this torch knows. Pass a torch.device, a name such as "

@@ -1,16 +1,14 @@
 """What is alive at one moment, and what two moments tell of the time between.
 
 A snapshot refers to storages weakly: it keeps no tensor alive, and knows each storage again without
-mistaking a new one at the same address for it. One that was read knows them by name, category and
-site.
+mistaking a new one at the same address for it.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from tenure._errors import ProfilerUsageError
 from tenure._show import (
@@ -74,33 +72,32 @@ class Snapshot(Report):
     def diff(self, other: Snapshot) -> SnapshotDiff:
         """What has changed from another, earlier moment to this one.
 
-        Two of this process know every storage again. Where one was read by ``from_dict``, a storage
-        is the same as one of the same name, category and site; of several such, first those of the
-        same size belong together.
-
         Args:
             other: the earlier snapshot; if it is the later one, every sign is reversed.
 
         Raises:
-            ProfilerUsageError: it is no snapshot.
+            ProfilerUsageError: it is no snapshot, or one of the two was read by ``from_dict``.
         """
         if not isinstance(other, Snapshot):
             raise ProfilerUsageError(
                 f"diff() wants the earlier Snapshot, and got {type(other).__name__}. Take one with "
                 "snapshot() before the code in question."
             )
-        # An identity says nothing in another process, and in this one a name can pass to a new
-        # storage.
         if _is_read(self) or _is_read(other):
-            change = _by_name(other._entries, self._entries)
-        else:
-            change = _by_identity(other._entries, self._entries)
+            raise ProfilerUsageError(
+                "A snapshot that was read no longer knows which storage is which, so it can't be "
+                "compared. Compare two of one process; of two runs, what `tenure run` recorded: "
+                "`tenure diff A B`."
+            )
+        was, now = _by_storage(other), _by_storage(self)
+        new = [entry for key, entry in now.items() if key not in was]
+        both = [(was[key].owner, entry.owner) for key, entry in now.items() if key in was]
         return SnapshotDiff(
             self.total_bytes - other.total_bytes,
-            tuple(entry.owner for entry in change.new),
-            tuple(entry.owner for entry in change.gone),
-            tuple((was.owner, now.owner) for was, now in change.resized),
-            find_growth(change.new) + find_standing(change.new),
+            tuple(entry.owner for entry in new),
+            tuple(entry.owner for key, entry in was.items() if key not in now),
+            tuple(pair for pair in both if pair[0].n_bytes != pair[1].n_bytes),
+            find_growth(new) + find_standing(new),
             _changes_of_devices(other.report, self.report),
         )
 
@@ -212,70 +209,17 @@ def _changes_of_devices(before: MemReport, now: MemReport) -> dict[str, int]:
     return found
 
 
-class _Change(NamedTuple):
-    new: list[StorageEntry]
-    gone: list[StorageEntry]
-    resized: list[tuple[StorageEntry, StorageEntry]]
-
-
-def _by_identity(before: Sequence[StorageEntry], now: Sequence[StorageEntry]) -> _Change:
-    """What changed among storages of this process, each of which is known again."""
-    was, found = _by_storage(before), _by_storage(now)
-    pairs = [(was[key], entry) for key, entry in found.items() if key in was]
-    # memory that a library hides has no storage to be known by
-    hidden = _by_name(_without_storage(before), _without_storage(now))
-    return _Change(
-        [*(entry for key, entry in found.items() if key not in was), *hidden.new],
-        [*(entry for key, entry in was.items() if key not in found), *hidden.gone],
-        [pair for pair in pairs if pair[0].owner.n_bytes != pair[1].owner.n_bytes] + hidden.resized,
-    )
-
-
-def _by_storage(entries: Iterable[StorageEntry]) -> dict[int, StorageEntry]:
-    return {id(entry.identity): entry for entry in entries if entry.identity is not None}
-
-
-def _without_storage(entries: Iterable[StorageEntry]) -> list[StorageEntry]:
-    return [entry for entry in entries if entry.identity is None]
-
-
-def _by_name(before: Sequence[StorageEntry], now: Sequence[StorageEntry]) -> _Change:
-    """What changed between processes, where names are all that two storages can share."""
-    change = _Change([], [], [])
-    places: defaultdict[tuple[str | None, ...], tuple[list[StorageEntry], list[StorageEntry]]]
-    places = defaultdict(lambda: ([], []))
-    for side, entries in enumerate((before, now)):
-        for entry in entries:
-            row = entry.owner
-            places[row.name, row.category, row.created_at][side].append(entry)
-    for was, found in places.values():
-        # one name can stand for many storages: a node of autograd saves one in every layer
-        # Those of the same size first: a pair that only the order makes would look resized; see
-        # test_of_many_storages_of_one_name_those_of_one_size_belong_together.
-        unchanged = Counter(map(_n_bytes, was)) & Counter(map(_n_bytes, found))
-        was, found = _without(was, unchanged), _without(found, unchanged)
-        n_pairs = min(len(was), len(found))
-        change.resized.extend(zip(was[:n_pairs], found[:n_pairs], strict=True))
-        change.gone.extend(was[n_pairs:])
-        change.new.extend(found[n_pairs:])
-    return change
-
-
-def _without(entries: Iterable[StorageEntry], sizes: Counter[int]) -> list[StorageEntry]:
-    """The storages that are left if so many of each size go."""
-    left, rest = Counter(sizes), []
-    for entry in entries:
-        if left[_n_bytes(entry)]:
-            left[_n_bytes(entry)] -= 1
-        else:
-            rest.append(entry)
-    return rest
-
-
-def _n_bytes(entry: StorageEntry) -> int:
-    return entry.owner.n_bytes
+def _by_storage(snapshot: Snapshot) -> dict[object, StorageEntry]:
+    """By storage; memory that a library hides has none to be known by, and is known by its name."""
+    found: dict[object, StorageEntry] = {}
+    for entry in snapshot._entries:
+        key: object = entry.owner.name if entry.identity is None else id(entry.identity)
+        while key in found:
+            key = (key,)
+        found[key] = entry
+    return found
 
 
 def _is_read(snapshot: Snapshot) -> bool:
     """Whether it refers to no storage, as one that was read."""
-    return all(entry.identity is None for entry in snapshot._entries)
+    return bool(snapshot._entries) and all(entry.identity is None for entry in snapshot._entries)

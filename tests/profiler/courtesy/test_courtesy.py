@@ -568,8 +568,8 @@ def test_an_error_of_the_block_is_not_masked_by_a_device_without_room(sim):
         block()
     assert caught.value.__notes__ == [
         "sim:0 has no memory for 16.0 MiB that belong there. They are safe in host memory. Make "
-        "room, then call restore() on the Courtesy (the attribute courtesy of the AwayTensorError "
-        "that any use of these tensors raises) again."
+        "room, then call restore() on the Courtesy again: it is the attribute courtesy of a "
+        "CourtesyError, as any use of these tensors raises one."
     ]
     others.clear()
     refused(x).courtesy.restore()

@@ -6,8 +6,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tenure import _graph_capture
+from tenure._heap import _image
 from tenure.profiler import AwayTensorError, Courtesy, CourtesyError
-from tenure.profiler._courtesy import _inventory
 
 OPERATIONS = st.sampled_from(["make", "view", "drop", "write", "yield", "restore", "starve"])
 PROGRAMS = st.lists(st.tuples(OPERATIONS, st.integers(0, 7)), max_size=25)
@@ -89,7 +89,7 @@ def test_no_program_loses_a_byte_or_holds_one_twice(sim, program):
     run = Program(sim)
     with pytest.MonkeyPatch.context() as patch:
         # the heap of this process is large, and all that matters here is known
-        patch.setattr(_inventory, "tracked_objects", lambda: [t for t, _ in run.pairs])
+        patch.setattr(_image, "tracked_objects", lambda: [t for t, _ in run.pairs])
         patch.setattr(_graph_capture, "tracked_objects", list)
         for operation, n in program:
             run.step(operation, n)

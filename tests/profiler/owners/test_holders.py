@@ -207,7 +207,7 @@ def test_the_site_of_a_scope_is_told():
         assert ", created at " in holders(t).summary()
 
 
-def test_rich_and_html_show_names_and_kinds_escaped():
+def test_rich_and_html_show_names_escaped():
     found = HolderList(
         ["f.<locals>.t[0]"], kinds=("container",), n_references=1, tensor="float32[]"
     )
@@ -216,7 +216,7 @@ def test_rich_and_html_show_names_and_kinds_escaped():
     shown = console.export_text()
     assert "f.<locals>.t[0]" in shown
     assert "1 reference, 1 explained" in shown
-    assert "<td>f.&lt;locals&gt;.t[0]</td><td>container</td>" in found._repr_html_()
+    assert "f.&lt;locals&gt;.t[0]" in found._repr_html_()
 
 
 def test_it_survives_a_pickle():
@@ -289,7 +289,7 @@ def test_what_a_user_changes_in_the_list_shows():
     found.append("a guess")
     found.remove(f"{HERE}.CACHE['k']")
     assert found.kinds == ("frame-local", "")
-    assert "<td>a guess</td>" in found._repr_html_()
+    assert "a guess" in found._repr_html_()
     assert CACHE["k"] is t
 
 

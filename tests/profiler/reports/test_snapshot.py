@@ -334,3 +334,12 @@ def test_a_snapshot_shows_its_report():
 def test_what_is_no_snapshot_is_refused():
     with pytest.raises(ProfilerUsageError, match=r"wants the earlier Snapshot, and got int"):
         snapshot().diff(3)
+
+
+def test_a_snapshot_that_was_read_is_not_compared():
+    HISTORY.append(torch.ones(3))
+    taken = snapshot()
+    read = Snapshot.from_dict(json.loads(json.dumps(taken.to_dict())))
+    for one, other in ((taken, read), (read, taken)):
+        with pytest.raises(ProfilerUsageError, match=r"no longer knows.*`tenure diff A B`"):
+            one.diff(other)

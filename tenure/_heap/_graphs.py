@@ -5,30 +5,23 @@ what a pack hook returned, the arguments of a checkpoint) is followed as long as
 holds it: an object is entered only when every reference to it was met on the way.
 """
 
-from __future__ import annotations
-
 import gc
 import sys
 import types
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from tenure._heap import (
-    Namer,
-    cpp_references,
-    is_kind,
-    is_node,
-    slot_names,
-    slots_of,
-    slots_of_node,
-    type_name,
-    walk_nodes,
-)
+from tenure._storages import storage_key
 from tenure._torch.autograd import content_of_saved, is_saved_tensor
 from tenure._torch.counting import SOLE
+
+from ._nodes import is_node, slot_names, slots_of_node, tensors_in, walk_nodes
+from ._reading import cpp_references, is_kind, read, type_name
+from ._slots import slots_of
+from ._words import Namer
 
 # references to an object from its entry, and from the variable that is asked about
 _OWN_REFERENCES = 1 + SOLE
@@ -45,6 +38,7 @@ class Referent:
         references: how many references from Python were met.
         is_packed: an unpack hook stands between it and the backward pass.
         hidden: references that only C++ can have, and shows to nobody.
+        n_saved: how often C++ has it, as nodes do that saved it.
         is_held: something other than the graph holds it too; known once all was followed.
         root: which of the roots leads to it, by its place among them; of several the first.
     """
@@ -55,29 +49,56 @@ class Referent:
     references: int = 0
     is_packed: bool = False
     hidden: int = 0
+    n_saved: int = 0
     is_held: bool = False
     root: int = 0
 
-    def has_unknown_references(self) -> bool:
-        """Whether there are references that were not met on the way."""
-        found = self.found
-        known = self.references + self.hidden + cpp_references(found) + _OWN_REFERENCES
-        return sys.getrefcount(found) > known
+
+class Saved(NamedTuple):
+    """A tensor that a node has saved, by identity while the graphs are walked.
+
+    Attributes:
+        tensor: the tensor.
+        base: what it is a view of; None for no view.
+        key: its storage.
+        node: the node.
+        name: the class of the node.
+        label: what the node calls the tensor.
+        root: the root that leads to the node, by its place among them.
+    """
+
+    tensor: int
+    base: int | None
+    key: int | None
+    node: int
+    name: str
+    label: str
+    root: int
 
 
-class GraphHoldings:
+class Graphs:
     """What the graphs below some nodes keep; the tensors are held while this object lives.
 
     Args:
         roots: the nodes to begin with.
+        beside: what else of ours has one reference to some objects.
+        follow: whether objects in Python are followed, and not only what C++ holds.
 
     Attributes:
         tensors: the entries of the tensors, in the order in which they were met.
-        n_nodes: how many nodes there are.
+        saved: what nodes have saved, in the order of the walk.
+        nodes: all nodes, by identity.
+        roots_of_nodes: for each node the place of the root that leads to it.
     """
 
-    def __init__(self, roots: Iterable[Any]) -> None:
-        self._seen: dict[int, Any] = {}
+    def __init__(
+        self, roots: Iterable[Any], *, beside: Container[object] = (), follow: bool = True
+    ) -> None:
+        self.nodes: dict[int, Any] = {}
+        self.roots_of_nodes: dict[int, int] = {}
+        self.saved: list[Saved] = []
+        self._beside = beside
+        self._follows = follow
         self._classes: dict[int, tuple[str, list[str]]] = {}
         self._kept: dict[int, Referent] = {}
         self._entered: set[int] = set()
@@ -89,27 +110,41 @@ class GraphHoldings:
         # objects again, until neither finds anything new.
         while nodes:
             self._add_nodes(nodes)
-            nodes = self._enter_owned()
-        self.n_nodes = len(self._seen)
+            nodes = self._enter_owned() if follow else []
         entries = self._kept.values()
         self.tensors = [entry for entry in entries if is_kind(type(entry.found), Tensor)]
         # Only now: a reference that was not met yet would look like somebody else's.
         for entry in self.tensors:
-            entry.is_held = entry.has_unknown_references()
+            entry.is_held = self._has_unknown_references(entry)
 
     def _add_nodes(self, nodes: list[tuple[int, Any]]) -> None:
         # One root after the other: what several lead to is the first one's.
         for self._root, root in nodes:
-            for node in walk_nodes([root], self._seen):
+            for node in walk_nodes([root], self.nodes):
+                self.roots_of_nodes[id(node)] = self._root
                 self._add_node(node)
+
+    def _has_unknown_references(self, entry: Referent) -> bool:
+        """Whether there are references that were not met on the way."""
+        found = entry.found
+        known = entry.references + entry.hidden + cpp_references(found) + (found in self._beside)
+        return sys.getrefcount(found) > known + _OWN_REFERENCES
 
     def _add_node(self, node: Any) -> None:
         name, slots = self._described(type(node))
         for label, data, unpack_hook in slots_of_node(node, slots):
             self._add_data(f"{name}.{label}", data, unpack_hook)
+            for t in tensors_in(data):
+                self._add_saved(t, id(node), name, label)
         # A custom Function's node is its context: what the user put on it is an attribute in
         # Python.
-        self._meet_referents(node, name, None, is_packed=False)
+        if self._follows:
+            self._meet_referents(node, name, None, is_packed=False)
+
+    def _add_saved(self, t: Tensor, node: int, name: str, label: str) -> None:
+        base = read(t, "_base")
+        base_id = None if base is None else id(base)
+        self.saved.append(Saved(id(t), base_id, storage_key(t), node, name, label, self._root))
 
     def _described(self, cls: type) -> tuple[str, list[str]]:
         """The name and the slots of a class of nodes, worked out once."""
@@ -123,7 +158,7 @@ class GraphHoldings:
             self._meet(unpack_hook, place, is_packed=True)
             self._meet(data, place, is_packed=True)
         elif is_kind(type(data), Tensor):
-            self._enter(data, place)
+            self._enter(data, place).n_saved += 1
 
     def _enter(self, found: Any, place: str) -> Referent:
         entry = self._kept.get(id(found))
@@ -157,11 +192,12 @@ class GraphHoldings:
             _, entry = self._waiting.popitem()
             self._root = entry.root
             if is_saved_tensor(entry.found):
+                self._entered.add(id(entry.found))
                 self._add_data(entry.places[0], *content_of_saved(entry.found))
             elif is_node(entry.found):
-                if id(entry.found) not in self._seen:
+                if id(entry.found) not in self.nodes:
                     nodes.append((entry.root, entry.found))
-            elif not entry.has_unknown_references():
+            elif not self._has_unknown_references(entry):
                 self._entered.add(id(entry.found))
                 self._meet_referents(
                     entry.found, entry.places[0], entry.namer, is_packed=entry.is_packed
