@@ -294,12 +294,13 @@ class Search:
 
     def _may_be_an_array(self, n: int) -> bool:
         """Whether nothing known holds the handle, or another one, as an array keeps one."""
-        t: torch.Tensor = self.alive[n]  # type: ignore[assignment]
+        # before a variable of this function refers to one of the handles
         if self._misses_holders(n):
             return True
+        t: torch.Tensor = self.alive[n]  # type: ignore[assignment]
         if storage_uses(t) <= 1:
             return False
-        others = (self._number.get(id(other)) for other in self._the_image().handles_over(t))
+        others = [self._number.get(id(other)) for other in self._the_image().handles_over(t)]
         return any(number is None or self._misses_holders(number) for number in others)
 
     def _may_be_in_untracked(self, n: int) -> bool:

@@ -7,7 +7,7 @@ import weakref
 import pytest
 import torch
 
-from tenure._heap import _index, find_holders
+from tenure._heap import _index, _search, find_holders
 from tenure._heap._index import Neighbours, Referrers
 
 
@@ -157,3 +157,13 @@ def test_frozen_objects_are_found_near(monkeypatch):
     finally:
         gc.unfreeze()
     assert holder.chain.endswith("<locals>.box.held[0]")
+
+
+def test_what_has_no_reference_left_is_not_looked_for_in_arrays(monkeypatch):
+    """Reading all that the collector does not show takes longer than all else."""
+    monkeypatch.setattr(_search, "Untracked", lambda: pytest.fail("no array may hold it"))
+    x = torch.ones(3, requires_grad=True)
+    kept = [x.sin().sum()]
+    chains = [holder.chain.rpartition(".<locals>.")[2] for holder in find_holders([kept[0]])[0]]
+    assert chains == ["kept[0]"]
+    assert find_holders([x])[0][0].chain.endswith(".<locals>.x")
