@@ -215,7 +215,7 @@ def region_rows() -> list[Row]:
 
 def searched_for_nothing() -> AbstractContextManager[Any]:
     """Without the search for blocks that exist, which has a row of its own."""
-    return mock.patch("tenure.profiler._trace._sessions.enter_host_blocks")
+    return mock.patch("tenure._stream._process.enter_host_blocks")
 
 
 def enable_row() -> Row:

@@ -46,6 +46,7 @@ _GROUND = (
     "_graph_capture",
     "_torch.device_allocator",
     "_account",
+    "_stream",
     "_show",
 )
 # The packages of a package, the lowest first; each may import those before it.
@@ -77,7 +78,6 @@ _PACKAGES = {
     ("_cli",): ("_program", "_work_to_fit"),
     ("integrations",): ("_lightning", "_transformers"),
     ("profiler",): (
-        "_trace",
         "_lines",
         "_owners",
         "_reports",

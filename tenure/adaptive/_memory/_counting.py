@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -18,8 +17,9 @@ from torch import Tensor, UntypedStorage
 
 from tenure._account import close_limit, open_limit
 from tenure._registries import refusal_watchers
+from tenure._stream import SUM, is_sum_in_place, this_stream, wrapped_numbers
 from tenure._text import format_bytes
-from tenure._torch.gradient_sums import SUM, adds_plain_in_place, prepare
+from tenure._torch.gradient_sums import prepare
 from tenure._torch.modes import DispatchMode, open_modes, schema_of
 from tenure._torch.quiet import without_dispatch, without_functions
 from tenure._torch.resizing import tell, tell_no_more
@@ -50,7 +50,7 @@ class CountingMode(DispatchMode):
         self._device = device
         self._account = LiveStorages(device)
         self._process = _CLOSED
-        self._stacked: list[CountingMode] = []
+        self._stream = this_stream()
         self._earlier_peak_bytes = 0
         self.recent_peak_bytes = 0
 
@@ -88,8 +88,8 @@ class CountingMode(DispatchMode):
         prepare()
         # a forked child has the mode on its stack, but not its limit
         self._process = os.getpid()
-        self._stacked = _this_thread.stacked
-        self._stacked.append(self)
+        self._stream = this_stream()
+        self._stream.modes.append(self)
         try:
             open_limit(self)
             tell(self._note_resized)
@@ -98,7 +98,7 @@ class CountingMode(DispatchMode):
             tell_no_more(self._note_resized)
             # one that torch never had would keep the closed ones below it on torch's stack
             if self not in open_modes():
-                self._stacked.remove(self)
+                self._stream.modes.remove(self)
             raise
 
     def close(self) -> bool:
@@ -109,7 +109,7 @@ class CountingMode(DispatchMode):
         tell_no_more(self._note_resized)
         self._account.stop()
         in_order = open_modes()[-1:] == [self]
-        _pop_closed(self._stacked)
+        _pop_closed(self._stream.modes)
         return in_order
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -120,12 +120,19 @@ class CountingMode(DispatchMode):
             return func(*args, **kwargs)
         with without_functions():
             places = self._before(func, args, kwargs)
-        result = func(*args, **kwargs)
+        stream, numbers = self._stream, wrapped_numbers(func, args)
+        is_hiding = bool(numbers) or func is SUM
+        if is_hiding:
+            stream.begin_operation(numbers)
+        try:
+            result = func(*args, **kwargs)
+            caller = sys._getframe().f_back
+            if func is SUM and is_sum_in_place(args, caller, self, stream):
+                self._note_sum(args[0].untyped_storage(), result.untyped_storage())
+        finally:
+            if is_hiding:
+                stream.end_operation(numbers)
         with without_functions():
-            if func is SUM:
-                caller = sys._getframe().f_back
-                if adds_plain_in_place(args[0], caller, self._n_above()):
-                    self._account.note_summed(args[0].untyped_storage(), result.untyped_storage())
             made_bytes = self._account.note_made(storages_in((result,)))
             if made_bytes > 0 and self._exceeds():
                 # The traceback holds this frame: it must not hold what the operation made.
@@ -135,6 +142,12 @@ class CountingMode(DispatchMode):
                 self._refuse(func, made_bytes)
         self.recent_peak_bytes = max(self.recent_peak_bytes, self._account.live_bytes)
         return result
+
+    def _note_sum(self, first: UntypedStorage, total: UntypedStorage) -> None:
+        with without_functions():
+            self._account.note_summed(first, total)
+            if total.device.type == "cpu":
+                self._stream.hide_sum(total.nbytes())
 
     def note_taken(self, made: list[Tensor], what: str) -> None:
         """See `tenure._account.Limit`."""
@@ -201,7 +214,8 @@ class CountingMode(DispatchMode):
 
     def _n_above(self) -> int:
         """How many budgets were opened later on this thread: their modes are called first."""
-        return len(self._stacked) - 1 - self._stacked.index(self)
+        modes = [mode for mode in self._stream.modes if isinstance(mode, CountingMode)]
+        return len(modes) - 1 - modes.index(self)
 
     def _exceeds(self) -> bool:
         if self._account.live_bytes <= self._limit_bytes:
@@ -225,29 +239,20 @@ class CountingMode(DispatchMode):
         raise torch.OutOfMemoryError(text)
 
 
-class _Stacks(threading.local):
-    """The counting modes that stand on the stack of modes of each thread, the innermost last."""
-
-    def __init__(self) -> None:
-        self.stacked: list[CountingMode] = []
-
-
-_this_thread = _Stacks()
-
-
 def counting_on(device: str) -> list[CountingMode]:
     """The modes that count on this thread, on ``device``; without an index on all of its type."""
     return [
         mode
-        for mode in _this_thread.stacked
+        for mode in this_stream().modes
+        if isinstance(mode, CountingMode)
         if not mode.closed and device in (str(mode._device), mode._device.type)
     ]
 
 
-def _pop_closed(stacked: list[CountingMode]) -> None:
+def _pop_closed(stacked: list[Any]) -> None:
     """Take closed modes off the stack; one below a mode that is open has to wait for that."""
-    while stacked and stacked[-1].closed and open_modes()[-1:] == stacked[-1:]:
-        stacked.pop().__exit__(None, None, None)  # type: ignore[no-untyped-call]
+    while stacked and getattr(stacked[-1], "closed", False) and open_modes()[-1:] == stacked[-1:]:
+        stacked.pop().__exit__(None, None, None)
 
 
 def _exactly(n_bytes: int) -> str:

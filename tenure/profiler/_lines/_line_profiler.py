@@ -16,9 +16,18 @@ import torch
 from tenure._errors import ProfilerUsageError
 from tenure._text import counted
 
-from .._trace import Book, Figures, Usage, Watch, the_trace
+from ._book import Book, Figures, Watch
 from ._display import LineRecord, RecordsDisplay, Section, columns_named, section_of, title_of
+from ._engine import Engine
 from ._targets import Function, checked_device, default_device, device_of_gpu, function_of
+
+if sys.version_info >= (3, 12):
+    from ._by_monitoring import Monitor as LineSource
+else:
+    from ._by_settrace import Tracer as LineSource
+
+the_engine = Engine(LineSource)
+"""Where all profilers of a process are enabled. Making it starts nothing."""
 
 
 class LineProfiler:
@@ -84,14 +93,15 @@ class LineProfiler:
     @property
     def device(self) -> torch.device:
         """The device that is measured; it can be set, also while a profiled function runs."""
-        return self._watch.measured.device
+        return self._watch.target.device
 
     @device.setter
     def device(self, device: str | torch.device) -> None:
         chosen = checked_device(device)
         # What happened up to here is booked to the device that was measured then.
-        the_trace.sessions.read()
-        self._watch.measure(chosen)
+        the_engine.read()
+        # on each thread from its next line on
+        self._watch.target.device = chosen
 
     def add_function(self, function: Callable[..., Any]) -> None:
         """Profile one function more, from its next line on.
@@ -104,23 +114,23 @@ class LineProfiler:
         # A new mapping: other threads look into the old one meanwhile.
         self._watch.codes = {i: function.code for i, function in self._functions.items()}
         if self.enabled:
-            the_trace.refresh()
+            the_engine.refresh()
 
     # --- when
 
     @property
     def enabled(self) -> bool:
         """Whether it is collecting."""
-        return the_trace.is_open(self._watch)
+        return self._watch in the_engine.watches
 
     def enable(self) -> None:
         """Begin to collect, beside what was collected before; if it is on, on this thread too."""
         self._ever_enabled = True
-        the_trace.open(self._watch)
+        the_engine.open(self._watch)
 
     def disable(self) -> None:
         """Stop collecting; what was collected stays. Does nothing if it is off."""
-        the_trace.close(self._watch)
+        the_engine.close(self._watch)
 
     def __enter__(self) -> Self:
         """Enable it for a block."""
@@ -141,8 +151,9 @@ class LineProfiler:
     def clear(self) -> None:
         """Forget what was collected; the functions stay, and an enabled profiler stays on."""
         if self.enabled:
-            the_trace.sessions.read()
-        self._watch.clear()
+            the_engine.read()
+        for booking in self._watch.bookings:
+            booking.clear()
 
     # --- what was found
 
@@ -215,17 +226,8 @@ class LineProfiler:
 
     def _lines(self) -> Book:
         if self.enabled:
-            the_trace.sessions.read()
-        merged: Book = {}
-        for book in self._watch.books():
-            for key, figures in book.items():
-                merged.setdefault(key, Figures()).merge(figures)
-        # The session of another thread can't be read from here. See
-        # test_lines_that_another_thread_has_not_told_yet_are_lower_bounds.
-        for place in self._watch.unread() & merged.keys():
-            usage = merged[place].usage or _NOTHING
-            merged[place].usage = usage._replace(exact=False, peak_exact=False)
-        return merged
+            the_engine.read()
+        return self._watch.book()
 
     def _chosen(self, func: Any) -> list[Function]:
         """The functions asked for; those of a name are all that have it."""
@@ -265,7 +267,6 @@ class LineProfiler:
         return f"No lines: {names} {_NOT_RUN}"
 
 
-_NOTHING = Usage(0, 0, 0)
 _NOT_RUN = (
     "did not run while the profiler was enabled. Compiled code has no lines; before Python 3.12, "
     "neither has a thread that was started before."
@@ -301,8 +302,13 @@ def _record(
         device=device,
         source=source,
         file=function.file,
+        allocated_bytes=figures.allocated_bytes,
+        freed_bytes=figures.freed_bytes,
+        peak_bytes=figures.peak_bytes or 0,
+        exact=figures.exact,
+        peak_exact=figures.peak_exact,
+        shared=figures.shared,
         statistics=dict(figures.statistics),
-        **(figures.usage or _NOTHING)._asdict(),
     )
 
 

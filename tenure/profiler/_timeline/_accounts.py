@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import time
 import weakref
-from typing import Any
 
 import torch
 from torch import UntypedStorage
 
 from tenure._cuda_blocks import BLOCK_BYTES, up_to
+from tenure._stream import allocated_in, counters_of
 from tenure._text import format_bytes
 
-from .._trace import allocated_on
 from ._categories import UNKNOWN, Outliving, told_by_life
 from ._lives import FOREVER, Life, Lives
 from ._series import Series
@@ -181,9 +180,8 @@ class DeviceLevels:
 
     def __init__(self, device: torch.device) -> None:
         self.known_bytes = 0
-        self._module: Any = torch.get_device_module(device)
         self._device = device
-        figures = allocated_on(self._module, device)
+        figures = allocated_in(counters_of(device))
         self.earlier_peak_bytes = self._peak_bytes = figures.peak
         self._level_bytes, self._known_then = figures.current, 0
         self._highest = figures.current
@@ -208,7 +206,7 @@ class DeviceLevels:
     def read(self) -> int:
         """The same from the counters, however dear."""
         began_ns = time.perf_counter_ns()
-        figures = allocated_on(self._module, self._device)
+        figures = allocated_in(counters_of(self._device))
         ended_ns = time.perf_counter_ns()
         self._next_ns = ended_ns + _SHARE * (ended_ns - began_ns)
         self._level_bytes, self._known_then = figures.current, self.known_bytes

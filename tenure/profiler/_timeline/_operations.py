@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import UntypedStorage
 
 from tenure._storages import all_storages_of
+from tenure._stream import SUM, Stream, is_sum_in_place, wrapped_numbers
 from tenure._torch.compiler import never_compiled
-from tenure._torch.gradient_sums import SUM, adds_plain_in_place, prepare
+from tenure._torch.gradient_sums import prepare
 from tenure._torch.modes import EagerMode, schema_of
 from tenure._torch.quiet import without_dispatch
 
@@ -26,17 +27,7 @@ _COPIES = frozenset({_aten._to_copy, _aten._pin_memory, _aten.clone})
 NOTHING, MAKES, RESIZES, ADOPTS, COPIES = range(5)
 """What an operation does to storages: it makes none, makes some, gives one another size, takes one
 over that was made elsewhere, or makes one of the data of another."""
-_NUMBER_BYTES = {float: 8, int: 8, bool: 1, complex: 16}
-
-
-class _Operation(NamedTuple):
-    """What is known of an operator: what it does to storages, and which arguments are tensors."""
-
-    kind: int
-    operands: tuple[int, ...]
-
-
-_known: dict[Any, _Operation] = {}
+_known: dict[Any, int] = {}
 Failed = Callable[[Exception], None]
 """Is told of an operation that has failed; raises nothing."""
 
@@ -46,12 +37,10 @@ class Told(Protocol):
 
     is_open: bool
     failed: Failed
+    stream: Stream
 
     def made(self, out: Any, args: tuple[Any, ...], kind: int, caller: Any) -> None:
         """An operation of a kind has given this back."""
-
-    def wraps(self, numbers: list[int]) -> None:
-        """An operation is about to make tensors of these bytes of numbers that it was given."""
 
     def sums(self, first: UntypedStorage, total: UntypedStorage) -> None:
         """The sum ``total`` takes the place of ``first``, which is freed as soon as it is there."""
@@ -82,27 +71,27 @@ class OperationMode(EagerMode):
     ) -> Any:
         """Run an operation and tell what it made."""
         told = self._told
-        found = _known.get(func)
-        if found is None:
-            found = _known[func] = _described(func)
-        kind, operands = found
-        if operands and told.is_open:
-            # In `x * 2` torch has made a tensor of the number, shows the number here, and makes
-            # another one when it is called again: that is our doing, and not the program's.
-            numbers = [_NUMBER_BYTES.get(type(args[i]), 0) for i in operands if i < len(args)]
-            if any(numbers):
-                told.wraps([n_bytes for n_bytes in numbers if n_bytes])
+        kind = _known.get(func)
+        if kind is None:
+            kind = _known[func] = _kind_of(func)
+        stream, numbers = told.stream, wrapped_numbers(func, args)
+        is_hiding = bool(numbers) or func is SUM
+        if is_hiding:
+            stream.begin_operation(numbers)
         try:
             out = func(*args, **kwargs) if kwargs else func(*args)
+            # None on a thread of autograd's engine
+            caller = sys._getframe().f_back
+            if func is SUM and told.is_open and is_sum_in_place(args, caller, self, stream):
+                told.sums(args[0].untyped_storage(), out.untyped_storage())
         except Exception as error:
             if told.is_open:
                 told.failed(error)
             raise
+        finally:
+            if is_hiding:
+                stream.end_operation(numbers)
         if kind and told.is_open:
-            # None on a thread of autograd's engine
-            caller = sys._getframe().f_back
-            if func is SUM and adds_plain_in_place(args[0], caller):
-                told.sums(args[0].untyped_storage(), out.untyped_storage())
             told.made(out, args, kind, caller)
         return out
 
@@ -119,16 +108,11 @@ def storages_in(value: Any) -> list[UntypedStorage]:
     return [storage for each in value for storage in storages_in(each)]
 
 
-def _described(func: Any) -> _Operation:
+def _kind_of(func: Any) -> int:
     schema = schema_of(func)
     # a higher-order operator
     if schema is None:
-        return _Operation(MAKES, ())
-    operands = [i for i, each in enumerate(schema.arguments) if str(each.type) == "Tensor"]
-    return _Operation(_kind_of(func, schema), tuple(operands) if len(operands) > 1 else ())
-
-
-def _kind_of(func: Any, schema: Any) -> int:
+        return MAKES
     packet = func.overloadpacket
     if func in _LIFTS or packet is _aten.set_:
         return ADOPTS

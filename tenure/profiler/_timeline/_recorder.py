@@ -1,9 +1,7 @@
-"""What happens to storages, moment by moment, as operations and finalizers tell of it.
+"""What happens to storages, step by step, as operations and finalizers tell of it.
 
-A step ends when an operation has made storages. It has two moments: when its level was highest,
-temporaries of operations included, and its end. Torch's own events of the host's allocator tell
-that, in which each step leaves a mark. They are read after some dozens of steps, and never within a
-backward pass, whose session is a copy.
+A step ends when an operation has made storages. Its level is the highest within it, temporaries of
+operations included: the stream of the thread tells that of the host, in which each step is a mark.
 
 Invariants: no storage is kept alive; what a storage was, where it was made and for how long it
 lived is told to the columns of its device once, when its death is read; while another profiler has
@@ -16,50 +14,34 @@ import itertools
 import sys
 import time
 from collections.abc import Callable
-from threading import get_ident
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage
 
 from tenure._storages import is_hollow
-from tenure._torch import allocations
+from tenure._stream import process, this_stream
 from tenure._torch import cpu_allocator as allocator
 from tenure._torch.autograd import is_running_node
 from tenure._torch.modes import has_function_modes
-from tenure._torch.profilers import announce
 from tenure._torch.quiet import without_functions
 from tenure._torch.resizing import tell, tell_no_more
 from tenure._torch.storages import key_of
 
-from .._trace import BlockSizes, the_trace
 from ._accounts import Account, Entry
 from ._bands import OUTSIDE, Bands
 from ._categories import UNKNOWN, Outliving
-from ._events import (
-    EventSession,
-    WrappedNumbers,
-    end_of,
-    gone_before,
-    highest,
-    made_later,
-    peak_of,
-    place_of,
-)
 from ._lives import FOREVER
 from ._operations import ADOPTS, COPIES, RESIZES, Failed, storages_in
 from ._places import BEFORE, NOWHERE, Places
 
-_STEPS_PER_READING = 100
 _STRIDED = torch.strided
 Sample = Callable[[int, int], int]
 """Called with the time and the level of the host; returns when it wants to be called again."""
-
-
-# A plain tuple, and no class of one, which takes six times as long to make: the number of the
-# step, the host's level, the time, what was made, what died before that, the numbers that torch
-# wrapped a second time, and what autograd would have added to in place without the mode.
-_Step = tuple[int, int, int, list[Entry], list[Entry], list[int], Entry | None]
+# The number of the step, its time, what was made in it, and what had died by then. A plain tuple,
+# and no class of one, which takes six times as long to make.
+_Step = tuple[int, int, list[Entry], list[Entry]]
 
 
 class Recorder:
@@ -75,6 +57,7 @@ class Recorder:
         bands: the scopes that things are made in.
         host: the account of the host.
         outliving: what is known of storages that outlive steps of an optimizer.
+        stream: the allocator's events of the thread.
         is_open: whether it takes notes.
         n_events: storages that were made, and that died.
         began_ns: when it was started, by ``time.perf_counter_ns()``.
@@ -84,6 +67,7 @@ class Recorder:
         self.outliving = Outliving()
         self.host = Account(torch.device("cpu"), self.outliving)
         self.accounts = {self.host.device: self.host}
+        self.stream = this_stream()
         self.is_open = False
         self.n_events = 0
         self.began_ns = 0
@@ -92,34 +76,27 @@ class Recorder:
         self._next_sample_ns = 0
         self._entries: dict[int, Entry] = {}
         self._numbers = itertools.count()
-        self._steps: list[_Step] = []
+        self._last_number = 0
         self._dead: list[Entry] = []
         self._remade: list[Entry] = []
-        self._wrapped: list[int] = []
         self._summed: Entry | None = None
-        # marks are numbered from the last reading on: small numbers are ready-made
-        self._first = 0
-        self._thread = get_ident()
         self._live = allocator.live_counter()
-        self._session = EventSession()
-        self._sizes = BlockSizes()
-        self._host_base = self._host_last = self._last_ns = 0
+        self._host_base = self._n_missed = 0
         self._tolerated = 0
-        self._stop_announcing: Callable[[], None] | None = None
+        self._is_prepared = self._is_looking = False
 
     @property
-    def missed(self) -> set[str]:
-        """Why temporaries of some operations were not seen."""
-        return self._session.missed
+    def has_missed(self) -> bool:
+        """Whether another profiler had the allocator's events at some time."""
+        return self.stream.n_missed > self._n_missed
 
     # --- from the beginning to the end
 
     def open(self) -> None:
         """Begin; what is alive already is told by ``know`` next, and then it starts."""
-        self._sizes.keep_all()
-        self._stop_announcing = announce(self._make_way)
-        the_trace.sessions.guests.append(self._make_way)
-        self._session.begin()
+        process.open()
+        self._is_prepared = True
+        self.stream.follow(self)
         tell(self.resized)
 
     def know(self, storage: UntypedStorage, category: int) -> None:
@@ -143,7 +120,7 @@ class Recorder:
     def stepped(self) -> None:
         """An optimizer has made a step."""
         self.step()
-        self.outliving.step(end_of(self._steps[-1][0] if self._steps else self._first - 1))
+        self.outliving.step(self._last_number)
 
     def start(self) -> None:
         """All that was alive is known: what follows is the program's doing."""
@@ -151,7 +128,7 @@ class Recorder:
         self.is_open = True
         self.bands.open(self.began_ns)
         self._host_base = self.host.known_bytes - self._live.value
-        self._host_last = self.host.known_bytes
+        self._n_missed = self.stream.n_missed
         for account in self.accounts.values():
             account.begin()
         self._look([])
@@ -160,31 +137,25 @@ class Recorder:
         """Tell what is still to be told, and leave torch as it was."""
         if self.is_open:
             self._look([])
-            self._tell(self._session.end())
+            self.stream.leave(self)
             self.is_open = False
             number, at_ns = next(self._numbers), self.elapsed_ns()
             for account in self.accounts.values():
-                account.look(end_of(number), at_ns, is_last=True)
+                account.look(number, at_ns, is_last=True)
             for entry in list(self._entries.values()):
                 entry.account.tell(entry, FOREVER)
-        self._session.end()
+        self.stream.leave(self)
         tell_no_more(self.resized)
         self.bands.close()
-        if self._stop_announcing is not None:
-            the_trace.sessions.guests[:] = [
-                each for each in the_trace.sessions.guests if each != self._make_way
-            ]
-            self._stop_announcing()
-            self._stop_announcing = None
-        # other listeners have theirs
-        if not the_trace.sessions.listeners:
-            self._sizes.keep_none()
+        if self._is_prepared:
+            self._is_prepared = False
+            process.close()
         self._entries.clear()
 
     def abandon(self) -> None:
         """Take no more notes, at the end of the interpreter and in a forked child."""
         self.is_open = False
-        self._session.end()
+        self.stream.abandon()
 
     # --- told by the mode
 
@@ -196,16 +167,14 @@ class Recorder:
         else:
             self._note(out, args, kind, caller)
 
-    def wraps(self, numbers: list[int]) -> None:
-        """See `Told`."""
-        self._wrapped += numbers
-
     def sums(self, first: UntypedStorage, total: UntypedStorage) -> None:
         """See `Told`."""
         entry = self._entries.get(key_of(first))
         if entry is not None and entry.asked_bytes == total.nbytes():
             self._forget(entry)
             self._summed = entry
+            if entry.account is self.host:
+                self.stream.hide_sum(entry.asked_bytes)
 
     # --- what was made
 
@@ -330,29 +299,33 @@ class Recorder:
         if self.is_open:
             self._look([])
 
+    def look(self) -> None:
+        """See `tenure._stream.Consumer`."""
+        # a call of this very class may have been what let the stream be read
+        if not self._is_looking:
+            self.step()
+
     def _look(self, made: list[Entry]) -> None:
-        """Put down a step, and leave its mark among the allocator's events."""
-        number = next(self._numbers)
+        """End a step, and mark its end among the allocator's events."""
+        self._is_looking = True
+        number = self._last_number = next(self._numbers)
         at_ns = self.elapsed_ns()
-        # Taken before the step is put down: what dies from here on belongs to the next one.
+        # Taken before the step is marked: what dies from here on belongs to the next one.
         dead, self._dead = self._dead, []
         if self._remade:
             made, self._remade = made + self._remade, []
-        wrapped = self._wrapped
-        if wrapped:
-            self._wrapped = []
-        level_bytes = self._live.value - self._summed_host_bytes()
-        summed, self._summed = self._summed, None
-        self._steps.append((number, level_bytes, at_ns, made, dead, wrapped, summed))
-        is_ours = get_ident() == self._thread
-        mark = self._session.mark
-        if mark is not None and is_ours:
-            mark(number - self._first)
+        excess_bytes = self._summed_host_bytes()
+        if self._summed is not None:
+            dead.append(self._summed)
+            self._summed = None
         if len(self.accounts) > 1:
             for account in {id(entry.account): entry.account for entry in made}.values():
-                account.look(end_of(number), at_ns)
-        if len(self._steps) >= _STEPS_PER_READING and is_ours and not is_running_node():
-            self.read()
+                account.look(number, at_ns)
+        step: _Step = number, at_ns, made, dead
+        self.stream.mark(self, step, excess_bytes)
+        if made:
+            self.stream.resume()
+        self._is_looking = False
         if at_ns >= self._next_sample_ns:
             self._next_sample_ns = self._sample(at_ns, self._host_base + self._live.value)
 
@@ -360,59 +333,19 @@ class Recorder:
         """Since it was started."""
         return time.perf_counter_ns() - self.began_ns
 
-    def read(self) -> None:
-        """Tell the columns what has happened up to now."""
-        self._tell(self._session.read())
-        self._sizes.keep_needed(True, self._session.mark is not None)
-        self._session.begin()
+    def take(self, claim: _Step, changes: list[int], level_bytes: int) -> None:
+        """See `tenure._stream.Consumer`: tell the columns what has happened in a step."""
+        number, at_ns, made, dead = claim
+        self.n_events += len(made) + len(dead)
+        high = level_bytes
+        if len(changes) > 1:
+            high += max(accumulate(changes)) - sum(changes)
+        self.host.series.add(number, at_ns, self._host_base + high)
+        for entry in made:
+            entry.begin = number
+        for entry in dead:
+            entry.account.tell(entry, number)
 
-    def _tell(self, events: list[int] | None) -> None:
-        steps, self._steps = self._steps, []
-        first, start, is_known = self._first, 0, allocator.is_known()
-        wrapped = WrappedNumbers()
-        series, base_bytes = self.host.series, self._host_base
-        for number, host_bytes, at_ns, made, dead, numbers, summed in steps:
-            part: list[int] = []
-            if events is not None:
-                end = place_of(events, allocations.as_event(number - first), start)
-                # where a mark is missing, what came before it is told with the next
-                if end is not None:
-                    part, start = events[start:end], end + 1
-                    if summed is not None and summed.account is self.host:
-                        wrapped.take_sum_out(part, summed.asked_bytes)
-                    if numbers or wrapped.are_open:
-                        part = wrapped.taken_out(part, numbers)
-            level = base_bytes + host_bytes if is_known else self._host_last + sum(part)
-            self._host_last = level
-            self.n_events += len(made) + len(dead)
-            if len(part) < 2:
-                high, place = level, 0
-            else:
-                high, place = highest(part, level)
-            if high != level:
-                series.add(peak_of(number), (self._last_ns + at_ns) // 2, high)
-            series.add(end_of(number), at_ns, level)
-            self._last_ns = at_ns
-            for entry in made:
-                entry.begin = peak_of(number)
-            gone = dead
-            # At the end all is there that was made, and nothing that died; at a peak before that
-            # not yet.
-            if place < len(part) - 1:
-                for entry in made_later(made, part, place):
-                    entry.begin = end_of(number)
-                gone, still_there = gone_before(dead, part, place)
-                for entry in still_there:
-                    entry.account.tell(entry, end_of(number))
-            for entry in gone if summed is None else [*gone, summed]:
-                entry.account.tell(entry, peak_of(number))
-        if steps:
-            self._first = steps[-1][0] + 1
-        self.outliving.forget()
-
-    def _make_way(self) -> None:
-        """Another profiler is about to begin on this thread."""
-        if self._session.mark is not None and get_ident() == self._thread:
-            self._look([])
-            self._tell(self._session.end())
-            self._session.missed.add("another profiler had its thread")
+    def miss(self, claim: _Step, was_bytes: int, level_bytes: int) -> None:
+        """See `tenure._stream.Consumer`."""
+        self.take(claim, [], level_bytes)

@@ -126,10 +126,6 @@ class Timeline:
         self._n_more_ooms = 0
         self._limited_text: str | None = None
         self._step_hook: RemovableHandle | None = None
-        if _open:
-            self._notes.append(
-                "another timeline was open: temporaries inside operations were told to that one"
-            )
         self._places, self._host = Places(), HostSamples()
         self._recorder = Recorder(self._places, self._host.take, self._failed)
         self._mode = OperationMode(self._recorder)
@@ -143,6 +139,7 @@ class Timeline:
             self._began_at_ns = time.time_ns() - (time.perf_counter_ns() - self._recorder.began_ns)
             # parameters and the state of an optimizer may be gone at the end, with their function
             self._step_hook = register_optimizer_step_post_hook(self._stepped)
+            self._recorder.stream.modes.append(self._mode)
             self._mode.__enter__()  # type: ignore[no-untyped-call]
         # no __exit__ follows
         except BaseException:
@@ -268,6 +265,9 @@ class Timeline:
             refusal_watchers.remove(self._limited)
         if self._step_hook is not None:
             self._step_hook.remove()
+        modes = self._recorder.stream.modes
+        if self._mode in modes:
+            modes.remove(self._mode)
         self._recorder.close()
 
     def _leave_to_parent(self) -> None:
@@ -286,9 +286,10 @@ class Timeline:
             timeline, excess = compose(account, self._places, bands)
             devices.append(timeline)
             self._notes += account.notes(excess)
-        self._notes += [
-            f"temporaries inside operations were not all seen: {why}" for why in recorder.missed
-        ]
+        if recorder.has_missed:
+            self._notes.append(
+                "temporaries inside operations were not all seen: another profiler had its thread"
+            )
         if bands.n_dropped:
             self._notes.append(f"{bands.n_dropped} short scopes are left out")
         if self._n_more_ooms:

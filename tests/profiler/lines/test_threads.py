@@ -67,7 +67,7 @@ def found_by(program, in_a_hook):
 
     # `work` too, so that the session that it begins is lent to the engine while the hook runs
     profiler = LineProfiler(lines, work, device="cpu")
-    with mock.patch("tenure.profiler._trace._sessions.enter_host_blocks"), profiler:
+    with mock.patch("tenure._stream._process.enter_host_blocks"), profiler:
         work() if in_a_hook else lines(None)
     found = [r for r in profiler.records if r.function == lines.__qualname__]
     assert all(record.exact and record.peak_exact for record in found)
@@ -256,8 +256,6 @@ def test_a_peak_reaches_every_caller_of_a_deep_recursion():
 
 @pytest.mark.parametrize("place", ["before the mark", "after the mark"])
 def test_an_interrupt_at_a_mark_loses_no_other_line(place, monkeypatch):
-    from tenure.profiler._trace import the_trace
-
     set_mark, n_marks = allocations.marker(), [0]
 
     def interrupted(number):
@@ -268,7 +266,7 @@ def test_an_interrupt_at_a_mark_loses_no_other_line(place, monkeypatch):
         if n_marks[0] == 3:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr("tenure.profiler._trace._threads.marker", lambda: interrupted)
+    monkeypatch.setattr(allocations, "marker", lambda: interrupted)
 
     def work():
         torch.empty(10, dtype=torch.uint8)
@@ -279,7 +277,7 @@ def test_an_interrupt_at_a_mark_loses_no_other_line(place, monkeypatch):
     with profiler:
         with pytest.raises(KeyboardInterrupt):
             work()
-        the_trace.sessions.read()
+        profiler.records  # noqa: B018  # it reads the session
     lines = bytes_of(profiler, work)
     assert (lines[1], lines[2]) == ((1, 10, 10, True), (1, 20, 20, True))
     assert not torch._C._autograd._profiler_enabled()

@@ -5,12 +5,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tenure._torch.allocations import Changes
 from tenure.profiler import LineProfiler, ProfilerUsageError, ProfilerUsageWarning, set_target_gpu
 from tenure.profiler._lines import _targets
+from tenure.profiler._lines._device_meter import DeviceAccount, DeviceMeter, keep_largest
 from tenure.profiler._lines._targets import checked_device, default_device, device_of_gpu
-from tenure.profiler._trace import Figures
-from tenure.profiler._trace._meters import CpuMeter, DeviceAccount, DeviceMeter
 
 FIELDS = ("current", "peak", "allocated", "freed")
 
@@ -44,14 +42,14 @@ def cuda_meter():
     return DeviceMeter(DeviceAccount(torch.device("cuda:0")))
 
 
-def reached(interval):
-    figures = Figures()
-    figures.note_statistics(interval)
-    return figures.statistics
+def reached(meter):
+    statistics = {}
+    keep_largest(statistics, {}, meter.before, meter.after)
+    return statistics
 
 
-def facts(interval):
-    *bytes_and_whether_exact, _ = interval.usage
+def facts(usage):
+    *bytes_and_whether_exact, _ = usage
     return tuple(bytes_and_whether_exact)
 
 
@@ -72,9 +70,7 @@ def test_peaks_without_a_reset_counter(fake, changes, seen, expected):
     fake.change(100, 200, -200)
     meter = cuda_meter()
     fake.change(*changes)
-    changes = None if seen is None else Changes([], seen)
-    assert facts(meter.read(changes)) == expected
-    assert meter.level_bytes == fake.figures["current"]
+    assert facts(meter.read(seen)) == expected
 
 
 def test_counters_that_the_program_resets_meanwhile_do_not_go_backwards(fake):
@@ -91,9 +87,8 @@ def test_counters_that_are_reset_within_the_interval_leave_what_the_ends_tell(fa
     fake.change(500)
     fake.figures |= {"allocated": 0, "freed": 0, "peak": 600}
     fake.change(-200)
-    interval = meter.read(None)
-    assert facts(interval) == (300, 0, 400, False, False)
-    assert reached(interval)["allocated_bytes.all.current"] == 400
+    assert facts(meter.read(None)) == (300, 0, 400, False, False)
+    assert reached(meter)["allocated_bytes.all.current"] == 400
 
 
 @pytest.mark.parametrize(
@@ -119,9 +114,11 @@ def test_a_field_of_a_peak_is_the_intervals_own_as_far_as_it_is_known(fake):
     fake.change(100, 200, -200)
     meter = cuda_meter()
     fake.change(50, -10)
-    assert reached(meter.read(None))["allocated_bytes.all.peak"] == 140
+    meter.read(None)
+    assert reached(meter)["allocated_bytes.all.peak"] == 140
     fake.change(500, -500)
-    assert reached(meter.read(None))["allocated_bytes.all.peak"] == 640
+    meter.read(None)
+    assert reached(meter)["allocated_bytes.all.peak"] == 640
 
 
 def test_a_device_that_is_not_initialised_has_nothing_allocated(monkeypatch):
@@ -131,7 +128,7 @@ def test_a_device_that_is_not_initialised_has_nothing_allocated(monkeypatch):
 
     monkeypatch.setattr(torch, "get_device_module", lambda device: Asleep())
     meter = cuda_meter()
-    assert (meter.level_bytes, facts(meter.read(None))) == (0, (0, 0, 0, True, True))
+    assert facts(meter.read(None)) == (0, 0, 0, True, True)
 
 
 @given(
@@ -153,32 +150,13 @@ def test_intervals_add_up_however_they_are_cut(blocks, every):
         for start in range(0, len(changes), every):
             part = changes[start : start + every]
             fake.change(*part)
-            intervals.append(meter.read(Changes([], part)))
+            intervals.append(meter.read(part))
     finally:
         torch.get_device_module = original
-    assert all(interval.usage.peak_exact for interval in intervals)
-    assert sum(i.usage.allocated_bytes for i in intervals) == fake.figures["allocated"]
-    assert sum(i.usage.freed_bytes for i in intervals) == fake.figures["freed"]
-    assert max(i.usage.peak_bytes for i in intervals) == fake.figures["peak"]
-
-
-def test_a_host_interval_that_was_not_seen_is_what_the_ends_tell():
-    meter = CpuMeter()
-    from tenure._torch import cpu_allocator as allocator
-
-    allocator.keep_sizes(True)
-    try:
-        meter.start()
-        kept = torch.empty(100, dtype=torch.uint8)
-        start = meter.level_bytes
-        assert facts(meter.read(None)) == (100, 0, start + 100, False, False)
-        del kept
-        assert facts(meter.read(None)) == (0, 100, start + 100, False, False)
-    finally:
-        allocator.keep_sizes_as_before()
-
-
-# --- which device
+    assert all(usage.peak_exact for usage in intervals)
+    assert sum(i.allocated_bytes for i in intervals) == fake.figures["allocated"]
+    assert sum(i.freed_bytes for i in intervals) == fake.figures["freed"]
+    assert max(i.peak_bytes for i in intervals) == fake.figures["peak"]
 
 
 def test_devices_that_cannot_be_measured_are_refused():

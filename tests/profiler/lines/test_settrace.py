@@ -1,7 +1,5 @@
 """Other tracers keep every event that they would have got, and are alone again afterwards."""
 
-import asyncio
-import dis
 import sys
 import threading
 
@@ -9,9 +7,6 @@ import pytest
 import torch
 
 from tenure.profiler import LineProfiler
-from tenure.profiler._trace import Watch, _lines_by_settrace
-from tenure.profiler._trace._lines_by_settrace import Tracer, has_loop
-from tenure.profiler._trace._trace import Trace
 
 old_python = pytest.mark.skipif(
     sys.version_info >= (3, 12), reason="from Python 3.12 on nothing is traced by the profiler"
@@ -160,53 +155,6 @@ def test_a_thread_that_outlives_the_profiler_is_traced_no_more():
     thread.join()
     assert profiler.records == ()
     assert traces == [None]
-
-
-def test_code_with_loops_is_told_from_code_without():
-    def comprehension(xs):
-        return [x for x in xs]  # noqa: C416  # a loop is what is wanted
-
-    async def waits(xs):
-        async for x in xs:
-            print(x)
-
-    assert has_loop(helper.__code__)
-    assert has_loop(waits.__code__)
-    assert not has_loop(work.__code__)
-    nested = [c for c in comprehension.__code__.co_consts if hasattr(c, "co_code")]
-    assert any(map(has_loop, [comprehension.__code__, *nested]))
-
-
-def nothing():
-    pass
-
-
-@pytest.mark.parametrize("function", [nothing, helper])
-def test_every_way_to_return_is_known(function):
-    """On Python 3.12 and 3.13 a constant is returned by an instruction of its own."""
-    last = list(dis.get_instructions(function))[-1]
-    assert last.opcode in _lines_by_settrace.RETURNS
-
-
-@pytest.mark.parametrize("functions", [(work,), (work, helper)])
-def test_the_tracer_is_right_on_every_python(functions):
-    """Python 3.12 and newer use another engine; this one is the last resort there."""
-    trace = Trace(Tracer)
-    watch = Watch(torch.device("cpu"))
-    watch.codes = {id(function.__code__): function.__code__ for function in functions}
-    trace.open(watch)
-    try:
-        work()
-    finally:
-        trace.close(watch)
-    figures = [figure for book in watch.books() for figure in book.values()]
-    number = 8 + 4
-    usages = [figure.usage for figure in figures if figure.usage is not None]
-    assert sum(usage.allocated_bytes for usage in usages) == 4 * 400 + 3 * number
-    assert sum(usage.freed_bytes for usage in usages) == 3 * 400 + 3 * number
-    assert max(usage.peak_bytes for usage in usages) == 3 * 400 + number
-    assert not torch._C._autograd._profiler_enabled()
-    assert asyncio.run(asyncio.sleep(0)) is None
 
 
 def test_a_thread_that_ran_before_collects_what_it_enables_itself():

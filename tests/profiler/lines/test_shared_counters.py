@@ -4,15 +4,16 @@ import re
 import sys
 import threading
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tenure._torch.allocations import Changes
 from tenure.profiler import LineProfiler
-from tenure.profiler._trace._meters import DeviceAccount, DeviceMeter
+from tenure.profiler._lines import _device_meter
+from tenure.profiler._lines._device_meter import DeviceAccount, DeviceMeter
 
 from .test_meters import FakeAllocator
 
@@ -142,14 +143,22 @@ class Program:
 
     def __init__(self):
         self.allocator = FakeAllocator()
-        original, torch.get_device_module = torch.get_device_module, lambda device: self.allocator
-        try:
-            account = DeviceAccount(DEVICE)
-        finally:
-            torch.get_device_module = original
+        self._patch = mock.patch.object(
+            _device_meter, "counters_of", lambda device: self.allocator.memory_stats(device)
+        )
+        self._patch.start()
+        account = DeviceAccount(DEVICE)
         self.meters = [DeviceMeter(account), DeviceMeter(account)]
         self.events = [[], []]
         self.booked = [[0, 0], [0, 0]]
+
+    def __enter__(self):
+        for meter in self.meters:
+            meter.use(True)
+        return self
+
+    def __exit__(self, *_):
+        self._patch.stop()
 
     def change(self, thread, n_bytes):
         self.allocator.change(n_bytes)
@@ -157,7 +166,7 @@ class Program:
 
     def look(self, thread, *, is_told=True):
         own, self.events[thread] = self.events[thread], []
-        usage = self.meters[thread].read(Changes([], own) if is_told else None).usage
+        usage = self.meters[thread].read(own if is_told else None)
         self.booked[thread][0] += usage.allocated_bytes
         self.booked[thread][1] += usage.freed_bytes
         return usage
@@ -165,10 +174,8 @@ class Program:
 
 @pytest.fixture
 def program():
-    found = Program()
-    for meter in found.meters:
-        meter.use(True)
-    return found
+    with Program() as found:
+        yield found
 
 
 def test_a_thread_books_its_own_events_and_leaves_the_others(program):
@@ -228,21 +235,19 @@ STEPS = st.lists(
 
 @given(STEPS)
 def test_no_order_of_looks_books_a_byte_twice_and_events_lose_none(steps):
-    program = Program()
-    for meter in program.meters:
-        meter.use(True)
-    is_always_told = True
-    for kind, thread, *rest in steps:
-        if kind == "change":
-            n_bytes, is_freed = rest
-            program.change(thread, n_bytes)
-            if is_freed:
-                program.change(thread, -n_bytes)
-        else:
-            is_always_told &= rest[0]
-            program.look(thread, is_told=rest[0])
-    for thread in (0, 1):
-        program.look(thread)
+    with Program() as program:
+        is_always_told = True
+        for kind, thread, *rest in steps:
+            if kind == "change":
+                n_bytes, is_freed = rest
+                program.change(thread, n_bytes)
+                if is_freed:
+                    program.change(thread, -n_bytes)
+            else:
+                is_always_told &= rest[0]
+                program.look(thread, is_told=rest[0])
+        for thread in (0, 1):
+            program.look(thread)
     figures = program.allocator.figures
     counted = [figures["allocated"], figures["freed"]]
     sums = [sum(numbers) for numbers in zip(*program.booked, strict=True)]

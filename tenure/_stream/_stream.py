@@ -1,0 +1,414 @@
+"""The allocations of host memory on one thread, as c10 reports them, cut by the marks of consumers.
+
+Each thread has one stream, and torch one session of its events; any number of consumers set marks
+among them, and each is told what happened between its own. A session is read after some dozens of
+marks, so it never holds many events.
+
+Invariants: a session is open only while a consumer follows and no other profiler has the thread;
+all consumers are told the same events, in order, each once; what a measuring mode makes torch
+allocate is told to none.
+"""
+
+from __future__ import annotations
+
+import _thread
+import threading
+from collections.abc import Callable, Sequence
+from threading import get_ident
+from typing import Any, NamedTuple, Protocol
+
+from tenure._heap import collector_paused
+from tenure._torch import allocations
+from tenure._torch import cpu_allocator as allocator
+from tenure._torch.allocations import Changes, as_event
+from tenure._torch.autograd import is_running_node, running_task
+
+from ._process import Process
+
+# Reading takes its time for each session and for each event: fewest both at about a hundred.
+_MARKS_PER_READING = 64
+process = Process(lambda: this_stream().make_way())
+"""What all streams share."""
+
+
+class Consumer(Protocol):
+    """Who follows a stream, and puts its own claims on what happens between its marks."""
+
+    def take(self, claim: Any, changes: list[int], level_bytes: int) -> None:
+        """Get what was allocated (positive) and freed up to a mark, and what was in use there."""
+
+    def miss(self, claim: Any, was_bytes: int, level_bytes: int) -> None:
+        """Get what was in use at the mark before and at this one: no events were seen."""
+
+    def look(self) -> None:
+        """Set a mark now: the session is about to be read for another consumer."""
+
+
+# Its number (None if it could not be set), its consumer, the claim, and the level.
+_Mark = tuple[int | None, Consumer | None, Any, int]
+
+
+class _Hidden(NamedTuple):
+    """Events that the program would not have, which a mark says.
+
+    Attributes:
+        sizes: what is allocated next, and freed last before the closing mark; empty closes.
+        sum_bytes: the last that was allocated, and is freed next; 0 for none.
+    """
+
+    sizes: Sequence[int] = ()
+    sum_bytes: int = 0
+
+
+class Stream:
+    """The events of one thread.
+
+    Attributes:
+        is_open: whether a session of ours is open.
+        n_missed: how many marks had no session.
+        n_busy: above 0 while a mark is set, or the session must not be read.
+        modes: the dispatch modes that measure this thread, the innermost last.
+        is_told_of_devices: whether events of CUDA devices are kept for ``device_changes``.
+    """
+
+    def __init__(self) -> None:
+        self.is_open = False
+        self.n_missed = 0
+        self.modes: list[Any] = []
+        self.is_told_of_devices = False
+        self._thread = get_ident()
+        self._task = -1
+        self._marks: list[_Mark] = []
+        self._n_marks = 0
+        # Of each consumer the level at its last mark, and events after it that were read.
+        self._levels: dict[Consumer, int] = {}
+        self._followers: list[Consumer] = []
+        self._left: dict[Consumer, list[int]] = {}
+        self._device_changes: list[int] | None = []
+        self.n_busy = 0
+        self._is_turning = False
+        self._hidden: list[list[int]] = []
+        self._coming: list[int] = []
+        self._going: list[int] = []
+        self._set_mark: Any = None
+        self._live = allocator.live_counter()
+
+    # --- consumers
+
+    def follow(self, consumer: Consumer) -> None:
+        """Tell a consumer what happens from here on."""
+        self._live = allocator.live_counter()
+        self._levels[consumer] = self._live.value
+        self._followers.append(consumer)
+        if self.is_open:
+            self.mark(consumer, None)
+        else:
+            self.resume()
+
+    def leave(self, consumer: Consumer) -> None:
+        """Tell a consumer the rest, up to its last mark, and nothing more."""
+        if consumer not in self._followers:
+            return
+        if self.is_open and self._is_lent():
+            # A session that is lent would end in the copy alone: the next who follows ends it.
+            self._give_up(consumer)
+        elif self._followers != [consumer]:
+            self.read(asked_by=consumer)
+        elif self.is_open:
+            self._tell(*self._end())
+        self._followers.remove(consumer)
+        del self._levels[consumer]
+        self._left.pop(consumer, None)
+
+    def mark(self, consumer: Consumer, claim: Any, excess_bytes: int = 0) -> None:
+        """Give what happened since the consumer's last mark to a claim; None gives it to nobody.
+
+        Args:
+            consumer: who follows.
+            claim: it is handed back with what happened.
+            excess_bytes: what is in use only because a mode measures.
+        """
+        level_bytes = self._live.value - excess_bytes
+        if not self.is_open:
+            self._mark_closed(consumer, claim, level_bytes)
+            return
+        # A thread that Python does not report may have begun: what it makes must be seen to end.
+        if not process.sizes_are_kept and _thread._count():
+            process.keep_needed_sizes(in_session=True)
+        self._put(consumer, claim, level_bytes)
+        if self._n_marks >= _MARKS_PER_READING:
+            self.read(asked_by=consumer)
+
+    def read(self, asked_by: Consumer | None = None) -> None:
+        """Tell all consumers what happened, as far as the session can be read."""
+        if not self.is_open or self.n_busy or self._is_lent() or not allocations.is_profiling():
+            return
+        self.n_busy += 1
+        try:
+            for consumer in tuple(self._followers):
+                if consumer is not asked_by:
+                    consumer.look()
+            marks, changes = self._turned(allocations.turn)
+            if changes is None:
+                self._close()
+            self._tell(marks, changes)
+        finally:
+            self.n_busy -= 1
+        process.keep_needed_sizes(in_session=self.is_open)
+
+    def device_changes(self) -> list[int] | None:
+        """Read and return the events of CUDA devices since this was last asked; None if unseen."""
+        if not self.is_open or self._is_lent():
+            self._device_changes = None
+            return None
+        self.read()
+        found, self._device_changes = self._device_changes, []
+        return found
+
+    def claims(self) -> list[Any]:
+        """Return the claims that are not told yet; any thread may ask."""
+        return [claim for _, _, claim, _ in list(self._marks) if claim is not None]
+
+    # --- told by modes that measure
+
+    def begin_operation(self, numbers: Sequence[int]) -> None:
+        """Begin an operation in which torch wraps numbers of these bytes a second time.
+
+        In ``x * 2`` torch makes a tensor of the number, shows a mode the number, and makes another
+        tensor when the mode calls the operation.
+        """
+        if numbers and self.is_open:
+            self._put(None, _Hidden(numbers), 0)
+        # No other mark may come between what is to be hidden and the mark that says so.
+        if get_ident() == self._thread:
+            self.n_busy += 1
+
+    def end_operation(self, numbers: Sequence[int]) -> None:
+        """Say that it has run: what comes now is the program's."""
+        if numbers and self.is_open:
+            self._put(None, _Hidden(), 0)
+        if get_ident() == self._thread:
+            self.n_busy -= 1
+
+    def hide_sum(self, n_bytes: int) -> None:
+        """Hide a sum that autograd makes in place without the mode, and the operand that it frees.
+
+        Source: https://github.com/pytorch/pytorch/blob/main/torch/csrc/autograd/input_buffer.cpp
+        """
+        if self.is_open:
+            self._put(None, _Hidden((), n_bytes), 0)
+
+    # --- the session
+
+    def make_way(self) -> None:
+        """End the session: a profiler of the program is about to begin on this thread."""
+        if self.is_open:
+            for consumer in tuple(self._followers):
+                consumer.look()
+            self._tell(*self._end())
+
+    def abandon(self) -> None:
+        """End the session untold: at the end of the interpreter, and in a forked child."""
+        if self.is_open:
+            self._end()
+        self._marks, self._followers, self._levels = [], [], {}
+
+    def resume(self) -> None:
+        """Open a session again, if another profiler has ended it, or had the thread.
+
+        Not to be called between the beginning of a profiler and the `make_way` before it.
+        """
+        is_profiling = allocations.is_profiling()
+        if self.is_open and not is_profiling:
+            marks, self._marks, self._n_marks = self._marks, [], 0
+            self._close()
+            self._tell(marks, None)
+        if self.is_open or is_profiling:
+            return
+        allocations.begin()
+        self.is_open = True
+        self._set_mark = allocations.marker()
+        self._hidden, self._coming, self._going = [], [], []
+        # While a backward pass calls Python, torch has given the thread a copy of the state that it
+        # had when backward() was called, and puts the original back afterwards. A session is part
+        # of that state: one that was begun outside of the pass can only be marked in it.
+        self._task = running_task()
+        process.count_session(+1)
+        self._levels = dict.fromkeys(self._levels, self._live.value)
+
+    def _end(self) -> tuple[list[_Mark], Changes | None]:
+        # sizes are kept before the session ends, so that nothing is made in between unseen
+        process.keep_needed_sizes(in_session=False)
+        # an interrupt in here leaves it open, for `abandon` to end it
+        told = self._turned(allocations.end)
+        self._close()
+        return told
+
+    def _turned(self, turn: Callable[[], Changes | None]) -> tuple[list[_Mark], Changes | None]:
+        """Read the session: its marks, and its events."""
+        self._is_turning = True
+        try:
+            # thousands of objects are made for that, which are gone at once
+            with collector_paused():
+                changes = turn()
+            # from here on the numbers are those of a new session
+            marks, self._marks, self._n_marks = self._marks, [], 0
+        finally:
+            self._is_turning = False
+        return marks, changes
+
+    def _close(self) -> None:
+        self.is_open = False
+        process.count_session(-1)
+
+    def _is_lent(self) -> bool:
+        """Whether a backward pass has a copy of the session, in which only marks can be set."""
+        return running_task() != self._task
+
+    def _put(self, consumer: Consumer | None, claim: Any, level_bytes: int) -> None:
+        # while the session is read, nobody knows in which of two a mark would stand
+        if self._is_turning or get_ident() != self._thread:
+            self._marks.append((None, consumer, claim, level_bytes))
+            return
+        # An interrupt may come in between. A claim without a mark is told with the next; a mark
+        # without a claim would be taken for that of the next.
+        # calls of ours are reported, too, and must set no other mark meanwhile
+        self.n_busy += 1
+        try:
+            number = self._n_marks
+            self._marks.append((number, consumer, claim, level_bytes))
+            self._n_marks = number + 1
+            self._set_mark(number)
+        finally:
+            self.n_busy -= 1
+
+    def _mark_closed(self, consumer: Consumer, claim: Any, level_bytes: int) -> None:
+        was_bytes = self._levels[consumer]
+        # A thread of autograd's engine has a copy of the session of who called backward(): what is
+        # made here is told there.
+        if process.n_sessions and is_running_node():
+            was_bytes = level_bytes
+        if claim is not None:
+            consumer.miss(claim, was_bytes, level_bytes)
+        self.n_missed += 1
+        self._levels[consumer] = level_bytes
+
+    def _tell(self, marks: list[_Mark], changes: Changes | None) -> None:
+        """Tell each consumer what happened up to its marks."""
+        events = [] if changes is None else changes.cpu
+        begins: dict[Consumer, int] = {}
+        seen: list[int] = []
+        start, is_known = 0, allocator.is_known()
+        for number, consumer, claim, level_bytes in marks:
+            # A mark is missing if it was set in a state that the session is not in: what came
+            # before it is told with the next mark, and only the level is known here.
+            end = None if number is None else _place_of(events, as_event(number), start)
+            if end is not None:
+                part = events[start:end]
+                if consumer is None or self._coming or self._going:
+                    part = self._shown(part, claim)
+                seen += part
+                start = end + 1
+            if consumer is None:
+                continue
+            was_bytes = self._levels[consumer]
+            if end is None:
+                self._levels[consumer] = level_bytes
+                if claim is not None:
+                    consumer.miss(claim, was_bytes if changes is None else level_bytes, level_bytes)
+                continue
+            part = self._left.pop(consumer, []) + seen[begins.get(consumer, 0) :]
+            begins[consumer] = len(seen)
+            # the end is what other threads left it at; else this thread's own sum
+            level_bytes = level_bytes if is_known else was_bytes + sum(part)
+            self._levels[consumer] = level_bytes
+            if claim is not None:
+                consumer.take(claim, part, level_bytes)
+        seen += self._shown(events[start:], None)
+        for consumer in self._followers:
+            if rest := seen[begins.get(consumer, 0) :]:
+                self._left[consumer] = self._left.get(consumer, []) + rest
+        if changes is None:
+            self._left.clear()
+            self._device_changes = None
+        elif self.is_told_of_devices and self._device_changes is not None:
+            self._device_changes += changes.cuda
+
+    def _give_up(self, consumer: Consumer) -> None:
+        """Tell a consumer the levels at its marks, as the session can't be read any more."""
+        marks, self._marks = self._marks, []
+        for mark in marks:
+            _, owner, claim, level_bytes = mark
+            if owner is not consumer:
+                self._marks.append(mark)
+            elif claim is not None:
+                self.n_missed += 1
+                consumer.miss(claim, self._levels[consumer], level_bytes)
+                self._levels[consumer] = level_bytes
+
+    def _shown(self, part: list[int], claim: Any) -> list[int]:
+        """Return the events before a mark without those that the program would not have."""
+        while self._coming and part:
+            size = self._coming.pop(0)
+            if part[0] == size:
+                del part[0]
+                self._hidden[-1].append(-size)
+            else:
+                self._coming.clear()
+        for size in [*self._going] if part else ():
+            if size in part:
+                part.remove(size)
+                self._going.remove(size)
+        if type(claim) is not _Hidden:
+            return part
+        if claim.sum_bytes:
+            if _remove_last(part, claim.sum_bytes):
+                self._going.append(-claim.sum_bytes)
+        elif claim.sizes:
+            self._coming = [*claim.sizes]
+            self._hidden.append([])
+        elif self._hidden:
+            self._coming.clear()
+            for size in self._hidden.pop():
+                _remove_last(part, size)
+        return part
+
+
+class _ThisThread(threading.local):
+    """The stream of the thread that asks, made when it first does.
+
+    Not in ``__init__``: monitoring reports that call, too, which asks for the stream. See
+    test_a_thread_may_enable_a_profiler_that_is_on_as_the_first_thing_it_does.
+    """
+
+    def __getattr__(self, name: str) -> Stream:
+        if name != "stream":
+            raise AttributeError(name)
+        # to make it is reported as well, by which the thread may have one already
+        made = Stream()
+        found: Stream = self.__dict__.setdefault("stream", made)
+        return found
+
+
+_this_thread = _ThisThread()
+
+
+def this_stream() -> Stream:
+    """Return the stream of this thread."""
+    found: Stream = _this_thread.stream
+    return found
+
+
+def _place_of(events: list[int], mark: int, start: int) -> int | None:
+    try:
+        return events.index(mark, start)
+    except ValueError:
+        return None
+
+
+def _remove_last(part: list[int], size: int) -> bool:
+    for i in reversed(range(len(part))):
+        if part[i] == size:
+            del part[i]
+            return True
+    return False
