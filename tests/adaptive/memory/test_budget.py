@@ -23,7 +23,6 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from tenure import NewDisposeScope, TenureError, scoped
-from tenure._torch.storages import works
 from tenure.adaptive import AdaptiveUsageError, memory_budget
 
 OOM = torch.OutOfMemoryError
@@ -694,10 +693,6 @@ def test_a_device_that_cannot_be_limited_is_refused(device, match):
 def test_a_device_that_is_not_there_is_refused():
     with pytest.raises(AdaptiveUsageError, match="'cuda': this machine, or this build of torch"):
         memory_budget("1KiB", "cuda")
-
-
-def test_the_private_names_of_torch_do_what_they_are_taken_for():
-    assert works()
 
 
 def test_a_gradient_that_autograd_adds_to_in_place_counts_once():
