@@ -31,7 +31,6 @@ _GROUND = (
     "_reserve",
     "_torch",
     "_devices",
-    "_absent_devices",
     "_storages",
     "_text",
     "_oom",

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from tenure._absent_devices import Elsewhere, is_here
+from tenure._devices import Elsewhere, is_here
 from tenure._errors import CommandError
 from tenure._torch.fakes import building, new_mode
 

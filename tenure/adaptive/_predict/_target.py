@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tenure._absent_devices import Elsewhere, is_here
-from tenure._devices import NO_ACCELERATOR, indexed
+from tenure._devices import NO_ACCELERATOR, Elsewhere, indexed, is_here
 from tenure._errors import PredictionError
 
 

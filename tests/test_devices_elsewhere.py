@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tenure._absent_devices import Elsewhere, is_here
+from tenure._devices import Elsewhere, is_here
 
 CPU = torch.device("cpu")
 
