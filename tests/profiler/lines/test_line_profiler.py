@@ -52,7 +52,7 @@ def test_importing_the_room_and_making_a_profiler_start_nothing():
         "p.LineProfiler(lambda: 1)\n"
         "assert sys.gettrace() is None and threading.gettrace() is None\n"
         "assert profiler._enable_profiler is before\n"
-        "assert 'rich' not in sys.modules and 'pandas' not in sys.modules\n"
+        "assert 'rich.console' not in sys.modules and 'pandas' not in sys.modules\n"
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
