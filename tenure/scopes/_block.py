@@ -320,19 +320,21 @@ def _is_left(mine: Opener, frame: FrameType | None, opener: Opener) -> bool:
     # by far the most: the two blocks are in one function
     if opener[2] == identity and opener[0] is code and opener[1] != instruction:
         return False
-    opcode = code.co_code[instruction - _BEFORE_CALL]
-    if opcode != _WITH or code.co_flags & _SUSPENDABLE_OR_TASK:
+    if code.co_flags & _SUSPENDABLE_OR_TASK:
         return False
-    if mine == opener:
-        return True
-    for _ in range(_MOST_FRAMES):
-        if frame is None:
-            return True
-        # another frame may have the address of one that is gone
-        if id(frame) == identity and frame.f_code is code:
+    if mine != opener:
+        for _ in range(_MOST_FRAMES):
+            if frame is None:
+                break
+            # another frame may have the address of one that is gone
+            if id(frame) == identity and frame.f_code is code:
+                return False
+            frame = frame.f_back
+        else:
             return False
-        frame = frame.f_back
-    return False
+    # last, because Python makes these bytes anew each time, which takes longer than the search
+    opcode: int = code.co_code[instruction - _BEFORE_CALL]
+    return opcode == _WITH
 
 
 def _tell_beginning(scope: Block) -> None:
