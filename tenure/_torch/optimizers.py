@@ -44,6 +44,13 @@ def before_post_hooks(
         handle.remove()
 
 
+def cell_of_step(optimizer: torch.optim.Optimizer) -> Any:
+    """Return the cell of the function that a step calls between its hooks; None without one."""
+    step: Any = type(optimizer).step
+    names = getattr(getattr(step, "__code__", None), "co_freevars", ())
+    return step.__closure__[names.index("func")] if "func" in names else None
+
+
 def unhooked_step(optimizer: torch.optim.Optimizer) -> None:
     """Call the step of an optimizer's class, without the hooks that torch puts around it."""
     step: Any = type(optimizer).step

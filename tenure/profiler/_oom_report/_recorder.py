@@ -8,17 +8,9 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable
-from contextlib import suppress
 from types import FrameType, TracebackType
-from typing import Any, NoReturn, Self
-from weakref import WeakKeyDictionary, ref
-
-from torch.optim.optimizer import (
-    Optimizer,
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from typing import NoReturn, Self
+from weakref import ref
 
 from tenure import _host_memory
 from tenure._callers import user_site
@@ -29,41 +21,14 @@ from tenure._registries import handles_ooms
 from tenure._reserve import Reserve
 
 from ._causes import judge
-from ._facts import Facts, gather
-from ._notes import Notes
+from ._facts import Facts
+from ._kinds import Verdict
 from ._report import OomReport, build
-from ._scene import Scene, scene_of
-from ._verdict import Verdict
-from ._watch import Watch
+from ._watch import Notes, Watch
 
-_MOST_OF_TEXT = 400
 _MOST_HANDLED, _MOST_LINES = 2, 8
-_STEPS_WATCHED = 2
 # What a look at a large heap takes, or as much of it as there is room for.
 _RESERVES_BYTES = (64 << 20, 16 << 20, 4 << 20)
-
-
-class _Aside:
-    """A step that is not watched; it ends with the step, or with the arguments of its call."""
-
-    def __init__(self, set_back: Callable[[], None]) -> None:
-        self._thread_id = threading.get_ident()
-        self._set_back: Callable[[], None] | None = set_back
-
-    def end(self) -> None:
-        """Watch again, once; nothing on another thread, because a mode is of one thread."""
-        if threading.get_ident() == self._thread_id and self._set_back is not None:
-            set_back, self._set_back = self._set_back, None
-            set_back()
-
-    def __del__(self) -> None:
-        self.end()
-
-
-class _Arguments(tuple[Any, ...]):
-    """The arguments of such a step."""
-
-    aside: _Aside
 
 
 class OomRecorder:
@@ -78,25 +43,16 @@ class OomRecorder:
         self._quiet = quiet
         self._began_bytes = _host_memory.resident_bytes()
         self._opened_at = str(user_site())
-        self._n_steps: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
-        self._steps = 0
-        self._aside: ref[_Aside] | None = None
-        self._last_steps: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         self._by_error: dict[tuple[int, str], tuple[ref[BaseException] | None, OomReport]] = {}
         self._lines: set[str] = set()
         self._shown: OomReport | None = None
         self._lock = threading.Lock()
         self._reserve = Reserve(*_RESERVES_BYTES)
-        self._notes = Notes()
-        self._watch = Watch(self._saw, self._notes)
+        self._noted = Notes()
+        self._watch = Watch(self._saw, self._noted)
         self._is_open = True
         self._thread_id = threading.get_ident()
-        self._hooks = (
-            register_optimizer_step_pre_hook(self._step_begins),
-            register_optimizer_step_post_hook(self._step_ends),
-        )
         self._reserve.take()
-        self._notes.open()
         self._watch.open()
 
     @property
@@ -122,9 +78,6 @@ class OomRecorder:
             )
         self._is_open = False
         self._watch.close()
-        self._notes.close()
-        for hook in self._hooks:
-            hook.remove()
         self._reserve.free()
 
     def __enter__(self) -> Self:
@@ -152,36 +105,6 @@ class OomRecorder:
             f"{self!r} can't be copied or pickled: it belongs to one program. Keep its report, "
             "which can."
         )
-
-    def _step_begins(
-        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        # A step asks each parameter for tens of attributes, and a function mode is called for each:
-        # in a small model that costs more than all else. The first steps are watched, for the state
-        # is made there; a closure computes a loss, and is watched always.
-        has_closure = len(args) > 1 or bool(kwargs)
-        # of a step that raised an error which somebody keeps
-        if self._aside is not None and (last := self._aside()) is not None:
-            last.end()
-        is_late = self._n_steps.get(optimizer, 0) >= _STEPS_WATCHED
-        if not is_late or has_closure or not self._watch.set_aside():
-            return None
-        # torch calls no hook after a step that raises, but the arguments of its call are freed then
-        arguments = _Arguments(args)
-        arguments.aside = _Aside(self._set_back)
-        self._aside = ref(arguments.aside)
-        return arguments, kwargs
-
-    def _step_ends(self, optimizer: Optimizer, args: tuple[Any, ...], _: Any) -> None:
-        self._n_steps[optimizer] = self._n_steps.get(optimizer, 0) + 1
-        self._steps += 1
-        self._last_steps[optimizer] = self._steps
-        if isinstance(args, _Arguments):
-            args.aside.end()
-
-    def _set_back(self) -> None:
-        if self._is_open:
-            self._watch.set_back()
 
     def _saw(self, error: BaseException, is_final: bool) -> None:
         """Explain an error, if it is one of memory and news."""
@@ -232,29 +155,17 @@ class OomRecorder:
             self._shown = report
 
     def _report_of(self, error: BaseException, info: OomInfo, frame: FrameType | None) -> OomReport:
-        text = f"{info.chain[-1]}: {info.text[:_MOST_OF_TEXT]}"
-        scene = Scene()
-        facts = Facts(info, scene, info.device or "cpu", is_handled=frame is not None)
+        is_handled = frame is not None
+        facts = Facts(info, self._noted, self._began_bytes, is_handled)
         with collector_paused():
-            with suppress(Exception):
-                scene = scene_of(error, frame, self._notes)
-            with suppress(Exception):
-                facts = gather(
-                    info,
-                    scene,
-                    is_handled=frame is not None,
-                    steps=self._steps,
-                    last_steps=self._last_steps,
-                    notes_of=self._notes,
-                    began_bytes=self._began_bytes,
-                )
-        try:
-            return build(facts, judge(facts), text)
-        # the least that there is to say
-        except Exception as failed:
-            told = f"The cause could not be judged: {type(failed).__name__}."
-            verdict = Verdict("unknown", 0, "Out of memory; nothing more could be seen.", (told,))
-            return build(Facts(info, scene, facts.device), verdict, text)
+            try:
+                facts.look(error, frame)
+                return build(facts, judge(facts))
+            # the least that there is to say
+            except Exception as failed:
+                told = f"The cause could not be judged: {type(failed).__name__}."
+                head = "Out of memory; nothing more could be seen."
+                return build(facts, Verdict("unknown", 0, head, (told,)))
 
 
 def _key_of(error: BaseException) -> tuple[int, str]:
@@ -288,9 +199,8 @@ def record_oom(*, quiet: bool = False) -> OomRecorder:
     Called alone it waits until the program ends; with ``with`` to the end of the block. An error
     that the program handles is seen as well, while all that it was about is still alive. On the
     thread that calls this every error that torch raises is seen, also in a backward pass and in the
-    step of an optimizer; of Python, of NumPy and of other threads those that nobody handles. What
-    `tenure.adaptive` tries again by itself is no news. From the third step of an optimizer on, its
-    errors are seen where nobody handles them.
+    step of an optimizer; of Python, of NumPy and of other threads those that nobody handles.
+    Errors after which `tenure.adaptive` tries again by itself are left out.
 
     Waiting costs one or two microseconds a call of torch, and address space (64 MiB, never touched)
     that the report is made in.

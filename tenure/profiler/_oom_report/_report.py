@@ -11,12 +11,12 @@ from tenure._text import counted, format_bytes
 
 from .._owners import CATEGORIES, SAVED, StorageEntry, describe_row
 from .._reports import place_of
-from ._facts import Facts, Host
-from ._verdict import Cause, Verdict
+from ._facts import Facts
+from ._kinds import Cause, Verdict
 
 CAUSES: tuple[str, ...] = get_args(Cause)
 """What `OomReport.cause` can be."""
-_MOST_LINES, _MOST_HOLDERS = 4, 5
+_MOST_LINES, _MOST_HOLDERS, _MOST_OF_TEXT = 4, 5, 400
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,23 +144,14 @@ class OomReport(Report):
             yield f"host: the process has {rss}, free {free}{limit}."
 
 
-def build(facts: Facts, verdict: Verdict, error: str) -> OomReport:
+def build(facts: Facts, verdict: Verdict) -> OomReport:
     """Put what is known and what is thought of it together; without a reference to anything."""
-    counters = facts.counters
-    fragmentation: dict[str, int] = {}
-    if counters is not None:
-        fragmentation = {
-            "allocated_bytes": counters.allocated,
-            "reserved_bytes": counters.reserved,
-            "unused_bytes": counters.reserved - counters.allocated,
-        }
-        if facts.cached is not None:
-            fragmentation["largest_free_bytes"] = facts.cached.largest_free_bytes
+    info = facts.info
     return OomReport(
         verdict.cause,
         verdict.head,
         verdict.evidence,
-        error,
+        f"{info.chain[-1]}: {info.text[:_MOST_OF_TEXT]}",
         facts.scene.site,
         facts.device,
         facts.wanted_bytes,
@@ -170,19 +161,16 @@ def build(facts: Facts, verdict: Verdict, error: str) -> OomReport:
         _by_category(facts),
         _largest(((e.owner.created_at, e) for e in facts.entries), _MOST_LINES),
         _largest(((_holder_of(e), e) for e in facts.entries), _MOST_HOLDERS),
-        fragmentation,
-        _of_host(facts.host),
+        facts.fragmentation,
+        facts.host,
         facts.is_handled,
-        facts.notes,
+        tuple(facts.notes),
     )
 
 
 def _by_category(facts: Facts) -> dict[str, int]:
-    found = dict.fromkeys(CATEGORIES, 0)
-    for entry in facts.entries:
-        row = entry.owner
-        found[row.category] = found.get(row.category, 0) + row.n_bytes
-    return found
+    names = dict.fromkeys([*CATEGORIES, *(entry.owner.category for entry in facts.entries)])
+    return {name: facts.bytes_of(name) for name in names}
 
 
 def _holder_of(entry: StorageEntry) -> str:
@@ -207,19 +195,6 @@ def _largest(found: Iterator[tuple[str | None, StorageEntry]], most: int) -> tup
         for name, entries in by_name.items()
     ]
     return tuple(sorted(lines, key=lambda line: -line.n_bytes)[:most])
-
-
-def _of_host(host: Host | None) -> dict[str, int]:
-    if host is None:
-        return {}
-    told = {
-        "rss_bytes": host.rss_bytes,
-        "free_bytes": host.free_bytes,
-        "limit_bytes": host.limit_bytes,
-        "group_free_bytes": host.group_free_bytes,
-        "own_limit_bytes": host.own_limit_bytes,
-    }
-    return {name: n_bytes for name, n_bytes in told.items() if n_bytes is not None}
 
 
 def _table(heading: str, n_bytes: str, last: str, rows: Sequence[Row]) -> Table:

@@ -294,7 +294,7 @@ main()
 plant(
     "results of tasks",
     "leak",
-    ("tasks[…].result() keeps", "bound it"),
+    ("leak: tasks[…]", "bound it"),
     """
 import asyncio
 async def score():

@@ -9,6 +9,7 @@ from . import planted_kept, planted_work  # noqa: F401  # they add their program
 from .held_out import HELD_OUT
 from .planted import PLANTED, failure_of, run
 from .planted_fresh import FRESH
+from .planted_remedies import REMEDIES
 from .planted_scripts import SCRIPTS
 
 _MOST_CHARACTERS = 160
@@ -21,7 +22,9 @@ def _case(one):
     return pytest.param(one, id=one.name.replace(" ", "-"), marks=marks)
 
 
-@pytest.mark.parametrize("planted", [*map(_case, (*PLANTED, *HELD_OUT, *SCRIPTS, *FRESH))])
+@pytest.mark.parametrize(
+    "planted", [*map(_case, (*PLANTED, *HELD_OUT, *SCRIPTS, *FRESH, *REMEDIES))]
+)
 def test_the_cause_of_a_planted_error_is_told(planted):
     report, done = run(planted, hides=planted.name not in _QUICK)
     failure = failure_of(planted, report)
@@ -33,6 +36,7 @@ def test_the_cause_of_a_planted_error_is_told(planted):
 def test_how_many_are_told():
     """Printed for who looks at the output: planted, and written after the rules were."""
     lists = {"planted": PLANTED, "held out": HELD_OUT, "scripts": SCRIPTS, "fresh": FRESH}
+    lists["remedies"] = REMEDIES
     for label, programs in lists.items():
         ran = [_told[one.name] for one in programs if one.name in _told]
         print(f"{label}: {sum(ran)} of {len(ran)} that ran explained, of {len(programs)}")
