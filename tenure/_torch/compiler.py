@@ -171,6 +171,11 @@ def draws_again_in_backward() -> bool:
     return isinstance(budget, float | int) and budget < 1
 
 
+def has_graph_outputs() -> bool:
+    """Whether any tensor may belong to a CUDA graph of ``torch.compile``."""
+    return _TREES in sys.modules
+
+
 def belongs_to_graph(tensor: Tensor) -> bool:
     """Whether a CUDA graph will hand out this very tensor again; views and copies are others.
 
@@ -183,7 +188,7 @@ def belongs_to_graph(tensor: Tensor) -> bool:
 
     Source: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_inductor/cudagraph_trees.py
     """
-    if _TREES not in sys.modules:
+    if not has_graph_outputs():
         return False
     ask = optional("torch._C._is_cached_tensor")
     return ask is not None and bool(ask(tensor))

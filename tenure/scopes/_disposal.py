@@ -22,7 +22,7 @@ from tenure._errors import TenureWarning
 from tenure._storages import inner_tensors
 from tenure._torch import swap
 from tenure._torch.autograd import ENGINE_CODE, check_engine_is_seen
-from tenure._torch.compiler import belongs_to_graph
+from tenure._torch.compiler import belongs_to_graph, has_graph_outputs
 from tenure._torch.quiet import TENSOR_BASE, set_class, without_functions
 
 from ._disposed import RECORD, Cause, DisposedTensor, Record, set_record
@@ -46,6 +46,9 @@ def disposable(survivors: Survivors, thread: ThreadScopes) -> Survivors:
     from a graph, which hands the same handle out again, nothing can be taken.
     """
     held = held_as_state({id(tensor) for tensor, _ in survivors})
+    # by far the most: nothing is anybody's
+    if not held and not has_graph_outputs():
+        return survivors
     mine: Survivors = []
     for tensor, reference in survivors:
         is_held = id(tensor) in held and not owns(thread.chosen, tensor)
