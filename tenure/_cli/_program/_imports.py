@@ -68,6 +68,8 @@ class Imports(importlib.abc.MetaPathFinder):
             del loader.exec_module
             theirs(module)
             if on_done is not None:
+                # else other threads that import it, as those that we start, would wait for us
+                module.__spec__._initializing = False  # type: ignore[union-attr]
                 on_done()
 
         loader.exec_module = exec_module

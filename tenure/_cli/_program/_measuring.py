@@ -360,7 +360,7 @@ def children_in_words(n_forked: int) -> list[str]:
         return []
     import psutil
 
-    from tenure._text import counted, format_bytes
+    from tenure._text import format_bytes
 
     most_bytes = 0
     with suppress(ImportError):  # on Windows
@@ -372,9 +372,8 @@ def children_in_words(n_forked: int) -> list[str]:
         # one may have ended meanwhile
         with suppress(psutil.Error):
             most_bytes = max(most_bytes, child.memory_info().rss)
-    were = "was" if n_children == 1 else "were"
-    told = f"{counted(n_children, 'child process')} {were} not recorded"
-    return [f"{told}; the largest took {format_bytes(most_bytes)} of RAM at most"]
+    told = "1 child process was" if n_children == 1 else f"{n_children} child processes were"
+    return [f"{told} not recorded; the largest took {format_bytes(most_bytes)} of RAM at most"]
 
 
 def ram_bytes() -> int:

@@ -238,7 +238,8 @@ class Recording(Report):
         category, n_bytes = max(self.memory.categories.items(), key=lambda each: each[1])
         of_it = [row for row in rows if row.category == category]
         largest = max(of_it or rows, key=lambda row: row.counted_bytes)
-        return f"; at the end {format_bytes(n_bytes)} of {category}, such as {largest.label}"
+        name = largest.label.removeprefix("__main__.")
+        return f"; at the end {format_bytes(n_bytes)} of {category}, such as {name}"
 
     def leaks_found(self) -> RecordedLeaks:
         """What grew, and what outlived a scope, as a report."""
