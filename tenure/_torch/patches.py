@@ -38,16 +38,13 @@ class Patch:
     def __init__(
         self, target: Any, wrappers: Mapping[str, Callable[[Any], Any]], *, lingers: bool = False
     ) -> None:
-        self._found, self._wrappers, self._lingers = target, wrappers, lingers
+        self._wanted, self._wrappers, self._lingers = target, wrappers, lingers
+        self._target: Any = None
         # reentrant: an owner may go wherever memory is collected, here as well
         self._lock = threading.RLock()
         self._n_owners = self._n_unused = 0
         # by name what the target itself had, None if it was inherited, and what replaced it
         self._replaced: dict[str, tuple[Any, Any]] = {}
-
-    @property
-    def _target(self) -> Any:
-        return optional(self._found) if isinstance(self._found, str) else self._found
 
     def last_while(self, owner: object) -> weakref.finalize[[], object]:
         """Have it last until what is returned is called, or its owner is gone."""
@@ -65,39 +62,34 @@ class Patch:
 
     def need(self) -> bool:
         """Make it unless it stands, and if it lingers let it stay; return whether it stood."""
+        has_stood = True
         with self._lock:
-            self._n_unused, target = 0, self._target
-            missing = [
-                name
-                for name in self._wrappers
-                if hasattr(target, name) and not self._stands(target, name)
-            ]
-            for name in missing:
-                own = vars(target).get(name)
-                made = self._wrappers[name](getattr(target, name))
-                if isinstance(made, FunctionType):
-                    # functools.wraps, with which torch.fx wraps it, copies the mark
-                    vars(made)[_MARK] = self, own, made
-                self._replaced[name] = own, made
-                setattr(target, name, made)
+            self._n_unused, wanted = 0, self._wanted
+            target = self._target = optional(wanted) if isinstance(wanted, str) else wanted
+            for name, wrapper in self._wrappers.items():
+                own = getattr(target, "__dict__", {}).get(name)
+                owner, *replaced = getattr(own, _MARK, (None,))
+                if owner is self:
+                    # ours, which another patcher has put back, or that of functools.wraps over it
+                    self._replaced[name] = replaced[0], replaced[1]
+                elif not (own is not None and self.is_current(name, own)) and hasattr(target, name):
+                    has_stood = False
+                    made = wrapper(getattr(target, name))
+                    if isinstance(made, FunctionType):
+                        # functools.wraps, with which torch.fx wraps it, copies the mark
+                        vars(made)[_MARK] = self, own, made
+                    self._replaced[name] = own, made
+                    setattr(target, name, made)
             if self._lingers and self not in _lingering:
                 _lingering.append(self)
                 if len(_lingering) == 1:
                     gc.callbacks.append(_after_collection)
-        return not missing
+        return has_stood
 
     def is_current(self, name: str, made: object) -> bool:
         """Whether a wrapper is the one that counts, and not one left below another patcher's."""
         replaced = self._replaced.get(name)
         return replaced is not None and replaced[1] is made
-
-    def _stands(self, target: Any, name: str) -> bool:
-        own = vars(target).get(name)
-        owner, *replaced = getattr(own, _MARK, (None,))
-        if owner is self:
-            self._replaced[name] = replaced[0], replaced[1]
-            return True
-        return name in self._replaced and own is self._replaced[name][1]
 
     def _begin(self) -> None:
         with self._lock:
