@@ -10,7 +10,7 @@ import functools
 import inspect
 import itertools
 import traceback
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar, overload
 
@@ -78,7 +78,8 @@ def profile_every(
 
     Raises:
         ProfilerUsageError: the interval is no positive number, or there is no such column; when it
-            decorates, no Python function runs when the function is called, or it is a module.
+            decorates, no Python function runs when the function is called, or it is a module or an
+            asynchronous generator.
 
     Source: ``profile_every`` of pytorch_memlab.
     """
@@ -103,6 +104,11 @@ def profile_every(
             raise ProfilerUsageError(
                 "profile_every() can't decorate a module: a function would take its place. "
                 "Decorate the forward of its class, or use profile()."
+            )
+        if inspect.isasyncgenfunction(func):
+            raise ProfilerUsageError(
+                f"profile_every() can't count the calls of {func.__qualname__}(), which is an "
+                "asynchronous generator. Use profile(), which prints when the program ends."
             )
         profiler = _profiler()
         profiler.add_function(func)
@@ -168,26 +174,6 @@ def _print_at_exit() -> None:
 def _decorated(func: Any, call: Callable[[], AbstractContextManager[None]]) -> Any:
     """``func``, with each call, up to the end of what it returns, in a block of ``call``."""
 
-    async def stream(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, Any]:
-        with call():
-            inner = func(*args, **kwargs)
-            step, items = inner.asend(None), list[Any]()
-            try:
-                while True:
-                    items.append(await step)
-                    # With what was sent: nothing is to live longer than without us.
-                    del step
-                    try:
-                        step = inner.asend((yield items.pop()))
-                    # As `yield from` does: the inner one ends before this one does.
-                    except GeneratorExit:
-                        await inner.aclose()
-                        raise
-                    except BaseException as error:
-                        step = inner.athrow(error)
-            except StopAsyncIteration:
-                return
-
     async def coroutine(*args: Any, **kwargs: Any) -> Any:
         with call():
             return await func(*args, **kwargs)
@@ -200,8 +186,6 @@ def _decorated(func: Any, call: Callable[[], AbstractContextManager[None]]) -> A
         with call():
             return func(*args, **kwargs)
 
-    if inspect.isasyncgenfunction(func):
-        return functools.wraps(func)(stream)
     if inspect.iscoroutinefunction(func):
         return functools.wraps(func)(coroutine)
     return functools.wraps(func)(generator if inspect.isgeneratorfunction(func) else plain)
