@@ -26,7 +26,7 @@ def wrapped_numbers(func: Any, args: tuple[Any, ...]) -> list[int]:
     if not places:
         return []
     sizes = [_NUMBER_BYTES.get(type(args[i]), 0) for i in places if i < len(args)]
-    return [size for size in sizes if size]
+    return [size for size in sizes if size] if any(sizes) else []
 
 
 def is_sum_in_place(

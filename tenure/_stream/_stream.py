@@ -52,8 +52,8 @@ class _Hidden(NamedTuple):
     """Events that the program would not have, which a mark says.
 
     Attributes:
-        sizes: what is allocated next, and freed last before the closing mark; empty closes.
-        sum_bytes: the last that was allocated, and is freed next; 0 for none.
+        sizes: what is allocated next, and freed soon.
+        sum_bytes: the last that was allocated, and is freed soon; 0 for none.
     """
 
     sizes: Sequence[int] = ()
@@ -87,7 +87,6 @@ class Stream:
         self._device_changes: list[int] | None = []
         self.n_busy = 0
         self._is_turning = False
-        self._hidden: list[list[int]] = []
         self._coming: list[int] = []
         self._going: list[int] = []
         self._set_mark: Any = None
@@ -120,15 +119,9 @@ class Stream:
         del self._levels[consumer]
         self._left.pop(consumer, None)
 
-    def mark(self, consumer: Consumer, claim: Any, excess_bytes: int = 0) -> None:
-        """Give what happened since the consumer's last mark to a claim; None gives it to nobody.
-
-        Args:
-            consumer: who follows.
-            claim: it is handed back with what happened.
-            excess_bytes: what is in use only because a mode measures.
-        """
-        level_bytes = self._live.value - excess_bytes
+    def mark(self, consumer: Consumer, claim: Any) -> None:
+        """Give what happened since the consumer's last mark to a claim; None gives it to nobody."""
+        level_bytes = self._live.value
         if not self.is_open:
             self._mark_closed(consumer, claim, level_bytes)
             return
@@ -171,24 +164,22 @@ class Stream:
 
     # --- told by modes that measure
 
-    def begin_operation(self, numbers: Sequence[int]) -> None:
-        """Begin an operation in which torch wraps numbers of these bytes a second time.
+    def hide_numbers(self, sizes: Sequence[int]) -> None:
+        """Hide tensors of numbers that the operation which is about to run makes a second time.
 
         In ``x * 2`` torch makes a tensor of the number, shows a mode the number, and makes another
         tensor when the mode calls the operation.
-        """
-        if numbers and self.is_open:
-            self._put(None, _Hidden(numbers), 0)
-        # No other mark may come between what is to be hidden and the mark that says so.
-        if get_ident() == self._thread:
-            self.n_busy += 1
 
-    def end_operation(self, numbers: Sequence[int]) -> None:
-        """Say that it has run: what comes now is the program's."""
-        if numbers and self.is_open:
-            self._put(None, _Hidden(), 0)
+        Args:
+            sizes: their bytes.
+        """
+        if self.is_open:
+            self._put(None, _Hidden(sizes), 0)
+
+    def hold(self, change: int) -> None:
+        """Let no reading come in (1) until what is to be hidden is told, and that (-1)."""
         if get_ident() == self._thread:
-            self.n_busy -= 1
+            self.n_busy += change
 
     def hide_sum(self, n_bytes: int) -> None:
         """Hide a sum that autograd makes in place without the mode, and the operand that it frees.
@@ -228,7 +219,7 @@ class Stream:
         allocations.begin()
         self.is_open = True
         self._set_mark = allocations.marker()
-        self._hidden, self._coming, self._going = [], [], []
+        self._coming, self._going = [], []
         # While a backward pass calls Python, torch has given the thread a copy of the state that it
         # had when backward() was called, and puts the original back afterwards. A session is part
         # of that state: one that was begun outside of the pass can only be marked in it.
@@ -319,8 +310,9 @@ class Stream:
                 continue
             part = self._left.pop(consumer, []) + seen[begins.get(consumer, 0) :]
             begins[consumer] = len(seen)
-            # the end is what other threads left it at; else this thread's own sum
-            level_bytes = level_bytes if is_known else was_bytes + sum(part)
+            # The end is what other threads left it at; else this thread's own sum. What is hidden
+            # and not freed yet is none of the program's.
+            level_bytes = level_bytes + sum(self._going) if is_known else was_bytes + sum(part)
             self._levels[consumer] = level_bytes
             if claim is not None:
                 consumer.take(claim, part, level_bytes)
@@ -348,29 +340,22 @@ class Stream:
 
     def _shown(self, part: list[int], claim: Any) -> list[int]:
         """Return the events before a mark without those that the program would not have."""
-        while self._coming and part:
-            size = self._coming.pop(0)
-            if part[0] == size:
-                del part[0]
-                self._hidden[-1].append(-size)
-            else:
-                self._coming.clear()
-        for size in [*self._going] if part else ():
+        if part and self._coming:
+            n = len(self._coming)
+            # an operation of Python wraps no number again
+            if part[:n] == self._coming:
+                part = part[n:]
+                self._going += [-size for size in self._coming]
+            self._coming = []
+        for size in [*self._going]:
             if size in part:
                 part.remove(size)
                 self._going.remove(size)
-        if type(claim) is not _Hidden:
-            return part
-        if claim.sum_bytes:
-            if _remove_last(part, claim.sum_bytes):
-                self._going.append(-claim.sum_bytes)
-        elif claim.sizes:
+        if type(claim) is _Hidden:
             self._coming = [*claim.sizes]
-            self._hidden.append([])
-        elif self._hidden:
-            self._coming.clear()
-            for size in self._hidden.pop():
-                _remove_last(part, size)
+            if claim.sum_bytes in part:
+                del part[len(part) - 1 - part[::-1].index(claim.sum_bytes)]
+                self._going.append(-claim.sum_bytes)
         return part
 
 
@@ -404,11 +389,3 @@ def _place_of(events: list[int], mark: int, start: int) -> int | None:
         return events.index(mark, start)
     except ValueError:
         return None
-
-
-def _remove_last(part: list[int], size: int) -> bool:
-    for i in reversed(range(len(part))):
-        if part[i] == size:
-            del part[i]
-            return True
-    return False

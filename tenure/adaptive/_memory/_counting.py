@@ -121,17 +121,18 @@ class CountingMode(DispatchMode):
         with without_functions():
             places = self._before(func, args, kwargs)
         stream, numbers = self._stream, wrapped_numbers(func, args)
-        is_hiding = bool(numbers) or func is SUM
-        if is_hiding:
-            stream.begin_operation(numbers)
+        if numbers:
+            stream.hide_numbers(numbers)
+        if func is SUM:
+            stream.hold(+1)
         try:
             result = func(*args, **kwargs)
             caller = sys._getframe().f_back
             if func is SUM and is_sum_in_place(args, caller, self, stream):
                 self._note_sum(args[0].untyped_storage(), result.untyped_storage())
         finally:
-            if is_hiding:
-                stream.end_operation(numbers)
+            if func is SUM:
+                stream.hold(-1)
         with without_functions():
             made_bytes = self._account.note_made(storages_in((result,)))
             if made_bytes > 0 and self._exceeds():

@@ -75,9 +75,10 @@ class OperationMode(EagerMode):
         if kind is None:
             kind = _known[func] = _kind_of(func)
         stream, numbers = told.stream, wrapped_numbers(func, args)
-        is_hiding = bool(numbers) or func is SUM
-        if is_hiding:
-            stream.begin_operation(numbers)
+        if numbers:
+            stream.hide_numbers(numbers)
+        if func is SUM:
+            stream.hold(+1)
         try:
             out = func(*args, **kwargs) if kwargs else func(*args)
             # None on a thread of autograd's engine
@@ -89,8 +90,8 @@ class OperationMode(EagerMode):
                 told.failed(error)
             raise
         finally:
-            if is_hiding:
-                stream.end_operation(numbers)
+            if func is SUM:
+                stream.hold(-1)
         if kind and told.is_open:
             told.made(out, args, kind, caller)
         return out

@@ -314,7 +314,6 @@ class Recorder:
         dead, self._dead = self._dead, []
         if self._remade:
             made, self._remade = made + self._remade, []
-        excess_bytes = self._summed_host_bytes()
         if self._summed is not None:
             dead.append(self._summed)
             self._summed = None
@@ -322,7 +321,7 @@ class Recorder:
             for account in {id(entry.account): entry.account for entry in made}.values():
                 account.look(number, at_ns)
         step: _Step = number, at_ns, made, dead
-        self.stream.mark(self, step, excess_bytes)
+        self.stream.mark(self, step)
         if made:
             self.stream.resume()
         self._is_looking = False
