@@ -225,7 +225,8 @@ class Stream:
         # of that state: one that was begun outside of the pass can only be marked in it.
         self._task = running_task()
         process.count_session(+1)
-        self._levels = dict.fromkeys(self._levels, self._live.value)
+        level_bytes: int = self._live.value
+        self._levels = dict.fromkeys(self._levels, level_bytes)
 
     def _end(self) -> tuple[list[_Mark], Changes | None]:
         # sizes are kept before the session ends, so that nothing is made in between unseen

@@ -118,17 +118,17 @@ class DeviceMeter:
             allocated, freed, is_counted = account.waiting
             own = changes if self.is_cuda and is_counted else None
             is_all = own is not None and _sums(own) == (allocated, freed)
-            left = 0, 0
+            left = 0, 0, True
             if own is not None and not is_all:
                 # others did the rest; events are of all CUDA devices together, so they are bounds
                 mine = min(_sums(own)[0], allocated), min(_sums(own)[1], freed)
-                left = allocated - mine[0], freed - mine[1]
+                left = allocated - mine[0], freed - mine[1], True
                 allocated, freed = mine
             are_others = bool(account.busy - {self})
             shared = not is_all and (
                 are_others or account.n_begun != self._n_begun or own is not None
             )
-            account.waiting = (*left, True) if are_others else (0, 0, True)
+            account.waiting = left if are_others else (0, 0, True)
             self._n_begun = account.n_begun
         peak_bytes, peak_exact = _peak(
             allocated_in(self.before), allocated_in(self.after), own if is_all and own else []
