@@ -218,7 +218,7 @@ def _kind_of(
     scene, names = facts.scene, _INDEXED.findall(pile.place)
     variable, _, inside = pile.place.partition("[…]")
     container = scene.containers.get(variable, "")
-    is_filled = not scene.filled_elsewhere.isdisjoint(names)
+    is_filled = scene.program is not None and not scene.program.filled.isdisjoint(names)
     if container == "bounded":
         return ""
     if not pile.saved and not is_filled:

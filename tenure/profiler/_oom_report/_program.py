@@ -18,7 +18,7 @@ from types import CodeType, FrameType
 from tenure._callers import is_internal
 
 # To read more would take seconds: of a large program only the files that run are known.
-_MOST_CHARACTERS = 1 << 19
+_MOST_CHARACTERS = 1 << 18
 _MOST_OF_SOURCE = 24
 _GROWS = frozenset(
     {"append", "appendleft", "extend", "add", "insert", "update", "setdefault", "put"}
@@ -47,6 +47,7 @@ class Program:
         is_whole: all of its files were read.
         known: all names in its files.
         grown: names that it adds to.
+        filled: those of them that another name fills, as the hook of a function that returned it.
         carried: names that a statement reads and binds anew, as ``h`` in ``h = cell(x, h)``.
         summed: names that a statement adds to, as ``total += loss``.
         ended: names whose ``backward()`` is called.
@@ -63,17 +64,20 @@ class Program:
         self.known = _names(nodes)
         growing = {f.name for f in functions if _grows_an_argument(f)} | _GROWING
         self.grown = {name for node in nodes for name in _given(node, growing)}
+        flows = [flow for node in nodes for flow in _flows(node)]
         self.carried: set[str] = set()
         self.summed: set[str] = set()
         self._added: defaultdict[str, list[ast.expr]] = defaultdict(list)
-        for name, value, is_bound in (flow for node in nodes for flow in _flows(node)):
+        for name, value, is_bound in flows:
             if not is_bound:
                 self.grown.add(name)
                 self._added[name].append(value)
             elif name in _names([value]):
                 self.carried.add(name)
                 self._add_sum(name, value)
-        self.grown |= self.carried
+        fillers = {f.name for f in functions if _returns_filled(f)}
+        self.filled = {name for name, value, _ in flows if _calls(value, fillers)}
+        self.grown |= self.carried | self.filled
         scopes: list[Sequence[ast.AST]] = [[function] for function in functions]
         own = ([each for each in tree.body if not isinstance(each, _SCOPES)] for tree in trees)
         scopes.extend(own)
@@ -217,20 +221,34 @@ def _events(node: ast.AST, name: str) -> Iterator[tuple[int, bool]]:
                     yield node.lineno, not reads
 
 
+def _calls(node: ast.AST, names: set[str]) -> bool:
+    return isinstance(node, ast.Call) and _name_of(node.func) in names
+
+
 def _given(node: ast.AST, growing: set[str]) -> set[str]:
     """Names that are given to a function that adds to its arguments."""
-    if isinstance(node, ast.Call) and _name_of(node.func) in growing:
-        return _names(node.args)
-    return set()
+    return _names(node.args) if isinstance(node, ast.Call) and _calls(node, growing) else set()
 
 
 def _parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[ast.arg]:
     return [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
 
 
+def _grown_in(function: ast.AST) -> set[str]:
+    return {name for node in ast.walk(function) for name, _, bound in _flows(node) if not bound}
+
+
 def _grows_an_argument(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    grown = {name for node in ast.walk(function) for name, _, bound in _flows(node) if not bound}
+    grown = _grown_in(function)
     return any(each.arg in grown and each.arg != "self" for each in _parameters(function))
+
+
+def _returns_filled(function: ast.AST) -> bool:
+    """Whether a function returns what one inside it adds to."""
+    nodes = list(ast.walk(function))
+    inside = [node for node in nodes[1:] if isinstance(node, (*_FUNCTIONS, ast.Lambda))]
+    returned = _names(node for node in nodes if isinstance(node, ast.Return))
+    return any(not returned.isdisjoint(_grown_in(node)) for node in inside)
 
 
 def _defaults(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[str]:

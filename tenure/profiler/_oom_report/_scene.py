@@ -22,7 +22,6 @@ from torch.optim import Optimizer
 from tenure._callers import line_and_function, line_in
 from tenure._heap import (
     Graphs,
-    find_holders,
     instance_attributes,
     is_kind,
     read,
@@ -45,12 +44,9 @@ _BUILDS = frozenset(
     | {"load_state_dict", "reset_parameters", "to_empty"}
 )
 _STEPS = frozenset({"step", "_init_group", "profile_hook_step", "wrapper"})
-_CONTAINERS = (list, dict, set, deque)
 # Around an operation of a training step there are tens of frames; a recursion may have thousands.
 _MOST_FRAMES, _MOST_ITEMS, _MOST_VARIABLES = 400, 16, 64
 _PREFIX = re.compile(r"\A(?:numpy array |a view in )?(?:[\w.<>]+\.<locals>\.|__main__\.)")
-# the name that the last holder of a chain has for the object: ``store`` or ``by['key']``
-_CALLED = re.compile(r"(\w+)(?:\[['\"]?(\w*)['\"]?\])?(?:, held by .*)?\Z")
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +104,6 @@ class Scene:
         containers: variables that are containers: "list" in a function that has a model, and
             "data" in another; "dict"; "default" of an argument; "bounded" if it grows no more.
         program: the source of the program; None where it could not be read.
-        filled_elsewhere: variables of containers that the program adds to under another name.
         variables: what holds graphs of autograd, the largest graph first.
     """
 
@@ -135,7 +130,6 @@ class Scene:
     has_momentum: bool = False
     containers: dict[str, str] = field(default_factory=dict)
     program: Program | None = None
-    filled_elsewhere: frozenset[str] = frozenset()
     variables: list[GraphVariable] = field(default_factory=list)
 
     @property
@@ -145,8 +139,7 @@ class Scene:
 
     def is_fixed(self, name: str) -> bool:
         """Whether the program adds nothing to a container."""
-        is_fixed = self.program is not None and self.program.is_fixed(name)
-        return is_fixed and name not in self.filled_elsewhere
+        return self.program is not None and self.program.is_fixed(name)
 
     def look(self, error: BaseException, frame: FrameType | None, notes: Notes) -> None:
         """Look at what ran when an error was raised, in its traceback and around it on the stack.
@@ -173,8 +166,6 @@ class Scene:
             self.program = Program(own)
         for each in own:
             self._add_containers(each)
-        with suppress(Exception):
-            self.filled_elsewhere = self._filled_elsewhere(own)
         with suppress(Exception):
             found = (v for each in own for v in self._graph_variables(each, notes))
             self.variables = sorted(found, key=lambda variable: -variable.n_bytes)
@@ -241,22 +232,6 @@ class Scene:
         for name, value in [*frame.f_globals.items()]:
             if kind := _kind_of(value, has_model):
                 self.containers.setdefault(short(f"{module}.{name}"), kind)
-
-    def _filled_elsewhere(self, own: list[FrameType]) -> frozenset[str]:
-        """Variables that the program fills under another name, as a hook does that was returned."""
-        containers = {
-            name: value
-            for frame in own
-            for name, value in read_locals(frame)
-            if self.is_fixed(name) and _may_hold_tensors(value)
-        }
-        held = find_holders([*containers.values()], ignore=(containers,)) if containers else []
-        grown = self.program.grown if self.program is not None else set()
-        return frozenset(
-            name
-            for name, holders in zip(containers, held, strict=True)
-            if any(grown.intersection(n) for each in holders for n in _CALLED.findall(each.chain))
-        )
 
     def _graph_variables(self, frame: FrameType, notes: Notes) -> Iterator[GraphVariable]:
         program = self.program
@@ -370,14 +345,6 @@ def _kind_of(value: Any, has_model: bool) -> str:
     if kind is list or kind is set or kind is deque:
         return "list" if has_model else "data"
     return "dict" if kind is dict else ""
-
-
-def _may_hold_tensors(container: Any) -> bool:
-    if not is_kind(type(container), *_CONTAINERS):
-        return False
-    values = dict.values(container) if is_kind(type(container), dict) else container
-    first = next(iter(values), None)
-    return is_kind(type(first), Tensor, tuple, *_CONTAINERS)
 
 
 def _tensors_in_state(state: Any) -> Iterator[Tensor]:
