@@ -1,19 +1,19 @@
 """What a total is made of: one bar in as many parts, each with its bytes and its share.
 
 As text each part has a line of its own, which begins where the one above it ends, so that no colour
-is needed to tell them apart. In HTML the bar is a drawing: printers leave out backgrounds.
+is needed to tell them apart.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from tenure._text import format_bytes
 
 from ._colours import colours_of
-from ._part import Line, Part, escaped
+from ._part import Line, Part
 from ._table import Column, Table, Tinted
 
 _WIDTH = 32
@@ -59,12 +59,6 @@ class Amounts(Part):
     def lines(self, width: int) -> Iterator[Line]:
         """The title, and a line for each part and for the total; without room for it, no bar."""
         return self._table().lines(width)
-
-    def html(self) -> str:
-        """The bar as a drawing, and a table that is its legend."""
-        table = self._table()
-        legend = replace(table, columns=_COLUMNS, rows=[row[:3] for row in table.rows])
-        return self._drawing() + legend.html()
 
     def _table(self) -> Table:
         limit = "" if self.limit_bytes is None else f"{_MARK} = {format_bytes(self.limit_bytes)}"
@@ -114,37 +108,3 @@ class Amounts(Part):
 
     def _step(self, n_bytes: int) -> int:
         return round(2 * _WIDTH * n_bytes / self._scale_bytes)
-
-    def _drawing(self) -> str:
-        drawn = "".join(map(self._rectangle, self._spans()))
-        if self.limit_bytes is not None:
-            drawn += self._mark(self.limit_bytes)
-        label = f"{self.title or _TOTAL}: {format_bytes(self.total_bytes)}"
-        return (
-            f'<svg role="img" aria-label="{escaped(label)}" width="100%" height="46" '
-            f'style="display:block;max-width:60em;margin:0.5em 0">{drawn}</svg>'
-        )
-
-    def _rectangle(self, span: _Span) -> str:
-        if span.n_bytes < 0:
-            return ""
-        told = escaped(f"{span.name}: {', '.join(filter(None, self._figures(span.n_bytes)))}")
-        begin, width = self._percent(span.begin_bytes), self._percent(span.n_bytes)
-        return (
-            f'<rect x="{begin}" y="18" width="{width}" height="24" fill="{span.colour}">'
-            f"<title>{told}</title></rect>"
-        )
-
-    def _mark(self, limit_bytes: int) -> str:
-        place = self._percent(limit_bytes)
-        # text that stands beyond the middle would leave the drawing
-        side = "end" if limit_bytes * 2 > self._scale_bytes else "start"
-        return (
-            f'<line x1="{place}" x2="{place}" y1="14" y2="46" stroke="currentColor" '
-            'stroke-width="2" stroke-dasharray="4 2"/>'
-            f'<text x="{place}" y="11" text-anchor="{side}" fill="currentColor" '
-            f'font-size="12">{format_bytes(limit_bytes)}</text>'
-        )
-
-    def _percent(self, n_bytes: int) -> str:
-        return f"{100 * n_bytes / self._scale_bytes:.3f}%"

@@ -6,6 +6,7 @@ Rich prints the lines of the plain text, in colours: what one reader sees, all d
 from __future__ import annotations
 
 import html
+import io
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 # the text of a line piece by piece, each with its style in the words of rich
 Line = Sequence[tuple[str, str]]
 STRONG, FAINT, PLAIN = "bold", "dim", ""
+_HTML_WIDTH = 120
+_HTML = '<pre style="font-family:monospace;line-height:1.25;overflow-x:auto">{code}</pre>'
 
 
 class Part(ABC):
@@ -33,9 +36,9 @@ class Part(ABC):
     def lines(self, width: int) -> Iterator[Line]:
         """Its lines, of at most ``width`` columns."""
 
-    @abstractmethod
     def html(self) -> str:
-        """The part as HTML."""
+        """The part as HTML, as rich prints it."""
+        return OfRich((self,)).html()
 
     def text(self, width: int | None = None) -> str:
         """The part as plain text, in so many columns; without a number, in those there are."""
@@ -72,6 +75,23 @@ class OfRich:
                 # As pieces of text: brackets in plain strings are markup.
                 yield Text.assemble(*line, no_wrap=True, overflow="ignore")
 
+    def html(self) -> str:
+        """The same lines and colours on a page."""
+        from rich.console import Console
+
+        console = Console(
+            file=io.StringIO(),
+            record=True,
+            width=_HTML_WIDTH,
+            force_terminal=True,
+            force_jupyter=False,
+            color_system="truecolor",
+            legacy_windows=False,
+        )
+        console.print(self)
+        # names come from the user's keys, and may be markup: rich escapes them
+        return console.export_html(inline_styles=True, code_format=_HTML)
+
 
 @dataclass(frozen=True, slots=True)
 class Paragraph(Part):
@@ -92,13 +112,6 @@ class Paragraph(Part):
         if self.note:
             yield from (((line, PLAIN),) for line in wrapped(self.note, width))
 
-    def html(self) -> str:
-        """Both as HTML."""
-        title = f"<b>{escaped(self.title)}</b><br>" if self.title else ""
-        # lines that stand below another one keep their indent
-        style = ' style="white-space:pre-wrap"' if "\n  " in self.note else ""
-        return f"<p{style}>{title}{html_lines(self.note)}</p>"
-
 
 @dataclass(frozen=True, slots=True)
 class Together(Part):
@@ -117,11 +130,6 @@ class Together(Part):
         yield from Paragraph(self.title).lines(width)
         for part in self.parts:
             yield from part.lines(width)
-
-    def html(self) -> str:
-        """The title and the parts."""
-        title = Paragraph(self.title).html() if self.title else ""
-        return title + "".join(part.html() for part in self.parts)
 
     def sorts(self) -> Collection[str]:
         """What the rows of any part can be sorted by."""
@@ -154,18 +162,6 @@ class Figures(Part):
             yield ((f"{figures}{first}", PLAIN),)
             yield from (((" " * len(figures) + other, PLAIN),) for other in others)
         yield from Paragraph("", self.note).lines(width)
-
-    def html(self) -> str:
-        """The lines as they are, under their title."""
-        body = "\n".join([*map("".join, self.rows), *filter(None, [self.note])])
-        return f"<p><b>{escaped(self.title)}</b></p><pre>{escaped(body)}</pre>"
-
-
-def html_lines(text: str) -> str:
-    """Text as HTML, with its breaks."""
-    # Escaped before the breaks are put in: names come from the user's keys, and may be markup. See
-    # test_html_is_escaped.
-    return "<br>".join(map(escaped, text.split("\n")))
 
 
 def escaped(text: str) -> str:

@@ -54,7 +54,7 @@ class Shown:
         return self.rich()
 
     def _repr_html_(self) -> str:
-        return "".join(part.html() for part in self._arranged())
+        return self.rich().html()
 
     def _arranged(self, top: int | None = None, sort: str | None = None) -> list[Part]:
         parts = self._parts()

@@ -9,12 +9,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Self
 
-from rich.cells import cell_len
-
 from tenure._text import format_bytes
 
-from ._part import FAINT, PLAIN, STRONG, Line, Paragraph, Part, escaped, html_lines
-from ._width import cut, folded, least_width, padded
+from ._part import FAINT, PLAIN, STRONG, Line, Paragraph, Part
+from ._width import cell_len, cut, folded, least_width, padded
 
 MOST_ROWS = 20
 """The rows that a table shows where nobody asks for more; `to_dict` of its report has all."""
@@ -23,13 +21,6 @@ _GAP = "  "
 _COMFORT = 30
 _CODE_COMFORT = 40
 _LEAST = 8
-_RIGHT = "text-align:right"
-_CODE = "text-align:left;white-space:pre;font-family:monospace"
-_BAR = "#9cc3e6"
-# a drawing, and no background: it is printed
-_SQUARE = (
-    '<svg width="12" height="12" aria-hidden="true"><rect width="12" height="12" fill="{}"/></svg> '
-)
 _SHARED = "In brackets: in the storage of another row, which counts it."
 Row = Sequence[str]
 
@@ -61,28 +52,23 @@ class Amount(str):
 
     Attributes:
         value: the number.
-        percent: which part of the largest it is: a bar behind it shows that in a notebook.
         is_counted: False where another row counts it, and no sum may count it again.
     """
 
-    __slots__ = ("is_counted", "percent", "value")
+    __slots__ = ("is_counted", "value")
     value: int
-    percent: int | None
     is_counted: bool
 
-    def __new__(
-        cls, text: str, value: int, percent: int | None = None, is_counted: bool = True
-    ) -> Self:
+    def __new__(cls, text: str, value: int, is_counted: bool = True) -> Self:
         """Put them together."""
         amount = super().__new__(cls, text)
         amount.value = value
-        amount.percent = percent
         amount.is_counted = is_counted
         return amount
 
 
 class Tinted(str):
-    """Text that a colour belongs to; in a notebook a square of the colour stands before it."""
+    """Text that a colour belongs to."""
 
     __slots__ = ("colour",)
     colour: str
@@ -166,18 +152,6 @@ class Table(Part):
         for row in self._all_rows():
             yield from _row_lines([row[i] for i in shown], columns, widths)
         yield from Paragraph("", self.note).lines(width)
-
-    def html(self) -> str:
-        """The table as HTML, under a caption."""
-        shown = self._shown()
-        head = "".join(f"<th>{escaped(self.columns[i].heading)}</th>" for i in shown)
-        body = "".join(
-            f"<tr>{''.join(_html_cell(row[i], self.columns[i]) for i in shown)}</tr>"
-            for row in self._all_rows()
-        )
-        note = f"<p>{escaped(self.note)}</p>" if self.note else ""
-        caption = f"<caption>{escaped(self.title)}</caption>" if self.title else ""
-        return f"<table>{caption}<tr>{head}</tr>{body}</table>{note}"
 
     def sorts(self) -> Collection[str]:
         """The headings of the columns."""
@@ -292,14 +266,3 @@ def _sum(column: Column, cells: Sequence[str]) -> str:
         return ""
     amounts = [cell for cell in cells if isinstance(cell, Amount)]
     return column.spelled(sum(amount.value for amount in amounts if amount.is_counted))
-
-
-def _html_cell(cell: str, column: Column) -> str:
-    style = _CODE if column.is_code else _RIGHT if column.side == ">" else ""
-    percent = getattr(cell, "percent", None)
-    if percent is not None:
-        style += f";background:linear-gradient(90deg,{_BAR} {percent}%,transparent {percent}%)"
-    lines = html_lines(cell)
-    if isinstance(cell, Tinted):
-        lines = f"{_SQUARE.format(cell.colour)}{lines}"
-    return f'<td style="{style}">{lines}</td>' if style else f"<td>{lines}</td>"

@@ -10,8 +10,6 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 
-from rich.cells import cell_len, chop_cells
-
 from tenure._visible import visible
 
 WITHOUT_TERMINAL = 80
@@ -30,6 +28,15 @@ _ITEM = re.compile(r"\s*(- )?")
 def width_of_terminal() -> int:
     """The columns of the terminal; without one, what every terminal has."""
     return max(_LEAST, shutil.get_terminal_size((WITHOUT_TERMINAL, 24)).columns)
+
+
+def cell_len(text: str) -> int:
+    """How many columns a text takes: characters of Chinese, for example, take two."""
+    if text.isascii():
+        return len(text)
+    from rich.cells import cell_len as of_rich
+
+    return of_rich(text)
 
 
 def padded(text: str, side: str, width: int) -> str:
@@ -106,6 +113,8 @@ def _place_in(word: str, width: int) -> str:
 
 def _cut_apart(part: str, width: int) -> list[str]:
     # a name that alone is wider than the terminal would be broken by that
+    from rich.cells import chop_cells
+
     return chop_cells(part, width)
 
 

@@ -256,24 +256,18 @@ def test_rich_prints_the_same_lines():
 
 def test_tables_have_one_row_for_what_one_graph_saved():
     report = LeakReport([saved("f.<locals>.a[0]"), saved("f.<locals>.a[0]")], scope="s")
-    assert report._repr_html_().endswith(
-        "<tr><td>2 tensors that autograd saved<br>"
-        "the largest float16[32, 1024] on cuda:0, 64.0 KiB</td>"
-        '<td style="text-align:right">128.0 KiB</td><td>train.py:17</td>'
-        "<td>autograd</td><td>the graph of f.&lt;locals&gt;.a[0]</td></tr></table>"
-    )
+    page = report._repr_html_()
+    assert "2 tensors that autograd saved" in page
+    assert "the graph of f.&lt;locals&gt;.a[0]" in page
+    assert page.count("128.0 KiB") == 2
 
 
 def test_html_is_escaped():
     hostile = record(holders=("f.<locals>.table['<script>']", "b"), created_at=None)
     text = LeakReport([hostile], scope="<s>")._repr_html_()
-    assert text == (
-        "<table><caption>&lt;s&gt;: 1 tensor leaked, 64.0 KiB</caption>"
-        "<tr><th>tensor</th><th>storage</th><th>created at</th><th>kind</th><th>held by</th></tr>"
-        '<tr><td>float16[32, 1024] on cuda:0</td><td style="text-align:right">64.0 KiB</td>'
-        "<td></td><td>container</td>"
-        "<td>f.&lt;locals&gt;.table[&#x27;&lt;script&gt;&#x27;]<br>b</td></tr></table>"
-    )
+    assert "&lt;s&gt;: 1 tensor leaked, 64.0 KiB" in text
+    assert "f.&lt;locals&gt;.table[&#x27;&lt;script&gt;&#x27;]" in text
+    assert "<s" not in text.replace("<span", "")
 
 
 @pytest.mark.slow

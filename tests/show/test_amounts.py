@@ -67,8 +67,6 @@ def test_a_negative_part_is_told_and_not_drawn():
         "unexplained  -1.0 GiB  -50.0%\n"
         "total         2.0 GiB  100.0%  █████████████████████▌"
     )
-    tags, _ = read_html(amounts.html())
-    assert sum(tag == "rect" and "x" in attributes for tag, attributes in tags) == 1
 
 
 def test_rich_shows_the_same_lines_in_colours():
@@ -83,21 +81,12 @@ def test_rich_shows_the_same_lines_in_colours():
     assert "total          3.6 GiB  100.0%  ██████████████████┆█████████████" in shown
 
 
-def test_html_draws_a_bar_with_a_legend():
-    tags, text = read_html(Amounts("Here", PARTS, 4 * GIB).html())
-    bars = [attributes for tag, attributes in tags if tag == "rect" and "x" in attributes]
-    assert [(bar["x"], bar["width"]) for bar in bars[:1]] == [("0.000%", "25.000%")]
-    assert len(bars) == 5
-    assert "parameters: 1.0 GiB, 27.8%" in text
-    assert ("line", "100.000%") in [(tag, attributes.get("x1")) for tag, attributes in tags]
-    squares = [a["fill"] for tag, a in tags if tag == "rect" and "x" not in a]
-    assert squares == [bar["fill"] for bar in bars]
-
-
-def test_the_same_name_has_the_same_colour_wherever_it_stands():
+def test_html_has_the_same_lines_in_the_same_colours():
+    _, text = read_html(Amounts("Here", PARTS, 4 * GIB).html())
+    assert "parameters     1.0 GiB   27.8%  ████████" in text
     first, second = (Amounts("", parts).html() for parts in (PARTS, PARTS[2:]))
-    for text in (first, second):
-        assert "</svg> gradients</td>" in text.split('fill="#ffc154"')[-1]
+    for shown in (first, second):
+        assert '<span style="color: #ffc154; text-decoration-color: #ffc154">gradients' in shown
 
 
 def test_html_is_escaped():
@@ -126,4 +115,4 @@ def test_the_sums_of_a_memory_report_are_drawn_as_those_of_a_prediction():
     console.print(report)
     assert "unexplained    2 B   20.0%  " in console.export_text()
     _, text = read_html(report._repr_html_())
-    assert "parameters: 8 B, 80.0%" in text
+    assert "parameters     8 B   80.0%" in text

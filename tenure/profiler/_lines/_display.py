@@ -224,13 +224,11 @@ class RecordsDisplay(Report):
         return str(self)
 
     def _parts(self) -> list[Table | Paragraph]:
-        columns, largest = self._columns(), [self._largest(column) for column in self.columns]
+        columns = self._columns()
         return [
             _Note(section.title, section.note)
             if section.note
-            else _Lines(
-                section.title, columns, self._rows(section, largest), section.footnote, rule=""
-            )
+            else _Lines(section.title, columns, self._rows(section), section.footnote, rule="")
             for section in self.sections
         ]
 
@@ -239,18 +237,15 @@ class RecordsDisplay(Report):
         figures = (Column(name, ">", is_fixed=True, spare=_SPARE.get(name, 0)) for name in names)
         return [*figures, _CODE]
 
-    def _rows(self, section: Section, largest: Sequence[int]) -> list[list[str]]:
+    def _rows(self, section: Section) -> list[list[str]]:
         return [
             [
                 str(line),
-                *(_cell(*pair, record) for pair in zip(self.columns, largest, strict=True)),
+                *(_cell(column, record) for column in self.columns),
                 source,
             ]
             for line, source, record in section.rows
         ]
-
-    def _largest(self, column: LineColumn) -> int:
-        return max((column.value(record) or 0 for record in self.records), default=0)
 
     def _facts(self) -> dict[str, Any]:
         facts: dict[str, Any] = plain(_Facts(tuple(c.name for c in self.columns), self.sections))
@@ -296,14 +291,11 @@ def title_of(name: str, file: str, first_line: int, device: torch.device | None 
     return f"{place}, {device}" if device is not None else place
 
 
-def _cell(column: LineColumn, most: int, record: LineRecord | None) -> str:
+def _cell(column: LineColumn, record: LineRecord | None) -> str:
     if record is None:
         return ""
     text, value = column.cell(record), column.value(record)
-    if not value:
-        return text if value is None else Amount(text, 0)
-    # Negative numbers (net) have no part of the largest.
-    return Amount(text, value, round(100 * value / most) if value > 0 else None)
+    return text if value is None else Amount(text, value)
 
 
 class _Lines(Table):

@@ -394,7 +394,7 @@ def test_an_empty_result_says_why(profiler, enabled, text):
         with profiler:
             pass
     assert profiler.display().text(width=300) == text
-    assert profiler._repr_html_() == f"<p>{text}</p>"
+    assert " ".join(text.split()) in " ".join(profiler._repr_html_().split())
     console = Console(file=io.StringIO(), width=300)
     console.print(profiler)
     assert console.file.getvalue().strip() == text
@@ -463,26 +463,17 @@ def test_rich_prints_the_same_lines():
     assert lines == display.text(width=80).splitlines()
 
 
-def test_html_has_bars_and_is_escaped():
+def test_html_has_the_same_lines_escaped():
     def hostile():
         return torch.ones(2), "<script>"
 
     profiler = LineProfiler(hostile, device="cpu")
     with profiler:
         hostile()
-    first = hostile.__code__.co_firstlineno
-    left = 'style="text-align:left;white-space:pre;font-family:monospace"'
-    right = 'style="text-align:right"'
-    fill = "background:linear-gradient(90deg,#9cc3e6 100%,transparent 100%)"
-    assert profiler.display(columns=("freed", "peak"))._repr_html_() == (
-        f"<table><caption>{hostile.__qualname__}, {HERE}:{first}, cpu</caption>"
-        "<tr><th>line</th><th>freed</th><th>peak</th><th>code</th></tr>"
-        f"<tr><td {right}>{first}</td><td {right}></td><td {right}></td>"
-        f"<td {left}>def hostile():</td></tr>"
-        f"<tr><td {right}>{first + 1}</td><td {right}>0 B</td>"
-        f'<td style="text-align:right;{fill}">8 B</td>'
-        f"<td {left}>    return torch.ones(2), &quot;&lt;script&gt;&quot;</td></tr></table>"
-    ).replace("<locals>", "&lt;locals&gt;")
+    page = profiler.display(columns=("freed", "peak"))._repr_html_()
+    assert page.startswith("<pre")
+    assert "test_html_has_the_same_lines_escaped.&lt;locals&gt;.hostile" in page
+    assert "0 B   8 B      return torch.ones(2), &quot;&lt;script&gt;&quot;" in page
 
 
 def test_a_dict_of_it_is_json():

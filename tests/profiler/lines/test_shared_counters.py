@@ -73,7 +73,7 @@ def test_what_the_sign_before_a_shared_number_means_stands_below_the_table(sim):
     assert text.splitlines()[-1] == FOOTNOTE
     # which of their two lines has how many of the 400 KiB, the threads' turns decide
     assert re.search(r"~ +\d+\.0 KiB", text)
-    assert FOOTNOTE.replace("'", "&#x27;") in profiler._repr_html_()
+    assert FOOTNOTE.replace("'", "&#x27;") in " ".join(profiler._repr_html_().split())
 
 
 def test_threads_one_after_the_other_are_told_apart(sim):

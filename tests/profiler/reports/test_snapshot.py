@@ -328,7 +328,7 @@ def test_a_snapshot_shows_its_report():
         assert made_at in taken.text(top=10**6, width=400)
         assert made.numel() == 3
     assert repr(taken).startswith("<Snapshot of ")
-    assert taken._repr_html_().startswith("<table>")
+    assert taken._repr_html_().startswith("<pre")
 
 
 def test_what_is_no_snapshot_is_refused():
