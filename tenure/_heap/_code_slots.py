@@ -6,9 +6,9 @@ tree of nodes that only the collector shows. It counts as alive by itself: the c
 thread is held by no object.
 """
 
-import contextvars
 import functools
 import gc
+import sys
 import types
 from collections.abc import Iterator
 from typing import Any, cast
@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 
 from ._reading import class_attributes, is_kind, read_locals, type_name
-from ._words import Namer, Root, Slot, Step, Wanted, items, variables
+from ._words import Namer, Slot, Step, Wanted, items, variables
 
 _NAMED = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
 
@@ -28,8 +28,6 @@ _KINDS: tuple[tuple[type, str, str], ...] = (
 )
 
 _INSIDE = Step("", "context", anchor="a context variable")
-# what runs in a context of its own, such as a task, is better named by who has it
-_IN_CONTEXT = Root("", "context", cost=2)
 
 
 def function_slots(holder: types.FunctionType, wanted: Wanted) -> Iterator[Slot]:
@@ -134,6 +132,13 @@ def exception_slots(holder: BaseException, wanted: Wanted) -> Iterator[Slot]:
         yield read[attribute].__get__(holder), Step(f".{attribute}", "attribute")
 
 
+def future_slots(holder: Any, wanted: Wanted) -> Iterator[Slot]:
+    """What a future of asyncio will give."""
+    cls: Any = sys.modules["_asyncio"].Future
+    for attribute, text in (("_result", ".result()"), ("_exception", ".exception()")):
+        yield getattr(cls, attribute).__get__(holder), Step(text, "attribute")
+
+
 def _variables(
     holder: object, frame: types.FrameType | None, wanted: Wanted
 ) -> Iterator[tuple[object, str | None]]:
@@ -150,27 +155,6 @@ def _variables(
 # --- context variables, in whichever context they were set
 
 
-def root_of_context(candidate: object) -> Root | None:
-    """How a context is alive by itself; None for anything else."""
-    return _IN_CONTEXT if type(candidate) is contextvars.Context else None
-
-
 def context_slots(holder: object, wanted: Wanted) -> Iterator[Slot]:
     """The tree of a context, whose nodes only the collector shows, and the values in it."""
     return ((held, _INSIDE) for held in gc.get_referents(holder))
-
-
-def variable_slots(holder: contextvars.ContextVar[object], wanted: Wanted) -> Iterator[Slot]:
-    """The default of a context variable."""
-    step = _anchored_variable("default of context variable", holder)
-    return ((held, step) for held in gc.get_referents(holder) if held is not holder.name)
-
-
-def token_slots(holder: contextvars.Token[object], wanted: Wanted) -> Iterator[Slot]:
-    """What a token will set its variable back to."""
-    yield holder.old_value, Step(".old_value", "attribute")
-    yield holder.var, Step(".var", "attribute")
-
-
-def _anchored_variable(what: str, variable: contextvars.ContextVar[object]) -> Step:
-    return Step("", "context", anchor=f"{what} {variable.name}")

@@ -1,5 +1,6 @@
 """What is alive by itself: running frames' variables, modules, classes, the exception in flight."""
 
+import contextvars
 import inspect
 import os
 import sys
@@ -13,7 +14,6 @@ from typing import NamedTuple
 from tenure._callers import is_internal, is_tenure
 from tenure._registries import ended_frames
 
-from ._code_slots import root_of_context
 from ._lent import LENDS, lent_parameters, values_in_flight
 from ._reading import (
     callers_keep_arguments,
@@ -29,6 +29,9 @@ from ._words import Root, attribute
 _LIBRARY = os.path.dirname(os.__file__)
 # an exception that a variable holds as well is better named by the variable
 _IN_FLIGHT = Root("", "traceback", cost=2)
+# The current context of a thread is held by no object. What runs in a context of its own, such as a
+# task, is better named by who has it.
+_IN_CONTEXT = Root("", "context", cost=2)
 
 
 class Variable(NamedTuple):
@@ -157,8 +160,8 @@ class Roots:
         found = [_of_variable(v) for v in self._frames.variables.get(id(candidate), ())]
         if id(candidate) == self._in_flight and candidate is not None:
             found.append(_IN_FLIGHT)
-        if (in_context := root_of_context(candidate)) is not None:
-            found.append(in_context)
+        if type(candidate) is contextvars.Context:
+            found.append(_IN_CONTEXT)
         name = self._modules.get(id(candidate)) or _name_of_namespace(candidate)
         if name:
             found.append(Root(name, "global", namer=attribute))

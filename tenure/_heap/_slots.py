@@ -203,8 +203,6 @@ _READERS: dict[int, Reader] = {
         (types.FrameType, _code_slots.frame_slots),
         (types.TracebackType, _code_slots.traceback_slots),
         (BaseException, _code_slots.exception_slots),
-        (contextvars.ContextVar, _code_slots.variable_slots),
-        (contextvars.Token, _code_slots.token_slots),
         (contextvars.Context, _code_slots.context_slots),
     )
 }
@@ -215,5 +213,6 @@ _LATE_READERS: dict[str, Reader] = {
     "builtins.hamt_array_node": _code_slots.context_slots,
     "builtins.hamt_bitmap_node": _code_slots.context_slots,
     "builtins.hamt_collision_node": _code_slots.context_slots,
+    "_asyncio.Future": _code_slots.future_slots,
     "numpy.ndarray": _array_slots.array_slots,
 }
