@@ -25,7 +25,7 @@ for _ in range(n_steps):
     optimizer.step()
 print(time.process_time() - began)
 """
-_SMALL, _LARGE = ("16", "8", "25000"), ("512", "1024", "500")
+_SMALL, _LARGE = ("16", "8", "50000"), ("512", "1024", "1000")
 
 
 def main() -> None:

@@ -63,6 +63,7 @@ def leak(begin: Callable[[], Training], n_steps: int) -> None:
     _show_code(programs.train)
     losses: dict[str, list[float]] = {"without scopes": [], "with scopes": []}
     levels: dict[str, list[int]] = {"without scopes": [], "with scopes": []}
+    history: list[torch.Tensor] = []
     for name in losses:
         open_scope = nullcontext if name == "without scopes" else partial(NewDisposeScope, "step")
         with memory_budget(_UNLIMITED) as live:

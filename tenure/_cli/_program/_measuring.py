@@ -383,7 +383,8 @@ def ram_bytes() -> int:
     except ImportError:  # on Windows
         import psutil
 
-        return int(psutil.Process().memory_info().peak_wset)
+        found: Any = psutil.Process().memory_info()
+        return int(found.peak_wset)
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
