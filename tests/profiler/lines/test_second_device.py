@@ -24,16 +24,12 @@ def two(sim, request):
 
 @pytest.mark.parametrize("device", [None, "sim:1"])
 def test_a_courtesy_empties_the_second_device_and_fills_it_again(two, device):
-    net, side = nn.Linear(16, 16).to("sim:1"), two.module.Stream("sim:1")
-    with two.module.device(1), two.module.stream(side):
-        apart = torch.arange(16.0, device="sim:1")
+    net = nn.Linear(16, 16).to("sim:1")
     values, held_bytes = net.weight.tolist(), two.on(1).allocated_bytes
-    streams = {segment["stream"] for segment in two.module.memory_snapshot()}
     with Courtesy(device):
         assert two.on(1).reserved_bytes == 0
     assert two.on(1).allocated_bytes == held_bytes
-    assert {segment["stream"] for segment in two.module.memory_snapshot()} == streams
-    assert (net.weight.tolist(), apart.sum().item()) == (values, 120)
+    assert net.weight.tolist() == values
 
 
 def test_a_courtesy_for_the_first_device_leaves_the_second_alone(two):
