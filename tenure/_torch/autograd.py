@@ -135,11 +135,6 @@ def content_of_saved(saved: Any) -> tuple[Any, Any]:
     return _data_of(saved), _hook_of(saved)
 
 
-def wraps_saved_tensors(cls: type) -> bool:
-    """Whether `is_saved_tensor` is true of the objects of a class."""
-    return issubclass(cls, _SavedTensor)
-
-
 def sequence_number(node: Any) -> int | None:
     """How many nodes this thread had made before a node; None for the node of a leaf."""
     number = getattr(node, "_sequence_nr", None)
