@@ -11,6 +11,7 @@ import inspect
 import sys
 from collections.abc import Awaitable, Callable, Generator
 from contextlib import ContextDecorator
+from threading import get_ident
 from typing import Any, TypeVar, overload
 
 from tenure._callers import Capture, user_frame
@@ -183,8 +184,10 @@ class _Turn:
 
     @never_compiled
     def __exit__(self, *_: object) -> None:
-        if self.scope.is_open:
-            self.scope._suspend()
+        scope = self.scope
+        # a coroutine that ends on another thread leaves it open, and the end of its call refuses
+        if scope.is_open and scope._thread.thread_id == get_ident():
+            scope._suspend()
 
 
 @never_compiled

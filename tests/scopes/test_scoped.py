@@ -415,6 +415,37 @@ class TestAsync:
         asyncio.run(main())
         assert is_disposed(held[0])
 
+    @pytest.mark.parametrize("end", ["close", "send"])
+    def test_ending_on_another_thread_is_refused(self, end):
+        held, errors = [], []
+
+        class Pause:
+            def __await__(self):
+                yield
+
+        @scoped
+        async def work():
+            held.append(torch.ones(1))
+            await Pause()
+
+        def finish():
+            try:
+                coroutine.close() if end == "close" else coroutine.send(None)
+            except ScopeUsageError as error:
+                errors.append(str(error))
+
+        coroutine = work()
+        coroutine.send(None)
+        scope = owner_of(held[0])
+        thread = threading.Thread(target=finish, name="other")
+        thread.start()
+        thread.join()
+        assert "from thread 'other'" in errors[0]
+        assert scope.is_open
+        assert not is_disposed(held[0])
+        scope.close()
+        assert is_disposed(held[0])
+
     def test_to_thread_sees_no_scope(self):
         def work():
             return current_scope(), owner_of(torch.ones(1))
