@@ -202,7 +202,10 @@ class Stream:
         """End the session untold: at the end of the interpreter, and in a forked child."""
         if self.is_open:
             self._end()
-        self._marks, self._followers, self._levels = [], [], {}
+        # others may go on, such as lines of a forked child
+        self._marks, self._n_marks = [], 0
+        self._left.clear()
+        self._levels = dict.fromkeys(self._levels, self._live.value)
 
     def resume(self) -> None:
         """Open a session again, if another profiler has ended it, or had the thread.
