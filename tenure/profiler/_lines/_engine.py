@@ -213,12 +213,17 @@ class Engine:
             thread = self.thread
             # It is told while it is still one of them; the session that only it wanted ends while
             # the source still runs, which ticks on threads that can't be reached from here.
-            thread.mark(self.watches)
-            self.watches = tuple(who for who in self.watches if who is not watch)
-            thread.know(self.watches)
-            self._stop_if_idle(thread)
-            self.refresh()
-            self._end_if_last()
+            try:
+                thread.mark(self.watches)
+            finally:
+                # an error of what is told must not leave the program traced
+                self.watches = tuple(who for who in self.watches if who is not watch)
+                try:
+                    thread.know(self.watches)
+                    self._stop_if_idle(thread)
+                finally:
+                    self.refresh()
+                    self._end_if_last()
 
     def close_all(self) -> None:
         """Close every profiler, so that the interpreter ends without a session."""

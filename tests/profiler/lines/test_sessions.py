@@ -1,5 +1,8 @@
 """Enabling and disabling profilers leaves torch as it was, whatever fails meanwhile."""
 
+import sys
+import threading
+
 import pytest
 import torch
 from torch.autograd import profiler as torch_profiler
@@ -7,7 +10,7 @@ from torch.autograd import profiler as torch_profiler
 from tenure._stream import _process
 from tenure._torch import cpu_allocator as allocator
 from tenure.profiler import LineProfiler, Timeline
-from tenure.profiler._lines import _book, _line_profiler
+from tenure.profiler._lines import _book, _engine, _line_profiler
 
 
 def work():
@@ -43,6 +46,22 @@ def test_a_first_profiler_that_can_not_begin_changes_nothing(place, monkeypatch)
         work()
     assert profiler.records[0].hits == 1
     assert state() == before
+
+
+def test_a_profiler_whose_last_figures_can_not_be_read_is_off_all_the_same(monkeypatch):
+    profiler, before = LineProfiler(work, device="cpu"), state()
+    traced = sys.gettrace(), threading.gettrace()
+    profiler.enable()
+    work()
+    with monkeypatch.context() as patched:
+        patched.setattr(_engine.Thread, "mark", fail)
+        with pytest.raises(MemoryError, match="no memory"):
+            profiler.disable()
+    assert not profiler.enabled
+    assert (state(), sys.gettrace(), threading.gettrace()) == (before, *traced)
+    with profiler:
+        work()
+    assert profiler.records[0].hits == 2
 
 
 def test_a_second_profiler_that_can_not_begin_leaves_the_first_on(monkeypatch):
