@@ -9,9 +9,7 @@ from torch import nn
 from transformers.modeling_outputs import BaseModelOutput
 
 from tenure import NewDisposeScope, dispose
-from tenure._torch.modules import works as modules_are_told
 from tenure._torch.writes import lazy_copy
-from tenure._torch.writes import works as lazy_copies_work
 from tenure.adaptive import NoBatchsizeCache, memory_budget, step
 from tenure.adaptive._undo import _notes
 
@@ -30,11 +28,6 @@ def failing_once(fn):
         return loss
 
     return failing
-
-
-def test_what_is_used_of_torch_works():
-    assert lazy_copies_work()
-    assert modules_are_told()
 
 
 class Counting(nn.Module):
