@@ -124,9 +124,9 @@ def test_scopes_stand_below_the_time_that_they_were_open(page):
     )
     width = page.run("return document.querySelector('.slider').clientWidth") - 72 - 14
     drawn = [((x - 72) / width * 3, w / width * 3) for x, w in lanes]
-    spans = sorted(SPANS, key=lambda span: span.begin_s)
-    assert [begin for begin, _ in drawn] == pytest.approx([s.begin_s for s in spans], abs=0.01)
-    assert [w for _, w in drawn] == pytest.approx([s.end_s - s.begin_s for s in spans], abs=0.01)
+    times = sorted((begin, end) for *_, begin, end in SPANS)
+    assert [begin for begin, _ in drawn] == pytest.approx([begin for begin, _ in times], abs=0.01)
+    assert [w for _, w in drawn] == pytest.approx([e - b for b, e in times], abs=0.01)
 
 
 def test_of_more_moments_than_pixels_the_highest_are_drawn(browser, tmp_path):

@@ -254,7 +254,7 @@ def _slow_leaks():
         "predictions": lambda out: metric.predictions.append(out),
         "buffer": lambda out: log.info("%s", out),
         "batches": lambda out: callback.batches.append(out),
-        "logits": in_frame,
+        "in_frame: frame": in_frame,
     }
     return leaks, trainer, by_split, metric, callback, log
 
