@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import tenure
+from tenure import _host_memory
 from tenure.profiler import AwayTensorError, Courtesy, CourtesyError, CourtesyWarning
 from tests.small_heap import hide
 
@@ -438,8 +439,9 @@ def test_a_scope_around_owns_nothing_of_it(sim):
 
 def test_a_host_without_room_is_named_and_nothing_is_moved(sim, monkeypatch):
     x = torch.ones(4, device=sim.device)
-
-    monkeypatch.setattr("tenure._host_memory._free_in_groups", lambda root: [15])
+    # what a container still has
+    groups = [_host_memory.GroupMemory(limit_bytes=1 << 20, free_bytes=15)]
+    monkeypatch.setattr(_host_memory, "_groups", lambda root: groups)
     with (
         pytest.raises(
             CourtesyError,
