@@ -205,7 +205,8 @@ class Stream:
         # others may go on, such as lines of a forked child
         self._marks, self._n_marks = [], 0
         self._left.clear()
-        self._levels = dict.fromkeys(self._levels, self._live.value)
+        level_bytes: int = self._live.value
+        self._levels = dict.fromkeys(self._levels, level_bytes)
 
     def resume(self) -> None:
         """Open a session again, if another profiler has ended it, or had the thread.
