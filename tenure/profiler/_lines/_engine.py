@@ -111,7 +111,7 @@ class Thread:
     def start(self) -> None:
         """Follow the stream, and count what accelerators do from here on."""
         self._is_known = allocator.is_known()
-        self.follows = True
+        self.follows, self.n_ticks = True, 0
         self.stream.follow(self)
 
     def stop(self) -> None:

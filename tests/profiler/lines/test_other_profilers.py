@@ -87,9 +87,8 @@ def test_one_that_runs_inside_keeps_its_events_and_ours_go_on_afterwards(kind):
     assert by_line[3] == (1, 800, 0, 2000, False, False)
     assert by_line[-1][:2] == (1, 404)
     assert by_line[-1][4:] == (True, True)
-    # after the deprecated one, what is freed as the function returns can be missed
-    if kind == "torch.profiler":
-        assert sum(line[1] - line[2] for line in by_line) == 400
+    # what is freed as the function returns can be missed: the session has ended meanwhile
+    assert sum(line[1] - line[2] for line in by_line) in (400, 800)
 
 
 def test_one_with_a_schedule_that_spans_several_calls_keeps_its_steps():
