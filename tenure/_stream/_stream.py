@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import _thread
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from threading import get_ident
 from typing import Any, NamedTuple, Protocol
 
@@ -114,7 +115,7 @@ class Stream:
         elif self._followers != [consumer]:
             self.read(asked_by=consumer)
         elif self.is_open:
-            self._tell(*self._end())
+            self._end_told()
         self._followers.remove(consumer)
         del self._levels[consumer]
         self._left.pop(consumer, None)
@@ -136,8 +137,7 @@ class Stream:
         """Tell all consumers what happened, as far as the session can be read."""
         if not self.is_open or self.n_busy or self._is_lent() or not allocations.is_profiling():
             return
-        self.n_busy += 1
-        try:
+        with self._busy():
             for consumer in tuple(self._followers):
                 if consumer is not asked_by:
                     consumer.look()
@@ -145,8 +145,6 @@ class Stream:
             if changes is None:
                 self._close()
             self._tell(marks, changes)
-        finally:
-            self.n_busy -= 1
         process.keep_needed_sizes(in_session=self.is_open)
 
     def device_changes(self) -> list[int] | None:
@@ -196,7 +194,7 @@ class Stream:
         if self.is_open:
             for consumer in tuple(self._followers):
                 consumer.look()
-            self._tell(*self._end())
+            self._end_told()
 
     def abandon(self) -> None:
         """End the session untold: at the end of the interpreter, and in a forked child."""
@@ -215,9 +213,10 @@ class Stream:
         """
         is_profiling = allocations.is_profiling()
         if self.is_open and not is_profiling:
-            marks, self._marks, self._n_marks = self._marks, [], 0
-            self._close()
-            self._tell(marks, None)
+            with self._busy():
+                marks, self._marks, self._n_marks = self._marks, [], 0
+                self._close()
+                self._tell(marks, None)
         if self.is_open or is_profiling:
             return
         allocations.begin()
@@ -231,6 +230,19 @@ class Stream:
         process.count_session(+1)
         level_bytes: int = self._live.value
         self._levels = dict.fromkeys(self._levels, level_bytes)
+
+    @contextmanager
+    def _busy(self) -> Iterator[None]:
+        """A block that reads or tells: calls of ours are reported, too, and must not mark in it."""
+        self.n_busy += 1
+        try:
+            yield
+        finally:
+            self.n_busy -= 1
+
+    def _end_told(self) -> None:
+        with self._busy():
+            self._tell(*self._end())
 
     def _end(self) -> tuple[list[_Mark], Changes | None]:
         # sizes are kept before the session ends, so that nothing is made in between unseen
@@ -284,10 +296,11 @@ class Stream:
         # made here is told there.
         if process.n_sessions and is_running_node():
             was_bytes = level_bytes
+        # before it is told: a call of ours may mark once more meanwhile
+        self._levels[consumer] = level_bytes
         if claim is not None:
             consumer.miss(claim, was_bytes, level_bytes)
         self.n_missed += 1
-        self._levels[consumer] = level_bytes
 
     def _tell(self, marks: list[_Mark], changes: Changes | None) -> None:
         """Tell each consumer what happened up to its marks."""
