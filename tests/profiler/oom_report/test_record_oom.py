@@ -549,4 +549,6 @@ try:
 except torch.OutOfMemoryError:
     print(recorder.report.first_line)
 """
-    assert "kept[…] keeps 4 tensors" in run_program(program).stdout
+    # which names grow is read from all files of a program: of these tests they are too many
+    told = run_program(program).stdout
+    assert told.startswith("Results pile up: kept[…] keeps 4 tensors")
