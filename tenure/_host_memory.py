@@ -11,7 +11,9 @@ import ctypes
 import functools
 import os
 import re
+import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
@@ -211,6 +213,18 @@ def resident_bytes() -> int:
     # another system
     except OSError:
         return int(psutil.Process().memory_info().rss)
+
+
+def peak_resident_bytes() -> int:
+    """The most memory of this process that has been in RAM."""
+    # getrusage counts the process that started this one as well: exec keeps its figure
+    with suppress(OSError), open("/proc/self/status") as file:
+        if found := re.search(r"VmHWM:\s+(\d+) kB", file.read()):
+            return int(found[1]) * 1024
+    if resource is None:
+        return int(psutil.Process().memory_info().peak_wset)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return int(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) * unit
 
 
 def python_arena_bytes() -> int | None:

@@ -1,5 +1,7 @@
 """The memory of the host, with the limits of containers, on made-up systems."""
 
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import psutil
@@ -161,6 +163,18 @@ def test_retries_and_budgets_of_paging_ask_for_it(monkeypatch):
 def test_the_resident_memory_of_this_process_is_what_psutil_says():
     resident = host_memory.resident_bytes()
     assert abs(resident - psutil.Process().memory_info().rss) < 64 << 20
+
+
+def test_the_peak_of_this_process_is_at_least_what_it_has_now():
+    assert host_memory.peak_resident_bytes() >= host_memory.resident_bytes() - (8 << 20)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the figure of who starts it counts")
+def test_the_peak_of_a_process_is_not_that_of_the_one_that_started_it():
+    code = "from tenure import _host_memory as own; print(own.peak_resident_bytes())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert 2 * int(done.stdout) < host_memory.resident_bytes()
 
 
 def test_the_arenas_of_python_grow_with_small_objects():

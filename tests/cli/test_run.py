@@ -488,7 +488,7 @@ def test_too_few_looks_claim_nothing():
     told = "Not enough looks to judge growth: looked 1 time."
     peak, judged, _ = done.stderr.splitlines()
     assert re.fullmatch(
-        r"At most [\d.]+ [MG]iB of RAM; at the end 12 B of other tensors, such as kept\[0\]\.", peak
+        r"At most [\d.]+ MiB of RAM; at the end 12 B of other tensors, such as kept\[0\]\.", peak
     )
     assert judged.startswith(told)
     assert told in str(Recording.load("train.tenure").leaks_found())

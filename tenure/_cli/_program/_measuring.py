@@ -376,19 +376,6 @@ def children_in_words(n_forked: int) -> list[str]:
     return [f"{told} not recorded; the largest took {format_bytes(most_bytes)} of RAM at most"]
 
 
-def ram_bytes() -> int:
-    """The most RAM that this process has had."""
-    try:
-        import resource
-    except ImportError:  # on Windows
-        import psutil
-
-        found: Any = psutil.Process().memory_info()
-        return int(found.peak_wset)
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
 def facts_of(
     command: tuple[str, ...], began_at: str, duration_s: float, end: End
 ) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from ._ends import End, end_by_signal, end_of, tell_without_us
 from ._imports import Imports
 from ._lines import Lines
 from ._main_module import Program
-from ._measuring import MAIN, Measuring, Wanted, children_in_words, facts_of, ram_bytes, say
+from ._measuring import MAIN, Measuring, Wanted, children_in_words, facts_of, say
 from ._own_modules import own_modules
 from ._signals import Deaths
 
@@ -228,7 +228,9 @@ class Recorder:
         notes = children_in_words(self._n_forked)
         if not with_memory:
             notes.append("what was alive at the end is left out: too little memory was left")
-        facts["ram_bytes"] = ram_bytes()
+        from tenure._host_memory import peak_resident_bytes
+
+        facts["ram_bytes"] = peak_resident_bytes()
         recording = self._measuring.recording(facts, notes, with_memory=with_memory)
         # a name that was mistaken, and what was not seen, is told at once
         missing = [f"tenure run: {note}" for note in recording.notes if note.startswith("--lines")]
