@@ -222,7 +222,8 @@ def peak_resident_bytes() -> int:
         if found := re.search(r"VmHWM:\s+(\d+) kB", file.read()):
             return int(found[1]) * 1024
     if resource is None:
-        return int(psutil.Process().memory_info().peak_wset)
+        figures: Any = psutil.Process().memory_info()  # `peak_wset` is there on Windows alone
+        return int(figures.peak_wset)
     unit = 1 if sys.platform == "darwin" else 1024
     return int(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) * unit
 
