@@ -4,9 +4,7 @@ from ._counters import Allocated as Allocated
 from ._counters import Stats as Stats
 from ._counters import allocated_in as allocated_in
 from ._counters import counters_of as counters_of
-from ._modes import SUM as SUM
-from ._modes import is_sum_in_place as is_sum_in_place
-from ._modes import wrapped_numbers as wrapped_numbers
+from ._modes import run as run
 from ._stream import Consumer as Consumer
 from ._stream import Stream as Stream
 from ._stream import process as process

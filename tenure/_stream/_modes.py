@@ -1,12 +1,14 @@
-"""What a dispatch mode makes torch allocate that the program alone does not."""
+"""Operations in a dispatch mode that measures: some of their allocations are the mode's doing."""
 
 from __future__ import annotations
 
-from types import FrameType
+import sys
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from tenure._torch.gradient_sums import SUM as SUM
-from tenure._torch.gradient_sums import adds_plain_in_place
+from torch import UntypedStorage
+
+from tenure._torch.gradient_sums import SUM, adds_plain_in_place
 from tenure._torch.modes import schema_of
 
 from ._stream import Stream
@@ -15,7 +17,46 @@ _NUMBER_BYTES = {float: 8, int: 8, bool: 1, complex: 16}
 _operands: dict[Any, tuple[int, ...]] = {}
 
 
-def wrapped_numbers(func: Any, args: tuple[Any, ...]) -> list[int]:
+def run(
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    mode: Any,
+    stream: Stream,
+    sums: Callable[[UntypedStorage, UntypedStorage], None],
+) -> Any:
+    """Run an operation in the handler of a mode that measures, and hide what the mode adds to it.
+
+    Args:
+        func: the operation.
+        args: its arguments.
+        kwargs: those that have names.
+        mode: the mode whose handler calls this; while it measures, it is one of ``stream.modes``.
+        stream: the stream of the thread that entered the mode.
+        sums: called with the storage of a gradient, and that of a sum which autograd would add to
+            the gradient in place if no mode measured.
+    """
+    numbers = _wrapped_numbers(func, args)
+    if numbers:
+        stream.hide_numbers(numbers)
+    if func is not SUM:
+        return func(*args, **kwargs)
+    stream.hold(+1)
+    try:
+        total = func(*args, **kwargs)
+        # the frame that called the handler; None on a thread of autograd's engine
+        caller = sys._getframe(1).f_back
+        if mode in stream.modes:
+            n_above = stream.modes[::-1].index(mode)
+            if adds_plain_in_place(args[0], caller, n_above):
+                sums(args[0].untyped_storage(), total.untyped_storage())
+    finally:
+        stream.hold(-1)
+    return total
+
+
+def _wrapped_numbers(func: Any, args: tuple[Any, ...]) -> list[int]:
     """Return the bytes of the numbers that an operator gets in place of tensors."""
     places = _operands.get(func)
     if places is None:
@@ -27,18 +68,3 @@ def wrapped_numbers(func: Any, args: tuple[Any, ...]) -> list[int]:
         return []
     sizes = [_NUMBER_BYTES.get(type(args[i]), 0) for i in places if i < len(args)]
     return [size for size in sizes if size] if any(sizes) else []
-
-
-def is_sum_in_place(
-    args: tuple[Any, ...], caller: FrameType | None, mode: Any, stream: Stream
-) -> bool:
-    """Whether autograd would add two gradients in place if no mode measured; asked in a handler.
-
-    Args:
-        args: those of a `SUM`.
-        caller: the caller of the handler.
-        mode: the mode whose handler asks, one of ``stream.modes``.
-        stream: the stream of the thread that entered it.
-    """
-    n_above = len(stream.modes) - 1 - stream.modes.index(mode)
-    return adds_plain_in_place(args[0], caller, n_above)

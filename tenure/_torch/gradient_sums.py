@@ -20,7 +20,7 @@ from .modes import DispatchMode
 from .storages import owners_of_storage, uses_of_tensor
 
 _PREDICTION = "predictions of memory and memory_budget()"
-_WRAPPERS = ("torch._dynamo", "torch._compile", "torch._ops")
+_WRAPPERS = ("torch._dynamo", "torch._compile", "torch._ops", "tenure._stream._modes")
 SUM = torch.ops.aten.add.Tensor
 """The operation by which the engine adds two gradients."""
 current_node: Any = bound("torch._C._current_autograd_node", _PREDICTION)
@@ -81,7 +81,7 @@ def adds_plain_in_place(gradient: Tensor, frame: FrameType | None, n_modes_above
 
 def _is_called_by_engine(frame: FrameType | None, n_modes_above: int) -> bool:
     while frame is not None:
-        # functions of torch between two handlers, or around one to keep the compiler out
+        # functions between two handlers, or around one to keep the compiler out
         if not frame.f_globals.get("__name__", "").startswith(_WRAPPERS):
             if not n_modes_above or frame.f_code.co_name != "__torch_dispatch__":
                 break

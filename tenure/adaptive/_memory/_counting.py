@@ -7,7 +7,6 @@ they were before it, those that it has enlarged in place too; only then is the e
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -17,7 +16,7 @@ from torch import Tensor, UntypedStorage
 
 from tenure._account import close_limit, open_limit
 from tenure._registries import refusal_watchers
-from tenure._stream import SUM, is_sum_in_place, this_stream, wrapped_numbers
+from tenure._stream import run, this_stream
 from tenure._text import format_bytes
 from tenure._torch.gradient_sums import prepare
 from tenure._torch.modes import DispatchMode, open_modes, schema_of
@@ -120,19 +119,7 @@ class CountingMode(DispatchMode):
             return func(*args, **kwargs)
         with without_functions():
             places = self._before(func, args, kwargs)
-        stream, numbers = self._stream, wrapped_numbers(func, args)
-        if numbers:
-            stream.hide_numbers(numbers)
-        if func is SUM:
-            stream.hold(+1)
-        try:
-            result = func(*args, **kwargs)
-            caller = sys._getframe().f_back
-            if func is SUM and is_sum_in_place(args, caller, self, stream):
-                self._note_sum(args[0].untyped_storage(), result.untyped_storage())
-        finally:
-            if func is SUM:
-                stream.hold(-1)
+        result = run(func, args, kwargs, mode=self, stream=self._stream, sums=self._note_sum)
         with without_functions():
             made_bytes = self._account.note_made(storages_in((result,)))
             if made_bytes > 0 and self._exceeds():

@@ -13,7 +13,7 @@ import torch
 from torch import UntypedStorage
 
 from tenure._storages import all_storages_of
-from tenure._stream import SUM, Stream, is_sum_in_place, wrapped_numbers
+from tenure._stream import Stream, run
 from tenure._torch.compiler import never_compiled
 from tenure._torch.gradient_sums import prepare
 from tenure._torch.modes import EagerMode, schema_of
@@ -74,26 +74,15 @@ class OperationMode(EagerMode):
         kind = _known.get(func)
         if kind is None:
             kind = _known[func] = _kind_of(func)
-        stream, numbers = told.stream, wrapped_numbers(func, args)
-        if numbers:
-            stream.hide_numbers(numbers)
-        if func is SUM:
-            stream.hold(+1)
         try:
-            out = func(*args, **kwargs) if kwargs else func(*args)
-            # None on a thread of autograd's engine
-            caller = sys._getframe().f_back
-            if func is SUM and told.is_open and is_sum_in_place(args, caller, self, stream):
-                told.sums(args[0].untyped_storage(), out.untyped_storage())
+            out = run(func, args, kwargs or {}, mode=self, stream=told.stream, sums=told.sums)
         except Exception as error:
             if told.is_open:
                 told.failed(error)
             raise
-        finally:
-            if func is SUM:
-                stream.hold(-1)
         if kind and told.is_open:
-            told.made(out, args, kind, caller)
+            # None on a thread of autograd's engine
+            told.made(out, args, kind, sys._getframe().f_back)
         return out
 
 
