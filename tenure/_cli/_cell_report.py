@@ -16,7 +16,7 @@ class CellReport(Shown):
         left: what came and went with it; None where that was not looked for.
     """
 
-    _between = "\n\n"
+    _is_spaced = True
 
     def __init__(self, recording: Recording, left: SnapshotDiff | None) -> None:
         self._recording, self._left = recording, left

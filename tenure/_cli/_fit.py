@@ -185,7 +185,7 @@ class _Answer(NamedTuple):
         console.print(self.report)
         for note in self.notes():
             console.print()
-            console.print(note.rich())
+            console.print(note)
 
 
 def _in_words(found: MicroBatch, budget_bytes: int | None) -> str:

@@ -10,8 +10,6 @@ from ._drawn import drawn_page as drawn_page
 from ._drawn import flame as flame
 from ._drawn import grid as grid
 from ._page import page as page
-from ._part import Figures as Figures
-from ._part import Line as Line
 from ._part import Paragraph as Paragraph
 from ._part import Part as Part
 from ._part import Together as Together
@@ -28,11 +26,9 @@ from ._table import Amount as Amount
 from ._table import Column as Column
 from ._table import Row as Row
 from ._table import Table as Table
-from ._table import Tinted as Tinted
 from ._table import by_bytes as by_bytes
 from ._table import bytes_column as bytes_column
 from ._table import in_bytes as in_bytes
 from ._table import note_on_shared as note_on_shared
 from ._table import signed as signed
 from ._table import storage_bytes as storage_bytes
-from ._width import folded as folded

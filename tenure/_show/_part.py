@@ -1,12 +1,14 @@
-"""What a report is made of: parts that are shown to three readers, as lines, in rich, as HTML.
+"""The parts of a report: rich lays them out, for a terminal, as plain text and as HTML.
 
-Rich prints the lines of the plain text, in colours: what one reader sees, all do.
+Invariant: all three readers see the same lines, and each character of a name shows itself.
 """
 
 from __future__ import annotations
 
 import html
 import io
+import re
+import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -14,156 +16,131 @@ from typing import TYPE_CHECKING, Self
 
 from tenure._visible import visible
 
-from ._width import folded, width_of_terminal, wrapped
-
 if TYPE_CHECKING:
-    from rich.console import Console, ConsoleOptions
+    from rich.console import Console, ConsoleOptions, RenderableType
     from rich.text import Text
 
-# the text of a line piece by piece, each with its style in the words of rich
-Line = Sequence[tuple[str, str]]
-STRONG, FAINT, PLAIN = "bold", "dim", ""
+_WITHOUT_TERMINAL, _LEAST = 80, 40
 _HTML_WIDTH = 120
 _HTML = '<pre style="font-family:monospace;line-height:1.25;overflow-x:auto">{code}</pre>'
+_LEAD = re.compile(r"\s*(- )?")
 
 
 class Part(ABC):
-    """A part of a report; a subclass says which lines it has in so many columns."""
+    """A part of a report, as rich takes it."""
 
     __slots__ = ()
 
     @abstractmethod
-    def lines(self, width: int) -> Iterator[Line]:
-        """Its lines, of at most ``width`` columns."""
-
-    def html(self) -> str:
-        """The part as HTML, as rich prints it."""
-        return OfRich((self,)).html()
+    def __rich_console__(
+        self, console: Console, options: ConsoleOptions
+    ) -> Iterator[RenderableType]:
+        """Yield what rich prints."""
 
     def text(self, width: int | None = None) -> str:
-        """The part as plain text, in so many columns; without a number, in those there are."""
-        lines = self.lines(width_of_terminal() if width is None else width)
-        return "\n".join("".join(piece for piece, _ in line).rstrip() for line in lines)
+        """Return the part as plain text."""
+        return in_text(self, width)
 
-    def rich(self) -> OfRich:
-        """The part for rich."""
-        return OfRich((self,))
+    def html(self) -> str:
+        """Return the part as HTML, as rich prints it."""
+        return in_html(self)
 
     def sorts(self) -> Collection[str]:
-        """What its rows can be sorted by."""
+        """Return the headings that its rows can be sorted by."""
         return ()
 
     def arranged(self, top: int | None, sort: str | None) -> Self:
-        """With so many rows (None for all), sorted so where it can be."""
+        """Return the part with so many rows (None for all), sorted if it can be."""
         return self
 
 
-@dataclass(frozen=True, slots=True)
-class OfRich:
-    """Parts as rich prints them, a line of text between each two where they are ``apart``."""
+def in_text(shown: RenderableType, width: int | None = None) -> str:
+    """Return what rich prints as plain text.
 
-    parts: Sequence[Part]
-    apart: str = "\n"
+    Args:
+        shown: what is printed.
+        width: the columns of a line; without it those of the terminal, and 80 if there is none.
+    """
+    if width is None:
+        width = max(_LEAST, shutil.get_terminal_size((_WITHOUT_TERMINAL, 24)).columns)
+    lines = _printed(shown, width).export_text().rstrip("\n").split("\n")
+    return "\n".join(line.rstrip() for line in lines)
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
-        from rich.text import Text
 
-        between = self.apart.count("\n") - 1
-        for i, part in enumerate(self.parts):
-            blank = [()] * (between if i else 0)
-            for line in (*blank, *part.lines(options.max_width)):
-                # As pieces of text: brackets in plain strings are markup.
-                yield Text.assemble(*line, no_wrap=True, overflow="ignore")
+def in_html(shown: RenderableType) -> str:
+    """Return what rich prints as HTML, in colours; rich escapes what is markup."""
+    return _printed(shown, _HTML_WIDTH).export_html(inline_styles=True, code_format=_HTML)
 
-    def html(self) -> str:
-        """The same lines and colours on a page."""
-        from rich.console import Console
 
-        console = Console(
-            file=io.StringIO(),
-            record=True,
-            width=_HTML_WIDTH,
-            force_terminal=True,
-            force_jupyter=False,
-            color_system="truecolor",
-            legacy_windows=False,
-        )
-        console.print(self)
-        # names come from the user's keys, and may be markup: rich escapes them
-        return console.export_html(inline_styles=True, code_format=_HTML)
+def _printed(shown: RenderableType, width: int) -> Console:
+    # here, because a program that prints no report should not wait for this import
+    from rich.console import Console
+
+    console = Console(
+        file=io.StringIO(),
+        record=True,
+        width=width,
+        force_terminal=True,
+        force_jupyter=False,
+        color_system="truecolor",
+        legacy_windows=False,
+    )
+    console.print(shown)
+    return console
 
 
 @dataclass(frozen=True, slots=True)
 class Paragraph(Part):
-    """Sentences, or lines of them; what a report says where a table has no rows to show.
+    """Sentences, or lines of them.
 
     Attributes:
-        title: what stands above; can be empty.
+        title: the bold lines above; can be empty.
         note: the lines.
     """
 
     title: str
     note: str = ""
 
-    def lines(self, width: int) -> Iterator[Line]:
-        """The title and the lines, the broken ones indented as they are."""
-        if self.title:
-            yield from (((line, STRONG),) for line in wrapped(self.title, width))
-        if self.note:
-            yield from (((line, PLAIN),) for line in wrapped(self.note, width))
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        """Yield the lines; what does not fit on one is indented below it."""
+        from rich.text import Text
+
+        for text, style in ((self.title, "bold"), (self.note, "")):
+            for line in visible(text).split("\n") if text else ():
+                match = _LEAD.match(line)
+                assert match is not None
+                lead, rest = match[0], Text(line[match.end() :], style)
+                hanging = " " * (len(lead) + 2 * lead.isspace())
+                broken = rest.wrap(console, options.max_width - len(hanging), overflow="fold")
+                yield Text(lead) + Text(f"\n{hanging}").join(broken)
 
 
 @dataclass(frozen=True, slots=True)
 class Together(Part):
-    """The parts of one report inside of another.
+    """The parts of one report inside another.
 
     Attributes:
-        title: what stands above.
+        title: the line above.
         parts: the parts.
     """
 
     title: str
     parts: Sequence[Part]
 
-    def lines(self, width: int) -> Iterator[Line]:
-        """The title and the parts."""
-        yield from Paragraph(self.title).lines(width)
-        for part in self.parts:
-            yield from part.lines(width)
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Part]:
+        """Yield the title and the parts."""
+        yield Paragraph(self.title)
+        yield from self.parts
 
     def sorts(self) -> Collection[str]:
-        """What the rows of any part can be sorted by."""
+        """Return the headings of any part."""
         return [heading for part in self.parts for heading in part.sorts()]
 
     def arranged(self, top: int | None, sort: str | None) -> Self:
-        """Each part so arranged."""
+        """Return it with each part arranged."""
         return replace(self, parts=[part.arranged(top, sort) for part in self.parts])
 
 
-@dataclass(frozen=True, slots=True)
-class Figures(Part):
-    """Lines whose beginnings are columns of figures: only what follows them is broken.
-
-    Attributes:
-        title: what stands above.
-        rows: the figures and the text of each line.
-        note: what stands below; can be empty.
-    """
-
-    title: str
-    rows: Sequence[tuple[str, str]]
-    note: str = ""
-
-    def lines(self, width: int) -> Iterator[Line]:
-        """The title, the lines and the note."""
-        yield from Paragraph(self.title).lines(width)
-        for figures, text in self.rows:
-            first, *others = folded(text, width - len(figures))
-            yield ((f"{figures}{first}", PLAIN),)
-            yield from (((" " * len(figures) + other, PLAIN),) for other in others)
-        yield from Paragraph("", self.note).lines(width)
-
-
 def escaped(text: str) -> str:
-    """Text that is nothing but itself on a page: no markup, and nothing that hides."""
+    """Return text that is nothing but itself on a page: no markup, and nothing that hides."""
     return html.escape(visible(text))

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from tenure._errors import ProfilerUsageError, ReportFormatError
 
-from ._part import OfRich, Part
+from ._part import Part, in_html, in_text
 from ._plain import plain, restored, shortened
+
+if TYPE_CHECKING:
+    from rich.console import Group
 
 _HOME = "tenure."
 
@@ -16,11 +19,11 @@ _HOME = "tenure."
 class Shown:
     """Something that shows itself: as text, in a rich terminal, in a notebook.
 
-    A class states what it is made of in ``_parts``, and what stands between these as text.
+    A class states its parts in ``_parts``, and whether a blank line is between these.
     """
 
     __slots__ = ()
-    _between: ClassVar[str] = "\n"
+    _is_spaced: ClassVar[bool] = False
 
     def _parts(self) -> Sequence[Part]:
         raise NotImplementedError
@@ -41,22 +44,15 @@ class Shown:
         Raises:
             ProfilerUsageError: no table has such a column, or ``top`` is below 0.
         """
-        return self._between.join(part.text(width) for part in self._arranged(top, sort))
+        return in_text(self.rich(top=top, sort=sort), width)
 
     def __str__(self) -> str:
         return self.text()
 
-    def rich(self, *, top: int | None = None, sort: str | None = None) -> OfRich:
+    def rich(self, *, top: int | None = None, sort: str | None = None) -> Group:
         """The same lines for rich, in colours; the arguments are those of `text`."""
-        return OfRich(self._arranged(top, sort), self._between)
+        from rich.console import Group
 
-    def __rich__(self) -> OfRich:
-        return self.rich()
-
-    def _repr_html_(self) -> str:
-        return self.rich().html()
-
-    def _arranged(self, top: int | None = None, sort: str | None = None) -> list[Part]:
         parts = self._parts()
         if top is not None and top < 0:
             raise ProfilerUsageError(f"top={top} is no number of rows. Pass 0 or more.")
@@ -64,7 +60,16 @@ class Shown:
         if sort is not None and sort not in known:
             there = f"There are {', '.join(map(repr, known))}" if known else "It has no tables"
             raise ProfilerUsageError(f"No table of this report has a column {sort!r}. {there}.")
-        return [part.arranged(top, sort) for part in parts]
+        arranged = [part.arranged(top, sort) for part in parts]
+        if not self._is_spaced:
+            return Group(*arranged)
+        return Group(*[each for part in arranged for each in ("", part)][1:])
+
+    def __rich__(self) -> Group:
+        return self.rich()
+
+    def _repr_html_(self) -> str:
+        return in_html(self.rich())
 
 
 class Report(Shown):

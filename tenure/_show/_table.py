@@ -1,4 +1,4 @@
-"""One table for three readers, whose rows are ranked, cut and summed up in one way.
+"""Tables, whose rows are ranked, cut and summed up in one way.
 
 Invariant: each row that is left out is counted, with its bytes, in the last one.
 """
@@ -7,36 +7,38 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from tenure._text import format_bytes
+from tenure._visible import visible
 
-from ._part import FAINT, PLAIN, STRONG, Line, Paragraph, Part
-from ._width import cell_len, cut, folded, least_width, padded
+from ._part import Paragraph, Part
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderableType
 
 MOST_ROWS = 20
-"""The rows that a table shows where nobody asks for more; `to_dict` of its report has all."""
-_GAP = "  "
+"""The rows that a table shows if nobody asks for more; `to_dict` of its report has all."""
+_GAP = 2
 # what a name gets before another column is left out for it
 _COMFORT = 30
-_CODE_COMFORT = 40
-_LEAST = 8
 _SHARED = "In brackets: in the storage of another row, which counts it."
-Row = Sequence[str]
+Row = Sequence[Any]
+"""The cells of a row: text, or what else rich can print."""
 
 
 class Column(NamedTuple):
     """A column of a table.
 
     Attributes:
-        heading: what stands above it, and what the rows are sorted by.
-        side: ``"<"`` or ``">"``, the side that the cells stand on; those on the right are figures,
-            which are never broken.
+        heading: its name, which the rows can be sorted by.
+        side: ``"<"`` or ``">"``, to align the cells; those on the right are figures, which are
+            never broken.
         is_fixed: it is shown even if it is empty in every row.
-        is_code: its spaces count; a line that is too long ends in an ellipsis.
-        spare: of the columns that have one, that with the highest is the first to be left out where
-            lines are too narrow for all; without one it stays.
-        spelled: how the sum of what the rows left out have in it reads; None where it has no sum.
+        is_code: a line that is too long ends in an ellipsis.
+        spare: of the columns that have one, the one with the highest is the first to be left out
+            if lines are too narrow for all; without one it stays.
+        spelled: spells the sum of the rows left out; None if the column has no sum.
     """
 
     heading: str
@@ -52,7 +54,7 @@ class Amount(str):
 
     Attributes:
         value: the number.
-        is_counted: False where another row counts it, and no sum may count it again.
+        is_counted: False if another row counts it, and no sum may count it again.
     """
 
     __slots__ = ("is_counted", "value")
@@ -67,51 +69,38 @@ class Amount(str):
         return amount
 
 
-class Tinted(str):
-    """Text that a colour belongs to."""
-
-    __slots__ = ("colour",)
-    colour: str
-
-    def __new__(cls, text: str, colour: str) -> Self:
-        """Put the two together; the colour as in ``#4c78a8``."""
-        tinted = super().__new__(cls, text)
-        tinted.colour = colour
-        return tinted
-
-
 def in_bytes(n_bytes: int) -> Amount:
-    """A number of bytes, in a cell."""
+    """Return a number of bytes for a cell."""
     return Amount(format_bytes(n_bytes), n_bytes)
 
 
 def signed(n_bytes: int) -> str:
-    """A difference of bytes in words, the sign before it."""
+    """Return a difference of bytes in words, with its sign."""
     return f"{'+' if n_bytes > 0 else ''}{format_bytes(n_bytes)}"
 
 
 def storage_bytes(n_bytes: int, *, is_shared: bool) -> Amount:
-    """The bytes of a tensor, in a cell: those of its storage, whatever part of it the tensor shows.
+    """Return the bytes of a tensor's storage for a cell.
 
-    It is what the tensor keeps alive, and the same number in every report. A storage counts once:
-    where another row has it, the number stands in brackets, and no sum has it again.
+    A storage counts once: if another row has it, the number is in brackets, and no sum has it
+    again.
     """
     text = format_bytes(n_bytes)
     return Amount(f"({text})" if is_shared else text, n_bytes, is_counted=not is_shared)
 
 
 def note_on_shared(are_shared: Iterable[bool]) -> str:
-    """What the brackets of `storage_bytes` mean, where there are any."""
+    """Return the meaning of the brackets of `storage_bytes`, if there are any."""
     return _SHARED if any(are_shared) else ""
 
 
 def by_bytes(n_bytes: int) -> Amount:
-    """A difference of bytes, in a cell."""
+    """Return a difference of bytes for a cell."""
     return Amount(signed(n_bytes), n_bytes)
 
 
 def bytes_column(heading: str = "bytes", spelled: Callable[[int], str] = format_bytes) -> Column:
-    """A column of bytes that add up."""
+    """Return a column of bytes that add up."""
     return Column(heading, ">", spelled=spelled)
 
 
@@ -120,16 +109,15 @@ class Table(Part):
     """Rows under headings.
 
     Attributes:
-        title: what stands above the table; can be empty.
+        title: the lines above the table; can be empty.
         columns: the columns; one that is empty in every row is left out.
         rows: the cells of each row; a cell can have several lines.
-        note: what stands below the table.
+        note: the lines below the table.
         by: the heading that the rows are sorted by: figures the largest first, whatever their sign,
-            names by the alphabet. Empty where the order of the rows says something: then all are
+            names by the alphabet. Empty if the order of the rows says something: then all are
             shown.
         most: the rows that are shown.
-        total: a row below all others; None for none.
-        rule: what the headings are underlined with; empty for no line.
+        rule: the character that underlines the headings; empty for no line.
     """
 
     title: str
@@ -138,27 +126,51 @@ class Table(Part):
     note: str = ""
     by: str = ""
     most: int = MOST_ROWS
-    total: Row | None = None
     rule: str = "-"
 
-    def lines(self, width: int) -> Iterator[Line]:
-        """The title, the headings, the rows and the note."""
-        yield from Paragraph(self.title).lines(width)
-        shown, widths = self._layout(width)
-        columns = [self.columns[i] for i in shown]
-        yield from _row_lines([column.heading for column in columns], columns, widths, STRONG)
+    def __rich_console__(
+        self, console: Console, options: ConsoleOptions
+    ) -> Iterator[RenderableType]:
+        """Yield the title, the headings, the rows and the note."""
+        from rich.measure import measure_renderables
+        from rich.rule import Rule
+        from rich.table import Table as Grid
+        from rich.text import Text
+
+        # An empty table shows the columns that it would have.
+        shown = {
+            i: [Text(column.heading, "bold"), *(_printable(row[i], column) for row in self.rows)]
+            for i, column in enumerate(self.columns)
+            if column.is_fixed or not self.rows or any(row[i] for row in self.rows)
+        }
+        widths = {i: measure_renderables(console, options, shown[i]).maximum for i in shown}
+        room = options.max_width + _GAP
+        for i in sorted(widths, key=lambda i: -self.columns[i].spare):
+            needed = sum(min(width, _COMFORT) + _GAP for width in widths.values())
+            if needed > room and self.columns[i].spare:
+                del widths[i], shown[i]
+        grid = Grid.grid(padding=(0, _GAP, 0, 0))
+        for i in shown:
+            if self.columns[i].side == ">":
+                grid.add_column(justify="right", no_wrap=True)
+            else:
+                grid.add_column(overflow="fold")
+        headings, *rows = zip(*shown.values(), strict=True)
+        grid.add_row(*headings)
         if self.rule:
-            yield [(_GAP.join(self.rule * width for width in widths), FAINT)]
-        for row in self._all_rows():
-            yield from _row_lines([row[i] for i in shown], columns, widths)
-        yield from Paragraph("", self.note).lines(width)
+            grid.add_row(*[Rule(characters=self.rule, style="dim")] * len(shown))
+        for row in rows:
+            grid.add_row(*row)
+        yield Paragraph(self.title)
+        yield grid
+        yield Paragraph("", self.note)
 
     def sorts(self) -> Collection[str]:
-        """The headings of the columns."""
+        """Return the headings of the columns."""
         return [column.heading for column in self.columns if column.heading]
 
     def arranged(self, top: int | None, sort: str | None) -> Self:
-        """The rows that are shown, in their order, and one for the others."""
+        """Return the table with the rows that are shown, in their order, and one for the others."""
         by = sort if sort in self.sorts() else self.by
         # The order says something, and nobody asked for another.
         if not by and top is None:
@@ -169,92 +181,25 @@ class Table(Part):
             rows.sort(key=lambda row: _rank(row[at]))
         most = self.most if top is None else top
         if rest := rows[most:]:
-            rows[most:] = [self._rest(rest)]
+            name = next(i for i, column in enumerate(self.columns) if column.side == "<")
+            last = [_sum(column, [row[i] for row in rest]) for i, column in enumerate(self.columns)]
+            last[name] = f"and {len(rest)} more"
+            rows[most:] = [last]
         return replace(self, rows=rows)
 
-    def _rest(self, rows: Sequence[Row]) -> Row:
-        name = next(i for i, column in enumerate(self.columns) if column.side == "<")
-        cells = [_sum(column, [row[i] for row in rows]) for i, column in enumerate(self.columns)]
-        cells[name] = f"and {len(rows)} more"
-        return cells
 
-    def _all_rows(self) -> Iterator[Row]:
-        yield from self.rows
-        if self.total is not None:
-            yield self.total
+def _printable(cell: Any, column: Column) -> Any:
+    from rich.text import Text
 
-    def _shown(self) -> list[int]:
-        return [
-            i
-            for i, column in enumerate(self.columns)
-            # An empty table shows what it would have; a column that says nothing in any row takes
-            # width.
-            if column.is_fixed or not self.rows or any(self._cells(i))
-        ]
-
-    def _cells(self, i: int) -> Iterator[str]:
-        return (row[i] for row in self._all_rows())
-
-    def _layout(self, width: int) -> tuple[list[int], list[int]]:
-        """The columns that there is room for, and how wide each of them is."""
-        shown = self._shown()
-        sizes = {i: self._sizes(i) for i in shown}
-        room = width - len(_GAP) * (len(shown) - 1)
-        spare = sorted((i for i in shown if self.columns[i].spare), key=self._spare_of)
-        while (
-            spare and sum(min(most, max(least, _COMFORT)) for least, most in sizes.values()) > room
-        ):
-            del sizes[spare.pop()]
-            room = width - len(_GAP) * (len(sizes) - 1)
-        return list(sizes), _shared(list(sizes.values()), room)
-
-    def _spare_of(self, i: int) -> int:
-        return self.columns[i].spare
-
-    def _sizes(self, i: int) -> tuple[int, int]:
-        """How narrow a column can be, and how wide it would be."""
-        column = self.columns[i]
-        heading, cells = column.heading, list(self._cells(i))
-        widest = max(cell_len(line) for cell in (heading, *cells) for line in cell.split("\n"))
-        if column.side == ">":
-            return max(least_width(heading), *map(cell_len, cells), 0), widest
-        if column.is_code:
-            return max(cell_len(heading), min(widest, _CODE_COMFORT)), widest
-        return max(map(least_width, (heading, *cells))), widest
-
-
-def _shared(sizes: Sequence[tuple[int, int]], room: int) -> list[int]:
-    """Widths that fill the room: narrow columns have what they want, the others as much each."""
-    if sum(least for least, _ in sizes) > room:
-        # Only a name that is wider than a terminal gets here, and is cut.
-        sizes = [(min(least, max(_LEAST, room // len(sizes))), most) for least, most in sizes]
-    cap = max((most for _, most in sizes), default=0)
-    while cap and sum(max(least, min(most, cap)) for least, most in sizes) > room:
-        cap -= 1
-    return [max(least, min(most, cap)) for least, most in sizes]
-
-
-def _row_lines(
-    cells: Sequence[str], columns: Sequence[Column], widths: Sequence[int], style: str = PLAIN
-) -> Iterator[Line]:
-    """The lines of one row: each cell in the width of its column, broken where it is wider."""
-    broken = [
-        [cut(cell, width)]
-        if column.is_code
-        else [line for text in cell.split("\n") for line in folded(text, width)]
-        for cell, column, width in zip(cells, columns, widths, strict=True)
-    ]
-    styles = [getattr(cell, "colour", style) for cell in cells]
-    for i in range(max(map(len, broken), default=0)):
-        line: list[tuple[str, str]] = []
-        for texts, column, width, tint in zip(broken, columns, widths, styles, strict=True):
-            text = texts[i] if i < len(texts) else ""
-            line += [(_GAP, PLAIN)] * bool(line) + [(padded(text, column.side, width), tint)]
-        yield line
+    if not isinstance(cell, str):
+        return cell
+    if column.is_code:
+        return Text(visible(cell.expandtabs()), no_wrap=True, overflow="ellipsis")
+    return Text(visible(cell))
 
 
 def _rank(cell: str) -> tuple[bool, int, str]:
-    """What a cell is sorted by: figures before names, and before nothing."""
+    """Return the key that a cell is sorted by: figures before names, and before nothing."""
     if isinstance(cell, Amount):
         # of equal ones in their order, what counts the storage before what shares it
         return (False, -abs(cell.value), "" if cell.is_counted else _SHARED)

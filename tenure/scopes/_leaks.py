@@ -7,14 +7,13 @@ dropped or altered, and a record with any other holder stands by itself.
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 from tenure._heap import Holder, find_holders
 from tenure._show import (
     Column,
-    Line,
     Paragraph,
     Part,
     Report,
@@ -195,22 +194,22 @@ def _record(
 
 
 class _Leaks(Table):
-    """Tensors with who holds them below each; in a notebook a table."""
+    """Tensors with who holds them below each."""
 
     __slots__ = ()
 
-    def lines(self, width: int) -> Iterator[Line]:
-        """The summary, and for each tensor what it is, where it was made and who holds it."""
-        yield from Paragraph("", f"{self.title}:").lines(width)
+    def __rich_console__(self, console: Any, options: Any) -> Iterator[Paragraph]:
+        """Yield the summary, and what each tensor is, where it was made and who holds it."""
+        yield Paragraph("", f"{self.title}:")
         for tensor, storage, site, _, held_by in self.rows:
             first, *others = tensor.split("\n")
             text = "\n    ".join([f"  {first}, {storage}", *others])
             made = f", created at {site}" if site else ""
-            yield from Paragraph("", f"{text}{made}").lines(width)
+            yield Paragraph("", f"{text}{made}")
             for i, holder in enumerate(held_by.split("\n") if held_by else ()):
                 lead = "held by " if i < _MAX_HOLDERS else ""
-                yield from Paragraph("", f"    {lead}{holder}").lines(width)
-        yield from Paragraph("", self.note).lines(width)
+                yield Paragraph("", f"    {lead}{holder}")
+        yield Paragraph("", self.note)
 
 
 def _cells(records: Sequence[LeakRecord]) -> tuple[str, str, str, str, str]:

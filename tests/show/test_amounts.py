@@ -26,31 +26,30 @@ def test_each_part_begins_where_the_one_above_it_ends():
     assert Amounts("", PARTS).text() == (
         "category         bytes   share\n"
         "-----------  ---------  ------  --------------------------------\n"
-        "parameters     1.0 GiB   27.8%  █████████\n"
-        "buffers           16 B    0.0%           ▏\n"
-        "gradients      1.0 GiB   27.8%           █████████\n"
-        "activations    1.5 GiB   41.7%                    █████████████\n"
+        "parameters     1.0 GiB   27.8%  ████████▉\n"
+        "buffers           16 B    0.0%          ▕\n"
+        "gradients      1.0 GiB   27.8%          ▕████████▊\n"
+        "activations    1.5 GiB   41.7%                   ▕█████████████\n"
         "temporaries  102.4 MiB    2.8%                                 █\n"
         "total          3.6 GiB  100.0%  ████████████████████████████████"
     )
 
 
-def test_what_there_is_stands_beside_what_fits():
+def test_what_there_is_has_the_last_row():
     assert Amounts("Device", PARTS[:3], 4 * GIB).text() == (
         "Device\n"
-        "category      bytes   share  ┆ = 4.0 GiB\n"
-        "----------  -------  ------  ---------------------------------\n"
-        "parameters  1.0 GiB   50.0%  ████████                        ┆\n"
-        "buffers        16 B    0.0%          ▏                       ┆\n"
-        "gradients   1.0 GiB   50.0%          ████████                ┆\n"
-        "total       2.0 GiB  100.0%  ████████████████                ┆"
+        "category      bytes   share\n"
+        "----------  -------  ------  --------------------------------\n"
+        "parameters  1.0 GiB   50.0%  ████████\n"
+        "buffers        16 B    0.0%\n"
+        "gradients   1.0 GiB   50.0%          ████████\n"
+        "total       2.0 GiB  100.0%  ████████████████\n"
+        "budget      4.0 GiB  200.0%  ████████████████████████████████"
     )
-
-
-def test_what_there_is_stands_inside_of_what_does_not_fit():
-    lines = Amounts("", PARTS, 2 * GIB).text().split("\n")
-    assert lines[0] == "category         bytes   share  ┆ = 2.0 GiB"
-    assert lines[-1] == "total          3.6 GiB  100.0%  ██████████████████┆█████████████"
+    assert Amounts("", PARTS, 2 * GIB).text().split("\n")[-2:] == [
+        "total          3.6 GiB  100.0%  ████████████████████████████████",
+        "budget         2.0 GiB   55.6%  █████████████████▊",
+    ]
 
 
 def test_of_nothing_there_is_nothing_to_draw():
@@ -65,7 +64,7 @@ def test_a_negative_part_is_told_and_not_drawn():
         "-----------  --------  ------  --------------------------------\n"
         "parameters    3.0 GiB  150.0%  ████████████████████████████████\n"
         "unexplained  -1.0 GiB  -50.0%\n"
-        "total         2.0 GiB  100.0%  █████████████████████▌"
+        "total         2.0 GiB  100.0%  █████████████████████▎"
     )
 
 
@@ -73,12 +72,12 @@ def test_rich_shows_the_same_lines_in_colours():
     console = Console(
         file=io.StringIO(), width=90, force_terminal=True, color_system="truecolor", record=True
     )
-    console.print(Amounts("", PARTS, 2 * GIB).rich())
+    console.print(Amounts("", PARTS, 2 * GIB))
     written = console.file.getvalue()
     assert "\x1b[38;2;74;128;248mparameters" in written
-    assert "\x1b[38;2;74;128;248m█████████" in written
+    assert "\x1b[38;2;74;128;248;49m████████▉" in written
     shown = console.export_text()
-    assert "total          3.6 GiB  100.0%  ██████████████████┆█████████████" in shown
+    assert "budget         2.0 GiB   55.6%  █████████████████▊" in shown
 
 
 def test_html_has_the_same_lines_in_the_same_colours():
@@ -100,10 +99,9 @@ parts = st.lists(st.tuples(st.text("ab", max_size=2), st.integers(0, 2**50)), ma
 
 
 @given(parts, st.none() | st.integers(0, 2**50))
-def test_the_lines_of_any_parts_are_as_wide_as_the_bar(parts, limit):
+def test_any_parts_have_lines_as_wide_as_the_bar(parts, limit):
     amounts = Amounts("", parts, limit)
-    drawn = [amounts._line(span.begin_bytes, span.n_bytes) for span in amounts._spans()]
-    assert all(line.strip() and len(line) <= 33 for line in drawn)
+    assert all(len(line) <= 70 for line in amounts.text(80).split("\n"))
     read_html(amounts.html())
 
 

@@ -1,7 +1,6 @@
-"""Every report fits its terminal, breaks no word, and takes the same arguments."""
+"""Every report fits its terminal, loses no letter, and takes the same arguments."""
 
 import io
-import re
 from pathlib import Path
 
 import pytest
@@ -9,16 +8,13 @@ from rich.console import Console
 
 from tenure._callers import line_in
 from tenure._errors import ProfilerUsageError
-from tenure._show import Column, Table, bytes_column, in_bytes, storage_bytes
-from tenure._show._report import Shown
-from tenure._show._width import cut, folded, wrapped
+from tenure._show import Column, Paragraph, Shown, Table, bytes_column, in_bytes, storage_bytes
 from tenure._visible import visible
 from tests.profiler.recording.makers import growth, recording
 
 from .report_samples import REPORTS
 
 PLACE = "/opt/lib/torch/nn/modules/transformer.py:123"
-WORD = re.compile(r"\w+")
 each_report = pytest.mark.parametrize("report", REPORTS.values(), ids=REPORTS)
 
 
@@ -46,10 +42,12 @@ def test_no_line_is_wider_than_the_terminal(report, width, monkeypatch):
     assert max(map(len, console.file.getvalue().splitlines())) <= width
 
 
-@each_report
-def test_no_word_is_broken_and_no_line_number_lost(report):
-    whole = set(WORD.findall(report.text(width=10_000)))
-    assert set(WORD.findall(report.text(width=80))) <= whole
+def test_a_name_that_is_wider_than_its_column_goes_on_in_the_next_line():
+    table = Table("", (Column("at"), bytes_column()), [(PLACE, in_bytes(8))], rule="")
+    first, *others = table.text(30).split("\n")[1:]
+    assert first.endswith("    8 B")
+    assert first.split()[0] + "".join(others) == PLACE
+    assert Paragraph("", f"- {PLACE}").text(30).replace("\n  ", "") == f"- {PLACE}"
 
 
 @each_report
@@ -110,18 +108,22 @@ def test_of_equal_ones_the_one_that_counts_the_storage_stands_first():
     assert table.arranged(0, None).text(80).split()[2:] == ["and", "3", "more", "8", "B"]
 
 
-def test_a_place_loses_folders_and_never_its_name_or_number():
-    for width in range(len("…/transformer.py:123"), len(PLACE)):
-        (line,) = folded(PLACE, width)
-        assert line.endswith("/transformer.py:123")
-        assert line.startswith("…/")
-        assert len(line) <= width
-
-
-def test_code_is_broken_where_names_are_joined():
-    assert folded("trainer.history['losses'][3]", 16) == ["trainer.history", "['losses'][3]"]
-    assert cut("    scores = torch.matmul(a)", 20) == "    scores = torch.…"
-    assert list(wrapped("- one two three", 9)) == ["- one two", "  three"]
+def test_text_is_broken_at_spaces_and_code_ends_in_an_ellipsis():
+    items = Paragraph("", "- one two three\n  and more of it\n" + "a" * 22)
+    assert items.text(20).split("\n") == [
+        "- one two three",
+        "  and more of it",
+        "a" * 20,
+        "aa",
+    ]
+    assert Paragraph("", "- one two three\n  and more").text(9).split("\n") == [
+        "- one two",
+        "  three",
+        "  and",
+        "    more",
+    ]
+    code = Table("", (Column("code", is_code=True),), [("    scores = torch.matmul(a)",)], rule="")
+    assert code.text(20).split("\n")[1] == "    scores = torch.…"
 
 
 def test_a_file_is_told_from_the_working_directory(monkeypatch, tmp_path):
@@ -144,7 +146,7 @@ def test_a_file_is_told_from_the_working_directory(monkeypatch, tmp_path):
 )
 def test_a_character_that_does_more_than_show_itself_is_spelled(text, shown):
     assert visible(text) == shown
-    assert "".join(line for line in wrapped(text, 200)) == shown.replace("\n", "").rstrip()
+    assert Paragraph("", text).text(200) == shown.rstrip()
 
 
 # https://www.unicode.org/Public/17.0.0/ucd/DerivedCoreProperties.txt, Default_Ignorable_Code_Point
@@ -171,14 +173,8 @@ def test_a_character_that_is_shown_as_nothing_is_spelled():
         assert set(shown).isdisjoint(hidden)
 
 
-def test_what_is_spelled_has_the_room_that_it_takes():
-    assert all(len(line) <= 10 for line in folded("\x1b" * 9, 10))
-    assert len(cut("\x1b" * 9, 10)) <= 10
-
-
 def test_wide_characters_stand_in_line():
     rows = [("重み", in_bytes(1024)), ("weight", in_bytes(2048))]
     table = Table("", (Column("名前"), bytes_column()), rows)
     assert table.text(80) == ("名前      bytes\n------  -------\n重み    1.0 KiB\nweight  2.0 KiB")
-    assert folded("重み" * 5, 8) == ["重み重み", "重み重み", "重み"]
-    assert cut("重み" * 5, 8) == "…"
+    assert Paragraph("", "重み" * 5).text(8) == "重み重み\n重み重み\n重み"

@@ -67,7 +67,7 @@ class PeakReport(Advised, Report):
     # nor is what the allocator has reserved for what was there before
     _held_bytes: int | None = field(default=None, repr=False, compare=False, metadata={"key": None})
 
-    _between = "\n\n"
+    _is_spaced = True
     _figures: ClassVar = ("needed_bytes",)
 
     def __post_init__(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self
 
@@ -11,7 +11,7 @@ import torch
 
 from tenure._callers import line_in
 from tenure._errors import ProfilerUsageError, ReportFormatError
-from tenure._show import Amount, Column, Line, Paragraph, Report, Table, plain, restored
+from tenure._show import Amount, Column, Paragraph, Report, Table, plain, restored
 from tenure._text import format_bytes
 
 DEFAULT_COLUMNS = ("hits", "alloc", "freed", "net", "peak")
@@ -218,7 +218,7 @@ class RecordsDisplay(Report):
         rows = (row for section in self.sections for row in section.rows)
         return tuple(record for _, _, record in rows if record is not None)
 
-    _between = "\n\n"
+    _is_spaced = True
 
     def __repr__(self) -> str:
         return str(self)
@@ -226,9 +226,11 @@ class RecordsDisplay(Report):
     def _parts(self) -> list[Table | Paragraph]:
         columns = self._columns()
         return [
-            _Note(section.title, section.note)
+            Paragraph(_heading(section.title), section.note)
             if section.note
-            else _Lines(section.title, columns, self._rows(section), section.footnote, rule="")
+            else _Lines(
+                _heading(section.title), columns, self._rows(section), section.footnote, rule=""
+            )
             for section in self.sections
         ]
 
@@ -299,13 +301,9 @@ def _cell(column: LineColumn, record: LineRecord | None) -> str:
 
 
 class _Lines(Table):
-    """The lines of a function, in their order, under pytorch_memlab's kind of heading."""
+    """The lines of a function, in their order."""
 
     __slots__ = ()
-
-    def lines(self, width: int) -> Iterator[Line]:
-        """The heading, the lines and the note."""
-        return super(_Lines, replace(self, title=_heading(self.title))).lines(width)
 
     def arranged(self, top: int | None, sort: str | None) -> Self:
         """Asked for the first ones of some order, those that ran are meant."""
@@ -315,15 +313,6 @@ class _Lines(Table):
         return super(_Lines, ran).arranged(top, sort)
 
 
-class _Note(Paragraph):
-    """Why a function has no lines, under the same kind of heading."""
-
-    __slots__ = ()
-
-    def lines(self, width: int) -> Iterator[Line]:
-        """The heading and the note."""
-        return super(_Note, replace(self, title=_heading(self.title))).lines(width)
-
-
 def _heading(title: str) -> str:
+    # as pytorch_memlab has it
     return f"## {title}" if title else ""

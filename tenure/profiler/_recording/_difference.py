@@ -81,7 +81,7 @@ class RecordingDiff(Report):
     lines: tuple[Change, ...]
     growth: tuple[Change, ...] = ()
 
-    _between = "\n\n"
+    _is_spaced = True
 
     @classmethod
     def of(cls, before: Recording, after: Recording) -> RecordingDiff:

@@ -65,7 +65,7 @@ class RecordedLeaks(Report):
     look_steps: tuple[int, ...] = ()
     n_steps: int | None = None
 
-    _between = "\n\n"
+    _is_spaced = True
 
     def __bool__(self) -> bool:
         return bool(self.growth or self.leaks)

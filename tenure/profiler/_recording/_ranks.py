@@ -31,7 +31,7 @@ class RecordedRanks(Report):
 
     recordings: tuple[Recording, ...]
 
-    _between = "\n\n"
+    _is_spaced = True
 
     @classmethod
     def of(cls, recordings: Sequence[Recording]) -> Self:

@@ -116,7 +116,7 @@ class Recording(Report):
     n_steps: int | None = None
     ram_bytes: int | None = None
 
-    _between = "\n\n"
+    _is_spaced = True
 
     @classmethod
     def load(cls, path: str | Path) -> Self:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from tenure._show import Figures, Part, Record, Report
+from tenure._show import Paragraph, Part, Record, Report
 from tenure._text import counted, format_bytes
 
 from .._timeline import PeakRow
@@ -64,17 +64,16 @@ class RecordedTree(Report):
 
     devices: tuple[DeviceTree, ...]
 
-    _between = "\n\n"
+    _is_spaced = True
 
     def __repr__(self) -> str:
         return f"<RecordedTree of {counted(len(self.devices), 'device')}>"
 
     def _parts(self) -> list[Part]:
         return [
-            Figures(
+            Paragraph(
                 f"{tree.title}: {format_bytes(tree.n_bytes)}",
-                list(_lines(tree.branches, tree.n_bytes, 0)),
-                tree.note,
+                "\n".join([*_lines(tree.branches, tree.n_bytes, 0), *filter(None, [tree.note])]),
             )
             for tree in self.devices
         ]
@@ -124,7 +123,7 @@ def _folded(paths: list[tuple[tuple[str, ...], int, int]]) -> tuple[Branch, ...]
     return tuple(sorted(branches, key=lambda branch: (-branch.n_bytes, branch.name)))
 
 
-def _lines(branches: tuple[Branch, ...], total: int, depth: int) -> Iterator[tuple[str, str]]:
+def _lines(branches: tuple[Branch, ...], total: int, depth: int) -> Iterator[str]:
     least = total * _LEAST_SHARE
     for branch in branches:
         if branch.n_bytes >= least:
@@ -136,6 +135,6 @@ def _lines(branches: tuple[Branch, ...], total: int, depth: int) -> Iterator[tup
         yield _line(n_bytes, total, depth, f"and {len(small)} smaller")
 
 
-def _line(n_bytes: int, total: int, depth: int, name: str) -> tuple[str, str]:
+def _line(n_bytes: int, total: int, depth: int, name: str) -> str:
     share = f"{n_bytes / total:.0%}" if total else ""
-    return f"{format_bytes(n_bytes):>10} {share:>4}  {' ' * min(depth, _MOST_INDENT)}", name
+    return f"{format_bytes(n_bytes):>10} {share:>4}  {' ' * min(depth, _MOST_INDENT)}{name}"

@@ -666,10 +666,10 @@ In brackets: in the storage of another row, which counts it.
 Total: 3 tensors with 1048581 elements, 4.0 MiB
 category              bytes   share
 ------------------  -------  ------  --------------------------------
-parameters          4.0 MiB  100.0%  ████████████████████████████████
-unexplained         1.0 KiB    0.0%                                 ▏
-allocator rounding    508 B    0.0%                                 ▏
-other tensors           4 B    0.0%                                 ▏
+parameters          4.0 MiB  100.0%  ███████████████████████████████▉
+unexplained         1.0 KiB    0.0%                                 ▕
+allocator rounding    508 B    0.0%                                 ▕
+other tensors           4 B    0.0%                                 ▕
 total               4.0 MiB  100.0%  ████████████████████████████████
 The allocated memory on cuda:0: 4.0 MiB, of 20.0 MiB that the allocator has
 reserved.
