@@ -76,6 +76,7 @@ def test_a_timeline_begins_with_the_cell_and_exports_its_lines(shell, tmp_path):
     assert {"filename": "Cell In[4]", "line": 3, "name": "<module>"} in frames
 
 
+@pytest.mark.slow
 def test_an_explained_error_of_memory_says_the_cell(shell):
     code = "with record_oom() as recorder:\n    try:\n        torch.ones(10**15)\n"
     code += "    except RuntimeError:\n        pass\nprint(recorder.report)"

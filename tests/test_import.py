@@ -21,11 +21,13 @@ def test_importing_tenure_imports_neither_torch_nor_rich_and_prints_nothing():
     assert (done.stdout, done.stderr) == ("", "")
 
 
+@pytest.mark.slow
 def test_the_rooms_import_neither_the_compiler_nor_what_it_computes_with():
     rooms = "tenure.adaptive, tenure.paging, tenure.profiler, tenure.scopes, tenure.testing"
     _run(f"import sys, {rooms}; assert not {{'torch._dynamo', 'sympy'}} & set(sys.modules)")
 
 
+@pytest.mark.slow
 def test_the_first_name_brings_torch():
     assert _run("import sys, tenure; tenure.scoped; print('torch' in sys.modules)").stdout == (
         "True\n"

@@ -17,6 +17,7 @@ def quiet():
     logging.getLogger("tenure.adaptive").setLevel(logging.NOTSET)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("allocator", ["exact", "cuda"])
 @pytest.mark.parametrize("width", [64, 192])
 def test_on_a_device_95_percent_are_found_with_three_failures(sim, allocator, width):

@@ -93,6 +93,7 @@ def test_a_function_that_is_never_there_is_a_note(shell):
     assert section(text, "Notes")[1:] == ["- --lines: name 'nosuch' is not defined"]
 
 
+@pytest.mark.slow
 def test_what_grows_from_step_to_step_is_told(shell):
     text, _ = shown(
         ran(
@@ -106,6 +107,7 @@ def test_what_grows_from_step_to_step_is_told(shell):
     assert section(text, "What grew")[1].startswith("- losses grew by 3 tensors, 12 B")
 
 
+@pytest.mark.slow
 def test_a_budget_holds_for_the_cell_and_the_error_is_explained(shell):
     with capture_output() as captured:
         result = shell.run_cell("%%tenure --on-oom --budget 2MiB\nx = work()", store_history=True)
@@ -115,6 +117,7 @@ def test_a_budget_holds_for_the_cell_and_the_error_is_explained(shell):
     ran(shell, "y = work()")
 
 
+@pytest.mark.slow
 def test_an_error_goes_on_and_what_was_found_is_shown(shell):
     with capture_output() as captured:
         result = shell.run_cell("%%tenure\nx = torch.ones(256)\nraise ValueError(3)")
@@ -125,6 +128,7 @@ def test_an_error_goes_on_and_what_was_found_is_shown(shell):
     assert sys.gettrace() is None
 
 
+@pytest.mark.slow
 def test_nothing_is_changed_by_the_recording(shell):
     code = "torch.manual_seed(0); {} = (work() + torch.rand(3)).tolist()"
     ran(shell, code.format("plain"))
@@ -132,6 +136,7 @@ def test_nothing_is_changed_by_the_recording(shell):
     assert shell.user_ns["plain"] == shell.user_ns["recorded"]
 
 
+@pytest.mark.slow
 def test_a_recording_is_written_and_never_over_another_unless_told(shell, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     captured = ran(shell, "%%tenure -o 'a cell.tenure' --timeline\nwork();")

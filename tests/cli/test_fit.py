@@ -259,6 +259,7 @@ def test_what_does_not_fit_ends_with_1_and_names_the_micro_batch_that_does(capsy
     ) in " ".join(printed.out.split())
 
 
+@pytest.mark.slow
 def test_a_micro_batch_that_fits_takes_no_more_than_there_is(capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     arguments = ("cached_samples", "--device", "cuda", "--device-memory", "64MiB")

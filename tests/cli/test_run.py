@@ -59,6 +59,7 @@ def test_a_planted_leak_is_named_in_one_line():
     assert line == "train.<locals>.losses grew by 7 tensors, 28 B from step 1 to step 8"
 
 
+@pytest.mark.slow
 def test_lines_of_functions_of_the_program_and_of_modules_are_measured():
     with open("helper.py", "w", encoding="utf-8") as file:
         file.write("import torch\ndef make():\n    return torch.ones(256)\nimported = make()\n")
@@ -91,6 +92,7 @@ def test_lines_of_functions_of_the_program_and_of_modules_are_measured():
     assert "tenure run: --lines nothing: the program has no such function" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_budget_ends_the_program_and_the_file_is_written_with_what_filled_it():
     program = """
         import torch

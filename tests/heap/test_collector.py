@@ -44,6 +44,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_frozen_is_found_and_stays_frozen(case):
     setup, question, answer = CASES[case]
@@ -102,6 +103,7 @@ print(train())
     assert (done.stdout, done.stderr) == ("['train.<locals>.kept[0]']\n", "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("freeze", ["", "gc.freeze()"])
 def test_the_free_objects_that_asyncio_shows_end_no_search(freeze):
     """On Python 3.12 the second look at them would not end; who looks must not start a ring."""

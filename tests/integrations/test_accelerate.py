@@ -133,6 +133,7 @@ def wide():
     return nn.Sequential(*layers)
 
 
+@pytest.mark.slow
 def test_gradients_that_accumulate_are_no_reason_to_fail_again(events):
     loop = Loop(data(1500), batch_size=500, options={}, make=wide, gradient_accumulation_steps=2)
     with memory_budget("2000KiB"):
@@ -423,6 +424,7 @@ def test_an_optimizer_that_was_prepared_is_refused_inside_the_function():
         step(loop.accelerator, fn, next(iter(loop.loader)))
 
 
+@pytest.mark.slow
 def test_the_module_imports_no_accelerate():
     code = "import sys, tenure.integrations.accelerate; assert 'accelerate' not in sys.modules"
     assert run_program(code).returncode == 0

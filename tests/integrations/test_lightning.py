@@ -408,6 +408,7 @@ def test_a_resumed_fit_is_the_uninterrupted_one(tmp_path):
     close(whole, second)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Net, Logs])
 def test_a_compiled_module_trains_the_same_with_one_graph_for_all_sizes(kind):
     graphs = CompileCounterWithBackend("eager")
@@ -970,6 +971,7 @@ def test_an_error_of_memory_is_told_with_what_holds_it():
     assert "chunked" not in "".join(died.value.__notes__)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fails", ["validation", "test", "predict"])
 def test_an_error_of_memory_in_an_evaluation_names_what_lets_it_fit(fails):
     class Evaluated(Net):

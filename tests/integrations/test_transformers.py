@@ -240,6 +240,7 @@ _FEATURES = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
 @pytest.mark.parametrize("feature", _FEATURES)
 def test_pieces_train_as_the_whole_does(tmp_path, feature):
@@ -378,6 +379,7 @@ class Logging(Trainer):
         return (outputs.loss, outputs) if return_outputs else outputs.loss
 
 
+@pytest.mark.slow
 def test_logs_of_a_loss_are_told_once_and_as_of_the_whole_batch(tmp_path):
     kind = type("Adaptive", (AdaptiveTrainerMixin, Logging), {})
     plain = trained(Logging, tmp_path, llama(), texts(), arguments={"optim": "sgd"})
@@ -451,6 +453,7 @@ class ClassWeights(Trainer):
         return (loss, outputs) if return_outputs else loss
 
 
+@pytest.mark.slow
 def test_weights_of_classes_are_refused_with_the_line_to_write(tmp_path):
     kind = type("Adaptive", (AdaptiveTrainerMixin, ClassWeights), {})
 
@@ -608,6 +611,7 @@ _EVALUATIONS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", _EVALUATIONS)
 def test_an_evaluation_in_pieces_gives_what_the_whole_does(tmp_path, case):
     kind, model, data, kwargs = _EVALUATIONS[case]
@@ -741,6 +745,7 @@ def test_ranks_that_exchange_counts_predict_whole_batches(tmp_path, monkeypatch)
     assert "one with pieces would wait for the others" in caught.value.__notes__[0]
 
 
+@pytest.mark.slow
 def test_generated_sequences_are_put_together(tmp_path):
     settings = {
         "args_kind": Seq2SeqTrainingArguments,
@@ -783,6 +788,7 @@ class Reporter(TrainerCallback):
         self.logs.append(dict(logs))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [AdaptiveTrainer, pytest.param(Trainer, marks=pytest.mark.slow)])
 def test_what_outlives_steps_comes_to_the_log(tmp_path, caplog, kind):
     reporter, memory = Reporter(), MemoryCallback(share=float("inf"))

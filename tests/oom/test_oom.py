@@ -385,6 +385,7 @@ class TestHostileExceptions:
 
         assert type(oom_info(Wordy()).text) is str
 
+    @pytest.mark.slow
     @given(st.text(max_size=300))
     def test_no_text_makes_it_raise(self, text):
         for kind in (RuntimeError, MemoryError, torch.OutOfMemoryError, torch.AcceleratorError):

@@ -92,6 +92,7 @@ for call in (
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the limit needs RLIMIT_AS and /proc")
 def test_under_a_limit_of_the_address_space():
     done = run_program(_UNDER_A_LIMIT)

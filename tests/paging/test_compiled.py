@@ -185,6 +185,7 @@ def note(*_):
     seen.append(1)
 
 
+@pytest.mark.slow
 def test_what_was_replaced_is_back_after_a_call_that_raised_and_after_the_end(tmp_path):
     model = build().eval()
     torch._dynamo.reset()

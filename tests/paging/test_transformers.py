@@ -115,6 +115,7 @@ def test_a_cache_that_the_caller_keeps_grows_from_call_to_call(sim):
     torch.testing.assert_close(output.logits.cpu(), expected)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["MixtralForCausalLM", "T5ForConditionalGeneration"])
 def test_what_was_saved_generates_on_the_device_from_its_files(sim, name, tmp_path):
     model, inputs = build(name), inputs_of(name)

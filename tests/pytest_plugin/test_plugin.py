@@ -138,6 +138,7 @@ def test_a_limit_that_is_none_fails_the_test_by_name(run, marker):
     assert result.text.count("@pytest.mark.limit") <= 3
 
 
+@pytest.mark.slow
 def test_a_leak_is_named_and_a_value_that_is_gone_is_none(run):
     result = run(
         _LEAKS
@@ -190,6 +191,7 @@ class TestOwn:
     assert result.says("*TestOwn.test_of_all*", "*TestOwn.test_both*")
 
 
+@pytest.mark.slow
 def test_training_leaks_nothing_by_its_gradients_and_its_optimizer(run):
     result = run(
         _HEAD
@@ -206,6 +208,7 @@ def test_step():
     assert result.counts == {"passed": 1}
 
 
+@pytest.mark.slow
 def test_a_failing_test_fails_by_its_own_error_alone(run):
     result = run(
         _LEAKS
@@ -223,6 +226,7 @@ def test_fails():
     assert "is its limit" not in text
 
 
+@pytest.mark.slow
 def test_the_scope_of_a_test_lets_go_at_its_end(run):
     result = run(
         _LEAKS
@@ -242,6 +246,7 @@ def test_second():
     assert result.counts == {"passed": 2}
 
 
+@pytest.mark.slow
 def test_a_loop_that_grows_fails_and_names_who_holds_it(run):
     result = run(
         _LEAKS
@@ -292,6 +297,7 @@ def test_growth_that_can_not_be_looked_for_is_an_error(run, call, told):
     assert result.says(f"*{told}*")
 
 
+@pytest.mark.slow
 def test_a_loop_that_is_left_is_an_error_unless_the_test_has_failed(run):
     result = run(
         _LEAKS
@@ -321,6 +327,7 @@ def test_fails(tensor_growth):
     assert result.text.count("ERROR at teardown") == 2
 
 
+@pytest.mark.slow
 def test_the_option_lists_a_test_that_fails_by_itself(run):
     result = run(_HEAD + "def test_it():\n    torch.ones(256)\n    assert 1 == 2\n", "--tenure")
     assert result.says("*most memory of tensors at once*", "*1.0 KiB  *::test_it")
@@ -353,6 +360,7 @@ def test_none():
     )
 
 
+@pytest.mark.slow
 def test_a_run_that_asks_for_nothing_imports_no_torch(tmp_path):
     Path(tmp_path, "test_it.py").write_text(
         """
@@ -372,6 +380,7 @@ def test():
     assert done.returncode == 0, done.stdout
 
 
+@pytest.mark.slow
 def test_pytest_finds_the_plugin_by_itself():
     listed = subprocess.run(
         [sys.executable, "-m", "pytest", "--markers", "-p", "no:cacheprovider"],

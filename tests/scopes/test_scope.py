@@ -671,6 +671,7 @@ def test_repr_carries_the_state_everywhere():
     assert repr(DisposeScope()) == "<DisposeScope not yet open>"
 
 
+@pytest.mark.slow
 def test_an_abandoned_scope_is_dropped_silently_at_interpreter_exit(tmp_path):
     import subprocess
     import sys

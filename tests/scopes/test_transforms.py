@@ -153,6 +153,7 @@ def fresh_compiler():
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 @for_every_scoped_function
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_a_scope_inside_a_compiled_function_is_transparent(function, backend, x):

@@ -164,6 +164,7 @@ def test_a_name_has_one_colour_in_bands_legend_and_flame(page):
     assert cells.items() <= bands.items()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("i", [1, PEAK, 11])
 def test_the_pointer_reads_the_exact_bytes_of_a_moment_and_of_a_band(page, i):
     x, y = _point(page, TIMES[i] + 0.01, SERIES["parameters"][i] // 2)
@@ -232,6 +233,7 @@ def test_zoom_shows_less_of_the_time_and_all_of_it_again(page):
     assert page.texts(".oom text") == []
 
 
+@pytest.mark.slow
 def test_the_flame_is_as_wide_as_its_bytes_and_zooms(page):
     script = """
         const all = document.querySelector('.tree').clientWidth;
@@ -286,6 +288,7 @@ def test_a_table_is_sorted_by_each_click_and_then_as_it_was(page):
     assert _column(page, 1)[:20] == before
 
 
+@pytest.mark.slow
 def test_a_table_is_searched_in_every_cell(page):
     field = ".grid input[type=search]"
     page.write(field, "BLOCK_2 (h)")
@@ -305,6 +308,7 @@ def test_the_question_mark_shows_the_keys(page):
     assert page.attribute("dialog", "open") is None
 
 
+@pytest.mark.slow
 def test_tab_reaches_everything_and_the_focus_is_seen(page):
     page.run("document.body.tabIndex = -1; document.body.focus()")
     seen = []
@@ -323,6 +327,7 @@ def test_tab_reaches_everything_and_the_focus_is_seen(page):
     assert roles == ["slider", "treeitem", "region"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1200, 400])
 def test_it_fits_its_window_and_can_be_read_in_light_and_dark(browser, pages, scheme, width):
@@ -355,6 +360,7 @@ def _contrast(a, b):
     return (max(a, b) + 0.05) / (min(a, b) + 0.05)
 
 
+@pytest.mark.slow
 def test_hostile_names_are_shown_and_do_nothing(browser, pages):
     browser.open(pages["hostile"])
     n = len(HOSTILE)

@@ -88,6 +88,7 @@ def test_what_fits_at_once_says_nothing(told):
     assert told == {}
 
 
+@pytest.mark.slow
 def test_a_step_that_is_predicted_says_which_sizes(told):
     model = nn.Sequential(nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 1))
     with adaptive.memory_budget("3MiB"):
@@ -96,6 +97,7 @@ def test_a_step_that_is_predicted_says_which_sizes(told):
     assert len(told["predictions"]) > 1
 
 
+@pytest.mark.slow
 def test_a_plan_says_which_micro_batch_and_advice_which_change(told):
     model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
     batch = torch.empty(1000, 64, device="meta")
@@ -151,6 +153,7 @@ def setup():
 """
 
 
+@pytest.mark.slow
 def test_the_verb_that_fits_says_what_it_looks_for(told, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     tmp_path.joinpath("fit_me.py").write_text(PROGRAM)

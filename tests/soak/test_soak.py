@@ -23,6 +23,7 @@ def _run_alone(program):
     return (done.stdout + done.stderr).splitlines()
 
 
+@pytest.mark.slow
 def test_scopes_leave_nothing_however_many_there_were():
     assert _run_alone("told(many_scopes.run(4000, n_warm=200))") == ["entries: 0, objects: 0"]
 
@@ -32,6 +33,7 @@ def test_random_programs_in_many_threads_do_what_the_model_says():
     assert (errors, left) == ([], [0] * 8)
 
 
+@pytest.mark.slow
 def test_days_of_training_leave_nothing():
     program = """
 growth, ran, final = day.run(420, n_warm=220)
@@ -52,6 +54,7 @@ def test_a_damaged_file_is_refused_by_name_or_reads_as_it_was_written():
         assert found.refused, kind
 
 
+@pytest.mark.slow
 def test_hostile_names_are_shown_and_do_nothing_else():
     shown, _, wrong = names.run(2)
     assert wrong == []

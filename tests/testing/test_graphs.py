@@ -22,6 +22,7 @@ def broken_capture(sim):
         graph.replay()
 
 
+@pytest.mark.exhaustive
 def test_captured_work_runs_at_each_replay_and_not_before(sim):
     x, total = torch.ones(4, device=sim.device), torch.zeros(4, device=sim.device)
     graph = sim.module.CUDAGraph()

@@ -9,6 +9,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 PAGE = DOCS / "simulated-device.md"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.simdevice
 def test_the_page_for_users_is_a_file_of_tests_that_passes(tmp_path):
     page = (DOCS / "testing.md").read_text(encoding="utf-8")

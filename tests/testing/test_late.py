@@ -297,6 +297,7 @@ def test_modes_of_the_program_do_not_see_what_runs_late(late):
     assert is_all(x, 3)
 
 
+@pytest.mark.exhaustive
 def test_a_host_that_runs_far_ahead_is_held_up(late):
     x = on(late, 0)
     for _ in range(1500):

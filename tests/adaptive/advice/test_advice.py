@@ -77,6 +77,7 @@ def run(line, **names):
 # --- checkpoints
 
 
+@pytest.mark.slow
 def test_blocks_are_checkpointed_as_told():
     model, x = LanguageModel(), words()
     fn = loss_of(model)
@@ -350,6 +351,7 @@ def test_copies_and_files_have_what_was_found():
     assert report.to_dict()["advice"][0]["how"] == found[0].how
 
 
+@pytest.mark.slow
 def test_a_plan_advises_on_its_step():
     model, x = LanguageModel(), words()
     fn = loss_of(model)

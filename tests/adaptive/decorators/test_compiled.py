@@ -29,6 +29,7 @@ def loss_by(net):
     return lambda b: nn.functional.cross_entropy(net(b["x"]), b["y"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["the model", "the function"])
 def test_a_step_compiles_one_graph_for_any_number_of_sizes(what):
     net, b = small_net(), batch()

@@ -56,6 +56,7 @@ def _needed_bytes(program):
     return budget.peak_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [_mlp, _cnn, _transformer])
 def test_the_first_attempt_fits_and_fills_the_memory(kind, steps):
     torch.manual_seed(0)
@@ -81,6 +82,7 @@ def test_the_first_attempt_fits_and_fills_the_memory(kind, steps):
     assert peak_bytes * (1 + 1 / 9) > limit
 
 
+@pytest.mark.slow
 def test_a_program_is_predicted_once(steps, predictions):
     model, x, y = _mlp()
 

@@ -72,6 +72,7 @@ def test_the_largest_micro_batch_that_fits_is_found(kind, share):
         assert above > found.budget_bytes
 
 
+@pytest.mark.slow
 def test_the_planned_step_runs_within_its_budget_and_twice_as_many_samples_do_not():
     model, batch = mlp(), batch_of(300)
     fn = mean_of(model)
@@ -130,6 +131,7 @@ def test_where_nothing_fits_the_numbers_are_told():
     assert caught.value.sizes == (64, 32, 16, 1)
 
 
+@pytest.mark.slow
 def test_a_batch_that_is_not_there_is_planned():
     model = nn.Linear(1024, 1024)
     batch = torch.empty(2**20, 1024, device="meta")
@@ -158,6 +160,7 @@ def test_samples_in_another_dimension_are_cut_there():
     assert step(fn, batch, in_dims=1, maximum=found.micro_batch).sizes == found.sizes
 
 
+@pytest.mark.slow
 def test_limits_and_margins_are_kept():
     model, batch = mlp(), batch_of(64)
     fn = mean_of(model)
@@ -199,6 +202,7 @@ def test_a_plan_is_shown_and_kept():
     assert again.advice == ()
 
 
+@pytest.mark.slow
 def test_what_piles_up_is_seen_though_the_search_does_not_run_all():
     # each micro-batch of a step of two passes keeps its random state
     model, batch = mlp(16, 1), batch_of(400, 16)
@@ -212,6 +216,7 @@ def test_what_piles_up_is_seen_though_the_search_does_not_run_all():
     assert base + true_bytes(fn, batch, found.micro_batch) == found.peak_bytes <= 120_000
 
 
+@pytest.mark.slow
 def test_a_plan_for_an_accelerator_counts_what_its_allocator_reserves(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     model = nn.Sequential(nn.Linear(1024, 1024), nn.GELU(), nn.Linear(1024, 1024))

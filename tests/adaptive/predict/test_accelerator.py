@@ -45,6 +45,7 @@ def squared(model):
     return lambda x: model(x).square().mean()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.sim_allocator("cuda")
 @pytest.mark.parametrize("optimizer", _OPTIMIZERS)
 @pytest.mark.parametrize("name", _MODELS)

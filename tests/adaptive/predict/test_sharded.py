@@ -133,6 +133,7 @@ def refusal_in_the_middle(rank):
     return text, predict_peak(fn, x).peak_bytes > 0
 
 
+@pytest.mark.slow
 def test_gradients_that_wait_for_an_exchange_are_refused():
     for text, goes_on in run_ranks(refusal_in_the_middle, 2):
         assert "a module of fully_shard has gradients or parameters that wait for an" in text
@@ -160,6 +161,7 @@ def own_exchange(rank):
     return predicted, measured, int(count)
 
 
+@pytest.mark.slow
 def test_an_exchange_of_the_users_own_reaches_nobody():
     (predicted, measured, count), _ = run_ranks(own_exchange, 2)
     assert predicted in measured

@@ -67,6 +67,7 @@ def interrupted_on(rank, when):
     return told[:2], worst_error(got, wanted) if got else None, after
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", ["in the work", "in the vote", "in the exchange"])
 def test_an_interrupt_comes_before_the_vote_or_after_the_gradients(when):
     (other, other_error, other_after), (told, error, after) = run_ranks(interrupted_on, when=when)

@@ -354,6 +354,7 @@ def test_the_first_call_comes_to_the_largest_size_where_it_can_go_on(
     assert found >= least * min(initial, device.largest) - 1
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=100)
 @given(loads(powers=(1.0, 2.0), most=8.0), st.randoms(use_true_random=False))
 @pytest.mark.parametrize("way", [Site.call, Site.step], ids=["pieces", "trials"])

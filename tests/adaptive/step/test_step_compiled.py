@@ -20,6 +20,7 @@ from tenure.adaptive import (
     statistics,
     step,
 )
+from tests.needs import needs_torch
 
 # dynamo reads it of every tensor that a block gets, in a plain loop as well
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -118,11 +119,12 @@ FORMS = {
 
 # of the others, what is compiled is a part of one of these, or one of these in other words
 _QUICK = ("the model", "the function", "blocks in place", "the loss")
+_MARKS = {form: [] if form in _QUICK else [pytest.mark.slow] for form in FORMS}
+# older ones run it uncompiled, in plain programs as well
+_MARKS["the loss"].append(needs_torch("2.11", "torch.compile of a function of torch.nn.functional"))
 
 
-@pytest.mark.parametrize(
-    "form", [f if f in _QUICK else pytest.param(f, marks=pytest.mark.slow) for f in FORMS]
-)
+@pytest.mark.parametrize("form", [pytest.param(f, marks=_MARKS[f]) for f in FORMS])
 def test_all_sizes_run_one_graph_and_give_the_gradients_of_the_whole(form, counter):
     net, plain, b = net_of(), net_of(), batch_of()
     loss_by(plain)(b).backward()
@@ -134,6 +136,7 @@ def test_all_sizes_run_one_graph_and_give_the_gradients_of_the_whole(form, count
     assert counter.frame_count == 1
 
 
+@pytest.mark.slow
 def test_sizes_that_change_all_the_time_are_the_same_graph_as_any_that_is_marked(counter):
     # dynamo itself compiles this one twice: it makes a number of the norm's a symbol, and restarts
     net, b = net_of(), batch_of()
@@ -157,6 +160,7 @@ TWO_PASSES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", TWO_PASSES)
 def test_two_passes_run_one_graph(kind, counter):
     of, options = TWO_PASSES[kind]
@@ -183,6 +187,7 @@ def test_both_passes_draw_the_same_numbers(counter):
     assert torch.allclose(net[0].bias.grad, wanted, rtol=1e-10)
 
 
+@pytest.mark.slow
 def test_a_last_sample_gets_a_partner_and_single_samples_are_another_graph(counter):
     net, b = net_of(), batch_of(65)
     fn = loss_by(torch.compile(net, backend=counter))
@@ -193,6 +198,7 @@ def test_a_last_sample_gets_a_partner_and_single_samples_are_another_graph(count
     assert counter.frame_count == 2
 
 
+@pytest.mark.slow
 def test_training_and_evaluation_are_two_graphs(counter):
     net, b = nn.Sequential(net_of(), nn.Dropout(0.1)), batch_of()
     fn = loss_by(torch.compile(net, backend=counter))
@@ -202,6 +208,7 @@ def test_training_and_evaluation_are_two_graphs(counter):
     assert counter.frame_count == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpoints", [False, True])
 def test_checkpoints_inside_compiled_code_and_a_compiled_backward_pass_are_exact(
     checkpoints, counter
@@ -323,6 +330,7 @@ def test_a_size_that_does_not_fit_is_predicted_and_not_compiled(sim, form, count
     assert far(gradients(net), wanted) <= 1e-10
 
 
+@pytest.mark.exhaustive
 @pytest.mark.sim_allocator("exact")
 def test_a_compiled_step_that_runs_out_compiles_one_graph_as_well(sim, counter):
     net, b = net_of(32, device=sim.device), batch_of(300, sim.device)
@@ -355,6 +363,7 @@ def test_the_default_compiler_gives_the_gradients_of_the_whole(mode):
         assert far(gradients(net), wanted) <= 1e-10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["in place", "wrapped"])
 def test_a_step_has_torch_compile_what_it_would_compile_without_one(form):
     def n_compiled(run):

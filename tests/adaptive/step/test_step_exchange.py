@@ -178,6 +178,7 @@ def test_trials_and_verifications_exchange_nothing():
     assert buckets == []
 
 
+@pytest.mark.slow
 def test_predictions_exchange_nothing():
     net, x = small_net(), samples(64)
     wanted = plain_gradients(net, lambda n: n(x).square().mean())

@@ -103,6 +103,7 @@ class Training:
 
 
 # the transformer is the one of the accelerator below
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", ["mlp", "cnn", pytest.param("transformer", marks=pytest.mark.slow)]
 )
@@ -117,6 +118,7 @@ def test_the_first_step_under_a_budget_runs_out_of_nothing_and_has_95_percent(ki
         assert not training.fits(int(result.micro_batch / 0.95) + 1)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.sim_allocator("exact")
 @pytest.mark.parametrize("kind", MODELS)
 def test_the_first_step_on_an_accelerator_runs_out_of_nothing_and_has_95_percent(sim, kind):
@@ -194,6 +196,7 @@ def test_a_prediction_leaves_nothing_behind():
     assert all(torch.equal(a, b) for a, b in zip(left, outcome(**same)[1], strict=True))
 
 
+@pytest.mark.slow
 def test_what_is_remembered_is_not_predicted_again(asked):
     training = Training("mlp")
     optimizer = torch.optim.AdamW(training.net.parameters())
@@ -212,6 +215,7 @@ def test_what_is_remembered_is_not_predicted_again(asked):
     assert sizes[0] > sizes[1]
 
 
+@pytest.mark.slow
 def test_a_batch_that_is_larger_than_what_is_known_is_predicted(asked):
     training = Training("mlp")
     small = {name: value[:20] for name, value in training.batch.items()}
@@ -275,6 +279,7 @@ def test_a_prediction_that_is_too_low_is_caught_by_the_retry(monkeypatch):
         assert not training.fits(int(result.micro_batch / 0.95) + 1)
 
 
+@pytest.mark.slow
 def test_a_loss_on_outputs_is_predicted_with_all_outputs(asked):
     training = Training("mlp")
     y = training.batch["y"]

@@ -167,6 +167,7 @@ def test_a_failure_at_any_allocation_leaves_what_a_run_at_the_final_split_leaves
     assert used == {4 if maximum is None else 2}  # there is memory for more than the size below
 
 
+@pytest.mark.exhaustive
 @pytest.mark.sim_allocator("exact")
 @pytest.mark.parametrize("way", WAYS)
 def test_a_step_at_no_size_leaves_everything_as_it_was(sim, way, without_gc):

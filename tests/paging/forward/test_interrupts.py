@@ -109,6 +109,7 @@ def interrupted_at(k, call, files=("_engine.py", "_room.py", "_memory.py", "_pag
     return False
 
 
+@pytest.mark.slow
 def test_wherever_the_engine_is_interrupted_the_next_pass_is_right_and_has_its_room(
     paged, model, x
 ):

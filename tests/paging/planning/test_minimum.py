@@ -130,6 +130,7 @@ TREES = st.recursive(
 )
 
 
+@pytest.mark.exhaustive
 @settings(
     max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )

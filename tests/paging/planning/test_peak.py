@@ -72,6 +72,7 @@ def true_peak(sim, model, inputs, trains, options):
     return max(peaks)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(
     ("trains", "activations", "most"),

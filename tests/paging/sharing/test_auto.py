@@ -152,6 +152,7 @@ CACHES = [
 ]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("memory", "n_layers", "width", "n_passes", "rows"), CACHES)
 def test_a_cache_that_grows_has_room_where_a_plan_that_stays_has_none(
     sim, memory, n_layers, width, n_passes, rows
@@ -238,6 +239,7 @@ def test_a_device_that_tells_nothing_is_refused_by_name(sim, monkeypatch):
         assert handle.plan.ring_bytes
 
 
+@pytest.mark.exhaustive
 @exact
 def test_after_some_passes_one_asks_for_free_memory_once_a_unit_and_empties_no_cache(
     sim, monkeypatch

@@ -24,6 +24,7 @@ def inputs(sim, n_steps=3, n_samples=LARGE):
     return inputs_of(sim, n_steps, n_samples)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("mode", MODES)
 def test_steps_of_adamw_equal_those_of_a_plain_model(sim, pair, mode):
     torch.manual_seed(0)
@@ -242,6 +243,7 @@ def test_gradients_of_gradients(sim, pair):
         assert all(torch.allclose(p.grad, q.grad.cpu(), rtol=1e-4, atol=1e-6) for p, q in pairs)
 
 
+@pytest.mark.exhaustive
 @on_host
 def test_several_forwards_before_one_backward(sim, halved):
     x, y, z = inputs(sim)
@@ -267,6 +269,7 @@ def test_the_graph_of_some_parameters_alone(sim, halved):
     assert halved.gradients_differ() == []
 
 
+@pytest.mark.exhaustive
 def test_an_error_between_leaves_nothing_behind(sim, pair):
     both = pair()
     x = inputs(sim)[0]

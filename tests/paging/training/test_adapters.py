@@ -120,6 +120,7 @@ def test_adapters_train_as_over_a_base_on_the_device(sim, pair, kind):
         train(both, sentences(sim), sim=sim)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("is_reentrant", [False, True])
 def test_checkpoints_and_inputs_that_require_gradients(sim, pair, is_reentrant):
     both = pair(build())

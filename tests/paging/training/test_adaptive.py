@@ -81,6 +81,7 @@ def test_the_pager_gives_memory_back_then_the_same_size_runs_then_a_smaller_one(
             torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.sim_allocator("exact")
 def test_the_headline_of_the_readme(sim, told):
     block = re.search(r"```python\n([^`]*activations=\"host\"[^`]*)```", _README.read_text("utf-8"))

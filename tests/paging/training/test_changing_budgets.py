@@ -42,6 +42,7 @@ def assert_all_same(found, expected):
     assert all(same(one, other) for one, other in pairs)
 
 
+@pytest.mark.exhaustive
 def test_it_trains_in_turns_with_a_model_that_is_only_called(sim):
     torch.manual_seed(0)
     model, other = transformer(), linears(16)

@@ -89,6 +89,7 @@ def test_a_gradient_that_is_kept_is_not_written_over(sim, halved):
     assert all(map(torch.equal, views, copies))
 
 
+@pytest.mark.exhaustive
 @either_way
 def test_a_graph_that_is_kept_gives_the_same_again_and_leaks_nothing(sim, halved):
     x = inputs(sim, 1, LARGE)[0]
@@ -159,6 +160,7 @@ def test_gradients_of_gradients(sim, pair):
         assert all(torch.allclose(p.grad, q.grad.cpu(), rtol=1e-4, atol=1e-5) for p, q in pairs)
 
 
+@pytest.mark.exhaustive
 def test_several_forwards_before_one_backward(sim, halved):
     x, y, z = inputs(sim, 3)
 
@@ -170,6 +172,7 @@ def test_several_forwards_before_one_backward(sim, halved):
     assert all(torch.allclose(p.grad, q.grad.cpu(), rtol=1e-4, atol=1e-4) for p, q in pairs)
 
 
+@pytest.mark.exhaustive
 @either_way
 def test_two_graphs_go_backward_in_turn(sim, halved):
     x, y = inputs(sim, 2, LARGE)
@@ -234,6 +237,7 @@ def test_clipping_by_the_norm_of_all(sim, halved):
     assert all(torch.allclose(p.grad, q.grad.cpu()) for p, q in pairs)
 
 
+@pytest.mark.exhaustive
 @either_way
 def test_autocast(sim, halved):
     def run(model):
@@ -284,6 +288,7 @@ def test_parameters_that_are_frozen_later_get_no_more_gradients(sim, halved):
     assert halved.gradients_differ() == []
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
 def test_anomaly_mode(sim, halved):
     with torch.autograd.detect_anomaly(check_nan=True):

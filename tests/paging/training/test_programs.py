@@ -439,6 +439,7 @@ def whole(model, device):
     return model
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_gives_the_same(sim, name):
     paged, plain = (run(sim, PROGRAMS[name], is_paged=each) for each in (True, False))

@@ -148,6 +148,7 @@ def test_a_backward_pass_inside_a_forward(sim, pair):
             assert both.gradients_differ() == []
 
 
+@pytest.mark.exhaustive
 def test_threads_that_train_parts_take_turns(sim, pair):
     both = pair()
     xs = inputs(sim, 4)

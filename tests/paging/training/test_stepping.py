@@ -128,6 +128,7 @@ def test_groups_and_frozen_weights(sim):
     assert equal(*found)
 
 
+@pytest.mark.exhaustive
 def test_with_checkpoints(sim):
     torch.manual_seed(0)
     assert equal(*both(sim, Checkpointed(use_reentrant=False), OPTIMIZERS["AdamW"]))
@@ -177,6 +178,7 @@ HOOKS = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("max_norm", [None, 0.01])
 @pytest.mark.parametrize("name", HOOKS)
 def test_hooks_of_a_step_run_once_and_see_what_they_see_after_the_backward_pass(

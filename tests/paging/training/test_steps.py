@@ -92,6 +92,7 @@ def test_a_model_in_evaluation_mode_trains_as_well(sim, pair):
         assert both.gradients_differ() == []
 
 
+@pytest.mark.exhaustive
 def test_passes_without_gradients_come_in_between(sim, pair):
     both = pair()
     x, y = inputs(sim, 2)

@@ -44,6 +44,7 @@ def train(kind, model, folder):
     kind(model=model, args=arguments, train_dataset=data).train()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.sim_allocator("exact")
 @pytest.mark.parametrize("kind", [Trainer, AdaptiveTrainer])
 def test_a_loss_that_is_brought_home_trains_as_the_plain_model(sim, kind, tmp_path):

@@ -34,6 +34,7 @@ def steps(sim, pair):
     sim.finish()
 
 
+@pytest.mark.exhaustive
 def test_the_program_as_written_is_clean(sim, pair):
     steps(sim, pair)
 

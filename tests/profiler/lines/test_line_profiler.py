@@ -44,6 +44,7 @@ def run(code):
 # --- what starts, and what does not
 
 
+@pytest.mark.slow
 def test_importing_the_room_and_making_a_profiler_start_nothing():
     done = run(
         "import sys, threading, tenure.profiler as p\n"

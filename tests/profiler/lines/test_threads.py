@@ -86,6 +86,7 @@ def test_a_hook_that_makes_and_frees_a_block_of_any_size_is_charged_for_it(
     assert found == expected
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(PROGRAMS, st.booleans())
 def test_lines_have_what_a_ledger_says_whatever_is_made_and_freed(program, in_a_hook):

@@ -31,6 +31,7 @@ def pile_up(limit="1MiB"):
             kept.append(net(torch.ones(64, 1024)))
 
 
+@pytest.mark.slow
 def test_an_error_that_the_program_handles_is_seen(recorder):
     with pytest.raises(torch.OutOfMemoryError):
         pile_up()
@@ -60,6 +61,7 @@ def test_the_error_goes_on_as_the_same_object(recorder):
     traceback.clear_frames(error.__traceback__)
 
 
+@pytest.mark.slow
 def test_an_error_in_a_backward_pass_and_one_in_a_step_are_seen():
     for place in ("backward", "step"):
         net = nn.Linear(256, 256)
@@ -74,6 +76,7 @@ def test_an_error_in_a_backward_pass_and_one_in_a_step_are_seen():
         assert (recorder.report.cause == "optimizer_state") == (place == "step")
 
 
+@pytest.mark.slow
 def test_after_its_first_steps_an_optimizer_is_not_slowed_and_the_watch_goes_on(monkeypatch):
     def depth():
         return torch._C._len_torch_function_stack()
@@ -100,6 +103,7 @@ def test_after_its_first_steps_an_optimizer_is_not_slowed_and_the_watch_goes_on(
     assert depth() == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_kept", [False, True])
 def test_a_step_that_raises_and_is_handled_leaves_the_watch_on(is_kept):
     class Stubborn(torch.optim.SGD):
@@ -130,6 +134,7 @@ def test_a_step_that_raises_and_is_handled_leaves_the_watch_on(is_kept):
     assert torch._C._len_torch_function_stack() == 0
 
 
+@pytest.mark.slow
 def test_a_data_set_in_a_list_is_no_result_that_piles_up(recorder):
     samples = [torch.ones(1024) for _ in range(256)]
     net = nn.Sequential(nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 8))
@@ -139,6 +144,7 @@ def test_a_data_set_in_a_list_is_no_result_that_piles_up(recorder):
     assert "test_record_oom.py" in recorder.report.first_line
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_garbage", [True, False])
 def test_tensors_from_before_a_budget_are_not_the_cause_of_its_error(recorder, is_garbage):
     # gradients that other tests left in cycles would tell of a training
@@ -153,6 +159,7 @@ def test_tensors_from_before_a_budget_are_not_the_cause_of_its_error(recorder, i
     assert recorder.report.categories["other tensors"] < 2 << 20
 
 
+@pytest.mark.slow
 def test_a_cache_that_is_joined_with_more_is_named_with_its_line(recorder):
     def generate():
         cache = torch.zeros(1, 1024)
@@ -178,6 +185,7 @@ class Cached(nn.Module):
         return x
 
 
+@pytest.mark.slow
 def test_caches_of_many_layers_are_one_leak_though_each_is_small(recorder):
     layers = nn.ModuleList(Cached() for _ in range(2))
 
@@ -195,6 +203,7 @@ def test_caches_of_many_layers_are_one_leak_though_each_is_small(recorder):
     assert len(report.first_line) <= 160
 
 
+@pytest.mark.slow
 def test_a_graph_that_a_variable_holds_over_the_next_forward_is_named(recorder):
     net = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(8)))
 
@@ -209,6 +218,7 @@ def test_a_graph_that_a_variable_holds_over_the_next_forward_is_named(recorder):
     assert recorder.report.first_line.startswith("Leak: out still holds the graph of the previous")
 
 
+@pytest.mark.slow
 def test_an_error_of_pythons_own_beside_a_small_model_has_no_known_cause():
     model = nn.Linear(32, 32)
     # what other tests left in cycles would be a cause
@@ -221,6 +231,7 @@ def test_an_error_of_pythons_own_beside_a_small_model_has_no_known_cause():
     assert report.categories["parameters"] >= model.weight.nbytes
 
 
+@pytest.mark.slow
 def test_what_a_hook_keeps_beside_training_is_a_leak_and_no_result(recorder):
     kept = []
     net = nn.Linear(256, 256, bias=False)
@@ -240,6 +251,7 @@ def test_what_a_hook_keeps_beside_training_is_a_leak_and_no_result(recorder):
     assert "remove the hook" in " ".join(report.evidence)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("keys", "place"), [(("loss",), "history['loss'][…]"), (("loss", "out"), "history[…][…]")]
 )
@@ -257,6 +269,7 @@ def test_the_key_is_named_under_which_all_of_it_is_kept(recorder, keys, place):
     assert recorder.report.first_line.startswith(f"Leak: {place} keeps ")
 
 
+@pytest.mark.slow
 def test_work_that_does_not_train_is_not_told_to_make_training_steps(recorder):
     q = torch.ones(64, 1024)
     with memory_budget("2MiB"), pytest.raises(torch.OutOfMemoryError):
@@ -267,6 +280,7 @@ def test_work_that_does_not_train_is_not_told_to_make_training_steps(recorder):
     assert not [each for each in recorder.report.evidence if "0 B" in each.split(".")[0]]
 
 
+@pytest.mark.slow
 def test_units_of_an_errors_text_are_those_of_allocators():
     error = torch.OutOfMemoryError(
         "CUDA out of memory. Tried to allocate 1.00 GB. GPU 0 has a total capacity of 2.00 GB of "
@@ -286,6 +300,7 @@ def test_other_errors_are_no_news(recorder):
     assert repr(recorder).endswith("open>")
 
 
+@pytest.mark.slow
 def test_what_step_tries_again_is_no_news_and_what_it_gives_up_is():
     net = nn.Linear(64, 64)
 
@@ -309,6 +324,7 @@ def test_an_error_that_ends_the_block_is_explained():
     assert not recorder.report.was_handled
 
 
+@pytest.mark.slow
 def test_a_second_error_that_is_handled_has_a_report_of_its_own(recorder):
     with pytest.raises(torch.OutOfMemoryError):
         pile_up()
@@ -346,6 +362,7 @@ with memory_budget("6MiB"):
     assert first < second < done.stderr.index("Traceback (most recent call last)")
 
 
+@pytest.mark.slow
 def test_of_another_thread_what_nobody_handles_is_explained(recorder, monkeypatch):
     def work():
         raise MemoryError("no room")
@@ -379,6 +396,7 @@ main()
     assert 50 <= int(n_mib) < 80
 
 
+@pytest.mark.slow
 def test_without_the_reserve_the_report_is_poorer_and_there(monkeypatch):
     def fail():
         raise MemoryError
@@ -392,6 +410,7 @@ def test_without_the_reserve_the_report_is_poorer_and_there(monkeypatch):
     assert report.site.endswith("in pile_up")
 
 
+@pytest.mark.slow
 def test_whatever_fails_in_the_recorder_the_error_is_the_programs(monkeypatch):
     def fail(*_, **__):
         raise ZeroDivisionError
@@ -449,6 +468,7 @@ def test_another_thread_may_not_close_it(recorder):
     assert "was closed on another thread than it was opened on, and stays open." in errors[0]
 
 
+@pytest.mark.slow
 def test_the_report_fits_a_screen_and_is_written_and_read(recorder):
     with pytest.raises(torch.OutOfMemoryError):
         pile_up()
@@ -462,6 +482,7 @@ def test_the_report_fits_a_screen_and_is_written_and_read(recorder):
     assert OomReport.from_dict(written) == report
 
 
+@pytest.mark.slow
 def test_the_report_is_shown_once_on_stderr(monkeypatch):
     stream = io.StringIO()
     monkeypatch.setattr("sys.stderr", stream)
@@ -472,6 +493,7 @@ def test_the_report_is_shown_once_on_stderr(monkeypatch):
     assert stream.getvalue().count("Results pile up") == 1
 
 
+@pytest.mark.slow
 def test_recording_keeps_no_tensor_alive(recorder):
     import gc
     import weakref
@@ -492,6 +514,7 @@ def test_recording_keeps_no_tensor_alive(recorder):
     assert references[0]() is None
 
 
+@pytest.mark.slow
 def test_an_error_of_a_later_step_that_the_program_handles_is_seen(recorder):
     def train():
         net, history = nn.Linear(256, 256), []
@@ -520,6 +543,7 @@ def test_the_steps_of_optimizers_are_as_before_when_it_is_closed():
     assert cell.cell_contents is before
 
 
+@pytest.mark.slow
 def test_an_error_that_python_keeps_for_debuggers_is_no_cause():
     program = """
 import sys

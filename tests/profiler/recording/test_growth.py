@@ -57,6 +57,7 @@ def test_detached_outputs_are_a_growth_without_graphs():
     assert str(found).endswith(". Bound it, or keep numbers instead of tensors.")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("keys", "told"),
     [(("loss",), "history['loss']"), (("loss", "out"), "history[…]")],
@@ -201,6 +202,7 @@ def test_who_watches_for_leaks_is_told_of_scopes(policy):
 kept_later = []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("every", "n_kept"), [(1, 60), (10, 6)])
 def test_the_end_is_a_look_too(every, n_kept):
     kept_later.clear()
@@ -212,6 +214,7 @@ def test_the_end_is_a_look_too(every, n_kept):
     assert (grown.n_tensors, grown.last_step) == (n_kept, 60)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("at", "n_steps"), [((1, 3), 60), ((9, 19), 40), ((9, 19), 100)])
 def test_a_cache_that_filled_before_the_end_is_no_growth_at_it(at, n_steps):
     kept_later.clear()
@@ -275,6 +278,7 @@ def _bounded(model):
     return keep
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("every", "n_steps"), [(10, 40), (7, 34), (11, 44), (15, 61)])
 def test_a_leak_every_few_steps_is_found_by_looks_at_doubled_steps_alone(every, n_steps):
     kept_later.clear()
@@ -286,6 +290,7 @@ def test_a_leak_every_few_steps_is_found_by_looks_at_doubled_steps_alone(every, 
     assert found.n_tensors == n_steps // every
 
 
+@pytest.mark.slow
 def test_many_looks_late_do_not_push_out_those_that_see_a_slow_leak():
     kept, watch = [], GrowthWatch()
     for step in (1, 2, 4, 8, 16, 32, 64, *range(100, 116)):

@@ -195,6 +195,7 @@ def test_long_names_that_many_share_stay_short(tmp_path):
     assert max(map(len, track.at_peak[0].stack)) < 1000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
 def test_a_snapshot_of_many_blocks_is_read_in_every_protocol(protocol, tmp_path):
     # as torch writes it: the number of a memory pool is a pair, and frames are shared

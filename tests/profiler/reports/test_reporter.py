@@ -580,6 +580,7 @@ def test_a_report_leaves_no_garbage():
     assert sparse.layout is torch.sparse_csr
 
 
+@pytest.mark.slow
 def test_frozen_objects_are_seen():
     code = """
 import gc, io, contextlib, torch

@@ -97,6 +97,7 @@ def same(one, other):
     return len(one) == len(other) and all(map(torch.equal, one, other))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["dense", "sparse", "expanded"])
 def test_an_interrupt_finds_all_gradients_delivered_or_none(kind):
     torch.manual_seed(0)

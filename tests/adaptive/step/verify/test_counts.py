@@ -56,6 +56,7 @@ CLAMPED = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clamp", CLAMPED)
 @pytest.mark.parametrize("size", [8, 5])
 def test_a_clamped_count_is_refused_once_a_micro_batch_has_none(clamp, size):

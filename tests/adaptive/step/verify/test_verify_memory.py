@@ -54,6 +54,7 @@ def test_a_failure_at_any_allocation_of_the_verification_changes_nothing(sim):
     assert (4, 4, 4) in whole
 
 
+@pytest.mark.exhaustive
 @pytest.mark.sim_allocator("exact")  # the budget is less than a segment
 def test_a_budget_for_the_micro_batches_alone_is_kept_and_wrong_losses_are_refused(sim):
     torch.manual_seed(0)

@@ -76,6 +76,7 @@ def test_positions_that_a_model_counts_in_floats_hide_no_difference():
         _refused(lambda batch: model(**batch).loss, batch, model)  # noqa: B023  # runs at once
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LANGUAGE)
 def test_ignored_labels_are_refused_and_the_weight_is_named_ready_to_paste(name):
     model, batch = _made(LANGUAGE[name])
@@ -109,6 +110,7 @@ def test_a_model_that_takes_the_number_of_items_is_named():
     assert step(pair, batch, model=model, maximum=4).sizes == (4, 4, 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SHIFTED)
 def test_a_weight_on_labels_that_are_not_shifted_is_refused(name):
     model, batch = _made(LANGUAGE[name])
@@ -142,6 +144,7 @@ def _clip():
     return transformers.CLIPModel(config)
 
 
+@pytest.mark.slow
 def test_the_contrastive_loss_of_clip_is_refused_and_right_on_outputs():
     torch.manual_seed(0)
     model = _clip()

@@ -47,6 +47,7 @@ def test_verification_can_be_turned_off():
     assert counted(4, verify=False) == [0] * 4
 
 
+@pytest.mark.slow
 def test_the_first_calls_and_few_of_the_others_are_verified():
     extra = counted(420)
     assert [i + 1 for i, more in enumerate(extra) if more] == [1, 2, 3, 40, 400]
@@ -83,6 +84,7 @@ def test_a_closure_that_is_new_in_each_call_is_one_place():
     assert sum(more > 0 for more in extra) <= 6
 
 
+@pytest.mark.slow
 def test_a_wrong_loss_is_refused_however_many_right_ones_one_line_has_run():
     batch = {"x": torch.randn(12, 4), "y": torch.randint(3, (12,))}
 
@@ -97,6 +99,7 @@ def test_a_wrong_loss_is_refused_however_many_right_ones_one_line_has_run():
         train(lambda outputs, _: outputs.std(0).sum())
 
 
+@pytest.mark.slow
 def test_a_function_that_holds_something_else_each_time_is_verified_each_time_and_told_of(
     monkeypatch,
 ):
@@ -316,6 +319,7 @@ HELD = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("held", HELD)
 def test_a_number_that_the_function_holds_makes_it_verified_anew_when_it_changes(held):
     net = small_net()
@@ -347,6 +351,7 @@ def test_a_number_that_changes_is_seen_beside_one_that_changes_in_each_call():
         step(fn, samples(16), maximum=8)
 
 
+@pytest.mark.slow
 def test_numbers_that_change_in_each_call_cost_no_more_than_the_share():
     net, extra, history, held = small_net(), [], [], Holder()
     net.n_steps = 0
