@@ -5,19 +5,17 @@ from __future__ import annotations
 import ast
 import inspect
 import logging
-import os
 import subprocess
 import sys
 import tempfile
 import textwrap
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
 import torch
 
-import tenure
 from tenure import DisposedTensorError, DisposeScope, NewDisposeScope
 from tenure._text import format_bytes
 from tenure.adaptive import add_listener, memory_budget, predict_peak, remove_listener
@@ -42,20 +40,21 @@ def tell_chapters(*, quick: bool, n_steps: int, seed: int) -> None:
     def begin() -> Training:
         return Training(quick=quick, seed=seed)
 
+    # it prints itself what these would log
+    logging.disable(logging.WARNING)
     n_weights = sum(parameter.numel() for parameter in begin().model.parameters())
     _say(
         f"The work: a network of {n_weights:,} weights learns to read Python's own standard "
         f"library. CPU, torch {torch.__version__}, seed {seed}. All chapters take about a minute."
     )
-    chapters: tuple[tuple[str, Callable[[], None]], ...] = (
-        ("a loop that leaks", partial(leak, begin, n_steps)),
-        ("the batch is too large", partial(fit_the_batch, begin, n_steps)),
-        ("the model is too large", partial(page_the_model, begin)),
-        ("your own program", record_a_program),
-    )
-    for number, (title, tell) in enumerate(chapters, 1):
-        print(f"\nChapter {number} of {len(chapters)}: {title}\n")
-        tell()
+    print("\nChapter 1 of 4: a loop that leaks\n")
+    leak(begin, n_steps)
+    print("\nChapter 2 of 4: the batch is too large\n")
+    fit_the_batch(begin, n_steps)
+    print("\nChapter 3 of 4: the model is too large\n")
+    page_the_model(begin)
+    print("\nChapter 4 of 4: your own program\n")
+    record_a_program()
 
 
 def leak(begin: Callable[[], Training], n_steps: int) -> None:
@@ -77,9 +76,9 @@ def leak(begin: Callable[[], Training], n_steps: int) -> None:
         'It runs twice: with an `open_scope` that does nothing, and with NewDisposeScope("step"). '
         "Bytes alive after each step:"
     )
-    _table(
-        ("step", *levels), [map(format_bytes, each) for each in zip(*levels.values(), strict=True)]
-    )
+    print("  step    without scopes       with scopes")
+    for number, (plain_bytes, scoped_bytes) in enumerate(zip(*levels.values(), strict=True), 1):
+        print(f"{number:>6}{format_bytes(plain_bytes):>18}{format_bytes(scoped_bytes):>18}")
     plain, scoped = losses.values()
     _say(
         f"The losses of the two runs are {'' if plain == scoped else 'NOT '}the same to the last "
@@ -97,8 +96,7 @@ def leak(begin: Callable[[], Training], n_steps: int) -> None:
         scopes.append(NewDisposeScope("step", policy="report"))
         return scopes[-1]
 
-    with _silent("tenure.scopes"):
-        programs.train(begin(), 4, open_reporting, lambda loss: None)
+    programs.train(begin(), 4, open_reporting, lambda loss: None)
     print(scopes[-1].leaks)
     _say("The cure: history.append(run.validate().item())")
 
@@ -137,7 +135,7 @@ def fit_the_batch(begin: Callable[[], Training], n_steps: int) -> None:
 
     add_listener(tell)
     try:
-        with _silent("tenure.adaptive"), memory_budget(limit_bytes) as budget:
+        with memory_budget(limit_bytes) as budget:
             found = _losses(begin(), programs.train_fitted, batches)
     finally:
         remove_listener(tell)
@@ -191,8 +189,6 @@ def record_a_program() -> None:
     folder.joinpath("train.py").write_text(programs.LEAK, "utf-8")
     _say("This one knows nothing of tenure:")
     print(f"\n{textwrap.indent(programs.LEAK, '    ')}")
-    root = str(Path(tenure.__file__).parent.parent)
-    paths = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
     for command in (
         "tenure run --leaks --timeline train.py",
         "tenure export train.tenure -o train.html",
@@ -201,7 +197,6 @@ def record_a_program() -> None:
         done = subprocess.run(
             [sys.executable, "-m", *command.split()],
             cwd=folder,
-            env={**os.environ, "PYTHONPATH": paths},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -221,14 +216,6 @@ def _say(text: str) -> None:
         print(textwrap.fill(line.strip(), 80, initial_indent=indent, subsequent_indent=indent))
 
 
-def _table(headings: tuple[str, ...], rows: list[Iterator[str]]) -> None:
-    """Print rows under headings, numbered from 1."""
-    first, *others = headings
-    print(f"{first:>6}" + "".join(f"{heading:>18}" for heading in others))
-    for number, row in enumerate(rows, 1):
-        print(f"{number:>6}" + "".join(f"{cell:>18}" for cell in row))
-
-
 def _show_code(function: Callable[..., object]) -> None:
     print(textwrap.indent(body_of(function).strip("\n"), "    "), end="\n\n")
 
@@ -239,17 +226,3 @@ def body_of(function: Callable[..., object]) -> str:
     (definition,) = ast.parse(source).body
     assert isinstance(definition, ast.FunctionDef)
     return textwrap.dedent("\n".join(source.splitlines()[definition.body[1].lineno - 1 :]))
-
-
-@contextmanager
-def _silent(name: str) -> Iterator[None]:
-    """A block in which a logger prints nothing: the demo prints it itself."""
-    logger = logging.getLogger(name)
-    propagate, logger.propagate = logger.propagate, False
-    nowhere = logging.NullHandler()
-    logger.addHandler(nowhere)
-    try:
-        yield
-    finally:
-        logger.removeHandler(nowhere)
-        logger.propagate = propagate
