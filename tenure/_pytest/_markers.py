@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, NamedTuple, NoReturn, Self
@@ -21,60 +22,49 @@ _MOST_ROWS = 5
 _OF_SELF = ".item._instance."
 
 
-class _Row(NamedTuple):
-    """Bytes of one category from one line."""
-
-    n_bytes: int
-    category: str
-    line: str
-
-
 class Peak(NamedTuple):
-    """What the tensors of a test took at most.
+    """The most that the tensors of a test took.
 
     Attributes:
         device: the device on which they took the most.
         n_bytes: bytes above what was in use before the test.
-        rows: what was in use then and made by the test, by category and line, the largest first.
+        rows: what was in use then and made by the test: bytes, category and line, the largest
+            first.
     """
 
     device: str
     n_bytes: int
-    rows: tuple[_Row, ...]
+    rows: list[tuple[int, str, str]]
 
     def facts(self) -> dict[str, Any]:
-        """What a report of the test carries, also from another process."""
-        line = self.rows[0].line if self.rows else ""
+        """Return what a report of the test carries, also from another process."""
+        line = self.rows[0][-1] if self.rows else ""
         return {"n_bytes": self.n_bytes, "text": format_bytes(self.n_bytes), "line": line}
 
 
 def limit_of(marker: pytest.Mark) -> int:
-    """The bytes that a marker allows; a marker that says none fails the test."""
+    """Return the bytes that a marker allows; a marker that says none fails the test."""
     sizes = [*marker.args, *marker.kwargs.values()]
     if len(sizes) != 1 or set(marker.kwargs) - {"size"}:
-        _refuse(f"{_spelled(marker)} takes one size, as in limit_tensor_memory('24 MB')")
+        _refuse(marker, " takes one size, as in limit_tensor_memory('24 MB')")
     try:
         return parse_bytes(sizes[0])
     except ByteSizeError as error:
         told = str(error)
     # after it: what is raised within has it beside itself
-    _refuse(f"{_spelled(marker)}: {told}")
+    _refuse(marker, f": {told}")
 
 
 def check_no_arguments(marker: pytest.Mark) -> None:
-    """Fail the test whose marker says what nothing listens to."""
+    """Fail the test whose marker has arguments that nothing reads."""
     if marker.args or marker.kwargs:
-        _refuse(f"{_spelled(marker)} takes no arguments")
+        _refuse(marker, " takes no arguments")
 
 
-def _refuse(text: str) -> NoReturn:
-    pytest.fail(text, pytrace=False)
-
-
-def _spelled(marker: pytest.Mark) -> str:
+def _refuse(marker: pytest.Mark, text: str) -> NoReturn:
     given = [repr(each) for each in marker.args]
     given += [f"{name}={value!r}" for name, value in marker.kwargs.items()]
-    return f"@pytest.mark.{marker.name}({', '.join(given)})"
+    pytest.fail(f"@pytest.mark.{marker.name}({', '.join(given)}){text}", pytrace=False)
 
 
 class Watched:
@@ -128,15 +118,12 @@ class Watched:
 
 
 def _outliving(leaks: LeakReport | None) -> LeakReport | None:
-    """Without what `self` of a test alone holds: that is an object for this test, and goes next."""
+    """Leave out what `self` of a test alone holds: that object is for this test, and goes next."""
     if not leaks:
         return None
-    kept = [each for each in leaks if not each.holders or not all(map(_is_of_self, each.holders))]
+    of_test = [bool(each.holders) and all(_OF_SELF in h for h in each.holders) for each in leaks]
+    kept = [each for each, is_of_test in zip(leaks, of_test, strict=True) if not is_of_test]
     return LeakReport(kept, scope=leaks.scope)
-
-
-def _is_of_self(holder: str) -> bool:
-    return _OF_SELF in holder
 
 
 def _is_no_leak(record: logging.LogRecord) -> bool:
@@ -146,14 +133,13 @@ def _is_no_leak(record: logging.LogRecord) -> bool:
 
 
 def _peak_of(device: DeviceTimeline) -> Peak:
-    found: dict[tuple[str, str], int] = {}
+    found: Counter[tuple[str, str]] = Counter()
     for row in device.at_peak:
         # what was there before is none of the test's
         if row.stack and not row.was_before:
-            key = row.category, row.stack[-1]
-            found[key] = found.get(key, 0) + row.n_bytes
-    rows = sorted((_Row(n_bytes, *key) for key, n_bytes in found.items()), reverse=True)
-    return Peak(device.device, device.peak_bytes - device.began_bytes, tuple(rows))
+            found[row.category, row.stack[-1]] += row.n_bytes
+    rows = sorted(((n_bytes, *key) for key, n_bytes in found.items()), reverse=True)
+    return Peak(device.device, device.peak_bytes - device.began_bytes, rows)
 
 
 def _too_much(peak: Peak, most_bytes: int) -> str:
@@ -161,8 +147,6 @@ def _too_much(peak: Peak, most_bytes: int) -> str:
         f"the tensors of the test took {format_bytes(peak.n_bytes)} on {peak.device}, and "
         f"{format_bytes(most_bytes)} is its limit; at the peak:"
     ]
-    lines += [
-        f"  {format_bytes(row.n_bytes):>10}  {row.category}, made at {row.line}"
-        for row in peak.rows[:_MOST_ROWS]
-    ]
+    for n_bytes, category, line in peak.rows[:_MOST_ROWS]:
+        lines.append(f"  {format_bytes(n_bytes):>10}  {category}, made at {line}")
     return "\n".join(lines)
