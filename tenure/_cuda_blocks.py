@@ -10,9 +10,10 @@ expandable segments. The CPU's allocator takes what it is asked for.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -57,11 +58,6 @@ def is_small(block_bytes: int) -> bool:
     return block_bytes <= _LARGEST_SMALL_BYTES
 
 
-def is_cut(rest_bytes: int, *, is_small: bool) -> bool:
-    """Whether what a request leaves over of a block of a pool becomes a free block of its own."""
-    return rest_bytes >= BLOCK_BYTES if is_small else rest_bytes > _LARGEST_SMALL_BYTES
-
-
 def segment_bytes(block_bytes: int) -> int:
     """How much is taken from the device where no free block is left for one of this size."""
     if is_small(block_bytes):
@@ -99,93 +95,94 @@ class Block:
         """Whether it shares its segment; if not, it is the whole of it."""
         return self.before is not None or self.after is not None
 
-    def should_split(self, n_bytes: int) -> bool:
-        """Whether what `n_bytes` leave over of this block becomes a free block of its own."""
-        return is_cut(self.n_bytes - n_bytes, is_small=self.segment.is_small)
-
-    def cut(self, n_bytes: int) -> Block:
-        """Keep the first `n_bytes` and return the rest, as a block behind this one."""
-        rest = Block(self.segment, self.address + n_bytes, self.n_bytes - n_bytes)
-        rest.before, rest.after = self, self.after
-        if self.after is not None:
-            self.after.before = rest
-        self.after, self.n_bytes = rest, n_bytes
-        return rest
-
-    def absorb_next(self) -> None:
-        """Take over the block behind this one."""
-        gone = self.after
-        assert gone is not None
-        self.n_bytes += gone.n_bytes
-        self.after = gone.after
-        if self.after is not None:
-            self.after.before = self
-
 
 class SegmentTable:
     """All segments of a device, of this index, by address, and their free blocks by size."""
 
-    def __init__(self, index: int) -> None:
-        self._heads: dict[Segment, Block] = {}
-        self._free: dict[tuple[bool, int], list[tuple[int, int, Block]]] = {}
+    def __init__(self, index: int = 0) -> None:
+        # the first block of each
+        self._heads: list[Block] = []
+        # of each pool and stream
+        self._free: defaultdict[tuple[bool, int], list[tuple[int, int, Block]]] = defaultdict(list)
         self._next_address = _FIRST_ADDRESS * (1 + index)
 
-    def add(self, n_bytes: int, stream_id: int, *, is_small: bool) -> Block:
-        """A new segment: one block, not yet among the free ones."""
-        segment = Segment(self._next_address, n_bytes, stream_id, is_small)
+    def add(self, block_bytes: int, stream_id: int = 0) -> Block:
+        """Add a segment for a block of this size: one block, not yet among the free ones."""
+        n_bytes, address = segment_bytes(block_bytes), self._next_address
+        segment = Segment(address, n_bytes, stream_id, is_small(block_bytes))
         self._next_address += n_bytes
-        self._heads[segment] = Block(segment, segment.address, n_bytes)
-        return self._heads[segment]
+        self._heads.append(Block(segment, address, n_bytes))
+        return self._heads[-1]
 
-    def take(self, n_bytes: int, stream_id: int, *, is_small: bool) -> Block | None:
-        """The smallest free block of the pool and stream with room, no longer a free one."""
-        free = self._free.get((is_small, stream_id), [])
+    def take(self, n_bytes: int, stream_id: int = 0) -> Block | None:
+        """Return the smallest free block of the pool and stream with room, no longer a free one."""
+        free = self._free[is_small(n_bytes), stream_id]
         index = bisect_left(free, (n_bytes,))
         return free.pop(index)[2] if index < len(free) else None
 
-    def cut(self, block: Block, n_bytes: int) -> Block:
-        """Make the rest of a block that was taken a free one."""
-        rest = block.cut(n_bytes)
+    def cut(self, block: Block, n_bytes: int) -> Block | None:
+        """Keep the first bytes of a block that was taken; return the rest, a free block.
+
+        None if the rest is too little for a block of its own.
+        """
+        segment, rest_bytes = block.segment, block.n_bytes - n_bytes
+        if rest_bytes < BLOCK_BYTES or not (segment.is_small or rest_bytes > _LARGEST_SMALL_BYTES):
+            return None
+        rest = Block(segment, block.address + n_bytes, rest_bytes)
+        rest.before, rest.after = block, block.after
+        if block.after is not None:
+            block.after.before = rest
+        block.after, block.n_bytes = rest, n_bytes
         self._put(rest)
         return rest
 
     def give_back(self, block: Block) -> tuple[Block, list[int]]:
-        """Make a block free, and one with its free neighbours; returns it and their sizes."""
-        merged = []
-        after, before = block.after, block.before
+        """Make a block free, and one with its free neighbours; return it and their sizes."""
+        merged, before, after = [], block.before, block.after
         if after is not None and not after.is_active:
             merged.append(after.n_bytes)
             self._drop(after)
-            block.absorb_next()
+            _join(block, after)
         if before is not None and not before.is_active:
             merged.append(before.n_bytes)
             self._drop(before)
-            before.absorb_next()
+            _join(before, block)
             block = before
         self._put(block)
         return block, merged
 
     def drop_unused(self) -> list[Block]:
-        """Forget the segments of which nothing is in use; the one block of each is returned."""
-        heads = list(self._heads.values())
-        unused = [head for head in heads if not (head.is_active or head.is_split)]
+        """Forget the segments of which nothing is in use; return the one block of each."""
+        unused = [head for head in self._heads if not (head.is_active or head.is_split)]
         for head in unused:
             self._drop(head)
-            del self._heads[head.segment]
+        self._heads = [head for head in self._heads if head.is_active or head.is_split]
         return unused
 
-    def segments(self) -> list[tuple[Segment, list[Block]]]:
-        """Each segment with its blocks, in the order of their addresses."""
-        return [(segment, _chain(head)) for segment, head in self._heads.items()]
+    def segments(self) -> list[list[Block]]:
+        """Return the blocks of each segment, in the order of their addresses."""
+        found = [[head] for head in self._heads]
+        for blocks in found:
+            while (after := blocks[-1].after) is not None:
+                blocks.append(after)
+        return found
 
     def _put(self, block: Block) -> None:
-        place = (block.segment.is_small, block.segment.stream_id)
-        insort(self._free.setdefault(place, []), (block.n_bytes, block.address, block))
+        pool = self._free[block.segment.is_small, block.segment.stream_id]
+        insort(pool, (block.n_bytes, block.address, block))
 
     def _drop(self, block: Block) -> None:
         free = self._free[block.segment.is_small, block.segment.stream_id]
         entry: tuple[Any, ...] = (block.n_bytes, block.address)
         del free[bisect_left(free, entry)]
+
+
+def _join(first: Block, second: Block) -> None:
+    """Give the bytes of a block to the one before it."""
+    first.n_bytes += second.n_bytes
+    first.after = second.after
+    if second.after is not None:
+        second.after.before = first
 
 
 class CachedMemory:
@@ -205,7 +202,7 @@ class CachedMemory:
 
     def __init__(self, budget_bytes: int | None = None) -> None:
         self._budget_bytes = budget_bytes
-        self._table = SegmentTable(0)
+        self._table = SegmentTable()
         self.allocated_bytes = self.reserved_bytes = 0
         self.allocated_peak_bytes = self.reserved_peak_bytes = 0
         self.fits = True
@@ -215,11 +212,8 @@ class CachedMemory:
         if not requested_bytes:
             return None
         n_bytes = rounded(requested_bytes)
-        block = self._table.take(n_bytes, 0, is_small=is_small(n_bytes))
-        if block is None:
-            block = self._in_new_segment(n_bytes)
-        if block.should_split(n_bytes):
-            self._table.cut(block, n_bytes)
+        block = self._table.take(n_bytes) or self._in_new_segment(n_bytes)
+        self._table.cut(block, n_bytes)
         block.is_active = True
         self.allocated_bytes += block.n_bytes
         self.allocated_peak_bytes = max(self.allocated_peak_bytes, self.allocated_bytes)
@@ -239,14 +233,13 @@ class CachedMemory:
             self.fits &= self._has_room(wanted_bytes)
         self.reserved_bytes += wanted_bytes
         self.reserved_peak_bytes = max(self.reserved_peak_bytes, self.reserved_bytes)
-        return self._table.add(wanted_bytes, 0, is_small=is_small(n_bytes))
+        return self._table.add(n_bytes)
 
     def _has_room(self, n_bytes: int) -> bool:
         return self._budget_bytes is None or self.reserved_bytes + n_bytes <= self._budget_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Taken:
+class Taken(NamedTuple):
     """Bytes of a device.
 
     Attributes:
@@ -259,7 +252,7 @@ class Taken:
 
 
 def taken_by(sizes: Iterable[int], device: torch.device) -> Taken:
-    """What blocks of these sizes take, allocated one after the other."""
+    """Return what blocks of these sizes take, allocated one after the other."""
     if not is_rounding(device):
         n_bytes = sum(sizes)
         return Taken(n_bytes, n_bytes)
@@ -267,11 +260,3 @@ def taken_by(sizes: Iterable[int], device: torch.device) -> Taken:
     for size in sizes:
         memory.allocate(size)
     return Taken(memory.allocated_bytes, memory.reserved_bytes)
-
-
-def _chain(head: Block | None) -> list[Block]:
-    blocks = []
-    while head is not None:
-        blocks.append(head)
-        head = head.after
-    return blocks

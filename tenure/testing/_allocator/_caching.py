@@ -12,7 +12,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
-from tenure._cuda_blocks import Block, SegmentTable, is_small, rounded, segment_bytes
+from tenure._cuda_blocks import Block, SegmentTable, rounded, segment_bytes
 from tenure._text import format_bytes_as_torch as format_size
 
 from .._torch_backend import DEVICE_TYPE
@@ -83,7 +83,7 @@ class CachingPool(MemoryPool):
             self._count_down(requested_bytes)
             self.release_finished(host_s)
             n_bytes = rounded(requested_bytes)
-            block = self._table.take(n_bytes, stream_id, is_small=is_small(n_bytes))
+            block = self._table.take(n_bytes, stream_id)
             if block is None:
                 block = self._in_new_segment(requested_bytes, n_bytes, stream_id)
             self._activate(block, requested_bytes, n_bytes)
@@ -126,7 +126,7 @@ class CachingPool(MemoryPool):
     def snapshot(self) -> list[dict[str, Any]]:
         """Each segment and its blocks, as `torch.cuda.memory_snapshot` tells of them."""
         with self._entered():
-            return [_told(blocks, self.index) for _, blocks in self._table.segments()]
+            return [_told(blocks, self.index) for blocks in self._table.segments()]
 
     def reset_peaks(self) -> None:
         """Start all peaks from the current values, those of both pools too."""
@@ -168,7 +168,7 @@ class CachingPool(MemoryPool):
             self.retry_count += 1
             if not self._fits(wanted_bytes):
                 self.refuse(requested_bytes)
-        block = self._table.add(wanted_bytes, stream_id, is_small=is_small(n_bytes))
+        block = self._table.add(n_bytes, stream_id)
         self._n_device_allocs += 1
         self._grow(block, segment=1, reserved_bytes=wanted_bytes)
         return block
@@ -191,8 +191,7 @@ class CachingPool(MemoryPool):
 
     def _activate(self, block: Block, requested_bytes: int, n_bytes: int) -> None:
         was_split = block.is_split
-        if block.should_split(n_bytes):
-            rest = self._table.cut(block, n_bytes)
+        if rest := self._table.cut(block, n_bytes):
             if was_split:
                 self._shrink(block, inactive_split_bytes=n_bytes)
             else:
