@@ -30,7 +30,7 @@ CONTEXTLIB = vars(contextlib)
 _OWN_PACKAGE = __name__.partition(".")[0]
 _PROGRAMS = (f"{_OWN_PACKAGE}._cli", f"{_OWN_PACKAGE}._demo")
 """What stands in the package and uses it like any program."""
-_RUNNER = f"{_OWN_PACKAGE}._cli._program"
+RUNNER = f"{_OWN_PACKAGE}._cli._program"
 """What stands below a program that the command line runs, and is no part of it."""
 _INTERNAL = frozenset({_OWN_PACKAGE, "torch", "contextlib"})
 _OWN_FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "")
@@ -72,7 +72,7 @@ def is_internal(frame: FrameType) -> bool:
 
 
 def _is_program(name: str) -> bool:
-    return name.startswith(_PROGRAMS) and not name.startswith(_RUNNER)
+    return name.startswith(_PROGRAMS) and not name.startswith(RUNNER)
 
 
 def user_frame(frame: FrameType) -> FrameType:

@@ -2,5 +2,4 @@
 
 from ._cell_magic import load_ipython_extension as load_ipython_extension
 from ._cell_magic import unload_ipython_extension as unload_ipython_extension
-from ._main import import_early as import_early
 from ._main import main as main

@@ -16,10 +16,47 @@ import tenure
 from tenure._errors import CommandError, TenureError
 from tenure._visible import in_one_line, visible
 
-from ._demo import Demo
 from ._fit import Fit
 from ._recordings import Diff, Export, Leaks, Report, Tree
 from ._run import Run
+from ._verb import Verb, whole_number
+
+
+class Demo(Verb):
+    """Show what tenure does, in about a minute: a leak named, a batch and a model that fit.
+
+    A small network learns from the source of Python's own standard library. Each chapter shows its
+    code and what that code did. The last one leaves the files of `tenure run` to look at. Needs no
+    network connection and no accelerator.
+    """
+
+    name = "demo"
+
+    @classmethod
+    def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
+        """Add its arguments."""
+        parser.add_argument("--quick", action="store_true", help="a smaller model and fewer steps")
+        parser.add_argument(
+            "--steps",
+            type=whole_number(1),
+            metavar="N",
+            help="training steps of each run (default: 10; with --quick 6)",
+        )
+        parser.add_argument(
+            "--seed",
+            type=whole_number(0),
+            default=0,
+            metavar="N",
+            help="of the weights and of the batches (default: 0)",
+        )
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        """Tell the story."""
+        from tenure._demo import tell
+
+        tell(quick=arguments.quick, steps=arguments.steps, seed=arguments.seed)
+        return 0
+
 
 _VERBS = (Demo, Run, Report, Tree, Leaks, Diff, Export, Fit)
 _USER_ERROR = 2
@@ -27,12 +64,6 @@ _INTERRUPTED = 130
 # what a shell says of a program that the signal for it has ended
 _PIPE_CLOSED = 141
 _TRACEBACK = "TENURE_TRACEBACK"
-
-
-def import_early(verb: str) -> None:
-    """Import what a verb needs before it changes what an import finds."""
-    if verb == Run.name:
-        from . import _program  # noqa: F401
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -7,13 +7,12 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from tenure._errors import CommandError, ProfilerUsageError, ReportFormatError
 
-from ._printing import add_rows, print_text, show
 from ._run import SUFFIX, check_target
-from ._verb import Verb
+from ._verb import Verb, print_text, show
 
 if TYPE_CHECKING:
     from tenure._show import Report as Shown
@@ -22,18 +21,26 @@ if TYPE_CHECKING:
 _FORMATS = ("json", "csv", "html", "trace.json", "timeline.csv", "pickle", "speedscope.json")
 
 
-class _Reads(Verb):
+class Report(Verb):
+    """Show what a run took, how it ended, and what grew; of several ranks, side by side.
+
+    FILE was written by tenure run, or by torch.cuda.memory._dump_snapshot().
+    """
+
+    name = "report"
+    n_files: ClassVar[int | str] = "*"
+
     @classmethod
     def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument(
-            "files",
-            nargs="*",
-            metavar="FILE",
-            help=f"a recording (default: the newest *{SUFFIX} of this folder)",
-        )
-        add_rows(parser)
+        """Add its arguments."""
+        newest = f" (default: the newest *{SUFFIX} of this folder)" if cls.n_files == "*" else ""
+        parser.add_argument("files", nargs=cls.n_files, metavar="FILE", help=f"a recording{newest}")
+        parser.add_argument("--json", action="store_true", help="print JSON")
+        parser.add_argument("--top", type=int, metavar="N", help="print N rows of each table")
+        parser.add_argument("--sort", metavar="COLUMN", help="sort them by a column: its heading")
 
     def run(self, arguments: argparse.Namespace) -> int:
+        """Read and show."""
         found = [_loaded(path) for path in arguments.files or [_newest()]]
         report = self.report_of(found)
         rows = {"top": arguments.top, "sort": arguments.sort}
@@ -41,25 +48,13 @@ class _Reads(Verb):
         return 0
 
     def report_of(self, recordings: list[Recording]) -> Shown:
-        raise NotImplementedError
-
-
-class Report(_Reads):
-    """Show what a run took, how it ended, and what grew; of several ranks, side by side.
-
-    FILE was written by tenure run, or by torch.cuda.memory._dump_snapshot().
-    """
-
-    name = "report"
-
-    def report_of(self, recordings: list[Recording]) -> Shown:
-        """One of them, or all as ranks."""
+        """Return the only one, or all as ranks."""
         from tenure.profiler import RecordedRanks
 
         return recordings[0] if len(recordings) == 1 else RecordedRanks.of(recordings)
 
 
-class Tree(_Reads):
+class Tree(Report):
     """Show what was alive at the peak as a tree of scopes and lines, the largest first.
 
     FILE was written by tenure run, or by torch.cuda.memory._dump_snapshot().
@@ -68,7 +63,7 @@ class Tree(_Reads):
     name = "tree"
 
     def report_of(self, recordings: list[Recording]) -> Shown:
-        """The tree of the first."""
+        """Return the tree of the first."""
         found = recordings[0].tree()
         if not found.devices:
             raise CommandError(
@@ -78,7 +73,7 @@ class Tree(_Reads):
         return found
 
 
-class Leaks(_Reads):
+class Leaks(Report):
     """Show what held more from step to step, and what outlived scopes that report.
 
     FILE was written by tenure run --leaks.
@@ -87,26 +82,21 @@ class Leaks(_Reads):
     name = "leaks"
 
     def report_of(self, recordings: list[Recording]) -> Shown:
-        """What the first has found."""
+        """Return what the first has found."""
         return recordings[0].leaks_found()
 
 
-class Diff(_Reads):
+class Diff(Report):
     """Show two runs beside each other: what is new, what is gone, what takes more in the second.
 
     Both were written by tenure run, or by torch.cuda.memory._dump_snapshot().
     """
 
     name = "diff"
-
-    @classmethod
-    def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
-        """Say what it takes."""
-        parser.add_argument("files", nargs=2, metavar="FILE", help="a recording")
-        add_rows(parser)
+    n_files = 2
 
     def report_of(self, recordings: list[Recording]) -> Shown:
-        """The second beside the first."""
+        """Return the second beside the first."""
         from tenure.profiler import RecordingDiff
 
         return RecordingDiff.of(*recordings)
@@ -128,7 +118,7 @@ class Export(Verb):
 
     @classmethod
     def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
-        """Say what it takes."""
+        """Add its arguments."""
         parser.add_argument("file", metavar="FILE", help="a recording")
         parser.add_argument("-o", "--output", metavar="OUT", required=True, help="where to")
         parser.add_argument("--format", choices=_FORMATS, help="whatever OUT ends in")
@@ -153,12 +143,12 @@ class Export(Verb):
 
 
 def _newest() -> str:
-    found = sorted(Path().glob(f"*{SUFFIX}"), key=lambda path: path.stat().st_mtime_ns)
-    if not found:
+    found = max(Path().glob(f"*{SUFFIX}"), key=lambda path: path.stat().st_mtime_ns, default=None)
+    if found is None:
         raise CommandError(
             f"There is no *{SUFFIX} in this folder. Name a file, or record one with tenure run."
         )
-    return str(found[-1])
+    return str(found)
 
 
 def _loaded(path: str) -> Recording:
@@ -168,7 +158,7 @@ def _loaded(path: str) -> Recording:
         CommandError: it can't be read, or is something else.
     """
     try:
-        # a file that is missing is told before torch is imported, which takes seconds
+        # a missing file is an error before torch is imported, which takes seconds
         os.stat(path)
         from tenure.profiler import Recording
 

@@ -38,7 +38,7 @@ class Run(Verb):
 
     @classmethod
     def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
-        """Say what it takes."""
+        """Add its arguments."""
         parser.usage = (
             "tenure run [options] SCRIPT [ARGUMENT ...]\n"
             "       tenure run [options] -m MODULE [ARGUMENT ...]\n"
@@ -52,25 +52,24 @@ class Run(Verb):
         parser.add_argument("program", nargs=rest, metavar="SCRIPT", help="run a script")
 
     def run(self, arguments: argparse.Namespace) -> Callable[[], int]:
-        """Check what can be checked, and leave the program to be run."""
+        """Check what can be checked, and return what runs the program."""
         # here and below: the help of all verbs is there sooner
-        from ._program import Settings, run_recorded
+        from ._program import run_recorded
 
         program = _program(arguments)
+        program.check_names()
         path = _path(arguments.output, program)
-        words = arguments.program or arguments.module or arguments.code or []
-        is_behind = "-f" in words or "--force" in words
+        is_behind = {"-f", "--force"}.intersection(program.words)
         force = "-f before the program: tenure run -f ..." if is_behind else "-f"
         # a name that nobody chose is made a new one, if there is a file of it
         is_new = arguments.output is None
         check_target(path, replace=arguments.force or is_new, force=force)
-        wanted = wanted_of(arguments)
-        settings = Settings(wanted, path, replace=arguments.force, is_quiet=arguments.quiet)
-        return partial(run_recorded, program, settings)
+        wanted, replace, is_quiet = wanted_of(arguments), arguments.force, arguments.quiet
+        return partial(run_recorded, program, wanted, path, replace=replace, is_quiet=is_quiet)
 
 
 def add_measuring(parser: argparse.ArgumentParser) -> None:
-    """Say what can be measured, and where it goes: for a verb and for a magic alike."""
+    """Add what can be measured, and where it goes: for a verb and for a magic alike."""
     parser.add_argument(
         "--budget",
         type=byte_size,
@@ -117,7 +116,7 @@ def wanted_of(arguments: argparse.Namespace, *, all_by_default: bool = False) ->
     return Wanted(
         budget_bytes=arguments.budget,
         leaks=arguments.leaks or not chosen,
-        lines=list(arguments.lines),
+        lines=arguments.lines,
         timeline=arguments.timeline or by_default,
         on_oom=arguments.on_oom or not chosen,
         handled_oom=arguments.on_oom or by_default,
@@ -132,34 +131,51 @@ def check_target(
     Raises:
         CommandError: it can't go there, or would overwrite what is there.
     """
-    _check_folder(path)
-    if is_no_file(path) and not may_be_device:
+    shown, folder = shown_path(path), shown_path(path.parent)
+    is_there = True
+    try:
+        path.lstat()
+    except FileNotFoundError:
+        is_there = False
+    except OSError as error:
         raise CommandError(
-            f"{shown_path(path)} is a device or a pipe, and was left as it is. Name a file with -o."
-        )
-    if not replace and os.path.lexists(path):
-        raise CommandError(
-            f"{shown_path(path)} is there already, and was left as it is. Overwrite it with "
-            f"{force}, or name another file with -o."
-        )
+            f"{shown} can't be written: {error.strerror}. Name another file with -o."
+        ) from None
+    for is_wrong, told in (
+        (path.is_dir(), f"{shown} is a folder. Name a file with -o."),
+        (not path.parent.is_dir(), f"There is no folder {folder}. Make it, or name another."),
+        (
+            not os.access(path.parent, os.W_OK),
+            f"{folder} is a folder that can't be written to. Name a file with -o.",
+        ),
+        (
+            is_no_file(path) and not may_be_device,
+            f"{shown} is a device or a pipe, and was left as it is. Name a file with -o.",
+        ),
+        (
+            is_there and not replace,
+            f"{shown} is there already, and was left as it is. Overwrite it with {force}, or name "
+            "another file with -o.",
+        ),
+    ):
+        if is_wrong:
+            raise CommandError(told)
 
 
 def _program(arguments: argparse.Namespace) -> Program:
     from ._program import code_program, module_program, script_program
 
-    for given, make, what in (
-        (arguments.module, module_program, "-m needs the name of a module"),
-        (arguments.code, code_program, "-c needs code"),
-        (arguments.program, script_program, "There is no program. Name a script, -m or -c"),
-    ):
-        if given is None:
-            continue
-        # what separates our options from a script whose name begins with a dash
-        words = given[1:] if given[:1] == ["--"] else given
-        if not words:
-            raise CommandError(f"{what}. See tenure run --help.")
-        return make(words[0], words[1:])
-    raise AssertionError
+    make: Callable[[str, list[str]], Program] = script_program
+    given, missing = arguments.program, "There is no program. Name a script, -m or -c"
+    if arguments.module is not None:
+        given, make, missing = arguments.module, module_program, "-m needs the name of a module"
+    elif arguments.code is not None:
+        given, make, missing = arguments.code, code_program, "-c needs code"
+    # it separates our options from a script whose name begins with a dash
+    words = given[1:] if given[:1] == ["--"] else given
+    if not words:
+        raise CommandError(f"{missing}. See tenure run --help.")
+    return make(words[0], words[1:])
 
 
 def _path(given: str | None, program: Program) -> Path:
@@ -174,28 +190,7 @@ def _path(given: str | None, program: Program) -> Path:
     return Path.cwd() / path
 
 
-def _check_folder(path: Path) -> None:
-    try:
-        path.lstat()
-    except FileNotFoundError:
-        pass
-    except OSError as error:
-        raise CommandError(
-            f"{shown_path(path)} can't be written: {error.strerror}. Name another file with -o."
-        ) from None
-    if path.is_dir():
-        raise CommandError(f"{shown_path(path)} is a folder. Name a file with -o.")
-    if not path.parent.is_dir():
-        raise CommandError(
-            f"There is no folder {shown_path(path.parent)}. Make it, or name another."
-        )
-    if not os.access(path.parent, os.W_OK):
-        raise CommandError(
-            f"{shown_path(path.parent)} is a folder that can't be written to. Name a file with -o."
-        )
-
-
 def shown_path(path: Path) -> str:
-    """A path from the working directory, where it is below that."""
+    """Return a path as seen from the working directory, if it is below that."""
     inside = os.path.relpath(path)
     return str(path) if inside.startswith(os.pardir) else inside

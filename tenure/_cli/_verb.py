@@ -1,15 +1,22 @@
-"""What every verb has: a name, its help, arguments, and what it does."""
+"""What every verb has: a name, its help, arguments, what it does, and how it prints and writes."""
 
 from __future__ import annotations
 
 import argparse
 import inspect
+import json
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import ClassVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from tenure._byte_sizes import parse_bytes
-from tenure._errors import ByteSizeError
+from tenure._errors import ByteSizeError, CommandError
+from tenure._report_files import is_no_file, write_whole
+
+if TYPE_CHECKING:
+    from tenure._show import Shown
 
 _FEWEST_BYTES = 2**20
 """A bare number below it was meant in a unit: no device has so little."""
@@ -22,20 +29,20 @@ class Verb(ABC):
 
     @classmethod
     def help(cls) -> str:
-        """Its help, of which the first line stands in the list of verbs."""
+        """Return its help, of which the first line stands in the list of verbs."""
         return inspect.getdoc(cls) or ""
 
     @classmethod
     @abstractmethod
     def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
-        """Say what it takes."""
+        """Add its arguments."""
 
     @abstractmethod
     def run(self, arguments: argparse.Namespace) -> int | Callable[[], int]:
         """Do it.
 
         Returns:
-            The exit code; or what is still to be done and gives it, whose errors are not the
+            The exit code; or a function that does the rest and returns it, whose errors are not the
             command's but go on as they are.
 
         Raises:
@@ -44,7 +51,7 @@ class Verb(ABC):
 
 
 def whole_number(minimum: int, maximum: int = 2**64 - 1) -> Callable[[str], int]:
-    """A ``type`` for argparse: a whole number from ``minimum`` to ``maximum``."""
+    """Return a ``type`` for argparse: a whole number from ``minimum`` to ``maximum``."""
 
     def parse(text: str) -> int:
         if not text.isdecimal() or int(text) < minimum:
@@ -57,7 +64,7 @@ def whole_number(minimum: int, maximum: int = 2**64 - 1) -> Callable[[str], int]
 
 
 def byte_size(text: str) -> int:
-    """A ``type`` for argparse: a number of bytes, as ``24GiB``."""
+    """Read a number of bytes for argparse, as ``24GiB``."""
     try:
         n_bytes = parse_bytes(text)
     except ByteSizeError as error:
@@ -70,14 +77,45 @@ def byte_size(text: str) -> int:
     return n_bytes
 
 
-def device_name(text: str) -> str:
-    """A ``type`` for argparse: a device as torch names it, here or not."""
-    import torch
+def show(
+    shown: Shown, facts: Any, *, as_json: bool, top: int | None = None, sort: str | None = None
+) -> None:
+    """Print a report, in colours on a terminal; or its facts."""
+    if as_json:
+        print_text(json.dumps(facts, indent=2))
+    elif sys.stdout.isatty():
+        from rich.console import Console
 
+        Console().print(shown.rich(top=top, sort=sort))
+        sys.stdout.flush()
+    else:
+        print_text(shown.text(top=top, sort=sort))
+
+
+def print_text(text: str) -> None:
+    """Print text; a character that the terminal does not have becomes "?"."""
+    # a pipe that knows no blocks is no reason to end with an error, whose code means something
+    stream: Any = sys.stdout
+    if hasattr(stream, "reconfigure"):
+        stream.reconfigure(errors="replace")
+    # a pipe that is closed raises its error here
+    print(text, flush=True)
+
+
+def write_file(path: str, text: str) -> None:
+    """Write text, and say so.
+
+    Raises:
+        CommandError: it can't be written.
+    """
     try:
-        torch.device(text)
-    except RuntimeError:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is no device of torch; write cuda, cuda:1, cpu, xpu or mps"
-        ) from None
-    return text
+        # names may have halves of characters
+        data = text.encode(errors="backslashreplace")
+        # a device stays one
+        write = Path.write_bytes if is_no_file(Path(path)) else write_whole
+        write(Path(path), data)
+    except OSError as error:
+        raise CommandError(f"{path!r} can't be written: {error.strerror or error}.") from None
+    # without a standard error print() would write to the standard output
+    if sys.stderr is not None:
+        print(f"Wrote {path}", file=sys.stderr)

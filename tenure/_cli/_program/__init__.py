@@ -7,5 +7,4 @@ from ._main_module import module_program as module_program
 from ._main_module import script_program as script_program
 from ._measuring import Wanted as Wanted
 from ._measuring import rank_of_environment as rank_of_environment
-from ._recorder import Settings as Settings
 from ._recorder import run_recorded as run_recorded

@@ -1,4 +1,4 @@
-"""To be told when a module is imported: of its code before it runs, and of its end."""
+"""Watch modules as they are imported: their code before it runs, and the end of the import."""
 
 from __future__ import annotations
 
@@ -11,67 +11,62 @@ from typing import Any
 
 
 class Imports(importlib.abc.MetaPathFinder):
-    """Finds nothing itself; looks at what the finders after it have found.
+    """Finds nothing itself, but watches what the finders after it have found.
 
     Args:
-        on_code: for the full names of modules, what is told their code before each is run.
-        on_done: for the full names of modules, what is called once each was imported.
+        names: the full names of the modules.
+        on_code: is called with a name and the code, before the code is run.
+        on_done: is called with a name, once the module was imported.
     """
 
     def __init__(
         self,
-        on_code: dict[str, Callable[[str, CodeType], None]],
-        on_done: dict[str, Callable[[], None]],
+        names: set[str],
+        on_code: Callable[[str, CodeType], None],
+        on_done: Callable[[str], None],
     ) -> None:
-        self._on_code = on_code
-        self._on_done = on_done
+        self._names, self._on_code, self._on_done = names, on_code, on_done
 
     def begin(self) -> None:
-        """Look from now on; what was imported already is told at once."""
-        for name in [name for name in self._on_done if name in sys.modules]:
-            self._on_done.pop(name)()
+        """Watch from now on; what was imported already is done at once."""
+        for name in [name for name in self._names if name in sys.modules]:
+            self._on_done(name)
         sys.meta_path.insert(0, self)
 
     def end(self) -> None:
-        """Look no more."""
+        """Watch no more."""
         if self in sys.meta_path:
             sys.meta_path.remove(self)
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """What the others find, told to those who wait for it."""
-        if fullname not in self._on_code and fullname not in self._on_done:
-            return None
-        for finder in sys.meta_path:
-            if finder is not self and (spec := finder.find_spec(fullname, path, target)):
-                # of a loader in C, or without a place for attributes, nothing is told
+        """Return what the others find, with a loader that is watched."""
+        others = [each for each in sys.meta_path if each is not self]
+        for finder in others if fullname in self._names else ():
+            if spec := finder.find_spec(fullname, path, target):
+                # a loader in C, or without room for attributes, can't be watched
                 if hasattr(spec.loader, "__dict__"):
-                    self._tell(fullname, spec.loader)
+                    self._watch(fullname, spec.loader)
                 return spec
         return None
 
-    def _tell(self, fullname: str, loader: Any) -> None:
-        theirs = loader.exec_module
-        on_code, on_done = self._on_code.get(fullname), self._on_done.get(fullname)
-        get_code: Any = getattr(loader, "get_code", None)
+    def _watch(self, name: str, loader: Any) -> None:
+        theirs, get_code = loader.exec_module, getattr(loader, "get_code", lambda name: None)
 
-        def code_of(name: str) -> Any:
+        def code_of(fullname: str) -> Any:
             # both imports and runpy ask the loader for it
             del loader.get_code
-            code = get_code(name)
-            if on_code is not None and code is not None:
-                on_code(fullname, code)
+            code = get_code(fullname)
+            if code is not None:
+                self._on_code(name, code)
             return code
 
         def exec_module(module: ModuleType) -> None:
             del loader.exec_module
             theirs(module)
-            if on_done is not None:
-                # else other threads that import it, as those that we start, would wait for us
-                module.__spec__._initializing = False  # type: ignore[union-attr]
-                on_done()
+            # else other threads that import it, as those that we start, would wait for us
+            module.__spec__._initializing = False  # type: ignore[union-attr]
+            self._on_done(name)
 
-        loader.exec_module = exec_module
-        if on_code is not None and get_code is not None:
-            loader.get_code = code_of
+        loader.exec_module, loader.get_code = exec_module, code_of

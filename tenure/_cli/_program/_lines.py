@@ -38,9 +38,8 @@ class Lines:
 
     @property
     def modules(self) -> list[str]:
-        """The modules to look into when they are compiled, ``__main__`` aside."""
-        of_main = self._main_names if MAIN in self._wanted else ()
-        return [*(name for name in self._wanted if name != MAIN), *of_main]
+        """The modules whose imports are watched."""
+        return [*self._wanted, *(self._main_names if MAIN in self._wanted else ())]
 
     def on_code(self, module: str, code: CodeType) -> None:
         """Find the functions in the code of a module that is about to run."""

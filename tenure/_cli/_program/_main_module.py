@@ -15,12 +15,11 @@ import textwrap
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from types import CodeType
 from typing import Any
 
 from tenure._errors import CommandError
-
-from ._own_modules import own_modules
 
 _MAIN = "__main__"
 OnCode = Callable[[CodeType], None]
@@ -28,14 +27,14 @@ OnCode = Callable[[CodeType], None]
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What is run.
+    """A program that is about to run.
 
     Attributes:
-        name: what its files are called after.
-        words: what stands behind ``python``.
+        name: its files are called after it.
+        words: they stand behind ``python``.
         argv: its ``sys.argv``.
         first_path: its own entry of ``sys.path``.
-        execute: runs it in ``__main__``, and tells the code of that before it runs.
+        execute: runs it in ``__main__``, and passes its code on before it runs.
         module: the name of a module that was asked for by ``-m``.
         is_folder: it is a folder or a zip file, which is an entry of the path even with ``-P``.
     """
@@ -53,6 +52,29 @@ class Program:
         """The command that runs it."""
         return ("python", *self.words)
 
+    @property
+    def has_path(self) -> bool:
+        """Whether its entry of ``sys.path`` is used, which ``-P`` takes from scripts."""
+        return self.is_folder or not sys.flags.safe_path
+
+    def check_names(self) -> None:
+        """Refuse a program that would import a module of Python in place of its own.
+
+        Raises:
+            CommandError: a module beside the program has the name of one that tenure has imported.
+        """
+        for name in sorted(sys.stdlib_module_names & sys.modules.keys() if self.has_path else ()):
+            origin = getattr(sys.modules[name].__spec__, "origin", None)
+            # Python has imported these before it knows the program, which never gets its own
+            if origin in (None, "built-in", "frozen") or name in ("encodings", "importlib"):
+                continue
+            own = importlib.machinery.PathFinder.find_spec(name, [self.first_path])
+            if own is not None and own.origin not in (None, origin):
+                raise CommandError(
+                    f"{own.origin} has the name of a module of Python that tenure has imported, "
+                    "and the program would get that one. Rename the file."
+                )
+
     def become_main(self) -> None:
         """Let this process be that of the program, as far as the program can see."""
         main = types.ModuleType(_MAIN)
@@ -65,10 +87,8 @@ class Program:
         # with -P there is no such entry, neither ours nor the program's
         if not sys.flags.safe_path:
             del sys.path[0]
-        if self.is_folder or not sys.flags.safe_path:
+        if self.has_path:
             sys.path.insert(0, self.first_path)
-        if not (self.is_folder or sys.flags.safe_path):
-            own_modules.give_to(self.first_path)
 
 
 # The module that runs now still has frames that look for their globals.
@@ -76,29 +96,25 @@ _kept: list[types.ModuleType] = []
 
 
 def code_program(code: str, arguments: list[str]) -> Program:
-    """What ``python -c`` runs."""
+    """Return the program that ``python -c`` runs."""
 
     def execute(on_code: OnCode) -> None:
         text = textwrap.dedent(code) if sys.version_info >= (3, 14) else code
-        _exec(compile(f"{text}\n", "<string>", "exec", dont_inherit=True), on_code)
+        _exec(f"{text}\n", "<string>", on_code)
 
     return Program("code", ["-c", code, *arguments], ["-c", *arguments], "", execute)
 
 
 def module_program(module: str, arguments: list[str]) -> Program:
-    """What ``python -m`` runs."""
-
-    def execute(on_code: OnCode) -> None:
-        # what Python itself calls for -m: its two frames stand in the tracebacks of both
-        runpy._run_module_as_main(module)  # type: ignore[attr-defined]  # Python's own
-
+    """Return the program that ``python -m`` runs."""
     name = module.rpartition(".")[2]
     words = ["-m", module, *arguments]
+    execute = partial(_run_module, module)
     return Program(name, words, ["-m", *arguments], os.getcwd(), execute, module=module)
 
 
 def script_program(path: str, arguments: list[str]) -> Program:
-    """What ``python PATH`` runs: a file, a folder or a zip file with a ``__main__``, or ``-``.
+    """Return what ``python PATH`` runs: a file, a folder or zip file with a ``__main__``, or ``-``.
 
     Raises:
         CommandError: there is no such file.
@@ -107,14 +123,17 @@ def script_program(path: str, arguments: list[str]) -> Program:
     if path == "-":
         if sys.stdin.isatty():
             raise CommandError("- reads the program from the standard input, which is a terminal.")
-        return Program("stdin", words, words, "", _run_stdin)
+        # all of it at once, as Python reads it if it is no terminal
+        run = lambda on_code: _exec(sys.stdin.buffer.read(), "<stdin>", on_code)  # noqa: E731
+        return Program("stdin", words, words, "", run)
     import pkgutil
 
     name = os.path.splitext(os.path.basename(os.path.normpath(path)))[0]
     full_path = path if os.path.isabs(path) else os.path.join(os.getcwd(), path)
     # as Python decides it: what an import can look into is run as a package is
     if pkgutil.get_importer(os.fspath(path)) is not None:
-        return Program(name, words, words, full_path, _run_folder, is_folder=True)
+        run = partial(_run_module, _MAIN, alter_argv=False)
+        return Program(name, words, words, full_path, run, is_folder=True)
     try:
         with open(path, "rb"):
             pass
@@ -126,26 +145,22 @@ def script_program(path: str, arguments: list[str]) -> Program:
 
     def execute(on_code: OnCode) -> None:
         with open(full_path, "rb") as file:
-            code = compile(file.read(), full_path, "exec", dont_inherit=True)
-        _exec(code, on_code, importlib.machinery.SourceFileLoader(_MAIN, full_path))
+            source = file.read()
+        _exec(source, full_path, on_code, importlib.machinery.SourceFileLoader(_MAIN, full_path))
 
-    folder = os.path.dirname(os.path.realpath(path))
-    return Program(name, words, words, folder, execute)
-
-
-def _run_stdin(on_code: OnCode) -> None:
-    # all of it at once, as Python reads it where it is no terminal
-    _exec(compile(sys.stdin.buffer.read(), "<stdin>", "exec", dont_inherit=True), on_code)
+    return Program(name, words, words, os.path.dirname(os.path.realpath(path)), execute)
 
 
-def _run_folder(on_code: OnCode) -> None:
-    runpy._run_module_as_main(_MAIN, alter_argv=False)  # type: ignore[attr-defined]  # Python's own
+def _run_module(name: str, on_code: OnCode, alter_argv: bool = True) -> None:
+    # what Python itself calls for -m: its two frames stand in the tracebacks of both
+    runpy._run_module_as_main(name, alter_argv)  # type: ignore[attr-defined]  # Python's own
 
 
-def _exec(code: CodeType, on_code: OnCode, loader: Any = None) -> None:
+def _exec(source: str | bytes, path: str, on_code: OnCode, loader: Any = None) -> None:
+    code = compile(source, path, "exec", dont_inherit=True)
     space = vars(sys.modules[_MAIN])
     space["__loader__"] = loader or importlib.machinery.BuiltinImporter
-    if code.co_filename != "<string>":
-        space.update(__file__=code.co_filename, __cached__=None)
+    if path != "<string>":
+        space.update(__file__=path, __cached__=None)
     on_code(code)
     exec(code, space)

@@ -14,7 +14,7 @@ import os
 import platform
 import sys
 import threading
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from traceback import walk_stack, walk_tb
@@ -36,9 +36,8 @@ if TYPE_CHECKING:
 Found = Generator[None, BaseException | None, dict[str, Any]]
 MAIN = "__main__"
 _MOST_ROWS, _MOST_REPORTS = 2000, 100
-_OF_ONE_THREAD = ("--budget", "--timeline", "--on-oom")
+_OF_ONE_THREAD = {"--budget", "--timeline", "--on-oom"}
 """These see, and end on, the thread alone on which they have begun."""
-_AT_END = "at the end"
 # what is left of `main()`, and of `sys.exit(main())`
 _OPS = frozenset({"POP_TOP", "PRECALL", "CALL", "LOAD_CONST", "LOAD_SMALL_INT", "NOP"})
 _ENDS = frozenset({"RETURN_VALUE", "RETURN_CONST"})
@@ -66,45 +65,46 @@ class Wanted:
 
 
 class Measuring:
-    """What is measured of one run.
+    """Everything that is measured of one run.
 
     Args:
-        wanted: what that is.
-        lines: what measures lines, which knows what runs; or None.
+        wanted: the options.
+        lines: it measures lines, and knows what runs; or None.
 
     Attributes:
-        at_end: what was alive at the end, once it has ended; None where that could not be told.
+        at_end: what was alive at the end, once it has ended; None if that could not be told.
     """
 
     def __init__(self, wanted: Wanted, lines: Lines | CellLines | None) -> None:
         self.at_end: Snapshot | None = None
         self._notes: list[str] = []
-        self._running: dict[str, Found] = {}
         self._found: dict[str, Any] = {"peaks": {}, "seeks_leaks": False}
-        self._to_begin: dict[str, Callable[[], Found]] = {}
+        # In the order in which they begin: what begins first ends last.
+        self._running: dict[str, Found] = {}
         if lines is not None:
             # it tries the allocator out, which is none of what the program takes
-            self._to_begin["--lines"] = lambda: lines.measured(self._notes)
-        if (n_bytes := wanted.budget_bytes) is not None:
+            self._running["--lines"] = lines.measured(self._notes)
+        if wanted.budget_bytes is not None:
             # below those that see what it refuses
-            self._to_begin["--budget"] = lambda: _budget(n_bytes)
+            self._running["--budget"] = _budget(wanted.budget_bytes)
         if wanted.timeline:
-            self._to_begin["--timeline"] = self._timeline
+            self._running["--timeline"] = self._timeline()
         if wanted.on_oom:
-            self._to_begin["--on-oom"] = lambda: _oom(sees_handled=wanted.handled_oom)
+            self._running["--on-oom"] = _oom(sees_handled=wanted.handled_oom)
         # what frames of an error hold is looked at before the others end
-        self._to_begin[_AT_END] = lambda: self._heap(seeks_growth=wanted.leaks)
+        self._running["at the end"] = self._heap(seeks_growth=wanted.leaks)
 
     def begin(self) -> None:
-        """Measure from now on; what begins first ends last."""
+        """Measure from now on."""
         if threading.current_thread() is not threading.main_thread():
-            bound = [option for option in _OF_ONE_THREAD if self._to_begin.pop(option, None)]
+            bound = [option for option in self._running if option in _OF_ONE_THREAD]
+            for option in bound:
+                del self._running[option]
             if bound:
                 told = f"{', '.join(bound)} left out: torch was imported on another thread than "
                 self._notes.append(f"{told}the main one")
                 say(f"tenure run: {self._notes[-1]}. Import it in the program itself.")
-        for option, begin in self._to_begin.items():
-            self._running[option] = begin()
+        for option in list(self._running):
             if note := self._go_on(option, None):
                 say(f"tenure run: {note}")
 
@@ -119,16 +119,8 @@ class Measuring:
             with suppress(Exception):
                 self._running[option].close()
 
-    def recording(
-        self, facts: dict[str, Any], notes: list[str], *, with_memory: bool = True
-    ) -> Recording:
-        """What was found.
-
-        Args:
-            facts: as `facts_of` gives them.
-            notes: what else is to be said.
-            with_memory: whether to tell what was alive at the end, which may be much.
-        """
+    def recording(self, facts: dict[str, Any], notes: list[str]) -> Recording:
+        """Return the recording of these facts, as `facts_of` gives them, and of what was found."""
         import torch
 
         from tenure.profiler import Recording
@@ -136,9 +128,8 @@ class Measuring:
         for option in list(self._running):
             self._go_on(option, None)
         facts["versions"]["torch"] = str(torch.__version__)
-        found = self._found if with_memory else {**self._found, "memory": None}
         all_notes = tuple(dict.fromkeys([*notes, *self._notes]))
-        return Recording(**facts, **found, notes=all_notes)
+        return Recording(**facts, **self._found, notes=all_notes)
 
     def _go_on(self, option: str, error: BaseException | None) -> str:
         """Let one go on to where it waits next; a failure is a note, which is returned."""
@@ -164,24 +155,13 @@ class Measuring:
         """``--timeline``: live bytes over time."""
         from tenure.profiler import Timeline
 
-        ours = _files_below(sys._getframe())
         with Timeline() as timeline:
             yield
         yield
         report = timeline.report
         self._notes += [f"--timeline: {note}" for note in report.notes]
-
-        def without_us(row: Any) -> Any:
-            files = (os.path.abspath(place.rpartition(":")[0]) for place in row.stack)
-            pairs = zip(row.stack, files, strict=True)
-            return replace(row, stack=tuple(place for place, file in pairs if file not in ours))
-
-        devices = tuple(
-            replace(device, at_peak=tuple(map(without_us, device.at_peak)))
-            for device in report.devices
-        )
-        peaks = {device.device: device.peak_bytes for device in devices}
-        return {"timeline": replace(report, devices=devices), "peaks": peaks}
+        peaks = {device.device: device.peak_bytes for device in report.devices}
+        return {"timeline": report, "peaks": peaks}
 
     def _heap(self, *, seeks_growth: bool) -> Found:
         """What was alive at the end; and what grew, and outlived scopes that report."""
@@ -285,43 +265,28 @@ def _oom(*, sees_handled: bool) -> Found:
 
 
 def _peaks() -> dict[str, int]:
-    """The most that the allocators of accelerators had in use, where the program used one."""
+    """Return the most that the allocator of each accelerator had in use, if the program used it."""
     import torch
 
-    peaks: dict[str, int] = {}
-    for kind in ("cuda", "xpu"):
-        module: Any = getattr(torch, kind)
-        # asking would set it up
-        if module.is_initialized():
-            for i in range(module.device_count()):
-                if n_bytes := int(module.max_memory_allocated(i)):
-                    peaks[f"{kind}:{i}"] = n_bytes
-    return peaks
-
-
-def _files_below(frame: FrameType | None) -> set[str]:
-    """The files of the frames from the one that runs the program outwards."""
-    found: set[str] = set()
-    is_below = False
-    while frame is not None:
-        is_below = is_below or frame.f_code.co_name == "run_recorded"
-        if is_below:
-            found.add(os.path.abspath(frame.f_code.co_filename))
-        frame = frame.f_back
-    return found
+    device = torch.accelerator.current_accelerator()
+    module: Any = None if device is None else torch.get_device_module(device)
+    # asking would set it up, and not every backend counts
+    if device is None or not getattr(module, "is_initialized", bool)():
+        return {}
+    most = [int(module.max_memory_allocated(i)) for i in range(module.device_count())]
+    return {f"{device.type}:{i}": n_bytes for i, n_bytes in enumerate(most) if n_bytes}
 
 
 @contextmanager
 def _variables_of(error: BaseException | None, last: FrameType | None) -> Iterator[None]:
-    """A block in which variables of functions that the program has ended in are named."""
+    """Name the variables of functions that the program has ended in, in a block."""
     from tenure._registries import ended_frames
 
     frames = [each for each, _ in walk_tb(None if error is None else error.__traceback__)]
-    if last is not None:
-        frames.append(last)
     # what runs still has variables by itself
-    running = {id(frame) for frame, _ in walk_stack(sys._getframe())}
-    ended_frames.extend({id(each): each for each in frames if id(each) not in running}.values())
+    running = {each for each, _ in walk_stack(sys._getframe())}
+    ended = dict.fromkeys(frames if last is None else [*frames, last])
+    ended_frames.extend(each for each in ended if each not in running)
     try:
         yield
     finally:
@@ -329,7 +294,7 @@ def _variables_of(error: BaseException | None, last: FrameType | None) -> Iterat
 
 
 def _last_function(frame: FrameType | None) -> FrameType | None:
-    """The frame that the last statement of ``__main__`` has called, such as that of `main()`.
+    """Return the frame that the last statement of ``__main__`` has called, as of `main()`.
 
     Its variables are still there at the end if its frame is held meanwhile, which changes nothing
     of the program: nothing of it runs after that function, but for an exit.
@@ -337,17 +302,15 @@ def _last_function(frame: FrameType | None) -> FrameType | None:
     space = getattr(sys.modules.get(MAIN), "__dict__", None)
     while frame is not None and (caller := frame.f_back) is not None:
         if caller.f_globals is space and caller.f_code.co_name == "<module>":
-            rest = (each for each in dis.get_instructions(caller.f_code))
-            after = [each.opname for each in rest if each.offset > caller.f_lasti]
-            end = next((i for i, name in enumerate(after) if name in _ENDS), None)
-            is_last = end is not None and _OPS.issuperset(after[:end])
-            return frame if is_last else None
+            for each in dis.get_instructions(caller.f_code):
+                if each.offset > caller.f_lasti and each.opname not in _OPS:
+                    return frame if each.opname in _ENDS else None
         frame = caller
     return None
 
 
 def children_in_words(n_forked: int) -> list[str]:
-    """What is to be said of processes that a program has started, such as workers of a loader.
+    """Return notes on processes that a program has started, such as workers of a loader.
 
     Args:
         n_forked: how often this process was forked.
@@ -358,22 +321,16 @@ def children_in_words(n_forked: int) -> list[str]:
     n_children = max(n_forked, n_made)
     if not n_children:
         return []
-    import psutil
-
-    from tenure._text import format_bytes
-
-    most_bytes = 0
+    told = "1 child process was" if n_children == 1 else f"{n_children} child processes were"
     with suppress(ImportError):  # on Windows
         import resource
 
+        from tenure._text import format_bytes
+
         unit = 1 if sys.platform == "darwin" else 1024
         most_bytes = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * unit
-    for child in psutil.Process().children(recursive=True):
-        # one may have ended meanwhile
-        with suppress(psutil.Error):
-            most_bytes = max(most_bytes, child.memory_info().rss)
-    told = "1 child process was" if n_children == 1 else f"{n_children} child processes were"
-    return [f"{told} not recorded; the largest took {format_bytes(most_bytes)} of RAM at most"]
+        return [f"{told} not recorded; the largest took {format_bytes(most_bytes)} of RAM at most"]
+    return [f"{told} not recorded"]
 
 
 def facts_of(

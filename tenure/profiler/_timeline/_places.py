@@ -9,7 +9,7 @@ from __future__ import annotations
 from types import CodeType, FrameType
 from typing import NamedTuple
 
-from tenure._callers import Site, is_internal, line_and_function, module_of
+from tenure._callers import RUNNER, Site, is_internal, line_and_function, module_of
 from tenure._cells import is_cell
 
 BEFORE = 0
@@ -29,7 +29,7 @@ _DEPTH = 4
 # a large program has some thousand; a program that runs generated code has no end of them
 _MOST_PLACES = _MOST_CODES = 20_000
 _LOADER = "torch.utils.data"
-_INTERNAL, _USER, _OF_LOADER, _CELL = range(4)
+_INTERNAL, _USER, _OF_LOADER, _CELL, _OUTSIDE = range(5)
 
 
 class _Step(NamedTuple):
@@ -77,6 +77,9 @@ class Places:
                 key.append(frame.f_lasti)
                 n_user += 1
                 break
+            elif kind == _OUTSIDE:
+                # below it is only the command that runs the program
+                break
             frame = frame.f_back
         if not n_user:
             return NOWHERE
@@ -100,7 +103,10 @@ class Places:
         if not is_internal(frame):
             kind = _CELL if is_cell(frame.f_code) else _USER
         else:
-            kind = _OF_LOADER if module_of(frame).startswith(_LOADER) else _INTERNAL
+            module = module_of(frame)
+            kind = _OF_LOADER if module.startswith(_LOADER) else _INTERNAL
+            if module.startswith(RUNNER):
+                kind = _OUTSIDE
         self._codes.append(frame.f_code)
         self._kinds[id(frame.f_code)] = kind
         return kind

@@ -1,0 +1,368 @@
+"""Work that ``tenure fit`` is asked about: made without data, predicted, cut into micro-batches.
+
+Invariant: nothing is made on a device. A device that is not here is taken to be the CPU, as what is
+on the CPU is taken to be on the device that is asked about.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from tenure import _devices
+from tenure._callers import package_of
+from tenure._containers import tensors_in
+from tenure._errors import CommandError, TenureError
+from tenure._show import Paragraph, Part, Shown, plain
+from tenure._text import counted, format_bytes
+from tenure._torch.fakes import building, new_mode
+from tenure.adaptive import (
+    AdaptiveUsageError,
+    Advice,
+    BatchCoupledError,
+    OutOfRetriesError,
+    PeakReport,
+    plan,
+    predict_peak,
+)
+
+_ACCELERATORS = ("cuda", "xpu", "mps", "hpu", "mtia")
+_ADVICE = "Return (fn, batch) or (fn, batch, optimizer), where fn takes the batch."
+
+
+class Work(NamedTuple):
+    """A step.
+
+    Attributes:
+        fn: returns the loss of a batch, or whatever `predict_peak` runs backward.
+        batch: what it is given.
+        optimizer: steps at the end; or None.
+    """
+
+    fn: Callable[[Any], Any]
+    batch: Any
+    optimizer: Optimizer | None = None
+
+
+class MicroBatch(NamedTuple):
+    """The micro-batch of a batch that does not fit as a whole.
+
+    Attributes:
+        size: the most samples at a time; if nothing fits, how many take least.
+        batch: the samples of the batch.
+        fits: whether there is room for it, if need be once the allocator gives back what it caches.
+        needed_bytes: what the step needs then.
+    """
+
+    size: int
+    batch: int
+    fits: bool
+    needed_bytes: int
+
+
+class Answer(Shown):
+    """Whether work fits, and what would help.
+
+    Args:
+        report: the step with the whole batch, beside the budget.
+        micro_batch: the largest that fits, else the one that takes least; None if the whole fits,
+            or can't be split.
+    """
+
+    _between = "\n\n"
+
+    def __init__(self, report: PeakReport, micro_batch: MicroBatch | None = None) -> None:
+        self._report, self._micro_batch = report, micro_batch
+        budget_bytes = report.budget_bytes
+        self.fits = None if budget_bytes is None else report.fits(budget_bytes)
+        # it takes predictions of its own, for which nobody waits if the work fits
+        self._advice: tuple[Advice, ...] = () if self.fits else report.advice
+        if micro_batch is not None:
+            # That is half of the batch, whatever there is; here the size was looked for.
+            others = (a for a in self._advice if not a.how.startswith("tenure.adaptive.step("))
+            self._advice = tuple(others)
+
+    def facts(self) -> dict[str, Any]:
+        """Return the answer as values that JSON has."""
+        budget_bytes, spare_bytes = self._report.budget_bytes, None
+        if budget_bytes is not None:
+            spare_bytes = budget_bytes - self._report.needed_bytes
+            # it fits also if the allocator has to give back what it caches: nothing is left then
+            spare_bytes = max(spare_bytes, 0) if self.fits else spare_bytes
+        return {
+            "fits": self.fits,
+            "budget_bytes": budget_bytes,
+            "spare_bytes": spare_bytes,
+            "micro_batch": None if self._micro_batch is None else self._micro_batch._asdict(),
+            "advice": plain(self._advice),
+            "report": self._report.to_dict(),
+        }
+
+    def _parts(self) -> list[Part]:
+        parts = list(self._report._parts())
+        if self._micro_batch is not None:
+            parts.append(Paragraph("", _in_words(self._micro_batch, self._report.budget_bytes)))
+        helps = [each for each in self._advice if each.saves_bytes > 0]
+        does_not = [each for each in self._advice if each.saves_bytes <= 0]
+        for title, advice in (("What would help:", helps), ("What would not help:", does_not)):
+            if advice:
+                items = [f"- {each.summary()}\n    {each.how}" for each in advice]
+                parts.append(Paragraph(title, "\n".join(items)))
+        return parts
+
+
+def _in_words(found: MicroBatch, budget_bytes: int | None) -> str:
+    needed = format_bytes(found.needed_bytes)
+    takes = f"in micro-batches of {found.size} the step takes {needed}"
+    if not found.fits:
+        return f"No micro-batch fits: {takes}."
+    if budget_bytes is not None and found.needed_bytes > budget_bytes:
+        # what it needs in a memory without a limit is no answer to what fits in this one
+        takes = (
+            f"in micro-batches of {found.size} the step fits in {format_bytes(budget_bytes)} once "
+            f"the allocator gives back what it caches: with more memory it would keep {needed}"
+        )
+    batch = f"the batch has {counted(found.batch, 'sample')}"
+    how = f"Run it with tenure.adaptive.step(fn, batch, maximum={found.size})"
+    return f"The largest micro-batch that fits is {found.size}; {batch}; {takes}. {how}."
+
+
+def answer(
+    target: str, budget_bytes: int | None, device: str | None, begin: Callable[[str], None]
+) -> Answer:
+    """Say whether the work of a function fits.
+
+    Args:
+        target: ``MODULE:FUNCTION``.
+        budget_bytes: what there is; None: what is free on the accelerator, if there is one.
+        device: whose memory is meant, as of `predict_peak`; None: the accelerator's.
+        begin: is called as each part begins, with what it is.
+
+    Raises:
+        CommandError: the target is no such function, or the program has raised an error.
+    """
+    if budget_bytes is not None:
+        device = device or "cuda"
+    else:
+        present = torch.accelerator.current_accelerator(check_available=True)
+        found = _devices.accelerator_of(device or present)
+        free = None if found is None else _devices.free_memory(*found)
+        if found is not None and free is not None:
+            budget_bytes, device = free[0], str(found[1])
+    # nothing that the program prints is part of the answer
+    with contextlib.redirect_stdout(sys.stderr), _their_errors(target):
+        begin("make the model and the batch")
+        fn, batch, optimizer = made_by(load_function(target), target)
+        begin("predict the whole batch")
+        report = predict_peak(fn, batch, optimizer=optimizer, device=device)
+        if "_fitting.py" in report.place:
+            # the step of an optimizer is called from here, and has no line in the program
+            report = replace(report, place="")
+        if budget_bytes is None:
+            return Answer(report)
+        report = report.against(budget_bytes)
+        if report.fits(budget_bytes):
+            return Answer(report)
+        begin("find a micro-batch that fits")
+        smaller = largest_micro_batch(fn, batch, optimizer, device, budget_bytes)
+        begin("find what would help")
+        return Answer(report, smaller)
+
+
+@contextlib.contextmanager
+def _their_errors(target: str) -> Iterator[None]:
+    """Print an error of the program, and raise another: exit codes say whether work fits."""
+    try:
+        yield
+    except TenureError:
+        raise
+    except (Exception, SystemExit) as error:
+        entry = error.__traceback__
+        while entry and entry.tb_next and package_of(entry.tb_frame) in ("tenure", "importlib"):
+            entry = entry.tb_next
+        traceback.print_exception(error.with_traceback(entry))
+        raise CommandError(f"{target} raised {_in_a_line(error)}.") from None
+
+
+def _in_a_line(error: BaseException) -> str:
+    """Return the type and the first line of an error."""
+    first = str(error).partition("\n")[0].rstrip(".")
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__
+
+
+# --- the function
+
+
+def load_function(target: str) -> Callable[[], Any]:
+    """Import what ``MODULE:FUNCTION`` names.
+
+    Args:
+        target: MODULE is a dotted name, looked for in the current directory first, or the path of a
+            file, whose folder is then importable as that of a script is; FUNCTION may have dots.
+
+    Raises:
+        CommandError: there is no such thing, or it can't be called without arguments.
+    """
+    module_name, _, function_name = target.rpartition(":")
+    if not module_name or not function_name:
+        raise CommandError(
+            f"{target!r} names no function. Write MODULE:FUNCTION, as train.py:setup."
+        )
+    is_file = module_name.endswith(".py") or os.sep in module_name
+    found: Any = _load_file(module_name) if is_file else _load_module(module_name)
+    for name in function_name.split("."):
+        found = getattr(found, name, None)
+    if not callable(found):
+        raise CommandError(f"{module_name} has no function {function_name!r}. Is it defined there?")
+    with contextlib.suppress(ValueError):  # of C
+        try:
+            inspect.signature(found).bind()
+        except TypeError as error:
+            raise CommandError(
+                f"{target} is called without arguments: {error}. Name a function that makes "
+                "everything itself, or give these defaults."
+            ) from None
+    return found  # type: ignore[no-any-return]  # what it returns is looked at by whoever calls it
+
+
+def _load_module(name: str) -> ModuleType:
+    _put_first(os.getcwd())
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        # one that it imports is missing: the traceback says more
+        if error.name is None or not (name + ".").startswith(error.name + "."):
+            raise
+        raise CommandError(
+            f"There is no module {name!r}. It is looked for in this directory and among installed "
+            "packages; a file can be given by its path, as src/train.py:setup."
+        ) from None
+
+
+def _load_file(path: str) -> ModuleType:
+    if not os.path.isfile(path):
+        raise CommandError(f"There is no file {path!r}. Give the path of a Python file.")
+    _put_first(os.getcwd())
+    _put_first(os.path.dirname(os.path.abspath(path)))
+    # not `__main__`: what stands below `if __name__ == "__main__":` is the program's own work
+    name = os.path.splitext(os.path.basename(path))[0]
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise CommandError(
+            f"{path!r} is no file that Python can import. Give one that ends in .py."
+        )
+    module = importlib.util.module_from_spec(spec)
+    # before it runs, as an import does: dataclasses and pickles look their module up
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _put_first(folder: str) -> None:
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+
+
+# --- its work
+
+
+def made_by(make: Callable[[], Any], name: str) -> Work:
+    """Call a function on tensors without data; if it fails on these, call it as it is.
+
+    Args:
+        make: returns the parts of the work.
+        name: its name in errors.
+
+    Raises:
+        CommandError: it returns something else.
+    """
+    try:
+        elsewhere = _devices.Elsewhere(_is_missing, torch.device("cpu"), keeps_names=False)
+        with building(new_mode()), elsewhere:
+            made = make()
+    except Exception as error:
+        # as text: the error keeps alive what was made so far
+        told = _in_a_line(error)
+    else:
+        return _checked(made, name)
+    note = f"{name} fails on tensors without data ({told}): now it runs as it is, in memory."
+    print(note, file=sys.stderr)
+    return _checked(make(), name)
+
+
+def _checked(made: Any, name: str) -> Work:
+    if isinstance(made, tuple) and len(made) in (2, 3) and callable(made[0]):
+        work = Work(*made)
+        if work.optimizer is None or isinstance(work.optimizer, Optimizer):
+            return work
+    shown = f"({', '.join(map(_kind, made))})" if isinstance(made, tuple) else _kind(made)
+    raise CommandError(f"{name} returned {shown}. {_ADVICE}")
+
+
+def _kind(value: object) -> str:
+    # not the name of the class of one without data
+    return "Tensor" if isinstance(value, Tensor) else type(value).__name__
+
+
+def _is_missing(kind: str) -> bool:
+    # tensors of meta don't mix with those of a batch
+    return kind == "meta" or (kind in _ACCELERATORS and not _devices.is_here(kind))
+
+
+def largest_micro_batch(
+    fn: Callable[[Any], Any],
+    batch: Any,
+    optimizer: Optimizer | None,
+    device: str | None,
+    budget_bytes: int,
+) -> MicroBatch | None:
+    """Find in which micro-batches a step fits whose whole batch does not.
+
+    Returns:
+        The largest that fits, else the one that takes least. None if the batch can't be split.
+    """
+
+    def loss_of(part: Any) -> Tensor:
+        """Return one number, as a step wants it, of all that a prediction runs backward."""
+        result = fn(part)
+        # as libraries return it, beside logits that nobody runs backward
+        loss = getattr(result, "loss", None)
+        losses = tensors_in([loss if isinstance(loss, Tensor) else result])
+        sums = [each.sum() for each in losses if each.requires_grad]
+        # inference has none, and a step wants one that it can run backward
+        return sum(sums[1:], sums[0]) if sums else torch.zeros((), requires_grad=True)
+
+    try:
+        # a loop that sums gradients up by hand takes the samples of a norm as they come, too
+        found = plan(
+            loss_of,
+            batch,
+            budget_bytes,
+            margin=0,
+            optimizer=optimizer,
+            device=device,
+            batchnorm="per_chunk",
+        )
+    except OutOfRetriesError as error:
+        # the whole was the first that was tried
+        n_samples = error.sizes[0]
+        if n_samples < 2 or error.least is None:
+            return None
+        size, needed_bytes = error.least
+        return MicroBatch(size, n_samples, False, needed_bytes)
+    except (AdaptiveUsageError, BatchCoupledError):
+        return None
+    return MicroBatch(found.micro_batch, found.n_samples, True, found.needed_bytes)
