@@ -47,20 +47,14 @@ class Level(NamedTuple):
 
 def level_of(node: Any) -> Level | None:
     """One level of a container, or None if it is none that can be put together again."""
-    if isinstance(node, (tuple, *_SEQUENCES)):
-        return Level(list(range(len(node))), list(node), partial(_sequence_like, node))
-    if isinstance(node, _MAPPINGS):
-        # by its items(): a subclass may show others than it stores
-        entries = dict(node.items())
-        return _level(entries, partial(_mapping_like, node))
+    if isinstance(node, tuple):
+        return Level(list(range(len(node))), list(node), partial(_tuple_like, type(node)))
     # what a class has registered is what it wants to be taken apart into, its fields or not
-    parts = parts_of(node)
-    if parts is not None:
-        children, make = parts
-        return Level(list(range(len(children))), children, make)
-    if is_record(node):
-        return _level(_fields_of(node), partial(_record_like, node))
-    return None
+    if not is_mutable(node):
+        parts = parts_of(node)
+        return None if parts is None else Level([*range(len(parts[0]))], *parts)
+    entries = _fields_of(node) if is_record(node) else entries_of(node)
+    return Level(list(entries), list(entries.values()), partial(_filled, node, list(entries)))
 
 
 def contents_of(node: Any) -> list[Any]:
@@ -250,11 +244,6 @@ class Survey:
         return made
 
 
-def _level(entries: dict[Any, Any], make: Callable[[list[Any], list[Any]], Any]) -> Level:
-    keys = list(entries)
-    return Level(keys, list(entries.values()), partial(make, keys))
-
-
 def _fields_of(node: Any) -> dict[str, Any]:
     """The fields of a dataclass that have a value."""
     names = [each.name for each in dataclasses.fields(node)]
@@ -262,24 +251,14 @@ def _fields_of(node: Any) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not _UNSET}
 
 
-def _sequence_like(node: Any, items: list[Any]) -> Any:
-    kind = type(node)
-    if hasattr(kind, "_fields"):
-        return kind(*items)
-    return kind(items, node.maxlen) if isinstance(node, deque) else kind(items)
+def _tuple_like(kind: Any, items: list[Any]) -> Any:
+    return kind(*items) if hasattr(kind, "_fields") else kind(items)
 
 
-def _mapping_like(node: Any, keys: list[Any], items: list[Any]) -> Any:
-    made = {} if type(node) is dict else _copied(node)
-    for key, item in zip(keys, items, strict=True):
-        made[key] = item
-    return made
-
-
-def _record_like(node: Any, names: list[str], items: list[Any]) -> Any:
+def _filled(node: Any, keys: list[Any], items: list[Any]) -> Any:
     made = _copied(node)
-    for name, item in zip(names, items, strict=True):
-        _set(made, name, item)
+    for key, item in zip(keys, items, strict=True):
+        _set(made, key, item)
     return made
 
 

@@ -221,36 +221,23 @@ class ProfilerUsageWarning(TenureWarning):
     """A profiler is used in a way that works, but not quite as it was asked for."""
 
 
-_ROOMS: dict[str, str] = {
-    "AdaptiveUsageError": "tenure.adaptive",
-    "AdaptiveUsageWarning": "tenure.adaptive",
-    "BatchCoupledError": "tenure.adaptive",
-    "OutOfRetriesError": "tenure.adaptive",
-    "PredictionError": "tenure.adaptive",
-    "RemoteRankError": "tenure.adaptive",
-    "SplitMismatchError": "tenure.adaptive",
-    "AwayTensorError": "tenure.profiler",
-    "CourtesyError": "tenure.profiler",
-    "CourtesyWarning": "tenure.profiler",
-    "ProfilerUsageError": "tenure.profiler",
-    "ProfilerUsageWarning": "tenure.profiler",
-    "RaceError": "tenure.testing",
-    "SimulatorUsageError": "tenure.testing",
-    "PagingError": "tenure.paging",
-    "PagingWarning": "tenure.paging",
-}
-
-
-# No public names: pickle looks a class up where it says it is, and finds these only here.
-_INTERNAL = (DisposedAttributeError, CommandError)
-
-
-def _speak_as_tenure() -> None:
-    """Let tracebacks read ``tenure.DisposedTensorError``, where users import it from."""
-    for name, value in list(globals().items()):
-        ours = isinstance(value, type) and value.__module__ == __name__
-        if ours and value not in _INTERNAL:
-            value.__module__ = _ROOMS.get(name, "tenure")
-
-
-_speak_as_tenure()
+_ROOMS: dict[str, tuple[type[Exception], ...]] = {
+    "tenure": (
+        TenureError, DisposedTensorError, ScopeUsageError, ScopeLeakError, MissingTorchNameError,
+        ByteSizeError, ReportFormatError, TenureWarning, ScopeUsageWarning,
+    ),
+    "tenure.adaptive": (
+        AdaptiveUsageError, AdaptiveUsageWarning, BatchCoupledError, OutOfRetriesError,
+        PredictionError, RemoteRankError, SplitMismatchError,
+    ),
+    "tenure.profiler": (
+        AwayTensorError, CourtesyError, CourtesyWarning, ProfilerUsageError, ProfilerUsageWarning,
+    ),
+    "tenure.testing": (RaceError, SimulatorUsageError),
+    "tenure.paging": (PagingError, PagingWarning),
+}  # fmt: skip
+# Tracebacks read ``tenure.DisposedTensorError``, as users import it. Others are no public names:
+# pickle looks a class up in its module, and finds these only here.
+for _room, _errors in _ROOMS.items():
+    for _error in _errors:
+        _error.__module__ = _room

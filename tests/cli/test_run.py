@@ -114,6 +114,9 @@ def test_a_budget_ends_the_program_and_the_file_is_written_with_what_filled_it()
     # the timeline counts what the operation had made that was refused
     assert found.peaks["cpu"] == 9 << 20
     assert sum(row.n_bytes for row in found.memory.rows if "piles" in row.name) == 8 << 20
+    # no stack goes on below the program, to the command that runs it
+    stacks = {row.stack for row in found.timeline.devices[0].at_peak}
+    assert ("train.py:7 in <module>", "train.py:6 in fill") in stacks
 
 
 @pytest.mark.slow
