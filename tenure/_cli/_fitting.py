@@ -82,7 +82,7 @@ class Answer(Shown):
             or can't be split.
     """
 
-    _between = "\n\n"
+    _is_spaced = True
 
     def __init__(self, report: PeakReport, micro_batch: MicroBatch | None = None) -> None:
         self._report, self._micro_batch = report, micro_batch
