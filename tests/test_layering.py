@@ -74,7 +74,7 @@ _PACKAGES = {
         "_check",
         "_verify",
     ),
-    ("_cli",): ("_program", "_work_to_fit"),
+    ("_cli",): ("_program",),
     ("integrations",): ("_lightning", "_transformers"),
     ("profiler",): (
         "_lines",
