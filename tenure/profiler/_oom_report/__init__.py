@@ -1,7 +1,6 @@
 """An out-of-memory error explained: seen as it is raised, its cause, and what to do about it."""
 
+from ._recorder import OomLine as OomLine
 from ._recorder import OomRecorder as OomRecorder
+from ._recorder import OomReport as OomReport
 from ._recorder import record_oom as record_oom
-from ._report import CAUSES as CAUSES
-from ._report import OomLine as OomLine
-from ._report import OomReport as OomReport

@@ -1,24 +1,37 @@
-"""Which cause an out-of-memory error has: rules by bytes, the certain ones first.
+"""Which cause an out-of-memory error has: candidates by bytes, and one table of texts.
 
-What is of no use any more is the cause where it is much of what could be free: without it the same
-work would have fitted, as it did when the program began. Otherwise it is what ran.
+Of no use any more is what piles up at one place. A place is a name as its function says it, with
+its indices left out: ``losses[…]``; all garbage is one place, and all that exceptions keep is
+another. Such a pile is the cause if it is much of what could be free: without it the same work
+would have fitted, as it did when the program began. Otherwise the cause is what ran.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+import re
+from collections import Counter, defaultdict
 from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
-from tenure._text import format_bytes
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from .._owners import BUFFERS, OPTIMIZER_STATE, OTHERS, PARAMETERS, SAVED, TensorRow
-from .._reports import place_of
-from ._facts import Facts
-from ._kept import OF_FORWARD, kept_tensors
-from ._kept_graphs import line_of, runs_again
-from ._kept_models import kept_models
-from ._kinds import Candidate, Verdict, shortened, verdict_on
-from ._scene import short
+from tenure._heap import find_holders, instances, is_kind, tracked_objects, type_name
+from tenure._text import counted, format_bytes
+
+from .._owners import (
+    BUFFERS,
+    OPTIMIZER_STATE,
+    OTHERS,
+    PARAMETERS,
+    SAVED,
+    StorageEntry,
+    TensorRow,
+    outermost,
+)
+from .._reports import keyed_place_of, place_of
+from ._facts import Carried, Facts, bytes_in, short
 
 # Of all that the work itself takes: a smaller pile is beside the point.
 _MUCH = 0.25
@@ -26,76 +39,176 @@ _MUCH = 0.25
 _MOST = 0.45
 # A pile that has a rule of its own comes before a plain one, if both are about as large.
 _TELLING = 1.3
-_PLAIN = frozenset({"tensors", "graphs", "grad graphs", "results", "result graphs", "models"})
-_OF_MODELS = frozenset({"models", "optimizers", "parts"})
+# Two results are a pair; three of one shape are what a loop has made.
+_FEWEST = 3
+# A second graph is alive while a third is made: a step that ends leaves none.
+_FEWEST_GRAPHS = 2
+# A graph that this many backward passes began within goes on from step to step.
+_FEWEST_STEPS = 2
+# Runs of one layer: fewer may be a function that is called for a few inputs.
+_FEWEST_RUNS = 8
+# So many steps of others after its own, an optimizer steps no more.
+_STEPS_BACK = 2
+_VIEWS, _COPIES = 0.5, 0.8
 # A layer whose output is this much wider than its input makes logits, and no hidden state: those
 # of transformers are four times as wide at the most.
 _WIDENING = 4
 _FEWEST_CLASSES = 256
 _LOSS_NODES = ("LogSoftmax", "NllLoss", "CrossEntropy", "Softmax")
+_MOST_CHARACTERS = 44
+_ELSEWHERE = "keep them on the host or on disk"
+_OF_RESULTS = ("Use chunked(collect=).", "Use torch.no_grad().")
+
 # holders of a variable that is no container
 _VARIABLES = frozenset({"frame-local", "global", "attribute"})
+_HELD, _CYCLE, _TRACEBACK = ", held by ", ", in a reference cycle", "traceback of "
+_UNNAMED = ", which nothing with a name was found to hold"
+_ANONYMOUS, _OF_ANONYMOUS = "a container at ", " […]"
+_FROM_ITERTOOLS = " (inside a cycle)"
+# What a forward pass keeps in variables of its own is a part of the batch that runs.
+_OF_FORWARD = ".forward.<locals>."
+_IN_FRAME = re.compile(r" in (\S+)\(\): local ")
+_CACHE_OF = re.compile(r"lru_cache of ([\w.<>]+)")
+# a chain of objects, each of which refers to the next
+_CHAIN = re.compile(r"(\.\w+)\1+")
+_LINK = re.compile(r"(\.\w+)\.…")
+
+# of each cause the beginning of the first line, and advice
+TEXTS: dict[str, tuple[str, str]] = {
+    "leak": (
+        "Leak: ",
+        "Bound it (a deque with maxlen=, an lru_cache with maxsize=), keep .item() or .detach() of "
+        "what has a graph, move it to the host (.cpu()) or to disk (torch.save), or remove the "
+        "hook that fills it; a tenure scope around the step frees what outlives it.",
+    ),
+    "results": (
+        "Results pile up: ",
+        "Reduce each to what is needed, move it to the host with .cpu(), or let "
+        "@tenure.adaptive.chunked(collect=...) gather them; what is only looked at needs no graph.",
+    ),
+    "cycle": (
+        "Reference cycle: ",
+        "A tenure scope around what makes it frees it at its end; a weak reference in the place "
+        "of one of the links breaks it, and of an autograd.Function ctx.save_for_backward() in "
+        "the place of an attribute.",
+    ),
+    "traceback": (
+        "Kept exception: ",
+        "Retry after the except block, not in it; clear what keeps the error, or its frames with "
+        "traceback.clear_frames(error.__traceback__). A record of logging with exc_info=, a task "
+        "and a future keep it as well.",
+    ),
+    "gradients": (
+        "Gradients: ",
+        "A gradient lives until it is set to None: clear them once more when the training of a "
+        "model has ended.",
+    ),
+    "logits": (
+        "Logits: ",
+        "Logits, their softmax and its gradient are each as large. F.linear_cross_entropy makes "
+        "them in pieces; tenure.adaptive.step(loss_of, batch) runs the batch in micro-batches.",
+    ),
+    "optimizer_state": (
+        "Optimizer state: ",
+        "A smaller batch does not help: its activations are gone by then. tenure.paging.page("
+        "model, training=True) keeps the state off the device; SGD or Adafactor have less of it; "
+        "foreach=False spares the copies of a step.",
+    ),
+    "batch": (
+        "Batch too large: ",
+        "Nothing was found that piles up. tenure.adaptive.step(loss_of, batch) trains on it in "
+        "micro-batches that fit, with the gradients of the whole; @chunked evaluates in pieces.",
+    ),
+    "weights": (
+        "Weights too large: ",
+        "page() runs a model from the host's memory or from disk; weights of half the precision "
+        "take half.",
+    ),
+    "fragmentation": (
+        "Fragmentation: ",
+        "Set PYTORCH_ALLOC_CONF=expandable_segments:True before the program starts; or call "
+        "empty_cache() between phases, and keep sizes alike (pad batches to a few lengths).",
+    ),
+    "other_process": (
+        "Another process: ",
+        "nvidia-smi (or your system's tool) lists them; a notebook that is still open is one.",
+    ),
+    "host": (
+        "Host memory: ",
+        "Arrays, lists of numbers and data sets in memory count here: read them in pieces or map "
+        "them (numpy.memmap, torch.load(mmap=True)).",
+    ),
+    "unknown": ("Out of memory; ", ""),
+}
 
 
-def judge(facts: Facts) -> Verdict:
-    """The cause; `unknown` where nothing was seen that could be one."""
-    phase = _building(facts) or _optimizer(facts) or _logits(facts)
-    found = _fragmentation(facts) or _other_process(facts) or _pile(facts, phase)
-    found = found or phase or _host(facts) or _weights(facts) or _batch(facts)
-    return verdict_on(found, facts)
+class Candidate(NamedTuple):
+    """Something that may be the cause.
+
+    Attributes:
+        cause: its row of the table.
+        n_bytes: bytes that would be free without it.
+        text: what it is, and what to do about it: the first line.
+        kind: "tensors" or "graphs" of a plain pile; "models", or "parts" of models.
+    """
+
+    cause: str
+    n_bytes: int
+    text: str
+    kind: str = ""
 
 
-def _pile(facts: Facts, phase: Candidate | None) -> Candidate | None:
-    """The most of what is kept without use, if without it there would have been room."""
-    kept: list[Candidate] = []
-    facts.ask(lambda: kept.extend(kept_models(facts)), "the models")
-    facts.ask(lambda: kept.extend(kept_tensors(facts)), "what is kept")
-    found = [each for each in kept if _explains(each, facts, phase)]
-    return max(
-        found,
-        key=lambda each: each.n_bytes * (1 if each.kind in _PLAIN else _TELLING),
-        default=None,
-    )
+UNKNOWN = Candidate("unknown", 0, "too little was seen to tell why.")
 
 
-def _explains(pile: Candidate, facts: Facts, phase: Candidate | None) -> bool:
-    lacking = facts.wanted_bytes - (facts.free_bytes or 0)
-    if facts.free_bytes is not None and pile.n_bytes < lacking:
-        return False
-    if facts.total_bytes is not None and facts.wanted_bytes > facts.total_bytes:
-        return False
-    # of a phase that fills memory for good, all of it counts
-    if phase is not None and phase.kind != "logits":
-        return pile.n_bytes >= _MOST * max(facts.all_bytes, phase.n_bytes)
-    of_work = facts.all_bytes if pile.kind in _OF_MODELS else facts.movable_bytes
-    # gradients could be free, and weights could not
-    if pile.kind == "gradients":
-        of_work = facts.movable_bytes + pile.n_bytes
-    # a buffer that grows is a part of the model, and of the work all the same
-    share = pile.n_bytes / max(1, of_work, pile.n_bytes)
-    return share >= (_MUCH if phase is None else _MOST)
+def judge(facts: Facts) -> Candidate:
+    """Find the cause, the certain ones first."""
+    rules = (_fragmentation, _other_process, _pile, _phase, _host, _weights, _batch)
+    return next(filter(None, (rule(facts) for rule in rules)), UNKNOWN)
 
 
-# --- what is certain by the numbers of the allocator
+def _shortened(name: str) -> str:
+    """A name that fits into the first line."""
+    return name if len(name) <= _MOST_CHARACTERS else f"{name[: _MOST_CHARACTERS - 1]}…"
+
+
+def _leak(kind: str, name: str, n: int, noun: str, n_bytes: int, remedy: str) -> Candidate:
+    text = f"{_shortened(name)} keeps {counted(n, noun)}, {format_bytes(n_bytes)}. {remedy}"
+    return Candidate("leak", n_bytes, text, kind)
+
+
+def _line_of(site: str) -> str:
+    """A line without its folder and its function; none of what is no file."""
+    if site.startswith("<"):
+        return ""
+    return site.partition(" in ")[0].replace("\\", "/").rpartition("/")[2]
+
+
+def _at(site: str) -> str:
+    return f" at {line}" if (line := _line_of(site)) else ""
+
+
+# --- what is certain by the numbers of the allocator and of the host
 
 
 def _fragmentation(facts: Facts) -> Candidate | None:
-    counted_bytes, wanted = facts.fragmentation, facts.wanted_bytes
-    if not counted_bytes or not wanted:
+    sizes, wanted = facts.fragmentation, facts.wanted_bytes
+    if not sizes or not wanted:
         return None
-    unused, largest = counted_bytes["unused_bytes"], counted_bytes.get("largest_free_bytes", 0)
+    unused, largest = sizes["unused_bytes"], sizes.get("largest_free_bytes", 0)
     is_enough = unused + (facts.free_bytes or 0) >= wanted > largest
-    if not is_enough or unused < counted_bytes["reserved_bytes"] // 10:
+    if not is_enough or unused < sizes["reserved_bytes"] // 10:
         return None
-    return Candidate("fragmentation", unused, {"largest": largest})
+    text = f"{format_bytes(unused)} reserved, unused. Set expandable_segments:True."
+    return Candidate("fragmentation", unused, text)
 
 
 def _other_process(facts: Facts) -> Candidate | None:
     total, others, free = facts.total_bytes or 0, facts.others_bytes, facts.free_bytes or 0
-    own = max(facts.used_bytes, total - others - free)
-    if not total or others < total // 10 or others < own:
+    if not total or others < max(total // 10, facts.used_bytes, total - others - free):
         return None
-    return Candidate("other_process", others, {"own": own})
+    text = f"{format_bytes(others)} of {facts.device}. End it, or use another device."
+    return Candidate("other_process", others, text)
 
 
 def _host(facts: Facts) -> Candidate | None:
@@ -103,21 +216,22 @@ def _host(facts: Facts) -> Candidate | None:
         return None
     tensors, rss = facts.used_bytes, facts.host["rss_bytes"]
     others = rss - facts.began_bytes - tensors
-    limit = facts.host.get("own_limit_bytes") or facts.host.get("limit_bytes")
-    if others <= tensors + facts.wanted_bytes or others <= rss // 4:
+    if others <= max(tensors + facts.wanted_bytes, rss // 4):
         return None
-    return Candidate("host", others, {"limit": f" of {format_bytes(limit)}" if limit else ""})
+    text = f"{format_bytes(others)} is no tensors (NumPy, Python). Free it first."
+    return Candidate("host", others, text)
 
 
-# --- models and optimizers
+# --- what ran
 
 
-def _building(facts: Facts) -> Candidate | None:
-    """A module that is made, loaded or moved, and does not fit."""
-    if not facts.scene.building or facts.scene.is_forward:
-        return None
+def _phase(facts: Facts) -> Candidate | None:
+    """What ran if that has a cause of its own: a model is made, an optimizer steps, a loss."""
     now = facts.bytes_of(PARAMETERS, BUFFERS) + facts.wanted_bytes
-    return _too_large(facts, max(facts.scene.building_bytes, now))
+    n_bytes = max(facts.building_bytes, now)
+    if facts.building and facts.model is None and n_bytes >= _MOST * (facts.total_bytes or 0):
+        return _too_large(facts, n_bytes)
+    return _optimizer(facts) or _logits(facts)
 
 
 def _weights(facts: Facts) -> Candidate | None:
@@ -133,167 +247,531 @@ def _weights(facts: Facts) -> Candidate | None:
 
 def _too_large(facts: Facts, n_bytes: int) -> Candidate:
     """With the model that is made, or the largest, and the line."""
-    named = facts.scene.building or _largest_model(facts, PARAMETERS)
-    found = " at ".join(filter(None, (named, line_of(facts.scene.site))))
-    return Candidate("weights", n_bytes, {"at": f"{found}: " if found else ""})
+    at = f"{facts.building or _largest_model(facts)}{_at(facts.site)}: "
+    size = f"{format_bytes(n_bytes)}{facts.of_total}"
+    return Candidate("weights", n_bytes, f"{at}{size}. Use tenure.paging.page(model).")
 
 
-def _largest_model(facts: Facts, category: str, prefix: str = "") -> str:
-    """The class of the model that most of a category belongs to."""
+def _largest_model(facts: Facts) -> str:
+    """The class of the model with the most parameters."""
     sizes: Counter[str] = Counter()
-    for entry in facts.entries:
-        row = entry.owner
-        if row.category == category and row.name.startswith(prefix):
-            sizes[row.name.removeprefix(prefix).partition(".")[0]] += row.n_bytes
-    return next((name for name, _ in sizes.most_common(1)), "")
+    for row in facts.rows(PARAMETERS):
+        sizes[row.name.partition(".")[0]] += row.n_bytes
+    return max(sizes, key=lambda name: sizes[name], default="a model")
 
 
 def _optimizer(facts: Facts) -> Candidate | None:
     """An optimizer whose step makes its state, or copies."""
-    scene = facts.scene
-    name = scene.optimizer
-    if not name:
+    optimizer: Any = None if facts.optimizer is None else facts.optimizer()
+    if optimizer is None:
         return None
-    if (growing := _history(facts)) is not None:
-        return growing
-    state = format_bytes(facts.bytes_of(OPTIMIZER_STATE))
-    n_bytes = max(scene.state_bytes + facts.wanted_bytes, scene.optimizer_bytes)
-    of = _largest_model(facts, OPTIMIZER_STATE, f"{name}.") or _largest_model(facts, PARAMETERS)
-    whose = f"{name} ({scene.optimizer_name})" if scene.optimizer_name else name
-    first = f"The state is made in the first step, of which {state} was there"
-    later = f"A step on many tensors at once takes copies of them beside {state}"
-    words = {
-        "whose": f"{whose} of {of}" if of else whose,
-        "less": "momentum=0" if name == "SGD" else "SGD",
-        "evidence": first if scene.is_first_step else later,
-    }
-    return Candidate("first step" if scene.is_first_step else "step copies", n_bytes, words)
+    name, parameters = type_name(type(optimizer)), _parameters_of(optimizer)
+    named = f"{name} ({facts.optimizer_name})" if facts.optimizer_name else name
+    whose = f"{named} of {_largest_model(facts)}"
+    state = facts.bytes_of(OPTIMIZER_STATE)
+    n_bytes = max(state + facts.wanted_bytes, sum(p.nbytes for p in parameters))
+    if name == "LBFGS":
+        text = f"{whose} has {format_bytes(state)}. Lower history_size=, or use another optimizer."
+    elif all(_has_state(optimizer.state.get(p)) for p in parameters if p.grad is not None):
+        text = f"{whose}: step() copies. Use foreach=False, or page()."
+    else:
+        less = "momentum=0" if name == "SGD" else "SGD"
+        text = f"{whose} makes it in the first step. Use page(), or {less}."
+    return Candidate("optimizer_state", n_bytes, text)
 
 
-def _history(facts: Facts) -> Candidate | None:
-    """A list in an optimizer's state that grows from step to step."""
-    sizes: Counter[str] = Counter()
-    for entry in facts.entries:
-        row = entry.owner
-        if row.category == OPTIMIZER_STATE and row.name.endswith("]"):
-            sizes[place_of(row.name)] += row.n_bytes
-    place, n_bytes = next(iter(sizes.most_common(1)), ("", 0))
-    is_most = n_bytes >= _MOST * max(1, facts.bytes_of(OPTIMIZER_STATE))
-    if not is_most or n_bytes < _MUCH * facts.all_bytes:
-        return None
-    setting = "history_size=" if "LBFGS" in place else "the list"
-    return Candidate("history", sizes.total(), {"name": place, "setting": setting})
+def _has_state(state: Any) -> bool:
+    """Whether an optimizer has made its state for a parameter: a number of steps is none yet."""
+    values = state.values() if isinstance(state, dict) else ()
+    return any(is_kind(type(t), Tensor) and t.numel() > 1 for t in values)
 
 
-# --- batches
+def _parameters_of(optimizer: Any) -> list[Any]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def _logits(facts: Facts) -> Candidate | None:
     """Outputs over many classes, their softmax and its gradient."""
-    heads, scene = dict(_heads(facts)), facts.scene
-    rows = [
-        entry.owner
-        for entry in facts.entries
-        if entry.owner.category in (OTHERS, SAVED)
-        and entry.owner.shape
-        and entry.owner.shape[-1] in heads
-    ]
-    is_wanted = scene.is_loss or scene.is_backward
-    is_wanted = is_wanted or (scene.is_forward and scene.out_features in heads)
+    heads = dict(_heads(facts))
+    rows = [row for row in facts.rows(OTHERS, SAVED) if row.shape and row.shape[-1] in heads]
+    is_wanted = facts.is_loss or facts.is_backward or facts.out_features in heads
     if not is_wanted and not any(row.name.startswith(_LOSS_NODES) for row in rows):
         return None
     n_bytes = sum(row.n_bytes for row in rows) + (facts.wanted_bytes if is_wanted else 0)
-    width = max(row.shape[-1] for row in rows) if rows else scene.out_features
-    if not isinstance(width, int) or width not in heads or n_bytes < 0.4 * facts.movable_bytes:
+    width = max((row.shape[-1] for row in rows), default=facts.out_features)
+    if width not in heads or n_bytes < 0.4 * facts.movable_bytes:
         return None
-    words = {
-        "of": f" of {shortened(heads[width])}",
-        "width": width,
-        "n": len(rows),
-    }
-    return Candidate("logits", n_bytes, words)
+    of = f"{format_bytes(n_bytes)} of {_shortened(heads[width])}"
+    return Candidate("logits", n_bytes, f"{of} for {width} classes. Use F.linear_cross_entropy.")
 
 
-def _heads(facts: Facts) -> Iterator[tuple[int | str, str]]:
+def _heads(facts: Facts) -> Iterator[tuple[Any, str]]:
     """The layers that are much wider than what they get, and that no other layer reads."""
-    rows = [entry.owner for entry in facts.entries if entry.owner.category == PARAMETERS]
+    rows = [row for row in facts.rows(PARAMETERS) if len(row.shape) > 1]
     # a wide hidden layer is read by the next, which is as wide in its second dimension
-    read = {row.shape[1] for row in rows if len(row.shape) > 1}
-    for row in rows:
-        if len(row.shape) == 2:
-            n, width = (size if isinstance(size, int) else 0 for size in row.shape)
-            if n >= max(_FEWEST_CLASSES, _WIDENING * width + 1) and n not in read:
-                yield n, row.name.partition("+")[0].removesuffix(".weight")
+    read = {row.shape[1] for row in rows}
+    for row in (row for row in rows if len(row.shape) == 2):
+        n, width = (size if isinstance(size, int) else 0 for size in row.shape)
+        if n >= max(_FEWEST_CLASSES, _WIDENING * width + 1) and n not in read:
+            yield n, row.name.partition("+")[0].removesuffix(".weight")
 
 
-def _batch(facts: Facts) -> Candidate:
+def _batch(facts: Facts) -> Candidate | None:
     """What the work makes: the rest of all causes."""
-    n_bytes = facts.bytes_of(SAVED, OTHERS) + facts.wanted_bytes
-    if not n_bytes:
-        return Candidate("unknown", 0)
-    found = " in ".join(filter(None, (line_of(facts.scene.site), facts.scene.module)))
-    words: dict[str, object] = {
-        "at": f"{found}: " if found else "",
-    }
-    kind, *told = _told_of_batch(facts, n_bytes)
-    words.update(zip(("what", "remedy", "evidence"), told, strict=True))
-    if kind == "data":
-        kind, words["at"] = "batch", ""
-    return Candidate(kind, n_bytes, words)
-
-
-def _told_of_batch(facts: Facts, n_bytes: int) -> tuple[str, str, str, str]:
-    """The kind, what is too large, its remedy, and the evidence."""
-    wanted, scene, saved = facts.wanted_bytes, facts.scene, facts.bytes_of(SAVED)
-    total = facts.of_total
+    wanted, saved, total = facts.wanted_bytes, facts.bytes_of(SAVED), facts.of_total
+    n_bytes = saved + facts.bytes_of(OTHERS) + wanted
+    # what was found is not what fills the memory
+    if not n_bytes or 2 * facts.all_bytes < (facts.total_bytes or 0):
+        return None
     # a small graph may be left from anything that ran before
-    computes = scene.is_forward or 4 * saved > wanted
-    trains = facts.trains or (computes and scene.is_recording and not scene.all_in_eval)
-    evidence = f"What the batch makes takes {format_bytes(n_bytes)}."
+    computes = facts.model is not None or 4 * saved > wanted
+    trains = facts.trains or (computes and facts.is_recording and not facts.all_in_eval)
+    remedy = "Use tenure.adaptive.step()." if trains else "Use chunked()."
+    if facts.batch_size == 1:
+        remedy = "Shorten its input, or use torch.utils.checkpoint."
+    at, what = [_line_of(facts.site), facts.module], f"it takes {format_bytes(n_bytes)}{total}"
     if wanted > (facts.total_bytes or 2 * max(1, facts.used_bytes)):
         what = f"one tensor takes {format_bytes(wanted)}{total}"
-        remedy = "Use a smaller batch, or adaptive.step()." if trains else "Use chunked()."
-        in_use = format_bytes(facts.used_bytes)
-        evidence = f"{format_bytes(wanted)} is wanted at once, {in_use} is in use."
-        return "batch", what, _of_one(scene.batch_size) or remedy, evidence
-    if scene.all_in_eval and saved > n_bytes // 4:
-        what = f"graphs take {format_bytes(saved)} in eval()"
-        evidence = f"The modules are in eval mode, and autograd saved {format_bytes(saved)}."
-        return "batch", what, "Use torch.no_grad().", evidence
-    if again := runs_again(facts.entries):
-        state = next((v.name for v in scene.variables if v.is_carried and not v.is_past), "state")
-        evidence = (
-            f"The same is saved {again} times, more than there are weights: a state that goes "
-            "from step to step, or from batch to batch, keeps the graphs of all."
-        )
-        return "endless", f"{format_bytes(n_bytes)}{total}", f"Use {state}.detach().", evidence
-    if (data := _largest_variable(facts)) is not None:
-        what = f"{shortened(short(data.name))} alone takes {format_bytes(data.n_bytes)}{total}"
-        evidence = (
-            f"{what}: keep it on the host or on disk (torch.load(mmap=True)), and move a part at a "
-            "time."
-        )
-        return "data", what, "Take it in parts.", evidence
-    remedy = "Use tenure.adaptive.step()." if saved or trains else "Use @chunked()."
-    if saved:
-        evidence = f"Autograd saved {format_bytes(saved)} for the backward pass of this batch."
-    what = f"it takes {format_bytes(n_bytes)}{total}"
-    return "batch", what, _of_one(scene.batch_size) or remedy, evidence
+    elif facts.all_in_eval and saved > n_bytes // 4:
+        what, remedy = f"graphs take {format_bytes(saved)} in eval()", "Use torch.no_grad()."
+    elif model := _untrained(facts):
+        what = f"graphs take {format_bytes(saved)}, and no optimizer steps the {model}"
+        remedy = "Call it under torch.no_grad()."
+    elif _runs_again(facts):
+        what = f"{what}, or a state is never cut"
+        remedy = f"Use {next((each.name for each in facts.carried), 'state')}.detach()."
+    elif data := _largest_variable(facts):
+        name, size = _shortened(short(data.name)), format_bytes(data.n_bytes)
+        at, what, remedy = [], f"{name} alone takes {size}{total}", "Take it in parts."
+    found = ": ".join(filter(None, (" in ".join(filter(None, at)), what)))
+    return Candidate("batch", n_bytes, f"{found}. {remedy}")
 
 
-def _of_one(batch_size: int) -> str:
-    """What helps a batch that can't be smaller."""
-    return "Shorten its input, or use torch.utils.checkpoint." if batch_size == 1 else ""
+def _untrained(facts: Facts) -> str:
+    """The class of a model whose graphs no optimizer needs, as of a teacher; empty otherwise."""
+    model = None if facts.model is None else facts.model()
+    if model is None or not (facts.is_recording and facts.has_own_graph):
+        return ""
+    optimizers = instances(tracked_objects(), lambda cls: is_kind(cls, Optimizer))
+    known = {id(p) for each in optimizers for p in _parameters_of(each)}
+    own = {id(p) for p in model.parameters() if p.requires_grad}
+    return type_name(type(model)) if known and own and known.isdisjoint(own) else ""
+
+
+def _runs_again(facts: Facts, fewest: int = _FEWEST_RUNS) -> bool:
+    """Whether one thing was saved more often than weights can tell.
+
+    Layers save alike, too, and have weights each. Whether the state of a recurrent layer is that of
+    one long sequence or of many batches shows in nothing; to cut it helps in both.
+    """
+    saved = Counter((row.name, row.shape) for row in facts.rows(SAVED))
+    return max(saved.values(), default=0) > max(len(facts.rows(PARAMETERS)), fewest)
 
 
 def _largest_variable(facts: Facts) -> TensorRow | None:
-    """Return a tensor of at least half of all bytes that a variable outside forward() holds."""
+    """A tensor of at least half of all bytes that a variable outside of forward() holds."""
     found = (
         entry.owner
         for entry in facts.entries
         if entry.owner.category == OTHERS
         and entry.kind in _VARIABLES
         and 2 * entry.owner.n_bytes >= facts.all_bytes
-        and OF_FORWARD not in entry.owner.name
+        and _OF_FORWARD not in entry.owner.name
     )
     return next(found, None)
+
+
+# --- what is kept without use
+
+
+def _pile(facts: Facts) -> Candidate | None:
+    """The most of what is kept without use, if without it there would have been room."""
+    kept: list[Candidate] = []
+    facts.ask(lambda: kept.extend(_kept_models(facts)), "the models")
+    facts.ask(lambda: kept.extend(_kept_tensors(facts)), "what is kept")
+    phase = _phase(facts)
+    found = [each for each in kept if _explains(each, facts, phase)]
+    plain = ("tensors", "graphs", "models")
+    weighed = ((each.n_bytes * (1 if each.kind in plain else _TELLING), each) for each in found)
+    return max(weighed, default=(0, None), key=lambda pair: pair[0])[1]
+
+
+def _explains(pile: Candidate, facts: Facts, phase: Candidate | None) -> bool:
+    if facts.free_bytes is not None and pile.n_bytes < facts.wanted_bytes - facts.free_bytes:
+        return False
+    # of a phase that fills memory for good, all of it counts
+    if phase is not None and phase.cause != "logits":
+        return pile.n_bytes >= _MOST * max(facts.all_bytes, phase.n_bytes)
+    # models that are kept could be free, and those that are used could not
+    of_models = pile.n_bytes if pile.kind in ("models", "parts") else 0
+    # a buffer that grows is a part of the model, and of the work all the same
+    share = pile.n_bytes / max(1, facts.movable_bytes + of_models, pile.n_bytes)
+    return share >= (_MUCH if phase is None else _MOST)
+
+
+def _kept_models(facts: Facts) -> Iterator[Candidate]:
+    """Places that keep several models and optimizers, gradients without use, growing modules."""
+    found = instances(tracked_objects(), lambda cls: is_kind(cls, nn.Module, Optimizer))
+    optimizers = instances(found, lambda cls: is_kind(cls, Optimizer))
+    modules = outermost(instances(found, lambda cls: is_kind(cls, nn.Module)))
+    models = [module for module in modules if bytes_in(module, facts.device)]
+    # nothing of ours but these lists holds a model while it is asked who does
+    del found, modules
+    objects, n_steps = [*models, *optimizers], facts.watch.n_steps
+    held = find_holders(objects, ignore=(models, optimizers, objects)) if objects else []
+    oldest = n_steps - _STEPS_BACK * max(1, len(optimizers))
+    steps = ((each, facts.watch.last_steps.get(each, n_steps)) for each in optimizers)
+    stepped = {id(p) for each, step in steps if step > oldest for p in _parameters_of(each)}
+    piles: defaultdict[str, list[tuple[bool, int]]] = defaultdict(list)
+    idle: Counter[str] = Counter()
+    garbage: Counter[str] = Counter()
+    for each, holders in zip(objects, held, strict=True):
+        # parts of a model that is being made are in a tuple on its way: nothing keeps them
+        if not holders or holders[0].kind == "unknown":
+            continue
+        # `self` of what runs is called by its class, which says less than any other variable
+        own, is_model = type_name(type(each)), is_kind(type(each), nn.Module)
+        best = next((h for h in holders if h.named and h.chain != own), holders[0])
+        place = _spelled(place_of(best.chain), facts)
+        n_bytes = bytes_in(each, facts.device) if is_model else _state_bytes(each)
+        if best.kind == "cycle":
+            garbage[own] += n_bytes
+        # one variable keeps one model, and no pile; its gradients may be without use all the same
+        elif n_bytes and "[…]" in place and not facts.program.is_fixed(place):
+            piles[_container(place)].append((is_model, n_bytes))
+        if is_model and n_steps:
+            idle[place] += _idle_bytes(each, facts.device, stepped)
+    for own, n_bytes in garbage.items():
+        yield _garbage(own, n_bytes)
+    for place, kept in piles.items():
+        # a model and its optimizer that are kept together are one pile
+        n_models, n_bytes = sum(is_model for is_model, _ in kept), sum(n for _, n in kept)
+        if n_models >= _FEWEST:
+            remedy = f"Bound it, or {_ELSEWHERE}."
+            yield _leak("models", place, n_models, "model", n_bytes, remedy)
+        elif (n_optimizers := len(kept) - n_models) >= _FEWEST:
+            remedy = "Bound it, or del the old ones."
+            yield _leak("parts", place, n_optimizers, "optimizer", n_bytes, remedy)
+    for place, n_bytes in idle.items():
+        if n_bytes and sum(is_model for is_model, _ in piles[_container(place)]) < _FEWEST:
+            keeps = f"{_shortened(place)} keeps {format_bytes(n_bytes)} that no step needs"
+            text = f"{keeps}. Call zero_grad(set_to_none=True) after its last step."
+            yield Candidate("gradients", n_bytes, text, "parts")
+    for model in models:
+        yield from _growing(model, facts)
+
+
+def _container(place: str) -> str:
+    return f"{place.partition('[…]')[0]}[…]"
+
+
+def _garbage(name: str, n_bytes: int) -> Candidate:
+    remedy = "Break it, call gc.collect(), or open a scope around it."
+    text = f"{_shortened(name)}, {format_bytes(n_bytes)} of garbage. {remedy}"
+    return Candidate("cycle", n_bytes, text)
+
+
+def _growing(model: nn.Module, facts: Facts) -> Iterator[Candidate]:
+    """Modules in a model that got parts while the program trained."""
+    for name, module in model.named_modules():
+        # for each part, how many backward passes there had been
+        times = facts.watch.parts.get(module, {})
+        first = min(times.values(), default=0)
+        late = [part for key, part in module.named_children() if times.get(key, 0) > first]
+        if len(set(times.values())) >= _FEWEST and len(late) >= _FEWEST:
+            place = ".".join(filter(None, (type_name(type(model)), name)))
+            n_bytes = sum(bytes_in(part, facts.device) for part in late)
+            remedy = "It got them while it trained: bound it, or move some to the host."
+            yield _leak("parts", place, len(late), "module", n_bytes, remedy)
+
+
+def _state_bytes(optimizer: Any) -> int:
+    states = (state for state in optimizer.state.values() if isinstance(state, dict))
+    return sum(t.nbytes for state in states for t in state.values() if is_kind(type(t), Tensor))
+
+
+def _idle_bytes(module: nn.Module, device: str, stepped: set[int]) -> int:
+    gradients = (p.grad for p in module.parameters() if id(p) not in stepped)
+    return sum(g.nbytes for g in gradients if g is not None and str(g.device) == device)
+
+
+@dataclass(slots=True)
+class _Pile:
+    """The storages that are kept at one place.
+
+    Attributes:
+        place: the place.
+        own: those of its tensors.
+        saved: those that the graphs of its tensors have saved.
+        names: of each its holder.
+    """
+
+    place: str
+    own: list[StorageEntry] = field(default_factory=list)
+    saved: list[StorageEntry] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+
+    @property
+    def n_bytes(self) -> int:
+        """All that would be free without it."""
+        return sum(entry.owner.n_bytes for entry in (*self.own, *self.saved))
+
+    @property
+    def is_scalar(self) -> bool:
+        """Whether a number is among its tensors."""
+        return not all(entry.owner.shape for entry in self.own)
+
+
+def _kept_tensors(facts: Facts) -> Iterator[Candidate]:
+    """Piles of tensors and graphs, and variables that hold graphs without use."""
+    piles: dict[str, _Pile] = {}
+    joined: dict[str, _Pile] = {}
+    # the largest of a pile is the first of its names
+    for entry in sorted(facts.entries, key=lambda entry: -entry.owner.n_bytes):
+        row, name = entry.owner, _name_of(entry.owner, facts)
+        is_saved = row.graph is not None and row.category == SAVED
+        is_kept = row.category in (OTHERS, SAVED) and entry.kind not in ("", "autograd")
+        is_joined = _joins(entry, facts)[0] >= _FEWEST
+        if _OF_FORWARD not in name and (is_joined or is_saved or is_kept):
+            place = _spelled(place_of(row.name), facts) if is_joined else _place(name, facts)
+            pile = (joined if is_joined else piles).setdefault(place, _Pile(place))
+            (pile.saved if is_saved else pile.own).append(entry)
+            pile.names.append(name)
+    found = {place: each for place, pile in piles.items() if (each := _of_pile(pile, facts))}
+    graphs = {place for place, each in found.items() if each.kind == "graphs"}
+    if carried := _carried(facts, graphs):
+        found = {place: each for place, each in found.items() if place not in graphs}
+    others = (carried or _past(facts), _joined(joined, facts), _casts(facts))
+    yield from filter(None, (*found.values(), *others))
+
+
+def _name_of(row: TensorRow, facts: Facts) -> str:
+    """What holds a tensor, or the graph that saved it, as before the very error was raised.
+
+    Where nobody handles an error, what ran is in its traceback alone: that keeps nothing by itself.
+    """
+    name = (row.graph if row.category == SAVED else None) or row.name
+    found = _IN_FRAME.search(name)
+    is_own = found and found[1] in facts.raised_in and _HELD not in name
+    if found is None or not is_own or not name.startswith((_TRACEBACK, "sys.last_")):
+        return name
+    return f"{found[1]}.<locals>.{name[found.end() :]}"
+
+
+def _place(name: str, facts: Facts) -> str:
+    """The place of a name that `_name_of` gave."""
+    if name.endswith(_CYCLE):
+        return _CYCLE
+    if _TRACEBACK in name or _IN_FRAME.search(name):
+        return _TRACEBACK
+    return _spelled(place_of(name), facts)
+
+
+def _spelled(place: str, facts: Facts) -> str:
+    """A place as its function says it, without what holds it.
+
+    What a function or a call has bound is told by where it piles up: `out` of each of the lambdas
+    in `callbacks[…]` by the list.
+    """
+    inner, _, outer = place.partition(_HELD)
+    # of a function that waits, such as a coroutine
+    inner = inner.rpartition(": local ")[2]
+    if " of " in inner and ": " in inner:
+        bound = inner.rpartition(": ")[2]
+        is_argument = bound.startswith(("args[", "keywords["))
+        is_outside = "[…]" in outer and (is_argument or "[…]" not in bound)
+        inner = outer.partition(_HELD)[0] if is_outside else bound
+    if inner.endswith(_UNNAMED):
+        return f"{_ANONYMOUS}{_line_of(facts.site)}{_OF_ANONYMOUS}"
+    # each member of a set is an index, and a chain of attributes one attribute
+    members = inner.replace(" (a member)", "[…]").replace(" (a key)", "[…]")
+    return short(_CHAIN.sub(r"\1.…", members))
+
+
+def _of_pile(pile: _Pile, facts: Facts) -> Candidate | None:
+    """Why a pile is of no use, in the order of certainty; None for what is wanted."""
+    place, n_bytes, largest = pile.place, pile.n_bytes, pile.names[0]
+    if place == _CYCLE:
+        return _garbage(_spelled(largest.removesuffix(_CYCLE), facts), n_bytes)
+    if place == _TRACEBACK:
+        # of equal ones, one whose keeper has a name
+        held = next((name for name in pile.names if _HELD in name), largest)
+        size = f"{_shortened(_keeper_of(held, facts))} holds {format_bytes(n_bytes)}"
+        text = f"{size} by its traceback. Keep str(error), not the error."
+        return Candidate("traceback", n_bytes, text)
+    if cached := _CACHE_OF.search(place):
+        name, remedy = cached[1], f"call {_shortened(cached[1])}.cache_clear()."
+        remedy = f"Lower its maxsize=, or {remedy}"
+        return _leak("", f"lru_cache of {name}", len(pile.own), "result", n_bytes, remedy)
+    alike = Counter((each.owner.shape[1:], each.owner.dtype) for each in pile.own)
+    repeats = Counter((each.owner.name, each.owner.shape) for each in pile.saved)
+    n_graphs = len({each.owner.graph for each in pile.saved})
+    n_repeats, n_alike = min(repeats.values(), default=0), max(alike.values(), default=0)
+    is_much = n_graphs >= _FEWEST_GRAPHS or max(n_repeats, n_alike * ("…" in place)) >= _FEWEST
+    is_bounded = facts.containers.get(place.partition("[…]")[0]) == "bounded"
+    if is_bounded or not is_much or (not pile.saved and facts.program.is_fixed(place)):
+        return None
+    keyed = {_spelled(keyed_place_of(name), facts) for name in pile.names}
+    # all of it under one key of a mapping
+    name = keyed.pop() if len(keyed) == 1 else place
+    name = name.partition(_FROM_ITERTOOLS)[0].removesuffix(_OF_ANONYMOUS)
+    kind, noun, remedy = _of_graphs(pile, facts) if pile.saved else _of_tensors(pile, facts)
+    found = _leak(kind, name, max(n_alike, n_graphs, n_repeats), noun, n_bytes, remedy)
+    return found._replace(cause="results") if remedy in _OF_RESULTS else found
+
+
+def _of_graphs(pile: _Pile, facts: Facts) -> tuple[str, str, str]:
+    """The kind of a pile, what it keeps, and the remedy."""
+    added = facts.program.added_to(pile.place)
+    if pile.place.endswith(".grad"):
+        remedy = "Set .grad to None."
+    elif _gathers(pile, facts) and not pile.is_scalar:
+        remedy = _OF_RESULTS[1]
+    elif needed := facts.program.needs(pile.place):
+        remedy = f"Call {needed}.clear() after backward()."
+    elif pile.is_scalar:
+        remedy = f"Keep {added}.item()." if added else "Keep .item() of each."
+    else:
+        remedy = f"Keep {added}.detach(), and bound it."
+    return "graphs", "graph", remedy
+
+
+def _of_tensors(pile: _Pile, facts: Facts) -> tuple[str, str, str]:
+    """The same of a pile without graphs."""
+    variable, shown = pile.place.partition("[…]")[0], sum(each.shown_bytes for each in pile.own)
+    container = facts.containers.get(variable)
+    if shown < _VIEWS * pile.n_bytes:
+        copied = ".copy()" if "numpy array" in pile.names[0] else ".clone()"
+        return "", "view", f"They show {format_bytes(shown)}: keep {copied} of each."
+    if _are_copies([entry.owner for entry in pile.own], facts):
+        return "", "tensor", f"They are copies of weights or gradients: {_ELSEWHERE}."
+    if _FROM_ITERTOOLS in pile.place:
+        return "", "tensor", "It is an itertools.cycle: use `while True: for batch in loader`."
+    if _gathers(pile, facts):
+        remedy = _OF_RESULTS[0]
+    elif variable.startswith(_ANONYMOUS):
+        remedy = "Take them one at a time."
+    elif container == "default" or any(entry.kind == "default" for entry in pile.own):
+        remedy = f"A default lives for ever: use {variable}=None."
+    elif link := _LINK.search(pile.place):
+        remedy = f"Set {link[1]} to None in time."
+    else:
+        remedy = "Bound it, or load a part at a time." if container == "data" else "Bound it."
+    return "tensors", "tensor", remedy
+
+
+def _gathers(pile: _Pile, facts: Facts) -> bool:
+    """Whether a variable gathers results of a model that is not trained.
+
+    That shows in lists alone: the rest is out of sight. A mapping of a few lists is a list by
+    another name.
+    """
+    variable, _, inside = pile.place.partition("[…]")
+    if variable.startswith(_ANONYMOUS):
+        return facts.model is not None and not facts.trains
+    container = facts.containers.get(variable, "")
+    is_list = container == "list" or (container == "dict" and inside == "[…]")
+    is_direct = inside in ("", "[…]") and not any(_HELD in name for name in pile.names)
+    return is_list and is_direct and not facts.trains and not facts.program.is_filled(pile.place)
+
+
+def _are_copies(rows: list[TensorRow], facts: Facts) -> bool:
+    """Whether tensors have the shapes of weights, and of several."""
+    weights = {row.shape for row in facts.rows(PARAMETERS)}
+    alike = [row for row in rows if row.shape in weights]
+    n_bytes = sum(row.n_bytes for row in rows)
+    has_several = len({row.shape for row in alike}) > 1
+    return has_several and sum(row.n_bytes for row in alike) >= _COPIES * n_bytes
+
+
+def _keeper_of(name: str, facts: Facts) -> str:
+    """Who keeps an exception; without a keeper, the function that it was raised in."""
+    # of a coroutine, say, the variable; what holds that is further away
+    keeper = name.partition(_HELD)[2].partition(_HELD)[0] or _IN_FRAME.split(name)[0]
+    named = _spelled(place_of(keeper), facts)
+    function = _IN_FRAME.search(name)
+    raised = f"the error of {function[1]}()" if function else "an error"
+    return raised if not keeper or named.startswith((_TRACEBACK, "frame")) else named
+
+
+def _joins(entry: StorageEntry, facts: Facts) -> tuple[int, str]:
+    """How often in a row `torch.cat` made a storage of a part of it, and the last line."""
+    storage = None if entry.identity is None else entry.identity()
+    return (0, "") if storage is None else facts.watch.joined.get(storage, (0, ""))
+
+
+def _joined(piles: dict[str, _Pile], facts: Facts) -> Candidate | None:
+    """What grows by `torch.cat`, as one with the name of its largest place.
+
+    The keys and values of a model's layers are many places, and each of them may be small.
+    """
+    if not piles:
+        return None
+    largest = max(piles.values(), key=lambda pile: pile.n_bytes)
+    n_bytes = sum(pile.n_bytes for pile in piles.values())
+    times, site = max(_joins(entry, facts) for entry in (*largest.own, *largest.saved))
+    others = f" (and {counted(len(piles) - 1, 'other')})" if len(piles) > 1 else ""
+    grows = f"{_shortened(largest.place)}{others} grows by torch.cat{_at(site)}"
+    size = f"{format_bytes(n_bytes)} after {times} times"
+    return Candidate("leak", n_bytes, f"{grows}, {size}. Bound it, or move it to the host.")
+
+
+def _carried(facts: Facts, held: set[str]) -> Candidate | None:
+    """A variable whose graph goes on from step to step, or from batch to batch.
+
+    Args:
+        facts: the facts.
+        held: the variables that hold graphs.
+    """
+    # a long sequence that is trained on looks the same until its backward pass
+    fewest = _FEWEST_RUNS if facts.calls_backward else _FEWEST
+    endless = (facts.all_in_eval or not facts.calls_backward) and _runs_again(facts, fewest)
+    found = [
+        each
+        for each in facts.carried
+        if each.n_steps >= _FEWEST_STEPS or each.name in held or endless
+    ]
+    if not found:
+        return None
+    best = max(found, key=lambda each: (not each.is_scalar, each.n_bytes))
+    retained = facts.watch.retained_at
+    why = f" (retain_graph=True{_at(retained)})" if retained else ""
+    carries = f"{_shortened(best.name)} carries its graph from step to step"
+    text = f"{carries}, {format_bytes(best.n_bytes)}{why}. {_way_on(best, facts)}"
+    return Candidate("leak", best.n_bytes, text)
+
+
+def _way_on(variable: Carried, facts: Facts) -> str:
+    name, plain = variable.name, variable.name.rpartition(".")[2]
+    if "[…]" in name:
+        return "Go on with t.detach() of each of its tensors."
+    if not variable.is_scalar or plain not in facts.program.added:
+        return f"Go on with {name}.detach(){', or .item()' if variable.is_scalar else ''}."
+    if plain in facts.program.needed:
+        return "Call backward() on each, and not on the sum."
+    return f"Use {name} += {facts.program.added_to(name) or '(...)'}.item()."
+
+
+def _past(facts: Facts) -> Candidate | None:
+    """A variable that nothing reads any more, with a graph that nothing else holds."""
+    name, n_bytes = facts.past
+    line = _line_of(facts.watch.retained_at)
+    remedy = f"Leave out retain_graph=True ({line})" if line else "Call backward() on it"
+    remedy = remedy if facts.trains else "Use torch.no_grad()"
+    holds = f"{name} still holds the graph of the previous step, {format_bytes(n_bytes)}"
+    text = f"{holds}. {remedy}, or del {name} first."
+    return Candidate("leak", n_bytes, text) if n_bytes else None
+
+
+def _casts(facts: Facts) -> Candidate | None:
+    """The casts of weights that autocast keeps while its block is open; nothing in Python does."""
+    weights = facts.rows(PARAMETERS)
+    shapes = {row.shape for row in weights} | {row.shape[::-1] for row in weights}
+    rows = [row for row in facts.rows(SAVED, OTHERS) if row.dtype == facts.autocast_dtype]
+    n_bytes = sum(row.n_bytes for row in rows if row.shape in shapes)
+    # a training has a block for each step
+    if facts.trains or not n_bytes:
+        return None
+    size = f"autocast around {_line_of(facts.site)} keeps {format_bytes(n_bytes)}"
+    remedy = "Use autocast(cache_enabled=False), or a block for each batch."
+    return Candidate("leak", n_bytes, f"{size} of weights that it has cast. {remedy}")

@@ -1,4 +1,4 @@
-"""`record_oom`: a recorder that waits for the first out-of-memory error and explains it.
+"""`record_oom`: a recorder that waits for the first out-of-memory error, and its one-screen report.
 
 Invariant: the program goes on as without it. Its error is the same object, raised on; whatever
 fails in here is told in the report, or nowhere.
@@ -8,27 +8,34 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from types import FrameType, TracebackType
-from typing import NoReturn, Self
-from weakref import ref
+from typing import ClassVar, NoReturn, Self
 
 from tenure import _host_memory
 from tenure._callers import user_site
 from tenure._errors import ProfilerUsageError
 from tenure._heap import collector_paused
-from tenure._oom import OomInfo, chain_of, oom_info
+from tenure._oom import OomInfo, oom_info
 from tenure._registries import handles_ooms
 from tenure._reserve import Reserve
+from tenure._show import Column, Paragraph, Part, Report, Row, Table, bytes_column, in_bytes
+from tenure._text import counted, format_bytes
+from tenure._torch.quiet import quietly
 
-from ._causes import judge
+from .._owners import CATEGORIES, SAVED, StorageEntry, TensorRow, describe_row
+from .._reports import place_of
+from ._causes import TEXTS, UNKNOWN, Candidate, judge
 from ._facts import Facts
-from ._kinds import Verdict
-from ._report import OomReport, build
-from ._watch import Notes, Watch
+from ._watch import Watch
 
-_MOST_HANDLED, _MOST_LINES = 2, 8
+# A program may handle thousands of a line: whoever looks for a size that fits does.
+_MOST_HANDLED, _MOST_OF_LINE = 8, 2
 # What a look at a large heap takes, or as much of it as there is room for.
 _RESERVES_BYTES = (64 << 20, 16 << 20, 4 << 20)
+_MOST_LINES, _MOST_HOLDERS, _MOST_OF_TEXT = 4, 5, 400
 
 
 class OomRecorder:
@@ -43,13 +50,12 @@ class OomRecorder:
         self._quiet = quiet
         self._began_bytes = _host_memory.resident_bytes()
         self._opened_at = str(user_site())
-        self._by_error: dict[tuple[int, str], tuple[ref[BaseException] | None, OomReport]] = {}
-        self._lines: set[str] = set()
+        self._lines: Counter[str] = Counter()
+        self._last_text: str | None = None
         self._shown: OomReport | None = None
         self._lock = threading.Lock()
         self._reserve = Reserve(*_RESERVES_BYTES)
-        self._noted = Notes()
-        self._watch = Watch(self._saw, self._noted)
+        self._watch = Watch(self._saw)
         self._is_open = True
         self._thread_id = threading.get_ident()
         self._reserve.take()
@@ -108,7 +114,9 @@ class OomRecorder:
 
     def _saw(self, error: BaseException, is_final: bool) -> None:
         """Explain an error, if it is one of memory and news."""
-        if self._reports_enough(is_final) or not self._lock.acquire(blocking=False):
+        if not self._is_open or (not is_final and self._has_enough()):
+            return
+        if not self._lock.acquire(blocking=False):
             return
         try:
             info = oom_info(error)
@@ -120,13 +128,11 @@ class OomRecorder:
         finally:
             self._lock.release()
 
-    def _reports_enough(self, is_final: bool) -> bool:
-        if not self._is_open or is_final:
-            return not self._is_open
-        if handles_ooms.get() or len(self._lines) >= _MOST_LINES:
+    def _has_enough(self) -> bool:
+        """Whether errors that the program handles are no news any more."""
+        if handles_ooms.get() or self._lines.total() >= _MOST_HANDLED:
             return True
-        # A program may handle thousands of a line: whoever looks for a size that fits does.
-        return len(self._by_error) >= _MOST_HANDLED and str(user_site()) in self._lines
+        return self._lines[str(user_site())] >= _MOST_OF_LINE
 
     def _note(self, error: BaseException, info: OomInfo, frame: FrameType | None) -> None:
         """Keep the report of the first error, and of the last: what ends the program may be it.
@@ -135,54 +141,29 @@ class OomRecorder:
         retry in the midst of the handling of the first; see
         test_an_error_that_ends_the_program_is_explained_beside_the_first.
         """
-        key = _key_of(error)
-        known, report = self._by_error.get(key, (None, None))
-        # its address may be that of another one by now
-        if report is None or (known is not None and known() is None):
-            if frame is not None:
-                self._lines.add(str(user_site()))
+        # one with the text of the last is the same on its way out, or says no more
+        if info.text != self._last_text:
+            self._last_text = info.text
             self._reserve.free()
             try:
-                report = self._report_of(error, info, frame)
+                self.reports = (*self.reports[:1], self._report_of(error, info, frame))
             finally:
                 self._reserve.take()
-            self._by_error[key] = _reference_to(error), report
-        is_told = frame is None or not self.reports
-        self.reports = tuple({id(each): each for each in (*self.reports[:1], report)}.values())
-        if is_told:
-            if not self._quiet and self._shown is not report:
-                _show(report)
+        if frame is not None:
+            self._lines[str(user_site())] += 1
+        report = self.reports[-1]
+        is_told = frame is None or report is self.reports[0]
+        if is_told and report is not self._shown and not self._quiet:
+            _show(report)
             self._shown = report
 
     def _report_of(self, error: BaseException, info: OomInfo, frame: FrameType | None) -> OomReport:
-        is_handled = frame is not None
-        facts = Facts(info, self._noted, self._began_bytes, is_handled)
-        with collector_paused():
-            try:
-                facts.look(error, frame)
-                return build(facts, judge(facts))
-            # the least that there is to say
-            except Exception as failed:
-                told = f"The cause could not be judged: {type(failed).__name__}."
-                head = "Out of memory; nothing more could be seen."
-                return build(facts, Verdict("unknown", 0, head, (told,)))
-
-
-def _key_of(error: BaseException) -> tuple[int, str]:
-    """The error of memory in a chain, so that it is known again below what was raised from it."""
-    for each in chain_of(error):
-        info = oom_info(each)
-        if info is not None and len(info.chain) == 1:
-            return id(each), info.text
-    return id(error), ""
-
-
-def _reference_to(error: BaseException) -> ref[BaseException] | None:
-    """One that keeps nothing; None of Python's own MemoryError, which has none."""
-    try:
-        return ref(error)
-    except TypeError:
-        return None
+        facts = Facts(info, self._watch, self._began_bytes, is_handled=frame is not None)
+        found = [UNKNOWN]
+        with collector_paused(), quietly():
+            facts.ask(lambda: facts.look(error, frame), "the error")
+            facts.ask(lambda: found.append(judge(facts)), "the cause")
+            return build(facts, found[-1])
 
 
 def _show(report: OomReport) -> None:
@@ -228,3 +209,187 @@ def record_oom(*, quiet: bool = False) -> OomRecorder:
         ('cpu', 8388608)
     """
     return OomRecorder(quiet=quiet)
+
+
+# --- the report
+
+
+@dataclass(frozen=True, slots=True)
+class OomLine:
+    """What one line of the program made, or what one place keeps.
+
+    Attributes:
+        name: the line, as ``train.py:41``; or the place.
+        n_bytes: bytes of its storages.
+        n_storages: how many there are.
+        what: the largest, such as ``float32[64, 128] on cuda:0``.
+    """
+
+    name: str
+    n_bytes: int
+    n_storages: int
+    what: str = ""
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class OomReport(Report):
+    """Why memory ran out, and what there was when it did.
+
+    Attributes:
+        cause: one of ``"leak"``, ``"results"``, ``"cycle"``, ``"traceback"``, ``"logits"``,
+            ``"optimizer_state"``, ``"batch"``, ``"weights"``, ``"fragmentation"``,
+            ``"other_process"``, ``"host"``, ``"unknown"``.
+        first_line: the cause and the remedy.
+        evidence: sentences with the numbers that speak for it, and further remedies.
+        error: the type of the error and the beginning of its text.
+        site: the user's line that it came from, as ``train.py:41 in loss_of``; can be empty.
+        device: where memory ran out.
+        requested_bytes: what the allocation asked for; 0 where nothing tells.
+        total_bytes: the memory of the device, or the limit on it; None where nothing tells.
+        free_bytes: what of it was free; None where nothing tells.
+        cause_bytes: the bytes that speak for the cause.
+        categories: bytes by category, on that device.
+        lines: the lines that made the most, where sites were captured.
+        holders: the places that keep the most.
+        fragmentation: ``reserved_bytes``, ``allocated_bytes``, ``unused_bytes`` and
+            ``largest_free_bytes`` of the device's allocator; empty where it counts nothing.
+        host: the host's memory: that of the process, of its container, and their limits.
+        was_handled: the error was raised by torch, and the program may have handled it.
+        notes: what could not be seen.
+    """
+
+    cause: str
+    first_line: str
+    evidence: tuple[str, ...]
+    error: str
+    site: str
+    device: str
+    requested_bytes: int
+    total_bytes: int | None
+    free_bytes: int | None
+    cause_bytes: int
+    categories: dict[str, int]
+    lines: tuple[OomLine, ...]
+    holders: tuple[OomLine, ...]
+    fragmentation: dict[str, int]
+    host: dict[str, int]
+    was_handled: bool = True
+    notes: tuple[str, ...] = ()
+
+    _figures: ClassVar = ("used_bytes",)
+
+    @property
+    def used_bytes(self) -> int:
+        """What the tensors that were found take on the device."""
+        return sum(self.categories.values())
+
+    def __repr__(self) -> str:
+        return f"<OomReport of {self.cause} on {self.device}: {self.first_line}>"
+
+    def _parts(self) -> list[Part]:
+        told = (self._failure(), *self.evidence, *self.notes)
+        # what is below belongs to the first line, and is indented
+        lines = [self.first_line, *(f"  {sentence}" for sentence in told), ""]
+        sums = "\n".join(self._sums())
+        return [
+            Paragraph("", "\n".join(lines)),
+            *self._tables(),
+            *[Paragraph("", sums)] * bool(sums),
+        ]
+
+    def _failure(self) -> str:
+        at = f" at {self.site}" if self.site else ""
+        wanted = f", wanted {format_bytes(self.requested_bytes)}" if self.requested_bytes else ""
+        total = f" of {format_bytes(self.total_bytes)}" if self.total_bytes else ""
+        free = (
+            f", {format_bytes(self.free_bytes)} free{total}" if self.free_bytes is not None else ""
+        )
+        kind = self.error.partition(":")[0]
+        return f"{kind}{at}: {self.device}{wanted}{free or (f', limit{total}' if total else '')}."
+
+    def _tables(self) -> Iterator[Table]:
+        total = max(1, self.used_bytes)
+        rows = [(name, in_bytes(n), f"{n / total:.0%}") for name, n in self.categories.items() if n]
+        if rows:
+            yield _table("in use", self.device, "share", rows)
+        for heading, lines in (("created at", self.lines), ("kept by", self.holders)):
+            if lines:
+                yield _table(heading, "bytes", "tensors", list(map(_cells, lines)))
+
+    def _sums(self) -> Iterator[str]:
+        told = {name: format_bytes(n) for name, n in {**self.fragmentation, **self.host}.items()}
+        if self.fragmentation:
+            largest = told.get("largest_free_bytes")
+            of_it = f", the largest free block {largest}" if largest else ""
+            yield (
+                f"{self.device}: {told['allocated_bytes']} allocated of {told['reserved_bytes']} "
+                f"reserved, {told['unused_bytes']} unused{of_it}."
+            )
+        if self.host:
+            named = {"limit_bytes": "the container's limit", "own_limit_bytes": "its own limit"}
+            limits = ", ".join(f"{name} {told[key]}" for key, name in named.items() if key in told)
+            limit = f" ({limits})" if limits else ""
+            rss, free = told.get("rss_bytes"), told.get("free_bytes")
+            yield f"host: the process has {rss}, free {free}{limit}."
+
+
+def build(facts: Facts, cause: Candidate) -> OomReport:
+    """Put what is known and what is thought of it together; without a reference to anything."""
+    info = facts.info
+    label, advice = TEXTS[cause.cause]
+    share = f"That is {cause.n_bytes / max(1, facts.used_bytes):.0%} of what was in use."
+    is_told = 0 < cause.n_bytes <= facts.used_bytes
+    names = dict.fromkeys([*CATEGORIES, *(entry.owner.category for entry in facts.entries)])
+    return OomReport(
+        cause.cause,
+        label + cause.text,
+        tuple(filter(None, (share if is_told else "", advice))),
+        f"{info.chain[-1]}: {info.text[:_MOST_OF_TEXT]}",
+        facts.site,
+        facts.device,
+        facts.wanted_bytes,
+        facts.total_bytes,
+        facts.free_bytes,
+        cause.n_bytes,
+        {name: facts.bytes_of(name) for name in names},
+        _largest(((e.owner.created_at, e) for e in facts.entries), _MOST_LINES),
+        _largest(((_holder_of(e), e) for e in facts.entries), _MOST_HOLDERS),
+        facts.fragmentation,
+        facts.host,
+        facts.is_handled,
+        tuple(facts.notes),
+    )
+
+
+def _holder_of(entry: StorageEntry) -> str:
+    row = entry.owner
+    if row.graph is not None and row.category == SAVED:
+        return f"graph of {place_of(row.graph)}"
+    return place_of(row.name)
+
+
+def _largest(found: Iterator[tuple[str | None, StorageEntry]], most: int) -> tuple[OomLine, ...]:
+    by_name: defaultdict[str, list[TensorRow]] = defaultdict(list)
+    for name, entry in found:
+        if name is not None:
+            by_name[name].append(entry.owner)
+    lines = [
+        OomLine(
+            name,
+            sum(row.n_bytes for row in rows),
+            len(rows),
+            describe_row(max(rows, key=lambda row: row.n_bytes)),
+        )
+        for name, rows in by_name.items()
+    ]
+    return tuple(sorted(lines, key=lambda line: -line.n_bytes)[:most])
+
+
+def _table(heading: str, n_bytes: str, last: str, rows: Sequence[Row]) -> Table:
+    columns = (Column(heading), bytes_column(n_bytes), Column(last))
+    return Table("", columns, rows, by=n_bytes, rule="")
+
+
+def _cells(line: OomLine) -> Row:
+    n = counted(line.n_storages, "tensor") if line.n_storages > 1 else line.what
+    return line.name, in_bytes(line.n_bytes), n
