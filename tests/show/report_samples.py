@@ -349,7 +349,7 @@ REPORTS = {
     "no recorded leaks": SHORT.leaks_found(),
     "courtesy": CourtesyReport(
         2**30, 100, 200,
-        (Stay("float32[64, 512, 1024] on cuda:0, 128.0 MiB", 2**27, "a captured graph replays into its memory", HOLDER.format(0)),),
+        (Stay("float32[64, 512, 1024] on cuda:0, 128.0 MiB", 2**27, "it is shared with another process"),),
         {"cuda:0": 2**27}, {"cuda:0": 2**30},
     ),
     "no courtesy": CourtesyReport(0, 0, 0, note="there is no accelerator."),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, UntypedStorage
 from torch.nn import Parameter
@@ -20,8 +20,6 @@ from tenure._heap import type_name
 from tenure._text import describe, format_bytes, operation_of, shape_of
 from tenure._torch import trap
 from tenure._torch.quiet import set_class, without_functions, without_subclass_functions
-
-from ._inventory import Holding
 
 _TRAP = "its bytes are in host memory: leave the block of tenure's Courtesy, or call its restore()."
 _GUARD = "_tenure_away"
@@ -63,7 +61,7 @@ class Away:
         host: uint8[n_bytes], the bytes of the storage; None when they are not needed any more.
     """
 
-    def __init__(self, courtesy: Any, holding: Holding, host: Tensor) -> None:
+    def __init__(self, courtesy: Any, holding: Any, host: Tensor) -> None:
         self.courtesy = courtesy
         self.host: Tensor | None = host
         self.n_bytes = host.numel()
@@ -76,14 +74,14 @@ class Away:
     def __str__(self) -> str:
         return f"{format_bytes(self.n_bytes)} on {self.device}"
 
-    def leave(self, holding: Holding) -> None:
+    def leave(self, holding: Any) -> None:
         """Make every use raise an error, then free the device memory."""
         # Handles first, nodes next, memory last: whatever fails between, no use reads freed bytes;
         # see test_an_interrupt_while_leaving_brings_back_what_had_left.
         for handle in holding.tensors.values():
             cls = type(handle)
             set_class(handle, AwayTensor)
-            _attributes(handle)[_GUARD] = _Guard(cls, self)
+            _attributes(handle)[_GUARD] = cls, self
         for node in holding.nodes.values():
             # Weakly: the graph would keep the bytes in host memory as long as it lives.
             refusal = partial(_refuse_backward, weakref.ref(self), type_name(type(node)))
@@ -138,13 +136,6 @@ def _refuse_backward(reference: weakref.ref[Away], node: str, _: tuple[Tensor, .
         )
 
 
-class _Guard(NamedTuple):
-    """What a handle keeps while its bytes are away: its class, and the bytes."""
-
-    cls: type[Tensor]
-    away: Away
-
-
 class AwayTensor(Tensor):
     """The class of a handle while its bytes are in host memory. Users never make one."""
 
@@ -167,16 +158,14 @@ class AwayTensor(Tensor):
                     return f"<AwayTensor {_text_of(tensor)}>"
                 raise AwayTensorError(
                     f"{operation_of(func)} got {_text_of(tensor)}. {_ADVICE}",
-                    _guard_of(tensor).away.courtesy,
+                    _guard_of(tensor)[1].courtesy,
                 )
         return func(*args, **(kwargs or {}))
 
     @property
     def _is_param(self) -> bool:  # type: ignore[override]  # torch declares it as an attribute
         """What ``isinstance(t, torch.nn.Parameter)`` asks."""
-        return issubclass(_guard_of(self).cls, Parameter) or bool(
-            _attributes(self).get("_is_param")
-        )
+        return issubclass(_guard_of(self)[0], Parameter) or bool(_attributes(self).get("_is_param"))
 
 
 def can_leave(tensor: Tensor) -> bool:
@@ -201,8 +190,9 @@ def _heal(tensor: Tensor) -> bool:
     return True
 
 
-def _guard_of(tensor: Tensor) -> _Guard:
-    found: _Guard = _attributes(tensor)[_GUARD]
+def _guard_of(tensor: Tensor) -> tuple[type[Tensor], Away]:
+    """Return the class of a handle whose bytes are away, and the bytes."""
+    found: tuple[type[Tensor], Away] = _attributes(tensor)[_GUARD]
     return found
 
 
@@ -213,6 +203,6 @@ def _attributes(tensor: Tensor) -> dict[str, Any]:
 
 def _text_of(tensor: Tensor) -> str:
     with without_functions():
-        n_bytes = _guard_of(tensor).away.n_bytes
+        n_bytes = _guard_of(tensor)[1].n_bytes
         text = describe(tensor.dtype, shape_of(tensor), tensor.device, n_bytes)
     return f"{text}, which a Courtesy moved to host memory"

@@ -7,34 +7,84 @@ can be called again.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from threading import RLock
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, UntypedStorage
 
 from tenure._callers import warn_user
 from tenure._errors import CourtesyError, CourtesyWarning
-from tenure._graph_capture import is_capturing
+from tenure._graph_capture import is_capturing, kind_of_live_graph
 from tenure._host_memory import free_host_bytes
-from tenure._text import format_bytes, listed
+from tenure._show import Paragraph, Part, Report
+from tenure._text import counted, format_bytes, listed
 from tenure._torch.device_allocator import clear_workspaces
 from tenure._torch.quiet import quietly
 
 from .._allocator import allocator_bytes
 from ._away import Away
-from ._inventory import Holding, take_inventory
-from ._report import CourtesyReport, Stay
-from ._stays import split
+from ._inventory import Holding, Stay, split, take_inventory
 
 # one at a time: two that move the same storage would each think that the other's bytes are its own
 _turn = RLock()
 # what is away must come back, even if the program has dropped the object that can bring it back
 _unfinished: set[Courtesy] = set()
 _SHOWN = 3
+
+
+@dataclass(frozen=True, slots=True)
+class CourtesyReport(Report):
+    """What became of the memory of accelerators; ``print`` shows it.
+
+    Attributes:
+        moved_bytes: bytes that are in host memory now.
+        n_storages: storages that they are the bytes of.
+        n_tensors: tensors that share these storages, those that only a graph holds among them.
+        stays: what stayed on its device although a tensor of the program has it.
+        left_bytes: by device, what its allocator still counts as allocated; without statistics
+            the device is missing.
+        left_reserved_bytes: by device, what its allocator still keeps from other processes.
+        note: why there was nothing to move; else empty.
+    """
+
+    moved_bytes: int
+    n_storages: int
+    n_tensors: int
+    stays: tuple[Stay, ...] = ()
+    left_bytes: Mapping[str, int] = field(default_factory=dict)
+    left_reserved_bytes: Mapping[str, int] = field(default_factory=dict)
+    note: str = ""
+
+    _figures: ClassVar = ("stays_bytes",)
+
+    @property
+    def stays_bytes(self) -> int:
+        """Bytes of all that stayed."""
+        return sum(stay.n_bytes for stay in self.stays)
+
+    def _parts(self) -> list[Part]:
+        if self.note:
+            return [Paragraph("", f"Courtesy moved nothing: {self.note}")]
+        lines = [
+            f"Courtesy moved {format_bytes(self.moved_bytes)} to host memory "
+            f"({counted(self.n_storages, 'storage')}, {counted(self.n_tensors, 'tensor')})."
+        ]
+        if self.stays:
+            lines.append(f"{format_bytes(self.stays_bytes)} stay where they are:")
+            lines += [f"  {stay}" for stay in self.stays]
+        for device, allocated_bytes in self.left_bytes.items():
+            reserved_bytes = self.left_reserved_bytes.get(device, allocated_bytes)
+            reserved = f", and {format_bytes(reserved_bytes)} reserved"
+            lines.append(
+                f"{device} has {format_bytes(allocated_bytes)} allocated"
+                f"{reserved if reserved_bytes != allocated_bytes else ''} now."
+            )
+        return [Paragraph("", "\n".join(lines))]
 
 
 class Courtesy:
@@ -93,15 +143,21 @@ class Courtesy:
             What was moved and what stayed.
 
         Raises:
-            CourtesyError: the host has no memory for it, or a graph is being captured, and nothing
-                was moved.
+            CourtesyError: nothing was moved: the host has no memory for it, a graph is being
+                captured, or was and is alive, or torch can't empty storages of the device.
 
         Warns:
             CourtesyWarning: some of it can't be moved.
         """
         with _turn, quietly():
-            self._refuse_capture(self._devices_to_leave(), "moved to host memory")
-            going, stays, devices = self._look()
+            # what its cache holds is none of Python's, and could not be moved
+            torch.clear_autocast_cache()
+            here = [held for held in take_inventory() if self._concerns(held.storage.device)]
+            devices = list(dict.fromkeys(held.storage.device for held in here))
+            self._refuse_capture(devices, "moved to host memory")
+            self._refuse_what_stays(devices)
+            going, stays = split(here)
+            here.clear()
             # Before anything is moved: the warning may be an error to this program.
             if stays:
                 warn_user(_warning(stays), CourtesyWarning)
@@ -174,13 +230,6 @@ class Courtesy:
             return True
         return device.type == mine.type and mine.index in (None, device.index)
 
-    def _devices_to_leave(self) -> set[torch.device]:
-        """The devices that may be meant; a stream that captures is one of the current device."""
-        if self.device is not None:
-            return {self.device}
-        found = torch.accelerator.current_accelerator()
-        return set() if found is None else {found}
-
     def _refuse_capture(self, devices: Iterable[torch.device], done: str) -> None:
         """Raise while a graph is captured: a copy would break it, and what it uses must stay.
 
@@ -195,12 +244,28 @@ class Courtesy:
                 self,
             )
 
-    def _look(self) -> tuple[list[Holding], list[Stay], list[torch.device]]:
-        """What can leave, what has to stay, and the devices that either lies on."""
-        # what its cache holds is none of Python's, and could not be moved
-        torch.clear_autocast_cache()
-        here = [held for held in take_inventory() if self._concerns(held.storage.device)]
-        return *split(here), list(dict.fromkeys(held.storage.device for held in here))
+    def _refuse_what_stays(self, devices: Iterable[torch.device]) -> None:
+        """Raise if nothing of a device can leave it.
+
+        Raises:
+            CourtesyError: a captured graph is alive, or storages can't be resized.
+        """
+        for device in devices:
+            if graph := kind_of_live_graph(device):
+                raise CourtesyError(
+                    f"A live {graph} replays on the addresses of {device} that it was captured "
+                    "with: nothing was moved. Let go of the graph first.",
+                    self,
+                )
+            try:
+                # Tried on an empty one: a list of backends would be out of date.
+                torch.empty(0, device=device).untyped_storage().resize_(0)
+            except RuntimeError as error:
+                raise CourtesyError(
+                    f"torch can't empty a storage of {device}, and fill it again, in place: "
+                    "nothing was moved.",
+                    self,
+                ) from error
 
     def _let_leave(self, going: list[Holding]) -> list[Away]:
         """Copy all bytes, then free the device memory: all of it or none."""
@@ -228,6 +293,10 @@ class Courtesy:
             module: Any = torch.get_device_module(device)
             if hasattr(module, "empty_cache"):
                 module.empty_cache()
+        nothing = (
+            f"no tensor that is not away already takes memory of {self._where}, and memory of the "
+            "host never moves."
+        )
         # Counted after the cache was emptied: it is what other processes can't have.
         left = {str(d): told for d in devices if (told := allocator_bytes(d)) is not None}
         return CourtesyReport(
@@ -237,15 +306,8 @@ class Courtesy:
             stays=tuple(stays),
             left_bytes={name: told.allocated for name, told in left.items()},
             left_reserved_bytes={name: told.reserved for name, told in left.items()},
-            note="" if devices else self._nothing_there(),
+            note="" if devices else nothing,
         )
-
-    def _nothing_there(self) -> str:
-        if self.device is not None and self.device.type == "cpu":
-            return "the memory of the cpu is the memory of the host."
-        if not torch.accelerator.is_available():
-            return "this machine has no accelerator, and what lies in host memory stays there."
-        return f"no tensor that is not away already takes memory of {self._where}."
 
     # --- returning
 

@@ -713,9 +713,8 @@ def test_what_another_library_holds_stays_and_is_named(sim):
     exported = torch.utils.dlpack.to_dlpack(x)
     with pytest.warns(
         CourtesyWarning,
-        match=r"^16 B could not be moved to host memory: float32\[4\] on sim:0, 16 B, held by "
-        r"test_what_another_library_holds_stays_and_is_named\.<locals>\.x: something in C\+\+ that "
-        r"can't be seen uses it too, such as another library by DLPack, .*\. The report",
+        match=r"^16 B could not be moved to host memory: float32\[4\] on sim:0, 16 B: something in "
+        r"C\+\+ that can't be seen uses it too, such as another library by DLPack, .*\. The report",
     ) as caught:
         courtesy.yield_memory()
     assert caught[0].filename == __file__
@@ -723,7 +722,6 @@ def test_what_another_library_holds_stays_and_is_named(sim):
     assert (x + 1).tolist() == [2, 2, 2, 2]
     (stay,) = courtesy.report.stays
     assert (stay.text, stay.n_bytes) == ("float32[4] on sim:0, 16 B", 16)
-    assert stay.held_by == "test_what_another_library_holds_stays_and_is_named.<locals>.x"
     courtesy.restore()
     assert y.sum() == 8
     del exported
@@ -773,9 +771,8 @@ def test_nothing_is_copied_from_a_device_whose_storages_cannot_be_emptied(sim, m
 
     x = torch.ones(4, device=sim.device)
     monkeypatch.setattr(torch.UntypedStorage, "resize_", refuse)
-    assert list(staying(sim).values()) == [
-        "torch can't empty a storage of sim:0, and fill it again, in place"
-    ]
+    with pytest.raises(CourtesyError, match=r"^torch can't empty a storage of sim:0, and fill it"):
+        Courtesy().yield_memory()
     assert sim.copied_bytes("d2h") == 0
     assert x.sum() == 4
 
@@ -808,7 +805,8 @@ def test_nothing_moves_under_a_captured_graph(sim, monkeypatch):
     monkeypatch.setattr(sim.module, "CUDAGraph", CUDAGraph, raising=False)
     x, graph = torch.ones(4, device=sim.device), CUDAGraph()
     graph.itself = graph  # the collector must know it
-    assert ["a live CUDAGraph replays on" in reason for reason in staying(sim).values()] == [True]
+    with pytest.raises(CourtesyError, match=r"^A live CUDAGraph replays on the addresses of sim:0"):
+        Courtesy().yield_memory()
     assert x.sum() == 4
     del graph
 
@@ -902,7 +900,7 @@ def test_without_anything_to_move_the_report_says_why(sim):
         pass
     assert courtesy.report.text(width=300) == (
         "Courtesy moved nothing: no tensor that is not away already takes memory of every "
-        "accelerator."
+        "accelerator, and memory of the host never moves."
     )
 
 
@@ -910,9 +908,7 @@ def test_the_memory_of_the_host_is_never_moved(sim):
     x, there = torch.ones(4), torch.ones(4, device=sim.device)
     with Courtesy(device="cpu") as courtesy:
         assert x.sum() == there.sum() == 4
-    assert str(courtesy.report) == (
-        "Courtesy moved nothing: the memory of the cpu is the memory of the host."
-    )
+    assert courtesy.report.text(width=300).endswith(", and memory of the host never moves.")
 
 
 @pytest.mark.parametrize("spell", [str, torch.device, lambda _: "sim"])
@@ -945,10 +941,9 @@ def test_the_report_reads_as_a_whole(sim):
     assert courtesy.report.text(width=300) == (
         "Courtesy moved 2.0 KiB to host memory (1 storage, 2 tensors).\n"
         "16 B stay where they are:\n"
-        "  float32[4] on sim:0, 16 B, held by "
-        "test_the_report_reads_as_a_whole.<locals>.x: something in C++ that can't be seen uses it "
-        "too, such as another library by DLPack, an operation that is running, or the graph of a "
-        "change to a view\n"
+        "  float32[4] on sim:0, 16 B: something in C++ that can't be seen uses it too, such as "
+        "another library by DLPack, an operation that is running, the graph of a change to a "
+        "view, or a sparse tensor\n"
         f"sim:0 has {left_bytes} B allocated now."
     )
     assert "Courtesy moved 2.0 KiB" in courtesy.report._repr_html_()

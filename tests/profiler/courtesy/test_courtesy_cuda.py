@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tenure.profiler import AwayTensorError, Courtesy, CourtesyWarning
+from tenure.profiler import AwayTensorError, Courtesy, CourtesyError, CourtesyWarning
 
 pytestmark = [
     pytest.mark.cuda,
@@ -79,8 +79,8 @@ def test_a_captured_graph_keeps_its_memory(device):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         y = x + 1
-    with pytest.warns(CourtesyWarning, match="a live CUDAGraph replays"), Courtesy(device):
-        pass
+    with pytest.raises(CourtesyError, match="A live CUDAGraph replays"):
+        Courtesy(device).yield_memory()
     x.fill_(5)
     graph.replay()
     assert y.tolist() == [6, 6, 6, 6]
