@@ -5,15 +5,16 @@ It is asked only where the program itself has imported it: one that has not has 
 
 from __future__ import annotations
 
+import argparse
 import ast
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from types import CodeType
-from typing import Any
+from typing import Any, NoReturn
 
 # IPython 8 calls the code of a cell by its line
 _OWN_NAMES = ("<module>", "<cell line: ")
-_KINDS = ("line", "cell")
 _SHELL = "InteractiveShell."
 
 
@@ -84,48 +85,61 @@ def _is_open(node: ast.stmt, source: str) -> bool:
     return not rest.lstrip().startswith(b";")
 
 
-class Expression:
-    """An expression for an object that the code of a cell may define only when it runs.
+class Named:
+    """The functions that a magic names; the code of its cell may define them when it runs.
 
     Attributes:
-        text: as it was written.
-        is_known: whether it has had a value.
-        missing: what was not found when it was last asked for.
+        missing: why a name had no value when it was last looked up, of those that never had one.
+
+    Args:
+        names: such as ``Net.forward``.
+        shell: the ``InteractiveShell``.
+        option: the option of the magic that names them.
 
     Raises:
-        SyntaxError: it is none.
+        UsageError: one is an expression of another kind.
     """
 
-    def __init__(self, text: str, shell: Any) -> None:
-        self.text = text
-        self.is_known = False
-        self.missing = ""
+    def __init__(self, names: Sequence[str], shell: Any, option: str) -> None:
+        for name in names:
+            if not all(part.isidentifier() for part in name.split(".")):
+                raise usage_error(
+                    f"{option} {name}: not a name, such as func or Net.forward. Assign what you "
+                    "mean to a variable, and name that."
+                )
+        self.missing = dict.fromkeys(names, "")
+        self._names = names
         self._shell = shell
-        tree = ast.parse(text, mode="eval")
-        self._code = compile(tree, "<expression>", "eval")
-        # A name may be bound again by the code; what has to be computed is computed once.
-        self._is_name = _is_dotted_name(tree.body)
 
-    def value(self) -> Any:
-        """The object, or None as long as the names in the expression are not there."""
-        if self.is_known and not self._is_name:
-            return None
-        try:
-            found = eval(self._code, self._shell.user_global_ns, self._shell.user_ns)
-        except (NameError, AttributeError) as error:
-            self.missing = str(error)
-            return None
-        self.is_known = True
-        return found
-
-
-def _is_dotted_name(node: ast.expr) -> bool:
-    while isinstance(node, ast.Attribute):
-        node = node.value
-    return isinstance(node, ast.Name)
+    def add_to(self, profiler: Any) -> None:
+        """Profile those that are there by now; one that is bound again is one more."""
+        for name in self._names:
+            try:
+                function = eval(name, self._shell.user_global_ns, self._shell.user_ns)
+            except (NameError, AttributeError) as error:
+                if name in self.missing:
+                    self.missing[name] = str(error)
+            else:
+                self.missing.pop(name, None)
+                profiler.add_function(function)
 
 
 # --- magics
+
+
+class MagicParser(argparse.ArgumentParser):
+    """The options of a magic, whose help is its docstring.
+
+    Args:
+        magic: its name, with its percent signs.
+    """
+
+    def __init__(self, magic: str) -> None:
+        super().__init__(prog=magic, add_help=False, allow_abbrev=False)
+
+    def error(self, message: str) -> NoReturn:
+        """Show the text alone."""
+        raise usage_error(f"{self.prog}: {message}. See {self.prog}? for what there is.")
 
 
 def add_magic(shell: Any, name: str, function: Callable[..., Any], kind: str) -> None:
@@ -139,27 +153,13 @@ def add_magic(shell: Any, name: str, function: Callable[..., Any], kind: str) ->
     """
     from IPython.core.magic import no_var_expand
 
-    @no_var_expand
-    def magic(line: str, cell: str | None = None) -> Any:
-        return function(shell, line) if cell is None else function(shell, line, cell)
-
+    magic: Any = no_var_expand(partial(function, shell))
     # for `%name?`
     magic.__doc__ = function.__doc__
-    known = shell.magics_manager.magics
-    magic.before = {each: known[each].get(name) for each in _KINDS}  # type: ignore[attr-defined]
     shell.register_magic_function(magic, kind, name)
 
 
 def remove_magic(shell: Any, name: str) -> None:
-    """Take away what `add_magic` added; what had the name before is there again.
-
-    Where somebody else has taken the name since, it stays theirs.
-    """
-    for kind in _KINDS:
-        known = shell.magics_manager.magics[kind]
-        before = getattr(known.get(name), "before", None)
-        if before is None:
-            continue
-        del known[name]
-        if before[kind] is not None:
-            known[name] = before[kind]
+    """Take away what `add_magic` added."""
+    for kind in ("line", "cell"):
+        shell.magics_manager.magics[kind].pop(name, None)

@@ -171,31 +171,6 @@ def test_unloading_leaves_the_shell_as_it_was():
         assert hooks == (sys.displayhook, sys.excepthook, sys.gettrace(), warnings.showwarning)
 
 
-def test_a_magic_that_had_the_name_before_has_it_again_after_unloading():
-    def theirs(line):
-        return line
-
-    with opened() as shell:
-        ran(shell, "%unload_ext tenure")
-        shell.register_magic_function(theirs, "line", "mlrun")
-        ran(shell, "%load_ext tenure")
-        assert known(shell)["line"]["mlrun"] is not theirs
-        ran(shell, "%unload_ext tenure")
-        assert known(shell)["line"]["mlrun"] is theirs
-        assert "mlrun" not in known(shell)["cell"]
-
-
-def test_a_magic_that_took_the_name_since_keeps_it():
-    def theirs(line):
-        return line
-
-    with opened() as shell:
-        shell.register_magic_function(theirs, "line", "mlrun")
-        ran(shell, "%unload_ext tenure")
-        assert known(shell)["line"]["mlrun"] is theirs
-        assert "mlrun" not in known(shell)["cell"]
-
-
 def test_reloading_the_extension_keeps_its_magics():
     with opened() as shell:
         ran(shell, "%reload_ext tenure")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import shlex
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
-from tenure._cells import Expression, add_magic, remove_magic, usage_error
+from tenure._cells import MagicParser, Named, add_magic, remove_magic, usage_error
 from tenure._errors import CommandError
 
 from ._run import add_measuring, check_target, shown_path, wanted_of
@@ -50,8 +49,8 @@ def tenure_cell(shell: Any, line: str, cell: str) -> None:
     --on-oom
         Explain the first out-of-memory error.
     --lines FUNC
-        Measure each line of a function: an expression for it, such as ``Model.forward``. More of
-        them with more ``--lines``. The cell may define it.
+        Measure each line of a function, by its name, such as ``Model.forward``. More of them with
+        more ``--lines``. The cell may define it.
     --budget SIZE
         Raise torch.OutOfMemoryError past so many bytes, as 2GiB, of the accelerator or, where there
         is none, of the CPU.
@@ -67,20 +66,24 @@ def tenure_cell(shell: Any, line: str, cell: str) -> None:
     """
     from ._program import run_cell_recorded
 
-    words = _words(line)
-    arguments = _parsed(words)
+    parser = MagicParser(f"%%{_NAME}")
+    add_measuring(parser)
+    try:
+        words = shlex.split(line)
+    except ValueError as error:
+        raise usage_error(f"%%{_NAME}: {error}.") from None
+    arguments = parser.parse_args(words)
     path = None if arguments.output is None else Path(arguments.output).expanduser().absolute()
-    functions = [_expression(each, shell) for each in arguments.lines]
+    named = Named(arguments.lines, shell, f"%%{_NAME} --lines")
     try:
         if path is not None:
             check_target(path, replace=arguments.force)
     except CommandError as error:
-        raise _usage_error(str(error)) from None
+        raise usage_error(f"%%{_NAME}: {error}") from None
     told = partial(_tell, path=path, is_quiet=arguments.quiet)
-    command = (f"%%{_NAME}", *words)
     # the line of the magic is the first
     wanted = wanted_of(arguments, all_by_default=True)
-    run_cell_recorded(shell, f"\n{cell}", wanted, functions, command, told)
+    run_cell_recorded(shell, f"\n{cell}", wanted, named, (f"%%{_NAME}", *words), told)
 
 
 def _tell(
@@ -97,33 +100,3 @@ def _tell(
         if not is_quiet:
             file = shown_path(path)
             print(f"Wrote {file}. See it with: !tenure report {shlex.quote(file)}")
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise _usage_error(f"{message}. See %%{_NAME}? for what there is.")
-
-
-def _words(line: str) -> list[str]:
-    try:
-        return shlex.split(line)
-    except ValueError as error:
-        raise _usage_error(f"{error}.") from None
-
-
-def _expression(text: str, shell: Any) -> Expression:
-    try:
-        return Expression(text, shell)
-    except SyntaxError as error:
-        raise _usage_error(f"--lines {text}: {error.msg}.") from None
-
-
-def _parsed(words: list[str]) -> argparse.Namespace:
-    # the help is the docstring, which a notebook shows
-    parser = _Parser(prog=f"%%{_NAME}", add_help=False, allow_abbrev=False)
-    add_measuring(parser)
-    return parser.parse_args(words)
-
-
-def _usage_error(text: str) -> Exception:
-    return usage_error(f"%%{_NAME}: {text}")

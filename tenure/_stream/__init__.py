@@ -7,5 +7,6 @@ from ._counters import counters_of as counters_of
 from ._modes import run as run
 from ._stream import Consumer as Consumer
 from ._stream import Stream as Stream
+from ._stream import ThisThread as ThisThread
 from ._stream import process as process
 from ._stream import this_stream as this_stream

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from threading import get_ident
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from tenure._heap import collector_paused
 from tenure._torch import allocations
@@ -377,20 +377,25 @@ class Stream:
         return part
 
 
-class _ThisThread(threading.local):
-    """The stream of the thread that asks, made when it first does.
+class ThisThread(threading.local):
+    """An object of each thread, ``found``, which a class makes when it is first asked for.
 
-    Not in ``__init__``: monitoring reports that call, too, which asks for the stream. See
+    Not in ``__init__``: monitoring reports that call, too, which asks for the object. See
     test_a_thread_may_enable_a_profiler_that_is_on_as_the_first_thing_it_does.
     """
 
-    def __getattr__(self, name: str) -> Stream:
-        if name != "stream":
+    kind: ClassVar[type]
+
+    def __getattr__(self, name: str) -> Any:
+        if name != "found":
             raise AttributeError(name)
         # to make it is reported as well, by which the thread may have one already
-        made = Stream()
-        found: Stream = self.__dict__.setdefault("stream", made)
-        return found
+        made = self.kind()
+        return self.__dict__.setdefault("found", made)
+
+
+class _ThisThread(ThisThread):
+    kind = Stream
 
 
 _this_thread = _ThisThread()
@@ -398,7 +403,7 @@ _this_thread = _ThisThread()
 
 def this_stream() -> Stream:
     """Return the stream of this thread."""
-    found: Stream = _this_thread.stream
+    found: Stream = _this_thread.found
     return found
 
 

@@ -167,12 +167,17 @@ def refused(shell, code):
         ("--nosuch", "unrecognized arguments: --nosuch. See %%tenure? for what there is."),
         ("--help", "unrecognized arguments: --help. See %%tenure? for what there is."),
         ("--lines", "argument --lines: expected one argument. See %%tenure? for what there is."),
-        ("--lines 'work('", "--lines work(: '(' was never closed."),
         ("-o 'x", "No closing quotation."),
     ],
 )
 def test_nothing_runs_under_options_that_are_wrong(shell, options, told):
     assert refused(shell, f"%%tenure {options}\nran = True") == f"%%tenure: {told}"
+
+
+def test_lines_of_what_is_no_name_of_a_function_are_refused(shell):
+    assert refused(shell, "%%tenure --lines 'work('\nran = True").startswith(
+        "%%tenure --lines work(: not a name, such as func or Net.forward."
+    )
 
 
 def test_the_help_tells_every_option_of_the_parser(shell):

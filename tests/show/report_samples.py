@@ -32,7 +32,7 @@ from tenure.profiler import (
     TensorRow,
     TimelineReport,
 )
-from tenure.profiler._lines._display import RecordsDisplay, columns_named, section_of
+from tenure.profiler._lines._display import DEFAULT_COLUMNS, RecordsDisplay, Section
 from tenure.profiler._owners import StorageEntry
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
@@ -215,18 +215,18 @@ def _line(i):
     )
 
 
-_RECORDS = [_line(i) for i in range(1, 4)]
 LINES = RecordsDisplay(
-    [
-        section_of(
-            "MultiHeadAttention.scaled_dot_product_attention_of_all_heads",
-            SITE.rpartition(":")[0],
-            1234,
-            SOURCE,
-            _RECORDS,
-        )
-    ],
-    columns_named(None, _RECORDS),
+    (
+        Section(
+            "MultiHeadAttention.scaled_dot_product_attention_of_all_heads, "
+            f"{SITE.rpartition(':')[0]}:1234, cuda:0",
+            tuple(
+                (1234 + i, text.removeprefix("    "), _line(i) if i else None)
+                for i, text in enumerate(SOURCE)
+            ),
+        ),
+    ),
+    DEFAULT_COLUMNS,
 )
 
 

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from tenure._cells import Expression, run_cell
+from tenure._cells import Named, run_cell
 
 from ._ends import end_of
 from ._measuring import Found, Measuring, Wanted, facts_of
@@ -22,38 +22,29 @@ class CellLines:
     """``--lines`` of a cell, whose functions it may define itself.
 
     Args:
-        asked: expressions for functions.
+        named: the functions.
     """
 
-    def __init__(self, asked: list[Expression]) -> None:
-        self._asked = asked
+    def __init__(self, named: Named) -> None:
+        self._named = named
         self._profiler: LineProfiler | None = None
-        self._notes: list[str] = []
 
     def look(self) -> None:
         """Measure the functions that are there by now; to be called before each statement."""
-        from tenure.profiler import ProfilerUsageError
-
-        for each in self._asked if self._profiler is not None else ():
-            function = each.value()
-            try:
-                if function is not None and self._profiler is not None:
-                    self._profiler.add_function(function)
-            except ProfilerUsageError as error:
-                self._notes.append(f"--lines: {error}")
+        if self._profiler is not None:
+            self._named.add_to(self._profiler)
 
     def measured(self, notes: list[str]) -> Found:
         """Measure them from now on."""
         from tenure.profiler import LineProfiler
 
-        self._profiler, self._notes = LineProfiler(), notes
-        self.look()
+        self._profiler = LineProfiler()
         with self._profiler:
             yield
             # what only the last statement has defined was not misspelled
             self.look()
         yield
-        notes += [f"--lines: {each.missing}" for each in self._asked if not each.is_known]
+        notes += [f"--lines: {missing}" for missing in self._named.missing.values()]
         return {"lines": self._profiler.display()} if self._profiler.functions else {}
 
 
@@ -61,7 +52,7 @@ def run_cell_recorded(
     shell: Any,
     code: str,
     wanted: Wanted,
-    functions: list[Expression],
+    functions: Named,
     command: tuple[str, ...],
     told: Callable[[Recording, SnapshotDiff | None], None],
 ) -> None:
@@ -79,7 +70,7 @@ def run_cell_recorded(
     from tenure.profiler import snapshot
 
     lines = CellLines(functions)
-    measuring = Measuring(wanted, lines if functions else None)
+    measuring = Measuring(wanted, lines if wanted.lines else None)
     before = snapshot() if wanted.leaks else None
     began_at, began = datetime.now(UTC).isoformat(timespec="seconds"), perf_counter()
 

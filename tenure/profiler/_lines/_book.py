@@ -1,6 +1,6 @@
 """What each line of one profiler did, thread by thread.
 
-A profiler has a `Watch`, which has a `Booking` on each thread. When anything happens to a watched
+A profiler has a `Watch`, which has a `Booking` for each thread. When anything happens to a watched
 frame, the booking says whose the time since the last mark is, and that `Visit` is told later what
 was allocated in it.
 
@@ -153,85 +153,52 @@ def host_usage(changes: list[int], level_bytes: int, is_known: bool) -> Usage:
     return Usage(allocated, allocated - net, peak, True, is_known)
 
 
-class Target:
-    """What one profiler measures, and since when.
-
-    It stands apart from the ``Watch``, for the bookings to have it: if they had the watch, which
-    has them, a profiler that nobody holds would be garbage. See
-    test_a_profiler_leaves_no_garbage.
-
-    Attributes:
-        device: the device, which may change at any time.
-        n_begun: how often the profiler was enabled.
-        accounts: what the counters of each accelerator have told.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.n_begun = 0
-        self.accounts: dict[torch.device, DeviceAccount] = {}
-        self._bases: dict[torch.device, int] = {}
-
-    def begin(self) -> None:
-        """Count peaks from what is live now."""
-        self.n_begun += 1
-        self._bases.clear()
-        self.accounts.clear()
-        self.base_bytes(self.device)
-
-    def account(self, device: torch.device) -> DeviceAccount | None:
-        """Return what all threads share of an accelerator; None for the host."""
-        if device.type == "cpu":
-            return None
-        found = self.accounts.get(device)
-        # two threads may come here at once: both get the one that was there first
-        return found or self.accounts.setdefault(device, DeviceAccount(device))
-
-    def base_bytes(self, device: torch.device) -> int:
-        """Return what was live when a device was first looked at, which peaks leave out."""
-        if device not in self._bases:
-            account = self.account(device)
-            self._bases[device] = allocator.live_bytes() if account is None else account.live_bytes
-        return self._bases[device]
-
-
 class Booking:
     """The watched frames of one thread, for one profiler.
+
+    It has no reference to the watch, which has it: a profiler that nobody holds would be garbage.
+    See test_a_profiler_leaves_no_garbage.
 
     Attributes:
         meter: what reads the counters of an accelerator; None for the host, whose events are told.
         unread: returns the claims of the thread that are not told yet.
     """
 
-    def __init__(self, target: Target, unread: Callable[[], list[Any]]) -> None:
+    _page: _Page
+
+    def __init__(self, watch: Watch, unread: Callable[[], list[Any]]) -> None:
         self.unread = unread
         self.meter: DeviceMeter | None = None
-        self._target = target
-        self._n_begun = target.n_begun
+        self._n_begun = 0
         self._pages: dict[torch.device, _Page] = {}
         # each with its identity and the line that it is at
         self._frames: list[tuple[int, Visit]] = []
         # Of the frame that is being torn down: what its variables held is freed on its last line.
         self._leaving: Visit | None = None
-        self._page = self._aim()
+        self.follow(watch)
 
     @property
     def is_active(self) -> bool:
         """Whether what happens now is a watched line's doing."""
         return bool(self._frames) or self._leaving is not None
 
-    def follow_target(self) -> None:
+    def follow(self, watch: Watch) -> None:
         """Measure from here on what the profiler measures now."""
-        target = self._target
-        if self._n_begun != target.n_begun:
+        device = watch.device
+        if self._n_begun != watch.n_begun:
             # what is known of frames is from before the profiler was enabled
-            self._n_begun, self._leaving = target.n_begun, None
+            self._n_begun, self._leaving = watch.n_begun, None
             self._frames.clear()
-        elif self._page.device is target.device:
+        elif self._page.device is device:
             return
         if self.meter is not None:
             self.meter.use(False)
-        self._page = self._aim()
+        account, base_bytes = watch.origin(device)
+        self.meter = None if account is None else DeviceMeter(account)
+        page = _Page(device, base_bytes)
+        if (known := self._pages.get(device)) is not None:
+            page.lines = known.lines
+        self._turn_to(page)
         self._tell_use()
 
     def claim(self, goes_on: bool) -> Visit | None:
@@ -300,25 +267,15 @@ class Booking:
     def clear(self) -> None:
         """Begin a new book."""
         self._pages.clear()
-        self._page = self._turn_to(_Page(self._page.device, self._page.base_bytes))
+        self._turn_to(_Page(self._page.device, self._page.base_bytes))
 
-    def _aim(self) -> _Page:
-        device = self._target.device
-        account = self._target.account(device)
-        self.meter = None if account is None else DeviceMeter(account)
-        page = _Page(device, self._target.base_bytes(device))
-        if (known := self._pages.get(device)) is not None:
-            page.lines = known.lines
-        return self._turn_to(page)
-
-    def _turn_to(self, page: _Page) -> _Page:
+    def _turn_to(self, page: _Page) -> None:
         """Write on another page; what is told later of the time before goes to the old one."""
-        self._pages[page.device] = page
+        self._page = self._pages[page.device] = page
         caller = None
         for i, (identity, visit) in enumerate(self._frames):
             caller = Visit(page, visit.key, caller, None)
             self._frames[i] = identity, caller
-        return page
 
     def _tell_use(self) -> None:
         if self.meter is not None:
@@ -337,18 +294,42 @@ class Booking:
 
 
 class Watch:
-    """What one profiler looks at: some codes, one device, and a booking for each thread."""
+    """What one profiler looks at: some codes, one device, and a booking for each thread.
+
+    Attributes:
+        codes: the codes whose lines are measured.
+        device: the device, which may change at any time.
+        n_begun: how often the profiler was enabled.
+        bookings: those of all threads.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.codes: Codes = {}
-        self.target = Target(device)
+        self.device = device
+        self.n_begun = 0
         self.bookings: list[Booking] = []
+        self._origins: dict[torch.device, tuple[DeviceAccount | None, int]] = {}
 
-    def new_booking(self, unread: Callable[[], list[Any]]) -> Booking:
-        """Make the booking of a thread that has none."""
-        booking = Booking(self.target, unread)
-        self.bookings.append(booking)
-        return booking
+    def begin(self) -> None:
+        """Count peaks from what is live now."""
+        self.n_begun += 1
+        self._origins.clear()
+        self.origin(self.device)
+
+    def origin(self, device: torch.device) -> tuple[DeviceAccount | None, int]:
+        """Return what a device was like when it was first looked at.
+
+        Returns:
+            What all threads share of an accelerator, None for the host; and what was live, which
+            peaks leave out.
+        """
+        found = self._origins.get(device)
+        if found is None:
+            account = None if device.type == "cpu" else DeviceAccount(device)
+            base_bytes = allocator.live_bytes() if account is None else account.live_bytes
+            # two threads may come here at once: both get the one that was there first
+            found = self._origins.setdefault(device, (account, base_bytes))
+        return found
 
     def book(self) -> Book:
         """Return what all threads did; a line of which more is to be told is not exact."""

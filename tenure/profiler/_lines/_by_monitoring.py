@@ -24,11 +24,11 @@ monitoring: Any = getattr(sys, "monitoring", None)
 _NAME = "tenure.profiler"
 
 
-class Monitor:
-    """Reports calls, lines and returns to an engine."""
+class Monitor(Engine):
+    """Reports calls, lines and returns."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self) -> None:
+        super().__init__()
         self._tool: int | None = None
         self._codes: Codes = {}
         self._on = False
@@ -49,7 +49,7 @@ class Monitor:
         }
 
     def start(self) -> None:
-        """See `Source`."""
+        """See `Engine`."""
         check_engine_is_seen()
         self._take_number()
         # callbacks before events: from set_events on they come, in the midst of this function
@@ -65,10 +65,10 @@ class Monitor:
         self._set(self._codes.values(), self._lines)
 
     def join(self) -> None:
-        """Do nothing: the events are those of all threads."""
+        """See `Engine`: the events are those of all threads."""
 
     def watch(self, codes: Codes) -> None:
-        """See `Source`."""
+        """See `Engine`."""
         before, self._codes = self._codes, codes
         if self._on:
             gone = (code for i, code in before.items() if i not in codes)
@@ -100,7 +100,7 @@ class Monitor:
 
     def _free_if_idle(self) -> None:
         # a thread with a session needs ticks to end it, so its calls are reported until it has
-        if self._on or self._engine.n_following or self._tool is None:
+        if self._on or self.n_following or self._tool is None:
             return
         monitoring.set_events(self._tool, monitoring.events.NO_EVENTS)
         for event in self._callbacks:
@@ -118,35 +118,35 @@ class Monitor:
         if id(code) in self._codes:
             self._resume(code, 0, sys._getframe(1))
         else:
-            self._tick()
+            self.tick()
 
     def _resume(self, code: CodeType, _: int, frame: Any = None) -> None:
         frame = frame or sys._getframe(1)
-        self._engine.enter(id(frame), code, frame.f_lineno)
+        self.enter(id(frame), code, frame.f_lineno)
 
     def _throw(self, code: CodeType, _: int, __: BaseException) -> None:
         if id(code) in self._codes:
             self._resume(code, 0, sys._getframe(1))
 
     def _line(self, code: CodeType, line: int) -> None:
-        self._engine.line(id(sys._getframe(1)), code, line)
+        self.line(id(sys._getframe(1)), code, line)
 
     def _yield(self, code: CodeType, _: int, __: object) -> None:
-        self._engine.leave(id(sys._getframe(1)), code, torn_down=False)
+        self.leave(id(sys._getframe(1)), code, torn_down=False)
 
     def _unwind(self, code: CodeType, _: int, __: BaseException) -> None:
         if id(code) in self._codes:
-            self._engine.leave(id(sys._getframe(1)), code, torn_down=False)
+            self.leave(id(sys._getframe(1)), code, torn_down=False)
 
     def _return(self, code: CodeType, _: int, __: object) -> None:
         frame = sys._getframe(1)
         caller = frame.f_back
         # after a call by autograd's engine the next instruction comes when all of it has run
         torn_down = caller is None or caller.f_code is not ENGINE_CODE
-        if not self._engine.leave(id(frame), code, torn_down):
+        if not self.leave(id(frame), code, torn_down):
             return
         if caller is None:
-            self._engine.torn_down_now()
+            self.torn_down_now()
             return
         # The variables are freed after this event and before the caller's next instruction; no
         # event stands nearer. It is asked for of the code, not of the frame: if another thread is
@@ -155,7 +155,7 @@ class Monitor:
 
     def _instruction(self, code: CodeType, _: int) -> None:
         self._want_instructions(code, False)
-        self._engine.torn_down_now()
+        self.torn_down_now()
 
     def _want_instructions(self, code: CodeType, wanted: bool) -> None:
         instruction = monitoring.events.INSTRUCTION
@@ -163,9 +163,10 @@ class Monitor:
         monitoring.set_local_events(self._tool, code, events | instruction * wanted)
 
     def _jump(self, _: CodeType, __: int, ___: int) -> None:
-        self._tick()
+        self.tick()
 
-    def _tick(self) -> None:
-        self._engine.tick()
+    def tick(self) -> None:
+        """See `Engine`."""
+        super().tick()
         if not self._on:
             self._free_if_idle()

@@ -19,7 +19,7 @@ import torch
 from tenure._torch.autograd import ENGINE_CODE, check_engine_is_seen
 
 from ._book import Codes
-from ._engine import TICKS_PER_TURN, Engine
+from ._engine import TICKS_PER_TURN, Engine, Thread
 
 # As sys.gettrace gives it: a function of frame, event and argument.
 TraceFunction = Any
@@ -31,21 +31,19 @@ _TORCH = str(Path(torch.__file__).parent)
 _MOST_KNOWN = 4096
 
 
-class Tracer:
-    """Reports calls, lines and returns to an engine.
+class Tracer(Engine):
+    """Reports calls, lines and returns.
 
     Attributes:
-        engine: whom it reports to.
         codes: what is watched.
         on: whether it is to report.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
+    def __init__(self) -> None:
+        super().__init__()
         self.codes: Codes = {}
         self.on = False
         self._thread_below: TraceFunction | None = None
-        self._this_thread = _ThisThread(self)
         # by identity, because the hash of a code takes long; each is held, so that none comes twice
         self._loops: dict[int, tuple[CodeType, bool]] = {}
 
@@ -64,7 +62,7 @@ class Tracer:
             self._trace_this_thread(None)
 
     def watch(self, codes: Codes) -> None:
-        """See `Source`."""
+        """See `Engine`."""
         came = codes.keys() - self.codes.keys()
         self.codes = codes
         if self.on and came:
@@ -77,7 +75,7 @@ class Tracer:
         """
         # before anything is taken away: what can't be, because someone came on top, sees this
         self.on = False
-        self._this_thread.tracer.stop()
+        self._tracer.stop()
         if threading.gettrace() == self._first:
             threading.settrace(self._thread_below)
 
@@ -99,11 +97,11 @@ class Tracer:
 
     def report(self, frame: FrameType, event: str) -> None:
         """An event of a frame that is traced."""
-        engine, code = self.engine, frame.f_code
+        code = frame.f_code
         if not self.on or id(code) not in self.codes:
-            engine.tick()
+            self.tick()
         elif event == "line":
-            engine.line(id(frame), code, frame.f_lineno)
+            self.line(id(frame), code, frame.f_lineno)
         elif event == "return":
             caller = frame.f_back
             # After a call by autograd's engine the next instruction comes when all of it has run.
@@ -112,16 +110,24 @@ class Tracer:
             torn_down = _instructions(code)[frame.f_lasti] == _RETURN and (
                 caller is None or caller.f_code is not ENGINE_CODE
             )
-            if engine.leave(id(frame), code, torn_down):
+            if self.leave(id(frame), code, torn_down):
                 if caller is None:
-                    engine.torn_down_now()
+                    self.torn_down_now()
                 else:
-                    _AfterCall(engine, caller)
+                    _AfterCall(self, caller)
         else:
-            engine.tick()
+            self.tick()
+
+    @property
+    def _tracer(self) -> _ThreadTracer:
+        """The trace functions of the thread that asks."""
+        thread = self.thread
+        found: _ThreadTracer = thread.tracer or _ThreadTracer(self, thread)
+        thread.tracer = found
+        return found
 
     def _trace_this_thread(self, below: TraceFunction | None) -> _ThreadTracer:
-        tracer = self._this_thread.tracer
+        tracer = self._tracer
         tracer.start(below)
         # a call is told by the thread's function, which the frames below here began without
         self._join_running()
@@ -140,7 +146,7 @@ class Tracer:
         if not self.on:
             sys.settrace(below)
             return below(frame, event, arg) if below else None
-        self.engine.tick()
+        self.tick()
         return self._trace_this_thread(below).call(frame, event, arg)
 
 
@@ -150,10 +156,9 @@ class _ThreadTracer:
     Most calls and most lines that they get are nobody's: those are counted, and nothing more.
     """
 
-    def __init__(self, tracer: Tracer) -> None:
+    def __init__(self, tracer: Tracer, thread: Thread) -> None:
         self._tracer = tracer
-        self._engine = tracer.engine
-        self._thread = tracer.engine.thread
+        self._thread = thread
         self._below: TraceFunction | None = None
         # made once: a method is bound anew each time that it is asked for
         self._count = self.count
@@ -173,7 +178,7 @@ class _ThreadTracer:
         tracer, below = self._tracer, self._below
         if not tracer.on:
             # on a thread that has not heard of the end, or that another tracer hands on
-            self._engine.tick()
+            tracer.tick()
             self.stop()
             return None if below is None else below(frame, event, arg)
         if below is not None:
@@ -184,7 +189,7 @@ class _ThreadTracer:
                 sys.settrace(self.call)
         code = frame.f_code
         if id(code) in tracer.codes:
-            self._engine.enter(id(frame), code, frame.f_lineno)
+            tracer.enter(id(frame), code, frame.f_lineno)
             return _Local(tracer, below)
         if not self._thread.follows:
             return below
@@ -199,14 +204,7 @@ class _ThreadTracer:
         thread = self._thread
         thread.n_ticks += 1
         if thread.n_ticks >= TICKS_PER_TURN and thread.follows:
-            self._engine.turn(thread)
-
-
-class _ThisThread(threading.local):
-    """The trace functions of the thread that asks."""
-
-    def __init__(self, tracer: Tracer) -> None:
-        self.tracer = _ThreadTracer(tracer)
+            self._tracer.turn(thread)
 
 
 class _Local:

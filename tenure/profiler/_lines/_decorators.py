@@ -7,21 +7,19 @@ from __future__ import annotations
 
 import atexit
 import functools
-import inspect
 import itertools
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from types import FunctionType, MethodType
 from typing import Any, TypeVar, overload
 
 import torch
-from torch import nn
 
 from tenure._errors import ProfilerUsageError
 
-from ._display import columns_named
+from ._display import checked_columns
 from ._line_profiler import LineProfiler
-from ._targets import device_of_gpu
+from ._targets import SUSPENDS, device_of_gpu, function_of
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 # What `profile` has to show at the end, in the order in which it was asked.
@@ -51,7 +49,7 @@ def profile(func: Any = None, columns: Sequence[str] | None = None) -> Any:
     Source: ``profile`` of pytorch_memlab.
     """
     # A mistake should show here, and not when the program ends.
-    columns_named(columns, ())
+    checked_columns(columns)
     if func is None:
         return functools.partial(profile, columns=columns)
     profiler = _profiler()
@@ -68,8 +66,7 @@ def profile_every(
 ) -> Callable[[_F], _F]:
     """Profile a function from here on, and print its lines after every so many calls.
 
-    What is printed is the sum, or for peaks the maximum, over all calls up to then. A call of a
-    coroutine or a generator function counts when what it returned has ended.
+    What is printed is the sum, or for peaks the maximum, over all calls up to then.
 
     Args:
         output_interval: after how many calls to print.
@@ -78,8 +75,7 @@ def profile_every(
 
     Raises:
         ProfilerUsageError: the interval is no positive number, or there is no such column; when it
-            decorates, no Python function runs when the function is called, or it is a module or an
-            asynchronous generator.
+            decorates, that is no plain Python function or method.
 
     Source: ``profile_every`` of pytorch_memlab.
     """
@@ -91,39 +87,34 @@ def profile_every(
             "profile_every() wants a number of calls, at least 1, after which to print. Use it as "
             "@profile_every(10), with brackets."
         )
-    columns_named(columns, ())
+    checked_columns(columns)
 
     def decorate(func: Any) -> Any:
         if not enable:
             return func
-        if isinstance(func, (staticmethod, classmethod)):
-            return type(func)(decorate(func.__func__))
-        if isinstance(func, property):
-            return func.getter(decorate(func.fget))
-        if isinstance(func, nn.Module):
+        # the wrapper of anything else would be another kind of object, or count before it has run
+        is_plain = isinstance(func, FunctionType | MethodType)
+        if not is_plain or function_of(func).__code__.co_flags & SUSPENDS:
             raise ProfilerUsageError(
-                "profile_every() can't decorate a module: a function would take its place. "
-                "Decorate the forward of its class, or use profile()."
-            )
-        if inspect.isasyncgenfunction(func):
-            raise ProfilerUsageError(
-                f"profile_every() can't count the calls of {func.__qualname__}(), which is an "
-                "asynchronous generator. Use profile(), which prints when the program ends."
+                f"profile_every() counts the calls of plain functions and methods, and {func!r} is "
+                "none. Decorate the function inside a staticmethod, a property or a module, or use "
+                "profile(), which takes generators and coroutines too and prints when the program "
+                "ends."
             )
         profiler = _profiler()
         profiler.add_function(func)
         profiler.enable()
         calls = itertools.count(1)
 
-        @contextmanager
-        def call() -> Iterator[None]:
+        @functools.wraps(func)
+        def counted(*args: Any, **kwargs: Any) -> Any:
             try:
-                yield
+                return func(*args, **kwargs)
             finally:
                 if next(calls) % output_interval == 0:
                     profiler.print_stats(func, columns)
 
-        return _decorated(func, call)
+        return counted
 
     return decorate
 
@@ -169,23 +160,3 @@ def _print_at_exit() -> None:
         # The other tables must come all the same.
         except Exception:
             traceback.print_exc()
-
-
-def _decorated(func: Any, call: Callable[[], AbstractContextManager[None]]) -> Any:
-    """``func``, with each call, up to the end of what it returns, in a block of ``call``."""
-
-    async def coroutine(*args: Any, **kwargs: Any) -> Any:
-        with call():
-            return await func(*args, **kwargs)
-
-    def generator(*args: Any, **kwargs: Any) -> Any:
-        with call():
-            return (yield from func(*args, **kwargs))
-
-    def plain(*args: Any, **kwargs: Any) -> Any:
-        with call():
-            return func(*args, **kwargs)
-
-    if inspect.iscoroutinefunction(func):
-        return functools.wraps(func)(coroutine)
-    return functools.wraps(func)(generator if inspect.isgeneratorfunction(func) else plain)

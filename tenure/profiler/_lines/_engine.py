@@ -1,4 +1,4 @@
-"""Where sources report the lines that run, and profilers are opened.
+"""Where profilers are opened, and lines that run are booked: the base of the two sources of lines.
 
 Invariant: before a profiler is told of a frame or a line, a mark is set in the stream of the
 thread, so what the allocator did until then goes to what ran until then.
@@ -7,40 +7,20 @@ thread, so what the allocator did until then goes to what ran until then.
 from __future__ import annotations
 
 import atexit
-import inspect
 import threading
+from abc import ABC, abstractmethod
 from types import CodeType
-from typing import Any, Protocol
+from typing import Any
 
-from tenure._stream import Stream, process, this_stream
+from tenure._stream import Stream, ThisThread, process, this_stream
 from tenure._torch import cpu_allocator as allocator
 
 from ._book import Booking, Codes, Key, Visit, Watch, host_usage
 from ._device_meter import unseen_usage
+from ._targets import SUSPENDS
 
-_SUSPENDS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 TICKS_PER_TURN = 128
 """After how many ticks a source may call ``turn`` itself."""
-
-
-class Source(Protocol):
-    """What reports the lines of some code objects, as they run, to an engine."""
-
-    def start(self) -> None:
-        """Begin to report.
-
-        Raises:
-            ProfilerUsageError: it can't.
-        """
-
-    def join(self) -> None:
-        """Report from this thread too, once another has started."""
-
-    def watch(self, codes: Codes) -> None:
-        """Report these codes and no others; unwatched ones only tick."""
-
-    def stop(self) -> None:
-        """Report nothing more, but tick on threads that follow until they know that it is over."""
 
 
 class Thread:
@@ -53,6 +33,7 @@ class Thread:
         n_ticks: how often it ticked since the last turn.
         follows: whether it is told what the stream tells.
         entered: the frame that began last, until something else is looked at.
+        tracer: the trace functions of the thread, if its lines come from ``sys.settrace``.
     """
 
     def __init__(self) -> None:
@@ -61,6 +42,7 @@ class Thread:
         self.n_ticks = 0
         self.follows = False
         self.entered = 0
+        self.tracer: Any = None
         self._watches: tuple[Watch, ...] = ()
         self._bookings: dict[Watch, Booking] = {}
         self._is_known = allocator.is_known()
@@ -71,16 +53,17 @@ class Thread:
         if watches is not self._watches:
             self._watches = watches
             self._bookings = {who: each for who, each in self._bookings.items() if who in watches}
-            for booking in self._bookings.values():
-                booking.follow_target()
+            for watch, booking in self._bookings.items():
+                booking.follow(watch)
 
     def booking_of(self, watch: Watch) -> Booking:
         """Return the booking of a profiler that is open."""
         found = self._bookings.get(watch)
         if found is None:
-            found = self._bookings[watch] = watch.new_booking(self.stream.claims)
+            found = self._bookings[watch] = Booking(watch, self.stream.claims)
+            watch.bookings.append(found)
         else:
-            found.follow_target()
+            found.follow(watch)
         return found
 
     @property
@@ -143,19 +126,12 @@ class Thread:
                 visit.add(unseen_usage(was_bytes, level_bytes))
 
 
-class _ThisThread(threading.local):
-    """The thread that asks; see `tenure._stream` for why it is not made in ``__init__``."""
-
-    def __getattr__(self, name: str) -> Thread:
-        if name != "thread":
-            raise AttributeError(name)
-        made = Thread()
-        found: Thread = self.__dict__.setdefault("thread", made)
-        return found
+class _ThisThread(ThisThread):
+    kind = Thread
 
 
-class Engine:
-    """The one place that a source reports to, and that profilers are opened in.
+class Engine(ABC):
+    """The profilers that are open; a subclass reports the lines of some codes, as they run.
 
     Attributes:
         lock: held while profilers are opened and closed.
@@ -163,18 +139,39 @@ class Engine:
         n_following: how many threads follow their streams.
     """
 
-    def __init__(self, source: Any) -> None:
+    def __init__(self) -> None:
         self.lock = threading.RLock()
         self.watches: tuple[Watch, ...] = ()
         self.n_following = 0
         self._local = _ThisThread()
-        self._source: Source = source(self)
 
     @property
     def thread(self) -> Thread:
         """The thread that asks."""
-        found: Thread = self._local.thread
+        found: Thread = self._local.found
         return found
+
+    # --- what a subclass does
+
+    @abstractmethod
+    def start(self) -> None:
+        """Begin to report.
+
+        Raises:
+            ProfilerUsageError: it can't.
+        """
+
+    @abstractmethod
+    def join(self) -> None:
+        """Report from this thread too, once another has started."""
+
+    @abstractmethod
+    def watch(self, codes: Codes) -> None:
+        """Report these codes and no others; unwatched ones only tick."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """Report nothing more, but tick on threads that follow until they know that it is over."""
 
     # --- what profilers call
 
@@ -183,22 +180,22 @@ class Engine:
         with self.lock:
             self.thread.reads_seldom = True
             if watch in self.watches:
-                self._source.join()
+                self.join()
                 return
             others = self.watches
             process.open()
             try:
                 # It counts from what is live, which is known once sizes are kept. Its codes are
                 # watched before the source starts, so that the frames that run are found at once.
-                watch.target.begin()
+                watch.begin()
                 self.watches = (*others, watch)
                 self.refresh()
                 if others:
-                    self._source.join()
+                    self.join()
                 else:
                     # a profiler that nobody closes must not leave a session to the end
                     atexit.register(self.close_all)
-                    self._source.start()
+                    self.start()
             except BaseException:
                 self.watches = others
                 self.refresh()
@@ -233,7 +230,7 @@ class Engine:
     def refresh(self) -> None:
         """Let the source know of changed codes."""
         with self.lock:
-            self._source.watch({i: c for who in self.watches for i, c in who.codes.items()})
+            self.watch({i: c for who in self.watches for i, c in who.codes.items()})
 
     def read(self) -> None:
         """Tell all that this thread did up to now, as far as its stream can be read."""
@@ -241,16 +238,16 @@ class Engine:
         thread.mark(self.watches, goes_on=True)
         thread.stream.read(asked_by=thread)
 
-    # --- what the source calls
+    # --- what a subclass calls
 
     def enter(self, identity: int, code: CodeType, line: int) -> None:
         """A frame of a watched code begins, or goes on."""
         thread = self.thread
         thread.mark(self.watches)
-        self._start(thread)
+        self._follow(thread)
         # A generator may go on in the middle of a line, and then does something before the next:
         # see test_what_a_generator_does_after_it_goes_on_is_of_the_line_that_it_waited_on.
-        thread.entered = 0 if code.co_flags & _SUSPENDS else identity
+        thread.entered = 0 if code.co_flags & SUSPENDS else identity
         key: Key = id(code), line
         for watch in self.watches:
             if key[0] in watch.codes:
@@ -262,7 +259,7 @@ class Engine:
         # between the beginning of a frame and its first line nothing has run: no second mark
         if thread.entered != identity or not thread.follows:
             thread.mark(self.watches)
-            self._start(thread)
+            self._follow(thread)
         thread.entered = 0
         key: Key = id(code), line
         for watch in self.watches:
@@ -310,7 +307,7 @@ class Engine:
         # as when another thread has closed the last profiler: nobody else could end it
         self._stop_if_idle(thread)
 
-    def _start(self, thread: Thread) -> None:
+    def _follow(self, thread: Thread) -> None:
         if thread.follows:
             thread.stream.resume()
             return
@@ -328,5 +325,5 @@ class Engine:
         if not self.watches:
             atexit.unregister(self.close_all)
             # the source first: what it reports from here on would find sizes no longer kept
-            self._source.stop()
+            self.stop()
         process.close()

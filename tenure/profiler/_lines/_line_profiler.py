@@ -7,26 +7,27 @@ importing this, or making a profiler, starts nothing.
 from __future__ import annotations
 
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
-from types import TracebackType
+from types import CodeType, TracebackType
 from typing import Any, Self, TextIO
 
 import torch
 
+from tenure._callers import line_in
 from tenure._errors import ProfilerUsageError
 from tenure._text import counted
 
-from ._book import Book, Figures, Watch
-from ._display import LineRecord, RecordsDisplay, Section, columns_named, section_of, title_of
-from ._engine import Engine
-from ._targets import Function, checked_device, default_device, device_of_gpu, function_of
+from ._book import Book, Watch
+from ._display import LineRecord, RecordsDisplay, Section, checked_columns
+from ._targets import checked_device, default_device, device_of_gpu, function_of, source_of
 
 if sys.version_info >= (3, 12):
-    from ._by_monitoring import Monitor as LineSource
+    from ._by_monitoring import Monitor as LineEngine
 else:
-    from ._by_settrace import Tracer as LineSource
+    from ._by_settrace import Tracer as LineEngine
 
-the_engine = Engine(LineSource)
+the_engine = LineEngine()
 """Where all profilers of a process are enabled. Making it starts nothing."""
 
 
@@ -75,8 +76,13 @@ class LineProfiler:
     ) -> None:
         if target_gpu is not None and device is not None:
             raise ProfilerUsageError("target_gpu and device name the same thing. Give one of them.")
-        self._functions: dict[int, Function] = {}
-        self._watch = Watch(_chosen_device(target_gpu, device))
+        if device is not None:
+            chosen = checked_device(device)
+        else:
+            chosen = default_device() if target_gpu is None else device_of_gpu(target_gpu)
+        self._watch = Watch(chosen)
+        # by the identity of their code
+        self._modules: dict[int, str] = {}
         # A list, because a block may stand inside another of the same profiler.
         self._was_enabled: list[bool] = []
         self._ever_enabled = False
@@ -88,12 +94,12 @@ class LineProfiler:
     @property
     def functions(self) -> tuple[str, ...]:
         """The qualified names of the functions."""
-        return tuple(function.name for function in self._functions.values())
+        return tuple(code.co_qualname for code in self._watch.codes.values())
 
     @property
     def device(self) -> torch.device:
         """The device that is measured; it can be set, also while a profiled function runs."""
-        return self._watch.target.device
+        return self._watch.device
 
     @device.setter
     def device(self, device: str | torch.device) -> None:
@@ -101,7 +107,7 @@ class LineProfiler:
         # What happened up to here is booked to the device that was measured then.
         the_engine.read()
         # on each thread from its next line on
-        self._watch.target.device = chosen
+        self._watch.device = chosen
 
     def add_function(self, function: Callable[..., Any]) -> None:
         """Profile one function more, from its next line on.
@@ -110,9 +116,10 @@ class LineProfiler:
             ProfilerUsageError: no Python function runs when it is called.
         """
         found = function_of(function)
-        self._functions.setdefault(id(found.code), found)
+        code = found.__code__
+        self._modules[id(code)] = found.__module__ or ""
         # A new mapping: other threads look into the old one meanwhile.
-        self._watch.codes = {i: function.code for i, function in self._functions.items()}
+        self._watch.codes = {**self._watch.codes, id(code): code}
         if self.enabled:
             the_engine.refresh()
 
@@ -160,13 +167,8 @@ class LineProfiler:
     @property
     def records(self) -> tuple[LineRecord, ...]:
         """A record for each line that ran, function by function, in the order of the lines."""
-        lines = self._lines()
-        return tuple(
-            record
-            for function in self._functions.values()
-            for records in _records_by_device(function, lines).values()
-            for record in records
-        )
+        book = self._book()
+        return tuple(each for code in self._watch.codes.values() for each in _records(code, book))
 
     def display(
         self,
@@ -183,13 +185,13 @@ class LineProfiler:
         Raises:
             ProfilerUsageError: a function is not profiled, or there is no such column.
         """
-        lines, sections = self._lines(), list[Section]()
-        for function in self._chosen(func):
-            sections += _sections(function, _records_by_device(function, lines))
-        if all(section.note for section in sections):
-            sections = [Section("", note=self._why_empty(func))]
-        records = [r for section in sections for _, _, r in section.rows if r is not None]
-        return RecordsDisplay(sections, columns_named(columns, records))
+        book, chosen = self._book(), self._chosen(func)
+        found = [(code, _records(code, book)) for code in chosen]
+        records = [each for _, of_code in found for each in of_code]
+        sections = [each for code, of_code in found for each in _sections(code, of_code)]
+        if not records:
+            sections = [Section("", note=self._why_empty(chosen))]
+        return RecordsDisplay(tuple(sections), checked_columns(columns, records))
 
     def print_stats(
         self,
@@ -204,8 +206,13 @@ class LineProfiler:
         """What was found, as values that JSON has: the functions, and a dict for each record."""
         return {
             "functions": [
-                {"function": f.name, "module": f.module, "file": f.file, "line": f.first_line}
-                for f in self._functions.values()
+                {
+                    "function": code.co_qualname,
+                    "module": self._modules[i],
+                    "file": code.co_filename,
+                    "line": code.co_firstlineno,
+                }
+                for i, code in self._watch.codes.items()
             ],
             "records": [record.to_dict() for record in self.records],
         }
@@ -221,50 +228,54 @@ class LineProfiler:
 
     def __repr__(self) -> str:
         state = "enabled" if self.enabled else "disabled"
-        functions = counted(len(self._functions), "function")
+        functions = counted(len(self._watch.codes), "function")
         return f"<LineProfiler of {functions} on {self.device}, {state}>"
 
-    def _lines(self) -> Book:
+    def _book(self) -> Book:
         if self.enabled:
             the_engine.read()
         return self._watch.book()
 
-    def _chosen(self, func: Any) -> list[Function]:
-        """The functions asked for; those of a name are all that have it."""
+    def _chosen(self, func: Any) -> list[CodeType]:
+        """Return the functions that are asked for; of a name all that have it."""
+        codes = self._watch.codes
         if func is None:
-            return list(self._functions.values())
+            return list(codes.values())
         asked: list[Any] = [func]
         if isinstance(func, Iterable) and not isinstance(func, str) and not callable(func):
             asked = list(func)
-        return [function for one in asked for function in self._named(one)]
+        chosen: list[CodeType] = []
+        for each in asked:
+            if isinstance(each, str):
+                name = each
+                found = [
+                    code
+                    for i, code in codes.items()
+                    if name in {code.co_qualname, f"{self._modules[i]}.{code.co_qualname}"}
+                ]
+            else:
+                code = function_of(each).__code__
+                name = code.co_qualname
+                found = [code] if id(code) in codes else []
+            if not found:
+                raise ProfilerUsageError(
+                    f"{name} is not profiled; what is: {', '.join(self.functions) or 'none'}. Add "
+                    "it with add_function()."
+                )
+            chosen += found
+        return chosen
 
-    def _named(self, asked: Any) -> list[Function]:
-        if isinstance(asked, str):
-            known = self._functions.values()
-            found = [f for f in known if asked in {f.name, f"{f.module}.{f.name}"}]
-        else:
-            known_as = id(function_of(asked).code)
-            found = [self._functions[known_as]] if known_as in self._functions else []
-        if not found:
-            name = asked if isinstance(asked, str) else function_of(asked).name
-            profiled = ", ".join(self.functions) or "none"
-            raise ProfilerUsageError(
-                f"{name} is not profiled; what is: {profiled}. Add it with add_function()."
-            )
-        return found
-
-    def _why_empty(self, func: Any) -> str:
-        if not self._functions:
+    def _why_empty(self, chosen: list[CodeType]) -> str:
+        if not self._watch.codes:
             return (
                 "No lines: there is no function to profile. Pass functions to LineProfiler(), or "
                 "add them with add_function()."
             )
         if not self._ever_enabled:
             return "No lines: the profiler was never enabled. Call the functions in a `with` block."
-        names = ", ".join(function.name for function in self._chosen(func))
-        if not names:
+        if not chosen:
             return "No lines: none of the functions was asked for. Without func, all are shown."
-        return f"No lines: {names} {_NOT_RUN}"
+        return f"No lines: {', '.join(code.co_qualname for code in chosen)} {_NOT_RUN}"
 
 
 _NOT_RUN = (
@@ -273,48 +284,44 @@ _NOT_RUN = (
 )
 
 
-def _chosen_device(
-    target_gpu: int | str | torch.device | None, device: str | torch.device | None
-) -> torch.device:
-    if device is not None:
-        return checked_device(device)
-    return default_device() if target_gpu is None else device_of_gpu(target_gpu)
+def _records(code: CodeType, book: Book) -> list[LineRecord]:
+    """Return a record for each line of a function, device by device."""
+    source = dict(enumerate(source_of(code), code.co_firstlineno))
+    mine = [(str(device), line, device) for identity, line, device in book if identity == id(code)]
+    records = []
+    for _, line, device in sorted(mine, key=lambda key: key[:2]):
+        figures = book[id(code), line, device]
+        record = LineRecord(
+            function=code.co_qualname,
+            line=line,
+            hits=figures.hits,
+            device=device,
+            source=source.get(line, ""),
+            file=code.co_filename,
+            allocated_bytes=figures.allocated_bytes,
+            freed_bytes=figures.freed_bytes,
+            peak_bytes=figures.peak_bytes or 0,
+            exact=figures.exact,
+            peak_exact=figures.peak_exact,
+            shared=figures.shared,
+            statistics=dict(figures.statistics),
+        )
+        records.append(record)
+    return records
 
 
-def _records_by_device(function: Function, lines: Book) -> dict[torch.device, list[LineRecord]]:
-    source = dict(enumerate(function.source(), function.first_line))
-    found: dict[torch.device, list[LineRecord]] = {}
-    mine = [(line, device) for code, line, device in lines if code == id(function.code)]
-    for line, device in sorted(mine, key=lambda key: key[0]):
-        figures = lines[id(function.code), line, device]
-        record = _record(function, line, device, figures, source.get(line, ""))
-        found.setdefault(device, []).append(record)
-    return found
-
-
-def _record(
-    function: Function, line: int, device: torch.device, figures: Figures, source: str
-) -> LineRecord:
-    return LineRecord(
-        function=function.name,
-        line=line,
-        hits=figures.hits,
-        device=device,
-        source=source,
-        file=function.file,
-        allocated_bytes=figures.allocated_bytes,
-        freed_bytes=figures.freed_bytes,
-        peak_bytes=figures.peak_bytes or 0,
-        exact=figures.exact,
-        peak_exact=figures.peak_exact,
-        shared=figures.shared,
-        statistics=dict(figures.statistics),
-    )
-
-
-def _sections(function: Function, records: dict[torch.device, list[LineRecord]]) -> list[Section]:
-    place = function.name, function.file, function.first_line
+def _sections(code: CodeType, records: list[LineRecord]) -> list[Section]:
+    """Return a section for each device; lines without source, as of a changed file, stand alone."""
+    title = f"{code.co_qualname}, {line_in(code.co_filename, code.co_firstlineno)}"
     if not records:
-        return [Section(title_of(*place), note=f"No lines: it {_NOT_RUN}")]
-    source = function.source()
-    return [section_of(*place, source, of_device) for of_device in records.values()]
+        return [Section(title, note=f"No lines: it {_NOT_RUN}")]
+    # A method is indented twice, which costs width and tells nothing.
+    source = textwrap.dedent("\n".join(source_of(code)))
+    texts = dict(enumerate(source.split("\n"), code.co_firstlineno)) if source else {}
+    sections = []
+    for device in dict.fromkeys(record.device for record in records):
+        by_line = {record.line: record for record in records if record.device == device}
+        lines = sorted(texts | by_line)
+        rows = tuple((line, texts.get(line, ""), by_line.get(line)) for line in lines)
+        sections.append(Section(f"{title}, {device}", rows))
+    return sections

@@ -9,8 +9,6 @@ from __future__ import annotations
 import functools
 import inspect
 import tokenize
-from collections.abc import Callable
-from dataclasses import dataclass
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -27,76 +25,47 @@ _MAX_LAYERS = 100
 # What `exec`, `eval` and `python -c` call the file of whatever they run, if nobody else names it.
 _NAMELESS = "<string>"
 
+SUSPENDS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+"""The flags of a code whose frames may wait, and go on later."""
 _CPU = torch.device("cpu")
 
 
-@dataclass(frozen=True, slots=True)
-class Function:
-    """A function whose lines are watched.
-
-    Attributes:
-        name: its qualified name.
-        module: the name of its module.
-        code: its code, which is what it is known by.
-    """
-
-    name: str
-    module: str
-    code: CodeType
-
-    @property
-    def file(self) -> str:
-        """The path of its source."""
-        return self.code.co_filename
-
-    @property
-    def first_line(self) -> int:
-        """The number of its first line, a decorator's included."""
-        return self.code.co_firstlineno
-
-    def source(self) -> tuple[str, ...]:
-        """Its lines; none where there is no source, as of what ``exec`` made, or no longer."""
-        # From Python 3.13 on linecache has the text of `python -c` under that name, and would give
-        # it for what `exec` made of another text: as in the workers of pytest-xdist.
-        if self.file == _NAMELESS:
-            return ()
-        try:
-            return tuple(line.rstrip() for line in inspect.getsourcelines(self.code)[0])
-        # The latter two of a file that was edited since.
-        except (OSError, SyntaxError, tokenize.TokenError):
-            return ()
+def source_of(code: CodeType) -> list[str]:
+    """Return the lines of a function; none where there is no source, or no longer."""
+    # From Python 3.13 on linecache has the text of `python -c` under that name, and would give
+    # it for what `exec` made of another text: as in the workers of pytest-xdist.
+    if code.co_filename == _NAMELESS:
+        return []
+    try:
+        return [line.rstrip() for line in inspect.getsourcelines(code)[0]]
+    # The latter two of a file that was edited since.
+    except (OSError, SyntaxError, tokenize.TokenError):
+        return []
 
 
-def function_of(handed: Any) -> Function:
-    """The function whose body runs when ``handed`` is called.
+def function_of(handed: Any) -> FunctionType:
+    """Return the function whose body runs when ``handed`` is called.
 
     Raises:
         ProfilerUsageError: no Python function does.
     """
-    found = _plain(handed)
-    if not isinstance(found, FunctionType):
-        kind = "a class" if isinstance(handed, type) else f"of type {type(handed).__name__}"
-        raise ProfilerUsageError(
-            f"{_named(handed)} has no lines to profile: it is {kind}, and no Python function "
-            "runs when it is called. Pass a function or a method, a partial or a wrapper of one, "
-            "or a module."
-        )
-    return Function(found.__qualname__, found.__module__ or "", found.__code__)
-
-
-def _plain(handed: Any) -> Any:
-    """Take off what is around a function; what is no function stays as it is."""
+    found = handed
     for _ in range(_MAX_LAYERS):
-        if isinstance(handed, FunctionType) and not hasattr(handed, "__wrapped__"):
+        if (inside := _inside(found)) is None:
             break
-        inside = _inside(handed)
-        if inside is None:
-            break
-        handed = inside
-    return handed
+        found = inside
+    if isinstance(found, FunctionType):
+        return found
+    kind = "a class" if isinstance(handed, type) else f"of type {type(handed).__name__}"
+    raise ProfilerUsageError(
+        f"{getattr(handed, '__qualname__', None) or repr(handed)} has no lines to profile: it is "
+        f"{kind}, and no Python function runs when it is called. Pass a function or a method, a "
+        "partial or a wrapper of one, or a module."
+    )
 
 
-def _inside(handed: Any) -> Callable[..., Any] | None:
+def _inside(handed: Any) -> Any:
+    """Return what stands inside a wrapper, a method or a module; None for anything else."""
     if isinstance(handed, type):
         return None
     if isinstance(handed, functools.partial):
@@ -107,13 +76,9 @@ def _inside(handed: Any) -> Callable[..., Any] | None:
         return handed.forward
     for name in ("__func__", "__wrapped__"):
         if callable(inside := getattr(handed, name, None)):
-            return inside  # type: ignore[no-any-return]
+            return inside
     call = getattr(type(handed), "__call__", None)  # noqa: B004  # it is asked for, not whether
     return call if isinstance(call, FunctionType) else None
-
-
-def _named(handed: Any) -> str:
-    return getattr(handed, "__qualname__", None) or repr(handed)
 
 
 # --- devices
@@ -129,18 +94,13 @@ def device_of_gpu(target_gpu: int | str | torch.device) -> torch.device:
     """The accelerator of an index, or a device; on a machine without any, the CPU, with a warning.
 
     Raises:
-        ProfilerUsageError: there are accelerators, but not this one; or none can have the index.
+        ProfilerUsageError: there are accelerators, but not this one.
     """
     if not isinstance(target_gpu, int):
         return checked_device(target_gpu)
-    if target_gpu < 0:
-        raise ProfilerUsageError(
-            f"There is no accelerator {target_gpu}: an index is 0 or more. Name one that is there, "
-            'or "cpu".'
-        )
     accelerator = _accelerator()
     if accelerator is not None:
-        return checked_device(torch.device(accelerator, target_gpu))
+        return checked_device(f"{accelerator}:{target_gpu}")
     warn_user(
         f"There is no GPU {target_gpu} here, and no other whose memory can be measured: the memory "
         "of the CPU is measured instead.",

@@ -317,8 +317,7 @@ class Recording(Report):
 
 def _narrow(lines: RecordsDisplay) -> RecordsDisplay:
     """The columns that say most; the others stand in the recording all the same."""
-    columns = [column for column in lines.columns if column.name in _LINE_COLUMNS]
-    return RecordsDisplay(lines.sections, columns)
+    return RecordsDisplay(lines.sections, tuple(c for c in lines.columns if c in _LINE_COLUMNS))
 
 
 def _at_peak(track: Track) -> DeviceTree:

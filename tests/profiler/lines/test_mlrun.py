@@ -112,13 +112,13 @@ def test_magics_and_shell_syntax_work_inside_a_cell(shell):
     assert "work" in shell.user_ns["found"]
 
 
-def test_several_functions_methods_and_expressions_are_profiled(shell):
+def test_several_functions_and_methods_are_profiled(shell):
     ran(shell, "class Net:\n    def forward(self, x):\n        return x + 1\n")
     ran(shell, "def other(): return torch.ones(8)")
     shown = table(
         ran(
             shell,
-            '%mlrun --function Net.forward -f "(lambda f: f)(work)" -fother -d cpu '
+            '%mlrun --function Net.forward -f "work" -fother -d cpu '
             "Net().forward(work(4)); other()",
         )
     )
@@ -208,28 +208,34 @@ def refused(shell, code):
     return str(caught.value)
 
 
-def test_bad_options_are_named(shell):
-    assert refused(shell, "%mlrun work(4)") == "%mlrun: name what to profile, with -f FUNCTION."
-    assert refused(shell, "%mlrun -f work -z 3 work(4)") == (
-        "%mlrun: option -z not recognized. See %mlrun? for what there is."
-    )
-    assert refused(shell, "%mlrun -f") == (
-        "%mlrun: option -f requires argument. See %mlrun? for what there is."
-    )
-    assert refused(shell, "%mlrun -f work -D work(4)") == (
-        "%mlrun -D: name at least one column, with -c COLUMN."
-    )
-    assert refused(shell, "%mlrun -f work -g first work(4)") == (
-        "%mlrun --gpu first: not an index. Name a device with -d."
-    )
-    assert refused(shell, "%mlrun -f work -d cpu -d cpu work(4)") == (
-        "%mlrun --device is given twice."
-    )
+BAD_OPTIONS = {
+    "work(4)": "the following arguments are required: -f/--function",
+    "-f work -z 3 work(4)": "unrecognized arguments: -z",
+    "-f": "argument -f/--function: expected one argument",
+    "-f work -g first work(4)": "argument -g/--gpu: invalid int value: 'first'",
+}
+
+
+@pytest.mark.parametrize(("options", "told"), BAD_OPTIONS.items())
+def test_bad_options_are_named(shell, options, told):
+    message = f"%mlrun: {told}. See %mlrun? for what there is."
+    assert refused(shell, f"%mlrun {options}") == message
+
+
+def test_what_is_no_name_of_a_function_is_refused(shell):
+    for function in ("work(", "Net().forward", "[work][0]", "work.1"):
+        assert refused(shell, f"%mlrun -f {function} -d cpu ran = True") == (
+            f"%mlrun -f {function}: not a name, such as func or Net.forward. Assign what you mean "
+            "to a variable, and name that."
+        )
+    assert "ran" not in shell.user_ns
+
+
+def test_a_device_that_is_named_twice_and_a_column_that_is_not_there_are_refused(shell):
     assert refused(shell, "%mlrun -f work -g 0 -d cpu work(4)").startswith("target_gpu and device")
     assert refused(shell, "%mlrun -f work -c reserved work(4)").startswith(
         "There is no column 'reserved'."
     )
-    assert refused(shell, "%mlrun -f work( -d cpu work(4)").startswith("%mlrun -f work(: ")
 
 
 def test_nothing_runs_under_bad_options(shell):
@@ -239,23 +245,18 @@ def test_nothing_runs_under_bad_options(shell):
 
 
 @pytest.mark.parametrize(
-    ("expression", "missing"),
+    ("name", "missing"),
     [
         ("nosuch", "name 'nosuch' is not defined"),
         ("Net.forwrd", "type object 'Net' has no attribute 'forwrd'"),
-        ("Net().forward", None),
     ],
 )
-def test_what_was_not_found_is_named(shell, expression, missing):
+def test_what_was_not_found_is_named(shell, name, missing):
     ran(shell, "class Net:\n    def forward(self):\n        pass")
-    code = f"%mlrun -f {expression} -d cpu ran = True"
-    if missing is None:
-        ran(shell, code)
-    else:
-        assert refused(shell, code) == (
-            f"%mlrun -f {expression}: {missing}, neither before the code nor after it, which ran. "
-            "Check the spelling, or let the code define it."
-        )
+    assert refused(shell, f"%mlrun -f {name} -d cpu ran = True") == (
+        f"%mlrun -f {name}: {missing}, neither before the code nor after it, which ran. "
+        "Check the spelling, or let the code define it."
+    )
     assert shell.user_ns["ran"] is True
 
 

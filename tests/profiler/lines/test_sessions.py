@@ -26,7 +26,7 @@ def state():
     return torch_profiler._prepare_profiler, table.flag.value, torch_profiler._enable_profiler
 
 
-SOURCE = _line_profiler.LineSource
+SOURCE = _line_profiler.LineEngine
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_a_second_profiler_that_can_not_begin_leaves_the_first_on(monkeypatch):
     first, second, before = LineProfiler(work, device="cpu"), LineProfiler(work), state()
     with first:
         with monkeypatch.context() as patched:
-            patched.setattr(_book.Target, "begin", fail)
+            patched.setattr(_book.Watch, "begin", fail)
             with pytest.raises(MemoryError, match="no memory"):
                 second.enable()
         assert (first.enabled, second.enabled) == (True, False)
