@@ -30,8 +30,6 @@ class Monitor(Engine):
     def __init__(self) -> None:
         super().__init__()
         self._tool: int | None = None
-        self._codes: Codes = {}
-        self._on = False
         events = monitoring.events
         self._lines = (
             events.LINE | events.PY_START | events.PY_RESUME | events.PY_RETURN | events.PY_YIELD
@@ -61,27 +59,22 @@ class Monitor(Engine):
         monitoring.set_events(
             self._tool, events.PY_UNWIND | events.PY_THROW | events.PY_START | events.JUMP
         )
-        self._on = True
-        self._set(self._codes.values(), self._lines)
+        self.on = True
+        self._set(self.codes.values(), self._lines)
 
     def join(self) -> None:
         """See `Engine`: the events are those of all threads."""
 
-    def watch(self, codes: Codes) -> None:
+    def watch(self, before: Codes) -> None:
         """See `Engine`."""
-        before, self._codes = self._codes, codes
-        if self._on:
-            gone = (code for i, code in before.items() if i not in codes)
-            came = (code for i, code in codes.items() if i not in before)
-            self._set(gone, monitoring.events.NO_EVENTS)
-            self._set(came, self._lines)
+        gone = (code for i, code in before.items() if i not in self.codes)
+        came = (code for i, code in self.codes.items() if i not in before)
+        self._set(gone, monitoring.events.NO_EVENTS)
+        self._set(came, self._lines)
 
     def stop(self) -> None:
         """Give the number back, if need be when the sessions of other threads have ended."""
-        if self._tool is not None:
-            self._set(self._codes.values(), monitoring.events.NO_EVENTS)
-        self._on = False
-        self._codes = {}
+        self.on = False
         self._free_if_idle()
 
     def _take_number(self) -> None:
@@ -100,7 +93,7 @@ class Monitor(Engine):
 
     def _free_if_idle(self) -> None:
         # a thread with a session needs ticks to end it, so its calls are reported until it has
-        if self._on or self.n_following or self._tool is None:
+        if self.on or self.n_following or self._tool is None:
             return
         monitoring.set_events(self._tool, monitoring.events.NO_EVENTS)
         for event in self._callbacks:
@@ -115,7 +108,7 @@ class Monitor(Engine):
     # --- callbacks: a frame's own stands just outside them
 
     def _start(self, code: CodeType, _: int) -> None:
-        if id(code) in self._codes:
+        if id(code) in self.codes:
             self._resume(code, 0, sys._getframe(1))
         else:
             self.tick()
@@ -125,7 +118,7 @@ class Monitor(Engine):
         self.enter(id(frame), code, frame.f_lineno)
 
     def _throw(self, code: CodeType, _: int, __: BaseException) -> None:
-        if id(code) in self._codes:
+        if id(code) in self.codes:
             self._resume(code, 0, sys._getframe(1))
 
     def _line(self, code: CodeType, line: int) -> None:
@@ -135,7 +128,7 @@ class Monitor(Engine):
         self.leave(id(sys._getframe(1)), code, torn_down=False)
 
     def _unwind(self, code: CodeType, _: int, __: BaseException) -> None:
-        if id(code) in self._codes:
+        if id(code) in self.codes:
             self.leave(id(sys._getframe(1)), code, torn_down=False)
 
     def _return(self, code: CodeType, _: int, __: object) -> None:
@@ -168,5 +161,5 @@ class Monitor(Engine):
     def tick(self) -> None:
         """See `Engine`."""
         super().tick()
-        if not self._on:
+        if not self.on:
             self._free_if_idle()

@@ -32,17 +32,10 @@ _MOST_KNOWN = 4096
 
 
 class Tracer(Engine):
-    """Reports calls, lines and returns.
-
-    Attributes:
-        codes: what is watched.
-        on: whether it is to report.
-    """
+    """Reports calls, lines and returns."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.codes: Codes = {}
-        self.on = False
         self._thread_below: TraceFunction | None = None
         # by identity, because the hash of a code takes long; each is held, so that none comes twice
         self._loops: dict[int, tuple[CodeType, bool]] = {}
@@ -61,11 +54,9 @@ class Tracer(Engine):
         if sys.gettrace() is None:
             self._trace_this_thread(None)
 
-    def watch(self, codes: Codes) -> None:
+    def watch(self, before: Codes) -> None:
         """See `Engine`."""
-        came = codes.keys() - self.codes.keys()
-        self.codes = codes
-        if self.on and came:
+        if self.codes.keys() - before.keys():
             self._join_running()
 
     def stop(self) -> None:

@@ -19,7 +19,7 @@ from tenure._errors import ProfilerUsageError
 
 from ._display import checked_columns
 from ._line_profiler import LineProfiler
-from ._targets import SUSPENDS, device_of_gpu, function_of
+from ._targets import SUSPENDS, chosen_device, function_of
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 # What `profile` has to show at the end, in the order in which it was asked.
@@ -130,7 +130,7 @@ def set_target_gpu(gpu_id: int | str | torch.device) -> None:
 
     Source: ``set_target_gpu`` of pytorch_memlab.
     """
-    _profiler().device = device_of_gpu(gpu_id)
+    _profiler().device = chosen_device(gpu_id)
 
 
 def set_target_device(device: str | torch.device) -> None:

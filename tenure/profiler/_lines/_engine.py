@@ -136,12 +136,16 @@ class Engine(ABC):
     Attributes:
         lock: held while profilers are opened and closed.
         watches: the profilers that are open.
+        codes: those that they watch.
+        on: whether the subclass reports; it says so.
         n_following: how many threads follow their streams.
     """
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.watches: tuple[Watch, ...] = ()
+        self.codes: Codes = {}
+        self.on = False
         self.n_following = 0
         self._local = _ThisThread()
 
@@ -166,8 +170,8 @@ class Engine(ABC):
         """Report from this thread too, once another has started."""
 
     @abstractmethod
-    def watch(self, codes: Codes) -> None:
-        """Report these codes and no others; unwatched ones only tick."""
+    def watch(self, before: Codes) -> None:
+        """Report the codes and no others; unwatched ones, and those from before, only tick."""
 
     @abstractmethod
     def stop(self) -> None:
@@ -228,9 +232,12 @@ class Engine(ABC):
             self.close(watch)
 
     def refresh(self) -> None:
-        """Let the source know of changed codes."""
+        """Report the codes that are watched now."""
         with self.lock:
-            self.watch({i: c for who in self.watches for i, c in who.codes.items()})
+            before = self.codes
+            self.codes = {i: code for who in self.watches for i, code in who.codes.items()}
+            if self.on:
+                self.watch(before)
 
     def read(self) -> None:
         """Tell all that this thread did up to now, as far as its stream can be read."""

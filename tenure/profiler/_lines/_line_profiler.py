@@ -20,7 +20,7 @@ from tenure._text import counted
 
 from ._book import Book, Watch
 from ._display import LineRecord, RecordsDisplay, Section, checked_columns
-from ._targets import checked_device, default_device, device_of_gpu, function_of, source_of
+from ._targets import checked_device, chosen_device, function_of, source_of
 
 if sys.version_info >= (3, 12):
     from ._by_monitoring import Monitor as LineEngine
@@ -76,11 +76,7 @@ class LineProfiler:
     ) -> None:
         if target_gpu is not None and device is not None:
             raise ProfilerUsageError("target_gpu and device name the same thing. Give one of them.")
-        if device is not None:
-            chosen = checked_device(device)
-        else:
-            chosen = default_device() if target_gpu is None else device_of_gpu(target_gpu)
-        self._watch = Watch(chosen)
+        self._watch = Watch(chosen_device(target_gpu, device))
         # by the identity of their code
         self._modules: dict[int, str] = {}
         # A list, because a block may stand inside another of the same profiler.

@@ -84,28 +84,30 @@ def _inside(handed: Any) -> Any:
 # --- devices
 
 
-def default_device() -> torch.device:
-    """The first accelerator, if its memory can be measured; else the CPU."""
-    accelerator = _accelerator()
-    return _CPU if accelerator is None else torch.device(accelerator, 0)
+def chosen_device(
+    target_gpu: int | str | torch.device | None = None, device: str | torch.device | None = None
+) -> torch.device:
+    """Return a device, the accelerator of an index, or, of neither, the first accelerator.
 
-
-def device_of_gpu(target_gpu: int | str | torch.device) -> torch.device:
-    """The accelerator of an index, or a device; on a machine without any, the CPU, with a warning.
+    On a machine without any it is the CPU, with a warning if an index was given.
 
     Raises:
-        ProfilerUsageError: there are accelerators, but not this one.
+        ProfilerUsageError: the device can't be measured, or there are accelerators, but not this
+            one.
     """
-    if not isinstance(target_gpu, int):
+    if device is not None:
+        return checked_device(device)
+    if not isinstance(target_gpu, int | None):
         return checked_device(target_gpu)
-    accelerator = _accelerator()
-    if accelerator is not None:
-        return checked_device(f"{accelerator}:{target_gpu}")
-    warn_user(
-        f"There is no GPU {target_gpu} here, and no other whose memory can be measured: the memory "
-        "of the CPU is measured instead.",
-        ProfilerUsageWarning,
-    )
+    kind = _accelerator()
+    if kind is not None:
+        return checked_device(f"{kind}:{target_gpu or 0}")
+    if target_gpu is not None:
+        warn_user(
+            f"There is no GPU {target_gpu} here, and no other whose memory can be measured: the "
+            "memory of the CPU is measured instead.",
+            ProfilerUsageWarning,
+        )
     return _CPU
 
 

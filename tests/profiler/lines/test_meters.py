@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tenure.profiler import LineProfiler, ProfilerUsageError, ProfilerUsageWarning, set_target_gpu
 from tenure.profiler._lines import _targets
 from tenure.profiler._lines._device_meter import DeviceAccount, DeviceMeter, keep_largest
-from tenure.profiler._lines._targets import checked_device, default_device, device_of_gpu
+from tenure.profiler._lines._targets import checked_device, chosen_device
 
 FIELDS = ("current", "peak", "allocated", "freed")
 
@@ -195,18 +195,18 @@ def test_a_device_that_is_not_there_or_has_no_statistics_is_refused(monkeypatch)
 
 def test_without_an_accelerator_the_cpu_is_measured(monkeypatch):
     monkeypatch.setattr(_targets, "_accelerator", lambda: None)
-    assert default_device() == torch.device("cpu")
+    assert chosen_device() == torch.device("cpu")
     assert LineProfiler().device == torch.device("cpu")
     with pytest.warns(
         ProfilerUsageWarning, match="^There is no GPU 3 here, and no other whose"
     ) as w:
         assert LineProfiler(target_gpu=3).device == torch.device("cpu")
     assert w[0].filename == __file__
-    assert device_of_gpu("cpu") == torch.device("cpu")
+    assert chosen_device("cpu") == torch.device("cpu")
 
 
 @pytest.mark.parametrize(
-    "use", [set_target_gpu, device_of_gpu, lambda n: LineProfiler(target_gpu=n)]
+    "use", [set_target_gpu, chosen_device, lambda n: LineProfiler(target_gpu=n)]
 )
 def test_the_warning_that_no_gpu_is_there_points_at_the_users_line(monkeypatch, use):
     monkeypatch.setattr(_targets, "_accelerator", lambda: None)
@@ -225,5 +225,5 @@ def test_a_negative_index_is_no_accelerator(monkeypatch):
 def test_an_accelerator_is_measured_where_there_is_one(monkeypatch):
     monkeypatch.setattr(_targets, "_accelerator", lambda: "cuda")
     monkeypatch.setattr(_targets, "checked_device", torch.device)
-    assert default_device() == torch.device("cuda:0")
-    assert device_of_gpu(3) == torch.device("cuda:3")
+    assert chosen_device() == torch.device("cuda:0")
+    assert chosen_device(3) == torch.device("cuda:3")
