@@ -133,12 +133,8 @@ class Tracer(Engine):
 
     def _first(self, frame: FrameType, event: str, arg: Any) -> Any:
         """The first event of a thread that starts: trace it as this thread is traced."""
-        below = self._thread_below
-        if not self.on:
-            sys.settrace(below)
-            return below(frame, event, arg) if below else None
         self.tick()
-        return self._trace_this_thread(below).call(frame, event, arg)
+        return self._trace_this_thread(self._thread_below).call(frame, event, arg)
 
 
 class _ThreadTracer:
