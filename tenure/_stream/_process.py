@@ -18,8 +18,7 @@ from torch import Tensor, UntypedStorage
 from tenure._heap import gradient_of, live_tensors
 from tenure._storages import storages_of
 from tenure._torch import cpu_allocator as allocator
-from tenure._torch.allocations import is_profiling
-from tenure._torch.profilers import announce
+from tenure._torch.allocations import announce, is_profiling
 from tenure._torch.quiet import without_functions
 from tenure._torch.storages import key_of
 

@@ -99,17 +99,10 @@ class _StandIn(type):
     _path: str
     _purpose: str
 
-    def __call__(cls, *_: Any, **__: Any) -> NoReturn:
+    def _refuse(cls, *_: Any, **__: Any) -> NoReturn:
         refuse(cls._path, cls._purpose)
 
-    def __getattr__(cls, _: str) -> NoReturn:
-        refuse(cls._path, cls._purpose)
-
-    def __instancecheck__(cls, _: object) -> NoReturn:
-        refuse(cls._path, cls._purpose)
-
-    def __subclasscheck__(cls, _: type) -> NoReturn:
-        refuse(cls._path, cls._purpose)
+    __call__ = __getattr__ = __instancecheck__ = __subclasscheck__ = _refuse
 
 
 def _stand_in(path: str, purpose: str) -> Any:

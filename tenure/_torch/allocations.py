@@ -9,6 +9,9 @@ Marks stand among the events of a session: what no allocation of a program can b
 reported as c10 reports an allocation, by the function that c10 has for its allocators, with a size
 that no machine has: below ``_FIRST``. Where that function can't be reached it is a range with a
 name; the session notes no other ranges, because noting them is turned off.
+
+Profilers of the program refuse to begin beside another session. While `announce` is in force, the
+functions by which they begin call a function first.
 """
 
 from __future__ import annotations
@@ -18,13 +21,14 @@ import functools
 import sys
 from collections.abc import Callable, Iterable
 from itertools import chain
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
-import torch
-from torch.autograd import profiler as _profiler  # noqa: F401  # it must be whole before others wrap it
+from torch.autograd import profiler, profiler_legacy
 
 from . import bound, require
 from .cpu_allocator import C10_LIBRARY
+from .patches import Patch
 
 _LINES = "figures by line of tenure.profiler"
 _begin = bound("torch._C._autograd._enable_profiler_legacy", _LINES)
@@ -164,25 +168,36 @@ def _report() -> Callable[[int], None] | None:
     return report
 
 
+def announce(make_way: Callable[[], None]) -> Callable[[], None]:
+    """Call ``make_way`` on its thread before a profiler begins, until the returned function is called."""
+    _making_way.append(make_way)
+    end = ExitStack()
+    end.callback(_making_way.remove, make_way)
+    for beginnings in _BEGINNINGS:
+        end.enter_context(beginnings.block())
+    return end.close
+
+
+def _announcing(begin: Any) -> Any:
+    def announce_and_begin(*args: Any, **kwargs: Any) -> Any:
+        for make_way in [*_making_way]:
+            make_way()
+        return begin(*args, **kwargs)
+
+    return announce_and_begin
+
+
+_making_way: list[Callable[[], None]] = []
+# torch calls none that it has dropped: its own profiler then refuses to begin, and says so
+_BEGINNINGS = (
+    Patch(profiler, dict.fromkeys(("_prepare_profiler", "_enable_profiler"), _announcing)),
+    Patch(profiler_legacy, {"_enable_profiler_legacy": _announcing}),
+)
+
+
 @functools.cache
 def _config() -> Any:
     # a session that could not be read or ended would stay open: nothing is begun without these
     require(_begin, _end, _record_functions, _enter_range, _exit_range, _host_bytes)
     # of input shapes, memory, stacks, flops and modules, memory is all that is wanted
     return _Config(_State.CPU, False, True, False, False, False, _ExperimentalConfig())
-
-
-def works() -> bool:
-    """Whether a temporary, a turn, a mark and a block of an earlier turn come out right."""
-    if is_profiling():
-        # nothing can be tried now; turns that fail say so
-        return True
-    begin()
-    kept = torch.empty(64, dtype=torch.uint8, device="cpu")
-    torch.UntypedStorage(32, device="cpu")
-    first = turn()
-    marker()(1)
-    del kept
-    second = end()
-    seen = first == ([64, 32, -32], []) and second == ([as_event(1), -64], [])
-    return seen and not is_profiling()

@@ -24,8 +24,8 @@ ENGINE_CODE: CodeType | None = getattr(optional(_ENGINE), "__code__", None)
 where torch has none: who compares frames with it calls `check_engine_is_seen` first."""
 _task_id = bound("torch._C._current_graph_task_id", "tenure.profiler and tenure.testing")
 _TRAINING = "training of paged models"
-# the node that adds to a leaf's gradient has the largest number there is, so as to run first
-_OF_NO_TIME = 1 << 62
+OF_A_LEAF = 2**64 - 1
+"""The number of the node that adds to a leaf's gradient: the largest there is, so it runs first."""
 _top_hooks = bound("torch._C._autograd._top_saved_tensors_default_hooks", _TRAINING)
 at_end_of_backward: Callable[[Callable[[], object]], None] = bound(
     "torch.autograd.Variable._execution_engine.queue_callback", _TRAINING
@@ -38,11 +38,10 @@ _SAVED = "who holds what, and Courtesy"
 _SavedTensor: Any = bound("torch._C._autograd.SavedTensor", _SAVED)
 _data_of: Callable[[Any], Any] = getter("torch._C._autograd.SavedTensor.data", _SAVED)
 _hook_of: Callable[[Any], Any] = getter("torch._C._autograd.SavedTensor.unpack_hook", _SAVED)
-node_number: Callable[[Any], Any] = getter(
+_number: Callable[[Any], Any] = getter(
     "torch._C._functions.AccumulateGrad._sequence_nr",
-    "predictions of memory, tenure.profiler.Timeline and the simulated accelerator",
+    "predictions of memory, tenure.profiler and the simulated accelerator",
 )
-"""Returns the method of a node that counts the nodes which its thread had made before it."""
 _HOOKS = "step() and predictions of memory"
 hooks_of: Callable[[Tensor], Any] = getter("torch.Tensor._backward_hooks", _HOOKS)
 """The hooks of a leaf's gradient by their numbers, in a dictionary that torch reads; or None."""
@@ -135,8 +134,12 @@ def content_of_saved(saved: Any) -> tuple[Any, Any]:
     return _data_of(saved), _hook_of(saved)
 
 
+def node_number(node: Any) -> int:
+    """How many nodes this thread had made before a node; `OF_A_LEAF` for the node of a leaf."""
+    return int(_number(node)())
+
+
 def sequence_number(node: Any) -> int | None:
-    """How many nodes this thread had made before a node; None for the node of a leaf."""
-    number = getattr(node, "_sequence_nr", None)
-    found = None if number is None else int(number())
-    return None if found is None or found >= _OF_NO_TIME else found
+    """Return the same; None for the node of a leaf."""
+    number = node_number(node)
+    return None if number == OF_A_LEAF else number

@@ -36,18 +36,13 @@ OF_CPP = _count_of_gradient() - SOLE
 """How many references C++ adds to the handle of a tensor that it holds; 0 up to torch 2.9."""
 
 
-def works() -> bool:
-    """Whether a count has the references of all threads and of C++."""
-    return OF_CPP > 0 and getattr(sys, "_is_gil_enabled", lambda: True)()
-
-
 def require() -> None:
     """Make sure that reference counts tell who holds a tensor.
 
     Raises:
         ImportError: they don't.
     """
-    if not works():
+    if OF_CPP == 0 or not getattr(sys, "_is_gil_enabled", lambda: True)():
         refuse_import(
             "reference counts don't say what else holds a tensor, so a scope could free gradients "
             "that are in use"

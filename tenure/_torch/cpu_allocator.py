@@ -137,20 +137,6 @@ def is_lazily_copied(tensor: Tensor) -> bool:
     return bool(_is_cow_tensor(tensor))
 
 
-def works() -> bool:
-    """Whether a block from before, once entered, is seen to end."""
-    old = torch.empty(96, dtype=torch.uint8, device="cpu")
-    keep_sizes(True)
-    try:
-        enter(old.untyped_storage())
-        before = live_bytes()
-        del old
-        counted = is_known() and live_bytes() == before - 96
-        return counted and is_lazily_copied(optional("torch._lazy_clone")(torch.ones(1)))
-    finally:
-        keep_sizes_as_before()
-
-
 @functools.cache
 def _table() -> _Table | None:
     # to ask a lazy copy for its address would copy it, so none can be entered without this

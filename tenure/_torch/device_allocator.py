@@ -20,7 +20,7 @@ import torch
 
 from tenure._graph_capture import is_capturing, kind_of_live_graph
 
-from . import bound, is_known, optional
+from . import bound, optional
 
 # a build without CUDA has none of these, so each can be missing
 _SETTINGS = "torch._C._accelerator_getAllocatorSettings"
@@ -114,15 +114,6 @@ def clear_workspaces(device: torch.device) -> int:
     before_bytes = int(module.memory_allocated(device))
     optional(_CLEAR)()
     return max(0, before_bytes - int(module.memory_allocated(device)))
-
-
-def works() -> bool:
-    """Whether torch has the settings of its allocator and, if built with CUDA, of workspaces."""
-    known = not torch.backends.cuda.is_built() or (
-        optional(_CLEAR) is not None
-        and (torch.__version__ < _HAS_SIZES or is_known(_cublas_bytes, _cublaslt_bytes))
-    )
-    return known and isinstance((optional(_SETTINGS) or str)(), str)
 
 
 def _snapshot(module: Any) -> list[dict[str, Any]]:

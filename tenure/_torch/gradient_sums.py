@@ -16,8 +16,7 @@ from torch import Tensor
 
 from . import bound, require
 from .autograd import ENGINE_CODE, check_engine_is_seen, node_number
-from .modes import DispatchMode
-from .storages import owners_of_storage, uses_of_tensor
+from .storages import UseProbe, owners_of_storage, uses_of_tensor
 
 _PREDICTION = "predictions of memory and memory_budget()"
 _WRAPPERS = ("torch._dynamo", "torch._compile", "torch._ops", "tenure._stream._modes")
@@ -53,7 +52,7 @@ def prepare() -> None:
 
 def sequence_of_node() -> int:
     """The number that the running node got when the forward pass made it."""
-    return int(node_number(current_node())())
+    return node_number(current_node())
 
 
 def adds_in_place(gradient: Tensor, frame: FrameType | None, n_modes_above: int = 0) -> bool:
@@ -108,27 +107,13 @@ def _is_dense(tensor: Tensor) -> bool:
     return True
 
 
-class _UseProbe(DispatchMode):
-    """Notes how often a gradient is used that only the engine holds."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch left it unannotated
-        self.n_uses = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is SUM and current_node() is not None:
-            self.n_uses = uses_of_tensor(args[0])
-        return func(*args, **(kwargs or {}))
-
-
 @functools.cache
 def _uses_alone() -> int:
     """How often a gradient is used, in a handler, that only the engine holds."""
-    probe = _UseProbe()
     # without data, so that no mode that measures counts the probe
     with torch.inference_mode(False), torch.enable_grad():
         x = torch.ones(2, requires_grad=True, device="meta") * 2
         y = (x.sin() + x.cos()).sum()
-        with probe:
+        with UseProbe(SUM, lambda args: uses_of_tensor(args[0])) as probe:
             y.backward()
     return probe.n_uses

@@ -14,7 +14,7 @@ import functools
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -38,7 +38,6 @@ else:
     Dropout = bound("torch.nn.modules.dropout._DropoutNd", "the check of a step")
     InstanceNorm = bound("torch.nn.modules.instancenorm._InstanceNorm", "step()")
 
-Seen = Callable[[nn.Module], object]
 Passed = Callable[[nn.Module, Any], object]
 Call = tuple[int, CodeType]
 """A call that runs: the id of its frame, and its code."""
@@ -106,46 +105,32 @@ def is_saving(frame: FrameType) -> bool:
 
 
 class _Thread(threading.local):
-    seen: tuple[Seen, ...] = ()
-    given: Passed | None = None
-    returned: Passed | None = None
+    listeners: tuple[tuple[Passed, Passed | None], ...] = ()
 
 
 _this_thread = _Thread()
 
 
-@contextmanager
-def modules_told(seen: Seen) -> Iterator[None]:
-    """A block in which ``seen`` gets each module that is called on this thread, before it runs.
-
-    Those that run inside compiled code are not told, and where blocks nest, each is.
-    """
-    with _calls.block():
-        _this_thread.seen = (seen, *_this_thread.seen)
-        try:
-            yield
-        finally:
-            # blocks may end in any order, and on another thread
-            rest = [*_this_thread.seen]
-            with suppress(ValueError):
-                rest.remove(seen)
-            _this_thread.seen = tuple(rest)
+def modules_told(seen: Callable[[nn.Module], object]) -> AbstractContextManager[None]:
+    """A block in which ``seen`` gets each module that is called on this thread, before it runs."""
+    return values_told(lambda module, _: seen(module))
 
 
 @contextmanager
 def values_told(given: Passed, returned: Passed | None = None) -> Iterator[None]:
     """A block in which ``given`` gets what each module is called with, before it runs.
 
-    ``returned`` gets what it returns. As with `modules_told`; of blocks that nest, the inner.
+    ``returned`` gets what it returns. Calls inside compiled code are not told. Blocks may nest.
     """
-    thread = _this_thread
-    outer = thread.given, thread.returned
+    listener = given, returned
     with _calls.block():
-        thread.given, thread.returned = given, returned
+        _this_thread.listeners = (listener, *_this_thread.listeners)
         try:
             yield
         finally:
-            thread.given, thread.returned = outer
+            # blocks may end in any order, and on another thread
+            rest = [each for each in _this_thread.listeners if each is not listener]
+            _this_thread.listeners = tuple(rest)
 
 
 def _telling(call: Any) -> Any:
@@ -154,15 +139,14 @@ def _telling(call: Any) -> Any:
     def told_call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         # dynamo folds the first condition, and sees a plain call
         if not _is_compiled() and _calls.is_current("__call__", told_call):
-            thread = _this_thread
-            for seen in thread.seen:
-                _tell(seen, self)
-            if thread.given is not None:
-                _tell(thread.given, self, (args, kwargs))
-            if thread.returned is not None:
-                result = call(self, *args, **kwargs)
-                _tell(thread.returned, self, result)
-                return result
+            listeners = _this_thread.listeners
+            for given, _ in listeners:
+                _tell(given, self, (args, kwargs))
+            result = call(self, *args, **kwargs)
+            for _, returned in listeners:
+                if returned is not None:
+                    _tell(returned, self, result)
+            return result
         return call(self, *args, **kwargs)
 
     return told_call

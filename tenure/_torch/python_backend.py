@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 from . import bound, getter, optional, require
-from .autograd import node_number
 
 _SIMULATION = "the simulated accelerator"
 _names: list[Any] = []
@@ -39,7 +38,7 @@ StorageBase: Any = needed("torch.storage._StorageBase")
 map_only: Any = needed("torch.utils._pytree.tree_map_only")
 without_negative_bit: Any = needed("torch._neg_view")
 input_metadata: Callable[[Any], Any] = _read("torch._C._functions.AccumulateGrad._input_metadata")
-_names.append(node_number)
+_read("torch._C._functions.AccumulateGrad._sequence_nr")
 
 
 def require_all() -> None:

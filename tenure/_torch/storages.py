@@ -28,6 +28,8 @@ _tensor_use_count = bound(
 _indices = bound("torch.Tensor._indices", "sparse tensors")
 _values = bound("torch.Tensor._values", "sparse tensors")
 _ALONE_IN_C = 1
+SET = torch.ops.aten.set_.source_Storage
+"""The operation that puts a storage in a tensor."""
 _REDUCTIONS = "torch.multiprocessing.reductions"
 
 
@@ -66,8 +68,7 @@ def uses_by_torch(inference: bool) -> int:
 
     To be asked outside of handlers. A mode above the handler adds one, a tensor in the storage too.
     """
-    probe = _UseProbe()
-    with torch.inference_mode(inference), probe:
+    with torch.inference_mode(inference), UseProbe(SET, lambda args: n_uses(args[1])) as probe:
         _put_in_a_tensor(UntypedStorage(1))
     return probe.n_uses
 
@@ -99,16 +100,22 @@ def _alone() -> int:
     return n_holders({0: object()}, 0)
 
 
-class _UseProbe(DispatchMode):
-    """Notes how often the storage given to ``set_`` was used when the handler got it."""
+class UseProbe(DispatchMode):
+    """Notes how often an argument of an operation was used when the handler got it.
 
-    def __init__(self) -> None:
+    Args:
+        operation: the operation.
+        count: counts the uses, given the arguments.
+    """
+
+    def __init__(self, operation: Any, count: Callable[[Any], int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch left it unannotated
         self.n_uses = 0
+        self._operation, self._count = operation, count
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.set_.source_Storage:
-            self.n_uses = n_uses(args[1])
+        if func is self._operation:
+            self.n_uses = self._count(args)
         return func(*args, **(kwargs or {}))
 
 

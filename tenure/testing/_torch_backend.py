@@ -19,9 +19,6 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from tenure._torch import python_backend
-from tenure._torch.autograd import node_number as number_of_node
-from tenure._torch.gradient_sums import current_node as current_node
-from tenure._torch.gradient_sums import next_sequence
 from tenure._torch.quiet import without_dispatch_modes, without_functions
 from tenure._torch.storages import key_of
 
@@ -128,20 +125,6 @@ def required_elements(size: Sequence[int], stride: Sequence[int]) -> int:
 def tensor_key(tensor: torch.Tensor) -> int:
     """`key_of` the tensor's storage."""
     return key_of(tensor.untyped_storage())
-
-
-# at::sequence_number gives no number to the nodes that add gradients to leaves.
-LEAF_NUMBER = 2**64 - 1
-
-
-def next_node_number() -> int:
-    """The number that the next node of autograd made in this thread will have."""
-    return int(next_sequence())
-
-
-def node_number(node: Any) -> int:
-    """The number of a node among those that its thread has made."""
-    return int(number_of_node(node)())
 
 
 def is_node_on_device(node: Any) -> bool:

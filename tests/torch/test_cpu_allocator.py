@@ -12,7 +12,6 @@ def test_where_the_table_of_sizes_cannot_be_reached_nothing_is_claimed(monkeypat
         cpu_allocator.keep_sizes(True)
         cpu_allocator.enter(torch.ones(1).untyped_storage())
         assert cpu_allocator.live_bytes() == 0
-        assert not cpu_allocator.works()
     finally:
         cpu_allocator._table.cache_clear()
 

@@ -3,7 +3,6 @@
 import pytest
 from torch import UntypedStorage
 
-from tenure._torch import resizing
 from tenure._torch.resizing import resizes_told
 
 
@@ -11,8 +10,6 @@ from tenure._torch.resizing import resizes_told
 def own(monkeypatch):
     method = UntypedStorage.resize_
     monkeypatch.setattr(UntypedStorage, "resize_", method)
-    # with one that was put over it, ours would be thought to stand there for ever
-    monkeypatch.setattr(resizing, "_stands", resizing._stands)
     return method
 
 

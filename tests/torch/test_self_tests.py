@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import profiler, profiler_legacy
 from torch.multiprocessing.reductions import StorageWeakRef, shared_cache
 
 from tenure._torch import (
@@ -16,7 +17,6 @@ from tenure._torch import (
     autograd,
     bound,
     compiler,
-    counting,
     cpu_allocator,
     device_allocator,
     fakes,
@@ -27,12 +27,10 @@ from tenure._torch import (
     modules,
     optimizers,
     optional,
-    profilers,
     pytree,
     quiet,
     replicas,
     require,
-    resizing,
     scaling,
     sharding,
     storages,
@@ -50,11 +48,60 @@ def same(packed: Any) -> Any:
 # --- what is asked at run time
 
 
-@pytest.mark.parametrize(
-    "module", [allocations, counting, cpu_allocator, device_allocator, profilers, resizing, swap]
-)
-def test_the_self_test_passes(module):
-    assert module.works()
+def test_tensors_are_swapped():
+    assert swap.works()
+
+
+def test_a_temporary_a_turn_a_mark_and_a_block_of_an_earlier_turn_come_out_right():
+    allocations.begin()
+    kept = torch.empty(64, dtype=torch.uint8, device="cpu")
+    torch.UntypedStorage(32, device="cpu")
+    first = allocations.turn()
+    allocations.marker()(1)
+    del kept
+    second = allocations.end()
+    assert first == ([64, 32, -32], [])
+    assert second == ([allocations.as_event(1), -64], [])
+    assert not allocations.is_profiling()
+
+
+def test_a_block_from_before_is_seen_to_end_once_it_is_entered():
+    old = torch.empty(96, dtype=torch.uint8, device="cpu")
+    cpu_allocator.keep_sizes(True)
+    try:
+        cpu_allocator.enter(old.untyped_storage())
+        before = cpu_allocator.live_bytes()
+        del old
+        assert cpu_allocator.is_known()
+        assert cpu_allocator.live_bytes() == before - 96
+        assert cpu_allocator.is_lazily_copied(optional("torch._lazy_clone")(torch.ones(1)))
+    finally:
+        cpu_allocator.keep_sizes_as_before()
+
+
+@pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="needs a build with CUDA")
+def test_a_build_with_cuda_has_the_names_of_workspaces():
+    assert optional(device_allocator._CLEAR) is not None
+    if torch.__version__ >= device_allocator._HAS_SIZES:
+        require(device_allocator._cublas_bytes, device_allocator._cublaslt_bytes)
+
+
+def test_the_settings_of_the_allocator_are_a_text():
+    assert isinstance((optional(device_allocator._SETTINGS) or str)(), str)
+
+
+def test_a_profiler_of_the_program_announces_itself_and_leaves_torch_as_it_was():
+    functions = vars(profiler.profile)
+    uses = [functions[name].__code__.co_names for name in ("_prepare_trace", "_start_trace")]
+    assert "_prepare_profiler" in uses[0]
+    assert "_enable_profiler" in uses[1]
+    begin, calls = profiler_legacy._enable_profiler_legacy, []
+    stop = allocations.announce(lambda: calls.append(1))
+    with profiler_legacy.profile():
+        pass
+    stop()
+    assert calls
+    assert profiler_legacy._enable_profiler_legacy is begin
 
 
 @pytest.mark.skipif(not trap.works(), reason="needs torch 2.12 or newer, built with CUDA")
@@ -140,7 +187,7 @@ def test_hooks_of_saved_tensors_and_batches_of_gradients_are_known():
 def test_the_sum_of_two_gradients_is_seen_and_nodes_have_the_numbers_that_were_foretold():
     before = gradient_sums.next_sequence()
     node = (torch.ones(2, requires_grad=True) * 2).grad_fn
-    assert autograd.node_number(node)() == before
+    assert autograd.node_number(node) == before
     assert gradient_sums.current_node() is None
     assert gradient_sums._uses_alone() > 0
 
@@ -190,7 +237,8 @@ def test_a_huge_fake_takes_nothing_and_that_of_a_tensor_remembers_its_device():
 
 
 def test_a_storage_that_a_tensor_lies_in_is_used_once_more_than_a_fresh_one():
-    storage, probe = torch.UntypedStorage(1), storages._UseProbe()
+    storage = torch.UntypedStorage(1)
+    probe = storages.UseProbe(storages.SET, lambda args: storages.n_uses(args[1]))
     holder = storages._put_in_a_tensor(storage)
     with probe:
         storages._put_in_a_tensor(storage)

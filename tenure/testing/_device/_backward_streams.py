@@ -13,13 +13,10 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from .._torch_backend import (
-    LEAF_NUMBER,
-    current_node,
-    is_node_on_device,
-    next_node_number,
-    node_number,
-)
+from tenure._torch.autograd import OF_A_LEAF, node_number
+from tenure._torch.gradient_sums import current_node, next_sequence
+
+from .._torch_backend import is_node_on_device
 
 _MOST_NOTED = 10_000
 
@@ -32,7 +29,7 @@ class StreamLog:
 
     def note(self, index: int, before: Any, after: Any) -> None:
         """The current stream changes now."""
-        number, notes = next_node_number(), self._notes.setdefault(index, [(0, before)])
+        number, notes = next_sequence(), self._notes.setdefault(index, [(0, before)])
         if notes[-1][0] == number:
             # No node was made while that one was current.
             notes.pop()
@@ -147,7 +144,7 @@ class Pass:
 
     def _stream_of(self, node: Any, index: int) -> Any:
         number = node_number(node)
-        if number == LEAF_NUMBER:
+        if number == OF_A_LEAF:
             # Made for the first operator that took the leaf.
             number = min(map(node_number, self._feeders.get(node, ())), default=0)
         found = self._log.at(index, number)
