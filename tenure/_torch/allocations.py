@@ -20,8 +20,8 @@ import ctypes
 import functools
 import sys
 from collections.abc import Callable, Iterable
-from itertools import chain
 from contextlib import ExitStack
+from itertools import chain
 from typing import Any, NamedTuple
 
 from torch.autograd import profiler, profiler_legacy
@@ -169,7 +169,7 @@ def _report() -> Callable[[int], None] | None:
 
 
 def announce(make_way: Callable[[], None]) -> Callable[[], None]:
-    """Call ``make_way`` on its thread before a profiler begins, until the returned function is called."""
+    """Call a function on its thread before a profiler begins, until the returned one is called."""
     _making_way.append(make_way)
     end = ExitStack()
     end.callback(_making_way.remove, make_way)

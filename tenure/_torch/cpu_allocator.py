@@ -31,17 +31,34 @@ _REPORTER = "_ZN3c1025profiledCPUMemoryReporterEv"
 _NEW = "_ZN3c1025ProfiledCPUMemoryReporter3NewEPvm"
 # A mutex, a hash table and two counters: 112 bytes with glibc, 120 with libc++.
 _N_WORDS = 14
-_NOTHING = ctypes.c_size_t(0)
 _PROBE_BYTES = (12_347, 23_459)
 
 
 class _Table:
+    """A table that keeps nothing, for builds of torch that don't let c10's be reached."""
+
+    is_known = False
+
+    def __init__(self) -> None:
+        self.flag = ctypes.c_bool(False)
+        self.live: Any = ctypes.c_size_t(0)
+        # what the program had asked for before we did; None while we ask for nothing
+        self.asked_before: bool | None = None
+
+    def enter(self, address: int, n_bytes: int) -> None:
+        """Note a block."""
+
+
+class _C10Table(_Table):
     """c10's ``ProfiledCPUMemoryReporter``.
 
     Source: https://github.com/pytorch/pytorch/blob/main/c10/core/CPUAllocator.h
     """
 
+    is_known = True
+
     def __init__(self) -> None:
+        super().__init__()
         library: Any = ctypes.CDLL(C10_LIBRARY)
         self.flag = ctypes.c_bool.in_dll(library, _FLAG)
         reporter = getattr(library, _REPORTER)
@@ -51,8 +68,6 @@ class _Table:
         self._new.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
         self._new.restype = None
         self.live = self._find_live()
-        # what the program had asked for before we did; None while we ask for nothing
-        self.asked_before: bool | None = None
 
     def enter(self, address: int, n_bytes: int) -> None:
         self._new(self._address, address, n_bytes)
@@ -60,14 +75,10 @@ class _Table:
     def _find_live(self) -> Any:
         """The counter of live bytes: what grows and shrinks by exactly a block, for two sizes."""
         words = [ctypes.c_size_t.from_address(self._address + 8 * i) for i in range(_N_WORDS)]
-        was, self.flag.value = self.flag.value, True
-        try:
-            # a budget that is open counts what is made to try
-            with aside():
-                for n_bytes in _PROBE_BYTES:
-                    words = [word for word in words if _counts(word, n_bytes)]
-        finally:
-            self.flag.value = was
+        # a budget that is open counts what is made to try
+        with sizes_kept(True, self), aside():
+            for n_bytes in _PROBE_BYTES:
+                words = [word for word in words if _counts(word, n_bytes)]
         if len(words) != 1:
             raise LookupError(f"{len(words)} counters of c10 look like that of live bytes")
         return words[0]
@@ -75,7 +86,7 @@ class _Table:
 
 def is_known() -> bool:
     """Whether this build of torch lets its table be reached."""
-    return _table() is not None
+    return _table().is_known
 
 
 def keep_sizes(wanted: bool) -> None:
@@ -84,31 +95,27 @@ def keep_sizes(wanted: bool) -> None:
     If the program has asked c10 for that itself, c10 keeps them whatever ``wanted`` is.
     """
     table = _table()
-    if table is not None:
-        if table.asked_before is None:
-            table.asked_before = table.flag.value
-        table.flag.value = wanted or table.asked_before
+    if table.asked_before is None:
+        table.asked_before = table.flag.value
+    table.flag.value = wanted or table.asked_before
 
 
 def keep_sizes_as_before() -> None:
     """Set the flag as the program had it before `keep_sizes`."""
     table = _table()
-    if table is not None and table.asked_before is not None:
+    if table.asked_before is not None:
         table.flag.value, table.asked_before = table.asked_before, None
 
 
 @contextmanager
-def sizes_kept(wanted: bool) -> Iterator[None]:
+def sizes_kept(wanted: bool, table: _Table | None = None) -> Iterator[None]:
     """A block in which the sizes of new blocks are kept, or are not; afterwards it is as before."""
-    table = _table()
-    if table is None:
-        yield
-        return
-    before, table.flag.value = table.flag.value, wanted
+    flag = (table or _table()).flag
+    before, flag.value = flag.value, wanted
     try:
         yield
     finally:
-        table.flag.value = before
+        flag.value = before
 
 
 def live_bytes() -> int:
@@ -118,8 +125,7 @@ def live_bytes() -> int:
 
 def live_counter() -> Any:
     """The counter of these bytes, for who reads it often: its ``value``, always 0 if not known."""
-    table = _table()
-    return _NOTHING if table is None else table.live
+    return _table().live
 
 
 def enter(storage: UntypedStorage) -> None:
@@ -127,9 +133,8 @@ def enter(storage: UntypedStorage) -> None:
 
     Not while a profiler's session is open on this thread: the storage would seem to be made now.
     """
-    table = _table()
-    if table is not None and storage.nbytes():
-        table.enter(storage.data_ptr(), storage.nbytes())
+    if storage.nbytes():
+        _table().enter(storage.data_ptr(), storage.nbytes())
 
 
 def is_lazily_copied(tensor: Tensor) -> bool:
@@ -138,15 +143,15 @@ def is_lazily_copied(tensor: Tensor) -> bool:
 
 
 @functools.cache
-def _table() -> _Table | None:
+def _table() -> _Table:
     # to ask a lazy copy for its address would copy it, so none can be entered without this
     if _is_cow_tensor is None:
-        return None
-    try:
         return _Table()
+    try:
+        return _C10Table()
     # another build: no such symbols
     except (OSError, AttributeError, ValueError, LookupError):
-        return None
+        return _Table()
 
 
 def _counts(word: Any, n_bytes: int) -> bool:

@@ -48,18 +48,6 @@ class Lent:
         streams: those that ``record_stream()`` said use them, by id.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_holder",
-        "_n_holders",
-        "_n_uses",
-        "_tensor",
-        "is_aliased",
-        "lender",
-        "streams",
-        "tensors",
-    )
-
     def __init__(self, memory: Tensor, start: int, n_bytes: int, lender: object = None) -> None:
         self.lender = lender
         self._tensor = in_own_storage(memory, start, start + n_bytes)

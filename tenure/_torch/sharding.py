@@ -86,30 +86,16 @@ class Shards:
         states = [state for module in modules if (state := _state_of(module)) is not None]
         self._states = list({id(state): state for state in states}.values())
         self._groups = [group for state in self._states for group in _groups_of(state)]
+        self._parameters = [each for group in self._groups for each in group.fsdp_params]
         # shards are not among the parameters of a module while these are whole, as after a forward
         # pass of a root without a backward pass
-        self._meshes = [
-            *(group.mesh_info.mesh for group in self._groups),
-            *(
-                _mesh_of(parameter)
-                for module in modules
-                for parameter in module._parameters.values()
-                if is_dtensor(parameter)
-            ),
-            *(
-                _mesh_of(each.sharded_param)
-                for group in self._groups
-                for each in group.fsdp_params
-                if is_dtensor(each.sharded_param)
-            ),
-        ]
-        self._parameters = [each for group in self._groups for each in group.fsdp_params]
-        contexts = {
-            id(each): each for state in self._states for each in (state._state_ctx, state._comm_ctx)
-        }
-        self.objects: list[Any] = [
-            *self._states, *self._groups, *self._parameters, *contexts.values()
-        ]  # fmt: skip
+        parts: list[Any] = [each for module in modules for each in module._parameters.values()]
+        parts += self.shards()
+        self._meshes = [group.mesh_info.mesh for group in self._groups]
+        self._meshes += [part.device_mesh for part in parts if is_dtensor(part)]
+        contexts = [each for s in self._states for each in (s._state_ctx, s._comm_ctx)]
+        found = [*self._states, *self._groups, *self._parameters, *contexts]
+        self.objects = list({id(each): each for each in found}.values())
 
     @property
     def n_ranks(self) -> int:
@@ -229,10 +215,6 @@ def sharded_groups(module: nn.Module) -> list[ShardedGroup]:
     """Those of one module; none if it is not sharded by ``fully_shard``."""
     state = _state_of(module)
     return [] if state is None else [ShardedGroup(group) for group in _groups_of(state)]
-
-
-def _mesh_of(shared: Any) -> Any:
-    return shared.device_mesh
 
 
 def _n_averaged(group: Any) -> int:

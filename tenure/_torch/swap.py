@@ -1,22 +1,24 @@
-"""The two private calls of torch that let a handle give up its tensor, and a test of both.
+"""Handles without data: those that gave up their tensor, and those of a class of their own.
 
 A handle is the Python object; its TensorImpl holds the data. ``swap`` exchanges the impls of two
-handles, ``make_empty`` makes an impl without storage. Nothing else in tenure calls them.
+handles, ``make_empty`` makes an impl without storage.
 """
 
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import bound
-from .quiet import quietly
+from .quiet import TENSOR_BASE, quietly, without_subclass_functions
 
 _DISPOSAL = "freeing the memory of disposed tensors, and predictions of memory"
 _swap = bound("torch._C._swap_tensor_impl", _DISPOSAL)
-_make = bound("torch.Tensor._make_wrapper_subclass", _DISPOSAL)
+make_wrapper: Any = bound("torch.Tensor._make_wrapper_subclass", f"{_DISPOSAL}, and lazy()")
+"""Makes a tensor of a subclass that has a shape and no data."""
 _META = torch.device("meta")
 
 
@@ -33,7 +35,7 @@ def swap(first: Tensor, second: Tensor) -> None:
 
 def make_empty(cls: type[Tensor], dtype: torch.dtype) -> Tensor:
     """Make a ``cls`` of shape (0,) on the meta device, where only its dtype is to be read."""
-    empty: Tensor = _make(
+    empty: Tensor = make_wrapper(
         cls,
         (0,),
         dtype=dtype,
@@ -43,6 +45,20 @@ def make_empty(cls: type[Tensor], dtype: torch.dtype) -> Tensor:
         dispatch_layout=True,
     )
     return empty
+
+
+def recorded_by_autograd(tensor: Tensor) -> Any:
+    """The node of which autograd itself has recorded a wrapper as the result; None: of none."""
+    with without_subclass_functions():
+        return TENSOR_BASE.grad_fn.__get__(tensor)
+
+
+def require_grad(tensor: Tensor, requires_grad: bool) -> None:
+    """Let autograd itself know whether a wrapper requires grad."""
+    with without_subclass_functions():
+        # one of inference mode can't, nor what came out of a function of autograd
+        if TENSOR_BASE.is_leaf.__get__(tensor) and not TENSOR_BASE.is_inference(tensor):
+            TENSOR_BASE.requires_grad_(tensor, requires_grad)
 
 
 class _Probe(Tensor):

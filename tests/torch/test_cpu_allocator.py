@@ -19,4 +19,4 @@ def test_where_the_table_of_sizes_cannot_be_reached_nothing_is_claimed(monkeypat
 def test_the_counter_of_live_bytes_is_refused_where_none_behaves_like_it(monkeypatch):
     monkeypatch.setattr(cpu_allocator, "_counts", lambda word, n_bytes: False)
     with pytest.raises(LookupError, match=r"^0 counters of c10 look like that of live bytes$"):
-        cpu_allocator._Table()
+        cpu_allocator._C10Table()

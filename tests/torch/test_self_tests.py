@@ -21,7 +21,6 @@ from tenure._torch import (
     device_allocator,
     fakes,
     gradient_sums,
-    kernels,
     lending,
     modes,
     modules,
@@ -31,12 +30,10 @@ from tenure._torch import (
     quiet,
     replicas,
     require,
-    scaling,
     sharding,
     storages,
     swap,
     trap,
-    wrappers,
     writes,
 )
 
@@ -325,7 +322,7 @@ def test_what_is_written_moves_away_from_its_lazy_copy_and_only_then():
 def test_a_convolution_has_a_backend():
     x, w = torch.ones(1, 1, 3, 3), torch.ones(1, 1, 3, 3)
     args = (x, w, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1)
-    assert str(kernels.select_conv_backend(*args))
+    assert str(fakes.select_conv_backend(*args))
 
 
 def test_a_wrapper_has_the_shape_that_was_asked_for_and_a_function_of_autograd_is_told():
@@ -339,7 +336,7 @@ def test_a_wrapper_has_the_shape_that_was_asked_for_and_a_function_of_autograd_i
             raise AssertionError(func)
 
     def new():
-        return wrappers.make_wrapper(
+        return swap.make_wrapper(
             Wrapper, (2, 3), dtype=torch.float32, device="cpu", requires_grad=False
         )
 
@@ -351,10 +348,10 @@ def test_a_wrapper_has_the_shape_that_was_asked_for_and_a_function_of_autograd_i
     with quiet.without_subclass_functions():
         assert quiet.TENSOR_BASE.shape.__get__(new()) == (2, 3)
     source = new()
-    wrappers.require_grad(source, True)
+    swap.require_grad(source, True)
     made = Own.apply(source)
-    assert wrappers.recorded_by_autograd(new()) is None
-    assert wrappers.recorded_by_autograd(made) is not None
+    assert swap.recorded_by_autograd(new()) is None
+    assert swap.recorded_by_autograd(made) is not None
 
 
 # --- modes
@@ -469,7 +466,7 @@ def test_scalers_ask_for_copies_here(monkeypatch):
     parameter = torch.ones(2, requires_grad=True)
     optimizer = torch.optim.SGD([parameter], lr=1.0)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    replicator, asked = optional(scaling._HOME), []
+    replicator, asked = optional(optimizers._REPLICATOR), []
     get = replicator.get
 
     def asking(self, device):

@@ -7,7 +7,7 @@ from typing import Any, Self
 from torch import Tensor
 
 from tenure._errors import AdaptiveUsageError
-from tenure._torch.wrappers import make_wrapper, recorded_by_autograd, require_grad
+from tenure._torch.swap import make_wrapper, recorded_by_autograd, require_grad
 
 from ._shapes import Meta
 from ._tape import Tape

@@ -13,7 +13,7 @@ from typing import Any
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from tenure._registries import NamedTensor
-from tenure._torch.scaling import bring_scale_home, wait_while
+from tenure._torch.optimizers import bring_scale_home, wait_while
 from tenure._torch.writes import set_version
 
 from .._device import Copies, Engine, Page, Pass

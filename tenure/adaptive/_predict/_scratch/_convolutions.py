@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tenure._torch.kernels import select_conv_backend
+from tenure._torch.fakes import select_conv_backend
 from tenure._torch.quiet import aside
 
 from ._extrapolation import Axis, Corner
