@@ -110,10 +110,11 @@ def _is_dense(tensor: Tensor) -> bool:
 @functools.cache
 def _uses_alone() -> int:
     """How often a gradient is used, in a handler, that only the engine holds."""
+    probe = UseProbe(SUM, lambda args: uses_of_tensor(args[0]))
     # without data, so that no mode that measures counts the probe
     with torch.inference_mode(False), torch.enable_grad():
         x = torch.ones(2, requires_grad=True, device="meta") * 2
         y = (x.sin() + x.cos()).sum()
-        with UseProbe(SUM, lambda args: uses_of_tensor(args[0])) as probe:
+        with probe:
             y.backward()
     return probe.n_uses

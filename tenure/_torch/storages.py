@@ -68,7 +68,8 @@ def uses_by_torch(inference: bool) -> int:
 
     To be asked outside of handlers. A mode above the handler adds one, a tensor in the storage too.
     """
-    with torch.inference_mode(inference), UseProbe(SET, lambda args: n_uses(args[1])) as probe:
+    probe = UseProbe(SET, lambda args: n_uses(args[1]))
+    with torch.inference_mode(inference), probe:
         _put_in_a_tensor(UntypedStorage(1))
     return probe.n_uses
 
