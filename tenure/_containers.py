@@ -27,8 +27,8 @@ from tenure._torch.pytree import is_registered, parts_of
 _MAPPINGS = (dict, UserDict)
 _SEQUENCES = (list, deque)
 _UNSET = object()
-SINGLE = frozenset({int, float, complex, bool, str, bytes, type(None)})
-"""Types of which no instance holds another object."""
+SINGLE = frozenset(map(id, (int, float, complex, bool, str, bytes, type(None))))
+"""The ids of types of which no instance holds another object: not every type has a hash."""
 
 
 class Level(NamedTuple):
@@ -61,7 +61,8 @@ def contents_of(node: Any) -> list[Any]:
     """What one level holds, also of containers that can't be made again; none of other objects."""
     if isinstance(node, (tuple, set, frozenset, *_SEQUENCES)):
         return list(node)
-    if isinstance(node, Mapping):
+    # Mapping asks for the hash of a type, and a metaclass may have none
+    if type(type(node)).__hash__ is not None and isinstance(node, Mapping):
         return list(node.values())
     # all fields, though its class be registered: a flatten function may leave some out
     if is_record(node):
@@ -85,7 +86,7 @@ def tensors_in(
     waiting = [*values][::-1]
     while waiting:
         value = waiting.pop()
-        if type(value) in SINGLE or id(value) in seen:
+        if id(type(value)) in SINGLE or id(value) in seen:
             continue
         seen[id(value)] = value
         # isinstance would run the code of a class that lies about itself

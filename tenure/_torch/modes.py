@@ -38,8 +38,8 @@ _SCOPES = "scopes"
 _COUNTING = "memory_budget()"
 push = bound("torch._C._push_on_torch_function_stack", _SCOPES)
 _pop = bound("torch._C._pop_torch_function_stack", _SCOPES)
-_length = bound("torch._C._len_torch_function_stack", _SCOPES)
-_at = bound("torch._C._get_function_stack_at", _SCOPES)
+n_function_modes = bound("torch._C._len_torch_function_stack", _SCOPES)
+function_mode_at = bound("torch._C._get_function_stack_at", _SCOPES)
 _n_dispatch = bound("torch._C._len_torch_dispatch_stack", _COUNTING)
 _dispatch_at = bound("torch._C._get_dispatch_stack_at", _COUNTING)
 _pop_dispatch = bound("torch.utils._python_dispatch._pop_mode", "tenure.profiler.Timeline")
@@ -49,15 +49,15 @@ _OPERATOR = type(torch.ops.aten.add.Tensor)
 
 def has_function_modes() -> bool:
     """Whether a function mode stands on the stack of this thread."""
-    return bool(_length())
+    return bool(n_function_modes())
 
 
 def is_active(mode: object) -> bool:
     """Whether a function mode stands on the stack; it does not inside a backward hook, for one."""
-    depth = _length()
+    depth = n_function_modes()
     while depth:
         depth -= 1
-        if _at(depth) is mode:
+        if function_mode_at(depth) is mode:
             return True
     return False
 
@@ -68,7 +68,7 @@ def remove(mode: object) -> bool:
     Returns:
         False where it stands nowhere, as inside a backward hook.
     """
-    top = _pop() if _length() else None
+    top = _pop() if n_function_modes() else None
     if top is mode or top is None:
         return top is mode
     found = remove(mode)
@@ -83,7 +83,7 @@ def push_lowest(mode: object) -> None:
     ends must not stand above it. torch takes the default device's off where it stands, at the
     bottom.
     """
-    above = [_pop() for _ in range(_length())]
+    above = [_pop() for _ in range(n_function_modes())]
     default = getattr(optional("torch._GLOBAL_DEVICE_CONTEXT"), "device_context", None)
     if above and above[-1] is default:
         push(above.pop())

@@ -15,14 +15,19 @@ _registered = bound("torch.utils._pytree.SUPPORTED_NODES", "containers of result
 
 def is_registered(node: object) -> bool:
     """Whether its type is one of them."""
-    return _registered.get(type(node)) is not None
+    return _registration_of(node) is not None
 
 
 def parts_of(node: object) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
     """The children of a registered container, and what makes one like it of other children."""
-    # by its exact type, as torch does: a subclass of a registered class is a leaf
-    registered = _registered.get(type(node))
+    registered = _registration_of(node)
     if registered is None:
         return None
     children, context = registered.flatten_fn(node)
     return list(children), lambda others: registered.unflatten_fn(others, context)
+
+
+def _registration_of(node: object) -> Any:
+    # by its exact type, as torch does: a subclass of a registered class is a leaf, and so is an
+    # object whose type has no hash, because its metaclass defines __eq__ alone
+    return None if type(type(node)).__hash__ is None else _registered.get(type(node))

@@ -7,16 +7,14 @@ thread in a half-open state; nothing masks an exception of the user's block.
 
 from __future__ import annotations
 
-import dis
 import inspect
 import logging
 import sys
-import warnings
 from threading import get_ident
-from types import CodeType, FrameType, TracebackType
+from types import FrameType, TracebackType
 from typing import Any, Literal, Never, NoReturn, Self, get_args
 
-from tenure._callers import CONTEXTLIB, Capture, module_of, user_frame
+from tenure._callers import CONTEXTLIB, Capture, module_of, user_frame, warn_user
 from tenure._errors import ScopeLeakError, ScopeUsageError, ScopeUsageWarning
 from tenure._registries import leak_watchers, scope_watchers
 from tenure._torch.compiler import is_dynamo_compiling, never_compiled
@@ -25,7 +23,7 @@ from tenure._torch.modes import remove
 from ._disposal import Survivors, disposable, dispose_all, dispose_waiting, site_of
 from ._disposed import Cause
 from ._leaks import LeakReport, build_leak_report
-from ._owner import CLOSED, NEW, OPEN, SUSPENDED, Opener, Owner, take_all
+from ._owner import CLOSED, NEW, OPEN, SUSPENDED, Owner, take_all
 from ._thread import ONE_BLOCK, ThreadScopes, check_open, check_thread, this_thread
 from ._tracker import World, current
 
@@ -38,14 +36,6 @@ _CAPTURES = (None, *get_args(Capture))
 _DISPOSE: Policy = "dispose"
 # the flags of code objects whose frames can be suspended at a yield
 _SUSPENDABLE = inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
-_SUSPENDABLE_OR_TASK = _SUSPENDABLE | inspect.CO_COROUTINE
-# The instruction that only a `with` has, and how many bytes it comes before the one that calls
-# __enter__. From Python 3.14 on, LOAD_SPECIAL looks __enter__ up and a plain CALL calls it.
-_WITH, _BEFORE_CALL = (
-    (dis.opmap["LOAD_SPECIAL"], 2) if sys.version_info >= (3, 14) else (dis.opmap["BEFORE_WITH"], 0)
-)
-# as far as it is looked for the frame of a block; more would cost as much as to open a scope
-_MOST_FRAMES = 64
 # who runs context managers and fixtures written as generators, where an open scope is meant
 _DRIVERS = ("contextlib", "_pytest", "pytest_asyncio")
 _logger = logging.getLogger("tenure.scopes")
@@ -104,8 +94,11 @@ class Block(Owner):
         if is_dynamo_compiling():
             return self
         frame = sys._getframe(1)
-        code = self._open(frame)
-        if code.co_flags & _SUSPENDABLE:
+        # an ExitStack opens it on behalf of a user
+        if frame.f_globals is CONTEXTLIB:
+            frame = user_frame(frame)
+        self._open(frame)
+        if frame.f_code.co_flags & _SUSPENDABLE:
             try:
                 _warn_in_generator(frame, self)
             # where warnings are errors no __exit__ follows
@@ -126,22 +119,33 @@ class Block(Owner):
         status = self._status
         # closed early, or transparent inside compiled code
         if status is not OPEN and status is not SUSPENDED:
+            # what could not be done in an operation that closed it
             if status is CLOSED and self._thread.thread_id == get_ident():
-                self._catch_up()
+                self._thread.tracker.leave_world()
+                if self._thread.waiting:
+                    dispose_waiting(self._thread)
             return
+        thread = self._thread
         try:
-            # the end of a generator finds its scope suspended
-            if status is SUSPENDED or self._thread.thread_id == get_ident():
-                if status is OPEN:
-                    self._suspend()
-                self._finish(exc)
-                return
-        # as in _resume (see test_an_interrupt_while_closing_leaves_no_scope_open)
+            # the end of a generator, on whichever thread, finds its scope suspended
+            if status is OPEN:
+                if thread.thread_id != get_ident():
+                    check_thread(self, "close")
+                self._suspend()
+            thread.open.pop(id(self), None)
+            self._status = CLOSED
+            if self._ledger or self.policy != "dispose":
+                self._settle(take_all(self._ledger), exc)
+            if thread.waiting:
+                dispose_waiting(thread)
+            # once more: what it disposed was let go within it
+            if scope_watchers:
+                _tell_end(self)
+        # as in _open (see test_an_interrupt_while_closing_leaves_no_scope_open)
         except BaseException:
-            if self._thread.thread_id == get_ident():
+            if thread.thread_id == get_ident():
                 self._unlink()
             raise
-        check_thread(self, "close")
 
     @never_compiled
     def close(self) -> None:
@@ -155,28 +159,20 @@ class Block(Owner):
             check_open(self, "close")
             self.__exit__(None, None, None)
 
-    def _open(self, frame: FrameType) -> CodeType:
-        """Begin to own tensors, in a block of the user's program that ``frame`` runs."""
-        if self._status is not NEW:
-            raise ScopeUsageError(f"{self!r} was entered a second time. {ONE_BLOCK}")
-        self._thread = thread = this_thread()
-        self._tracker = thread.tracker
-        self._ledger = {}
-        self._world = self._outer = None
-        # an ExitStack opens it on behalf of a user
-        if frame.f_globals is CONTEXTLIB:
-            frame = user_frame(frame)
-        code = frame.f_code
-        self._opener = code, frame.f_lasti, id(frame)
-        self._resume(frame)
-        return code
-
-    def _resume(self, opened_in: FrameType | None = None) -> None:
+    def _open(self, frame: FrameType | None) -> None:
         """Become the current scope, inside the one that is current now.
 
         Args:
-            opened_in: the frame whose block begins; None for a generator that goes on.
+            frame: what runs the block that begins; None for a generator that goes on.
         """
+        if frame is not None:
+            if self._status is not NEW:
+                raise ScopeUsageError(f"{self!r} was entered a second time. {ONE_BLOCK}")
+            self._thread = thread = this_thread()
+            self._ledger = {}
+            self._world = self._outer = None
+            self._opener = frame.f_code, frame.f_lasti, id(frame)
+            self._tracker = thread.tracker
         thread = self._thread
         try:
             if thread.waiting:
@@ -184,13 +180,8 @@ class Block(Owner):
             tracker = thread.tracker
             outer: Any = current.get()
             # by far the most are opened in none, or in one that is open right here
-            if outer is not None:
-                if not (outer._status is OPEN and outer._tracker is tracker):
-                    outer = tracker.open_scope(outer)
-                elif opened_in is not None and _is_left(outer._opener, opened_in, self._opener):
-                    # the one around it may be left, too
-                    outer._unlink()
-                    return self._resume(opened_in)
+            if outer is not None and not (outer._status is OPEN and outer._tracker is tracker):
+                outer = tracker.open_scope(outer)
             self._outer = outer
             self._gate = None if self.capture else tracker
             self._world = tracker.enter_world()
@@ -218,23 +209,9 @@ class Block(Owner):
         if current.get() is self:
             outer = self._outer
             current.set(outer if outer is None or outer._status is OPEN else self.outer)
-        # not in a deeper call, and last: recursion may be near its limit, and _unlink ends what
-        # that interrupts
+        # last: recursion may be near its limit, and _unlink ends what that interrupts
         if world.n_scopes == 0:
-            tracker = self._thread.tracker
-            # closed in a backward hook, which has a stack of its own, it leaves the tracker on that
-            # of the block: the end of the block takes it off, or the next scope takes it over
-            if remove(tracker) and tracker.world is world:
-                tracker.world = world.outer
-
-    def _catch_up(self) -> None:
-        """Do at the end of a block what could not be done in an operation that closed its scope."""
-        thread = self._thread
-        world = thread.tracker.world
-        if world is not None and world.n_scopes == 0 and remove(thread.tracker):
-            thread.tracker.world = world.outer
-        if thread.waiting:
-            dispose_waiting(thread)
+            self._thread.tracker.leave_world()
 
     def _unlink(self) -> None:
         """Finish what an exception interrupted: nothing of this scope stays on the thread."""
@@ -255,19 +232,6 @@ class Block(Owner):
         if scope_watchers:
             _tell_end(self)
 
-    def _finish(self, exc: BaseException | None) -> None:
-        """End a suspended scope."""
-        thread = self._thread
-        thread.open.pop(id(self), None)
-        self._status = CLOSED
-        if self._ledger or self.policy != "dispose":
-            self._settle(take_all(self._ledger), exc)
-        if thread.waiting:
-            dispose_waiting(thread)
-        # once more: what it disposed was let go within it
-        if scope_watchers:
-            _tell_end(self)
-
     def _settle(self, survivors: Survivors, exc: BaseException | None) -> None:
         """Do with what is still alive what the policy says."""
         thread = self._thread
@@ -278,13 +242,15 @@ class Block(Owner):
             survivors[:] = disposable(survivors, thread)
         # to close a generator is no failure of its block
         failed = exc is not None and not isinstance(exc, GeneratorExit)
-        if failed and self.on_error == "keep":
-            thread.hand_out_all(survivors)
-        elif self.policy != "dispose":
-            thread.hand_out_all(survivors)
+        keeps = failed and self.on_error == "keep"
+        if self.policy == "dispose" and not keeps:
+            if survivors:
+                dispose_all(survivors, Cause(self.label, self.site), thread, self._opener)
+            return
+        for _, reference in survivors:
+            thread.hand_out(reference)
+        if not keeps:
             self._report(survivors, masked=exc is not None)
-        elif survivors:
-            dispose_all(survivors, Cause(self.label, self.site), thread, self._opener)
 
     def _report(self, survivors: Survivors, *, masked: bool) -> None:
         found = [
@@ -308,35 +274,6 @@ class Block(Owner):
         )
 
 
-def _is_left(mine: Opener, frame: FrameType | None, opener: Opener) -> bool:
-    """Whether a block was left without its ``__exit__``, in the view of a frame that opens another.
-
-    Python looks for signals as ``__exit__`` begins, before the first line of it can catch the
-    KeyboardInterrupt. The frame of such a block is gone, or is at the same ``with`` again. Nobody
-    can tell of a frame that is suspended, nor of a scope that something else than a ``with`` of
-    that frame has opened. See test_a_scope_whose_exit_was_never_run_is_ended_by_the_next_one.
-    """
-    code, instruction, identity = mine
-    # by far the most: the two blocks are in one function
-    if opener[2] == identity and opener[0] is code and opener[1] != instruction:
-        return False
-    if code.co_flags & _SUSPENDABLE_OR_TASK:
-        return False
-    if mine != opener:
-        for _ in range(_MOST_FRAMES):
-            if frame is None:
-                break
-            # another frame may have the address of one that is gone
-            if id(frame) == identity and frame.f_code is code:
-                return False
-            frame = frame.f_back
-        else:
-            return False
-    # last, because Python makes these bytes anew each time, which takes longer than the search
-    opcode: int = code.co_code[instruction - _BEFORE_CALL]
-    return opcode == _WITH
-
-
 def _tell_beginning(scope: Block) -> None:
     for watcher in tuple(scope_watchers):
         watcher.began(scope)
@@ -356,12 +293,11 @@ def _warn_in_generator(frame: FrameType, scope: Block) -> None:
     driver = frame.f_back
     if driver is not None and module_of(driver).startswith(_DRIVERS):
         return
-    warnings.warn(
+    warn_user(
         f"{scope!r} was opened inside the generator {frame.f_code.co_qualname}(); while that is "
         "suspended the scope stays current and owns what its consumer makes. Decorate the "
         "generator with @scoped, which suspends its scope at each yield, or close it before.",
         ScopeUsageWarning,
-        stacklevel=3,
     )
 
 

@@ -8,16 +8,16 @@ tensor and so stops the rest.
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
-import warnings
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tenure._callers import Site, SitedRef, SiteStack
+from tenure._callers import Site, SitedRef, SiteStack, warn_user
 from tenure._errors import TenureWarning
 from tenure._storages import inner_tensors
 from tenure._torch import swap
@@ -25,7 +25,7 @@ from tenure._torch.autograd import ENGINE_CODE, check_engine_is_seen
 from tenure._torch.compiler import belongs_to_graph, has_graph_outputs
 from tenure._torch.quiet import TENSOR_BASE, set_class, without_functions
 
-from ._disposed import RECORD, Cause, DisposedTensor, Record, set_record
+from ._disposed import RECORD, Cause, DisposedTensor, set_record
 from ._library_objects import held_as_state
 from ._owner import Opener, Reference, owns
 from ._thread import ThreadScopes
@@ -75,54 +75,25 @@ def dispose_all(owned: Survivors, cause: Cause, thread: ThreadScopes, opener: Op
         thread.waiting += [(reference, cause) for _, reference in owned]
         owned.clear()
         return
-    # what dies with a twin may be a user's and run code, so it dies when all is done
-    rest, twins = list[tuple[Tensor, Reference]](), list[Tensor]()
-    interruptions = _dispose_plain_ones(owned, cause, thread, rest, twins)
-    owned.clear()
-    while rest:
-        tensor, reference = rest.pop()
-        try:
-            _dispose_odd_one(tensor, reference, cause, thread)
-        # as below
-        except BaseException as error:
-            interruptions.append(error)
-    if interruptions:
-        raise interruptions[-1]
-
-
-def _dispose_plain_ones(
-    owned: Survivors, cause: Cause, thread: ThreadScopes, rest: Survivors, twins: list[Tensor]
-) -> list[BaseException]:
-    """Dispose by far the most, those of no class of their own; ``rest`` gets the others."""
     interruptions: list[BaseException] = []
-    if not swap_is_trusted():
-        rest += owned
-        return interruptions
+    # what dies with a twin may be a user's and run code, so it dies when all is done
+    twins: list[Tensor] = []
     # once for all, because it costs as much as a disposal
     with without_functions():
         for tensor, reference in owned:
             try:
-                if type(tensor) is Tensor and dispose_plain(
-                    tensor, cause, site_of(reference), twins
-                ):
-                    thread.disposed += 1
+                is_new = dispose_tensor(tensor, cause, site_of(reference), twins)
+                if is_new is None:
+                    thread.hand_out(reference)
                 else:
-                    rest.append((tensor, reference))
+                    thread.disposed += is_new
             # Ctrl-C, or a log handler that raises: the rest goes all the same
             # (see test_an_exception_while_one_tensor_is_disposed_stops_no_other)
             except BaseException as error:
                 interruptions.append(error)
-    return interruptions
-
-
-def _dispose_odd_one(
-    tensor: Tensor, reference: Reference, cause: Cause, thread: ThreadScopes
-) -> None:
-    is_new = dispose_tensor(tensor, cause, site_of(reference))
-    if is_new is None:
-        thread.hand_out(reference)
-    else:
-        thread.disposed += is_new
+    owned.clear()
+    if interruptions:
+        raise interruptions[-1]
 
 
 def site_of(reference: Reference) -> Site | SiteStack | None:
@@ -165,73 +136,68 @@ def dispose_waiting(thread: ThreadScopes) -> None:
     for reference, cause in waiting:
         tensor = reference()
         if tensor is not None:
-            dispose_tensor(tensor, cause, site_of(reference))
+            dispose_one(tensor, cause, site_of(reference))
 
 
 # --- one handle
 
 
-def dispose_tensor(
-    tensor: Tensor, cause: Cause, created: Site | SiteStack | None = None
-) -> bool | None:
-    """Dispose one handle of any shape, dtype, device, layout and subclass.
-
-    Never raises for a tensor that can't be disposed: the answer and the log say so.
-
-    Returns:
-        Whether it was not disposed before; None if it stays as it is, because a CUDA graph hands
-        the very tensor out again, or because its class allows no disposal.
-    """
-    cls = type(tensor)
-    if cls is DisposedTensor:
-        return False
-    # a soft disposal would come out of the next replay as well
+def dispose_one(tensor: Tensor, cause: Cause, created: Site | SiteStack | None = None) -> bool:
+    """Dispose one handle, unless it is a CUDA graph's; return whether it is disposed by this."""
+    # it would come out of the next replay as well
     if belongs_to_graph(tensor):
-        return None
-    record = _describe(tensor, cause, created)
-    try:
-        set_class(tensor, DisposedTensor)
-    # a class with slots, such as DTensor, can't be exchanged
-    except TypeError:
-        return _dispose_inner(tensor, cause, created)
-    _take_data(tensor, cls, record)
-    return True
+        return False
+    twins: list[Tensor] = []
+    with without_functions():
+        return bool(dispose_tensor(tensor, cause, created, twins))
 
 
-def dispose_plain(
+def dispose_tensor(
     tensor: Tensor, cause: Cause, created: Site | SiteStack | None, twins: list[Tensor]
-) -> bool:
-    """As `dispose_tensor` for one of exactly ``Tensor`` that is no graph's.
+) -> bool | None:
+    """Dispose one handle of any shape, dtype, device, layout and subclass that is no graph's.
 
-    It runs in a block of ``without_functions``.
+    It runs in a block of ``without_functions``. It never raises for a tensor that can't be
+    disposed: the answer and the log say so.
 
     Args:
-        tensor: a tensor of any shape, dtype, device and layout.
+        tensor: the handle.
         cause: what disposes it.
         created: where it was made.
         twins: gets the handle that has taken over what ``tensor`` was.
 
     Returns:
-        False where that was refused; it is the long way's turn then, and nothing has changed.
+        Whether it was not disposed before; None if its class allows no disposal.
     """
     handle: Any = tensor
-    try:
-        # of a disposed one they are slow to read
-        dtype, notes = handle.dtype, handle.__dict__
-        record = dtype, handle.shape, handle.device, created, cause
-        handle.__class__ = DisposedTensor
-        twin: Any = swap.make_empty(DisposedTensor, dtype)
-        swap.swap(handle, twin)
-    # a nested tensor; a C++ weak reference
-    except (TypeError, RuntimeError):
-        handle.__class__ = Tensor
+    cls = type(tensor)
+    if cls is DisposedTensor:
         return False
-    # as in _take_data
+    dtype = _dtype_of(tensor)
+    try:
+        record = dtype, _shape_of(tensor), _device_of(tensor), created, cause
+    # a nested tensor has no shape, and a subclass may compute its own
+    except Exception:
+        record = dtype, (), _own_device_of(tensor), created, cause
+    try:
+        set_class(tensor, DisposedTensor)
+    # a class with slots, such as DTensor, can't be exchanged
+    except TypeError:
+        return _dispose_inner(tensor, cause, created, twins)
+    try:
+        twin: Any = _emptied(tensor, dtype)
+    # A C++ weak reference: retain_grad() of a non-leaf, autocast's cache; a nested tensor. The
+    # handle refuses every use, but pins its data until it dies.
+    except RuntimeError:
+        set_record(tensor, record)
+        return True
+    # The twin is what autograd and views hand out from here on: it must be what the handle was.
+    notes = handle.__dict__
     if notes:
         twin.__dict__, notes = notes, {}
         handle.__dict__ = notes
     notes[RECORD] = record
-    twin.__class__ = Tensor
+    twin.__class__ = cls
     twins.append(twin)
     return True
 
@@ -252,19 +218,13 @@ def is_disposed(tensor: Tensor) -> bool:
     return bool(inner) and all(map(is_disposed, inner))
 
 
-def _describe(tensor: Tensor, cause: Cause, created: Site | SiteStack | None) -> Record:
-    # torch's own getters: a subclass may raise from its properties
-    with without_functions():
-        dtype = TENSOR_BASE.dtype.__get__(tensor)
-        try:
-            shape, device = TENSOR_BASE.shape.__get__(tensor), TENSOR_BASE.device.__get__(tensor)
-        # a nested tensor has no shape, and a subclass may compute its own
-        except Exception:
-            shape, device = (), _device_of(tensor)
-    return dtype, shape, device, created, cause
+# torch's own getters: a subclass may raise from its properties
+_dtype_of, _shape_of, _device_of = (
+    getattr(TENSOR_BASE, name).__get__ for name in ("dtype", "shape", "device")
+)
 
 
-def _device_of(tensor: Tensor) -> torch.device:
+def _own_device_of(tensor: Tensor) -> torch.device:
     try:
         return tensor.device
     # as above
@@ -272,39 +232,32 @@ def _device_of(tensor: Tensor) -> torch.device:
         return torch.device("meta")
 
 
-def _take_data(tensor: Tensor, cls: type[Tensor], record: Record) -> None:
-    twin = _twin_of(tensor, record[0])
-    # without one the handle refuses every use, but pins its data until it dies
-    if twin is not None:
-        # The twin is what autograd and views hand out from here on: it must be what the handle was.
-        handle: Any = tensor
-        handle.__dict__, twin.__dict__ = twin.__dict__, handle.__dict__
-        twin.__class__ = cls
-    set_record(tensor, record)
+def _emptied(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a new handle that has taken over the impl of ``tensor``.
 
-
-def _twin_of(tensor: Tensor, dtype: torch.dtype) -> Any:
-    """A new handle that has taken over the impl of ``tensor``; None if that was refused."""
+    Raises:
+        RuntimeError: that was refused.
+    """
     if not swap_is_trusted():
-        return None
-    with without_functions():
-        twin = swap.make_empty(DisposedTensor, dtype)
-        try:
-            swap.swap(tensor, twin)
-        # a C++ weak reference: retain_grad() of a non-leaf, autocast's cache
-        except RuntimeError:
-            return None
+        raise RuntimeError
+    twin = swap.make_empty(DisposedTensor, dtype)
+    swap.swap(tensor, twin)
     return twin
 
 
-def _dispose_inner(tensor: Tensor, cause: Cause, created: Site | SiteStack | None) -> bool | None:
+def _dispose_inner(
+    tensor: Tensor, cause: Cause, created: Site | SiteStack | None, twins: list[Tensor]
+) -> bool | None:
     """Dispose the tensors that a handle is made of, which stays itself."""
     try:
         inside, trouble = inner_tensors(tensor), None
     # a __tensor_flatten__ of the user's
     except Exception as error:
         inside, trouble = [], error
-    results = [dispose_tensor(inner, cause, created) for inner in inside]
+    results = [
+        None if belongs_to_graph(inner) else dispose_tensor(inner, cause, created, twins)
+        for inner in inside
+    ]
     if not results or None in results:
         name = type(tensor).__name__
         _logger.warning("A %s could not be disposed; it stays alive.", name, exc_info=trouble)
@@ -312,21 +265,14 @@ def _dispose_inner(tensor: Tensor, cause: Cause, created: Site | SiteStack | Non
     return any(results)
 
 
+@functools.cache
 def swap_is_trusted() -> bool:
     """Whether handles can be emptied on this torch; warns once where they can't."""
-    if swap.works():
-        return True
-    global _warned
-    if not _warned:
-        _warned = True
-        warnings.warn(
+    if not swap.works():
+        warn_user(
             f"torch {torch.__version__} no longer swaps tensors as tenure expects. Disposed "
             "tensors still refuse every use, but their memory goes only with the last handle. "
             "Use a tested torch (see constraints.txt), or update tenure.",
             TenureWarning,
-            stacklevel=2,
         )
-    return False
-
-
-_warned = False
+    return swap.works()

@@ -12,7 +12,7 @@ from tenure._errors import ScopeUsageError, ScopeUsageWarning
 from tenure._text import describe_tensor
 from tenure._torch.compiler import belongs_to_graph, is_dynamo_compiling, never_compiled
 
-from ._disposal import dispose_all, dispose_tensor, inside_operation
+from ._disposal import dispose_all, dispose_one, inside_operation
 from ._disposal import is_disposed as _is_disposed
 from ._disposed import Cause
 from ._owner import take
@@ -206,5 +206,5 @@ def _dispose_unowned(tensor: Tensor, thread: ThreadScopes, cause: Cause) -> None
     if inside_operation(None):
         thread.waiting.append((reference or ref(tensor), cause))
         thread.disposed_outside += 1
-    elif dispose_tensor(tensor, cause):
+    elif dispose_one(tensor, cause):
         thread.disposed_outside += 1

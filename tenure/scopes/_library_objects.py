@@ -132,8 +132,8 @@ def _without(mapping: dict[str, Any], *names: str) -> list[Any]:
 # --- what they hold, however it came there
 
 
-class _Instances:
-    """The instances of one class that are alive, held weakly.
+class _Kind:
+    """A class whose instances hold state, and those that are alive, weakly.
 
     torch has no hook for a module or an optimizer that is made, so while it is known who is there,
     two methods of the class are patched; copies and unpickled instances pass ``__setstate__``.
@@ -147,32 +147,29 @@ class _Instances:
     """
 
     def __init__(self, cls: type, state_of: Callable[[_Attributes], Any]) -> None:
-        self._cls = cls
-        self._state_of = state_of
-        first = next(base for base in reversed(cls.__mro__) if "__dict__" in vars(base))
-        self._attributes = vars(first)["__dict__"].__get__
+        self.cls = cls
+        self.state_of = state_of
         # by identity: a class may compute its hash
-        self._known: WeakValueDictionary[int, Any] = WeakValueDictionary()
-        patched = {"__init__": _remembering, "__setstate__": _remembering}
+        self.known: WeakValueDictionary[int, Any] = WeakValueDictionary()
+        patched = dict.fromkeys(("__init__", "__setstate__"), self._remembering)
         self.making = Patch(cls, patched, lingers=True)
 
-    def learn(self, heap: list[Any]) -> None:
-        """Remember those that are there."""
-        for owner in instances(heap, lambda kind: is_kind(kind, self._cls)):
-            self.add(owner)
+    def _remembering(self, method: Any) -> Any:
+        @functools.wraps(method)
+        def run(owner: object, *args: Any, **kwargs: Any) -> Any:
+            result = method(owner, *args, **kwargs)
+            if not is_dynamo_compiling():
+                self.known[id(owner)] = owner
+            return result
+
+        return run
 
     def states(self) -> list[Any]:
         """The containers of state of all of them."""
         # other threads make more meanwhile: the list of references is made in one go
-        alive = [owner for known in self._known.valuerefs() if (owner := known()) is not None]
+        alive = [owner for known in self.known.valuerefs() if (owner := known()) is not None]
         # past a __getattribute__ of the user's
-        return list(map(self._state_of, map(self._attributes, alive)))
-
-    def add(self, owner: object) -> None:
-        """Remember ``owner``, if it is one of the class."""
-        # isinstance would run a __getattribute__
-        if is_kind(type(owner), self._cls):
-            self._known[id(owner)] = owner
+        return [self.state_of(object.__getattribute__(owner, "__dict__")) for owner in alive]
 
 
 def held_as_state(wanted: set[int]) -> set[int]:
@@ -180,12 +177,14 @@ def held_as_state(wanted: set[int]) -> set[int]:
     found = set[int]()
     if not wanted:
         return found
-    kinds = _kinds()
+    # torchmetrics may be imported at any time
+    kinds = [*_of_torch(), *(_of_torchmetrics() if _METRICS in sys.modules else ())]
     # patched first: what another thread makes meanwhile is in the heap, or tells
     if new := [kind for kind in kinds if not kind.making.need()]:
         heap = tracked_objects()
         for kind in new:
-            kind.learn(heap)
+            for owner in instances(heap, lambda cls, kind=kind: is_kind(cls, kind.cls)):
+                kind.known[id(owner)] = owner
         del heap
     containers = [state for kind in kinds for state in kind.states()]
     # what is made on the way stays in here, so that no identity is given out twice
@@ -199,20 +198,15 @@ def held_as_state(wanted: set[int]) -> set[int]:
     return found
 
 
-def _kinds() -> list[_Instances]:
-    # torchmetrics may be imported at any time
-    return [*_of_torch(), _of_torchmetrics()] if _METRICS in sys.modules else _of_torch()
+@functools.cache
+def _of_torch() -> list[_Kind]:
+    return [_Kind(nn.Module, _state_of_module), _Kind(Optimizer, _state_of_optimizer)]
 
 
 @functools.cache
-def _of_torch() -> list[_Instances]:
-    return [_Instances(nn.Module, _state_of_module), _Instances(Optimizer, _state_of_optimizer)]
-
-
-@functools.cache
-def _of_torchmetrics() -> _Instances:
+def _of_torchmetrics() -> list[_Kind]:
     """A metric is a module that has a state of another kind, and is copied in a way of its own."""
-    return _Instances(sys.modules[_METRICS].Metric, _state_of_metric)
+    return [_Kind(sys.modules[_METRICS].Metric, _state_of_metric)]
 
 
 def _state_of_module(attributes: _Attributes) -> Any:
@@ -233,15 +227,3 @@ def _state_of_optimizer(attributes: _Attributes) -> Any:
 def _state_of_metric(attributes: _Attributes) -> Any:
     declared = attributes.get("_defaults", _NOTHING)
     return [attributes.get(name) for name in (*declared, *_KEPT_BY_METRICS)]
-
-
-def _remembering(method: Any) -> Any:
-    @functools.wraps(method)
-    def run(self: object, *args: Any, **kwargs: Any) -> Any:
-        result = method(self, *args, **kwargs)
-        if not is_dynamo_compiling():
-            for kind in _kinds():
-                kind.add(self)
-        return result
-
-    return run

@@ -9,9 +9,8 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Awaitable, Callable, Generator
-from contextlib import ContextDecorator
-from threading import get_ident
+from collections.abc import Callable, Generator
+from contextlib import ContextDecorator, ExitStack
 from typing import Any, TypeVar, overload
 
 from tenure._callers import Capture, user_frame
@@ -26,7 +25,6 @@ from ._tracker import current
 from ._trees import tensors_in
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-_Opener = Callable[[], DisposeScope]
 
 
 @overload
@@ -78,10 +76,7 @@ def _wrap(function: Any, options: dict[str, Any]) -> Any:
     # wrong options fail here and not at the first call
     DisposeScope(**named)
     opener = functools.partial(DisposeScope, **named)
-    return functools.wraps(function)(_runner(function)(function, opener))
 
-
-def _runner(function: Any) -> Callable[[Any, _Opener], Any]:
     def is_kind(question: Callable[[Any], bool]) -> bool:
         # an object with __call__
         return question(function) or question(type(function).__call__)
@@ -92,37 +87,34 @@ def _runner(function: Any) -> Callable[[Any, _Opener], Any]:
             "Decorate the coroutine function that makes each item, or open a scope around that."
         )
     if is_kind(inspect.isgeneratorfunction):
-        return _scoped_generator
-    return _scoped_coroutine if is_kind(inspect.iscoroutinefunction) else _scoped_function
+        return _scoped_generator(function, opener)
+    if is_kind(inspect.iscoroutinefunction):
 
+        @functools.wraps(function)
+        async def run_coroutine(*args: Any, **kwargs: Any) -> Any:
+            with opener() as scope:
+                return _handed_over(scope, await function(*args, **kwargs))
 
-def _scoped_function(function: Callable[..., Any], opener: _Opener) -> Callable[..., Any]:
+        return run_coroutine
+
+    @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
         if is_dynamo_compiling():
             return function(*args, **kwargs)
-        with _Call(opener()) as scope, _Turn(scope):
+        with opener() as scope:
             return _handed_over(scope, function(*args, **kwargs))
 
     return run
 
 
-def _scoped_coroutine(
-    function: Callable[..., Awaitable[Any]], opener: _Opener
-) -> Callable[..., Awaitable[Any]]:
-    async def run(*args: Any, **kwargs: Any) -> Any:
-        with _Call(opener()) as scope, _Turn(scope):
-            return _handed_over(scope, await function(*args, **kwargs))
-
-    return run
-
-
-def _scoped_generator(
-    function: Callable[..., Generator[Any, Any, Any]], opener: _Opener
-) -> Callable[..., Generator[Any, Any, Any]]:
+def _scoped_generator(function: Any, opener: Callable[[], DisposeScope]) -> Any:
+    @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
-        generator = function(*args, **kwargs)
+        generator, scope = function(*args, **kwargs), opener()
         step = functools.partial(generator.send, None)
-        with _Call(opener()) as scope:
+        # its end closes the scope, also if Ctrl-C left a turn open
+        with ExitStack() as call:
+            call.push(scope)
             while True:
                 with _Turn(scope):
                     try:
@@ -147,26 +139,8 @@ def _scoped_generator(
     return run
 
 
-class _Call:
-    """One call of a scoped function; its end closes the scope, also if Ctrl-C left a turn open."""
-
-    __slots__ = ("scope",)
-
-    def __init__(self, scope: DisposeScope) -> None:
-        self.scope = scope
-
-    def __enter__(self) -> DisposeScope:
-        return self.scope
-
-    @never_compiled
-    def __exit__(self, _: object, exc: BaseException | None, __: object) -> None:
-        self.scope.__exit__(None, exc, None)
-
-
 class _Turn:
-    """The scope is open: until the function returns, or a generator yields."""
-
-    __slots__ = ("scope",)
+    """A block in which the scope of a generator is open: until it yields."""
 
     def __init__(self, scope: DisposeScope) -> None:
         self.scope = scope
@@ -180,14 +154,12 @@ class _Turn:
         check_thread(scope, "resume")
         # the generator itself may have closed it: the rest is its caller's
         if not scope.closed:
-            scope._resume()
+            scope._open(None)
 
     @never_compiled
     def __exit__(self, *_: object) -> None:
-        scope = self.scope
-        # a coroutine that ends on another thread leaves it open, and the end of its call refuses
-        if scope.is_open and scope._thread.thread_id == get_ident():
-            scope._suspend()
+        if self.scope.is_open:
+            self.scope._suspend()
 
 
 @never_compiled

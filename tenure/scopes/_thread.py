@@ -57,11 +57,6 @@ class ThreadScopes:
                 return scope
         return None
 
-    def hand_out_all(self, tensors: Iterable[tuple[Tensor, Reference]]) -> None:
-        """All these go on without an owner."""
-        for _, reference in tensors:
-            self.hand_out(reference)
-
     def hand_out(self, reference: Reference) -> None:
         """A tensor goes on without an owner."""
         self.detached += 1
@@ -97,15 +92,22 @@ class ThreadScopes:
                 if reference is not None:
                     self.hand_out(reference)
 
-    @property
-    def live(self) -> int:
-        """How many tensors that its scopes own, or handed out, are alive and not disposed."""
-        return self.n_owned + n_alive(self.handed_out)
-
-    @property
     def n_owned(self) -> int:
         """How many tensors its scopes own."""
         return sum(n_alive(scope._ledger) for scope in list(self.open.values()))
+
+    def counts(self) -> dict[str, int]:
+        """What has been counted since the thread began, by name."""
+        created = self.tracker.created
+        gone = created + self.attached - self.detached - self.disposed - self.n_owned()
+        return {
+            "created_in_scope": created,
+            "disposed_in_scope": self.disposed,
+            "released_in_scope": gone,
+            "attached_to_scope": self.attached,
+            "detached_from_scope": self.detached,
+            "disposed_outside_scope": self.disposed_outside,
+        }
 
 
 class _Local(threading.local):
@@ -211,27 +213,26 @@ class ScopeStatistics:
     detached_from_scope: int
     disposed_outside_scope: int
 
+    live: int
+
     def __init__(self, thread: ThreadScopes) -> None:
         self._thread = thread
 
     def __getattr__(self, name: str) -> int:
-        known = ScopeStatistics.__annotations__
-        if name not in known:
-            raise AttributeError(f"ScopeStatistics has no counter {name!r}; it has {(*known,)}.")
-        return _counts(self._thread)[name] - self._thread.counts_at_reset.get(name, 0)
-
-    @property
-    def live(self) -> int:
-        """Tensors, of those a scope of this thread owns or handed out, that are alive now."""
-        return self._thread.live
+        counts = self.to_dict()
+        if name not in counts:
+            raise AttributeError(f"ScopeStatistics has no counter {name!r}; it has {(*counts,)}.")
+        return counts[name]
 
     def reset(self) -> None:
         """Count from zero again; ``live`` is no counter, and stays."""
-        self._thread.counts_at_reset = _counts(self._thread)
+        self._thread.counts_at_reset = self._thread.counts()
 
     def to_dict(self) -> dict[str, int]:
         """The counters of this moment, by name."""
-        return {name: getattr(self, name) for name in (*_counts(self._thread), "live")}
+        thread, since = self._thread, self._thread.counts_at_reset
+        found = {name: count - since.get(name, 0) for name, count in thread.counts().items()}
+        return {**found, "live": thread.n_owned() + n_alive(thread.handed_out)}
 
     def __str__(self) -> str:
         return "; ".join(f"{name}: {count}" for name, count in self.to_dict().items())
@@ -254,16 +255,3 @@ def statistics() -> ScopeStatistics:
         (2, 1, 1)
     """
     return ScopeStatistics(this_thread())
-
-
-def _counts(thread: ThreadScopes) -> dict[str, int]:
-    created = thread.tracker.created
-    gone = created + thread.attached - thread.detached - thread.disposed - thread.n_owned
-    return {
-        "created_in_scope": created,
-        "disposed_in_scope": thread.disposed,
-        "released_in_scope": gone,
-        "attached_to_scope": thread.attached,
-        "detached_from_scope": thread.detached,
-        "disposed_outside_scope": thread.disposed_outside,
-    }

@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from tenure._callers import SitedRef, capture_site, maker_of, module_of
 from tenure._torch.compiler import is_dynamo_compiling, never_compiled
 from tenure._torch.counting import SOLE
-from tenure._torch.modes import is_active, push
+from tenure._torch.modes import function_mode_at, is_active, n_function_modes, push, remove
 
 from ._library_objects import copies_library_object, is_library_code
 from ._owner import Owner
@@ -150,11 +150,25 @@ class Tracker(TorchFunctionMode):
         if world is None:
             world = self.world = self._first_world
             push(self)
-        elif not is_active(self):
-            world = self.world = World(world)
-            push(self)
+        else:
+            n_modes = n_function_modes()
+            # by far the most are opened where it is on top
+            on_top = n_modes and function_mode_at(n_modes - 1) is self
+            if not on_top and not is_active(self):
+                world = self.world = World(world)
+                push(self)
         world.n_scopes += 1
         return world
+
+    def leave_world(self) -> None:
+        """Stand on the stack no more, if no scope needs it there.
+
+        A scope closed in a backward hook, which has a stack of its own, leaves it on that of the
+        block: the end of the block takes it off, or the next scope takes it over.
+        """
+        world = self.world
+        if world is not None and world.n_scopes == 0 and remove(self):
+            self.world = world.outer
 
     def open_scope(self, scope: Owner) -> Owner | None:
         """From ``scope`` outwards, the first that is open on the thread of this tracker.

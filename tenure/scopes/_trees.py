@@ -17,6 +17,7 @@ from tenure._storages import inner_tensors
 
 Tree = TypeVar("Tree")
 """What the functions of ``*trees`` take and give back."""
+_PLAIN_IF_EMPTY = frozenset(map(id, (list, tuple, dict, set)))
 
 
 def tensors_in(trees: Iterable[object]) -> list[Tensor]:
@@ -74,5 +75,5 @@ def _brief(tree: object) -> str:
     kind = type(tree)
     if tree is None:
         return "None"
-    plain = kind in _containers.SINGLE or (kind in {list, tuple, dict, set} and not tree)
+    plain = id(kind) in _containers.SINGLE or (id(kind) in _PLAIN_IF_EMPTY and not tree)
     return f"{kind.__name__} {repr(tree)[:40]}" if plain else f"a {kind.__name__}"

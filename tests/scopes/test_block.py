@@ -2,7 +2,7 @@
 
 import sys
 import warnings
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 
 import numpy as np
 import pytest
@@ -54,7 +54,8 @@ def test_an_interrupt_while_opening_leaves_no_scope_open(monkeypatch):
 def test_an_interrupt_while_closing_leaves_no_scope_open(monkeypatch):
     with NewDisposeScope("outer") as outer:
         inner = NewDisposeScope("inner").__enter__()
-        monkeypatch.setattr(_block.Block, "_finish", interrupt)
+        monkeypatch.setattr(_block, "take_all", interrupt)
+        torch.ones(1)
         with pytest.raises(KeyboardInterrupt):
             inner.close()
         monkeypatch.undo()
@@ -137,45 +138,6 @@ def test_a_scope_takes_what_code_of_no_module_makes(name):
     assert is_disposed(program["made"])
 
 
-class Interrupted(NewDisposeScope):
-    """A scope whose block was left by a Ctrl-C that came as ``__exit__`` began."""
-
-    __slots__ = ()
-
-    def __exit__(self, *_):
-        raise KeyboardInterrupt
-
-
-def leave_open():
-    with Interrupted("left"):
-        pass
-
-
-def deeper(depth, function):
-    return deeper(depth - 1, function) if depth else function()
-
-
-@pytest.mark.parametrize("depth", [0, 30])
-def test_a_scope_whose_exit_was_never_run_is_ended_by_the_next_one(depth):
-    with pytest.raises(KeyboardInterrupt):
-        leave_open()
-    left = current_scope()
-    assert left.name == "left"
-    with NewDisposeScope("next") as scope:
-        deeper(depth, lambda: torch.ones(2) + 1)
-        assert (left.closed, scope.outer) == (True, None)
-
-
-def test_a_loop_ends_the_scope_of_the_turn_before():
-    lefts = []
-    for _ in range(3):
-        with suppress(KeyboardInterrupt), Interrupted("left") as scope:
-            lefts.append(scope)
-            assert scope.outer is None
-    assert [scope.closed for scope in lefts] == [True, True, False]
-    NewDisposeScope.__exit__(lefts[-1], None, None, None)
-
-
 def test_a_scope_whose_block_runs_stays_whoever_opens_another():
     def opened_in_a_call():
         return NewDisposeScope("by hand").__enter__()
@@ -214,18 +176,11 @@ def test_a_scope_whose_block_runs_stays_whoever_opens_another():
     assert names == ["stacked"] * 3 + ["managed", "mine", "by hand"]
 
 
-def test_an_interrupt_as_a_scoped_function_ends_leaves_no_scope_open(monkeypatch):
-    @scoped
-    def function():
-        return torch.ones(2) + 1
-
+def test_an_interrupt_as_a_scoped_generator_yields_leaves_no_scope_open(monkeypatch):
     @scoped
     def generator():
         yield torch.ones(2) + 1
 
     monkeypatch.setattr(_scoped._Turn, "__exit__", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        function()
-    assert current_scope() is None
     with pytest.raises(KeyboardInterrupt):
         next(generator())

@@ -31,17 +31,17 @@ def test_a_report_is_in_the_order_of_creation_where_an_address_was_used_again():
 
 
 def test_an_exception_while_one_tensor_is_disposed_stops_no_other(monkeypatch):
-    dispose_plain = _disposal.dispose_plain
+    dispose_tensor = _disposal.dispose_tensor
     unlucky = []
 
     def dispose_or_interrupt(tensor, *args):
         if not unlucky:
             unlucky.append(tensor)
             raise KeyboardInterrupt
-        return dispose_plain(tensor, *args)
+        return dispose_tensor(tensor, *args)
 
     made = []
-    monkeypatch.setattr(_disposal, "dispose_plain", dispose_or_interrupt)
+    monkeypatch.setattr(_disposal, "dispose_tensor", dispose_or_interrupt)
     with pytest.raises(KeyboardInterrupt), NewDisposeScope():
         made += [torch.ones(1) for _ in range(4)]
     assert [is_disposed(tensor) for tensor in made if tensor is not unlucky[0]] == [True] * 3

@@ -208,7 +208,7 @@ def test_many_modules_leave_no_more_than_the_living_behind():
     for _ in range(2000):
         nn.ReLU()
     modules = _of_torch()[0]
-    assert len(modules._known) == len(modules.states())
+    assert len(modules.known) == len(modules.states())
 
 
 @pytest.mark.slow

@@ -589,9 +589,10 @@ def test_a_subclass_whose_own_code_raises_is_disposed_all_the_same():
 
 def test_without_the_private_swap_disposal_is_soft_and_says_so_once(monkeypatch):
     monkeypatch.setattr(swap, "works", lambda: False)
-    monkeypatch.setattr(_disposal, "_warned", False)
+    _disposal.swap_is_trusted.cache_clear()
     with pytest.warns(TenureWarning, match="no longer swaps tensors as tenure expects") as warned:
         first, second = disposed_tensor(), disposed_tensor()
+    _disposal.swap_is_trusted.cache_clear()
     assert len(warned) == 1
     for tensor in (first, second):
         with pytest.raises(DisposedTensorError, match=r"^add\(\) got float64\[2, 3\] on cpu"):

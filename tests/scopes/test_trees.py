@@ -190,6 +190,19 @@ def test_hostile_objects_are_leaves():
         required_tensors((Hostile(),), "call()")
 
 
+def test_an_object_whose_type_has_no_hash_is_a_leaf():
+    class Meta(type):
+        def __eq__(cls, other):
+            raise AssertionError
+
+    class Odd(metaclass=Meta):
+        pass
+
+    assert same(tensors_in(([Odd(), A],)), [A])
+    with pytest.raises(ScopeUsageError, match="got a Odd, which holds no tensor"):
+        required_tensors((Odd(),), "call()")
+
+
 trees = st.recursive(
     st.sampled_from([A, B, 1, None]),
     lambda inner: (
