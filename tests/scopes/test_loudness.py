@@ -32,7 +32,7 @@ from tenure import (
     statistics,
 )
 from tenure._torch import swap
-from tenure._torch.modes import _length as mode_stack_depth
+from tenure._torch.modes import n_function_modes as mode_stack_depth
 from tenure.scopes import _disposal
 from tenure.scopes._owner import enter
 
