@@ -25,7 +25,7 @@ from tenure._torch.autograd import ENGINE_CODE, check_engine_is_seen
 from tenure._torch.compiler import belongs_to_graph, has_graph_outputs
 from tenure._torch.quiet import TENSOR_BASE, set_class, without_functions
 
-from ._disposed import RECORD, Cause, DisposedTensor, set_record
+from ._disposed import RECORD, Cause, DisposedTensor, notes_on
 from ._library_objects import held_as_state
 from ._owner import Opener, Reference, owns
 from ._thread import ThreadScopes
@@ -189,7 +189,7 @@ def dispose_tensor(
     # A C++ weak reference: retain_grad() of a non-leaf, autocast's cache; a nested tensor. The
     # handle refuses every use, but pins its data until it dies.
     except RuntimeError:
-        set_record(tensor, record)
+        notes_on(tensor)[RECORD] = record
         return True
     # The twin is what autograd and views hand out from here on: it must be what the handle was.
     notes = handle.__dict__

@@ -114,14 +114,10 @@ class DisposedTensor(Tensor):
         return ["__class__"]
 
 
-def _record_of(tensor: Tensor) -> Record | None:
-    record: Record | None = object.__getattribute__(tensor, "__dict__").get(RECORD)
-    return record
-
-
-def set_record(tensor: Tensor, record: Record) -> None:
-    """Write on a disposed handle what it was."""
-    object.__getattribute__(tensor, "__dict__")[RECORD] = record
+def notes_on(tensor: Tensor) -> dict[str, Any]:
+    """The attributes of a disposed handle, among them its `RECORD`."""
+    notes: dict[str, Any] = object.__getattribute__(tensor, "__dict__")
+    return notes
 
 
 @never_compiled
@@ -146,12 +142,12 @@ def _advice_on(tensor: Tensor) -> str:
 
 
 def _own_advice_on(tensor: Tensor) -> str | None:
-    record = _record_of(tensor)
+    record: Record | None = notes_on(tensor).get(RECORD)
     return None if record is None else record[4].advice
 
 
 def _holder_of(tensor: Tensor) -> str:
-    notes: dict[str, Any] = object.__getattribute__(tensor, "__dict__")
+    notes = notes_on(tensor)
     # a program that asks again and again must not search each time
     if _HOLDER not in notes:
         notes[_HOLDER] = _found_holder_of(tensor)
@@ -198,7 +194,7 @@ def _refuse(operation: str, trees: tuple[object, ...]) -> NoReturn:
 
 
 def _text_of(tensor: Tensor) -> str:
-    record = _record_of(tensor)
+    record: Record | None = notes_on(tensor).get(RECORD)
     if record is None:
         return "tensor"
     dtype, shape, device, created, cause = record

@@ -110,12 +110,9 @@ def install_hooks(release: Callable[[list[Tensor]], object]) -> None:
 
 def _tensors_of(optimizer: Optimizer) -> list[Tensor]:
     """The tensors of its state, of its groups (without the parameters) and of its attributes."""
-    states = (state.values() for state in optimizer.state.values() if isinstance(state, dict))
-    values = [
-        *chain.from_iterable(states),
-        *(value for group in optimizer.param_groups for value in _without(group, "params")),
-        *_without(vars(optimizer), "state", "param_groups"),
-    ]
+    *states, own, groups = _state_of_optimizer(vars(optimizer))
+    states = [state.values() for state in states if isinstance(state, dict)]
+    values = list(chain(*states, own, *groups))
     found = [value for value in values if isinstance(value, Tensor)]
     for value in values:
         if isinstance(value, _CONTAINERS) and value:
@@ -123,10 +120,6 @@ def _tensors_of(optimizer: Optimizer) -> list[Tensor]:
             with suppress(ScopeUsageError):
                 found += tensors_in((value,))
     return found
-
-
-def _without(mapping: dict[str, Any], *names: str) -> list[Any]:
-    return [value for name, value in mapping.items() if name not in names]
 
 
 # --- what they hold, however it came there

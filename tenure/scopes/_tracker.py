@@ -245,14 +245,27 @@ def _was_given(out: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None
     return kwargs is not None and kwargs.get("out") is out
 
 
-def _new_of(sole: bool, out: Any, func: Callable[..., Any], trees: tuple[Any, ...]) -> list[Tensor]:
-    if isinstance(out, Tensor):
-        is_new = (sole and not _is_parameter(out)) or _is_new(out, func, trees)
-        return [out] if is_new else []
-    return _new_among(_flat_tensors((out,)), func, trees)
-
-
 # --- new, or a tensor that already existed
+
+
+def _new_of(sole: bool, out: Any, func: Callable[..., Any], trees: tuple[Any, ...]) -> list[Tensor]:
+    """Decide for outputs that more than the caller seems to hold, and for containers.
+
+    Args:
+        sole: whether nobody else holds the output.
+        out: the output.
+        func: what torch-function was asked to run.
+        trees: its arguments.
+    """
+    # the memo of a deep copy holds it
+    is_new = isinstance(out, Tensor) and (sole or func is _DEEPCOPY)
+    if not is_new and _returns_existing(func):
+        return []
+    found = [each for each in _flat_tensors((out,)) if not _is_parameter(each)]
+    if is_new or not found:
+        return found
+    given = set(map(id, _flat_tensors(trees)))
+    return [each for each in found if id(each) not in given]
 
 
 def _flat_tensors(values: Iterable[object]) -> list[Tensor]:
@@ -266,32 +279,6 @@ def _flat_tensors(values: Iterable[object]) -> list[Tensor]:
         elif isinstance(value, dict):
             found += _flat_tensors(value.values())
     return found
-
-
-def _is_new(out: Tensor, func: Callable[..., Any], trees: Iterable[object]) -> bool:
-    """Decide for an output that more than the caller seems to hold.
-
-    Args:
-        out: the output, a tensor of any shape and dtype.
-        func: what torch-function was asked to run.
-        trees: its arguments.
-    """
-    # its memo holds the copy
-    if func is _DEEPCOPY:
-        return not _is_parameter(out)
-    if _is_parameter(out) or _returns_existing(func):
-        return False
-    return not any(given is out for given in _flat_tensors(trees))
-
-
-def _new_among(
-    outs: list[Tensor], func: Callable[..., Any], trees: Iterable[object]
-) -> list[Tensor]:
-    """The new tensors of a container that ``func`` returned; the container holds each of them."""
-    if not outs or _returns_existing(func):
-        return []
-    given = set(map(id, _flat_tensors(trees)))
-    return [out for out in outs if id(out) not in given and not _is_parameter(out)]
 
 
 def _is_parameter(tensor: Tensor) -> bool:

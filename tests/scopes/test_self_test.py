@@ -20,11 +20,3 @@ def test_a_gradient_that_is_taken_for_a_new_tensor_is_noticed(monkeypatch):
     monkeypatch.setattr(_tracker, "SOLE", SOLE + OF_CPP)
     with pytest.raises(ImportError, match=r"on Python 3.*: a scope disposes gradients that were"):
         _self_test.check()
-
-
-def test_a_thread_that_cannot_start_refuses_nothing(monkeypatch):
-    def start(_):
-        raise RuntimeError("can't create new thread at interpreter shutdown")
-
-    monkeypatch.setattr(_self_test.threading.Thread, "start", start)
-    _self_test.check()

@@ -9,7 +9,6 @@ import contextlib
 import itertools
 import threading
 from collections.abc import Iterator
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -211,12 +210,7 @@ class Stream(torch.Stream):
         set_stream(self)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         index, stream = _current.outer.pop()
         _choose(self.device_index, stream)
         # As torch.cuda.stream does: this makes a context where there was none.
@@ -332,11 +326,6 @@ class stream:
         if self._chosen is not None:
             self._chosen.__enter__()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._chosen is not None:
-            self._chosen.__exit__(kind, error, traceback)
+            self._chosen.__exit__(*error)

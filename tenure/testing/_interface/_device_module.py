@@ -4,7 +4,6 @@ Every function that takes a device accepts `sim`, `sim:0`, 0 or None, the curren
 refuses an index that does not exist. Statistics bring no context to life; asking the driver does.
 """
 
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -96,12 +95,7 @@ class device:
         self.prev_idx = current_device()
         turn_to(self.idx)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         turn_back(self.prev_idx)
 
 

@@ -4,7 +4,6 @@ Captured work does not run: what it writes keeps its bytes, what it makes is 0xF
 in the order of its launches over the same memory, as one launch.
 """
 
-from types import TracebackType
 from typing import Any
 
 from .._allocator import last_error
@@ -129,11 +128,6 @@ class graph:
         self._context.__enter__()
         self._graph.capture_begin()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._graph.capture_end()
-        self._context.__exit__(kind, error, traceback)
+        self._context.__exit__(*error)

@@ -8,6 +8,8 @@ device's own; in place a storage can only be emptied and, later, filled again.
 these are the answer, while C++ sees the host memory that stands for them, the answer where exact.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,14 +31,15 @@ from .._torch_backend import DEVICE_TYPE
 
 def install() -> None:
     """Replace the constructor, `new`, `clone`, `resize_`, and what tells of sizes and addresses."""
-    torch.UntypedStorage.__new__ = _constructor()  # type: ignore[method-assign]
-    torch.UntypedStorage.new = _renewer()  # type: ignore[method-assign]
-    StorageBase.clone = _cloner()
-    torch.UntypedStorage.resize_ = _resizer()  # type: ignore[method-assign]
-    torch.UntypedStorage.resizable = _resizability()  # type: ignore[method-assign]
+    storages: Any = torch.UntypedStorage
+    storages.__new__ = _constructor()
+    storages.new = _on_device(_new, storages.new)
+    StorageBase.clone = _on_device(_clone, StorageBase.clone)
+    storages.resize_ = _on_device(partial(_resize, storages.nbytes), storages.resize_)
+    storages.resizable = _known(lambda storage: has_block(storage) or None, storages.resizable)
     for name in ("nbytes", "size"):
-        setattr(torch.UntypedStorage, name, _sizer(name))
-    torch.UntypedStorage.data_ptr = _storage_locator()  # type: ignore[method-assign]
+        setattr(storages, name, _known(n_bytes_of, getattr(storages, name)))
+    storages.data_ptr = _known(address_of, storages.data_ptr)
     torch.Tensor.data_ptr = _tensor_locator()  # type: ignore[method-assign]
 
 
@@ -54,77 +57,45 @@ def _constructor() -> Any:
     return staticmethod(new)
 
 
-def _renewer() -> Any:
-    plain = torch.UntypedStorage.new
+def _on_device(run: Callable[..., Any], plain: Any) -> Any:
+    """A method that is another for storages of the device."""
 
-    def new(storage: torch.UntypedStorage) -> Any:
-        if storage.device.type != DEVICE_TYPE:
-            return plain(storage)
-        return torch.UntypedStorage(0, device=storage.device)
+    def method(storage: Any, *args: Any) -> Any:
+        return (run if storage.device.type == DEVICE_TYPE else plain)(storage, *args)
 
-    return new
+    return method
 
 
-def _cloner() -> Any:
-    plain: Any = StorageBase.clone
+def _known(answer: Callable[[torch.UntypedStorage], Any], plain: Any) -> Any:
+    """A method that torch answers where the device does not."""
 
-    def clone(storage: Any) -> Any:
-        if storage.device.type != DEVICE_TYPE:
-            return plain(storage)
-        return torch.UntypedStorage(storage.nbytes(), device=storage.device).copy_(storage)
+    def method(storage: torch.UntypedStorage) -> Any:
+        found = answer(storage)
+        return plain(storage) if found is None else found
 
-    return clone
-
-
-def _sizer(name: str) -> Any:
-    plain = getattr(torch.UntypedStorage, name)
-
-    def size(storage: torch.UntypedStorage) -> int:
-        n_bytes = n_bytes_of(storage)
-        return plain(storage) if n_bytes is None else n_bytes
-
-    return size
+    return method
 
 
-def _resizability() -> Any:
-    plain = torch.UntypedStorage.resizable
-
-    def resizable(storage: torch.UntypedStorage) -> bool:
-        return has_block(storage) or plain(storage)
-
-    return resizable
+def _new(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+    return torch.UntypedStorage(0, device=storage.device)
 
 
-def _resizer() -> Any:
-    plain: Any = torch.UntypedStorage.resize_
-    full_size = torch.UntypedStorage.nbytes
-
-    def resize_(storage: torch.UntypedStorage, n_bytes: int) -> Any:
-        if storage.device.type != DEVICE_TYPE:
-            return plain(storage, n_bytes)
-        if n_bytes == 0:
-            empty_block(storage)
-        elif n_bytes == full_size(storage):
-            refill_block(storage)
-        else:
-            raise NotImplementedError(
-                f"a storage on {storage.device} cannot be resized in place but to 0 bytes and back"
-                " (torch gives a Python device no hook for it); Tensor.resize_ works, with a new"
-                " storage where it grows."
-            )
-        return storage
-
-    return resize_
+def _clone(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+    return torch.UntypedStorage(storage.nbytes(), device=storage.device).copy_(storage)
 
 
-def _storage_locator() -> Any:
-    plain = torch.UntypedStorage.data_ptr
-
-    def data_ptr(self: torch.UntypedStorage) -> int:
-        address = address_of(self)
-        return plain(self) if address is None else address
-
-    return data_ptr
+def _resize(full_size: Any, storage: torch.UntypedStorage, n_bytes: int) -> torch.UntypedStorage:
+    if n_bytes == 0:
+        empty_block(storage)
+    elif n_bytes == full_size(storage):
+        refill_block(storage)
+    else:
+        raise NotImplementedError(
+            f"a storage on {storage.device} cannot be resized in place but to 0 bytes and back"
+            " (torch gives a Python device no hook for it); Tensor.resize_ works, with a new"
+            " storage where it grows."
+        )
+    return storage
 
 
 def _tensor_locator() -> Any:

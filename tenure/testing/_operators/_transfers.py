@@ -16,7 +16,7 @@ from .._device._blocks import has_block, is_on_device, on_host, span_of, true_by
 from .._device._capture import Work
 from .._device._clock import Engine
 from .._device._host_memory import extent_bytes, pinned_memory
-from .._device._late import Later, touch, touch_of_host
+from .._device._late import Later, Touch, touch, touch_of_host
 from .._device._machine import machine
 from .._device._races import Span
 from .._device._streams import Stream, current_stream, number_of
@@ -138,7 +138,7 @@ def _copy_within(source: torch.Tensor, destination: torch.Tensor) -> None:
         stream.capture.add(work, stream)
         return
     into.copy_(out_of)
-    machine.launch(_NAME, stream, reads, writes, _later_within(source, destination))
+    machine.launch(_NAME, stream, reads, writes, _later(source, destination))
     machine.clock.launch_kernel(stream, 0, n_bytes)
     if stream is not beside:
         beside.wait_stream(stream)
@@ -151,7 +151,7 @@ def _copy_in(source: torch.Tensor, destination: torch.Tensor, *, non_blocking: b
         _record_copy(stream, "h2d", source, destination, non_blocking=non_blocking)
         return
     pinned = span is not None and _same_layout(source, destination)
-    later = _later_in(source, destination, span) if span and pinned and non_blocking else None
+    later = _later(source, destination, span) if span and pinned and non_blocking else None
     if later is not None and machine.late is not None:
         # What is expected is read now.
         machine.late.settle_before(later.touches[0], stream.seen)
@@ -174,7 +174,7 @@ def _copy_out(source: torch.Tensor, destination: torch.Tensor, *, non_blocking: 
         _record_copy(stream, "d2h", source, destination, non_blocking=non_blocking)
         return
     pinned = span is not None and _same_layout(source, destination)
-    later = _later_out(source, destination, span) if span and pinned and non_blocking else None
+    later = _later(source, destination, span) if span and pinned and non_blocking else None
     if later is not None and machine.late is not None:
         # The poison is written now.
         machine.late.settle_before(later.touches[1], stream.seen)
@@ -230,32 +230,30 @@ def _record_copy(
     capture.add(work, stream)
 
 
-def _later_within(source: torch.Tensor, destination: torch.Tensor) -> Later | None:
+def _later(
+    source: torch.Tensor, destination: torch.Tensor, host: Span | None = None
+) -> Later | None:
+    """The copy as a late kernel, where kernels run late.
+
+    Args:
+        source: what is read.
+        destination: what is written.
+        host: the pinned memory that one of the two is; None within the device.
+    """
     if machine.late is None:
         return None
-    into, out_of = true_bytes_of(destination), true_bytes_of(source)
-    touches = touch(out_of, is_write=False), touch(into, is_write=True)
-    return Later(_NAME, functools.partial(_copy, into, out_of), touches)
+    out_of, reads = _late_side(source, host, is_write=False)
+    into, writes = _late_side(destination, host, is_write=True)
+    return Later(_NAME, functools.partial(into.copy_, out_of), (reads, writes))
 
 
-def _later_in(source: torch.Tensor, destination: torch.Tensor, span: Span) -> Later | None:
-    if machine.late is None:
-        return None
-    into, out_of = true_bytes_of(destination), source.detach()
-    touches = touch_of_host(span, is_write=False), touch(into, is_write=True)
-    return Later(_NAME, functools.partial(_copy, into, out_of), touches)
-
-
-def _later_out(source: torch.Tensor, destination: torch.Tensor, span: Span) -> Later | None:
-    if machine.late is None:
-        return None
-    into, out_of = destination.detach(), true_bytes_of(source)
-    touches = touch(out_of, is_write=False), touch_of_host(span, is_write=True)
-    return Later(_NAME, functools.partial(_copy, into, out_of), touches)
-
-
-def _copy(into: torch.Tensor, out_of: torch.Tensor) -> None:
-    into.copy_(out_of)
+def _late_side(
+    tensor: torch.Tensor, host: Span | None, *, is_write: bool
+) -> tuple[torch.Tensor, Touch]:
+    if host is not None and not is_on_device(tensor):
+        return tensor.detach(), touch_of_host(host, is_write=is_write)
+    true = true_bytes_of(tensor)
+    return true, touch(true, is_write=is_write)
 
 
 def _same_layout(first: torch.Tensor, second: torch.Tensor) -> bool:
