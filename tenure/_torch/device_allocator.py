@@ -108,7 +108,9 @@ def clear_workspaces(device: torch.device) -> int:
     - while another thread runs: it may hold a block's address for the multiplication that it is
       about to launch.
     """
-    if not _keeps_workspaces(device) or not _is_safe(device):
+    if not _keeps_workspaces(device) or len(sys._current_frames()) > 1:
+        return 0
+    if is_capturing(device) or kind_of_live_graph(device) is not None:
         return 0
     module: Any = torch.get_device_module(device)
     before_bytes = int(module.memory_allocated(device))
@@ -150,8 +152,3 @@ def _keeps_workspaces(device: torch.device) -> bool:
     if device.type != "cuda" or optional(_CLEAR) is None:
         return False
     return bool(torch.get_device_module(device).is_initialized())
-
-
-def _is_safe(device: torch.device) -> bool:
-    is_alone = len(sys._current_frames()) == 1
-    return is_alone and not is_capturing(device) and kind_of_live_graph(device) is None

@@ -88,7 +88,8 @@ def lent_to(tensor: Tensor) -> Lent | None:
     if not _lent:
         return None
     try:
-        storage = tensor.untyped_storage()
+        with without_functions():
+            storage = tensor.untyped_storage()
     # wrapper subclasses, transforms, sparse ones
     except (RuntimeError, NotImplementedError):
         return None
@@ -110,7 +111,9 @@ class _Noting:
         if tensor is None:
             # subclasses know the operations by these objects
             return self._original
-        _note(tensor)
+        lent = lent_to(tensor)
+        if lent is not None:
+            lent.is_aliased = True
         return self._original.__get__(tensor, owner)
 
 
@@ -118,8 +121,7 @@ class _NotingData(_Noting):
     """The same of ``.data``, which can be set."""
 
     def __set__(self, tensor: Tensor, value: Tensor) -> None:
-        with without_functions():
-            lent = lent_to(tensor)
+        lent = lent_to(tensor)
         name = None if lent is None else lent.tensors.get(id(tensor))
         if name is None:
             self._original.__set__(tensor, value)
@@ -134,8 +136,7 @@ class _NotingStreams(_Noting):
         return self._record if tensor is None else functools.partial(self._record, tensor)
 
     def _record(self, tensor: Tensor, stream: Any) -> None:
-        with without_functions():
-            lent = lent_to(tensor)
+        lent = lent_to(tensor)
         if lent is None:
             self._original(tensor, stream)
         else:
@@ -149,13 +150,6 @@ _KINDS: dict[str, type[_Noting]] = {
     "record_stream": _NotingStreams,
 }
 _noting = Patch(Tensor, _KINDS)
-
-
-def _note(tensor: Tensor) -> None:
-    with without_functions():
-        lent = lent_to(tensor)
-    if lent is not None:
-        lent.is_aliased = True
 
 
 def _fill(name: str, shown: Tensor, value: Tensor) -> None:

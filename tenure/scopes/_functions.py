@@ -17,7 +17,7 @@ from ._disposal import is_disposed as _is_disposed
 from ._disposed import Cause
 from ._owner import take
 from ._scope import DisposeScope, checked_target, current_scope
-from ._thread import ThreadScopes, check_not_foreign, this_thread
+from ._thread import check_not_foreign, this_thread
 from ._trees import Tree, given_back, required_tensors
 
 
@@ -185,13 +185,18 @@ def _dispose(tensors: list[Tensor]) -> None:
         tensors = [tensor for tensor in tensors if not belongs_to_graph(tensor)]
     thread, site = this_thread(), user_site()
     for tensor in tensors:
-        owner = thread.owner_of(tensor)
-        reference = None if owner is None else take(owner._ledger, tensor)
-        if owner is None or reference is None:
-            _dispose_unowned(tensor, thread, Cause(None, None, "dispose", site))
-        else:
+        if (owner := thread.owner_of(tensor)) is not None:
             cause = Cause(owner.label, owner.site, "dispose", site)
-            dispose_all([(tensor, reference)], cause, thread, owner._opener)
+            owned = [(tensor, owner._ledger.pop(id(tensor)))]
+            dispose_all(owned, cause, thread, owner._opener)
+            continue
+        cause = Cause(None, None, "dispose", site)
+        reference = take(thread.handed_out, tensor) or ref(tensor)
+        if inside_operation(None):
+            thread.waiting.append((reference, cause))
+            thread.disposed_outside += 1
+        else:
+            thread.disposed_outside += dispose_one(tensor, cause)
     stuck = [tensor for tensor in tensors if not _is_disposed(tensor)]
     if stuck and not inside_operation(None):
         raise ScopeUsageError(
@@ -199,12 +204,3 @@ def _dispose(tensors: list[Tensor]) -> None:
             "__tensor_flatten__ that works, so its handle can't be emptied. It stays alive; all "
             "other tensors of the call were disposed. Delete the references to it instead."
         )
-
-
-def _dispose_unowned(tensor: Tensor, thread: ThreadScopes, cause: Cause) -> None:
-    reference = take(thread.handed_out, tensor)
-    if inside_operation(None):
-        thread.waiting.append((reference or ref(tensor), cause))
-        thread.disposed_outside += 1
-    elif dispose_one(tensor, cause):
-        thread.disposed_outside += 1

@@ -157,6 +157,11 @@ class _Kind:
 
         return run
 
+    def learn(self, heap: list[Any]) -> None:
+        """Remember those that are there."""
+        for owner in instances(heap, lambda cls: is_kind(cls, self.cls)):
+            self.known[id(owner)] = owner
+
     def states(self) -> list[Any]:
         """The containers of state of all of them."""
         # other threads make more meanwhile: the list of references is made in one go
@@ -176,8 +181,7 @@ def held_as_state(wanted: set[int]) -> set[int]:
     if new := [kind for kind in kinds if not kind.making.need()]:
         heap = tracked_objects()
         for kind in new:
-            for owner in instances(heap, lambda cls, kind=kind: is_kind(cls, kind.cls)):
-                kind.known[id(owner)] = owner
+            kind.learn(heap)
         del heap
     containers = [state for kind in kinds for state in kind.states()]
     # what is made on the way stays in here, so that no identity is given out twice

@@ -195,8 +195,10 @@ class DisposeScope(Block):
             check_not_foreign(tensors, call)
             for tensor in tensors:
                 owner = self._thread.owner_of(tensor)
-                reference = None if owner is None else take(owner._ledger, tensor)
-                reference = reference or self._thread.adopt(tensor)
+                if owner is None:
+                    reference = self._thread.adopt(tensor)
+                else:
+                    reference = owner._ledger.pop(id(tensor))
                 enter(self._ledger, reference)
                 self._thread.choose(reference)
         return given_back(trees)

@@ -31,15 +31,6 @@ def traps(monkeypatch):
     return armed, calls
 
 
-def test_a_trap_that_does_not_trap_is_not_relied_on(monkeypatch):
-    monkeypatch.setattr(trap._SET, lambda *_: None, raising=False)
-    monkeypatch.setattr(trap._CLEAR, lambda *_: None, raising=False)
-    trap.works.cache_clear()
-    assert not trap.works()
-    monkeypatch.undo()
-    trap.works.cache_clear()
-
-
 def test_a_storage_is_trapped_while_it_is_away(sim, traps):
     armed, calls = traps
     x = torch.ones(4, device=sim.device)

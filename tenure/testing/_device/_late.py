@@ -60,7 +60,7 @@ class Later:
     """A piece of work: what it does to true bytes, and which."""
 
     name: str
-    run: Callable[[], None]
+    run: Callable[[], object]
     touches: tuple[Touch, ...]
     poison: Callable[[], None] = lambda: None
 
