@@ -42,20 +42,6 @@ _UNLIMITED_BYTES = 1 << 60
 """The first version writes no limit as one of nearly 2**63 bytes."""
 
 
-class _Mount(NamedTuple):
-    """Where groups can be seen.
-
-    Attributes:
-        top: the group that is seen at the place itself.
-        place: a folder.
-        files: what its files are called.
-    """
-
-    top: PurePosixPath
-    place: Path
-    files: _Files
-
-
 def free_host_bytes(root: Path = Path("/")) -> int:
     """Bytes that this process may still allocate: by the machine, its containers, its own limit.
 
@@ -170,8 +156,11 @@ def _own_groups(text: str) -> dict[_Files, PurePosixPath]:
     return found
 
 
-def _mounts(text: str, root: Path) -> Iterator[_Mount]:
-    """The mounted groups, from lines such as ``35 31 0:32 / /sys/fs/cgroup rw - cgroup2 x rw``."""
+def _mounts(text: str, root: Path) -> Iterator[tuple[PurePosixPath, Path, _Files]]:
+    """Yield the mounted groups, from ``35 31 0:32 / /sys/fs/cgroup rw - cgroup2 x rw``.
+
+    Of each the group that is seen at the folder itself, the folder, and its files.
+    """
     for line in text.splitlines():
         mount, _, system = line.partition(" - ")
         fields, kind = mount.split(), system.split()
@@ -179,9 +168,9 @@ def _mounts(text: str, root: Path) -> Iterator[_Mount]:
             continue
         top, place = PurePosixPath(_unescaped(fields[3])), root / _unescaped(fields[4]).lstrip("/")
         if kind[0] == "cgroup2":
-            yield _Mount(top, place, _V2)
+            yield top, place, _V2
         elif kind[0] == "cgroup" and "memory" in kind[2].split(","):
-            yield _Mount(top, place, _V1)
+            yield top, place, _V1
 
 
 def _unescaped(path: str) -> str:

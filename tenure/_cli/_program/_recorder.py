@@ -24,8 +24,8 @@ from ._lines import Lines
 from ._main_module import Program
 from ._measuring import MAIN, Measuring, Wanted, children_in_words, facts_of, say
 
-# What it takes to look and to write, where the process may have no more.
-_RESERVE_BYTES = 72 << 20
+# What it takes to look and to write, where the process may have no more; or to write alone.
+_RESERVES_BYTES = (72 << 20, 24 << 20)
 
 
 def run_recorded(
@@ -81,7 +81,7 @@ class Recorder:
         self._imports = Imports(
             {"torch", *self.lines.modules}, self.lines.on_code, self._is_imported
         )
-        self._reserve = Reserve(_RESERVE_BYTES)
+        self._reserve = Reserve(*_RESERVES_BYTES)
 
     def begin(self) -> None:
         """From here on the program may run."""
