@@ -6,6 +6,7 @@ Invariant: nothing here imports torch before a verb runs, so that ``--help`` ans
 from __future__ import annotations
 
 import argparse
+import inspect
 import os
 import sys
 import traceback
@@ -129,7 +130,7 @@ def _parser() -> tuple[_Parser, dict[str, _Parser]]:
     parser.add_argument("--version", action="version", version=f"tenure {tenure.__version__}")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB")
     for verb in _VERBS:
-        text = verb.help()
+        text = inspect.getdoc(verb) or ""
         added = verbs.add_parser(
             verb.name,
             help=text.partition("\n")[0],

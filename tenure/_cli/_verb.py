@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import inspect
 import json
 import sys
 from abc import ABC, abstractmethod
@@ -23,14 +22,12 @@ _FEWEST_BYTES = 2**20
 
 
 class Verb(ABC):
-    """A verb of the command line; the docstring of its class is its help."""
+    """A verb of the command line; the docstring of its class is its help.
+
+    Its first line is in the list of verbs.
+    """
 
     name: ClassVar[str]
-
-    @classmethod
-    def help(cls) -> str:
-        """Return its help, of which the first line stands in the list of verbs."""
-        return inspect.getdoc(cls) or ""
 
     @classmethod
     @abstractmethod

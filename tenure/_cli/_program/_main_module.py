@@ -123,9 +123,7 @@ def script_program(path: str, arguments: list[str]) -> Program:
     if path == "-":
         if sys.stdin.isatty():
             raise CommandError("- reads the program from the standard input, which is a terminal.")
-        # all of it at once, as Python reads it if it is no terminal
-        run = lambda on_code: _exec(sys.stdin.buffer.read(), "<stdin>", on_code)  # noqa: E731
-        return Program("stdin", words, words, "", run)
+        return Program("stdin", words, words, "", _run_stdin)
     import pkgutil
 
     name = os.path.splitext(os.path.basename(os.path.normpath(path)))[0]
@@ -149,6 +147,11 @@ def script_program(path: str, arguments: list[str]) -> Program:
         _exec(source, full_path, on_code, importlib.machinery.SourceFileLoader(_MAIN, full_path))
 
     return Program(name, words, words, os.path.dirname(os.path.realpath(path)), execute)
+
+
+def _run_stdin(on_code: OnCode) -> None:
+    # all of it at once, as Python reads it if it is no terminal
+    _exec(sys.stdin.buffer.read(), "<stdin>", on_code)
 
 
 def _run_module(name: str, on_code: OnCode, alter_argv: bool = True) -> None:
