@@ -7,21 +7,19 @@ each search would look at all of them: that is most of what a test of these take
 import gc
 from typing import Any
 
-from tenure._heap import _collector, _index
+from tenure._heap import _collector as _module
 
-_ASKING: tuple[Any, ...] = (_collector, _index)
+_collector: Any = _module
 _has_frozen = _collector.has_frozen
 
 
 def hide() -> None:
     """Hide what is there: a search is told that nothing is frozen, and so does not look for it."""
     gc.freeze()
-    for module in _ASKING:
-        module.has_frozen = lambda: False
+    _collector.has_frozen = lambda: False
 
 
 def show() -> None:
     """Make it what it is in a program."""
     gc.unfreeze()
-    for module in _ASKING:
-        module.has_frozen = _has_frozen
+    _collector.has_frozen = _has_frozen

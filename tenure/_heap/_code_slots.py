@@ -1,14 +1,11 @@
-"""The slots of code: of functions and what wraps them, of what stands still, of its contexts.
+"""The slots of code: of functions and what wraps them, and of what stands still.
 
 A chain starts anew at a callable, because its own name says more than the way to it. A frame that
-is running is never read here; `RunningFrames` knows its variables. A context keeps its values in a
-tree of nodes that only the collector shows. It counts as alive by itself: the current one of a
-thread is held by no object.
+is running is never read here; `RunningFrames` knows its variables.
 """
 
 import functools
 import gc
-import sys
 import types
 from collections.abc import Iterator
 from typing import Any, cast
@@ -26,8 +23,6 @@ _KINDS: tuple[tuple[type, str, str], ...] = (
     (types.CoroutineType, "coroutine", "cr_frame"),
     (types.AsyncGeneratorType, "async generator", "ag_frame"),
 )
-
-_INSIDE = Step("", "context", anchor="a context variable")
 
 
 def function_slots(holder: types.FunctionType, wanted: Wanted) -> Iterator[Slot]:
@@ -132,13 +127,6 @@ def exception_slots(holder: BaseException, wanted: Wanted) -> Iterator[Slot]:
         yield read[attribute].__get__(holder), Step(f".{attribute}", "attribute")
 
 
-def future_slots(holder: Any, wanted: Wanted) -> Iterator[Slot]:
-    """What a future of asyncio will give."""
-    cls: Any = sys.modules["_asyncio"].Future
-    for attribute, text in (("_result", ".result()"), ("_exception", ".exception()")):
-        yield getattr(cls, attribute).__get__(holder), Step(text, "attribute")
-
-
 def _variables(
     holder: object, frame: types.FrameType | None, wanted: Wanted
 ) -> Iterator[tuple[object, str | None]]:
@@ -150,11 +138,3 @@ def _variables(
         if id(value) in wanted:
             contents = value.cell_contents if type(value) is types.CellType else value
             yield value, names.get(id(contents))
-
-
-# --- context variables, in whichever context they were set
-
-
-def context_slots(holder: object, wanted: Wanted) -> Iterator[Slot]:
-    """The tree of a context, whose nodes only the collector shows, and the values in it."""
-    return ((held, _INSIDE) for held in gc.get_referents(holder))

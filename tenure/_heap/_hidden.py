@@ -14,12 +14,15 @@ from typing import Any
 
 from tenure._storages import storage_key
 
-from ._array_slots import array_class, holds_objects, is_array, referents_of
 from ._collector import tracked_objects
 from ._identities import Identities, IdentitySet, References
 from ._reading import (
+    array_class,
     class_attributes,
+    holds_objects,
+    is_array,
     read_locals,
+    referents_of,
 )
 from ._words import Step
 
@@ -128,7 +131,7 @@ class _Walk:
 
 
 def _leads_on(found: object) -> bool:
-    """Whether an object refers to others: not an array of numbers."""
+    """Return whether an object refers to others: not an array of numbers."""
     return not is_array(found) or holds_objects(found)
 
 

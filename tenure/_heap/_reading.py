@@ -7,6 +7,7 @@ unless somebody else holds it.
 """
 
 import ctypes
+import gc
 import inspect
 import sys
 import types
@@ -28,7 +29,6 @@ from tenure._torch.storages import owners_of_storage, uses_of_tensor
 from ._identities import Identities, IdentitySet
 
 _QUALNAME = type.__dict__["__qualname__"].__get__
-_MODULE = type.__dict__["__module__"].__get__
 _MRO = type.__dict__["__mro__"].__get__
 _NAMESPACE = type.__dict__["__dict__"].__get__
 # references to a snapshot that only its frame, our variable and the argument of getrefcount hold
@@ -38,12 +38,6 @@ _UNSHARED = 3
 def type_name(cls: type) -> str:
     """The qualified name of a class."""
     return str(_QUALNAME(cls))
-
-
-def module_name(cls: type) -> str:
-    """The module that a class says it is from; empty where it says something odd."""
-    name = _MODULE(cls)
-    return name if type(name) is str else ""
 
 
 def mro_of(cls: type) -> tuple[type, ...]:
@@ -100,6 +94,49 @@ def callers_keep_arguments() -> bool:
 
 def _count_of_argument(argument: object) -> int:
     return sys.getrefcount(argument)
+
+
+# --- arrays of NumPy, which is never imported here: the collector sees nothing that they hold
+
+
+def array_class() -> type | None:
+    """Return the class of arrays; None if NumPy is not in the process, or still on its way."""
+    found: type | None = getattr(sys.modules.get("numpy"), "ndarray", None)
+    return found
+
+
+def is_array(found: object) -> bool:
+    """Return whether an object is an array, of a subclass too."""
+    cls = array_class()
+    return cls is not None and is_kind(type(found), cls)
+
+
+def holds_objects(array: Any) -> bool:
+    """Return whether references are among what an array shows."""
+    return bool(of_array(array, "dtype").hasobject)
+
+
+def referents_of(holder: object) -> list[object]:
+    """Return what an object refers to, as often as it does."""
+    held: list[object] = gc.get_referents(holder)
+    return held + referents_of_array(holder) if is_array(holder) else held
+
+
+def referents_of_array(array: Any) -> list[object]:
+    """Return the array that has the memory, or the objects, but for those in named fields."""
+    base = of_array(array, "base")
+    if is_array(base):
+        return [base]
+    if of_array(array, "dtype").names is not None or not holds_objects(array):
+        return []
+    cls: Any = array_class()
+    found: list[object] = cls.tolist(cls.reshape(array, -1))
+    return found
+
+
+def of_array(array: Any, name: str) -> Any:
+    """Return an attribute of an array as the base class has it."""
+    return getattr(array_class(), name).__get__(array)
 
 
 # --- tensors

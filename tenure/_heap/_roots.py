@@ -9,7 +9,6 @@ import types
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from types import CodeType, FrameType
-from typing import NamedTuple
 
 from tenure._callers import is_internal, is_tenure
 from tenure._registries import ended_frames
@@ -31,19 +30,7 @@ _LIBRARY = os.path.dirname(os.__file__)
 _IN_FLIGHT = Root("", "traceback", cost=2)
 # The current context of a thread is held by no object. What runs in a context of its own, such as a
 # task, is better named by who has it.
-_IN_CONTEXT = Root("", "context", cost=2)
-
-
-class Variable(NamedTuple):
-    """A name in a running frame that is bound to some object."""
-
-    text: str
-    is_cell: bool
-    adds_reference: bool
-    thread: str | None
-    silent: bool
-    is_asking: bool
-    is_internal: bool
+_IN_CONTEXT = Root("a context variable", "context", cost=2)
 
 
 class RunningFrames:
@@ -58,9 +45,12 @@ class RunningFrames:
     def __init__(self, innermost: FrameType | None) -> None:
         # of the frames, and of dictionaries that are the variables of one
         self.ids: set[int] = set()
-        self.variables: defaultdict[int, list[Variable]] = defaultdict(list)
-        # what callers hold beside the variables of whom they called, where they do so
-        self._kept: Counter[int] | None = Counter() if callers_keep_arguments() else None
+        self.variables: defaultdict[int, list[Root]] = defaultdict(list)
+        # how many references an object gets from plain (not captured) local variables
+        self.references: Counter[int] = Counter()
+        # how many plain variables of the program have an object, with or without a reference
+        self.named: Counter[int] = Counter()
+        self._callers_keep = callers_keep_arguments()
         self._add_stack(innermost, thread=None)
         for frame in ended_frames:
             self._add_frame(frame, None, silent=False)
@@ -70,19 +60,6 @@ class RunningFrames:
         del others[threading.get_ident()]
         for ident, frame in others.items():
             self._add_stack(frame, thread=names.get(ident, str(ident)))
-
-    def count(self, identity: int) -> int:
-        """How many references an object gets from plain (not captured) local variables."""
-        return sum(variable.adds_reference for variable in self.variables.get(identity, ()))
-
-    def count_named(self, identity: int) -> int:
-        """How many plain variables of the program have an object, with or without a reference."""
-        found = self.variables.get(identity, ())
-        return sum(not variable.is_cell and not variable.is_asking for variable in found)
-
-    def count_kept(self, identity: int) -> int:
-        """How many more an object gets from those who called functions with it."""
-        return 0 if self._kept is None else self._kept[identity]
 
     def _add_stack(self, frame: FrameType | None, thread: str | None) -> None:
         silent = thread is None
@@ -103,24 +80,25 @@ class RunningFrames:
         without_reference = cells | lent_parameters(frame)
         pairs = read_locals(frame)
         of_library = is_internal(frame) or frame.f_code.co_filename.startswith(_LIBRARY)
-        if self._kept is not None:
+        if self._callers_keep:
             kept = values_in_flight(frame) if LENDS else map(id, _arguments_of(code, dict(pairs)))
-            self._kept.update(kept)
+            self.references.update(kept)
         for name, value in pairs:
             text = _spell(frame, name, value)
-            # the compiler's own variables, such as the iterator of a comprehension, are no names
-            is_silent = silent or not name.isidentifier()
-            self.variables[id(value)].append(
-                Variable(
-                    text,
-                    name in cells,
-                    name not in without_reference,
-                    thread,
-                    is_silent,
-                    silent,
-                    of_library,
-                )
+            root = Root(
+                text,
+                "frame-local",
+                running=True,
+                # variables of the compiler, such as the iterator of a comprehension, are no names
+                silent=silent or not name.isidentifier(),
+                cost=int(of_library),
+                captured=name in cells,
             )
+            if thread is not None:
+                root = Root(f"thread {thread}: {text}", "thread")
+            self.variables[id(value)].append(root)
+            self.references[id(value)] += name not in without_reference
+            self.named[id(value)] += name not in cells and not silent
 
 
 def _arguments_of(code: CodeType, variables: dict[str, object]) -> Iterator[object]:
@@ -157,7 +135,7 @@ class Roots:
 
     def of(self, candidate: object) -> list[Root]:
         """Every way in which this object is a root; most objects are none."""
-        found = [_of_variable(v) for v in self._frames.variables.get(id(candidate), ())]
+        found = list(self._frames.variables.get(id(candidate), ()))
         if id(candidate) == self._in_flight and candidate is not None:
             found.append(_IN_FLIGHT)
         if type(candidate) is contextvars.Context:
@@ -168,19 +146,6 @@ class Roots:
         elif is_kind(type(candidate), type):
             found.append(Root(type_name(candidate), "attribute"))  # type: ignore[arg-type]
         return found
-
-
-def _of_variable(variable: Variable) -> Root:
-    if variable.thread is not None:
-        return Root(f"thread {variable.thread}: {variable.text}", "thread")
-    return Root(
-        variable.text,
-        "frame-local",
-        running=True,
-        silent=variable.silent,
-        cost=int(variable.is_internal),
-        captured=variable.is_cell,
-    )
 
 
 def _module_namespaces() -> Iterator[tuple[str, object]]:

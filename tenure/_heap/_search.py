@@ -113,7 +113,7 @@ class Search:
 
     def balance(self, n: int) -> Balance:
         """The references to an object from anywhere but tenure, and how many have no name."""
-        in_variables = self._frames.count_named(id(self.alive[n]))
+        in_variables = self._frames.named[id(self.alive[n])]
         in_cpp = min(n in self._owned_in_cpp, cpp_references(self.alive[n]))
         named = in_variables + in_cpp + self._explained[n] - self._ours[n]
         return Balance(named + self.unexplained(n), self.unexplained(n))
@@ -129,7 +129,7 @@ class Search:
     def _references(self, n: int) -> int:
         """References from elsewhere than this search and the frames that are running."""
         found = self.alive[n]
-        own = _OWN_REFERENCES + self._frames.count(id(found)) + self._frames.count_kept(id(found))
+        own = _OWN_REFERENCES + self._frames.references[id(found)]
         own += self._image is not None and found in self._image
         own += self._untracked is not None and found in self._untracked
         own += found in self._referrers

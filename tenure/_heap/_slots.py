@@ -6,20 +6,30 @@ past properties and ``__getattr__``; containers and their subclasses are read by
 builtins.
 """
 
-import contextvars
 import functools
 import gc
 import threading
 import types
 from collections import Counter, deque
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
 from tenure._torch.quiet import TENSOR_BASE
 
-from . import _array_slots, _code_slots
-from ._reading import class_attributes, instance_attributes, is_kind, module_name, mro_of, type_name
+from . import _code_slots
+from ._reading import (
+    class_attributes,
+    instance_attributes,
+    is_array,
+    is_kind,
+    mro_of,
+    of_array,
+    referents_of,
+    referents_of_array,
+    type_name,
+)
 from ._words import (
     Reader,
     Slot,
@@ -37,13 +47,13 @@ def slots_of(holder: object, wanted: Wanted) -> Iterator[tuple[int, Step]]:
     """Every reference from one object to any of the wanted ones.
 
     Args:
-        holder: any object that the collector tracks, or an array of NumPy.
+        holder: any object.
         wanted: identities of the objects that matter.
 
     Yields:
         The identity of what is referred to and how; "(inside a …)" where no reader has a name.
     """
-    left = Counter(key for key in map(id, _array_slots.referents_of(holder)) if key in wanted)
+    left = Counter(key for key in map(id, referents_of(holder)) if key in wanted)
     for value, step in _named_slots(holder, left):
         if left[id(value)] > 0:
             left[id(value)] -= 1
@@ -56,8 +66,10 @@ def slots_of(holder: object, wanted: Wanted) -> Iterator[tuple[int, Step]]:
 def _named_slots(holder: object, wanted: Wanted) -> Iterator[Slot]:
     if not wanted:
         return
+    if is_array(holder):
+        yield from array_slots(holder, wanted)
     for cls in mro_of(type(holder)):
-        reader = _READERS.get(id(cls)) or _LATE_READERS.get(f"{module_name(cls)}.{type_name(cls)}")
+        reader = _READERS.get(id(cls))
         # an object that is being built or torn down may lack what its type promises
         try:
             yield from reader(holder, wanted) if reader else ()
@@ -158,9 +170,12 @@ def dict_slots(holder: dict[object, object], wanted: Wanted) -> Iterator[Slot]:
             yield key, Step(" (a key)")
 
 
-def proxy_slots(holder: object, wanted: Wanted) -> Iterator[Slot]:
-    """The mapping behind a read-only proxy."""
-    return ((behind, Step()) for behind in gc.get_referents(holder))
+def array_slots(holder: Any, wanted: Wanted) -> Iterator[Slot]:
+    """Items of an array of objects, by index, or the array that it is a view of."""
+    base = of_array(holder, "base")
+    for index, value in enumerate(referents_of_array(holder)):
+        if id(value) in wanted:
+            yield value, Step(".base" if value is base else f".flat[{index}]")
 
 
 def _numbered(values: Iterator[object], wanted: Wanted, *, frozen: bool = False) -> Iterator[Slot]:
@@ -192,7 +207,6 @@ _READERS: dict[int, Reader] = {
         (torch.Tensor, tensor_slots),
         (types.FunctionType, _code_slots.function_slots),
         (types.CellType, _code_slots.cell_slots),
-        (types.MappingProxyType, proxy_slots),
         (types.MethodType, _code_slots.method_slots),
         (types.BuiltinMethodType, _code_slots.method_slots),
         (functools.partial, _code_slots.partial_slots),
@@ -203,16 +217,5 @@ _READERS: dict[int, Reader] = {
         (types.FrameType, _code_slots.frame_slots),
         (types.TracebackType, _code_slots.traceback_slots),
         (BaseException, _code_slots.exception_slots),
-        (contextvars.Context, _code_slots.context_slots),
     )
-}
-
-# of the interpreter's own classes without a public name; of libraries that may come later, or never
-_LATE_READERS: dict[str, Reader] = {
-    "builtins.hamt": _code_slots.context_slots,
-    "builtins.hamt_array_node": _code_slots.context_slots,
-    "builtins.hamt_bitmap_node": _code_slots.context_slots,
-    "builtins.hamt_collision_node": _code_slots.context_slots,
-    "_asyncio.Future": _code_slots.future_slots,
-    "numpy.ndarray": _array_slots.array_slots,
 }

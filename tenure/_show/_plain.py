@@ -78,18 +78,22 @@ def restored(hint: Any, value: object, place: str) -> Any:
     if kind in (dict, Mapping) and isinstance(value, Mapping):
         inner = get_args(hint)[1]
         return {key: restored(inner, v, f"{place}[{key!r}]") for key, v in value.items()}
-    if kind is float and (type(value) is int or value in _NOT_FINITE):
-        return _float(value, place)
+    if kind is float and (_is_number(value) or value in _NOT_FINITE):
+        return float(value)  # type: ignore[arg-type]
     if kind in (torch.dtype, torch.device) and isinstance(value, str):
         return _of_torch(kind, value, place)
     # By exact type: True is an int to isinstance, and no number of bytes.
     if value in get_args(hint) if kind is Literal else type(value) is kind:
-        if type(value) is not int or abs(value) < _MOST:
+        if type(value) is not int or _is_number(value):
             return value
         hint = "number of 64 bits"
     raise ReportFormatError(
         f"{place} is {shortened(value)}, and no {_spelled(hint)}. {ADVICE_OF_CUT}"
     )
+
+
+def _is_number(value: object) -> bool:
+    return type(value) is int and abs(value) < _MOST
 
 
 def _record(cls: Any, value: Mapping[str, object], place: str) -> Any:
@@ -123,14 +127,6 @@ def _of_any(hints: tuple[Any, ...], value: object, place: str) -> Any:
             failure = failure or error
     assert failure is not None
     raise failure
-
-
-def _float(value: Any, place: str) -> float:
-    try:
-        return float(value)
-    except OverflowError:
-        text = f"{place} is {shortened(value)}, more than a float can be. {ADVICE_OF_CUT}"
-        raise ReportFormatError(text) from None
 
 
 def _of_torch(kind: Any, value: str, place: str) -> Any:

@@ -115,24 +115,18 @@ class Report(Shown):
 
 def _refuse_others(cls: type[Report], data: object) -> None:
     reader = f"{cls.__name__}.from_dict()"
-    # In this order: what it is at all, which kind, which version. The first that is wrong explains
-    # the others.
-    if not isinstance(data, Mapping):
+    kind = data.get("format") if isinstance(data, Mapping) else None
+    if not isinstance(data, Mapping) or not isinstance(kind, str) or not kind.startswith(_HOME):
         raise ReportFormatError(
-            f"{reader} got {type(data).__name__}, and a report is a dictionary. Pass what "
-            "to_dict() gave, as json.load() reads it from a file."
+            f"{reader} got {shortened(data)}, which is no report of tenure. Pass the dictionary "
+            "that to_dict() gave, as json.load() reads it from a file."
         )
-    kind, version = data.get("format"), data.get("version")
     if kind != _HOME + cls.__name__:
-        if not isinstance(kind, str) or not kind.startswith(_HOME):
-            raise ReportFormatError(
-                f'{reader} got a dictionary whose "format" is {shortened(kind)}, so it is no '
-                "report of tenure. Pass what to_dict() gave."
-            )
         raise ReportFormatError(
             f"{reader} got {kind!r}, which is another kind of report. Read it with "
             f"{kind.removeprefix(_HOME)}.from_dict()."
         )
+    version = data.get("version")
     if type(version) is not int or not 1 <= version <= cls._version:
         raise ReportFormatError(
             f"{reader} got version {shortened(version)} of {kind!r}, and this tenure knows version "

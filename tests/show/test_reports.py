@@ -355,8 +355,8 @@ def altered(**changed):
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ([], r"^MemReport\.from_dict\(\) got list, and a report is a dictionary\. Pass what"),
-        ({}, r'a dictionary whose "format" is None, so it is no report of tenure\. Pass what'),
+        ([], r"^MemReport\.from_dict\(\) got \[\], which is no report of tenure\. Pass the dict"),
+        ({}, r"got {}, which is no report of tenure\. Pass the dictionary that to_dict\(\) gave"),
         (
             altered(format="tenure.Snapshot"),
             r"got 'tenure\.Snapshot', which is another kind of report\. Read it with "
@@ -401,7 +401,7 @@ def test_a_device_or_dtype_that_torch_does_not_know_is_named(key, value):
 
 def test_a_number_that_no_float_can_be_is_refused():
     facts = REPORTS["split"].to_dict() | {"rtol": 10**400}
-    with pytest.raises(ReportFormatError, match=r"^SplitReport\.rtol is 1000.*, more than a float"):
+    with pytest.raises(ReportFormatError, match=r"^SplitReport\.rtol is 1000.*, and no float"):
         adaptive.SplitReport.from_dict(facts)
 
 

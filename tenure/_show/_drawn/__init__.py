@@ -11,7 +11,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -28,6 +28,8 @@ _MOST_BANDS = 20
 _OTHERS = "other"
 # A tenth of a microsecond: no allocation is as short.
 _DIGITS = 7
+# the rows of a table until the reader asks for all
+_FIRST_ROWS = 20
 Drawing = dict[str, Any]
 Section = tuple[str, str, Sequence[Drawing | str]]
 """A heading, what is seen below it, and drawings or HTML."""
@@ -59,15 +61,15 @@ def bands(
     peak = max(range(len(times_s)), key=levels_bytes.__getitem__, default=None)
     names = {name: i for i, name in enumerate(dict.fromkeys(span[0] for span in spans))}
     ordered = sorted(spans, key=lambda span: span[2])
+    divided = {way: _bands(series, peak or 0) for way, series in (ways or {"": {}}).items()}
+    coloured = {way: [band["name"] for band in found] for way, found in divided.items()}
     return {
+        "coloured": {**coloured, "scope": [*coloured.get("scope", ()), *names]},
         "kind": "bands",
         "title": title,
         "times": [round(at_s, _DIGITS) for at_s in times_s],
         "levels": list(levels_bytes),
-        "ways": [
-            {"name": way, "bands": _bands(series, peak or 0)}
-            for way, series in (ways or {"": {}}).items()
-        ],
+        "ways": [{"name": way, "bands": found} for way, found in divided.items()],
         "end": round(end_s, _DIGITS),
         "peak": peak,
         "spans": {
@@ -82,7 +84,7 @@ def bands(
     }
 
 
-def _bands(series: Mapping[str, Sequence[int]], peak: int) -> list[dict[str, object]]:
+def _bands(series: Mapping[str, Sequence[int]], peak: int) -> list[dict[str, Any]]:
     """Those that have bytes at all; of very many the largest, and what the others have together."""
     found = {name: list(values) for name, values in series.items() if any(values)}
     if len(found) > _MOST_BANDS:
@@ -121,6 +123,7 @@ def flame(
         for facets, n_bytes, n in rows
     ]
     return {
+        "coloured": {colour: [name for facets, _, _ in rows for name in facets.get(colour, ())]},
         "kind": "flame",
         "title": title,
         "names": list(names),
@@ -137,7 +140,6 @@ def grid(
     rows: Sequence[Sequence[Any]],
     colour: str = "",
     note: str = "",
-    n_first: int = 20,
 ) -> Drawing:
     """A table that is sorted by any column, and searched.
 
@@ -149,20 +151,21 @@ def grid(
         rows: the cells of each row: text, a number, a number with how it is spelled, or lines.
         colour: the way, as of a chart, whose colours the names have.
         note: what stands below it.
-        n_first: so many rows are shown until the reader asks for all.
     """
+    named = [i for i, kind in enumerate(columns.values()) if kind == "name"]
     told = [
         {"heading": heading, "kind": kind, "has_bar": kind == "bytes"}
         for heading, kind in columns.items()
     ]
     return {
+        "coloured": {colour: [str(row[i]) for i in named for row in rows]},
         "kind": "grid",
         "title": title,
         "columns": told,
         "rows": [list(row) for row in rows],
         "colour": colour,
         "note": note,
-        "first": n_first,
+        "first": _FIRST_ROWS,
     }
 
 
@@ -221,29 +224,15 @@ def _fact(name: str, value: str, detail: str, is_bad: bool) -> str:
     return f"<div{bad}><dt>{escaped(name)}</dt><dd>{escaped(value)}</dd>{more}</div>"
 
 
-def _names(drawing: Drawing) -> Iterator[tuple[str, str]]:
-    """Each way and each name of a drawing that needs a colour."""
-    if drawing["kind"] == "bands":
-        for way in drawing["ways"]:
-            yield from ((way["name"], band["name"]) for band in way["bands"])
-        yield from ((drawing["spanWay"], name) for name in drawing["spans"]["names"])
-    elif drawing["kind"] == "flame":
-        colour, names = drawing["colour"], drawing["names"]
-        for facets, _, _ in drawing["rows"]:
-            yield from ((colour, names[i]) for i in facets.get(colour, ()))
-    else:
-        for i, column in enumerate(drawing["columns"]):
-            if column["kind"] == "name":
-                yield from ((drawing["colour"], str(row[i])) for row in drawing["rows"])
-
-
 def _json(drawings: Sequence[Drawing]) -> str:
     named: dict[str, list[str]] = {}
     for drawing in drawings:
-        for way, name in _names(drawing):
-            named.setdefault(way, []).append(name)
+        for way, names in drawing["coloured"].items():
+            named.setdefault(way, []).extend(names)
     colours = {way: colours_of(names) for way, names in named.items()}
-    data = _shown({"colours": colours, "drawings": drawings})
+    # the names are in the drawings as well
+    drawn = [{**drawing, "coloured": None} for drawing in drawings]
+    data = _shown({"colours": colours, "drawings": drawn})
     # A name may end the script, or begin a comment in it. JSON can spell that otherwise.
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

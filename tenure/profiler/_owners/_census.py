@@ -30,9 +30,9 @@ from tenure._text import dtype_name, listed
 from tenure._torch.quiet import quietly
 from tenure._torch.storages import key_of
 
-from ._naming import PARAMETERS, Kept, Named, Names
+from ._naming import PARAMETERS, Held, Kept, Names
 from ._parts import device_of, dtype_of, identity_of, is_plain, parts_of, shape_or_empty
-from ._rows import GRADIENTS, OTHERS, SAVED, Held, Member, StorageEntry, Storages, TensorRow
+from ._rows import GRADIENTS, OTHERS, SAVED, Member, StorageEntry, Storages, TensorRow
 from ._saved import SavedRecord, SavedStorage, saved_storages
 
 # A search costs some microseconds for each tensor; a process with a million small ones would wait
@@ -98,7 +98,7 @@ class _Calls:
     """What tensors are called: by a module or an optimizer, by a holder, or by a number."""
 
     def __init__(self, names: Names, image: Image) -> None:
-        self._names = names
+        self.names = names
         self._image = image
         # gradients by identity, each with the number of the tensor by which it is named
         gradients = ((i, gradient_of(t)) for i, t in enumerate(image.tensors))
@@ -114,7 +114,7 @@ class _Calls:
         unnamed = [
             t
             for t in image.tensors
-            if id(t) in image.in_python and self.stands_alone(t) and self.named(t) is None
+            if id(t) in image.in_python and self.stands_alone(t) and self.names.get(t) is None
         ]
         # What holds a graph is small and holds much. No variable is left that has one of them.
         tops = {id(root()) for root in roots.values()}
@@ -129,10 +129,6 @@ class _Calls:
         """Whether a tensor has a name of its own."""
         return id(t) not in self._gradients and id(t) not in self._inner
 
-    def named(self, t: Tensor) -> Named | None:
-        """What a module or an optimizer calls it."""
-        return self._names.get(t)
-
     def of(self, t: Tensor) -> Held:
         """What it is called; the same at each call."""
         # A gradient in a variable of its own is one still.
@@ -143,10 +139,7 @@ class _Calls:
         return held._replace(name=f"{held.name}.grad")
 
     def _itself(self, t: Tensor) -> Held:
-        named = self._names.get(t)
-        if named is not None:
-            return Held(named.name, order=named.order)
-        held = self._held.get(id(t))
+        held = self.names.get(t) or self._held.get(id(t))
         if held is None:
             held = self._held[id(t)] = self.numbered(type_name(type(t)))
         return held
@@ -154,14 +147,14 @@ class _Calls:
     def numbered(self, kind: str) -> Held:
         """A name for one that nothing else tells from the others."""
         self._n_unnamed += 1
-        return Held(f"{kind}{self._n_unnamed - 1}", "unknown")
+        return Held(f"{kind}{self._n_unnamed - 1}", kind="unknown")
 
 
 def _enter_handles(storages: Storages, image: Image, calls: _Calls) -> list[TensorRow]:
     """What Python holds, and gradients; those without memory are given back."""
     hollow: list[TensorRow] = []
     for t in image.tensors:
-        named, gradient = calls.named(t), gradient_of(t)
+        named, gradient = calls.names.get(t), gradient_of(t)
         # What neither Python holds nor a module names is C++'s alone: a graph's, entered under its
         # node by `_enter_saved`, or somebody's whom nothing shows, by `_enter_rest`.
         if (named or id(t) in image.in_python) and calls.stands_alone(t):
@@ -248,7 +241,7 @@ def _best(found: Sequence[Holder]) -> Held | None:
     # a method of torch's own has it as `self`, which says less than any other variable
     told = [holder for holder in direct if not _says_little(holder.chain)]
     best = next(iter(told or direct or named), None)
-    return None if best is None else Held(best.chain, best.kind)
+    return None if best is None else Held(best.chain, kind=best.kind)
 
 
 def _says_little(chain: str) -> bool:
@@ -271,7 +264,7 @@ def _member_of(
     row = TensorRow(
         name, SAVED, record.shape, dtype, device, record.n_bytes, None, record.created_at, graph
     )
-    return Member(key, identity, row, record.n_bytes, Held(name, "autograd"))
+    return Member(key, identity, row, record.n_bytes, Held(name, kind="autograd"))
 
 
 def _inner_of(t: Tensor) -> list[Tensor]:

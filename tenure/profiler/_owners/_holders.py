@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import SupportsIndex, overload
 
 from torch import Tensor, nn
 
@@ -20,8 +19,8 @@ from ._parts import parts_of
 class HolderList(list[str], Shown):
     """The names of what holds a tensor or a module, the shortest first.
 
-    It is a list like any other: what is changed in it shows when it is printed, and a slice or a
-    copy of it knows the kinds and the balance as well.
+    It is a list like any other: a change of it shows when it is printed. A slice or a copy is a
+    plain list of the names.
 
     Attributes:
         n_references: how many references there are to the object, without those of this library.
@@ -55,34 +54,11 @@ class HolderList(list[str], Shown):
         """
         return tuple(self._kinds.get(name, "") for name in self)
 
-    @overload
-    def __getitem__(self, index: SupportsIndex) -> str: ...
-    @overload
-    def __getitem__(self, index: slice) -> HolderList: ...
-    def __getitem__(self, index: SupportsIndex | slice) -> str | HolderList:
-        found = super().__getitem__(index)
-        # A slice of a list is a plain list, which would lose kinds and balance; see
-        # test_a_slice_and_a_copy_know_the_balance.
-        return found if isinstance(found, str) else self._with(found)
-
-    def copy(self) -> HolderList:
-        """The same names with the same balance, in a list of its own."""
-        return self._with(self)
-
     def summary(self) -> str:
         """The tensor or module and the balance of its references, in one line."""
         explained = self.n_references - self.n_unexplained
         balance = f"{explained} explained, {self.n_unexplained} unexplained"
         return f"{self.tensor}: {counted(self.n_references, 'reference')}, {balance}"
-
-    def _with(self, names: list[str]) -> HolderList:
-        return HolderList(
-            names,
-            kinds=(self._kinds.get(name, "") for name in names),
-            n_references=self.n_references,
-            n_unexplained=self.n_unexplained,
-            tensor=self.tensor,
-        )
 
     def _parts(self) -> list[Part]:
         names = "".join(f"\n  {name}" for name in self)

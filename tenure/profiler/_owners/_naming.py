@@ -6,6 +6,7 @@ report.
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -26,12 +27,20 @@ _SEQUENCES = (list, tuple, deque)
 _MAX_DEPTH = 4
 
 
-class Named(NamedTuple):
-    """What a module or an optimizer calls a tensor, what it is to it, and its place among all."""
+class Held(NamedTuple):
+    """The name of a tensor.
+
+    Attributes:
+        name: the name.
+        category: as what it counts, if a module or an optimizer has it.
+        order: its place among the tensors of these.
+        kind: the kind of another holder.
+    """
 
     name: str
-    category: str
-    order: int
+    category: str = ""
+    order: int = sys.maxsize
+    kind: str = ""
 
 
 class Kept(NamedTuple):
@@ -58,8 +67,7 @@ class Names:
         optimizers: Sequence[Optimizer],
         kept: Sequence[Kept] = (),
     ) -> None:
-        self._names: dict[int, dict[str, str]] = {}
-        self._order: dict[int, int] = {}
+        self._found: dict[int, Held] = {}
         for model in models:
             self._add_module(model, "")
         roots = [(model, "") for model in models]
@@ -70,7 +78,7 @@ class Names:
             if id(module) not in known and any(True for _ in named_tensors_of(module)):
                 roots.append((module, labels.of(module)))
                 # A weight that a model has already gets no second name from one that was not given.
-                self._add_module(*roots[-1], unless=frozenset(self._names))
+                self._add_module(*roots[-1], unless=frozenset(self._found))
         for served, named in kept:
             label = "" if served is None else _label_of(served, roots)
             self._add(named.tensor, _dotted(label, named.name), named.category)
@@ -78,17 +86,14 @@ class Names:
         for optimizer in {id(optimizer): optimizer for optimizer in optimizers}.values():
             self._add_optimizer(optimizer, labels.of(optimizer))
 
-    def get(self, t: Tensor) -> Named | None:
-        """What a tensor is called; several names of one tensor are joined by ``+``."""
-        found = self._names.get(id(t))
-        if found is None:
-            return None
-        category = next(iter(found.values()))
-        return Named("+".join(found), category, self._order[id(t)])
+    def get(self, t: Tensor) -> Held | None:
+        """Return what a tensor is called; several names of one tensor are joined by ``+``."""
+        return self._found.get(id(t))
 
     def _add(self, t: Tensor, name: str, category: str) -> None:
-        self._order.setdefault(id(t), len(self._order))
-        self._names.setdefault(id(t), {}).setdefault(name, category)
+        held = self._found.setdefault(id(t), Held(name, category, len(self._found)))
+        if name not in held.name.split("+"):
+            self._found[id(t)] = held._replace(name=f"{held.name}+{name}")
 
     def _add_module(
         self, module: nn.Module, label: str, unless: frozenset[int] = frozenset()
@@ -114,7 +119,7 @@ class Names:
 
     def _add_state(self, prefix: str, state: object) -> None:
         for key, t in _tensors_in(state, _MAX_DEPTH):
-            if id(t) not in self._names:
+            if id(t) not in self._found:
                 self._add(t, f"{prefix}{key}", OPTIMIZER_STATE)
 
 
@@ -144,8 +149,8 @@ def _dotted(prefix: str, name: str) -> str:
 
 
 def named_tensors_of(module: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
-    """Every name in a module with its category and tensor; one that is shared has several."""
-    for prefix, inner in _modules(module, unique=False):
+    """Yield every name in a module with its category and tensor; a tied weight has several."""
+    for prefix, inner in _modules(module):
         attributes = instance_attributes(inner)
         for registry, category in _REGISTRIES:
             for name, t in _items(attributes.get(registry)):
@@ -153,33 +158,29 @@ def named_tensors_of(module: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
                     yield _dotted(prefix, name), category, t
 
 
-def _modules(module: nn.Module, *, unique: bool = True) -> Iterator[tuple[str, nn.Module]]:
-    """A module and all below it; if not unique, once for each name but never inside itself."""
-    # A module can contain itself: the ones above are remembered for each path; see
-    # test_a_module_that_contains_itself_is_named.
-    waiting: deque[tuple[str, Any, frozenset[int]]] = deque([("", module, frozenset())])
+def _modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield a module and all below it, each by its first name."""
+    waiting: deque[tuple[str, nn.Module]] = deque([("", module)])
     seen: set[int] = set()
     while waiting:
-        name, inner, above = waiting.popleft()
-        if id(inner) in (seen if unique else above):
-            continue
-        seen.add(id(inner))
-        yield name, inner
-        for key, child in _items(instance_attributes(inner).get("_modules")):
-            if is_kind(type(child), nn.Module):
-                waiting.append((_dotted(name, key), child, above | {id(inner)}))
+        name, inner = waiting.popleft()
+        if id(inner) not in seen:
+            seen.add(id(inner))
+            yield name, inner
+            waiting.extend((_dotted(name, key), child) for key, child in _children(inner))
+
+
+def _children(module: nn.Module) -> list[tuple[str, Any]]:
+    found = _items(instance_attributes(module).get("_modules"))
+    return [(key, child) for key, child in found if is_kind(type(child), nn.Module)]
 
 
 def outermost(modules: Sequence[nn.Module]) -> list[nn.Module]:
-    """The modules that no other has; of a ring of modules, one."""
-    below = {
-        id(child)
-        for module in modules
-        for _, child in _items(instance_attributes(module).get("_modules"))
-    }
-    found = [module for module in modules if id(module) not in below]
-    reached = {id(inner) for module in found for _, inner in _modules(module)}
-    for module in modules:
+    """Return the modules that no other has; of a ring of modules, one."""
+    below = {id(child) for module in modules for _, child in _children(module)}
+    found: list[nn.Module] = []
+    reached: set[int] = set()
+    for module in sorted(modules, key=lambda module: id(module) in below):
         if id(module) not in reached:
             found.append(module)
             reached.update(id(inner) for _, inner in _modules(module))

@@ -5,7 +5,6 @@ What a storage counts as, and who its owner is, is told by the first of the tens
 
 from __future__ import annotations
 
-import sys
 import weakref
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -14,7 +13,7 @@ from torch import UntypedStorage
 
 from tenure._text import describe_elements
 
-from ._naming import BUFFERS, OPTIMIZER_STATE, PARAMETERS
+from ._naming import BUFFERS, OPTIMIZER_STATE, PARAMETERS, Held
 
 GRADIENTS = "gradients"
 SAVED = "saved for backward"
@@ -24,7 +23,6 @@ CATEGORIES: tuple[str, ...] = (PARAMETERS, BUFFERS, GRADIENTS, OPTIMIZER_STATE, 
 
 Memory that a pager or the like keeps for a model counts as what that says, before all of these.
 """
-_LAST = sys.maxsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,14 +102,6 @@ def describe_row(row: TensorRow) -> str:
 
 
 # --- the tensors over each storage
-
-
-class Held(NamedTuple):
-    """What a tensor is called, by what kind of holder, and its place among the named."""
-
-    name: str
-    kind: str = ""
-    order: int = _LAST
 
 
 class Member(NamedTuple):
