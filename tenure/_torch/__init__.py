@@ -74,11 +74,6 @@ def refuse(path: str, purpose: str) -> NoReturn:
     )
 
 
-def is_known(*names: object) -> bool:
-    """Whether torch has all these names, as `bound` or `getter` returned them."""
-    return not any(isinstance(name, _StandIn) for name in names)
-
-
 def require(*names: object) -> None:
     """Make sure of what `bound` gave, where something would be left half done without it.
 
