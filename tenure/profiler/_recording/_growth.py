@@ -27,7 +27,8 @@ LOOKS = 3
 _RISES_OF_REPLACED = 4
 # A place has stopped growing if, at its lowest rate so far, so many more tensors would have come.
 _MISSED = 1.5
-# With two rises alone it has stopped if the second brought so much less, and nothing came since.
+# It has stopped if the last rise brought so much less than the first of two, or than all of more,
+# and nothing came since.
 _LESS = 2
 # A place fills up if the second half of the time has brought a fourth of the first half, or less.
 _FILLING = 4
@@ -102,7 +103,8 @@ class Pile(NamedTuple):
     Attributes:
         n: how many storages.
         n_bytes: their bytes.
-        stayed: whether those that were there at the look before still are.
+        rising_since: the step of the first look since which it never shrank.
+        staying_since: the same, and since which its storages were not replaced.
         keys: how many there are by the place with its keys; none if there are many keys.
         is_variable: it is the place of a variable, and no module's, optimizer's or graph's.
         has_graph: some of its tensors have a graph.
@@ -111,19 +113,15 @@ class Pile(NamedTuple):
 
     n: int
     n_bytes: int
-    stayed: bool
+    rising_since: int
+    staying_since: int
     keys: dict[str, int]
     is_variable: bool
     has_graph: bool
     samples: tuple[weakref.ref[UntypedStorage], ...]
 
-    @property
-    def figure(self) -> tuple[int, int]:
-        """What rises if it grows."""
-        return self.n, self.n_bytes
 
-
-_NOTHING = Pile(0, 0, True, {}, False, False, ())
+_NOTHING = Pile(0, 0, 0, 0, {}, False, False, ())
 
 
 class Look(NamedTuple):
@@ -131,14 +129,14 @@ class Look(NamedTuple):
 
     Attributes:
         step: how many steps there were before.
-        piles: by place; that of a graph is the place of the tensor that has it.
+        piles: by place; the place of a graph is that of the tensor that has it.
     """
 
     step: int
     piles: dict[str, Pile]
 
     def at(self, place: str) -> Pile:
-        """The pile of a place; nothing if it did not exist."""
+        """Return the pile of a place; nothing if it did not exist."""
         return self.piles.get(place, _NOTHING)
 
 
@@ -154,8 +152,7 @@ def looked_at(step: int, entries: Iterable[StorageEntry], before: Look | None) -
     for entry in entries:
         for place in _places_of(entry):
             found.setdefault(place, []).append(entry)
-    gone = {} if before is None else before.piles
-    return Look(step, {place: _pile(each, gone.get(place)) for place, each in found.items()})
+    return Look(step, {place: _pile(step, place, each, before) for place, each in found.items()})
 
 
 def _places_of(entry: StorageEntry) -> Iterator[str]:
@@ -173,34 +170,33 @@ def _places_of(entry: StorageEntry) -> Iterator[str]:
         yield place_of(name)
 
 
-def _pile(entries: list[StorageEntry], before: Pile | None) -> Pile:
+def _pile(step: int, place: str, entries: list[StorageEntry], before: Look | None) -> Pile:
     keys: dict[str, int] = {}
     for entry in entries:
         key = keyed_place_of(entry.owner.name)
         # one more than is told is as many as there may be
         if len(keys) <= _MOST_KEYS:
             keys[key] = keys.get(key, 0) + 1
-    now = {id(each.identity) for each in entries}
-    stride = max(1, len(entries) // _MOST_SAMPLES)
+    n, n_bytes = len(entries), sum(entry.owner.n_bytes for entry in entries)
+    rising_since = staying_since = step if before is None else before.step
+    pile = None if before is None else before.piles.get(place)
+    if pile is not None:
+        is_rising = n >= pile.n and n_bytes >= pile.n_bytes
+        now = {id(each.identity) for each in entries}
+        stays = is_rising and all(id(sample) in now for sample in pile.samples)
+        rising_since = pile.rising_since if is_rising else step
+        staying_since = pile.staying_since if stays else step
+    samples = entries[:: max(1, n // _MOST_SAMPLES)]
     return Pile(
-        len(entries),
-        sum(entry.owner.n_bytes for entry in entries),
-        before is None or all(id(sample) in now for sample in before.samples),
+        n,
+        n_bytes,
+        rising_since,
+        staying_since,
         keys if len(keys) <= _MOST_KEYS else {},
         entries[0].kind not in _NO_VARIABLE,
         any(entry.has_graph for entry in entries),
-        tuple(each.identity for each in entries[::stride] if each.identity is not None),
+        tuple(each.identity for each in samples if each.identity is not None),
     )
-
-
-def without(dropped: Look, before: Look, after: Look) -> Look:
-    """The later of three looks as the one that follows the first of them."""
-    piles = {}
-    for place, pile in after.piles.items():
-        between = dropped.at(place)
-        stayed = pile.stayed and between.stayed and between.n >= before.at(place).n
-        piles[place] = pile._replace(stayed=stayed)
-    return after._replace(piles=piles)
 
 
 def grown(looks: Sequence[Look]) -> dict[str, Growth]:
@@ -273,26 +269,18 @@ def _shown(place: str) -> str:
 
 
 def _growing_from(looks: Sequence[Look], piles: Sequence[Pile]) -> int | None:
-    """The index of the look from which on a place grows; None if it does not."""
+    """Return the index of the look from which on a place grows; None if it does not."""
     steps = [look.step for look in looks]
-    for all_stay, fewest in ((True, LOOKS - 1), (False, _RISES_OF_REPLACED)):
-        begin = _never_shrinks_from(piles, all_stay=all_stay)
-        rises = [i for i in range(begin + 1, len(piles)) if piles[i].figure > piles[i - 1].figure]
+    figures = [(pile.n, pile.n_bytes) for pile in piles]
+    sinces = (piles[-1].staying_since, LOOKS - 1), (piles[-1].rising_since, _RISES_OF_REPLACED)
+    for since, fewest in sinces:
+        rises = [
+            i for i in range(1, len(looks)) if steps[i - 1] >= since and figures[i] > figures[i - 1]
+        ]
         if len(rises) >= fewest:
             is_over = _has_stopped(steps, piles, rises) or _is_filling(steps, piles, rises[0] - 1)
             return None if is_over else rises[0] - 1
     return None
-
-
-def _never_shrinks_from(piles: Sequence[Pile], *, all_stay: bool) -> int:
-    """The first of the last looks between which a place never shrinks."""
-    first = len(piles) - 1
-    while first > 0:
-        before, after = piles[first - 1], piles[first]
-        if after.n < before.n or after.n_bytes < before.n_bytes or (all_stay and not after.stayed):
-            break
-        first -= 1
-    return first
 
 
 def _has_stopped(steps: list[int], piles: Sequence[Pile], rises: list[int]) -> bool:
@@ -302,7 +290,10 @@ def _has_stopped(steps: list[int], piles: Sequence[Pile], rises: list[int]) -> b
         max(1, piles[after].n - piles[before].n) / max(1, steps[after] - steps[before])
         for before, after in pairwise([rises[0] - 1, *rises])
     ]
-    if len(rates) == LOOKS - 1 and n_steps and rates[-1] * _LESS <= rates[0]:
+    first, last = rises[0] - 1, rises[-1]
+    mean = (piles[last].n - piles[first].n) / max(1, steps[last] - steps[first])
+    usual = rates[0] if len(rates) == LOOKS - 1 else mean
+    if n_steps and rates[-1] * _LESS <= usual:
         return True
     return min(rates) * n_steps >= _MISSED
 

@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from tenure._torch.modules import is_called_by_module, modules_told
 
 from .._reports import Snapshot, snapshot
-from ._growth import LOOKS, Growth, Look, grown, held, looked_at, without
+from ._growth import LOOKS, Growth, Look, grown, held, looked_at
 
 # A loop that looks itself may look often: of these the last stay, and those of doubled steps.
 _MOST_LOOKS = 32
@@ -109,12 +109,10 @@ class GrowthWatch:
             What it saw.
         """
         seen = snapshot()
-        self._looks.append(self._looked_at(step, seen))
+        self._looks.append(self._looked_at(step, seen, self._looks))
         if len(self._looks) > _MOST_LOOKS:
-            at = next((i for i, each in enumerate(self._looks) if each.step & (each.step - 1)), 0)
-            dropped = self._looks.pop(at)
-            if at:
-                self._looks[at] = without(dropped, self._looks[at - 1], self._looks[at])
+            at = (i for i, each in enumerate(self._looks) if each.step & (each.step - 1))
+            del self._looks[next(at, 0)]
         self._n_steps = max(step, self._n_steps)
         self._is_further = True
         self.n_looks += 1
@@ -128,11 +126,18 @@ class GrowthWatch:
                 one. If there were too few looks to see growth, containers that hold several tensors
                 then are reported instead; None reports nothing then.
         """
-        end = None if at_end is None else self._looked_at(self._n_steps, at_end)
-        if self.n_looks + (end is not None and self._is_further) >= LOOKS:
-            found = self._grown_up_to(end)
+        # a look after the last step sees what the end sees
+        looks = self._looks if self._is_further else self._looks[:-1]
+        end = None if at_end is None else self._looked_at(self._n_steps, at_end, looks)
+        if self.n_looks + (end is not None and self._is_further) < LOOKS:
+            found = [] if end is None else held(end)
         else:
-            found = [] if end is None else held(end._replace(step=0))
+            by_place = grown(self._looks)
+            if end is not None:
+                # a variable of a function that has returned is judged by the looks that saw it
+                gone = {place: each for place, each in by_place.items() if place not in end.piles}
+                by_place = gone | grown([*looks, end])
+            found = [*by_place.values()]
         return tuple(sorted(found, key=lambda each: (-each.grown_bytes, each.name)))
 
     def _looks_told(self, *, with_end: bool) -> dict[str, Any]:
@@ -149,20 +154,8 @@ class GrowthWatch:
             "n_steps": self._n_steps,
         }
 
-    def _looked_at(self, step: int, seen: Snapshot) -> Look:
-        return looked_at(step, seen._entries, self._looks[-1] if self._looks else None)
-
-    def _grown_up_to(self, end: Look | None) -> list[Growth]:
-        found = grown(self._looks)
-        if end is not None:
-            # a variable of a function that has returned is judged by the looks that saw it
-            found = {place: each for place, each in found.items() if place not in end.piles}
-            looks = self._looks
-            if not self._is_further:
-                looks, last = looks[:-1], looks[-1]
-                end = without(last, looks[-1], end)
-            found.update(grown([*looks, end]))
-        return [*found.values()]
+    def _looked_at(self, step: int, seen: Snapshot, looks: list[Look]) -> Look:
+        return looked_at(step, seen._entries, looks[-1] if looks else None)
 
     # --- when to look
 

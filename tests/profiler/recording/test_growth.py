@@ -121,6 +121,12 @@ def test_a_cache_that_is_full_is_no_growth():
     assert _trained(keep, n_steps=16).growth() == ()
 
 
+def test_a_deque_that_has_just_filled_is_no_growth():
+    recent = collections.deque(maxlen=10)
+    watch = _trained(lambda i, out, loss: recent.append(out.detach().clone()), n_steps=20)
+    assert not [each for each in watch.growth(snapshot()) if "recent" in each.name]
+
+
 def test_a_program_without_steps_has_its_containers_told_at_the_end():
     outputs = [torch.ones(N) for _ in range(3)]
     single = [torch.ones(N)]
