@@ -7,7 +7,6 @@ have a limit of its own on its address space (``RLIMIT_AS``), past which an allo
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import os
 import re
@@ -37,7 +36,6 @@ class _Files(NamedTuple):
 
 _V1 = _Files("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 _V2 = _Files("memory.max", "memory.current", "inactive_file")
-_ARENAS = re.compile(rb"arenas \* \d+ bytes/arena += +([\d,]+)")
 _UNLIMITED_BYTES = 1 << 60
 """The first version writes no limit as one of nearly 2**63 bytes."""
 
@@ -217,77 +215,6 @@ def peak_resident_bytes() -> int:
     return int(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) * unit
 
 
-def python_arena_bytes() -> int | None:
-    """What Python's allocator of small objects has taken, in whole arenas.
-
-    None where this Python does not tell. It tells in a text of some kilobytes, which takes a tenth
-    of a millisecond and more in a large heap.
-    """
-    write = _arena_writer()
-    if write is None:
-        return None
-    library, address, n_bytes = _c_library(), ctypes.c_void_p(), ctypes.c_size_t()
-    file = library.open_memstream(ctypes.byref(address), ctypes.byref(n_bytes))
-    if not file:
-        return None
-    write(file)
-    library.fclose(file)
-    text = ctypes.string_at(address.value or 0, n_bytes.value) if address.value else b""
-    library.free(address)
-    found = _ARENAS.search(text)
-    return int(found[1].replace(b",", b"")) if found else None
-
-
-def c_library_slack_bytes() -> int | None:
-    """What the C library's allocator holds free; None where it does not tell, as one not of GNU."""
-    figures = _malloc_figures()
-    return None if figures is None else int(figures.fordblks)
-
-
-def _malloc_figures() -> Any:
-    function = getattr(_c_library(), "mallinfo2", None)
-    if function is None:
-        return None
-    function.restype = _MallocFigures
-    return function()
-
-
-class _MallocFigures(ctypes.Structure):
-    """``struct mallinfo2`` of glibc."""
-
-    _fields_ = [
-        (name, ctypes.c_size_t)
-        for name in (
-            "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks",
-            "fordblks", "keepcost",
-        )
-    ]  # fmt: skip
-
-
 @functools.cache
 def _page_bytes() -> int:
     return int(os.sysconf("SC_PAGE_SIZE"))
-
-
-@functools.cache
-def _c_library() -> Any:
-    try:
-        library: Any = ctypes.CDLL(None)
-    # Windows has no such handle
-    except (OSError, TypeError):
-        return None
-    for name in ("fclose", "free"):
-        getattr(library, name).argtypes = [ctypes.c_void_p]
-    if hasattr(library, "open_memstream"):
-        library.open_memstream.restype = ctypes.c_void_p
-    return library
-
-
-@functools.cache
-def _arena_writer() -> Any:
-    """What writes about the arenas to a file of C's; None where there is no such function."""
-    write = getattr(ctypes.pythonapi, "_PyObject_DebugMallocStats", None)
-    if write is None or not hasattr(_c_library(), "open_memstream"):
-        return None
-    write.argtypes = [ctypes.c_void_p]
-    return write

@@ -139,16 +139,6 @@ def _cell(value: object) -> object:
     return f"'{shown}" if shown.startswith(_BEGINS_FORMULA) else shown
 
 
-def is_packed(path: str | Path) -> bool:
-    """Whether a file begins as one that `write_facts` wrote.
-
-    Raises:
-        OSError: it can't be read.
-    """
-    with open(path, "rb") as file:
-        return file.read(len(_MAGIC)) == _MAGIC
-
-
 def _whole(digits: str) -> int:
     if len(digits) > _MOST_DIGITS:
         raise ValueError(f"a number has {len(digits)} digits")

@@ -175,20 +175,3 @@ def test_the_peak_of_a_process_is_not_that_of_the_one_that_started_it():
     code = "from tenure import _host_memory as own; print(own.peak_resident_bytes())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert 2 * int(done.stdout) < host_memory.resident_bytes()
-
-
-def test_the_arenas_of_python_grow_with_small_objects():
-    before = host_memory.python_arena_bytes()
-    if before is None:
-        pytest.skip("this Python does not tell its arenas")
-    kept = [[i] for i in range(300_000)]
-    assert host_memory.python_arena_bytes() - before > 300_000 * 50
-    assert len(kept) == 300_000
-
-
-def test_where_the_c_library_and_python_do_not_tell_it_is_said(monkeypatch):
-    monkeypatch.setattr(host_memory, "_c_library", lambda: None)
-    host_memory._arena_writer.cache_clear()
-    assert host_memory.python_arena_bytes() is None
-    assert host_memory.c_library_slack_bytes() is None
-    host_memory._arena_writer.cache_clear()

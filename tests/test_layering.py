@@ -85,7 +85,6 @@ _PACKAGES = {
         "_timeline",
         "_recording",
     ),
-    ("profiler", "_timeline"): ("_export",),
     ("paging",): (
         "_model",
         "_host",

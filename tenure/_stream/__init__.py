@@ -5,6 +5,7 @@ from ._counters import Stats as Stats
 from ._counters import allocated_in as allocated_in
 from ._counters import counters_of as counters_of
 from ._modes import run as run
+from ._modes import storages_in as storages_in
 from ._stream import Consumer as Consumer
 from ._stream import Stream as Stream
 from ._stream import ThisThread as ThisThread

@@ -6,13 +6,17 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch import UntypedStorage
+from torch import Tensor, UntypedStorage
+from torch.nn import Buffer, Parameter
 
+from tenure._storages import all_storages_of
 from tenure._torch.gradient_sums import SUM, adds_plain_in_place
 from tenure._torch.modes import schema_of
+from tenure._torch.quiet import without_dispatch
 
 from ._stream import Stream
 
+_PLAIN = frozenset({Tensor, Parameter, Buffer})
 _NUMBER_BYTES = {float: 8, int: 8, bool: 1, complex: 16}
 _operands: dict[Any, tuple[int, ...]] = {}
 
@@ -54,6 +58,24 @@ def run(
     finally:
         stream.hold(-1)
     return total
+
+
+def storages_in(value: Any) -> list[UntypedStorage]:
+    """Return the storages of the tensors that an operation got or gave back, of any class."""
+    if type(value) in _PLAIN:
+        # sparse, opaque and nested layouts have none of their own
+        try:
+            return [value.untyped_storage()]
+        except (RuntimeError, NotImplementedError):
+            pass
+    if isinstance(value, Tensor):
+        with without_dispatch():
+            return all_storages_of(value)
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, list | tuple):
+        return []
+    return [storage for each in value for storage in storages_in(each)]
 
 
 def _wrapped_numbers(func: Any, args: tuple[Any, ...]) -> list[int]:

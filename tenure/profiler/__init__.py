@@ -39,7 +39,6 @@ from ._recording import RecordedRanks as RecordedRanks
 from ._recording import RecordedTree as RecordedTree
 from ._recording import Recording as Recording
 from ._recording import RecordingDiff as RecordingDiff
-from ._recording import Track as Track
 from ._reports import DeviceReport as DeviceReport
 from ._reports import Finding as Finding
 from ._reports import MemReport as MemReport
@@ -54,3 +53,4 @@ from ._timeline import PeakRow as PeakRow
 from ._timeline import ScopeSpan as ScopeSpan
 from ._timeline import Timeline as Timeline
 from ._timeline import TimelineReport as TimelineReport
+from ._timeline import Track as Track

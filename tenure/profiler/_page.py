@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tenure._show import Amounts, Drawing, Fact, Paragraph, Section, bands, drawn_page, flame, grid
 from tenure._text import counted, describe_elements, format_bytes
 
 if TYPE_CHECKING:
-    from ._recording import Recording, Track
-    from ._timeline import DeviceTimeline, HostTimeline, PeakRow, TimelineReport
+    from ._recording import Recording
+    from ._timeline import TimelineReport, Track
 
 # A page with more is slow to open, and nobody reads so far.
 _MOST_ROWS = 2000
@@ -110,27 +110,11 @@ def recording_page(recording: Recording) -> str:
     )
 
 
-def largest_of(rows: Iterable[PeakRow]) -> str:
-    """What took most: bytes of one category from one line; empty where no line is known."""
-    found: dict[tuple[str, str], int] = {}
-    for row in rows:
-        # what no tensor shows has no line, nor has what was there before
-        if row.stack and not row.was_before and row.n_storages:
-            key = row.category or "tensors", row.stack[-1]
-            found[key] = found.get(key, 0) + row.n_bytes
-    if not found:
-        return ""
-    (category, line), n_bytes = max(found.items(), key=lambda each: each[1])
-    return f"{format_bytes(n_bytes)} {category}, made at {line}"
-
-
-def _facts(
-    devices: Sequence[Track | DeviceTimeline], timeline: TimelineReport | None
-) -> list[Fact]:
+def _facts(devices: Sequence[Track], timeline: TimelineReport | None) -> list[Fact]:
     """The peaks, and how often memory ran out."""
     facts: list[Fact] = []
     for device in devices:
-        when, most = f"after {device.peak_at_s:.2f} s", largest_of(device.at_peak)
+        when, most = f"after {device.peak_at_s:.2f} s", device.largest()
         told = f"{when}; of it {most}" if most else when
         facts.append((f"peak of {device.device}", format_bytes(device.peak_bytes), told, False))
     if timeline is not None and timeline.ooms:
@@ -139,15 +123,16 @@ def _facts(
     return facts
 
 
-def _over_time(
-    devices: Sequence[Track | DeviceTimeline], timeline: TimelineReport | None
-) -> list[Section]:
+def _over_time(devices: Sequence[Track], timeline: TimelineReport | None) -> list[Section]:
     """The drawings of a timeline, or of levels alone; and what it could not see."""
     used = [device for device in devices if device.times_s]
     parts: list[Drawing | str] = [_chart(device, timeline) for device in used]
     if timeline is not None:
-        if timeline.host is not None and timeline.host.times_s:
-            parts.append(_chart_of_host(timeline.host, timeline.duration_s))
+        times_s, rss_bytes = timeline.host.times_s, timeline.host.rss_bytes
+        if times_s:
+            title = f"Host: {format_bytes(max(rss_bytes))} resident in the process at most"
+            ways = {"part": {"resident": rss_bytes}}
+            parts.append(bands(title, times_s, rss_bytes, ways, timeline.duration_s))
         if timeline.notes:
             told = "\n".join(f"Note: {note}" for note in timeline.notes)
             parts.append(Paragraph("", told).html())
@@ -155,7 +140,7 @@ def _over_time(
     return [("Memory over time", _OVER_TIME, parts), ("At the peak", _AT_PEAK, peaks)]
 
 
-def _chart(device: Track | DeviceTimeline, timeline: TimelineReport | None) -> Drawing:
+def _chart(device: Track, timeline: TimelineReport | None) -> Drawing:
     title = (
         f"{device.device}: {format_bytes(device.peak_bytes)} in use at the peak, after "
         f"{device.peak_at_s:.2f} s"
@@ -177,17 +162,7 @@ def _chart(device: Track | DeviceTimeline, timeline: TimelineReport | None) -> D
     )
 
 
-def _chart_of_host(host: HostTimeline, duration_s: float) -> Drawing:
-    others = (host.python_heap_bytes, host.allocator_slack_bytes, host.rest_bytes)
-    # of tensors only what is resident: the allocator may have given out more than was written to
-    tensors = [rss - sum(parts) for rss, *parts in zip(host.rss_bytes, *others, strict=True)]
-    names = ("tensors", "objects of Python", "held by the C library, unused", "everything else")
-    parts: dict[str, Sequence[int]] = dict(zip(names, (tensors, *others), strict=True))
-    title = f"Host: {format_bytes(max(host.rss_bytes))} resident in the process at most"
-    return bands(title, host.times_s, host.rss_bytes, {"part": parts}, duration_s)
-
-
-def _peak(device: Track | DeviceTimeline) -> tuple[Drawing, Drawing]:
+def _peak(device: Track) -> tuple[Drawing, Drawing]:
     rows = sorted(device.at_peak, key=lambda row: -row.n_bytes)
     flames = [
         (

@@ -94,7 +94,7 @@ def test_leaks_names_the_variable_in_the_first_line_below_the_heading(files, cap
     assert lines[0] == "What grew"
     assert lines[1].startswith("- losses grew by 6 tensors, 24 B")
     told = _printed(["leaks", "a.tenure"], capsys).out
-    assert told == "Nothing grew from step to step, and nothing outlived a scope that reports.\n"
+    assert told == "Nothing grew from step to step. Nothing outlived a scope that reports.\n"
 
 
 def test_export_writes_by_extension_and_overwrites_when_told(files, capsys):

@@ -357,7 +357,7 @@ def recording_memory() -> None:
     assert_type(report.devices[0].at_peak, tuple[PeakRow, ...])
     assert_type(report.scopes, tuple[ScopeSpan, ...])
     assert_type(report.ooms, tuple[OomMark, ...])
-    assert_type(report.host, HostTimeline | None)
+    assert_type(report.host, HostTimeline)
     assert_type(timeline.export("run.json"), Path)
 
 

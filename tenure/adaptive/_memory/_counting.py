@@ -16,7 +16,7 @@ from torch import Tensor, UntypedStorage
 
 from tenure._account import close_limit, open_limit
 from tenure._registries import refusal_watchers
-from tenure._stream import run, this_stream
+from tenure._stream import run, storages_in, this_stream
 from tenure._text import format_bytes
 from tenure._torch.gradient_sums import prepare
 from tenure._torch.modes import DispatchMode, open_modes, schema_of
@@ -24,7 +24,7 @@ from tenure._torch.quiet import without_dispatch, without_functions
 from tenure._torch.resizing import tell, tell_no_more
 from tenure._torch.storages import is_in_a_tensor, key_of, uses_by_torch
 
-from ._live_storages import LiveStorages, storages_in
+from ._live_storages import LiveStorages
 
 _aten = torch.ops.aten
 _LIFTS = frozenset({_aten.lift_fresh.default, _aten.lift.default})
@@ -121,7 +121,7 @@ class CountingMode(DispatchMode):
             places = self._before(func, args, kwargs)
         result = run(func, args, kwargs, mode=self, stream=self._stream, sums=self._note_sum)
         with without_functions():
-            made_bytes = self._account.note_made(storages_in((result,)))
+            made_bytes = self._account.note_made(storages_in(result))
             if made_bytes > 0 and self._exceeds():
                 # The traceback holds this frame: it must not hold what the operation made.
                 result = args = kwargs = None
@@ -179,7 +179,7 @@ class CountingMode(DispatchMode):
         """Enter what is there before an operation, and note what it may enlarge."""
         existing = storages_in(args)
         if kwargs:
-            existing += storages_in(kwargs.values())
+            existing += storages_in(kwargs)
         # its argument is new, unless the memory is another library's
         if func in _LIFTS:
             existing = [storage for storage in existing if not storage.resizable()]

@@ -12,15 +12,9 @@ from typing import Any
 from weakref import ref
 
 import torch
-from torch import Tensor, UntypedStorage
-from torch.nn import Buffer, Parameter
+from torch import UntypedStorage
 
-from tenure._storages import all_storages_of
-from tenure._torch.quiet import without_dispatch
 from tenure._torch.storages import key_of
-
-_PLAIN = frozenset({Tensor, Parameter, Buffer})
-_NESTED = (list, tuple)
 
 
 class LiveStorages:
@@ -138,31 +132,3 @@ class _Entry(ref[UntypedStorage]):
     key: int
     base_bytes: int
     counted_bytes: int
-
-
-def storages_in(values: Iterable[object]) -> list[UntypedStorage]:
-    """The storages of the tensors among the arguments or results of an operation."""
-    found: list[UntypedStorage] = []
-    for value in values:
-        if type(value) in _PLAIN:
-            found += _storages_of_plain(value)
-        elif isinstance(value, Tensor):
-            found += _storages_of_any(value)
-        elif isinstance(value, _NESTED):
-            found += storages_in(value)
-        elif isinstance(value, dict):
-            found += storages_in(value.values())
-    return found
-
-
-def _storages_of_plain(tensor: Any) -> list[UntypedStorage]:
-    try:
-        return [tensor.untyped_storage()]
-    # sparse, opaque and nested layouts have none
-    except (RuntimeError, NotImplementedError):
-        return _storages_of_any(tensor)
-
-
-def _storages_of_any(tensor: Tensor) -> list[UntypedStorage]:
-    with without_dispatch():
-        return all_storages_of(tensor)

@@ -1,13 +1,12 @@
 """What one run of a program told, as a report, as a file, and beside another run."""
 
 from ._difference import Change as Change
+from ._difference import RecordedRanks as RecordedRanks
 from ._difference import RecordingDiff as RecordingDiff
 from ._growth import Growth as Growth
 from ._growth_watch import GrowthWatch as GrowthWatch
 from ._leaks_found import RecordedLeaks as RecordedLeaks
-from ._ranks import RecordedRanks as RecordedRanks
 from ._recording import Recording as Recording
-from ._tracks import Track as Track
 from ._tree import Branch as Branch
 from ._tree import DeviceTree as DeviceTree
 from ._tree import RecordedTree as RecordedTree

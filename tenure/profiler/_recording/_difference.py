@@ -1,12 +1,13 @@
-"""Two runs beside each other: what is new, what is gone, what takes more than before."""
+"""Runs beside each other: two of a program, or the ranks of one."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, Self
 
+from tenure._errors import ReportFormatError
 from tenure._show import (
     Column,
     Paragraph,
@@ -20,10 +21,19 @@ from tenure._show import (
 )
 
 from .._reports import place_of
+from .._timeline import summed
 from ._leaks_found import MOST_ROWS
 from ._recording import Recording
 from ._tree import UNKNOWN
 
+_RANK_COLUMNS = (
+    Column("rank"),
+    Column("ended"),
+    Column("seconds", ">", spare=1),
+    Column("device"),
+    Column("at most", ">"),
+    Column("at the end", ">"),
+)
 ChangeKind = Literal["new", "gone", "grown", "shrunk", "same"]
 
 _SIDES = ("A", "B")
@@ -86,17 +96,19 @@ class RecordingDiff(Report):
     @classmethod
     def of(cls, before: Recording, after: Recording) -> RecordingDiff:
         """Compare two runs."""
-        growths = [_by_growth(run) for run in (before, after)]
-        both_sought = before.seeks_leaks and after.seeks_leaks
-        grown = _all_changes(*growths) if both_sought else ()
+
+        def different(sizes_of: Callable[[Recording], _Sizes | None]) -> tuple[Change, ...]:
+            changes = _changes(sizes_of(before), sizes_of(after))
+            return tuple(each for each in changes if each.change_bytes)
+
         return cls(
-            (before.title(), after.title()),
-            (before.duration_s, after.duration_s),
-            _all_changes(_by_name(before.peaks), _by_name(after.peaks)),
-            _changes(_by_category(before), _by_category(after)),
-            _changes(_by_tensor(before), _by_tensor(after)),
-            _changes(_by_line(before), _by_line(after)),
-            tuple(each for each in grown if each.change_bytes),
+            titles=(before.title(), after.title()),
+            durations_s=(before.duration_s, after.duration_s),
+            peaks=_changes(_by_name(before.peaks), _by_name(after.peaks)),
+            categories=different(_by_category),
+            tensors=different(_by_tensor),
+            lines=different(_by_line),
+            growth=different(_by_growth),
         )
 
     def __repr__(self) -> str:
@@ -120,22 +132,25 @@ class RecordingDiff(Report):
         return parts
 
 
+# Name, category and site. None of what a run has not recorded.
 _Key = tuple[str, str, str]
+_Sizes = Mapping[_Key, int]
 
 
-def _by_name(found: Mapping[str, int]) -> dict[_Key, int]:
+def _by_name(found: Mapping[str, int]) -> _Sizes:
     return {(name, "", ""): n_bytes for name, n_bytes in found.items()}
 
 
-def _by_category(run: Recording) -> dict[_Key, int] | None:
+def _by_category(run: Recording) -> _Sizes | None:
     return None if run.memory is None else _by_name(run.memory.categories)
 
 
-def _by_growth(run: Recording) -> dict[_Key, int]:
-    return _by_name({each.name: each.grown_bytes for each in run.growth if each.last_step})
+def _by_growth(run: Recording) -> _Sizes | None:
+    grown = {each.name: each.grown_bytes for each in run.growth if each.last_step}
+    return _by_name(grown) if run.seeks_leaks else None
 
 
-def _by_tensor(run: Recording) -> dict[_Key, int] | None:
+def _by_tensor(run: Recording) -> _Sizes | None:
     if run.memory is None:
         return None
     found: defaultdict[_Key, int] = defaultdict(int)
@@ -146,43 +161,34 @@ def _by_tensor(run: Recording) -> dict[_Key, int] | None:
     return found
 
 
-def _by_line(run: Recording) -> dict[_Key, int] | None:
+def _by_line(run: Recording) -> _Sizes | None:
     if not run.over_time:
         return None
-    found: defaultdict[_Key, int] = defaultdict(int)
-    for track in run.over_time:
-        for block in track.at_peak:
-            name = block.stack[-1] if block.stack else block.category or UNKNOWN
-            found[name, "", ""] += block.n_bytes
-    return found
+    rows = [row for track in run.over_time for row in track.at_peak]
+    found = summed(rows, lambda row: row.stack[-1] if row.stack else row.category or UNKNOWN)
+    return _by_name({name: n_bytes for name, (n_bytes, _) in found.items()})
 
 
-def _changes(
-    before: Mapping[_Key, int] | None, after: Mapping[_Key, int] | None
-) -> tuple[Change, ...]:
+def _changes(before: _Sizes | None, after: _Sizes | None) -> tuple[Change, ...]:
     # What only one of them recorded tells nothing of the other; of a run that ended with no tensor
     # alive, what the other has is new or gone.
     if before is None or after is None:
         return ()
-    return tuple(each for each in _all_changes(before, after) if each.change_bytes)
-
-
-def _all_changes(before: Mapping[_Key, int], after: Mapping[_Key, int]) -> tuple[Change, ...]:
-    found = [
-        Change(_kind(key, before, after), *key, before.get(key, 0), after.get(key, 0))
-        for key in before.keys() | after.keys()
-    ]
+    found = []
+    for key in before.keys() | after.keys():
+        a, b = before.get(key, 0), after.get(key, 0)
+        found.append(Change(_kind(a, b), *key, a, b))
     return tuple(sorted(found, key=lambda each: (-abs(each.change_bytes), each.name)))
 
 
-def _kind(key: _Key, before: Mapping[_Key, int], after: Mapping[_Key, int]) -> ChangeKind:
-    if not before.get(key):
-        return "new"
-    if not after.get(key):
-        return "gone"
-    if after[key] == before[key]:
+def _kind(before_bytes: int, after_bytes: int) -> ChangeKind:
+    if before_bytes == after_bytes:
         return "same"
-    return "grown" if after[key] > before[key] else "shrunk"
+    if not before_bytes:
+        return "new"
+    if not after_bytes:
+        return "gone"
+    return "grown" if after_bytes > before_bytes else "shrunk"
 
 
 def _figures(change: Change) -> tuple[str, str, str]:
@@ -194,3 +200,68 @@ def _table(title: str, changes: tuple[Change, ...]) -> Table:
     columns = (Column("name"), *_FIGURES, Column("created at", spare=1), Column("in", spare=2))
     rows = [(each.name, *_figures(each), each.created_at, each.kind) for each in changes]
     return Table(title, columns, rows, by=_CHANGE, most=MOST_ROWS)
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class RecordedRanks(Report):
+    """Several recordings, side by side.
+
+    Attributes:
+        recordings: those of ranks in the order of the ranks.
+    """
+
+    recordings: tuple[Recording, ...]
+
+    _is_spaced = True
+
+    @classmethod
+    def of(cls, recordings: Sequence[Recording]) -> Self:
+        """Put recordings in order."""
+        return cls(tuple(sorted(recordings, key=lambda each: (each.rank is None, each.rank or 0))))
+
+    @property
+    def largest(self) -> Recording:
+        """The one with the highest peak; of several, the first."""
+        return max(self.recordings, key=lambda each: max(each.peaks.values(), default=0))
+
+    def __repr__(self) -> str:
+        return f"<RecordedRanks of {len(self.recordings)} recordings>"
+
+    def _parts(self) -> list[Part]:
+        rows = [row for i, each in enumerate(self.recordings) for row in _rows(i, each)]
+        are_ranks = any(each.rank is not None for each in self.recordings)
+        columns = (_RANK_COLUMNS[0] if are_ranks else Column("run"), *_RANK_COLUMNS[1:])
+        ranks: list[Part] = [Table(f"{len(self.recordings)} recordings", columns, rows)]
+        if not are_ranks:
+            names = (f"{i}  {each.title()}" for i, each in enumerate(self.recordings))
+            ranks.insert(0, Paragraph("", "\n".join(names)))
+        # The others do the same, or the table says how they differ.
+        return [*ranks, *self.largest._parts()]
+
+    def _facts(self) -> dict[str, Any]:
+        return {"recordings": [each.to_dict() for each in self.recordings]}
+
+    @classmethod
+    def _of_facts(cls, facts: Mapping[str, object]) -> Self:
+        found = facts.get("recordings")
+        if not isinstance(found, list):
+            raise ReportFormatError(f"{cls.__name__}.recordings is missing. Write it anew.")
+        return cls(tuple(map(Recording.from_dict, found)))
+
+
+def _rows(index: int, recording: Recording) -> list[tuple[str, ...]]:
+    at_end = {}
+    if recording.memory is not None:
+        at_end = {device.device: device.total_bytes for device in recording.memory.devices}
+    name = str(index if recording.rank is None else recording.rank)
+    head = (name, recording.ended, f"{recording.duration_s:.1f}")
+    devices = sorted(recording.peaks.keys() | at_end.keys()) or [""]
+    return [
+        (
+            *(head if i == 0 else ("", "", "")),
+            device,
+            in_bytes(recording.peaks[device]) if device in recording.peaks else "",
+            in_bytes(at_end[device]) if device in at_end else "",
+        )
+        for i, device in enumerate(devices)
+    ]

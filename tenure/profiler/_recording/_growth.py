@@ -9,6 +9,7 @@ Invariant: a look keeps no tensor alive.
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -171,12 +172,7 @@ def _places_of(entry: StorageEntry) -> Iterator[str]:
 
 
 def _pile(step: int, place: str, entries: list[StorageEntry], before: Look | None) -> Pile:
-    keys: dict[str, int] = {}
-    for entry in entries:
-        key = keyed_place_of(entry.owner.name)
-        # one more than is told is as many as there may be
-        if len(keys) <= _MOST_KEYS:
-            keys[key] = keys.get(key, 0) + 1
+    keys = Counter(keyed_place_of(entry.owner.name) for entry in entries)
     n, n_bytes = len(entries), sum(entry.owner.n_bytes for entry in entries)
     rising_since = staying_since = step if before is None else before.step
     pile = None if before is None else before.piles.get(place)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from tenure._show import Paragraph, Part, Report, Table
@@ -13,35 +12,10 @@ from ._growth import LOOKS, Growth
 
 MOST_ROWS = 10
 """The rows of each table of a recording, which has many."""
+_NO_LEAKS = "Nothing outlived a scope that reports."
 _NOT_SOUGHT = "Leaks were not recorded. Run with --leaks to look for them."
-_NO_GROWTH = "Nothing grew from step to step"
 # A look counts if it is in all but the first eighth of the steps, of which there are enough.
 _LATE, _STEPS = 8, 8
-_NO_LEAKS = "nothing outlived a scope that reports."
-
-
-def no_growth(n_looks: int, steps: Sequence[int], n_steps: int | None) -> str:
-    """Return the sentence for so many looks that saw no growth.
-
-    Args:
-        n_looks: how often it looked.
-        steps: how many steps there were before the last looks, the end included.
-        n_steps: how many steps there were; None where that was not recorded.
-    """
-    times = f"looked {counted(n_looks, 'time')}"
-    if n_steps:
-        times += f" in {counted(n_steps, 'step')}"
-    late = [step for step in steps if step * _LATE >= (n_steps or 0)]
-    n_late = n_looks if n_steps is None else len(set(late))
-    if n_late < LOOKS or (n_steps is not None and n_steps < _STEPS):
-        return (
-            f"Not enough looks to judge growth: {times}. It takes {LOOKS} in the last seven "
-            f"eighths of at least {_STEPS} steps of an optimizer, or calls of a model."
-        )
-    before = [step for step in steps if step != n_steps]
-    if before and n_steps in steps:
-        times += f", before the end after step {before[-1]}"
-    return f"{_NO_GROWTH}: {times}."
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -73,31 +47,41 @@ class RecordedLeaks(Report):
     def __repr__(self) -> str:
         return f"<RecordedLeaks of {len(self.growth)} places and {len(self.leaks)} scopes>"
 
+    def no_growth(self) -> str:
+        """Return the sentence for looks that saw no growth."""
+        if self.n_looks is None:
+            return "Nothing grew from step to step."
+        times = f"looked {counted(self.n_looks, 'time')}"
+        n_steps = self.n_steps or 0
+        if n_steps:
+            times += f" in {counted(n_steps, 'step')}"
+        late = {step for step in self.look_steps if step * _LATE >= n_steps}
+        if len(late) < LOOKS or n_steps < _STEPS:
+            return (
+                f"Not enough looks to judge growth: {times}. It takes {LOOKS} in the last seven "
+                f"eighths of at least {_STEPS} steps of an optimizer, or calls of a model."
+            )
+        before = [step for step in self.look_steps if step != n_steps]
+        if before and n_steps in self.look_steps:
+            times += f", before the end after step {before[-1]}"
+        return f"Nothing grew from step to step: {times}."
+
     def _parts(self) -> list[Part]:
         if not self:
-            return [Paragraph("", self._nothing() if self.were_sought else _NOT_SOUGHT)]
+            told = f"{self.no_growth()} {_NO_LEAKS}" if self.were_sought else _NOT_SOUGHT
+            return [Paragraph("", told)]
         parts: list[Part] = []
         if self.growth:
-            # held at the end is no growth: it is only where to look
-            title = "What grew" if self.growth[0].last_step else "What holds several tensors"
+            # held at the end is no growth: it is only where to search
+            is_growth = bool(self.growth[0].last_step)
             lines = [f"- {each}" for each in self.growth[:MOST_ROWS]]
-            if more := len(self.growth) - MOST_ROWS:
-                lines += [f"and {more} more"] * (more > 0)
+            if (more := len(self.growth) - MOST_ROWS) > 0:
+                lines.append(f"and {more} more")
             if self.n_looks is not None:
-                is_judged = self.growth[0].last_step and self.n_looks >= LOOKS
+                is_judged = is_growth and self.n_looks >= LOOKS
                 looks = f"Looked {counted(self.n_looks, 'time')}."
-                lines.append(looks if is_judged else self._no_growth(self.n_looks))
+                lines.append(looks if is_judged else self.no_growth())
+            title = "What grew" if is_growth else "What holds several tensors"
             parts.append(Paragraph(title, "\n".join(lines)))
         tables = [part for report in self.leaks for part in report._parts()]
-        return [
-            *parts,
-            *(replace(table, most=MOST_ROWS) for table in tables if isinstance(table, Table)),
-        ]
-
-    def _nothing(self) -> str:
-        if self.n_looks is None:
-            return f"{_NO_GROWTH}, and {_NO_LEAKS}"
-        return f"{self._no_growth(self.n_looks)} {_NO_LEAKS[0].upper()}{_NO_LEAKS[1:]}"
-
-    def _no_growth(self, n_looks: int) -> str:
-        return no_growth(n_looks, self.look_steps, self.n_steps)
+        return parts + [replace(each, most=MOST_ROWS) for each in tables if isinstance(each, Table)]

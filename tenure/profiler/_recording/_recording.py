@@ -5,16 +5,17 @@ A recording is its file: what it shows, it shows in another process, and in anot
 
 from __future__ import annotations
 
+import json
 import math
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
-from tenure._errors import ReportFormatError
+from tenure._errors import ProfilerUsageError, ReportFormatError
 from tenure._heap import collector_paused
-from tenure._report_files import is_packed, read_facts, write_facts
+from tenure._report_files import csv_text, read_facts, write_facts, write_whole
 from tenure._show import (
     ADVICE_OF_CUT,
     Amounts,
@@ -36,14 +37,12 @@ from tenure.scopes import LeakReport
 from .._lines import RecordsDisplay
 from .._oom_report import OomReport
 from .._owners import TensorRow
-from .._page import largest_of
+from .._page import recording_page
 from .._reports import DeviceReport, MemReport
-from .._timeline import TimelineReport, check_levels
-from ._exports import export
+from .._timeline import WRITERS, TimelineReport, Track, check_levels
 from ._growth import Growth
-from ._leaks_found import MOST_ROWS, RecordedLeaks, no_growth
+from ._leaks_found import MOST_ROWS, RecordedLeaks
 from ._torch_snapshots import is_pickle, tracks_in
-from ._tracks import Track
 from ._tree import DeviceTree, RecordedTree, folded, tree_of
 
 # By the name of the field: they know how they are written, and which version that is.
@@ -53,6 +52,9 @@ _REPORTS: dict[str, type[Report]] = {
     "timeline": TimelineReport,
     "oom": OomReport,
 }
+# A recording has formats of its own by these names, and its timeline's by longer ones.
+_LONGER = {".json": ".trace.json", ".csv": ".timeline.csv"}
+_HEADINGS = ("device", "when", "category", "name", "shape", "dtype", "created_at", "n_bytes", "n")
 _STORAGE = "storage"
 _TENSORS = (
     Column("tensor"),
@@ -128,8 +130,8 @@ class Recording(Report):
             ReportFormatError: it is something else, damaged, or of a newer version.
             OSError: it can't be read.
         """
-        # a file of lists, or an HTML page: what is read decides, and not what it is called
-        if not is_packed(path) and is_pickle(path):
+        # its first byte decides, and not what the file is called
+        if is_pickle(path):
             return cls._of_torch(path)
         facts = read_facts(path)
         try:
@@ -148,7 +150,7 @@ class Recording(Report):
     @property
     def over_time(self) -> tuple[Track, ...]:
         """Live bytes over time, by device: the timeline's, or those of a snapshot of torch."""
-        return self.tracks if self.timeline is None else tuple(map(Track.of, self.timeline.devices))
+        return self.tracks if self.timeline is None else self.timeline.devices
 
     def tree(self) -> RecordedTree:
         """What was alive at the peak of each device, by scope and line.
@@ -177,8 +179,26 @@ class Recording(Report):
             ProfilerUsageError: the extension is another, or there is no timeline.
             OSError: it can't be written.
         """
-        export(self, Path(path), format)
-        return Path(path)
+        path = Path(path)
+        asked = path.name.lower() if format is None else f".{format}"
+        of_timeline = {_LONGER.get(ending, ending): write for ending, write in WRITERS.items()}
+        writers: dict[str, Callable[[Any], str | bytes]] = {**of_timeline, **_OWN}
+        ending = max(filter(asked.endswith, writers), key=len, default="")
+        if not ending:
+            raise ProfilerUsageError(
+                f"{path} ends in {Path(asked).suffix or 'no extension'}, and a recording is one of "
+                f"{', '.join(writers)}. Name a file that ends so."
+            )
+        source = self if ending in _OWN else self.timeline
+        if source is None:
+            raise ProfilerUsageError(
+                f"{path} asks for live bytes over time, and there is no timeline in this "
+                "recording. Record one with tenure run --timeline."
+            )
+        content = writers[ending](source)
+        # names may have halves of characters
+        data = content if isinstance(content, bytes) else content.encode(errors="backslashreplace")
+        return write_whole(path, data)
 
     def title(self) -> str:
         """The command and, of several ranks, whose it was."""
@@ -208,26 +228,23 @@ class Recording(Report):
 
     def _peaks_in_words(self) -> Iterator[str]:
         for track in self.over_time:
-            if most := largest_of(track.at_peak):
+            if most := track.largest():
                 yield f"{track.device} after {track.peak_at_s:.1f} s: {most}, and others"
 
     def summary(self) -> str:
-        """The highest peak, and what grew most or how often nothing was seen to grow."""
+        """Return the highest peak, and what grew most or how often nothing was seen to grow."""
         lines = []
-        for device, n_bytes in sorted(self.peaks.items(), key=lambda each: -each[1])[:1]:
-            rows = (
-                row for track in self.over_time if track.device == device for row in track.at_peak
-            )
-            most = largest_of(rows)
-            lines.append(
-                f"At most {format_bytes(n_bytes)} on {device}{most and f', of it {most}'}."
-            )
-        if not lines and self.ram_bytes is not None:
+        if self.peaks:
+            device, n_bytes = max(self.peaks.items(), key=lambda each: each[1])
+            largest = [track.largest() for track in self.over_time if track.device == device]
+            of_it = "".join(f", of it {most}" for most in largest if most)
+            lines.append(f"At most {format_bytes(n_bytes)} on {device}{of_it}.")
+        elif self.ram_bytes is not None:
             lines.append(f"At most {format_bytes(self.ram_bytes)} of RAM{self._largest_at_end()}.")
         # what is only held at the end is no growth
         grown = [str(each) for each in self.growth if each.last_step][:1]
         if not grown and self.seeks_leaks and self.n_looks is not None:
-            grown = [no_growth(self.n_looks, self.look_steps, self.n_steps)]
+            grown = [self.leaks_found().no_growth()]
         return "\n".join((*lines, *grown))
 
     def _largest_at_end(self) -> str:
@@ -355,3 +372,25 @@ def _duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
+
+
+def _rows(recording: Recording) -> Iterator[Sequence[object]]:
+    yield _HEADINGS
+    for track in recording.over_time:
+        for block in track.at_peak:
+            stack = " < ".join(reversed(block.stack))
+            name = block.scope or block.category
+            figures = (block.n_bytes, block.n_storages)
+            yield (track.device, "peak", block.category, name, "", "", stack, *figures)
+    for row in () if recording.memory is None else recording.memory.rows:
+        if row.counted_bytes:
+            shape = "x".join(map(str, row.shape))
+            what = (row.category, row.label, shape, row.dtype, row.created_at or "")
+            yield (row.device, "end", *what, row.n_bytes, 1)
+
+
+_OWN: dict[str, Callable[[Recording], str]] = {
+    ".json": lambda recording: json.dumps(recording.to_dict(), indent=1),
+    ".csv": lambda recording: csv_text(_rows(recording)),
+    ".html": recording_page,
+}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from operator import itemgetter
 
 from tenure._show import Paragraph, Part, Record, Report
 from tenure._text import counted, format_bytes
@@ -79,47 +80,35 @@ class RecordedTree(Report):
         ]
 
 
-def tree_of(title: str, n_bytes: int, blocks: Iterable[PeakRow], note: str = "") -> DeviceTree:
+def tree_of(title: str, n_bytes: int, blocks: Iterable[PeakRow]) -> DeviceTree:
     """Fold blocks by their scopes and stacks.
 
     Args:
         title: of what, and when.
         n_bytes: all of it; what the blocks don't have is a branch of its own.
         blocks: what was alive.
-        note: what stands below.
     """
-    paths = [(_path(block), block.n_bytes, block.n_storages) for block in blocks]
+    paths = []
+    for block in blocks:
+        scope = () if block.scope in _NO_SCOPE else (_SCOPE + block.scope,)
+        # without a stack the category is what there is
+        stack = block.stack or (block.category or UNKNOWN,)
+        paths.append(((*scope, *stack), block.n_bytes, block.n_storages))
     rest = n_bytes - sum(each for _, each, _ in paths)
     if rest > 0:
         paths.append((("unexplained",), rest, 0))
-    return DeviceTree(title, n_bytes, _folded(paths), note)
+    return DeviceTree(title, n_bytes, folded(paths))
 
 
 def folded(paths: Iterable[tuple[tuple[str, ...], int, int]]) -> tuple[Branch, ...]:
-    """Names, outermost first, with bytes and storages, as branches."""
-    return _folded(list(paths))
-
-
-def _path(block: PeakRow) -> tuple[str, ...]:
-    scope = (_SCOPE + block.scope,) if block.scope not in _NO_SCOPE else ()
-    # without a stack the category is what there is
-    return (*scope, *block.stack) if block.stack else (*scope, block.category or UNKNOWN)
-
-
-def _folded(paths: list[tuple[tuple[str, ...], int, int]]) -> tuple[Branch, ...]:
+    """Return names, outermost first, with bytes and storages, as branches."""
     groups: dict[str, list[tuple[tuple[str, ...], int, int]]] = {}
-    for path, n_bytes, n in paths:
-        if path:
-            groups.setdefault(path[0], []).append((path[1:], n_bytes, n))
-    branches = [
-        Branch(
-            name,
-            sum(n_bytes for _, n_bytes, _ in inner),
-            sum(n for _, _, n in inner),
-            _folded(inner),
-        )
-        for name, inner in groups.items()
-    ]
+    for (name, *path), n_bytes, n in filter(itemgetter(0), paths):
+        groups.setdefault(name, []).append((tuple(path), n_bytes, n))
+    branches = []
+    for name, inner in groups.items():
+        n_bytes, n = sum(each[1] for each in inner), sum(each[2] for each in inner)
+        branches.append(Branch(name, n_bytes, n, folded(inner)))
     return tuple(sorted(branches, key=lambda branch: (-branch.n_bytes, branch.name)))
 
 

@@ -1,4 +1,4 @@
-"""Which scopes were open when, on one thread; and the number of the innermost, for what it makes.
+"""The scopes that were open, and when, on one thread.
 
 Invariant: a span begins when its scope becomes the current one and ends when it gives way, so a
 generator's scope has one for each time that it ran.
@@ -9,29 +9,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from threading import get_ident
-from typing import Any, NamedTuple
+from typing import Any
 
 from tenure._registries import scope_watchers
 from tenure.scopes import current_scope
 
-from . import _timeline_report
+from ._timeline_report import OUTSIDE, ScopeSpan
 
-OUTSIDE = 0
-"""The number of what is made in no scope."""
 # of more the longest are kept
 _MOST_SPANS = 4096
 # A program may name each step's scope by its number.
 _MOST_NAMES = 1024
 _OTHER_SCOPES = "other scopes"
-
-
-class Span(NamedTuple):
-    """One stretch of a scope, in nanoseconds since the recording began."""
-
-    name: int
-    depth: int
-    begin_ns: int
-    end_ns: int
+_NS = 1e9
 
 
 class Bands:
@@ -41,88 +31,73 @@ class Bands:
         step: called where a band begins and ends.
 
     Attributes:
-        names: by number.
         spans: those that have ended.
         n_dropped: how many short ones were left out.
     """
 
     def __init__(self, step: Callable[[], None]) -> None:
-        self.names = [_timeline_report.OUTSIDE]
-        self.spans: list[Span] = []
+        self.spans: list[ScopeSpan] = []
         self.n_dropped = 0
         self._began_ns = 0
-        self._numbers: dict[Any, int] = {}
+        self._names: dict[Any, str] = {"": OUTSIDE}
         self._step = step
-        # the scope that was left last, which may tell of its end once more
-        self._left = 0
-        self._open: dict[int, tuple[int, int, int]] = {}
+        # by the identity of the scope: its name, the depth, and when it began
+        self._open: dict[int, tuple[str, int, float]] = {}
         self._thread = get_ident()
 
     def open(self, began_ns: int) -> None:
         """Begin with the scopes that are open now, at a time of ``time.perf_counter_ns()``."""
         self._began_ns = began_ns
-        self._thread = get_ident()
-        around = []
         scope: Any = current_scope()
+        around = []
         while scope is not None:
             around.append(scope)
             scope = scope.outer
         for scope in reversed(around):
-            self._enter(scope, 0)
+            self._enter(scope, 0.0)
         scope_watchers.append(self)
 
     def close(self) -> None:
         """End all spans."""
         if self in scope_watchers:
             scope_watchers.remove(self)
-        now = time.perf_counter_ns() - self._began_ns
-        for identity in list(self._open):
-            self._leave(identity, now)
+        for identity in [*self._open]:
+            self._leave(identity)
 
-    def current(self) -> int:
-        """The number of the scope that is current."""
-        if not self._open:
-            return OUTSIDE
-        found = self._open.get(id(current_scope()))
-        return OUTSIDE if found is None else found[0]
-
-    # --- told by scopes
+    def current(self) -> str:
+        """Return the name of the scope that is current."""
+        return self._open.get(id(current_scope()), (OUTSIDE,))[0] if self._open else OUTSIDE
 
     def began(self, scope: Any) -> None:
         """See `tenure._registries.ScopeWatcher`."""
         if get_ident() == self._thread:
             self._step()
-            self._enter(scope, time.perf_counter_ns() - self._began_ns)
+            self._enter(scope, self._now_s())
 
     def ended(self, scope: Any) -> None:
         """See `tenure._registries.ScopeWatcher`."""
         if get_ident() == self._thread:
             self._step()
-            self._leave(id(scope), time.perf_counter_ns() - self._began_ns)
+            self._leave(id(scope))
 
-    def _enter(self, scope: Any, at_ns: int) -> None:
+    def _now_s(self) -> float:
+        return (time.perf_counter_ns() - self._began_ns) / _NS
+
+    def _enter(self, scope: Any, at_s: float) -> None:
         key = scope.name or scope.site
-        number = self._numbers.get(key)
-        if number is None and len(self.names) >= _MOST_NAMES:
-            if len(self.names) == _MOST_NAMES:
-                self.names.append(_OTHER_SCOPES)
-            number = _MOST_NAMES
-        elif number is None:
-            number = self._numbers[key] = len(self.names)
-            self.names.append(scope.name or f"the scope at {scope.site}")
-        self._left = 0
-        self._open[id(scope)] = number, len(self._open), at_ns
+        name = self._names.get(key)
+        if name is None:
+            name = _OTHER_SCOPES
+            if len(self._names) < _MOST_NAMES:
+                name = self._names[key] = scope.name or f"the scope at {scope.site}"
+        self._open[id(scope)] = name, len(self._open), at_s
 
-    def _leave(self, identity: int, at_ns: int) -> None:
-        found = self._open.pop(identity, None)
-        if found is None:
-            if identity == self._left and self.spans:
-                self.spans[-1] = self.spans[-1]._replace(end_ns=at_ns)
+    def _leave(self, identity: int) -> None:
+        # told once more when it has disposed what it owned
+        if (found := self._open.pop(identity, None)) is None:
             return
-        self._left = identity
-        self.spans.append(Span(*found, at_ns))
+        self.spans.append(ScopeSpan(*found, self._now_s()))
         if len(self.spans) > _MOST_SPANS:
-            self.spans.sort(key=lambda span: span.begin_ns - span.end_ns)
-            self._left = 0
+            self.spans.sort(key=lambda span: span.begin_s - span.end_s)
             self.n_dropped += len(self.spans) - _MOST_SPANS // 2
             del self.spans[_MOST_SPANS // 2 :]

@@ -1,11 +1,11 @@
 """What happens to storages, step by step, as operations and finalizers tell of it.
 
 A step ends when an operation has made storages. Its level is the highest within it, temporaries of
-operations included: the stream of the thread tells that of the host, in which each step is a mark.
+operations included: each step is a mark in the stream of the thread.
 
-Invariants: no storage is kept alive; what a storage was, where it was made and for how long it
-lived is told to the columns of its device once, when its death is read; while another profiler has
-this thread, the level at the end of each step stands for the highest within it.
+Invariants: no storage is kept alive; what a storage was, where it was made and how long it lived is
+told to the account of its device once; while another profiler has this thread, the level at the end
+of each step stands for the highest within it.
 """
 
 from __future__ import annotations
@@ -13,32 +13,41 @@ from __future__ import annotations
 import itertools
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import Tensor, UntypedStorage
+from torch import UntypedStorage
 
+from tenure._host_memory import resident_bytes
 from tenure._storages import is_hollow
-from tenure._stream import process, this_stream
+from tenure._stream import process, run, storages_in, this_stream
 from tenure._torch import cpu_allocator as allocator
 from tenure._torch.autograd import is_running_node
-from tenure._torch.modes import has_function_modes
+from tenure._torch.compiler import never_compiled
+from tenure._torch.gradient_sums import prepare
+from tenure._torch.modes import EagerMode, has_function_modes, schema_of
 from tenure._torch.quiet import without_functions
 from tenure._torch.resizing import tell, tell_no_more
 from tenure._torch.storages import key_of
 
-from ._accounts import Account, Entry
-from ._bands import OUTSIDE, Bands
-from ._categories import UNKNOWN, Outliving
-from ._lives import FOREVER
-from ._operations import ADOPTS, COPIES, RESIZES, Failed, storages_in
-from ._places import BEFORE, NOWHERE, Places
+from .._owners import OTHERS
+from ._account import IN_BACKWARD, INPUTS, Account, Entry
+from ._bands import Bands
+from ._places import BEFORE, Places
+from ._series import FOREVER, Series
 
-_STRIDED = torch.strided
-Sample = Callable[[int, int], int]
-"""Called with the time and the level of the host; returns when it wants to be called again."""
+_aten = torch.ops.aten
+_LIFTS = frozenset({_aten.lift_fresh.default, _aten.lift.default})
+"""What ``torch.tensor``, ``torch.from_numpy`` and the like call with the tensor they made."""
+_RESIZERS = frozenset({_aten.resize_, _aten.resize_as_})
+_COPIES = frozenset({_aten._to_copy, _aten._pin_memory, _aten.clone})
+NOTHING, MAKES, ADOPTS, COPIES = range(4)
+"""What an operation does to storages: it makes none, makes some or gives them another size, takes
+one over that was made elsewhere, or makes one of the data of another."""
+_known: dict[Any, int] = {}
+_SAMPLE_NS = 50_000_000
 # The number of the step, its time, what was made in it, and what had died by then. A plain tuple,
 # and no class of one, which takes six times as long to make.
 _Step = tuple[int, int, list[Entry], list[Entry]]
@@ -48,41 +57,37 @@ class Recorder:
     """Notes what the operations of one thread make, and when it dies.
 
     Args:
-        places: where things are made.
-        sample: called now and then, between operations.
         failed: called with the error of an operation, whose frames are alive.
 
     Attributes:
-        accounts: what is known of each device.
+        places: where things are made.
         bands: the scopes that things are made in.
         host: the account of the host.
-        outliving: what is known of storages that outlive steps of an optimizer.
+        accounts: the accounts of all devices.
+        rss: the resident memory of the process.
         stream: the allocator's events of the thread.
         is_open: whether it takes notes.
         n_events: storages that were made, and that died.
         began_ns: when it was started, by ``time.perf_counter_ns()``.
     """
 
-    def __init__(self, places: Places, sample: Sample, failed: Failed) -> None:
-        self.outliving = Outliving()
-        self.host = Account(torch.device("cpu"), self.outliving)
+    def __init__(self, failed: Callable[[Exception], None]) -> None:
+        self.failed = failed
+        self.places, self.bands = Places(), Bands(self.step)
+        self.host = Account(torch.device("cpu"))
         self.accounts = {self.host.device: self.host}
+        self.rss = Series(1024)
         self.stream = this_stream()
         self.is_open = False
         self.n_events = 0
         self.began_ns = 0
-        self._places, self._sample, self.failed = places, sample, failed
-        self.bands = Bands(self.step)
         self._next_sample_ns = 0
         self._entries: dict[int, Entry] = {}
         self._numbers = itertools.count()
-        self._last_number = 0
         self._dead: list[Entry] = []
         self._remade: list[Entry] = []
-        self._summed: Entry | None = None
         self._live = allocator.live_counter()
         self._host_base = self._n_missed = 0
-        self._tolerated = 0
         self._is_prepared = self._is_looking = False
 
     @property
@@ -93,34 +98,21 @@ class Recorder:
     # --- from the beginning to the end
 
     def open(self) -> None:
-        """Begin; what is alive already is told by ``know`` next, and then it starts."""
+        """Begin; what is alive already is told by ``learn`` next, and then it starts."""
         process.open()
         self._is_prepared = True
         self.stream.follow(self)
         tell(self.resized)
 
-    def know(self, storage: UntypedStorage, category: int) -> None:
-        """Note a storage that was there before the start, and what it counts as."""
-        if key_of(storage) not in self._entries:
-            entry = self._enter(storage, BEFORE, OUTSIDE, ADOPTS)
-            if entry is not None:
-                entry.category, entry.begin = category, 0
-                entry.in_backward = entry.is_input = False
-
-    def learn(self, storage: UntypedStorage, category: int, *, after_step: bool) -> None:
-        """Note what a storage counts as, if it is known."""
+    def learn(self, storage: UntypedStorage, category: str) -> None:
+        """Note what a storage counts as, if it is known; before the start, note it."""
         entry = self._entries.get(key_of(storage))
-        if entry is None:
-            return
-        if category != UNKNOWN:
+        if entry is None and not self.is_open:
+            entry = self._enter(storage, BEFORE, ADOPTS)
+            if entry is not None:
+                entry.begin, entry.category = 0, category or OTHERS
+        elif entry is not None and category:
             entry.category = category
-        if after_step:
-            self.outliving.saw(entry.place, entry.asked_bytes, category)
-
-    def stepped(self) -> None:
-        """An optimizer has made a step."""
-        self.step()
-        self.outliving.step(self._last_number)
 
     def start(self) -> None:
         """All that was alive is known: what follows is the program's doing."""
@@ -160,7 +152,7 @@ class Recorder:
     # --- told by the mode
 
     def made(self, out: Any, args: tuple[Any, ...], kind: int, caller: Any) -> None:
-        """See `Told`."""
+        """Note what an operation of a kind has given back."""
         if has_function_modes():
             with without_functions():
                 self._note(out, args, kind, caller)
@@ -168,44 +160,34 @@ class Recorder:
             self._note(out, args, kind, caller)
 
     def sums(self, first: UntypedStorage, total: UntypedStorage) -> None:
-        """See `Told`."""
+        """Note that ``total`` takes the place of ``first``, to which autograd adds in place."""
         entry = self._entries.get(key_of(first))
-        if entry is not None and entry.asked_bytes == total.nbytes():
-            self._forget(entry)
-            self._summed = entry
-            if entry.account is self.host:
-                self.stream.hide_sum(entry.asked_bytes)
+        # the counters of an accelerator have both at once
+        if entry is None or entry.account is not self.host:
+            return
+        if entry.asked_bytes == total.nbytes():
+            self._end_life(entry)
+            self.stream.hide_sum(entry.asked_bytes)
 
     # --- what was made
 
     def _note(self, out: Any, args: tuple[Any, ...], kind: int, caller: Any) -> None:
-        # nearly all give back one plain tensor of the host, which nobody knows yet
-        if type(out) is Tensor and out.is_cpu and out.layout is _STRIDED:
-            storages = [out.untyped_storage()]
-        elif isinstance(out, Tensor | list | tuple | dict):
-            storages = storages_in(out)
-        else:
-            return
-        known, made, place = self._entries, [], -1
-        for storage in storages:
-            before = known.get(key_of(storage))
+        made, place = [], -1
+        for storage in storages_in(out):
+            before = self._entries.get(key_of(storage))
             if before is not None:
-                if kind != RESIZES or before.asked_bytes == storage.nbytes():
+                if before.asked_bytes == storage.nbytes():
                     continue
                 self._end_life(before)
             if place < 0:
-                place = self._places.of(caller)
-            entry = self._enter(storage, place, self.bands.current(), kind)
+                place = self.places.of(caller)
+            entry = self._enter(storage, place, kind)
             if entry is not None:
                 made.append(entry)
                 if before is not None:
                     entry.category = before.category
-                if kind == COPIES and self._is_input(args):
-                    entry.is_input = True
-        # The allocator has more than is known: compiled code, or another thread, has made it, and
-        # may have given it to this operation.
-        if self._unknown_bytes() > self._tolerated:
-            made += self._adopted(args)
+                if kind == COPIES and entry.category == OTHERS and self._is_input(args):
+                    entry.category = INPUTS
         if made:
             self._look(made)
 
@@ -216,43 +198,18 @@ class Recorder:
             return
         if before is not None:
             self._end_life(before)
-        place = self._places.of(sys._getframe(1))
-        entry = self._enter(storage, place, self.bands.current(), RESIZES, n_bytes)
+        entry = self._enter(storage, self.places.of(sys._getframe(1)), MAKES, n_bytes)
         if entry is not None:
-            entry.category = UNKNOWN if before is None else before.category
+            if before is not None:
+                entry.category = before.category
             self._remade.append(entry)
-
-    def _end_life(self, entry: Entry) -> None:
-        """End the life that a storage had with a size; it goes on with another."""
-        self._forget(entry)
-        self._dead.append(entry)
-
-    def _adopted(self, args: tuple[Any, ...]) -> list[Entry]:
-        made = []
-        for storage in storages_in(args):
-            if key_of(storage) not in self._entries:
-                entry = self._enter(storage, NOWHERE, self.bands.current(), ADOPTS)
-                if entry is not None:
-                    entry.is_input = False
-                    made.append(entry)
-        self._tolerated = self._unknown_bytes()
-        return made
-
-    def _unknown_bytes(self) -> int:
-        """What the host's allocator has beside the storages that are known."""
-        in_use_bytes: int = self._host_base + self._live.value
-        return in_use_bytes - self.host.known_bytes - self._summed_host_bytes()
-
-    def _summed_host_bytes(self) -> int:
-        summed = self._summed
-        return 0 if summed is None or summed.account is not self.host else summed.asked_bytes
 
     def _is_input(self, args: tuple[Any, ...]) -> bool:
         entries = (self._entries.get(key_of(storage)) for storage in storages_in(args))
-        return any(entry is not None and entry.is_input for entry in entries)
+        return any(entry is not None and entry.category == INPUTS for entry in entries)
 
     def _enter(
-        self, storage: UntypedStorage, place: int, scope: int, kind: int, n_bytes: int = -1
+        self, storage: UntypedStorage, place: int, kind: int, n_bytes: int = -1
     ) -> Entry | None:
         """Note a storage; None for one that takes nothing."""
         if n_bytes < 0:
@@ -260,37 +217,36 @@ class Recorder:
         device = storage.device
         if not n_bytes or device.type == "meta":
             return None
-        account = self.accounts.get(device) or self._account(device)
+        account = self.accounts.get(device)
+        if account is None:
+            account = self.accounts[device] = Account(device)
         entry = Entry(storage, self._died)
-        entry.key, entry.account, entry.place, entry.scope = key_of(storage), account, place, scope
+        entry.key, entry.account, entry.place = key_of(storage), account, place
+        entry.scope = self.bands.current()
         entry.n_bytes = entry.asked_bytes = n_bytes
-        entry.category, entry.begin = UNKNOWN, -1
-        entry.in_backward = is_running_node()
-        entry.is_input = kind == ADOPTS or self._places.are_inputs[place]
+        entry.category, entry.begin = OTHERS, -1
+        if is_running_node():
+            entry.category = IN_BACKWARD
+        elif kind == ADOPTS or self.places.are_inputs[place]:
+            entry.category = INPUTS
         # memory of numpy's, of a file, or that another process shares is not the allocator's
         entry.is_foreign = kind == ADOPTS and (is_hollow(storage) or not storage.resizable())
         self._entries[entry.key] = entry
         account.came(entry)
         return entry
 
-    def _account(self, device: torch.device) -> Account:
-        account = self.accounts[device] = Account(device, self.outliving)
-        if self.is_open:
-            account.begin()
-        return account
-
     def _died(self, reference: Any) -> None:
         """The finalizer of a storage: on any thread, and in the midst of anything."""
-        # What is done here is done at each death: the rest when the next step is read.
         entry: Any = self._entries.get(reference.key)
         if entry is reference:
-            self._forget(entry)
-            self._dead.append(entry)
+            self._end_life(entry)
 
-    def _forget(self, entry: Any) -> None:
+    def _end_life(self, entry: Any) -> None:
+        """End the life that a storage had, with this size; the rest is done as the step is read."""
         del self._entries[entry.key]
         entry.account.went(entry)
         entry.went_in_backward = is_running_node()
+        self._dead.append(entry)
 
     # --- steps
 
@@ -308,32 +264,31 @@ class Recorder:
     def _look(self, made: list[Entry]) -> None:
         """End a step, and mark its end among the allocator's events."""
         self._is_looking = True
-        number = self._last_number = next(self._numbers)
-        at_ns = self.elapsed_ns()
-        # Taken before the step is marked: what dies from here on belongs to the next one.
-        dead, self._dead = self._dead, []
-        if self._remade:
-            made, self._remade = made + self._remade, []
-        if self._summed is not None:
-            dead.append(self._summed)
-            self._summed = None
-        if len(self.accounts) > 1:
-            for account in {id(entry.account): entry.account for entry in made}.values():
-                account.look(number, at_ns)
-        step: _Step = number, at_ns, made, dead
-        self.stream.mark(self, step)
-        if made:
-            self.stream.resume()
-        self._is_looking = False
+        try:
+            number, at_ns = next(self._numbers), self.elapsed_ns()
+            # Taken before the step is marked: what dies from here on belongs to the next one.
+            dead, self._dead = self._dead, []
+            if self._remade:
+                made, self._remade = made + self._remade, []
+            if len(self.accounts) > 1:
+                for account in {id(entry.account): entry.account for entry in made}.values():
+                    account.look(number, at_ns)
+            step: _Step = number, at_ns, made, dead
+            self.stream.mark(self, step)
+            if made:
+                self.stream.resume()
+        finally:
+            self._is_looking = False
         if at_ns >= self._next_sample_ns:
-            self._next_sample_ns = self._sample(at_ns, self._host_base + self._live.value)
+            self._next_sample_ns = at_ns + _SAMPLE_NS
+            self.rss.add(number, at_ns, resident_bytes())
 
     def elapsed_ns(self) -> int:
         """Since it was started."""
         return time.perf_counter_ns() - self.began_ns
 
     def take(self, claim: _Step, changes: list[int], level_bytes: int) -> None:
-        """See `tenure._stream.Consumer`: tell the columns what has happened in a step."""
+        """See `tenure._stream.Consumer`: tell the accounts what has happened in a step."""
         number, at_ns, made, dead = claim
         self.n_events += len(made) + len(dead)
         high = level_bytes
@@ -348,3 +303,61 @@ class Recorder:
     def miss(self, claim: _Step, was_bytes: int, level_bytes: int) -> None:
         """See `tenure._stream.Consumer`."""
         self.take(claim, [], level_bytes)
+
+
+class OperationMode(EagerMode):
+    """Tells of the operations of the thread that entered it, those of backward passes included."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch left it unannotated
+        self._recorder = recorder
+        prepare()
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let torch compile as without it: what runs compiled is told by the allocator alone."""
+        return True
+
+    @never_compiled
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run an operation and tell the recorder what it made."""
+        recorder, kind = self._recorder, _known.get(func)
+        if kind is None:
+            kind = _known[func] = _kind_of(func)
+        try:
+            sums = recorder.sums
+            out = run(func, args, kwargs or {}, mode=self, stream=recorder.stream, sums=sums)
+        except Exception as error:
+            if recorder.is_open:
+                recorder.failed(error)
+            raise
+        if kind and recorder.is_open:
+            # None on a thread of autograd's engine
+            recorder.made(out, args, kind, sys._getframe().f_back)
+        return out
+
+
+def _kind_of(func: Any) -> int:
+    schema = schema_of(func)
+    # a higher-order operator
+    if schema is None:
+        return MAKES
+    packet = func.overloadpacket
+    if func in _LIFTS or packet is _aten.set_:
+        return ADOPTS
+    if packet in _RESIZERS or any(argument.is_out for argument in schema.arguments):
+        return MAKES
+    if packet in _COPIES:
+        return COPIES
+    # what it gives back are its arguments, or views of them
+    if all(each.alias_info is not None for each in schema.returns):
+        return NOTHING
+    return MAKES

@@ -1,78 +1,115 @@
-"""Levels over time in bounded memory: what is thinned are the valleys, never a maximum.
+"""Levels over time, and the lives of storages under them, in bounded memory.
 
-Time is cut into intervals of equal length, and of each the highest moment is kept. When there are
-too many intervals each two neighbours become one. Invariant: the highest moment of all is kept, so
-the peak is exact however long a recording runs.
+Time is cut into intervals of equal length, and of each the highest moment is kept. If there are too
+many intervals, each two neighbours become one. Invariants: the highest moment of all is kept, so
+the peak is exact however long a recording runs; every storage that was alive at a kept moment has
+its life here.
 """
 
 from __future__ import annotations
 
-from array import array
+from bisect import bisect_left
+from typing import NamedTuple
 
-MOST_MOMENTS = 2048
+FOREVER = (1 << 63) - 1
+"""The end of a storage that is alive when the recording ends."""
 # intervals of a microsecond at first: shorter than an operation
 _FIRST_SHIFT = 10
 _LONGEST_SHIFT = 62
+# Fewer are not searched for those that fall between the kept moments; of more, moments are dropped.
+_FIRST_LOOK = 50_000
+_MOST_LIVES = 1_000_000
+_FEWEST_MOMENTS = 256
+
+
+class Moment(NamedTuple):
+    """A step of a recording, its time since the beginning, and the bytes in use."""
+
+    number: int
+    at_ns: int
+    n_bytes: int
+
+
+class Life(NamedTuple):
+    """One storage, or one size of a storage that grows.
+
+    Attributes:
+        begin: the number of the first moment that it counts in.
+        end: that of the first moment that it counts in no more.
+        n_bytes: its bytes.
+        place: where it was made, as `Places` numbers it.
+        scope: the name of the scope that it was made in.
+        category: what it counts as.
+    """
+
+    begin: int
+    end: int
+    n_bytes: int
+    place: int
+    scope: str
+    category: str
 
 
 class Series:
-    """The moments that are kept of one device.
+    """The moments of one device that are kept.
 
     Args:
         most: how many moments at the most.
 
     Attributes:
-        moments: their numbers, increasing; all lives and levels of a recording share them.
-        times_ns: when they were, since the recording began.
-        levels: the bytes in use at each.
+        moments: these, in order.
+        lives: the storages that a moment falls into, and some more.
     """
 
-    def __init__(self, most: int = MOST_MOMENTS) -> None:
-        self.moments = array("q")
-        self.times_ns = array("q")
-        self.levels = array("q")
+    def __init__(self, most: int = 2048) -> None:
+        self.moments: list[Moment] = []
+        self.lives: list[Life] = []
         self._most = most
         self._shift = _FIRST_SHIFT
-        self._interval = -1
+        self._next_look = _FIRST_LOOK
 
-    def __len__(self) -> int:
-        return len(self.moments)
-
-    def add(self, moment: int, at_ns: int, n_bytes: int) -> None:
+    def add(self, number: int, at_ns: int, n_bytes: int) -> None:
         """Note the level of a moment, which comes after all others."""
-        interval = at_ns >> self._shift
-        if interval == self._interval:
+        moments = self.moments
+        if moments and at_ns >> self._shift == moments[-1].at_ns >> self._shift:
             # of equals the first: a peak began when it was first reached
-            if n_bytes > self.levels[-1]:
-                self.moments[-1], self.times_ns[-1], self.levels[-1] = moment, at_ns, n_bytes
+            if n_bytes > moments[-1].n_bytes:
+                moments[-1] = Moment(number, at_ns, n_bytes)
             return
-        self._interval = interval
-        self.moments.append(moment)
-        self.times_ns.append(at_ns)
-        self.levels.append(n_bytes)
-        if len(self.moments) > self._most:
-            self.thin(self._most)
+        moments.append(Moment(number, at_ns, n_bytes))
+        if len(moments) > self._most:
+            self._thin(self._most)
 
-    def thin(self, most: int) -> None:
+    def add_life(self, life: Life) -> None:
+        """Note a storage that is gone, or that the recording ends in."""
+        self.lives.append(life)
+        if len(self.lives) < self._next_look:
+            return
+        self._keep_seen()
+        # Many long lives: fewer moments have fewer lives between them, and the maxima stay.
+        while len(self.lives) > _MOST_LIVES and len(self.moments) > _FEWEST_MOMENTS:
+            self._thin(len(self.moments) // 2)
+            self._keep_seen()
+        # twice as many: all searches together then take a constant time for each life
+        self._next_look = max(_FIRST_LOOK, 2 * len(self.lives))
+
+    def index(self, number: int) -> int:
+        """Return the index of the first moment that is kept from a number on."""
+        return bisect_left(self.moments, (number,))
+
+    def _thin(self, most: int) -> None:
         """Make intervals longer until there are no more than this."""
-        while len(self) > most and self._shift < _LONGEST_SHIFT:
+        while len(self.moments) > most and self._shift < _LONGEST_SHIFT:
             self._shift += 1
-            self._merge()
-        self._interval = self.times_ns[-1] >> self._shift if self.times_ns else -1
+            before, self.moments = self.moments, []
+            for moment in before:
+                self.add(*moment)
 
-    def highest(self) -> int:
-        """The place of the highest moment; the first, of several."""
-        return self.levels.index(max(self.levels))
-
-    def _merge(self) -> None:
-        before = list(zip(self.moments, self.times_ns, self.levels, strict=True))
-        del self.moments[:], self.times_ns[:], self.levels[:]
-        interval = -1
-        for moment, at_ns, n_bytes in before:
-            if at_ns >> self._shift != interval:
-                interval = at_ns >> self._shift
-                self.moments.append(moment)
-                self.times_ns.append(at_ns)
-                self.levels.append(n_bytes)
-            elif n_bytes > self.levels[-1]:
-                self.moments[-1], self.times_ns[-1], self.levels[-1] = moment, at_ns, n_bytes
+    def _keep_seen(self) -> None:
+        # the end of what is known: moments that are still to come may fall into these
+        open_from = self.moments[-1].number if self.moments else -1
+        self.lives = [
+            life
+            for life in self.lives
+            if life.end > open_from or self.index(life.begin) < self.index(life.end)
+        ]

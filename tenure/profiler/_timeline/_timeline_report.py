@@ -6,13 +6,11 @@ lines. However long the recording was, the report has some thousand times, and t
 
 from __future__ import annotations
 
-import math
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, Self, TypeVar
 
 from tenure._errors import ReportFormatError
 from tenure._show import (
@@ -32,17 +30,17 @@ from tenure._show import (
 )
 from tenure._text import counted, format_bytes
 
-from ._places import BEFORE_STACK
-
+BEFORE_STACK = ("before the recording",)
+"""The stack of what was there when the recording began."""
 OUTSIDE = "outside of scopes"
 """The scope of what was made in none."""
 _MOST_ERRORS = 20
 # No recording has more than these: three centuries, and calls or scopes inside one another.
 _MOST_S = 1e10
-_MOST_DEPTH = 1000
-_MOST_CALLS = 100
+_MOST_CALLS = 1000
 _NS = 1e9
 _BYTES = "bytes"
+_Key = TypeVar("_Key")
 _COLUMNS = (
     bytes_column(_BYTES),
     Column("storages", ">", spare=2, spelled=str),
@@ -77,32 +75,51 @@ class PeakRow:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class DeviceTimeline(Record):
-    """The memory of one device over time.
+class Track(Record):
+    """The live bytes of a device.
 
     Attributes:
-        device: the device.
+        device: the device, as ``cuda:0``.
         times_s: seconds since the recording began, increasing.
         live_bytes: the most that was in use in the interval around each time.
-        began_bytes: what was in use when the recording began, as far as tensors show it.
         peak_bytes: the most of all.
         peak_at_s: when that was.
-        by_category: the bytes of each category at these times.
-        by_scope: those of what was made in each scope.
-        by_line: those of what each line made, of the lines with the most.
         at_peak: what was in use at the peak, the largest first.
     """
 
     device: str
     times_s: tuple[float, ...]
     live_bytes: tuple[int, ...]
-    began_bytes: int
     peak_bytes: int
     peak_at_s: float
+    at_peak: tuple[PeakRow, ...]
+
+    def largest(self) -> str:
+        """Return what took most at the peak, in words; empty if no line is known."""
+        # what no tensor shows has no line, nor has what was there before
+        made = [row for row in self.at_peak if row.stack and not row.was_before and row.n_storages]
+        found = summed(made, lambda row: (row.category or "tensors", row.stack[-1]))
+        if not found:
+            return ""
+        (category, line), (n_bytes, _) = max(found.items(), key=lambda each: each[1][0])
+        return f"{format_bytes(n_bytes)} {category}, made at {line}"
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class DeviceTimeline(Track):
+    """The memory of one device over time.
+
+    Attributes:
+        began_bytes: what was in use when the recording began, as far as tensors show it.
+        by_category: the bytes of each category at these times.
+        by_scope: the bytes of what was made in each scope.
+        by_line: the bytes of what each line made, of the lines with the most.
+    """
+
+    began_bytes: int
     by_category: dict[str, tuple[int, ...]]
     by_scope: dict[str, tuple[int, ...]]
     by_line: dict[str, tuple[int, ...]]
-    at_peak: tuple[PeakRow, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,24 +154,15 @@ class OomMark:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class HostTimeline(Record):
-    """What the process takes of the host's memory, from time to time.
+    """The resident memory of the process, from time to time.
 
     Attributes:
         times_s: seconds since the recording began.
-        rss_bytes: resident memory of the process.
-        tensors_bytes: what torch's allocator of the host has given out; not all of it is resident
-            where nothing was written to it yet.
-        python_heap_bytes: the arenas of Python's allocator of small objects.
-        allocator_slack_bytes: what the C library holds and nobody uses.
-        rest_bytes: what is left: code, libraries, arrays of numpy, large objects of Python, stacks.
+        rss_bytes: resident memory.
     """
 
     times_s: tuple[float, ...]
     rss_bytes: tuple[int, ...]
-    tensors_bytes: tuple[int, ...]
-    python_heap_bytes: tuple[int, ...]
-    allocator_slack_bytes: tuple[int, ...]
-    rest_bytes: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -165,7 +173,7 @@ class TimelineReport(Report):
         devices: those that were used, the host first.
         scopes: when which scopes were open, on the thread that was recorded.
         ooms: when something ran out of memory.
-        host: what the process took of the host's memory; None where the system does not tell.
+        host: what the process took of the host's memory.
         n_events: how many storages were made, and died.
         duration_s: how long the recording was.
         began_at_ns: when it began, in nanoseconds of the system's clock.
@@ -175,13 +183,11 @@ class TimelineReport(Report):
     devices: tuple[DeviceTimeline, ...]
     scopes: tuple[ScopeSpan, ...]
     ooms: tuple[OomMark, ...]
-    host: HostTimeline | None
+    host: HostTimeline
     n_events: int
     duration_s: float
     began_at_ns: int
     notes: tuple[str, ...]
-
-    _figures: ClassVar = ()
 
     def export(self, path: str | Path) -> Path:
         """Write the timeline to a file, whose name says in which format.
@@ -221,13 +227,10 @@ class TimelineReport(Report):
             check_levels(device)
             for bands in (device.by_category, device.by_scope, device.by_line):
                 for name, figures in bands.items():
-                    _check_series(f"{name!r} on {device.device}", device.times_s, figures)
-        if (host := found.host) is not None:
-            parts = host.tensors_bytes, host.python_heap_bytes, host.allocator_slack_bytes
-            for each in (host.rss_bytes, *parts, host.rest_bytes):
-                _check_series("the host", host.times_s, each, least=-math.inf)
+                    _check(f"{name!r} on {device.device}", device.times_s, figures)
+        _check("the host", found.host.times_s, found.host.rss_bytes)
         for span in found.scopes:
-            _check("scopes", [span.begin_s, span.end_s], 0 <= span.depth <= _MOST_DEPTH)
+            _check("scopes", [span.begin_s, span.end_s], fits=0 <= span.depth <= _MOST_CALLS)
         times_s = [*(oom.at_s for oom in found.ooms), found.duration_s, found.began_at_ns / _NS]
         _check("the recording", sorted(times_s))
         return found
@@ -254,49 +257,46 @@ class TimelineReport(Report):
         return parts
 
 
-def check_levels(track: Any) -> None:
-    """Make sure that the figures of one device fit each other.
-
-    Args:
-        track: a `DeviceTimeline`, or what has its levels and its peak.
-
-    Raises:
-        ReportFormatError: they don't, so that they were not recorded.
-    """
-    name = track.device
-    _check_series(name, track.times_s, track.live_bytes)
-    _check(name, [track.peak_at_s], track.peak_bytes in track.live_bytes)
-    for row in track.at_peak:
-        _check(name, [], min(row.n_bytes, row.n_storages) >= 0 and len(row.stack) <= _MOST_CALLS)
+def check_levels(track: Track) -> None:
+    """Raise a `ReportFormatError` if the figures of one device do not fit each other."""
+    fits = track.peak_bytes in track.live_bytes and all(
+        min(row.n_bytes, row.n_storages) >= 0 and len(row.stack) <= _MOST_CALLS
+        for row in track.at_peak
+    )
+    _check(track.device, track.times_s, track.live_bytes, fits=fits)
 
 
-def _check_series(
-    what: str, times_s: Sequence[float], figures: Sequence[int], *, least: float = 0
+def _check(
+    what: str, times_s: Sequence[float], figures: Sequence[int] | None = None, *, fits: bool = True
 ) -> None:
-    if len(times_s) != len(figures):
+    if figures is not None and len(times_s) != len(figures):
         raise ReportFormatError(
             f"There are {len(times_s)} times and {len(figures)} figures of {what}. {ADVICE_OF_CUT}"
         )
-    _check(what, times_s, min(figures, default=0) >= least)
-
-
-def _check(what: str, times_s: Sequence[float], fits: bool = True) -> None:
-    fits &= all(0 <= at_s <= _MOST_S for at_s in times_s)
+    fits &= min(figures or [0]) >= 0 and all(0 <= at_s <= _MOST_S for at_s in times_s)
     if not fits or any(a > b for a, b in pairwise(times_s)):
         raise ReportFormatError(f"The figures of {what} do not fit each other. {ADVICE_OF_CUT}")
 
 
+def summed(rows: Iterable[PeakRow], key: Callable[[PeakRow], _Key]) -> dict[_Key, tuple[int, int]]:
+    """Return the bytes and the number of storages of rows, by a key."""
+    found: dict[_Key, tuple[int, int]] = {}
+    for row in rows:
+        n_bytes, n = found.get(key(row), (0, 0))
+        found[key(row)] = n_bytes + row.n_bytes, n + row.n_storages
+    return found
+
+
 def _table_of(device: DeviceTimeline) -> Table:
-    """What was in use at the peak by category, scope and line, whatever calls led there."""
-    found: dict[tuple[str, str, str], list[int]] = defaultdict(lambda: [0, 0])
-    for row in device.at_peak:
-        scope = "" if row.scope == OUTSIDE else row.scope
+    """Return what was in use at the peak by category, scope and line, whatever calls led there."""
+
+    def key(row: PeakRow) -> tuple[str, str, str]:
         # of a library what follows the folder that all are in
         line = row.stack[-1].rpartition("site-packages/")[2] if row.stack else ""
-        bytes_and_count = found[row.category, scope, line]
-        bytes_and_count[0] += row.n_bytes
-        bytes_and_count[1] += row.n_storages
+        return row.category, "" if row.scope == OUTSIDE else row.scope, line
+
     rows = [
-        (in_bytes(n_bytes), Amount(str(n or ""), n), *key) for key, (n_bytes, n) in found.items()
+        (in_bytes(n_bytes), Amount(str(n or ""), n), *names)
+        for names, (n_bytes, n) in summed(device.at_peak, key).items()
     ]
     return Table(f"In use at the peak of {device.device}", _COLUMNS, rows, by=_BYTES)

@@ -6,9 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tenure.profiler import Timeline
-from tenure.profiler._timeline import _lives, _series
-from tenure.profiler._timeline._lives import FOREVER, Life, Lives
-from tenure.profiler._timeline._series import Series
+from tenure.profiler._timeline import _series
+from tenure.profiler._timeline._series import FOREVER, Life, Series
 
 from .test_truth import check_sums
 
@@ -21,13 +20,13 @@ def test_however_many_moments_there_are_the_highest_is_kept(steps):
     for moment, (later_ns, level) in enumerate(steps):
         at_ns += later_ns
         series.add(moment, at_ns, level)
-        assert len(series) <= MOST
+        assert len(series.moments) <= MOST
     levels = [level for _, level in steps]
-    assert max(series.levels) == max(levels)
-    assert series.moments[series.highest()] == levels.index(max(levels))
-    assert list(series.moments) == sorted(series.moments)
-    for moment, level in zip(series.moments, series.levels, strict=True):
-        assert levels[moment] == level
+    highest = max(series.moments, key=lambda moment: moment.n_bytes)
+    assert highest.n_bytes == max(levels)
+    assert highest.number == levels.index(max(levels))
+    assert series.moments == sorted(series.moments)
+    assert all(levels[moment.number] == moment.n_bytes for moment in series.moments)
 
 
 @given(
@@ -37,13 +36,12 @@ def test_however_many_moments_there_are_the_highest_is_kept(steps):
 )
 def test_at_each_kept_moment_all_that_was_alive_is_there(born):
     """Each step something is made that lives for so many steps."""
-    series, first_look = Series(MOST), _lives._FIRST_LOOK
-    _lives._FIRST_LOOK = 10
+    first_look, _series._FIRST_LOOK = _series._FIRST_LOOK, 10
     try:
-        lives, at_ns, ends, truth = Lives(series), 0, {}, []
+        series, at_ns, ends, truth = Series(MOST), 0, {}, []
         for step, (lasts, n_bytes, later_ns) in enumerate(born):
             for entry in ends.pop(step, []):
-                lives.add(Life(*entry, 0, 0, 0))
+                series.add_life(Life(*entry, 0, "", ""))
             ends.setdefault(step + lasts, []).append((step, step + lasts, n_bytes))
             at_ns += later_ns
             truth.append(
@@ -52,18 +50,18 @@ def test_at_each_kept_moment_all_that_was_alive_is_there(born):
             series.add(step, at_ns, truth[-1])
         for left in ends.values():
             for begin, _, n_bytes in left:
-                lives.add(Life(begin, FOREVER, n_bytes, 0, 0, 0))
+                series.add_life(Life(begin, FOREVER, n_bytes, 0, "", ""))
     finally:
-        _lives._FIRST_LOOK = first_look
-    for moment, level in zip(series.moments, series.levels, strict=True):
-        alive = [life.n_bytes for life in lives if life.begin <= moment < life.end]
+        _series._FIRST_LOOK = first_look
+    for moment, _, level in series.moments:
+        alive = [life.n_bytes for life in series.lives if life.begin <= moment < life.end]
         assert sum(alive) == level == truth[moment]
 
 
 def test_a_long_run_is_thinned_and_its_peak_is_exact(monkeypatch):
-    monkeypatch.setattr(_lives, "_FIRST_LOOK", 200)
-    monkeypatch.setattr(_lives, "_MOST_LIVES", 500)
-    monkeypatch.setattr(_lives, "_FEWEST_MOMENTS", 8)
+    monkeypatch.setattr(_series, "_FIRST_LOOK", 200)
+    monkeypatch.setattr(_series, "_MOST_LIVES", 500)
+    monkeypatch.setattr(_series, "_FEWEST_MOMENTS", 8)
     monkeypatch.setattr(_series.Series.__init__, "__defaults__", (64,))
     with Timeline() as timeline:
         kept = [torch.ones(10 + i) for i in range(400)]

@@ -80,37 +80,6 @@ def test_parameters_and_state_that_are_gone_at_the_end_are_known_by_the_first_st
     assert not [each for each in hooks if each.__qualname__.startswith("Timeline")]
 
 
-def graph_keeping_steps(n_steps, keep):
-    """Steps of which each keeps 64 KiB, and no look but that after the first."""
-    w = torch.ones(64 * KIB // 4, requires_grad=True)
-    optimizer = torch.optim.SGD([w], lr=0.1)
-    kept = []
-    for _ in range(n_steps):
-        made = w.exp()
-        made.sum().backward(retain_graph=True)
-        optimizer.step()
-        kept.append(keep(made))
-
-
-def test_graphs_that_a_function_kept_are_told_by_the_first_of_them(monkeypatch):
-    monkeypatch.setattr(_timeline, "_STEP_SHARE", 10**9)
-    with Timeline() as timeline:
-        graph_keeping_steps(5, lambda made: made)
-    host = timeline.report.devices[0]
-    assert max(host.by_category["saved for backward"]) == 5 * 64 * KIB
-    assert at_peak(timeline.report, "saved for backward") == 5 * 64 * KIB
-
-
-def test_what_outlives_a_step_without_its_graph_is_nothing_else_than_before(monkeypatch):
-    monkeypatch.setattr(_timeline, "_STEP_SHARE", 10**9)
-    with Timeline() as timeline:
-        graph_keeping_steps(5, lambda made: made.detach().clone())
-    host = timeline.report.devices[0]
-    # that of the step that runs, and that of the one before, whose name is bound until then
-    assert max(host.by_category["saved for backward"]) == 2 * 64 * KIB
-    assert at_peak(timeline.report, "other tensors") >= 4 * 64 * KIB
-
-
 def test_a_scope_for_each_step_and_an_error_in_each_take_bounded_memory(monkeypatch):
     monkeypatch.setattr(_bands, "_MOST_NAMES", 10)
     monkeypatch.setattr(_timeline, "_MOST_OOMS", 6)

@@ -1,0 +1,270 @@
+"""Files of other tools, by the end of a file's name.
+
+A writer gives the text or the bytes of a whole file. Another format is one more entry of
+``WRITERS``, in which a recording writes its timeline as well.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from tenure._errors import ProfilerUsageError
+from tenure._report_files import csv_text, write_whole
+from tenure._text import listed
+
+from .._page import timeline_page
+from ._timeline_report import DeviceTimeline, TimelineReport
+
+_US = 1e6
+# Kineto's times count from the last quarter of a year; a year has 365.2425 days.
+# https://github.com/pytorch/kineto/blob/main/libkineto/src/output_json.cpp
+_QUARTER_NS = 7_889_238 * 1_000_000_000
+_SCOPES = "scopes"
+_SPEEDSCOPE = "https://www.speedscope.app/file-format-schema.json"
+# The unpickler of memory_viz, in JavaScript, knows protocols 2 to 4.
+_PROTOCOL = 4
+# of a cell itself no function is told
+_FRAME = re.compile(r"(?P<file>.*)(?::|, line )(?P<line>\d+)(?: in (?P<name>.*))?")
+_FIRST_ADDRESS = 1 << 32
+
+
+def export(report: TimelineReport, path: Path) -> Path:
+    """Write a timeline in the format that the name of the file asks for.
+
+    Raises:
+        ProfilerUsageError: there is no such format.
+        OSError: it can't be written; there is nothing of it then.
+    """
+    matching = [extension for extension in WRITERS if path.name.lower().endswith(extension)]
+    if not matching:
+        raise ProfilerUsageError(
+            f"export() got {path.name!r}, and there is no format for that ending; nothing was "
+            f"written. There are {listed(sorted(WRITERS), len(WRITERS))}."
+        )
+    content = WRITERS[max(matching, key=len)](report)
+    return write_whole(path, content.encode() if isinstance(content, str) else content)
+
+
+def _csv_table(report: TimelineReport) -> str:
+    """Return device, seconds, live bytes, and the bytes of each category."""
+    return csv_text(_rows(report))
+
+
+def _rows(report: TimelineReport) -> Iterator[Sequence[object]]:
+    categories = list(dict.fromkeys(name for each in report.devices for name in each.by_category))
+    yield ["device", "seconds", "live bytes", *categories]
+    for device in report.devices:
+        nothing = (0,) * len(device.times_s)
+        parts = [device.by_category.get(name, nothing) for name in categories]
+        for at_s, *figures in zip(device.times_s, device.live_bytes, *parts, strict=True):
+            yield [device.device, f"{at_s:.9f}", *figures]
+
+
+def _speedscope_profile(report: TimelineReport) -> str:
+    """Return the calls that made what is in use at the peak, a profile for each device."""
+    frames: dict[str, int] = {}
+    profiles = []
+    for device in report.devices:
+        rows = [row for row in device.at_peak if row.n_bytes]
+        samples = []
+        for row in rows:
+            scope = [f"scope {row.scope}"] if row.scope else []
+            names = (*scope, *row.stack, row.category)
+            samples.append([frames.setdefault(name, len(frames)) for name in names])
+        profiles.append(
+            {
+                "type": "sampled",
+                "name": f"in use at the peak of {device.device}",
+                "unit": "bytes",
+                "startValue": 0,
+                "endValue": sum(row.n_bytes for row in rows),
+                "samples": samples,
+                "weights": [row.n_bytes for row in rows],
+            }
+        )
+    return json.dumps(
+        {
+            "$schema": _SPEEDSCOPE,
+            "name": "tenure timeline",
+            "exporter": "tenure",
+            "activeProfileIndex": 0,
+            "shared": {"frames": [{"name": name} for name in frames]},
+            "profiles": profiles,
+        }
+    )
+
+
+def _chrome_trace(report: TimelineReport) -> str:
+    """Return counters of live bytes, which stand below the operators of torch.profiler's file.
+
+    Both files count from the same time, so a list of events of one can be appended to the other's.
+    """
+    base_ns = report.began_at_ns // _QUARTER_NS * _QUARTER_NS
+    began_us = (report.began_at_ns - base_ns) / 1000
+
+    def event(kind: str, name: str, at_s: float, **more: Any) -> dict[str, Any]:
+        head = {"ph": kind, "name": name, "pid": os.getpid(), "tid": _SCOPES}
+        return {**head, "ts": began_us + at_s * _US, **more}
+
+    events = [event("M", "thread_name", 0.0, args={"name": _SCOPES})]
+    for device in report.devices:
+        for i, at_s in enumerate(device.times_s):
+            args = {name: series[i] for name, series in device.by_category.items()}
+            events.append(event("C", f"live bytes on {device.device}", at_s, args=args))
+    for span in report.scopes:
+        dur = (span.end_s - span.begin_s) * _US
+        events.append(event("X", span.name, span.begin_s, cat="scope", dur=dur))
+    for oom in report.ooms:
+        told = {"error": oom.text}
+        events.append(event("i", "out of memory", oom.at_s, s="g", cat="oom", args=told))
+    for at_s, n_bytes in zip(report.host.times_s, report.host.rss_bytes, strict=True):
+        events.append(event("C", "resident memory of the process", at_s, args={"bytes": n_bytes}))
+    return json.dumps(
+        {
+            "schemaVersion": 1,
+            "displayTimeUnit": "ms",
+            "baseTimeNanoseconds": base_ns,
+            "traceEvents": events,
+        }
+    )
+
+
+def _memory_viz_pickle(report: TimelineReport) -> bytes:
+    """Return a snapshot as ``torch.cuda.memory`` writes it, for ``torch.cuda._memory_viz``.
+
+    What a line has gained from one time to the next is a block that is allocated; what it has lost
+    is freed, the newest first. Between two times all is freed before anything is allocated, so what
+    the viewer adds up is never more than the level, and is its peak at the peak. Addresses are made
+    up, and none is used twice.
+    """
+    # The host is one device more, the last: the numbers of the others are their indices.
+    order = sorted(report.devices, key=lambda each: (each.device == "cpu", each.device))
+    began_us = report.began_at_ns / 1000
+    traced = [_traced(i, device, began_us) for i, device in enumerate(order)]
+    marks = [
+        (span.name, stage, at_s)
+        for span in report.scopes
+        for stage, at_s in (("START", span.begin_s), ("END", span.end_s))
+    ]
+    snapshot = {
+        "segments": [segment for segment, _ in traced],
+        "device_traces": [events for _, events in traced],
+        "allocator_settings": {},
+        # torch's own snapshots have devices of one kind, by their number
+        "tenure_devices": [each.device for each in order],
+        "external_annotations": [
+            {"name": name, "stage": stage, "device": 0, "time_us": int(began_us + at_s * _US)}
+            for name, stage, at_s in marks
+        ],
+    }
+    return pickle.dumps(snapshot, protocol=_PROTOCOL)
+
+
+def _traced(
+    index: int, device: DeviceTimeline, began_us: float
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return the segment that all blocks of a device lie in, and its events."""
+    # The calls that led to each line, innermost first, as far as they are known at the peak.
+    frames = {
+        row.stack[-1]: [_frame(name) for name in reversed(row.stack)]
+        for row in reversed(device.at_peak)
+        if row.stack
+    }
+    events: list[dict[str, Any]] = []
+    # the address, the bytes and the line of each block of a line, the newest last
+    blocks: dict[str, list[tuple[int, int, str]]] = defaultdict(list)
+    end = _FIRST_ADDRESS
+
+    def note(action: str, block: tuple[int, int, str], at_s: float) -> None:
+        address, n_bytes, name = block
+        events.append(
+            {
+                "action": action,
+                "addr": address,
+                "size": n_bytes,
+                "stream": 0,
+                "time_us": int(began_us + at_s * _US),
+                "frames": frames.get(name) or [_frame(name)],
+            }
+        )
+
+    for i, at_s in enumerate(device.times_s):
+        gained = {}
+        for name, series in device.by_line.items():
+            gained[name] = series[i] - sum(n_bytes for _, n_bytes, _ in blocks[name])
+            # of the last block that is freed it may go on with a part
+            while gained[name] < 0:
+                block = blocks[name].pop()
+                note("free_requested", block, at_s)
+                note("free_completed", block, at_s)
+                gained[name] += block[1]
+        for name, n_bytes in gained.items():
+            if n_bytes:
+                blocks[name].append((end, n_bytes, name))
+                note("alloc", blocks[name][-1], at_s)
+                end += n_bytes
+    # a viewer can't draw a trace without events
+    if not events:
+        blocks["nothing"].append((end, 1, "nothing"))
+        note("alloc", blocks["nothing"][-1], 0.0)
+        end += 1
+    left = sorted(block for held in blocks.values() for block in held)
+    shown, last = [], _FIRST_ADDRESS
+    for address, n_bytes, name in (*left, (end, 0, "")):
+        if address > last:
+            shown.append(_block(last, address - last, "inactive", []))
+        if n_bytes:
+            shown.append(_block(address, n_bytes, "active_allocated", frames.get(name, [])))
+        last = address + n_bytes
+    in_use = sum(n_bytes for _, n_bytes, _ in left)
+    segment = {
+        "device": index,
+        "address": _FIRST_ADDRESS,
+        "total_size": end - _FIRST_ADDRESS,
+        "allocated_size": in_use,
+        "active_size": in_use,
+        "requested_size": in_use,
+        "stream": 0,
+        "segment_type": "large",
+        "segment_pool_id": (0, 0),
+        "is_expandable": False,
+        "frames": [],
+        "blocks": shown,
+    }
+    return segment, events
+
+
+def _block(address: int, n_bytes: int, state: str, frames: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "address": address,
+        "size": n_bytes,
+        "requested_size": n_bytes,
+        "state": state,
+        "frames": frames,
+    }
+
+
+def _frame(name: str) -> dict[str, Any]:
+    found = _FRAME.fullmatch(name)
+    if found is None:
+        return {"filename": "", "line": 0, "name": name}
+    line, function = int(found["line"]), found["name"] or "<module>"
+    return {"filename": found["file"], "line": line, "name": function}
+
+
+Writer = Callable[[TimelineReport], str | bytes]
+WRITERS: dict[str, Writer] = {
+    ".pickle": _memory_viz_pickle,
+    ".speedscope.json": _speedscope_profile,
+    ".json": _chrome_trace,
+    ".csv": _csv_table,
+    ".html": timeline_page,
+}
+"""By extension; the longest that a name ends with counts."""
