@@ -109,10 +109,18 @@ class Paragraph(Part):
             for line in visible(text).split("\n") if text else ():
                 match = _LEAD.match(line)
                 assert match is not None
-                lead, rest = match[0], Text(line[match.end() :], style)
+                lead = match[0]
                 hanging = " " * (len(lead) + 2 * lead.isspace())
-                broken = rest.wrap(console, options.max_width - len(hanging), overflow="fold")
+                width = options.max_width - len(hanging)
+                rest = Text(_broken(line[match.end() :], width), style)
+                broken = rest.wrap(console, width, overflow="fold")
                 yield Text(lead) + Text(f"\n{hanging}").join(broken)
+
+
+def _broken(line: str, width: int) -> str:
+    """Break words that are longer than a line after a dot or a slash if they have one."""
+    piece = re.compile(rf".{{1,{width}}}$|.{{1,{width}}}(?<=[./])|.{{1,{width}}}")
+    return re.sub(rf"\S{{{width + 1},}}", lambda word: "\n".join(piece.findall(word[0])), line)
 
 
 @dataclass(frozen=True, slots=True)
