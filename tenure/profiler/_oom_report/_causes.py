@@ -72,6 +72,8 @@ _CACHE_OF = re.compile(r"lru_cache of ([\w.<>]+)")
 # a chain of objects, each of which refers to the next
 _CHAIN = re.compile(r"(\.\w+)\1+")
 _LINK = re.compile(r"(\.\w+)\.…")
+# with a graph: it refers to its parameter, and that to it, which no collector sees
+_ORPHAN = re.compile(r"(Parameter|Tensor)\d+\.grad\Z")
 
 # of each cause the beginning of the first line, and advice
 TEXTS: dict[str, tuple[str, str]] = {
@@ -204,8 +206,8 @@ def _fragmentation(facts: Facts) -> Candidate | None:
 
 
 def _other_process(facts: Facts) -> Candidate | None:
-    total, others, free = facts.total_bytes or 0, facts.others_bytes, facts.free_bytes or 0
-    if not total or others < max(total // 10, facts.used_bytes, total - others - free):
+    total, others = facts.total_bytes or 0, facts.others_bytes
+    if not total or others < max(total // 10, facts.used_bytes, facts.own_bytes):
         return None
     text = f"{format_bytes(others)} of {facts.device}. End it, or use another device."
     return Candidate("other_process", others, text)
@@ -229,7 +231,7 @@ def _phase(facts: Facts) -> Candidate | None:
     """What ran if that has a cause of its own: a model is made, an optimizer steps, a loss."""
     now = facts.bytes_of(PARAMETERS, BUFFERS) + facts.wanted_bytes
     n_bytes = max(facts.building_bytes, now)
-    if facts.building and facts.model is None and n_bytes >= _MOST * (facts.total_bytes or 0):
+    if facts.building and facts.model is None and n_bytes >= _MOST * facts.own_bytes:
         return _too_large(facts, n_bytes)
     return _optimizer(facts) or _logits(facts)
 
@@ -321,7 +323,7 @@ def _batch(facts: Facts) -> Candidate | None:
     wanted, saved, total = facts.wanted_bytes, facts.bytes_of(SAVED), facts.of_total
     n_bytes = saved + facts.bytes_of(OTHERS) + wanted
     # what was found is not what fills the memory
-    if not n_bytes or 2 * facts.all_bytes < (facts.total_bytes or 0):
+    if not n_bytes or 2 * facts.all_bytes < facts.own_bytes:
         return None
     # a small graph may be left from anything that ran before
     computes = facts.model is not None or 4 * saved > wanted
@@ -534,6 +536,7 @@ def _kept_tensors(facts: Facts) -> Iterator[Candidate]:
         is_joined = _joins(entry, facts)[0] >= _FEWEST
         if _OF_FORWARD not in name and (is_joined or is_saved or is_kept):
             place = _spelled(place_of(row.name), facts) if is_joined else _place(name, facts)
+            place = _CYCLE if _ORPHAN.match(row.graph or "") else place
             pile = (joined if is_joined else piles).setdefault(place, _Pile(place))
             (pile.saved if is_saved else pile.own).append(entry)
             pile.names.append(name)
@@ -591,13 +594,18 @@ def _spelled(place: str, facts: Facts) -> str:
 def _of_pile(pile: _Pile, facts: Facts) -> Candidate | None:
     """Why a pile is of no use, in the order of certainty; None for what is wanted."""
     place, n_bytes, largest = pile.place, pile.n_bytes, pile.names[0]
+    size = format_bytes(n_bytes)
+    if place == _CYCLE and _ORPHAN.match(largest):
+        left = f"backward(create_graph=True){_at(facts.watch.created_at)} left {size}"
+        text = f"{left} of gradients with graphs. Set .grad = None after it."
+        return Candidate("cycle", n_bytes, text)
     if place == _CYCLE:
         return _garbage(_spelled(largest.removesuffix(_CYCLE), facts), n_bytes)
     if place == _TRACEBACK:
         # of equal ones, one whose keeper has a name
         held = next((name for name in pile.names if _HELD in name), largest)
-        size = f"{_shortened(_keeper_of(held, facts))} holds {format_bytes(n_bytes)}"
-        text = f"{size} by its traceback. Keep str(error), not the error."
+        holds = f"{_shortened(_keeper_of(held, facts))} holds {size} by its traceback"
+        text = f"{holds}. Keep str(error), not the error."
         return Candidate("traceback", n_bytes, text)
     if cached := _CACHE_OF.search(place):
         name, remedy = cached[1], f"call {_shortened(cached[1])}.cache_clear()."
@@ -764,13 +772,17 @@ def _past(facts: Facts) -> Candidate | None:
 
 
 def _casts(facts: Facts) -> Candidate | None:
-    """The casts of weights that autocast keeps while its block is open; nothing in Python does."""
-    weights = facts.rows(PARAMETERS)
+    """The casts of weights that autocast keeps while its block is open; nothing in Python does.
+
+    The graph of a cast keeps the weight too, also when its model is gone.
+    """
+    old = [row for row in facts.rows(SAVED) if row.name == "AccumulateGrad.variable"]
+    weights = [*facts.rows(PARAMETERS), *old]
     shapes = {row.shape for row in weights} | {row.shape[::-1] for row in weights}
-    rows = [row for row in facts.rows(SAVED, OTHERS) if row.dtype == facts.autocast_dtype]
-    n_bytes = sum(row.n_bytes for row in rows if row.shape in shapes)
+    casts = [row for row in facts.rows(SAVED, OTHERS) if row.dtype == facts.autocast_dtype]
+    n_bytes = sum(row.n_bytes for row in (*casts, *old) if row.shape in shapes)
     # a training has a block for each step
-    if facts.trains or not n_bytes:
+    if facts.trains or not casts or not n_bytes:
         return None
     size = f"autocast around {_line_of(facts.site)} keeps {format_bytes(n_bytes)}"
     remedy = "Use autocast(cache_enabled=False), or a block for each batch."

@@ -187,6 +187,13 @@ class Facts:
         return self.all_bytes - self.fixed_bytes
 
     @property
+    def own_bytes(self) -> int:
+        """What this process has of the device, found or not; 0 if nothing tells."""
+        if self.total_bytes is None or self.free_bytes is None:
+            return 0
+        return self.total_bytes - self.free_bytes - self.others_bytes
+
+    @property
     def of_total(self) -> str:
         """How much there is in all, as texts say it; empty where nothing tells."""
         return f" of {format_bytes(self.total_bytes)}" if self.total_bytes else ""
@@ -262,7 +269,7 @@ class Facts:
         for frame in frames:
             name, subject = frame.f_code.co_name, _self_of(frame)
             is_module = is_kind(type(subject), nn.Module)
-            if is_kind(type(subject), Optimizer) and name == "step":
+            if is_kind(type(subject), Optimizer) and name == "step" and self.optimizer is None:
                 self.optimizer = weakref.ref(subject)
                 variables = (each for frame in own for each in _variables_of(frame))
                 self.optimizer_name = next((key for key, v in variables if v is subject), "")

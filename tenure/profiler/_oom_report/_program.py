@@ -127,13 +127,10 @@ def _name_of(node: ast.AST) -> str:
     return node.attr if isinstance(node, ast.Attribute) else getattr(node, "arg", None) or ""
 
 
-def _targets(node: ast.AST) -> Iterator[str]:
+def _bound_in(target: ast.AST) -> set[str]:
     """The names that a target binds."""
-    if isinstance(node, ast.Name | ast.Attribute):
-        yield _name_of(node)
-    elif isinstance(node, ast.Tuple | ast.List | ast.Starred):
-        for each in ast.iter_child_nodes(node):
-            yield from _targets(each)
+    found = (n for n in ast.walk(target) if isinstance(getattr(n, "ctx", None), ast.Store))
+    return {name for node in found if (name := _name_of(node))}
 
 
 def _flows(node: ast.AST) -> Iterator[tuple[str, ast.expr, bool]]:
@@ -152,11 +149,11 @@ def _flows(node: ast.AST) -> Iterator[tuple[str, ast.expr, bool]]:
     if not isinstance(value, ast.expr):
         return
     for target in targets:
-        for name in _targets(target):
+        for name in _bound_in(target):
             yield name, value, True
             if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Add):
                 sides = ((value.left, value.right), (value.right, value.left))
-                yield from ((name, b, False) for a, b in sides if name in _targets(a))
+                yield from ((name, b, False) for a, b in sides if name == _name_of(a))
         for each in ast.walk(target):
             if isinstance(each, ast.Subscript):
                 yield from ((name, value, False) for name in _names([each.value]))

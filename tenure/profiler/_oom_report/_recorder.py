@@ -290,12 +290,7 @@ class OomReport(Report):
         told = (self._failure(), *self.evidence, *self.notes)
         # what is below belongs to the first line, and is indented
         lines = [self.first_line, *(f"  {sentence}" for sentence in told), ""]
-        sums = "\n".join(self._sums())
-        return [
-            Paragraph("", "\n".join(lines)),
-            *self._tables(),
-            *[Paragraph("", sums)] * bool(sums),
-        ]
+        return [Paragraph("", "\n".join(lines)), *self._tables()]
 
     def _failure(self) -> str:
         at = f" at {self.site}" if self.site else ""
@@ -309,28 +304,18 @@ class OomReport(Report):
 
     def _tables(self) -> Iterator[Table]:
         total = max(1, self.used_bytes)
-        rows = [(name, in_bytes(n), f"{n / total:.0%}") for name, n in self.categories.items() if n]
-        if rows:
-            yield _table("in use", self.device, "share", rows)
-        for heading, lines in (("created at", self.lines), ("kept by", self.holders)):
-            if lines:
-                yield _table(heading, "bytes", "tensors", list(map(_cells, lines)))
-
-    def _sums(self) -> Iterator[str]:
-        told = {name: format_bytes(n) for name, n in {**self.fragmentation, **self.host}.items()}
-        if self.fragmentation:
-            largest = told.get("largest_free_bytes")
-            of_it = f", the largest free block {largest}" if largest else ""
-            yield (
-                f"{self.device}: {told['allocated_bytes']} allocated of {told['reserved_bytes']} "
-                f"reserved, {told['unused_bytes']} unused{of_it}."
-            )
-        if self.host:
-            named = {"limit_bytes": "the container's limit", "own_limit_bytes": "its own limit"}
-            limits = ", ".join(f"{name} {told[key]}" for key, name in named.items() if key in told)
-            limit = f" ({limits})" if limits else ""
-            rss, free = told.get("rss_bytes"), told.get("free_bytes")
-            yield f"host: the process has {rss}, free {free}{limit}."
+        used = [(name, in_bytes(n), f"{n / total:.0%}") for name, n in self.categories.items() if n]
+        tables: list[tuple[tuple[str, ...], Sequence[Row]]] = [
+            (("in use", self.device, "share"), used),
+            (("created at", "bytes", "tensors"), list(map(_cells, self.lines))),
+            (("kept by", "bytes", "tensors"), list(map(_cells, self.holders))),
+            (("allocator", "bytes"), _sizes(self.fragmentation)),
+            (("host", "bytes"), _sizes(self.host)),
+        ]
+        for (name, n_bytes, *others), rows in tables:
+            if rows:
+                columns = (Column(name), bytes_column(n_bytes), *map(Column, others))
+                yield Table("", columns, rows, by=n_bytes, rule="")
 
 
 def build(facts: Facts, cause: Candidate) -> OomReport:
@@ -385,11 +370,11 @@ def _largest(found: Iterator[tuple[str | None, StorageEntry]], most: int) -> tup
     return tuple(sorted(lines, key=lambda line: -line.n_bytes)[:most])
 
 
-def _table(heading: str, n_bytes: str, last: str, rows: Sequence[Row]) -> Table:
-    columns = (Column(heading), bytes_column(n_bytes), Column(last))
-    return Table("", columns, rows, by=n_bytes, rule="")
-
-
 def _cells(line: OomLine) -> Row:
     n = counted(line.n_storages, "tensor") if line.n_storages > 1 else line.what
     return line.name, in_bytes(line.n_bytes), n
+
+
+def _sizes(sizes: dict[str, int]) -> list[Row]:
+    named = {key.removesuffix("_bytes").replace("_", " "): n for key, n in sizes.items()}
+    return [(name, in_bytes(n)) for name, n in named.items()]

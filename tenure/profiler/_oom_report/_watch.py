@@ -57,6 +57,7 @@ class Watch(TorchFunctionMode):
         n_steps: how many steps of optimizers there were.
         last_steps: for each optimizer the number of its last step.
         retained_at: the line of the last ``backward(retain_graph=True)``; empty without one.
+        created_at: the same of ``create_graph=True``.
         joined: how often in a row `torch.cat` made a storage of a part of it, and the last line.
         parts: for each part that a module got, how many backward passes there had been.
     """
@@ -76,6 +77,7 @@ class Watch(TorchFunctionMode):
         self.last_steps: _Weak[Optimizer, int] = _Weak()
         self._n_made: _Weak[Optimizer, int] = _Weak()
         self.retained_at = ""
+        self.created_at = ""
         self.joined: _Weak[UntypedStorage, tuple[int, str]] = _Weak()
         self.parts: _Weak[nn.Module, dict[str, int]] = _Weak()
 
@@ -214,6 +216,8 @@ class Watch(TorchFunctionMode):
                 self.marks.append(number)
         if kwargs.get("retain_graph"):
             self.retained_at = str(user_site())
+        if kwargs.get("create_graph"):
+            self.created_at = str(user_site())
 
     def _note_join(self, operands: Any, result: Any) -> None:
         if type(result) is not Tensor or result.requires_grad:

@@ -505,6 +505,31 @@ train()
 )
 
 script(
+    "tasks of meta-learning",
+    "cycle",
+    ("cycle", "train.py:", ".grad = None"),
+    """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(64, 128), nn.Linear(128, 64)
+    def forward(self, x):
+        return self.b(self.a(x).tanh())
+def adapt(x, y):
+    net = Net()
+    for _ in range(2):
+        loss = F.mse_loss(net(x), y)
+        loss.backward(create_graph=True)
+    return loss.item()
+def main():
+    for task in range(10_000):
+        adapt(torch.randn(32, 64), torch.randn(32, 64))
+main()
+""",
+    "8MiB",
+)
+
+script(
     "episodes that know their environment",
     "cycle",
     ("cycle", "Episode", "scope"),

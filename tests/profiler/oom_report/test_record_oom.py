@@ -232,6 +232,17 @@ def test_an_error_of_pythons_own_beside_a_small_model_has_no_known_cause():
 
 
 @pytest.mark.slow
+def test_memory_that_nothing_was_found_in_has_no_known_cause():
+    error = torch.OutOfMemoryError(
+        "CUDA out of memory. Tried to allocate 1.00 GiB. GPU 0 has a total capacity of 20.00 GiB "
+        "of which 0.50 GiB is free. Including non-PyTorch memory, this process has 19.50 GiB "
+        "memory in use."
+    )
+    with pytest.raises(torch.OutOfMemoryError), record_oom(quiet=True) as recorder:
+        raise error
+    assert (recorder.report.cause, recorder.report.total_bytes) == ("unknown", 20 << 30)
+
+
 def test_what_a_hook_keeps_beside_training_is_a_leak_and_no_result(recorder):
     kept = []
     net = nn.Linear(256, 256, bias=False)
