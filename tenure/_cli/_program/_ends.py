@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 
 _OURS = __name__.rpartition(".")[0]
 # they see each operation, or each call of a module
-_MEASURING = ("tenure.profiler._", "tenure.adaptive._memory.", "tenure._torch.modules")
+_MEASURING = (
+    "tenure.profiler._", "tenure.adaptive._memory.", "tenure._stream.", "tenure._torch.modules",
+)  # fmt: skip
 # torch calls what measures through these
 _BESIDE = frozenset({"torch._ops", "torch._compile", "torch._dynamo.eval_frame"})
 # no frame below it is the program's, and only Ctrl-C raises there
