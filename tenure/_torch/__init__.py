@@ -94,8 +94,8 @@ class _StandIn(type):
     _path: str
     _purpose: str
 
-    def _refuse(cls, *_: Any, **__: Any) -> NoReturn:
-        refuse(cls._path, cls._purpose)
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        refuse(self._path, self._purpose)
 
     __call__ = __getattr__ = __instancecheck__ = __subclasscheck__ = _refuse
 

@@ -144,7 +144,8 @@ class _Kind:
         self.state_of = state_of
         # by identity: a class may compute its hash
         self.known: WeakValueDictionary[int, Any] = WeakValueDictionary()
-        patched = dict.fromkeys(("__init__", "__setstate__"), self._remembering)
+        remembering = self._remembering
+        patched = {"__init__": remembering, "__setstate__": remembering}
         self.making = Patch(cls, patched, lingers=True)
 
     def _remembering(self, method: Any) -> Any:

@@ -92,8 +92,9 @@ def _wrap(function: Any, options: dict[str, Any]) -> Any:
 
         @functools.wraps(function)
         async def run_coroutine(*args: Any, **kwargs: Any) -> Any:
+            call: Any = function
             with opener() as scope:
-                return _handed_over(scope, await function(*args, **kwargs))
+                return _handed_over(scope, await call(*args, **kwargs))
 
         return run_coroutine
 
