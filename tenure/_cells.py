@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import keyword
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -102,7 +103,8 @@ class Named:
 
     def __init__(self, names: Sequence[str], shell: Any, option: str) -> None:
         for name in names:
-            if not all(part.isidentifier() for part in name.split(".")):
+            parts = name.split(".")
+            if not all(part.isidentifier() and not keyword.iskeyword(part) for part in parts):
                 raise usage_error(
                     f"{option} {name}: not a name, such as func or Net.forward. Assign what you "
                     "mean to a variable, and name that."

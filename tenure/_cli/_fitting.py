@@ -168,7 +168,7 @@ def answer(
         fn, batch, optimizer = made_by(load_function(target), target)
         begin("predict the whole batch")
         report = predict_peak(fn, batch, optimizer=optimizer, device=device)
-        if "_fitting.py" in report.place:
+        if os.path.join("_cli", "_fitting.py") in report.place:
             # the step of an optimizer is called from here, and has no line in the program
             report = replace(report, place="")
         if budget_bytes is None:

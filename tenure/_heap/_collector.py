@@ -1,7 +1,8 @@
-"""The objects that the garbage collector tracks.
+"""What the garbage collector tracks, also behind its back: `gc.freeze` hides objects from it.
 
-Invariant: none is missing. `gc.freeze` hides objects from every function of `gc`, so whoever needs
-all of them unfreezes them first, and does not freeze them again: that would freeze newer ones too.
+Frozen objects are looked for from everything that is alive by itself, and stay frozen. What they
+alone hold is found as well. A frozen reference cycle that nothing else refers to is not, nor is a
+frozen tensor that only a NumPy array holds.
 """
 
 import gc
@@ -10,15 +11,20 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from time import monotonic, sleep
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any, TypeVar
 
 import torch
 
+from tenure._callers import is_tenure
+
 from ._identities import Identities, IdentitySet
-from ._reading import is_kind
+from ._reading import is_kind, read_locals
 
 _T = TypeVar("_T")
+
+# objects whose referents are asked for together
+_CHUNK = 4096
 
 # `gc.freeze` hides four thousand objects of the barest interpreter. A few hundred are not its
 # doing: the collector of Python 3.12 puts immortal tuples (bases of built-in classes) with them.
@@ -46,14 +52,8 @@ def collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-def unfreeze() -> None:
-    """Undo `gc.freeze`, if the program called it."""
-    if has_frozen():
-        gc.unfreeze()
-
-
 def has_frozen() -> bool:
-    """Return whether the functions of `gc` leave objects out."""
+    """Whether the functions of `gc` leave objects out."""
     return gc.get_freeze_count() >= _FEWEST_FROZEN
 
 
@@ -85,14 +85,19 @@ def _is_read() -> bool:
 
 
 def tracked_objects() -> list[Any]:
-    """Return every object that the collector tracks, in its order."""
-    unfreeze()
+    """Every object that the collector tracks, in its order; then the frozen ones."""
+    # before the list is made: what it holds can't be read without leaving a trace
+    roots = _roots() if has_frozen() else []
     found = _Heap(gc.get_objects())
     _heaps.append(weakref.ref(found, _heaps.remove))
     endless = sys.modules.get(_ENDLESS)
     if endless is not None:
         for position in Identities(found).where(IdentitySet([id(endless)])):
             del found[position]
+    if roots:
+        # our own list, which would pass for a holder of every local variable
+        del found[list(map(id, found)).index(id(roots))]
+        found.extend(_frozen(found, roots))
     return found
 
 
@@ -118,6 +123,40 @@ def judged(objects: list[Any], judge: Callable[[type], _T]) -> Iterator[tuple[An
     verdicts = {id(cls): verdict for cls in examples if (verdict := judge(cls))}
     for position in identities.where(IdentitySet(verdicts)):
         yield objects[position], verdicts[id(classes[position])]
+
+
+def _frozen(unfrozen: list[Any], roots: list[Any]) -> list[Any]:
+    found: list[Any] = []
+    fresh: list[Any] = []
+    seen = {*map(id, (unfrozen, roots, found, fresh)), *map(id, unfrozen)}
+    fresh += {id(root): root for root in roots if id(root) not in seen}.values()
+    fresh += _new_referents(unfrozen, seen.union(map(id, fresh)))
+    while fresh:
+        seen.update(map(id, fresh))
+        found += fresh
+        fresh = _new_referents(fresh, seen)
+    return found
+
+
+def _new_referents(holders: list[Any], seen: set[int]) -> list[Any]:
+    found: dict[int, Any] = {}
+    for start in range(0, len(holders), _CHUNK):
+        for held in gc.get_referents(*holders[start : start + _CHUNK]):
+            if id(held) not in seen and gc.is_tracked(held) and not is_endless(held):
+                found[id(held)] = held
+    return list(found.values())
+
+
+def _roots() -> list[Any]:
+    found: list[Any] = [sys.modules, *sys.modules.values()]
+    frame: FrameType | None
+    for frame in sys._current_frames().values():
+        # walking on with the same variable: if it kept our own frame, that would be a cycle
+        while frame is not None:
+            if not is_tenure(frame):
+                found += (value for _, value in read_locals(frame))
+            frame = frame.f_back
+    return [root for root in found if gc.is_tracked(root) and not is_endless(root)]
 
 
 def live_tensors() -> list[torch.Tensor]:

@@ -19,7 +19,7 @@ from typing import Any
 
 from tenure._callers import is_tenure
 
-from ._collector import is_endless, tracked_objects, unfreeze
+from ._collector import has_frozen, is_endless, tracked_objects
 from ._identities import Identities, IdentitySet, References
 from ._reading import is_kind, read_locals, references_beside, take_out_emptied
 
@@ -111,10 +111,7 @@ class Referrers:
         it would live on in the index.
         """
         is_pass_enough = n_asked <= _MAX_ASKED and self._n_passes < _MAX_PASSES
-        if is_pass_enough:
-            # a pass leaves out what is frozen
-            unfreeze()
-        elif self._index is None:
+        if self._index is None and (has_frozen() or not is_pass_enough):
             self._index = _Index(tracked_objects())
         self._n_passes += 1
 

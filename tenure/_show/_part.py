@@ -80,6 +80,8 @@ def _printed(shown: RenderableType, width: int) -> Console:
         file=io.StringIO(),
         record=True,
         width=width,
+        # with a width alone rich takes 80 columns if TERM is "dumb"
+        height=25,
         force_terminal=True,
         force_jupyter=False,
         color_system="truecolor",
@@ -111,7 +113,7 @@ class Paragraph(Part):
                 assert match is not None
                 lead = match[0]
                 hanging = " " * (len(lead) + 2 * lead.isspace())
-                width = options.max_width - len(hanging)
+                width = max(1, options.max_width - len(hanging))
                 rest = Text(_broken(line[match.end() :], width), style)
                 broken = rest.wrap(console, width, overflow="fold")
                 yield Text(lead) + Text(f"\n{hanging}").join(broken)

@@ -41,12 +41,15 @@ def progress(label: str, total: int, *, in_bytes: bool = False) -> Iterator[Call
     Yields:
         What is to be called with how much more is done.
     """
-    with _outermost() as is_outermost:
-        bar = _Bar(label, total, in_bytes)
-        try:
-            yield bar.advance if is_outermost else _nothing
-        finally:
-            bar.close()
+    if not display.acquire(blocking=False):
+        yield _nothing
+        return
+    bar = _Bar(label, total, in_bytes)
+    try:
+        yield bar.advance
+    finally:
+        bar.close()
+        display.release()
 
 
 @contextmanager
@@ -63,34 +66,13 @@ def steps(label: str) -> Iterator[Callable[[str], None]]:
     Yields:
         What is to be called as each step begins, with what it is.
     """
-    n_steps, began, patience_s = 0, monotonic(), _PATIENCE_S
-
-    def begin(what: str) -> None:
-        nonlocal n_steps, patience_s
-        n_steps += 1
-        elapsed_s = monotonic() - began
-        if elapsed_s < patience_s:
-            return
-        patience_s = 2 * elapsed_s
-        # a terminal that is gone is no error of the work
-        with suppress(Exception):
-            if _is_wanted():
-                step = f"tenure: {label}: {what} (step {n_steps}, {elapsed_s:.0f} s)"
-                print(step, file=sys.stderr, flush=True)
-
-    with _outermost() as is_outermost:
-        yield begin if is_outermost else _nothing
-
-
-@contextmanager
-def _outermost() -> Iterator[bool]:
-    """Hold `display`, if no other call does."""
-    is_outermost = display.acquire(blocking=False)
+    if not display.acquire(blocking=False):
+        yield _nothing
+        return
     try:
-        yield is_outermost
+        yield _Lines(label).begin
     finally:
-        if is_outermost:
-            display.release()
+        display.release()
 
 
 def _nothing(_: object) -> None:
@@ -142,6 +124,26 @@ class _Bar:
         )
         bar.start()
         self._shown = bar, bar.add_task(self._label, total=self._total)
+
+
+class _Lines:
+    def __init__(self, label: str) -> None:
+        self._label = label
+        self._n_steps = 0
+        self._began = monotonic()
+        self._patience_s = _PATIENCE_S
+
+    def begin(self, what: str) -> None:
+        self._n_steps += 1
+        elapsed_s = monotonic() - self._began
+        if elapsed_s < self._patience_s:
+            return
+        self._patience_s = 2 * elapsed_s
+        # a terminal that is gone is no error of the work
+        with suppress(Exception):
+            if _is_wanted():
+                told = f"tenure: {self._label}: {what} (step {self._n_steps}, {elapsed_s:.0f} s)"
+                print(told, file=sys.stderr, flush=True)
 
 
 def _is_wanted() -> bool:

@@ -14,7 +14,7 @@ import functools
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager, suppress
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -38,6 +38,7 @@ else:
     Dropout = bound("torch.nn.modules.dropout._DropoutNd", "the check of a step")
     InstanceNorm = bound("torch.nn.modules.instancenorm._InstanceNorm", "step()")
 
+Seen = Callable[[nn.Module], object]
 Passed = Callable[[nn.Module, Any], object]
 Call = tuple[int, CodeType]
 """A call that runs: the id of its frame, and its code."""
@@ -105,32 +106,46 @@ def is_saving(frame: FrameType) -> bool:
 
 
 class _Thread(threading.local):
-    listeners: tuple[tuple[Passed, Passed | None], ...] = ()
+    seen: tuple[Seen, ...] = ()
+    given: Passed | None = None
+    returned: Passed | None = None
 
 
 _this_thread = _Thread()
 
 
-def modules_told(seen: Callable[[nn.Module], object]) -> AbstractContextManager[None]:
-    """A block in which ``seen`` gets each module that is called on this thread, before it runs."""
-    return values_told(lambda module, _: seen(module))
+@contextmanager
+def modules_told(seen: Seen) -> Iterator[None]:
+    """A block in which ``seen`` gets each module that is called on this thread, before it runs.
+
+    Those that run inside compiled code are not told, and where blocks nest, each is.
+    """
+    with _calls.block():
+        _this_thread.seen = (seen, *_this_thread.seen)
+        try:
+            yield
+        finally:
+            # blocks may end in any order, and on another thread
+            rest = [*_this_thread.seen]
+            with suppress(ValueError):
+                rest.remove(seen)
+            _this_thread.seen = tuple(rest)
 
 
 @contextmanager
 def values_told(given: Passed, returned: Passed | None = None) -> Iterator[None]:
     """A block in which ``given`` gets what each module is called with, before it runs.
 
-    ``returned`` gets what it returns. Calls inside compiled code are not told. Blocks may nest.
+    ``returned`` gets what it returns. As with `modules_told`; of blocks that nest, the inner.
     """
-    listener = given, returned
+    thread = _this_thread
+    outer = thread.given, thread.returned
     with _calls.block():
-        _this_thread.listeners = (listener, *_this_thread.listeners)
+        thread.given, thread.returned = given, returned
         try:
             yield
         finally:
-            # blocks may end in any order, and on another thread
-            rest = [each for each in _this_thread.listeners if each is not listener]
-            _this_thread.listeners = tuple(rest)
+            thread.given, thread.returned = outer
 
 
 def _telling(call: Any) -> Any:
@@ -139,14 +154,15 @@ def _telling(call: Any) -> Any:
     def told_call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         # dynamo folds the first condition, and sees a plain call
         if not _is_compiled() and _calls.is_current("__call__", told_call):
-            listeners = _this_thread.listeners
-            for given, _ in listeners:
-                _tell(given, self, (args, kwargs))
-            result = call(self, *args, **kwargs)
-            for _, returned in listeners:
-                if returned is not None:
-                    _tell(returned, self, result)
-            return result
+            thread = _this_thread
+            for seen in thread.seen:
+                _tell(seen, self)
+            if thread.given is not None:
+                _tell(thread.given, self, (args, kwargs))
+            if thread.returned is not None:
+                result = call(self, *args, **kwargs)
+                _tell(thread.returned, self, result)
+                return result
         return call(self, *args, **kwargs)
 
     return told_call

@@ -107,6 +107,9 @@ class Patch:
         for name, (own, made) in self._replaced.items():
             if vars(target).get(name) is not made:
                 continue
+            # the mark makes a cycle, which would be garbage after each block
+            if isinstance(made, FunctionType):
+                vars(made).pop(_MARK, None)
             if own is None:
                 delattr(target, name)
             else:

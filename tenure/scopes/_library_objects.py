@@ -144,19 +144,8 @@ class _Kind:
         self.state_of = state_of
         # by identity: a class may compute its hash
         self.known: WeakValueDictionary[int, Any] = WeakValueDictionary()
-        remembering = self._remembering
-        patched = {"__init__": remembering, "__setstate__": remembering}
+        patched = {"__init__": _remembering, "__setstate__": _remembering}
         self.making = Patch(cls, patched, lingers=True)
-
-    def _remembering(self, method: Any) -> Any:
-        @functools.wraps(method)
-        def run(owner: object, *args: Any, **kwargs: Any) -> Any:
-            result = method(owner, *args, **kwargs)
-            if not is_dynamo_compiling():
-                self.known[id(owner)] = owner
-            return result
-
-        return run
 
     def learn(self, heap: list[Any]) -> None:
         """Remember those that are there."""
@@ -176,8 +165,7 @@ def held_as_state(wanted: set[int]) -> set[int]:
     found = set[int]()
     if not wanted:
         return found
-    # torchmetrics may be imported at any time
-    kinds = [*_of_torch(), *(_of_torchmetrics() if _METRICS in sys.modules else ())]
+    kinds = _kinds()
     # patched first: what another thread makes meanwhile is in the heap, or tells
     if new := [kind for kind in kinds if not kind.making.need()]:
         heap = tracked_objects()
@@ -194,6 +182,26 @@ def held_as_state(wanted: set[int]) -> set[int]:
         containers = [inner[key] for key in inner.keys() - seen.keys()]
         seen |= inner
     return found
+
+
+def _remembering(method: Any) -> Any:
+    # dynamo may trace it, and so finds neither an object nor a method of ours in it
+    @functools.wraps(method)
+    def run(self: object, *args: Any, **kwargs: Any) -> Any:
+        result = method(self, *args, **kwargs)
+        if not is_dynamo_compiling():
+            # the method of one class may be called past that of another, as a metric's is
+            for kind in _kinds():
+                if is_kind(type(self), kind.cls):
+                    kind.known[id(self)] = self
+        return result
+
+    return run
+
+
+def _kinds() -> list[_Kind]:
+    # torchmetrics may be imported at any time
+    return [*_of_torch(), *(_of_torchmetrics() if _METRICS in sys.modules else ())]
 
 
 @functools.cache

@@ -219,10 +219,10 @@ class ScopeStatistics:
         self._thread = thread
 
     def __getattr__(self, name: str) -> int:
-        counts = self.to_dict()
-        if name not in counts:
-            raise AttributeError(f"ScopeStatistics has no counter {name!r}; it has {(*counts,)}.")
-        return counts[name]
+        known = ScopeStatistics.__annotations__
+        if name not in known:
+            raise AttributeError(f"ScopeStatistics has no counter {name!r}; it has {(*known,)}.")
+        return self.to_dict()[name]
 
     def reset(self) -> None:
         """Count from zero again; ``live`` is no counter, and stays."""

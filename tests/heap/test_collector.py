@@ -1,4 +1,4 @@
-"""Objects that `gc.freeze` hides are found.
+"""Objects that `gc.freeze` hides: found again, and left frozen.
 
 Each test runs in a process of its own: freezing cannot be undone for this one alone.
 """
@@ -46,9 +46,13 @@ CASES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-def test_what_is_frozen_is_found(case):
+def test_what_is_frozen_is_found_and_stays_frozen(case):
     setup, question, answer = CASES[case]
-    done = run_program(f"{PRELUDE}\n{setup}\nprint({question})")
+    code = (
+        f"{PRELUDE}\n{setup}\nbefore = gc.get_freeze_count()\n"
+        f"print({question})\nassert gc.get_freeze_count() > before // 2 > 0"
+    )
+    done = run_program(code)
     assert (done.stdout, done.stderr) == (f"{answer}\n", "")
 
 

@@ -1,5 +1,7 @@
 """The verbs as functions: what they do relative to the current scope, and what they refuse."""
 
+import copy
+
 import pytest
 import torch
 
@@ -239,3 +241,9 @@ def test_dispose_gives_back_what_it_got():
     assert dispose(x) is x
     assert dispose(tree) is tree
     assert dispose(x, tree) == (x, tree)
+
+
+def test_counters_can_be_copied():
+    assert copy.copy(statistics()).to_dict() == statistics().to_dict()
+    with pytest.raises(AttributeError, match="has no counter 'lives'"):
+        _ = statistics().lives

@@ -209,3 +209,27 @@ def test_a_copied_metric_is_known_as_the_one_it_was_copied_from():
         with NewDisposeScope():
             copied.update(torch.ones(2))
     assert copied.compute().item() == 4
+
+
+class _WithBuffer(Metric):
+    def __init__(self):
+        super().__init__()
+        self.add_state("total", torch.zeros(1), dist_reduce_fx="sum")
+        self.register_buffer("weight", torch.ones(2))
+
+    def update(self, x):
+        self.total += x.sum()
+
+    def compute(self):
+        return self.total
+
+
+def test_a_buffer_of_a_copied_metric_is_its_own():
+    with NewDisposeScope():
+        survivor = torch.ones(2)
+    assert is_disposed(survivor)
+    copied = copy.deepcopy(_WithBuffer())
+    with NewDisposeScope():
+        # past the hook of registrations
+        copied._buffers["weight"] = copied.weight * 2
+    assert copied.weight.tolist() == [2, 2]

@@ -50,6 +50,15 @@ def test_a_name_that_is_wider_than_its_column_goes_on_in_the_next_line():
     assert Paragraph("", f"- {PLACE}").text(30).replace("\n  ", "") == f"- {PLACE}"
 
 
+@pytest.mark.parametrize("width", [1, 2, 4, 30])
+def test_a_terminal_that_is_too_narrow_or_dumb_is_no_error(width, monkeypatch):
+    monkeypatch.setenv("TERM", "dumb")
+    lines = Paragraph("", f"    {PLACE} and more").text(width).split("\n")
+    assert max(map(len, lines)) <= max(width, 7)
+    wide = Paragraph("", "word " * 24)
+    assert len(wide.text(130).split("\n")) == 1
+
+
 @each_report
 def test_no_heading_stands_over_nothing(report):
     lines = report.text(width=80).splitlines()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import builtins
 import importlib.machinery
+import importlib.util
 import os
 import runpy
 import sys
@@ -63,8 +64,12 @@ class Program:
         Raises:
             CommandError: a module beside the program has the name of one that tenure has imported.
         """
-        for name in sorted(sys.stdlib_module_names & sys.modules.keys() if self.has_path else ()):
-            origin = getattr(sys.modules[name].__spec__, "origin", None)
+        names = (sys.stdlib_module_names & sys.modules.keys()) | _LATER
+        for name in sorted(names if self.has_path else ()):
+            # `sys.path` still is that of this process
+            loaded = sys.modules.get(name)
+            spec = importlib.util.find_spec(name) if loaded is None else loaded.__spec__
+            origin = getattr(spec, "origin", None)
             # Python has imported these before it knows the program, which never gets its own
             if origin in (None, "built-in", "frozen") or name in ("encodings", "importlib"):
                 continue
@@ -91,6 +96,11 @@ class Program:
             sys.path.insert(0, self.first_path)
 
 
+# Modules of Python that torch, rich and tenure import only while a program runs.
+_LATER = frozenset(
+    {"cProfile", "colorsys", "fractions", "getpass", "html", "profile", "pstats", "resource"}
+    | {"statistics", "sysconfig", "termios"}
+)
 # The module that runs now still has frames that look for their globals.
 _kept: list[types.ModuleType] = []
 

@@ -325,11 +325,19 @@ def children_in_words(n_forked: int) -> list[str]:
     with suppress(ImportError):  # on Windows
         import resource
 
+        import psutil
+
         from tenure._text import format_bytes
 
         unit = 1 if sys.platform == "darwin" else 1024
+        # that counts those alone that have been waited for
         most_bytes = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * unit
-        return [f"{told} not recorded; the largest took {format_bytes(most_bytes)} of RAM at most"]
+        for child in psutil.Process().children(recursive=True):
+            with suppress(psutil.Error):
+                most_bytes = max(most_bytes, child.memory_info().rss)
+        if most_bytes:
+            most = format_bytes(most_bytes)
+            return [f"{told} not recorded; the largest took {most} of RAM at most"]
     return [f"{told} not recorded"]
 
 

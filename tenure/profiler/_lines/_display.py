@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self
 
 import torch
@@ -207,4 +207,17 @@ class RecordsDisplay(Report):
             else ""
         )
         code = Column("code", is_fixed=True, is_code=True)
-        return Table(title, [*columns, code], rows, note, rule="")
+        return _Lines(title, [*columns, code], rows, note, rule="")
+
+
+class _Lines(Table):
+    """The lines of a function, in their order."""
+
+    __slots__ = ()
+
+    def arranged(self, top: int | None, sort: str | None) -> Self:
+        """Return the lines; if some are asked for, of those that ran."""
+        if top is None and sort is None:
+            return self
+        ran = replace(self, rows=[row for row in self.rows if any(row[1:-1])])
+        return super(_Lines, ran).arranged(top, sort)

@@ -103,6 +103,8 @@ def chosen_device(
     if kind is not None:
         return checked_device(f"{kind}:{target_gpu or 0}")
     if target_gpu is not None:
+        if target_gpu < 0:
+            raise ProfilerUsageError(f"GPU {target_gpu} is no device. Pass 0 or more.")
         warn_user(
             f"There is no GPU {target_gpu} here, and no other whose memory can be measured: the "
             "memory of the CPU is measured instead.",

@@ -13,12 +13,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import ClassVar, NoReturn, Self
+from weakref import ref
 
 from tenure import _host_memory
 from tenure._callers import user_site
 from tenure._errors import ProfilerUsageError
 from tenure._heap import collector_paused
-from tenure._oom import OomInfo, oom_info
+from tenure._oom import OomInfo, chain_of, oom_info
 from tenure._registries import handles_ooms
 from tenure._reserve import Reserve
 from tenure._show import Column, Paragraph, Part, Report, Row, Table, bytes_column, in_bytes
@@ -51,7 +52,7 @@ class OomRecorder:
         self._began_bytes = _host_memory.resident_bytes()
         self._opened_at = str(user_site())
         self._lines: Counter[str] = Counter()
-        self._last_text: str | None = None
+        self._last: tuple[int, str, ref[BaseException] | None] | None = None
         self._shown: OomReport | None = None
         self._lock = threading.Lock()
         self._reserve = Reserve(*_RESERVES_BYTES)
@@ -132,7 +133,7 @@ class OomRecorder:
         """Whether errors that the program handles are no news any more."""
         if handles_ooms.get() or self._lines.total() >= _MOST_HANDLED:
             return True
-        return self._lines[str(user_site())] >= _MOST_OF_LINE
+        return bool(self._lines) and self._lines[str(user_site())] >= _MOST_OF_LINE
 
     def _note(self, error: BaseException, info: OomInfo, frame: FrameType | None) -> None:
         """Keep the report of the first error, and of the last: what ends the program may be it.
@@ -141,9 +142,7 @@ class OomRecorder:
         retry in the midst of the handling of the first; see
         test_an_error_that_ends_the_program_is_explained_beside_the_first.
         """
-        # one with the text of the last is the same on its way out, or says no more
-        if info.text != self._last_text:
-            self._last_text = info.text
+        if not self._is_known(error):
             self._reserve.free()
             try:
                 self.reports = (*self.reports[:1], self._report_of(error, info, frame))
@@ -157,6 +156,17 @@ class OomRecorder:
             _show(report)
             self._shown = report
 
+    def _is_known(self, error: BaseException) -> bool:
+        """Return whether this is the last error on its way out; remember it."""
+        # the error of memory, which others may have been raised from
+        of_memory = (e for e in chain_of(error) if (i := oom_info(e)) and len(i.chain) == 1)
+        root = next(of_memory, error)
+        # its address may be that of another one by now; a MemoryError has no weak reference
+        known, self._last = self._last, (id(root), str(root), _reference_to(root))
+        if known is None or known[:2] != self._last[:2]:
+            return False
+        return known[2] is None or known[2]() is root
+
     def _report_of(self, error: BaseException, info: OomInfo, frame: FrameType | None) -> OomReport:
         facts = Facts(info, self._watch, self._began_bytes, is_handled=frame is not None)
         found = [UNKNOWN]
@@ -164,6 +174,13 @@ class OomRecorder:
             facts.ask(lambda: facts.look(error, frame), "the error")
             facts.ask(lambda: found.append(judge(facts)), "the cause")
             return build(facts, found[-1])
+
+
+def _reference_to(error: BaseException) -> ref[BaseException] | None:
+    try:
+        return ref(error)
+    except TypeError:
+        return None
 
 
 def _show(report: OomReport) -> None:

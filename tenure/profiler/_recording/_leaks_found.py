@@ -56,7 +56,8 @@ class RecordedLeaks(Report):
         if n_steps:
             times += f" in {counted(n_steps, 'step')}"
         late = {step for step in self.look_steps if step * _LATE >= n_steps}
-        if len(late) < LOOKS or n_steps < _STEPS:
+        n_late = self.n_looks if self.n_steps is None else len(late)
+        if n_late < LOOKS or (self.n_steps is not None and n_steps < _STEPS):
             return (
                 f"Not enough looks to judge growth: {times}. It takes {LOOKS} in the last seven "
                 f"eighths of at least {_STEPS} steps of an optimizer, or calls of a model."

@@ -185,9 +185,11 @@ class Recording(Report):
         writers: dict[str, Callable[[Any], str | bytes]] = {**of_timeline, **_OWN}
         ending = max(filter(asked.endswith, writers), key=len, default="")
         if not ending:
+            # of a name that begins with a dot, pathlib says that it has no suffix
+            suffix = Path(f"x{asked}").suffix or "no extension"
             raise ProfilerUsageError(
-                f"{path} ends in {Path(asked).suffix or 'no extension'}, and a recording is one of "
-                f"{', '.join(writers)}. Name a file that ends so."
+                f"{path} ends in {suffix}, and a recording is one of {', '.join(writers)}. Name a "
+                "file that ends so."
             )
         source = self if ending in _OWN else self.timeline
         if source is None:

@@ -141,7 +141,10 @@ class _Stacks:
         if told is None:
             facts = _checked(dict, frame)
             file, function = _checked(str, facts["filename"]), _checked(str, facts["name"])
-            line = _checked(int, facts["line"])
+            # generated code has the line -1
+            line = facts["line"]
+            if type(line) is not int:
+                raise ValueError("a line has no number")
             text = f"{file[-_MOST_CHARACTERS:]}:{line} in {function[:_MOST_CHARACTERS]}"
             told = self._frames[id(frame)] = (file.endswith(".py") or file.startswith("<")), text
         return told

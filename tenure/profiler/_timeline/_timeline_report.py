@@ -35,9 +35,11 @@ BEFORE_STACK = ("before the recording",)
 OUTSIDE = "outside of scopes"
 """The scope of what was made in none."""
 _MOST_ERRORS = 20
-# No recording has more than these: three centuries, and calls or scopes inside one another.
+# No recording has more than these: three centuries, scopes inside one another, and calls of a
+# stack, which a tree nests.
 _MOST_S = 1e10
-_MOST_CALLS = 1000
+_MOST_DEPTH = 1000
+_MOST_CALLS = 100
 _NS = 1e9
 _BYTES = "bytes"
 _Key = TypeVar("_Key")
@@ -230,7 +232,7 @@ class TimelineReport(Report):
                     _check(f"{name!r} on {device.device}", device.times_s, figures)
         _check("the host", found.host.times_s, found.host.rss_bytes)
         for span in found.scopes:
-            _check("scopes", [span.begin_s, span.end_s], fits=0 <= span.depth <= _MOST_CALLS)
+            _check("scopes", [span.begin_s, span.end_s], fits=0 <= span.depth <= _MOST_DEPTH)
         times_s = [*(oom.at_s for oom in found.ooms), found.duration_s, found.began_at_ns / _NS]
         _check("the recording", sorted(times_s))
         return found

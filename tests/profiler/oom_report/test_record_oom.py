@@ -1,5 +1,6 @@
 """The recorder sees the first error, changes nothing, and says what it saw on one screen."""
 
+import contextlib
 import gc
 import io
 import json
@@ -348,6 +349,25 @@ def test_a_second_error_that_is_handled_has_a_report_of_its_own(recorder):
     with memory_budget("1MiB"), pytest.raises(torch.OutOfMemoryError):
         torch.ones(2048, 1024)
     assert recorder.report.requested_bytes == 8 << 20
+
+
+def test_an_error_with_the_text_of_an_earlier_one_is_explained_as_well():
+    def first():
+        torch.empty(64 << 20, dtype=torch.uint8)
+
+    def second():
+        torch.empty(64 << 20, dtype=torch.uint8)
+
+    def both():
+        with contextlib.suppress(torch.OutOfMemoryError):
+            first()
+        second()
+
+    out_of_memory = pytest.raises(torch.OutOfMemoryError)
+    with out_of_memory, record_oom(quiet=True) as recorder, memory_budget("8MiB"):
+        both()
+    sites = [each.site for each in recorder.reports]
+    assert [site.partition(" in ")[2].rpartition(".")[2] for site in sites] == ["first", "second"]
 
 
 @pytest.mark.slow

@@ -441,6 +441,7 @@ def test_a_cell_of_a_table_is_no_formula_and_commands_no_terminal(name, tmp_path
         ((1, 2, 3, 4, 6, 8, 16), 1000, "Not enough looks to judge growth: looked 7 times in "),
         ((1, 2, 4, 8), 8, "Nothing grew from step to step: looked 4 times in 8 steps, before the "),
         ((), 0, "Not enough looks to judge growth: looked 0 times. "),
+        ((1, 2, 4, 8, 16, 32, 64), None, "Nothing grew from step to step: looked 7 times."),
     ],
     ids=str,
 )

@@ -122,6 +122,11 @@ def test_another_pickle_is_refused_in_one_line(value, complaint, tmp_path):
     assert "\n" not in str(refused.value)
 
 
+def test_generated_code_without_a_line_is_read(tmp_path):
+    frames = [{"filename": "<string>", "line": -1, "name": "f"}]
+    Recording.load(pickled(tmp_path / "x", _with_event(frames=frames)))
+
+
 def test_a_damaged_pickle_is_refused_wherever_it_is_cut(tmp_path):
     path = pickled(tmp_path / "x", torch_snapshot())
     whole = path.read_bytes()
