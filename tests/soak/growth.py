@@ -52,7 +52,7 @@ def held():
         gc.collect()
     if _LIBC is not None:
         _LIBC.malloc_trim(0)
-    entries = len(scopes.handed_out) + len(scopes.chosen) + scopes.n_owned + len(scopes.open)
+    entries = len(scopes.handed_out) + len(scopes.chosen) + scopes.n_owned() + len(scopes.open)
     rss_bytes = psutil.Process().memory_info().rss
     return Held(rss_bytes, Counter(map(type, gc.get_objects())), entries)
 
