@@ -139,7 +139,10 @@ class Table(Part):
 
         # An empty table shows the columns that it would have.
         shown = {
-            i: [Text(column.heading, "bold"), *(_printable(row[i], column) for row in self.rows)]
+            i: [
+                Text(visible(column.heading), "bold"),
+                *(_printable(row[i], column) for row in self.rows),
+            ]
             for i, column in enumerate(self.columns)
             if column.is_fixed or not self.rows or any(row[i] for row in self.rows)
         }
