@@ -7,19 +7,21 @@ each search would look at all of them: that is most of what a test of these take
 import gc
 from typing import Any
 
-from tenure._heap import _collector as _module
+from tenure._heap import _collector, _index
 
-_collector: Any = _module
+_ASKING: tuple[Any, ...] = (_collector, _index)
 _has_frozen = _collector.has_frozen
 
 
 def hide() -> None:
     """Hide what is there: a search is told that nothing is frozen, and so does not look for it."""
     gc.freeze()
-    _collector.has_frozen = lambda: False
+    for module in _ASKING:
+        module.has_frozen = lambda: False
 
 
 def show() -> None:
     """Make it what it is in a program."""
     gc.unfreeze()
-    _collector.has_frozen = _has_frozen
+    for module in _ASKING:
+        module.has_frozen = _has_frozen
