@@ -74,7 +74,7 @@ class MicroBatch(NamedTuple):
 
 
 class Answer(Shown):
-    """Whether work fits, and what would help.
+    """The answer whether work fits, and what would help.
 
     Args:
         report: the step with the whole batch, beside the budget.

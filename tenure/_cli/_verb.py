@@ -1,4 +1,4 @@
-"""What every verb has: a name, its help, arguments, what it does, and how it prints and writes."""
+"""The base of every verb: a name, help, arguments, what it does, how it prints and writes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a total is made of: a row for each part, with its bytes, its share and its bar.
+"""The parts of a total: a row for each part, with its bytes, its share and its bar.
 
 Each bar begins where the one above it ends, so that no colour is needed to tell them apart.
 """

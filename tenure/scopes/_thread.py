@@ -97,7 +97,7 @@ class ThreadScopes:
         return sum(n_alive(scope._ledger) for scope in list(self.open.values()))
 
     def counts(self) -> dict[str, int]:
-        """What has been counted since the thread began, by name."""
+        """Return the counters since the thread began, by name."""
         created = self.tracker.created
         gone = created + self.attached - self.detached - self.disposed - self.n_owned()
         return {

@@ -24,7 +24,7 @@ from ._lines import Lines
 from ._main_module import Program
 from ._measuring import MAIN, Measuring, Wanted, children_in_words, facts_of, say
 
-# What it takes to look and to write, where the process may have no more; or to write alone.
+# To look and to write if the process can have no more, or to write alone.
 _RESERVES_BYTES = (72 << 20, 24 << 20)
 
 

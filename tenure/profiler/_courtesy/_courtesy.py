@@ -39,7 +39,7 @@ _SHOWN = 3
 
 @dataclass(frozen=True, slots=True)
 class CourtesyReport(Report):
-    """What became of the memory of accelerators; ``print`` shows it.
+    """The memory of accelerators that was moved, and that stayed; ``print`` shows it.
 
     Attributes:
         moved_bytes: bytes that are in host memory now.

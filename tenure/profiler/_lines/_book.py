@@ -294,7 +294,7 @@ class Booking:
 
 
 class Watch:
-    """What one profiler looks at: some codes, one device, and a booking for each thread.
+    """The measurement of one profiler: some codes, one device, and a booking for each thread.
 
     Attributes:
         codes: the codes whose lines are measured.

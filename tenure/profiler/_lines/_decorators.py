@@ -66,7 +66,7 @@ def profile_every(
 ) -> Callable[[_F], _F]:
     """Profile a function from here on, and print its lines after every so many calls.
 
-    What is printed is the sum, or for peaks the maximum, over all calls up to then.
+    It prints the sum, or for peaks the maximum, over all calls up to then.
 
     Args:
         output_interval: after how many calls to print.

@@ -1,24 +1,20 @@
 """Which cause an out-of-memory error has: candidates by bytes, and one table of texts.
 
-Of no use any more is what piles up at one place. A place is a name as its function says it, with
-its indices left out: ``losses[…]``; all garbage is one place, and all that exceptions keep is
-another. Such a pile is the cause if it is much of what could be free: without it the same work
-would have fitted, as it did when the program began. Otherwise the cause is what ran.
+A pile is the cause if it is much of what could be free: without it the same work would have fitted,
+as it did when the program began. Otherwise the cause is what ran.
 """
 
 from __future__ import annotations
 
-import re
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
-from tenure._heap import find_holders, instances, is_kind, tracked_objects, type_name
-from tenure._text import counted, format_bytes
+from tenure._heap import instances, is_kind, tracked_objects, type_name
+from tenure._text import format_bytes
 
 from .._owners import (
     BUFFERS,
@@ -26,12 +22,20 @@ from .._owners import (
     OTHERS,
     PARAMETERS,
     SAVED,
-    StorageEntry,
     TensorRow,
-    outermost,
 )
-from .._reports import keyed_place_of, place_of
-from ._facts import Carried, Facts, bytes_in, short
+from ._facts import Facts, short
+from ._piles import (
+    OF_FORWARD,
+    Candidate,
+    at_line,
+    kept_models,
+    kept_tensors,
+    line_of,
+    parameters_of,
+    runs_again,
+    shortened,
+)
 
 # Of all that the work itself takes: a smaller pile is beside the point.
 _MUCH = 0.25
@@ -39,41 +43,13 @@ _MUCH = 0.25
 _MOST = 0.45
 # A pile that has a rule of its own comes before a plain one, if both are about as large.
 _TELLING = 1.3
-# Two results are a pair; three of one shape are what a loop has made.
-_FEWEST = 3
-# A second graph is alive while a third is made: a step that ends leaves none.
-_FEWEST_GRAPHS = 2
-# A graph that this many backward passes began within goes on from step to step.
-_FEWEST_STEPS = 2
-# Runs of one layer: fewer may be a function that is called for a few inputs.
-_FEWEST_RUNS = 8
-# So many steps of others after its own, an optimizer steps no more.
-_STEPS_BACK = 2
-_VIEWS, _COPIES = 0.5, 0.8
 # A layer whose output is this much wider than its input makes logits, and no hidden state: those
 # of transformers are four times as wide at the most.
 _WIDENING = 4
 _FEWEST_CLASSES = 256
 _LOSS_NODES = ("LogSoftmax", "NllLoss", "CrossEntropy", "Softmax")
-_MOST_CHARACTERS = 44
-_ELSEWHERE = "keep them on the host or on disk"
-_OF_RESULTS = ("Use chunked(collect=).", "Use torch.no_grad().")
-
 # holders of a variable that is no container
 _VARIABLES = frozenset({"frame-local", "global", "attribute"})
-_HELD, _CYCLE, _TRACEBACK = ", held by ", ", in a reference cycle", "traceback of "
-_UNNAMED = ", which nothing with a name was found to hold"
-_ANONYMOUS, _OF_ANONYMOUS = "a container at ", " […]"
-_FROM_ITERTOOLS = " (inside a cycle)"
-# What a forward pass keeps in variables of its own is a part of the batch that runs.
-_OF_FORWARD = ".forward.<locals>."
-_IN_FRAME = re.compile(r" in (\S+)\(\): local ")
-_CACHE_OF = re.compile(r"lru_cache of ([\w.<>]+)")
-# a chain of objects, each of which refers to the next
-_CHAIN = re.compile(r"(\.\w+)\1+")
-_LINK = re.compile(r"(\.\w+)\.…")
-# with a graph: it refers to its parameter, and that to it, which no collector sees
-_ORPHAN = re.compile(r"(Parameter|Tensor)\d+\.grad\Z")
 
 # of each cause the beginning of the first line, and advice
 TEXTS: dict[str, tuple[str, str]] = {
@@ -144,22 +120,6 @@ TEXTS: dict[str, tuple[str, str]] = {
 }
 
 
-class Candidate(NamedTuple):
-    """Something that may be the cause.
-
-    Attributes:
-        cause: its row of the table.
-        n_bytes: bytes that would be free without it.
-        text: what it is, and what to do about it: the first line.
-        kind: "tensors" or "graphs" of a plain pile; "models", or "parts" of models.
-    """
-
-    cause: str
-    n_bytes: int
-    text: str
-    kind: str = ""
-
-
 UNKNOWN = Candidate("unknown", 0, "too little was seen to tell why.")
 
 
@@ -167,27 +127,6 @@ def judge(facts: Facts) -> Candidate:
     """Find the cause, the certain ones first."""
     rules = (_fragmentation, _other_process, _pile, _phase, _host, _weights, _batch)
     return next(filter(None, (rule(facts) for rule in rules)), UNKNOWN)
-
-
-def _shortened(name: str) -> str:
-    """A name that fits into the first line."""
-    return name if len(name) <= _MOST_CHARACTERS else f"{name[: _MOST_CHARACTERS - 1]}…"
-
-
-def _leak(kind: str, name: str, n: int, noun: str, n_bytes: int, remedy: str) -> Candidate:
-    text = f"{_shortened(name)} keeps {counted(n, noun)}, {format_bytes(n_bytes)}. {remedy}"
-    return Candidate("leak", n_bytes, text, kind)
-
-
-def _line_of(site: str) -> str:
-    """A line without its folder and its function; none of what is no file."""
-    if site.startswith("<"):
-        return ""
-    return site.partition(" in ")[0].replace("\\", "/").rpartition("/")[2]
-
-
-def _at(site: str) -> str:
-    return f" at {line}" if (line := _line_of(site)) else ""
 
 
 # --- what is certain by the numbers of the allocator and of the host
@@ -228,7 +167,7 @@ def _host(facts: Facts) -> Candidate | None:
 
 
 def _phase(facts: Facts) -> Candidate | None:
-    """What ran if that has a cause of its own: a model is made, an optimizer steps, a loss."""
+    """Return the cause of a phase: a model is made, an optimizer steps, a loss is computed."""
     now = facts.bytes_of(PARAMETERS, BUFFERS) + facts.wanted_bytes
     n_bytes = max(facts.building_bytes, now)
     if facts.building and facts.model is None and n_bytes >= _MOST * facts.own_bytes:
@@ -249,7 +188,7 @@ def _weights(facts: Facts) -> Candidate | None:
 
 def _too_large(facts: Facts, n_bytes: int) -> Candidate:
     """With the model that is made, or the largest, and the line."""
-    at = f"{facts.building or _largest_model(facts)}{_at(facts.site)}: "
+    at = f"{facts.building or _largest_model(facts)}{at_line(facts.site)}: "
     size = f"{format_bytes(n_bytes)}{facts.of_total}"
     return Candidate("weights", n_bytes, f"{at}{size}. Use tenure.paging.page(model).")
 
@@ -267,7 +206,7 @@ def _optimizer(facts: Facts) -> Candidate | None:
     optimizer: Any = None if facts.optimizer is None else facts.optimizer()
     if optimizer is None:
         return None
-    name, parameters = type_name(type(optimizer)), _parameters_of(optimizer)
+    name, parameters = type_name(type(optimizer)), parameters_of(optimizer)
     named = f"{name} ({facts.optimizer_name})" if facts.optimizer_name else name
     whose = f"{named} of {_largest_model(facts)}"
     state = facts.bytes_of(OPTIMIZER_STATE)
@@ -283,13 +222,9 @@ def _optimizer(facts: Facts) -> Candidate | None:
 
 
 def _has_state(state: Any) -> bool:
-    """Whether an optimizer has made its state for a parameter: a number of steps is none yet."""
+    """Return whether an optimizer has made a parameter's state: a number of steps is none yet."""
     values = state.values() if isinstance(state, dict) else ()
     return any(is_kind(type(t), Tensor) and t.numel() > 1 for t in values)
-
-
-def _parameters_of(optimizer: Any) -> list[Any]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def _logits(facts: Facts) -> Candidate | None:
@@ -303,7 +238,7 @@ def _logits(facts: Facts) -> Candidate | None:
     width = max((row.shape[-1] for row in rows), default=facts.out_features)
     if width not in heads or n_bytes < 0.4 * facts.movable_bytes:
         return None
-    of = f"{format_bytes(n_bytes)} of {_shortened(heads[width])}"
+    of = f"{format_bytes(n_bytes)} of {shortened(heads[width])}"
     return Candidate("logits", n_bytes, f"{of} for {width} classes. Use F.linear_cross_entropy.")
 
 
@@ -331,7 +266,7 @@ def _batch(facts: Facts) -> Candidate | None:
     remedy = "Use tenure.adaptive.step()." if trains else "Use chunked()."
     if facts.batch_size == 1:
         remedy = "Shorten its input, or use torch.utils.checkpoint."
-    at, what = [_line_of(facts.site), facts.module], f"it takes {format_bytes(n_bytes)}{total}"
+    at, what = [line_of(facts.site), facts.module], f"it takes {format_bytes(n_bytes)}{total}"
     if wanted > (facts.total_bytes or 2 * max(1, facts.used_bytes)):
         what = f"one tensor takes {format_bytes(wanted)}{total}"
     elif facts.all_in_eval and saved > n_bytes // 4:
@@ -339,11 +274,11 @@ def _batch(facts: Facts) -> Candidate | None:
     elif model := _untrained(facts):
         what = f"graphs take {format_bytes(saved)}, and no optimizer steps the {model}"
         remedy = "Call it under torch.no_grad()."
-    elif _runs_again(facts):
+    elif runs_again(facts):
         what = f"{what}, or a state is never cut"
         remedy = f"Use {next((each.name for each in facts.carried), 'state')}.detach()."
     elif data := _largest_variable(facts):
-        name, size = _shortened(short(data.name)), format_bytes(data.n_bytes)
+        name, size = shortened(short(data.name)), format_bytes(data.n_bytes)
         at, what, remedy = [], f"{name} alone takes {size}{total}", "Take it in parts."
     found = ": ".join(filter(None, (" in ".join(filter(None, at)), what)))
     return Candidate("batch", n_bytes, f"{found}. {remedy}")
@@ -355,19 +290,9 @@ def _untrained(facts: Facts) -> str:
     if model is None or not (facts.is_recording and facts.has_own_graph):
         return ""
     optimizers = instances(tracked_objects(), lambda cls: is_kind(cls, Optimizer))
-    known = {id(p) for each in optimizers for p in _parameters_of(each)}
+    known = {id(p) for each in optimizers for p in parameters_of(each)}
     own = {id(p) for p in model.parameters() if p.requires_grad}
     return type_name(type(model)) if known and own and known.isdisjoint(own) else ""
-
-
-def _runs_again(facts: Facts, fewest: int = _FEWEST_RUNS) -> bool:
-    """Whether one thing was saved more often than weights can tell.
-
-    Layers save alike, too, and have weights each. Whether the state of a recurrent layer is that of
-    one long sequence or of many batches shows in nothing; to cut it helps in both.
-    """
-    saved = Counter((row.name, row.shape) for row in facts.rows(SAVED))
-    return max(saved.values(), default=0) > max(len(facts.rows(PARAMETERS)), fewest)
 
 
 def _largest_variable(facts: Facts) -> TensorRow | None:
@@ -378,7 +303,7 @@ def _largest_variable(facts: Facts) -> TensorRow | None:
         if entry.owner.category == OTHERS
         and entry.kind in _VARIABLES
         and 2 * entry.owner.n_bytes >= facts.all_bytes
-        and _OF_FORWARD not in entry.owner.name
+        and OF_FORWARD not in entry.owner.name
     )
     return next(found, None)
 
@@ -389,8 +314,8 @@ def _largest_variable(facts: Facts) -> TensorRow | None:
 def _pile(facts: Facts) -> Candidate | None:
     """The most of what is kept without use, if without it there would have been room."""
     kept: list[Candidate] = []
-    facts.ask(lambda: kept.extend(_kept_models(facts)), "the models")
-    facts.ask(lambda: kept.extend(_kept_tensors(facts)), "what is kept")
+    facts.ask(lambda: kept.extend(kept_models(facts)), "the models")
+    facts.ask(lambda: kept.extend(kept_tensors(facts)), "what is kept")
     phase = _phase(facts)
     found = [each for each in kept if _explains(each, facts, phase)]
     plain = ("tensors", "graphs", "models")
@@ -409,381 +334,3 @@ def _explains(pile: Candidate, facts: Facts, phase: Candidate | None) -> bool:
     # a buffer that grows is a part of the model, and of the work all the same
     share = pile.n_bytes / max(1, facts.movable_bytes + of_models, pile.n_bytes)
     return share >= (_MUCH if phase is None else _MOST)
-
-
-def _kept_models(facts: Facts) -> Iterator[Candidate]:
-    """Places that keep several models and optimizers, gradients without use, growing modules."""
-    found = instances(tracked_objects(), lambda cls: is_kind(cls, nn.Module, Optimizer))
-    optimizers = instances(found, lambda cls: is_kind(cls, Optimizer))
-    modules = outermost(instances(found, lambda cls: is_kind(cls, nn.Module)))
-    models = [module for module in modules if bytes_in(module, facts.device)]
-    # nothing of ours but these lists holds a model while it is asked who does
-    del found, modules
-    objects, n_steps = [*models, *optimizers], facts.watch.n_steps
-    held = find_holders(objects, ignore=(models, optimizers, objects)) if objects else []
-    oldest = n_steps - _STEPS_BACK * max(1, len(optimizers))
-    steps = ((each, facts.watch.last_steps.get(each, n_steps)) for each in optimizers)
-    stepped = {id(p) for each, step in steps if step > oldest for p in _parameters_of(each)}
-    piles: defaultdict[str, list[tuple[bool, int]]] = defaultdict(list)
-    idle: Counter[str] = Counter()
-    garbage: Counter[str] = Counter()
-    for each, holders in zip(objects, held, strict=True):
-        # parts of a model that is being made are in a tuple on its way: nothing keeps them
-        if not holders or holders[0].kind == "unknown":
-            continue
-        # `self` of what runs is called by its class, which says less than any other variable
-        own, is_model = type_name(type(each)), is_kind(type(each), nn.Module)
-        best = next((h for h in holders if h.named and h.chain != own), holders[0])
-        place = _spelled(place_of(best.chain), facts)
-        n_bytes = bytes_in(each, facts.device) if is_model else _state_bytes(each)
-        if best.kind == "cycle":
-            garbage[own] += n_bytes
-        # one variable keeps one model, and no pile; its gradients may be without use all the same
-        elif n_bytes and "[…]" in place and not facts.program.is_fixed(place):
-            piles[_container(place)].append((is_model, n_bytes))
-        if is_model and n_steps:
-            idle[place] += _idle_bytes(each, facts.device, stepped)
-    for own, n_bytes in garbage.items():
-        yield _garbage(own, n_bytes)
-    for place, kept in piles.items():
-        # a model and its optimizer that are kept together are one pile
-        n_models, n_bytes = sum(is_model for is_model, _ in kept), sum(n for _, n in kept)
-        if n_models >= _FEWEST:
-            remedy = f"Bound it, or {_ELSEWHERE}."
-            yield _leak("models", place, n_models, "model", n_bytes, remedy)
-        elif (n_optimizers := len(kept) - n_models) >= _FEWEST:
-            remedy = "Bound it, or del the old ones."
-            yield _leak("parts", place, n_optimizers, "optimizer", n_bytes, remedy)
-    for place, n_bytes in idle.items():
-        if n_bytes and sum(is_model for is_model, _ in piles[_container(place)]) < _FEWEST:
-            keeps = f"{_shortened(place)} keeps {format_bytes(n_bytes)} that no step needs"
-            text = f"{keeps}. Call zero_grad(set_to_none=True) after its last step."
-            yield Candidate("gradients", n_bytes, text, "parts")
-    for model in models:
-        yield from _growing(model, facts)
-
-
-def _container(place: str) -> str:
-    return f"{place.partition('[…]')[0]}[…]"
-
-
-def _garbage(name: str, n_bytes: int) -> Candidate:
-    remedy = "Break it, call gc.collect(), or open a scope around it."
-    text = f"{_shortened(name)}, {format_bytes(n_bytes)} of garbage. {remedy}"
-    return Candidate("cycle", n_bytes, text)
-
-
-def _growing(model: nn.Module, facts: Facts) -> Iterator[Candidate]:
-    """Modules in a model that got parts while the program trained."""
-    for name, module in model.named_modules():
-        # for each part, how many backward passes there had been
-        times = facts.watch.parts.get(module, {})
-        first = min(times.values(), default=0)
-        late = [part for key, part in module.named_children() if times.get(key, 0) > first]
-        if len(set(times.values())) >= _FEWEST and len(late) >= _FEWEST:
-            place = ".".join(filter(None, (type_name(type(model)), name)))
-            n_bytes = sum(bytes_in(part, facts.device) for part in late)
-            remedy = "It got them while it trained: bound it, or move some to the host."
-            yield _leak("parts", place, len(late), "module", n_bytes, remedy)
-
-
-def _state_bytes(optimizer: Any) -> int:
-    states = (state for state in optimizer.state.values() if isinstance(state, dict))
-    return sum(t.nbytes for state in states for t in state.values() if is_kind(type(t), Tensor))
-
-
-def _idle_bytes(module: nn.Module, device: str, stepped: set[int]) -> int:
-    gradients = (p.grad for p in module.parameters() if id(p) not in stepped)
-    return sum(g.nbytes for g in gradients if g is not None and str(g.device) == device)
-
-
-@dataclass(slots=True)
-class _Pile:
-    """The storages that are kept at one place.
-
-    Attributes:
-        place: the place.
-        own: those of its tensors.
-        saved: those that the graphs of its tensors have saved.
-        names: of each its holder.
-    """
-
-    place: str
-    own: list[StorageEntry] = field(default_factory=list)
-    saved: list[StorageEntry] = field(default_factory=list)
-    names: list[str] = field(default_factory=list)
-
-    @property
-    def n_bytes(self) -> int:
-        """All that would be free without it."""
-        return sum(entry.owner.n_bytes for entry in (*self.own, *self.saved))
-
-    @property
-    def is_scalar(self) -> bool:
-        """Whether a number is among its tensors."""
-        return not all(entry.owner.shape for entry in self.own)
-
-
-def _kept_tensors(facts: Facts) -> Iterator[Candidate]:
-    """Piles of tensors and graphs, and variables that hold graphs without use."""
-    piles: dict[str, _Pile] = {}
-    joined: dict[str, _Pile] = {}
-    # the largest of a pile is the first of its names
-    for entry in sorted(facts.entries, key=lambda entry: -entry.owner.n_bytes):
-        row, name = entry.owner, _name_of(entry.owner, facts)
-        is_saved = row.graph is not None and row.category == SAVED
-        is_kept = row.category in (OTHERS, SAVED) and entry.kind not in ("", "autograd")
-        is_joined = _joins(entry, facts)[0] >= _FEWEST
-        if _OF_FORWARD not in name and (is_joined or is_saved or is_kept):
-            place = _spelled(place_of(row.name), facts) if is_joined else _place(name, facts)
-            place = _CYCLE if _ORPHAN.match(row.graph or "") else place
-            pile = (joined if is_joined else piles).setdefault(place, _Pile(place))
-            (pile.saved if is_saved else pile.own).append(entry)
-            pile.names.append(name)
-    found = {place: each for place, pile in piles.items() if (each := _of_pile(pile, facts))}
-    graphs = {place for place, each in found.items() if each.kind == "graphs"}
-    if carried := _carried(facts, graphs):
-        found = {place: each for place, each in found.items() if place not in graphs}
-    others = (carried or _past(facts), _joined(joined, facts), _casts(facts))
-    yield from filter(None, (*found.values(), *others))
-
-
-def _name_of(row: TensorRow, facts: Facts) -> str:
-    """What holds a tensor, or the graph that saved it, as before the very error was raised.
-
-    Where nobody handles an error, what ran is in its traceback alone: that keeps nothing by itself.
-    """
-    name = (row.graph if row.category == SAVED else None) or row.name
-    found = _IN_FRAME.search(name)
-    is_own = found and found[1] in facts.raised_in and _HELD not in name
-    if found is None or not is_own or not name.startswith((_TRACEBACK, "sys.last_")):
-        return name
-    return f"{found[1]}.<locals>.{name[found.end() :]}"
-
-
-def _place(name: str, facts: Facts) -> str:
-    """The place of a name that `_name_of` gave."""
-    if name.endswith(_CYCLE):
-        return _CYCLE
-    if _TRACEBACK in name or _IN_FRAME.search(name):
-        return _TRACEBACK
-    return _spelled(place_of(name), facts)
-
-
-def _spelled(place: str, facts: Facts) -> str:
-    """A place as its function says it, without what holds it.
-
-    What a function or a call has bound is told by where it piles up: `out` of each of the lambdas
-    in `callbacks[…]` by the list.
-    """
-    inner, _, outer = place.partition(_HELD)
-    # of a function that waits, such as a coroutine
-    inner = inner.rpartition(": local ")[2]
-    if " of " in inner and ": " in inner:
-        bound = inner.rpartition(": ")[2]
-        is_argument = bound.startswith(("args[", "keywords["))
-        is_outside = "[…]" in outer and (is_argument or "[…]" not in bound)
-        inner = outer.partition(_HELD)[0] if is_outside else bound
-    if inner.endswith(_UNNAMED):
-        return f"{_ANONYMOUS}{_line_of(facts.site)}{_OF_ANONYMOUS}"
-    # each member of a set is an index, and a chain of attributes one attribute
-    members = inner.replace(" (a member)", "[…]").replace(" (a key)", "[…]")
-    return short(_CHAIN.sub(r"\1.…", members))
-
-
-def _of_pile(pile: _Pile, facts: Facts) -> Candidate | None:
-    """Why a pile is of no use, in the order of certainty; None for what is wanted."""
-    place, n_bytes, largest = pile.place, pile.n_bytes, pile.names[0]
-    size = format_bytes(n_bytes)
-    if place == _CYCLE and _ORPHAN.match(largest):
-        left = f"backward(create_graph=True){_at(facts.watch.created_at)} left {size}"
-        text = f"{left} of gradients with graphs. Set .grad = None after it."
-        return Candidate("cycle", n_bytes, text)
-    if place == _CYCLE:
-        return _garbage(_spelled(largest.removesuffix(_CYCLE), facts), n_bytes)
-    if place == _TRACEBACK:
-        # of equal ones, one whose keeper has a name
-        held = next((name for name in pile.names if _HELD in name), largest)
-        holds = f"{_shortened(_keeper_of(held, facts))} holds {size} by its traceback"
-        text = f"{holds}. Keep str(error), not the error."
-        return Candidate("traceback", n_bytes, text)
-    if cached := _CACHE_OF.search(place):
-        name, remedy = cached[1], f"call {_shortened(cached[1])}.cache_clear()."
-        remedy = f"Lower its maxsize=, or {remedy}"
-        return _leak("", f"lru_cache of {name}", len(pile.own), "result", n_bytes, remedy)
-    alike = Counter((each.owner.shape[1:], each.owner.dtype) for each in pile.own)
-    repeats = Counter((each.owner.name, each.owner.shape) for each in pile.saved)
-    n_graphs = len({each.owner.graph for each in pile.saved})
-    n_repeats, n_alike = min(repeats.values(), default=0), max(alike.values(), default=0)
-    is_much = n_graphs >= _FEWEST_GRAPHS or max(n_repeats, n_alike * ("…" in place)) >= _FEWEST
-    is_bounded = facts.containers.get(place.partition("[…]")[0]) == "bounded"
-    if is_bounded or not is_much or (not pile.saved and facts.program.is_fixed(place)):
-        return None
-    keyed = {_spelled(keyed_place_of(name), facts) for name in pile.names}
-    # all of it under one key of a mapping
-    name = keyed.pop() if len(keyed) == 1 else place
-    name = name.partition(_FROM_ITERTOOLS)[0].removesuffix(_OF_ANONYMOUS)
-    kind, noun, remedy = _of_graphs(pile, facts) if pile.saved else _of_tensors(pile, facts)
-    found = _leak(kind, name, max(n_alike, n_graphs, n_repeats), noun, n_bytes, remedy)
-    return found._replace(cause="results") if remedy in _OF_RESULTS else found
-
-
-def _of_graphs(pile: _Pile, facts: Facts) -> tuple[str, str, str]:
-    """The kind of a pile, what it keeps, and the remedy."""
-    added = facts.program.added_to(pile.place)
-    if pile.place.endswith(".grad"):
-        remedy = "Set .grad to None."
-    elif _gathers(pile, facts) and not pile.is_scalar:
-        remedy = _OF_RESULTS[1]
-    elif needed := facts.program.needs(pile.place):
-        remedy = f"Call {needed}.clear() after backward()."
-    elif pile.is_scalar:
-        remedy = f"Keep {added}.item()." if added else "Keep .item() of each."
-    else:
-        remedy = f"Keep {added}.detach(), and bound it."
-    return "graphs", "graph", remedy
-
-
-def _of_tensors(pile: _Pile, facts: Facts) -> tuple[str, str, str]:
-    """The same of a pile without graphs."""
-    variable, shown = pile.place.partition("[…]")[0], sum(each.shown_bytes for each in pile.own)
-    container = facts.containers.get(variable)
-    if shown < _VIEWS * pile.n_bytes:
-        copied = ".copy()" if "numpy array" in pile.names[0] else ".clone()"
-        return "", "view", f"They show {format_bytes(shown)}: keep {copied} of each."
-    if _are_copies([entry.owner for entry in pile.own], facts):
-        return "", "tensor", f"They are copies of weights or gradients: {_ELSEWHERE}."
-    if _FROM_ITERTOOLS in pile.place:
-        return "", "tensor", "It is an itertools.cycle: use `while True: for batch in loader`."
-    if _gathers(pile, facts):
-        remedy = _OF_RESULTS[0]
-    elif variable.startswith(_ANONYMOUS):
-        remedy = "Take them one at a time."
-    elif container == "default" or any(entry.kind == "default" for entry in pile.own):
-        remedy = f"A default lives for ever: use {variable}=None."
-    elif link := _LINK.search(pile.place):
-        remedy = f"Set {link[1]} to None in time."
-    else:
-        remedy = "Bound it, or load a part at a time." if container == "data" else "Bound it."
-    return "tensors", "tensor", remedy
-
-
-def _gathers(pile: _Pile, facts: Facts) -> bool:
-    """Whether a variable gathers results of a model that is not trained.
-
-    That shows in lists alone: the rest is out of sight. A mapping of a few lists is a list by
-    another name.
-    """
-    variable, _, inside = pile.place.partition("[…]")
-    if variable.startswith(_ANONYMOUS):
-        return facts.model is not None and not facts.trains
-    container = facts.containers.get(variable, "")
-    is_list = container == "list" or (container == "dict" and inside == "[…]")
-    is_direct = inside in ("", "[…]") and not any(_HELD in name for name in pile.names)
-    return is_list and is_direct and not facts.trains and not facts.program.is_filled(pile.place)
-
-
-def _are_copies(rows: list[TensorRow], facts: Facts) -> bool:
-    """Whether tensors have the shapes of weights, and of several."""
-    weights = {row.shape for row in facts.rows(PARAMETERS)}
-    alike = [row for row in rows if row.shape in weights]
-    n_bytes = sum(row.n_bytes for row in rows)
-    has_several = len({row.shape for row in alike}) > 1
-    return has_several and sum(row.n_bytes for row in alike) >= _COPIES * n_bytes
-
-
-def _keeper_of(name: str, facts: Facts) -> str:
-    """Who keeps an exception; without a keeper, the function that it was raised in."""
-    # of a coroutine, say, the variable; what holds that is further away
-    keeper = name.partition(_HELD)[2].partition(_HELD)[0] or _IN_FRAME.split(name)[0]
-    named = _spelled(place_of(keeper), facts)
-    function = _IN_FRAME.search(name)
-    raised = f"the error of {function[1]}()" if function else "an error"
-    return raised if not keeper or named.startswith((_TRACEBACK, "frame")) else named
-
-
-def _joins(entry: StorageEntry, facts: Facts) -> tuple[int, str]:
-    """How often in a row `torch.cat` made a storage of a part of it, and the last line."""
-    storage = None if entry.identity is None else entry.identity()
-    return (0, "") if storage is None else facts.watch.joined.get(storage, (0, ""))
-
-
-def _joined(piles: dict[str, _Pile], facts: Facts) -> Candidate | None:
-    """What grows by `torch.cat`, as one with the name of its largest place.
-
-    The keys and values of a model's layers are many places, and each of them may be small.
-    """
-    if not piles:
-        return None
-    largest = max(piles.values(), key=lambda pile: pile.n_bytes)
-    n_bytes = sum(pile.n_bytes for pile in piles.values())
-    times, site = max(_joins(entry, facts) for entry in (*largest.own, *largest.saved))
-    others = f" (and {counted(len(piles) - 1, 'other')})" if len(piles) > 1 else ""
-    grows = f"{_shortened(largest.place)}{others} grows by torch.cat{_at(site)}"
-    size = f"{format_bytes(n_bytes)} after {times} times"
-    return Candidate("leak", n_bytes, f"{grows}, {size}. Bound it, or move it to the host.")
-
-
-def _carried(facts: Facts, held: set[str]) -> Candidate | None:
-    """A variable whose graph goes on from step to step, or from batch to batch.
-
-    Args:
-        facts: the facts.
-        held: the variables that hold graphs.
-    """
-    # a long sequence that is trained on looks the same until its backward pass
-    fewest = _FEWEST_RUNS if facts.calls_backward else _FEWEST
-    endless = (facts.all_in_eval or not facts.calls_backward) and _runs_again(facts, fewest)
-    found = [
-        each
-        for each in facts.carried
-        if each.n_steps >= _FEWEST_STEPS or each.name in held or endless
-    ]
-    if not found:
-        return None
-    best = max(found, key=lambda each: (not each.is_scalar, each.n_bytes))
-    retained = facts.watch.retained_at
-    why = f" (retain_graph=True{_at(retained)})" if retained else ""
-    carries = f"{_shortened(best.name)} carries its graph from step to step"
-    text = f"{carries}, {format_bytes(best.n_bytes)}{why}. {_way_on(best, facts)}"
-    return Candidate("leak", best.n_bytes, text)
-
-
-def _way_on(variable: Carried, facts: Facts) -> str:
-    name, plain = variable.name, variable.name.rpartition(".")[2]
-    if "[…]" in name:
-        return "Go on with t.detach() of each of its tensors."
-    if not variable.is_scalar or plain not in facts.program.added:
-        return f"Go on with {name}.detach(){', or .item()' if variable.is_scalar else ''}."
-    if plain in facts.program.needed:
-        return "Call backward() on each, and not on the sum."
-    return f"Use {name} += {facts.program.added_to(name) or '(...)'}.item()."
-
-
-def _past(facts: Facts) -> Candidate | None:
-    """A variable that nothing reads any more, with a graph that nothing else holds."""
-    name, n_bytes = facts.past
-    line = _line_of(facts.watch.retained_at)
-    remedy = f"Leave out retain_graph=True ({line})" if line else "Call backward() on it"
-    remedy = remedy if facts.trains else "Use torch.no_grad()"
-    holds = f"{name} still holds the graph of the previous step, {format_bytes(n_bytes)}"
-    text = f"{holds}. {remedy}, or del {name} first."
-    return Candidate("leak", n_bytes, text) if n_bytes else None
-
-
-def _casts(facts: Facts) -> Candidate | None:
-    """The casts of weights that autocast keeps while its block is open; nothing in Python does.
-
-    The graph of a cast keeps the weight too, also when its model is gone.
-    """
-    old = [row for row in facts.rows(SAVED) if row.name == "AccumulateGrad.variable"]
-    weights = [*facts.rows(PARAMETERS), *old]
-    shapes = {row.shape for row in weights} | {row.shape[::-1] for row in weights}
-    casts = [row for row in facts.rows(SAVED, OTHERS) if row.dtype == facts.autocast_dtype]
-    n_bytes = sum(row.n_bytes for row in (*casts, *old) if row.shape in shapes)
-    # a training has a block for each step
-    if facts.trains or not casts or not n_bytes:
-        return None
-    size = f"autocast around {_line_of(facts.site)} keeps {format_bytes(n_bytes)}"
-    remedy = "Use autocast(cache_enabled=False), or a block for each batch."
-    return Candidate("leak", n_bytes, f"{size} of weights that it has cast. {remedy}")

@@ -188,7 +188,7 @@ class Facts:
 
     @property
     def own_bytes(self) -> int:
-        """What this process has of the device, found or not; 0 if nothing tells."""
+        """The bytes of the device that this process has, found or not; 0 if nothing tells."""
         if self.total_bytes is None or self.free_bytes is None:
             return 0
         return self.total_bytes - self.free_bytes - self.others_bytes
@@ -439,7 +439,7 @@ def _saved_by(nodes: Sequence[Any]) -> dict[int, int]:
 
 
 def _is_past(frame: FrameType, name: str) -> bool:
-    """Whether the code that follows binds a variable anew before it reads it."""
+    """Return whether the code that follows binds a variable anew before it reads it."""
     for step in dis.get_instructions(frame.f_code):
         # some instructions have two variables, as ``STORE_FAST_LOAD_FAST``
         verbs = _VERB.findall(step.opname)
@@ -450,7 +450,7 @@ def _is_past(frame: FrameType, name: str) -> bool:
 
 
 def _is_model(value: Any) -> bool:
-    """Whether a variable is a module, or an object that has one."""
+    """Return whether a variable is a module, or an object that has one."""
     inside = () if type(value) is ModuleType else instance_attributes(value).values()
     return any(is_kind(type(each), nn.Module) for each in (value, *inside))
 

@@ -72,13 +72,13 @@ class Program:
         self.needed = {name for scope in scopes for name in _needed(scope)}
 
     def is_fixed(self, place: str) -> bool:
-        """Whether a place is a data set: the program knows its containers and adds nothing."""
+        """Return whether a place is a data set: the program adds nothing to its containers."""
         names = _INDEXED.findall(place)
         is_known = bool(names) and self._is_whole and self._known.issuperset(names)
         return is_known and self._grown.isdisjoint(names)
 
     def is_filled(self, place: str) -> bool:
-        """Whether a function returned a container that another one inside it fills, as a hook."""
+        """Return whether a function returned a container that one inside it fills, as a hook."""
         return not self._filled.isdisjoint(_INDEXED.findall(place))
 
     def needs(self, place: str) -> str:

@@ -28,8 +28,9 @@ from tenure._torch.quiet import quietly
 
 from .._owners import CATEGORIES, SAVED, StorageEntry, TensorRow, describe_row
 from .._reports import place_of
-from ._causes import TEXTS, UNKNOWN, Candidate, judge
+from ._causes import TEXTS, UNKNOWN, judge
 from ._facts import Facts
+from ._piles import Candidate
 from ._watch import Watch
 
 # A program may handle thousands of a line: whoever looks for a size that fits does.
@@ -130,7 +131,7 @@ class OomRecorder:
             self._lock.release()
 
     def _has_enough(self) -> bool:
-        """Whether errors that the program handles are no news any more."""
+        """Return whether errors that the program handles are no news any more."""
         if handles_ooms.get() or self._lines.total() >= _MOST_HANDLED:
             return True
         return bool(self._lines) and self._lines[str(user_site())] >= _MOST_OF_LINE
@@ -233,7 +234,7 @@ def record_oom(*, quiet: bool = False) -> OomRecorder:
 
 @dataclass(frozen=True, slots=True)
 class OomLine:
-    """What one line of the program made, or what one place keeps.
+    """The storages that one line of the program made, or that one place keeps.
 
     Attributes:
         name: the line, as ``train.py:41``; or the place.
@@ -253,8 +254,8 @@ class OomReport(Report):
     """Why memory ran out, and what there was when it did.
 
     Attributes:
-        cause: one of ``"leak"``, ``"results"``, ``"cycle"``, ``"traceback"``, ``"logits"``,
-            ``"optimizer_state"``, ``"batch"``, ``"weights"``, ``"fragmentation"``,
+        cause: one of ``"leak"``, ``"results"``, ``"cycle"``, ``"traceback"``, ``"gradients"``,
+            ``"logits"``, ``"optimizer_state"``, ``"batch"``, ``"weights"``, ``"fragmentation"``,
             ``"other_process"``, ``"host"``, ``"unknown"``.
         first_line: the cause and the remedy.
         evidence: sentences with the numbers that speak for it, and further remedies.
@@ -297,7 +298,7 @@ class OomReport(Report):
 
     @property
     def used_bytes(self) -> int:
-        """What the tensors that were found take on the device."""
+        """The bytes that the tensors that were found take on the device."""
         return sum(self.categories.values())
 
     def __repr__(self) -> str:

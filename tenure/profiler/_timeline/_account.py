@@ -1,4 +1,4 @@
-"""What is known of one device: its level over time, and the storages that are alive on it.
+"""The account of one device: its level over time, and the storages that are alive on it.
 
 Invariants: an entry is a weak reference, and goes with its storage; no counter is reset, so the
 highest level between two readings is known as long as the counter of the peak rises.
@@ -24,8 +24,8 @@ _SHARE = 50
 INPUTS = "inputs"
 IN_BACKWARD = "made and let go in backward"
 UNEXPLAINED = "temporary or unexplained"
-"""What the allocator has in use and no tensor shows: made and freed within an operation, or in
-code that no mode sees."""
+"""The bytes that the allocator has in use and no tensor shows: made and freed within an operation,
+or in code that no mode sees."""
 ORDER = (*CATEGORIES[:-1], INPUTS, IN_BACKWARD, OTHERS)
 """The categories of storages in the order in which they are shown."""
 

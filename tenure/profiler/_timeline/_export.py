@@ -33,6 +33,8 @@ _PROTOCOL = 4
 # of a cell itself no function is told
 _FRAME = re.compile(r"(?P<file>.*)(?::|, line )(?P<line>\d+)(?: in (?P<name>.*))?")
 _FIRST_ADDRESS = 1 << 32
+_Block = tuple[int, int, str]
+"""The address, the bytes and the line of a block."""
 
 
 def export(report: TimelineReport, path: Path) -> Path:
@@ -139,10 +141,10 @@ def _chrome_trace(report: TimelineReport) -> str:
 def _memory_viz_pickle(report: TimelineReport) -> bytes:
     """Return a snapshot as ``torch.cuda.memory`` writes it, for ``torch.cuda._memory_viz``.
 
-    What a line has gained from one time to the next is a block that is allocated; what it has lost
-    is freed, the newest first. Between two times all is freed before anything is allocated, so what
-    the viewer adds up is never more than the level, and is its peak at the peak. Addresses are made
-    up, and none is used twice.
+    If a line has gained bytes from one time to the next, a block is allocated; if it has lost some,
+    blocks are freed, the newest first. Between two times all is freed before anything is allocated:
+    the sum in the viewer is never more than the level, and is its peak at the peak. Addresses are
+    made up, and none is used twice.
     """
     # The host is one device more, the last: the numbers of the others are their indices.
     order = sorted(report.devices, key=lambda each: (each.device == "cpu", each.device))
@@ -178,11 +180,11 @@ def _traced(
         if row.stack
     }
     events: list[dict[str, Any]] = []
-    # the address, the bytes and the line of each block of a line, the newest last
-    blocks: dict[str, list[tuple[int, int, str]]] = defaultdict(list)
+    # the newest last
+    blocks: dict[str, list[_Block]] = defaultdict(list)
     end = _FIRST_ADDRESS
 
-    def note(action: str, block: tuple[int, int, str], at_s: float) -> None:
+    def note(action: str, block: _Block, at_s: float) -> None:
         address, n_bytes, name = block
         events.append(
             {
@@ -216,6 +218,13 @@ def _traced(
         note("alloc", blocks["nothing"][-1], 0.0)
         end += 1
     left = sorted(block for held in blocks.values() for block in held)
+    return _segment(index, left, end, frames), events
+
+
+def _segment(
+    index: int, left: list[_Block], end: int, frames: dict[str, list[dict[str, Any]]]
+) -> dict[str, Any]:
+    """Return the segment of a device with the blocks that are left, and the gaps between them."""
     shown, last = [], _FIRST_ADDRESS
     for address, n_bytes, name in (*left, (end, 0, "")):
         if address > last:
@@ -224,7 +233,7 @@ def _traced(
             shown.append(_block(address, n_bytes, "active_allocated", frames.get(name, [])))
         last = address + n_bytes
     in_use = sum(n_bytes for _, n_bytes, _ in left)
-    segment = {
+    return {
         "device": index,
         "address": _FIRST_ADDRESS,
         "total_size": end - _FIRST_ADDRESS,
@@ -238,7 +247,6 @@ def _traced(
         "frames": [],
         "blocks": shown,
     }
-    return segment, events
 
 
 def _block(address: int, n_bytes: int, state: str, frames: list[dict[str, Any]]) -> dict[str, Any]:

@@ -40,11 +40,11 @@ from ._series import FOREVER, Series
 
 _aten = torch.ops.aten
 _LIFTS = frozenset({_aten.lift_fresh.default, _aten.lift.default})
-"""What ``torch.tensor``, ``torch.from_numpy`` and the like call with the tensor they made."""
+"""Operations that ``torch.tensor``, ``torch.from_numpy`` and the like end with."""
 _RESIZERS = frozenset({_aten.resize_, _aten.resize_as_})
 _COPIES = frozenset({_aten._to_copy, _aten._pin_memory, _aten.clone})
 NOTHING, MAKES, ADOPTS, COPIES = range(4)
-"""What an operation does to storages: it makes none, makes some or gives them another size, takes
+"""The effect of an operation on storages: it makes none, makes or resizes some, takes
 one over that was made elsewhere, or makes one of the data of another."""
 _known: dict[Any, int] = {}
 _SAMPLE_NS = 50_000_000
@@ -163,7 +163,7 @@ class Recorder:
         """Note that ``total`` takes the place of ``first``, to which autograd adds in place."""
         entry = self._entries.get(key_of(first))
         # the counters of an accelerator have both at once
-        if entry is None or entry.account is not self.host:
+        if not self.is_open or entry is None or entry.account is not self.host:
             return
         if entry.asked_bytes == total.nbytes():
             self._end_life(entry)
