@@ -149,9 +149,18 @@ def test_blocks_take_as_many_graphs_as_those_of_a_plain_model(
     assert (n_found, n_found_ops) == (n_graphs, n_ops)
 
 
+class Whole(Net):
+    # dynamo of torch 2.10 never compiles a function that it skipped once, as other tests make it
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
 @pytest.mark.parametrize("trains", [False, True])
 def test_a_whole_model_that_is_compiled_needs_room_for_all_of_it(sim, trains):
-    model = build().train(trains)
+    torch.manual_seed(0)
+    model = Whole().train(trains)
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     model.compile(backend=counter)

@@ -6,6 +6,7 @@ import torch
 
 from tenure import LeakRecord, LeakReport, adaptive, paging
 from tenure._cli._cell_report import CellReport
+from tenure._cli._fitting import Answer, MicroBatch
 from tenure.profiler import (
     CourtesyReport,
     DeviceReport,
@@ -363,6 +364,8 @@ REPORTS = {
     ),
     "the same split": adaptive.SplitReport((8,) * 40, 1e-5, ()),
     "peak": _peak_report(),
+    "answer": Answer(_peak_report(), MicroBatch(4, 16, False, 2**33)),
+    "answer that fits": Answer(_peak_report(budget_bytes=2**37)),
     "peak that fits": _peak_report(budget_bytes=2**37, approximate=False),
     "plan": adaptive.Plan(
         4, 10, (4, 4, 2), 2**33, 2**33, 2**34, 2**31, {"parameters": 2**31, "gradients": 2**30, "optimizer state": 2**32, "activations": 2**33, "temporaries": 5}, "cuda:0", True,
