@@ -156,10 +156,6 @@ class Stream:
         found, self._device_changes = self._device_changes, []
         return found
 
-    def claims(self) -> list[Any]:
-        """Return the claims that are not told yet; any thread may ask."""
-        return [claim for _, _, claim, _ in list(self._marks) if claim is not None]
-
     # --- told by modes that measure
 
     def hide_numbers(self, sizes: Sequence[int]) -> None:

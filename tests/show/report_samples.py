@@ -209,7 +209,6 @@ def _line(i):
         2**30 + i,
         CUDA,
         False,
-        True,
         False,
         SOURCE[i],
         SITE.rpartition(":")[0],

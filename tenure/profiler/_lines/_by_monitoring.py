@@ -1,8 +1,8 @@
 """Lines by ``sys.monitoring``, for Python 3.12 and newer, on all threads.
 
-Lines and returns are reported of watched codes alone. Calls, jumps and exceptions are reported of
-all code while a profiler is enabled: some have to be, the others keep a session short. Other tools,
-and ``sys.settrace``, go on as they were.
+Lines and returns are reported of watched codes alone. Calls and exceptions are reported of all code
+while a profiler is enabled: some have to be, the others keep a session short. Other tools, and
+``sys.settrace``, go on as they were.
 """
 
 from __future__ import annotations
@@ -25,15 +25,13 @@ _NAME = "tenure.profiler"
 
 
 class Monitor(Engine):
-    """Reports calls, lines and returns."""
+    """Reports lines and returns."""
 
     def __init__(self) -> None:
         super().__init__()
         self._tool: int | None = None
         events = monitoring.events
-        self._lines = (
-            events.LINE | events.PY_START | events.PY_RESUME | events.PY_RETURN | events.PY_YIELD
-        )
+        self._lines = events.LINE | events.PY_RESUME | events.PY_RETURN | events.PY_YIELD
         self._callbacks = {
             events.LINE: self._line,
             events.PY_START: self._start,
@@ -42,24 +40,29 @@ class Monitor(Engine):
             events.PY_RETURN: self._return,
             events.PY_YIELD: self._yield,
             events.PY_UNWIND: self._unwind,
-            events.JUMP: self._jump,
             events.INSTRUCTION: self._instruction,
         }
 
     def start(self) -> None:
         """See `Engine`."""
         check_engine_is_seen()
-        self._take_number()
+        # 3 and 4 are the two that the interpreter has named for nobody; that of cProfile is last
+        numbers = (3, 4, monitoring.OPTIMIZER_ID, monitoring.PROFILER_ID)
+        tool = next((n for n in numbers if monitoring.get_tool(n) is None), None)
+        if tool is None:
+            raise ProfilerUsageError(
+                "LineProfiler can't be enabled: other tools have taken every number of "
+                "sys.monitoring. End one of them (a debugger, coverage or another profiler) first."
+            )
+        monitoring.use_tool_id(tool, _NAME)
+        self._tool = tool
         # callbacks before events: from set_events on they come, in the midst of this function
         for event, callback in self._callbacks.items():
-            monitoring.register_callback(self._tool, event, callback)
+            monitoring.register_callback(tool, event, callback)
         events = monitoring.events
         # Of all code, because no Python lets exceptions be asked for of single codes, and a frame
         # that one has ended would else be thought to run on.
-        monitoring.set_events(
-            self._tool, events.PY_UNWIND | events.PY_THROW | events.PY_START | events.JUMP
-        )
-        self.on = True
+        monitoring.set_events(tool, events.PY_UNWIND | events.PY_THROW | events.PY_START)
         self._set(self.codes.values(), self._lines)
 
     def join(self) -> None:
@@ -73,33 +76,13 @@ class Monitor(Engine):
         self._set(came, self._lines)
 
     def stop(self) -> None:
-        """Give the number back, if need be when the sessions of other threads have ended."""
-        self.on = False
-        self._free_if_idle()
-
-    def _take_number(self) -> None:
-        if self._tool is not None:
-            return
-        # 3 and 4 are the two that the interpreter has named for nobody; that of cProfile is last
-        numbers = (3, 4, monitoring.OPTIMIZER_ID, monitoring.PROFILER_ID)
-        tool = next((n for n in numbers if monitoring.get_tool(n) is None), None)
-        if tool is None:
-            raise ProfilerUsageError(
-                "LineProfiler can't be enabled: other tools have taken every number of "
-                "sys.monitoring. End one of them (a debugger, coverage or another profiler) first."
-            )
-        monitoring.use_tool_id(tool, _NAME)
-        self._tool = tool
-
-    def _free_if_idle(self) -> None:
-        # a thread with a session needs ticks to end it, so its calls are reported until it has
-        if self.on or self.n_following or self._tool is None:
-            return
-        monitoring.set_events(self._tool, monitoring.events.NO_EVENTS)
-        for event in self._callbacks:
-            monitoring.register_callback(self._tool, event, None)
-        monitoring.free_tool_id(self._tool)
-        self._tool = None
+        """See `Engine`."""
+        tool, self._tool = self._tool, None
+        if tool is not None:
+            monitoring.set_events(tool, monitoring.events.NO_EVENTS)
+            for event in self._callbacks:
+                monitoring.register_callback(tool, event, None)
+            monitoring.free_tool_id(tool)
 
     def _set(self, codes: Iterable[CodeType], events: int) -> None:
         for code in codes:
@@ -108,18 +91,18 @@ class Monitor(Engine):
     # --- callbacks: a frame's own stands just outside them
 
     def _start(self, code: CodeType, _: int) -> None:
-        if id(code) in self.codes:
-            self._resume(code, 0, sys._getframe(1))
-        else:
-            self.tick()
+        self.tick()
 
-    def _resume(self, code: CodeType, _: int, frame: Any = None) -> None:
-        frame = frame or sys._getframe(1)
-        self.enter(id(frame), code, frame.f_lineno)
+    # A generator may go on in the middle of a line, and then does something before the next: see
+    # test_what_a_generator_does_after_it_goes_on_is_of_the_line_that_it_waited_on.
+    def _resume(self, code: CodeType, _: int) -> None:
+        frame = sys._getframe(1)
+        self.line(id(frame), code, frame.f_lineno, hits=0)
 
     def _throw(self, code: CodeType, _: int, __: BaseException) -> None:
         if id(code) in self.codes:
-            self._resume(code, 0, sys._getframe(1))
+            frame = sys._getframe(1)
+            self.line(id(frame), code, frame.f_lineno, hits=0)
 
     def _line(self, code: CodeType, line: int) -> None:
         self.line(id(sys._getframe(1)), code, line)
@@ -154,12 +137,3 @@ class Monitor(Engine):
         instruction = monitoring.events.INSTRUCTION
         events = monitoring.get_local_events(self._tool, code) & ~instruction
         monitoring.set_local_events(self._tool, code, events | instruction * wanted)
-
-    def _jump(self, _: CodeType, __: int, ___: int) -> None:
-        self.tick()
-
-    def tick(self) -> None:
-        """See `Engine`."""
-        super().tick()
-        if not self.on:
-            self._free_if_idle()

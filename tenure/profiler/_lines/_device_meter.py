@@ -1,8 +1,7 @@
-"""How much memory of an accelerator the lines of each thread took, by the device's counters.
+"""The counters of an accelerator: what they have grown by from one reading to the next.
 
-Counters are the process's. Invariants: each byte that they tell is booked by one thread of a
-profiler at the most; an interval in which another thread was at a watched line says so, unless the
-allocator's events of this thread are all that was counted.
+Counters are the process's. Invariant: each byte that they count is booked by one thread of a
+profiler at the most, the first that reads them afterwards; nothing is reset or emptied.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ class Usage(NamedTuple):
         peak_bytes: the most that was live.
         exact: whether the allocator's events were seen, or counted.
         peak_exact: whether the peak is the peak, and not the larger of the two ends.
-        shared: whether other threads may have done some of it, and this one more than is told.
     """
 
     allocated_bytes: int
@@ -35,7 +33,6 @@ class Usage(NamedTuple):
     peak_bytes: int
     exact: bool = True
     peak_exact: bool = True
-    shared: bool = False
 
 
 def unseen_usage(was_bytes: int, level_bytes: int) -> Usage:
@@ -44,150 +41,73 @@ def unseen_usage(was_bytes: int, level_bytes: int) -> Usage:
     return Usage(max(0, net), max(0, -net), max(was_bytes, level_bytes), False, False)
 
 
-class DeviceAccount:
-    """What the counters of one device have told, and no thread has booked yet."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        # reentrant: a tick in a function of torch that reads the counters may look, too
-        self.lock = threading.RLock()
-        self.busy: set[DeviceMeter] = set()
-        self.n_begun = 0
-        self.waiting = 0, 0, True
-        self.stats = counters_of(device)
-
-    @property
-    def live_bytes(self) -> int:
-        """What was in use at the last look."""
-        return allocated_in(self.stats).current
-
-    def look(self) -> Stats:
-        """Read the counters; what they have grown by waits to be booked."""
-        before, self.stats = self.stats, counters_of(self.device)
-        allocated, freed, is_counted = _growth(allocated_in(before), allocated_in(self.stats))
-        waiting = self.waiting
-        self.waiting = waiting[0] + allocated, waiting[1] + freed, waiting[2] and is_counted
-        return self.stats
-
-
 class DeviceMeter:
-    """The counters of a device, for one thread; nothing is reset or emptied.
+    """The counters of one device.
 
     Attributes:
         is_cuda: whether the allocator's events of a thread are told, too.
-        before: the device's statistics at the start of the last interval.
-        after: those at its end.
     """
 
-    def __init__(self, account: DeviceAccount) -> None:
-        self.is_cuda = account.device.type == "cuda"
-        self._account = account
+    def __init__(self, device: torch.device) -> None:
+        self.is_cuda = device.type == "cuda"
+        self._device = device
+        # reentrant: torch's function that reads them is Python, whose calls the profiler sees
+        self._lock = threading.RLock()
+        self._stats: Stats = {}
+        self._fields: dict[str, int] = {}
         self.start()
 
-    def use(self, is_used: bool) -> None:
-        """Say whether the thread is at a line, and so may book what happens."""
-        account = self._account
-        with account.lock:
-            if not is_used:
-                account.busy.discard(self)
-            elif self not in account.busy:
-                account.busy.add(self)
-                # its own beginning tells it of nobody else
-                account.n_begun += 1
-                self._n_begun += 1
+    @property
+    def live_bytes(self) -> int:
+        """What was in use at the last reading."""
+        return allocated_in(self._fields).current
 
-    def start(self) -> None:
-        """Begin an interval: what waits was done by no line, unless another thread is at one."""
-        account = self._account
-        with account.lock:
-            self.before = self.after = account.look()
-            self._n_begun = account.n_begun
-            if not account.busy - {self}:
-                account.waiting = 0, 0, True
+    def start(self) -> tuple[dict[str, int], dict[str, int]]:
+        """Begin an interval; return the fields of ``memory_stats()`` at the last one, and now."""
+        # read and replaced under one lock: in between, another thread would book the same bytes
+        with self._lock:
+            stats = counters_of(self._device)
+            before = self._fields
+            # a hundred names need not be made anew for lines that leave the device alone
+            if stats != self._stats:
+                self._stats, self._fields = stats, dict(_flat("", stats))
+            return before, self._fields
 
-    def read(self, changes: list[int] | None) -> Usage:
-        """Book what has come since any thread last did.
+    def read(self, changes: list[int] | None, largest: dict[str, int]) -> Usage:
+        """Return what has come since the last interval began, and begin the next.
 
         Args:
             changes: the events of this thread on all CUDA devices; None where they were not seen.
+            largest: the largest value of each field so far, which is updated.
         """
-        account = self._account
-        # read and booked under one lock: in between, another thread would book the same bytes
-        with account.lock:
-            self.before, self.after = self.after, account.look()
-            allocated, freed, is_counted = account.waiting
-            own = changes if self.is_cuda and is_counted else None
-            is_all = own is not None and _sums(own) == (allocated, freed)
-            left = 0, 0, True
-            if own is not None and not is_all:
-                # others did the rest; events are of all CUDA devices together, so they are bounds
-                mine = min(_sums(own)[0], allocated), min(_sums(own)[1], freed)
-                left = allocated - mine[0], freed - mine[1], True
-                allocated, freed = mine
-            are_others = bool(account.busy - {self})
-            shared = not is_all and (
-                are_others or account.n_begun != self._n_begun or own is not None
-            )
-            account.waiting = left if are_others else (0, 0, True)
-            self._n_begun = account.n_begun
-        peak_bytes, peak_exact = _peak(
-            allocated_in(self.before), allocated_in(self.after), own if is_all and own else []
-        )
-        exact = is_counted and not shared
-        return Usage(allocated, freed, peak_bytes, exact, peak_exact, shared)
+        before, after = self.start()
+        for name, value in after.items():
+            reached = value
+            if name.endswith(".peak") and value <= before.get(name, 0):
+                # below an older peak: the larger of the two ends
+                current = f"{name.removesuffix('peak')}current"
+                reached = max(before.get(current, 0), after.get(current, 0))
+            largest[name] = max(reached, largest.get(name, reached))
+        return _usage(allocated_in(before), allocated_in(after), changes or [])
 
 
-def _sums(changes: list[int]) -> tuple[int, int]:
-    return sum(n for n in changes if n > 0), -sum(n for n in changes if n < 0)
-
-
-def _growth(before: Allocated, after: Allocated) -> tuple[int, int, bool]:
-    """What was allocated and freed, and whether it was counted and not only told by the ends."""
+def _usage(before: Allocated, after: Allocated, changes: list[int]) -> Usage:
+    start, end = before.current, after.current
     # if a counter was reset meanwhile, what it has counted since
     pairs = (before.allocated, after.allocated), (before.freed, after.freed)
     allocated, freed = (b - a if b >= a else b for a, b in pairs)
-    net = after.current - before.current
-    if allocated - freed == net:
-        return allocated, freed, True
-    # reset meanwhile, or never counted, as with cudaMallocAsync
-    return max(0, net), max(0, -net), False
-
-
-def _peak(before: Allocated, after: Allocated, own: list[int]) -> tuple[int, bool]:
-    """The peak of an interval, and whether it is known although no counter is reset."""
-    start, end = before.current, after.current
+    if allocated - freed != end - start:
+        # reset meanwhile, or never counted, as with cudaMallocAsync
+        usage = unseen_usage(start, end)
+    else:
+        # only up, or only down: one of the ends is the peak
+        usage = Usage(allocated, freed, max(start, end), True, not (allocated and freed))
+        if changes and sum(changes) == end - start and sum(map(abs, changes)) == allocated + freed:
+            usage = usage._replace(peak_bytes=start + max(accumulate(changes)), peak_exact=True)
+    # no counter is reset for us, so only a new peak is told by the counter of the peak
     if after.peak > before.peak:
-        return after.peak, True
-    allocated, freed, is_counted = _growth(before, after)
-    # only up, or only down: one of the ends is the peak
-    if is_counted and not (allocated and freed):
-        return max(start, end), True
-    if is_counted and _sums(own) == (allocated, freed):
-        return start + max(accumulate(own, initial=0)), True
-    return max(start, end), False
-
-
-def keep_largest(largest: dict[str, int], last: Stats, before: Stats, after: Stats) -> None:
-    """Take an interval into the largest value of each field of ``memory_stats()``.
-
-    Args:
-        largest: the values so far, by name.
-        last: what this was called with as ``after`` the last time; empty at the first.
-        before: the fields at the start of the interval.
-        after: the fields at its end.
-    """
-    # most lines leave the device alone, and a hundred names need not be made to learn that
-    if after == last and after == before:
-        return
-    was, now = dict(_flat("", before)), dict(_flat("", after))
-    for name, value in now.items():
-        if name.endswith(".peak") and value <= was.get(name, 0):
-            # below an older peak: the larger of the two ends
-            current = f"{name.removesuffix('peak')}current"
-            reached = max(was.get(current, 0), now.get(current, 0))
-        else:
-            reached = value
-        largest[name] = max(reached, largest.get(name, reached))
+        usage = usage._replace(peak_bytes=after.peak, peak_exact=True)
+    return usage
 
 
 def _flat(prefix: str, stats: Stats) -> Iterator[tuple[str, int]]:

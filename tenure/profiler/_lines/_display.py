@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
 import torch
@@ -51,11 +51,9 @@ class LineRecord:
         peak_bytes: the most that was live at once while the line ran, above what was live when the
             profiler was enabled.
         device: the device that is meant.
-        exact: False where another profiler kept the allocator's events to itself: the line has
-            allocated and freed at least as much as it says; or where it is ``shared``.
-        shared: True where other threads used the device while the line ran, and its counters don't
-            tell whose is what: some of the line's bytes may stand on their lines, or theirs here.
-            Together the lines of all threads add up. Never ``exact``.
+        exact: False if another profiler kept the allocator's events to itself, or another thread
+            was inside a profiled function when this was read: the line has allocated and freed at
+            least as much as it says.
         peak_exact: False where the peak is only known to be at least as high.
         source: the line as it stands in the file; empty where there is none.
         file: the path of the file.
@@ -71,7 +69,6 @@ class LineRecord:
     peak_bytes: int
     device: torch.device
     exact: bool = True
-    shared: bool = False
     peak_exact: bool = True
     source: str = ""
     file: str = ""
@@ -137,13 +134,10 @@ def _cell(name: str, record: LineRecord | None) -> str:
         return ""
     is_in_bytes = name != "hits" and (is_own or "bytes" in name.partition(".")[0])
     sign = ""
-    if name in ("alloc", "freed", "net") and record.shared:
-        # Some of it may be another thread's: neither more nor less is certain.
-        sign = "~ "
-    elif (name in ("alloc", "freed") and not record.exact) or (
-        name.endswith("peak") and not record.peak_exact
-    ):
-        sign = ">= "
+    if name in ("alloc", "freed"):
+        sign = "" if record.exact else ">= "
+    elif name.endswith("peak"):
+        sign = "" if record.peak_exact else ">= "
     return Amount(sign + (format_bytes(value) if is_in_bytes else str(value)), value)
 
 
@@ -199,25 +193,5 @@ class RecordsDisplay(Report):
             (str(line), *(_cell(name, record) for name in self.columns), source)
             for line, source, record in section.rows
         ]
-        shared = [r.device for _, _, r in section.rows if r is not None and r.shared]
-        note = (
-            f"~ other threads used {shared[0]} while the line ran. Its counters are the "
-            "process's: some of their bytes may stand here, or some of these on their lines."
-            if shared
-            else ""
-        )
         code = Column("code", is_fixed=True, is_code=True)
-        return _Lines(title, [*columns, code], rows, note, rule="")
-
-
-class _Lines(Table):
-    """The lines of a function, in their order."""
-
-    __slots__ = ()
-
-    def arranged(self, top: int | None, sort: str | None) -> Self:
-        """Return the lines; if some are asked for, of those that ran."""
-        if top is None and sort is None:
-            return self
-        ran = replace(self, rows=[row for row in self.rows if any(row[1:-1])])
-        return super(_Lines, ran).arranged(top, sort)
+        return Table(title, [*columns, code], rows, rule="")

@@ -1,26 +1,24 @@
 """Where profilers are opened, and lines that run are booked: the base of the two sources of lines.
 
-Invariant: before a profiler is told of a frame or a line, a mark is set in the stream of the
-thread, so what the allocator did until then goes to what ran until then.
+Invariant: before a profiler is told of a line, a mark is set in the stream of the thread, so what
+the allocator did until then goes to what ran until then.
 """
 
 from __future__ import annotations
 
-import atexit
 import threading
 from abc import ABC, abstractmethod
+from itertools import accumulate
 from types import CodeType
-from typing import Any
 
-from tenure._stream import Stream, ThisThread, process, this_stream
+from tenure._stream import ThisThread, process, this_stream
 from tenure._torch import cpu_allocator as allocator
 
-from ._book import Booking, Codes, Key, Visit, Watch, host_usage
-from ._device_meter import unseen_usage
-from ._targets import SUSPENDS
+from ._book import Book, Codes, Frames, Visit
+from ._device_meter import Usage, unseen_usage
 
 TICKS_PER_TURN = 128
-"""After how many ticks a source may call ``turn`` itself."""
+"""After how many ticks of a thread its session is read."""
 
 
 class Thread:
@@ -28,102 +26,62 @@ class Thread:
 
     Attributes:
         stream: that of the thread.
-        reads_seldom: whether marks may wait; else the stream is read at each, so that other
-            threads can be told what this one did.
-        n_ticks: how often it ticked since the last turn.
+        number: that of the thread.
+        n_ticks: how often it ticked since its session was read.
         follows: whether it is told what the stream tells.
-        entered: the frame that began last, until something else is looked at.
-        tracer: the trace functions of the thread, if its lines come from ``sys.settrace``.
     """
 
     def __init__(self) -> None:
-        self.stream: Stream = this_stream()
-        self.reads_seldom = False
+        self.stream = this_stream()
+        self.number = threading.get_ident()
         self.n_ticks = 0
         self.follows = False
-        self.entered = 0
-        self.tracer: Any = None
-        self._watches: tuple[Watch, ...] = ()
-        self._bookings: dict[Watch, Booking] = {}
-        self._is_known = allocator.is_known()
+        self._books: tuple[Book, ...] = ()
 
-    def know(self, watches: tuple[Watch, ...]) -> None:
-        """Keep the bookings of the profilers that are open, and drop the others."""
-        # Compared by identity: it is a new tuple whenever one is opened or closed.
-        if watches is not self._watches:
-            self._watches = watches
-            self._bookings = {who: each for who, each in self._bookings.items() if who in watches}
-            for watch, booking in self._bookings.items():
-                booking.follow(watch)
-
-    def booking_of(self, watch: Watch) -> Booking:
-        """Return the booking of a profiler that is open."""
-        found = self._bookings.get(watch)
-        if found is None:
-            found = self._bookings[watch] = Booking(watch, self.stream.claims)
-            watch.bookings.append(found)
-        else:
-            found.follow(watch)
-        return found
-
-    @property
-    def is_active(self) -> bool:
-        """Whether a profiler wants to be told."""
-        return any(each.is_active for each in self._bookings.values())
-
-    def mark(self, watches: tuple[Watch, ...], *, goes_on: bool = False) -> None:
+    def mark(self, books: tuple[Book, ...], *, goes_on: bool = False) -> None:
         """Claim what happened since the last mark for the lines that did it.
 
         Args:
-            watches: the profilers that are open.
+            books: those of the profilers that are open.
             goes_on: whether the line goes on with what it does, such as freeing variables.
         """
-        self.entered = 0
-        if watches is not self._watches:
-            self.know(watches)
+        self._books, number = books, self.number
+        all_frames = [book.frames.get(number) for book in books]
+        claim = [None if each is None else each.claim(goes_on) for each in all_frames]
         if self.follows:
-            bookings = self._bookings.values()
-            self.stream.mark(self, [each.claim(goes_on) for each in bookings if each.meter is None])
-            if not self.reads_seldom:
-                self.stream.read(asked_by=self)
-        for booking in self._bookings.values():
-            if (meter := booking.meter) is not None:
-                self.stream.is_told_of_devices = True
-                booking.account(self.stream.device_changes() if meter.is_cuda else None, goes_on)
-
-    def start(self) -> None:
-        """Follow the stream, and count what accelerators do from here on."""
-        self._is_known = allocator.is_known()
-        self.follows, self.n_ticks = True, 0
-        self.stream.follow(self)
-
-    def stop(self) -> None:
-        """Follow the stream no more."""
-        self.follows = self.stream.is_told_of_devices = False
-        self.stream.leave(self)
+            self.stream.mark(self, claim)
+        for book, visit in zip(books, claim, strict=True):
+            book.count(visit, self.stream)
 
     # --- told by the stream
 
     def look(self) -> None:
         """See `Consumer`."""
-        self.mark(self._watches, goes_on=True)
+        self.mark(self._books, goes_on=True)
 
     def take(self, claim: list[Visit | None], changes: list[int], level_bytes: int) -> None:
         """See `Consumer`."""
-        usage = host_usage(changes, level_bytes, self._is_known) if changes else None
-        for visit in claim:
-            if visit is None:
-                continue
-            if usage is None:
-                visit.reach(level_bytes, self._is_known)
-            else:
-                visit.add(usage)
+        is_known = allocator.is_known()
+        # most lines allocate nothing
+        if not changes:
+            for visit in _on_the_host(claim):
+                visit.reach(level_bytes, is_known)
+            return
+        net = sum(changes)
+        allocated = sum([n_bytes for n_bytes in changes if n_bytes > 0])
+        peak = level_bytes - net + max(accumulate(changes, initial=0))
+        usage = Usage(allocated, allocated - net, peak, True, is_known)
+        for visit in _on_the_host(claim):
+            visit.add(usage)
 
     def miss(self, claim: list[Visit | None], was_bytes: int, level_bytes: int) -> None:
         """See `Consumer`."""
-        for visit in claim:
-            if visit is not None:
-                visit.add(unseen_usage(was_bytes, level_bytes))
+        for visit in _on_the_host(claim):
+            visit.add(unseen_usage(was_bytes, level_bytes))
+
+
+def _on_the_host(claim: list[Visit | None]) -> list[Visit]:
+    return [visit for visit in claim if visit is not None and visit.account.meter is None]
 
 
 class _ThisThread(ThisThread):
@@ -135,18 +93,17 @@ class Engine(ABC):
 
     Attributes:
         lock: held while profilers are opened and closed.
-        watches: the profilers that are open.
+        books: those of the profilers that are open.
         codes: those that they watch.
-        on: whether the subclass reports; it says so.
-        n_following: how many threads follow their streams.
+        on: whether the subclass reports.
     """
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        self.watches: tuple[Watch, ...] = ()
+        self.books: tuple[Book, ...] = ()
         self.codes: Codes = {}
         self.on = False
-        self.n_following = 0
+        self._n_following = 0
         self._local = _ThisThread()
 
     @property
@@ -175,103 +132,81 @@ class Engine(ABC):
 
     @abstractmethod
     def stop(self) -> None:
-        """Report nothing more, but tick on threads that follow until they know that it is over."""
+        """Report nothing more; also of a start that failed."""
 
     # --- what profilers call
 
-    def open(self, watch: Watch) -> None:
+    def open(self, book: Book) -> None:
         """Begin to tell a profiler; one that is open is told of this thread as well."""
         with self.lock:
-            self.thread.reads_seldom = True
-            if watch in self.watches:
+            if book in self.books:
                 self.join()
                 return
-            others = self.watches
             process.open()
             try:
                 # It counts from what is live, which is known once sizes are kept. Its codes are
                 # watched before the source starts, so that the frames that run are found at once.
-                watch.begin()
-                self.watches = (*others, watch)
+                book.begin()
+                self.books = (*self.books, book)
                 self.refresh()
-                if others:
+                if self.on:
                     self.join()
                 else:
-                    # a profiler that nobody closes must not leave a session to the end
-                    atexit.register(self.close_all)
+                    self.on = True
                     self.start()
             except BaseException:
-                self.watches = others
-                self.refresh()
-                self._end_if_last()
+                self._drop(book)
                 raise
 
-    def close(self, watch: Watch) -> None:
+    def close(self, book: Book) -> None:
         """Tell a profiler no more; what happened up to now is told."""
         with self.lock:
-            if watch not in self.watches:
+            if book not in self.books:
                 return
-            thread = self.thread
-            # It is told while it is still one of them; the session that only it wanted ends while
-            # the source still runs, which ticks on threads that can't be reached from here.
             try:
-                thread.mark(self.watches)
+                self.thread.mark(self.books)
             finally:
                 # an error of what is told must not leave the program traced
-                self.watches = tuple(who for who in self.watches if who is not watch)
-                try:
-                    thread.know(self.watches)
-                    self._stop_if_idle(thread)
-                finally:
-                    self.refresh()
-                    self._end_if_last()
+                self._drop(book)
 
     def close_all(self) -> None:
         """Close every profiler, so that the interpreter ends without a session."""
-        for watch in self.watches:
-            self.close(watch)
+        for book in self.books:
+            self.close(book)
 
     def refresh(self) -> None:
         """Report the codes that are watched now."""
         with self.lock:
             before = self.codes
-            self.codes = {i: code for who in self.watches for i, code in who.codes.items()}
+            self.codes = {i: code for book in self.books for i, code in book.codes.items()}
             if self.on:
                 self.watch(before)
 
     def read(self) -> None:
         """Tell all that this thread did up to now, as far as its stream can be read."""
         thread = self.thread
-        thread.mark(self.watches, goes_on=True)
+        thread.mark(self.books, goes_on=True)
         thread.stream.read(asked_by=thread)
 
     # --- what a subclass calls
 
-    def enter(self, identity: int, code: CodeType, line: int) -> None:
-        """A frame of a watched code begins, or goes on."""
+    def line(self, identity: int, code: CodeType, line: int, hits: int = 1) -> None:
+        """A watched frame is about to run a line, or (with no hit) goes on in the midst of one."""
         thread = self.thread
-        thread.mark(self.watches)
-        self._follow(thread)
-        # A generator may go on in the middle of a line, and then does something before the next:
-        # see test_what_a_generator_does_after_it_goes_on_is_of_the_line_that_it_waited_on.
-        thread.entered = 0 if code.co_flags & SUSPENDS else identity
-        key: Key = id(code), line
-        for watch in self.watches:
-            if key[0] in watch.codes:
-                thread.booking_of(watch).enter(identity, key)
-
-    def line(self, identity: int, code: CodeType, line: int) -> None:
-        """A watched frame is about to run a line."""
-        thread = self.thread
-        # between the beginning of a frame and its first line nothing has run: no second mark
-        if thread.entered != identity or not thread.follows:
-            thread.mark(self.watches)
-            self._follow(thread)
-        thread.entered = 0
-        key: Key = id(code), line
-        for watch in self.watches:
-            if key[0] in watch.codes:
-                thread.booking_of(watch).line(identity, key)
+        thread.mark(self.books)
+        if thread.follows:
+            thread.stream.resume()
+        else:
+            with self.lock:
+                self._n_following += 1
+            thread.follows, thread.n_ticks = True, 0
+            thread.stream.follow(thread)
+        key = id(code), line
+        for book in self.books:
+            if key[0] in book.codes:
+                frames = book.frames.get(thread.number) or Frames()
+                book.frames[thread.number] = frames
+                frames.line(identity, book.account, key, hits)
 
     def leave(self, identity: int, code: CodeType, torn_down: bool) -> bool:
         """A watched frame ends or is suspended.
@@ -281,56 +216,58 @@ class Engine(ABC):
             below goes on, and nothing else is.
         """
         thread = self.thread
-        thread.mark(self.watches)
-        for watch in self.watches:
-            if id(code) in watch.codes:
-                thread.booking_of(watch).leave(identity, torn_down)
-        self._stop_if_idle(thread)
-        return torn_down and thread.is_active
+        thread.mark(self.books)
+        for book in self.books:
+            if id(code) in book.codes and (frames := book.frames.get(thread.number)):
+                frames.leave(identity, torn_down)
+        return not self._stop_if_idle(thread) and torn_down
 
     def torn_down_now(self) -> None:
         """The frame that was left is gone, with its variables."""
         thread = self.thread
-        thread.mark(self.watches)
+        thread.mark(self.books)
         self._stop_if_idle(thread)
 
     def tick(self) -> None:
-        """Something was called, or went once more around a loop, that nobody is told of."""
+        """Something was called that nobody is told of: keep the session of this thread short."""
         thread = self.thread
         if thread.follows:
             thread.n_ticks += 1
-            if thread.n_ticks >= TICKS_PER_TURN or not self.watches:
-                self.turn(thread)
-        elif not process.sizes_are_kept and self.watches:
+            is_over = thread.n_ticks >= TICKS_PER_TURN or not self.books
+            if is_over and not thread.stream.n_busy:
+                thread.n_ticks = 0
+                self.read()
+                # as when another thread has closed the last profiler: nobody else could end it
+                self._stop_if_idle(thread)
+        elif not process.sizes_are_kept and self.books:
             # This thread has just begun: what it makes has no session, and only c10's table has it.
             process.keep_needed_sizes(in_session=thread.stream.is_open)
 
-    def turn(self, thread: Thread) -> None:
-        """Keep the session of this thread short: enough may have happened in it."""
-        if thread.stream.n_busy:
-            return
-        thread.n_ticks = 0
-        self.read()
-        # as when another thread has closed the last profiler: nobody else could end it
-        self._stop_if_idle(thread)
-
-    def _follow(self, thread: Thread) -> None:
+    def _stop_if_idle(self, thread: Thread) -> bool:
+        """Follow the stream no more if no watched line runs; return whether none does."""
+        all_frames = [book.frames.get(thread.number) for book in self.books]
+        if any(frames and frames.is_active for frames in all_frames):
+            return False
         if thread.follows:
-            thread.stream.resume()
-            return
-        with self.lock:
-            self.n_following += 1
-        thread.start()
-
-    def _stop_if_idle(self, thread: Thread) -> None:
-        if thread.follows and not thread.is_active:
-            thread.stop()
+            thread.follows = thread.stream.is_told_of_devices = False
+            thread.stream.leave(thread)
             with self.lock:
-                self.n_following -= 1
+                self._n_following -= 1
+                self._stop_if_last()
+        return True
 
-    def _end_if_last(self) -> None:
-        if not self.watches:
-            atexit.unregister(self.close_all)
-            # the source first: what it reports from here on would find sizes no longer kept
+    def _drop(self, book: Book) -> None:
+        self.books = tuple(each for each in self.books if each is not book)
+        book.frames.pop(self.thread.number, None)
+        try:
+            self._stop_if_idle(self.thread)
+        finally:
+            self.refresh()
+            self._stop_if_last()
+            process.close()
+
+    def _stop_if_last(self) -> None:
+        # a thread that follows needs ticks to end its session
+        if self.on and not self.books and not self._n_following:
+            self.on = False
             self.stop()
-        process.close()

@@ -6,9 +6,14 @@ importing this, or making a profiler, starts nothing.
 
 from __future__ import annotations
 
+import atexit
+import inspect
 import sys
 import textwrap
+import threading
+import tokenize
 from collections.abc import Callable, Iterable, Sequence
+from operator import itemgetter
 from types import CodeType, TracebackType
 from typing import Any, Self, TextIO
 
@@ -18,9 +23,9 @@ from tenure._callers import line_in
 from tenure._errors import ProfilerUsageError
 from tenure._text import counted
 
-from ._book import Book, Watch
+from ._book import Book
 from ._display import LineRecord, RecordsDisplay, Section, checked_columns
-from ._targets import checked_device, chosen_device, function_of, source_of
+from ._targets import checked_device, chosen_device, function_of
 
 if sys.version_info >= (3, 12):
     from ._by_monitoring import Monitor as LineEngine
@@ -29,6 +34,8 @@ else:
 
 the_engine = LineEngine()
 """Where all profilers of a process are enabled. Making it starts nothing."""
+# a profiler that nobody disables must not leave a session to the end of the interpreter
+atexit.register(the_engine.close_all)
 
 
 class LineProfiler:
@@ -76,7 +83,7 @@ class LineProfiler:
     ) -> None:
         if target_gpu is not None and device is not None:
             raise ProfilerUsageError("target_gpu and device name the same thing. Give one of them.")
-        self._watch = Watch(chosen_device(target_gpu, device))
+        self._book = Book(chosen_device(target_gpu, device))
         # by the identity of their code
         self._modules: dict[int, str] = {}
         # A list, because a block may stand inside another of the same profiler.
@@ -90,20 +97,22 @@ class LineProfiler:
     @property
     def functions(self) -> tuple[str, ...]:
         """The qualified names of the functions."""
-        return tuple(code.co_qualname for code in self._watch.codes.values())
+        return tuple(code.co_qualname for code in self._book.codes.values())
 
     @property
     def device(self) -> torch.device:
         """The device that is measured; it can be set, also while a profiled function runs."""
-        return self._watch.device
+        return self._book.device
 
     @device.setter
     def device(self, device: str | torch.device) -> None:
         chosen = checked_device(device)
         # What happened up to here is booked to the device that was measured then.
         the_engine.read()
-        # on each thread from its next line on
-        self._watch.device = chosen
+        if self.enabled:
+            self._book.measure(chosen)
+        else:
+            self._book.device = chosen
 
     def add_function(self, function: Callable[..., Any]) -> None:
         """Profile one function more, from its next line on.
@@ -115,7 +124,7 @@ class LineProfiler:
         code = found.__code__
         self._modules[id(code)] = found.__module__ or ""
         # A new mapping: other threads look into the old one meanwhile.
-        self._watch.codes = {**self._watch.codes, id(code): code}
+        self._book.codes = {**self._book.codes, id(code): code}
         if self.enabled:
             the_engine.refresh()
 
@@ -124,16 +133,16 @@ class LineProfiler:
     @property
     def enabled(self) -> bool:
         """Whether it is collecting."""
-        return self._watch in the_engine.watches
+        return self._book in the_engine.books
 
     def enable(self) -> None:
         """Begin to collect, beside what was collected before; if it is on, on this thread too."""
         self._ever_enabled = True
-        the_engine.open(self._watch)
+        the_engine.open(self._book)
 
     def disable(self) -> None:
         """Stop collecting; what was collected stays. Does nothing if it is off."""
-        the_engine.close(self._watch)
+        the_engine.close(self._book)
 
     def __enter__(self) -> Self:
         """Enable it for a block."""
@@ -155,16 +164,14 @@ class LineProfiler:
         """Forget what was collected; the functions stay, and an enabled profiler stays on."""
         if self.enabled:
             the_engine.read()
-        for booking in self._watch.bookings:
-            booking.clear()
+        self._book.clear()
 
     # --- what was found
 
     @property
     def records(self) -> tuple[LineRecord, ...]:
         """A record for each line that ran, function by function, in the order of the lines."""
-        book = self._book()
-        return tuple(each for code in self._watch.codes.values() for each in _records(code, book))
+        return tuple(each for records in self._records().values() for each in records)
 
     def display(
         self,
@@ -181,10 +188,9 @@ class LineProfiler:
         Raises:
             ProfilerUsageError: a function is not profiled, or there is no such column.
         """
-        book, chosen = self._book(), self._chosen(func)
-        found = [(code, _records(code, book)) for code in chosen]
-        records = [each for _, of_code in found for each in of_code]
-        sections = [each for code, of_code in found for each in _sections(code, of_code)]
+        chosen, found = self._chosen(func), self._records()
+        sections = [each for code in chosen for each in _sections(code, found[id(code)])]
+        records = [each for code in chosen for each in found[id(code)]]
         if not records:
             sections = [Section("", note=self._why_empty(chosen))]
         return RecordsDisplay(tuple(sections), checked_columns(columns, records))
@@ -208,7 +214,7 @@ class LineProfiler:
                     "file": code.co_filename,
                     "line": code.co_firstlineno,
                 }
-                for i, code in self._watch.codes.items()
+                for i, code in self._book.codes.items()
             ],
             "records": [record.to_dict() for record in self.records],
         }
@@ -224,35 +230,58 @@ class LineProfiler:
 
     def __repr__(self) -> str:
         state = "enabled" if self.enabled else "disabled"
-        functions = counted(len(self._watch.codes), "function")
+        functions = counted(len(self._book.codes), "function")
         return f"<LineProfiler of {functions} on {self.device}, {state}>"
 
-    def _book(self) -> Book:
+    def _records(self) -> dict[int, list[LineRecord]]:
+        """Return the records of each function, by its code: device by device, line by line."""
         if self.enabled:
             the_engine.read()
-        return self._watch.book()
+        book, here = self._book, threading.get_ident()
+        # The session of another thread can't be read from here: more of its lines is to come. See
+        # test_lines_that_another_thread_has_not_told_yet_are_lower_bounds.
+        is_whole = not any(
+            frames.visits for number, frames in list(book.frames.items()) if number != here
+        )
+        codes = book.codes
+        sources = {i: _source(code) for i, code in codes.items()}
+        found: dict[int, list[LineRecord]] = {i: [] for i in codes}
+        for device in sorted(book.lines, key=str):
+            # a copy: other threads go on booking
+            for (i, line), figures in sorted(book.lines[device].items(), key=itemgetter(0)):
+                code = codes[i]
+                # in a frame that went on in the midst of a line nothing may have happened
+                if figures.hits or figures.allocated_bytes or figures.freed_bytes:
+                    record = LineRecord(
+                        function=code.co_qualname,
+                        line=line,
+                        device=device,
+                        source=sources[i].get(line, ""),
+                        file=code.co_filename,
+                        hits=figures.hits,
+                        allocated_bytes=figures.allocated_bytes,
+                        freed_bytes=figures.freed_bytes,
+                        peak_bytes=figures.peak_bytes or 0,
+                        exact=figures.exact and is_whole,
+                        peak_exact=figures.peak_exact and is_whole,
+                        statistics=dict(figures.statistics),
+                    )
+                    found[i].append(record)
+        return found
 
     def _chosen(self, func: Any) -> list[CodeType]:
         """Return the functions that are asked for; of a name all that have it."""
-        codes = self._watch.codes
+        codes = self._book.codes
         if func is None:
             return list(codes.values())
-        asked: list[Any] = [func]
-        if isinstance(func, Iterable) and not isinstance(func, str) and not callable(func):
-            asked = list(func)
+        is_one = isinstance(func, str) or callable(func) or not isinstance(func, Iterable)
         chosen: list[CodeType] = []
-        for each in asked:
+        for each in [func] if is_one else func:
             if isinstance(each, str):
-                name = each
-                found = [
-                    code
-                    for i, code in codes.items()
-                    if name in {code.co_qualname, f"{self._modules[i]}.{code.co_qualname}"}
-                ]
+                name, found = each, [code for i, code in codes.items() if each in self._names(i)]
             else:
                 code = function_of(each).__code__
-                name = code.co_qualname
-                found = [code] if id(code) in codes else []
+                name, found = code.co_qualname, [code] if id(code) in codes else []
             if not found:
                 raise ProfilerUsageError(
                     f"{name} is not profiled; what is: {', '.join(self.functions) or 'none'}. Add "
@@ -261,8 +290,12 @@ class LineProfiler:
             chosen += found
         return chosen
 
+    def _names(self, identity: int) -> tuple[str, str]:
+        name = self._book.codes[identity].co_qualname
+        return name, f"{self._modules[identity]}.{name}"
+
     def _why_empty(self, chosen: list[CodeType]) -> str:
-        if not self._watch.codes:
+        if not self._book.codes:
             return (
                 "No lines: there is no function to profile. Pass functions to LineProfiler(), or "
                 "add them with add_function()."
@@ -274,36 +307,12 @@ class LineProfiler:
         return f"No lines: {', '.join(code.co_qualname for code in chosen)} {_NOT_RUN}"
 
 
+# What `exec`, `eval` and `python -c` call the file of whatever they run, if nobody else names it.
+_NAMELESS = "<string>"
 _NOT_RUN = (
     "did not run while the profiler was enabled. Compiled code has no lines; before Python 3.12, "
     "neither has a thread that was started before."
 )
-
-
-def _records(code: CodeType, book: Book) -> list[LineRecord]:
-    """Return a record for each line of a function, device by device."""
-    source = dict(enumerate(source_of(code), code.co_firstlineno))
-    mine = [(str(device), line, device) for identity, line, device in book if identity == id(code)]
-    records = []
-    for _, line, device in sorted(mine, key=lambda key: key[:2]):
-        figures = book[id(code), line, device]
-        record = LineRecord(
-            function=code.co_qualname,
-            line=line,
-            hits=figures.hits,
-            device=device,
-            source=source.get(line, ""),
-            file=code.co_filename,
-            allocated_bytes=figures.allocated_bytes,
-            freed_bytes=figures.freed_bytes,
-            peak_bytes=figures.peak_bytes or 0,
-            exact=figures.exact,
-            peak_exact=figures.peak_exact,
-            shared=figures.shared,
-            statistics=dict(figures.statistics),
-        )
-        records.append(record)
-    return records
 
 
 def _sections(code: CodeType, records: list[LineRecord]) -> list[Section]:
@@ -311,9 +320,9 @@ def _sections(code: CodeType, records: list[LineRecord]) -> list[Section]:
     title = f"{code.co_qualname}, {line_in(code.co_filename, code.co_firstlineno)}"
     if not records:
         return [Section(title, note=f"No lines: it {_NOT_RUN}")]
+    texts = _source(code)
     # A method is indented twice, which costs width and tells nothing.
-    source = textwrap.dedent("\n".join(source_of(code)))
-    texts = dict(enumerate(source.split("\n"), code.co_firstlineno)) if source else {}
+    texts = dict(zip(texts, textwrap.dedent("\n".join(texts.values())).split("\n"), strict=False))
     sections = []
     for device in dict.fromkeys(record.device for record in records):
         by_line = {record.line: record for record in records if record.device == device}
@@ -321,3 +330,17 @@ def _sections(code: CodeType, records: list[LineRecord]) -> list[Section]:
         rows = tuple((line, texts.get(line, ""), by_line.get(line)) for line in lines)
         sections.append(Section(f"{title}, {device}", rows))
     return sections
+
+
+def _source(code: CodeType) -> dict[int, str]:
+    """Return the lines of a function by number; none if there is no source, or no longer."""
+    # From Python 3.13 on linecache has the text of `python -c` under that name, and would give
+    # it for what `exec` made of another text: as in the workers of pytest-xdist.
+    if code.co_filename == _NAMELESS:
+        return {}
+    try:
+        lines = inspect.getsourcelines(code)[0]
+    # The latter two of a file that was edited since.
+    except (OSError, SyntaxError, tokenize.TokenError):
+        return {}
+    return dict(enumerate([line.rstrip() for line in lines], code.co_firstlineno))

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-import tokenize
-from types import CodeType, FunctionType
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -22,25 +21,9 @@ from tenure._text import counted
 
 # What wraps itself, or has an answer for every attribute, would never end.
 _MAX_LAYERS = 100
-# What `exec`, `eval` and `python -c` call the file of whatever they run, if nobody else names it.
-_NAMELESS = "<string>"
-
 SUSPENDS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 """The flags of a code whose frames may wait, and go on later."""
 _CPU = torch.device("cpu")
-
-
-def source_of(code: CodeType) -> list[str]:
-    """Return the lines of a function; none where there is no source, or no longer."""
-    # From Python 3.13 on linecache has the text of `python -c` under that name, and would give
-    # it for what `exec` made of another text: as in the workers of pytest-xdist.
-    if code.co_filename == _NAMELESS:
-        return []
-    try:
-        return [line.rstrip() for line in inspect.getsourcelines(code)[0]]
-    # The latter two of a file that was edited since.
-    except (OSError, SyntaxError, tokenize.TokenError):
-        return []
 
 
 def function_of(handed: Any) -> FunctionType:

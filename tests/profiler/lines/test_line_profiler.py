@@ -496,7 +496,6 @@ def test_a_dict_of_it_is_json():
         "net_bytes": 1024,
         "peak_bytes": 1024,
         "exact": True,
-        "shared": False,
         "peak_exact": True,
         "statistics": {},
     }

@@ -68,7 +68,7 @@ def test_a_second_profiler_that_can_not_begin_leaves_the_first_on(monkeypatch):
     first, second, before = LineProfiler(work, device="cpu"), LineProfiler(work), state()
     with first:
         with monkeypatch.context() as patched:
-            patched.setattr(_book.Watch, "begin", fail)
+            patched.setattr(_book.Book, "begin", fail)
             with pytest.raises(MemoryError, match="no memory"):
                 second.enable()
         assert (first.enabled, second.enabled) == (True, False)

@@ -1,4 +1,4 @@
-"""Other tracers keep every event that they would have got, and are alone again afterwards."""
+"""Beside other tracers: since Python 3.12 they keep every event, before that it is refused."""
 
 import sys
 import threading
@@ -6,20 +6,24 @@ import threading
 import pytest
 import torch
 
-from tenure.profiler import LineProfiler
+from tenure.profiler import LineProfiler, ProfilerUsageError
 
 old_python = pytest.mark.skipif(
     sys.version_info >= (3, 12), reason="from Python 3.12 on nothing is traced by the profiler"
 )
 
 
-class Recorder:
-    """A debugger that notes what it is told; it may want opcodes, or put itself back in place."""
+new_python = pytest.mark.skipif(
+    sys.version_info < (3, 12), reason="before Python 3.12 there is room for one tracer"
+)
 
-    def __init__(self, *, reinstalls=False, opcodes=False):
+
+class Recorder:
+    """A debugger that notes what it is told; it may put itself back in place."""
+
+    def __init__(self, *, reinstalls=False):
         self.events = []
         self.reinstalls = reinstalls
-        self.opcodes = opcodes
 
     def __call__(self, frame, event, arg):
         # contextlib, which tenure uses, has a function called "helper" as well
@@ -28,7 +32,6 @@ class Recorder:
         self._note(frame, event)
         if self.reinstalls:
             sys.settrace(self)
-        frame.f_trace_opcodes = self.opcodes
         return self.local
 
     def local(self, frame, event, arg):
@@ -65,16 +68,25 @@ def under(recorder, call):
     return [event for event in recorder.events if event[0] in {"work", "helper"}]
 
 
-wanting_opcodes = pytest.param(
-    {"opcodes": True},
-    marks=pytest.mark.skipif(
-        sys.version_info >= (3, 12),
-        reason="there the interpreter drops opcodes of code that is monitored for the first time",
-    ),
-)
+@old_python
+@pytest.mark.parametrize("home", [sys, threading])
+def test_beside_a_debugger_it_is_refused_and_nothing_is_changed(home):
+    recorder, profiler = Recorder(), LineProfiler(work, device="cpu")
+    home.settrace(recorder)
+    try:
+        with pytest.raises(ProfilerUsageError, match=r"^LineProfiler can.t be enabled besi"):
+            profiler.enable()
+        assert home.gettrace() is recorder
+    finally:
+        home.settrace(None)
+    assert not profiler.enabled
+    with profiler:
+        work()
+    assert profiler.records[0].hits == 1
 
 
-@pytest.mark.parametrize("options", [{}, {"reinstalls": True}, wanting_opcodes])
+@new_python
+@pytest.mark.parametrize("options", [{}, {"reinstalls": True}])
 @pytest.mark.parametrize("functions", [(work,), (work, helper), (helper,)])
 def test_a_debugger_gets_every_event_and_stays(functions, options):
     plain = under(Recorder(**options), work)
@@ -88,6 +100,7 @@ def test_a_debugger_gets_every_event_and_stays(functions, options):
     assert sum(record.hits for record in profiler.records) > 0
 
 
+@new_python
 def test_a_debugger_that_begins_inside_gets_its_events_and_stays():
     recorder = Recorder()
     profiler = LineProfiler(work, device="cpu")
@@ -101,6 +114,7 @@ def test_a_debugger_that_begins_inside_gets_its_events_and_stays():
     assert ("work", "call", work.__code__.co_firstlineno) in recorder.events
 
 
+@new_python
 def test_a_debugger_at_a_caller_keeps_its_own_local_function():
     recorder = Recorder()
 
@@ -120,23 +134,6 @@ def test_a_debugger_at_a_caller_keeps_its_own_local_function():
     lines = [line - first for name, _, line in recorder.events if name == "caller"]
     assert lines == [0, 1, 2, 3, 3]
     assert sum(record.freed_bytes for record in profiler.records) >= 0
-
-
-@old_python
-def test_a_thread_that_starts_inside_is_traced_by_both():
-    recorder = Recorder()
-    threading.settrace(recorder)
-    try:
-        profiler = LineProfiler(work, device="cpu")
-        with profiler:
-            thread = threading.Thread(target=work)
-            thread.start()
-            thread.join()
-        assert threading.gettrace() is recorder
-    finally:
-        threading.settrace(None)
-    assert ("work", "call", work.__code__.co_firstlineno) in recorder.events
-    assert profiler.records[0].hits == 1
 
 
 @old_python

@@ -199,26 +199,6 @@ def test_lines_that_another_thread_has_not_told_yet_are_lower_bounds():
     assert [late[place] for place in (1, 2, 6)] == [(1, 400, 400, True)] * 3
 
 
-def test_a_thread_that_has_not_enabled_the_profiler_tells_at_every_line():
-    ready, go = threading.Event(), threading.Event()
-
-    def work():
-        kept = torch.ones(100)
-        ready.set()
-        go.wait(10)
-        return kept
-
-    profiler = LineProfiler(work, device="cpu")
-    with profiler:
-        thread = threading.Thread(target=work)
-        thread.start()
-        ready.wait(10)
-        lines = bytes_of(profiler, work)
-        go.set()
-        thread.join(10)
-    assert lines[1] == (1, 400, 0, True)
-
-
 def test_more_marks_than_are_ready_and_more_lines_than_a_session_holds():
     def hook(gradient):
         for _ in range(1000):
