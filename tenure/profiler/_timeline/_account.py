@@ -14,7 +14,6 @@ from torch import UntypedStorage
 
 from tenure._cuda_blocks import BLOCK_BYTES, up_to
 from tenure._stream import Allocated, allocated_in, counters_of
-from tenure._text import format_bytes
 
 from .._owners import CATEGORIES, GRADIENTS, OTHERS, SAVED
 from ._series import FOREVER, Life, Series
@@ -36,31 +35,26 @@ class Entry(weakref.ref[UntypedStorage]):
     Attributes:
         key: its address in C++, unique while it lives.
         account: the account of its device.
-        n_bytes: the bytes that it takes.
-        asked_bytes: the bytes that it has; less if the allocator rounds.
+        n_bytes: the bytes that it takes, as the allocator rounds them.
         place: where it was made.
         scope: the name of the scope that it was made in.
         category: what it counts as, as far as is known while it lives.
         begin: the first moment that it counts in.
         went_in_backward: whether it has gone while a backward pass ran.
-        is_foreign: whether its memory is none of the allocator's.
     """
 
     __slots__ = (
-        "account", "asked_bytes", "begin", "category", "is_foreign", "key", "n_bytes", "place",
-        "scope", "went_in_backward",
+        "account", "begin", "category", "key", "n_bytes", "place", "scope", "went_in_backward",
     )  # fmt: skip
 
     key: int
     account: Account
     n_bytes: int
-    asked_bytes: int
     place: int
     scope: str
     category: str
     begin: int
     went_in_backward: bool
-    is_foreign: bool
 
 
 class Account:
@@ -79,7 +73,6 @@ class Account:
         self.device = device
         self.series = Series()
         self.began_bytes = self.known_bytes = 0
-        self._foreign_bytes = self._most_foreign_bytes = 0
         self._counted = None if device.type == "cpu" else _counters_or_none(device)
         self._earlier_peak_bytes = 0 if self._counted is None else self._counted.peak
         self._highest_bytes = 0 if self._counted is None else self._counted.current
@@ -90,22 +83,9 @@ class Account:
         """All that was alive is known."""
         self.began_bytes = self._known_then_bytes = self.known_bytes
 
-    def came(self, entry: Entry) -> None:
-        """Count a storage."""
-        if entry.is_foreign:
-            self._foreign_bytes += entry.n_bytes
-            self._most_foreign_bytes = max(self._most_foreign_bytes, self._foreign_bytes)
-            return
-        if self.device.type == "cuda":
-            entry.n_bytes = up_to(entry.n_bytes, BLOCK_BYTES)
-        self.known_bytes += entry.n_bytes
-
-    def went(self, entry: Entry) -> None:
-        """Count it no more."""
-        if entry.is_foreign:
-            self._foreign_bytes -= entry.n_bytes
-        else:
-            self.known_bytes -= entry.n_bytes
+    def taken_by(self, n_bytes: int) -> int:
+        """Return what a storage takes."""
+        return up_to(n_bytes, BLOCK_BYTES) if self.device.type == "cuda" else n_bytes
 
     def look(self, number: int, at_ns: int, *, is_last: bool = False) -> None:
         """Note the most in use since the last look, as far as it is known; not of the host."""
@@ -131,48 +111,31 @@ class Account:
 
     def tell(self, entry: Entry, end: int) -> None:
         """Put the life of a storage down; with no end it is alive when the recording ends."""
-        if entry.is_foreign or entry.begin >= end:
-            return
         # All moments before its end are there: most are gone before one of them is kept.
-        moments, is_over = self.series.moments, end != FOREVER
-        if is_over and (not moments or moments[-1].number < entry.begin):
+        moments, category = self.series.moments, entry.category
+        if end != FOREVER and (
+            entry.begin >= end or not moments or moments[-1].number < entry.begin
+        ):
             return
-        life = (entry.begin, end, entry.n_bytes, entry.place, entry.scope)
-        self.series.add_life(Life(*life, _category_of(entry, is_over=is_over)))
+        # by how it has gone, unless a census said more
+        if category == IN_BACKWARD and not entry.went_in_backward:
+            category = GRADIENTS
+        elif category == OTHERS and entry.went_in_backward:
+            category = SAVED
+        life = Life(entry.begin, end, entry.n_bytes, entry.place, entry.scope, category)
+        self.series.add_life(life)
 
-    def notes(self, excess_bytes: int) -> list[str]:
-        """Return what is not quite as it seems.
-
-        Args:
-            excess_bytes: what storages showed beyond what the allocator had in use, at the most.
-        """
-        device, moments, found = self.device, self.series.moments, []
-        if self._most_foreign_bytes:
-            found.append(
-                f"{format_bytes(self._most_foreign_bytes)} of tensors on {device} lay in memory of "
-                "numpy, of a file or of another process, which no allocator counts"
-            )
-        if excess_bytes:
-            found.append(
-                f"storages on {device} showed up to {format_bytes(excess_bytes)} more than its "
-                "allocator had in use; that is taken off the largest parts"
-            )
-        if self._counted is None and device.type != "cpu":
-            found.append(f"{device} does not count: its level is what tensors show")
-        elif self._earlier_peak_bytes > max((each.n_bytes for each in moments), default=0):
-            found.append(
-                f"{device} has counted a higher peak before: temporaries inside operations were "
-                "not seen; reset_peak_memory_stats() before the block lets them be seen"
-            )
-        return found
-
-
-def _category_of(entry: Entry, *, is_over: bool) -> str:
-    """Return what a storage counts as by when it has gone, unless a census said more."""
-    went_in_backward = is_over and entry.went_in_backward
-    if entry.category == IN_BACKWARD and not went_in_backward:
-        return GRADIENTS
-    return SAVED if entry.category == OTHERS and went_in_backward else entry.category
+    def notes(self) -> list[str]:
+        """Return what could not be seen."""
+        if self._counted is None and self.device.type != "cpu":
+            return [f"{self.device} does not count: its level is what tensors show"]
+        highest = max((each.n_bytes for each in self.series.moments), default=0)
+        if self._earlier_peak_bytes <= highest:
+            return []
+        return [
+            f"{self.device} has counted a higher peak before: temporaries inside operations were "
+            "not seen; reset_peak_memory_stats() before the block lets them be seen"
+        ]
 
 
 def _counters_or_none(device: torch.device) -> Allocated | None:

@@ -18,9 +18,6 @@ from ._timeline_report import OUTSIDE, ScopeSpan
 
 # of more the longest are kept
 _MOST_SPANS = 4096
-# A program may name each step's scope by its number.
-_MOST_NAMES = 1024
-_OTHER_SCOPES = "other scopes"
 _NS = 1e9
 
 
@@ -39,7 +36,6 @@ class Bands:
         self.spans: list[ScopeSpan] = []
         self.n_dropped = 0
         self._began_ns = 0
-        self._names: dict[Any, str] = {"": OUTSIDE}
         self._step = step
         # by the identity of the scope: its name, the depth, and when it began
         self._open: dict[int, tuple[str, int, float]] = {}
@@ -84,12 +80,7 @@ class Bands:
         return (time.perf_counter_ns() - self._began_ns) / _NS
 
     def _enter(self, scope: Any, at_s: float) -> None:
-        key = scope.name or scope.site
-        name = self._names.get(key)
-        if name is None:
-            name = _OTHER_SCOPES
-            if len(self._names) < _MOST_NAMES:
-                name = self._names[key] = scope.name or f"the scope at {scope.site}"
+        name = scope.name or f"the scope at {scope.site}"
         self._open[id(scope)] = name, len(self._open), at_s
 
     def _leave(self, identity: int) -> None:

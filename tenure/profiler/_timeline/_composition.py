@@ -7,9 +7,10 @@ shows is a part of its own; if storages show more than the allocator has, the la
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import cache
 from itertools import accumulate
+from typing import Any
 
 from ._account import ORDER, UNEXPLAINED, Account
 from ._places import Places
@@ -21,25 +22,25 @@ _MOST_SCOPES = 50
 _MOST_ROWS = 500
 OTHER = "other"
 _NS = 1e9
-_Span = tuple[int, int, int]
-"""The index of the first moment that a storage counts in, of the first after it, and its bytes."""
-_Divided = dict[str, tuple[int, ...]]
+_Span = tuple[int, int, Life]
+"""The index of the first moment that a storage counts in, of the first after it, and its life."""
 
 
-def compose(account: Account, places: Places) -> tuple[DeviceTimeline, int]:
-    """Return a device's timeline, and by how much its storages showed more than its level."""
-    series, lives = account.series, account.series.lives
+def compose(account: Account, places: Places) -> DeviceTimeline:
+    """Return a device's timeline."""
+    series = account.series
     levels = [moment.n_bytes for moment in series.moments]
     times_s = tuple(moment.at_ns / _NS for moment in series.moments)
     peak = levels.index(max(levels))
-    spans = [(series.index(life.begin), series.index(life.end), life.n_bytes) for life in lives]
+    spans = [(series.index(life.begin), series.index(life.end), life) for life in series.lives]
     line_of = cache(lambda place: places.stack(place)[-1])
-    categories = [life.category for life in lives]
-    scopes = [life.scope for life in lives]
-    lines = [line_of(life.place) for life in lives]
-    by_category, excess = _divided(categories, spans, levels, peak, None)
+
+    def divided(name_of: Callable[[Life], str], most: int | None = None) -> dict[str, Any]:
+        return _divided([(name_of(span[2]), span) for span in spans], levels, peak, most)
+
+    by_category = divided(lambda life: life.category)
     order = dict.fromkeys((*ORDER, *by_category))
-    timeline = DeviceTimeline(
+    return DeviceTimeline(
         device=str(account.device),
         times_s=times_s,
         live_bytes=tuple(levels),
@@ -47,38 +48,35 @@ def compose(account: Account, places: Places) -> tuple[DeviceTimeline, int]:
         peak_bytes=levels[peak],
         peak_at_s=times_s[peak],
         by_category={name: by_category[name] for name in order if name in by_category},
-        by_scope=_divided(scopes, spans, levels, peak, _MOST_SCOPES)[0],
-        by_line=_divided(lines, spans, levels, peak, _MOST_LINES)[0],
+        by_scope=divided(lambda life: life.scope, _MOST_SCOPES),
+        by_line=divided(lambda life: line_of(life.place), _MOST_LINES),
         at_peak=_rows_at(
-            [life for life, span in zip(lives, spans, strict=True) if span[0] <= peak < span[1]],
-            levels[peak],
-            places,
+            [life for begin, end, life in spans if begin <= peak < end], levels[peak], places
         ),
     )
-    return timeline, excess
 
 
 def _divided(
-    names: Sequence[str], spans: Sequence[_Span], levels: list[int], peak: int, most: int | None
-) -> tuple[_Divided, int]:
-    """Return series by name, and the most by which all were more than a level and were cut."""
+    named: list[tuple[str, _Span]], levels: list[int], peak: int, most: int | None
+) -> dict[str, tuple[int, ...]]:
+    """Return series by name, which add up to the levels."""
     weights: Counter[str] = Counter()
-    for name, (begin, end, n_bytes) in zip(names, spans, strict=True):
+    for name, (begin, end, life) in named:
         # what weighs at the peak first, then what has weighed most in all
-        weights[name] += n_bytes * (end - begin + ((begin <= peak < end) << 32))
+        weights[name] += life.n_bytes * (end - begin + ((begin <= peak < end) << 32))
     shown = {name for name, _ in weights.most_common(most)}
     changes: dict[str, list[int]] = defaultdict(lambda: [0] * (len(levels) + 1))
-    for name, (begin, end, n_bytes) in zip(names, spans, strict=True):
+    for name, (begin, end, life) in named:
         each = changes[name if name in shown else OTHER]
-        each[begin] += n_bytes
-        each[end] -= n_bytes
+        each[begin] += life.n_bytes
+        each[end] -= life.n_bytes
     series = {name: list(accumulate(each))[:-1] for name, each in changes.items()}
     rest = [level - sum(each[i] for each in series.values()) for i, level in enumerate(levels)]
     for i, n_bytes in enumerate(rest):
         _cut(series.values(), i, -n_bytes)
     series[UNEXPLAINED] = [max(0, n_bytes) for n_bytes in rest]
     found = {name: tuple(each) for name, each in series.items() if any(each)}
-    return found or {UNEXPLAINED: tuple(levels)}, -min(0, *rest)
+    return found or {UNEXPLAINED: tuple(levels)}
 
 
 def _cut(parts: Iterable[list[int]], i: int, n_bytes: int) -> None:

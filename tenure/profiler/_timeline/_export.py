@@ -10,7 +10,6 @@ import json
 import os
 import pickle
 import re
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,8 +32,6 @@ _PROTOCOL = 4
 # of a cell itself no function is told
 _FRAME = re.compile(r"(?P<file>.*)(?::|, line )(?P<line>\d+)(?: in (?P<name>.*))?")
 _FIRST_ADDRESS = 1 << 32
-_Block = tuple[int, int, str]
-"""The address, the bytes and the line of a block."""
 
 
 def export(report: TimelineReport, path: Path) -> Path:
@@ -141,10 +138,9 @@ def _chrome_trace(report: TimelineReport) -> str:
 def _memory_viz_pickle(report: TimelineReport) -> bytes:
     """Return a snapshot as ``torch.cuda.memory`` writes it, for ``torch.cuda._memory_viz``.
 
-    If a line has gained bytes from one time to the next, a block is allocated; if it has lost some,
-    blocks are freed, the newest first. Between two times all is freed before anything is allocated:
-    the sum in the viewer is never more than the level, and is its peak at the peak. Addresses are
-    made up, and none is used twice.
+    All that a line has is one block, which is freed and allocated anew where its bytes change.
+    Between two times all is freed before anything is allocated: the sum in the viewer is never more
+    than the level, and is its peak at the peak. Addresses are made up, and none is used twice.
     """
     # The host is one device more, the last: the numbers of the others are their indices.
     order = sorted(report.devices, key=lambda each: (each.device == "cpu", each.device))
@@ -156,7 +152,7 @@ def _memory_viz_pickle(report: TimelineReport) -> bytes:
         for stage, at_s in (("START", span.begin_s), ("END", span.end_s))
     ]
     snapshot = {
-        "segments": [segment for segment, _ in traced],
+        "segments": [segment for segments, _ in traced for segment in segments],
         "device_traces": [events for _, events in traced],
         "allocator_settings": {},
         # torch's own snapshots have devices of one kind, by their number
@@ -171,8 +167,8 @@ def _memory_viz_pickle(report: TimelineReport) -> bytes:
 
 def _traced(
     index: int, device: DeviceTimeline, began_us: float
-) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return the segment that all blocks of a device lie in, and its events."""
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return a segment for each block that is left, and the events of a device."""
     # The calls that led to each line, innermost first, as far as they are known at the peak.
     frames = {
         row.stack[-1]: [_frame(name) for name in reversed(row.stack)]
@@ -180,12 +176,12 @@ def _traced(
         if row.stack
     }
     events: list[dict[str, Any]] = []
-    # the newest last
-    blocks: dict[str, list[_Block]] = defaultdict(list)
+    # by line: the address and the bytes
+    blocks: dict[str, tuple[int, int]] = {}
     end = _FIRST_ADDRESS
 
-    def note(action: str, block: _Block, at_s: float) -> None:
-        address, n_bytes, name = block
+    def note(action: str, name: str, at_s: float) -> None:
+        address, n_bytes = blocks[name]
         events.append(
             {
                 "action": action,
@@ -197,65 +193,45 @@ def _traced(
             }
         )
 
-    for i, at_s in enumerate(device.times_s):
-        gained = {}
-        for name, series in device.by_line.items():
-            gained[name] = series[i] - sum(n_bytes for _, n_bytes, _ in blocks[name])
-            # of the last block that is freed it may go on with a part
-            while gained[name] < 0:
-                block = blocks[name].pop()
-                note("free_requested", block, at_s)
-                note("free_completed", block, at_s)
-                gained[name] += block[1]
-        for name, n_bytes in gained.items():
-            if n_bytes:
-                blocks[name].append((end, n_bytes, name))
-                note("alloc", blocks[name][-1], at_s)
-                end += n_bytes
     # a viewer can't draw a trace without events
-    if not events:
-        blocks["nothing"].append((end, 1, "nothing"))
-        note("alloc", blocks["nothing"][-1], 0.0)
-        end += 1
-    left = sorted(block for held in blocks.values() for block in held)
-    return _segment(index, left, end, frames), events
+    by_line = device.by_line if any(map(any, device.by_line.values())) else {"nothing": (1,)}
+    for i, at_s in enumerate(device.times_s):
+        changed = {}
+        for name, series in by_line.items():
+            before = blocks[name][1] if name in blocks else 0
+            if series[i] != before:
+                changed[name] = series[i]
+                if before:
+                    note("free_requested", name, at_s)
+                    note("free_completed", name, at_s)
+                    del blocks[name]
+        for name, n_bytes in changed.items():
+            if n_bytes:
+                blocks[name] = end, n_bytes
+                note("alloc", name, at_s)
+                end += n_bytes
+    segments = [_segment(index, *block, frames.get(name, [])) for name, block in blocks.items()]
+    return segments, events
 
 
 def _segment(
-    index: int, left: list[_Block], end: int, frames: dict[str, list[dict[str, Any]]]
+    index: int, address: int, n_bytes: int, frames: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """Return the segment of a device with the blocks that are left, and the gaps between them."""
-    shown, last = [], _FIRST_ADDRESS
-    for address, n_bytes, name in (*left, (end, 0, "")):
-        if address > last:
-            shown.append(_block(last, address - last, "inactive", []))
-        if n_bytes:
-            shown.append(_block(address, n_bytes, "active_allocated", frames.get(name, [])))
-        last = address + n_bytes
-    in_use = sum(n_bytes for _, n_bytes, _ in left)
+    """Return the segment of a block."""
+    block = {"address": address, "size": n_bytes, "requested_size": n_bytes, "frames": frames}
     return {
         "device": index,
-        "address": _FIRST_ADDRESS,
-        "total_size": end - _FIRST_ADDRESS,
-        "allocated_size": in_use,
-        "active_size": in_use,
-        "requested_size": in_use,
+        "address": address,
+        "total_size": n_bytes,
+        "allocated_size": n_bytes,
+        "active_size": n_bytes,
+        "requested_size": n_bytes,
         "stream": 0,
         "segment_type": "large",
         "segment_pool_id": (0, 0),
         "is_expandable": False,
         "frames": [],
-        "blocks": shown,
-    }
-
-
-def _block(address: int, n_bytes: int, state: str, frames: list[dict[str, Any]]) -> dict[str, Any]:
-    return {
-        "address": address,
-        "size": n_bytes,
-        "requested_size": n_bytes,
-        "state": state,
-        "frames": frames,
+        "blocks": [{**block, "state": "active_allocated"}],
     }
 
 

@@ -36,10 +36,9 @@ class Places:
         self.are_inputs = [False] * len(_WORDS)
         self._numbers: dict[tuple[int, ...], int] = {}
         self._stacks: list[list[tuple[CodeType, int]]] = [[] for _ in _WORDS]
-        # By identity, because the hash of a code object is that of all its constants. The second
-        # holds each, so that no other object gets its identity.
-        self._kinds: dict[int, int] = {}
-        self._codes: list[CodeType] = []
+        # By identity, because the hash of a code object is that of all its constants. Each is held,
+        # so that no other object gets its identity.
+        self._kinds: dict[int, tuple[CodeType, int]] = {}
 
     def of(self, frame: FrameType | None) -> int:
         """Return the place of what is being made in ``frame``, or in what called it."""
@@ -47,9 +46,8 @@ class Places:
         kinds, is_of_loader = self._kinds, False
         while frame is not None and len(steps) < _DEPTH:
             code = frame.f_code
-            kind = kinds.get(id(code))
-            if kind is None:
-                kind = self._judge(frame)
+            known = kinds.get(id(code))
+            kind = self._judge(frame) if known is None else known[1]
             if kind == _OF_LOADER:
                 is_of_loader = True
             # below it is only the command that runs the program
@@ -82,9 +80,8 @@ class Places:
         return tuple(line_and_function(code, Site(code, at).line) for code, at in steps)
 
     def _judge(self, frame: FrameType) -> int:
-        if len(self._codes) >= _MOST_CODES:
+        if len(self._kinds) >= _MOST_CODES:
             self._kinds.clear()
-            self._codes.clear()
         if not is_internal(frame):
             kind = _CELL if is_cell(frame.f_code) else _USER
         else:
@@ -92,6 +89,5 @@ class Places:
             kind = _OF_LOADER if module.startswith(_LOADER) else _INTERNAL
             if module.startswith(RUNNER):
                 kind = _OUTSIDE
-        self._codes.append(frame.f_code)
-        self._kinds[id(frame.f_code)] = kind
+        self._kinds[id(frame.f_code)] = frame.f_code, kind
         return kind

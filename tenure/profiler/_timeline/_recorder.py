@@ -10,7 +10,6 @@ of each step stands for the highest within it.
 
 from __future__ import annotations
 
-import itertools
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -21,7 +20,6 @@ import torch
 from torch import UntypedStorage
 
 from tenure._host_memory import resident_bytes
-from tenure._storages import is_hollow
 from tenure._stream import process, run, storages_in, this_stream
 from tenure._torch import cpu_allocator as allocator
 from tenure._torch.autograd import is_running_node
@@ -48,9 +46,9 @@ NOTHING, MAKES, ADOPTS, COPIES = range(4)
 one over that was made elsewhere, or makes one of the data of another."""
 _known: dict[Any, int] = {}
 _SAMPLE_NS = 50_000_000
-# The number of the step, its time, what was made in it, and what had died by then. A plain tuple,
-# and no class of one, which takes six times as long to make.
-_Step = tuple[int, int, list[Entry], list[Entry]]
+# The number of the step, its time, and what had died by then. A plain tuple, and no class of one,
+# which takes six times as long to make.
+_Step = tuple[int, int, list[Entry]]
 
 
 class Recorder:
@@ -83,12 +81,12 @@ class Recorder:
         self.began_ns = 0
         self._next_sample_ns = 0
         self._entries: dict[int, Entry] = {}
-        self._numbers = itertools.count()
         self._dead: list[Entry] = []
-        self._remade: list[Entry] = []
+        # that of the step which has not ended
+        self._number = 0
         self._live = allocator.live_counter()
         self._host_base = self._n_missed = 0
-        self._is_prepared = self._is_looking = False
+        self._is_prepared = self._is_stepping = False
 
     @property
     def has_missed(self) -> bool:
@@ -108,9 +106,7 @@ class Recorder:
         """Note what a storage counts as, if it is known; before the start, note it."""
         entry = self._entries.get(key_of(storage))
         if entry is None and not self.is_open:
-            entry = self._enter(storage, BEFORE, ADOPTS)
-            if entry is not None:
-                entry.begin, entry.category = 0, category or OTHERS
+            self._enter(storage, BEFORE, category or OTHERS, storage.nbytes())
         elif entry is not None and category:
             entry.category = category
 
@@ -120,20 +116,20 @@ class Recorder:
         self.is_open = True
         self.bands.open(self.began_ns)
         self._host_base = self.host.known_bytes - self._live.value
-        self._n_missed = self.stream.n_missed
+        self._n_missed, self.n_events = self.stream.n_missed, 0
         for account in self.accounts.values():
             account.begin()
-        self._look([])
+        self.step()
 
     def close(self) -> None:
         """Tell what is still to be told, and leave torch as it was."""
         if self.is_open:
-            self._look([])
+            self.step()
             self.stream.leave(self)
             self.is_open = False
-            number, at_ns = next(self._numbers), self.elapsed_ns()
+            at_ns = self.elapsed_ns()
             for account in self.accounts.values():
-                account.look(number, at_ns, is_last=True)
+                account.look(self._number, at_ns, is_last=True)
             for entry in list(self._entries.values()):
                 entry.account.tell(entry, FOREVER)
         self.stream.leave(self)
@@ -165,123 +161,101 @@ class Recorder:
         # the counters of an accelerator have both at once
         if not self.is_open or entry is None or entry.account is not self.host:
             return
-        if entry.asked_bytes == total.nbytes():
+        if entry.n_bytes == total.nbytes():
             self._end_life(entry)
-            self.stream.hide_sum(entry.asked_bytes)
+            self.stream.hide_sum(entry.n_bytes)
 
     # --- what was made
 
     def _note(self, out: Any, args: tuple[Any, ...], kind: int, caller: Any) -> None:
-        made, place = [], -1
+        place = -1
         for storage in storages_in(out):
-            before = self._entries.get(key_of(storage))
-            if before is not None:
-                if before.asked_bytes == storage.nbytes():
-                    continue
-                self._end_life(before)
+            if self._has(storage, storage.nbytes()):
+                continue
             if place < 0:
                 place = self.places.of(caller)
-            entry = self._enter(storage, place, kind)
-            if entry is not None:
-                made.append(entry)
-                if before is not None:
-                    entry.category = before.category
-                if kind == COPIES and entry.category == OTHERS and self._is_input(args):
-                    entry.category = INPUTS
-        if made:
-            self._look(made)
+            is_input = kind == ADOPTS or self.places.are_inputs[place]
+            if kind == COPIES:
+                is_input |= any(map(self._is_input, storages_in(args)))
+            self._enter(storage, place, INPUTS if is_input else OTHERS, storage.nbytes())
+        if place >= 0:
+            self.step()
+            self.stream.resume()
 
     def resized(self, storage: UntypedStorage, n_bytes: int) -> None:
         """A storage is about to have another size, by no operation: `storage.resize_()`."""
-        before = self._entries.get(key_of(storage))
-        if not self.is_open or (before is not None and before.asked_bytes == n_bytes):
-            return
+        if self.is_open and not self._has(storage, n_bytes):
+            self._enter(storage, self.places.of(sys._getframe(1)), OTHERS, n_bytes)
+
+    def _has(self, storage: UntypedStorage, n_bytes: int) -> bool:
+        """Whether a storage is known with this size."""
+        entry = self._entries.get(key_of(storage))
+        return entry is not None and entry.n_bytes == entry.account.taken_by(n_bytes)
+
+    def _is_input(self, storage: UntypedStorage) -> bool:
+        entry = self._entries.get(key_of(storage))
+        return not storage.resizable() if entry is None else entry.category == INPUTS
+
+    def _enter(self, storage: UntypedStorage, place: int, category: str, n_bytes: int) -> None:
+        """Note a storage that is new, or has a new size."""
+        device, before = storage.device, self._entries.get(key_of(storage))
         if before is not None:
             self._end_life(before)
-        entry = self._enter(storage, self.places.of(sys._getframe(1)), MAKES, n_bytes)
-        if entry is not None:
-            if before is not None:
-                entry.category = before.category
-            self._remade.append(entry)
-
-    def _is_input(self, args: tuple[Any, ...]) -> bool:
-        entries = (self._entries.get(key_of(storage)) for storage in storages_in(args))
-        return any(entry is not None and entry.category == INPUTS for entry in entries)
-
-    def _enter(
-        self, storage: UntypedStorage, place: int, kind: int, n_bytes: int = -1
-    ) -> Entry | None:
-        """Note a storage; None for one that takes nothing."""
-        if n_bytes < 0:
-            n_bytes = storage.nbytes()
-        device = storage.device
-        if not n_bytes or device.type == "meta":
-            return None
+            category = before.category
+        elif is_running_node():
+            category = IN_BACKWARD
+        # memory of numpy's, of a file, or that another process shares is not the allocator's
+        if not n_bytes or device.type == "meta" or not storage.resizable():
+            return
         account = self.accounts.get(device)
         if account is None:
             account = self.accounts[device] = Account(device)
         entry = Entry(storage, self._died)
         entry.key, entry.account, entry.place = key_of(storage), account, place
-        entry.scope = self.bands.current()
-        entry.n_bytes = entry.asked_bytes = n_bytes
-        entry.category, entry.begin = OTHERS, -1
-        if is_running_node():
-            entry.category = IN_BACKWARD
-        elif kind == ADOPTS or self.places.are_inputs[place]:
-            entry.category = INPUTS
-        # memory of numpy's, of a file, or that another process shares is not the allocator's
-        entry.is_foreign = kind == ADOPTS and (is_hollow(storage) or not storage.resizable())
+        entry.scope, entry.category, entry.begin = self.bands.current(), category, self._number
+        entry.n_bytes, entry.went_in_backward = account.taken_by(n_bytes), False
         self._entries[entry.key] = entry
-        account.came(entry)
-        return entry
+        account.known_bytes += entry.n_bytes
+        self.n_events += 1
 
     def _died(self, reference: Any) -> None:
         """The finalizer of a storage: on any thread, and in the midst of anything."""
-        entry: Any = self._entries.get(reference.key)
-        if entry is reference:
-            self._end_life(entry)
+        if self._entries.get(reference.key) is reference:
+            self._end_life(reference)
 
-    def _end_life(self, entry: Any) -> None:
+    def _end_life(self, entry: Entry) -> None:
         """End the life that a storage had, with this size; the rest is done as the step is read."""
         del self._entries[entry.key]
-        entry.account.went(entry)
+        entry.account.known_bytes -= entry.n_bytes
         entry.went_in_backward = is_running_node()
         self._dead.append(entry)
 
     # --- steps
 
     def step(self) -> None:
-        """End a step in which nothing was made."""
-        if self.is_open:
-            self._look([])
-
-    def look(self) -> None:
-        """See `tenure._stream.Consumer`."""
-        # a call of this very class may have been what let the stream be read
-        if not self._is_looking:
-            self.step()
-
-    def _look(self, made: list[Entry]) -> None:
         """End a step, and mark its end among the allocator's events."""
-        self._is_looking = True
+        # a call of this very function may have been what let the stream be read
+        if not self.is_open or self._is_stepping:
+            return
+        self._is_stepping = True
         try:
-            number, at_ns = next(self._numbers), self.elapsed_ns()
+            number, at_ns = self._number, self.elapsed_ns()
             # Taken before the step is marked: what dies from here on belongs to the next one.
             dead, self._dead = self._dead, []
-            if self._remade:
-                made, self._remade = made + self._remade, []
-            if len(self.accounts) > 1:
-                for account in {id(entry.account): entry.account for entry in made}.values():
-                    account.look(number, at_ns)
-            step: _Step = number, at_ns, made, dead
+            self._number += 1
+            for account in list(self.accounts.values()):
+                account.look(number, at_ns)
+            step: _Step = number, at_ns, dead
             self.stream.mark(self, step)
-            if made:
-                self.stream.resume()
         finally:
-            self._is_looking = False
+            self._is_stepping = False
         if at_ns >= self._next_sample_ns:
             self._next_sample_ns = at_ns + _SAMPLE_NS
             self.rss.add(number, at_ns, resident_bytes())
+
+    def look(self) -> None:
+        """See `tenure._stream.Consumer`."""
+        self.step()
 
     def elapsed_ns(self) -> int:
         """Since it was started."""
@@ -289,14 +263,12 @@ class Recorder:
 
     def take(self, claim: _Step, changes: list[int], level_bytes: int) -> None:
         """See `tenure._stream.Consumer`: tell the accounts what has happened in a step."""
-        number, at_ns, made, dead = claim
-        self.n_events += len(made) + len(dead)
+        number, at_ns, dead = claim
+        self.n_events += len(dead)
         high = level_bytes
         if len(changes) > 1:
             high += max(accumulate(changes)) - sum(changes)
         self.host.series.add(number, at_ns, self._host_base + high)
-        for entry in made:
-            entry.begin = number
         for entry in dead:
             entry.account.tell(entry, number)
 

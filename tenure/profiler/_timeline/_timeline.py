@@ -37,7 +37,7 @@ _NS = 1e9
 # Who has what is asked for at most so much of the time: a twentieth where something did not fit, as
 # in a program that runs out of memory again and again, and a hundredth after steps.
 _OOM_SHARE, _STEP_SHARE = 20, 100
-# Of more errors of memory the first and the last are kept.
+# of more errors of memory the first are kept
 _MOST_OOMS = 200
 _open: set[Timeline] = set()
 """Those whose blocks run; strongly, for their modes stand on torch's stack meanwhile."""
@@ -107,7 +107,6 @@ class Timeline:
         self._learned_ns = self._learning_ns = 0
         self._home = os.getpid(), get_ident()
         self._ooms: list[OomMark] = []
-        self._n_more_ooms = 0
         self._limited_text: str | None = None
         self._watching = ExitStack()
         self._recorder = Recorder(self._failed)
@@ -152,7 +151,7 @@ class Timeline:
             return
         # a block may be closed by who is told of the fork before us
         if os.getpid() != self._home[0]:
-            self._leave_to_parent()
+            self._leave()
             return
         if get_ident() != self._home[1]:
             raise ProfilerUsageError(
@@ -202,12 +201,16 @@ class Timeline:
     def _note_oom(self, text: str) -> None:
         self._recorder.step()
         at_s = self._recorder.elapsed_ns() / _NS
-        self._ooms.append(OomMark(at_s, text.partition("\n")[0]))
-        if len(self._ooms) > _MOST_OOMS:
-            del self._ooms[_MOST_OOMS // 2]
-            self._n_more_ooms += 1
+        if len(self._ooms) < _MOST_OOMS:
+            self._ooms.append(OomMark(at_s, text.partition("\n")[0]))
+        else:
+            self._note(f"memory ran out more than {_MOST_OOMS} times: the first are marked")
         # who has what is gone when the error is handled
         self._learn_now(_OOM_SHARE)
+
+    def _note(self, note: str) -> None:
+        if note not in self._notes:
+            self._notes.append(note)
 
     def _learn_now(self, share: int) -> None:
         """Note what the storages that are alive count as, if the last time was long ago.
@@ -223,8 +226,7 @@ class Timeline:
                 self._recorder.learn(storage, category)
         # memory may be short just now; the program has an error of its own to handle
         except Exception as error:
-            note = f"who had what could not be asked at some time: {error!r}"
-            self._notes += [note] * (note not in self._notes)
+            self._note(f"who had what could not be asked at some time: {error!r}")
         self._learned_ns = time.perf_counter_ns()
         self._learning_ns = self._learned_ns - began_ns
 
@@ -232,11 +234,11 @@ class Timeline:
         self._watching.close()
         self._recorder.close()
 
-    def _leave_to_parent(self) -> None:
-        """In a forked child: run plainly from here on, also to the end of the block."""
+    def _leave(self) -> None:
+        """At the end of the interpreter, and in a forked child: run plainly from here on."""
         _open.discard(self)
         self._recorder.abandon()
-        # of another thread there is nothing left here
+        # of another thread there is nothing left in a child
         if get_ident() == self._home[1]:
             remove_dispatch(self._mode)
         self._status = "left to the parent process"
@@ -248,25 +250,18 @@ class Timeline:
 
     def _composed(self, duration_s: float) -> TimelineReport:
         recorder, bands = self._recorder, self._recorder.bands
-        devices = []
-        for account in recorder.accounts.values():
-            timeline, excess = compose(account, recorder.places)
-            devices.append(timeline)
-            self._notes += account.notes(excess)
+        accounts = recorder.accounts.values()
+        devices = tuple(compose(account, recorder.places) for account in accounts)
+        self._notes += [note for account in accounts for note in account.notes()]
         if recorder.has_missed:
-            self._notes.append(
+            self._note(
                 "temporaries inside operations were not all seen: another profiler had its thread"
             )
         if bands.n_dropped:
-            self._notes.append(f"{bands.n_dropped} short scopes are left out")
-        if self._n_more_ooms:
-            self._notes.append(
-                f"memory ran out {self._n_more_ooms} times more than is marked: the first and the "
-                f"last {_MOST_OOMS // 2} are"
-            )
+            self._note(f"{bands.n_dropped} short scopes are left out")
         rss = recorder.rss.moments
         return TimelineReport(
-            devices=tuple(devices),
+            devices=devices,
             scopes=tuple(sorted(bands.spans, key=lambda span: (span.begin_s, span.depth))),
             ooms=tuple(self._ooms),
             host=HostTimeline(
@@ -300,17 +295,11 @@ def _census() -> Iterator[tuple[UntypedStorage, str]]:
 @functools.cache
 def _watch_processes() -> None:
     """Once: leave no session of torch to the end of the interpreter, or to a forked child."""
-    atexit.register(_abandon_all)
+    atexit.register(_leave_all)
     if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=_leave_all_to_parent)
+        os.register_at_fork(after_in_child=_leave_all)
 
 
-def _abandon_all() -> None:
-    for timeline in _open:
-        timeline._recorder.abandon()
-    _open.clear()
-
-
-def _leave_all_to_parent() -> None:
+def _leave_all() -> None:
     for timeline in tuple(_open):
-        timeline._leave_to_parent()
+        timeline._leave()

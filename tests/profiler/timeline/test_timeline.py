@@ -81,7 +81,6 @@ def test_parameters_and_state_that_are_gone_at_the_end_are_known_by_the_first_st
 
 
 def test_a_scope_for_each_step_and_an_error_in_each_take_bounded_memory(monkeypatch):
-    monkeypatch.setattr(_bands, "_MOST_NAMES", 10)
     monkeypatch.setattr(_timeline, "_MOST_OOMS", 6)
     with memory_budget("64KiB"), Timeline() as timeline:
         for i in range(20):
@@ -91,12 +90,10 @@ def test_a_scope_for_each_step_and_an_error_in_each_take_bounded_memory(monkeypa
                     kib(100 + i)
     report = timeline.report
     names = {span.name for span in report.scopes}
-    assert names == {*(f"step {i}" for i in range(9)), "other scopes"}
+    assert names == {f"step {i}" for i in range(20)}
     sizes = [int(re.search(r"allocate (\d+)", oom.text)[1]) for oom in report.ooms]
-    assert sizes == [100, 101, 102, 117, 118, 119]
-    assert "memory ran out 14 times more than is marked: the first and the last 3 are" in (
-        report.notes
-    )
+    assert sizes == [100, 101, 102, 103, 104, 105]
+    assert "memory ran out more than 6 times: the first are marked" in report.notes
 
 
 def fail_with(error):
@@ -239,15 +236,15 @@ def test_a_storage_that_no_operation_resizes_is_followed_and_stays_what_it_is():
     check_sums(timeline.report)
 
 
-def test_memory_of_numpy_is_told_apart():
+def test_memory_of_numpy_is_in_no_figure_and_a_copy_of_it_is_an_input():
     numpy = pytest.importorskip("numpy")
     with Timeline() as timeline:
         x = torch.from_numpy(numpy.ones(100 * KIB, dtype="uint8"))
+        y = x.to(torch.int16)
     host = timeline.report.devices[0]
-    assert max(host.live_bytes) - host.live_bytes[0] < 100 * KIB
-    assert any(
-        "100.0 KiB of tensors on cpu lay in memory of numpy" in n for n in timeline.report.notes
-    )
+    assert host.peak_bytes - host.live_bytes[0] == y.nbytes
+    assert at_peak(timeline.report, "inputs") >= y.nbytes
+    check_sums(timeline.report)
     del x
 
 
