@@ -220,8 +220,9 @@ class Recorder:
 
     def _died(self, reference: Any) -> None:
         """The finalizer of a storage: on any thread, and in the midst of anything."""
-        if self._entries.get(reference.key) is reference:
-            self._end_life(reference)
+        entry: Any = self._entries.get(reference.key)
+        if entry is reference:
+            self._end_life(entry)
 
     def _end_life(self, entry: Entry) -> None:
         """End the life that a storage had, with this size; the rest is done as the step is read."""
