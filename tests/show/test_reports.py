@@ -274,7 +274,6 @@ numbers = st.integers(-(2**60), 2**60)
         peak_bytes=numbers,
         device=st.sampled_from([CPU, torch.device("cuda", 1)]),
         exact=st.booleans(),
-        shared=st.booleans(),
         peak_exact=st.booleans(),
         source=texts,
         file=texts,
