@@ -1,7 +1,7 @@
 """How far work is that takes long, on the terminal of whoever waits, and nowhere else.
 
-Invariant: the standard output is never touched, nothing is drawn or imported before it is due, and
-of calls inside of one another the outermost alone shows something.
+Invariant: the standard output is never touched, and of calls inside of one another the outermost
+alone shows something.
 """
 
 from __future__ import annotations
@@ -12,26 +12,42 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from time import monotonic
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from rich.progress import Progress, TaskID
+from tenure._byte_sizes import format_bytes
 
 _SWITCH = "TENURE_PROGRESS"
 _PATIENCE_S = 2.0
-# each drawing is a write to a terminal, which may be far away
-_BETWEEN_S = 0.1
 
 display = threading.Lock()
 """Held by the call that may show how far it is; of others inside of it, or beside, none does."""
 
 
 @contextmanager
-def progress(label: str, total: int, *, in_bytes: bool = False) -> Iterator[Callable[[int], None]]:
-    """A block that shows how far it is once it has taken two seconds; the bar goes with it.
+def steps(label: str, *, are_counted: bool = True) -> Iterator[Callable[[str], None]]:
+    """A block that says what it is at once it has taken two seconds, in lines that stay.
 
-    Only where the standard error is a terminal, and ``TENURE_PROGRESS`` is not 0. Not for work that
-    runs functions of the user: what these print would go through the bar. See `steps`.
+    Only if the standard error is a terminal, and ``TENURE_PROGRESS`` is not 0. Each line comes
+    after twice the time of the one before, so that they are few, however long the work takes.
+
+    Args:
+        label: whose steps they are.
+        are_counted: whether a line has the number of its step.
+
+    Yields:
+        What is to be called as each step begins, with what it is.
+    """
+    if not display.acquire(blocking=False):
+        yield _nothing
+        return
+    try:
+        yield _Lines(label, are_counted).begin
+    finally:
+        display.release()
+
+
+@contextmanager
+def progress(label: str, total: int, *, in_bytes: bool = False) -> Iterator[Callable[[int], None]]:
+    """A block that says how much of its work is done, as `steps` says what it is at.
 
     Args:
         label: what is done.
@@ -41,94 +57,25 @@ def progress(label: str, total: int, *, in_bytes: bool = False) -> Iterator[Call
     Yields:
         What is to be called with how much more is done.
     """
-    if not display.acquire(blocking=False):
-        yield _nothing
-        return
-    bar = _Bar(label, total, in_bytes)
-    try:
-        yield bar.advance
-    finally:
-        bar.close()
-        display.release()
+    spelled: Callable[[int], str] = format_bytes if in_bytes else str
+    n_done = 0
+    with steps(label, are_counted=False) as show:
 
+        def advance(n: int) -> None:
+            nonlocal n_done
+            n_done += n
+            show(f"{spelled(n_done)} of {spelled(total)}")
 
-@contextmanager
-def steps(label: str) -> Iterator[Callable[[str], None]]:
-    """A block that says what it is at once it has taken two seconds, in lines that stay.
-
-    For work that runs functions of the user, among whose lines it has its own. Each comes after
-    twice the time of the one before, so that they are few, however long it takes. Where `progress`
-    shows no bar, there are none.
-
-    Args:
-        label: whose steps they are.
-
-    Yields:
-        What is to be called as each step begins, with what it is.
-    """
-    if not display.acquire(blocking=False):
-        yield _nothing
-        return
-    try:
-        yield _Lines(label).begin
-    finally:
-        display.release()
+        yield advance
 
 
 def _nothing(_: object) -> None:
     """Another call shows how far it is."""
 
 
-class _Bar:
-    def __init__(self, label: str, total: int, in_bytes: bool) -> None:
-        self._label, self._total, self._in_bytes = label, total, in_bytes
-        self._done = 0
-        self._due = monotonic() + _PATIENCE_S
-        self._shown: tuple[Progress, TaskID] | None = None
-
-    def advance(self, n: int) -> None:
-        self._done += n
-        now = monotonic()
-        if now < self._due:
-            return
-        self._due = now + _BETWEEN_S
-        # a terminal that is gone is no error of the work
-        with suppress(Exception):
-            if self._shown is None and _is_wanted():
-                self._open()
-            if self._shown is not None:
-                bar, task = self._shown
-                bar.update(task, completed=self._done, refresh=True)
-
-    def close(self) -> None:
-        if self._shown is not None:
-            with suppress(Exception):
-                self._shown[0].stop()
-
-    def _open(self) -> None:
-        from rich import progress as bars
-        from rich.console import Console
-
-        figures = bars.DownloadColumn(True) if self._in_bytes else bars.MofNCompleteColumn()
-        bar = bars.Progress(
-            bars.TextColumn("{task.description}", markup=False),
-            bars.BarColumn(),
-            figures,
-            bars.TimeElapsedColumn(),
-            console=Console(file=sys.stderr),
-            transient=True,
-            # no thread, and the program prints where it did
-            auto_refresh=False,
-            redirect_stdout=False,
-            redirect_stderr=False,
-        )
-        bar.start()
-        self._shown = bar, bar.add_task(self._label, total=self._total)
-
-
 class _Lines:
-    def __init__(self, label: str) -> None:
-        self._label = label
+    def __init__(self, label: str, are_counted: bool) -> None:
+        self._label, self._are_counted = label, are_counted
         self._n_steps = 0
         self._began = monotonic()
         self._patience_s = _PATIENCE_S
@@ -142,7 +89,8 @@ class _Lines:
         # a terminal that is gone is no error of the work
         with suppress(Exception):
             if _is_wanted():
-                told = f"tenure: {self._label}: {what} (step {self._n_steps}, {elapsed_s:.0f} s)"
+                number = f"step {self._n_steps}, " if self._are_counted else ""
+                told = f"tenure: {self._label}: {what} ({number}{elapsed_s:.0f} s)"
                 print(told, file=sys.stderr, flush=True)
 
 
@@ -154,9 +102,9 @@ def _is_wanted() -> bool:
 
 
 def _another_draws() -> bool:
-    """Whether the program has a display of tqdm or rich open, which a second one would break."""
+    """Whether the program has a display of tqdm or rich open, which a line would break."""
     tqdm, rich = sys.modules.get("tqdm.std"), sys.modules.get("rich")
-    # neither tells; with other names than these in a release to come, both are drawn
+    # neither tells; with other names than these in a release to come, lines are printed
     bars = getattr(getattr(tqdm, "tqdm", None), "_instances", None)
     console = getattr(rich, "_console", None)
     return bool(bars or getattr(console, "_live_stack", None) or getattr(console, "_live", None))

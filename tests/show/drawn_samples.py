@@ -1,6 +1,6 @@
 """A training run as drawings: three steps, a pile that grows, memory that runs out."""
 
-from tenure._show import bands, drawn_page, flame, grid
+from tenure._show import drawn_page
 
 MIB = 2**20
 # Not one of them may become markup, reach out of its cell, or hide what stands beside it.
@@ -31,77 +31,62 @@ SPANS = [
 ]
 
 
-def chart(title="cpu: memory in use", **changes):
-    half = [level // 2 for level in LEVELS]
-    rest = [level - h for level, h in zip(LEVELS, half, strict=True)]
-    ways = {"category": SERIES, "scope": {"train": half, "step": rest}, "line": {"a.py:1": LEVELS}}
-    marks = [(2.6, "torch.OutOfMemoryError: tried to allocate 95.0 MiB")]
-    given = {"ways": ways, "end_s": 3.0, "spans": SPANS, "marks": marks, **changes}
-    return bands(title, TIMES, LEVELS, **given)
-
-
-def flames(rows=None):
-    rows = rows or [
-        (
-            {"category": [name], "scope": ["step"], "line": ["train.py:9 in main", line]},
-            values[PEAK],
-            2,
-        )
-        for line, (name, values) in zip("abcde", SERIES.items(), strict=True)
-    ]
-    orders = (("scope", "line", "category"), ("category", "line"))
-    return flame("cpu after 2.50 s", rows, orders, "category", "storages")
-
-
-def lines(n=30):
-    columns = {
-        "line": "count",
-        "code": "code",
-        "allocated": "bytes",
-        "net": "bytes",
-        "held by": "lines",
+def row(category, scope, stack, n_bytes, n_storages=2):
+    return {
+        "category": category,
+        "scope": scope,
+        "stack": stack,
+        "n_bytes": n_bytes,
+        "n_storages": n_storages,
     }
-    rows = [
-        (
-            i,
-            f"    h = block_{i}(h)",
-            None if i == 3 else (i * 7 % 11) * MIB,
-            (-i * MIB, f"~ -{i}.0 MiB"),
-            [f"model.blocks[{k}]" for k in range(i % 6)],
-        )
-        for i in range(n)
-    ]
-    return grid("forward, model.py:0, cpu", columns, rows, note="A note.")
 
 
-def sections():
-    return [
-        ("Memory over time", "How many bytes were in use.", [chart()]),
-        ("At the peak", "Whose the memory was.", [flames()]),
-        ("Source lines", "What each line allocated.", [lines()]),
-    ]
+def device(times=TIMES, levels=LEVELS, name="cpu", at_peak=(), **by):
+    peak = levels.index(max(levels))
+    return {
+        "device": name,
+        "times_s": times,
+        "live_bytes": levels,
+        "peak_bytes": levels[peak],
+        "peak_at_s": times[peak],
+        "at_peak": at_peak,
+        **{f"by_{way}": series for way, series in by.items()},
+    }
+
+
+def timeline(*devices, spans=(), marks=(), duration_s=3.0):
+    keys = ("name", "depth", "begin_s", "end_s")
+    return {
+        "devices": devices,
+        "scopes": [dict(zip(keys, span, strict=True)) for span in spans],
+        "ooms": [{"at_s": at_s, "text": text} for at_s, text in marks],
+        "duration_s": duration_s,
+    }
 
 
 def sample_page():
-    facts = [("peak of cpu", "166.0 MiB", "after 2.50 s", False), ("leaked", "30.0 MiB", "", True)]
-    told = "exit code 1 after 3.0 s"
-    return drawn_page("python train.py", sections(), told=told, facts=facts, otherwise="<p>x</p>")
+    half = [level // 2 for level in LEVELS]
+    rest = [level - h for level, h in zip(LEVELS, half, strict=True)]
+    rows = [
+        row(name, "step", ["train.py:9 in main", line], values[PEAK])
+        for line, (name, values) in zip("abcde", SERIES.items(), strict=True)
+    ]
+    by = {"category": SERIES, "scope": {"train": half, "step": rest}, "line": {"a.py:1": LEVELS}}
+    marks = [(2.6, "torch.OutOfMemoryError: tried to allocate 95.0 MiB")]
+    drawn = timeline(device(at_peak=rows, **by), spans=SPANS, marks=marks)
+    return drawn_page("python train.py", drawn, "<pre>exit code 1</pre>")
 
 
 def hostile_page():
     """Hostile text wherever text can stand."""
-    section = []
-    for name in HOSTILE:
-        ways = {name: {name: LEVELS}, "scope": {name: LEVELS}}
-        columns = {f"{name} {kind}": kind for kind in ("text", "name", "code", "place", "lines")}
-        columns[f"{name} bytes"] = "bytes"
-        cells = (name, name, name, name, [name] * 5, (1, name))
-        rows = [({name: [name], "category": [name]}, 5, 1)]
-        drawings = [
-            chart(name, ways=ways, spans=[(name, 0, 0, 3)], marks=[(1, name)]),
-            flame(name, rows, [["category", name], [name]], "category", name),
-            grid(name, columns, [cells] * 7, colour=name, note=name),
-        ]
-        section.append((name, name, drawings))
-    facts = [(name, name, name, False) for name in HOSTILE]
-    return drawn_page("".join(HOSTILE), section, told=HOSTILE[0], facts=facts)
+    devices = [
+        device(
+            name=name,
+            category={name: LEVELS},
+            scope={name: LEVELS},
+            at_peak=[row(name, name, [name], 5, 1)],
+        )
+        for name in HOSTILE
+    ]
+    spans, marks = [(name, 0, 0, 3) for name in HOSTILE], [(1, name) for name in HOSTILE]
+    return drawn_page("".join(HOSTILE), timeline(*devices, spans=spans, marks=marks), "")

@@ -1,5 +1,9 @@
 """What a page of HTML is made of, as a strict reader finds it."""
 
+import base64
+import gzip
+import json
+import re
 from html.parser import HTMLParser
 
 _VOID = {"meta", "br", "link", "img", "hr", "input"}
@@ -46,3 +50,9 @@ def assert_stands_alone(text, *, is_drawn=False):
     assert "url(" not in text
     assert "@import" not in text
     assert "://" not in text
+
+
+def read_data(text):
+    """The data that the scripts of a drawn page draw."""
+    (found,) = re.findall(r'<script [^>]*id="data">(.*?)</script>', text)
+    return json.loads(gzip.decompress(base64.b64decode(found)))

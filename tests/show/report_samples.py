@@ -5,7 +5,7 @@
 import torch
 
 from tenure import LeakRecord, LeakReport, adaptive, paging
-from tenure._cli._cell_report import CellReport
+from tenure._cli._cell import CellReport
 from tenure._cli._fitting import Answer, MicroBatch
 from tenure.profiler import (
     CourtesyReport,

@@ -5,7 +5,7 @@ const [LEFT, RIGHT, TOP, HEIGHT, AXIS, LANE, MOST_LANES] = [72, 14, 30, 260, 24,
 class Bands {
   constructor(box, data) {
     Object.assign(this, { box, data, way: data.ways[0], only: null, hovered: null });
-    this.lanes = Math.min(MOST_LANES, 1 + Math.max(-1, ...data.spans.rows.map((row) => row[1])));
+    this.lanes = Math.min(MOST_LANES, 1 + Math.max(-1, ...data.spans.map((span) => span.depth)));
     this.svg = draw("svg", { class: "plot", "aria-hidden": "true" });
     this.tip = make("div", { class: "tip", hidden: "", "aria-hidden": "true" });
     this.legend = make("tbody");
@@ -63,7 +63,7 @@ class Bands {
       pointercancel: () => this.release(null),
       dblclick: () => axis.look(0, axis.whole),
       blur: () => { this.tip.hidden = true; },
-      focus: () => { if (axis.at === null && this.data.peak !== null) this.toPeak(); },
+      focus: () => { if (axis.at === null) this.toPeak(); },
     };
     for (const name in events) this.slider.addEventListener(name, events[name]);
     this.slider.addEventListener("wheel", (event) => {
@@ -152,24 +152,23 @@ class Bands {
   }
 
   drawLanes() {
-    const { names, rows } = this.data.spans;
     const group = draw("g", { class: "lanes" });
     // how far each lane is drawn: of many spans within a pixel one is enough
     const drawn = Array(MOST_LANES).fill(0);
-    for (const [name, depth, begin, end] of rows) {
-      if (depth >= MOST_LANES || end < axis.begin || begin > axis.end) continue;
-      const x = Math.max(LEFT, this.x(begin));
-      const width = Math.max(0.7, Math.min(LEFT + this.width, this.x(end)) - x);
+    for (const { name, depth, begin_s, end_s } of this.data.spans) {
+      if (depth >= MOST_LANES || end_s < axis.begin || begin_s > axis.end) continue;
+      const x = Math.max(LEFT, this.x(begin_s));
+      const width = Math.max(0.7, Math.min(LEFT + this.width, this.x(end_s)) - x);
       if (x + width < drawn[depth] + 0.7) continue;
       drawn[depth] = x + width;
       const y = TOP + HEIGHT + AXIS + depth * LANE;
       // a colour means what the switch says: where that is another way, spans have none
-      const colour = this.way.name === this.data.spanWay ? colourOf(this.way.name, names[name]) : null;
+      const colour = this.way.name === "scope" ? colourOf("scope", name) : null;
       const style = colour ? { "--tint": colour, "--ink": inkOn(colour) } : {};
       group.append(draw("rect", { x, y, width, height: LANE - 2, rx: Math.min(3, width / 4), style }));
       const room = Math.floor((width - 8) / 6.6);
-      const text = names[name].length > room ? `${names[name].slice(0, room - 1)}…` : names[name];
-      if (room > 3 || room >= names[name].length) group.append(draw("text", { x: x + 4, y: y + 12, style }, text));
+      const text = name.length > room ? `${name.slice(0, room - 1)}…` : name;
+      if (room > 3 || room >= name.length) group.append(draw("text", { x: x + 4, y: y + 12, style }, text));
     }
     return group;
   }
@@ -184,7 +183,7 @@ class Bands {
         draw("line", { x1: x, x2: x, y1: TOP - 12, y2: TOP + HEIGHT }),
         draw("text", { x, y: TOP - 16, "text-anchor": "middle" }, "OOM")));
     }
-    if (peak === null || this.only !== null || times[peak] < axis.begin || times[peak] > axis.end) return group;
+    if (this.only !== null || times[peak] < axis.begin || times[peak] > axis.end) return group;
     const [x, y] = [this.x(times[peak]), this.y(levels[peak])];
     const isRight = x > LEFT + this.width / 2;
     group.append(draw("g", { class: "peak" }, draw("circle", { cx: x, cy: y, r: 4.5 }),
@@ -226,7 +225,7 @@ class Bands {
     const row = (head, values, kind) => {
       const here = make("td", { class: "number" });
       this.hereCells.push([here, values]);
-      const at = peak === null ? 0 : values[peak];
+      const at = values[peak];
       return make("tr", { class: kind }, make("th", { scope: "row" }, head),
         make("td", { class: "number", title: `${count(at)} B` }, bytes(at)),
         make("td", { class: "number" }, share(at, levels[peak])), here);
@@ -285,13 +284,12 @@ class Bands {
     const { i, x } = this.samples[k];
     const at = this.data.times[i];
     const band = this.bandAt(i, y);
-    const { names, rows } = this.data.spans;
-    const open = rows.filter((row) => row[2] <= at && at < row[3]).sort((a, b) => a[1] - b[1]);
+    const open = this.data.spans.filter((span) => span.begin_s <= at && at < span.end_s).sort((a, b) => a.depth - b.depth);
     this.tip.replaceChildren(
       make("div", { class: "when" }, axis.seconds(at)),
       make("div", {}, `in use ${exact(this.data.levels[i])}`),
       band ? make("div", {}, square(colourOf(this.way.name, band.name)), make("bdi", {}, band.name), ` ${exact(band.values[i])}`) : "",
-      open.length ? make("div", { class: "detail" }, open.map((row) => names[row[0]]).join(" › ")) : "");
+      open.length ? make("div", { class: "detail" }, open.map((span) => span.name).join(" › ")) : "");
     this.tip.hidden = false;
     const room = this.slider.clientWidth - this.tip.offsetWidth;
     this.tip.style.left = `${clamp(x + 12 > room ? x - this.tip.offsetWidth - 12 : x + 12, 0, Math.max(0, room))}px`;
@@ -302,7 +300,7 @@ class Bands {
     axis.moveTo(at);
     this.showTip();
   }
-  toPeak() { if (this.data.peak !== null) this.goTo(this.data.times[this.data.peak]); }
+  toPeak() { this.goTo(this.data.times[this.data.peak]); }
 
   step(n) {
     const k = this.current() ?? 0;
@@ -314,7 +312,7 @@ class Bands {
 
   key(event) {
     const { times, marks } = this.data;
-    if (!times.length || event.ctrlKey || event.altKey || event.metaKey) return;
+    if (event.ctrlKey || event.altKey || event.metaKey) return;
     const far = event.shiftKey ? 10 : 1;
     const keys = {
       ArrowLeft: () => this.step(-far), ArrowRight: () => this.step(far),

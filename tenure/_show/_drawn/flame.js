@@ -1,17 +1,18 @@
 // What a total is made of, level by level: a flame graph that hangs from its root.
 
 const ROW = 24;
+const ORDERS = [["scope", "line", "category"], ["line", "category"], ["category", "scope", "line"]];
 
 class Flame {
   constructor(box, data) {
-    Object.assign(this, { box, data, order: data.orders[0], isFound: null });
+    Object.assign(this, { box, data, order: ORDERS[0], isFound: null });
     this.tree = make("div", {
       class: "tree", role: "tree", "aria-label": data.title, keydown: (event) => this.key(event),
     });
     this.told = make("p", { class: "readout", "aria-live": "polite" });
-    const names = data.orders.map((order) => order.join(" › "));
+    const names = ORDERS.map((order) => order.join(" › "));
     box.append(make("h3", {}, data.title), make("div", { class: "bar" },
-      names.length > 1 ? choice("From the top", names, (i) => { this.order = data.orders[i]; this.grow(); }) : null,
+      choice("From the top", names, (i) => { this.order = ORDERS[i]; this.grow(); }),
       make("div", { class: "keys" }, button("Back", "Zoom out by a level", () => this.zoom(this.focus.parent)),
         button("All", "Show all again", () => this.zoom(this.root))),
       searchField("Find", (words) => this.find(words))), this.told, this.tree);
@@ -20,12 +21,11 @@ class Flame {
   }
 
   grow() {
-    const { rows, names, colour, unit } = this.data;
     const node = (name, parent) => ({ name, parent, n: 0, bytes: 0, tints: new Set(), children: new Map() });
     this.root = node("all", null);
-    for (const [facets, n_bytes, n] of rows) {
-      const tint = names[(facets[colour] ?? []).at(-1)] ?? "";
-      const path = this.order.flatMap((facet) => (facets[facet] ?? []).map((i) => names[i])).filter(Boolean);
+    for (const { category, scope, stack, n_bytes, n_storages } of this.data.rows) {
+      const facets = { category, scope, line: stack };
+      const path = this.order.flatMap((facet) => facets[facet]).filter(Boolean);
       let at = this.root;
       for (const step of [null, ...path]) {
         if (step !== null) {
@@ -33,11 +33,10 @@ class Flame {
           at = at.children.get(step);
         }
         at.bytes += n_bytes;
-        at.n += n;
-        at.tints.add(tint);
+        at.n += n_storages;
+        at.tints.add(category);
       }
     }
-    this.unit = unit;
     this.zoom(this.root);
   }
 
@@ -84,7 +83,7 @@ class Flame {
   cell(node, depth, left, part) {
     const isLeaf = !node.children.size;
     // what is of several kinds has no colour, what is around one kind a lighter one
-    const colour = node.tints.size === 1 ? colourOf(this.data.colour, [...node.tints][0]) : null;
+    const colour = node.tints.size === 1 ? colourOf("category", [...node.tints][0]) : null;
     const tints = !colour ? {} : isLeaf ? { "--tint": colour, "--ink": inkOn(colour) }
       : { "--tint": colour, "--part": "35%" };
     const isFound = this.isFound?.(node.name.toLowerCase());
@@ -101,7 +100,7 @@ class Flame {
   }
 
   words(node) {
-    const n = node.n ? `, ${count(node.n)} ${this.unit}` : "";
+    const n = node.n ? `, ${count(node.n)} storages` : "";
     return `${node.name}: ${exact(node.bytes)}, ${share(node.bytes, this.root.bytes)} of all${n}`;
   }
 

@@ -1,8 +1,9 @@
 // What all drawings share: elements that are made of text alone, numbers in words, colours.
 
-const DATA = JSON.parse(document.getElementById("data").textContent);
+const packed = Uint8Array.from(atob(document.getElementById("data").textContent), (c) => c.charCodeAt(0));
+const DATA = await new Response(new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"))).json();
 const SPACE = document.getElementById("space").namespaceURI;
-const GREY = "#ccd1d9";
+const COLOURS = new Map();
 
 // A name of the program goes in as text, and is never read as markup.
 function filled(element, attributes, children) {
@@ -29,14 +30,19 @@ function bytes(n) {
   for (; power < 4 && Math.abs(power ? Number(n.toFixed(1)) : n) >= 1024; power++) n /= 1024;
   return `${power ? n.toFixed(1) : n} ${units[power]}`;
 }
-// made once: it is asked for every box of a flame graph, and dear to make
+// made once, because every box of a flame graph uses it
 const NUMBERS = new Intl.NumberFormat("en-US");
 const count = (n) => NUMBERS.format(n);
 const exact = (n) => (Math.abs(n) < 1024 ? bytes(n) : `${bytes(n)} (${count(n)} B)`);
 const share = (n, all) => (all > 0 ? `${((100 * n) / all).toFixed(1)} %` : "");
 
+// A name of a category has a colour of its own; another one keeps the colour that it got first.
 function colourOf(way, name) {
-  return (Object.hasOwn(DATA.colours, way) && DATA.colours[way][name]) || GREY;
+  if (Object.hasOwn(DATA.named, name)) return DATA.named[name];
+  if (!COLOURS.has(way)) COLOURS.set(way, new Map());
+  const found = COLOURS.get(way);
+  if (!found.has(name)) found.set(name, DATA.others[found.size % DATA.others.length]);
+  return found.get(name);
 }
 const square = (colour) =>
   draw("svg", { class: "square", "aria-hidden": "true" },

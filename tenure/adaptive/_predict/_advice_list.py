@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tenure._show import plain
+from tenure._show import facts_of, plain
 from tenure._text import format_bytes
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ class Advised:
         return () if self._adviser is None else self._adviser.advice()
 
     def _facts(self) -> dict[str, Any]:
-        facts: dict[str, Any] = plain(self)
+        facts = facts_of(self)
         # predicting is nothing that writing a report down should do
         known = () if self._adviser is None else self._adviser.known
         return facts | {"advice": plain(known)}

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Self
 import torch
 
 from tenure._errors import ProfilerUsageError
-from tenure._show import Amount, Column, Paragraph, Part, Report, Table, plain, restored
+from tenure._show import Amount, Column, Paragraph, Part, Report, Table, facts_of, restored
 from tenure._text import format_bytes
 
 _COLUMNS = {
@@ -83,8 +83,7 @@ class LineRecord:
 
     def to_dict(self) -> dict[str, Any]:
         """The record as values that JSON has."""
-        facts: dict[str, Any] = plain(self)
-        return facts
+        return facts_of(self)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, object]) -> Self:
@@ -93,8 +92,7 @@ class LineRecord:
         Raises:
             ReportFormatError: something is missing, or is no such value.
         """
-        record: Self = restored(cls, data, cls.__name__)
-        return record
+        return restored(cls, data)
 
 
 # --- columns

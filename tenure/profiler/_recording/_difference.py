@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import ClassVar, Literal, Self
 
-from tenure._errors import ReportFormatError
 from tenure._show import (
     Column,
     Paragraph,
@@ -27,18 +26,23 @@ from ._recording import Recording
 from ._tree import UNKNOWN
 
 _RANK_COLUMNS = (
-    Column("rank"),
     Column("ended"),
     Column("seconds", ">", spare=1),
     Column("device"),
     Column("at most", ">"),
     Column("at the end", ">"),
 )
-ChangeKind = Literal["new", "gone", "grown", "shrunk", "same"]
-
-_SIDES = ("A", "B")
 _CHANGE = "change"
-_FIGURES = (bytes_column("A"), bytes_column("B"), bytes_column(_CHANGE, signed))
+_COLUMNS = (
+    Column("name"),
+    bytes_column("A"),
+    bytes_column("B"),
+    bytes_column(_CHANGE, signed),
+    Column("created at", spare=1),
+    Column("in", spare=2),
+)
+# By name, category and site; None for what a run has not recorded.
+_Sizes = Mapping[tuple[str, str, str], int] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +50,6 @@ class Change:
     """Something whose bytes differ between two runs.
 
     Attributes:
-        kind: whether it is in one run alone, or takes more or less in the second, or as much.
         name: the tensor, category or line.
         category: what it is; empty for a category and for a line.
         created_at: where it was made, if that is known; else empty.
@@ -54,12 +57,24 @@ class Change:
         after_bytes: its bytes in the second run.
     """
 
-    kind: ChangeKind
     name: str
     category: str
     created_at: str
     before_bytes: int
     after_bytes: int
+
+    _figures: ClassVar = ("kind",)
+
+    @property
+    def kind(self) -> Literal["new", "gone", "grown", "shrunk", "same"]:
+        """Whether it is in one run alone, or takes more or less in the second, or as much."""
+        if self.before_bytes == self.after_bytes:
+            return "same"
+        if not self.before_bytes:
+            return "new"
+        if not self.after_bytes:
+            return "gone"
+        return "grown" if self.after_bytes > self.before_bytes else "shrunk"
 
     @property
     def change_bytes(self) -> int:
@@ -96,26 +111,20 @@ class RecordingDiff(Report):
     @classmethod
     def of(cls, before: Recording, after: Recording) -> RecordingDiff:
         """Compare two runs."""
-
-        def different(sizes_of: Callable[[Recording], _Sizes | None]) -> tuple[Change, ...]:
-            changes = _changes(sizes_of(before), sizes_of(after))
-            return tuple(each for each in changes if each.change_bytes)
-
+        sizes = _sizes(before), _sizes(after)
+        changes = {part: _changes(sizes[0][part], sizes[1][part]) for part in sizes[0]}
         return cls(
             titles=(before.title(), after.title()),
             durations_s=(before.duration_s, after.duration_s),
-            peaks=_changes(_by_name(before.peaks), _by_name(after.peaks)),
-            categories=different(_by_category),
-            tensors=different(_by_tensor),
-            lines=different(_by_line),
-            growth=different(_by_growth),
+            peaks=changes.pop("peaks"),
+            **{part: tuple(c for c in found if c.change_bytes) for part, found in changes.items()},
         )
 
     def __repr__(self) -> str:
         return f"<RecordingDiff of {self.titles[0]!r} and {self.titles[1]!r}>"
 
     def _parts(self) -> list[Part]:
-        heads = zip(_SIDES, self.titles, self.durations_s, strict=True)
+        heads = zip("AB", self.titles, self.durations_s, strict=True)
         lines = [f"{side}  {title}, {s:.1f} s" for side, title, s in heads]
         parts: list[Part] = [Paragraph("", "\n".join(lines))]
         for title, changes in (
@@ -125,81 +134,55 @@ class RecordingDiff(Report):
             ("Tensors at the end", self.tensors),
             ("Lines at the peak", self.lines),
         ):
-            if changes:
-                parts.append(_table(title, changes))
+            rows = [
+                (
+                    each.name,
+                    in_bytes(each.before_bytes),
+                    in_bytes(each.after_bytes),
+                    by_bytes(each.change_bytes),
+                    each.created_at,
+                    each.kind,
+                )
+                for each in changes
+            ]
+            if rows:
+                parts.append(Table(title, _COLUMNS, rows, by=_CHANGE, most=MOST_ROWS))
         if not (self.growth or self.categories or self.tensors or self.lines):
             parts.append(Paragraph("", "Nothing else that both recorded differs."))
         return parts
 
 
-# Name, category and site. None of what a run has not recorded.
-_Key = tuple[str, str, str]
-_Sizes = Mapping[_Key, int]
+def _sizes(run: Recording) -> dict[str, _Sizes]:
+    """Return the bytes of each part of a difference."""
 
+    def named(found: Mapping[str, int]) -> _Sizes:
+        return {(name, "", ""): n_bytes for name, n_bytes in found.items()}
 
-def _by_name(found: Mapping[str, int]) -> _Sizes:
-    return {(name, "", ""): n_bytes for name, n_bytes in found.items()}
-
-
-def _by_category(run: Recording) -> _Sizes | None:
-    return None if run.memory is None else _by_name(run.memory.categories)
-
-
-def _by_growth(run: Recording) -> _Sizes | None:
-    grown = {each.name: each.grown_bytes for each in run.growth if each.last_step}
-    return _by_name(grown) if run.seeks_leaks else None
-
-
-def _by_tensor(run: Recording) -> _Sizes | None:
-    if run.memory is None:
-        return None
-    found: defaultdict[_Key, int] = defaultdict(int)
-    for row in run.memory.rows:
-        if row.counted_bytes:
-            key = place_of(row.name), row.category, row.created_at or ""
-            found[key] += row.counted_bytes
-    return found
-
-
-def _by_line(run: Recording) -> _Sizes | None:
-    if not run.over_time:
-        return None
     rows = [row for track in run.over_time for row in track.at_peak]
-    found = summed(rows, lambda row: row.stack[-1] if row.stack else row.category or UNKNOWN)
-    return _by_name({name: n_bytes for name, (n_bytes, _) in found.items()})
+    lines = summed(rows, lambda row: row.stack[-1] if row.stack else row.category or UNKNOWN)
+    tensors = Counter[tuple[str, str, str]]()
+    for tensor in () if run.memory is None else run.memory.rows:
+        if tensor.counted_bytes:
+            key = place_of(tensor.name), tensor.category, tensor.created_at or ""
+            tensors[key] += tensor.counted_bytes
+    grown = {each.name: each.grown_bytes for each in run.growth}
+    return {
+        "peaks": named(run.peaks),
+        "categories": None if run.memory is None else named(run.memory.categories),
+        "tensors": None if run.memory is None else tensors,
+        "lines": named({line: n for line, (n, _) in lines.items()}) if run.over_time else None,
+        "growth": named(grown) if run.seeks_leaks else None,
+    }
 
 
-def _changes(before: _Sizes | None, after: _Sizes | None) -> tuple[Change, ...]:
-    # What only one of them recorded tells nothing of the other; of a run that ended with no tensor
-    # alive, what the other has is new or gone.
+def _changes(before: _Sizes, after: _Sizes) -> tuple[Change, ...]:
+    # A part that only one of them recorded says nothing of the other. If a run ended with no tensor
+    # alive, the tensors of the other run are new or gone.
     if before is None or after is None:
         return ()
-    found = []
-    for key in before.keys() | after.keys():
-        a, b = before.get(key, 0), after.get(key, 0)
-        found.append(Change(_kind(a, b), *key, a, b))
+    keys = before.keys() | after.keys()
+    found = [Change(*key, before.get(key, 0), after.get(key, 0)) for key in keys]
     return tuple(sorted(found, key=lambda each: (-abs(each.change_bytes), each.name)))
-
-
-def _kind(before_bytes: int, after_bytes: int) -> ChangeKind:
-    if before_bytes == after_bytes:
-        return "same"
-    if not before_bytes:
-        return "new"
-    if not after_bytes:
-        return "gone"
-    return "grown" if after_bytes > before_bytes else "shrunk"
-
-
-def _figures(change: Change) -> tuple[str, str, str]:
-    moved = by_bytes(change.change_bytes)
-    return in_bytes(change.before_bytes), in_bytes(change.after_bytes), moved
-
-
-def _table(title: str, changes: tuple[Change, ...]) -> Table:
-    columns = (Column("name"), *_FIGURES, Column("created at", spare=1), Column("in", spare=2))
-    rows = [(each.name, *_figures(each), each.created_at, each.kind) for each in changes]
-    return Table(title, columns, rows, by=_CHANGE, most=MOST_ROWS)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -228,40 +211,18 @@ class RecordedRanks(Report):
         return f"<RecordedRanks of {len(self.recordings)} recordings>"
 
     def _parts(self) -> list[Part]:
-        rows = [row for i, each in enumerate(self.recordings) for row in _rows(i, each)]
+        rows = []
+        for each in self.recordings:
+            memory = [] if each.memory is None else each.memory.devices
+            at_end = {device.device: device.total_bytes for device in memory}
+            # runs that are no ranks differ by their commands
+            name = each.title() if each.rank is None else str(each.rank)
+            head = (name, each.ended, f"{each.duration_s:.1f}")
+            for device in sorted(each.peaks.keys() | at_end.keys()) or [""]:
+                figures = [found.get(device) for found in (each.peaks, at_end)]
+                rows.append((*head, device, *("" if n is None else in_bytes(n) for n in figures)))
         are_ranks = any(each.rank is not None for each in self.recordings)
-        columns = (_RANK_COLUMNS[0] if are_ranks else Column("run"), *_RANK_COLUMNS[1:])
-        ranks: list[Part] = [Table(f"{len(self.recordings)} recordings", columns, rows)]
-        if not are_ranks:
-            names = (f"{i}  {each.title()}" for i, each in enumerate(self.recordings))
-            ranks.insert(0, Paragraph("", "\n".join(names)))
+        columns = (Column("rank" if are_ranks else "run"), *_RANK_COLUMNS)
         # The others do the same, or the table says how they differ.
-        return [*ranks, *self.largest._parts()]
-
-    def _facts(self) -> dict[str, Any]:
-        return {"recordings": [each.to_dict() for each in self.recordings]}
-
-    @classmethod
-    def _of_facts(cls, facts: Mapping[str, object]) -> Self:
-        found = facts.get("recordings")
-        if not isinstance(found, list):
-            raise ReportFormatError(f"{cls.__name__}.recordings is missing. Write it anew.")
-        return cls(tuple(map(Recording.from_dict, found)))
-
-
-def _rows(index: int, recording: Recording) -> list[tuple[str, ...]]:
-    at_end = {}
-    if recording.memory is not None:
-        at_end = {device.device: device.total_bytes for device in recording.memory.devices}
-    name = str(index if recording.rank is None else recording.rank)
-    head = (name, recording.ended, f"{recording.duration_s:.1f}")
-    devices = sorted(recording.peaks.keys() | at_end.keys()) or [""]
-    return [
-        (
-            *(head if i == 0 else ("", "", "")),
-            device,
-            in_bytes(recording.peaks[device]) if device in recording.peaks else "",
-            in_bytes(at_end[device]) if device in at_end else "",
-        )
-        for i, device in enumerate(devices)
-    ]
+        title = f"{len(self.recordings)} recordings"
+        return [Table(title, columns, rows), *self.largest._parts()]

@@ -41,7 +41,6 @@ _MOST_NAMES = 3
 _MAIN, _OF_EACH, _GRAPH = "__main__.", "[…]", "graph of "
 _NO_VARIABLE = frozenset({"", "unknown", "autograd"})
 _ADVICE_OF_GRAPHS = "Keep .detach() or .item() of what is kept, or bound it."
-_ADVICE_OF_ENDS = "If it is no result, bound it."
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +55,7 @@ class Growth:
         before_bytes: their bytes at the first of the looks.
         n_bytes: their bytes at the last look.
         first_step: how many steps there were before the first of the looks.
-        last_step: how many there were before the last look; 0 where only the end of the program was
-            looked at.
+        last_step: how many there were before the last look.
         graph_bytes: by how much what autograd saved grew meanwhile, where tensors of this place
             have graphs.
     """
@@ -82,9 +80,6 @@ class Growth:
         return self.last_step - self.first_step
 
     def __str__(self) -> str:
-        if not self.last_step:
-            text = f"{self.name} holds {counted(self.n_tensors, 'tensor')} at the end, "
-            return f"{text}{format_bytes(self.n_bytes)}. {_ADVICE_OF_ENDS}"
         parts, n_new = [], self.n_tensors - self.n_before
         grown = format_bytes(self.n_bytes - self.before_bytes)
         if n_new > 0:
@@ -228,15 +223,6 @@ def grown(looks: Sequence[Look]) -> dict[str, Growth]:
         if not is_of_values or name != place.removeprefix(_GRAPH):
             found[name] = _growth(name, place, since, last, is_of_values=is_of_values)
     return found
-
-
-def held(look: Look) -> list[Growth]:
-    """The containers of variables that hold several tensors at the end."""
-    return [
-        Growth(_shown(place), 0, pile.n, 0, pile.n_bytes, 0, 0)
-        for place, pile in look.piles.items()
-        if pile.n > 1 and place.endswith(_OF_EACH) and pile.is_variable
-    ]
 
 
 def _growth(name: str, graph: str, first: Look, last: Look, *, is_of_values: bool) -> Growth:

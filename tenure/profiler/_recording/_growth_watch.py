@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from tenure._torch.modules import is_called_by_module, modules_told
 
 from .._reports import Snapshot, snapshot
-from ._growth import LOOKS, Growth, Look, grown, held, looked_at
+from ._growth import LOOKS, Growth, Look, grown, looked_at
 
 # A loop that looks itself may look often: of these the last stay, and those of doubled steps.
 _MOST_LOOKS = 32
@@ -123,22 +123,19 @@ class GrowthWatch:
 
         Args:
             at_end: what is alive at the end, which is one look more if a step came since the last
-                one. If there were too few looks to see growth, containers that hold several tensors
-                then are reported instead; None reports nothing then.
+                one.
         """
         # a look after the last step sees what the end sees
         looks = self._looks if self._is_further else self._looks[:-1]
         end = None if at_end is None else self._looked_at(self._n_steps, at_end, looks)
         if self.n_looks + (end is not None and self._is_further) < LOOKS:
-            found = [] if end is None else held(end)
-        else:
-            by_place = grown(self._looks)
-            if end is not None:
-                # a variable of a function that has returned is judged by the looks that saw it
-                gone = {place: each for place, each in by_place.items() if place not in end.piles}
-                by_place = gone | grown([*looks, end])
-            found = [*by_place.values()]
-        return tuple(sorted(found, key=lambda each: (-each.grown_bytes, each.name)))
+            return ()
+        found = grown(self._looks)
+        if end is not None:
+            # a variable of a function that has returned is judged by the looks that saw it
+            gone = {place: each for place, each in found.items() if place not in end.piles}
+            found = gone | grown([*looks, end])
+        return tuple(sorted(found.values(), key=lambda each: (-each.grown_bytes, each.name)))
 
     def _looks_told(self, *, with_end: bool) -> dict[str, Any]:
         """How often it looked and when, as a recording has it.

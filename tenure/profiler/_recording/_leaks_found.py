@@ -73,16 +73,11 @@ class RecordedLeaks(Report):
             return [Paragraph("", told)]
         parts: list[Part] = []
         if self.growth:
-            # held at the end is no growth: it is only where to search
-            is_growth = bool(self.growth[0].last_step)
             lines = [f"- {each}" for each in self.growth[:MOST_ROWS]]
             if (more := len(self.growth) - MOST_ROWS) > 0:
                 lines.append(f"and {more} more")
             if self.n_looks is not None:
-                is_judged = is_growth and self.n_looks >= LOOKS
-                looks = f"Looked {counted(self.n_looks, 'time')}."
-                lines.append(looks if is_judged else self.no_growth())
-            title = "What grew" if is_growth else "What holds several tensors"
-            parts.append(Paragraph(title, "\n".join(lines)))
+                lines.append(f"Looked {counted(self.n_looks, 'time')}.")
+            parts.append(Paragraph("What grew", "\n".join(lines)))
         tables = [part for report in self.leaks for part in report._parts()]
         return parts + [replace(each, most=MOST_ROWS) for each in tables if isinstance(each, Table)]

@@ -6,10 +6,10 @@ A recording is its file: what it shows, it shows in another process, and in anot
 from __future__ import annotations
 
 import json
-import math
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Self
 
@@ -26,7 +26,9 @@ from tenure._show import (
     Table,
     Together,
     bytes_column,
+    drawn_page,
     in_bytes,
+    in_html,
     plain,
     ranked,
     restored,
@@ -36,8 +38,6 @@ from tenure.scopes import LeakReport
 
 from .._lines import RecordsDisplay
 from .._oom_report import OomReport
-from .._owners import TensorRow
-from .._page import recording_page
 from .._reports import DeviceReport, MemReport
 from .._timeline import WRITERS, TimelineReport, Track, check_levels
 from ._growth import Growth
@@ -45,17 +45,12 @@ from ._leaks_found import MOST_ROWS, RecordedLeaks
 from ._torch_snapshots import is_pickle, tracks_in
 from ._tree import DeviceTree, RecordedTree, folded, tree_of
 
-# By the name of the field: they know how they are written, and which version that is.
-_REPORTS: dict[str, type[Report]] = {
-    "lines": RecordsDisplay,
-    "memory": MemReport,
-    "timeline": TimelineReport,
-    "oom": OomReport,
-}
 # A recording has formats of its own by these names, and its timeline's by longer ones.
 _LONGER = {".json": ".trace.json", ".csv": ".timeline.csv"}
 _HEADINGS = ("device", "when", "category", "name", "shape", "dtype", "created_at", "n_bytes", "n")
 _STORAGE = "storage"
+# three centuries, as of a timeline
+_SHORT_S, _MOST_S = 60, 1e10
 _TENSORS = (
     Column("tensor"),
     bytes_column(_STORAGE),
@@ -64,6 +59,8 @@ _TENSORS = (
     Column("created at", spare=3),
 )
 _AT_MOST = (Column("device"), bytes_column())
+# a page with more is slow to open, and nobody reads so far
+_MOST_ROWS_OF_PAGE = 1000
 _LINE_COLUMNS = ("hits", "net", "peak")
 
 
@@ -162,7 +159,7 @@ class Recording(Report):
         devices = () if self.memory is None else self.memory.devices
         return RecordedTree(tuple(_at_end(device) for device in devices if device.total_bytes))
 
-    def export(self, path: str | Path, *, format: str | None = None) -> Path:
+    def export(self, path: str | Path) -> Path:
         """Write it for other tools, whole or not at all; the extension says which format.
 
         Args:
@@ -170,7 +167,6 @@ class Recording(Report):
                 ``.html`` for a page that stands alone; of a timeline ``.trace.json`` for Chrome and
                 Perfetto, ``.timeline.csv``, ``.pickle`` and ``.speedscope.json``, as
                 `TimelineReport.export` writes them.
-            format: one of these without its first dot, whatever the path ends in.
 
         Returns:
             The path.
@@ -180,16 +176,13 @@ class Recording(Report):
             OSError: it can't be written.
         """
         path = Path(path)
-        asked = path.name.lower() if format is None else f".{format}"
         of_timeline = {_LONGER.get(ending, ending): write for ending, write in WRITERS.items()}
         writers: dict[str, Callable[[Any], str | bytes]] = {**of_timeline, **_OWN}
-        ending = max(filter(asked.endswith, writers), key=len, default="")
+        ending = max(filter(path.name.lower().endswith, writers), key=len, default="")
         if not ending:
-            # of a name that begins with a dot, pathlib says that it has no suffix
-            suffix = Path(f"x{asked}").suffix or "no extension"
             raise ProfilerUsageError(
-                f"{path} ends in {suffix}, and a recording is one of {', '.join(writers)}. Name a "
-                "file that ends so."
+                f"{path} ends in {path.suffix or 'no extension'}, and a recording is one of "
+                f"{', '.join(writers)}. Name a file that ends so."
             )
         source = self if ending in _OWN else self.timeline
         if source is None:
@@ -217,21 +210,23 @@ class Recording(Report):
         if self.peaks:
             rows = [(name, in_bytes(n_bytes)) for name, n_bytes in self.peaks.items()]
             parts.append(Table("At most", _AT_MOST, rows, by="bytes"))
-        if peaks := [*self._peaks_in_words()]:
+        peaks = [
+            f"{track.device} after {track.peak_at_s:.1f} s: {most}, and others"
+            for track in self.over_time
+            if (most := track.largest())
+        ]
+        if peaks:
             parts.append(Paragraph("", "\n".join(peaks)))
         if leaks := self.leaks_found():
             parts += leaks._parts()
         if self.lines is not None:
-            parts += _narrow(self.lines)._parts()
+            # the columns that say most; the recording has the others as well
+            columns = tuple(each for each in self.lines.columns if each in _LINE_COLUMNS)
+            parts += RecordsDisplay(self.lines.sections, columns)._parts()
         parts += self._memory_parts()
         if self.notes:
             parts.append(Paragraph("Notes", "\n".join(f"- {note}" for note in self.notes)))
         return parts
-
-    def _peaks_in_words(self) -> Iterator[str]:
-        for track in self.over_time:
-            if most := track.largest():
-                yield f"{track.device} after {track.peak_at_s:.1f} s: {most}, and others"
 
     def summary(self) -> str:
         """Return the highest peak, and what grew most or how often nothing was seen to grow."""
@@ -243,8 +238,7 @@ class Recording(Report):
             lines.append(f"At most {format_bytes(n_bytes)} on {device}{of_it}.")
         elif self.ram_bytes is not None:
             lines.append(f"At most {format_bytes(self.ram_bytes)} of RAM{self._largest_at_end()}.")
-        # what is only held at the end is no growth
-        grown = [str(each) for each in self.growth if each.last_step][:1]
+        grown = [str(each) for each in self.growth[:1]]
         if not grown and self.seeks_leaks and self.n_looks is not None:
             grown = [self.leaks_found().no_growth()]
         return "\n".join((*lines, *grown))
@@ -270,7 +264,9 @@ class Recording(Report):
         yield self.title()
         when = f", {self.began_at[:16].replace('T', ' ')} UTC" if self.began_at else ""
         yield self.ended
-        yield f"after {_duration(self.duration_s)}{when}"
+        is_short = self.duration_s < _SHORT_S
+        lasted = f"{self.duration_s:.1f} s" if is_short else timedelta(seconds=int(self.duration_s))
+        yield f"after {lasted}{when}"
         if self.ram_bytes is not None:
             yield f"at most {format_bytes(self.ram_bytes)} of RAM"
         if self.versions:
@@ -285,35 +281,29 @@ class Recording(Report):
             when = "at the end" if self.exit_code == 0 else "when it ended"
             amounts = [*device.categories.items(), ("unexplained", device.unexplained_bytes)]
             yield Amounts(f"On {device.device} {when}", ranked(amounts))
-            rows = [row for row in device.rows if row.counted_bytes]
+            rows = [
+                (
+                    row.label,
+                    in_bytes(row.n_bytes),
+                    row.category,
+                    describe_elements(row.dtype, row.shape),
+                    row.created_at or "",
+                )
+                for row in device.rows
+                if row.counted_bytes
+            ]
             if rows:
-                yield _tensors(f"Largest on {device.device}", rows)
-
-    def _facts(self) -> dict[str, Any]:
-        without: Any = dict.fromkeys(_REPORTS)
-        facts: dict[str, Any] = plain(replace(self, **without))
-        for name in without:
-            report = getattr(self, name)
-            facts[name] = None if report is None else report.to_dict()
-        return facts
+                title = f"Largest on {device.device}"
+                yield Table(title, _TENSORS, rows, by=_STORAGE, most=MOST_ROWS)
 
     @classmethod
     def _of_facts(cls, facts: Mapping[str, object]) -> Self:
-        reports: Any = dict.fromkeys(_REPORTS)
-        for name in reports:
-            told: Any = facts.get(name)
-            reports[name] = None if told is None else _REPORTS[name].from_dict(told)
-        # a file tells nothing of what was not recorded; one of before, of what is newer
-        unknown = plain(Recording((), "", 0.0, "", None))
-        for name in ("command", "began_at", "duration_s", "ended", "exit_code"):
-            del unknown[name]
-        bare: Self = restored(cls, {**unknown, **facts, **dict.fromkeys(reports)}, cls.__name__)
-        whole = replace(bare, **reports)
-        for track in whole.tracks:
+        found = restored(cls, facts)
+        for track in found.tracks:
             check_levels(track)
-        if not math.isfinite(whole.duration_s):
+        if not 0 <= found.duration_s <= _MOST_S:
             raise ReportFormatError(f"Recording has a time that is no number. {ADVICE_OF_CUT}")
-        return whole
+        return found
 
     @classmethod
     def _of_torch(cls, path: str | Path) -> Self:
@@ -334,11 +324,6 @@ class Recording(Report):
         )
 
 
-def _narrow(lines: RecordsDisplay) -> RecordsDisplay:
-    """The columns that say most; the others stand in the recording all the same."""
-    return RecordsDisplay(lines.sections, tuple(c for c in lines.columns if c in _LINE_COLUMNS))
-
-
 def _at_peak(track: Track) -> DeviceTree:
     title = f"{track.device}, at its peak after {track.peak_at_s:.1f} s"
     return tree_of(title, track.peak_bytes, track.at_peak)
@@ -352,28 +337,6 @@ def _at_end(device: DeviceReport) -> DeviceTree:
         folded(((row.category, row.name), row.n_bytes, 1) for row in rows),
         "By category and name: no peak was recorded.",
     )
-
-
-def _tensors(title: str, rows: list[TensorRow]) -> Table:
-    shown = [
-        (
-            row.label,
-            in_bytes(row.n_bytes),
-            row.category,
-            describe_elements(row.dtype, row.shape),
-            row.created_at or "",
-        )
-        for row in rows
-    ]
-    return Table(title, _TENSORS, shown, by=_STORAGE, most=MOST_ROWS)
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
 
 
 def _rows(recording: Recording) -> Iterator[Sequence[object]]:
@@ -391,8 +354,14 @@ def _rows(recording: Recording) -> Iterator[Sequence[object]]:
             yield (row.device, "end", *what, row.n_bytes, 1)
 
 
+def _page(recording: Recording) -> str:
+    timeline = recording.timeline
+    facts = {"devices": plain(recording.tracks)} if timeline is None else timeline.to_dict()
+    return drawn_page(recording.title(), facts, in_html(recording.rich(top=_MOST_ROWS_OF_PAGE)))
+
+
 _OWN: dict[str, Callable[[Recording], str]] = {
     ".json": lambda recording: json.dumps(recording.to_dict(), indent=1),
     ".csv": lambda recording: csv_text(_rows(recording)),
-    ".html": recording_page,
+    ".html": _page,
 }

@@ -19,7 +19,7 @@ from tenure._show import (
     Table,
     by_bytes,
     bytes_column,
-    plain,
+    facts_of,
     signed,
 )
 from tenure._text import format_bytes
@@ -161,7 +161,7 @@ class SnapshotDiff(Report):
             {"change": change, "name": row.name, "category": row.category, "n_bytes": n_bytes}
             for change, row, n_bytes in self._changes()
         ]
-        return {**plain(self), "changes": changes}
+        return {**facts_of(self), "changes": changes}
 
     def _changes(self) -> Iterator[tuple[str, TensorRow, int]]:
         yield from (("new", row, row.n_bytes) for row in self.new)

@@ -16,9 +16,9 @@ from typing import Any
 
 from tenure._errors import ProfilerUsageError
 from tenure._report_files import csv_text, write_whole
+from tenure._show import drawn_page
 from tenure._text import listed
 
-from .._page import timeline_page
 from ._timeline_report import DeviceTimeline, TimelineReport
 
 _US = 1e6
@@ -243,12 +243,16 @@ def _frame(name: str) -> dict[str, Any]:
     return {"filename": found["file"], "line": line, "name": function}
 
 
+def _drawn_page(report: TimelineReport) -> str:
+    return drawn_page("Memory over time", report.to_dict(), report._repr_html_())
+
+
 Writer = Callable[[TimelineReport], str | bytes]
 WRITERS: dict[str, Writer] = {
     ".pickle": _memory_viz_pickle,
     ".speedscope.json": _speedscope_profile,
     ".json": _chrome_trace,
     ".csv": _csv_table,
-    ".html": timeline_page,
+    ".html": _drawn_page,
 }
 """By extension; the longest that a name ends with counts."""

@@ -224,7 +224,7 @@ class TimelineReport(Report):
 
     @classmethod
     def _of_facts(cls, facts: Mapping[str, Any]) -> Self:
-        found: Self = restored(cls, facts, cls.__name__)
+        found = restored(cls, facts)
         for device in found.devices:
             check_levels(device)
             for bands in (device.by_category, device.by_scope, device.by_line):
