@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import shlex
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tenure._cells import MagicParser, Named, add_magic, remove_magic, usage_error
 from tenure._errors import CommandError
 
-from ._run import add_measuring, check_target, shown_path, wanted_of
+from ._run import add_measuring, check_target, choose_by_default, shown_path
 
 if TYPE_CHECKING:
-    from tenure.profiler import Recording, SnapshotDiff
+    from ._cell import CellReport
 
 _NAME = "tenure"
 
@@ -64,7 +63,7 @@ def tenure_cell(shell: Any, line: str, cell: str) -> None:
     Without any of the first four all but ``--lines`` are meant. ``await`` at the top level is not
     supported.
     """
-    from ._program import run_cell_recorded
+    from ._cell import RecordedCell
 
     parser = MagicParser(f"%%{_NAME}")
     add_measuring(parser)
@@ -80,23 +79,24 @@ def tenure_cell(shell: Any, line: str, cell: str) -> None:
             check_target(path, replace=arguments.force)
     except CommandError as error:
         raise usage_error(f"%%{_NAME}: {error}") from None
-    told = partial(_tell, path=path, is_quiet=arguments.quiet)
-    # the line of the magic is the first
-    wanted = wanted_of(arguments, all_by_default=True)
-    run_cell_recorded(shell, f"\n{cell}", wanted, named, (f"%%{_NAME}", *words), told)
+    choose_by_default(arguments, all_but_lines=True)
+    recorded = RecordedCell(arguments, named, (f"%%{_NAME}", *words))
+    try:
+        # the line of the magic is the first
+        recorded.run(shell, f"\n{cell}")
+    except BaseException as error:
+        _tell(recorded.ended(error), path, is_quiet=arguments.quiet)
+        raise
+    _tell(recorded.ended(None), path, is_quiet=arguments.quiet)
 
 
-def _tell(
-    recording: Recording, left: SnapshotDiff | None, *, path: Path | None, is_quiet: bool
-) -> None:
+def _tell(report: CellReport, path: Path | None, *, is_quiet: bool) -> None:
     if not is_quiet:
         from IPython.display import display
 
-        from ._cell_report import CellReport
-
-        display(CellReport(recording, left))
+        display(report)
     if path is not None:
-        recording.save(path)
+        report.recording.save(path)
         if not is_quiet:
             file = shown_path(path)
             print(f"Wrote {file}. See it with: !tenure report {shlex.quote(file)}")

@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import sys
-from pathlib import Path
 
-from ._run import check_target
-from ._verb import Verb, byte_size, show, write_file
+from ._verb import Verb, byte_size, show
 
 _FITS, _DOES_NOT = 0, 1
 
@@ -49,38 +44,14 @@ class Fit(Verb):
             "else where the tensors are)",
         )
         parser.add_argument("--json", action="store_true", help="print JSON")
-        parser.add_argument("--html", metavar="FILE", help="write a page of HTML, too")
-        parser.add_argument(
-            "-o", "--output", metavar="FILE", help="write to FILE what else is printed"
-        )
-        parser.add_argument("-f", "--force", action="store_true", help="overwrite FILE")
 
     def run(self, arguments: argparse.Namespace) -> int:
         """Predict the step, and compare."""
-        # it may take minutes, which are not to be lost on a name
-        for path in filter(None, (arguments.html, arguments.output)):
-            check_target(Path(path), replace=arguments.force, may_be_device=True)
-        _begin("load torch")
-        from tenure._show import page
-
         from ._fitting import answer
 
-        answered = answer(arguments.target, arguments.device_memory, arguments.device, _begin)
-        if arguments.html:
-            title = f"tenure fit {arguments.target}"
-            write_file(arguments.html, page(title, answered._repr_html_()))
-        facts = answered.facts() if arguments.json else None
-        if arguments.output:
-            write_file(arguments.output, f"{json.dumps(facts, indent=2) if facts else answered}\n")
-        else:
-            show(answered, facts, as_json=arguments.json)
+        answered = answer(arguments.target, arguments.device_memory, arguments.device)
+        show(answered, answered.facts, as_json=arguments.json)
         return _DOES_NOT if answered.fits is False else _FITS
-
-
-def _begin(part: str) -> None:
-    """Say what begins now, on a terminal: one prediction may take minutes."""
-    if os.environ.get("TENURE_PROGRESS") != "0" and sys.stderr and sys.stderr.isatty():
-        print(f"tenure fit: {part}", file=sys.stderr)
 
 
 def _device_name(text: str) -> str:

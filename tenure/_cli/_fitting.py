@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import importlib.util
 import inspect
 import os
 import sys
@@ -41,20 +40,6 @@ from tenure.adaptive import (
 
 _ACCELERATORS = ("cuda", "xpu", "mps", "hpu", "mtia")
 _ADVICE = "Return (fn, batch) or (fn, batch, optimizer), where fn takes the batch."
-
-
-class Work(NamedTuple):
-    """A step.
-
-    Attributes:
-        fn: returns the loss of a batch, or whatever `predict_peak` runs backward.
-        batch: what it is given.
-        optimizer: steps at the end; or None.
-    """
-
-    fn: Callable[[Any], Any]
-    batch: Any
-    optimizer: Optimizer | None = None
 
 
 class MicroBatch(NamedTuple):
@@ -140,16 +125,13 @@ def _in_words(found: MicroBatch, budget_bytes: int | None) -> str:
     return f"The largest micro-batch that fits is {found.size}; {batch}; {takes}. {how}."
 
 
-def answer(
-    target: str, budget_bytes: int | None, device: str | None, begin: Callable[[str], None]
-) -> Answer:
+def answer(target: str, budget_bytes: int | None, device: str | None) -> Answer:
     """Say whether the work of a function fits.
 
     Args:
         target: ``MODULE:FUNCTION``.
         budget_bytes: what there is; None: what is free on the accelerator, if there is one.
         device: whose memory is meant, as of `predict_peak`; None: the accelerator's.
-        begin: is called as each part begins, with what it is.
 
     Raises:
         CommandError: the target is no such function, or the program has raised an error.
@@ -164,9 +146,8 @@ def answer(
             budget_bytes, device = free[0], str(found[1])
     # nothing that the program prints is part of the answer
     with contextlib.redirect_stdout(sys.stderr), _their_errors(target):
-        begin("make the model and the batch")
-        fn, batch, optimizer = made_by(load_function(target), target)
-        begin("predict the whole batch")
+        fn, batch, *rest = _made_by(load_function(target), target)
+        optimizer = rest[0] if rest else None
         report = predict_peak(fn, batch, optimizer=optimizer, device=device)
         if os.path.join("_cli", "_fitting.py") in report.place:
             # the step of an optimizer is called from here, and has no line in the program
@@ -176,10 +157,7 @@ def answer(
         report = report.against(budget_bytes)
         if report.fits(budget_bytes):
             return Answer(report)
-        begin("find a micro-batch that fits")
-        smaller = largest_micro_batch(fn, batch, optimizer, device, budget_bytes)
-        begin("find what would help")
-        return Answer(report, smaller)
+        return Answer(report, largest_micro_batch(fn, batch, optimizer, device, budget_bytes))
 
 
 @contextlib.contextmanager
@@ -203,9 +181,6 @@ def _in_a_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {first}" if first else type(error).__name__
 
 
-# --- the function
-
-
 def load_function(target: str) -> Callable[[], Any]:
     """Import what ``MODULE:FUNCTION`` names.
 
@@ -216,17 +191,17 @@ def load_function(target: str) -> Callable[[], Any]:
     Raises:
         CommandError: there is no such thing, or it can't be called without arguments.
     """
-    module_name, _, function_name = target.rpartition(":")
-    if not module_name or not function_name:
+    path, _, function_name = target.rpartition(":")
+    if not path or not function_name:
         raise CommandError(
             f"{target!r} names no function. Write MODULE:FUNCTION, as train.py:setup."
         )
-    is_file = module_name.endswith(".py") or os.sep in module_name
-    found: Any = _load_file(module_name) if is_file else _load_module(module_name)
+    # not `__main__`: what stands below `if __name__ == "__main__":` is the program's own work
+    found: Any = _module(path)
     for name in function_name.split("."):
         found = getattr(found, name, None)
     if not callable(found):
-        raise CommandError(f"{module_name} has no function {function_name!r}. Is it defined there?")
+        raise CommandError(f"{path} has no function {function_name!r}. Is it defined there?")
     with contextlib.suppress(ValueError):  # of C
         try:
             inspect.signature(found).bind()
@@ -238,10 +213,18 @@ def load_function(target: str) -> Callable[[], Any]:
     return found  # type: ignore[no-any-return]  # what it returns is looked at by whoever calls it
 
 
-def _load_module(name: str) -> ModuleType:
-    _put_first(os.getcwd())
+def _module(path: str) -> ModuleType:
+    """Import a module by its name, or by the path of its file."""
+    is_file = path.endswith(".py") or os.sep in path
+    if is_file and not os.path.isfile(path):
+        raise CommandError(f"There is no file {path!r}. Give the path of a Python file.")
+    own = [os.path.dirname(os.path.abspath(path))] if is_file else []
+    for folder in (os.getcwd(), *own):
+        if folder not in sys.path:
+            sys.path.insert(0, folder)
+    name = os.path.basename(path).removesuffix(".py") if is_file else path
     try:
-        return importlib.import_module(name)
+        module = importlib.import_module(name)
     except ModuleNotFoundError as error:
         # one that it imports is missing: the traceback says more
         if error.name is None or not (name + ".").startswith(error.name + "."):
@@ -250,45 +233,24 @@ def _load_module(name: str) -> ModuleType:
             f"There is no module {name!r}. It is looked for in this directory and among installed "
             "packages; a file can be given by its path, as src/train.py:setup."
         ) from None
-
-
-def _load_file(path: str) -> ModuleType:
-    if not os.path.isfile(path):
-        raise CommandError(f"There is no file {path!r}. Give the path of a Python file.")
-    _put_first(os.getcwd())
-    _put_first(os.path.dirname(os.path.abspath(path)))
-    # not `__main__`: what stands below `if __name__ == "__main__":` is the program's own work
-    name = os.path.splitext(os.path.basename(path))[0]
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
+    if is_file and os.path.realpath(module.__file__ or "") != os.path.realpath(path):
         raise CommandError(
-            f"{path!r} is no file that Python can import. Give one that ends in .py."
+            f"{path!r} has the name of another module, {module.__file__}. Rename the file."
         )
-    module = importlib.util.module_from_spec(spec)
-    # before it runs, as an import does: dataclasses and pickles look their module up
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
     return module
 
 
-def _put_first(folder: str) -> None:
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
-
-
-# --- its work
-
-
-def made_by(make: Callable[[], Any], name: str) -> Work:
+def _made_by(make: Callable[[], Any], name: str) -> tuple[Any, ...]:
     """Call a function on tensors without data; if it fails on these, call it as it is.
 
     Args:
-        make: returns the parts of the work.
+        make: returns a function, a batch and possibly an optimizer.
         name: its name in errors.
 
     Raises:
         CommandError: it returns something else.
     """
+    note = ""
     try:
         elsewhere = _devices.Elsewhere(_is_missing, torch.device("cpu"), keeps_names=False)
         with building(new_mode()), elsewhere:
@@ -296,18 +258,17 @@ def made_by(make: Callable[[], Any], name: str) -> Work:
     except Exception as error:
         # as text: the error keeps alive what was made so far
         told = _in_a_line(error)
-    else:
-        return _checked(made, name)
-    note = f"{name} fails on tensors without data ({told}): now it runs as it is, in memory."
-    print(note, file=sys.stderr)
-    return _checked(make(), name)
-
-
-def _checked(made: Any, name: str) -> Work:
-    if isinstance(made, tuple) and len(made) in (2, 3) and callable(made[0]):
-        work = Work(*made)
-        if work.optimizer is None or isinstance(work.optimizer, Optimizer):
-            return work
+        note = f"{name} fails on tensors without data ({told}): now it runs as it is, in memory."
+    if note:
+        print(note, file=sys.stderr)
+        made = make()
+    if (
+        isinstance(made, tuple)
+        and len(made) in (2, 3)
+        and callable(made[0])
+        and isinstance((*made, None)[2], Optimizer | None)
+    ):
+        return made
     shown = f"({', '.join(map(_kind, made))})" if isinstance(made, tuple) else _kind(made)
     raise CommandError(f"{name} returned {shown}. {_ADVICE}")
 

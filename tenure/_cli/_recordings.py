@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from tenure._show import Report as Shown
     from tenure.profiler import Recording
 
-_FORMATS = ("json", "csv", "html", "trace.json", "timeline.csv", "pickle", "speedscope.json")
-
 
 class Report(Verb):
     """Show what a run took, how it ended, and what grew; of several ranks, side by side.
@@ -44,7 +42,7 @@ class Report(Verb):
         found = [_loaded(path) for path in arguments.files or [_newest()]]
         report = self.report_of(found)
         rows = {"top": arguments.top, "sort": arguments.sort}
-        show(report, report.to_dict(), as_json=arguments.json, **rows)
+        show(report, report.to_dict, as_json=arguments.json, **rows)
         return 0
 
     def report_of(self, recordings: list[Recording]) -> Shown:
@@ -103,7 +101,7 @@ class Diff(Report):
 
 
 class Export(Verb):
-    """Write a recording for another tool; the end of OUT says which format, or --format.
+    """Write a recording for another tool; the end of OUT says which format.
 
     json: all of it, in tenure's own format. csv: what was alive, a row for each. html: a page that
     stands alone.
@@ -121,7 +119,6 @@ class Export(Verb):
         """Add its arguments."""
         parser.add_argument("file", metavar="FILE", help="a recording")
         parser.add_argument("-o", "--output", metavar="OUT", required=True, help="where to")
-        parser.add_argument("--format", choices=_FORMATS, help="whatever OUT ends in")
         parser.add_argument("-f", "--force", action="store_true", help="overwrite OUT")
         parser.add_argument("--json", action="store_true", help="print JSON")
 
@@ -131,7 +128,7 @@ class Export(Verb):
         check_target(Path(out), replace=arguments.force)
         recording = _loaded(arguments.file)
         try:
-            recording.export(out, format=arguments.format)
+            recording.export(out)
         except ProfilerUsageError as error:
             raise CommandError(str(error)) from None
         except OSError as error:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +14,7 @@ from tenure._report_files import is_no_file
 from ._verb import Verb, byte_size
 
 if TYPE_CHECKING:
-    from ._program import Program, Wanted
+    from ._program import Program
 
 SUFFIX = ".tenure"
 
@@ -54,7 +53,7 @@ class Run(Verb):
     def run(self, arguments: argparse.Namespace) -> Callable[[], int]:
         """Check what can be checked, and return what runs the program."""
         # here and below: the help of all verbs is there sooner
-        from ._program import run_recorded
+        from ._program import Recorder
 
         program = _program(arguments)
         program.check_names()
@@ -64,8 +63,8 @@ class Run(Verb):
         # a name that nobody chose is made a new one, if there is a file of it
         is_new = arguments.output is None
         check_target(path, replace=arguments.force or is_new, force=force)
-        wanted, replace, is_quiet = wanted_of(arguments), arguments.force, arguments.quiet
-        return partial(run_recorded, program, wanted, path, replace=replace, is_quiet=is_quiet)
+        choose_by_default(arguments)
+        return Recorder(program, arguments, path).run
 
 
 def add_measuring(parser: argparse.ArgumentParser) -> None:
@@ -107,25 +106,15 @@ def add_measuring(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-q", "--quiet", action="store_true", help="say nothing of FILE")
 
 
-def wanted_of(arguments: argparse.Namespace, *, all_by_default: bool = False) -> Wanted:
-    """Return what the options ask for; without any, what costs little, or all but lines."""
-    from ._program import Wanted
-
-    chosen = arguments.leaks or arguments.lines or arguments.timeline or arguments.on_oom
-    by_default = all_by_default and not chosen
-    return Wanted(
-        budget_bytes=arguments.budget,
-        leaks=arguments.leaks or not chosen,
-        lines=arguments.lines,
-        timeline=arguments.timeline or by_default,
-        on_oom=arguments.on_oom or not chosen,
-        handled_oom=arguments.on_oom or by_default,
-    )
+def choose_by_default(arguments: argparse.Namespace, *, all_but_lines: bool = False) -> None:
+    """Choose what is measured if no option says so: what costs little, or all but lines."""
+    arguments.handled_oom = arguments.on_oom
+    if not (arguments.leaks or arguments.lines or arguments.timeline or arguments.on_oom):
+        arguments.leaks = arguments.on_oom = True
+        arguments.timeline = arguments.handled_oom = all_but_lines
 
 
-def check_target(
-    path: Path, *, replace: bool, may_be_device: bool = False, force: str = "-f"
-) -> None:
+def check_target(path: Path, *, replace: bool, force: str = "-f") -> None:
     """Make sure that a file can be written before it takes its time.
 
     Raises:
@@ -149,7 +138,7 @@ def check_target(
             f"{folder} is a folder that can't be written to. Name a file with -o.",
         ),
         (
-            is_no_file(path) and not may_be_device,
+            is_no_file(path),
             f"{shown} is a device or a pipe, and was left as it is. Name a file with -o.",
         ),
         (

@@ -7,12 +7,10 @@ import json
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from tenure._byte_sizes import parse_bytes
-from tenure._errors import ByteSizeError, CommandError
-from tenure._report_files import is_no_file, write_whole
+from tenure._errors import ByteSizeError
 
 if TYPE_CHECKING:
     from tenure._show import Shown
@@ -75,11 +73,16 @@ def byte_size(text: str) -> int:
 
 
 def show(
-    shown: Shown, facts: Any, *, as_json: bool, top: int | None = None, sort: str | None = None
+    shown: Shown,
+    facts: Callable[[], Any],
+    *,
+    as_json: bool,
+    top: int | None = None,
+    sort: str | None = None,
 ) -> None:
     """Print a report, in colours on a terminal; or its facts."""
     if as_json:
-        print_text(json.dumps(facts, indent=2))
+        print_text(json.dumps(facts(), indent=2))
     elif sys.stdout.isatty():
         from rich.console import Console
 
@@ -97,22 +100,3 @@ def print_text(text: str) -> None:
         stream.reconfigure(errors="replace")
     # a pipe that is closed raises its error here
     print(text, flush=True)
-
-
-def write_file(path: str, text: str) -> None:
-    """Write text, and say so.
-
-    Raises:
-        CommandError: it can't be written.
-    """
-    try:
-        # names may have halves of characters
-        data = text.encode(errors="backslashreplace")
-        # a device stays one
-        write = Path.write_bytes if is_no_file(Path(path)) else write_whole
-        write(Path(path), data)
-    except OSError as error:
-        raise CommandError(f"{path!r} can't be written: {error.strerror or error}.") from None
-    # without a standard error print() would write to the standard output
-    if sys.stderr is not None:
-        print(f"Wrote {path}", file=sys.stderr)

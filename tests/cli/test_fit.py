@@ -4,7 +4,6 @@ import json
 import os
 import sys
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ import torch
 from tenure._cli import main
 from tenure.adaptive import Advice, PeakReport
 from tests.programs import run_program
-from tests.show.pages import assert_stands_alone, read_html
 
 PROGRAM = """
 import copy
@@ -282,20 +280,6 @@ def test_modules_that_copy_their_layers_are_no_bug_of_the_program(capsys):
     assert (code, printed.err) == (0, "")
 
 
-def test_on_a_terminal_it_says_what_it_does(capsys, monkeypatch):
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    monkeypatch.delenv("TENURE_PROGRESS", raising=False)
-    code, printed = fit(capsys, "setup", "--device-memory", "1GiB", "--device", "cpu")
-    assert code == 0
-    assert printed.err == (
-        "tenure fit: load torch\n"
-        "tenure fit: make the model and the batch\n"
-        "tenure fit: predict the whole batch\n"
-    )
-    monkeypatch.setenv("TENURE_PROGRESS", "0")
-    assert fit(capsys, "setup", "--device-memory", "1GiB", "--device", "cpu")[1].err == ""
-
-
 def test_a_peak_in_the_step_of_the_optimizer_has_no_line_of_the_command(capsys):
     code, printed = fit(
         capsys, "steps_most", "--device-memory", "1GiB", "--device", "cpu", "--json"
@@ -404,19 +388,6 @@ def test_json_is_all_that_is_printed_and_reads_back(capsys):
     assert report.peak_bytes == found["report"]["peak_bytes"]
 
 
-def test_a_page_and_a_file_are_written(capsys, tmp_path):
-    arguments = ("--device-memory", "8MiB", "--device", "cpu", "--html", "a.html", "-o", "a.txt")
-    code, printed = fit(capsys, "trained", *arguments)
-    assert (code, printed.out, printed.err) == (1, "", "Wrote a.html\nWrote a.txt\n")
-    page = Path("a.html").read_text("utf-8")
-    assert_stands_alone(page)
-    _, text = read_html(page)
-    assert text.count("tenure fit program.py:trained") == 2
-    assert "It does not fit in 8.0 MiB: " in text
-    assert "The largest micro-batch that fits is " in text
-    assert Path("a.txt").read_text("utf-8").startswith("It does not fit in 8.0 MiB: ")
-
-
 def test_advice_is_told_where_it_does_not_fit_and_not_asked_for_elsewhere(capsys, monkeypatch):
     asked = []
     told = (
@@ -449,36 +420,6 @@ def test_a_terminal_shows_a_table_and_every_note(capsys, monkeypatch):
     assert "parameters" in printed.out
     assert "category" in printed.out
     assert "The largest micro-batch that fits is " in printed.out
-
-
-def test_a_file_that_can_not_be_written_is_named(capsys):
-    assert fit(capsys, "setup", "-o", "no/such/a.txt") == (
-        2,
-        ("", "tenure fit: error: There is no folder no/such. Make it, or name another.\n"),
-    )
-
-
-@pytest.mark.parametrize("option", ["-o", "--html"])
-def test_a_file_that_is_there_is_refused_before_anything_is_predicted(option, capsys, monkeypatch):
-    Path("a.txt").write_text("mine")
-    monkeypatch.setattr("tenure._cli._fitting.answer", None)
-    code, printed = fit(capsys, "setup", option, "a.txt")
-    assert code == 2
-    assert printed.err.startswith(
-        "tenure fit: error: a.txt is there already, and was left as it is."
-    )
-    assert Path("a.txt").read_text() == "mine"
-
-
-def test_a_file_is_overwritten_where_that_is_asked_for(capsys):
-    Path("a.txt").write_text("mine")
-    assert fit(capsys, "setup", "-f", "-o", "a.txt")[0] == 0
-    assert Path("a.txt").read_text().startswith("A step takes ")
-
-
-def test_a_device_is_written_to_and_stays_one(capsys):
-    assert fit(capsys, "setup", "-f", "-o", os.devnull)[0] == 0
-    assert not os.path.isfile(os.devnull)
 
 
 @pytest.mark.parametrize("target", ["program:setup", "program:Holder.setup", "program.py:setup"])

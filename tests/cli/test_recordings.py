@@ -111,12 +111,8 @@ def test_export_writes_by_extension_and_overwrites_when_told(files, capsys):
     assert (files / "x.csv").read_text() == "mine"
     out = _printed(["export", "a.tenure", "-f", "--json", "-o", "x.csv"], capsys).out
     assert json.loads(out) == {"written": "x.csv", "n_bytes": (files / "x.csv").stat().st_size}
-    out = _printed(["export", "a.tenure", "-f", "--format", "json", "-o", "x.csv"], capsys).out
-    assert json.loads((files / "x.csv").read_text())["format"] == "tenure.Recording"
-    told = _printed(
-        ["export", "a.tenure", "--format", "trace.json", "-o", "y.json"], capsys, code=2
-    ).err
-    assert "y.json asks for live bytes over time, and there is no timeline" in told
+    told = _printed(["export", "a.tenure", "-o", "y.trace.json"], capsys, code=2).err
+    assert "y.trace.json asks for live bytes over time, and there is no timeline" in told
 
 
 @pytest.mark.parametrize(

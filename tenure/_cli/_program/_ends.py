@@ -18,6 +18,7 @@ _MEASURING = (
 )  # fmt: skip
 # torch calls what measures through these
 _BESIDE = frozenset({"torch._ops", "torch._compile", "torch._dynamo.eval_frame"})
+_IMPORTS = "_Imports."
 # no frame below it is the program's, and only Ctrl-C raises there
 _LOOKING = "tenure.profiler._recording._growth"
 _DEADLY = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
@@ -154,7 +155,8 @@ def _cleaned(entry: TracebackType | None) -> TracebackType | None:
     if any(name.startswith(_MEASURING) for name in hidden):
         hidden |= _BESIDE
     # Python takes the frames of imports away itself, if nobody stands between them
-    loader = "<frozen importlib" if f"{_OURS}._imports" in modules else "\0"
+    is_watched = any(each.tb_frame.f_code.co_qualname.startswith(_IMPORTS) for each in entries)
+    loader = "<frozen importlib" if is_watched else "\0"
     chain: TracebackType | None = None
     for each in reversed(entries):
         is_loader = each.tb_frame.f_code.co_filename.startswith(loader)

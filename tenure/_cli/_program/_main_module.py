@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import builtins
 import importlib.machinery
-import importlib.util
 import os
 import runpy
 import sys
@@ -37,7 +36,7 @@ class Program:
         first_path: its own entry of ``sys.path``.
         execute: runs it in ``__main__``, and passes its code on before it runs.
         module: the name of a module that was asked for by ``-m``.
-        is_folder: it is a folder or a zip file, which is an entry of the path even with ``-P``.
+        has_path: whether its entry of ``sys.path`` is used, which ``-P`` takes from scripts.
     """
 
     name: str
@@ -46,17 +45,7 @@ class Program:
     first_path: str
     execute: Callable[[OnCode], None]
     module: str = ""
-    is_folder: bool = False
-
-    @property
-    def command(self) -> tuple[str, ...]:
-        """The command that runs it."""
-        return ("python", *self.words)
-
-    @property
-    def has_path(self) -> bool:
-        """Whether its entry of ``sys.path`` is used, which ``-P`` takes from scripts."""
-        return self.is_folder or not sys.flags.safe_path
+    has_path: bool = not sys.flags.safe_path
 
     def check_names(self) -> None:
         """Refuse a program that would import a module of Python in place of its own.
@@ -64,17 +53,11 @@ class Program:
         Raises:
             CommandError: a module beside the program has the name of one that tenure has imported.
         """
-        names = (sys.stdlib_module_names & sys.modules.keys()) | _LATER
+        names = sys.stdlib_module_names.intersection(sys.modules) - _BEFORE
         for name in sorted(names if self.has_path else ()):
-            # `sys.path` still is that of this process
-            loaded = sys.modules.get(name)
-            spec = importlib.util.find_spec(name) if loaded is None else loaded.__spec__
-            origin = getattr(spec, "origin", None)
-            # Python has imported these before it knows the program, which never gets its own
-            if origin in (None, "built-in", "frozen") or name in ("encodings", "importlib"):
-                continue
             own = importlib.machinery.PathFinder.find_spec(name, [self.first_path])
-            if own is not None and own.origin not in (None, origin):
+            origin = getattr(sys.modules[name].__spec__, "origin", None)
+            if own is not None and own.origin not in (None, origin) and origin not in _BUILT_IN:
                 raise CommandError(
                     f"{own.origin} has the name of a module of Python that tenure has imported, "
                     "and the program would get that one. Rename the file."
@@ -96,11 +79,9 @@ class Program:
             sys.path.insert(0, self.first_path)
 
 
-# Modules of Python that torch, rich and tenure import only while a program runs.
-_LATER = frozenset(
-    {"cProfile", "colorsys", "fractions", "getpass", "html", "profile", "pstats", "resource"}
-    | {"statistics", "sysconfig", "termios"}
-)
+# Python has imported these before it knows the program, which never gets its own.
+_BEFORE = frozenset({"encodings", "importlib"})
+_BUILT_IN = (None, "built-in", "frozen")
 # The module that runs now still has frames that look for their globals.
 _kept: list[types.ModuleType] = []
 
@@ -141,7 +122,7 @@ def script_program(path: str, arguments: list[str]) -> Program:
     # as Python decides it: what an import can look into is run as a package is
     if pkgutil.get_importer(os.fspath(path)) is not None:
         run = partial(_run_module, _MAIN, alter_argv=False)
-        return Program(name, words, words, full_path, run, is_folder=True)
+        return Program(name, words, words, full_path, run, has_path=True)
     try:
         with open(path, "rb"):
             pass
@@ -165,8 +146,17 @@ def _run_stdin(on_code: OnCode) -> None:
 
 
 def _run_module(name: str, on_code: OnCode, alter_argv: bool = True) -> None:
+    own: Any = runpy
+    run_code = own._run_code
+
+    def run(code: CodeType, *rest: Any) -> object:
+        own._run_code = run_code
+        on_code(code)
+        return run_code(code, *rest)
+
+    own._run_code = run
     # what Python itself calls for -m: its two frames stand in the tracebacks of both
-    runpy._run_module_as_main(name, alter_argv)  # type: ignore[attr-defined]  # Python's own
+    own._run_module_as_main(name, alter_argv)
 
 
 def _exec(source: str | bytes, path: str, on_code: OnCode, loader: Any = None) -> None:

@@ -1,22 +1,22 @@
 """All that is measured of one run, begun and ended together.
 
-Each option of ``tenure run`` is a generator: it begins to measure, waits for the end of the program
-and its error, ends, waits until all have ended, and returns fields of the recording.
-
 Invariant: whatever happens in here, what runs goes on, and ends as it would; what went wrong is a
 note in the recording.
 """
 
 from __future__ import annotations
 
+import argparse
 import dis
 import os
 import platform
 import sys
 import threading
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from datetime import UTC, datetime
+from time import perf_counter
 from traceback import walk_stack, walk_tb
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -27,188 +27,189 @@ from tenure._visible import visible
 from ._ends import End
 
 if TYPE_CHECKING:
-    from tenure.profiler import MemReport, Recording, Snapshot
+    from tenure.profiler import MemReport, OomRecorder, Recording, Snapshot, Timeline
     from tenure.scopes import LeakReport
 
-    from ._cell import CellLines
-    from ._lines import Lines
-
-Found = Generator[None, BaseException | None, dict[str, Any]]
 MAIN = "__main__"
 _MOST_ROWS, _MOST_REPORTS = 2000, 100
-_OF_ONE_THREAD = {"--budget", "--timeline", "--on-oom"}
-"""These see, and end on, the thread alone on which they have begun."""
 # what is left of `main()`, and of `sys.exit(main())`
 _OPS = frozenset({"POP_TOP", "PRECALL", "CALL", "LOAD_CONST", "LOAD_SMALL_INT", "NOP"})
 _ENDS = frozenset({"RETURN_VALUE", "RETURN_CONST"})
-
-
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """What is to be measured.
-
-    Attributes:
-        budget_bytes: what the program can hold, or None.
-        leaks: whether to look for what grows.
-        lines: functions whose lines are measured.
-        timeline: whether to record live bytes over time.
-        on_oom: whether to explain an out-of-memory error that nothing handles.
-        handled_oom: whether to explain one that the program handles, too.
-    """
-
-    budget_bytes: int | None = None
-    leaks: bool = False
-    lines: list[str] = field(default_factory=list)
-    timeline: bool = False
-    on_oom: bool = False
-    handled_oom: bool = False
+_Read = Callable[[Any], dict[str, Any]]
+"""Returns fields of a recording, once all options have ended."""
 
 
 class Measuring:
-    """Everything that is measured of one run.
+    """Everything that is measured of one run, whose clock runs from here on.
 
     Args:
-        wanted: the options.
-        lines: it measures lines, and knows what runs; or None.
+        command: the command that is run.
+        wanted: the options of the verb or the magic.
+        lines: the functions whose lines are measured; or None. ``lines.profiler()`` measures them,
+            and ``lines.found(profiler)`` returns fields of the recording.
 
     Attributes:
+        has_begun: whether it measures, or has measured.
+        has_ended: whether the run has ended.
         at_end: what was alive at the end, once it has ended; None if that could not be told.
     """
 
-    def __init__(self, wanted: Wanted, lines: Lines | CellLines | None) -> None:
+    def __init__(self, command: tuple[str, ...], wanted: argparse.Namespace, lines: Any) -> None:
+        self.has_begun = self.has_ended = False
         self.at_end: Snapshot | None = None
+        self._command, self._wanted, self._lines = command, wanted, lines
+        self._began_at = datetime.now(UTC).isoformat(timespec="seconds")
+        self._began, self._duration_s = perf_counter(), 0.0
         self._notes: list[str] = []
-        self._found: dict[str, Any] = {"peaks": {}, "seeks_leaks": False}
-        # In the order in which they begin: what begins first ends last.
-        self._running: dict[str, Found] = {}
-        if lines is not None:
-            # it tries the allocator out, which is none of what the program takes
-            self._running["--lines"] = lines.measured(self._notes)
-        if wanted.budget_bytes is not None:
-            # below those that see what it refuses
-            self._running["--budget"] = _budget(wanted.budget_bytes)
-        if wanted.timeline:
-            self._running["--timeline"] = self._timeline()
-        if wanted.on_oom:
-            self._running["--on-oom"] = _oom(sees_handled=wanted.handled_oom)
-        # what frames of an error hold is looked at before the others end
-        self._running["at the end"] = self._heap(seeks_growth=wanted.leaks)
+        # By option, in the order in which they begin: the first that begins is the last that ends.
+        self._open: dict[str, tuple[Any, _Read]] = {}
+        self._ended: dict[str, tuple[Any, _Read]] = {}
+        self._reports: list[LeakReport] = []
+        self._n_reports = 0
+        self._last: FrameType | None = None
 
     def begin(self) -> None:
-        """Measure from now on."""
-        if threading.current_thread() is not threading.main_thread():
-            bound = [option for option in self._running if option in _OF_ONE_THREAD]
-            for option in bound:
-                del self._running[option]
-            if bound:
-                told = f"{', '.join(bound)} left out: torch was imported on another thread than "
-                self._notes.append(f"{told}the main one")
-                say(f"tenure run: {self._notes[-1]}. Import it in the program itself.")
-        for option in list(self._running):
-            if note := self._go_on(option, None):
-                say(f"tenure run: {note}")
+        """Measure from now on, unless the run has ended."""
+        if self.has_begun or self.has_ended:
+            return
+        self.has_begun = True
+        wanted = self._wanted
+        if self._lines is not None:
+            # it tries the allocator out, which is none of what the program takes
+            self._enter("--lines", self._lines.profiler, self._lines.found)
+        if threading.current_thread() is threading.main_thread():
+            if wanted.budget is not None:
+                # below those that see what it refuses
+                self._enter("--budget", self._budget, _found_of_budget)
+            if wanted.timeline:
+                self._enter("--timeline", tenure.profiler.Timeline, _found_of_timeline)
+            if wanted.on_oom:
+                self._enter("--on-oom", self._oom, lambda recorder: {"oom": recorder.report})
+        elif wanted.budget is not None or wanted.timeline or wanted.on_oom:
+            # these see the thread alone on which they begin
+            told = "--budget, --timeline and --on-oom left out: torch was imported on another "
+            self._notes.append(f"{told}thread than the main one. Import it in the program itself.")
+        if wanted.leaks:
+            self._enter("--leaks", self._leaks, self._found_of_leaks)
+        for note in self._notes:
+            say(f"tenure run: {note}")
 
     def end(self, error: BaseException | None) -> None:
-        """Measure no more."""
-        for option in reversed(list(self._running)):
-            self._go_on(option, error)
+        """Measure no more; what frames of an error hold is looked at before the others end."""
+        self.has_ended, self._duration_s = True, perf_counter() - self._began
+        if not self.has_begun:
+            return
+        with self._noted("at the end"), _variables_of(error, self._last):
+            self.at_end = tenure.profiler.snapshot()
+        self._last = None
+        how = (None, None, None) if error is None else (type(error), error, error.__traceback__)
+        for option in reversed(list(self._open)):
+            opened, read = self._open.pop(option)
+            with self._noted(option):
+                opened.__exit__(*how)
+                self._ended[option] = opened, read
 
     def abandon(self) -> None:
         """Stand aside in a child, which runs plainly."""
-        for option in reversed(self._running):
+        self.has_ended = True
+        for opened, _ in reversed(self._open.values()):
             with suppress(Exception):
-                self._running[option].close()
+                opened.__exit__(None, None, None)
 
-    def recording(self, facts: dict[str, Any], notes: list[str]) -> Recording:
-        """Return the recording of these facts, as `facts_of` gives them, and of what was found."""
+    def facts(self, end: End) -> dict[str, Any]:
+        """Return the fields of a recording that need no measuring."""
+        return {
+            "command": self._command,
+            "began_at": self._began_at,
+            "duration_s": self._duration_s,
+            "ended": end.text,
+            "exit_code": end.exit_code,
+            "versions": {"python": platform.python_version(), "tenure": tenure.__version__},
+            "rank": rank_of_environment(),
+        }
+
+    def recording(self, end: End, notes: list[str], ram_bytes: int | None = None) -> Recording:
+        """Return the recording of a run that ended so."""
         import torch
 
-        from tenure.profiler import Recording
-
-        for option in list(self._running):
-            self._go_on(option, None)
+        facts = self.facts(end)
+        found: dict[str, Any] = {"seeks_leaks": "--leaks" in self._ended}
+        peaks: dict[str, int] = {}
+        with self._noted("at the end"):
+            peaks |= _peaks()
+            found["memory"] = None if self.at_end is None else self._cut(self.at_end.report)
+        for option, (ended, read) in self._ended.items():
+            with self._noted(option):
+                fields = read(ended)
+                # of two that count the one that sees more
+                for device, n_bytes in fields.pop("peaks", {}).items():
+                    peaks[device] = max(n_bytes, peaks.get(device, 0))
+                self._notes += fields.pop("notes", [])
+                found |= fields
         facts["versions"]["torch"] = str(torch.__version__)
         all_notes = tuple(dict.fromkeys([*notes, *self._notes]))
-        return Recording(**facts, **self._found, notes=all_notes)
+        return tenure.profiler.Recording(
+            **facts, **found, peaks=peaks, notes=all_notes, ram_bytes=ram_bytes
+        )
 
-    def _go_on(self, option: str, error: BaseException | None) -> str:
-        """Let one go on to where it waits next; a failure is a note, which is returned."""
+    @contextmanager
+    def _noted(self, option: str) -> Iterator[None]:
+        """Note a failure in a block, which must not become an error of the program."""
         try:
-            self._running[option].send(error)
-        except StopIteration as done:
-            del self._running[option]
-            found = done.value
-            for device, n_bytes in found.pop("peaks", {}).items():
-                # of two that count the one that sees more
-                peaks = self._found["peaks"]
-                peaks[device] = max(n_bytes, peaks.get(device, 0))
-            self._found.update(found)
-        # a measurement that fails must not become an error of the program
-        except Exception as failure:
-            self._running.pop(option, None)
-            note = f"{option}: {type(failure).__name__}: {' '.join(str(failure).split())}"
-            self._notes.append(note)
-            return note
-        return ""
-
-    def _timeline(self) -> Found:
-        """``--timeline``: live bytes over time."""
-        from tenure.profiler import Timeline
-
-        with Timeline() as timeline:
             yield
-        yield
-        report = timeline.report
-        self._notes += [f"--timeline: {note}" for note in report.notes]
-        peaks = {device.device: device.peak_bytes for device in report.devices}
-        return {"timeline": report, "peaks": peaks}
+        except Exception as failure:
+            words = " ".join(str(failure).split())
+            self._notes.append(f"{option}: {type(failure).__name__}: {words}")
 
-    def _heap(self, *, seeks_growth: bool) -> Found:
-        """What was alive at the end; and what grew, and outlived scopes that report."""
+    def _enter(self, option: str, make: Callable[[], Any], read: _Read) -> None:
+        with self._noted(option):
+            opened = make()
+            opened.__enter__()
+            self._open[option] = opened, read
+
+    def _budget(self) -> Any:
+        import torch
+
+        device = torch.accelerator.current_accelerator(check_available=True)
+        return tenure.adaptive.memory_budget(self._wanted.budget, device or "cpu")
+
+    def _oom(self) -> OomRecorder:
+        recorder = tenure.profiler.record_oom()
+        # to see errors as they are raised costs each call of torch
+        if not self._wanted.handled_oom:
+            recorder._watch.set_aside()
+        return recorder
+
+    def _leaks(self) -> ExitStack:
         from tenure._registries import leak_watchers
-        from tenure.profiler import GrowthWatch, snapshot
 
-        watch = GrowthWatch()
-        reports: list[LeakReport] = []
-        n_reports = 0
-        last: FrameType | None = None
+        self._growth = tenure.profiler.GrowthWatch()
+        self._growth._before_look = self._before_look
+        leak_watchers.append(self._note_report)
+        opened = ExitStack()
+        opened.callback(leak_watchers.remove, self._note_report)
+        opened.enter_context(self._growth)
+        return opened
 
-        def note_report(report: LeakReport) -> None:
-            nonlocal n_reports
-            n_reports += 1
-            if n_reports <= _MOST_REPORTS:
-                reports.append(report)
+    def _note_report(self, report: LeakReport) -> None:
+        self._n_reports += 1
+        if self._n_reports <= _MOST_REPORTS:
+            self._reports.append(report)
 
-        def note_last_function() -> None:
-            nonlocal last
-            last = _last_function(sys._getframe())
+    def _before_look(self) -> None:
+        self._last = _last_function(sys._getframe())
 
-        with ExitStack() as stack:
-            if seeks_growth:
-                leak_watchers.append(note_report)
-                stack.callback(leak_watchers.remove, note_report)
-                watch._before_look = note_last_function
-                stack.enter_context(watch)
-            error = yield
-            try:
-                with _variables_of(error, last):
-                    self.at_end = snapshot()
-            except MemoryError:
-                told = "what was alive at the end could not be told: too little memory was left"
-                self._notes.append(told)
-        last = None
-        found: dict[str, Any] = {"peaks": _peaks()}
-        if self.at_end is not None:
-            found["memory"] = self._cut(self.at_end.report)
-        if seeks_growth:
-            found["seeks_leaks"], found["growth"] = True, watch.growth(at_end=self.at_end)
-            found |= watch._looks_told(with_end=self.at_end is not None)
-        yield
-        self._notes += [f"--leaks: {note}" for note in watch.notes]
-        if more := n_reports - len(reports):
-            told = f"--leaks: {more} more scopes reported leaks, which are left out"
-            self._notes.append(told)
-        return {**found, "leaks": tuple(reports)}
+    def _found_of_leaks(self, _: ExitStack) -> dict[str, Any]:
+        """What grew, and outlived scopes that report."""
+        notes = [f"--leaks: {note}" for note in self._growth.notes]
+        if more := self._n_reports - len(self._reports):
+            notes.append(f"--leaks: {more} more scopes reported leaks, which are left out")
+        return {
+            "growth": self._growth.growth(at_end=self.at_end),
+            "leaks": tuple(self._reports),
+            "notes": notes,
+            **self._growth._looks_told(with_end=self.at_end is not None),
+        }
 
     def _cut(self, report: MemReport) -> MemReport:
         """Bounded: a process that is full of small tensors has to write this, too."""
@@ -222,46 +223,17 @@ class Measuring:
         return replace(report, devices=tuple(devices))
 
 
-def _budget(n_bytes: int) -> Found:
-    """``--budget``: the program can hold only so much."""
-    import torch
+def _found_of_timeline(timeline: Timeline) -> dict[str, Any]:
+    report = timeline.report
+    return {
+        "timeline": report,
+        "peaks": {device.device: device.peak_bytes for device in report.devices},
+        "notes": [f"--timeline: {note}" for note in report.notes],
+    }
 
-    from tenure.adaptive import memory_budget
 
-    device = torch.accelerator.current_accelerator(check_available=True)
-    budget = memory_budget(n_bytes, "cpu" if device is None else device)
-    budget.__enter__()
-    try:
-        yield
-    finally:
-        # whatever else the program left open is no error of it
-        with suppress(Exception):
-            budget.__exit__(None, None, None)
-    yield
+def _found_of_budget(budget: Any) -> dict[str, Any]:
     return {"peaks": {str(budget.device): budget.peak_bytes}}
-
-
-def _oom(*, sees_handled: bool) -> Found:
-    """An out-of-memory error, explained.
-
-    Args:
-        sees_handled: whether errors are seen as they are raised, which costs each call of torch.
-    """
-    from tenure.profiler import record_oom
-
-    recorder = record_oom()
-    if not sees_handled:
-        recorder._watch.set_aside()
-    error: BaseException | None = None
-    try:
-        error = yield
-    finally:
-        kind, frames = (type(error), error.__traceback__) if error else (None, None)
-        recorder.__exit__(kind, error, frames)
-    # they are not to be kept
-    del error, frames
-    yield
-    return {} if recorder.report is None else {"oom": recorder.report}
 
 
 def _peaks() -> dict[str, int]:
@@ -322,45 +294,18 @@ def children_in_words(n_forked: int) -> list[str]:
     if not n_children:
         return []
     told = "1 child process was" if n_children == 1 else f"{n_children} child processes were"
+    most = ""
     with suppress(ImportError):  # on Windows
         import resource
-
-        import psutil
 
         from tenure._text import format_bytes
 
         unit = 1 if sys.platform == "darwin" else 1024
         # that counts those alone that have been waited for
         most_bytes = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * unit
-        for child in psutil.Process().children(recursive=True):
-            with suppress(psutil.Error):
-                most_bytes = max(most_bytes, child.memory_info().rss)
         if most_bytes:
-            most = format_bytes(most_bytes)
-            return [f"{told} not recorded; the largest took {most} of RAM at most"]
-    return [f"{told} not recorded"]
-
-
-def facts_of(
-    command: tuple[str, ...], began_at: str, duration_s: float, end: End
-) -> dict[str, Any]:
-    """The fields of a recording that nothing has measured.
-
-    Args:
-        command: what was run.
-        began_at: when, as ISO 8601 in UTC.
-        duration_s: how long it ran.
-        end: how it ended.
-    """
-    return {
-        "command": command,
-        "began_at": began_at,
-        "duration_s": duration_s,
-        "ended": end.text,
-        "exit_code": end.exit_code,
-        "versions": {"python": platform.python_version(), "tenure": tenure.__version__},
-        "rank": rank_of_environment(),
-    }
+            most = f"; the largest that has ended took {format_bytes(most_bytes)} of RAM at most"
+    return [f"{told} not recorded{most}"]
 
 
 def rank_of_environment() -> int | None:

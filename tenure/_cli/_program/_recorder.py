@@ -6,85 +6,75 @@ a note in the recording, or a line on the standard error.
 
 from __future__ import annotations
 
+import argparse
 import atexit
+import importlib.abc
 import os
 import signal
-from datetime import UTC, datetime
-from functools import partial
+import sys
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec
 from pathlib import Path
-from time import perf_counter
+from types import ModuleType
 from typing import Any
 
 from tenure._report_files import write_facts
 from tenure._reserve import Reserve
 
 from ._ends import Deaths, End, end_of, tell_without_us
-from ._imports import Imports
 from ._lines import Lines
 from ._main_module import Program
-from ._measuring import MAIN, Measuring, Wanted, children_in_words, facts_of, say
+from ._measuring import MAIN, Measuring, children_in_words, say
 
 # To look and to write if the process can have no more, or to write alone.
 _RESERVES_BYTES = (72 << 20, 24 << 20)
 
 
-def run_recorded(
-    program: Program, wanted: Wanted, path: Path, *, replace: bool = False, is_quiet: bool = False
-) -> int:
-    """Run a program in this process, and record it.
+class Recorder:
+    """Records one program in this process.
 
     Args:
         program: it is about to run.
-        wanted: what is measured.
-        path: where the recording goes.
-        replace: a file of this name may go; else the next free name is taken.
-        is_quiet: nothing is printed about the recording.
-
-    Returns:
-        The exit code of a program that came to its end.
-
-    Raises:
-        BaseException: whatever the program raises, so that the interpreter prints it and ends with
-            the code that it has for it.
+        wanted: the options of the verb.
+        path: where the recording goes. Without ``wanted.force`` a file of this name stays, and the
+            next free name is taken.
     """
-    recorder = Recorder(program, wanted, path, replace, is_quiet)
-    program.become_main()
-    recorder.begin()
-    try:
-        program.execute(partial(recorder.lines.on_code, MAIN))
-    except BaseException as error:
-        recorder.ended(error)
-        tell_without_us(error)
-        raise
-    recorder.ended(None)
-    return 0
 
-
-class Recorder:
-    """Records one program in this process; the arguments are those of `run_recorded`."""
-
-    def __init__(
-        self, program: Program, wanted: Wanted, path: Path, replace: bool, is_quiet: bool
-    ) -> None:
+    def __init__(self, program: Program, wanted: argparse.Namespace, path: Path) -> None:
         self.lines = Lines(wanted.lines, _main_names(program))
-        self._program, self._seeks_leaks = program, wanted.leaks
-        self._path, self._replace, self._is_quiet = path, replace, is_quiet
+        self._program, self._wanted, self._path = program, wanted, path
         self._pid, self._folder = os.getpid(), os.getcwd()
-        self._began_at = datetime.now(UTC).isoformat(timespec="seconds")
-        self._began = perf_counter()
-        self._duration_s: float | None = None
         self._end: End | None = None
-        self._has_torch = self._is_written = False
+        self._is_written = False
         self._n_forked = 0
-        self._measuring = Measuring(wanted, self.lines if wanted.lines else None)
+        command = ("python", *program.words)
+        self._measuring = Measuring(command, wanted, self.lines if wanted.lines else None)
         self._deaths = Deaths(self._die)
-        self._imports = Imports(
-            {"torch", *self.lines.modules}, self.lines.on_code, self._is_imported
-        )
+        self._imports = _Imports({"torch", *self.lines.modules}, self._is_imported)
         self._reserve = Reserve(*_RESERVES_BYTES)
 
-    def begin(self) -> None:
-        """From here on the program may run."""
+    def run(self) -> int:
+        """Run the program, and record it.
+
+        Returns:
+            The exit code of a program that came to its end.
+
+        Raises:
+            BaseException: whatever the program raises, so that the interpreter prints it and ends
+                with the code that it has for it.
+        """
+        self._program.become_main()
+        self._begin()
+        try:
+            self._program.execute(self.lines.on_code)
+        except BaseException as error:
+            self._code_ended(error)
+            tell_without_us(error)
+            raise
+        self._code_ended(None)
+        return 0
+
+    def _begin(self) -> None:
         self._reserve.take()
         # first of all, so that it is called last: after all that the program registers
         atexit.register(self._at_exit)
@@ -97,7 +87,7 @@ class Recorder:
         self._deaths.begin()
         self._imports.begin()
 
-    def ended(self, error: BaseException | None) -> None:
+    def _code_ended(self, error: BaseException | None) -> None:
         """Note that the program's code has ended; threads and exit handlers may go on."""
         if self._end is None and os.getpid() == self._pid:
             with self._deaths.held():
@@ -106,18 +96,15 @@ class Recorder:
 
     def _is_imported(self, module: str) -> None:
         self.lines.on_module(module)
-        if module == "torch" and not self._has_torch and self._duration_s is None:
-            self._has_torch = True
+        if module == "torch":
             self._measuring.begin()
 
     def _measured(self, error: BaseException | None) -> None:
         """End all measuring, once."""
-        if self._duration_s is None:
-            self._duration_s = perf_counter() - self._began
+        if not self._measuring.has_ended:
             self._imports.end()
             self._reserve.free()
-            if self._has_torch:
-                self._measuring.end(error)
+            self._measuring.end(error)
 
     # --- the end
 
@@ -128,11 +115,9 @@ class Recorder:
     def _abandon(self) -> None:
         """In a child: run plainly, write nothing."""
         self._deaths.end()
-        if self._duration_s is None:
-            self._duration_s = 0.0
+        if not self._measuring.has_ended:
             self._imports.end()
-            if self._has_torch:
-                self._measuring.abandon()
+            self._measuring.abandon()
 
     def _die(self, number: int) -> None:
         """A signal is about to end the process, without its exit handlers."""
@@ -152,12 +137,12 @@ class Recorder:
             self._is_written = True
             try:
                 facts, summary = self._facts()
-                path = write_facts(self._path, facts, replace=self._replace)
+                path = write_facts(self._path, facts, replace=self._wanted.force)
             except Exception as error:
                 reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
                 say(f"tenure run: error: {self._path} could not be written: {reason}")
                 return
-            if not self._is_quiet:
+            if not self._wanted.quiet:
                 # for the shell, which has not gone with the program
                 inside = os.path.relpath(path, self._folder)
                 shown = str(path) if inside.startswith(os.pardir) else inside
@@ -167,18 +152,15 @@ class Recorder:
     def _facts(self) -> tuple[dict[str, Any], list[str]]:
         """Return the recording as it is written, and the lines that sum it up."""
         end = self._end or End("ended outside of its code", 0)
-        command = self._program.command
-        facts = facts_of(command, self._began_at, self._duration_s or 0.0, end)
-        if not self._has_torch:
+        if not self._measuring.has_begun:
             # torch is not imported for the sake of a program that did not
-            facts |= {"format": "tenure.Recording", "version": 1, "command": list(command)}
-            facts |= {"seeks_leaks": self._seeks_leaks, "n_looks": 0, "n_steps": 0}
-            return {**facts, "notes": ["the program did not import torch"]}, []
+            head = {"format": "tenure.Recording", "version": 1, **self._measuring.facts(end)}
+            looks = {"seeks_leaks": self._wanted.leaks, "n_looks": 0, "n_steps": 0}
+            return {**head, **looks, "notes": ["the program did not import torch"]}, []
         from tenure._host_memory import peak_resident_bytes
 
-        facts["ram_bytes"] = peak_resident_bytes()
         notes = children_in_words(self._n_forked)
-        recording = self._measuring.recording(facts, notes)
+        recording = self._measuring.recording(end, notes, peak_resident_bytes())
         # a name that was mistaken, and what was not seen, is told at once
         missing = [f"tenure run: {note}" for note in recording.notes if note.startswith("--lines")]
         return recording.to_dict(), [*missing, *recording.summary().splitlines(), *notes]
@@ -188,3 +170,51 @@ def _main_names(program: Program) -> tuple[str, ...]:
     if program.module:
         return (program.module, f"{program.module}.{MAIN}")
     return (program.argv[0], os.path.basename(program.argv[0]))
+
+
+class _Imports(importlib.abc.MetaPathFinder):
+    """Finds nothing itself, but calls back once one of some modules was imported.
+
+    Args:
+        names: the full names of the modules.
+        on_done: is called with a name.
+    """
+
+    def __init__(self, names: set[str], on_done: Callable[[str], None]) -> None:
+        self._names, self._on_done = names, on_done
+
+    def begin(self) -> None:
+        """Watch from now on; what was imported already is done at once."""
+        for name in self._names & sys.modules.keys():
+            self._on_done(name)
+        sys.meta_path.insert(0, self)
+
+    def end(self) -> None:
+        """Watch no more."""
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return what the finders after this one find, with a loader that is watched."""
+        others = [each for each in sys.meta_path if each is not self]
+        for finder in others if fullname in self._names else ():
+            if spec := finder.find_spec(fullname, path, target):
+                # a loader in C, or without room for attributes, can't be watched
+                if hasattr(spec.loader, "__dict__"):
+                    self._watch(spec.loader)
+                return spec
+        return None
+
+    def _watch(self, loader: Any) -> None:
+        theirs = loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            del loader.exec_module
+            theirs(module)
+            # else other threads that import it, as those that we start, would wait for us
+            module.__spec__._initializing = False  # type: ignore[union-attr]
+            self._on_done(module.__name__)
+
+        loader.exec_module = exec_module
