@@ -6,14 +6,13 @@ handles, ``make_empty`` makes an impl without storage.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import bound
-from .quiet import TENSOR_BASE, quietly, without_subclass_functions
+from .quiet import TENSOR_BASE, without_subclass_functions
 
 _DISPOSAL = "freeing the memory of disposed tensors, and predictions of memory"
 _swap = bound("torch._C._swap_tensor_impl", _DISPOSAL)
@@ -59,27 +58,3 @@ def require_grad(tensor: Tensor, requires_grad: bool) -> None:
         # one of inference mode can't, nor what came out of a function of autograd
         if TENSOR_BASE.is_leaf.__get__(tensor) and not TENSOR_BASE.is_inference(tensor):
             TENSOR_BASE.requires_grad_(tensor, requires_grad)
-
-
-class _Probe(Tensor):
-    @classmethod
-    def __torch_dispatch__(cls, *_: object) -> None:
-        raise AssertionError("a probe is never computed with")
-
-
-@functools.cache
-def works() -> bool:
-    """Whether this torch still swaps as tenure needs it: the impl moves, the data stays whole."""
-    try:
-        with quietly():
-            handle, expected = torch.arange(3.0), [0.0, 1.0, 2.0]
-            view = handle.view(3)
-            probe = make_empty(_Probe, handle.dtype)
-            # as disposal does: the handle gets the class of what takes its place, and back
-            handle.__class__ = _Probe
-            swap(handle, probe)
-            probe.__class__ = Tensor
-            return probe.tolist() == expected and view.tolist() == expected
-    # whatever a torch that has changed makes of it
-    except Exception:
-        return False

@@ -8,7 +8,6 @@ tensor and so stops the rest.
 
 from __future__ import annotations
 
-import functools
 import logging
 import sys
 from types import FrameType
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tenure._callers import Site, SitedRef, SiteStack, warn_user
-from tenure._errors import TenureWarning
+from tenure._errors import MissingTorchNameError, TenureWarning
 from tenure._storages import inner_tensors
 from tenure._torch import swap
 from tenure._torch.autograd import ENGINE_CODE, check_engine_is_seen
@@ -26,8 +25,8 @@ from tenure._torch.compiler import belongs_to_graph, has_graph_outputs
 from tenure._torch.quiet import TENSOR_BASE, set_class, without_functions
 
 from ._disposed import RECORD, Cause, DisposedTensor, notes_on
+from ._ledger import Opener, Reference, owns
 from ._library_objects import held_as_state
-from ._owner import Opener, Reference, owns
 from ._thread import ThreadScopes
 from ._tracker import HANDLER_CODE
 
@@ -185,10 +184,13 @@ def dispose_tensor(
     except TypeError:
         return _dispose_inner(tensor, cause, created, twins)
     try:
-        twin: Any = _emptied(tensor, dtype)
+        twin: Any = swap.make_empty(DisposedTensor, dtype)
+        swap.swap(tensor, twin)
     # A C++ weak reference: retain_grad() of a non-leaf, autocast's cache; a nested tensor. The
     # handle refuses every use, but pins its data until it dies.
-    except RuntimeError:
+    except RuntimeError as error:
+        if isinstance(error, MissingTorchNameError):
+            warn_user(str(error), TenureWarning)
         notes_on(tensor)[RECORD] = record
         return True
     # The twin is what autograd and views hand out from here on: it must be what the handle was.
@@ -232,19 +234,6 @@ def _own_device_of(tensor: Tensor) -> torch.device:
         return torch.device("meta")
 
 
-def _emptied(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a new handle that has taken over the impl of ``tensor``.
-
-    Raises:
-        RuntimeError: that was refused.
-    """
-    if not swap_is_trusted():
-        raise RuntimeError
-    twin = swap.make_empty(DisposedTensor, dtype)
-    swap.swap(tensor, twin)
-    return twin
-
-
 def _dispose_inner(
     tensor: Tensor, cause: Cause, created: Site | SiteStack | None, twins: list[Tensor]
 ) -> bool | None:
@@ -263,16 +252,3 @@ def _dispose_inner(
         _logger.warning("A %s could not be disposed; it stays alive.", name, exc_info=trouble)
         return None
     return any(results)
-
-
-@functools.cache
-def swap_is_trusted() -> bool:
-    """Whether handles can be emptied on this torch; warns once where they can't."""
-    if not swap.works():
-        warn_user(
-            f"torch {torch.__version__} no longer swaps tensors as tenure expects. Disposed "
-            "tensors still refuse every use, but their memory goes only with the last handle. "
-            "Use a tested torch (see constraints.txt), or update tenure.",
-            TenureWarning,
-        )
-    return swap.works()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from typing import cast
 from weakref import ref
 
 from torch import Tensor
@@ -15,7 +14,7 @@ from tenure._torch.compiler import belongs_to_graph, is_dynamo_compiling, never_
 from ._disposal import dispose_all, dispose_one, inside_operation
 from ._disposal import is_disposed as _is_disposed
 from ._disposed import Cause
-from ._owner import take
+from ._ledger import take
 from ._scope import DisposeScope, checked_target, current_scope
 from ._thread import check_not_foreign, this_thread
 from ._trees import Tree, given_back, required_tensors
@@ -27,7 +26,7 @@ def owner_of(tensor: Tensor) -> DisposeScope | None:
     Args:
         tensor: a tensor of any shape, dtype and device.
     """
-    return cast("DisposeScope | None", this_thread().owner_of(tensor))
+    return this_thread().owner_of(tensor)
 
 
 @never_compiled

@@ -76,19 +76,15 @@ class LeakRecord:
         return 0 if self.is_shared else self.nbytes
 
 
-@dataclass(frozen=True, slots=True, repr=False, init=False)
+@dataclass(frozen=True, slots=True, repr=False)
 class LeakReport(Report):
     """The tensors that outlived one scope; false when there are none.
 
     Printed, as text or as a table, tensors that nothing but one graph holds share a line; `records`
     has each of them.
 
-    Args:
-        records: one for each leaked tensor, in the order of creation.
-        scope: what to call the scope.
-
     Attributes:
-        records: the records, as a tuple.
+        records: one for each leaked tensor, in the order of creation.
         scope: what the scope is called.
     """
 
@@ -96,11 +92,6 @@ class LeakReport(Report):
     scope: str
 
     _figures: ClassVar = ("total_bytes",)
-
-    def __init__(self, records: Sequence[LeakRecord], *, scope: str) -> None:
-        # Frozen: a report that is logged and raised must say the same in both places.
-        object.__setattr__(self, "records", tuple(records))
-        object.__setattr__(self, "scope", scope)
 
     @property
     def total_bytes(self) -> int:
@@ -158,11 +149,11 @@ def build_leak_report(
     # Our own lists hold every survivor, and would be the first holders that are found.
     found = find_holders(tensors, ignore=(survivors, *survivors, *ignore))
     seen_keys: set[int] = set()
-    records = [
+    records = tuple(
         _record(t, site, culprits, seen_keys)
         for (t, site), holders in zip(survivors, found, strict=True)
         if (culprits := _culprits(holders))
-    ]
+    )
     return LeakReport(records, scope=scope)
 
 

@@ -17,9 +17,8 @@ from tenure._callers import Capture, user_frame
 from tenure._errors import ScopeUsageError
 from tenure._torch.compiler import is_dynamo_compiling, never_compiled
 
-from ._block import OnError, Policy
-from ._owner import NEW, Owner
-from ._scope import DisposeScope
+from ._ledger import NEW
+from ._scope import DisposeScope, OnError, Policy
 from ._thread import check_thread
 from ._tracker import current
 from ._trees import tensors_in
@@ -62,11 +61,7 @@ def scoped(function: Any = None, /, **options: Any) -> Any:
     Source: ``WrappedTensorDisposeScope`` of TorchSharp, and ``tf.tidy`` of TensorFlow.js.
     """
     if function is None:
-        return functools.partial(_wrap, options=options)
-    return _wrap(function, options)
-
-
-def _wrap(function: Any, options: dict[str, Any]) -> Any:
+        return functools.partial(scoped, **options)
     if not callable(function) or isinstance(function, type):
         raise ScopeUsageError(
             f"@scoped got {function!r}, which is no function. Decorate the function itself, below "
@@ -201,7 +196,7 @@ class persist(ContextDecorator):
                 f"persist() takes no argument and got {function!r}. Write @persist() above a "
                 "function, with its parentheses, or `with persist():`."
             )
-        self._left: list[Owner | None] = []
+        self._left: list[DisposeScope | None] = []
 
     @never_compiled
     def __enter__(self) -> None:

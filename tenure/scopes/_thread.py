@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary, ref
 
 from torch import Tensor
@@ -17,9 +18,12 @@ from torch import Tensor
 from tenure._errors import ScopeUsageError
 
 from ._disposed import Cause
+from ._ledger import Ledger, Reference, enter, n_alive, owns, prune, take
 from ._library_objects import install_hooks
-from ._owner import Ledger, Owner, Reference, enter, n_alive, owns, prune, take
 from ._tracker import Tracker
+
+if TYPE_CHECKING:
+    from ._scope import DisposeScope
 
 # entries that are not worth pruning
 _SMALL = 64
@@ -37,7 +41,7 @@ class ThreadScopes:
         self.thread_id = threading.get_ident()
         self.tracker = Tracker()
         # by identity, in the order of opening: those of all tasks, and of suspended generators
-        self.open: dict[int, Owner] = {}
+        self.open: dict[int, DisposeScope] = {}
         # no longer owned; known only so that `live` can count them and `attach` count them back
         self.handed_out: Ledger = {}
         # what was attached by name, and so is let go whoever holds it
@@ -49,7 +53,7 @@ class ThreadScopes:
         self.counts_at_reset: dict[str, int] = {}
         _all_threads[id(self)] = self
 
-    def owner_of(self, tensor: Tensor) -> Owner | None:
+    def owner_of(self, tensor: Tensor) -> DisposeScope | None:
         """The open scope of this thread that owns ``tensor``."""
         # the newest first: a tensor is mostly asked for where it was made
         for scope in reversed(list(self.open.values())):
@@ -129,11 +133,6 @@ def this_thread() -> ThreadScopes:
     return scopes
 
 
-def use_own_scopes() -> None:
-    """Give the calling thread scopes, but install no hooks for optimizers and other libraries."""
-    _local.scopes = ThreadScopes()
-
-
 @functools.cache
 def _install_hooks_once() -> None:
     install_hooks(lambda tensors: this_thread().release(tensors))
@@ -142,7 +141,7 @@ def _install_hooks_once() -> None:
 # --- what is refused
 
 
-def check_open(scope: Owner, call: str) -> None:
+def check_open(scope: DisposeScope, call: str) -> None:
     """Make sure that ``scope`` is open and used on its own thread.
 
     Raises:
@@ -155,13 +154,13 @@ def check_open(scope: Owner, call: str) -> None:
     check_thread(scope, call)
 
 
-def check_thread(scope: Owner, call: str) -> None:
+def check_thread(scope: DisposeScope, call: str) -> None:
     """Make sure that ``scope`` is used on the thread that opened it.
 
     Raises:
         ScopeUsageError: it is not.
     """
-    if scope._tracker is not this_thread().tracker:
+    if scope._thread is not this_thread():
         raise ScopeUsageError(
             f"{call}() was called on {scope!r} from thread {threading.current_thread().name!r}. "
             f"Nothing was changed. {_ONE_THREAD}"

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from types import CodeType, FrameType, FunctionType, MethodWrapperType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 import torch
@@ -23,12 +23,15 @@ from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
 from tenure._callers import SitedRef, capture_site, maker_of, module_of
+from tenure._containers import passed_tensors
 from tenure._torch.compiler import is_dynamo_compiling, never_compiled
 from tenure._torch.counting import SOLE
 from tenure._torch.modes import function_mode_at, is_active, n_function_modes, push, remove
 
 from ._library_objects import copies_library_object, is_library_code
-from ._owner import Owner
+
+if TYPE_CHECKING:
+    from ._scope import DisposeScope
 
 _DEEPCOPY = Tensor.__deepcopy__
 getrefcount, getframe = sys.getrefcount, sys._getframe
@@ -42,7 +45,7 @@ def _counts(outs: Iterable[object]) -> set[int]:
 _ALL_SOLE = _counts((object(),))
 """What `_counts` returns if the container alone holds each item: measured, as Pythons differ."""
 
-current: ContextVar[Owner | None] = ContextVar("tenure_current_scope", default=None)
+current: ContextVar[DisposeScope | None] = ContextVar("tenure_current_scope", default=None)
 """The scope that the running code is in; it may be closed by now, or belong to another thread."""
 get_current = current.get
 
@@ -119,7 +122,7 @@ class Tracker(TorchFunctionMode):
         # property or an operation in place fails here at the price of one count.
         if type(out) is Tensor and getrefcount(out) == SOLE:
             scope = get_current()
-            # a scope without a note of places, open on this very thread (see Owner._gate)
+            # a scope without a note of places, open on this very thread (see DisposeScope._gate)
             if scope is not None and scope._gate is self:
                 code = getframe(1).f_code
                 # layers take turns at calling torch: one comparison serves a loop, and a lookup by
@@ -170,13 +173,13 @@ class Tracker(TorchFunctionMode):
         if world is not None and world.n_scopes == 0 and remove(self):
             self.world = world.outer
 
-    def open_scope(self, scope: Owner) -> Owner | None:
+    def open_scope(self, scope: DisposeScope) -> DisposeScope | None:
         """From ``scope`` outwards, the first that is open on the thread of this tracker.
 
         A context that was copied into a task or a thread may still name a scope that has closed, or
         one that belongs elsewhere.
         """
-        if scope._tracker is not self:
+        if scope._thread.tracker is not self:
             return None
         return scope if scope.is_open else scope.outer
 
@@ -197,7 +200,7 @@ class Tracker(TorchFunctionMode):
         self._admitted[id(code)] = self._last = code
         return True
 
-    def _enter_sole(self, outs: Sequence[Any], scope: Owner, frame: FrameType) -> bool:
+    def _enter_sole(self, outs: Sequence[Any], scope: DisposeScope, frame: FrameType) -> bool:
         """Enter outputs of which each is held by its container alone, and so is new.
 
         Returns:
@@ -213,7 +216,7 @@ class Tracker(TorchFunctionMode):
         return True
 
     def _enter(
-        self, tensors: list[Tensor], scope: Owner, frame: FrameType, copied: bool = False
+        self, tensors: list[Tensor], scope: DisposeScope, frame: FrameType, copied: bool = False
     ) -> None:
         """The long way: for containers, subclasses, captured sites, and scopes not simply open."""
         open_scope = self.open_scope(scope)
@@ -261,24 +264,11 @@ def _new_of(sole: bool, out: Any, func: Callable[..., Any], trees: tuple[Any, ..
     is_new = isinstance(out, Tensor) and (sole or func is _DEEPCOPY)
     if not is_new and _returns_existing(func):
         return []
-    found = [each for each in _flat_tensors((out,)) if not _is_parameter(each)]
+    found = [each for each in passed_tensors(out) if not _is_parameter(each)]
     if is_new or not found:
         return found
-    given = set(map(id, _flat_tensors(trees)))
+    given = set(map(id, passed_tensors(trees)))
     return [each for each in found if id(each) not in given]
-
-
-def _flat_tensors(values: Iterable[object]) -> list[Tensor]:
-    """The tensors in the containers that torch's own functions take and return."""
-    found: list[Tensor] = []
-    for value in values:
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif isinstance(value, _SEQUENCES):
-            found += _flat_tensors(value)
-        elif isinstance(value, dict):
-            found += _flat_tensors(value.values())
-    return found
 
 
 def _is_parameter(tensor: Tensor) -> bool:

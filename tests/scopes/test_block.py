@@ -16,7 +16,7 @@ from tenure import (
     is_disposed,
     scoped,
 )
-from tenure.scopes import _block, _scoped
+from tenure.scopes import _scope, _scoped
 from tenure.scopes._thread import this_thread
 from tenure.scopes._tracker import Tracker
 
@@ -54,7 +54,7 @@ def test_an_interrupt_while_opening_leaves_no_scope_open(monkeypatch):
 def test_an_interrupt_while_closing_leaves_no_scope_open(monkeypatch):
     with NewDisposeScope("outer") as outer:
         inner = NewDisposeScope("inner").__enter__()
-        monkeypatch.setattr(_block, "take_all", interrupt)
+        monkeypatch.setattr(_scope, "take_all", interrupt)
         torch.ones(1)
         with pytest.raises(KeyboardInterrupt):
             inner.close()

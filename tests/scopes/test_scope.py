@@ -23,7 +23,7 @@ from tenure import (
     owner_of,
     statistics,
 )
-from tenure.scopes._owner import enter
+from tenure.scopes._ledger import enter
 
 
 def fail_after(_):
@@ -422,14 +422,6 @@ class TestMisuse:
     def test_unknown_options_are_refused_with_the_known_ones(self, option):
         with pytest.raises(ScopeUsageError, match=f"{option}='loud' is not one of"):
             NewDisposeScope(**{option: "loud"})
-
-    def test_an_option_by_position_is_refused_with_its_keyword(self):
-        with pytest.raises(ScopeUsageError) as caught:
-            NewDisposeScope("x", "report")
-        assert str(caught.value) == (
-            "NewDisposeScope() got 'report' beside its name, and no scope was made. All else is "
-            "passed by keyword: write policy='report', or on_error= or capture=."
-        )
 
     @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
     def test_a_scope_cannot_be_copied_or_pickled(self, duplicate):

@@ -212,7 +212,7 @@ def test_an_unknown_counter_is_refused_by_name():
 
 
 def test_the_census_of_handed_out_tensors_forgets_the_dead():
-    from tenure.scopes._owner import n_alive
+    from tenure.scopes._ledger import n_alive
     from tenure.scopes._thread import this_thread
 
     with NewDisposeScope():

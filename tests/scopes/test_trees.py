@@ -20,7 +20,7 @@ from tenure import (
     is_disposed,
     move_to_outer,
 )
-from tenure.scopes._owner import enter
+from tenure.scopes._ledger import enter
 from tenure.scopes._trees import given_back, required_tensors, tensors_in
 
 

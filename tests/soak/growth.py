@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import psutil
 
-from tenure.scopes._owner import prune
+from tenure.scopes._ledger import prune
 from tenure.scopes._thread import this_thread
 
 # loaded once, because each load leaves a class that is garbage until it is collected
