@@ -13,7 +13,7 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
@@ -36,8 +36,6 @@ class _Files(NamedTuple):
 
 _V1 = _Files("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 _V2 = _Files("memory.max", "memory.current", "inactive_file")
-_UNLIMITED_BYTES = 1 << 60
-"""The first version writes no limit as one of nearly 2**63 bytes."""
 
 
 def free_host_bytes(root: Path = Path("/")) -> int:
@@ -101,78 +99,35 @@ def has_address_space_limits() -> bool:
     return resource is not None
 
 
-def _groups(root: Path) -> list[GroupMemory]:
-    """The groups that this process belongs to, and that have a limit."""
-    folders = _folders(root, _text(root / "proc/self/cgroup"))
-    return [group for each in folders if (group := _group_in(*each)) is not None]
+def _groups(root: Path) -> Iterator[GroupMemory]:
+    """Yield the groups that this process belongs to, and that have a limit.
 
-
-@functools.lru_cache(maxsize=8)
-def _folders(root: Path, groups: str) -> tuple[tuple[Path, _Files], ...]:
-    """The folders of the groups of this process, by the text that names them.
-
-    Kept, for a loop asks at each of its pieces: groups are mounted when a system starts, and to
-    read where takes longer than all else.
+    Each line of the file is one such as ``4:memory:/a`` or ``0::/b``. In a container the folder may
+    be missing, because the group there is seen at the top.
     """
-    own = _own_groups(groups)
-    found: list[tuple[Path, _Files]] = []
-    for top, place, files in _mounts(_text(root / "proc/self/mountinfo"), root):
-        group = own.get(files)
-        if group is None:
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = [*line.split(":", 2), "", ""][:3]
+        if "memory" in controllers.split(","):
+            top, files = root / "sys/fs/cgroup/memory", _V1
+        elif not controllers:
+            top, files = root / "sys/fs/cgroup", _V2
+        else:
             continue
-        # the group of another namespace is not below the top: what is mounted is all that is seen
-        folder = place / (group.relative_to(top) if group.is_relative_to(top) else "")
-        above = [each for each in folder.parents if each.is_relative_to(place)]
-        found += [(each, files) for each in (folder, *above)]
-    return tuple(found)
+        folder = top / path.lstrip("/")
+        for each in (folder, *folder.parents):
+            if each.is_relative_to(top) and (group := _group_in(each, files)) is not None:
+                yield group
 
 
 def _group_in(folder: Path, files: _Files) -> GroupMemory | None:
-    limit_bytes = _number(folder / files.limit)
-    if limit_bytes is None or limit_bytes >= _UNLIMITED_BYTES:
-        return None
-    used_bytes = _number(folder / files.used)
-    if used_bytes is None:
+    limit_bytes, used_bytes = _number(folder / files.limit), _number(folder / files.used)
+    # the first version writes no limit as one of nearly 2**63 bytes
+    if limit_bytes is None or used_bytes is None or limit_bytes >= 1 << 60:
         return None
     # files that were read and are not in use count as used, and make room when that is wanted
-    statistics = dict(
-        line.split(maxsplit=1) for line in _text(folder / "memory.stat").splitlines() if " " in line
-    )
-    cache_bytes = int(statistics.get(files.unused_cache, 0))
+    cached = re.search(rf"^{files.unused_cache} (\d+)", _text(folder / "memory.stat"), re.MULTILINE)
+    cache_bytes = int(cached[1]) if cached else 0
     return GroupMemory(limit_bytes, limit_bytes - max(0, used_bytes - cache_bytes))
-
-
-def _own_groups(text: str) -> dict[_Files, PurePosixPath]:
-    """The groups of this process, from lines such as ``4:memory:/a`` and ``0::/b``."""
-    found = {}
-    for line in text.splitlines():
-        _, controllers, path = [*line.split(":", 2), "", ""][:3]
-        if "memory" in controllers.split(","):
-            found[_V1] = PurePosixPath(path)
-        elif not controllers and path:
-            found[_V2] = PurePosixPath(path)
-    return found
-
-
-def _mounts(text: str, root: Path) -> Iterator[tuple[PurePosixPath, Path, _Files]]:
-    """Yield the mounted groups, from ``35 31 0:32 / /sys/fs/cgroup rw - cgroup2 x rw``.
-
-    Of each the group that is seen at the folder itself, the folder, and its files.
-    """
-    for line in text.splitlines():
-        mount, _, system = line.partition(" - ")
-        fields, kind = mount.split(), system.split()
-        if len(fields) < 5 or len(kind) < 3:
-            continue
-        top, place = PurePosixPath(_unescaped(fields[3])), root / _unescaped(fields[4]).lstrip("/")
-        if kind[0] == "cgroup2":
-            yield top, place, _V2
-        elif kind[0] == "cgroup" and "memory" in kind[2].split(","):
-            yield top, place, _V1
-
-
-def _unescaped(path: str) -> str:
-    return path.replace("\\040", " ").replace("\\011", "\t").replace("\\134", "\\")
 
 
 def _number(file: Path) -> int | None:
@@ -192,14 +147,13 @@ def _text(file: Path) -> str:
 # --- what this process has taken
 
 
+# kept, because to look up when a process began takes longer than to read its memory
+_process = functools.lru_cache(maxsize=1)(psutil.Process)
+
+
 def resident_bytes() -> int:
     """The memory of this process that lies in RAM."""
-    try:
-        with open("/proc/self/statm", "rb") as file:
-            return int(file.read().split()[1]) * _page_bytes()
-    # another system
-    except OSError:
-        return int(psutil.Process().memory_info().rss)
+    return int(_process(os.getpid()).memory_info().rss)
 
 
 def peak_resident_bytes() -> int:
@@ -213,8 +167,3 @@ def peak_resident_bytes() -> int:
         return int(figures.peak_wset)
     unit = 1 if sys.platform == "darwin" else 1024
     return int(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) * unit
-
-
-@functools.cache
-def _page_bytes() -> int:
-    return int(os.sysconf("SC_PAGE_SIZE"))
