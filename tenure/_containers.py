@@ -1,7 +1,7 @@
 """Containers: one level of any, and trees of them with some of their objects replaced.
 
-Invariant: an object has one replacement, however often and from wherever a tree leads to it, also
-from within itself; a container that leads to nothing replaced stands for itself.
+Invariant: an object has one replacement, however often and from wherever a tree leads to it; a
+container that leads to nothing replaced stands for itself.
 
 Some read containers by themselves: what runs at each operation asks for the lists, tuples and
 dictionaries that torch passes, and nothing else (``flat_tensors`` of scopes, ``storages_in`` of
@@ -14,13 +14,14 @@ from __future__ import annotations
 import copy
 import dataclasses
 import operator
-from collections import UserDict, defaultdict, deque
+from collections import UserDict, deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from tenure._errors import TenureError
 from tenure._torch.pytree import is_registered, parts_of
 
 # Not every Mapping: copies of others may share what they hold.
@@ -53,7 +54,7 @@ def level_of(node: Any) -> Level | None:
     if not is_mutable(node):
         parts = parts_of(node)
         return None if parts is None else Level([*range(len(parts[0]))], *parts)
-    entries = _fields_of(node) if is_record(node) else entries_of(node)
+    entries = entries_of(node)
     return Level(list(entries), list(entries.values()), partial(_filled, node, list(entries)))
 
 
@@ -187,62 +188,44 @@ class Survey:
         self._tree = tree
         self.nodes: dict[int, Any] = {}
         # kept: a container may make its children anew, whose ids would then be others'
-        self._children: dict[int, list[Any]] = {}
-        self._makers: dict[int, Callable[[list[Any]], Any]] = {}
-        self._parents: defaultdict[int, list[int]] = defaultdict(list)
+        self._levels: dict[int, Level] = {}
         waiting = [tree]
         while waiting:
             node = waiting.pop()
             if id(node) in self.nodes:
                 continue
             self.nodes[id(node)] = node
-            if id(node) not in known and not is_leaf(node):
-                children = self._enter(node)
-                for child in children:
-                    self._parents[id(child)].append(id(node))
-                waiting += reversed(children)
+            if id(node) in known or is_leaf(node) or (level := level_of(node)) is None:
+                continue
+            self._levels[id(node)] = level
+            waiting += reversed(level.children)
 
     def replaced(self, replacements: dict[int, Any]) -> Any:
-        """The tree with replaced objects, by id; the copies of containers join replacements."""
-        nodes = self.nodes.items()
-        changed = {key for key, node in nodes if replacements.get(key, node) is not node}
-        waiting = list(changed)
-        while waiting:
-            above = [key for key in self._parents[waiting.pop()] if key not in changed]
-            changed.update(above)
-            waiting += above
-        return self._replaced(self._tree, replacements, changed)
+        """The tree with replaced objects, by id; the copies of containers join replacements.
 
-    def _enter(self, node: Any) -> list[Any]:
-        """Note the children of a container, and what makes one like it if it can't be written."""
-        if is_mutable(node):
-            children = list(entries_of(node).values())
-        else:
-            level = level_of(node)
-            if level is None:
-                return []
-            children, self._makers[id(node)] = level.children, level.make
-        self._children[id(node)] = children
-        return children
+        Raises:
+            TenureError: a container holds itself, so it can't be made again.
+        """
+        return self._replaced(self._tree, replacements, {})
 
-    def _replaced(self, node: Any, replacements: dict[int, Any], changed: set[int]) -> Any:
-        if id(node) not in changed:
+    def _replaced(self, node: Any, replacements: dict[int, Any], seen: dict[int, bool]) -> Any:
+        """As above; ``seen`` says of what was seen whether it was met again within itself."""
+        level, key = self._levels.get(id(node)), id(node)
+        if key in replacements:
+            return replacements[key]
+        if level is None or key in seen:
+            seen[key] = True
             return node
-        if id(node) in replacements:
-            return replacements[id(node)]
-        children = self._children[id(node)]
-        make = self._makers.get(id(node))
-        if make is not None:
-            made = make([self._replaced(child, replacements, changed) for child in children])
-            # a list in it may have led back here
-            return replacements.setdefault(id(node), made)
-        # the copy is there before its entries are: one of them may lead back to it
-        made = replacements[id(node)] = _copied(node)
-        for key, child in zip(entries_of(node), children, strict=True):
-            other = self._replaced(child, replacements, changed)
-            if other is not child:
-                _set(made, key, other)
-        return made
+        seen[key] = False
+        children = [self._replaced(child, replacements, seen) for child in level.children]
+        if all(map(operator.is_, children, level.children)):
+            return node
+        if seen[key]:
+            raise TenureError(
+                f"A {type(node).__name__} holds itself, so it can't be copied with its tensors on "
+                "another device. Pass them in a container that does not."
+            )
+        return replacements.setdefault(key, level.make(children))
 
 
 def _fields_of(node: Any) -> dict[str, Any]:

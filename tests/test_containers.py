@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.utils import _pytree
 
+from tenure import TenureError
 from tenure._containers import (
     Survey,
     contents_of,
@@ -118,15 +119,22 @@ def test_entries_that_are_there_already_are_not_touched(node):
     assert entries_of(node) == before
 
 
-def test_a_tree_has_one_replacement_for_an_object_also_within_itself():
+def test_a_tree_has_one_replacement_for_an_object():
     old, new = object(), object()
-    ring = [old]
-    ring += [{"a": (old, ring)}, "b"]
-    made = Survey(ring).replaced({id(old): new})
-    assert made[0] is new
-    assert made[1]["a"][0] is new
-    assert made[1]["a"][1] is made
-    assert ring[0] is old
+    pair = {"a": (old, "b")}
+    made = Survey([pair, (pair, old)]).replaced({id(old): new})
+    assert made[0] == {"a": (new, "b")}
+    assert made[1] == (made[0], new)
+    assert made[1][0] is made[0]
+    assert pair == {"a": (old, "b")}
+
+
+def test_a_container_that_holds_itself_can_not_be_made_again():
+    ring = [1, object()]
+    ring.append((ring,))
+    assert Survey(ring).replaced({}) is ring
+    with pytest.raises(TenureError, match="A list holds itself"):
+        Survey(ring).replaced({id(ring[1]): 2})
 
 
 def test_settings_in_a_tree_have_attributes_of_their_own():

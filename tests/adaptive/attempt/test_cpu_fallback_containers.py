@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from tenure import TenureError
 from tenure.adaptive._attempt._cpu_fallback import on_cpu
 
 
@@ -69,31 +70,13 @@ def test_an_attribute_that_is_deleted_inside_is_gone(x):
 # --- containers that contain themselves
 
 
-def test_containers_that_contain_themselves_are_moved(sim, x):
-    items, state, empty = [x], {"x": x}, []
-    items += [items, (items, 1)]
-    state["self"] = state
+def test_a_container_that_contains_itself_and_a_tensor_is_refused_before_the_call(x):
+    items, empty = [x], []
+    items.append((items, 1))
     empty.append(empty)
-
-    def f(items, state, empty):
-        assert items[1] is items[2][0] is items
-        assert state["self"] is state
-        assert empty[0] is empty
-        assert items[0] is state["x"]
-        assert items[0].device.type == "cpu"
-        items.append(state)
-        made = [items[0] + 1]
-        made.append(made)
-        return made, empty
-
-    made, same = on_cpu(f, items, state, empty)
-    assert same is empty
-    assert items[0] is x
-    assert items[1] is items[2][0] is items
-    assert items[3] is state
-    assert state["self"] is state
-    assert made[1] is made
-    assert made[0].device == sim.device
+    assert on_cpu(lambda same: same, empty) is empty
+    with pytest.raises(TenureError, match="A list holds itself"):
+        on_cpu(pytest.fail, items)
 
 
 def test_what_is_written_and_returned_is_one_object(x):
