@@ -6,7 +6,6 @@ Invariant: being registered keeps nothing alive, and asking never raises for one
 from __future__ import annotations
 
 import logging
-import threading
 import weakref
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar
@@ -86,26 +85,20 @@ class _Registry(Generic[_Member]):
     """Objects for as long as they live, the first first."""
 
     def __init__(self) -> None:
-        # reentrant: a garbage collection inside may end a model, and its finalizer takes what was
-        # registered for it out again on this very thread (see test_registries.py)
-        self._lock = threading.RLock()
-        self._members: weakref.WeakKeyDictionary[_Member, None] = weakref.WeakKeyDictionary()
+        self._members: weakref.WeakValueDictionary[int, _Member] = weakref.WeakValueDictionary()
 
     def add(self, member: _Member) -> None:
         """From now on, and as long as it lives, ask this one."""
-        with self._lock:
-            self._members[member] = None
+        self._members.setdefault(id(member), member)
 
     def discard(self, member: _Member) -> None:
         """Ask it no more; one that is not registered is ignored."""
-        with self._lock:
-            self._members.pop(member, None)
+        self._members.pop(id(member), None)
 
     def alive(self) -> list[_Member]:
         """All that are registered and alive."""
-        with self._lock:
-            # not the dictionary itself: it must not change size while somebody walks it
-            references = self._members.keyrefs()
+        # the list of references is made in one go: other threads may register more meanwhile
+        references = self._members.valuerefs()
         return [member for each in references if (member := each()) is not None]
 
 
