@@ -15,11 +15,19 @@ if TYPE_CHECKING:
     from tenure.scopes import LeakReport
 
 
-class TenureError(RuntimeError):
+class _Public:
+    """A class that users import from a room, which tracebacks and pickle read as its module."""
+
+    def __init_subclass__(cls, room: str = "") -> None:
+        # without a room it is no public name, and pickle finds it only here
+        cls.__module__ = room or cls.__module__
+
+
+class TenureError(RuntimeError, _Public, room="tenure"):
     """Base class of the errors that tenure raises on purpose."""
 
 
-class DisposedTensorError(TenureError):
+class DisposedTensorError(TenureError, room="tenure"):
     """A tensor was used after it had been disposed."""
 
 
@@ -27,11 +35,11 @@ class DisposedAttributeError(DisposedTensorError, AttributeError):
     """An attribute of a disposed tensor was read; ``hasattr`` still answers False."""
 
 
-class ScopeUsageError(TenureError):
+class ScopeUsageError(TenureError, room="tenure"):
     """A scope was asked for something that it can't do, and nothing was changed."""
 
 
-class ScopeLeakError(TenureError):
+class ScopeLeakError(TenureError, room="tenure"):
     """Tensors outlived a scope whose policy is ``"raise"``.
 
     Attributes:
@@ -44,11 +52,11 @@ class ScopeLeakError(TenureError):
         self.report = report
 
 
-class AdaptiveUsageError(TenureError):
+class AdaptiveUsageError(TenureError, room="tenure.adaptive"):
     """A function of ``tenure.adaptive`` got what it can't use, and nothing was changed."""
 
 
-class CourtesyError(TenureError):
+class CourtesyError(TenureError, room="tenure.profiler"):
     """Memory could not be moved to the host, or not be brought back; no bytes were lost.
 
     Attributes:
@@ -64,15 +72,15 @@ class CourtesyError(TenureError):
         return type(self), (self.args[0],)
 
 
-class AwayTensorError(CourtesyError):
+class AwayTensorError(CourtesyError, room="tenure.profiler"):
     """A tensor was used while its bytes were in host memory."""
 
 
-class ProfilerUsageError(TenureError):
+class ProfilerUsageError(TenureError, room="tenure.profiler"):
     """A function of ``tenure.profiler`` got what it can't use, and nothing was changed."""
 
 
-class PagingError(TenureError):
+class PagingError(TenureError, room="tenure.paging"):
     """A model can't be paged as asked; what was asked for is not done, and the model is as before.
 
     Attributes:
@@ -84,15 +92,15 @@ class PagingError(TenureError):
         self.minimum_bytes = minimum_bytes
 
 
-class SimulatorUsageError(TenureError):
+class SimulatorUsageError(TenureError, room="tenure.testing"):
     """The simulated accelerator can't be set up here, or is not running; nothing was changed."""
 
 
-class RaceError(TenureError):
+class RaceError(TenureError, room="tenure.testing"):
     """Two streams of the simulated accelerator touched the same bytes, and nothing orders them."""
 
 
-class OutOfRetriesError(TenureError):
+class OutOfRetriesError(TenureError, room="tenure.adaptive"):
     """Work ran out of memory at every size that was allowed; its cause is the last of the errors.
 
     Attributes:
@@ -115,7 +123,7 @@ class OutOfRetriesError(TenureError):
         self.least = least
 
 
-class BatchCoupledError(TenureError):
+class BatchCoupledError(TenureError, room="tenure.adaptive"):
     """A batch had to be split, and something in the work mixes its samples.
 
     Attributes:
@@ -127,7 +135,7 @@ class BatchCoupledError(TenureError):
         self.names = names
 
 
-class SplitMismatchError(TenureError):
+class SplitMismatchError(TenureError, room="tenure.adaptive"):
     """A batch had to be split, and its micro-batches don't give what the whole gives.
 
     Nothing was delivered: gradients, buffers and random state are as before.
@@ -151,7 +159,7 @@ class SplitMismatchError(TenureError):
         self.advice = advice
 
 
-class RemoteRankError(TenureError):
+class RemoteRankError(TenureError, room="tenure.adaptive"):
     """Another rank has failed in work that all do together, or did not come to it.
 
     Nothing was delivered on any rank: gradients, buffers and random state are as before, unless
@@ -169,11 +177,11 @@ class RemoteRankError(TenureError):
         self.cause = cause
 
 
-class PredictionError(TenureError):
+class PredictionError(TenureError, room="tenure.adaptive"):
     """Nothing can be said of the memory that work would take; nothing was run or changed."""
 
 
-class MissingTorchNameError(TenureError):
+class MissingTorchNameError(TenureError, room="tenure"):
     """torch has dropped a private name that tenure needs; what does not need it works on.
 
     Attributes:
@@ -185,11 +193,11 @@ class MissingTorchNameError(TenureError):
         self.name = name
 
 
-class ByteSizeError(TenureError, ValueError):
+class ByteSizeError(TenureError, ValueError, room="tenure"):
     """A number of bytes was written in a way that can't be read."""
 
 
-class ReportFormatError(TenureError, ValueError):
+class ReportFormatError(TenureError, ValueError, room="tenure"):
     """A report can't be read from what was given: another kind, a newer version, or altered."""
 
 
@@ -197,47 +205,25 @@ class CommandError(TenureError):
     """A verb of the command line can't do what was asked; the message is one line."""
 
 
-class TenureWarning(UserWarning):
+class TenureWarning(UserWarning, _Public, room="tenure"):
     """Base class of the warnings that tenure gives."""
 
 
-class ScopeUsageWarning(TenureWarning):
+class ScopeUsageWarning(TenureWarning, room="tenure"):
     """A scope is used in a way that works, but seldom as it was meant."""
 
 
-class AdaptiveUsageWarning(TenureWarning):
+class AdaptiveUsageWarning(TenureWarning, room="tenure.adaptive"):
     """A function does what it may not do twice, and was run twice."""
 
 
-class PagingWarning(TenureWarning):
+class PagingWarning(TenureWarning, room="tenure.paging"):
     """A model is paged, but slower than it could be, or not for what it is used for."""
 
 
-class CourtesyWarning(TenureWarning):
+class CourtesyWarning(TenureWarning, room="tenure.profiler"):
     """Memory of a device was to be moved to the host, and some of it can't be."""
 
 
-class ProfilerUsageWarning(TenureWarning):
+class ProfilerUsageWarning(TenureWarning, room="tenure.profiler"):
     """A profiler is used in a way that works, but not quite as it was asked for."""
-
-
-_ROOMS: dict[str, tuple[type[Exception], ...]] = {
-    "tenure": (
-        TenureError, DisposedTensorError, ScopeUsageError, ScopeLeakError, MissingTorchNameError,
-        ByteSizeError, ReportFormatError, TenureWarning, ScopeUsageWarning,
-    ),
-    "tenure.adaptive": (
-        AdaptiveUsageError, AdaptiveUsageWarning, BatchCoupledError, OutOfRetriesError,
-        PredictionError, RemoteRankError, SplitMismatchError,
-    ),
-    "tenure.profiler": (
-        AwayTensorError, CourtesyError, CourtesyWarning, ProfilerUsageError, ProfilerUsageWarning,
-    ),
-    "tenure.testing": (RaceError, SimulatorUsageError),
-    "tenure.paging": (PagingError, PagingWarning),
-}  # fmt: skip
-# Tracebacks read ``tenure.DisposedTensorError``, as users import it. Others are no public names:
-# pickle looks a class up in its module, and finds these only here.
-for _room, _errors in _ROOMS.items():
-    for _error in _errors:
-        _error.__module__ = _room
