@@ -12,7 +12,6 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from tenure._graph_capture import watch_captures
 from tenure._registries import NamedTensor
 from tenure._show import progress
 from tenure._torch.lending import note_while
@@ -56,7 +55,6 @@ class Engine:
         # Whether nothing has happened since the last prefetch that could lead to another one.
         self._is_settled = False
         self._end_noting = note_while(self)
-        self._end_watching_captures = watch_captures(link.device, self)
 
     @property
     def device(self) -> torch.device:
@@ -268,7 +266,6 @@ class Engine:
         self._link.close()
         self._copies.clear()
         self.room.close()
-        self._end_watching_captures()
 
     def named_tensors(self) -> Iterator[NamedTensor]:
         """The ring, each unit that stays, and what the link stages."""
