@@ -38,8 +38,7 @@ else:
     Dropout = bound("torch.nn.modules.dropout._DropoutNd", "the check of a step")
     InstanceNorm = bound("torch.nn.modules.instancenorm._InstanceNorm", "step()")
 
-Seen = Callable[[nn.Module], object]
-Passed = Callable[[nn.Module, Any], object]
+Listener = Callable[[nn.Module, Any], object]
 Call = tuple[int, CodeType]
 """A call that runs: the id of its frame, and its code."""
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -106,46 +105,30 @@ def is_saving(frame: FrameType) -> bool:
 
 
 class _Thread(threading.local):
-    seen: tuple[Seen, ...] = ()
-    given: Passed | None = None
-    returned: Passed | None = None
+    listeners: tuple[tuple[Listener, Listener | None], ...] = ()
 
 
 _this_thread = _Thread()
 
 
 @contextmanager
-def modules_told(seen: Seen) -> Iterator[None]:
-    """A block in which ``seen`` gets each module that is called on this thread, before it runs.
+def modules_told(called: Listener, returned: Listener | None = None) -> Iterator[None]:
+    """A block in which ``called`` gets each module that this thread calls, before it runs.
 
-    Those that run inside compiled code are not told, and where blocks nest, each is.
+    It also gets what the module is called with, and ``returned`` what it returns. Modules that run
+    inside compiled code are not told. Where blocks nest, each is told.
     """
+    listener = called, returned
     with _calls.block():
-        _this_thread.seen = (seen, *_this_thread.seen)
+        _this_thread.listeners = (listener, *_this_thread.listeners)
         try:
             yield
         finally:
             # blocks may end in any order, and on another thread
-            rest = [*_this_thread.seen]
+            rest = [*_this_thread.listeners]
             with suppress(ValueError):
-                rest.remove(seen)
-            _this_thread.seen = tuple(rest)
-
-
-@contextmanager
-def values_told(given: Passed, returned: Passed | None = None) -> Iterator[None]:
-    """A block in which ``given`` gets what each module is called with, before it runs.
-
-    ``returned`` gets what it returns. As with `modules_told`; of blocks that nest, the inner.
-    """
-    thread = _this_thread
-    outer = thread.given, thread.returned
-    with _calls.block():
-        thread.given, thread.returned = given, returned
-        try:
-            yield
-        finally:
-            thread.given, thread.returned = outer
+                rest.remove(listener)
+            _this_thread.listeners = tuple(rest)
 
 
 def _telling(call: Any) -> Any:
@@ -153,17 +136,16 @@ def _telling(call: Any) -> Any:
     @functools.wraps(call)
     def told_call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         # dynamo folds the first condition, and sees a plain call
-        if not _is_compiled() and _calls.is_current("__call__", told_call):
-            thread = _this_thread
-            for seen in thread.seen:
-                _tell(seen, self)
-            if thread.given is not None:
-                _tell(thread.given, self, (args, kwargs))
-            if thread.returned is not None:
-                result = call(self, *args, **kwargs)
-                _tell(thread.returned, self, result)
-                return result
-        return call(self, *args, **kwargs)
+        if _is_compiled() or not _calls.is_current("__call__", told_call):
+            return call(self, *args, **kwargs)
+        listeners = _this_thread.listeners
+        for called, _ in listeners:
+            _tell(called, self, (args, kwargs))
+        result = call(self, *args, **kwargs)
+        for _, returned in listeners:
+            if returned is not None:
+                _tell(returned, self, result)
+        return result
 
     return told_call
 
@@ -172,9 +154,9 @@ _calls = Patch(nn.Module, {"__call__": _telling}, lingers=True)
 
 
 @never_compiled
-def _tell(told: Callable[..., object], *what: Any) -> None:
+def _tell(told: Listener, module: nn.Module, values: Any) -> None:
     # where compiled code broke its graph and calls the module, dynamo would compile the listener
-    told(*what)
+    told(module, values)
 
 
 def unsaved_names(module: nn.Module) -> set[str]:

@@ -153,7 +153,7 @@ def call_of_ranks(entry: str, name: str, group: Any) -> AbstractContextManager[R
 
 @contextmanager
 def _call_of(entry: str, name: str, group: Any) -> Iterator[RankCall | None]:
-    def refuse(module: nn.Module) -> None:
+    def refuse(module: nn.Module, values: object) -> None:
         if has_other_replicas(module) or is_sharded(module):
             raise AdaptiveUsageError(
                 f"{name!r}, run by {entry}() with group=, runs a {type(module).__name__}, which "

@@ -166,7 +166,7 @@ class GrowthWatch:
             self._n_steps, self._next, self.n_looks = 0, 1, 0
         self._turn_ended(optimizer)
 
-    def _before_call(self, module: nn.Module) -> None:
+    def _before_call(self, module: nn.Module, values: object) -> None:
         if not self._is_training and not is_called_by_module(sys._getframe(1)):
             self._turn_ended(module)
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from tenure._containers import tensors_in
 from tenure._torch.compiler import is_compiled, mark_dynamic
-from tenure._torch.modules import values_told
+from tenure._torch.modules import modules_told
 from tenure.scopes import owner_of
 
 
@@ -37,7 +37,7 @@ def expecting_other_sizes_of(
     def returned(module: nn.Module, values: Any) -> None:
         _mark(values, length())
 
-    return values_told(given, returned if has_functions else None) if compiled else nullcontext()
+    return modules_told(given, returned if has_functions else None) if compiled else nullcontext()
 
 
 def _mark(values: Any, length: int) -> None:
