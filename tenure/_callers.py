@@ -156,13 +156,22 @@ _CALL = (lambda func, args, kwargs: func(*args, **(kwargs or {}))).__code__
 
 
 class Site:
-    """One place in a program; ``str(site)`` reads as `line_in` spells it."""
+    """One place in a program; ``str(site)`` reads as `line_in` spells it.
 
-    __slots__ = ("_code", "_instruction")
+    Args:
+        code: the code that runs there.
+        instruction: how far it is.
+        around: the places of the calls that led to it, innermost first, if they are captured.
+    """
 
-    def __init__(self, code: CodeType, instruction: int = -1) -> None:
+    __slots__ = ("_around", "_code", "_instruction")
+
+    def __init__(
+        self, code: CodeType, instruction: int = -1, around: tuple[Site, ...] = ()
+    ) -> None:
         self._code = code
         self._instruction = instruction
+        self._around = around
 
     @property
     def line(self) -> int:
@@ -170,31 +179,11 @@ class Site:
         line = None if self._instruction < 0 else position_of(self._code, self._instruction)[0]
         return line or self._code.co_firstlineno
 
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Site):
-            return NotImplemented
-        return self._code is other._code and self._instruction == other._instruction
-
-    def __hash__(self) -> int:
-        return hash((id(self._code), self._instruction))
-
     def __str__(self) -> str:
-        return line_in(self._code.co_filename, self.line)
+        return " < ".join((line_in(self._code.co_filename, self.line), *map(str, self._around)))
 
     def __repr__(self) -> str:
         return f"<Site {self}>"
-
-
-class SiteStack:
-    """The places of a call stack, innermost first."""
-
-    __slots__ = ("_sites",)
-
-    def __init__(self, sites: tuple[Site, ...]) -> None:
-        self._sites = sites
-
-    def __str__(self) -> str:
-        return " < ".join(map(str, self._sites))
 
 
 def position_of(code: CodeType, instruction: int) -> tuple[int | None, int | None]:
@@ -228,18 +217,16 @@ def user_site() -> Site:
     return _place(user_frame(sys._getframe(1)))
 
 
-def capture_site(frame: FrameType, capture: Capture) -> Site | SiteStack:
+def capture_site(frame: FrameType, capture: Capture) -> Site:
     """The user's place at or around ``frame``, alone or with the calls that led to it."""
     user = user_frame(frame)
-    if capture == "site":
-        return _place(user)
-    sites: list[Site] = []
-    outer: FrameType | None = user
-    while outer is not None and len(sites) < _STACK_DEPTH:
-        sites.append(_place(outer))
-        # what stands below a cell is the notebook's, and no part of the program
+    around: list[Site] = []
+    # what stands below a cell is the notebook's, and no part of the program
+    outer = user if capture == "stack" else None
+    while outer is not None and len(around) < _STACK_DEPTH - 1:
         outer = None if is_cell(outer.f_code) else outer.f_back
-    return SiteStack(tuple(sites))
+        around += [] if outer is None else [_place(outer)]
+    return Site(user.f_code, user.f_lasti, tuple(around))
 
 
 def _place(frame: FrameType) -> Site:

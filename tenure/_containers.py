@@ -3,10 +3,10 @@
 Invariant: an object has one replacement, however often and from wherever a tree leads to it; a
 container that leads to nothing replaced stands for itself.
 
-Some read containers by themselves: what runs at each operation asks for the lists, tuples and
-dictionaries that torch passes, and nothing else (``flat_tensors`` of scopes, ``storages_in`` of
-budgets); and what must not run code of a user's class reads by the methods of the builtin ones
-(notes of containers in ``adaptive``, names in reports of memory, the search of the heap).
+Some read containers by themselves: budgets ask at each operation for the lists, tuples and
+dictionaries that torch passes, and nothing else (``storages_in``); and what must not run code of a
+user's class reads by the methods of the builtin ones (notes of containers in ``adaptive``, names in
+reports of memory, the search of the heap).
 """
 
 from __future__ import annotations

@@ -123,7 +123,7 @@ def _outliving(leaks: LeakReport | None) -> LeakReport | None:
         return None
     of_test = [bool(each.holders) and all(_OF_SELF in h for h in each.holders) for each in leaks]
     kept = [each for each, is_of_test in zip(leaks, of_test, strict=True) if not is_of_test]
-    return LeakReport(kept, scope=leaks.scope)
+    return LeakReport(tuple(kept), scope=leaks.scope)
 
 
 def _is_no_leak(record: logging.LogRecord) -> bool:

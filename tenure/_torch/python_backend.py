@@ -14,15 +14,10 @@ _SIMULATION = "the simulated accelerator"
 _names: list[Any] = []
 
 
-def needed(path: str) -> Any:
+def needed(path: str, bind: Callable[[str, str], Any] = bound) -> Any:
     """Bind a private name of torch, as `bound` does, that the simulated accelerator needs."""
-    _names.append(bound(path, _SIMULATION))
+    _names.append(bind(path, _SIMULATION))
     return _names[-1]
-
-
-def _read(path: str) -> Callable[[Any], Any]:
-    _names.append(getter(path, _SIMULATION))
-    return _names[-1]  # type: ignore[no-any-return]
 
 
 DeviceGuard: Any = needed("torch._C._acc.DeviceGuard")
@@ -37,8 +32,8 @@ without_keys: Any = needed("torch._C._ExcludeDispatchKeyGuard")
 StorageBase: Any = needed("torch.storage._StorageBase")
 map_only: Any = needed("torch.utils._pytree.tree_map_only")
 without_negative_bit: Any = needed("torch._neg_view")
-input_metadata: Callable[[Any], Any] = _read("torch._C._functions.AccumulateGrad._input_metadata")
-_read("torch._C._functions.AccumulateGrad._sequence_nr")
+input_metadata: Any = needed("torch._C._functions.AccumulateGrad._input_metadata", getter)
+needed("torch._C._functions.AccumulateGrad._sequence_nr", getter)
 
 
 def require_all() -> None:

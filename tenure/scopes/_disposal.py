@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tenure._callers import Site, SitedRef, SiteStack, warn_user
+from tenure._callers import Site, SitedRef, warn_user
 from tenure._errors import MissingTorchNameError, TenureWarning
 from tenure._storages import inner_tensors
 from tenure._torch import swap
@@ -95,7 +95,7 @@ def dispose_all(owned: Survivors, cause: Cause, thread: ThreadScopes, opener: Op
         raise interruptions[-1]
 
 
-def site_of(reference: Reference) -> Site | SiteStack | None:
+def site_of(reference: Reference) -> Site | None:
     """Where the tensor behind ``reference`` was made, if that was captured."""
     return reference.site if type(reference) is SitedRef else None
 
@@ -141,7 +141,7 @@ def dispose_waiting(thread: ThreadScopes) -> None:
 # --- one handle
 
 
-def dispose_one(tensor: Tensor, cause: Cause, created: Site | SiteStack | None = None) -> bool:
+def dispose_one(tensor: Tensor, cause: Cause, created: Site | None = None) -> bool:
     """Dispose one handle, unless it is a CUDA graph's; return whether it is disposed by this."""
     # it would come out of the next replay as well
     if belongs_to_graph(tensor):
@@ -152,7 +152,7 @@ def dispose_one(tensor: Tensor, cause: Cause, created: Site | SiteStack | None =
 
 
 def dispose_tensor(
-    tensor: Tensor, cause: Cause, created: Site | SiteStack | None, twins: list[Tensor]
+    tensor: Tensor, cause: Cause, created: Site | None, twins: list[Tensor]
 ) -> bool | None:
     """Dispose one handle of any shape, dtype, device, layout and subclass that is no graph's.
 
@@ -235,7 +235,7 @@ def _own_device_of(tensor: Tensor) -> torch.device:
 
 
 def _dispose_inner(
-    tensor: Tensor, cause: Cause, created: Site | SiteStack | None, twins: list[Tensor]
+    tensor: Tensor, cause: Cause, created: Site | None, twins: list[Tensor]
 ) -> bool | None:
     """Dispose the tensors that a handle is made of, which stays itself."""
     try:

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from tenure._callers import Site, SiteStack, package_of
+from tenure._callers import Site, package_of
 from tenure._containers import passed_tensors
 from tenure._errors import DisposedAttributeError, DisposedTensorError
 from tenure._heap import Holder, find_holders
@@ -65,7 +65,7 @@ class Cause:
         )
 
 
-Record = tuple[torch.dtype, tuple[int, ...], torch.device, Site | SiteStack | None, Cause]
+Record = tuple[torch.dtype, tuple[int, ...], torch.device, Site | None, Cause]
 """What a handle was, where it was made, and what disposed it; made text when somebody asks."""
 
 
