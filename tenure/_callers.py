@@ -92,14 +92,7 @@ def warn_user(message: str, category: type[TenureWarning]) -> None:
     level, frame = 1, sys._getframe()
     while frame.f_back and is_internal(frame):
         level, frame = level + 1, frame.f_back
-    cell = cell_of(frame.f_code.co_filename)
-    if cell is None:
-        warnings.warn(message, category, stacklevel=level)
-        return
-    # as it would be warned of there, but for the name of a file that is none
-    registry = frame.f_globals.setdefault("__warningregistry__", {})
-    module = module_of(frame) or "<string>"
-    warnings.warn_explicit(message, category, cell, frame.f_lineno, module, registry)
+    warnings.warn(message, category, stacklevel=level)
 
 
 def maker_of(frame: FrameType) -> FrameType:

@@ -102,19 +102,6 @@ def test_a_prediction_says_the_cell(shell):
     assert "(Cell In[4], line 1)" in " ".join(text.split())
 
 
-def test_a_warning_names_the_cell_and_comes_as_often_as_any(shell):
-    shell.user_ns.update(warn_user=warn_user, kind=ScopeUsageWarning)
-    code = "def told():\n    warn_user('careful', kind)\nfor _ in range(3):\n    told()"
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("default")
-        ran(shell, code)
-        told = [warnings.formatwarning(w.message, w.category, w.filename, w.lineno) for w in caught]
-        assert told == ["Cell In[3]:2: ScopeUsageWarning: careful\n"]
-        warnings.filterwarnings("ignore", module="__main__")
-        ran(shell, code)
-        assert len(caught) == 1
-
-
 def test_a_file_is_told_by_its_path_in_a_notebook_too(shell):
     assert cell_of(__file__) is None
     with pytest.warns(ScopeUsageWarning) as caught:
