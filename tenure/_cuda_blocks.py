@@ -13,7 +13,7 @@ from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -239,24 +239,12 @@ class CachedMemory:
         return self._budget_bytes is None or self.reserved_bytes + n_bytes <= self._budget_bytes
 
 
-class Taken(NamedTuple):
-    """Bytes of a device.
-
-    Attributes:
-        allocated_bytes: of the blocks, with what is too little to be a block of its own.
-        reserved_bytes: of the segments that they lie in.
-    """
-
-    allocated_bytes: int
-    reserved_bytes: int
-
-
-def taken_by(sizes: Iterable[int], device: torch.device) -> Taken:
+def taken_by(sizes: Iterable[int], device: torch.device) -> CachedMemory:
     """Return what blocks of these sizes take, allocated one after the other."""
-    if not is_rounding(device):
-        n_bytes = sum(sizes)
-        return Taken(n_bytes, n_bytes)
     memory = CachedMemory()
+    if not is_rounding(device):
+        memory.allocated_bytes = memory.reserved_bytes = sum(sizes)
+        return memory
     for size in sizes:
         memory.allocate(size)
-    return Taken(memory.allocated_bytes, memory.reserved_bytes)
+    return memory

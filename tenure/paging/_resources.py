@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from tenure._cuda_blocks import Taken, taken_by
+from tenure._cuda_blocks import CachedMemory, taken_by
 from tenure._registries import NamedTensor, namers
 
 from ._device import Engine, UnpagedTensors
@@ -55,7 +55,7 @@ class Resources:
         return self.engine.room.staying_bytes + self.unpaged.n_bytes
 
     @property
-    def taken(self) -> Taken:
+    def taken(self) -> CachedMemory:
         """What all of it takes of the device now."""
         return taken_by([*self.engine.room.slab_sizes, *self.unpaged.sizes], self.engine.device)
 

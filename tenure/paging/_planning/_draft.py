@@ -19,7 +19,7 @@ from tenure._cuda_blocks import (
     MIB,
     OWN_SEGMENT_BYTES,
     SEGMENT_STEP_BYTES,
-    Taken,
+    CachedMemory,
     is_rounding,
     taken_by,
     up_to,
@@ -86,7 +86,7 @@ class Draft:
         """The slabs of a division."""
         return arrange(self.cut.units, division, self.kept, self.device)
 
-    def taken_by(self, division: Residency) -> Taken:
+    def taken_by(self, division: Residency) -> CachedMemory:
         """What a division takes of the device, with what can't be paged."""
         sizes = self.arranged(division).sizes + self.table.unpaged_sizes
         return taken_by(sizes, self.device)
