@@ -167,6 +167,7 @@ class Book:
         account: the one of that device, once the profiler was enabled.
         lines: the figures of the lines by device.
         frames: those of each thread, by its number.
+        is_metered: whether an accelerator was measured since the profiler was enabled.
     """
 
     account: Account
@@ -176,12 +177,14 @@ class Book:
         self.device = device
         self.lines: dict[torch.device, dict[Key, Figures]] = {}
         self.frames: dict[int, Frames] = {}
+        self.is_metered = False
         self._accounts: dict[torch.device, Account] = {}
 
     def begin(self) -> None:
         """Count peaks from what is live now; frames that are known are from before."""
         self.frames.clear()
         self._accounts.clear()
+        self.is_metered = False
         self.measure(self.device)
 
     def measure(self, device: torch.device) -> None:
@@ -195,6 +198,7 @@ class Book:
         elif account.meter is not None:
             account.meter.start()
         self.device, self.account = device, account
+        self.is_metered |= account.meter is not None
 
     def count(self, visit: Visit | None, stream: Stream) -> None:
         """Book what the counters of an accelerator have grown by; not of the host."""

@@ -29,13 +29,14 @@ class Thread:
         number: that of the thread.
         n_ticks: how often it ticked since its session was read.
         follows: whether it is told what the stream tells.
+        is_known: whether the levels that it tells are those of c10.
     """
 
     def __init__(self) -> None:
         self.stream = this_stream()
         self.number = threading.get_ident()
         self.n_ticks = 0
-        self.follows = False
+        self.follows = self.is_known = False
         self._books: tuple[Book, ...] = ()
 
     def mark(self, books: tuple[Book, ...], *, goes_on: bool = False) -> None:
@@ -45,13 +46,16 @@ class Thread:
             books: those of the profilers that are open.
             goes_on: whether the line goes on with what it does, such as freeing variables.
         """
-        self._books, number = books, self.number
-        all_frames = [book.frames.get(number) for book in books]
-        claim = [None if each is None else each.claim(goes_on) for each in all_frames]
+        self._books = books
+        claim = []
+        for book in books:
+            frames = book.frames.get(self.number)
+            claim.append(None if frames is None else frames.claim(goes_on))
         if self.follows:
             self.stream.mark(self, claim)
-        for book, visit in zip(books, claim, strict=True):
-            book.count(visit, self.stream)
+        for i, book in enumerate(books):
+            if book.is_metered:
+                book.count(claim[i], self.stream)
 
     # --- told by the stream
 
@@ -61,27 +65,26 @@ class Thread:
 
     def take(self, claim: list[Visit | None], changes: list[int], level_bytes: int) -> None:
         """See `Consumer`."""
-        is_known = allocator.is_known()
+        usage = None
         # most lines allocate nothing
-        if not changes:
-            for visit in _on_the_host(claim):
-                visit.reach(level_bytes, is_known)
-            return
-        net = sum(changes)
-        allocated = sum([n_bytes for n_bytes in changes if n_bytes > 0])
-        peak = level_bytes - net + max(accumulate(changes, initial=0))
-        usage = Usage(allocated, allocated - net, peak, True, is_known)
-        for visit in _on_the_host(claim):
-            visit.add(usage)
+        if changes:
+            net = sum(changes)
+            allocated = sum([n_bytes for n_bytes in changes if n_bytes > 0])
+            peak = level_bytes - net + max(accumulate(changes, initial=0))
+            usage = Usage(allocated, allocated - net, peak, True, self.is_known)
+        for visit in claim:
+            if visit is None or visit.account.meter is not None:
+                continue
+            if usage is None:
+                visit.reach(level_bytes, self.is_known)
+            else:
+                visit.add(usage)
 
     def miss(self, claim: list[Visit | None], was_bytes: int, level_bytes: int) -> None:
         """See `Consumer`."""
-        for visit in _on_the_host(claim):
-            visit.add(unseen_usage(was_bytes, level_bytes))
-
-
-def _on_the_host(claim: list[Visit | None]) -> list[Visit]:
-    return [visit for visit in claim if visit is not None and visit.account.meter is None]
+        for visit in claim:
+            if visit is not None and visit.account.meter is None:
+                visit.add(unseen_usage(was_bytes, level_bytes))
 
 
 class _ThisThread(ThisThread):
@@ -199,13 +202,14 @@ class Engine(ABC):
         else:
             with self.lock:
                 self._n_following += 1
-            thread.follows, thread.n_ticks = True, 0
+            thread.follows, thread.is_known, thread.n_ticks = True, allocator.is_known(), 0
             thread.stream.follow(thread)
         key = id(code), line
         for book in self.books:
             if key[0] in book.codes:
-                frames = book.frames.get(thread.number) or Frames()
-                book.frames[thread.number] = frames
+                frames = book.frames.get(thread.number)
+                if frames is None:
+                    frames = book.frames[thread.number] = Frames()
                 frames.line(identity, book.account, key, hits)
 
     def leave(self, identity: int, code: CodeType, torn_down: bool) -> bool:

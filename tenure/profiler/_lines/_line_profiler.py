@@ -277,22 +277,20 @@ class LineProfiler:
         is_one = isinstance(func, str) or callable(func) or not isinstance(func, Iterable)
         chosen: list[CodeType] = []
         for each in [func] if is_one else func:
-            if isinstance(each, str):
-                name, found = each, [code for i, code in codes.items() if each in self._names(i)]
-            else:
-                code = function_of(each).__code__
-                name, found = code.co_qualname, [code] if id(code) in codes else []
+            wanted = each if isinstance(each, str) else function_of(each).__code__
+            found = [
+                code
+                for i, code in codes.items()
+                if wanted in (code.co_qualname, f"{self._modules[i]}.{code.co_qualname}")
+                or wanted is code
+            ]
             if not found:
                 raise ProfilerUsageError(
-                    f"{name} is not profiled; what is: {', '.join(self.functions) or 'none'}. Add "
-                    "it with add_function()."
+                    f"{getattr(wanted, 'co_qualname', wanted)} is not profiled; what is: "
+                    f"{', '.join(self.functions) or 'none'}. Add it with add_function()."
                 )
             chosen += found
         return chosen
-
-    def _names(self, identity: int) -> tuple[str, str]:
-        name = self._book.codes[identity].co_qualname
-        return name, f"{self._modules[identity]}.{name}"
 
     def _why_empty(self, chosen: list[CodeType]) -> str:
         if not self._book.codes:

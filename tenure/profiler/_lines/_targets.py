@@ -78,18 +78,15 @@ def chosen_device(
         ProfilerUsageError: the device can't be measured, or there are accelerators, but not this
             one.
     """
-    if device is not None:
-        return checked_device(device)
-    if not isinstance(target_gpu, int | None):
-        return checked_device(target_gpu)
+    asked = target_gpu if device is None else device
+    if not isinstance(asked, int | None):
+        return checked_device(asked)
     kind = _accelerator()
     if kind is not None:
-        return checked_device(f"{kind}:{target_gpu or 0}")
-    if target_gpu is not None:
-        if target_gpu < 0:
-            raise ProfilerUsageError(f"GPU {target_gpu} is no device. Pass 0 or more.")
+        return checked_device(f"{kind}:{asked or 0}")
+    if asked is not None:
         warn_user(
-            f"There is no GPU {target_gpu} here, and no other whose memory can be measured: the "
+            f"There is no GPU {asked} here, and no other whose memory can be measured: the "
             "memory of the CPU is measured instead.",
             ProfilerUsageWarning,
         )
