@@ -26,16 +26,9 @@ except ImportError:
     resource = None
 
 
-class _Files(NamedTuple):
-    """What a version of cgroups calls its numbers."""
-
-    limit: str
-    used: str
-    unused_cache: str
-
-
-_V1 = _Files("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-_V2 = _Files("memory.max", "memory.current", "inactive_file")
+# what a version of cgroups calls a group's limit, its use, and the part of files that nobody uses
+_V1 = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+_V2 = "memory.max", "memory.current", "inactive_file"
 
 
 def free_host_bytes(root: Path = Path("/")) -> int:
@@ -108,24 +101,25 @@ def _groups(root: Path) -> Iterator[GroupMemory]:
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = [*line.split(":", 2), "", ""][:3]
         if "memory" in controllers.split(","):
-            top, files = root / "sys/fs/cgroup/memory", _V1
+            top, names = root / "sys/fs/cgroup/memory", _V1
         elif not controllers:
-            top, files = root / "sys/fs/cgroup", _V2
+            top, names = root / "sys/fs/cgroup", _V2
         else:
             continue
         folder = top / path.lstrip("/")
         for each in (folder, *folder.parents):
-            if each.is_relative_to(top) and (group := _group_in(each, files)) is not None:
+            if each.is_relative_to(top) and (group := _group_in(each, names)) is not None:
                 yield group
 
 
-def _group_in(folder: Path, files: _Files) -> GroupMemory | None:
-    limit_bytes, used_bytes = _number(folder / files.limit), _number(folder / files.used)
+def _group_in(folder: Path, names: tuple[str, str, str]) -> GroupMemory | None:
+    limit_name, used_name, cache_name = names
+    limit_bytes, used_bytes = _number(folder / limit_name), _number(folder / used_name)
     # the first version writes no limit as one of nearly 2**63 bytes
     if limit_bytes is None or used_bytes is None or limit_bytes >= 1 << 60:
         return None
     # files that were read and are not in use count as used, and make room when that is wanted
-    cached = re.search(rf"^{files.unused_cache} (\d+)", _text(folder / "memory.stat"), re.MULTILINE)
+    cached = re.search(rf"^{cache_name} (\d+)", _text(folder / "memory.stat"), re.MULTILINE)
     cache_bytes = int(cached[1]) if cached else 0
     return GroupMemory(limit_bytes, limit_bytes - max(0, used_bytes - cache_bytes))
 

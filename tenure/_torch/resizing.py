@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 from torch import UntypedStorage
@@ -27,16 +26,6 @@ def tell_no_more(told: Told) -> None:
     if told in _listening:
         _, end = _listening.pop(told)
         end()
-
-
-@contextmanager
-def resizes_told(told: Told) -> Iterator[None]:
-    """A block in which a function is called."""
-    tell(told)
-    try:
-        yield
-    finally:
-        tell_no_more(told)
 
 
 def _telling(resize: Any) -> Any:

@@ -1,9 +1,18 @@
 """Storages that are resized by no operation."""
 
+from contextlib import contextmanager
+
 import pytest
 from torch import UntypedStorage
 
-from tenure._torch.resizing import resizes_told
+from tenure._torch.resizing import tell, tell_no_more
+
+
+@contextmanager
+def resizes_told(told):
+    tell(told)
+    yield
+    tell_no_more(told)
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from tenure._torch.autograd import BACKWARD_TWICE
 from tenure._torch.compiler import is_compiled
 from tenure._torch.fakes import is_fake, unrecognised
 from tenure._torch.optimizers import stepping_fakes
-from tenure._torch.resizing import resizes_told
+from tenure._torch.resizing import tell, tell_no_more
 from tenure._torch.sharding import Shards, shapes_found_unseen
 from tenure.scopes import persist
 
@@ -179,7 +179,8 @@ class Work:
             stack.enter_context(self.target.shown())
             stack.enter_context(mode)
             stack.enter_context(shapes_found_unseen())
-            stack.enter_context(resizes_told(observer.note_resized))
+            stack.callback(tell_no_more, observer.note_resized)
+            tell(observer.note_resized)
             stack.enter_context(observer)
             observer.begin()
             with interrupts.let_through():
