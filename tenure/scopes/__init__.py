@@ -1,9 +1,9 @@
 """Lifetimes: who owns a tensor, when it is let go, and what leaked."""
 
+from ._disposal import is_disposed as is_disposed
 from ._functions import attach_to_scope as attach_to_scope
 from ._functions import detach_from_scope as detach_from_scope
 from ._functions import dispose as dispose
-from ._functions import is_disposed as is_disposed
 from ._functions import move_to as move_to
 from ._functions import move_to_outer as move_to_outer
 from ._functions import owner_of as owner_of

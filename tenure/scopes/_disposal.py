@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tenure._callers import Site, SitedRef, warn_user
-from tenure._errors import MissingTorchNameError, TenureWarning
+from tenure._errors import MissingTorchNameError, ScopeUsageError, TenureWarning
 from tenure._storages import inner_tensors
 from tenure._torch import swap
 from tenure._torch.autograd import ENGINE_CODE, check_engine_is_seen
@@ -205,13 +205,22 @@ def dispose_tensor(
 
 
 def is_disposed(tensor: Tensor) -> bool:
-    """Whether the handle has been disposed; of a wrapper with slots, whether its inner ones were.
+    """Whether ``tensor`` has been disposed; reading it never raises.
+
+    A wrapper with slots has been if the tensors were that it is made of.
 
     Args:
         tensor: a tensor of any shape, dtype and device.
+
+    Raises:
+        ScopeUsageError: it is no tensor.
     """
     if type(tensor) is DisposedTensor:
         return True
+    if not isinstance(tensor, Tensor):
+        raise ScopeUsageError(
+            f"is_disposed() got a {type(tensor).__name__}, which is no tensor. Pass a tensor."
+        )
     try:
         inner = inner_tensors(tensor)
     # a __tensor_flatten__ of the user's; what can't be taken apart is not disposed

@@ -11,8 +11,7 @@ from tenure._errors import ScopeUsageError, ScopeUsageWarning
 from tenure._text import describe_tensor
 from tenure._torch.compiler import belongs_to_graph, is_dynamo_compiling, never_compiled
 
-from ._disposal import dispose_all, dispose_one, inside_operation
-from ._disposal import is_disposed as _is_disposed
+from ._disposal import dispose_all, dispose_one, inside_operation, is_disposed
 from ._disposed import Cause
 from ._ledger import take
 from ._scope import DisposeScope, checked_target, current_scope
@@ -148,22 +147,6 @@ def dispose(*trees: Tree) -> Tree:
     return given_back(trees)
 
 
-def is_disposed(tensor: Tensor) -> bool:
-    """Whether ``tensor`` has been disposed; reading it never raises.
-
-    Args:
-        tensor: a tensor of any shape, dtype and device.
-
-    Raises:
-        ScopeUsageError: it is no tensor.
-    """
-    if not isinstance(tensor, Tensor):
-        raise ScopeUsageError(
-            f"is_disposed() got a {type(tensor).__name__}, which is no tensor. Pass a tensor."
-        )
-    return _is_disposed(tensor)
-
-
 def _detach(trees: tuple[object, ...], call: str) -> None:
     tensors = required_tensors(trees, f"{call}()")
     check_not_foreign(tensors, call)
@@ -196,7 +179,7 @@ def _dispose(tensors: list[Tensor]) -> None:
             thread.disposed_outside += 1
         else:
             thread.disposed_outside += dispose_one(tensor, cause)
-    stuck = [tensor for tensor in tensors if not _is_disposed(tensor)]
+    stuck = [tensor for tensor in tensors if not is_disposed(tensor)]
     if stuck and not inside_operation(None):
         raise ScopeUsageError(
             f"dispose() got a {type(stuck[0]).__name__}, whose class has __slots__ and no "

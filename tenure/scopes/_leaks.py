@@ -101,9 +101,6 @@ class LeakReport(Report):
     def __len__(self) -> int:
         return len(self.records)
 
-    def __bool__(self) -> bool:
-        return bool(self.records)
-
     def __iter__(self) -> Iterator[LeakRecord]:
         return iter(self.records)
 
