@@ -114,14 +114,12 @@ def checked_device(device: str | torch.device) -> torch.device:
             f"{found} can't be measured: torch.{found.type} has no memory_stats(). "
             'Measure the memory of the CPU with set_target_device("cpu").'
         )
-    # where none is there, torch knows no current one
-    chosen = indexed(found) if n_devices else torch.device(found.type, found.index or 0)
-    if chosen.index >= n_devices:
-        has = counted(n_devices, "such device") if n_devices else "no such devices"
+    if (found.index or 0) >= n_devices:
         raise ProfilerUsageError(
-            f'{found} is not there: this machine has {has}. Name one that is, or "cpu".'
+            f"{found} is not there: this machine has {counted(n_devices, 'such device')}. Name one "
+            'that is, or "cpu".'
         )
-    return chosen
+    return indexed(found)
 
 
 def _accelerator() -> str | None:

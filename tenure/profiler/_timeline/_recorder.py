@@ -66,32 +66,27 @@ class Recorder:
         stream: the allocator's events of the thread.
         is_open: whether it takes notes.
         n_events: storages that were made, and that died.
+        n_missed: how many marks of the stream had no events before it was started.
         began_ns: when it was started, by ``time.perf_counter_ns()``.
     """
 
     def __init__(self, failed: Callable[[Exception], None]) -> None:
         self.failed = failed
-        self.places, self.bands = Places(), Bands(self.step)
+        self.places, self.bands = Places(), Bands(self.look)
         self.host = Account(torch.device("cpu"))
         self.accounts = {self.host.device: self.host}
         self.rss = Series(1024)
         self.stream = this_stream()
         self.is_open = False
-        self.n_events = 0
-        self.began_ns = 0
+        self.n_events = self.n_missed = self.began_ns = 0
         self._next_sample_ns = 0
         self._entries: dict[int, Entry] = {}
         self._dead: list[Entry] = []
         # that of the step which has not ended
         self._number = 0
         self._live = allocator.live_counter()
-        self._host_base = self._n_missed = 0
-        self._is_prepared = self._is_stepping = False
-
-    @property
-    def has_missed(self) -> bool:
-        """Whether another profiler had the allocator's events at some time."""
-        return self.stream.n_missed > self._n_missed
+        self._host_base = 0
+        self._is_prepared = self._is_looking = False
 
     # --- from the beginning to the end
 
@@ -116,15 +111,15 @@ class Recorder:
         self.is_open = True
         self.bands.open(self.began_ns)
         self._host_base = self.host.known_bytes - self._live.value
-        self._n_missed, self.n_events = self.stream.n_missed, 0
+        self.n_missed, self.n_events = self.stream.n_missed, 0
         for account in self.accounts.values():
             account.begin()
-        self.step()
+        self.look()
 
     def close(self) -> None:
         """Tell what is still to be told, and leave torch as it was."""
         if self.is_open:
-            self.step()
+            self.look()
             self.stream.leave(self)
             self.is_open = False
             at_ns = self.elapsed_ns()
@@ -179,7 +174,7 @@ class Recorder:
                 is_input |= any(map(self._is_input, storages_in(args)))
             self._enter(storage, place, INPUTS if is_input else OTHERS, storage.nbytes())
         if place >= 0:
-            self.step()
+            self.look()
             self.stream.resume()
 
     def resized(self, storage: UntypedStorage, n_bytes: int) -> None:
@@ -233,12 +228,12 @@ class Recorder:
 
     # --- steps
 
-    def step(self) -> None:
-        """End a step, and mark its end among the allocator's events."""
+    def look(self) -> None:
+        """End a step, and mark its end among the allocator's events; see `Consumer`."""
         # a call of this very function may have been what let the stream be read
-        if not self.is_open or self._is_stepping:
+        if not self.is_open or self._is_looking:
             return
-        self._is_stepping = True
+        self._is_looking = True
         try:
             number, at_ns = self._number, self.elapsed_ns()
             # Taken before the step is marked: what dies from here on belongs to the next one.
@@ -249,14 +244,10 @@ class Recorder:
             step: _Step = number, at_ns, dead
             self.stream.mark(self, step)
         finally:
-            self._is_stepping = False
+            self._is_looking = False
         if at_ns >= self._next_sample_ns:
             self._next_sample_ns = at_ns + _SAMPLE_NS
             self.rss.add(number, at_ns, resident_bytes())
-
-    def look(self) -> None:
-        """See `tenure._stream.Consumer`."""
-        self.step()
 
     def elapsed_ns(self) -> int:
         """Since it was started."""

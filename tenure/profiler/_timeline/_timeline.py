@@ -199,7 +199,7 @@ class Timeline:
             self._note_oom(text)
 
     def _note_oom(self, text: str) -> None:
-        self._recorder.step()
+        self._recorder.look()
         at_s = self._recorder.elapsed_ns() / _NS
         if len(self._ooms) < _MOST_OOMS:
             self._ooms.append(OomMark(at_s, text.partition("\n")[0]))
@@ -253,7 +253,7 @@ class Timeline:
         accounts = recorder.accounts.values()
         devices = tuple(compose(account, recorder.places) for account in accounts)
         self._notes += [note for account in accounts for note in account.notes()]
-        if recorder.has_missed:
+        if recorder.stream.n_missed > recorder.n_missed:
             self._note(
                 "temporaries inside operations were not all seen: another profiler had its thread"
             )
