@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ._devices import NO_ACCELERATOR
-from ._heap import instances, is_kind, tracked_objects
+from ._heap import instances, tracked_objects
 
 _GRAPHS = ("CUDAGraph", "XPUGraph")
 
@@ -48,6 +48,6 @@ def kind_of_live_graph(device: torch.device) -> str | None:
     """
     module: Any = torch.get_device_module(device)
     classes = [getattr(module, name) for name in _GRAPHS if hasattr(module, name)]
-    if classes and instances(tracked_objects(), lambda kind: is_kind(kind, *classes)):
+    if classes and instances(tracked_objects(), *classes):
         return str(classes[0].__name__)
     return None

@@ -17,7 +17,6 @@ import torch  # noqa: F401  # what takes long is imported before the fork
 import tenure.adaptive
 import tenure.paging
 import tenure.profiler  # noqa: F401
-from tenure._heap import _collector, _index
 
 for name in sys.argv[1:]:
     importlib.import_module(name)
@@ -44,7 +43,7 @@ def _become(request):
     os.environ.update(request["environment"])
     if request["hides"]:
         gc.freeze()
-        _collector.has_frozen = _index.has_frozen = lambda: False
+        gc.unfreeze = lambda: None
     main = types.ModuleType("__main__")
     sys.argv = [request["path"] or "-c"]
     if request["path"]:

@@ -5,23 +5,17 @@ each search would look at all of them: that is most of what a test of these take
 """
 
 import gc
-from typing import Any
 
-from tenure._heap import _collector, _index
-
-_ASKING: tuple[Any, ...] = (_collector, _index)
-_has_frozen = _collector.has_frozen
+_unfreeze = gc.unfreeze
 
 
 def hide() -> None:
-    """Hide what is there: a search is told that nothing is frozen, and so does not look for it."""
+    """Hide what is there: a search would undo ``gc.freeze``, and so find it."""
     gc.freeze()
-    for module in _ASKING:
-        module.has_frozen = lambda: False
+    gc.unfreeze = lambda: None
 
 
 def show() -> None:
     """Make it what it is in a program."""
+    gc.unfreeze = _unfreeze
     gc.unfreeze()
-    for module in _ASKING:
-        module.has_frozen = _has_frozen

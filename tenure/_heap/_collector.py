@@ -1,34 +1,15 @@
-"""What the garbage collector tracks, also behind its back: `gc.freeze` hides objects from it.
-
-Frozen objects are looked for from everything that is alive by itself, and stay frozen. What they
-alone hold is found as well. A frozen reference cycle that nothing else refers to is not, nor is a
-frozen tensor that only a NumPy array holds.
-"""
+"""What the garbage collector tracks."""
 
 import gc
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
+from itertools import compress
 from time import monotonic, sleep
-from types import FrameType, ModuleType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-
-from tenure._callers import is_tenure
-
-from ._identities import Identities, IdentitySet
-from ._reading import is_kind, read_locals
-
-_T = TypeVar("_T")
-
-# objects whose referents are asked for together
-_CHUNK = 4096
-
-# `gc.freeze` hides four thousand objects of the barest interpreter. A few hundred are not its
-# doing: the collector of Python 3.12 puts immortal tuples (bases of built-in classes) with them.
-_FEWEST_FROZEN = 2000
 
 # A module of Python 3.12 that shows its list of free objects, too. To be shown them brings them to
 # life; as they die again they enter the list a second time, and from then on it has no end.
@@ -52,11 +33,6 @@ def collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-def has_frozen() -> bool:
-    """Whether the functions of `gc` leave objects out."""
-    return gc.get_freeze_count() >= _FEWEST_FROZEN
-
-
 class _Heap(list[Any]):
     """A list of all objects that, unlike a plain one, can have a weak reference."""
 
@@ -71,94 +47,48 @@ def wait_for_readers() -> bool:
     Returns:
         Whether there was such a list, and now is none.
     """
-    if not _is_read():
-        return False
-    deadline_s = monotonic() + _MOST_WAIT_S
-    while _is_read() and monotonic() < deadline_s:
+    has_waited, deadline_s = False, monotonic() + _MOST_WAIT_S
+    while any(heap() is not None for heap in list(_heaps)):
+        if monotonic() >= deadline_s:
+            return False
         # let the other thread run
         sleep(0.001)
-    return not _is_read()
-
-
-def _is_read() -> bool:
-    return any(heap() is not None for heap in list(_heaps))
+        has_waited = True
+    return has_waited
 
 
 def tracked_objects() -> list[Any]:
-    """Every object that the collector tracks, in its order; then the frozen ones."""
-    # before the list is made: what it holds can't be read without leaving a trace
-    roots = _roots() if has_frozen() else []
+    """Return every object that the collector tracks, in its order; ``gc.freeze`` is undone."""
+    # the collector shows nothing that is frozen
+    gc.unfreeze()
     found = _Heap(gc.get_objects())
     _heaps.append(weakref.ref(found, _heaps.remove))
-    endless = sys.modules.get(_ENDLESS)
-    if endless is not None:
-        for position in Identities(found).where(IdentitySet([id(endless)])):
+    if (endless := sys.modules.get(_ENDLESS)) is not None:
+        for position in [i for i, each in enumerate(found) if each is endless]:
             del found[position]
-    if roots:
-        # our own list, which would pass for a holder of every local variable
-        del found[list(map(id, found)).index(id(roots))]
-        found.extend(_frozen(found, roots))
     return found
 
 
-def is_endless(found: object) -> bool:
-    """Whether nobody may ask what an object refers to; `tracked_objects` leaves it out."""
-    return type(found) is ModuleType and found is sys.modules.get(_ENDLESS)
+def subclasses_of(*bases: type) -> Iterator[type]:
+    """Yield some classes and all that inherit from them."""
+    for base in bases:
+        yield base
+        # past a metaclass
+        inner: list[type] = type.__subclasses__(base)
+        yield from subclasses_of(*inner)
 
 
-def instances(objects: list[Any], judge: Callable[[type], bool]) -> list[Any]:
-    """Those whose class passes."""
-    return [found for found, _ in judged(objects, judge)]
+def of_classes(objects: list[Any], classes: Container[int]) -> Iterator[Any]:
+    """Yield the objects whose class is among these identities; no object is asked."""
+    # by identity, as a metaclass may define __hash__ and __eq__; and all in C, as there are many
+    return compress(objects, map(classes.__contains__, map(id, map(type, objects))))
 
 
-def judged(objects: list[Any], judge: Callable[[type], _T]) -> Iterator[tuple[Any, _T]]:
-    """Those of whose class a verdict says anything, with the verdict, in their order.
-
-    Each class is judged once, and no object is asked.
-    """
-    classes = list(map(type, objects))
-    identities = Identities(classes)
-    examples = [classes[position] for position in identities.first_positions()]
-    # by identity, as a metaclass may define __hash__ and __eq__
-    verdicts = {id(cls): verdict for cls in examples if (verdict := judge(cls))}
-    for position in identities.where(IdentitySet(verdicts)):
-        yield objects[position], verdicts[id(classes[position])]
-
-
-def _frozen(unfrozen: list[Any], roots: list[Any]) -> list[Any]:
-    found: list[Any] = []
-    fresh: list[Any] = []
-    seen = {*map(id, (unfrozen, roots, found, fresh)), *map(id, unfrozen)}
-    fresh += {id(root): root for root in roots if id(root) not in seen}.values()
-    fresh += _new_referents(unfrozen, seen.union(map(id, fresh)))
-    while fresh:
-        seen.update(map(id, fresh))
-        found += fresh
-        fresh = _new_referents(fresh, seen)
-    return found
-
-
-def _new_referents(holders: list[Any], seen: set[int]) -> list[Any]:
-    found: dict[int, Any] = {}
-    for start in range(0, len(holders), _CHUNK):
-        for held in gc.get_referents(*holders[start : start + _CHUNK]):
-            if id(held) not in seen and gc.is_tracked(held) and not is_endless(held):
-                found[id(held)] = held
-    return list(found.values())
-
-
-def _roots() -> list[Any]:
-    found: list[Any] = [sys.modules, *sys.modules.values()]
-    frame: FrameType | None
-    for frame in sys._current_frames().values():
-        # walking on with the same variable: if it kept our own frame, that would be a cycle
-        while frame is not None:
-            if not is_tenure(frame):
-                found += (value for _, value in read_locals(frame))
-            frame = frame.f_back
-    return [root for root in found if gc.is_tracked(root) and not is_endless(root)]
+def instances(objects: list[Any], *bases: type) -> list[Any]:
+    """Return the instances of some classes, in their order."""
+    return list(of_classes(objects, frozenset(map(id, subclasses_of(*bases)))))
 
 
 def live_tensors() -> list[torch.Tensor]:
     """Every tensor with a handle in Python, in the order of the collector."""
-    return instances(tracked_objects(), lambda cls: is_kind(cls, torch.Tensor))
+    return instances(tracked_objects(), torch.Tensor)

@@ -1,14 +1,17 @@
-"""Every tensor that a graph of autograd keeps, through C++ and through Python alike.
+"""The nodes of autograd, and every tensor that they keep, through C++ and through Python alike.
 
-No unpack hook runs. What a node keeps in Python (attributes of a custom Function's context, hooks,
-what a pack hook returned, the arguments of a checkpoint) is followed as long as the graph alone
-holds it: an object is entered only when every reference to it was met on the way.
+Nodes are read through ``_raw_saved_*`` and never through ``_saved_*``, so no unpack hook runs and
+no checkpoint is recomputed. What a node keeps in Python (attributes of a custom Function's context,
+hooks, what a pack hook returned, the arguments of a checkpoint) is followed as long as the graph
+alone holds it: an object is entered only when every reference to it was met on the way.
+
+Source: ``torch/csrc/autograd/saved_variable.h`` for what a saved tensor holds.
 """
 
 import gc
 import sys
 import types
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -18,13 +21,69 @@ from tenure._storages import storage_key
 from tenure._torch.autograd import content_of_saved, is_saved_tensor
 from tenure._torch.counting import SOLE
 
-from ._nodes import is_node, slot_names, slots_of_node, tensors_in, walk_nodes
-from ._reading import cpp_references, is_kind, read, type_name
+from ._reading import class_attributes, cpp_references, is_kind, mro_of, read, type_name
 from ._slots import slots_of
 from ._words import Namer
 
 # references to an object from its entry, and from the variable that is asked about
 _OWN_REFERENCES = 1 + SOLE
+_EDGES = "next_functions"
+_RAW = "_raw_saved_"
+_MAX_DEPTH = 2
+
+
+def is_node(found: object) -> bool:
+    """Whether an object is a node of a graph."""
+    return any(_EDGES in class_attributes(base) for base in mro_of(type(found)))
+
+
+def node_classes() -> list[type]:
+    """Return the classes that all classes of nodes inherit from, or are."""
+    # each operation has one of its own, which torch makes when the first of its nodes is read
+    direct: list[type] = type.__subclasses__(object)
+    return [cls for cls in direct if _EDGES in class_attributes(cls)]
+
+
+def walk_nodes(stack: list[Any], seen: dict[int, Any]) -> Iterator[Any]:
+    """Every node once; `seen` keeps them, so that their identities stay their own."""
+    while stack:
+        node = stack.pop()
+        if id(node) not in seen:
+            seen[id(node)] = node
+            yield node
+            stack.extend(reversed(inner_nodes(node)))
+
+
+def inner_nodes(node: Any) -> list[Any]:
+    """The nodes that a backward pass runs next."""
+    return [inner for inner, _ in node.next_functions if inner is not None]
+
+
+def _slot_names(cls: type) -> list[str]:
+    """The attributes under which a class of nodes shows what it has saved."""
+    names = (name for base in mro_of(cls) for name in class_attributes(base))
+    return [name for name in names if name.startswith(_RAW) or name == "variable"]
+
+
+def _slots_of_node(node: Any, names: list[str]) -> Iterator[tuple[str, Any, Any]]:
+    """Labels of what a node has saved, with a tensor or what a hook packed, and its unpack hook."""
+    for name in names:
+        try:
+            saved = getattr(node, name)
+        # freed by backward()
+        except RuntimeError:
+            continue
+        for item in _items_in(saved):
+            packed = content_of_saved(item) if is_saved_tensor(item) else (item, None)
+            yield name.removeprefix(_RAW), *packed
+
+
+def _items_in(value: Any, depth: int = _MAX_DEPTH) -> Iterator[Any]:
+    if type(value) in (tuple, list) and depth:
+        for item in value:
+            yield from _items_in(item, depth - 1)
+    else:
+        yield value
 
 
 @dataclass(slots=True)
@@ -99,7 +158,8 @@ class Graphs:
         self.saved: list[Saved] = []
         self._beside = beside
         self._follows = follow
-        self._classes: dict[int, tuple[str, list[str]]] = {}
+        # by the identity of a class of nodes
+        self._names: dict[int, list[str]] = {}
         self._kept: dict[int, Referent] = {}
         self._entered: set[int] = set()
         self._waiting: dict[int, Referent] = {}
@@ -131,27 +191,21 @@ class Graphs:
         return sys.getrefcount(found) > known + _OWN_REFERENCES
 
     def _add_node(self, node: Any) -> None:
-        name, slots = self._described(type(node))
-        for label, data, unpack_hook in slots_of_node(node, slots):
+        cls, name = type(node), type_name(type(node))
+        if id(cls) not in self._names:
+            self._names[id(cls)] = _slot_names(cls)
+        for label, data, unpack_hook in _slots_of_node(node, self._names[id(cls)]):
             self._add_data(f"{name}.{label}", data, unpack_hook)
-            for t in tensors_in(data):
-                self._add_saved(t, id(node), name, label)
+            for t in _items_in(data):
+                if is_kind(type(t), Tensor):
+                    base = read(t, "_base")
+                    of_base = None if base is None else id(base)
+                    saved = Saved(id(t), of_base, storage_key(t), id(node), name, label, self._root)
+                    self.saved.append(saved)
         # A custom Function's node is its context: what the user put on it is an attribute in
         # Python.
         if self._follows:
             self._meet_referents(node, name, None, is_packed=False)
-
-    def _add_saved(self, t: Tensor, node: int, name: str, label: str) -> None:
-        base = read(t, "_base")
-        base_id = None if base is None else id(base)
-        self.saved.append(Saved(id(t), base_id, storage_key(t), node, name, label, self._root))
-
-    def _described(self, cls: type) -> tuple[str, list[str]]:
-        """The name and the slots of a class of nodes, worked out once."""
-        found = self._classes.get(id(cls))
-        if found is None:
-            found = self._classes[id(cls)] = type_name(cls), slot_names(cls)
-        return found
 
     def _add_data(self, place: str, data: Any, unpack_hook: Any) -> None:
         if unpack_hook is not None:

@@ -20,7 +20,7 @@ from tenure._torch.quiet import without_functions
 from ._collector import collector_paused
 from ._image import Image
 from ._reading import is_kind, type_name
-from ._roots import RunningFrames
+from ._roots import Roots
 from ._search import Balance, Edge, Search
 from ._words import Namer, Root, Step, inside
 
@@ -108,7 +108,7 @@ def find_holders(
         For each object its holders: those whose chain is a name first, the shortest first.
     """
     with without_functions(), collector_paused():
-        search = Search(objects, (objects, *ignore), RunningFrames(sys._getframe(1)), image)
+        search = Search(objects, (objects, *ignore), Roots(sys._getframe(1)), image)
         chains = Chains(search)
         return [_holders_of(n, search, chains) for n in search.targets]
 
@@ -118,36 +118,32 @@ def weigh_holders(found: object) -> tuple[list[Holder], Balance]:
     ours = [found]
     with without_functions(), collector_paused():
         # from this very frame on: its argument is a reference as well
-        search = Search(ours, (ours,), RunningFrames(sys._getframe()))
+        search = Search(ours, (ours,), Roots(sys._getframe()))
         (n,) = search.targets
         return _holders_of(n, search, Chains(search)), search.balance(n)
 
 
 def _holders_of(n: int, search: Search, chains: Chains) -> list[Holder]:
-    direct = [Chain(root, ()) for root in search.roots[n] if not root.silent]
-    through = [found for edge in search.parents[n] if (found := _through(edge, n, chains))]
-    ranked = [*((0, chain) for chain in direct), *through]
-    ranked.sort(key=lambda entry: (entry[0], *_rank(entry[1])))
-    variables = [chain for rank, chain in ranked if rank == 0 and _is_variable(chain)]
+    found = [Chain(root, ()) for root in search.roots[n] if not root.silent]
+    held = (chains.through(edge, n) or chains.loose(edge) for edge in search.parents[n])
+    found += filter(None, held)
+    found.sort(key=_rank)
+    variables = [chain for chain in found if _is_variable(chain)]
     holders = [
-        Holder(chain.kind, str(chain), rank == 0 and _is_running(chain, variables), chain.graph)
-        for rank, chain in ranked
+        Holder(chain.kind, str(chain), _is_running(chain, variables), chain.graph)
+        for chain in found
     ]
-    return [*dict.fromkeys(holders), *_unnamed(search.unexplained(n))]
+    if n_unnamed := search.unexplained(n):
+        count = counted(n_unnamed, "reference")
+        text = f"{count} without a name: a value on its way, or an extension module"
+        holders.append(Holder("unknown", text, running=False, named=False))
+    return list(dict.fromkeys(holders))
 
 
-def _rank(chain: Chain) -> tuple[int, bool, str]:
-    """Short before long; where equal, what the user wrote before what torch keeps."""
-    return len(chain.steps) + chain.root.cost, chain.kind in _BORROWED, str(chain)
-
-
-def _through(edge: Edge, n: int, chains: Chains) -> tuple[int, Chain] | None:
-    """The chain that ends in an edge; behind the others if no root or only a cycle holds it."""
-    chain = chains.through(edge, n)
-    if chain is not None:
-        return int(chain.root.kind == "cycle"), chain
-    loose = chains.loose(edge)
-    return None if loose is None else (1, loose)
+def _rank(chain: Chain) -> tuple[bool, int, bool, str]:
+    """What a root holds first, the short before the long, what the user wrote before the rest."""
+    is_loose = chain.root.kind in _ENDINGS
+    return is_loose, len(chain.steps) + chain.root.cost, chain.kind in _BORROWED, str(chain)
 
 
 def _is_variable(chain: Chain) -> bool:
@@ -170,15 +166,6 @@ def _is_running(chain: Chain, variables: list[Chain]) -> bool:
 def _unfrozen(chain: Chain) -> list[Step]:
     """The steps of a chain from the first that leaves no tuple."""
     return list(itertools.dropwhile(lambda step: step.frozen, chain.steps))
-
-
-def _unnamed(count: int) -> list[Holder]:
-    if not count:
-        return []
-    chain = (
-        f"{counted(count, 'reference')} without a name: a value on its way, or an extension module"
-    )
-    return [Holder("unknown", chain, running=False, named=False)]
 
 
 # --- chains
@@ -246,7 +233,7 @@ class Chains:
         if not found:
             return None
         in_cycle, way = min(found, key=lambda entry: (entry[0], entry[1].rank))
-        root = way.root._replace(kind="cycle") if in_cycle else way.root
+        root = way.root._replace(kind="cycle", running=False) if in_cycle else way.root
         return Chain(root, tuple(e.step for e in self._edges_of(way)))
 
     def _further(self, place: _Place, way: _Way, edge: Edge) -> _Way:

@@ -8,7 +8,8 @@ Invariant: the image has exactly one reference to each object in it. Who counts 
 """
 
 from collections import defaultdict
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Collection, Container, Iterable, Iterator
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from torch import Tensor, UntypedStorage, nn
@@ -16,13 +17,11 @@ from torch.optim import Optimizer
 
 from tenure._storages import storage_key
 
-from ._collector import judged, tracked_objects
-from ._graphs import Graphs
-from ._nodes import below, is_node_class
+from ._collector import of_classes, subclasses_of, tracked_objects
+from ._graphs import Graphs, inner_nodes, node_classes, walk_nodes
 from ._reading import (
     cpp_references,
     gradient_of,
-    is_kind,
     read,
     references_beside,
     spans_storage,
@@ -34,14 +33,10 @@ _VIEW = Step("", "view", anchor="a view", link=" in ")
 _WHOLE_VIEW = _VIEW._replace(whole=True)
 _GRADIENT = Step(".grad", "attribute")
 _KINDS = (Tensor, nn.Module, Optimizer, UntypedStorage)
-_NODE = "node"
 
 
-class _Reference(NamedTuple):
-    """A reference that C++ has, by the number of the tensor whose life it shares."""
-
-    owner: int
-    step: Step
+# a reference that C++ has, by the number of the tensor whose life it shares
+_Reference = tuple[int, Step]
 
 
 class Root(NamedTuple):
@@ -55,7 +50,7 @@ class Image:
     """What is alive now.
 
     Args:
-        beside: what else of ours has one reference to some objects.
+        beside: what else of ours has one reference each to some objects.
 
     Attributes:
         tensors: all tensors with a handle in Python, in the order of the collector.
@@ -67,25 +62,19 @@ class Image:
             have given a handle to what only autograd has.
     """
 
-    def __init__(self, beside: Container[object] = ()) -> None:
-        found: dict[object, list[Any]] = {kind: [] for kind in (*_KINDS, _NODE)}
-        for each, kind in judged(tracked_objects(), _kind_of):
-            found[kind].append(each)
-            # the lists have the one reference of ours
-            del each
-        self.lists = tuple(found.values())
+    def __init__(self, beside: Collection[Container[object]] = ()) -> None:
+        self.lists = _instances_by_kind()
         self.tensors, self.modules, self.optimizers, self.storages, self.nodes = self.lists
         counts = references_beside(self.tensors)
         self.in_python = frozenset(
             id(t)
             for t, count in zip(self.tensors, counts, strict=True)
-            if count - (t in beside) > cpp_references(t)
+            if count - sum(t in each for each in beside) > cpp_references(t)
         )
         self._ids = frozenset(id(each) for some in self.lists for each in some)
         self._is_walked = False
         self._by_id: defaultdict[int, list[_Reference]] = defaultdict(list)
-        self._by_storage: defaultdict[int, list[_Reference]] = defaultdict(list)
-        self._over: defaultdict[int, list[int]] | None = None
+        self._by_storage: defaultdict[int | None, list[_Reference]] = defaultdict(list)
 
     def __contains__(self, candidate: object) -> bool:
         return id(candidate) in self._ids
@@ -105,8 +94,17 @@ class Image:
         # The tensor at the top of a graph is what has to be dropped: below a loss, every result
         # that a variable still has would be named for its part. See
         # test_what_a_graph_saved_is_told_with_the_tensor_at_its_top.
-        inner = below(root.node for root in found.values())
-        return sorted(found.values(), key=lambda root: (self._rank(root), id(root.node) in inner))
+        nodes = walk_nodes([root.node for root in found.values()], {})
+        inner = frozenset(id(inner) for node in nodes for inner in inner_nodes(node))
+
+        def rank(root: Root) -> tuple[bool, bool, bool]:
+            # A tensor that Python holds first. What another graph has saved may have a graph of its
+            # own, as the copy has that an operation in place makes: see the planted "gradients with
+            # graphs".
+            is_held = root.owner is not None and id(self.tensors[root.owner]) in self.in_python
+            return root.owner is None, not is_held, id(root.node) in inner
+
+        return sorted(found.values(), key=rank)
 
     def walk(self, *, follow: bool = True) -> tuple[Graphs, list[Tensor | None]]:
         """Walk all graphs; for each root a tensor that leads to it, if there is one.
@@ -129,30 +127,23 @@ class Image:
     def sharers_of(self, t: Tensor) -> Iterator[tuple[object, Step]]:
         """Tensors whose graph saved the memory of this one under another handle."""
         self._known()
-        key = storage_key(t)
-        return self._others(t, self._by_storage.get(key, ()) if key is not None else ())
+        return self._others(t, self._by_storage.get(storage_key(t), ()))
 
     def handles_over(self, t: Tensor) -> list[Tensor]:
         """The other handles to the memory of a tensor that are no views, its base aside."""
-        if self._over is None:
-            self._over = defaultdict(list)
-            for owner, other in enumerate(self.tensors):
-                key = storage_key(other) if id(other) in self.in_python else None
-                if key is not None and read(other, "_base") is None:
-                    self._over[key].append(owner)
-        key, base = storage_key(t), read(t, "_base")
-        found = () if key is None else (self.tensors[n] for n in self._over.get(key, ()))
+        base = read(t, "_base")
+        found = (self.tensors[n] for n in self._handles.get(storage_key(t), ()))
         return [other for other in found if other is not t and other is not base]
 
-    def _rank(self, root: Root) -> int:
-        """A tensor that Python holds before one that a graph or C++ has, and that before none.
-
-        What another graph has saved may have a graph of its own, as the copy has that an operation
-        in place makes: see the planted "gradients with graphs".
-        """
-        if root.owner is None:
-            return 2
-        return int(id(self.tensors[root.owner]) not in self.in_python)
+    @cached_property
+    def _handles(self) -> dict[int | None, list[int]]:
+        """By storage the tensors that are no views and that Python holds."""
+        found: dict[int | None, list[int]] = {}
+        for number, t in enumerate(self.tensors):
+            key = storage_key(t) if id(t) in self.in_python else None
+            if key is not None and read(t, "_base") is None:
+                found.setdefault(key, []).append(number)
+        return found
 
     def _known(self) -> dict[int, list[_Reference]]:
         if not self._is_walked:
@@ -174,7 +165,7 @@ class Image:
         }
         for key, root in graphs.roots_of_nodes.items():
             if (owner := owners[root]) is not None:
-                self._by_id[key].append(_Reference(owner, steps[key]))
+                self._by_id[key].append((owner, steps[key]))
         inner: set[int] = set()
         for saved in graphs.saved:
             owner = owners[saved.root]
@@ -184,15 +175,14 @@ class Image:
                 continue
             step = steps[saved.node]._replace(anchor=f"{saved.name} (saved {saved.label})")
             if saved.tensor in self._ids:
-                self._by_id[saved.tensor].append(_Reference(owner, step))
+                self._by_id[saved.tensor].append((owner, step))
             if saved.tensor not in self.in_python:
                 # a node keeps its own output under a second handle, to avoid a cycle; and of a view
                 # that no variable has, the user knows the base
                 if saved.base in self._ids:
-                    self._by_id[saved.base].append(_Reference(owner, step))
+                    self._by_id[saved.base].append((owner, step))
                 if saved.key is not None:
-                    shared = _Reference(owner, step._replace(shares=True))
-                    self._by_storage[saved.key].append(shared)
+                    self._by_storage[saved.key].append((owner, step._replace(shares=True)))
         for owner, t in enumerate(self.tensors):
             if id(t) not in inner:
                 self._note_tensor(owner, t)
@@ -201,13 +191,21 @@ class Image:
         base = read(t, "_base")
         if base is not None:
             step = _WHOLE_VIEW if spans_storage(t) else _VIEW
-            self._by_id[id(base)].append(_Reference(owner, step))
+            self._by_id[id(base)].append((owner, step))
         gradient = gradient_of(t)
         if gradient is not None:
-            self._by_id[id(gradient)].append(_Reference(owner, _GRADIENT))
+            self._by_id[id(gradient)].append((owner, _GRADIENT))
 
 
-def _kind_of(cls: type) -> object:
-    """What the instances of a class are to the image."""
-    kind = next((kind for kind in _KINDS if is_kind(cls, kind)), None)
-    return _NODE if kind is None and is_node_class(cls) else kind
+def _instances_by_kind() -> list[list[Any]]:
+    """Return all instances of each of the kinds, then all nodes."""
+    bases = ((kind,) for kind in _KINDS)
+    kinds = {
+        id(cls): number
+        for number, some in enumerate((*bases, node_classes()))
+        for cls in subclasses_of(*some)
+    }
+    found: list[list[Any]] = [[] for _ in range(len(_KINDS) + 1)]
+    for each in of_classes(tracked_objects(), kinds):
+        found[kinds[id(type(each))]].append(each)
+    return found

@@ -1,27 +1,19 @@
-"""Who refers to an object, for a search that asks again and again: what is near, then the heap.
+"""Who refers to an object, for a search that asks again and again.
 
-What the variables of running functions lead to is looked at first, as holders are mostly there: a
-pass over a heap of a million objects takes longer than a look at some thousand. What is found there
-is the whole answer only where it accounts for every reference.
-
-The first questions to the heap are passes of the collector, which compares each reference in it
-with each object asked for. A search that goes on, or asks for many, makes an index of the heap once
-and is answered from it.
+What the variables of running functions lead to is looked at first, as holders are mostly there: an
+index of a heap of a million objects takes longer than one of some thousand. What is found there is
+the whole answer only if it accounts for every reference.
 """
 
 import gc
-import operator
 import sys
 import types
-from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
-from tenure._callers import is_tenure
-
-from ._collector import has_frozen, is_endless, tracked_objects
-from ._identities import Identities, IdentitySet, References
-from ._reading import is_kind, read_locals, references_beside, take_out_emptied
+from ._reading import variables_of_stack
 
 # of what is near
 _MAX_OBJECTS = 4096
@@ -34,210 +26,124 @@ _FAR = (
     *(type, types.ModuleType, types.FunctionType, types.CodeType, types.FrameType),
     *(types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType),
 )
-# the collector's own pass is faster for a few objects, and an index costs as much as some passes
-_MAX_ASKED = 48
-_MAX_PASSES = 7
-# objects whose references are asked for together, and of these, those that are told apart
-_BLOCK = 65_536
+# objects that are read together, and told apart only if one of them refers to what is asked for
 _CHUNK = 32
+# objects lie at multiples of 16 bytes; what is left tells nearly all of them apart
+_ALIGNMENT_BITS = 4
+_N_BUCKETS = 1 << 16
 # past a __getattribute__ of a metaclass
 _DICT_OFFSET = vars(type)["__dictoffset__"].__get__
 
 
-class Neighbours:
-    """Objects near the variables of this thread.
-
-    Attributes:
-        objects: the objects, the nearest first, held strongly until this one is closed.
-    """
-
-    def __init__(self) -> None:
-        self.objects: list[object] = []
-        self._ids: set[int] = set()
-        # by the identity of a class, whose metaclass may define __hash__ and __eq__
-        self._lengths: dict[int, Callable[[Any], int]] = {}
-        self._add(_variables())
-        self._references = References(self._walk())
-
-    def __contains__(self, candidate: object) -> bool:
-        return id(candidate) in self._ids
-
-    def of(self, asked: Iterable[int]) -> list[object]:
-        """Those that refer to any of these identities, the nearest first."""
-        return [self.objects[i] for i in self._references.holders_of(IdentitySet(asked))]
-
-    def close(self) -> None:
-        """Let everything go that was held."""
-        self._ids.clear()
-        self.objects.clear()
-
-    def _walk(self) -> Iterator[list[object]]:
-        # the list grows while it is read
-        for holder in self.objects:
-            held = gc.get_referents(holder)
-            self._add(held)
-            yield held
-
-    def _add(self, found: list[object]) -> None:
-        for candidate in found if len(found) <= _MAX_ITEMS else ():
-            if len(self.objects) >= _MAX_OBJECTS:
-                return
-            is_new = id(candidate) not in self._ids and gc.is_tracked(candidate)
-            if is_new and self._is_near(candidate):
-                self._ids.add(id(candidate))
-                self.objects.append(candidate)
-
-    def _is_near(self, candidate: object) -> bool:
-        cls = type(candidate)
-        if id(cls) not in self._lengths:
-            self._lengths[id(cls)] = _length_of(cls)
-        return self._lengths[id(cls)](candidate) <= _MAX_ITEMS
-
-
-class Referrers:
-    """The objects of one moment that refer to others.
-
-    Until it is closed it holds every object that it has in its index: ``in`` says which.
-    """
-
-    def __init__(self) -> None:
-        self._n_passes = 0
-        self._index: _Index | None = None
-
-    def get_ready(self, n_asked: int) -> None:
-        """Make the index, if a question for so many objects is worth it.
-
-        To be called while no list or variable refers to these objects that will not do so later:
-        it would live on in the index.
-        """
-        is_pass_enough = n_asked <= _MAX_ASKED and self._n_passes < _MAX_PASSES
-        if self._index is None and (has_frozen() or not is_pass_enough):
-            self._index = _Index(tracked_objects())
-        self._n_passes += 1
-
-    def of(self, asked: list[object]) -> list[object]:
-        """The objects that refer to any of those asked for, in the collector's order."""
-        if self._index is not None:
-            return self._index.referrers_of(asked)
-        answer = gc.get_referrers(*asked)
-        others = references_beside(answer)
-        return [
-            found
-            for found, n_others in zip(answer, others, strict=True)
-            if found is not asked
-            and not (n_others == 0 and _are_arguments(found, asked))
-            and not is_endless(found)
-        ]
-
-    def close(self) -> None:
-        """Let everything go that was held; this object is among it."""
-        if self._index is not None:
-            self._index.close()
-
-    def __contains__(self, candidate: object) -> bool:
-        return self._index is not None and candidate in self._index
-
-
-class _Index:
-    """Every reference from an object that the collector tracks.
+class Index:
+    """Every reference from some objects.
 
     Args:
-        heap: what may refer to something. The emptied dictionaries in which frames have shown their
-            variables are taken out: who reads one of these counts its references.
+        objects: the objects, held until the index is closed: ``in`` says which. No other list or
+            variable may refer to them that does not do so later: it would live on among them.
+        read: what tells to what some objects refer.
     """
 
-    def __init__(self, heap: list[object]) -> None:
-        self._heap = heap
-        take_out_emptied(heap)
-        self._ordered = Identities(heap).ordered()
-        self._blocks = [
-            References(self._referents(start)) for start in range(0, len(self._heap), _BLOCK)
-        ]
-        # of dictionaries of instances that were made since: where the instance is
+    def __init__(
+        self, objects: list[Any], read: Callable[..., list[Any]] = gc.get_referents
+    ) -> None:
+        self.objects = objects
+        self._read = read
+        self._ordered = _Identities(objects).ordered()
+        held: list[Any] = []
+        self._ends: list[int] = []
+        for start in range(0, len(objects), _CHUNK):
+            held += read(*objects[start : start + _CHUNK])
+            self._ends.append(len(held))
+        self._held = _Identities(held)
+        # of dictionaries of instances that were made since: the chunk of the instance
         self._made_since: dict[int, int] = {}
 
     def close(self) -> None:
-        self._heap.clear()
+        """Let everything go that was held."""
+        self.objects.clear()
 
     def __contains__(self, candidate: object) -> bool:
         position = bisect_left(self._ordered, id(candidate))
         is_known = position < len(self._ordered) and self._ordered[position] == id(candidate)
-        return bool(is_known and self._heap)
+        return is_known and bool(self.objects)
 
-    def referrers_of(self, asked: list[object]) -> list[object]:
-        """The objects that refer to any of those asked for, in the order of the heap."""
-        wanted = IdentitySet(map(id, asked))
-        starts = {
-            number * _BLOCK + chunk * _CHUNK
-            for number, block in enumerate(self._blocks)
-            for chunk in block.holders_of(wanted)
-        }
-        for identity in wanted.identities & self._made_since.keys():
-            starts.add(self._made_since[identity])
-        return [
-            found for start in sorted(starts) for found in self._holders(start, wanted.identities)
-        ]
+    def of(self, asked: Iterable[int]) -> list[object]:
+        """Return what refers to any of these identities, in the order of the objects."""
+        wanted = frozenset(asked)
+        chunks = {bisect_right(self._ends, position) for position in self._held.where(wanted)}
+        chunks.update(self._made_since[key] for key in wanted & self._made_since.keys())
+        return [found for chunk in sorted(chunks) for found in self._holders(chunk, wanted)]
 
-    def _referents(self, start: int) -> Iterator[list[object]]:
-        """What the chunks of one block refer to."""
-        for chunk in range(start, min(start + _BLOCK, len(self._heap)), _CHUNK):
-            yield gc.get_referents(*self._heap[chunk : chunk + _CHUNK])
-
-    def _holders(self, start: int, wanted: frozenset[int]) -> Iterator[object]:
-        for holder in self._heap[start : start + _CHUNK]:
-            if _refer(wanted, holder):
+    def _holders(self, chunk: int, wanted: frozenset[int]) -> Iterator[object]:
+        for holder in self.objects[chunk * _CHUNK : (chunk + 1) * _CHUNK]:
+            held = self._read(holder)
+            if not wanted.isdisjoint(map(id, held)):
                 yield holder
-            for attributes in self._attributes_made_since(holder):
-                self._made_since.setdefault(id(attributes), start)
-                if _refer(wanted, attributes):
-                    yield attributes
-
-    def _attributes_made_since(self, holder: object) -> list[object]:
-        """The dictionary of an instance, which Python makes when it is first read."""
-        if not _DICT_OFFSET(type(holder)):
-            return []
-        return [o for o in gc.get_referents(holder) if type(o) is dict and o not in self]
+            # the dictionary of an instance, which Python makes when it is first read
+            for attributes in held if _DICT_OFFSET(type(holder)) else ():
+                if type(attributes) is dict and attributes not in self:
+                    self._made_since[id(attributes)] = chunk
+                    if not wanted.isdisjoint(map(id, gc.get_referents(attributes))):
+                        yield attributes
 
 
-def _are_arguments(found: object, asked: list[object]) -> bool:
-    """Whether this is a tuple of exactly the objects that the collector was asked about.
+class _Identities:
+    """The identities of many objects, read with NumPy if it is loaded; it is never imported."""
 
-    Python 3.13 finds the tuple of the arguments of that very call. The call is over, so only the
-    answer holds it.
-    """
-    is_alike = type(found) is tuple and len(found) == len(asked)
-    return is_alike and all(map(operator.is_, found, asked))  # type: ignore[call-overload]
+    def __init__(self, objects: list[Any]) -> None:
+        numbers = map(id, objects)
+        self._numpy = _numpy()
+        if self._numpy is None:
+            self._numbers: Any = list(numbers)
+        else:
+            self._numbers = self._numpy.fromiter(numbers, self._numpy.int64, len(objects))
+            # small numbers, as they are all that most comparisons read
+            self._buckets = self._bucket(self._numbers)
+
+    def ordered(self) -> Sequence[int]:
+        """Return the identities by size."""
+        found: Sequence[int] = (sorted if self._numpy is None else self._numpy.sort)(self._numbers)
+        return found
+
+    def where(self, wanted: frozenset[int]) -> list[int]:
+        """Return the positions of the objects that are wanted."""
+        if self._numpy is None:
+            return [i for i, number in enumerate(self._numbers) if number in wanted]
+        numbers = self._numpy.fromiter(wanted, self._numpy.int64, len(wanted))
+        is_near = self._numpy.zeros(_N_BUCKETS, bool)
+        is_near[self._bucket(numbers)] = True
+        near = self._numpy.flatnonzero(is_near[self._buckets])
+        found: list[int] = near[self._numpy.isin(self._numbers[near], numbers)].tolist()
+        return found
+
+    def _bucket(self, numbers: Any) -> Any:
+        return (numbers >> _ALIGNMENT_BITS & _N_BUCKETS - 1).astype(self._numpy.uint16)
 
 
-def _refer(wanted: frozenset[int], *holders: object) -> bool:
-    return not wanted.isdisjoint(map(id, gc.get_referents(*holders)))
+def _numpy() -> Any:
+    numpy = sys.modules.get("numpy")
+    # an import that is under way in another thread shows a module without its names
+    return numpy if hasattr(numpy, "isin") else None
 
 
-def _length_of(cls: type) -> Callable[[Any], int]:
-    """How to ask instances for their number of items, without their own code."""
-    if is_kind(cls, *_FAR):
-        return _too_many
-    return next((base.__len__ for base in _SIZED if is_kind(cls, base)), _unknown)
+def near_objects() -> list[object]:
+    """Return what the variables of this thread lead to, the nearest first."""
+    near: list[object] = []
+    seen: set[int] = set()
+    # the list grows while it is read
+    for held in chain([variables_of_stack(sys._getframe())], map(gc.get_referents, near)):
+        for candidate in held if len(held) <= _MAX_ITEMS else ():
+            if len(near) >= _MAX_OBJECTS:
+                return near
+            if id(candidate) not in seen and gc.is_tracked(candidate) and _is_near(candidate):
+                seen.add(id(candidate))
+                near.append(candidate)
+    return near
 
 
-def _too_many(found: object) -> int:
-    return _MAX_ITEMS + 1
-
-
-def _unknown(found: object) -> int:
-    return 0
-
-
-def _variables() -> list[object]:
-    """The values of the variables of this thread, inner functions first, and their globals."""
-    found: list[object] = []
-    spaces: list[object] = []
-    frame: types.FrameType | None = sys._getframe()
-    # walking on with the same variable: if it kept our own frame, that would be a cycle
-    while frame is not None:
-        if not is_tenure(frame):
-            if frame.f_locals is not frame.f_globals:
-                found += (value for _, value in read_locals(frame))
-            spaces.append(frame.f_globals)
-        frame = frame.f_back
-    return found + spaces
+def _is_near(candidate: Any) -> bool:
+    cls = type(candidate)
+    sized = next((base for base in _SIZED if issubclass(cls, base)), None)
+    is_small = sized is None or sized.__len__(candidate) <= _MAX_ITEMS
+    return is_small and not issubclass(cls, _FAR)

@@ -14,19 +14,19 @@ import types
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import compress, count
 from operator import call
 from types import FrameType
 from typing import Any, cast
 
 import torch
 
+from tenure._callers import is_tenure
 from tenure._errors import MissingTorchNameError
 from tenure._storages import storage_bytes, storage_of
 from tenure._torch.counting import OF_CPP, SOLE
 from tenure._torch.quiet import TENSOR_BASE
 from tenure._torch.storages import owners_of_storage, uses_of_tensor
-
-from ._identities import Identities, IdentitySet
 
 _QUALNAME = type.__dict__["__qualname__"].__get__
 _MRO = type.__dict__["__mro__"].__get__
@@ -61,7 +61,8 @@ def instance_attributes(holder: object) -> dict[str, object]:
 
 def is_kind(cls: type, *bases: type) -> bool:
     """Whether a class inherits from one of the bases by its order alone, whatever it claims."""
-    return any(found is base for found in mro_of(cls) for base in bases)
+    # in C, past a metaclass
+    return any(type.__subclasscheck__(base, cls) for base in bases)
 
 
 # --- references
@@ -111,32 +112,25 @@ def is_array(found: object) -> bool:
     return cls is not None and is_kind(type(found), cls)
 
 
-def holds_objects(array: Any) -> bool:
-    """Return whether references are among what an array shows."""
-    return bool(of_array(array, "dtype").hasobject)
-
-
-def referents_of(holder: object) -> list[object]:
-    """Return what an object refers to, as often as it does."""
-    held: list[object] = gc.get_referents(holder)
-    return held + referents_of_array(holder) if is_array(holder) else held
+def referents_of(*holders: object) -> list[object]:
+    """Return what objects refer to, as often as they do."""
+    held: list[object] = gc.get_referents(*holders)
+    for array in filter(is_array, holders):
+        held += referents_of_array(array)
+    return held
 
 
 def referents_of_array(array: Any) -> list[object]:
-    """Return the array that has the memory, or the objects, but for those in named fields."""
-    base = of_array(array, "base")
+    """Return the objects in an array, but for those in named fields; or the array that has them."""
+    # past what a subclass defines
+    cls: Any = array_class()
+    base, dtype = cls.base.__get__(array), cls.dtype.__get__(array)
+    if not dtype.hasobject:
+        return []
     if is_array(base):
         return [base]
-    if of_array(array, "dtype").names is not None or not holds_objects(array):
-        return []
-    cls: Any = array_class()
-    found: list[object] = cls.tolist(cls.reshape(array, -1))
+    found: list[object] = cls.tolist(cls.reshape(array, -1)) if dtype.names is None else []
     return found
-
-
-def of_array(array: Any, name: str) -> Any:
-    """Return an attribute of an array as the base class has it."""
-    return getattr(array_class(), name).__get__(array)
 
 
 # --- tensors
@@ -205,6 +199,20 @@ def read_locals(frame: FrameType) -> list[tuple[str, object]]:
     return pairs
 
 
+def variables_of_stack(frame: FrameType | None) -> list[object]:
+    """Return the values of variables from a frame outwards, then its globals; none of tenure's."""
+    found: list[object] = []
+    spaces: list[object] = []
+    # walking on with the same variable: if it kept our own frame, that would be a cycle
+    while frame is not None:
+        if not is_tenure(frame):
+            if frame.f_locals is not frame.f_globals:
+                found += (value for _, value in read_locals(frame))
+            spaces.append(frame.f_globals)
+        frame = frame.f_back
+    return found + spaces
+
+
 def is_optimized(frame: FrameType) -> bool:
     """Whether a frame is of a function, and not of a module or the body of a class."""
     return bool(frame.f_code.co_flags & inspect.CO_OPTIMIZED)
@@ -213,16 +221,11 @@ def is_optimized(frame: FrameType) -> bool:
 # --- the snapshot of a frame's variables, which Python below 3.13 keeps in the frame
 
 
-def _write_back() -> Any:
-    if sys.version_info >= (3, 13):
-        # there are no snapshots
-        return None
+if sys.version_info < (3, 13):
     # Source: https://github.com/python/cpython/blob/3.11/Objects/frameobject.c
-    prototype = ctypes.PYFUNCTYPE(None, ctypes.py_object, ctypes.c_int)
-    return prototype(("PyFrame_LocalsToFast", ctypes.pythonapi))
-
-
-_WRITE_BACK = _write_back()
+    _write_back = ctypes.PYFUNCTYPE(None, ctypes.py_object, ctypes.c_int)(
+        ("PyFrame_LocalsToFast", ctypes.pythonapi)
+    )
 # identities of snapshots, some of which are gone: another dictionary may have the same by now
 _emptied: set[int] = set()
 
@@ -236,14 +239,14 @@ def _forget(frame: FrameType, snapshot: dict[str, object]) -> None:
     is empty, deletes nothing, and takes the mark off.
     """
     _emptied.add(id(snapshot))
-    steps: tuple[Callable[[], object], ...] = snapshot.clear, partial(_WRITE_BACK, frame, 0)
+    steps: tuple[Callable[[], object], ...] = snapshot.clear, partial(_write_back, frame, 0)
     # in one call of C, so that no thread whose trace function returns comes in between
     deque(map(call, steps), maxlen=0)
 
 
 def take_out_emptied(heap: list[Any]) -> None:
     """Take the emptied snapshots out of a list; what is gone since is no longer remembered."""
-    positions = Identities(heap).where(IdentitySet(_emptied))
+    positions = compress(count(), map(_emptied.__contains__, map(id, heap)))
     here = [position for position in positions if type(heap[position]) is dict]
     _emptied.intersection_update([id(heap[position]) for position in here])
     for position in reversed(here):

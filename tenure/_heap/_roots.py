@@ -33,10 +33,11 @@ _IN_FLIGHT = Root("", "traceback", cost=2)
 _IN_CONTEXT = Root("a context variable", "context", cost=2)
 
 
-class RunningFrames:
-    """The frames of all threads; of this one, those from a given frame outwards.
+class Roots:
+    """What is alive now by itself, and the frames of all threads.
 
-    Frames of tenure at the inner end of this thread's stack are silent: they are who is asking.
+    Of this thread these are the frames from a given one outwards. Frames of tenure at the inner end
+    of its stack are silent: they are who is asking.
 
     Args:
         innermost: where this thread's stack begins; frames that it called are not looked at.
@@ -45,11 +46,19 @@ class RunningFrames:
     def __init__(self, innermost: FrameType | None) -> None:
         # of the frames, and of dictionaries that are the variables of one
         self.ids: set[int] = set()
-        self.variables: defaultdict[int, list[Root]] = defaultdict(list)
+        self._variables: defaultdict[int, list[Root]] = defaultdict(list)
         # how many references an object gets from plain (not captured) local variables
         self.references: Counter[int] = Counter()
         # how many plain variables of the program have an object, with or without a reference
         self.named: Counter[int] = Counter()
+        read = class_attributes(types.ModuleType)["__dict__"]
+        # reversed, so that of two names of one module the one imported first is kept
+        self._modules = {
+            id(read.__get__(module)): name  # type: ignore[attr-defined]
+            for name, module in reversed(list(sys.modules.items()))
+            if is_kind(type(module), types.ModuleType)
+        }
+        self._in_flight = id(sys.exc_info()[1])
         self._callers_keep = callers_keep_arguments()
         self._add_stack(innermost, thread=None)
         for frame in ended_frames:
@@ -61,6 +70,20 @@ class RunningFrames:
         for ident, frame in others.items():
             self._add_stack(frame, thread=names.get(ident, str(ident)))
 
+    def of(self, candidate: object) -> list[Root]:
+        """Every way in which this object is a root; most objects are none."""
+        found = list(self._variables.get(id(candidate), ()))
+        if id(candidate) == self._in_flight and candidate is not None:
+            found.append(_IN_FLIGHT)
+        if type(candidate) is contextvars.Context:
+            found.append(_IN_CONTEXT)
+        name = self._modules.get(id(candidate)) or _name_of_namespace(candidate)
+        if name:
+            found.append(Root(name, "global", namer=attribute))
+        elif is_kind(type(candidate), type):
+            found.append(Root(type_name(candidate), "attribute"))  # type: ignore[arg-type]
+        return found
+
     def _add_stack(self, frame: FrameType | None, thread: str | None) -> None:
         silent = thread is None
         while frame is not None:
@@ -70,9 +93,10 @@ class RunningFrames:
 
     def _add_frame(self, frame: FrameType, thread: str | None, silent: bool) -> None:
         self.ids.add(id(frame))
-        if _is_namespace(frame):
-            return
         if not is_optimized(frame):
+            # the globals of a module
+            if frame.f_locals is frame.f_globals:
+                return
             # the body of a class: its dictionary is the variables and not one more holder
             self.ids.add(id(frame.f_locals))
         code = frame.f_code
@@ -96,7 +120,7 @@ class RunningFrames:
             )
             if thread is not None:
                 root = Root(f"thread {thread}: {text}", "thread")
-            self.variables[id(value)].append(root)
+            self._variables[id(value)].append(root)
             self.references[id(value)] += name not in without_reference
             self.named[id(value)] += name not in cells and not silent
 
@@ -109,51 +133,11 @@ def _arguments_of(code: CodeType, variables: dict[str, object]) -> Iterator[obje
     yield from packed if type(packed) is tuple else ()
 
 
-def _is_namespace(frame: FrameType) -> bool:
-    """Whether the variables of a frame are the globals of its module."""
-    return not is_optimized(frame) and frame.f_locals is frame.f_globals
-
-
 def _spell(frame: FrameType, name: str, value: object) -> str:
     if name == "self":
         return type_name(type(value))
     scope = frame.f_code.co_qualname
     return f"{scope}.<locals>.{name}" if is_optimized(frame) else f"{scope}.{name}"
-
-
-class Roots:
-    """The roots of the moment.
-
-    Args:
-        frames: the frames whose local variables count.
-    """
-
-    def __init__(self, frames: RunningFrames) -> None:
-        self._frames = frames
-        self._modules = {id(space): name for name, space in _module_namespaces()}
-        self._in_flight = id(sys.exc_info()[1])
-
-    def of(self, candidate: object) -> list[Root]:
-        """Every way in which this object is a root; most objects are none."""
-        found = list(self._frames.variables.get(id(candidate), ()))
-        if id(candidate) == self._in_flight and candidate is not None:
-            found.append(_IN_FLIGHT)
-        if type(candidate) is contextvars.Context:
-            found.append(_IN_CONTEXT)
-        name = self._modules.get(id(candidate)) or _name_of_namespace(candidate)
-        if name:
-            found.append(Root(name, "global", namer=attribute))
-        elif is_kind(type(candidate), type):
-            found.append(Root(type_name(candidate), "attribute"))  # type: ignore[arg-type]
-        return found
-
-
-def _module_namespaces() -> Iterator[tuple[str, object]]:
-    read = class_attributes(types.ModuleType)["__dict__"]
-    # reversed, so that of two names of one module the one imported first is kept
-    for name, module in reversed(list(sys.modules.items())):
-        if is_kind(type(module), types.ModuleType):
-            yield name, read.__get__(module)  # type: ignore[attr-defined]
 
 
 def _name_of_namespace(candidate: object) -> str:

@@ -9,6 +9,7 @@ import sys
 import types
 from collections import defaultdict
 from collections.abc import Iterable
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -16,21 +17,26 @@ import torch
 from tenure._storages import storage_key
 from tenure._torch.counting import SOLE
 
-from ._code_slots import frame_of
-from ._hidden import SHARES, Untracked
+from ._collector import tracked_objects
+from ._graphs import is_node
+from ._hidden import arrays_by_storage, hidden_objects
 from ._image import Image
-from ._index import Neighbours, Referrers
-from ._nodes import is_node
-from ._reading import cpp_references, cpp_uses, is_kind, storage_uses
-from ._roots import Roots, RunningFrames
-from ._slots import slots_of
+from ._index import Index, near_objects
+from ._reading import (
+    cpp_references,
+    cpp_uses,
+    is_kind,
+    referents_of,
+    storage_uses,
+    take_out_emptied,
+)
+from ._roots import Roots
+from ._slots import frame_of, slots_of
 from ._words import Root, Step
 
 _MAX_LEVELS = 24
 _MAX_OBJECTS = 50_000
-# gc.get_referrers compares each reference in the heap with each object it is asked about, so a few
-# are asked for first: what holds them often explains the references to all the others
-_SAMPLE = 8
+_SHARES = Step("", "numpy", anchor="numpy array", link=" ", shares=True)
 # the list of the search, and the variable that is asked about
 _OWN_REFERENCES = 1 + SOLE
 
@@ -55,7 +61,7 @@ class Search:
     Args:
         objects: the objects.
         ignore: containers that are no holders.
-        frames: the frames whose local variables count.
+        found_roots: what is alive by itself, with the frames whose local variables count.
         image: one of this moment, if there is one; it is no holder.
 
     Attributes:
@@ -70,7 +76,7 @@ class Search:
         self,
         objects: Iterable[object],
         ignore: Iterable[object],
-        frames: RunningFrames,
+        found_roots: Roots,
         image: Image | None = None,
     ) -> None:
         self.alive: list[object] = []
@@ -87,12 +93,9 @@ class Search:
         # of these, references from what the caller said to ignore
         self._ours: defaultdict[int, int] = defaultdict(int)
         self._owned_in_cpp: set[int] = set()
-        self._frames = frames
-        self._roots = Roots(frames)
+        self._roots = found_roots
         self._image: Image | None = None
-        self._untracked: Untracked | None = None
-        self._referrers = Referrers()
-        self._neighbours: Neighbours | None = None
+        self._indexes: list[Index] = []
         self._ignored = {id(self.alive)}
         if image is not None:
             self._set_image(image)
@@ -102,9 +105,8 @@ class Search:
         try:
             self._run(list(dict.fromkeys(self.targets)))
         finally:
-            self._referrers.close()
-            if self._neighbours is not None:
-                self._neighbours.close()
+            for index in self._indexes:
+                index.close()
 
     def unexplained(self, n: int) -> int:
         """References that no object, no local variable and no owner found in C++ accounts for."""
@@ -113,7 +115,7 @@ class Search:
 
     def balance(self, n: int) -> Balance:
         """The references to an object from anywhere but tenure, and how many have no name."""
-        in_variables = self._frames.named[id(self.alive[n])]
+        in_variables = self._roots.named[id(self.alive[n])]
         in_cpp = min(n in self._owned_in_cpp, cpp_references(self.alive[n]))
         named = in_variables + in_cpp + self._explained[n] - self._ours[n]
         return Balance(named + self.unexplained(n), self.unexplained(n))
@@ -129,11 +131,10 @@ class Search:
     def _references(self, n: int) -> int:
         """References from elsewhere than this search and the frames that are running."""
         found = self.alive[n]
-        own = _OWN_REFERENCES + self._frames.references[id(found)]
+        own = _OWN_REFERENCES + self._roots.references[id(found)]
         own += self._image is not None and found in self._image
-        own += self._untracked is not None and found in self._untracked
-        own += found in self._referrers
-        own += self._neighbours is not None and found in self._neighbours
+        for index in self._indexes:
+            own += found in index
         return sys.getrefcount(found) - own
 
     def _run(self, level: list[int]) -> None:
@@ -147,16 +148,17 @@ class Search:
         """Find the holders of one level; those that no lasting root is known to hold are next."""
         before = len(self.alive)
         wanted = {id(self.alive[n]): n for n in level}
-        met: set[int] = set()
         for n in level:
             self._add_cpp_holders(n)
         if missing := [n for n in level if self._misses_holders(n)]:
-            self._ask_neighbours(missing, wanted)
-        for asked in (missing[:_SAMPLE], missing[_SAMPLE:]):
-            if left := [n for n in asked if self._misses_holders(n)]:
-                self._referrers.get_ready(len(left))
-                self._ask(left, wanted, met)
-        self._add_untracked(level, wanted, met)
+            self._ask_near(missing, wanted)
+        met: set[int] = set()
+        if left := [n for n in missing if self._misses_holders(n)]:
+            self._ask(self._heap, [id(self.alive[n]) for n in left], wanted, met)
+        if any(map(self._may_be_hidden, level)):
+            self._ask(self._hidden, wanted, wanted, met)
+        for n in level:
+            self._add_arrays(n)
         return [n for n in range(before, len(self.alive)) if self._is_open(n)]
 
     def _is_open(self, n: int) -> bool:
@@ -173,17 +175,39 @@ class Search:
         """References to an object that nothing found so far accounts for, nor C++."""
         return self._references(n) - self._explained[n] - cpp_references(self.alive[n])
 
-    def _ask_neighbours(self, missing: list[int], wanted: dict[int, int]) -> None:
+    @cached_property
+    def _near(self) -> Index:
+        return self._note(Index(near_objects()))
+
+    @cached_property
+    def _heap(self) -> Index:
+        heap = tracked_objects()
+        # who reads one of these counts its references
+        take_out_emptied(heap)
+        return self._note(Index(heap))
+
+    @cached_property
+    def _hidden(self) -> Index:
+        return self._note(Index(hidden_objects(), referents_of))
+
+    @cached_property
+    def _arrays(self) -> dict[int | None, list[int]]:
+        return arrays_by_storage(self._hidden.objects)
+
+    def _note(self, index: Index) -> Index:
+        self._ignored.add(id(index.objects))
+        self._indexes.append(index)
+        return index
+
+    def _ask_near(self, missing: list[int], wanted: dict[int, int]) -> None:
         """Link what is near to the variables; what that accounts for is wanted no more."""
-        if self._neighbours is None:
-            self._neighbours = Neighbours()
-            self._ignored.add(id(self._neighbours.objects))
+        near = self._near
         # before anything of this function refers to one of them
         left = {n: self._left(n) for n in missing}
         asked = {id(self.alive[n]): n for n in missing}
         found = [
             (holder, asked[identity], step)
-            for holder in self._neighbours.of(asked)
+            for holder in near.of(asked)
             if not self._is_own(holder)
             for identity, step in slots_of(holder, asked)
         ]
@@ -195,8 +219,10 @@ class Search:
                 self._link(self._add(holder), n, step)
                 wanted.pop(id(self.alive[n]), None)
 
-    def _ask(self, level: list[int], wanted: dict[int, int], met: set[int]) -> None:
-        for holder in self._referrers.of([self.alive[n] for n in level]):
+    def _ask(
+        self, index: Index, asked: Iterable[int], wanted: dict[int, int], met: set[int]
+    ) -> None:
+        for holder in index.of(asked):
             if id(holder) not in met and not self._is_own(holder):
                 met.add(id(holder))
                 self._add_holder(holder, wanted)
@@ -209,7 +235,7 @@ class Search:
 
     def _is_own(self, holder: object) -> bool:
         frame = frame_of(holder) or holder
-        return id(holder) in self._ignored or id(frame) in self._frames.ids
+        return id(holder) in self._ignored or id(frame) in self._roots.ids
 
     def _ignore(self, ignore: Iterable[object]) -> None:
         # a container that was given twice has no more references than one
@@ -273,24 +299,19 @@ class Search:
             self._link(self._add(owner), n, step)
 
     def _the_image(self) -> Image:
-        return self._image or self._set_image(Image(self._referrers))
+        return self._image or self._set_image(Image(self._indexes))
 
     def _set_image(self, image: Image) -> Image:
         self._image = image
         self._ignored.update(map(id, image.lists))
         return image
 
-    def _add_untracked(self, level: list[int], wanted: dict[int, int], met: set[int]) -> None:
-        if any(map(self._may_be_in_untracked, level)):
-            for holder in self._the_untracked().holders_of(wanted):
-                if id(holder) not in met:
-                    met.add(id(holder))
-                    self._add_holder(holder, wanted)
-        for n in filter(self._is_target, level):
-            if is_kind(type(self.alive[n]), torch.Tensor) and self._may_be_an_array(n):
-                key = storage_key(self.alive[n])  # type: ignore[arg-type]
-                for array in self._the_untracked().arrays_of(key):
-                    self._link(self._add(array), n, SHARES)
+    def _add_arrays(self, n: int) -> None:
+        is_tensor = self._is_target(n) and is_kind(type(self.alive[n]), torch.Tensor)
+        if is_tensor and self._may_be_an_array(n):
+            key = storage_key(self.alive[n])  # type: ignore[arg-type]
+            for position in self._arrays.get(key, ()):
+                self._link(self._add(self._hidden.objects[position]), n, _SHARES)
 
     def _may_be_an_array(self, n: int) -> bool:
         """Whether nothing known holds the handle, or another one, as an array keeps one."""
@@ -303,15 +324,7 @@ class Search:
         others = [self._number.get(id(other)) for other in self._the_image().handles_over(t)]
         return any(number is None or self._misses_holders(number) for number in others)
 
-    def _may_be_in_untracked(self, n: int) -> bool:
+    def _may_be_hidden(self, n: int) -> bool:
         """Whether an object has references left that the collector does not show."""
-        if self._untracked is not None and self.alive[n] in self._untracked:
-            return True
         # a running frame has the cells of its captured variables, and nobody stores them elsewhere
         return type(self.alive[n]) is not types.CellType and self._misses_holders(n)
-
-    def _the_untracked(self) -> Untracked:
-        if self._untracked is None:
-            self._untracked = Untracked()
-            self._ignored |= {id(self._untracked.arrays), id(self._untracked.holders)}
-        return self._untracked

@@ -3,7 +3,8 @@
 The garbage collector says how many references there are and the readers only name them; so counting
 the answers counts references. No code of the objects themselves runs: attributes are named as such,
 past properties and ``__getattr__``; containers and their subclasses are read by the methods of the
-builtins.
+builtins. A chain starts anew at a callable, because its own name says more than the way to it. A
+frame that is running is never read here; `Roots` knows its variables.
 """
 
 import functools
@@ -11,21 +12,22 @@ import gc
 import threading
 import types
 from collections import Counter, deque
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import Any, cast
 
 import torch
 
 from tenure._torch.quiet import TENSOR_BASE
 
-from . import _code_slots
 from ._reading import (
+    array_class,
     class_attributes,
     instance_attributes,
     is_array,
     is_kind,
     mro_of,
-    of_array,
+    read_locals,
     referents_of,
     referents_of_array,
     type_name,
@@ -37,10 +39,22 @@ from ._words import (
     Wanted,
     attribute,
     inside,
+    items,
     module_attribute,
     nothing,
     spell_key,
+    variables,
 )
+
+_NAMED = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
+_CACHE: type = type(functools.lru_cache(len))
+
+# of code that stands still, by the identity of its type: its name, and the attribute with its frame
+_SUSPENDED = {
+    id(types.GeneratorType): ("generator", "gi_frame"),
+    id(types.CoroutineType): ("coroutine", "cr_frame"),
+    id(types.AsyncGeneratorType): ("async generator", "ag_frame"),
+}
 
 
 def slots_of(holder: object, wanted: Wanted) -> Iterator[tuple[int, Step]]:
@@ -64,11 +78,9 @@ def slots_of(holder: object, wanted: Wanted) -> Iterator[tuple[int, Step]]:
 
 
 def _named_slots(holder: object, wanted: Wanted) -> Iterator[Slot]:
-    if not wanted:
-        return
-    if is_array(holder):
-        yield from array_slots(holder, wanted)
-    for cls in mro_of(type(holder)):
+    if wanted and is_array(holder):
+        yield from _array_slots(holder)
+    for cls in mro_of(type(holder)) if wanted else ():
         reader = _READERS.get(id(cls))
         # an object that is being built or torn down may lack what its type promises
         try:
@@ -80,8 +92,7 @@ def _named_slots(holder: object, wanted: Wanted) -> Iterator[Slot]:
 # --- instances, classes, tensors
 
 
-def instance_slots(holder: object, wanted: Wanted) -> Iterator[Slot]:
-    """Attributes in the instance dictionary and in ``__slots__``."""
+def _instance_slots(holder: object, wanted: Wanted) -> Iterator[Slot]:
     is_module = is_kind(type(holder), torch.nn.Module)
     module = type_name(type(holder)) if is_module else ""
     namer = module_attribute if is_module else attribute
@@ -91,77 +102,60 @@ def instance_slots(holder: object, wanted: Wanted) -> Iterator[Slot]:
         if id(value) in wanted:
             text, following = namer(name)
             yield value, Step(text, "attribute", namer=following, module=module)
-    yield from _slots_in_classes(holder, wanted)
-
-
-def class_slots(holder: type, wanted: Wanted) -> Iterator[Slot]:
-    """The dictionary of a class, which only the collector shows."""
-    return ((d, Step("", "attribute", namer=attribute)) for d in _dicts_of(holder, wanted))
-
-
-def thread_local_slots(holder: threading.local, wanted: Wanted) -> Iterator[Slot]:
-    """The dictionaries of a `threading.local`: one by thread, and the one that lists them."""
-    return ((d, Step("", "thread", namer=nothing)) for d in _dicts_of(holder, wanted))
-
-
-def tensor_slots(holder: torch.Tensor, wanted: Wanted) -> Iterator[Slot]:
-    """What a tensor holds through Python besides its attributes: hooks and its graph node."""
-    for name in ("_backward_hooks", "_post_accumulate_grad_hooks", "grad_fn"):
-        yield getattr(TENSOR_BASE, name).__get__(holder), Step(f".{name}", "attribute")
-
-
-def _slots_in_classes(holder: object, wanted: Wanted) -> Iterator[Slot]:
     for cls in mro_of(type(holder)):
         for name, descriptor in class_attributes(cls).items():
             if type(descriptor) is types.MemberDescriptorType:
                 try:
-                    value = descriptor.__get__(holder)
+                    yield descriptor.__get__(holder), Step(f".{name}", "attribute")
                 # a slot that was never set
                 except AttributeError:
                     continue
-                if id(value) in wanted:
-                    yield value, Step(f".{name}", "attribute")
 
 
-def _dicts_of(holder: object, wanted: Wanted) -> list[dict[str, object]]:
-    return [r for r in gc.get_referents(holder) if type(r) is dict and id(r) in wanted]
+def _dicts_of(step: Step, holder: object, wanted: Wanted) -> Iterator[Slot]:
+    """The dictionaries of a class or a `threading.local`, which only the collector shows."""
+    return ((held, step) for held in gc.get_referents(holder) if type(held) is dict)
+
+
+def _tensor_slots(holder: torch.Tensor, wanted: Wanted) -> Iterator[Slot]:
+    for name in ("_backward_hooks", "_post_accumulate_grad_hooks", "grad_fn"):
+        yield getattr(TENSOR_BASE, name).__get__(holder), Step(f".{name}", "attribute")
 
 
 # --- containers
 
 
-def list_slots(holder: list[object], wanted: Wanted) -> Iterator[Slot]:
-    """Items of a list, by index."""
-    return _numbered(list.__iter__(holder), wanted)
+def _item_slots(cls: Any, holder: object, wanted: Wanted) -> Iterator[Slot]:
+    return _numbered(cls.__iter__(holder), wanted)
 
 
-def tuple_slots(holder: tuple[object, ...], wanted: Wanted) -> Iterator[Slot]:
-    """Items of a tuple, by index; of one that C code is still filling, those that it has."""
-    # The collector shows such a tuple, as of `f(*generator)`, and to read an empty place of it ends
-    # the process. It visits what is there, the last first.
+def _tuple_slots(holder: tuple[object, ...], wanted: Wanted) -> Iterator[Slot]:
+    # The collector shows a tuple that C code is still filling, as of `f(*generator)`, and to read
+    # an empty place of it ends the process. It visits what is there, the last first.
     found = gc.get_referents(holder)
-    if len(found) != tuple.__len__(holder):
-        return _numbered(reversed(found), wanted, frozen=True)
-    return _numbered(tuple.__iter__(holder), wanted, frozen=True)
+    is_whole = len(found) == tuple.__len__(holder)
+    values = tuple.__iter__(holder) if is_whole else reversed(found)
+    return _numbered(values, wanted, frozen=True)
 
 
-def deque_slots(holder: deque[object], wanted: Wanted) -> Iterator[Slot]:
-    """Items of a deque, by index."""
-    return _numbered(iter(list(deque.__iter__(holder))), wanted)
+def _array_slots(holder: Any) -> Iterator[Slot]:
+    cls: Any = array_class()
+    base = cls.base.__get__(holder)
+    for index, value in enumerate(referents_of_array(holder)):
+        yield value, Step(".base" if value is base else f".flat[{index}]")
 
 
-def set_slots(holder: set[object], wanted: Wanted) -> Iterator[Slot]:
-    """Members of a set."""
-    return _members_of_set(set.__iter__(holder), wanted)
+def _numbered(values: Iterable[object], wanted: Wanted, *, frozen: bool = False) -> Iterator[Slot]:
+    for index, value in enumerate(list(values)):
+        if id(value) in wanted:
+            yield value, Step(f"[{index}]", key=index, frozen=frozen)
 
 
-def frozenset_slots(holder: frozenset[object], wanted: Wanted) -> Iterator[Slot]:
-    """Members of a frozen set."""
-    return _members_of_set(frozenset.__iter__(holder), wanted)
+def _member_slots(cls: Any, holder: object, wanted: Wanted) -> Iterator[Slot]:
+    return ((value, Step(" (a member)")) for value in list(cls.__iter__(holder)))
 
 
-def dict_slots(holder: dict[object, object], wanted: Wanted) -> Iterator[Slot]:
-    """Values of a dictionary, by key, and its keys."""
+def _dict_slots(holder: dict[object, object], wanted: Wanted) -> Iterator[Slot]:
     for key, value in list(dict.items(holder)):
         if id(value) in wanted:
             name = spell_key(key)
@@ -170,52 +164,135 @@ def dict_slots(holder: dict[object, object], wanted: Wanted) -> Iterator[Slot]:
             yield key, Step(" (a key)")
 
 
-def array_slots(holder: Any, wanted: Wanted) -> Iterator[Slot]:
-    """Items of an array of objects, by index, or the array that it is a view of."""
-    base = of_array(holder, "base")
-    for index, value in enumerate(referents_of_array(holder)):
+# --- functions and what wraps them
+
+
+def _function_slots(holder: types.FunctionType, wanted: Wanted) -> Iterator[Slot]:
+    code, name = holder.__code__, holder.__qualname__
+    first = code.co_argcount - len(holder.__defaults__ or ())
+    names = code.co_varnames[first : code.co_argcount]
+    for value, kind, namer in (
+        (holder.__closure__, "closure", variables(code.co_freevars)),
+        (holder.__defaults__, "default", variables(names)),
+        (holder.__kwdefaults__, "default", variables(())),
+    ):
+        yield value, Step("", kind, anchor=f"{kind} of {name}", namer=namer)
+
+
+def _cell_slots(holder: types.CellType, wanted: Wanted) -> Iterator[Slot]:
+    yield holder.cell_contents, Step("", "closure")
+
+
+def _method_slots(
+    holder: types.MethodType | types.BuiltinMethodType, wanted: Wanted
+) -> Iterator[Slot]:
+    of_self = holder.__self__
+    if is_kind(type(of_self), torch.Tensor):
+        yield of_self, Step("", "method", anchor="bound method", link=" ")
+    else:
+        anchor = type_name(type(of_self))
+        yield of_self, Step("", "method", anchor=anchor, link=", held by the bound method ")
+
+
+def _partial_slots(holder: "functools.partial[object]", wanted: Wanted) -> Iterator[Slot]:
+    # past the attributes of a subclass
+    read: Any = functools.partial
+    func = read.func.__get__(holder)
+    anchor = f"partial of {_name_of(func)}"
+    yield func, Step(": func", "partial", anchor=anchor)
+    for name in ("args", "keywords"):
+        value = getattr(read, name).__get__(holder)
+        yield value, Step("", "partial", anchor=anchor, namer=items(name))
+
+
+def _cache_slots(holder: object, wanted: Wanted) -> Iterator[Slot]:
+    wrapped = object.__getattribute__(holder, "__wrapped__")
+    step = Step("", "cache", anchor=f"lru_cache of {_name_of(wrapped)}")
+    return ((value, step) for value in gc.get_referents(holder) if value is not wrapped)
+
+
+def _name_of(func: Any) -> str:
+    return str(func.__qualname__) if is_kind(type(func), *_NAMED) else type_name(type(func))
+
+
+# --- code that stands still
+
+
+def frame_of(holder: object) -> types.FrameType | None:
+    """The frame of a generator or coroutine that has not finished; None for anything else."""
+    _, name = _SUSPENDED.get(id(type(holder)), ("", ""))
+    return cast("types.FrameType | None", getattr(holder, name)) if name else None
+
+
+def _suspended_slots(holder: Any, wanted: Wanted) -> Iterator[Slot]:
+    anchor = f"{_SUSPENDED[id(type(holder))][0]} {holder.__qualname__}"
+    for value, name in _variables(holder, frame_of(holder), wanted):
+        text = f": local {name}" if name else ": a value in flight"
+        yield value, Step(text, "generator", anchor=anchor)
+
+
+def _frame_slots(holder: types.FrameType, wanted: Wanted) -> Iterator[Slot]:
+    """Local variables of a frame that outlived its call."""
+    function = holder.f_code.co_qualname
+    yield holder.f_back, Step("", "traceback")
+    for value, name in _variables(holder, holder, wanted):
+        if type(value) is dict and name is None:
+            # the snapshot of the variables that reading `f_locals` left in the frame
+            yield value, Step(f" in {function}()", "traceback", namer=variables((), "local "))
+        else:
+            yield value, Step(f" in {function}(): local {name}", "traceback")
+
+
+def _traceback_slots(holder: types.TracebackType, wanted: Wanted) -> Iterator[Slot]:
+    yield holder.tb_frame, Step("", "traceback")
+    yield holder.tb_next, Step("", "traceback")
+
+
+def _exception_slots(holder: BaseException, wanted: Wanted) -> Iterator[Slot]:
+    read = BaseException.__dict__
+    name = type_name(type(holder))
+    anchored = Step("", "traceback", anchor=f"traceback of {name}")
+    yield read["__traceback__"].__get__(holder), anchored
+    for key in ("__context__", "__cause__", "args"):
+        yield read[key].__get__(holder), Step(f".{key}", "attribute")
+
+
+def _variables(
+    holder: object, frame: types.FrameType | None, wanted: Wanted
+) -> Iterator[tuple[object, str | None]]:
+    """What the holder refers to with the variable's name; a captured one is in its cell."""
+    if frame is None:
+        return
+    names = {id(value): name for name, value in read_locals(frame)}
+    for value in gc.get_referents(holder):
         if id(value) in wanted:
-            yield value, Step(".base" if value is base else f".flat[{index}]")
+            contents = value.cell_contents if type(value) is types.CellType else value
+            yield value, names.get(id(contents))
 
 
-def _numbered(values: Iterator[object], wanted: Wanted, *, frozen: bool = False) -> Iterator[Slot]:
-    for index, value in enumerate(values):
-        if id(value) in wanted:
-            yield value, Step(f"[{index}]", key=index, frozen=frozen)
-
-
-def _members_of_set(values: Iterator[object], wanted: Wanted) -> Iterator[Slot]:
-    return ((value, Step(" (a member)")) for value in list(values) if id(value) in wanted)
-
-
-# --- who reads what
-
-
+_READERS_OF_CLASSES: tuple[tuple[type, Reader], ...] = (
+    (list, partial(_item_slots, list)),
+    (deque, partial(_item_slots, deque)),
+    (tuple, _tuple_slots),
+    (set, partial(_member_slots, set)),
+    (frozenset, partial(_member_slots, frozenset)),
+    (dict, _dict_slots),
+    (object, _instance_slots),
+    (type, partial(_dicts_of, Step("", "attribute", namer=attribute))),
+    (threading.local, partial(_dicts_of, Step("", "thread", namer=nothing))),
+    (torch.Tensor, _tensor_slots),
+    (types.FunctionType, _function_slots),
+    (types.CellType, _cell_slots),
+    (types.MethodType, _method_slots),
+    (types.BuiltinMethodType, _method_slots),
+    (functools.partial, _partial_slots),
+    (_CACHE, _cache_slots),
+    (types.GeneratorType, _suspended_slots),
+    (types.CoroutineType, _suspended_slots),
+    (types.AsyncGeneratorType, _suspended_slots),
+    (types.FrameType, _frame_slots),
+    (types.TracebackType, _traceback_slots),
+    (BaseException, _exception_slots),
+)
 # by identity: a metaclass may define __hash__ and __eq__
-_READERS: dict[int, Reader] = {
-    id(cls): reader
-    for cls, reader in (
-        (list, list_slots),
-        (tuple, tuple_slots),
-        (deque, deque_slots),
-        (set, set_slots),
-        (frozenset, frozenset_slots),
-        (dict, dict_slots),
-        (object, instance_slots),
-        (type, class_slots),
-        (threading.local, thread_local_slots),
-        (torch.Tensor, tensor_slots),
-        (types.FunctionType, _code_slots.function_slots),
-        (types.CellType, _code_slots.cell_slots),
-        (types.MethodType, _code_slots.method_slots),
-        (types.BuiltinMethodType, _code_slots.method_slots),
-        (functools.partial, _code_slots.partial_slots),
-        (type(functools.lru_cache(len)), _code_slots.cache_slots),
-        (types.GeneratorType, _code_slots.suspended_slots),
-        (types.CoroutineType, _code_slots.suspended_slots),
-        (types.AsyncGeneratorType, _code_slots.suspended_slots),
-        (types.FrameType, _code_slots.frame_slots),
-        (types.TracebackType, _code_slots.traceback_slots),
-        (BaseException, _code_slots.exception_slots),
-    )
-}
+_READERS = {id(cls): reader for cls, reader in _READERS_OF_CLASSES}

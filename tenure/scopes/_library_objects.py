@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from tenure._callers import module_of, outside_of_mode
-from tenure._heap import instances, is_kind, tracked_objects
+from tenure._heap import instances, tracked_objects
 from tenure._torch.compiler import is_dynamo_compiling
 from tenure._torch.patches import Patch
 
@@ -111,7 +111,7 @@ def held_as_state(wanted: set[int]) -> set[int]:
         return set()
     # patched first: what another thread makes meanwhile is in the heap, or noted
     if new := [cls for cls in _classes() if not _patch_of(cls).need()]:
-        for owner in instances(tracked_objects(), lambda cls: is_kind(cls, *new)):
+        for owner in instances(tracked_objects(), *new):
             _known[id(owner)] = owner
     # other threads make more meanwhile: the list of references is made in one go
     alive = [owner for known in _known.valuerefs() if (owner := known()) is not None]

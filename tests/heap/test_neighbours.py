@@ -1,14 +1,11 @@
 """What is near to the variables is asked first, and believed only where nothing is left over."""
 
 import gc
-import sys
-import weakref
 
 import pytest
 import torch
 
 from tenure._heap import _index, _search, find_holders
-from tenure._heap._index import Neighbours, Referrers
 
 
 class Box:
@@ -18,15 +15,10 @@ class Box:
 
 @pytest.fixture
 def asked(monkeypatch):
-    """How many objects each question to the whole heap was about."""
+    """Looks at the whole heap."""
     questions = []
-    of = Referrers.of
-
-    def counting(self, objects):
-        questions.append(len(objects))
-        return of(self, objects)
-
-    monkeypatch.setattr(Referrers, "of", counting)
+    look = _search.tracked_objects
+    monkeypatch.setattr(_search, "tracked_objects", lambda: questions.append(1) or look())
     return questions
 
 
@@ -95,36 +87,6 @@ def test_a_reference_without_a_name_is_counted_beside_what_is_near(monkeypatch):
     assert unseen
 
 
-def test_each_object_is_held_once_until_it_is_closed():
-    box = Box([torch.ones(1)])
-    plain = sys.getrefcount(box)
-    neighbours = Neighbours()
-    assert box in neighbours
-    assert sys.getrefcount(box) == plain + 1
-    assert box.held in neighbours.of([id(box.held[0])])
-    neighbours.close()
-    assert box not in neighbours
-    assert sys.getrefcount(box) == plain
-
-
-def test_a_search_that_fails_keeps_none_of_them(monkeypatch):
-    box = Box(torch.ones(1))
-    ref = weakref.ref(box)
-
-    def fail(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Neighbours, "of", fail)
-    with pytest.raises(KeyboardInterrupt):
-        find_holders([box.held])
-    gc.disable()
-    try:
-        del box
-        assert ref() is None
-    finally:
-        gc.enable()
-
-
 def test_no_code_of_what_is_near_runs():
     class Hostile(type):
         def __eq__(cls, other):
@@ -148,8 +110,7 @@ def test_no_code_of_what_is_near_runs():
 
 
 @pytest.mark.usefixtures("whole_heap")
-def test_frozen_objects_are_found_near(monkeypatch):
-    monkeypatch.setattr(_index, "_MAX_PASSES", 0)
+def test_frozen_objects_are_found_near():
     box = Box([torch.ones(1)])
     gc.freeze()
     try:
@@ -161,7 +122,7 @@ def test_frozen_objects_are_found_near(monkeypatch):
 
 def test_what_has_no_reference_left_is_not_looked_for_in_arrays(monkeypatch):
     """Reading all that the collector does not show takes longer than all else."""
-    monkeypatch.setattr(_search, "Untracked", lambda: pytest.fail("no array may hold it"))
+    monkeypatch.setattr(_search, "hidden_objects", lambda: pytest.fail("no array may hold it"))
     x = torch.ones(3, requires_grad=True)
     kept = [x.sin().sum()]
     chains = [holder.chain.rpartition(".<locals>.")[2] for holder in find_holders([kept[0]])[0]]

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tenure._heap import Referrers, instance_attributes
+from tenure._heap import Index, instance_attributes, tracked_objects
 from tenure._torch.autograd import hooks_of
 from tenure._torch.quiet import without_functions
 
@@ -107,13 +107,12 @@ class Caches:
         caches: list[Any] = []
         is_elsewhere = False
         level: list[Any] = [*tensors]
-        referrers = Referrers()
+        heap = Index(tracked_objects())
         ours = {id(each) for each in (tensors, wanted, reached, caches, self._seen)}
         for _ in range(_MOST_STEPS):
             ours.add(id(level))
-            referrers.get_ready(len(level))
             further: dict[int, Any] = {}
-            for each in referrers.of(level):
+            for each in heap.of(map(id, level)):
                 if id(each) in ours or id(each) in wanted or type(each) is FrameType:
                     continue
                 if id(each) in self._places:
@@ -128,7 +127,7 @@ class Caches:
             level = list(further.values())
             if not level:
                 break
-        referrers.close()
+        heap.close()
         for place in reached.values():
             is_elsewhere |= not place.take_out(wanted)
         for cache in caches:

@@ -289,7 +289,7 @@ def _untrained(facts: Facts) -> str:
     model = None if facts.model is None else facts.model()
     if model is None or not (facts.is_recording and facts.has_own_graph):
         return ""
-    optimizers = instances(tracked_objects(), lambda cls: is_kind(cls, Optimizer))
+    optimizers = instances(tracked_objects(), Optimizer)
     known = {id(p) for each in optimizers for p in parameters_of(each)}
     own = {id(p) for p in model.parameters() if p.requires_grad}
     return type_name(type(model)) if known and own and known.isdisjoint(own) else ""

@@ -76,9 +76,9 @@ class Candidate(NamedTuple):
 
 def kept_models(facts: Facts) -> Iterator[Candidate]:
     """Places that keep several models and optimizers, gradients without use, growing modules."""
-    found = instances(tracked_objects(), lambda cls: is_kind(cls, nn.Module, Optimizer))
-    optimizers = instances(found, lambda cls: is_kind(cls, Optimizer))
-    modules = outermost(instances(found, lambda cls: is_kind(cls, nn.Module)))
+    found = instances(tracked_objects(), nn.Module, Optimizer)
+    optimizers = instances(found, Optimizer)
+    modules = outermost(instances(found, nn.Module))
     models = [module for module in modules if bytes_in(module, facts.device)]
     # nothing of ours but these lists holds a model while it is asked who does
     del found, modules

@@ -63,7 +63,7 @@ class FakesLeft:
         mode = self._mode()
         if mode is None:
             return []
-        fakes = instances(tracked_objects(), lambda cls: cls is FakeTensor)
+        fakes = instances(tracked_objects(), FakeTensor)
         return [each for each in fakes if mode_of(each) is mode and id(each) not in self._others]
 
     def error(self) -> PredictionError:
