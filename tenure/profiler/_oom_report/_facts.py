@@ -339,7 +339,7 @@ class Facts:
     # --- what there was
 
     def _look_at_tensors(self) -> None:
-        for entry in take_census()[0]:
+        for entry in take_census():
             device = entry.owner.device
             # an error that names no index is of the device that tensors are on
             if self.device in (device, device.partition(":")[0]) and self._counts(entry):

@@ -7,8 +7,10 @@ owner. The answer is text, numbers and weak references to storages.
 from __future__ import annotations
 
 import weakref
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from torch import Tensor, UntypedStorage, nn
 from torch.optim import Optimizer
@@ -32,8 +34,8 @@ from tenure._torch.storages import key_of
 
 from ._naming import PARAMETERS, Held, Kept, Names
 from ._parts import device_of, dtype_of, identity_of, is_plain, parts_of, shape_or_empty
-from ._rows import GRADIENTS, OTHERS, SAVED, Member, StorageEntry, Storages, TensorRow
-from ._saved import SavedRecord, SavedStorage, saved_storages
+from ._rows import CATEGORIES, GRADIENTS, OTHERS, SAVED, StorageEntry, TensorRow
+from ._saved import SavedStorage, saved_storages
 
 # A search costs some microseconds for each tensor; a process with a million small ones would wait
 # for names that nobody reads.
@@ -44,19 +46,20 @@ _BORROWING = frozenset({"view", "autograd", "numpy"})
 _SELVES = ("Tensor", "Parameter")
 
 
+# what graphs have saved by storage, each with the tensor whose graph it is, if there is one
+_Saved = dict[int, tuple[SavedStorage, weakref.ref[Tensor] | None]]
+
+
 def take_census(
     models: Iterable[nn.Module] = (), optimizers: Iterable[Optimizer] = (), *, named: bool = True
-) -> tuple[list[StorageEntry], list[TensorRow]]:
-    """List every storage, and the tensors that have none (meta, fake).
+) -> list[StorageEntry]:
+    """List every storage in the order of its owner's category; meta and fake tensors have none.
 
     Args:
         models: modules whose names come without the name of their class.
         optimizers: optimizers whose state is named.
         named: whether variables are searched for the names of other tensors, which takes most of
             the time; their categories are known without.
-
-    Returns:
-        The storages in the order of their owners' categories, and rows of tensors without memory.
     """
     with quietly():
         # First, so that the handles a pager makes for this answer are among the tensors found.
@@ -66,40 +69,69 @@ def take_census(
             for named in namer.named_tensors()
         ]
         image = Image()
-        saved, roots = _saved_of(image)
+        saved = _saved_of(image)
         names = Names(list(models), image.modules, [*optimizers, *image.optimizers], kept)
-        calls = _Calls(names, image)
+        census = _Census(names, image, _homes(each.named for each in kept))
         if named:
-            calls.search(roots)
-        storages = Storages(_homes(each.named for each in kept))
-        hollow = _enter_handles(storages, image, calls)
-        _enter_saved(storages, saved, roots, calls)
-        _enter_rest(storages, image, calls)
-        return storages.entries(), sorted(hollow, key=lambda row: row.name)
+            census.search({id(root()) for _, root in saved.values() if root is not None})
+        census.enter_handles()
+        census.enter_saved(saved)
+        census.enter_rest()
+        return census.entries()
 
 
-_Saved = dict[int, SavedStorage]
-_Roots = dict[int, weakref.ref[Tensor]]
+def _saved_of(image: Image) -> _Saved:
+    """What graphs have saved, as text and weak references.
 
-
-def _saved_of(image: Image) -> tuple[_Saved, _Roots]:
-    """What graphs have saved by storage, and the tensor whose graph it is where one leads there.
-
-    Text and weak references: a reference of ours to a node would hide that a cycle through its
-    context is garbage.
+    A reference of ours to a node would hide that a cycle through its context is garbage.
     """
     graphs, tops = image.walk()
-    saved = saved_storages(graphs, image)
-    found = {key: tops[entry.root] for key, entry in saved.items()}
-    return saved, {key: weakref.ref(t) for key, t in found.items() if t is not None}
+    found = ((key, each, tops[each.root]) for key, each in saved_storages(graphs, image).items())
+    return {key: (each, None if t is None else weakref.ref(t)) for key, each, t in found}
 
 
-class _Calls:
-    """What tensors are called: by a module or an optimizer, by a holder, or by a number."""
+class _Member(NamedTuple):
+    """One tensor over a storage.
 
-    def __init__(self, names: Names, image: Image) -> None:
-        self.names = names
+    Attributes:
+        key: the storage, while it lives.
+        identity: a weak reference to it.
+        row: the tensor, with all bytes of the storage.
+        tensor_bytes: those that it shows.
+        held: what it is called.
+        has_graph: a graph of autograd hangs on it.
+    """
+
+    key: int
+    identity: weakref.ref[UntypedStorage] | None
+    row: TensorRow
+    tensor_bytes: int
+    held: Held
+    has_graph: bool = False
+
+    @property
+    def rank(self) -> tuple[int, int, int, int, str]:
+        """Named parameters, buffers and so on in their order; the rest by size."""
+        row = self.row
+        # What a pager says of its memory ("paged: ring") is no category of ours, and goes first.
+        category = CATEGORIES.index(row.category) if row.category in CATEGORIES else -1
+        return category, self.held.order, -row.n_bytes, -self.tensor_bytes, row.name
+
+
+class _Census:
+    """The tensors over each storage; each is called by a module, a holder, or a number.
+
+    Args:
+        names: the names that modules and optimizers give.
+        image: the image of this moment.
+        homes: the storages that lie in another, by the key of each that of the other.
+    """
+
+    def __init__(self, names: Names, image: Image, homes: dict[int, int]) -> None:
+        self._names = names
         self._image = image
+        self._homes = homes
+        self._members: defaultdict[int, list[_Member]] = defaultdict(list)
         # gradients by identity, each with the number of the tensor by which it is named
         gradients = ((i, gradient_of(t)) for i, t in enumerate(image.tensors))
         self._gradients = {id(gradient): i for i, gradient in gradients if gradient is not None}
@@ -108,16 +140,19 @@ class _Calls:
         self._held: dict[int, Held] = {}
         self._n_unnamed = 0
 
-    def search(self, roots: _Roots) -> None:
-        """Name the largest of the tensors that no module and no optimizer has a name for."""
+    def search(self, tops: set[int]) -> None:
+        """Name the largest of the tensors that no module and no optimizer has a name for.
+
+        Args:
+            tops: the tensors that hold graphs, by identity.
+        """
         image = self._image
         unnamed = [
             t
             for t in image.tensors
-            if id(t) in image.in_python and self.stands_alone(t) and self.names.get(t) is None
+            if id(t) in image.in_python and self._stands_alone(t) and self._names.get(t) is None
         ]
         # What holds a graph is small and holds much. No variable is left that has one of them.
-        tops = {id(root()) for root in roots.values()}
         unnamed.sort(key=lambda t: (id(t) not in tops, -(storage_bytes(t) or 0)))
         # The largest are worth the search; the rest get a number.
         del unnamed[_MAX_SEARCHED:]
@@ -125,105 +160,129 @@ class _Calls:
             if (best := _best(found)) is not None:
                 self._held[t] = best
 
-    def stands_alone(self, t: Tensor) -> bool:
+    def enter_handles(self) -> None:
+        """Enter what Python holds, and gradients."""
+        for t in self._image.tensors:
+            named, gradient = self._names.get(t), gradient_of(t)
+            # What neither Python holds nor a module names is C++'s alone: a graph's, entered under
+            # its node by `enter_saved`, or somebody's whom nothing shows, by `enter_rest`.
+            if (named or id(t) in self._image.in_python) and self._stands_alone(t):
+                is_parameter = is_kind(type(t), nn.Parameter)
+                # A Parameter outside of every module is one all the same, as in a hand-written
+                # optimizer.
+                category = named.category if named else PARAMETERS if is_parameter else OTHERS
+                self._enter(t, category)
+            if gradient is not None:
+                self._enter(gradient, GRADIENTS)
+
+    def enter_saved(self, saved: _Saved) -> None:
+        """Enter what only a graph keeps; what it shares with a variable is the graph's as well."""
+        for key, ((record, identity, _), top) in saved.items():
+            root = None if top is None else top()
+            graph = None if root is None else self._called(root).name
+            members = self._over(key)
+            # A variable and a graph share it: dropping the variable alone would free nothing, so it
+            # counts as saved; see test_a_variable_that_autograd_saved_counts_as_saved.
+            if members and not record.is_leaf:
+                first = min(members, key=lambda member: member.rank)
+                # A parameter that a graph saves is a parameter.
+                if first.row.category == OTHERS:
+                    row = replace(first.row, category=SAVED, graph=graph)
+                    members[members.index(first)] = first._replace(
+                        row=row, tensor_bytes=row.n_bytes
+                    )
+            elif not members:
+                name = listed(record.saved_by, 1)
+                dtype, device = dtype_name(record.dtype), str(record.device)
+                n_bytes, site = record.n_bytes, record.created_at
+                row = TensorRow(
+                    name, SAVED, record.shape, dtype, device, n_bytes, None, site, graph
+                )
+                held = Held(name, kind="autograd")
+                members.append(_Member(key, identity, row, n_bytes, held))
+
+    def enter_rest(self) -> None:
+        """Enter memory that only C++ refers to, and bare storages."""
+        for t in self._image.tensors:
+            if not all(self._over(part.key) for part in parts_of(t)):
+                self._enter(t, OTHERS)
+        for storage in self._image.storages:
+            n_bytes, members = storage.nbytes(), self._over(key_of(storage))
+            # A storage that the program holds by itself: no tensor lies over it any more.
+            if n_bytes and not members and not is_hollow(storage):
+                held = self._numbered("UntypedStorage")
+                device = str(storage.device)
+                row = TensorRow(held.name, OTHERS, (n_bytes,), "uint8", device, n_bytes)
+                identity = weakref.ref(storage)
+                members.append(_Member(key_of(storage), identity, row, n_bytes, held))
+
+    def entries(self) -> list[StorageEntry]:
+        """The storages in the order of their owners' categories."""
+        found = [
+            (key, sorted(members, key=lambda member: member.rank))
+            for key, members in self._members.items()
+            if members
+        ]
+        found.sort(key=lambda entry: entry[1][0].rank)
+        return [_entry(key, members) for key, members in found]
+
+    def _over(self, key: int) -> list[_Member]:
+        """The tensors over a storage, or over the one that its bytes lie in."""
+        # A unit of a pager lies in its buffer: its bytes are the buffer's, and counted once there.
+        return self._members[self._homes.get(key, key)]
+
+    def _enter(self, t: Tensor, category: str) -> None:
+        """Enter each part of a tensor."""
+        held, site, has_graph = self._called(t), created_at(t), read(t, "grad_fn") is not None
+        for part in parts_of(t):
+            tensor = part.tensor
+            row = _row(held.name + part.label, category, tensor, site, part.n_bytes)
+            shown = element_bytes(tensor)
+            member = _Member(part.key, identity_of(tensor), row, shown, held, has_graph)
+            self._over(part.key).append(member)
+
+    def _stands_alone(self, t: Tensor) -> bool:
         """Whether a tensor has a name of its own."""
         return id(t) not in self._gradients and id(t) not in self._inner
 
-    def of(self, t: Tensor) -> Held:
+    def _called(self, t: Tensor) -> Held:
         """What it is called; the same at each call."""
         # A gradient in a variable of its own is one still.
         number = self._gradients.get(id(t))
-        if number is None:
-            return self._itself(t)
-        held = self._itself(self._image.tensors[number])
-        return held._replace(name=f"{held.name}.grad")
+        if number is not None:
+            held = self._itself(self._image.tensors[number])
+            return held._replace(name=f"{held.name}.grad")
+        return self._itself(t)
 
     def _itself(self, t: Tensor) -> Held:
-        held = self.names.get(t) or self._held.get(id(t))
+        held = self._names.get(t) or self._held.get(id(t))
         if held is None:
-            held = self._held[id(t)] = self.numbered(type_name(type(t)))
+            held = self._held[id(t)] = self._numbered(type_name(type(t)))
         return held
 
-    def numbered(self, kind: str) -> Held:
+    def _numbered(self, kind: str) -> Held:
         """A name for one that nothing else tells from the others."""
         self._n_unnamed += 1
         return Held(f"{kind}{self._n_unnamed - 1}", kind="unknown")
 
 
-def _enter_handles(storages: Storages, image: Image, calls: _Calls) -> list[TensorRow]:
-    """What Python holds, and gradients; those without memory are given back."""
-    hollow: list[TensorRow] = []
-    for t in image.tensors:
-        named, gradient = calls.names.get(t), gradient_of(t)
-        # What neither Python holds nor a module names is C++'s alone: a graph's, entered under its
-        # node by `_enter_saved`, or somebody's whom nothing shows, by `_enter_rest`.
-        if (named or id(t) in image.in_python) and calls.stands_alone(t):
-            is_parameter = is_kind(type(t), nn.Parameter)
-            # A Parameter outside of every module is one all the same, as in a hand-written
-            # optimizer.
-            category = named.category if named else PARAMETERS if is_parameter else OTHERS
-            hollow += _enter(storages, t, calls.of(t), category)
-        if gradient is not None:
-            hollow += _enter(storages, gradient, calls.of(gradient), GRADIENTS)
-    return hollow
+def _entry(key: int, members: list[_Member]) -> StorageEntry:
+    owner = members[0].row
+    # of the storage itself, and not of one whose bytes lie in it
+    own = (member.identity for member in members if member.key == key)
+    return StorageEntry(
+        owner,
+        max(member.tensor_bytes for member in members),
+        members[0].held.kind,
+        any(member.has_graph for member in members),
+        tuple(replace(m.row, owner=owner.name) for m in members[1:]),
+        next(own, members[0].identity),
+    )
 
 
-def _enter(storages: Storages, t: Tensor, held: Held, category: str) -> list[TensorRow]:
-    """Enter each part of a tensor; where it has none, its row is given back."""
-    site, has_graph = created_at(t), read(t, "grad_fn") is not None
-    parts = parts_of(t)
-    for part in parts:
-        row = _row(held.name + part.label, category, part.tensor, site)
-        storages.add(
-            Member(
-                part.key,
-                identity_of(part.tensor),
-                replace(row, n_bytes=part.n_bytes),
-                element_bytes(part.tensor),
-                held,
-                has_graph,
-            )
-        )
-    # of a size, and not just empty
-    is_hollow = not parts and storage_bytes(t)
-    return [replace(_row(held.name, category, t, site), device="meta")] if is_hollow else []
-
-
-def _enter_saved(
-    storages: Storages,
-    saved: _Saved,
-    roots: _Roots,
-    calls: _Calls,
-) -> None:
-    """What only a graph keeps; and what it shares with a variable is the graph's as well."""
-    for key, (record, identity, _) in saved.items():
-        members = storages.at(key)
-        root = roots[key]() if key in roots else None
-        graph = None if root is None else calls.of(root).name
-        # A variable and a graph share it: dropping the variable alone would free nothing, so it
-        # counts as saved; see test_a_variable_that_autograd_saved_counts_as_saved.
-        if members and not record.is_leaf:
-            first = min(members, key=lambda member: member.rank)
-            # A parameter that a graph saves is a parameter.
-            if first.row.category == OTHERS:
-                row = replace(first.row, category=SAVED, graph=graph)
-                members[members.index(first)] = first._replace(row=row, tensor_bytes=row.n_bytes)
-        elif not members:
-            storages.add(_member_of(key, record, identity, graph))
-
-
-def _enter_rest(storages: Storages, image: Image, calls: _Calls) -> None:
-    """Memory that only C++ refers to, and bare storages."""
-    for t in image.tensors:
-        if not all(storages.at(part.key) for part in parts_of(t)):
-            _enter(storages, t, calls.of(t), OTHERS)
-    for storage in image.storages:
-        n_bytes = storage.nbytes()
-        # A storage that the program holds by itself: no tensor lies over it any more.
-        if n_bytes and not storages.at(key_of(storage)) and not is_hollow(storage):
-            held = calls.numbered("UntypedStorage")
-            row = TensorRow(held.name, OTHERS, (n_bytes,), "uint8", str(storage.device), n_bytes)
-            storages.add(Member(key_of(storage), weakref.ref(storage), row, n_bytes, held))
+def _row(name: str, category: str, t: Tensor, site: str | None, n_bytes: int) -> TensorRow:
+    dtype, device = dtype_name(dtype_of(t)), str(device_of(t))
+    return TensorRow(name, category, shape_or_empty(t), dtype, device, n_bytes, None, site)
 
 
 def _homes(kept: Iterable[NamedTensor]) -> dict[int, int]:
@@ -246,25 +305,6 @@ def _best(found: Sequence[Holder]) -> Held | None:
 
 def _says_little(chain: str) -> bool:
     return chain in _SELVES or is_of_shell(chain)
-
-
-def _row(name: str, category: str, t: Tensor, site: str | None) -> TensorRow:
-    dtype = dtype_name(dtype_of(t))
-    return TensorRow(name, category, shape_or_empty(t), dtype, str(device_of(t)), 0, None, site)
-
-
-def _member_of(
-    key: int,
-    record: SavedRecord,
-    identity: weakref.ref[UntypedStorage] | None,
-    graph: str | None,
-) -> Member:
-    name = listed(record.saved_by, 1)
-    dtype, device = dtype_name(record.dtype), str(record.device)
-    row = TensorRow(
-        name, SAVED, record.shape, dtype, device, record.n_bytes, None, record.created_at, graph
-    )
-    return Member(key, identity, row, record.n_bytes, Held(name, kind="autograd"))
 
 
 def _inner_of(t: Tensor) -> list[Tensor]:

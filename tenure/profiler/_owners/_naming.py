@@ -7,15 +7,17 @@ report.
 from __future__ import annotations
 
 import sys
-from collections import deque
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tenure._heap import instance_attributes, is_kind, type_name
 from tenure._registries import NamedTensor
+
+_T = TypeVar("_T")
 
 PARAMETERS = "parameters"
 BUFFERS = "buffers"
@@ -68,23 +70,22 @@ class Names:
         kept: Sequence[Kept] = (),
     ) -> None:
         self._found: dict[int, Held] = {}
-        for model in models:
-            self._add_module(model, "")
-        roots = [(model, "") for model in models]
         # Parts of a given model have names already, and would only get longer ones here.
         known = {id(module) for model in models for _, module in _modules(model)}
-        labels = _Labels()
-        for module in outermost(found):
-            if id(module) not in known and any(True for _ in named_tensors_of(module)):
-                roots.append((module, labels.of(module)))
-                # A weight that a model has already gets no second name from one that was not given.
-                self._add_module(*roots[-1], unless=frozenset(self._found))
+        others = [module for module in outermost(found) if id(module) not in known]
+        roots = [(model, "") for model in models]
+        roots += _labelled(m for m in others if any(True for _ in named_tensors_of(m)))
+        for module, label in roots:
+            # A weight that a model has already gets no second name from one that was not given.
+            taken = frozenset(self._found if label else ())
+            for name, category, t in named_tensors_of(module):
+                if id(t) not in taken:
+                    self._add(t, _dotted(label, name), category)
         for served, named in kept:
             label = "" if served is None else _label_of(served, roots)
             self._add(named.tensor, _dotted(label, named.name), named.category)
-        labels = _Labels()
-        for optimizer in {id(optimizer): optimizer for optimizer in optimizers}.values():
-            self._add_optimizer(optimizer, labels.of(optimizer))
+        for optimizer, label in _labelled({id(each): each for each in optimizers}.values()):
+            self._add_optimizer(optimizer, label)
 
     def get(self, t: Tensor) -> Held | None:
         """Return what a tensor is called; several names of one tensor are joined by ``+``."""
@@ -94,13 +95,6 @@ class Names:
         held = self._found.setdefault(id(t), Held(name, category, len(self._found)))
         if name not in held.name.split("+"):
             self._found[id(t)] = held._replace(name=f"{held.name}+{name}")
-
-    def _add_module(
-        self, module: nn.Module, label: str, unless: frozenset[int] = frozenset()
-    ) -> None:
-        for name, category, t in named_tensors_of(module):
-            if id(t) not in unless:
-                self._add(t, _dotted(label, name), category)
 
     def _add_optimizer(self, optimizer: Optimizer, label: str) -> None:
         attributes = instance_attributes(optimizer)
@@ -123,16 +117,13 @@ class Names:
                 self._add(t, f"{prefix}{key}", OPTIMIZER_STATE)
 
 
-class _Labels:
-    """The name of a class, and for its second instance ``Linear#2``."""
-
-    def __init__(self) -> None:
-        self._counts: dict[str, int] = {}
-
-    def of(self, found: object) -> str:
-        name = type_name(type(found))
-        self._counts[name] = self._counts.get(name, 0) + 1
-        return name if self._counts[name] == 1 else f"{name}#{self._counts[name]}"
+def _labelled(objects: Iterable[_T]) -> Iterator[tuple[_T, str]]:
+    """Yield each object with the name of its class, the second instance as ``Linear#2``."""
+    counts: Counter[str] = Counter()
+    for each in objects:
+        name = type_name(type(each))
+        counts[name] += 1
+        yield each, name if counts[name] == 1 else f"{name}#{counts[name]}"
 
 
 def _label_of(model: nn.Module, roots: Sequence[tuple[nn.Module, str]]) -> str:

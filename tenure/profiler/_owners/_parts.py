@@ -116,7 +116,7 @@ def _part(t: Tensor) -> Part | None:
     n_bytes = storage.nbytes()
     # A wrapper subclass shows sizes and has a storage that is none; its inner tensors have the
     # bytes.
-    if not n_bytes or (not is_plain(t) and is_hollow(storage)) or t.device.type == "meta":
+    if not n_bytes or (not is_plain(t) and is_hollow(storage)) or device_of(t).type == "meta":
         return None
     return Part("", t, key_of(storage), n_bytes)
 

@@ -6,14 +6,13 @@ What a storage counts as, and who its owner is, is told by the first of the tens
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
 from torch import UntypedStorage
 
 from tenure._text import describe_elements
 
-from ._naming import BUFFERS, OPTIMIZER_STATE, PARAMETERS, Held
+from ._naming import BUFFERS, OPTIMIZER_STATE, PARAMETERS
 
 GRADIENTS = "gradients"
 SAVED = "saved for backward"
@@ -99,77 +98,3 @@ class StorageEntry:
 def describe_row(row: TensorRow) -> str:
     """The tensor of a row in the words of all reports."""
     return f"{describe_elements(row.dtype, row.shape)} on {row.device}"
-
-
-# --- the tensors over each storage
-
-
-class Member(NamedTuple):
-    """One tensor over a storage.
-
-    Attributes:
-        key: the storage, while it lives.
-        identity: a weak reference to it.
-        row: the tensor, with all bytes of the storage.
-        tensor_bytes: those that it shows.
-        held: what it is called.
-        has_graph: a graph of autograd hangs on it.
-    """
-
-    key: int
-    identity: weakref.ref[UntypedStorage] | None
-    row: TensorRow
-    tensor_bytes: int
-    held: Held
-    has_graph: bool = False
-
-    @property
-    def rank(self) -> tuple[int, int, int, int, str]:
-        """Named parameters, buffers and so on in their order; the rest by size."""
-        row = self.row
-        # What a pager says of its memory ("paged: ring") is no category of ours, and goes first.
-        category = CATEGORIES.index(row.category) if row.category in CATEGORIES else -1
-        return category, self.held.order, -row.n_bytes, -self.tensor_bytes, row.name
-
-
-class Storages:
-    """The tensors over each storage.
-
-    Args:
-        homes: the storages that lie in another, by the key of each that of the other.
-    """
-
-    def __init__(self, homes: dict[int, int]) -> None:
-        self._homes = homes
-        self._members: dict[int, list[Member]] = {}
-
-    def at(self, key: int) -> list[Member]:
-        """The tensors over a storage, or over the one that its bytes lie in."""
-        return self._members.get(self._homes.get(key, key), [])
-
-    def add(self, member: Member) -> None:
-        """Enter one tensor."""
-        # A unit of a pager lies in its buffer: its bytes are the buffer's, and counted once there.
-        home = self._homes.get(member.key, member.key)
-        self._members.setdefault(home, []).append(member)
-
-    def entries(self) -> list[StorageEntry]:
-        """The storages in the order of their owners' categories."""
-        for members in self._members.values():
-            members.sort(key=lambda member: member.rank)
-        keys = sorted(self._members, key=lambda key: self._members[key][0].rank)
-        return [_entry(key, self._members[key]) for key in keys]
-
-
-def _entry(key: int, members: list[Member]) -> StorageEntry:
-    owner = members[0].row
-    # of the storage itself, and not of one whose bytes lie in it
-    own = (member.identity for member in members if member.key == key)
-    return StorageEntry(
-        owner,
-        max(member.tensor_bytes for member in members),
-        members[0].held.kind,
-        any(member.has_graph for member in members),
-        tuple(replace(m.row, owner=owner.name) for m in members[1:]),
-        next(own, members[0].identity),
-    )

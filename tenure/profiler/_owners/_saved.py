@@ -6,6 +6,7 @@ import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import compress
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -96,9 +97,6 @@ class SavedReport(Report):
 
     def __len__(self) -> int:
         return len(self.records)
-
-    def __bool__(self) -> bool:
-        return bool(self.records)
 
     def __iter__(self) -> Iterator[SavedRecord]:
         return iter(self.records)
@@ -277,11 +275,7 @@ def _tensors_in(root: object) -> Iterator[Tensor]:
 
 def _row(record: SavedRecord) -> tuple[str, ...]:
     place = listed(record.saved_by, _MAX_PLACES)
-    notes = [note for note, is_true in _notes(record) if is_true]
-    label = f"{place} ({', '.join(notes)})" if notes else place
+    notes = ", ".join(compress(("a leaf", "packed"), (record.is_leaf, record.is_packed)))
+    label = f"{place} ({notes})" if notes else place
     tensor = f"{describe_elements(record.dtype, record.shape)} on {record.device}"
     return (label, in_bytes(record.n_bytes), tensor, record.created_at or "")
-
-
-def _notes(record: SavedRecord) -> list[tuple[str, bool]]:
-    return [("a leaf", record.is_leaf), ("packed", record.is_packed)]

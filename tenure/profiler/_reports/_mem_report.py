@@ -7,14 +7,12 @@ Its tables have the headings of pytorch_memlab's.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
-import torch.distributed as dist
 
-from tenure._errors import ProfilerUsageError
 from tenure._show import (
     Amounts,
     Column,
@@ -29,7 +27,6 @@ from tenure._show import (
     storage_bytes,
 )
 from tenure._text import counted, format_bytes
-from tenure._torch.quiet import without_functions
 
 from .._allocator import allocator_bytes, bytes_of_workspaces, cached_memory
 from .._owners import CATEGORIES, StorageEntry, TensorRow
@@ -151,13 +148,16 @@ def _parts_of(device: DeviceReport, verbose: bool) -> Iterator[Part]:
         yield Paragraph(title, "No tensors are there.")
     amounts = [*device.categories.items(), (UNEXPLAINED, device.unexplained_bytes)]
     if any(n_bytes for _, n_bytes in amounts):
-        yield Amounts(_total_line(device), ranked(amounts))
+        used = format_bytes(sum(row.counted_bytes for row in device.rows))
+        found = (
+            f"{counted(len(device.rows), 'tensor')} with {counted(device.n_elements, 'element')}"
+        )
+        yield Amounts(f"Total: {found}, {used}", ranked(amounts))
     yield Paragraph("", "\n".join(_allocator_lines(device)))
 
 
 def build_report(
     entries: Sequence[StorageEntry],
-    hollow: Sequence[TensorRow],
     *,
     device: torch.device | None = None,
     verbose: bool = False,
@@ -166,12 +166,11 @@ def build_report(
 
     Args:
         entries: the storages.
-        hollow: tensors without memory.
         device: the only device to report, with the index that it has; None for all.
         verbose: as `MemReport.verbose`.
     """
     rows: dict[str, list[TensorRow]] = {}
-    for row in (*(row for entry in entries for row in entry.rows), *hollow):
+    for row in (row for entry in entries for row in entry.rows):
         rows.setdefault(row.device, []).append(row)
     # A device that was asked for is reported even if nothing lies there.
     names = sorted(rows) if device is None else [str(device)]
@@ -221,12 +220,6 @@ def _cells(row: TensorRow, *, verbose: bool) -> list[str]:
     return [name, size, used, row.category, row.created_at or ""]
 
 
-def _total_line(device: DeviceReport) -> str:
-    used = format_bytes(sum(row.counted_bytes for row in device.rows))
-    n_elements = counted(device.n_elements, "element")
-    return f"Total: {counted(len(device.rows), 'tensor')} with {n_elements}, {used}"
-
-
 def _allocator_lines(device: DeviceReport) -> Iterator[str]:
     if not device.is_counted:
         yield f"The total is that of the storages found: {device.device} counts no live bytes."
@@ -246,34 +239,3 @@ def _allocator_lines(device: DeviceReport) -> Iterator[str]:
     if device.device_used_bytes is not None:
         used = format_bytes(device.device_used_bytes)
         yield f"In use on {device.device} by all processes and the driver: {used}."
-
-
-# --- all ranks of a process group
-
-
-def gather_reports(report: MemReport, group: dist.ProcessGroup | None) -> dict[int, MemReport]:
-    """Exchange the reports of all ranks; each of them must call it.
-
-    Raises:
-        ProfilerUsageError: no process group has been set up.
-    """
-    if not (dist.is_available() and dist.is_initialized()):
-        raise ProfilerUsageError(
-            "A report over ranks needs a process group, and none has been set up. Call "
-            "torch.distributed.init_process_group() first, or report() for this process alone."
-        )
-    gathered: list[MemReport] = [report] * dist.get_world_size(group)
-    # The exchange makes tensors of its own, which no override of the program should see.
-    with without_functions():
-        dist.all_gather_object(gathered, report, group=group)
-    return dict(enumerate(gathered))
-
-
-def text_of_ranks(reports: Mapping[int, MemReport]) -> str:
-    """A line for each rank: its total, and what it is made of."""
-    lines = []
-    for rank, report in reports.items():
-        amounts = (*report.categories.items(), (UNEXPLAINED, report.unexplained_bytes))
-        parts = ", ".join(f"{name} {format_bytes(n_bytes)}" for name, n_bytes in amounts if n_bytes)
-        lines.append(f"rank {rank}: {format_bytes(report.total_bytes)}: {parts or 'nothing'}")
-    return "\n".join(lines)

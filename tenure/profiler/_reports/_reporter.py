@@ -11,15 +11,18 @@ import sys
 import weakref
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
 from tenure._devices import indexed
 from tenure._errors import ProfilerUsageError
 from tenure._heap import is_kind
+from tenure._text import format_bytes
+from tenure._torch.quiet import without_functions
 
-from .._owners import StorageEntry, TensorRow, take_census
-from ._mem_report import MemReport, build_report, gather_reports, text_of_ranks
+from .._owners import StorageEntry, take_census
+from ._mem_report import UNEXPLAINED, MemReport, build_report
 
 
 class MemReporter:
@@ -63,7 +66,6 @@ class MemReporter:
         # Weakly, so that a reporter in a global keeps no model alive.
         self._optimizers: list[weakref.ref[Optimizer]] = []
         self._entries: list[StorageEntry] = []
-        self._hollow: list[TensorRow] = []
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Name the state of an optimizer, now and whatever it makes later.
@@ -87,7 +89,7 @@ class MemReporter:
         model = None if self._model is None else self._model()
         optimizers = [o for reference in self._optimizers if (o := reference()) is not None]
         models = [] if model is None else [model]
-        self._entries, self._hollow = take_census(models, optimizers)
+        self._entries = take_census(models, optimizers)
 
     def get_stats(
         self, verbose: bool = False, device: torch.device | str | int | None = None
@@ -102,7 +104,7 @@ class MemReporter:
             ProfilerUsageError: the device can't be read as one.
         """
         only = _device_of(device)
-        return build_report(self._entries, self._hollow, device=only, verbose=verbose)
+        return build_report(self._entries, device=only, verbose=verbose)
 
     def print_stats(
         self,
@@ -140,15 +142,14 @@ class MemReporter:
         Raises:
             ProfilerUsageError: the device can't be read as one.
         """
-        only = _device_of(device)
         self.collect_tensor()
-        report = self.get_stats(verbose, only)
+        report = self.get_stats(verbose, device)
         _print(report, top, sort)
         return report
 
     def report_group(
         self,
-        group: torch.distributed.ProcessGroup | None = None,
+        group: dist.ProcessGroup | None = None,
         *,
         verbose: bool = False,
         device: torch.device | str | int | None = None,
@@ -167,12 +168,27 @@ class MemReporter:
         Raises:
             ProfilerUsageError: no process group has been set up, or the device can't be read.
         """
-        only = _device_of(device)
+        if not (dist.is_available() and dist.is_initialized()):
+            raise ProfilerUsageError(
+                "A report over ranks needs a process group, and none has been set up. Call "
+                "torch.distributed.init_process_group() first, or report() for this process alone."
+            )
         self.collect_tensor()
-        gathered = gather_reports(self.get_stats(verbose, only), group)
-        if torch.distributed.get_rank(group) == 0:
-            sys.stdout.write(f"{text_of_ranks(gathered)}\n")
-        return gathered
+        report = self.get_stats(verbose, device)
+        gathered: list[MemReport] = [report] * dist.get_world_size(group)
+        # The exchange makes tensors of its own, which no override of the program should see.
+        with without_functions():
+            dist.all_gather_object(gathered, report, group=group)
+        if dist.get_rank(group) == 0:
+            lines = [f"rank {rank}: {_summary_of(each)}\n" for rank, each in enumerate(gathered)]
+            sys.stdout.write("".join(lines))
+        return dict(enumerate(gathered))
+
+
+def _summary_of(report: MemReport) -> str:
+    amounts = (*report.categories.items(), (UNEXPLAINED, report.unexplained_bytes))
+    parts = ", ".join(f"{name} {format_bytes(n_bytes)}" for name, n_bytes in amounts if n_bytes)
+    return f"{format_bytes(report.total_bytes)}: {parts or 'nothing'}"
 
 
 def _print(report: MemReport, top: int | None, sort: str | None) -> None:

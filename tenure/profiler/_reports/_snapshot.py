@@ -197,8 +197,8 @@ def snapshot() -> Snapshot:
         >>> change.total_bytes, len(change.new)
         (3072, 3)
     """
-    entries, hollow = take_census()
-    return Snapshot(tuple(entries), build_report(entries, hollow))
+    entries = take_census()
+    return Snapshot(tuple(entries), build_report(entries))
 
 
 def _changes_of_devices(before: MemReport, now: MemReport) -> dict[str, int]:

@@ -286,7 +286,7 @@ class Timeline:
 
 def _census() -> Iterator[tuple[UntypedStorage, str]]:
     """Return the storages that are alive, and what each counts as; empty where nothing owns it."""
-    for entry in take_census(named=False)[0]:
+    for entry in take_census(named=False):
         storage = entry.identity() if entry.identity is not None else None
         if storage is not None:
             yield storage, "" if entry.owner.category == OTHERS else entry.owner.category
