@@ -14,8 +14,7 @@ from types import CodeType
 from tenure._stream import ThisThread, process, this_stream
 from tenure._torch import cpu_allocator as allocator
 
-from ._book import Book, Codes, Frames, Visit
-from ._device_meter import Usage, unseen_usage
+from ._book import Book, Codes, Frames, Usage, Visit, unseen_usage
 
 TICKS_PER_TURN = 128
 """After how many ticks of a thread its session is read."""

@@ -14,12 +14,14 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from itertools import accumulate
+from threading import get_ident
 from typing import Any
 
 import torch
 from torch import UntypedStorage
 
 from tenure._host_memory import resident_bytes
+from tenure._registries import scope_watchers
 from tenure._stream import process, run, storages_in, this_stream
 from tenure._torch import cpu_allocator as allocator
 from tenure._torch.autograd import is_running_node
@@ -29,12 +31,13 @@ from tenure._torch.modes import EagerMode, has_function_modes, schema_of
 from tenure._torch.quiet import without_functions
 from tenure._torch.resizing import tell, tell_no_more
 from tenure._torch.storages import key_of
+from tenure.scopes import current_scope
 
 from .._owners import OTHERS
 from ._account import IN_BACKWARD, INPUTS, Account, Entry
-from ._bands import Bands
 from ._places import BEFORE, Places
 from ._series import FOREVER, Series
+from ._timeline_report import OUTSIDE, ScopeSpan
 
 _aten = torch.ops.aten
 _LIFTS = frozenset({_aten.lift_fresh.default, _aten.lift.default})
@@ -46,6 +49,9 @@ NOTHING, MAKES, ADOPTS, COPIES = range(4)
 one over that was made elsewhere, or makes one of the data of another."""
 _known: dict[Any, int] = {}
 _SAMPLE_NS = 50_000_000
+# of more the longest are kept
+_MOST_SPANS = 4096
+_NS = 1e9
 # The number of the step, its time, and what had died by then. A plain tuple, and no class of one,
 # which takes six times as long to make.
 _Step = tuple[int, int, list[Entry]]
@@ -59,7 +65,8 @@ class Recorder:
 
     Attributes:
         places: where things are made.
-        bands: the scopes that things are made in.
+        spans: the stretches in which scopes of the thread were the current ones.
+        n_dropped: how many short ones were left out.
         host: the account of the host.
         accounts: the accounts of all devices.
         rss: the resident memory of the process.
@@ -72,7 +79,9 @@ class Recorder:
 
     def __init__(self, failed: Callable[[Exception], None]) -> None:
         self.failed = failed
-        self.places, self.bands = Places(), Bands(self.look)
+        self.places = Places()
+        self.spans: list[ScopeSpan] = []
+        self.n_dropped = 0
         self.host = Account(torch.device("cpu"))
         self.accounts = {self.host.device: self.host}
         self.rss = Series(1024)
@@ -80,6 +89,9 @@ class Recorder:
         self.is_open = False
         self.n_events = self.n_missed = self.began_ns = 0
         self._next_sample_ns = 0
+        self._thread = get_ident()
+        # by the identity of the scope: its name, the depth, and when it began
+        self._open_scopes: dict[int, tuple[str, int, float]] = {}
         self._entries: dict[int, Entry] = {}
         self._dead: list[Entry] = []
         # that of the step which has not ended
@@ -109,7 +121,14 @@ class Recorder:
         """All that was alive is known: what follows is the program's doing."""
         self.began_ns = time.perf_counter_ns()
         self.is_open = True
-        self.bands.open(self.began_ns)
+        scope: Any = current_scope()
+        around = []
+        while scope is not None:
+            around.append(scope)
+            scope = scope.outer
+        for scope in reversed(around):
+            self._enter_scope(scope, 0.0)
+        scope_watchers.append(self)
         self._host_base = self.host.known_bytes - self._live.value
         self.n_missed, self.n_events = self.stream.n_missed, 0
         for account in self.accounts.values():
@@ -129,7 +148,10 @@ class Recorder:
                 entry.account.tell(entry, FOREVER)
         self.stream.leave(self)
         tell_no_more(self.resized)
-        self.bands.close()
+        if self in scope_watchers:
+            scope_watchers.remove(self)
+        for identity in list(self._open_scopes):
+            self._leave_scope(identity)
         if self._is_prepared:
             self._is_prepared = False
             process.close()
@@ -159,6 +181,34 @@ class Recorder:
         if entry.n_bytes == total.nbytes():
             self._end_life(entry)
             self.stream.hide_sum(entry.n_bytes)
+
+    # --- told by scopes
+
+    def began(self, scope: Any) -> None:
+        """See `tenure._registries.ScopeWatcher`."""
+        if get_ident() == self._thread:
+            self.look()
+            self._enter_scope(scope, self.elapsed_ns() / _NS)
+
+    def ended(self, scope: Any) -> None:
+        """See `tenure._registries.ScopeWatcher`."""
+        if get_ident() == self._thread:
+            self.look()
+            self._leave_scope(id(scope))
+
+    def _enter_scope(self, scope: Any, at_s: float) -> None:
+        name = scope.name or f"the scope at {scope.site}"
+        self._open_scopes[id(scope)] = name, len(self._open_scopes), at_s
+
+    def _leave_scope(self, identity: int) -> None:
+        # told once more when it has disposed what it owned
+        if (found := self._open_scopes.pop(identity, None)) is None:
+            return
+        self.spans.append(ScopeSpan(*found, self.elapsed_ns() / _NS))
+        if len(self.spans) > _MOST_SPANS:
+            self.spans.sort(key=lambda span: span.begin_s - span.end_s)
+            self.n_dropped += len(self.spans) - _MOST_SPANS // 2
+            del self.spans[_MOST_SPANS // 2 :]
 
     # --- what was made
 
@@ -207,7 +257,8 @@ class Recorder:
             account = self.accounts[device] = Account(device)
         entry = Entry(storage, self._died)
         entry.key, entry.account, entry.place = key_of(storage), account, place
-        entry.scope, entry.category, entry.begin = self.bands.current(), category, self._number
+        entry.scope = self._open_scopes.get(id(current_scope()), (OUTSIDE,))[0]
+        entry.category, entry.begin = category, self._number
         entry.n_bytes, entry.went_in_backward = account.taken_by(n_bytes), False
         self._entries[entry.key] = entry
         account.known_bytes += entry.n_bytes

@@ -27,7 +27,7 @@ from tenure._torch.fakes import are_made
 from tenure._torch.modes import remove_dispatch
 
 from .._owners import OTHERS, take_census
-from ._composition import compose
+from ._account import compose
 from ._recorder import OperationMode, Recorder
 from ._timeline_report import HostTimeline, OomMark, TimelineReport
 
@@ -249,7 +249,7 @@ class Timeline:
         self._close()
 
     def _composed(self, duration_s: float) -> TimelineReport:
-        recorder, bands = self._recorder, self._recorder.bands
+        recorder = self._recorder
         accounts = recorder.accounts.values()
         devices = tuple(compose(account, recorder.places) for account in accounts)
         self._notes += [note for account in accounts for note in account.notes()]
@@ -257,12 +257,12 @@ class Timeline:
             self._note(
                 "temporaries inside operations were not all seen: another profiler had its thread"
             )
-        if bands.n_dropped:
-            self._note(f"{bands.n_dropped} short scopes are left out")
+        if recorder.n_dropped:
+            self._note(f"{recorder.n_dropped} short scopes are left out")
         rss = recorder.rss.moments
         return TimelineReport(
             devices=devices,
-            scopes=tuple(sorted(bands.spans, key=lambda span: (span.begin_s, span.depth))),
+            scopes=tuple(sorted(recorder.spans, key=lambda span: (span.begin_s, span.depth))),
             ooms=tuple(self._ooms),
             host=HostTimeline(
                 tuple(moment.at_ns / _NS for moment in rss), tuple(each.n_bytes for each in rss)

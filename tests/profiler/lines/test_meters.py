@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tenure.profiler import LineProfiler, ProfilerUsageError, ProfilerUsageWarning, set_target_gpu
 from tenure.profiler._lines import _targets
-from tenure.profiler._lines._device_meter import DeviceMeter
+from tenure.profiler._lines._book import DeviceMeter
 from tenure.profiler._lines._targets import checked_device, chosen_device
 
 FIELDS = ("current", "peak", "allocated", "freed")

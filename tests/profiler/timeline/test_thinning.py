@@ -83,9 +83,9 @@ def test_a_long_run_is_thinned_and_its_peak_is_exact(monkeypatch):
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_many_short_scopes_leave_the_longest(monkeypatch, n):
     from tenure import NewDisposeScope
-    from tenure.profiler._timeline import _bands
+    from tenure.profiler._timeline import _recorder
 
-    monkeypatch.setattr(_bands, "_MOST_SPANS", 8)
+    monkeypatch.setattr(_recorder, "_MOST_SPANS", 8)
     with Timeline() as timeline, NewDisposeScope("whole"):
         for _ in range(20 * n):
             with NewDisposeScope("short"):

@@ -21,7 +21,7 @@ from tenure._torch.allocations import is_profiling
 from tenure._torch.modes import all_modes
 from tenure.adaptive import memory_budget
 from tenure.profiler import LineProfiler, ProfilerUsageError, Timeline
-from tenure.profiler._timeline import _bands, _places, _recorder, _timeline
+from tenure.profiler._timeline import _places, _recorder, _timeline
 
 from .test_truth import check_sums
 
@@ -122,7 +122,7 @@ def left_of_a_recording():
         all_modes(),
         [*_timeline._open],
         [*_timeline.refusal_watchers],
-        [*_bands.scope_watchers],
+        [*_recorder.scope_watchers],
         process.sizes_are_kept,
         _cpu_allocator._table().flag.value,
         vars(torch.UntypedStorage).get("resize_"),
