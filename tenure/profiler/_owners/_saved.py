@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from tenure._callers import created_at
+from tenure._containers import tensors_in
 from tenure._errors import ProfilerUsageError
 from tenure._heap import (
     Graphs,
     Image,
     Referent,
     cpp_references,
-    is_kind,
     read,
     storage_uses,
 )
@@ -246,7 +246,8 @@ def _is_leaf(t: Tensor) -> bool:
 def _tensors_of(roots: Iterable[object]) -> list[Tensor]:
     found: list[Tensor] = []
     for root in roots:
-        inside = list(_tensors_in(root))
+        # an iterator is no container, as reading it empties it
+        inside = tensors_in(root if isinstance(root, Iterator) else [root])
         if not inside:
             raise ProfilerUsageError(
                 f"saved_for_backward() got {type(root).__name__} without a tensor in it. Pass "
@@ -259,18 +260,6 @@ def _tensors_of(roots: Iterable[object]) -> list[Tensor]:
             "call backward() on, such as the loss."
         )
     return found
-
-
-def _tensors_in(root: object) -> Iterator[Tensor]:
-    if is_kind(type(root), Tensor):
-        yield root  # type: ignore[misc]
-    # Of the outputs of transformers' models, too, which are mappings.
-    elif isinstance(root, Mapping):
-        for value in root.values():
-            yield from _tensors_in(value)
-    elif isinstance(root, list | tuple | set | frozenset | Iterator):
-        for value in root:
-            yield from _tensors_in(value)
 
 
 def _row(record: SavedRecord) -> tuple[str, ...]:
