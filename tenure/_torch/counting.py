@@ -9,8 +9,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from typing import NoReturn
 
 import torch
+
+_ADVICE = (
+    "Use torch 2.10 or later on a Python with the GIL (docs/install.md lists tested versions)."
+)
 
 
 def _count(make: Callable[[], object]) -> int:
@@ -38,9 +43,15 @@ def require() -> None:
         ImportError: they don't.
     """
     if OF_CPP == 0 or not getattr(sys, "_is_gil_enabled", lambda: True)():
-        raise ImportError(
-            f"tenure can't be used with torch {torch.__version__} on Python "
-            f"{sys.version.split()[0]}: reference counts don't say what else holds a tensor, so a "
-            "scope could free gradients that are in use. Use torch 2.10 or later on a Python with "
-            "the GIL (docs/install.md lists tested versions)."
+        refuse_import(
+            "reference counts don't say what else holds a tensor, so a scope could free gradients "
+            "that are in use"
         )
+
+
+def refuse_import(reason: str) -> NoReturn:
+    """Raise the error that says why tenure can't be imported."""
+    raise ImportError(
+        f"tenure can't be used with torch {torch.__version__} on Python {sys.version.split()[0]}: "
+        f"{reason}. {_ADVICE}"
+    )

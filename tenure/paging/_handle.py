@@ -86,7 +86,7 @@ class PagedModel:
         """
         if not self.closed:
             device = self._resources.engine.device
-            check_capture(device, f"unpage() was called of {self!r}")
+            check_capture(device, f"unpage() was called of {self!r}", waits=True)
         shrinkables.discard(self._pager)
         self._pager.close(self._undo)
 
@@ -136,7 +136,7 @@ class PagedModel:
         if self.closed:
             raise PagingError(f"{self!r} has nothing to report: it is unpaged.")
         device = self._resources.engine.device
-        check_capture(device, f"report() was called of {self!r}")
+        check_capture(device, f"report() was called of {self!r}", waits=True)
         return make_report(self._resources, self.plan.weight_bytes)
 
     def __enter__(self) -> Self:

@@ -14,5 +14,8 @@ from ._scope import NewDisposeScope as NewDisposeScope
 from ._scope import current_scope as current_scope
 from ._scoped import persist as persist
 from ._scoped import scoped as scoped
+from ._self_test import check as _check
 from ._thread import ScopeStatistics as ScopeStatistics
 from ._thread import statistics as statistics
+
+_check()

@@ -133,6 +133,11 @@ def this_thread() -> ThreadScopes:
     return scopes
 
 
+def use_own_scopes() -> None:
+    """Give the calling thread scopes, but install no hooks for optimizers and other libraries."""
+    _local.scopes = ThreadScopes()
+
+
 @functools.cache
 def _install_hooks_once() -> None:
     install_hooks(lambda tensors: this_thread().release(tensors))

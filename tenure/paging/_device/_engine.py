@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from tenure._graph_capture import watch_captures
 from tenure._registries import NamedTensor
 from tenure._show import progress
 from tenure._torch.lending import note_while
@@ -55,6 +56,7 @@ class Engine:
         # Whether nothing has happened since the last prefetch that could lead to another one.
         self._is_settled = False
         self._end_noting = note_while(self)
+        self._end_watching_captures = watch_captures(link.device, self)
 
     @property
     def device(self) -> torch.device:
@@ -266,6 +268,7 @@ class Engine:
         self._link.close()
         self._copies.clear()
         self.room.close()
+        self._end_watching_captures()
 
     def named_tensors(self) -> Iterator[NamedTensor]:
         """The ring, each unit that stays, and what the link stages."""

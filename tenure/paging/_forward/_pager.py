@@ -266,7 +266,7 @@ class Pager:
         # Without waiting: the thread inside may be the one that waits for this memory.
         now, visit = self._door.visit, Visit(call_of(sys._getframe()))
         is_ours = now is not None and now.thread == get_ident()
-        may_wait = not captures(self.engine.device)
+        may_wait = not captures(self.engine.device, waits=True)
         if not may_wait or not (is_ours or self._door.try_acquire(visit)):
             return 0
         try:

@@ -14,7 +14,7 @@ from torch import nn
 
 from tenure._callers import warn_user
 from tenure._errors import PagingError, PagingWarning
-from tenure._graph_capture import is_capturing
+from tenure._graph_capture import captures_somewhere, is_capturing
 from tenure._torch.autograd import is_transformed
 
 from .._model import HostTensor
@@ -22,9 +22,14 @@ from .._model import HostTensor
 _later: list[Callable[[], None]] = []
 
 
-def captures(device: torch.device) -> bool:
-    """Whether a graph is being captured on this thread, on the current device or on this one."""
-    if is_capturing(device):
+def captures(device: torch.device, *, waits: bool = False) -> bool:
+    """Whether a graph is being captured on this thread, on the current device or on this one.
+
+    Args:
+        device: this one.
+        waits: whether the caller waits for the whole device; then captures of any thread count.
+    """
+    if is_capturing(device) or (waits and captures_somewhere(device)):
         return True
     if device.type == "cpu":
         return False
@@ -36,17 +41,18 @@ def captures(device: torch.device) -> bool:
         return is_capturing(device)
 
 
-def check_capture(device: torch.device, what: str) -> None:
+def check_capture(device: torch.device, what: str, *, waits: bool = False) -> None:
     """Refuse what must not happen while a graph is captured.
 
     Args:
         device: where the model is paged to.
         what: what was done, to whom.
+        waits: whether it waits for all of the device, and so breaks captures of other threads.
 
     Raises:
         PagingError: a graph is being captured; nothing was done, and the capture goes on.
     """
-    if captures(device):
+    if captures(device, waits=waits):
         raise PagingError(
             f"{what} while a graph is captured. Paging waits for the device, which no capture "
             "allows, and a replay would read the addresses of now, where other weights lie by "
@@ -58,7 +64,7 @@ def check_capture(device: torch.device, what: str) -> None:
 def after_captures(device: torch.device, close: Callable[[], None]) -> None:
     """Give memory back now; while any graph is captured, at the first call of this after it."""
     _later.append(close)
-    while not captures(device):
+    while not captures(device, waits=True):
         try:
             due = _later.pop()
         except IndexError:

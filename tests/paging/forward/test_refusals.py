@@ -2,6 +2,8 @@
 
 import copy
 import gc
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
@@ -32,6 +34,17 @@ def inside(sim):
         return result
 
     return capture
+
+
+@pytest.fixture(params=["this thread", "another thread"])
+def beside(request, inside):
+    """A capture, and a call on its thread or on another one, which is on the default stream."""
+
+    def elsewhere(function, *args):
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(function, *args).result()
+
+    return inside if request.param == "this thread" else partial(inside, elsewhere)
 
 
 def refused(function, *args, **kwargs):
@@ -79,21 +92,21 @@ def test_what_pages_a_model_is_refused(sim, model, x, inside, tmp_path):
     assert torch.equal(model(x), expected)
 
 
-def test_a_report_and_an_end_are_refused(sim, model, x, inside):
+def test_a_report_and_an_end_are_refused(sim, model, x, beside):
     with page(model, sim.device, budget="12KiB") as handle:
         expected = model(x)
-        assert "report() was called of <PagedModel" in inside(refused, handle.report)
-        assert "unpage() was called of <PagedModel" in inside(refused, handle.unpage)
+        assert "report() was called of <PagedModel" in beside(refused, handle.report)
+        assert "unpage() was called of <PagedModel" in beside(refused, handle.unpage)
         assert not handle.closed
         assert torch.equal(model(x), expected)
-    inside(handle.unpage)  # nothing, the second time
+    beside(handle.unpage)  # nothing, the second time
 
 
 @pytest.mark.parametrize("budget", BUDGETS)
-def test_nothing_is_given_back(sim, model, x, inside, budget):
+def test_nothing_is_given_back(sim, model, x, beside, budget):
     with page(model, sim.device, budget=budget):
         expected = model(x)
-        assert inside(ask_to_shrink, "sim", 1) == 0
+        assert beside(ask_to_shrink, "sim", 1) == 0
         assert torch.equal(model(x), expected)
 
 
@@ -134,7 +147,7 @@ def test_a_forward_captures_none_of_its_weights(sim, inside, x, budget):
     }
 
 
-def test_garbage_is_given_back_when_the_capture_is_over(sim, x, inside):
+def test_garbage_is_given_back_when_the_capture_is_over(sim, x, beside):
     def make():
         model = mlp().eval()
         model.itself = [model]
@@ -144,7 +157,7 @@ def test_garbage_is_given_back_when_the_capture_is_over(sim, x, inside):
     make()
     before_bytes = sim.allocated_bytes
     assert before_bytes > 0
-    inside(gc.collect)
+    beside(gc.collect)
     make()
     gc.collect()
     assert sim.allocated_bytes == 0
@@ -171,3 +184,20 @@ def test_an_error_of_what_gives_memory_back_is_raised_and_is_not_taken_for_the_e
         after_captures(torch.device("cpu"), fail)
     after_captures(torch.device("cpu"), lambda: given.append(1))
     assert given == [1]
+
+
+def test_the_class_of_graphs_is_as_before_when_no_model_is_paged(sim, model):
+    def verbs():
+        return [vars(sim.module.CUDAGraph).get(name) for name in ("capture_begin", "capture_end")]
+
+    before = verbs()
+    with page(model, sim.device):
+        assert verbs() != before
+    gc.collect()
+    assert verbs() == before
+    graph = sim.module.CUDAGraph()
+    with page(model, sim.device) as handle:
+        with pytest.raises(RuntimeError, match="non-default stream"):
+            graph.capture_begin()
+        # What could not begin is no capture.
+        handle.unpage()
