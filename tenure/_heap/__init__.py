@@ -7,7 +7,6 @@ to, and says each reference in words; `_search` looks for who refers to the tens
 
 from ._collector import collector_paused as collector_paused
 from ._collector import instances as instances
-from ._collector import live_tensors as live_tensors
 from ._collector import tracked_objects as tracked_objects
 from ._collector import wait_for_readers as wait_for_readers
 from ._graphs import Graphs as Graphs

@@ -9,8 +9,6 @@ from itertools import compress
 from time import monotonic, sleep
 from typing import Any
 
-import torch
-
 # A module of Python 3.12 that shows its list of free objects, too. To be shown them brings them to
 # life; as they die again they enter the list a second time, and from then on it has no end.
 # Source: https://github.com/python/cpython/blob/3.12/Modules/_asynciomodule.c, module_traverse
@@ -87,8 +85,3 @@ def of_classes(objects: list[Any], classes: Container[int]) -> Iterator[Any]:
 def instances(objects: list[Any], *bases: type) -> list[Any]:
     """Return the instances of some classes, in their order."""
     return list(of_classes(objects, frozenset(map(id, subclasses_of(*bases)))))
-
-
-def live_tensors() -> list[torch.Tensor]:
-    """Every tensor with a handle in Python, in the order of the collector."""
-    return instances(tracked_objects(), torch.Tensor)

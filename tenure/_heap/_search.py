@@ -100,6 +100,7 @@ class Search:
         if image is not None:
             self._set_image(image)
         self.targets = [self._add(found) for found in objects]
+        # the memory of these matters, and of others only their handles
         self._target_numbers = frozenset(self.targets)
         self._ignore(ignore)
         try:
@@ -123,10 +124,6 @@ class Search:
     def is_silent(self, n: int) -> bool:
         """Whether an object is a root of tenure's own and of nobody else."""
         return bool(self.roots[n]) and all(root.silent for root in self.roots[n])
-
-    def _is_target(self, n: int) -> bool:
-        """Whether the memory of a tensor matters, and not only its handle, as of one that owns."""
-        return n in self._target_numbers
 
     def _references(self, n: int) -> int:
         """References from elsewhere than this search and the frames that are running."""
@@ -289,7 +286,7 @@ class Search:
     def _add_tensor_holders(self, n: int, t: torch.Tensor) -> None:
         if cpp_uses(t) > 1:
             self._add_owners(n, t)
-        if self._is_target(n) and storage_uses(t) > 1:
+        if n in self._target_numbers and storage_uses(t) > 1:
             for owner, step in self._the_image().sharers_of(t):
                 self._link(self._add(owner), n, step)
 
@@ -307,7 +304,7 @@ class Search:
         return image
 
     def _add_arrays(self, n: int) -> None:
-        is_tensor = self._is_target(n) and is_kind(type(self.alive[n]), torch.Tensor)
+        is_tensor = n in self._target_numbers and is_kind(type(self.alive[n]), torch.Tensor)
         if is_tensor and self._may_be_an_array(n):
             key = storage_key(self.alive[n])  # type: ignore[arg-type]
             for position in self._arrays.get(key, ()):

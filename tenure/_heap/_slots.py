@@ -187,11 +187,8 @@ def _method_slots(
     holder: types.MethodType | types.BuiltinMethodType, wanted: Wanted
 ) -> Iterator[Slot]:
     of_self = holder.__self__
-    if is_kind(type(of_self), torch.Tensor):
-        yield of_self, Step("", "method", anchor="bound method", link=" ")
-    else:
-        anchor = type_name(type(of_self))
-        yield of_self, Step("", "method", anchor=anchor, link=", held by the bound method ")
+    anchor = type_name(type(of_self))
+    yield of_self, Step("", "method", anchor=anchor, link=", held by the bound method ")
 
 
 def _partial_slots(holder: "functools.partial[object]", wanted: Wanted) -> Iterator[Slot]:
@@ -249,12 +246,8 @@ def _traceback_slots(holder: types.TracebackType, wanted: Wanted) -> Iterator[Sl
 
 
 def _exception_slots(holder: BaseException, wanted: Wanted) -> Iterator[Slot]:
-    read = BaseException.__dict__
-    name = type_name(type(holder))
-    anchored = Step("", "traceback", anchor=f"traceback of {name}")
-    yield read["__traceback__"].__get__(holder), anchored
-    for key in ("__context__", "__cause__", "args"):
-        yield read[key].__get__(holder), Step(f".{key}", "attribute")
+    step = Step("", "traceback", anchor=f"traceback of {type_name(type(holder))}")
+    yield BaseException.__dict__["__traceback__"].__get__(holder), step
 
 
 def _variables(

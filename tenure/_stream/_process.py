@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from torch import Tensor, UntypedStorage
 
-from tenure._heap import gradient_of, live_tensors
+from tenure._heap import gradient_of, instances, tracked_objects
 from tenure._storages import storages_of
 from tenure._torch import cpu_allocator as allocator
 from tenure._torch.allocations import announce, is_profiling
@@ -98,7 +98,7 @@ def enter_host_blocks() -> None:
     with warnings.catch_warnings(), without_functions():
         # to look at an object of any class may be to ask for what is deprecated
         warnings.simplefilter("ignore")
-        for tensor in live_tensors():
+        for tensor in instances(tracked_objects(), Tensor):
             for storage in _host_storages(tensor):
                 if key_of(storage) not in entered:
                     entered.add(key_of(storage))

@@ -10,7 +10,7 @@ from ..programs import run_program
 PRELUDE = """
 import gc, torch, weakref
 from tenure._heap import find_holders
-from tenure._heap._collector import live_tensors, tracked_objects
+from tenure._heap import instances, tracked_objects
 
 class Box:
     pass
@@ -22,7 +22,8 @@ def chains(ref):
 CASES = {
     "global": (
         "HISTORY = [torch.ones(3)]; gc.freeze()",
-        "[t for t in live_tensors() if t is HISTORY[0]] and chains(weakref.ref(HISTORY[0]))",
+        "[t for t in instances(tracked_objects(), torch.Tensor) if t is HISTORY[0]] "
+        "and chains(weakref.ref(HISTORY[0]))",
         "['__main__.HISTORY[0]']",
     ),
     "attribute": (
