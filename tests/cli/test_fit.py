@@ -428,6 +428,14 @@ def test_a_function_is_named_by_its_module_or_its_file(target, capsys):
     assert capsys.readouterr().out.startswith("A step takes ")
 
 
+def test_a_file_with_the_name_of_a_module_that_is_loaded_is_refused(tmp_path, capsys):
+    (tmp_path / "json.py").write_text(PROGRAM, "utf-8")
+    assert main(["fit", "json.py:setup"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("tenure fit: error: 'json.py' has the name of another module, ")
+    assert error.endswith("json/__init__.py. Rename the file.\n")
+
+
 @pytest.mark.parametrize(
     ("target", "complaint"),
     [
