@@ -166,7 +166,7 @@ def test_building_a_report_leaves_no_garbage():
 def test_text_names_scope_tensors_sites_and_the_first_holders():
     many = tuple(f"CACHE[{index}]" for index in range(5))
     unseen = record(shape=(), nbytes=0, created_at=None, holders=many, kind="global")
-    report = LeakReport([record(), unseen], scope=SCOPE)
+    report = LeakReport((record(), unseen), scope=SCOPE)
     assert str(report).splitlines() == [
         "<DisposeScope 'step'>: 2 tensors leaked, 64.0 KiB:",
         "  float16[32, 1024] on cuda:0, 64.0 KiB, created at train.py:17",
@@ -189,7 +189,7 @@ def test_text_has_one_line_for_what_one_graph_saved():
     loss = record(shape=(), nbytes=4)
     first, second = "train.<locals>.history[3]", "CACHE['loss']"
     report = LeakReport(
-        [
+        (
             saved(first, nbytes=10),
             saved(second),
             saved("alone[0]", shape=(2,)),
@@ -197,7 +197,7 @@ def test_text_has_one_line_for_what_one_graph_saved():
             saved(second, created_at=None),
             saved(first, nbytes=20),
             loss,
-        ],
+        ),
         scope=SCOPE,
     )
     assert str(report).splitlines() == [
@@ -229,11 +229,11 @@ def test_only_what_a_single_graph_alone_holds_has_its_name():
 
 
 def test_one_tensor_is_spelled_in_the_singular():
-    assert LeakReport([record()], scope="'s'").summary() == "'s': 1 tensor leaked, 64.0 KiB"
+    assert LeakReport((record(),), scope="'s'").summary() == "'s': 1 tensor leaked, 64.0 KiB"
 
 
 def test_report_is_a_sequence_of_records_that_cannot_be_changed():
-    report = LeakReport([record()], scope=SCOPE)
+    report = LeakReport((record(),), scope=SCOPE)
     assert (len(report), bool(report), list(report)) == (1, True, [record()])
     with pytest.raises(AttributeError, match="kind"):
         report.records[0].kind = "other"
@@ -241,7 +241,7 @@ def test_report_is_a_sequence_of_records_that_cannot_be_changed():
 
 def test_rich_prints_the_same_lines():
     console = pytest.importorskip("rich.console").Console(file=io.StringIO(), width=84)
-    report = LeakReport([record()], scope=SCOPE)
+    report = LeakReport((record(),), scope=SCOPE)
     console.print(report)
     assert (
         console.file.getvalue().splitlines()
@@ -255,7 +255,7 @@ def test_rich_prints_the_same_lines():
 
 
 def test_tables_have_one_row_for_what_one_graph_saved():
-    report = LeakReport([saved("f.<locals>.a[0]"), saved("f.<locals>.a[0]")], scope="s")
+    report = LeakReport((saved("f.<locals>.a[0]"), saved("f.<locals>.a[0]")), scope="s")
     page = report._repr_html_()
     assert "2 tensors that autograd saved" in page
     assert "the graph of f.&lt;locals&gt;.a[0]" in page
@@ -264,7 +264,7 @@ def test_tables_have_one_row_for_what_one_graph_saved():
 
 def test_html_is_escaped():
     hostile = record(holders=("f.<locals>.table['<script>']", "b"), created_at=None)
-    text = LeakReport([hostile], scope="<s>")._repr_html_()
+    text = LeakReport((hostile,), scope="<s>")._repr_html_()
     assert "&lt;s&gt;: 1 tensor leaked, 64.0 KiB" in text
     assert "f.&lt;locals&gt;.table[&#x27;&lt;script&gt;&#x27;]" in text
     assert "<s" not in text.replace("<span", "")

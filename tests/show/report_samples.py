@@ -102,7 +102,7 @@ def _leak(i, n_bytes=2**20, **changed):
 
 
 LEAKS = LeakReport(
-    [
+    (
         *(_leak(i, (i + 1) * 2**20) for i in range(25)),
         *(
             _leak(
@@ -112,7 +112,7 @@ LEAKS = LeakReport(
             )
             for i in range(3)
         ),
-    ],
+    ),
     scope="<DisposeScope 'one step of the training loop'>",
 )
 STACK = (
@@ -319,7 +319,7 @@ REPORTS = {
     "difference": DIFF,
     "no difference": SnapshotDiff(0, (), ()),
     "leaks": LEAKS,
-    "no leaks": LeakReport([], scope="s"),
+    "no leaks": LeakReport((), scope="s"),
     "saved": SavedReport(
         tuple(
             SavedRecord((64, 512, 1024 - i), torch.float32, CUDA, 2**27 - i,

@@ -141,8 +141,8 @@ REPORTS = {
     "difference of recordings": RecordingDiff.of(recording(), WITH_TIMELINE),
     "tree": WITH_TIMELINE.tree(),
     "recorded leaks": WITH_TIMELINE.leaks_found(),
-    "leaks": LeakReport([LEAK, replace(LEAK, nbytes=8)], scope="<DisposeScope 'step'>"),
-    "no leaks": LeakReport([], scope="s"),
+    "leaks": LeakReport((LEAK, replace(LEAK, nbytes=8)), scope="<DisposeScope 'step'>"),
+    "no leaks": LeakReport((), scope="s"),
     "memory": MEM,
     "saved": SavedReport((SAVED,), 4),
     "difference": SnapshotDiff(
@@ -244,7 +244,7 @@ def test_a_number_that_json_has_no_word_for_is_written_all_the_same(error):
 
 
 def test_numbers_and_text_of_numpy_are_written_as_plain_ones():
-    report = LeakReport([replace(LEAK, nbytes=np.int64(3), shape=(np.int32(2),))], scope=np.str_())
+    report = LeakReport((replace(LEAK, nbytes=np.int64(3), shape=(np.int32(2),)),), scope=np.str_())
     facts = report.to_dict()
     assert type(facts["scope"]) is str
     assert LeakReport.from_dict(facts) == report
@@ -316,7 +316,7 @@ def test_a_difference_of_any_rows_reads_as_the_same(change):
     )
 )
 def test_a_leak_of_any_record_reads_as_the_same(record):
-    report = LeakReport([record], scope="s")
+    report = LeakReport((record,), scope="s")
     assert read_again(report) == report
 
 

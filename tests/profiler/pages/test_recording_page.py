@@ -89,9 +89,9 @@ def test_a_snapshot_has_the_sum_alone(tmp_path):
 
 def test_leaks_stand_with_their_chains_the_largest_first(tmp_path):
     reports = (
-        LeakReport([_record(64, "a[0]"), _record(4096, "b", "c.d", graph="loss")], scope="step"),
-        LeakReport([], scope="nothing"),
-        LeakReport([_record(1024, "e")], scope="epoch"),
+        LeakReport((_record(64, "a[0]"), _record(4096, "b", "c.d", graph="loss")), scope="step"),
+        LeakReport((), scope="nothing"),
+        LeakReport((_record(1024, "e"),), scope="epoch"),
     )
     growth = Growth("losses", 2, 8, 0, 4 * MIB, first_step=2, last_step=8)
     text = _page(tmp_path, leaks=reports, growth=(growth,))
