@@ -46,15 +46,20 @@ class Level(NamedTuple):
     make: Callable[[list[Any]], Any]
 
 
-def level_of(node: Any) -> Level | None:
-    """One level of a container, or None if it is none that can be put together again."""
+def level_of(node: Any, *, is_all: bool = False) -> Level | None:
+    """One level of a container, or None if it is none that can be put together again.
+
+    Args:
+        node: the container, or any other object.
+        is_all: whether attributes of a dataclass beside its fields count as well.
+    """
     if isinstance(node, tuple):
         return Level(list(range(len(node))), list(node), partial(_tuple_like, type(node)))
     # what a class has registered is what it wants to be taken apart into, its fields or not
     if not is_mutable(node):
         parts = parts_of(node)
         return None if parts is None else Level([*range(len(parts[0]))], *parts)
-    entries = entries_of(node)
+    entries = entries_of(node) if is_all or not is_record(node) else _fields_of(node)
     return Level(list(entries), list(entries.values()), partial(_filled, node, list(entries)))
 
 
@@ -195,7 +200,7 @@ class Survey:
             if id(node) in self.nodes:
                 continue
             self.nodes[id(node)] = node
-            if id(node) in known or is_leaf(node) or (level := level_of(node)) is None:
+            if id(node) in known or is_leaf(node) or (level := level_of(node, is_all=True)) is None:
                 continue
             self._levels[id(node)] = level
             waiting += reversed(level.children)

@@ -250,7 +250,7 @@ def _made_by(make: Callable[[], Any], name: str) -> tuple[Any, ...]:
     Raises:
         CommandError: it returns something else.
     """
-    note = ""
+    note, made = "", None
     try:
         elsewhere = _devices.Elsewhere(_is_missing, torch.device("cpu"), keeps_names=False)
         with building(new_mode()), elsewhere:

@@ -74,8 +74,8 @@ def _slots_of_node(node: Any, names: list[str]) -> Iterator[tuple[str, Any, Any]
         except RuntimeError:
             continue
         for item in _items_in(saved):
-            packed = content_of_saved(item) if is_saved_tensor(item) else (item, None)
-            yield name.removeprefix(_RAW), *packed
+            packed, unpack = content_of_saved(item) if is_saved_tensor(item) else (item, None)
+            yield name.removeprefix(_RAW), packed, unpack
 
 
 def _items_in(value: Any, depth: int = _MAX_DEPTH) -> Iterator[Any]:

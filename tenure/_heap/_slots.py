@@ -288,4 +288,4 @@ _READERS_OF_CLASSES: tuple[tuple[type, Reader], ...] = (
     (BaseException, _exception_slots),
 )
 # by identity: a metaclass may define __hash__ and __eq__
-_READERS = {id(cls): reader for cls, reader in _READERS_OF_CLASSES}
+_READERS: dict[int, Reader] = {id(cls): reader for cls, reader in _READERS_OF_CLASSES}

@@ -110,8 +110,15 @@ class Paragraph(Part):
                 lead = match[0]
                 hanging = " " * (len(lead) + 2 * lead.isspace())
                 width = max(1, options.max_width - len(hanging))
-                broken = Text(line[match.end() :], style).wrap(console, width, overflow="fold")
+                rest = Text(_broken(line[match.end() :], width), style)
+                broken = rest.wrap(console, width, overflow="fold")
                 yield Text(lead) + Text(f"\n{hanging}").join(broken)
+
+
+def _broken(line: str, width: int) -> str:
+    """Break words that are longer than a line after a dot or a slash if they have one."""
+    piece = re.compile(rf".{{1,{width}}}$|.{{1,{width}}}(?<=[./])|.{{1,{width}}}")
+    return re.sub(rf"\S{{{width + 1},}}", lambda word: "\n".join(piece.findall(word[0])), line)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ import tokenize
 from collections.abc import Callable, Iterable, Sequence
 from operator import itemgetter
 from types import CodeType, TracebackType
-from typing import Any, Self, TextIO
+from typing import Any, Self, TextIO, cast
 
 import torch
 
@@ -276,7 +276,7 @@ class LineProfiler:
             return list(codes.values())
         is_one = isinstance(func, str) or callable(func) or not isinstance(func, Iterable)
         chosen: list[CodeType] = []
-        for each in [func] if is_one else func:
+        for each in [func] if is_one else cast("Iterable[Any]", func):
             wanted = each if isinstance(each, str) else function_of(each).__code__
             found = [
                 code

@@ -358,7 +358,8 @@ def _are_copies(rows: list[TensorRow], facts: Facts) -> bool:
 def _keeper_of(name: str, facts: Facts) -> str:
     """Name the keeper of an exception; without one, the function that raised it."""
     # of a coroutine, say, the variable; what holds that is further away
-    keeper = name.partition(_HELD)[2].partition(_HELD)[0] or _IN_FRAME.split(name)[0]
+    own, held = _IN_FRAME.split(name)[0], name.partition(_HELD)[2].partition(_HELD)[0]
+    keeper = held if held and own.startswith((_TRACEBACK, "frame")) else own
     named = _spelled(place_of(keeper), facts)
     function = _IN_FRAME.search(name)
     raised = f"the error of {function[1]}()" if function else "an error"

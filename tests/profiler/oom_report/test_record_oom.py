@@ -211,13 +211,15 @@ def test_a_graph_that_a_variable_holds_over_the_next_forward_is_named(recorder):
     def look():
         while True:
             # large beside what other tests have left
-            out = net(torch.ones(8192, 64))
-            out.sum()
+            looked_at = net(torch.ones(8192, 64))
+            looked_at.sum()
 
     gc.collect()
     with memory_budget("24MiB"), pytest.raises(torch.OutOfMemoryError):
         look()
-    assert recorder.report.first_line.startswith("Leak: out still holds the graph of the previous")
+    assert recorder.report.first_line.startswith(
+        "Leak: looked_at still holds the graph of the previous"
+    )
     assert recorder.report.cause == "leak"
 
 
