@@ -41,7 +41,8 @@ def _run_alone(*command):
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        # ranks import torch and dynamo, each by itself, beside other tests
+        timeout=300,
         # torchrun says that it sets it
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
