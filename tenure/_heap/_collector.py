@@ -1,4 +1,4 @@
-"""What the garbage collector tracks."""
+"""Read every object that the garbage collector tracks."""
 
 import gc
 import sys

@@ -1,4 +1,4 @@
-"""Who refers to an object, for a search that asks again and again.
+"""Find the objects that refer to another one, for a search that asks again and again.
 
 What the variables of running functions lead to is looked at first, as holders are mostly there: an
 index of a heap of a million objects takes longer than one of some thousand. What is found there is

@@ -34,7 +34,7 @@ def steps(label: str, *, are_counted: bool = True) -> Iterator[Callable[[str], N
         are_counted: whether a line has the number of its step.
 
     Yields:
-        What is to be called as each step begins, with what it is.
+        A function to call as each step begins, with the name of the step.
     """
     if not display.acquire(blocking=False):
         yield _nothing
@@ -55,7 +55,7 @@ def progress(label: str, total: int, *, in_bytes: bool = False) -> Iterator[Call
         in_bytes: whether that is a number of bytes.
 
     Yields:
-        What is to be called with how much more is done.
+        A function to call with the amount that was done since its last call.
     """
     spelled: Callable[[int], str] = format_bytes if in_bytes else str
     n_done = 0

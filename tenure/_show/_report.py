@@ -1,4 +1,4 @@
-"""What every report can do: show itself wherever it is printed, and outlive its process as data.
+"""Show a report wherever it is printed, and write it down as data that outlives its process.
 
 Invariant: what is written means the same in another process: names, sites, dtypes, shapes, devices
 and bytes, and no identity of an object.

@@ -13,7 +13,7 @@ import functools
 import gc
 import sys
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from types import FrameType
 from typing import Any
@@ -82,8 +82,12 @@ def copies_library_object(frame: FrameType | None) -> bool:
     return False
 
 
-def install_hooks(release: Callable[[list[Tensor]], object]) -> None:
-    """From now on call ``release`` with the tensors that a module or an optimizer makes its own."""
+def install_hooks(release: Callable[[Iterable[Tensor]], object]) -> None:
+    """From now on call ``release`` with the tensors that a module or an optimizer makes its own.
+
+    The state of an optimizer is walked only as ``release`` asks for its tensors: each step of a
+    program would pay for that, also where no scope is open.
+    """
 
     def on_registration(module: nn.Module, name: str, tensor: Any) -> None:
         # torch before 2.12 traces this hook where a compiled module assigns a buffer
@@ -91,11 +95,17 @@ def install_hooks(release: Callable[[list[Tensor]], object]) -> None:
             release([tensor])
 
     def on_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        release([value for value in _held_by(_state_of(optimizer)) if isinstance(value, Tensor)])
+        release(_tensors_of(optimizer))
 
     module_hooks.register_module_buffer_registration_hook(on_registration)
     module_hooks.register_module_parameter_registration_hook(on_registration)
     register_optimizer_step_post_hook(on_step)
+
+
+def _tensors_of(optimizer: Optimizer) -> Iterator[Tensor]:
+    for value in _held_by(_state_of(optimizer)):
+        if isinstance(value, Tensor):
+            yield value
 
 
 # --- what they hold, however it came there

@@ -84,9 +84,9 @@ class ThreadScopes:
             prune(self.chosen)
             self._next_prune = max(_SMALL, 2 * (len(self.handed_out) + len(self.chosen)))
 
-    def release(self, tensors: list[Tensor]) -> None:
+    def release(self, tensors: Iterable[Tensor]) -> None:
         """Detach those of ``tensors`` that a scope owns."""
-        if not self.open or not tensors:
+        if not self.open:
             return
         # an optimizer's step releases its whole state: the keys in common are few, and found in C
         ids = {id(tensor): tensor for tensor in tensors}

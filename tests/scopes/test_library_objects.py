@@ -281,3 +281,22 @@ def test_modules_are_known_when_another_patcher_has_restored_what_it_saw():
     with NewDisposeScope():
         module._buffers["running_mean"] = torch.zeros(2)
     assert not is_disposed(module.running_mean)
+
+
+class Momentum(torch.optim.Optimizer):
+    """Makes its state in code of the user's own."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["momentum"] = torch.zeros_like(p)
+
+
+def test_no_scope_owns_the_state_that_a_step_has_made():
+    parameter = nn.Parameter(torch.ones(2))
+    with NewDisposeScope() as scope:
+        optimizer = Momentum([parameter])
+        optimizer.step()
+        assert optimizer.state[parameter]["momentum"] not in scope

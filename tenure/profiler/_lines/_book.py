@@ -1,4 +1,4 @@
-"""What each line of one profiler did, on all threads.
+"""Keep the figures of each line of one profiler, on all threads.
 
 Invariants: every interval goes to exactly one line, the one that the innermost watched frame is at,
 so the lines of all watched functions together add up to what was allocated and freed in them. Only
@@ -28,7 +28,7 @@ Codes = Mapping[int, CodeType]
 
 # A named tuple and no frozen dataclass, which takes three times as long to make.
 class Usage(NamedTuple):
-    """What happened in an interval.
+    """The bytes that were allocated and freed in an interval.
 
     Attributes:
         allocated_bytes: bytes that were allocated.
@@ -54,7 +54,7 @@ def unseen_usage(was_bytes: int, level_bytes: int) -> Usage:
 # Threads share these: nothing is called between the reading of a number and its writing.
 @dataclass(slots=True)
 class Figures:
-    """What one line did on one device, over all its hits; see `LineRecord`.
+    """The figures of one line on one device, over all its hits; see `LineRecord`.
 
     Attributes:
         peak_bytes: None as long as nothing was booked.
@@ -269,7 +269,7 @@ class DeviceMeter:
 
     @property
     def live_bytes(self) -> int:
-        """What was in use at the last reading."""
+        """The bytes in use at the last reading."""
         return allocated_in(self._fields).current
 
     def start(self) -> tuple[dict[str, int], dict[str, int]]:
