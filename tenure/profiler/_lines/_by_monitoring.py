@@ -70,6 +70,9 @@ class Monitor(Engine):
 
     def watch(self, before: Codes) -> None:
         """See `Engine`."""
+        # its start has failed
+        if self._tool is None:
+            return
         gone = (code for i, code in before.items() if i not in self.codes)
         came = (code for i, code in self.codes.items() if i not in before)
         self._set(gone, monitoring.events.NO_EVENTS)
