@@ -350,9 +350,8 @@ REPORTS = {
     "courtesy": CourtesyReport(
         2**30, 100, 200,
         (Stay("float32[64, 512, 1024] on cuda:0, 128.0 MiB", 2**27, "it is shared with another process"),),
-        {"cuda:0": 2**27}, {"cuda:0": 2**30},
     ),
-    "no courtesy": CourtesyReport(0, 0, 0, note="there is no accelerator."),
+    "no courtesy": CourtesyReport(0, 0, 0),
     "paging": paging.PagingReport(
         3, 0.25, 0.05, 0.2, 2**34, 25e9, 12, 245, 0.9, "link", 2**34, 2**32, 2**31, 2**33,
         2**33 + 2**21, 2**28, 2**35, 2**30,

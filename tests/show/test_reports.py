@@ -152,7 +152,7 @@ REPORTS = {
     "no lines": LineProfiler().display(),
     "paging": paging_report(),
     "paging with a budget": paging_report(helpful_budget_bytes=4096, bound="compute"),
-    "courtesy": CourtesyReport(4, 1, 2, (Stay("a tensor", 4, "it has slots"),), {"cuda:0": 4}),
+    "courtesy": CourtesyReport(4, 1, 2, (Stay("a tensor", 4, "it has slots"),)),
     "split": adaptive.SplitReport(
         (2, 1), 1e-5, (adaptive.SplitDifference("module", "net.1 (BatchNorm1d)", 0.5),)
     ),

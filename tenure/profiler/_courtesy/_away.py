@@ -7,10 +7,12 @@ at any moment on the device, in host memory, or on both, unless the storage itse
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, UntypedStorage
 from torch.nn import Parameter
 
@@ -30,14 +32,11 @@ _ADVICE = (
 # The handle itself knows these. Anything else reads bytes, or returns a view that could.
 _PROPERTIES = (
     "shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "retains_grad",
-    "grad_fn", "output_nr", "_version", "_base", "nbytes", "itemsize",
-    "is_cuda", "is_cpu", "is_xpu", "is_mps", "is_meta", "is_sparse", "is_sparse_csr",
-    "is_quantized", "is_mkldnn", "is_nested", "_backward_hooks", "grad",
+    "grad_fn", "_version", "_base", "nbytes", "itemsize", "is_cuda", "is_sparse", "grad",
 )  # fmt: skip
 _METHODS = (
-    "size", "stride", "dim", "ndimension", "numel", "nelement", "element_size", "storage_offset",
-    "is_contiguous", "is_floating_point", "is_complex", "is_signed", "is_conj", "is_neg",
-    "is_inference", "get_device", "__len__", "__dir__", "__hash__", "_is_view",
+    "size", "stride", "dim", "numel", "element_size", "storage_offset", "is_contiguous",
+    "is_floating_point", "is_complex", "get_device", "__len__", "__dir__", "__hash__",
 )  # fmt: skip
 _GRADIENT: Any = Tensor.grad
 _READABLE = frozenset(
@@ -51,14 +50,17 @@ _READABLE = frozenset(
 )
 _SPELLING = frozenset({Tensor.__repr__, Tensor.__format__})
 
+all_away: dict[int, Away] = {}
+"""What is away, by identity: it must come back, even if nobody keeps its Courtesy."""
+
 
 class Away:
     """The bytes of a storage in host memory.
 
     Args:
-        courtesy: the Courtesy that moves it, whose ``_forget`` is called once it is back or dead.
+        courtesy: the Courtesy that moves it.
         holding: the storage and all that shares it.
-        host: uint8[n_bytes], the bytes of the storage; None when they are not needed any more.
+        host: uint8[n_bytes], the bytes of the storage; None once they are not needed any more.
     """
 
     def __init__(self, courtesy: Any, holding: Any, host: Tensor) -> None:
@@ -76,12 +78,13 @@ class Away:
 
     def leave(self, holding: Any) -> None:
         """Make every use raise an error, then free the device memory."""
+        # First: an interrupt in the middle of this must find it.
+        all_away[id(self)] = self
         # Handles first, nodes next, memory last: whatever fails between, no use reads freed bytes;
         # see test_an_interrupt_while_leaving_brings_back_what_had_left.
         for handle in holding.tensors.values():
-            cls = type(handle)
+            _attributes(handle)[_GUARD] = type(handle), self
             set_class(handle, AwayTensor)
-            _attributes(handle)[_GUARD] = cls, self
         for node in holding.nodes.values():
             # Weakly: the graph would keep the bytes in host memory as long as it lives.
             refusal = partial(_refuse_backward, weakref.ref(self), type_name(type(node)))
@@ -91,14 +94,14 @@ class Away:
         # test_what_passes_python_by_is_trapped_meanwhile.
         trap.arm(holding.storage, f"{self}: {_TRAP}")
 
-    def allocate(self) -> UntypedStorage | None:
-        """Give the storage its memory back, whose bytes are undefined yet; None if it has died.
+    def allocate(self) -> None:
+        """Give the storage its memory back, whose bytes are undefined yet; nothing to a dead one.
 
         Raises:
             RuntimeError: there is no memory for it, and it stays as it was.
         """
         storage = self._storage()
-        # An earlier restore() may have come this far, and failed in the copies.
+        # An interrupted call may have come this far.
         if storage is not None and storage.nbytes() != self.n_bytes:
             trap.disarm(storage)
             try:
@@ -107,23 +110,54 @@ class Away:
             except BaseException:
                 trap.arm(storage, f"{self}: {_TRAP}")
                 raise
-        return storage
 
     def come_back(self) -> None:
-        """Let the tensors and graphs be used again; the storage has its bytes."""
+        """Let the tensors and graphs be used again, with the bytes they had."""
+        storage, host = self._storage(), self.host
+        # Without bytes of the host it is back, and an interrupt came before all tensors knew.
+        if storage is not None and host is not None:
+            bytes_in(storage).copy_(host)
+        # before any tensor can be written to: these bytes must not come a second time
         self.host = None
         for hook in self._hooks:
             hook.remove()
         for reference in self._handles:
-            if (handle := reference()) is not None:
-                _heal(handle)
+            handle = reference()
+            if type(handle) is AwayTensor:
+                set_class(handle, _attributes(handle)[_GUARD][0])
+                del _attributes(handle)[_GUARD]
+        all_away.pop(id(self), None)
+
+
+@contextmanager
+def settled(device: torch.device) -> Iterator[None]:
+    """A block on the default stream, from which memory came, with all work done before and after.
+
+    Without it a storage would return to the stream that happens to be current.
+    """
+    module: Any = torch.get_device_module(device)
+    with ExitStack() as stack:
+        if hasattr(module, "default_stream"):
+            # Else the end of stream() turns to the device that was current, and makes a context.
+            stack.enter_context(module.device(device.index))
+            stack.enter_context(module.stream(module.default_stream(device)))
+        module.synchronize(device)
+        yield
+        module.synchronize(device)
+
+
+def bytes_in(storage: UntypedStorage) -> Tensor:
+    """uint8[n_bytes] over a storage."""
+    empty: Any = torch.empty(0, dtype=torch.uint8, device=storage.device)
+    over: Tensor = empty.set_(storage)
+    return over
 
 
 def _forget(reference: weakref.ref[Away], _: Any) -> None:
     """Free the host memory of a storage that has died."""
     if (away := reference()) is not None:
         away.host = None
-        away.courtesy._forget(away)
+        all_away.pop(id(away), None)
 
 
 def _refuse_backward(reference: weakref.ref[Away], node: str, _: tuple[Tensor, ...]) -> None:
@@ -151,58 +185,22 @@ class AwayTensor(Tensor):
         if func in _READABLE:
             with without_subclass_functions():
                 return func(*args, **(kwargs or {}))
-        for tensor in passed_tensors((args, kwargs)):
-            # An interrupt may have kept restore() from giving the class back.
-            if type(tensor) is AwayTensor and not _heal(tensor):
-                if func in _SPELLING:
-                    return f"<AwayTensor {_text_of(tensor)}>"
-                raise AwayTensorError(
-                    f"{operation_of(func)} got {_text_of(tensor)}. {_ADVICE}",
-                    _guard_of(tensor)[1].courtesy,
-                )
-        return func(*args, **(kwargs or {}))
+        tensor = next(t for t in passed_tensors((args, kwargs)) if type(t) is AwayTensor)
+        _, away = _attributes(tensor)[_GUARD]
+        with without_functions():
+            text = describe(tensor.dtype, shape_of(tensor), tensor.device, away.n_bytes)
+        text += ", which a Courtesy moved to host memory"
+        if func in _SPELLING:
+            return f"<AwayTensor {text}>"
+        raise AwayTensorError(f"{operation_of(func)} got {text}. {_ADVICE}", away.courtesy)
 
     @property
     def _is_param(self) -> bool:  # type: ignore[override]  # torch declares it as an attribute
         """What ``isinstance(t, torch.nn.Parameter)`` asks."""
-        return issubclass(_guard_of(self)[0], Parameter) or bool(_attributes(self).get("_is_param"))
-
-
-def can_leave(tensor: Tensor) -> bool:
-    """Whether the class of a handle can be exchanged; not for one with slots."""
-    cls = type(tensor)
-    try:
-        set_class(tensor, AwayTensor)
-    except TypeError:
-        return False
-    set_class(tensor, cls)
-    return True
-
-
-def _heal(tensor: Tensor) -> bool:
-    """Give a handle its class back; False if its bytes are away still."""
-    if type(tensor) is AwayTensor:
-        cls, away = _guard_of(tensor)
-        if away.host is not None:
-            return False
-        del _attributes(tensor)[_GUARD]
-        set_class(tensor, cls)
-    return True
-
-
-def _guard_of(tensor: Tensor) -> tuple[type[Tensor], Away]:
-    """Return the class of a handle whose bytes are away, and the bytes."""
-    found: tuple[type[Tensor], Away] = _attributes(tensor)[_GUARD]
-    return found
+        attributes = _attributes(self)
+        return issubclass(attributes[_GUARD][0], Parameter) or bool(attributes.get("_is_param"))
 
 
 def _attributes(tensor: Tensor) -> dict[str, Any]:
     attributes: dict[str, Any] = object.__getattribute__(tensor, "__dict__")
     return attributes
-
-
-def _text_of(tensor: Tensor) -> str:
-    with without_functions():
-        n_bytes = _guard_of(tensor)[1].n_bytes
-        text = describe(tensor.dtype, shape_of(tensor), tensor.device, n_bytes)
-    return f"{text}, which a Courtesy moved to host memory"

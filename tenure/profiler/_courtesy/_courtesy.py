@@ -7,15 +7,14 @@ can be called again.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 from threading import RLock
 from types import TracebackType
 from typing import Any, ClassVar, Self
 
 import torch
-from torch import Tensor, UntypedStorage
+from torch import Tensor
 
 from tenure._callers import warn_user
 from tenure._errors import CourtesyError, CourtesyWarning
@@ -24,17 +23,18 @@ from tenure._host_memory import free_host_bytes
 from tenure._show import Paragraph, Part, Report
 from tenure._text import counted, format_bytes, listed
 from tenure._torch.device_allocator import clear_workspaces
-from tenure._torch.quiet import quietly
+from tenure._torch.quiet import aside
 
-from .._allocator import allocator_bytes
-from ._away import Away
+from ._away import Away, all_away, bytes_in, settled
 from ._inventory import Holding, Stay, split, take_inventory
 
 # one at a time: two that move the same storage would each think that the other's bytes are its own
 _turn = RLock()
-# what is away must come back, even if the program has dropped the object that can bring it back
-_unfinished: set[Courtesy] = set()
 _SHOWN = 3
+_NOTHING = (
+    "Courtesy moved nothing: no tensor that is not away already takes memory of the accelerators "
+    "that were asked for, and memory of the host never moves."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,19 +46,12 @@ class CourtesyReport(Report):
         n_storages: storages that they are the bytes of.
         n_tensors: tensors that share these storages, those that only a graph holds among them.
         stays: what stayed on its device although a tensor of the program has it.
-        left_bytes: by device, what its allocator still counts as allocated; without statistics
-            the device is missing.
-        left_reserved_bytes: by device, what its allocator still keeps from other processes.
-        note: why there was nothing to move; else empty.
     """
 
     moved_bytes: int
     n_storages: int
     n_tensors: int
     stays: tuple[Stay, ...] = ()
-    left_bytes: Mapping[str, int] = field(default_factory=dict)
-    left_reserved_bytes: Mapping[str, int] = field(default_factory=dict)
-    note: str = ""
 
     _figures: ClassVar = ("stays_bytes",)
 
@@ -68,8 +61,8 @@ class CourtesyReport(Report):
         return sum(stay.n_bytes for stay in self.stays)
 
     def _parts(self) -> list[Part]:
-        if self.note:
-            return [Paragraph("", f"Courtesy moved nothing: {self.note}")]
+        if not self.n_storages and not self.stays:
+            return [Paragraph("", _NOTHING)]
         lines = [
             f"Courtesy moved {format_bytes(self.moved_bytes)} to host memory "
             f"({counted(self.n_storages, 'storage')}, {counted(self.n_tensors, 'tensor')})."
@@ -77,13 +70,6 @@ class CourtesyReport(Report):
         if self.stays:
             lines.append(f"{format_bytes(self.stays_bytes)} stay where they are:")
             lines += [f"  {stay}" for stay in self.stays]
-        for device, allocated_bytes in self.left_bytes.items():
-            reserved_bytes = self.left_reserved_bytes.get(device, allocated_bytes)
-            reserved = f", and {format_bytes(reserved_bytes)} reserved"
-            lines.append(
-                f"{device} has {format_bytes(allocated_bytes)} allocated"
-                f"{reserved if reserved_bytes != allocated_bytes else ''} now."
-            )
         return [Paragraph("", "\n".join(lines))]
 
 
@@ -128,13 +114,15 @@ class Courtesy:
     def __init__(self, device: str | int | torch.device | None = None) -> None:
         self.device = None if device is None else _device(device)
         self.report: CourtesyReport | None = None
-        self._away: dict[int, Away] = {}
         self._is_entered = False
 
     @property
     def away_bytes(self) -> int:
         """Bytes that wait in host memory now."""
-        return sum(away.n_bytes for away in list(self._away.values()))
+        return sum(away.n_bytes for away in self._all_away())
+
+    def _all_away(self) -> list[Away]:
+        return [away for away in list(all_away.values()) if away.courtesy is self]
 
     def yield_memory(self) -> CourtesyReport:
         """Move what lies on the device to host memory; what is away already stays away.
@@ -149,7 +137,7 @@ class Courtesy:
         Warns:
             CourtesyWarning: some of it can't be moved.
         """
-        with _turn, quietly():
+        with _turn, aside():
             # what its cache holds is none of Python's, and could not be moved
             torch.clear_autocast_cache()
             here = [held for held in take_inventory() if self._concerns(held.storage.device)]
@@ -157,14 +145,22 @@ class Courtesy:
             self._refuse_capture(devices, "moved to host memory")
             self._refuse_what_stays(devices)
             going, stays = split(here)
-            here.clear()
             # Before anything is moved: the warning may be an error to this program.
             if stays:
                 warn_user(_warning(stays), CourtesyWarning)
             moved = self._let_leave(going)
-            # no reference of ours to what the program may free
-            going.clear()
-            self.report = self._reported(moved, stays, devices)
+            for device in {away.device for away in moved}:
+                # their blocks are the cache's then, and go with it
+                clear_workspaces(device)
+                module: Any = torch.get_device_module(device)
+                if hasattr(module, "empty_cache"):
+                    module.empty_cache()
+            self.report = CourtesyReport(
+                moved_bytes=sum(away.n_bytes for away in moved),
+                n_storages=len(moved),
+                n_tensors=sum(away.n_tensors for away in moved),
+                stays=tuple(stays),
+            )
         return self.report
 
     def restore(self) -> None:
@@ -175,17 +171,15 @@ class Courtesy:
                 another call brings it back once there is room. Or a graph is being captured, and
                 nothing was brought back.
         """
-        with _turn, quietly():
-            self._refuse_capture({away.device for away in self._away.values()}, "brought back")
-            failure = self._return(list(self._away.values()))
-        if failure is not None:
-            raise CourtesyError(self._still_away(), self) from failure
-
-    def _forget(self, away: Away) -> None:
-        """Drop one that is back, or whose storage has died."""
-        self._away.pop(id(away), None)
-        if not self._away:
-            _unfinished.discard(self)
+        with _turn, aside():
+            self._refuse_capture({away.device for away in self._all_away()}, "brought back")
+            for away in self._all_away():
+                with settled(away.device):
+                    try:
+                        away.allocate()
+                    except RuntimeError as error:
+                        raise CourtesyError(self._still_away(), self) from error
+                    away.come_back()
 
     def __enter__(self) -> Self:
         """Move what lies on the device, as ``yield_memory()``.
@@ -220,7 +214,8 @@ class Courtesy:
             exc.add_note(str(error))
 
     def __repr__(self) -> str:
-        return f"<Courtesy of {self._where}, {format_bytes(self.away_bytes)} away>"
+        where = self.device or "every accelerator"
+        return f"<Courtesy of {where}, {format_bytes(self.away_bytes)} away>"
 
     # --- leaving
 
@@ -270,80 +265,25 @@ class Courtesy:
     def _let_leave(self, going: list[Holding]) -> list[Away]:
         """Copy all bytes, then free the device memory: all of it or none."""
         hosts = _host_memory(going)
-        _copy([(host, held.storage) for host, held in zip(hosts, going, strict=True)], to_host=True)
-        begun: list[Away] = []
+        for host, held in zip(hosts, going, strict=True):
+            with settled(held.storage.device):
+                host.copy_(bytes_in(held.storage))
+        moved = [Away(self, held, host) for held, host in zip(going, hosts, strict=True)]
         try:
-            for held, host in zip(going, hosts, strict=True):
-                # Before it leaves: an interrupt in the middle of that must find it.
-                begun.append(Away(self, held, host))
-                self._away[id(begun[-1])] = begun[-1]
-                _unfinished.add(self)
-                begun[-1].leave(held)
+            for away, held in zip(moved, going, strict=True):
+                away.leave(held)
         except BaseException:
-            self._return(begun)
+            self.restore()
             raise
-        return begun
-
-    def _reported(
-        self, moved: list[Away], stays: list[Stay], devices: list[torch.device]
-    ) -> CourtesyReport:
-        for device in {away.device for away in moved}:
-            # their blocks are the cache's then, and go with it
-            clear_workspaces(device)
-            module: Any = torch.get_device_module(device)
-            if hasattr(module, "empty_cache"):
-                module.empty_cache()
-        nothing = (
-            f"no tensor that is not away already takes memory of {self._where}, and memory of the "
-            "host never moves."
-        )
-        # Counted after the cache was emptied: it is what other processes can't have.
-        left = {str(d): told for d in devices if (told := allocator_bytes(d)) is not None}
-        return CourtesyReport(
-            moved_bytes=sum(away.n_bytes for away in moved),
-            n_storages=len(moved),
-            n_tensors=sum(away.n_tensors for away in moved),
-            stays=tuple(stays),
-            left_bytes={name: told.allocated for name, told in left.items()},
-            left_reserved_bytes={name: told.reserved for name, told in left.items()},
-            note="" if devices else nothing,
-        )
-
-    # --- returning
-
-    def _return(self, wanted: Iterable[Away]) -> RuntimeError | None:
-        """Bring these back as far as there is room; the error of the first that has none."""
-        failure: RuntimeError | None = None
-        back: list[tuple[Away, Tensor, UntypedStorage]] = []
-        for away in wanted:
-            try:
-                with _on_default_stream(away.device):
-                    storage, host = away.allocate(), away.host
-            except RuntimeError as error:
-                # its frames hold what is on its way
-                error.__traceback__ = None
-                failure = failure or error
-                # a smaller one may still fit: see test_what_fits_comes_back_past_what_does_not
-                continue
-            if storage is not None and host is not None:
-                back.append((away, host, storage))
-        _copy([(host, storage) for _, host, storage in back], to_host=False)
-        for away, _, _ in back:
-            away.come_back()
-            self._forget(away)
-        return failure
+        return moved
 
     def _still_away(self) -> str:
-        devices = ", ".join(sorted({str(away.device) for away in self._away.values()}))
+        devices = ", ".join(sorted({str(away.device) for away in self._all_away()}))
         return (
             f"{devices} has no memory for {format_bytes(self.away_bytes)} that belong there. They "
             "are safe in host memory. Make room, then call restore() on the Courtesy again: it is "
             "the attribute courtesy of a CourtesyError, as any use of these tensors raises one."
         )
-
-    @property
-    def _where(self) -> str:
-        return "every accelerator" if self.device is None else str(self.device)
 
 
 def _device(named: str | int | torch.device) -> torch.device:
@@ -364,9 +304,6 @@ def _warning(stays: list[Stay]) -> str:
     )
 
 
-# --- bytes
-
-
 def _host_memory(going: list[Holding]) -> list[Tensor]:
     """uint8[n_bytes] for each storage, before the first copy: without room nothing has happened.
 
@@ -375,44 +312,11 @@ def _host_memory(going: list[Holding]) -> list[Tensor]:
     """
     sizes = [held.storage.nbytes() for held in going]
     # Linux grants memory that it does not have, and kills the process that writes to it.
-    why = f"{format_bytes(free_host_bytes())} are free"
-    if sum(sizes) <= free_host_bytes():
-        try:
-            with torch.inference_mode(False):
-                return [torch.empty(size, dtype=torch.uint8, device="cpu") for size in sizes]
-        except (RuntimeError, MemoryError):
-            why = "an allocation failed"
-    devices = ", ".join(sorted({str(held.storage.device) for held in going}))
-    raise CourtesyError(
-        f"{format_bytes(sum(sizes))} on {devices} don't fit in the memory of the host: {why}. "
-        "Nothing was moved. Let go of tensors first, or name one device of several."
-    )
-
-
-def _copy(loads: list[tuple[Tensor, UntypedStorage]], *, to_host: bool) -> None:
-    """Copy bytes after all other work of the devices, and wait until they have arrived."""
-    devices = {storage.device for _, storage in loads}
-    with torch.inference_mode(False), torch.no_grad():
-        _wait_for(devices)
-        for host, storage in loads:
-            empty: Any = torch.empty(0, dtype=torch.uint8, device=storage.device)
-            there: Tensor = empty.set_(storage)
-            _ = host.copy_(there) if to_host else there.copy_(host)
-        _wait_for(devices)
-
-
-def _wait_for(devices: Iterable[torch.device]) -> None:
-    for device in devices:
-        torch.get_device_module(device).synchronize(device)
-
-
-@contextmanager
-def _on_default_stream(device: torch.device) -> Iterator[None]:
-    """A context in which memory is allocated for the default stream, from which all of it came."""
-    module: Any = torch.get_device_module(device)
-    with ExitStack() as stack:
-        if hasattr(module, "default_stream"):
-            # Else the end of stream() turns to the device that was current, and makes a context.
-            stack.enter_context(module.device(device.index))
-            stack.enter_context(module.stream(module.default_stream(device)))
-        yield
+    if sum(sizes) > free_host_bytes():
+        devices = ", ".join(sorted({str(held.storage.device) for held in going}))
+        raise CourtesyError(
+            f"{format_bytes(sum(sizes))} on {devices} don't fit in the memory of the host: "
+            f"{format_bytes(free_host_bytes())} are free. Nothing was moved. Let go of tensors "
+            "first, or name one device of several."
+        )
+    return [torch.empty(size, dtype=torch.uint8, device="cpu") for size in sizes]

@@ -22,8 +22,6 @@ from tenure._torch.device_allocator import is_private, segments_of
 from tenure._torch.quiet import quietly
 from tenure._torch.storages import key_of, owners_of_storage, shared_keys
 
-from ._away import can_leave
-
 # what cpp_uses() says of a tensor that only its handle owns
 _ALONE = 1
 
@@ -179,5 +177,6 @@ def _reason(held: Holding, shared: frozenset[int], apart: list[dict[str, Any]]) 
         )
     # Its class can't be exchanged for one that refuses, and a silent read of freed bytes is worse
     # than memory that stays; see test_a_subclass_with_slots_stays.
-    blunt = [type(t).__name__ for t in held.tensors.values() if not can_leave(t)]
+    kinds = [type(t) for t in held.tensors.values()]
+    blunt = [cls.__name__ for cls in kinds if cls.__basicsize__ != Tensor.__basicsize__]
     return f"a {blunt[0]} has slots, so its use meanwhile could not be refused" if blunt else ""

@@ -463,7 +463,7 @@ def test_an_allocation_of_the_host_that_fails_leaves_everything(sim, monkeypatch
         return empty(*size, **options)
 
     monkeypatch.setattr(torch, "empty", failing)
-    with pytest.raises(CourtesyError, match=r"host: an allocation failed\. Nothing was moved"):
+    with pytest.raises(RuntimeError, match="can't allocate memory"):
         Courtesy().yield_memory()
     monkeypatch.undo()
     assert (x + y).tolist() == [2, 2, 2, 2]
@@ -509,22 +509,6 @@ def test_a_device_without_room_loses_nothing_and_a_later_restore_finishes(sim):
     courtesy.restore()
     assert [(t.min().item(), t.max().item()) for t in (x, y)] == [(1.0, 1.0), (2.0, 2.0)]
     courtesy.restore()  # nothing is left to do
-
-
-def test_what_fits_comes_back_past_what_does_not(sim):
-    sim(budget="66MiB")
-    x, y, z = (torch.empty(n << 18, device=sim.device).fill_(n) for n in (12, 40, 10))
-    courtesy = Courtesy()
-    courtesy.yield_memory()
-    other = torch.empty(20 << 18, device=sim.device)
-    with pytest.raises(
-        CourtesyError, match=r"^sim:0 has no memory for 40\.0 MiB that belong there"
-    ):
-        courtesy.restore()
-    assert [x.mean().item(), z.mean().item()] == [12.0, 10.0]
-    del other
-    courtesy.restore()
-    assert y.mean().item() == 40.0
 
 
 @pytest.mark.exhaustive
@@ -899,8 +883,8 @@ def test_without_anything_to_move_the_report_says_why(sim):
     with Courtesy() as courtesy:
         pass
     assert courtesy.report.text(width=300) == (
-        "Courtesy moved nothing: no tensor that is not away already takes memory of every "
-        "accelerator, and memory of the host never moves."
+        "Courtesy moved nothing: no tensor that is not away already takes memory of the "
+        "accelerators that were asked for, and memory of the host never moves."
     )
 
 
@@ -930,21 +914,19 @@ def test_a_device_that_is_none_is_refused():
         Courtesy("graphics")
 
 
-@pytest.mark.sim_allocator("exact")  # reserved bytes are told too
 def test_the_report_reads_as_a_whole(sim):
     x = torch.ones(4, device=sim.device)
     y, view = torch.ones(512, device=sim.device), None
     view = y[1:]
     exported = torch.utils.dlpack.to_dlpack(x)
     with pytest.warns(CourtesyWarning), Courtesy() as courtesy:
-        left_bytes = sim.allocated_bytes
+        pass
     assert courtesy.report.text(width=300) == (
         "Courtesy moved 2.0 KiB to host memory (1 storage, 2 tensors).\n"
         "16 B stay where they are:\n"
         "  float32[4] on sim:0, 16 B: something in C++ that can't be seen uses it too, such as "
         "another library by DLPack, an operation that is running, the graph of a change to a "
-        "view, or a sparse tensor\n"
-        f"sim:0 has {left_bytes} B allocated now."
+        "view, or a sparse tensor"
     )
     assert "Courtesy moved 2.0 KiB" in courtesy.report._repr_html_()
     assert "can&#x27;t" in courtesy.report._repr_html_()
@@ -1028,9 +1010,8 @@ def test_the_weights_that_autocast_has_cast_are_let_go(sim):
     x = torch.ones(2, 64, device=sim.device)
     with torch.autocast("sim", dtype=torch.bfloat16):
         expected = layer(x).detach().cpu()
-        with Courtesy() as courtesy:
+        with Courtesy():
             assert sim.allocated_bytes == 0
-            assert courtesy.report.left_bytes == {"sim:0": 0}
         assert layer(x).detach().cpu().equal(expected)
 
 
@@ -1044,23 +1025,10 @@ def test_the_workspaces_of_libraries_go_before_the_cache_is_emptied(sim, monkeyp
         "tenure.profiler._courtesy._courtesy.clear_workspaces",
         lambda device: pool.free(workspaces.pop()) if device == sim.device else None,
     )
-    with Courtesy() as courtesy:
+    with Courtesy():
         assert sim.module.memory_reserved() == 0
         assert not workspaces
-        assert courtesy.report.left_reserved_bytes == {"sim:0": 0}
     assert x.sum() == 4
-
-
-def test_the_report_says_what_is_still_reserved(sim):
-    sim(allocator="cuda")
-    x = torch.ones(4, device=sim.device)
-    exported = torch.utils.dlpack.to_dlpack(x)
-    with pytest.warns(CourtesyWarning), Courtesy() as courtesy:
-        pass
-    assert str(courtesy.report).splitlines()[-1] == (
-        "sim:0 has 512 B allocated, and 2.0 MiB reserved now."
-    )
-    del exported
 
 
 # --- what pytorch_memlab does wrong
