@@ -33,8 +33,6 @@ class Simulator:
 
     Attributes:
         default_allocator: what a start takes that names no allocator.
-        default_late_kernels: the same of `late_kernels`.
-        default_late_engine: the same of `late_engine`.
 
     Example:
         >>> import torch
@@ -49,13 +47,11 @@ class Simulator:
     """
 
     # A misspelt `sim.budget = ...` must not pass for a setting
-    __slots__ = ("_index", "default_allocator", "default_late_engine", "default_late_kernels")
+    __slots__ = ("_index", "default_allocator")
 
     def __init__(self, index: int = 0) -> None:
         self._index = index
         self.default_allocator: Allocator = "exact"
-        self.default_late_kernels = False
-        self.default_late_engine = False
 
     def __call__(
         self,
@@ -68,8 +64,7 @@ class Simulator:
         round_to_bytes: int = 1,
         detect_races: bool = True,
         fail_pinning: int | str | None = None,
-        late_kernels: bool | None = None,
-        late_engine: bool | None = None,
+        late_engine: bool = False,
     ) -> "Simulator":
         """Start the devices afresh: nothing allocated or registered, virtual time zero.
 
@@ -89,10 +84,8 @@ class Simulator:
                 `"cuda"` it is 512 always, and another number is refused.
             detect_races: False saves the time that checking takes.
             fail_pinning: which host memory can't be pinned; see the method of this name.
-            late_kernels: whether kernels and copies run only when something waits for them, so that
-                a missing wait gives wrong numbers; None takes `default_late_kernels`.
             late_engine: whether autograd's thread may let go of the last node of a backward pass a
-                moment after `backward()` has returned or raised; None takes `default_late_engine`.
+                moment after `backward()` has returned or raised.
 
         Raises:
             ValueError: an option has a value that means nothing; the device stays as it was.
@@ -104,8 +97,7 @@ class Simulator:
             round_to_bytes=round_to_bytes,
             rates=Rates() if rates is None else rates,
             detect_races=detect_races,
-            late_kernels=self.default_late_kernels if late_kernels is None else late_kernels,
-            late_engine=self.default_late_engine if late_engine is None else late_engine,
+            late_engine=late_engine,
         )
         check_number(fail_at)
         check_failure(fail_pinning)
@@ -274,8 +266,6 @@ class Simulator:
         Raises:
             RaceError: a race was found and not taken with `take_faults`.
         """
-        if machine.late is not None:
-            machine.late.settle_all()
         with contextlib.suppress(RaceError):
             # What it finds is among the faults.
             machine.host_copies.settle_all()

@@ -11,15 +11,14 @@ through the traceback either.
 
 import ctypes
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch.utils.dlpack import from_dlpack
 
 from tenure._torch import python_backend
-from tenure._torch.quiet import without_dispatch_modes, without_functions
 from tenure._torch.storages import key_of
 
 DEVICE_TYPE = "sim"
@@ -136,18 +135,6 @@ def below_autocast() -> AbstractContextManager[None]:
     """Context in which operators on the device skip the autocast kernels."""
     keys = python_backend.KeySet(python_backend.Key.AutocastPrivateUse1)
     return python_backend.without_keys(keys)  # type: ignore[no-any-return]
-
-
-@contextmanager
-def below_everything() -> Iterator[None]:
-    """Context in which operators on the host are seen by no mode, no autograd and no autocast."""
-    with (
-        without_dispatch_modes(),
-        without_functions(),
-        torch.inference_mode(),
-        torch.autocast("cpu", enabled=False),
-    ):
-        yield
 
 
 def operator_named(qualified: str) -> Any:

@@ -282,7 +282,7 @@ def buffers_that_a_pass_in_training_mode_counts(sim, folder):
 
 def values_that_are_read_as_soon_as_they_are_home(sim, folder):
     """verl#6447: the host reads, or frees, what a copy has yet to write, or to read."""
-    sim(rates=Rates(d2h_bytes_per_s=1e6), late_kernels=True, detect_races=False)
+    sim(rates=Rates(d2h_bytes_per_s=1e6))
     model, seen = layers(), torch.zeros(64)
     model[1].register_buffer("seen", seen)
     model[1].register_forward_hook(count)
@@ -360,14 +360,13 @@ def gradients_that_are_kept(sim, folder):
 
 def gradients_that_are_read_as_soon_as_they_are_there(sim, folder):
     """verl#6447, of gradients: the optimizer reads what a copy has yet to write."""
-    for options in ({}, {"late_kernels": True, "detect_races": False}):
-        sim(rates=Rates(d2h_bytes_per_s=1e6), **options)
-        with trained(sim, layers(), small()) as (model, there):
-            for each in (model, there):
-                for factor in (1, 2):
-                    each(factor * x().to(sim.device)).square().sum().backward()
-            for mine, theirs in zip(model.parameters(), there.parameters(), strict=True):
-                assert torch.equal(mine.grad, theirs.grad.cpu())
+    sim(rates=Rates(d2h_bytes_per_s=1e6))
+    with trained(sim, layers(), small()) as (model, there):
+        for each in (model, there):
+            for factor in (1, 2):
+                each(factor * x().to(sim.device)).square().sum().backward()
+        for mine, theirs in zip(model.parameters(), there.parameters(), strict=True):
+            assert torch.equal(mine.grad, theirs.grad.cpu())
 
 
 PROGRAMS = {

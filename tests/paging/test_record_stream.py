@@ -33,10 +33,9 @@ def whole(sim, model, x):
     return twin.to(sim.device)(x)
 
 
-@pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("record", [by_the_weight, by_a_view, by_an_alias, by_the_class])
-def test_a_weight_stays_until_the_stream_has_read_it(sim, record, late):
-    sim(late_kernels=late, detect_races=not late, rates=Rates(flops_per_s=1e6))
+def test_a_weight_stays_until_the_stream_has_read_it(sim, record):
+    sim(rates=Rates(flops_per_s=1e6))
     torch.manual_seed(0)
     model = SumOnSideStream(sim.module, sim.module.Stream(), record)
     x = torch.randn(4, WIDTH, device=sim.device)

@@ -128,11 +128,11 @@ def test_each_of_two_models_keeps_to_its_device(two, x):
 
 @pytest.mark.filterwarnings("ignore:.*could not be pinned:tenure.paging.PagingWarning")
 @pytest.mark.parametrize("which", [None, 3, "all"])
-def test_late_kernels_find_their_weights_pinned_or_not(two, x, which):
+def test_weights_are_right_pinned_or_not(two, x, which):
     model = mlp().eval()
     expected = model.to(THERE)(x.to(THERE)).cpu()
     model.cpu()
-    two(devices=2, late_kernels=True, fail_pinning=which)
+    two(devices=2, fail_pinning=which)
     with page(model, THERE, budget="12KiB") as handle:
         for _ in range(3):
             assert torch.equal(model(x).cpu(), expected)

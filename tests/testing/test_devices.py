@@ -128,16 +128,6 @@ def test_a_copy_between_devices_keeps_its_values_and_orders_both_streams(two):
     assert len(two.take_faults()) == 1
 
 
-def test_late_kernels_of_two_devices_run_in_their_order(two):
-    two(devices=2, late_kernels=True)
-    source = torch.ones(1000, device="sim:0")
-    there = source.mul(3).to("sim:1")
-    source.zero_()
-    back = (there * 2).to("sim:0")
-    there.zero_()
-    assert back.sum().item() == 6000
-
-
 def test_a_kernel_is_launched_on_the_device_of_the_handle(two):
     two.on(1).launch_kernel(1.0)
     assert (two.busy_s("compute"), two.on(1).busy_s("compute")) == (0, 1)

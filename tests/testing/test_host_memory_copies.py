@@ -65,6 +65,16 @@ def test_device_work_ordered_after_the_copy_sees_its_bytes(sim):
     assert back.tolist() == [1, 2]
 
 
+def test_other_work_ordered_after_the_copy_does_not_deliver_it_to_the_host(sim):
+    host, other = pinned(0.0, 0.0), pinned(3.0, 4.0)
+    host.copy_(torch.ones(2, device=sim.device), non_blocking=True)
+    there = other.to(sim.device, non_blocking=True)
+    other.copy_(there, non_blocking=True)
+    assert host.isnan().all()
+    sim.module.synchronize()
+    assert (host.tolist(), other.tolist()) == ([1, 1], [3, 4])
+
+
 def test_device_work_that_nothing_orders_after_the_copy_is_caught(sim):
     device = torch.tensor([1.0, 2.0], device=sim.device)
     host = pinned(0.0, 0.0)

@@ -177,7 +177,7 @@ def test_the_options_are_those_of_the_simulator_and_are_checked_there():
         *[("fail_pinning", value, 'give "all", a size') for value in (0, True, 1.5)],
         *[("fail_at", value, "are counted from 1") for value in (0, True)],
         *[("detect_races", value, "True or False") for value in (0, None, "no")],
-        *[(name, 1, "True or False") for name in ("late_kernels", "late_engine")],
+        ("late_engine", 1, "True or False"),
         ("rates", 5, r"give Rates\(\.\.\.\)"),
     ],
 )

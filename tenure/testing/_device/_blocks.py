@@ -116,8 +116,6 @@ def refill_block(storage: torch.UntypedStorage) -> None:
         block.home_stream = current_stream(index)
         block.history = History(block.home_stream.number)
         block.is_empty = False
-        if machine.late is not None:
-            machine.late.adopt(block.buffer, block.home_stream.number)
 
 
 def reserve(sizes: Iterable[int], index: int) -> list[Any]:
@@ -152,8 +150,6 @@ def adopt(buffer: torch.UntypedStorage, taken: Any, index: int) -> torch.Untyped
     pool, history = machine.devices[index].pool, History(stream.number, made_in=machine.passing)
     _blocks[key] = Block(buffer, n_bytes, pool, taken, stream, history, machine.detector)
     weakref.finalize(storage, _release, key).atexit = False
-    if machine.late is not None:
-        machine.late.adopt(buffer, stream.number)
     return storage
 
 
@@ -169,20 +165,9 @@ def allocate_bytes(n_bytes: int, index: int) -> torch.UntypedStorage:
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
     """A host tensor over the bytes of a device tensor: the same memory, size and stride."""
-    return _over(_filled_window_of(tensor).buffer, tensor, 0)
-
-
-def true_bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The same over the true bytes, where kernels run late: see `_late.py`."""
-    assert machine.late is not None
-    window = _filled_window_of(tensor)
-    true = machine.late.true_storage(window.block.buffer)
-    return _over(true, tensor, window.low // tensor.element_size())
-
-
-def _over(storage: torch.UntypedStorage, tensor: torch.Tensor, low: int) -> torch.Tensor:
+    storage = _filled_window_of(tensor).buffer
     alias = torch.empty(0, dtype=tensor.dtype, device="cpu")
-    alias.set_(storage, low + tensor.storage_offset(), tensor.size(), tensor.stride())
+    alias.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
     if tensor.is_conj():
         alias = alias.conj()
     return without_negative_bit(alias) if tensor.is_neg() else alias
@@ -269,8 +254,6 @@ def _free(block: Block) -> None:
     users = [stream for number, stream in machine.streams.items() if number in recorded]
     busy_until_s = max((stream.ready_s for stream in users), default=None)
     block.pool.free(taken, busy_until_s, machine.clock.host_s)
-    if machine.late is not None:
-        machine.late.release(block.buffer, block.home_stream.number, is_recorded=bool(recorded))
 
 
 def _check_release(block: Block) -> None:

@@ -5,9 +5,9 @@ to `unregister`, whoever owns the memory; what `pin_memory()` made is unpinned w
 dies. Each range has a history for the race detector, because two streams can race over host bytes
 too.
 
-A copy into pinned memory delivers its bytes when the host waits, or when later device work ordered
-after it reads them; until then the destination holds 0xFF bytes, NaN for floats, so that reading
-early is loud. A copy out of pinned memory must find its source unchanged when the host waits.
+A copy into pinned memory delivers its bytes when the host waits, or when device work ordered after
+it reads them; until then the destination holds 0xFF bytes, NaN for floats, so that reading early is
+loud. A copy out of pinned memory must find its source unchanged when the host waits.
 """
 
 import math
@@ -248,17 +248,13 @@ class HostCopies:
             self._incoming.append(_Incoming(launch, destination.detach(), staged))
             bytes_of(destination).fill_(POISON)
 
-    def expect(self, destination: torch.Tensor, seen: VectorClock) -> None:
-        """Poison `destination`, pinned, which a late copy will write."""
-        self._finish_outgoing(seen, destination)
-        bytes_of(destination).fill_(POISON)
-
-    def deliver(self, seen: VectorClock) -> None:
-        """Write the bytes of all copies into the host that come before `seen`."""
+    def deliver(self, seen: VectorClock, read: torch.Tensor | None = None) -> None:
+        """Write to the host the copies that come before `seen`, all or those in `read`."""
         with self._lock:
             waiting, self._incoming = self._incoming, []
             for copy in waiting:
-                if copy.launch.is_before(seen):
+                concerned = read is None or _overlap(copy.destination, read)
+                if concerned and copy.launch.is_before(seen):
                     copy.destination.copy_(copy.value)
                 else:
                     self._incoming.append(copy)

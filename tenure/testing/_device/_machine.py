@@ -24,7 +24,6 @@ from .._torch_backend import DEVICE_TYPE
 from ._capture import Capture
 from ._clock import Clock, Rates
 from ._host_memory import HostCopies
-from ._late import Later, LateWork
 from ._races import RaceDetector, Span, VectorClock, merge_clocks
 
 Allocator = Literal["exact", "cuda"]
@@ -42,7 +41,6 @@ class Settings:
     round_to_bytes: int = 1
     rates: Rates = field(default_factory=Rates)
     detect_races: bool = True
-    late_kernels: bool = False
     late_engine: bool = False
 
     def __post_init__(self) -> None:
@@ -55,7 +53,7 @@ class Settings:
             )
         if not isinstance(self.rates, Rates):
             raise ValueError(f"rates={self.rates!r}: give Rates(...), which names each speed.")
-        for name in ("detect_races", "late_kernels", "late_engine"):
+        for name in ("detect_races", "late_engine"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r}: must be True or False.")
 
@@ -95,17 +93,6 @@ class DeviceRandom:
         self._state = _copied(state)
 
     @contextmanager
-    def drawing_again(self, state: torch.Tensor) -> Iterator[None]:
-        """`drawing` from a state of the past; what the next operation draws stays."""
-        with self._lock:
-            kept, self._state = self._state, state
-            try:
-                with self.drawing():
-                    yield
-            finally:
-                self._state = kept
-
-    @contextmanager
     def drawing(self) -> Iterator[None]:
         """Let the host's default generator stand in for the device's inside the block."""
         with self._lock:
@@ -142,7 +129,6 @@ class Machine:
     host_seen: VectorClock
     streams: dict[int, Any]
     capture: Capture | None
-    late: LateWork | None
     # The backward pass under way.
     passing: Any
     # This process was forked from one that had used a device.
@@ -164,7 +150,6 @@ class Machine:
         self.streams = {}
         self.capture = None
         self.passing = None
-        self.late = LateWork(self.detector) if settings.late_kernels else None
 
     def _device(self, index: int) -> Device:
         if index == len(self._random):
@@ -180,18 +165,8 @@ class Machine:
         """Whether the stream was made since the last start."""
         return self.streams.get(stream.number) is stream
 
-    def launch(
-        self,
-        by: str,
-        stream: Any,
-        reads: list[Span],
-        writes: list[Span],
-        later: Later | None = None,
-    ) -> None:
-        """Count a launch of the operator `by`: it runs after all that the host has waited for.
-
-        What it does comes as `later`, where kernels run late; None says that it has run.
-        """
+    def launch(self, by: str, stream: Any, reads: list[Span], writes: list[Span]) -> None:
+        """Count a launch of the operator `by`: it runs after all that the host has waited for."""
         self.devices[stream.device_index].has_context = True
         merge_clocks(stream.seen, self.host_seen)
         for span in (*reads, *writes) if self.passing is not None else ():
@@ -200,12 +175,7 @@ class Machine:
                 and span.history.home_stream_id != stream.number
             ):
                 span.history.recorded_stream_ids.add(stream.number)
-        try:
-            self.detector.launch(by, stream.number, stream.seen, reads, writes)
-        finally:
-            # Although a race is told: then it happens too.
-            if later is not None and self.late is not None:
-                self.late.add(later, stream)
+        self.detector.launch(by, stream.number, stream.seen, reads, writes)
 
     def forbid_in_bad_fork(self) -> None:
         """Refuse the use of a device in a forked child, where CUDA's context is not valid.
@@ -256,8 +226,6 @@ class Machine:
         merged = dict(self.host_seen)
         merge_clocks(merged, seen)
         self.host_seen = merged
-        if self.late is not None:
-            self.late.settle(self.host_seen)
         self.host_copies.settle(self.host_seen)
 
 

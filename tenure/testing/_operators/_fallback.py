@@ -22,10 +22,9 @@ from .._device._blocks import (
     reserve,
     room_bytes,
     span_of,
-    true_bytes_of,
 )
 from .._device._capture import Capture, Work
-from .._device._late import Later
+from .._device._host_memory import POISON, bytes_in
 from .._device._machine import DeviceRandom, machine
 from .._device._races import Span
 from .._device._streams import Stream, current_stream
@@ -39,14 +38,12 @@ from .._torch_backend import (
     sim_device,
     tensor_key,
 )
-from ._later import CallLater, again, poison_results
 from ._schemas import (
     HOST_OUTPUTS,
     argument_names,
     check_host_tensor,
     count_flops,
     draws,
-    may_reach_host,
     reaches_host,
     refuse_mixing,
     returns_new_tensors,
@@ -78,8 +75,6 @@ def run_as(operator: Any, host_function: Any, args: tuple[Any, ...], kwargs: dic
         # Only the packet chooses the overload that takes them.
         host_function = operator.overloadpacket
     capture = call.stream.capture
-    is_late = machine.late is not None and capture is None
-    later = call.later(operator, host_args, host_kwargs) if is_late else None
     undone = call.undone_on_failure() if capture is None else call.undone()
     with undone, _random_numbers(operator, call.random):
         host_result = host_function(*host_args, **host_kwargs)
@@ -89,10 +84,7 @@ def run_as(operator: Any, host_function: Any, args: tuple[Any, ...], kwargs: dic
     # Taken out of the call, which would keep its tensors allocated for as long as the graph.
     random = call.random
     if capture is None:
-        work = None
-        if later is not None and not waits and not call.has_outgrown:
-            work = later.work(str(operator), host_function, host_result, result)
-        call.launch(n_flops, waits=waits, later=work)
+        call.launch(n_flops, waits=waits)
     else:
 
         def run() -> Any:
@@ -118,8 +110,6 @@ class _Call:
         self._owners: dict[int, torch.Tensor] = {}
         self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._written: list[torch.Tensor] = []
-        self._made: list[torch.Tensor] = []
-        self.has_outgrown = False
         self._read_spans: list[Span] = []
         self._written_spans: list[Span] = []
 
@@ -190,38 +180,11 @@ class _Call:
         items = [item if index in stay else next(brought) for index, item in enumerate(result)]
         return items if isinstance(result, list) else tuple(items)
 
-    def later(self, operator: Any, args: list[Any], kwargs: dict[str, Any]) -> CallLater:
-        """The call as a late kernel; what the host gets of it must be true at once."""
-        if may_reach_host(operator):
-            self._catch_up()
-            for tensor, alias in self._pairs:
-                alias.copy_(true_bytes_of(tensor))
-        random = self.random if draws(operator) else None
-        return CallLater(self._pairs, self._written, args, kwargs, random)
-
-    def _catch_up(self) -> None:
-        assert machine.late is not None
-        machine.late.settle(self.stream.seen)
-        machine.late.settle(machine.host_seen)
-
-    def _make_true(self) -> None:
-        """What has run in order with all before it, is true."""
-        self._catch_up()
-        ids = {id(alias) for alias in self._written}
-        written = [tensor for tensor, alias in self._pairs if id(alias) in ids]
-        for tensor in (*written, *self._made):
-            true_bytes_of(tensor).copy_(on_host(tensor))
-
-    def launch(self, n_flops: int, *, waits: bool, later: Later | None) -> None:
-        """Put the call on the current stream; `waits` stops the host until it is done.
-
-        What it does comes as `later`; None says that it has run.
-        """
+    def launch(self, n_flops: int, *, waits: bool) -> None:
+        """Put the call on the current stream; `waits` stops the host until it is done."""
         stream = self.stream
         spans = [*self._read_spans, *self._written_spans]
-        machine.launch(self._name, stream, self._read_spans, self._written_spans, later)
-        if later is None and machine.late is not None:
-            self._make_true()
+        machine.launch(self._name, stream, self._read_spans, self._written_spans)
         n_bytes = sum(span.high - span.low for span in spans)
         machine.clock.launch_kernel(stream, n_flops, n_bytes)
         if self._name != _COPY_OF_ONE_NUMBER:
@@ -236,8 +199,8 @@ class _Call:
         if waits:
             capture.fail()
         arguments = set(self._owners)
-        repeat, stream = again(run, result, arguments), self.stream
-        poison_results(result, arguments)
+        repeat, stream = _again(run, result, arguments), self.stream
+        _poison_results(result, arguments)
         reads, writes = self._read_spans, self._written_spans
         n_bytes = sum(span.high - span.low for span in (*reads, *writes))
         work = Work(
@@ -286,9 +249,7 @@ class _Call:
         return alias
 
     def _bring_back(self, results: list[Any]) -> list[Any]:
-        outgrown = [pair for pair in self._pairs if _outgrew(*pair)]
-        self.has_outgrown = bool(outgrown)
-        new = [alias for _, alias in outgrown]
+        new = [alias for tensor, alias in self._pairs if _outgrew(tensor, alias)]
         tensors = [item for item in results if isinstance(item, torch.Tensor)]
         new += [tensor for tensor in tensors if tensor_key(tensor) not in self._owners]
         buffers = {tensor_key(tensor): tensor.untyped_storage() for tensor in new}
@@ -316,7 +277,6 @@ class _Call:
         if key in storages:
             result = on_device(item, storages[key])
             self._written_spans.append(span_of(result))
-            self._made.append(result)
             return result
         return on_device(item, self._owners[key].untyped_storage())
 
@@ -335,6 +295,39 @@ def _random_numbers(operator: Any, random: DeviceRandom) -> Iterator[None]:
             yield
     else:
         yield
+
+
+def _again(run: Callable[[], Any], result: Any, arguments: set[int]) -> Callable[[Any], None]:
+    """A function that calls `run` again and puts what it makes where `result` lies.
+
+    Args:
+        run: the call.
+        result: what it returned the first time.
+        arguments: the keys of the storages that are no results: what is in them, `run` writes.
+    """
+    targets = dict(_new_storages(result, arguments))
+
+    def repeat(_stream: Any) -> None:
+        for index, made in _new_storages(run(), arguments):
+            bytes_in(targets[index]).copy_(bytes_in(made))
+
+    return repeat
+
+
+def _poison_results(result: Any, arguments: set[int]) -> None:
+    """Make what a call returned into the bytes of memory that nothing has written."""
+    for _, storage in _new_storages(result, arguments):
+        bytes_in(storage).fill_(POISON)
+
+
+def _new_storages(result: Any, arguments: set[int]) -> Iterator[tuple[int, torch.UntypedStorage]]:
+    """What a result lies in and no argument, once each, by its place in the result."""
+    seen = set(arguments)
+    items = result if isinstance(result, (list, tuple)) else [result]
+    for index, item in enumerate(items):
+        if isinstance(item, torch.Tensor) and tensor_key(item) not in seen:
+            seen.add(tensor_key(item))
+            yield index, item.untyped_storage()
 
 
 def _whole(name: str) -> Callable[..., Any]:

@@ -72,14 +72,6 @@ def draws(operator: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in operator.tags
 
 
-@functools.cache
-def may_reach_host(operator: Any) -> bool:
-    """Whether `reaches_host` may say yes."""
-    returns = [str(returned.type) for returned in schema_of(operator).returns]
-    gives_numbers = any("Tensor" not in kind for kind in returns)
-    return gives_numbers or torch.Tag.dynamic_output_shape in operator.tags
-
-
 def reaches_host(operator: Any, result: Any) -> bool:
     """Whether the host must wait: it gets a number, or a size that depends on the data."""
     is_number = isinstance(result, (bool, int, float, complex))

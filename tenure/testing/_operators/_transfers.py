@@ -5,20 +5,16 @@ both sides have one type and one dense layout: CUDA takes any other copy through
 Otherwise the host waits for the stream.
 """
 
-import functools
-
 import torch
 
 from tenure._text import describe_tensor
 
 from .._allocator import last_error
-from .._device._blocks import has_block, is_on_device, on_host, span_of, true_bytes_of
+from .._device._blocks import has_block, is_on_device, on_host, span_of
 from .._device._capture import Work
 from .._device._clock import Engine
 from .._device._host_memory import extent_bytes, pinned_memory
-from .._device._late import Later, Touch, touch, touch_of_host
 from .._device._machine import machine
-from .._device._races import Span
 from .._device._streams import Stream, current_stream, number_of
 from .._device._which import context_for_pinning, index_of
 from .._torch_backend import DEVICE_TYPE, kernel, operator_named, sim_device
@@ -138,7 +134,7 @@ def _copy_within(source: torch.Tensor, destination: torch.Tensor) -> None:
         stream.capture.add(work, stream)
         return
     into.copy_(out_of)
-    machine.launch(_NAME, stream, reads, writes, _later(source, destination))
+    machine.launch(_NAME, stream, reads, writes)
     machine.clock.launch_kernel(stream, 0, n_bytes)
     if stream is not beside:
         beside.wait_stream(stream)
@@ -151,21 +147,15 @@ def _copy_in(source: torch.Tensor, destination: torch.Tensor, *, non_blocking: b
         _record_copy(stream, "h2d", source, destination, non_blocking=non_blocking)
         return
     pinned = span is not None and _same_layout(source, destination)
-    later = _later(source, destination, span) if span and pinned and non_blocking else None
-    if later is not None and machine.late is not None:
-        # What is expected is read now.
-        machine.late.settle_before(later.touches[0], stream.seen)
-    machine.launch(_NAME, stream, [span] if span else [], [span_of(destination)], later)
+    machine.launch(_NAME, stream, [span] if span else [], [span_of(destination)])
     machine.clock.launch_copy(stream, "h2d", destination.nbytes, pinned=pinned)
     if pinned and non_blocking:
-        machine.host_copies.deliver(stream.seen)
+        machine.host_copies.deliver(stream.seen, source)
         on_host(destination).copy_(source)
         machine.host_copies.send(source, stream.number, stream.seen)
         return
     stream.synchronize()
     on_host(destination).copy_(source)
-    if machine.late is not None:
-        true_bytes_of(destination).copy_(source)
 
 
 def _copy_out(source: torch.Tensor, destination: torch.Tensor, *, non_blocking: bool) -> None:
@@ -174,22 +164,15 @@ def _copy_out(source: torch.Tensor, destination: torch.Tensor, *, non_blocking: 
         _record_copy(stream, "d2h", source, destination, non_blocking=non_blocking)
         return
     pinned = span is not None and _same_layout(source, destination)
-    later = _later(source, destination, span) if span and pinned and non_blocking else None
-    if later is not None and machine.late is not None:
-        # The poison is written now.
-        machine.late.settle_before(later.touches[1], stream.seen)
-    machine.launch(_NAME, stream, [span_of(source)], [span] if span else [], later)
-    machine.host_copies.deliver(stream.seen)
+    machine.launch(_NAME, stream, [span_of(source)], [span] if span else [])
     # The host converts what arrives.
     n_bytes = destination.numel() * source.element_size()
     machine.clock.launch_copy(stream, "d2h", n_bytes, pinned=pinned)
-    if later is not None:
-        machine.host_copies.expect(destination, stream.seen)
-    elif pinned and non_blocking:
+    if pinned and non_blocking:
         machine.host_copies.receive(destination, on_host(source), stream.number, stream.seen)
     else:
         stream.synchronize()
-        destination.copy_(on_host(source) if machine.late is None else true_bytes_of(source))
+        destination.copy_(on_host(source))
 
 
 def _record_copy(
@@ -228,32 +211,6 @@ def _record_copy(
     n_bytes = there.nbytes
     work = Work(name=_NAME, run=run, reads=reads, writes=writes, engine=engine, n_bytes=n_bytes)
     capture.add(work, stream)
-
-
-def _later(
-    source: torch.Tensor, destination: torch.Tensor, host: Span | None = None
-) -> Later | None:
-    """The copy as a late kernel, where kernels run late.
-
-    Args:
-        source: what is read.
-        destination: what is written.
-        host: the pinned memory that one of the two is; None within the device.
-    """
-    if machine.late is None:
-        return None
-    out_of, reads = _late_side(source, host, is_write=False)
-    into, writes = _late_side(destination, host, is_write=True)
-    return Later(_NAME, functools.partial(into.copy_, out_of), (reads, writes))
-
-
-def _late_side(
-    tensor: torch.Tensor, host: Span | None, *, is_write: bool
-) -> tuple[torch.Tensor, Touch]:
-    if host is not None and not is_on_device(tensor):
-        return tensor.detach(), touch_of_host(host, is_write=is_write)
-    true = true_bytes_of(tensor)
-    return true, touch(true, is_write=is_write)
 
 
 def _same_layout(first: torch.Tensor, second: torch.Tensor) -> bool:

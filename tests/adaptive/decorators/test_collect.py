@@ -34,9 +34,7 @@ class Total:
 # --- to the host
 
 
-@pytest.mark.parametrize("late", [False, True])
-def test_results_come_to_the_host_as_they_would_be_concatenated(sim, late):
-    sim(late_kernels=late)
+def test_results_come_to_the_host_as_they_would_be_concatenated(sim):
     x = torch.arange(60.0, device=sim.device).reshape(5, 12)
 
     def parts(collect):
@@ -144,7 +142,6 @@ def test_a_result_is_copied_while_the_next_piece_computes(sim):
 
 
 def test_a_result_of_another_stream_is_whole(sim):
-    sim(late_kernels=True)
     side = sim.module.Stream()
 
     @adaptive.range(initial_step=64, collect="host")

@@ -345,10 +345,6 @@ def test_the_programs_as_written_are_clean(sim):
     run_all(sim)
 
 
-def test_the_programs_as_written_give_the_same_where_kernels_run_late(sim):
-    run_all(sim, late_kernels=True, detect_races=False)
-
-
 @pytest.fixture
 def deaf(monkeypatch):
     """The class of the links that the programs get."""

@@ -388,18 +388,6 @@ def test_the_host_waits_no_more_than_without(sim, pair):
     assert waits["host"] == waits[None]
 
 
-@pytest.mark.exhaustive
-def test_kernels_that_run_late_change_nothing(sim, pair):
-    sim(late_kernels=True, detect_races=False)
-    both = pair()
-    optimizers = {m: torch.optim.AdamW(m.parameters()) for m in (both.host, both.there)}
-    with both.page(activations="host"):
-        for x in inputs(sim):
-            both.run(lambda model, x=x: train(model, optimizers[model], x))
-            assert both.gradients_differ() == []
-    assert both.values_differ() == []
-
-
 def test_memory_that_can_not_be_pinned_does_as_well(sim, pair):
     both = pair()
     with both.page(host="pageable", activations="host"):
@@ -464,10 +452,9 @@ class Beside(nn.Module):
         return total
 
 
-@pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("records", [True, False])
-def test_what_is_saved_on_a_side_stream(sim, late, records):
-    sim(late_kernels=late, rates=Rates(d2h_bytes_per_s=1e6))
+def test_what_is_saved_on_a_side_stream(sim, records):
+    sim(rates=Rates(d2h_bytes_per_s=1e6))
     model = Beside(sim, sim.module.Stream(), records=records)
     x = torch.ones(1, device=sim.device)
     with page(model, sim.device, budget="1MiB", training=True, activations="host"):
