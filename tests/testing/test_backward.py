@@ -1,4 +1,5 @@
 import contextlib
+import gc
 import threading
 
 import pytest
@@ -25,6 +26,17 @@ def test_an_error_in_a_tensor_hook_reaches_the_caller(sim):
     x.register_hook(fail)
     with pytest.raises(HookError, match="raised by a hook"):
         x.exp().sum().backward()
+
+
+def test_a_garbage_collection_takes_no_error_of_a_hook(sim):
+    x, thresholds = leaf(sim), gc.get_threshold()
+    x.register_hook(fail)
+    gc.set_threshold(1)
+    try:
+        with pytest.raises(HookError, match="raised by a hook"):
+            x.exp().sum().backward()
+    finally:
+        gc.set_threshold(*thresholds)
 
 
 def test_an_error_in_a_post_accumulate_hook_reaches_the_caller(sim):

@@ -6,8 +6,13 @@ process. This guard takes the pending error out of the interpreter first, and `b
 once the pass has stopped.
 """
 
+import ctypes
 import functools
+import sys
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from itertools import repeat, starmap
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -24,8 +29,19 @@ from .._torch_backend import sim_device
 # What `backward` and `grad` call.
 _RUN = "torch.autograd._engine_run_backward"
 _plain_run = needed(_RUN)
-# Oldest first: what a failed pass finds without an error of its own.
-_taken: list[BaseException] = []
+_taken: dict[int | None, None] = {}
+"""The errors that the guard has taken, by identity and with a reference each, the oldest first."""
+
+
+def _answer() -> Callable[[], Any]:
+    """Return what takes the pending error, and answers with the device type.
+
+    All that runs in it is written in C. From Python 3.12 on a garbage collection may come with any
+    bytecode, and would take the error for one of its own.
+    """
+    fetch = ctypes.PYFUNCTYPE(ctypes.c_void_p)(("PyErr_GetRaisedException", ctypes.pythonapi))
+    took = map(_taken.setdefault, starmap(fetch, repeat(())))
+    return map(itemgetter(1), zip(took, repeat(DeviceType.PrivateUse1))).__next__
 
 
 class _Callable:
@@ -41,14 +57,30 @@ _check_pending = _Callable()
 class SafeGuard(DeviceGuard):  # type: ignore[misc]
     """The device guard; its one question may come while an error is on its way."""
 
-    def type_(self) -> Any:
-        """The device type; a pending error is kept for `backward`."""
-        try:
-            _check_pending()
-        except SystemError as wrapped:
-            if wrapped.__cause__ is not None:
-                _taken.append(wrapped.__cause__)
-        return DeviceType.PrivateUse1
+    if sys.version_info >= (3, 12):
+        type_ = _answer()
+    else:
+
+        def type_(self) -> Any:
+            """The device type; a pending error is kept for `backward`."""
+            try:
+                _check_pending()
+            except SystemError as wrapped:
+                if wrapped.__cause__ is not None:
+                    ctypes.pythonapi.Py_IncRef(ctypes.py_object(wrapped.__cause__))
+                    _taken.setdefault(id(wrapped.__cause__))
+            return DeviceType.PrivateUse1
+
+
+def _oldest_taken() -> BaseException:
+    """Return what a failed pass finds without an error of its own, and forget it."""
+    key = next(filter(None, _taken))
+    del _taken[key]
+    error = ctypes.cast(key, ctypes.py_object)
+    try:
+        return error.value  # type: ignore[no-any-return]  # it is an error
+    finally:
+        ctypes.pythonapi.Py_DecRef(error)
 
 
 def install() -> None:
@@ -65,12 +97,12 @@ def _ending_well(run: Any) -> Any:
             with lent_to_autograd(_roots(args[0])), _on_a_thread_that_torch_has(has_thread):
                 return run(*args, **kwargs)
         except SystemError:
-            if not _taken:
+            if not any(_taken):
                 raise
         finally:
             if has_thread and not is_running_node() and not machine.settings.late_engine:
                 _wait_for_engine(run)
-        raise _taken.pop(0)
+        raise _oldest_taken()
 
     return run_backward
 
