@@ -93,20 +93,21 @@ class Roots:
 
     def _add_frame(self, frame: FrameType, thread: str | None, silent: bool) -> None:
         self.ids.add(id(frame))
+        code = frame.f_code
+        if self._callers_keep and LENDS:
+            self.references.update(values_in_flight(frame))
         if not is_optimized(frame):
             # the globals of a module
             if frame.f_locals is frame.f_globals:
                 return
             # the body of a class: its dictionary is the variables and not one more holder
             self.ids.add(id(frame.f_locals))
-        code = frame.f_code
         cells = {*code.co_cellvars, *code.co_freevars}
         without_reference = cells | lent_parameters(frame)
         pairs = read_locals(frame)
-        of_library = is_internal(frame) or frame.f_code.co_filename.startswith(_LIBRARY)
-        if self._callers_keep:
-            kept = values_in_flight(frame) if LENDS else map(id, _arguments_of(code, dict(pairs)))
-            self.references.update(kept)
+        of_library = is_internal(frame) or code.co_filename.startswith(_LIBRARY)
+        if self._callers_keep and not LENDS:
+            self.references.update(map(id, _arguments_of(code, dict(pairs))))
         for name, value in pairs:
             text = _spell(frame, name, value)
             root = Root(
