@@ -118,7 +118,8 @@ class _Identities:
         return found
 
     def _bucket(self, numbers: Any) -> Any:
-        return (numbers >> _ALIGNMENT_BITS & _N_BUCKETS - 1).astype(self._numpy.uint16)
+        # the low 16 bits
+        return (numbers >> _ALIGNMENT_BITS).astype(self._numpy.uint16)
 
 
 def _numpy() -> Any:
