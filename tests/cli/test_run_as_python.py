@@ -286,7 +286,8 @@ def test_a_script_that_is_missing_is_refused_in_one_line(tmp_path):
 
 def test_control_c_of_a_terminal_ends_it_as_under_python(tmp_path):
     program = tmp_path / "program.py"
-    program.write_text("import time\nprint('ready', flush=True); time.sleep(60)\n")
+    # one long sleep might begin just after the signal, and nothing would end it
+    program.write_text("import time\nwhile not print('ready', flush=True): time.sleep(0.05)\n")
     ends = []
     for command in ([], ["-m", "tenure", "run", "-q"]):
         process = subprocess.Popen(
