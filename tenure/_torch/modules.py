@@ -139,6 +139,8 @@ def _telling(call: Any) -> Any:
         if _is_compiled() or not _calls.is_current("__call__", told_call):
             return call(self, *args, **kwargs)
         listeners = _this_thread.listeners
+        if not listeners:
+            _calls.was_called()
         for called, _ in listeners:
             _tell(called, self, (args, kwargs))
         result = call(self, *args, **kwargs)

@@ -5,23 +5,23 @@ before ours, the patch is made again. (2) What stood there is put back exactly, 
 patcher stands above: then ours stays below and only calls on. (3) A change of a class costs: Python
 forgets what it knows of the attributes of its subclasses, and from Python 3.13 on it gives up on a
 class after a thousand changes (``MAX_VERSIONS_PER_CLASS`` in Objects/typeobject.c). So a patch that
-many short blocks need lingers, until some full garbage collections find that nobody needed it.
+many short blocks need lingers, until it was called often while nobody needed it; then twice as
+often. (4) Nothing of this hangs on garbage collections: an error in what these call, also one of
+Ctrl-C, is lost.
 """
 
 from __future__ import annotations
 
-import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from types import FunctionType
 from typing import Any
 
 from . import optional
 
-# a program may collect twice in each step
-_MOST_UNUSED = 4
+_MOST_UNNEEDED = 1000
 _MARK = "_tenure_patch"
 
 
@@ -32,7 +32,7 @@ class Patch:
         target: a class or module, or its name from ``torch`` on; nothing is patched where torch has
             no such thing.
         wrappers: for the name of each attribute what makes the new one of the one that is there.
-        lingers: whether it stays for a while; see rule 3.
+        lingers: whether it stays for a while; see rule 3. Its wrappers call ``was_called``.
     """
 
     def __init__(
@@ -42,7 +42,8 @@ class Patch:
         self._target: Any = None
         # reentrant: an owner may go wherever memory is collected, here as well
         self._lock = threading.RLock()
-        self._n_owners = self._n_unused = 0
+        self._n_owners = self._n_unneeded = 0
+        self._most_unneeded = _MOST_UNNEEDED
         # by name what the target itself had, None if it was inherited, and what replaced it
         self._replaced: dict[str, tuple[Any, Any]] = {}
 
@@ -64,7 +65,7 @@ class Patch:
         """Make it unless it stands, and if it lingers let it stay; return whether it stood."""
         has_stood = True
         with self._lock:
-            self._n_unused, wanted = 0, self._wanted
+            self._n_unneeded, wanted = 0, self._wanted
             target = self._target = optional(wanted) if isinstance(wanted, str) else wanted
             for name, wrapper in self._wrappers.items():
                 own = getattr(target, "__dict__", {}).get(name)
@@ -80,11 +81,17 @@ class Patch:
                         vars(made)[_MARK] = self, own, made
                     self._replaced[name] = own, made
                     setattr(target, name, made)
-            if self._lingers and self not in _lingering:
-                _lingering.append(self)
-                if len(_lingering) == 1:
-                    gc.callbacks.append(_after_collection)
         return has_stood
+
+    def was_called(self) -> None:
+        """Note a call of one that lingers; after many that nobody needed it is undone."""
+        self._n_unneeded += 1
+        if self._n_unneeded <= self._most_unneeded or self._n_owners:
+            return
+        with self._lock:
+            if not self._n_owners:
+                self._most_unneeded *= 2
+                self._undo()
 
     def is_current(self, name: str, made: object) -> bool:
         """Whether a wrapper is the one that counts, and not one left below another patcher's."""
@@ -115,23 +122,3 @@ class Patch:
             else:
                 setattr(target, name, own)
         self._replaced.clear()
-
-    def _grow_old(self) -> None:
-        with self._lock:
-            self._n_unused += not self._n_owners
-            if self._n_unused > _MOST_UNUSED and not self._n_owners:
-                self._undo()
-                _lingering.remove(self)
-
-
-_lingering: list[Patch] = []
-
-
-def _after_collection(phase: str, info: Mapping[str, Any]) -> None:
-    if phase != "stop" or info["generation"] < 2:
-        return
-    for patch in [*_lingering]:
-        patch._grow_old()
-    if not _lingering:
-        with suppress(ValueError):
-            gc.callbacks.remove(_after_collection)

@@ -155,16 +155,18 @@ def _patch_of(cls: type) -> Patch:
 
     Source: ``torch._dynamo.mutation_guard.install_generation_tagging_init``.
     """
-    return Patch(cls, {"__init__": _noting, "__setstate__": _noting}, lingers=True)
+    noting = functools.partial(_noting, cls)
+    return Patch(cls, {"__init__": noting, "__setstate__": noting}, lingers=True)
 
 
-def _noting(method: Any) -> Any:
+def _noting(cls: type, method: Any) -> Any:
     # dynamo may trace it, and so finds neither an object nor a method of ours in it
     @functools.wraps(method)
     def run(self: object, *args: Any, **kwargs: Any) -> Any:
         result = method(self, *args, **kwargs)
         if not is_dynamo_compiling():
             _known[id(self)] = self
+            _patch_of(cls).was_called()
         return result
 
     return run

@@ -259,12 +259,18 @@ def let_one_go() -> None:
     assert is_disposed(survivor)
 
 
-def test_the_classes_are_as_before_when_no_scope_has_had_survivors_for_a_while():
+def make_modules_until_the_class_is_as_before() -> None:
     let_one_go()
-    wrapped = nn.Module.__init__
-    for _ in range(8):
-        gc.collect()
+    wrapped, n_made = nn.Module.__init__, 0
+    # how many depends on what this process has done
+    while nn.Module.__init__ is wrapped and n_made < 1_000_000:
+        nn.Identity()
+        n_made += 1
     assert nn.Module.__init__ is wrapped.__wrapped__
+
+
+def test_the_classes_are_as_before_when_no_scope_has_had_survivors_for_a_while():
+    make_modules_until_the_class_is_as_before()
     module = nn.BatchNorm1d(2)
     with NewDisposeScope():
         module._buffers["running_mean"] = torch.zeros(2)
@@ -272,8 +278,7 @@ def test_the_classes_are_as_before_when_no_scope_has_had_survivors_for_a_while()
 
 
 def test_modules_are_known_when_another_patcher_has_restored_what_it_saw():
-    for _ in range(8):
-        gc.collect()
+    make_modules_until_the_class_is_as_before()
     before = nn.Module.__init__
     let_one_go()
     nn.Module.__init__ = before

@@ -47,9 +47,7 @@ def held():
     # dead ones wait in there until they are 64: how many there are now says nothing
     prune(scopes.handed_out)
     prune(scopes.chosen)
-    # patches of torch's classes linger for some full collections
-    for _ in range(6):
-        gc.collect()
+    gc.collect()
     if _LIBC is not None:
         _LIBC.malloc_trim(0)
     entries = len(scopes.handed_out) + len(scopes.chosen) + scopes.n_owned() + len(scopes.open)

@@ -1,7 +1,6 @@
 """Patches last while they are needed, whoever else patches the same."""
 
 import functools
-import gc
 
 import pytest
 import torch
@@ -86,19 +85,31 @@ def test_one_below_that_of_another_patcher_leaves_it_there(kind, wraps):
     assert kind.own is before
 
 
-def test_one_that_lingers_goes_when_collections_find_it_unused(kind):
-    patch, before = patch_of(kind, lingers=True), kind.own
+def test_one_that_lingers_goes_when_it_was_called_often_and_nobody_needed_it(kind):
+    def noting_calls(method):
+        def noted(self):
+            patch.was_called()
+            return ["noted", *method(self)]
+
+        return noted
+
+    def stands_after(n_calls):
+        for _ in range(n_calls):
+            kind().own()
+        return kind.own is not before
+
+    patch, before = Patch(kind, {"own": noting_calls}, lingers=True), kind.own
     assert not patch.need()
-    gc.collect()
+    assert stands_after(900)
     assert patch.need()
+    assert stands_after(900)
     with patch.block():
-        for _ in range(8):
-            gc.collect()
-        assert kind.own is not before
-    for _ in range(8):
-        gc.collect()
-    assert kind.own is before
+        assert stands_after(3000)
+    assert not stands_after(1)
+    # each time it stays twice as long
     assert not patch.need()
+    assert stands_after(1900)
+    assert not stands_after(200)
 
 
 def test_what_torch_does_not_have_is_not_patched():
