@@ -103,8 +103,7 @@ class Diff(Report):
 class Export(Verb):
     """Write a recording for another tool; the end of OUT says which format.
 
-    json: all of it, in tenure's own format. csv: what was alive, a row for each. html: a page that
-    stands alone.
+    json: all of it, in tenure's own format. html: a page that stands alone.
 
     Of a timeline: trace.json (chrome://tracing, Perfetto), timeline.csv (a row for each time),
     pickle (torch's memory_viz), speedscope.json.

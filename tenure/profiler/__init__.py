@@ -31,7 +31,6 @@ from ._owners import holders as holders
 from ._owners import saved_for_backward as saved_for_backward
 from ._recording import Branch as Branch
 from ._recording import Change as Change
-from ._recording import DeviceTree as DeviceTree
 from ._recording import Growth as Growth
 from ._recording import GrowthWatch as GrowthWatch
 from ._recording import RecordedLeaks as RecordedLeaks

@@ -98,19 +98,19 @@ def test_leaks_names_the_variable_in_the_first_line_below_the_heading(files, cap
 
 
 def test_export_writes_by_extension_and_overwrites_when_told(files, capsys):
-    for name in ("x.csv", "x.json", "x.html"):
+    for name in ("x.json", "x.html"):
         out, err = _printed(["export", "a.tenure", "-o", name], capsys)
         assert (out, err) == ("", f"Wrote {name}\n")
         assert (files / name).stat().st_size
-    (files / "x.csv").write_text("mine")
-    told = _printed(["export", "a.tenure", "-o", "x.csv"], capsys, code=2).err
+    (files / "x.json").write_text("mine")
+    told = _printed(["export", "a.tenure", "-o", "x.json"], capsys, code=2).err
     assert told == (
-        "tenure export: error: x.csv is there already, and was left as it is. Overwrite it with "
+        "tenure export: error: x.json is there already, and was left as it is. Overwrite it with "
         "-f, or name another file with -o.\n"
     )
-    assert (files / "x.csv").read_text() == "mine"
-    out = _printed(["export", "a.tenure", "-f", "--json", "-o", "x.csv"], capsys).out
-    assert json.loads(out) == {"written": "x.csv", "n_bytes": (files / "x.csv").stat().st_size}
+    assert (files / "x.json").read_text() == "mine"
+    out = _printed(["export", "a.tenure", "-f", "--json", "-o", "x.json"], capsys).out
+    assert json.loads(out) == {"written": "x.json", "n_bytes": (files / "x.json").stat().st_size}
     told = _printed(["export", "a.tenure", "-o", "y.trace.json"], capsys, code=2).err
     assert "y.trace.json asks for live bytes over time, and there is no timeline" in told
 
@@ -125,7 +125,7 @@ def test_export_writes_by_extension_and_overwrites_when_told(files, capsys):
         (["leaks", "text.txt"], "text.txt is no file of tenure"),
         (["diff", "a.tenure", "text.txt"], "text.txt is no file of tenure"),
         (["export", "a.tenure", "-o", "x.xlsx"], "x.xlsx ends in .xlsx"),
-        (["export", "a.tenure", "-o", "no/x.csv"], "There is no folder no. Make it"),
+        (["export", "a.tenure", "-o", "no/x.html"], "There is no folder no. Make it"),
         (["export", "a.tenure", "-f", "-o", "pipe"], "pipe is a device or a pipe, and was left"),
         (["export", "a.tenure", "-o", "to_pipe"], "to_pipe is a device or a pipe, and was left"),
         (["run", "-f", "-o", "pipe", "text.txt"], "pipe is a device or a pipe, and was left"),

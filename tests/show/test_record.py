@@ -9,7 +9,7 @@ from torch import nn
 from tenure._show import Record
 from tenure.paging import plan_paging
 from tenure.profiler import Timeline, snapshot
-from tenure.profiler._recording._tree import DeviceTree, folded
+from tenure.profiler._recording._tree import folded
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -40,7 +40,7 @@ def test_records_of_a_long_run_are_short():
         kept = [torch.ones(16) for _ in range(300)]
     device = timeline.report.devices[0]
     assert len(device.times_s) > 100
-    tree = DeviceTree("x", 1, folded(((f"line {i}", "in f"), 1, 1) for i in range(300)))
+    (tree,) = folded((("x", f"line {i}", "in f"), 1, 1) for i in range(300))
     records = [device, timeline.report.host, snapshot().report.devices[0], tree]
     for record in (*records, tree.branches[0]):
         assert repr(record).startswith(f"{type(record).__name__}(")

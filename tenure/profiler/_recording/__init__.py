@@ -8,5 +8,4 @@ from ._growth_watch import GrowthWatch as GrowthWatch
 from ._leaks_found import RecordedLeaks as RecordedLeaks
 from ._recording import Recording as Recording
 from ._tree import Branch as Branch
-from ._tree import DeviceTree as DeviceTree
 from ._tree import RecordedTree as RecordedTree

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Any, Self
 
 from tenure._errors import ProfilerUsageError, ReportFormatError
 from tenure._heap import collector_paused
-from tenure._report_files import csv_text, read_facts, write_facts, write_whole
+from tenure._report_files import read_facts, write_facts, write_whole
 from tenure._show import (
     ADVICE_OF_CUT,
     Amounts,
@@ -38,16 +38,16 @@ from tenure.scopes import LeakReport
 
 from .._lines import RecordsDisplay
 from .._oom_report import OomReport
-from .._reports import DeviceReport, MemReport
+from .._reports import MemReport
 from .._timeline import WRITERS, TimelineReport, Track, check_levels
 from ._growth import Growth
 from ._leaks_found import MOST_ROWS, RecordedLeaks
 from ._torch_snapshots import is_pickle, tracks_in
-from ._tree import DeviceTree, RecordedTree, folded, tree_of
+from ._tree import RecordedTree, folded, tree_at_peak
 
-# A recording has formats of its own by these names, and its timeline's by longer ones.
+# The formats of a timeline that have longer names here: a recording's own .json is another, and its
+# table of times is no table of all.
 _LONGER = {".json": ".trace.json", ".csv": ".timeline.csv"}
-_HEADINGS = ("device", "when", "category", "name", "shape", "dtype", "created_at", "n_bytes", "n")
 _STORAGE = "storage"
 # three centuries, as of a timeline
 _SHORT_S, _MOST_S = 60, 1e10
@@ -155,18 +155,22 @@ class Recording(Report):
         Without a timeline, what was alive at the end, by category and name.
         """
         if self.over_time:
-            return RecordedTree(tuple(map(_at_peak, self.over_time)))
-        devices = () if self.memory is None else self.memory.devices
-        return RecordedTree(tuple(_at_end(device) for device in devices if device.total_bytes))
+            return tree_at_peak(self.over_time)
+        rows = () if self.memory is None else self.memory.rows
+        paths = [
+            ((f"{row.device}, at the end", row.category, row.name), row.n_bytes, 1)
+            for row in rows
+            if row.counted_bytes
+        ]
+        return RecordedTree(folded(paths), "By category and name: no peak was recorded.")
 
     def export(self, path: str | Path) -> Path:
         """Write it for other tools, whole or not at all; the extension says which format.
 
         Args:
-            path: ``.json`` for all of it, in tenure's own format, ``.csv`` for what was alive,
-                ``.html`` for a page that stands alone; of a timeline ``.trace.json`` for Chrome and
-                Perfetto, ``.timeline.csv``, ``.pickle`` and ``.speedscope.json``, as
-                `TimelineReport.export` writes them.
+            path: ``.json`` for all of it, in tenure's own format, ``.html`` for a page that stands
+                alone; of a timeline ``.trace.json`` for Chrome and Perfetto, ``.timeline.csv``,
+                ``.pickle`` and ``.speedscope.json``, as `TimelineReport.export` writes them.
 
         Returns:
             The path.
@@ -324,36 +328,6 @@ class Recording(Report):
         )
 
 
-def _at_peak(track: Track) -> DeviceTree:
-    title = f"{track.device}, at its peak after {track.peak_at_s:.1f} s"
-    return tree_of(title, track.peak_bytes, track.at_peak)
-
-
-def _at_end(device: DeviceReport) -> DeviceTree:
-    rows = [row for row in device.rows if row.counted_bytes]
-    return DeviceTree(
-        f"{device.device}, at the end",
-        sum(row.n_bytes for row in rows),
-        folded(((row.category, row.name), row.n_bytes, 1) for row in rows),
-        "By category and name: no peak was recorded.",
-    )
-
-
-def _rows(recording: Recording) -> Iterator[Sequence[object]]:
-    yield _HEADINGS
-    for track in recording.over_time:
-        for block in track.at_peak:
-            stack = " < ".join(reversed(block.stack))
-            name = block.scope or block.category
-            figures = (block.n_bytes, block.n_storages)
-            yield (track.device, "peak", block.category, name, "", "", stack, *figures)
-    for row in () if recording.memory is None else recording.memory.rows:
-        if row.counted_bytes:
-            shape = "x".join(map(str, row.shape))
-            what = (row.category, row.label, shape, row.dtype, row.created_at or "")
-            yield (row.device, "end", *what, row.n_bytes, 1)
-
-
 def _page(recording: Recording) -> str:
     timeline = recording.timeline
     facts = {"devices": plain(recording.tracks)} if timeline is None else timeline.to_dict()
@@ -362,6 +336,5 @@ def _page(recording: Recording) -> str:
 
 _OWN: dict[str, Callable[[Recording], str]] = {
     ".json": lambda recording: json.dumps(recording.to_dict(), indent=1),
-    ".csv": lambda recording: csv_text(_rows(recording)),
     ".html": _page,
 }

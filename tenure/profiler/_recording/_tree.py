@@ -9,7 +9,7 @@ from operator import itemgetter
 from tenure._show import Paragraph, Part, Record, Report
 from tenure._text import counted, format_bytes
 
-from .._timeline import PeakRow
+from .._timeline import Track
 
 _LEAST_SHARE = 0.01
 # what is deeper stands below each other: its names need the room
@@ -39,31 +39,16 @@ class Branch(Record):
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class DeviceTree(Record):
-    """What was alive on a device at one moment, as a tree.
-
-    Attributes:
-        title: of what, and when.
-        n_bytes: all of it.
-        branches: the outermost calls, or categories, the largest first.
-        note: what else is to be said; can be empty.
-    """
-
-    title: str
-    n_bytes: int
-    branches: tuple[Branch, ...]
-    note: str = ""
-
-
-@dataclass(frozen=True, slots=True, repr=False)
 class RecordedTree(Report):
     """What was alive at the peak, or else at the end, as a tree for each device.
 
     Attributes:
-        devices: the trees.
+        devices: the trees, each a branch with the device and the moment for its name.
+        note: what else is to be said; can be empty.
     """
 
-    devices: tuple[DeviceTree, ...]
+    devices: tuple[Branch, ...]
+    note: str = ""
 
     _is_spaced = True
 
@@ -71,33 +56,30 @@ class RecordedTree(Report):
         return f"<RecordedTree of {counted(len(self.devices), 'device')}>"
 
     def _parts(self) -> list[Part]:
-        return [
+        trees = [
             Paragraph(
-                f"{tree.title}: {format_bytes(tree.n_bytes)}",
-                "\n".join([*_lines(tree.branches, tree.n_bytes, 0), *filter(None, [tree.note])]),
+                f"{tree.name}: {format_bytes(tree.n_bytes)}",
+                "\n".join(_lines(tree.branches, tree.n_bytes, 0)),
             )
             for tree in self.devices
         ]
+        return [*trees, Paragraph("", self.note)] if self.note else [*trees]
 
 
-def tree_of(title: str, n_bytes: int, blocks: Iterable[PeakRow]) -> DeviceTree:
-    """Fold blocks by their scopes and stacks.
-
-    Args:
-        title: of what, and when.
-        n_bytes: all of it; what the blocks don't have is a branch of its own.
-        blocks: what was alive.
-    """
+def tree_at_peak(tracks: Iterable[Track]) -> RecordedTree:
+    """Fold what was alive at the peak of each device by its scopes and stacks."""
     paths = []
-    for block in blocks:
-        scope = () if block.scope in _NO_SCOPE else (_SCOPE + block.scope,)
-        # without a stack the category is what there is
-        stack = block.stack or (block.category or UNKNOWN,)
-        paths.append(((*scope, *stack), block.n_bytes, block.n_storages))
-    rest = n_bytes - sum(each for _, each, _ in paths)
-    if rest > 0:
-        paths.append((("unexplained",), rest, 0))
-    return DeviceTree(title, n_bytes, folded(paths))
+    for track in tracks:
+        title, rest = f"{track.device}, at its peak after {track.peak_at_s:.1f} s", track.peak_bytes
+        for block in track.at_peak:
+            scope = () if block.scope in _NO_SCOPE else (_SCOPE + block.scope,)
+            # without a stack the category is what there is
+            stack = block.stack or (block.category or UNKNOWN,)
+            paths.append(((title, *scope, *stack), block.n_bytes, block.n_storages))
+            rest -= block.n_bytes
+        if rest > 0:
+            paths.append(((title, "unexplained"), rest, 0))
+    return RecordedTree(folded(paths))
 
 
 def folded(paths: Iterable[tuple[tuple[str, ...], int, int]]) -> tuple[Branch, ...]:
