@@ -52,6 +52,8 @@ _NAMES = {
         "move_to", "move_to_outer", "owner_of", "persist", "scoped", "statistics",
     ),
 }  # fmt: skip
+# no name of its package, which the command line imports before torch
+_MAGICS = "tenure._cli._cell"
 _HOMES = {name: home for home, names in _NAMES.items() for name in names}
 
 __all__ = [*_ROOMS, *_HOMES, "__version__"]  # pyright: ignore[reportUnsupportedDunderAll]
@@ -69,16 +71,12 @@ def __getattr__(name: str) -> object:
 
 def load_ipython_extension(shell: object) -> None:
     """Add ``%mlrun``, ``%%mlrun`` and ``%%tenure``; IPython calls this for ``%load_ext tenure``."""
-    from ._cli import load_ipython_extension
-
-    load_ipython_extension(shell)
+    _import_module(_MAGICS).load_ipython_extension(shell)
 
 
 def unload_ipython_extension(shell: object) -> None:
     """Take the magics away again; IPython calls this for ``%unload_ext tenure``."""
-    from ._cli import unload_ipython_extension
-
-    unload_ipython_extension(shell)
+    _import_module(_MAGICS).unload_ipython_extension(shell)
 
 
 def __dir__() -> list[str]:

@@ -21,6 +21,7 @@ import torch
 
 from tenure._callers import line_in
 from tenure._errors import ProfilerUsageError
+from tenure._show import Part, Shown
 from tenure._text import counted
 
 from ._book import Book
@@ -38,7 +39,7 @@ the_engine = LineEngine()
 atexit.register(the_engine.close_all)
 
 
-class LineProfiler:
+class LineProfiler(Shown):
     """Tells for each line of some functions how much memory it allocated, freed and needed at most.
 
     The numbers are the allocator's own, so what an operation allocates and frees inside itself is
@@ -74,6 +75,8 @@ class LineProfiler:
 
     Source: ``LineProfiler`` of pytorch_memlab.
     """
+
+    _is_spaced = True
 
     def __init__(
         self,
@@ -202,7 +205,7 @@ class LineProfiler:
         stream: TextIO | None = None,
     ) -> None:
         """Write what ``display`` shows to a stream, ``sys.stdout`` as it is now without one."""
-        print(self.display(func, columns), file=sys.stdout if stream is None else stream)
+        print(self.display(func, columns), file=stream)
 
     def to_dict(self) -> dict[str, Any]:
         """What was found, as values that JSON has: the functions, and a dict for each record."""
@@ -219,14 +222,8 @@ class LineProfiler:
             "records": [record.to_dict() for record in self.records],
         }
 
-    def __str__(self) -> str:
-        return str(self.display())
-
-    def __rich__(self) -> RecordsDisplay:
-        return self.display()
-
-    def _repr_html_(self) -> str:
-        return self.display()._repr_html_()
+    def _parts(self) -> Sequence[Part]:
+        return self.display()._parts()
 
     def __repr__(self) -> str:
         state = "enabled" if self.enabled else "disabled"

@@ -81,9 +81,9 @@ def chosen_device(
     asked = target_gpu if device is None else device
     if not isinstance(asked, int | None):
         return checked_device(asked)
-    kind = _accelerator()
-    if kind is not None:
-        return checked_device(f"{kind}:{asked or 0}")
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if found is not None and hasattr(torch.get_device_module(found), "memory_stats"):
+        return checked_device(f"{found.type}:{asked or 0}")
     if asked is not None:
         warn_user(
             f"There is no GPU {asked} here, and no other whose memory can be measured: the "
@@ -120,11 +120,3 @@ def checked_device(device: str | torch.device) -> torch.device:
             'that is, or "cpu".'
         )
     return indexed(found)
-
-
-def _accelerator() -> str | None:
-    """The kind of accelerator that is there and whose module offers statistics."""
-    found = torch.accelerator.current_accelerator(check_available=True)
-    if found is None or not hasattr(torch.get_device_module(found), "memory_stats"):
-        return None
-    return found.type
