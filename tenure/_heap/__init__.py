@@ -17,7 +17,6 @@ from ._holders import find_holders as find_holders
 from ._holders import weigh_holders as weigh_holders
 from ._image import Image as Image
 from ._index import Index as Index
-from ._reading import cpp_references as cpp_references
 from ._reading import cpp_uses as cpp_uses
 from ._reading import gradient_of as gradient_of
 from ._reading import instance_attributes as instance_attributes

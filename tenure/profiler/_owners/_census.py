@@ -6,6 +6,7 @@ owner. The answer is text, numbers and weak references to storages.
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -32,7 +33,7 @@ from tenure._text import dtype_name, listed
 from tenure._torch.quiet import quietly
 from tenure._torch.storages import key_of
 
-from ._naming import PARAMETERS, Held, Kept, Names
+from ._naming import PARAMETERS, Held, names_of
 from ._parts import device_of, dtype_of, identity_of, is_plain, parts_of, shape_or_empty
 from ._rows import CATEGORIES, GRADIENTS, OTHERS, SAVED, StorageEntry, TensorRow
 from ._saved import SavedStorage, saved_storages
@@ -44,10 +45,6 @@ _MAX_SEARCHED = 5000
 # better.
 _BORROWING = frozenset({"view", "autograd", "numpy"})
 _SELVES = ("Tensor", "Parameter")
-
-
-# what graphs have saved by storage, each with the tensor whose graph it is, if there is one
-_Saved = dict[int, tuple[SavedStorage, weakref.ref[Tensor] | None]]
 
 
 def take_census(
@@ -64,30 +61,20 @@ def take_census(
     with quietly():
         # First, so that the handles a pager makes for this answer are among the tensors found.
         kept = [
-            Kept(namer.served_model(), named)
+            (namer.served_model(), named)
             for namer in namers.alive()
             for named in namer.named_tensors()
         ]
         image = Image()
-        saved = _saved_of(image)
-        names = Names(list(models), image.modules, [*optimizers, *image.optimizers], kept)
-        census = _Census(names, image, _homes(each.named for each in kept))
+        saved = saved_storages(*image.walk(), image)
+        names = names_of(list(models), image.modules, [*optimizers, *image.optimizers], kept)
+        census = _Census(names, image, _homes(named for _, named in kept))
         if named:
-            census.search({id(root()) for _, root in saved.values() if root is not None})
+            census.search({id(each.top()) for each in saved.values() if each.top is not None})
         census.enter_handles()
         census.enter_saved(saved)
         census.enter_rest()
         return census.entries()
-
-
-def _saved_of(image: Image) -> _Saved:
-    """What graphs have saved, as text and weak references.
-
-    A reference of ours to a node would hide that a cycle through its context is garbage.
-    """
-    graphs, tops = image.walk()
-    found = ((key, each, tops[each.root]) for key, each in saved_storages(graphs, image).items())
-    return {key: (each, None if t is None else weakref.ref(t)) for key, each, t in found}
 
 
 class _Member(NamedTuple):
@@ -122,13 +109,13 @@ class _Census:
     """The tensors over each storage; each is called by a module, a holder, or a number.
 
     Args:
-        names: the names that modules and optimizers give.
+        names: the names that modules and optimizers give, by identity; others are added.
         image: the image of this moment.
         homes: the storages that lie in another, by the key of each that of the other.
     """
 
-    def __init__(self, names: Names, image: Image, homes: dict[int, int]) -> None:
-        self._names = names
+    def __init__(self, names: dict[int, Held], image: Image, homes: dict[int, int]) -> None:
+        self._held = names
         self._image = image
         self._homes = homes
         self._members: defaultdict[int, list[_Member]] = defaultdict(list)
@@ -137,8 +124,7 @@ class _Census:
         self._gradients = {id(gradient): i for i, gradient in gradients if gradient is not None}
         # what a sparse tensor or a wrapper is made of is named by that
         self._inner = {id(inner) for t in image.tensors for inner in _inner_of(t)}
-        self._held: dict[int, Held] = {}
-        self._n_unnamed = 0
+        self._numbers = itertools.count()
 
     def search(self, tops: set[int]) -> None:
         """Name the largest of the tensors that no module and no optimizer has a name for.
@@ -150,7 +136,7 @@ class _Census:
         unnamed = [
             t
             for t in image.tensors
-            if id(t) in image.in_python and self._stands_alone(t) and self._names.get(t) is None
+            if id(t) in image.in_python and self._stands_alone(t) and id(t) not in self._held
         ]
         # What holds a graph is small and holds much. No variable is left that has one of them.
         unnamed.sort(key=lambda t: (id(t) not in tops, -(storage_bytes(t) or 0)))
@@ -163,21 +149,21 @@ class _Census:
     def enter_handles(self) -> None:
         """Enter what Python holds, and gradients."""
         for t in self._image.tensors:
-            named, gradient = self._names.get(t), gradient_of(t)
+            held, gradient = self._held.get(id(t)), gradient_of(t)
+            category = held.category if held else ""
             # What neither Python holds nor a module names is C++'s alone: a graph's, entered under
             # its node by `enter_saved`, or somebody's whom nothing shows, by `enter_rest`.
-            if (named or id(t) in self._image.in_python) and self._stands_alone(t):
-                is_parameter = is_kind(type(t), nn.Parameter)
+            if (category or id(t) in self._image.in_python) and self._stands_alone(t):
                 # A Parameter outside of every module is one all the same, as in a hand-written
                 # optimizer.
-                category = named.category if named else PARAMETERS if is_parameter else OTHERS
-                self._enter(t, category)
+                other = PARAMETERS if is_kind(type(t), nn.Parameter) else OTHERS
+                self._enter(t, category or other)
             if gradient is not None:
                 self._enter(gradient, GRADIENTS)
 
-    def enter_saved(self, saved: _Saved) -> None:
+    def enter_saved(self, saved: dict[int, SavedStorage]) -> None:
         """Enter what only a graph keeps; what it shares with a variable is the graph's as well."""
-        for key, ((record, identity, _), top) in saved.items():
+        for key, (record, identity, top) in saved.items():
             root = None if top is None else top()
             graph = None if root is None else self._called(root).name
             members = self._over(key)
@@ -255,15 +241,13 @@ class _Census:
         return self._itself(t)
 
     def _itself(self, t: Tensor) -> Held:
-        held = self._names.get(t) or self._held.get(id(t))
-        if held is None:
-            held = self._held[id(t)] = self._numbered(type_name(type(t)))
-        return held
+        if id(t) not in self._held:
+            self._held[id(t)] = self._numbered(type_name(type(t)))
+        return self._held[id(t)]
 
     def _numbered(self, kind: str) -> Held:
         """A name for one that nothing else tells from the others."""
-        self._n_unnamed += 1
-        return Held(f"{kind}{self._n_unnamed - 1}", kind="unknown")
+        return Held(f"{kind}{next(self._numbers)}", kind="unknown")
 
 
 def _entry(key: int, members: list[_Member]) -> StorageEntry:

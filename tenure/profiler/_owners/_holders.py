@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -108,26 +109,18 @@ def holders(target: Tensor | nn.Module) -> HolderList:
     )
 
 
-def _spelled(found: Tensor | nn.Module) -> str:
+def _spelled(found: Any) -> str:
     # By class and not with isinstance: a lazy proxy of a user answers that with code of its own.
     if is_kind(type(found), nn.Module):
-        return _spelled_module(found)  # type: ignore[arg-type]
-    return _spelled_tensor(found)  # type: ignore[arg-type]
-
-
-def _spelled_module(module: nn.Module) -> str:
-    tensors = {id(t): t for _, _, t in named_tensors_of(module)}
-    # Tied weights are one storage, and count once.
-    storages = {part.key: part.n_bytes for t in tensors.values() for part in parts_of(t)}
-    size = format_bytes(sum(storages.values()))
-    return f"{type_name(type(module))} with {counted(len(tensors), 'tensor')}, {size}"
-
-
-def _spelled_tensor(t: Tensor) -> str:
+        tensors = {id(t): t for _, _, t in named_tensors_of(found)}
+        # Tied weights are one storage, and count once.
+        storages = {part.key: part.n_bytes for t in tensors.values() for part in parts_of(t)}
+        size = format_bytes(sum(storages.values()))
+        return f"{type_name(type(found))} with {counted(len(tensors), 'tensor')}, {size}"
     try:
-        text = describe_tensor(t)
+        text = describe_tensor(found)
     except DisposedTensorError:
         # its repr says what it was, and where it was made
-        return repr(t)
-    site = created_at(t)
+        return repr(found)
+    site = created_at(found)
     return text + (f", created at {site}" if site else "")

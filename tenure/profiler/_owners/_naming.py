@@ -45,76 +45,65 @@ class Held(NamedTuple):
     kind: str = ""
 
 
-class Kept(NamedTuple):
-    """A tensor that something keeps for a model, and names; None for a model that is gone."""
-
-    model: nn.Module | None
-    named: NamedTensor
-
-
-class Names:
-    """The names of the tensors of all modules and optimizers that are alive, by identity.
+def names_of(
+    models: Sequence[nn.Module],
+    found: Sequence[nn.Module],
+    optimizers: Iterable[Optimizer],
+    kept: Iterable[tuple[nn.Module | None, NamedTensor]],
+) -> dict[int, Held]:
+    """Name the tensors of modules and optimizers, by identity; several names are joined by ``+``.
 
     Args:
         models: modules whose tensors are called by their dotted names alone.
         found: all modules; the names of others begin with the name of their class.
         optimizers: all optimizers.
-        kept: tensors that stand in no module; their names begin with that of their model.
+        kept: tensors that stand in no module, each with the model that it is kept for, after which
+            it is called; None for one that is gone.
     """
+    names: dict[int, Held] = {}
+    # Parts of a given model have names already, and would only get longer ones here.
+    known = {id(module) for model in models for _, module in _modules(model)}
+    others = [module for module in outermost(found) if id(module) not in known]
+    roots = [(model, "") for model in models]
+    roots += _labelled(m for m in others if any(True for _ in named_tensors_of(m)))
+    for module, label in roots:
+        # A weight that a model has already gets no second name from one that was not given.
+        taken = frozenset(names if label else ())
+        for name, category, t in named_tensors_of(module):
+            if id(t) not in taken:
+                _add(names, t, _dotted(label, name), category)
+    for served, named in kept:
+        label = "" if served is None else _label_of(served, roots)
+        _add(names, named.tensor, _dotted(label, named.name), named.category)
+    for optimizer, label in _labelled({id(each): each for each in optimizers}.values()):
+        for name, t in _state_of(optimizer, label, names):
+            if id(t) not in names:
+                _add(names, t, name, OPTIMIZER_STATE)
+    return names
 
-    def __init__(
-        self,
-        models: Sequence[nn.Module],
-        found: Sequence[nn.Module],
-        optimizers: Sequence[Optimizer],
-        kept: Sequence[Kept] = (),
-    ) -> None:
-        self._found: dict[int, Held] = {}
-        # Parts of a given model have names already, and would only get longer ones here.
-        known = {id(module) for model in models for _, module in _modules(model)}
-        others = [module for module in outermost(found) if id(module) not in known]
-        roots = [(model, "") for model in models]
-        roots += _labelled(m for m in others if any(True for _ in named_tensors_of(m)))
-        for module, label in roots:
-            # A weight that a model has already gets no second name from one that was not given.
-            taken = frozenset(self._found if label else ())
-            for name, category, t in named_tensors_of(module):
-                if id(t) not in taken:
-                    self._add(t, _dotted(label, name), category)
-        for served, named in kept:
-            label = "" if served is None else _label_of(served, roots)
-            self._add(named.tensor, _dotted(label, named.name), named.category)
-        for optimizer, label in _labelled({id(each): each for each in optimizers}.values()):
-            self._add_optimizer(optimizer, label)
 
-    def get(self, t: Tensor) -> Held | None:
-        """Return what a tensor is called; several names of one tensor are joined by ``+``."""
-        return self._found.get(id(t))
+def _add(names: dict[int, Held], t: Tensor, name: str, category: str) -> None:
+    held = names.setdefault(id(t), Held(name, category, len(names)))
+    if name not in held.name.split("+"):
+        names[id(t)] = held._replace(name=f"{held.name}+{name}")
 
-    def _add(self, t: Tensor, name: str, category: str) -> None:
-        held = self._found.setdefault(id(t), Held(name, category, len(self._found)))
-        if name not in held.name.split("+"):
-            self._found[id(t)] = held._replace(name=f"{held.name}+{name}")
 
-    def _add_optimizer(self, optimizer: Optimizer, label: str) -> None:
-        attributes = instance_attributes(optimizer)
-        # by identity: subclasses of tensors may define __eq__
-        states = {id(key): state for key, state in _pairs(attributes.get("state"))}
-        # Groups, and not only states: an optimizer that has not stepped yet has no state; see
-        # test_an_optimizer_that_has_not_stepped_yet_is_named_later.
-        for index, parameter in enumerate(_parameters_of(attributes.get("param_groups"))):
-            named = self.get(parameter)
-            owner = named.name if named else f"param{index}"
-            self._add_state(f"{label}.{owner}", states.get(id(parameter)))
-        # Such as the history of LBFGS, or a master copy that a wrapper keeps; see
-        # test_state_in_lists_and_outside_of_parameters_is_named.
-        rest = {k: v for k, v in attributes.items() if k not in {"state", "param_groups"}}
-        self._add_state(label, rest)
-
-    def _add_state(self, prefix: str, state: object) -> None:
-        for key, t in _tensors_in(state, _MAX_DEPTH):
-            if id(t) not in self._found:
-                self._add(t, f"{prefix}{key}", OPTIMIZER_STATE)
+def _state_of(
+    optimizer: Optimizer, label: str, names: dict[int, Held]
+) -> Iterator[tuple[str, Tensor]]:
+    attributes = instance_attributes(optimizer)
+    # by identity: subclasses of tensors may define __eq__
+    states = {id(key): state for key, state in _pairs(attributes.get("state"))}
+    # Groups, and not only states: an optimizer that has not stepped yet has no state; see
+    # test_an_optimizer_that_has_not_stepped_yet_is_named_later.
+    for index, parameter in enumerate(_parameters_of(attributes.get("param_groups"))):
+        named = names.get(id(parameter))
+        owner = named.name if named else f"param{index}"
+        yield from _tensors_in(states.get(id(parameter)), f"{label}.{owner}")
+    # Such as the history of LBFGS, or a master copy that a wrapper keeps; see
+    # test_state_in_lists_and_outside_of_parameters_is_named.
+    rest = {k: v for k, v in attributes.items() if k not in {"state", "param_groups"}}
+    yield from _tensors_in(rest, label)
 
 
 def _labelled(objects: Iterable[_T]) -> Iterator[tuple[_T, str]]:
@@ -200,11 +189,11 @@ def _values(sequence: Any) -> list[Any]:
     return list(sequence) if type(sequence) in _SEQUENCES else []
 
 
-def _tensors_in(value: Any, depth: int) -> Iterator[tuple[str, Tensor]]:
+def _tensors_in(value: Any, name: str, depth: int = _MAX_DEPTH) -> Iterator[tuple[str, Tensor]]:
     if is_kind(type(value), Tensor):
-        yield "", value
+        yield name, value
     elif depth:
-        inside = [(f".{key}", inner) for key, inner in _items(value)]
-        inside += [(f"[{index}]", inner) for index, inner in enumerate(_values(value))]
-        for key, inner in inside:
-            yield from ((key + name, t) for name, t in _tensors_in(inner, depth - 1))
+        for key, inner in _items(value):
+            yield from _tensors_in(inner, f"{name}.{key}", depth - 1)
+        for index, inner in enumerate(_values(value)):
+            yield from _tensors_in(inner, f"{name}[{index}]", depth - 1)

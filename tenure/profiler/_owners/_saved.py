@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
 from typing import ClassVar, NamedTuple
@@ -19,14 +18,12 @@ from tenure._heap import (
     Graphs,
     Image,
     Referent,
-    cpp_references,
     read,
     storage_uses,
 )
 from tenure._show import Column, Paragraph, Report, Table, bytes_column, in_bytes
 from tenure._storages import storage_key
 from tenure._text import counted, describe, describe_elements, format_bytes, listed
-from tenure._torch.counting import SOLE
 from tenure._torch.quiet import quietly
 
 from ._parts import Part, device_of, dtype_of, identity_of, parts_of, shape_or_empty
@@ -156,19 +153,23 @@ class SavedStorage(NamedTuple):
     Attributes:
         record: the record.
         identity: its storage by a weak reference; None for memory that a library hides.
-        root: the node whose graph it is, by its place among those that were asked about.
+        top: a tensor that leads to its graph, weakly; None if there is none.
     """
 
     record: SavedRecord
     identity: weakref.ref[torch.UntypedStorage] | None
-    root: int
+    top: weakref.ref[Tensor] | None
 
 
-def saved_storages(graphs: Graphs, image: Image | None = None) -> dict[int, SavedStorage]:
+# Weak references: one of ours to a node would hide that a cycle through its context is garbage.
+def saved_storages(
+    graphs: Graphs, tops: Sequence[Tensor | None] = (), image: Image | None = None
+) -> dict[int, SavedStorage]:
     """Every storage that some graphs keep, by its address, which is unique while they live.
 
     Args:
         graphs: the graphs.
+        tops: for each of their roots a tensor that leads to it, if one does.
         image: the image of this moment, if there is one.
     """
     # One storage is often saved several times: by two nodes, or as a tensor and a view of it.
@@ -177,14 +178,12 @@ def saved_storages(graphs: Graphs, image: Image | None = None) -> dict[int, Save
         for part in parts_of(entry.found):
             by_storage.setdefault(part.key, []).append((entry, part))
     leaves = _leaf_storages(by_storage, image)
-    return {
-        key: SavedStorage(
-            _record(entries, key in leaves),
-            identity_of(entries[0][1].tensor),
-            min(entry.root for entry, _ in entries),
-        )
-        for key, entries in by_storage.items()
-    }
+    found: dict[int, SavedStorage] = {}
+    for key, entries in by_storage.items():
+        top = tops[min(entry.root for entry, _ in entries)] if tops else None
+        record, identity = _record(entries, key in leaves), identity_of(entries[0][1].tensor)
+        found[key] = SavedStorage(record, identity, None if top is None else weakref.ref(top))
+    return found
 
 
 def _record(entries: list[tuple[Referent, Part]], is_leaf: bool) -> SavedRecord:
@@ -206,37 +205,34 @@ def _record(entries: list[tuple[Referent, Part]], is_leaf: bool) -> SavedRecord:
 def _leaf_storages(
     by_storage: dict[int, list[tuple[Referent, Part]]], image: Image | None
 ) -> set[int]:
-    is_held = {id(e.found): e.is_held for entries in by_storage.values() for e, _ in entries}
-    known: dict[int, set[int]] = {}
-    leaves: set[int] = set()
+    leaves, unsure, met = set[int](), set[int](), set[int]()
     for key, entries in by_storage.items():
-        known[key] = {id(t) for entry, part in entries for t in (entry.found, part.tensor)}
-        for entry, part in entries:
-            if entry.is_held and _is_leaf(entry.found):
-                leaves.add(key)
-            # x.t() of a weight is saved as a view; what it shows is the weight's all the same.
-            base = read(part.tensor, "_base")
-            if base is not None:
-                known[key].add(id(base))
-                n_beside = SOLE + (image is not None and base in image)
-                others = sys.getrefcount(base) - n_beside > cpp_references(base)
-                if is_held.get(id(base), others) and _is_leaf(base):
-                    leaves.add(key)
-    # More owners than the graph explains: a leaf may show the storage through another handle, such
-    # as x.detach(). The pass over the heap is paid only then; see
-    # test_an_input_that_is_a_view_or_an_alias_of_a_held_leaf_does_not_count.
-    unsure = {
-        key
-        for key, entries in by_storage.items()
-        if key not in leaves and storage_uses(entries[0][1].tensor) > len(known[key])
-    }
+        met.update(id(t) for entry, part in entries for t in (entry.found, part.tensor))
+        if any(entry.is_held and _is_leaf(entry.found) for entry, _ in entries):
+            leaves.add(key)
+        elif _has_others(entries):
+            unsure.add(key)
+    # The pass over the heap is paid only then.
     if unsure:
         image = image or Image()
         for t in image.tensors:
-            shown = storage_key(t)
-            if shown in unsure and id(t) in image.in_python and id(t) not in known[shown]:
-                leaves.update([shown] if _is_leaf(t) else [])
+            key = storage_key(t) or 0
+            if key in unsure and id(t) in image.in_python and id(t) not in met and _is_leaf(t):
+                leaves.add(key)
     return leaves
+
+
+def _has_others(entries: list[tuple[Referent, Part]]) -> bool:
+    """Whether a leaf that the graph has not saved may show the storage.
+
+    Such as x of x.t() or x.detach(); see
+    test_an_input_that_is_a_view_or_an_alias_of_a_held_leaf_does_not_count.
+    """
+    bases = [read(part.tensor, "_base") for _, part in entries]
+    tensors = [t for entry, part in entries for t in (entry.found, part.tensor)]
+    known = {id(t) for t in (*tensors, *bases) if t is not None}
+    is_of_leaf = any(base is not None and _is_leaf(base) for base in bases)
+    return is_of_leaf or storage_uses(entries[0][1].tensor) > len(known)
 
 
 def _is_leaf(t: Tensor) -> bool:

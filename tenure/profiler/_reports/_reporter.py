@@ -7,7 +7,6 @@ text and numbers only.
 from __future__ import annotations
 
 import gc
-import sys
 import weakref
 
 import torch
@@ -115,7 +114,7 @@ class MemReporter:
         sort: str | None = None,
     ) -> None:
         """Print what `collect_tensor` saw; the arguments are those of `report`."""
-        _print(self.get_stats(verbose, target_device), top, sort)
+        print(self.get_stats(verbose, target_device).text(top=top, sort=sort))
 
     def report(
         self,
@@ -144,7 +143,7 @@ class MemReporter:
         """
         self.collect_tensor()
         report = self.get_stats(verbose, device)
-        _print(report, top, sort)
+        print(report.text(top=top, sort=sort))
         return report
 
     def report_group(
@@ -180,8 +179,8 @@ class MemReporter:
         with without_functions():
             dist.all_gather_object(gathered, report, group=group)
         if dist.get_rank(group) == 0:
-            lines = [f"rank {rank}: {_summary_of(each)}\n" for rank, each in enumerate(gathered)]
-            sys.stdout.write("".join(lines))
+            lines = [f"rank {rank}: {_summary_of(each)}" for rank, each in enumerate(gathered)]
+            print("\n".join(lines))
         return dict(enumerate(gathered))
 
 
@@ -189,10 +188,6 @@ def _summary_of(report: MemReport) -> str:
     amounts = (*report.categories.items(), (UNEXPLAINED, report.unexplained_bytes))
     parts = ", ".join(f"{name} {format_bytes(n_bytes)}" for name, n_bytes in amounts if n_bytes)
     return f"{format_bytes(report.total_bytes)}: {parts or 'nothing'}"
-
-
-def _print(report: MemReport, top: int | None, sort: str | None) -> None:
-    sys.stdout.write(f"{report.text(top=top, sort=sort)}\n")
 
 
 def _device_of(device: torch.device | str | int | None) -> torch.device | None:
