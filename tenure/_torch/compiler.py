@@ -11,6 +11,7 @@ Invariant: dynamo is never loaded here, which takes seconds: where it is not, no
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -99,10 +100,38 @@ def not_compiling() -> Iterator[None]:
     # a stance can't be taken where a graph break of the caller's has left its callback
     callback = _set_eval_frame(None)
     try:
-        with torch.compiler.set_stance("force_eager"):
+        with _eager_stance:
             yield
     finally:
         _set_eval_frame(callback)
+
+
+class _EagerStance:
+    """Blocks in which nothing is compiled, on any threads, which end in any order.
+
+    torch has one stance for all threads, and puts back that from before a block. Of two blocks that
+    overlap, the one that ends last would put back the other's, for good.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._n_blocks = 0
+        self._stance: Any = None
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._n_blocks:
+                self._stance = torch.compiler.set_stance("force_eager")
+            self._n_blocks += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._n_blocks -= 1
+            if not self._n_blocks:
+                self._stance.__exit__(None, None, None)
+
+
+_eager_stance = _EagerStance()
 
 
 def is_compiled(value: object) -> bool:

@@ -1,6 +1,7 @@
 """Compiled training steps: one graph for all sizes, and the gradients of the whole batch."""
 
 import itertools
+from threading import Event, Thread
 
 import pytest
 import torch
@@ -386,3 +387,29 @@ def test_a_step_has_torch_compile_what_it_would_compile_without_one(form):
     # torch's own classes, compiled in place: none up to 2.13, as many as its limit allows from 2.14
     without = n_compiled(lambda loss: loss(b).backward())
     assert n_compiled(lambda loss: step(loss, b, maximum=20)) == without
+
+
+def test_checks_that_overlap_on_two_threads_let_torch_compile_afterwards():
+    begun, over = {"first": Event(), "second": Event()}, Event()
+    waits_for = {"first": begun["second"], "second": over}
+
+    def check(name):
+        net = nn.Linear(2, 1)
+
+        def fn(x):
+            begun[name].set()
+            assert waits_for[name].wait(60)
+            return net(x).square().mean()
+
+        check_split(fn, torch.ones(4, 2))
+
+    first, second = (Thread(target=check, args=(name,)) for name in begun)
+    first.start()
+    assert begun["first"].wait(60)
+    second.start()
+    first.join()
+    over.set()
+    second.join()
+    counter = CompileCounterWithBackend("eager")
+    torch.compile(lambda x: x * 3, backend=counter)(torch.ones(2))
+    assert counter.frame_count == 1
