@@ -10,6 +10,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as F
 
 from tenure.paging import PagingError, page
+from tests.compiling import forget_compiled
 
 from .models import WIDTH
 
@@ -75,7 +76,7 @@ class Counted:
     """What three passes of a model give, and how many graphs they took."""
 
     def __init__(self, model, x, *, trains):
-        torch._dynamo.reset()
+        forget_compiled()
         self.counter = CompileCounterWithBackend("aot_eager")
         self.model, self.x, self.trains = model.train(trains), x, trains
 
@@ -161,7 +162,7 @@ class Whole(Net):
 def test_a_whole_model_that_is_compiled_needs_room_for_all_of_it(sim, trains):
     torch.manual_seed(0)
     model = Whole().train(trains)
-    torch._dynamo.reset()
+    forget_compiled()
     counter = CompileCounterWithBackend("aot_eager")
     model.compile(backend=counter)
     with pytest.raises(PagingError, match=r"of its weights are needed at once") as caught:
@@ -197,7 +198,7 @@ def note(*_):
 @pytest.mark.slow
 def test_what_was_replaced_is_back_after_a_call_that_raised_and_after_the_end(tmp_path):
     model = build().eval()
-    torch._dynamo.reset()
+    forget_compiled()
     in_place(model, "eager")
     compiled = [block._compiled_call_impl for block in model.blocks]
     x = x_on_host()
@@ -220,7 +221,7 @@ def test_what_was_replaced_is_back_after_a_call_that_raised_and_after_the_end(tm
 
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how:UserWarning")  # of graph breaks
 def test_a_whole_model_that_is_compiled_while_it_is_paged_names_the_budget(tmp_path):
-    torch._dynamo.reset()
+    forget_compiled()
     model, x = build().eval(), x_on_host()
     with torch.no_grad(), page(model, "cpu", 1, budget="40KiB", host=tmp_path):
         expected = model(x)
@@ -240,13 +241,13 @@ def test_inductor_compiles_blocks_that_are_paged_from_a_disk(tmp_path):
         plain = copy.deepcopy(model)
         for block in plain.blocks:
             block.both = [block.up.weight, block.down.weight]
-        torch._dynamo.reset()
+        forget_compiled()
         torch._dynamo.utils.counters.clear()
         in_place(plain, "inductor")
         expected = plain(x)
         counted = torch._dynamo.utils.counters
         graphs = counted["stats"]["unique_graphs"]
-        torch._dynamo.reset()
+        forget_compiled()
         counted.clear()
         in_place(model, "inductor")
         with page(model, "cpu", budget=budget_of(model), host=tmp_path):

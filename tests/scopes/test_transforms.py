@@ -20,6 +20,7 @@ from tenure import (
     persist,
     scoped,
 )
+from tests.compiling import forget_compiled
 
 
 def plain_function(x: Tensor) -> Tensor:
@@ -148,9 +149,9 @@ def test_exporting_inside_a_scope_captures_the_same_program(x):
 
 @pytest.fixture(autouse=True)
 def fresh_compiler():
-    torch._dynamo.reset()
+    forget_compiled()
     yield
-    torch._dynamo.reset()
+    forget_compiled()
 
 
 @pytest.mark.slow
@@ -214,7 +215,7 @@ def test_a_function_with_a_scope_compiles_twice_however_deep_the_scopes_around_i
 def test_a_compiled_model_trains_alike_in_scopes():
     def run(opener) -> list[Tensor]:
         torch.manual_seed(0)
-        torch._dynamo.reset()
+        forget_compiled()
         model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 1))
         compiled = torch.compile(model, backend="aot_eager")
         optimizer = torch.optim.Adam(model.parameters())

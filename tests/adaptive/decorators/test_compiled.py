@@ -6,6 +6,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from tenure.adaptive import NoBatchsizeCache, chunked, step
+from tests.compiling import forget_compiled
 
 from ...programs import run_program
 from ..step.step_cases import gradients, small_net, worst_error
@@ -15,9 +16,9 @@ SIZES = (64, 32, 20, 7, 5, 13, 3, 2)
 
 @pytest.fixture(autouse=True)
 def _forget_compiled():
-    torch._dynamo.reset()
+    forget_compiled()
     yield
-    torch._dynamo.reset()
+    forget_compiled()
 
 
 def batch():

@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tenure import NewDisposeScope, TenureError, scoped
 from tenure.adaptive import AdaptiveUsageError, memory_budget
+from tests.compiling import forget_compiled
 
 OOM = torch.OutOfMemoryError
 
@@ -618,9 +619,9 @@ def test_a_budget_cannot_be_copied():
 
 @pytest.fixture
 def fresh_compiler():
-    torch._dynamo.reset()
+    forget_compiled()
     yield
-    torch._dynamo.reset()
+    forget_compiled()
 
 
 @pytest.mark.usefixtures("fresh_compiler")

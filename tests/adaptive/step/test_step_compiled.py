@@ -21,6 +21,7 @@ from tenure.adaptive import (
     statistics,
     step,
 )
+from tests.compiling import forget_compiled
 from tests.needs import needs_torch
 
 # dynamo reads it of every tensor that a block gets, in a plain loop as well
@@ -30,9 +31,9 @@ SIZES = (66, 64, 20, 7, 2)
 
 @pytest.fixture(autouse=True)
 def _forget(forgetful):
-    torch._dynamo.reset()
+    forget_compiled()
     yield
-    torch._dynamo.reset()
+    forget_compiled()
 
 
 class Block(nn.Module):
@@ -368,7 +369,7 @@ def test_the_default_compiler_gives_the_gradients_of_the_whole(mode):
 @pytest.mark.parametrize("form", ["in place", "wrapped"])
 def test_a_step_has_torch_compile_what_it_would_compile_without_one(form):
     def n_compiled(run):
-        torch._dynamo.reset()
+        forget_compiled()
         counter = CompileCounterWithBackend("aot_eager")
         if form == "in place":
             models = [

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from tenure.adaptive import step
+from tests.compiling import forget_compiled
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
@@ -19,9 +20,9 @@ SIZES = (66, 20, 7)
 
 @pytest.fixture(autouse=True)
 def _forget(forgetful):
-    torch._dynamo.reset()
+    forget_compiled()
     yield
-    torch._dynamo.reset()
+    forget_compiled()
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import tenure
 from tenure import _host_memory
 from tenure.profiler import AwayTensorError, Courtesy, CourtesyError, CourtesyWarning
+from tests.compiling import forget_compiled
 from tests.small_heap import hide
 
 
@@ -251,7 +252,7 @@ def test_flattened_weights_stay_flattened(sim):
 def test_compiled_code_runs_on_without_compiling_again(sim):
     from torch._dynamo.utils import counters
 
-    torch._dynamo.reset()
+    forget_compiled()
     counters.clear()
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU()).to(sim.device)
     compiled, x = torch.compile(model, backend="eager"), torch.ones(2, 4, device=sim.device)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tenure.profiler import LineProfiler
+from tests.compiling import forget_compiled
 
 from .truth import sums_of, truth_of
 
@@ -185,4 +186,4 @@ def test_compiled_code_counts_on_the_line_that_calls_it(capfd):
         assert sums_of(profiler) == truth
         assert capfd.readouterr().err == ""
     finally:
-        torch._dynamo.reset()
+        forget_compiled()
