@@ -28,7 +28,6 @@ from ._planning import (
     PagingPlan,
     Planned,
     PlannedUnit,
-    Residency,
     arrange,
     checked_device,
     checked_model,
@@ -68,7 +67,7 @@ def chunk(
     checked_model(model)
     chosen = checked_device(device)
     planned = _planned(model, chosen, max_capacity)
-    resident = planned.division.resident
+    resident = planned.arrangement.units
     link = Link(chosen)
     store = HostBuffers(chosen, pin=True)
     # The store takes up what goes to the device alone: weights that are computed with on the host
@@ -162,8 +161,8 @@ def _planned(model: nn.Module, device: torch.device, max_capacity: int | str) ->
     # As small as can be: a unit is computed on one side as a whole, and room on the device that is
     # too small for a block may do for its attention.
     pieces = cut(model, table, lambda module: False)
-    division, arrangement = _division(pieces, max_capacity, device)
-    resident = division.resident
+    arrangement = _arranged(pieces, max_capacity, device)
+    resident = arrangement.units
     needed = taken_by(arrangement.sizes + table.unpaged_sizes, device)
     plan = PagingPlan(
         model=type(model).__name__,
@@ -181,20 +180,17 @@ def _planned(model: nn.Module, device: torch.device, max_capacity: int | str) ->
         predicted_s=0.0,
         computes_on_host=True,
     )
-    return Planned(plan, table, pieces, division, resident)
+    return Planned(plan, table, pieces, arrangement, resident)
 
 
-def _division(
-    pieces: Cut, max_capacity: int | str, device: torch.device
-) -> tuple[Residency, Arrangement]:
+def _arranged(pieces: Cut, max_capacity: int | str, device: torch.device) -> Arrangement:
     """The units from the first on that fit, as the device's allocator rounds them."""
     first = list(_first(pieces, max_capacity))
     while True:
-        division = Residency(frozenset(first), 0)
-        arrangement = arrange(pieces.units, division, division.resident, device)
+        arrangement = arrange(0, first, (), device)
         allocated_bytes = taken_by(arrangement.sizes, device).allocated_bytes
         if not isinstance(max_capacity, str) or allocated_bytes <= parse_bytes(max_capacity):
-            return division, arrangement
+            return arrangement
         # What the allocator rounds up counts: text names bytes of the device.
         first.pop()
 

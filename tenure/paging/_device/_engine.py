@@ -229,6 +229,9 @@ class Engine:
         # Without a ring no page comes or goes, except one whose place waits for it.
         if not (self.room.ring_bytes or self.room.expected) or not self._has_to_look():
             return
+        # In the first pass nobody knows what comes: what is here may be that.
+        if next(self._now.upcoming(), None) is None:
+            return
         wanted = self._wanted()
         for page in list(self.room.idle.free().values()):
             if page.unit not in wanted:

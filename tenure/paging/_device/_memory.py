@@ -56,6 +56,11 @@ class Arrangement:
         return [slab.n_bytes for slab in self.slabs]
 
     @property
+    def units(self) -> frozenset[Unit]:
+        """The units that stand in the slabs."""
+        return frozenset(unit for slab in self.slabs for unit in slab.units)
+
+    @property
     def resident_bytes(self) -> int:
         """What the slabs have beside the ring."""
         return sum(self.sizes) - self.ring_bytes

@@ -7,7 +7,8 @@ from ._checks import checked_folder_of_converted as checked_folder_of_converted
 from ._checks import checked_host as checked_host
 from ._checks import checked_methods as checked_methods
 from ._checks import checked_prefetch as checked_prefetch
-from ._draft import arrange as arrange
+from ._division import arrange as arrange
+from ._division import n_bytes as n_bytes
 from ._model_checks import Elsewhere as Elsewhere
 from ._model_checks import checked_device as checked_device
 from ._model_checks import checked_model as checked_model
@@ -20,5 +21,3 @@ from ._plan import PlannedUnit as PlannedUnit
 from ._plan import make_plan as make_plan
 from ._plan import plan_paging as plan_paging
 from ._plan import speed_of as speed_of
-from ._residency import Residency as Residency
-from ._residency import n_bytes as n_bytes

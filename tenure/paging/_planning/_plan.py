@@ -5,7 +5,7 @@ Invariant: a plan is made from the model's sizes alone. Nothing is allocated, mo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from tenure._cuda_blocks import taken_by
 from tenure._show import Record
 from tenure._text import counted, format_bytes
 
@@ -30,11 +29,9 @@ from ._checks import (
     checked_kept,
     checked_layer_size,
 )
-from ._draft import Draft, arrange, too_small, unit_sizes
-from ._elastic import elastic, least_bytes
+from ._division import Draft, LinkSpeed, n_bytes, too_small, unit_sizes
 from ._model_checks import Elsewhere, checked_device, checked_model
 from ._peak import predicted_beside
-from ._residency import LinkSpeed, Residency, expected_s, n_bytes, predicted_pass_s, preferred
 
 PCIE_4 = LinkSpeed(bytes_per_s=24e9)
 """What a plan assumes where nothing was measured: PCIe 4.0 with 16 lanes."""
@@ -188,24 +185,15 @@ class Planned:
         plan: for the user.
         table: the model's tensors.
         cut: its units.
-        division: of the device's memory.
+        arrangement: the slabs that the units stand in that stay.
         kept: the units that stay, whatever happens.
-        coming: the slabs, where a budget that changes lets them come and go.
     """
 
     plan: PagingPlan
     table: TensorTable
     cut: Cut
-    division: Residency
+    arrangement: Arrangement
     kept: frozenset[Unit]
-    coming: Arrangement | None = None
-
-    @property
-    def arrangement(self) -> Arrangement:
-        """The slabs that the division stands in."""
-        if self.coming is not None:
-            return self.coming
-        return arrange(self.cut.units, self.division, self.kept, torch.device(self.plan.device))
 
 
 def plan_paging(
@@ -318,55 +306,50 @@ def make_plan(
     size = checked_layer_size(max_layer_size)
     allowed = budget if isinstance(budget, Budget) else checked_budget(budget, device)
     kept = checked_kept(model, keep)
-    sizes = unit_sizes(model, allowed) if size is None else [size]
-    # Which size is best depends on the budget, the link and the model's own sizes in ways that only
-    # a trial tells.
+    sizes = unit_sizes(model, allowed, link) if size is None else [size]
     drafts = [Draft.of(model, device, each, kept) for each in sizes]
-    is_elastic = allowed is not None and allowed.is_elastic
     # The least of all cuts, not of the chosen one: with that budget, another cut would be chosen.
-    least = [least_bytes(draft) if is_elastic else draft.minimum_bytes for draft in drafts]
-    minimum_bytes = min(least)
-    found = (elastic if is_elastic else _fixed)(drafts, allowed, link, compute_s)
-    if found is None:
-        smallest = drafts[least.index(minimum_bytes)]
-        raise too_small(model, smallest, allowed or Budget(0), minimum_bytes)
-    draft, division, arrangement = found
-    taken = taken_by([*arrangement.sizes, *draft.table.unpaged_sizes], device)
-    passing_bytes = n_bytes(unit for unit in draft.cut.units if unit not in division.resident)
+    least = [draft.least.allocated_bytes for draft in drafts]
+    divided = [(draft, draft.divide(allowed)) for draft in drafts]
+    possible = [(draft, found) for draft, found in divided if found is not None]
+    if not possible:
+        smallest = drafts[least.index(min(least))]
+        raise too_small(model, smallest, allowed or Budget(0))
+    draft, arrangement = min(possible, key=lambda each: _pass_s(each[0], each[1], link, None))
+    taken = draft.taken_by(arrangement)
+    units, resident = draft.cut.units, arrangement.units
+    passing_bytes = n_bytes(units) - n_bytes(resident)
     plan = PagingPlan(
         model=type(model).__name__,
         device=str(device),
-        units=tuple(
-            PlannedUnit(unit.name, unit.n_bytes, unit in division.resident)
-            for unit in draft.cut.units
-        ),
-        weight_bytes=n_bytes(draft.cut.units) + draft.table.unpaged_bytes,
+        units=tuple(PlannedUnit(u.name, u.n_bytes, u in resident) for u in units),
+        weight_bytes=n_bytes(units) + draft.table.unpaged_bytes,
         resident_bytes=arrangement.resident_bytes + draft.table.unpaged_bytes,
         ring_bytes=arrangement.ring_bytes,
         allocated_bytes=taken.allocated_bytes,
         reserved_bytes=taken.reserved_bytes,
         budget_bytes=taken.allocated_bytes if allowed is None else allowed.n_bytes,
-        minimum_bytes=minimum_bytes,
+        minimum_bytes=min(least),
         link_bytes_per_s=link.bytes_per_s,
         limit_s=max(passing_bytes / link.bytes_per_s, compute_s or 0.0),
-        predicted_s=predicted_pass_s(draft.cut, division, link, compute_s or 0.0),
+        predicted_s=_pass_s(draft, arrangement, link, compute_s or 0.0),
     )
-    return Planned(
-        plan, draft.table, draft.cut, division, draft.kept, arrangement if is_elastic else None
-    )
+    return Planned(plan, draft.table, draft.cut, arrangement, draft.kept)
 
 
-def _fixed(
-    drafts: Sequence[Draft], budget: Budget | None, link: LinkSpeed, compute_s: float | None
-) -> tuple[Draft, Residency, Arrangement] | None:
-    """The best of some drafts within a budget that stays, and what it divides the device into."""
-    divided = ((draft, draft.divide(budget, link, compute_s)) for draft in drafts)
-    possible = [(draft, division) for draft, division in divided if division is not None]
-    if not possible:
-        return None
-    expected = [(expected_s(draft.cut, each, link, compute_s), each) for draft, each in possible]
-    draft, division = possible[preferred(expected)]
-    return draft, division, draft.arranged(division)
+def _pass_s(
+    draft: Draft, arrangement: Arrangement, link: LinkSpeed, compute_s: float | None
+) -> float:
+    """Seconds of a pass of many, its computation spread by bytes; half of all copies if unknown."""
+    weight_bytes, resident = n_bytes(draft.cut.units), arrangement.units
+    if compute_s is None:
+        compute_s = weight_bytes / link.bytes_per_s / 2
+    passing = [unit for unit in draft.cut.units if unit not in resident]
+    copy_s = n_bytes(passing) / link.bytes_per_s
+    # Nothing is copied while a unit computes that leaves no room for the next one.
+    alone_bytes = draft.stalled_bytes(arrangement.ring_bytes, passing)
+    alone_s = compute_s * alone_bytes / (weight_bytes or 1)
+    return max(copy_s, compute_s - alone_s) + alone_s + len(passing) * link.latency_s
 
 
 def _in_units(bytes_in_all: int, n_units: int) -> str:

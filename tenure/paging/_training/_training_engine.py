@@ -115,7 +115,7 @@ class TrainingEngine(Engine):
 
     def prefetch(self) -> None:
         """As of an engine; and copy anew, before they are used, what has changed on the host."""
-        if not self._has_to_look():
+        if not self._has_to_look() or next(self._now.upcoming(), None) is None:
             return
         wanted = self._wanted()
         for page in list(self.room.idle.free().values()):

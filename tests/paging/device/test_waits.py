@@ -14,8 +14,8 @@ from tenure.paging._device._engine import Engine
 from tenure.paging._functions import carry_out
 from tenure.paging._host._host_buffers import HostBuffers
 from tenure.paging._link import _link
+from tenure.paging._planning import arrange
 from tenure.paging._planning._plan import make_plan
-from tenure.paging._planning._residency import Residency
 from tenure.testing import RaceError, Rates
 
 from ..models import Beside, Side
@@ -41,6 +41,7 @@ WAITS = [
     "fill for write_back < release, source",
     "fill < fill_residents for fill_residents, place",
     "refresh for refresh, place",
+    "refresh for release, place",
     "write_back < release for write_back < release",
     "write_back < save for write_back < save",
     "let_compute for fill",
@@ -244,8 +245,8 @@ def needs_more_at_once_than_passes(sim):
     torch.manual_seed(0)
     model, x = Early(), torch.randn(4, WIDTH, device=sim.device)
     planned = make_plan(model, sim.device, 1, "1MiB", ())
-    resident = frozenset(planned.cut.units[2:])
-    planned = replace(planned, division=Residency(resident, planned.cut.units[0].n_bytes))
+    first, _, *resident = planned.cut.units
+    planned = replace(planned, arrangement=arrange(first.n_bytes, (), resident, sim.device))
     expected = copy.deepcopy(model).to(sim.device)(x).cpu()
     link = DeafLink(sim.device)
     with carry_out(model, planned, link, HostBuffers(sim.device, pin=True), 0):
@@ -255,8 +256,8 @@ def needs_more_at_once_than_passes(sim):
 
 def through_ring(sim, model, ring_bytes, stays, n_ahead=0):
     planned = make_plan(model, sim.device, 1, "1MiB", ())
-    resident = planned.division.resident if stays else frozenset()
-    planned = replace(planned, division=Residency(resident, ring_bytes))
+    resident = planned.cut.units if stays else ()
+    planned = replace(planned, arrangement=arrange(ring_bytes, (), resident, sim.device))
     link = DeafLink(sim.device)
     store = HostBuffers(sim.device, pin=True)
     return carry_out(model, planned, link, store, n_ahead)
@@ -282,6 +283,14 @@ def changes_weights_between_passes(sim):
             torch.testing.assert_close([y.cpu() for y in found], expected)
 
 
+def changes_a_weight_that_is_still_there(sim):
+    model, x = linears(), torch.randn(4, WIDTH, device=sim.device)
+    with page(model, sim.device, budget="15KiB"):
+        model(x)
+        model[5].weight.data += 0.1
+        model[5](x)
+
+
 def gives_memory_back(sim):
     model, x = linears(), torch.randn(4, WIDTH, device=sim.device)
     for n_passes in (0, 1):
@@ -305,7 +314,7 @@ def is_interrupted_while_it_drops_a_page(sim):
 
 def takes_a_state_dict_in_its_forward(sim):
     model, x = Saved().eval(), torch.randn(4, WIDTH, device=sim.device)
-    with page(model, sim.device, budget="1MiB"):
+    with page(model, sim.device, "1MiB", budget="1MiB"):
         model(x)
     assert model.found == [WIDTH * WIDTH, 2 * WIDTH * WIDTH]
 
@@ -313,7 +322,7 @@ def takes_a_state_dict_in_its_forward(sim):
 def reads_a_weight_on_a_second_stream(sim):
     sim(rates=Rates(memory_bytes_per_s=1e8))
     model = nn.Sequential(*[Beside(Side(sim), joins=False) for _ in range(6)]).eval()
-    with page(model, sim.device, budget="10KiB", prefetch=1):
+    with page(model, sim.device, budget="14KiB", prefetch=1):
         for _ in range(3):
             model(torch.randn(4, WIDTH, device=sim.device))
 
@@ -326,6 +335,7 @@ PROGRAMS = (
     takes_memory_after_what_used_it,
     writes_buffers_and_reads_them_again,
     changes_weights_between_passes,
+    changes_a_weight_that_is_still_there,
     gives_memory_back,
     holds_what_it_has_read,
     needs_more_at_once_than_passes,

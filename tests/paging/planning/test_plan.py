@@ -22,13 +22,13 @@ def test_a_plan_is_printable_before_anything_runs(sim, model):
     assert sim.n_allocations == 0
     assert str(plan) == (
         "Sequential on sim:0: 1.5 MiB in 6 units, within 1.0 MiB (at least 256.0 KiB)\n"
-        "  stays   768.0 KiB in 3 units\n"
-        "  passes  768.0 KiB in 3 units, through a ring of 256.0 KiB\n"
-        "  a pass  takes 0.033 ms at the least, and 0.133 ms by this plan, at 24.0 GB/s\n"
+        "  stays   512.0 KiB in 2 units\n"
+        "  passes  1.0 MiB in 4 units, through a ring of 512.0 KiB\n"
+        "  a pass  takes 0.044 ms at the least, and 0.164 ms by this plan, at 24.0 GB/s\n"
         "  takes   1.0 MiB of sim:0, in 2.0 MiB that its allocator reserves\n"
         "    0   256.0 KiB  stays\n"
         "    1   256.0 KiB  passes\n"
-        "    2   256.0 KiB  stays\n"
+        "    2   256.0 KiB  passes\n"
         "    3   256.0 KiB  passes\n"
         "    4   256.0 KiB  stays\n"
         "    5   256.0 KiB  passes"

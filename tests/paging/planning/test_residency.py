@@ -13,8 +13,8 @@ from torch import nn
 from tenure.paging._functions import carry_out
 from tenure.paging._host._host_buffers import HostBuffers
 from tenure.paging._link._link import Link
+from tenure.paging._planning._division import LinkSpeed
 from tenure.paging._planning._plan import make_plan
-from tenure.paging._planning._residency import LinkSpeed
 from tenure.testing import Rates
 from tenure.testing._device._blocks import span_of
 from tenure.testing._device._machine import machine
