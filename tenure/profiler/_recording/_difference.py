@@ -21,8 +21,7 @@ from tenure._show import (
 
 from .._reports import place_of
 from .._timeline import summed
-from ._leaks_found import MOST_ROWS
-from ._recording import Recording
+from ._recording import MOST_ROWS, Recording
 from ._tree import UNKNOWN
 
 _RANK_COLUMNS = (

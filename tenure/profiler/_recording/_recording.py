@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Self
@@ -33,18 +33,23 @@ from tenure._show import (
     ranked,
     restored,
 )
-from tenure._text import describe_elements, format_bytes
+from tenure._text import counted, describe_elements, format_bytes
 from tenure.scopes import LeakReport
 
 from .._lines import RecordsDisplay
 from .._oom_report import OomReport
 from .._reports import MemReport
 from .._timeline import WRITERS, TimelineReport, Track, check_levels
-from ._growth import Growth
-from ._leaks_found import MOST_ROWS, RecordedLeaks
+from ._growth import LOOKS, Growth
 from ._torch_snapshots import is_pickle, tracks_in
 from ._tree import RecordedTree, folded, tree_at_peak
 
+MOST_ROWS = 10
+"""The rows of each table of a recording, which has many."""
+_NO_LEAKS = "Nothing outlived a scope that reports."
+_NOT_SOUGHT = "Leaks were not recorded. Run with --leaks to look for them."
+# A look counts if it is in all but the first eighth of the steps, of which there are enough.
+_LATE, _STEPS = 8, 8
 # The formats of a timeline that have longer names here: a recording's own .json is another, and its
 # table of times is no table of all.
 _LONGER = {".json": ".trace.json", ".csv": ".timeline.csv"}
@@ -326,6 +331,71 @@ class Recording(Report):
             seeks_leaks=False,
             notes=() if tracks else ("The snapshot has no memory in it.",),
         )
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class RecordedLeaks(Report):
+    """What grew, and what outlived a scope; false where neither was seen.
+
+    Attributes:
+        growth: what held more from step to step, the largest first.
+        leaks: reports of scopes whose policy reports.
+        were_sought: whether the run looked for leaks.
+        n_looks: how often it looked for growth; None where that was not recorded.
+        look_steps: how many steps there were before the last looks and, if steps came after them,
+            before the end.
+        n_steps: how many steps there were; None where that was not recorded.
+    """
+
+    growth: tuple[Growth, ...]
+    leaks: tuple[LeakReport, ...]
+    were_sought: bool = True
+    n_looks: int | None = None
+    look_steps: tuple[int, ...] = ()
+    n_steps: int | None = None
+
+    _is_spaced = True
+
+    def __bool__(self) -> bool:
+        return bool(self.growth or self.leaks)
+
+    def __repr__(self) -> str:
+        return f"<RecordedLeaks of {len(self.growth)} places and {len(self.leaks)} scopes>"
+
+    def no_growth(self) -> str:
+        """Return the sentence for looks that saw no growth."""
+        if self.n_looks is None:
+            return "Nothing grew from step to step."
+        times = f"looked {counted(self.n_looks, 'time')}"
+        n_steps = self.n_steps or 0
+        if n_steps:
+            times += f" in {counted(n_steps, 'step')}"
+        late = {step for step in self.look_steps if step * _LATE >= n_steps}
+        n_late = self.n_looks if self.n_steps is None else len(late)
+        if n_late < LOOKS or (self.n_steps is not None and n_steps < _STEPS):
+            return (
+                f"Not enough looks to judge growth: {times}. It takes {LOOKS} in the last seven "
+                f"eighths of at least {_STEPS} steps of an optimizer, or calls of a model."
+            )
+        before = [step for step in self.look_steps if step != n_steps]
+        if before and n_steps in self.look_steps:
+            times += f", before the end after step {before[-1]}"
+        return f"Nothing grew from step to step: {times}."
+
+    def _parts(self) -> list[Part]:
+        if not self:
+            told = f"{self.no_growth()} {_NO_LEAKS}" if self.were_sought else _NOT_SOUGHT
+            return [Paragraph("", told)]
+        parts: list[Part] = []
+        if self.growth:
+            lines = [f"- {each}" for each in self.growth[:MOST_ROWS]]
+            if (more := len(self.growth) - MOST_ROWS) > 0:
+                lines.append(f"and {more} more")
+            if self.n_looks is not None:
+                lines.append(f"Looked {counted(self.n_looks, 'time')}.")
+            parts.append(Paragraph("What grew", "\n".join(lines)))
+        tables = [part for report in self.leaks for part in report._parts()]
+        return parts + [replace(each, most=MOST_ROWS) for each in tables if isinstance(each, Table)]
 
 
 def _page(recording: Recording) -> str:
