@@ -137,9 +137,3 @@ def content_of_saved(saved: Any) -> tuple[Any, Any]:
 def node_number(node: Any) -> int:
     """How many nodes this thread had made before a node; `OF_A_LEAF` for the node of a leaf."""
     return int(_number(node)())
-
-
-def sequence_number(node: Any) -> int | None:
-    """Return the same; None for the node of a leaf."""
-    number = node_number(node)
-    return None if number == OF_A_LEAF else number

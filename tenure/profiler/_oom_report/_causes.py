@@ -24,7 +24,7 @@ from .._owners import (
     SAVED,
     TensorRow,
 )
-from ._facts import Facts, short
+from ._facts import BACKWARD, Facts, short
 from ._piles import (
     OF_FORWARD,
     Candidate,
@@ -41,17 +41,19 @@ from ._piles import (
 _MUCH = 0.25
 # The same where what ran has a cause of its own.
 _MOST = 0.45
-# A pile that has a rule of its own comes before a plain one, if both are about as large.
-_TELLING = 1.3
 # A layer whose output is this much wider than its input makes logits, and no hidden state: those
 # of transformers are four times as wide at the most.
 _WIDENING = 4
 _FEWEST_CLASSES = 256
+_LOSSES = frozenset(
+    {"cross_entropy", "log_softmax", "nll_loss", "softmax", "fixed_cross_entropy", "kl_div"}
+    | {BACKWARD}
+)
 _LOSS_NODES = ("LogSoftmax", "NllLoss", "CrossEntropy", "Softmax")
 # holders of a variable that is no container
 _VARIABLES = frozenset({"frame-local", "global", "attribute"})
 
-# of each cause the beginning of the first line, and advice
+# of each cause the beginning of the first line, and advice beyond it
 TEXTS: dict[str, tuple[str, str]] = {
     "leak": (
         "Leak: ",
@@ -59,63 +61,17 @@ TEXTS: dict[str, tuple[str, str]] = {
         "what has a graph, move it to the host (.cpu()) or to disk (torch.save), or remove the "
         "hook that fills it; a tenure scope around the step frees what outlives it.",
     ),
-    "results": (
-        "Results pile up: ",
-        "Reduce each to what is needed, move it to the host with .cpu(), or let "
-        "@tenure.adaptive.chunked(collect=...) gather them; what is only looked at needs no graph.",
-    ),
-    "cycle": (
-        "Reference cycle: ",
-        "A tenure scope around what makes it frees it at its end; a weak reference in the place "
-        "of one of the links breaks it, and of an autograd.Function ctx.save_for_backward() in "
-        "the place of an attribute.",
-    ),
-    "traceback": (
-        "Kept exception: ",
-        "Retry after the except block, not in it; clear what keeps the error, or its frames with "
-        "traceback.clear_frames(error.__traceback__). A record of logging with exc_info=, a task "
-        "and a future keep it as well.",
-    ),
-    "gradients": (
-        "Gradients: ",
-        "A gradient lives until it is set to None: clear them once more when the training of a "
-        "model has ended.",
-    ),
-    "logits": (
-        "Logits: ",
-        "Logits, their softmax and its gradient are each as large. F.linear_cross_entropy makes "
-        "them in pieces; tenure.adaptive.step(loss_of, batch) runs the batch in micro-batches.",
-    ),
-    "optimizer_state": (
-        "Optimizer state: ",
-        "A smaller batch does not help: its activations are gone by then. tenure.paging.page("
-        "model, training=True) keeps the state off the device; SGD or Adafactor have less of it; "
-        "foreach=False spares the copies of a step.",
-    ),
-    "batch": (
-        "Batch too large: ",
-        "Nothing was found that piles up. tenure.adaptive.step(loss_of, batch) trains on it in "
-        "micro-batches that fit, with the gradients of the whole; @chunked evaluates in pieces.",
-    ),
-    "weights": (
-        "Weights too large: ",
-        "page() runs a model from the host's memory or from disk; weights of half the precision "
-        "take half.",
-    ),
-    "fragmentation": (
-        "Fragmentation: ",
-        "Set PYTORCH_ALLOC_CONF=expandable_segments:True before the program starts; or call "
-        "empty_cache() between phases, and keep sizes alike (pad batches to a few lengths).",
-    ),
-    "other_process": (
-        "Another process: ",
-        "nvidia-smi (or your system's tool) lists them; a notebook that is still open is one.",
-    ),
-    "host": (
-        "Host memory: ",
-        "Arrays, lists of numbers and data sets in memory count here: read them in pieces or map "
-        "them (numpy.memmap, torch.load(mmap=True)).",
-    ),
+    "results": ("Results pile up: ", "Reduce each to what is needed, or move it to the host."),
+    "cycle": ("Reference cycle: ", "A weak reference or ctx.save_for_backward() breaks it."),
+    "traceback": ("Kept exception: ", "Retry after the except block. Log records keep one too."),
+    "gradients": ("Gradients: ", "Clear them once more when the training of a model has ended."),
+    "logits": ("Logits: ", "tenure.adaptive.step(loss_of, batch) runs micro-batches."),
+    "optimizer_state": ("Optimizer state: ", "page(model, training=True) keeps it off the device."),
+    "batch": ("Batch too large: ", "Nothing piles up. step() keeps the gradients of the whole."),
+    "weights": ("Weights too large: ", "Weights of half the precision take half."),
+    "fragmentation": ("Fragmentation: ", "Set it in PYTORCH_ALLOC_CONF before the start."),
+    "other_process": ("Another process: ", "nvidia-smi lists them; an open notebook is one."),
+    "host": ("Host memory: ", "Read data in pieces, or map it (numpy.memmap, mmap=True)."),
     "unknown": ("Out of memory; ", ""),
 }
 
@@ -231,7 +187,7 @@ def _logits(facts: Facts) -> Candidate | None:
     """Outputs over many classes, their softmax and its gradient."""
     heads = dict(_heads(facts))
     rows = [row for row in facts.rows(OTHERS, SAVED) if row.shape and row.shape[-1] in heads]
-    is_wanted = facts.is_loss or facts.is_backward or facts.out_features in heads
+    is_wanted = facts.names & _LOSSES or facts.out_features in heads
     if not is_wanted and not any(row.name.startswith(_LOSS_NODES) for row in rows):
         return None
     n_bytes = sum(row.n_bytes for row in rows) + (facts.wanted_bytes if is_wanted else 0)
@@ -317,10 +273,8 @@ def _pile(facts: Facts) -> Candidate | None:
     facts.ask(lambda: kept.extend(kept_models(facts)), "the models")
     facts.ask(lambda: kept.extend(kept_tensors(facts)), "what is kept")
     phase = _phase(facts)
-    found = [each for each in kept if _explains(each, facts, phase)]
-    plain = ("tensors", "graphs", "models")
-    weighed = ((each.n_bytes * (1 if each.kind in plain else _TELLING), each) for each in found)
-    return max(weighed, default=(0, None), key=lambda pair: pair[0])[1]
+    found = (each for each in kept if _explains(each, facts, phase))
+    return max(found, default=None, key=lambda each: each.n_bytes)
 
 
 def _explains(pile: Candidate, facts: Facts, phase: Candidate | None) -> bool:
@@ -329,8 +283,6 @@ def _explains(pile: Candidate, facts: Facts, phase: Candidate | None) -> bool:
     # of a phase that fills memory for good, all of it counts
     if phase is not None and phase.cause != "logits":
         return pile.n_bytes >= _MOST * max(facts.all_bytes, phase.n_bytes)
-    # models that are kept could be free, and those that are used could not
-    of_models = pile.n_bytes if pile.kind in ("models", "parts") else 0
-    # a buffer that grows is a part of the model, and of the work all the same
-    share = pile.n_bytes / max(1, facts.movable_bytes + of_models, pile.n_bytes)
+    # models that are kept, and a buffer that grows, are no movable bytes, and could be free
+    share = pile.n_bytes / max(1, facts.movable_bytes, pile.n_bytes)
     return share >= (_MUCH if phase is None else _MOST)

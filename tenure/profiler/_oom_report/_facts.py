@@ -35,7 +35,7 @@ from tenure._heap import (
 )
 from tenure._oom import OomInfo, allowed_bytes_in, free_bytes_in, limit_bytes_in, own_bytes_in
 from tenure._text import dtype_name, format_bytes
-from tenure._torch.autograd import sequence_number
+from tenure._torch.autograd import OF_A_LEAF, node_number
 
 from .._allocator import allocator_bytes, cached_memory
 from .._owners import (
@@ -55,9 +55,7 @@ from ._watch import Watch
 
 # in the text of its errors
 _OF_BUDGET = "memory_budget has a limit"
-_LOSSES = frozenset(
-    {"cross_entropy", "log_softmax", "nll_loss", "softmax", "fixed_cross_entropy", "kl_div"}
-)
+BACKWARD = "_engine_run_backward"
 _BUILDS = frozenset(
     {"from_pretrained", "from_config", "__init__", "_apply", "to", "cuda", "cpu"}
     | {"load_state_dict", "reset_parameters", "to_empty"}
@@ -74,7 +72,7 @@ class Carried(NamedTuple):
     Attributes:
         name: as its function says it, an attribute with the class of its object.
         n_bytes: bytes that the graph has saved.
-        n_steps: how many backward passes began within the graph, which goes on after them.
+        n_steps: how many backward passes ran before the end of the graph, which goes on after them.
         is_scalar: it is a single number.
     """
 
@@ -104,9 +102,8 @@ class Facts:
         site: the user's line, as ``train.py:41 in loss_of``; empty where no frame is the user's.
         raised_in: the functions in the error's own traceback.
         is_recording: autograd recorded what ran.
-        is_backward: a backward pass ran.
-        is_loss: a function of a loss over classes ran.
-        calls_backward: the code of a running function names backward() or grad().
+        names: the functions that ran.
+        called_names: all that their code names.
         autocast_dtype: what autocast casts to and remembers; empty if it remembers nothing.
         module: the innermost module of the program whose forward ran, with its dotted name in the
             outermost; empty where none ran.
@@ -142,9 +139,8 @@ class Facts:
     site: str = ""
     raised_in: frozenset[str] = frozenset()
     is_recording: bool = False
-    is_backward: bool = False
-    is_loss: bool = False
-    calls_backward: bool = True
+    names: frozenset[str] = frozenset()
+    called_names: frozenset[str] = frozenset()
     autocast_dtype: str = ""
     module: str = ""
     model: weakref.ref[nn.Module] | None = None
@@ -202,7 +198,9 @@ class Facts:
     def trains(self) -> bool:
         """Whether what ran is a part of training; autograd alone records in most evaluations."""
         steps = self.watch.n_steps or self.bytes_of(GRADIENTS, OPTIMIZER_STATE)
-        return not self.all_in_eval and (self.is_backward or bool(self.is_recording and steps))
+        return not self.all_in_eval and (
+            BACKWARD in self.names or (self.is_recording and steps > 0)
+        )
 
     def bytes_of(self, *categories: str) -> int:
         """What the tensors of some categories take."""
@@ -251,11 +249,8 @@ class Facts:
         self.raised_in = frozenset(each.f_code.co_qualname for each in inside)
         self.site = line_and_function(own[0].f_code, own[0].f_lineno) if own else ""
         self.is_recording = torch.is_grad_enabled()
-        names = {each.f_code.co_name for each in frames}
-        self.is_backward = "_engine_run_backward" in names
-        self.is_loss = not names.isdisjoint(_LOSSES)
-        called_names = {name for each in frames for name in each.f_code.co_names}
-        self.calls_backward = not called_names.isdisjoint(("backward", "grad"))
+        self.names = frozenset(each.f_code.co_name for each in frames)
+        self.called_names = frozenset(name for each in frames for name in each.f_code.co_names)
         kinds = ("cuda", "cpu") if torch.is_autocast_cache_enabled() else ()
         dtypes = (torch.get_autocast_dtype(k) for k in kinds if torch.is_autocast_enabled(k))
         self.autocast_dtype = next(map(dtype_name, dtypes), "")
@@ -267,7 +262,8 @@ class Facts:
     def _look_at_objects(self, frames: list[FrameType], own: list[FrameType]) -> None:
         called: list[tuple[Any, FrameType]] = []
         for frame in frames:
-            name, subject = frame.f_code.co_name, _self_of(frame)
+            subject: Any = dict(read_locals(frame)).get("self")
+            name = frame.f_code.co_name
             is_module = is_kind(type(subject), nn.Module)
             if is_kind(type(subject), Optimizer) and name == "step" and self.optimizer is None:
                 self.optimizer = weakref.ref(subject)
@@ -326,9 +322,8 @@ class Facts:
                     continue
                 live.append(node)
                 if is_carried:
-                    found = list(filter(None, map(sequence_number, walk_nodes([node], {}))))
-                    first, last = min(found, default=0), max(found, default=0)
-                    n_steps = sum(first <= mark < last for mark in self.watch.marks)
+                    found = {node_number(each) for each in walk_nodes([node], {})} - {OF_A_LEAF}
+                    n_steps = sum(min(found) < mark <= max(found) for mark in self.watch.marks)
                     saved = sum(_saved_by([node]).values())
                     self.carried.append(Carried(name, saved, n_steps, t.numel() == 1))
         shared = _saved_by(live)
@@ -401,11 +396,6 @@ def bytes_in(module: Any, device: str = "") -> int:
     except AttributeError:
         return 0
     return sum(t.nbytes for t in tensors if not device or str(t.device) == device)
-
-
-def _self_of(frame: FrameType) -> Any:
-    is_method = frame.f_code.co_varnames[:1] == ("self",) and frame.f_code.co_argcount
-    return dict(read_locals(frame)).get("self") if is_method else None
 
 
 def _variables_of(frame: FrameType) -> Iterator[tuple[str, Any]]:

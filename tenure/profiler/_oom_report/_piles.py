@@ -33,7 +33,7 @@ from ._facts import Carried, Facts, bytes_in, short
 _FEWEST = 3
 # A second graph is alive while a third is made: a step that ends leaves none.
 _FEWEST_GRAPHS = 2
-# A graph that this many backward passes began within goes on from step to step.
+# A graph that goes on after this many backward passes does so from step to step.
 _FEWEST_STEPS = 2
 # Runs of one layer: fewer may be a function that is called for a few inputs.
 _FEWEST_RUNS = 8
@@ -65,13 +65,11 @@ class Candidate(NamedTuple):
         cause: its row of the table.
         n_bytes: bytes that would be free without it.
         text: what it is, and what to do about it: the first line.
-        kind: "tensors" or "graphs" of a plain pile; "models", or "parts" of models.
     """
 
     cause: str
     n_bytes: int
     text: str
-    kind: str = ""
 
 
 def kept_models(facts: Facts) -> Iterator[Candidate]:
@@ -113,15 +111,15 @@ def kept_models(facts: Facts) -> Iterator[Candidate]:
         n_models, n_bytes = sum(is_model for is_model, _ in kept), sum(n for _, n in kept)
         if n_models >= _FEWEST:
             remedy = f"Bound it, or {_ELSEWHERE}."
-            yield _leak("models", place, n_models, "model", n_bytes, remedy)
+            yield _leak(place, n_models, "model", n_bytes, remedy)
         elif (n_optimizers := len(kept) - n_models) >= _FEWEST:
             remedy = "Bound it, or del the old ones."
-            yield _leak("parts", place, n_optimizers, "optimizer", n_bytes, remedy)
+            yield _leak(place, n_optimizers, "optimizer", n_bytes, remedy)
     for place, n_bytes in idle.items():
         if n_bytes and sum(is_model for is_model, _ in piles[_container(place)]) < _FEWEST:
             keeps = f"{shortened(place)} keeps {format_bytes(n_bytes)} that no step needs"
             text = f"{keeps}. Call zero_grad(set_to_none=True) after its last step."
-            yield Candidate("gradients", n_bytes, text, "parts")
+            yield Candidate("gradients", n_bytes, text)
     for model in models:
         yield from _growing(model, facts)
 
@@ -147,7 +145,7 @@ def _growing(model: nn.Module, facts: Facts) -> Iterator[Candidate]:
             place = ".".join(filter(None, (type_name(type(model)), name)))
             n_bytes = sum(bytes_in(part, facts.device) for part in late)
             remedy = "It got them while it trained: bound it, or move some to the host."
-            yield _leak("parts", place, len(late), "module", n_bytes, remedy)
+            yield _leak(place, len(late), "module", n_bytes, remedy)
 
 
 def _state_bytes(optimizer: Any) -> int:
@@ -182,6 +180,18 @@ class _Pile:
         return sum(entry.owner.n_bytes for entry in (*self.own, *self.saved))
 
     @property
+    def shown_bytes(self) -> int:
+        """What its tensors show of their storages."""
+        return sum(entry.shown_bytes for entry in self.own)
+
+    @property
+    def noun(self) -> str:
+        """What it keeps, as texts say it."""
+        if self.saved:
+            return "graph"
+        return "view" if self.shown_bytes < _VIEWS * self.n_bytes else "tensor"
+
+    @property
     def is_scalar(self) -> bool:
         """Return whether a number is among its tensors."""
         return not all(entry.owner.shape for entry in self.own)
@@ -204,7 +214,7 @@ def kept_tensors(facts: Facts) -> Iterator[Candidate]:
             (pile.saved if is_saved else pile.own).append(entry)
             pile.names.append(name)
     found = {place: each for place, pile in piles.items() if (each := _of_pile(pile, facts))}
-    graphs = {place for place, each in found.items() if each.kind == "graphs"}
+    graphs = {place for place in found if piles[place].saved} - {_CYCLE, _TRACEBACK}
     if carried := _carried(facts, graphs):
         found = {place: each for place, each in found.items() if place not in graphs}
     others = (carried or _past(facts), _joined(joined, facts), _casts(facts))
@@ -273,7 +283,7 @@ def _of_pile(pile: _Pile, facts: Facts) -> Candidate | None:
     if cached := _CACHE_OF.search(place):
         name, remedy = cached[1], f"call {shortened(cached[1])}.cache_clear()."
         remedy = f"Lower its maxsize=, or {remedy}"
-        return _leak("", f"lru_cache of {name}", len(pile.own), "result", n_bytes, remedy)
+        return _leak(f"lru_cache of {name}", len(pile.own), "result", n_bytes, remedy)
     alike = Counter((each.owner.shape[1:], each.owner.dtype) for each in pile.own)
     repeats = Counter((each.owner.name, each.owner.shape) for each in pile.saved)
     n_graphs = len({each.owner.graph for each in pile.saved})
@@ -286,49 +296,43 @@ def _of_pile(pile: _Pile, facts: Facts) -> Candidate | None:
     # all of it under one key of a mapping
     name = keyed.pop() if len(keyed) == 1 else place
     name = name.partition(_FROM_ITERTOOLS)[0].removesuffix(_OF_ANONYMOUS)
-    kind, noun, remedy = _of_graphs(pile, facts) if pile.saved else _of_tensors(pile, facts)
-    found = _leak(kind, name, max(n_alike, n_graphs, n_repeats), noun, n_bytes, remedy)
+    remedy = _remedy_of_graphs(pile, facts) if pile.saved else _remedy_of_tensors(pile, facts)
+    found = _leak(name, max(n_alike, n_graphs, n_repeats), pile.noun, n_bytes, remedy)
     return found._replace(cause="results") if remedy in _OF_RESULTS else found
 
 
-def _of_graphs(pile: _Pile, facts: Facts) -> tuple[str, str, str]:
-    """The kind of a pile, what it keeps, and the remedy."""
+def _remedy_of_graphs(pile: _Pile, facts: Facts) -> str:
     added = facts.program.added_to(pile.place)
     if pile.place.endswith(".grad"):
-        remedy = "Set .grad to None."
-    elif _gathers(pile, facts) and not pile.is_scalar:
-        remedy = _OF_RESULTS[1]
-    elif needed := facts.program.needs(pile.place):
-        remedy = f"Call {needed}.clear() after backward()."
-    elif pile.is_scalar:
-        remedy = f"Keep {added}.item()." if added else "Keep .item() of each."
-    else:
-        remedy = f"Keep {added}.detach(), and bound it."
-    return "graphs", "graph", remedy
+        return "Set .grad to None."
+    if _gathers(pile, facts) and not pile.is_scalar:
+        return _OF_RESULTS[1]
+    if needed := facts.program.needs(pile.place):
+        return f"Call {needed}.clear() after backward()."
+    if pile.is_scalar:
+        return f"Keep {added}.item()." if added else "Keep .item() of each."
+    return f"Keep {added}.detach(), and bound it."
 
 
-def _of_tensors(pile: _Pile, facts: Facts) -> tuple[str, str, str]:
-    """The same of a pile without graphs."""
-    variable, shown = pile.place.partition("[…]")[0], sum(each.shown_bytes for each in pile.own)
+def _remedy_of_tensors(pile: _Pile, facts: Facts) -> str:
+    variable = pile.place.partition("[…]")[0]
     container = facts.containers.get(variable)
-    if shown < _VIEWS * pile.n_bytes:
+    if pile.noun == "view":
         copied = ".copy()" if "numpy array" in pile.names[0] else ".clone()"
-        return "", "view", f"They show {format_bytes(shown)}: keep {copied} of each."
+        return f"They show {format_bytes(pile.shown_bytes)}: keep {copied} of each."
     if _are_copies([entry.owner for entry in pile.own], facts):
-        return "", "tensor", f"They are copies of weights or gradients: {_ELSEWHERE}."
+        return f"They are copies of weights or gradients: {_ELSEWHERE}."
     if _FROM_ITERTOOLS in pile.place:
-        return "", "tensor", "It is an itertools.cycle: use `while True: for batch in loader`."
+        return "It is an itertools.cycle: use `while True: for batch in loader`."
     if _gathers(pile, facts):
-        remedy = _OF_RESULTS[0]
-    elif variable.startswith(_ANONYMOUS):
-        remedy = "Take them one at a time."
-    elif container == "default" or any(entry.kind == "default" for entry in pile.own):
-        remedy = f"A default lives for ever: use {variable}=None."
-    elif link := _LINK.search(pile.place):
-        remedy = f"Set {link[1]} to None in time."
-    else:
-        remedy = "Bound it, or load a part at a time." if container == "data" else "Bound it."
-    return "tensors", "tensor", remedy
+        return _OF_RESULTS[0]
+    if variable.startswith(_ANONYMOUS):
+        return "Take them one at a time."
+    if container == "default" or any(entry.kind == "default" for entry in pile.own):
+        return f"A default lives for ever: use {variable}=None."
+    if link := _LINK.search(pile.place):
+        return f"Set {link[1]} to None in time."
+    return "Bound it, or load a part at a time." if container == "data" else "Bound it."
 
 
 def _gathers(pile: _Pile, facts: Facts) -> bool:
@@ -396,8 +400,9 @@ def _carried(facts: Facts, held: set[str]) -> Candidate | None:
         held: the variables that hold graphs.
     """
     # a long sequence that is trained on looks the same until its backward pass
-    fewest = _FEWEST_RUNS if facts.calls_backward else _FEWEST
-    endless = (facts.all_in_eval or not facts.calls_backward) and runs_again(facts, fewest)
+    is_trained = not facts.called_names.isdisjoint(("backward", "grad"))
+    fewest = _FEWEST_RUNS if is_trained else _FEWEST
+    endless = (facts.all_in_eval or not is_trained) and runs_again(facts, fewest)
     found = [
         each
         for each in facts.carried
@@ -458,9 +463,9 @@ def shortened(name: str) -> str:
     return name if len(name) <= _MOST_CHARACTERS else f"{name[: _MOST_CHARACTERS - 1]}…"
 
 
-def _leak(kind: str, name: str, n: int, noun: str, n_bytes: int, remedy: str) -> Candidate:
+def _leak(name: str, n: int, noun: str, n_bytes: int, remedy: str) -> Candidate:
     text = f"{shortened(name)} keeps {counted(n, noun)}, {format_bytes(n_bytes)}. {remedy}"
-    return Candidate("leak", n_bytes, text, kind)
+    return Candidate("leak", n_bytes, text)
 
 
 def line_of(site: str) -> str:

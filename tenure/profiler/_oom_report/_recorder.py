@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType, TracebackType
-from typing import ClassVar, NoReturn, Self
+from typing import ClassVar, Self
 from weakref import ref
 
 from tenure import _host_memory
@@ -107,12 +107,6 @@ class OomRecorder:
         state = "open" if self._is_open else "closed"
         found = f", {self.report.cause}" if self.report is not None else ""
         return f"<OomRecorder opened at {self._opened_at}, {state}{found}>"
-
-    def __reduce__(self) -> NoReturn:
-        raise ProfilerUsageError(
-            f"{self!r} can't be copied or pickled: it belongs to one program. Keep its report, "
-            "which can."
-        )
 
     def _saw(self, error: BaseException, is_final: bool) -> None:
         """Explain an error, if it is one of memory and news."""

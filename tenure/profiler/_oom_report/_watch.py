@@ -27,10 +27,10 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode, handle_torch_function
 
 from tenure._callers import module_of, stand_in, user_site
-from tenure._heap import is_kind, read
+from tenure._heap import is_kind
 from tenure._storages import storage_of
-from tenure._torch.autograd import sequence_number
 from tenure._torch.compiler import is_dynamo_compiling, never_compiled
+from tenure._torch.gradient_sums import next_sequence
 from tenure._torch.modes import push_lowest, remove
 from tenure._torch.optimizers import cell_of_step
 
@@ -53,7 +53,7 @@ class Watch(TorchFunctionMode):
         tell: gets them.
 
     Attributes:
-        marks: for the last backward passes, the number of the node that each began with.
+        marks: for the last backward passes, how many nodes this thread had made by their end.
         n_steps: how many steps of optimizers there were.
         last_steps: for each optimizer the number of its last step.
         retained_at: the line of the last ``backward(retain_graph=True)``; empty without one.
@@ -139,7 +139,7 @@ class Watch(TorchFunctionMode):
             raise
         if id(func) in _BACKWARDS:
             with suppress(Exception):
-                self._note_backward(args[0], kwargs or {})
+                self._note_backward(kwargs or {})
         elif id(func) in _JOINS:
             with suppress(Exception):
                 self._note_join(args[0] if args else (kwargs or {})["tensors"], result)
@@ -207,13 +207,9 @@ class Watch(TorchFunctionMode):
         with suppress(TypeError):
             self.parts.setdefault(module, {})[name] = self._n_backward
 
-    def _note_backward(self, loss: Any, kwargs: Mapping[str, Any]) -> None:
+    def _note_backward(self, kwargs: Mapping[str, Any]) -> None:
         self._n_backward += 1
-        for t in loss if type(loss) in (tuple, list) else (loss,):
-            node = read(t, "grad_fn") if is_kind(type(t), Tensor) else None
-            number = None if node is None else sequence_number(node)
-            if number is not None:
-                self.marks.append(number)
+        self.marks.append(next_sequence())
         if kwargs.get("retain_graph"):
             self.retained_at = str(user_site())
         if kwargs.get("create_graph"):
