@@ -106,6 +106,8 @@ class Homeward:
         """Give the memory of a unit's gradients back to the streams that they were computed on."""
         # Synchronization strategy: who gets this memory next writes it on the same stream, after
         # the wait for the copy that reads it. The host does not wait: it would launch nothing then.
-        last = {sent.stream.stream_id: sent for sent in self._under_way.pop(unit)}
+        # Kept until then, or another thread could get this memory before the wait.
+        under_way = self._under_way.pop(unit)
+        last = {sent.stream.stream_id: sent for sent in under_way}
         for sent in last.values():
             self._meter.note_stall(self._link.let_compute(sent.stream, sent.event))

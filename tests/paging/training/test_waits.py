@@ -63,7 +63,6 @@ def test_without_one_wait_the_program_is_caught(sim, pair, monkeypatch, what):
 
 @pytest.mark.exhaustive
 def test_memory_of_a_gradient_goes_to_its_stream_after_its_copy(sim, pair, monkeypatch):
-    """The simulator takes what a backward pass makes for recorded, as on streams of its nodes."""
     let_arrive, n_seen = _homeward.Homeward._let_arrive, []
 
     def watched(self, unit):
