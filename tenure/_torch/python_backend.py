@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from . import bound, getter, optional, require
+from . import bound, optional, require
 
 _SIMULATION = "the simulated accelerator"
 _names: list[Any] = []
@@ -32,8 +32,6 @@ without_keys: Any = needed("torch._C._ExcludeDispatchKeyGuard")
 StorageBase: Any = needed("torch.storage._StorageBase")
 map_only: Any = needed("torch.utils._pytree.tree_map_only")
 without_negative_bit: Any = needed("torch._neg_view")
-input_metadata: Any = needed("torch._C._functions.AccumulateGrad._input_metadata", getter)
-needed("torch._C._functions.AccumulateGrad._sequence_nr", getter)
 
 
 def require_all() -> None:

@@ -126,11 +126,6 @@ def tensor_key(tensor: torch.Tensor) -> int:
     return key_of(tensor.untyped_storage())
 
 
-def is_node_on_device(node: Any) -> bool:
-    """Whether a node gets gradients that lie on the simulated device."""
-    return any(each.device.type == DEVICE_TYPE for each in python_backend.input_metadata(node))
-
-
 def below_autocast() -> AbstractContextManager[None]:
     """Context in which operators on the device skip the autocast kernels."""
     keys = python_backend.KeySet(python_backend.Key.AutocastPrivateUse1)

@@ -6,10 +6,7 @@ from ._memory import MemoryPool as MemoryPool
 from ._memory import check_number as check_number
 from ._runtime import ALREADY_REGISTERED as ALREADY_REGISTERED
 from ._runtime import CAPTURE_INVALIDATED as CAPTURE_INVALIDATED
-from ._runtime import CAPTURE_ISOLATION as CAPTURE_ISOLATION
-from ._runtime import CAPTURE_UNJOINED as CAPTURE_UNJOINED
 from ._runtime import CAPTURE_UNSUPPORTED as CAPTURE_UNSUPPORTED
-from ._runtime import CAPTURED_EVENT as CAPTURED_EVENT
 from ._runtime import INVALID_VALUE as INVALID_VALUE
 from ._runtime import NOT_REGISTERED as NOT_REGISTERED
 from ._runtime import OUT_OF_MEMORY as OUT_OF_MEMORY

@@ -16,9 +16,6 @@ ALREADY_REGISTERED = 712
 NOT_REGISTERED = 713
 CAPTURE_UNSUPPORTED = 900
 CAPTURE_INVALIDATED = 901
-CAPTURE_UNJOINED = 904
-CAPTURE_ISOLATION = 905
-CAPTURED_EVENT = 907
 
 # What cudaGetErrorName and cudaGetErrorString of CUDA 13.0 answer.
 _ERRORS = {
@@ -40,18 +37,6 @@ _ERRORS = {
     CAPTURE_INVALIDATED: (
         "cudaErrorStreamCaptureInvalidated",
         "operation failed due to a previous error during capture",
-    ),
-    CAPTURE_UNJOINED: (
-        "cudaErrorStreamCaptureUnjoined",
-        "capturing stream has unjoined work",
-    ),
-    CAPTURE_ISOLATION: (
-        "cudaErrorStreamCaptureIsolation",
-        "dependency created on uncaptured work in another stream",
-    ),
-    CAPTURED_EVENT: (
-        "cudaErrorCapturedEvent",
-        "operation not permitted on an event last recorded in a capturing stream",
     ),
 }
 # c10/cuda/CUDAException.cpp and CUDAMiscFunctions.cpp of torch 2.13, as its wheels are built.

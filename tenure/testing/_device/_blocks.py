@@ -147,7 +147,7 @@ def adopt(buffer: torch.UntypedStorage, taken: Any, index: int) -> torch.Untyped
     storage = storage_over(buffer, n_bytes, index)
     stream = current_stream(index)
     key = key_of(storage)
-    pool, history = machine.devices[index].pool, History(stream.number, made_in=machine.passing)
+    pool, history = machine.devices[index].pool, History(stream.number)
     _blocks[key] = Block(buffer, n_bytes, pool, taken, stream, history, machine.detector)
     weakref.finalize(storage, _release, key).atexit = False
     return storage

@@ -21,7 +21,6 @@ from tenure._cuda_blocks import BLOCK_BYTES
 
 from .._allocator import CachingPool, ExactPool, MemoryPool, last_error
 from .._torch_backend import DEVICE_TYPE
-from ._capture import Capture
 from ._clock import Clock, Rates
 from ._host_memory import HostCopies
 from ._races import RaceDetector, Span, VectorClock, merge_clocks
@@ -93,14 +92,19 @@ class DeviceRandom:
         self._state = _copied(state)
 
     @contextmanager
-    def drawing(self) -> Iterator[None]:
-        """Let the host's default generator stand in for the device's inside the block."""
+    def drawing(self, *, moves: bool) -> Iterator[None]:
+        """Let the host's default generator stand in for the device's inside the block.
+
+        Args:
+            moves: whether what is drawn moves the device's state.
+        """
         with self._lock:
             host_state = torch.get_rng_state()
             torch.set_rng_state(self._state)
             try:
                 yield
-                self._state = torch.get_rng_state()
+                if moves:
+                    self._state = torch.get_rng_state()
             finally:
                 torch.set_rng_state(host_state)
 
@@ -128,9 +132,8 @@ class Machine:
     host_copies: HostCopies
     host_seen: VectorClock
     streams: dict[int, Any]
-    capture: Capture | None
-    # The backward pass under way.
-    passing: Any
+    # The graph that is being captured.
+    capture: Any
     # This process was forked from one that had used a device.
     is_in_bad_fork = False
 
@@ -149,7 +152,6 @@ class Machine:
         self.host_seen = {}
         self.streams = {}
         self.capture = None
-        self.passing = None
 
     def _device(self, index: int) -> Device:
         if index == len(self._random):
@@ -169,12 +171,6 @@ class Machine:
         """Count a launch of the operator `by`: it runs after all that the host has waited for."""
         self.devices[stream.device_index].has_context = True
         merge_clocks(stream.seen, self.host_seen)
-        for span in (*reads, *writes) if self.passing is not None else ():
-            if (
-                span.history.made_in is self.passing
-                and span.history.home_stream_id != stream.number
-            ):
-                span.history.recorded_stream_ids.add(stream.number)
         self.detector.launch(by, stream.number, stream.seen, reads, writes)
 
     def forbid_in_bad_fork(self) -> None:

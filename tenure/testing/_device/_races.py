@@ -7,7 +7,6 @@ to overlapping bytes, at least one of them a write, must be ordered by those clo
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 from tenure._errors import RaceError
 
@@ -53,8 +52,6 @@ class History:
     home_stream_id: int
     accesses: list[Access] = field(default_factory=list)
     recorded_stream_ids: set[int] = field(default_factory=set)
-    # The backward pass that it was allocated in.
-    made_in: Any = None
 
 
 def default_number(index: int) -> int:

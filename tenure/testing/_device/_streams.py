@@ -15,10 +15,7 @@ import torch
 
 from tenure._torch.autograd import is_running_node
 
-from .._allocator import CAPTURE_ISOLATION, CAPTURED_EVENT, error_of
 from .._torch_backend import DEVICE_TYPE, DEVICE_TYPE_NUMBER
-from ._backward_streams import Pass, StreamLog
-from ._capture import Capture
 from ._clock import Clock
 from ._machine import machine
 from ._races import VectorClock, default_number, merge_clocks
@@ -42,8 +39,6 @@ class Event:
         self.seen: VectorClock = {}
         self._clock: Clock | None = None
         self._index: int | None = None
-        self._capture: Capture | None = None
-        self._captured: VectorClock = {}
 
     @property
     def is_recorded(self) -> bool:
@@ -57,6 +52,7 @@ class Event:
             RuntimeError: the event belongs to another device, where it was recorded first.
         """
         recorded = current_stream() if stream is None else _require_stream(stream)
+        recorded.forbid_in_capture()
         if self._index not in (None, recorded.device_index):
             raise RuntimeError(
                 f"Event device {self._index} does not match recording stream's device"
@@ -67,42 +63,10 @@ class Event:
         self.at_s = recorded.ready_s
         self.seen = dict(recorded.seen)
         self._clock = recorded.clock
-        if recorded.capture is not None:
-            recorded.capture.require_intact()
-        self._capture = recorded.capture
-        self._captured = dict(recorded.captured)
 
     def wait(self, stream: "Stream | None" = None) -> None:
         """Make later work of `stream` (the current one) wait for this point."""
         (stream or current_stream()).wait_event(self)
-
-    def hold_up(self, stream: "Stream") -> None:
-        """Order `stream` after this point, which is recorded.
-
-        In the capture of a graph a stream that waits for work of the capture joins it.
-
-        Raises:
-            torch.AcceleratorError: one of the two is in a capture that the other is not in.
-        """
-        if self._capture is None:
-            if stream.capture is not None:
-                stream.capture.fail(CAPTURE_ISOLATION)
-            stream.ready_s = max(stream.ready_s, self.at_s or 0.0)
-            merge_clocks(stream.seen, self.seen)
-            return
-        self._require_capture_under_way()
-        stream.capture = self._capture
-        merge_clocks(stream.captured, self._captured)
-
-    def _require_capture_under_way(self) -> None:
-        if self._capture is not None and self._capture.is_over:
-            raise error_of(CAPTURED_EVENT)
-
-    def _forbid_if_captured(self) -> None:
-        """Refuse what needs this point to pass, if it lies in a graph, where it never does."""
-        if self._capture is not None:
-            self._require_capture_under_way()
-            self._capture.fail(CAPTURED_EVENT)
 
     def query(self) -> bool:
         """Whether the host's clock has passed this point; if so the host is ordered after it.
@@ -112,14 +76,12 @@ class Event:
         if self.at_s is None or not self.is_recorded:
             return True
         machine.devices[current_index()].has_context = True
-        self._forbid_if_captured()
         return machine.host_polls(self.at_s, self.seen)
 
     def synchronize(self) -> None:
         """Stop the host until this point."""
         if self.at_s is not None and self.is_recorded:
             machine.devices[current_index()].has_context = True
-            self._forbid_if_captured()
             machine.host_waits(self.at_s, self.seen)
 
     def elapsed_time(self, end_event: "Event") -> float:
@@ -128,8 +90,6 @@ class Event:
             raise ValueError("Both events must be created with argument 'enable_timing=True'.")
         if self.at_s is None or end_event.at_s is None:
             raise ValueError("Both events must be recorded before calculating elapsed time.")
-        self._forbid_if_captured()
-        end_event._forbid_if_captured()
         return (end_event.at_s - self.at_s) * 1e3
 
     def __repr__(self) -> str:
@@ -147,8 +107,6 @@ class Stream(torch.Stream):
 
     ready_s: float
     seen: VectorClock
-    capture: Capture | None
-    captured: VectorClock
 
     def __new__(cls, device: Any = None, priority: int = 0, *, stream_id: int | None = None) -> Any:
         chosen = next(_stream_ids) if stream_id is None else stream_id
@@ -168,8 +126,6 @@ class Stream(torch.Stream):
         self.clock = machine.clock
         self.ready_s = 0.0
         self.seen = {}
-        self.capture = None
-        self.captured = {}
         machine.streams[self.number] = self
 
     @property
@@ -177,11 +133,24 @@ class Stream(torch.Stream):
         """What tells this stream from all others."""
         return number_of(self)
 
+    @property
+    def capture(self) -> Any:
+        """The graph that this stream records into."""
+        graph = machine.capture
+        return graph if graph is not None and graph.stream is self else None
+
+    def forbid_in_capture(self) -> None:
+        """Refuse what orders streams while this one records into a graph."""
+        if self.capture is not None:
+            self.capture.refuse("events, and so no second stream")
+
     def wait_event(self, event: Event) -> None:  # type: ignore[override]  # pyright: ignore[reportIncompatibleMethodOverride]
         """Make later work wait for `event`; one that was never recorded holds nothing up."""
-        if event.is_recorded:
+        if event.at_s is not None and event.is_recorded:
+            self.forbid_in_capture()
             machine.devices[self.device_index].has_context = True
-            event.hold_up(self)
+            self.ready_s = max(self.ready_s, event.at_s)
+            merge_clocks(self.seen, event.seen)
 
     def wait_stream(self, stream: "Stream") -> None:  # type: ignore[override]  # pyright: ignore[reportIncompatibleMethodOverride]
         """Make later work wait for all that is launched on `stream` so far."""
@@ -212,7 +181,7 @@ class Stream(torch.Stream):
 
     def __exit__(self, *error: object) -> None:
         index, stream = _current.outer.pop()
-        _choose(self.device_index, stream)
+        _current.streams[self.device_index] = stream
         # As torch.cuda.stream does: this makes a context where there was none.
         turn_to(index)
 
@@ -224,11 +193,11 @@ class _PerThread(threading.local):
     def __init__(self) -> None:
         self.streams: dict[int, Stream | None] = {}
         self.outer: list[tuple[int, Stream | None]] = []
-        self.log = StreamLog()
 
 
 _current = _PerThread()
-_passes: list[Pass] = []
+# The streams around each backward pass under way, by device.
+_passes: list[list[Stream]] = []
 
 
 def number_of(stream: torch.Stream) -> int:
@@ -245,45 +214,30 @@ def default_stream(device: Any = None) -> Stream:
 def current_stream(device: Any = None) -> Stream:
     """The stream that launches of this thread on a device, the current one, go to.
 
-    A node of a backward pass works on the stream of its forward; a thread that chose none, on the
-    default stream. All work on a device asks this before it begins.
+    In a backward pass that is the stream around it, for a thread that chose no other. All work on
+    a device asks this before it begins.
     """
     machine.forbid_in_bad_fork()
     index = index_of(device)
-    own, lent = _current.streams.get(index), _stream_of_node(index)
-    if lent is not None and own is lent[1]:
-        # It was chosen around the pass, and not in it.
-        own = None
-    for chosen in (own, lent and lent[0]):
-        if chosen is not None and chosen.device_index == index and machine.owns(chosen):
-            return chosen
-    return default_stream(index)
-
-
-def _stream_of_node(index: int) -> tuple[Stream | None, Stream | None] | None:
-    """The stream of the node that runs in this thread, and what the thread chose around it."""
-    if not _passes or not is_running_node():
-        return None
-    return _passes[-1].stream(index), _passes[-1].chosen_around(index)
+    chosen = _current.streams.get(index)
+    if chosen is None and _passes and is_running_node():
+        chosen = _passes[-1][index]
+    return chosen if chosen is not None and machine.owns(chosen) else default_stream(index)
 
 
 @contextlib.contextmanager
-def lent_to_autograd(roots: list[Any]) -> Iterator[None]:
-    """Context of a backward pass from these nodes: they work on the streams of their forward."""
+def lent_to_autograd() -> Iterator[None]:
+    """Context of a backward pass: its nodes work on the streams that are current around it."""
     around = [current_stream(index) for index in range(len(machine.devices))]
-    made = Pass(roots, _current.log, around, machine.owns)
-    _passes.append(made)
-    outer, machine.passing = machine.passing, made
+    _passes.append(around)
     clock = machine.clock
     clock.begin_backward()
     try:
         yield
     finally:
         clock.end_backward()
-        machine.passing = outer
         # Not the last one: another thread may have begun a pass since.
-        _passes.remove(made)
-        made.finish()
+        _passes.remove(around)
 
 
 def set_stream(stream: Stream | None) -> None:
@@ -291,20 +245,13 @@ def set_stream(stream: Stream | None) -> None:
     if stream is not None:
         index = _require_stream(stream).device_index
         turn_to(index)
-        _choose(index, stream)
+        _current.streams[index] = stream
 
 
 def forget_choices() -> None:
     """Make the default streams and the first device current in this thread, as at its start."""
     turn_back(0)
     _current.streams.clear()
-    _current.log = StreamLog()
-
-
-def _choose(index: int, stream: Stream | None) -> None:
-    before = current_stream(index)
-    _current.streams[index] = stream
-    _current.log.note(index, before, current_stream(index))
 
 
 def _require_stream(stream: Any) -> Stream:

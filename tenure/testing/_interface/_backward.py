@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 import torch.autograd
-from torch.autograd.graph import get_gradient_edge
 
 from tenure._torch.autograd import is_running_node
 from tenure._torch.python_backend import DeviceGuard, DeviceType, needed, replace
@@ -94,7 +93,7 @@ def _ending_well(run: Any) -> Any:
     def run_backward(*args: Any, **kwargs: Any) -> Any:
         has_thread = _has_thread(run)
         try:
-            with lent_to_autograd(_roots(args[0])), _on_a_thread_that_torch_has(has_thread):
+            with lent_to_autograd(), _on_a_thread_that_torch_has(has_thread):
                 return run(*args, **kwargs)
         except SystemError:
             if not any(_taken):
@@ -105,13 +104,6 @@ def _ending_well(run: Any) -> Any:
         raise _oldest_taken()
 
     return run_backward
-
-
-def _roots(outputs: Any) -> list[Any]:
-    """The nodes of what a pass begins with: tensors or edges; torch refuses all others."""
-    edges = [each for each in outputs if isinstance(each, tuple)]
-    tensors = [each for each in outputs if isinstance(each, torch.Tensor) and each.requires_grad]
-    return [edge[0] for edge in (*edges, *map(get_gradient_edge, tensors))]
 
 
 def _on_a_thread_that_torch_has(has_thread: bool) -> AbstractContextManager[object]:

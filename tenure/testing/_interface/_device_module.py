@@ -130,7 +130,8 @@ def manual_seed_all(seed: int) -> None:
 
 def _seed(index: int, seed: int) -> None:
     random = machine.devices[index].random
-    _forbid_seeding_in_capture(index, changes=seed != random.initial_seed)
+    if current_stream(index).capture is not None and seed != random.initial_seed:
+        raise RuntimeError(_SEEDED)
     random.seed(seed)
 
 
@@ -144,15 +145,9 @@ def set_rng_state(state: torch.Tensor, index: Any = None) -> None:
     chosen = index_of(index)
     random = machine.devices[chosen].random
     # compared there alone: a mode without data has none to compare
-    if current_stream(chosen).capture is not None:
-        _forbid_seeding_in_capture(chosen, changes=not torch.equal(state, random.state()))
-    random.set_state(state)
-
-
-def _forbid_seeding_in_capture(index: int, *, changes: bool) -> None:
-    """Refuse a change of the random state while a graph is captured; to read it is allowed."""
-    if changes and current_stream(index).capture is not None:
+    if current_stream(chosen).capture is not None and not torch.equal(state, random.state()):
         raise RuntimeError(_SEEDED)
+    random.set_state(state)
 
 
 def get_amp_supported_dtype() -> list[torch.dtype]:
@@ -174,8 +169,7 @@ class _Runtime:
     def cudaHostRegister(self, address: int, n_bytes: int, flags: int) -> int:
         """Pin `n_bytes` from `address`."""
         machine.devices[current_device()].has_context = True
-        if machine.capture is not None:
-            return machine.capture.refuse_call()
+        machine.forbid_in_capture()
         return pinned_memory.register(address, n_bytes)
 
     def cudaHostUnregister(self, address: int) -> int:

@@ -1,16 +1,16 @@
 """Graphs of the simulated device, as `torch.cuda.graph` captures and `CUDAGraph.replay` runs them.
 
 Captured work does not run: what it writes keeps its bytes, what it makes is 0xFF. A replay runs it
-in the order of its launches over the same memory, as one launch.
+in the order of its launches over the same memory, as one launch. A call that CUDA forbids breaks
+the capture, as does one that only this device can't capture: whatever follows, and its end, fails.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NoReturn
 
-from .._allocator import last_error
-from .._device._blocks import live_blocks
-from .._device._capture import Capture
+from .._allocator import CAPTURE_INVALIDATED, CAPTURE_UNSUPPORTED, error_of, last_error
 from .._device._machine import machine
-from .._device._races import History, Span
+from .._device._races import Span
 from .._device._streams import Stream, current_stream, default_stream, stream
 from .._device._which import current_index
 from ._device_memory import empty_cache
@@ -25,8 +25,16 @@ class CUDAGraph:
     """Work that was recorded once and runs as often as it is replayed."""
 
     def __init__(self) -> None:
-        self._capture: Capture | None = None
-        self._outside: list[History] = []
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the graph."""
+        self.stream: Stream | None = None
+        self._calls: list[Callable[[], None]] = []
+        self._reads: list[Span] = []
+        self._writes: list[Span] = []
+        self._n_flops = 0
+        self._is_broken = self._is_whole = False
 
     def capture_begin(self, *pool: Any, **modes: Any) -> None:
         """Let the current stream record from now on.
@@ -34,76 +42,69 @@ class CUDAGraph:
         Raises:
             RuntimeError: it is the default stream, or the graph was captured already.
         """
-        if self._capture is not None:
+        if self._is_whole:
             raise RuntimeError(
                 "This CUDAGraph instance already owns a captured graph. To capture a new graph,"
                 " create a new instance."
             )
-        self._stream = current_stream()
-        if self._stream is default_stream():
+        if current_stream() is default_stream():
             raise RuntimeError(
                 "CUDA graphs must be captured on a non-default stream. (However, after capture,"
                 " it's ok to replay them on the default stream.)"
             )
         machine.forbid_in_capture()
-        self._outside = [block.history for block in live_blocks()]
-        self._capture = machine.capture = self._stream.capture = Capture()
+        self.stream, machine.capture = current_stream(), self
 
     def capture_end(self) -> None:
-        """Let the streams of the capture run again what they are given.
+        """Let the stream of the capture run again what it is given.
 
         Raises:
-            torch.AcceleratorError: the capture was broken, or a stream has joined it and left work
-                that the first stream has not waited for.
+            torch.AcceleratorError: the capture was broken.
         """
-        capture, self._capture = self._capture, None
-        if capture is None or capture.is_over:
+        if machine.capture is not self:
             raise RuntimeError("capture_end() called before capture_begin().")
         machine.capture = None
-        try:
-            capture.end(self._stream)
-        finally:
-            for each in machine.streams.values():
-                each.capture, each.captured = None, {}
-        self._capture = capture
+        self._require_intact()
+        self._is_whole = True
+
+    def add(self, call: Callable[[], None], reads: list[Span], writes: list[Span], n: int) -> None:
+        """Record a call of `n` floating-point operations that the stream was given."""
+        self._require_intact()
+        self._calls.append(call)
+        self._reads += reads
+        self._writes += writes
+        self._n_flops += n
+
+    def fail(self) -> NoReturn:
+        """Raise CUDA's error of a call that a capture does not allow, and break the capture."""
+        self._is_broken = True
+        raise error_of(CAPTURE_UNSUPPORTED)
+
+    def refuse(self, what: str) -> NoReturn:
+        """Refuse what CUDA can capture, or refuses in other words, and break the capture."""
+        self._is_broken = True
+        raise RuntimeError(f"The simulated accelerator captures no {what}: leave it out of graphs.")
 
     def replay(self) -> None:
         """Run all of it on the current stream.
 
         Raises:
-            RaceError: it touches memory that was freed since, or that another stream uses.
+            RaceError: it touches memory that another stream uses.
         """
-        if self._capture is None or not self._capture.is_over:
+        if not self._is_whole:
             raise RuntimeError("Called CUDAGraph::replay without a preceding successful capture.")
         machine.forbid_in_capture()
-        works, on = self._capture.works, current_stream()
-        reads = [span for work in works for span in work.reads]
-        writes = [span for work in works for span in work.writes]
-        self._find_freed([*reads, *writes])
-        machine.launch("graph replay", on, reads, writes)
-        for work in works:
-            work.run(on)
-            work.count(machine.clock, on)
+        on = current_stream()
+        machine.launch("graph replay", on, self._reads, self._writes)
+        for call in self._calls:
+            call()
+        n_bytes = sum(span.high - span.low for span in (*self._reads, *self._writes))
+        machine.clock.launch_kernel(on, self._n_flops, n_bytes)
         last_error.check()
 
-    def reset(self) -> None:
-        """Forget the graph."""
-        self._capture = None
-
-    def _find_freed(self, used: list[Span]) -> None:
-        """Report memory from outside the graph that it was captured with and that is gone.
-
-        What was made in the capture lies in the graph's own pool, which lives as long as the graph.
-        """
-        alive = {id(block.history) for block in live_blocks()}
-        gone = {id(history) for history in self._outside} - alive
-        for span in used:
-            if id(span.history) in gone:
-                machine.detector.report(
-                    f"graph replay after free: the graph uses bytes {span.low} to {span.high} of a"
-                    " block that was freed since its capture. Keep what a graph reads and writes"
-                    " allocated for as long as it is replayed."
-                )
+    def _require_intact(self) -> None:
+        if self._is_broken:
+            raise error_of(CAPTURE_INVALIDATED)
 
 
 class graph:

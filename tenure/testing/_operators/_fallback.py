@@ -23,7 +23,6 @@ from .._device._blocks import (
     room_bytes,
     span_of,
 )
-from .._device._capture import Capture, Work
 from .._device._host_memory import POISON, bytes_in
 from .._device._machine import DeviceRandom, machine
 from .._device._races import Span
@@ -74,24 +73,32 @@ def run_as(operator: Any, host_function: Any, args: tuple[Any, ...], kwargs: dic
     if host_function is operator and call.passes_numbers_as_tensors:
         # Only the packet chooses the overload that takes them.
         host_function = operator.overloadpacket
-    capture = call.stream.capture
-    undone = call.undone_on_failure() if capture is None else call.undone()
-    with undone, _random_numbers(operator, call.random):
+    graph = call.stream.capture
+    is_captured = graph is not None
+    numbers = _random_numbers(operator, call.random, moves=not is_captured)
+    with call.undone(always=is_captured), numbers:
         host_result = host_function(*host_args, **host_kwargs)
         result = call.to_device(host_result)
     n_flops = count_flops(host_function, host_args, host_kwargs, host_result)
     waits = reaches_host(operator, result)
-    # Taken out of the call, which would keep its tensors allocated for as long as the graph.
-    random = call.random
-    if capture is None:
+    if graph is None:
         call.launch(n_flops, waits=waits)
-    else:
+        return result
+    if waits:
+        graph.fail()
+    # Taken out of the call, which would keep its tensors allocated for as long as the graph.
+    random, arguments = call.random, call.storage_keys
 
-        def run() -> Any:
-            with _random_numbers(operator, random):
-                return host_function(*host_args, **host_kwargs)
+    def run_again() -> None:
+        with _random_numbers(operator, random):
+            made = host_function(*host_args, **host_kwargs)
+        for old, new in zip(targets, _new_storages(made, arguments), strict=True):
+            bytes_in(old).copy_(bytes_in(new))
 
-        call.record(capture, run, host_result, n_flops, waits=waits)
+    targets = _new_storages(host_result, arguments)
+    for storage in targets:
+        bytes_in(storage).fill_(POISON)
+    graph.add(run_again, call.read_spans, call.written_spans, n_flops)
     return result
 
 
@@ -110,8 +117,8 @@ class _Call:
         self._owners: dict[int, torch.Tensor] = {}
         self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._written: list[torch.Tensor] = []
-        self._read_spans: list[Span] = []
-        self._written_spans: list[Span] = []
+        self.read_spans: list[Span] = []
+        self.written_spans: list[Span] = []
 
     def to_host(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -137,36 +144,33 @@ class _Call:
         """The generator of the call's device."""
         return machine.devices[index_of(self._device)].random
 
+    @property
+    def storage_keys(self) -> set[int]:
+        """The storages of the arguments on the device."""
+        return set(self._owners)
+
     @contextlib.contextmanager
-    def undone_on_failure(self) -> Iterator[None]:
-        """Give the arguments their bytes back if no memory is found for a result.
+    def undone(self, *, always: bool) -> Iterator[None]:
+        """Give the arguments their bytes back if no memory is found for a result, or `always`.
 
         A real device allocates before its kernel writes; here the results come first.
         """
+        keeps = always or self._allocates
         sizes = [
             (alias.untyped_storage(), alias.untyped_storage().nbytes()) for alias in self._written
         ]
-        values = [(alias, alias.clone()) for alias in self._written if self._allocates]
+        values = [(alias, alias.clone()) for alias in self._written if keeps]
         try:
             yield
         except (torch.OutOfMemoryError, torch.AcceleratorError):
             for buffer, n_bytes in sizes:
                 buffer.resize_(n_bytes)
-            for alias, value in values:
-                alias.copy_(value)
+            always = True
             raise
-
-    @contextlib.contextmanager
-    def undone(self) -> Iterator[None]:
-        """Give the arguments and the random state back what they were: the call was not run."""
-        values = [(alias, alias.clone()) for alias in self._written]
-        state = self.random.state()
-        try:
-            yield
         finally:
-            self.random.set_state(state)
-            for alias, value in values:
-                alias.copy_(value)
+            if always:
+                for alias, value in values:
+                    alias.copy_(value)
 
     def to_device(self, result: Any) -> Any:
         """Bring a result back: the tensors of it that are new are reserved together."""
@@ -183,35 +187,14 @@ class _Call:
     def launch(self, n_flops: int, *, waits: bool) -> None:
         """Put the call on the current stream; `waits` stops the host until it is done."""
         stream = self.stream
-        spans = [*self._read_spans, *self._written_spans]
-        machine.launch(self._name, stream, self._read_spans, self._written_spans)
+        spans = [*self.read_spans, *self.written_spans]
+        machine.launch(self._name, stream, self.read_spans, self.written_spans)
         n_bytes = sum(span.high - span.low for span in spans)
         machine.clock.launch_kernel(stream, n_flops, n_bytes)
         if self._name != _COPY_OF_ONE_NUMBER:
             last_error.check()
         if waits:
             stream.synchronize()
-
-    def record(
-        self, capture: Capture, run: Callable[[], Any], result: Any, n_flops: int, *, waits: bool
-    ) -> None:
-        """Put the call into a graph; its results are not there before the graph is replayed."""
-        if waits:
-            capture.fail()
-        arguments = set(self._owners)
-        repeat, stream = _again(run, result, arguments), self.stream
-        _poison_results(result, arguments)
-        reads, writes = self._read_spans, self._written_spans
-        n_bytes = sum(span.high - span.low for span in (*reads, *writes))
-        work = Work(
-            name=self._name,
-            run=repeat,
-            reads=reads,
-            writes=writes,
-            n_flops=n_flops,
-            n_bytes=n_bytes,
-        )
-        capture.add(work, stream)
 
     def _argument(self, name: str, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -245,7 +228,7 @@ class _Call:
         self._owners[tensor_key(alias)] = tensor
         if is_write:
             self._written.append(alias)
-        (self._written_spans if is_write else self._read_spans).append(span_of(tensor))
+        (self.written_spans if is_write else self.read_spans).append(span_of(tensor))
         return alias
 
     def _bring_back(self, results: list[Any]) -> list[Any]:
@@ -276,7 +259,7 @@ class _Call:
         key = tensor_key(item)
         if key in storages:
             result = on_device(item, storages[key])
-            self._written_spans.append(span_of(result))
+            self.written_spans.append(span_of(result))
             return result
         return on_device(item, self._owners[key].untyped_storage())
 
@@ -288,46 +271,21 @@ def _outgrew(tensor: torch.Tensor, alias: torch.Tensor) -> bool:
 
 
 @contextlib.contextmanager
-def _random_numbers(operator: Any, random: DeviceRandom) -> Iterator[None]:
+def _random_numbers(operator: Any, random: DeviceRandom, *, moves: bool = True) -> Iterator[None]:
     """Let the operator draw from the generator of its device, if it draws."""
     if draws(operator):
-        with random.drawing():
+        with random.drawing(moves=moves):
             yield
     else:
         yield
 
 
-def _again(run: Callable[[], Any], result: Any, arguments: set[int]) -> Callable[[Any], None]:
-    """A function that calls `run` again and puts what it makes where `result` lies.
-
-    Args:
-        run: the call.
-        result: what it returned the first time.
-        arguments: the keys of the storages that are no results: what is in them, `run` writes.
-    """
-    targets = dict(_new_storages(result, arguments))
-
-    def repeat(_stream: Any) -> None:
-        for index, made in _new_storages(run(), arguments):
-            bytes_in(targets[index]).copy_(bytes_in(made))
-
-    return repeat
-
-
-def _poison_results(result: Any, arguments: set[int]) -> None:
-    """Make what a call returned into the bytes of memory that nothing has written."""
-    for _, storage in _new_storages(result, arguments):
-        bytes_in(storage).fill_(POISON)
-
-
-def _new_storages(result: Any, arguments: set[int]) -> Iterator[tuple[int, torch.UntypedStorage]]:
-    """What a result lies in and no argument, once each, by its place in the result."""
-    seen = set(arguments)
+def _new_storages(result: Any, arguments: set[int]) -> list[torch.UntypedStorage]:
+    """The storages of a result that are those of no argument, once each."""
     items = result if isinstance(result, (list, tuple)) else [result]
-    for index, item in enumerate(items):
-        if isinstance(item, torch.Tensor) and tensor_key(item) not in seen:
-            seen.add(tensor_key(item))
-            yield index, item.untyped_storage()
+    tensors = [item for item in items if isinstance(item, torch.Tensor)]
+    found = {tensor_key(tensor): tensor.untyped_storage() for tensor in tensors}
+    return [storage for key, storage in found.items() if key not in arguments]
 
 
 def _whole(name: str) -> Callable[..., Any]:

@@ -11,8 +11,6 @@ from tenure._text import describe_tensor
 
 from .._allocator import last_error
 from .._device._blocks import has_block, is_on_device, on_host, span_of
-from .._device._capture import Work
-from .._device._clock import Engine
 from .._device._host_memory import extent_bytes, pinned_memory
 from .._device._machine import machine
 from .._device._streams import Stream, current_stream, number_of
@@ -21,10 +19,6 @@ from .._torch_backend import DEVICE_TYPE, kernel, operator_named, sim_device
 from ._fallback import run_as
 
 _NAME = "aten::copy_"
-_UNPINNED_IN_CAPTURE = (
-    "Cannot copy between CPU and CUDA tensors during CUDA graph capture unless the CPU tensor is"
-    " pinned. Please use tensor.pin_memory() or allocate the tensor with pin_memory=True."
-)
 
 
 @kernel
@@ -117,35 +111,24 @@ def _convert(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
 
 
 def _copy_within(source: torch.Tensor, destination: torch.Tensor) -> None:
+    if source.device == destination.device:
+        operator = operator_named("copy_")
+        run_as(operator, operator, (destination, source), {})
+        return
     # Between two devices the source's stream copies, and the two streams wait for each other
     # before and after: copy_device_to_device in aten/src/ATen/native/cuda/Copy.cu.
     stream, beside = current_stream(source.device), current_stream(destination.device)
-    if stream is not beside:
-        stream.wait_stream(beside)
-    into, out_of = on_host(destination), on_host(source)
-    reads, writes = [span_of(source)], [span_of(destination)]
-    n_bytes = source.nbytes + destination.nbytes
-    if stream.capture is not None:
-
-        def run(_stream: Stream) -> None:
-            into.copy_(out_of)
-
-        work = Work(name=_NAME, run=run, reads=reads, writes=writes, n_bytes=n_bytes)
-        stream.capture.add(work, stream)
-        return
-    into.copy_(out_of)
-    machine.launch(_NAME, stream, reads, writes)
-    machine.clock.launch_kernel(stream, 0, n_bytes)
-    if stream is not beside:
-        beside.wait_stream(stream)
+    stream.wait_stream(beside)
+    on_host(destination).copy_(on_host(source))
+    machine.launch(_NAME, stream, [span_of(source)], [span_of(destination)])
+    machine.clock.launch_kernel(stream, 0, source.nbytes + destination.nbytes)
+    beside.wait_stream(stream)
     last_error.check()
 
 
 def _copy_in(source: torch.Tensor, destination: torch.Tensor, *, non_blocking: bool) -> None:
     stream, span = current_stream(destination.device), pinned_memory.span(source)
-    if stream.capture is not None:
-        _record_copy(stream, "h2d", source, destination, non_blocking=non_blocking)
-        return
+    _forbid_in_capture(stream)
     pinned = span is not None and _same_layout(source, destination)
     machine.launch(_NAME, stream, [span] if span else [], [span_of(destination)])
     machine.clock.launch_copy(stream, "h2d", destination.nbytes, pinned=pinned)
@@ -160,9 +143,7 @@ def _copy_in(source: torch.Tensor, destination: torch.Tensor, *, non_blocking: b
 
 def _copy_out(source: torch.Tensor, destination: torch.Tensor, *, non_blocking: bool) -> None:
     stream, span = current_stream(source.device), pinned_memory.span(destination)
-    if stream.capture is not None:
-        _record_copy(stream, "d2h", source, destination, non_blocking=non_blocking)
-        return
+    _forbid_in_capture(stream)
     pinned = span is not None and _same_layout(source, destination)
     machine.launch(_NAME, stream, [span_of(source)], [span] if span else [])
     # The host converts what arrives.
@@ -175,42 +156,9 @@ def _copy_out(source: torch.Tensor, destination: torch.Tensor, *, non_blocking: 
         destination.copy_(on_host(source))
 
 
-def _record_copy(
-    stream: Stream,
-    engine: Engine,
-    source: torch.Tensor,
-    destination: torch.Tensor,
-    *,
-    non_blocking: bool,
-) -> None:
-    """Put a copy over the link into the graph that the stream captures.
-
-    Raises:
-        RuntimeError: the host side is not pinned.
-        torch.AcceleratorError: the host would wait for the copy.
-    """
-    capture = stream.capture
-    assert capture is not None
-    host, there = (source, destination) if engine == "h2d" else (destination, source)
-    span = pinned_memory.span(host)
-    if span is None:
-        raise RuntimeError(_UNPINNED_IN_CAPTURE)
-    if not non_blocking:
-        capture.fail()
-    alias, sides = on_host(there), ([span], [span_of(there)])
-    reads, writes = sides if engine == "h2d" else reversed(sides)
-
-    def run(on: Stream) -> None:
-        machine.host_copies.deliver(on.seen)
-        if engine == "h2d":
-            alias.copy_(source)
-            machine.host_copies.send(source, on.number, on.seen)
-        else:
-            machine.host_copies.receive(destination, alias, on.number, on.seen)
-
-    n_bytes = there.nbytes
-    work = Work(name=_NAME, run=run, reads=reads, writes=writes, engine=engine, n_bytes=n_bytes)
-    capture.add(work, stream)
+def _forbid_in_capture(stream: Stream) -> None:
+    if stream.capture is not None:
+        stream.capture.refuse("copies between host and device")
 
 
 def _same_layout(first: torch.Tensor, second: torch.Tensor) -> bool:
