@@ -5,7 +5,7 @@ Figures come from the machine as it is at that moment; a handle knows only its d
 
 import contextlib
 from collections.abc import Sequence
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 import torch
 
@@ -21,6 +21,8 @@ from ._device._streams import current_stream, forget_choices
 from ._device._which import index_of
 from ._interface._module_to import install_current_index
 from ._torch_backend import sim_device
+
+Name = TypeVar("Name", bound=str)
 
 
 class Simulator:
@@ -92,7 +94,7 @@ class Simulator:
         """
         settings = Settings(
             devices=devices,
-            allocator=_known_allocator(allocator or self.default_allocator),
+            allocator=_known(allocator or self.default_allocator, Allocator, "allocator"),
             budget_bytes=None if budget is None else parse_bytes(budget),
             round_to_bytes=round_to_bytes,
             rates=Rates() if rates is None else rates,
@@ -202,15 +204,15 @@ class Simulator:
 
     def busy_s(self, engine: Engine) -> float:
         """Virtual seconds that an engine, `"h2d"`, `"d2h"` or `"compute"`, has worked."""
-        return machine.clock.busy_s[self._index, _known(engine)]
+        return machine.clock.busy_s[self._index, _known(engine, Engine, "engine")]
 
     def copied_bytes(self, engine: Engine) -> int:
         """Bytes that went over the link in one direction, `"h2d"` or `"d2h"`."""
-        return machine.clock.copied_bytes[self._index, _known(engine)]
+        return machine.clock.copied_bytes[self._index, _known(engine, Engine, "engine")]
 
     def launches(self, engine: Engine) -> int:
         """How many pieces of work an engine was given."""
-        return machine.clock.launches[self._index, _known(engine)]
+        return machine.clock.launches[self._index, _known(engine, Engine, "engine")]
 
     def launch_kernel(
         self,
@@ -277,13 +279,7 @@ class Simulator:
         return machine.devices[self._index].pool
 
 
-def _known(engine: Engine) -> Engine:
-    if engine not in get_args(Engine):
-        raise ValueError(f"there is no engine {engine!r}; the engines are {get_args(Engine)}.")
-    return engine
-
-
-def _known_allocator(name: Allocator) -> Allocator:
-    if name not in get_args(Allocator):
-        raise ValueError(f"there is no allocator {name!r}; there are {get_args(Allocator)}.")
+def _known(name: Name, kinds: Any, what: str) -> Name:
+    if name not in get_args(kinds):
+        raise ValueError(f"there is no {what} {name!r}; there are {get_args(kinds)}.")
     return name

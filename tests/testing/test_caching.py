@@ -313,13 +313,13 @@ def test_an_empty_allocation_is_not_one():
 def test_a_block_freed_in_the_middle_of_an_allocation_waits_for_its_end(monkeypatch):
     device = Device()
     blocks = [device.take(4 * MIB) for _ in range(3)]
-    plain = device.pool._activate
+    plain = device.pool._take
 
     def collects_garbage(*args):
         device.pool.free(blocks.pop())
-        plain(*args)
+        return plain(*args)
 
-    monkeypatch.setattr(device.pool, "_activate", collects_garbage)
+    monkeypatch.setattr(device.pool, "_take", collects_garbage)
     taken = device.take(8 * MIB)
     assert taken.address not in {block.address for block in blocks}
     check(device.pool, [(block, 4 * MIB, 0) for block in blocks] + [(taken, 8 * MIB, 0)])

@@ -93,7 +93,7 @@ def test_a_speed_that_no_machine_has_is_refused(name, value, least):
 
 def test_an_engine_that_does_not_exist_is_refused(sim):
     for figure in (sim.busy_s, sim.copied_bytes, sim.launches):
-        with pytest.raises(ValueError, match="there is no engine 'H2D'; the engines are"):
+        with pytest.raises(ValueError, match="there is no engine 'H2D'; there are"):
             figure("H2D")
 
 

@@ -86,11 +86,6 @@ def test_failures_are_counted_from_one(number):
         make_pool().fail_at(number)
 
 
-def test_allocations_are_rounded_to_one_byte_at_least():
-    with pytest.raises(ValueError, match="round_to_bytes=0: must be 1 or more"):
-        make_pool(round_to_bytes=0)
-
-
 def test_an_empty_allocation_is_not_one():
     pool = make_pool(budget_bytes=0)
     pool.fail_at(1)

@@ -8,19 +8,16 @@ rounded, and segments cut, is what predictions know as well: ``tenure/_cuda_bloc
 Source: `c10/cuda/CUDACachingAllocator.cpp` of PyTorch 2.13, with its default settings.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Any
 
 from tenure._cuda_blocks import Block, SegmentTable, rounded, segment_bytes
 from tenure._text import format_bytes_as_torch as format_size
 
 from .._torch_backend import DEVICE_TYPE
-from ._memory import FIGURES, Counter, MemoryPool
-from ._runtime import last_error
+from ._memory import MemoryPool
 
-_Group = Literal["all", "small_pool", "large_pool"]
-_GROUPS: tuple[_Group, ...] = ("all", "small_pool", "large_pool")
+_GROUPS = ("all", "small_pool", "large_pool")
 _NAMES = (
     "allocation",
     "segment",
@@ -51,20 +48,9 @@ class CachingPool(MemoryPool):
         finished_s: Callable[[], float],
         index: int = 0,
     ) -> None:
-        super().__init__(budget_bytes, wait_host, index)
+        super().__init__(budget_bytes, wait_host, index, _NAMES, _GROUPS)
         self._finished_s = finished_s
         self._table = SegmentTable(index)
-        self._groups = {group: {name: Counter() for name in _NAMES} for group in _GROUPS}
-        self.counters = self._groups["all"]
-        self._is_busy = False
-        self._dead: list[tuple[Block, float | None]] = []
-        self._allowed_bytes: int | None = None
-        self._n_syncs = self._n_device_allocs = self._n_device_frees = 0
-
-    @property
-    def reserved_bytes(self) -> int:
-        """All segments together."""
-        return self.counters["reserved_bytes"].current
 
     @property
     def fraction(self) -> float:
@@ -75,110 +61,35 @@ class CachingPool(MemoryPool):
     def fraction(self, share: float) -> None:
         self._allowed_bytes = int(share * self.total_bytes)
 
-    def allocate(self, requested_bytes: int, host_s: float, stream_id: int = 0) -> Block | None:
-        """Take the best free block, or a part of it, or of a new segment."""
-        if requested_bytes == 0:
-            return None
-        with self._entered():
-            self._count_down(requested_bytes)
-            self.release_finished(host_s)
-            n_bytes = rounded(requested_bytes)
-            block = self._table.take(n_bytes, stream_id)
-            if block is None:
-                block = self._in_new_segment(requested_bytes, n_bytes, stream_id)
-            self._activate(block, requested_bytes, n_bytes)
-            return block
-
-    def free(
-        self, taken: Block | None, busy_until_s: float | None = None, host_s: float = 0.0
-    ) -> None:
-        """Make a block free again; what waits is looked at by the next allocation, not here."""
-        if taken is None:
-            return
-        with self._lock:
-            self._dead.append((taken, busy_until_s))
-            # A tensor may die in the middle of an allocation: its block waits for the end of that.
-            if not self._is_busy:
-                self._take_back()
-
     def empty_cache(self, host_s: float) -> None:
         """Give back all segments of which nothing is in use."""
         with self._entered():
-            self._release_cached()
-
-    def statistics(self, host_s: float) -> dict[str, int]:
-        """What `torch.cuda.memory_stats` tells."""
-        stats = {
-            f"{name}.{group}.{figure}": getattr(self._groups[group][name], figure)
-            for name in _NAMES
-            for group in _GROUPS
-            for figure in FIGURES
-        }
-        return stats | {
-            "num_alloc_retries": self.retry_count,
-            "num_ooms": self.n_ooms,
-            "num_sync_all_streams": self._n_syncs,
-            "num_device_alloc": self._n_device_allocs,
-            "num_device_free": self._n_device_frees,
-            "max_split_size": -1,
-        }
+            self._reclaim()
 
     def snapshot(self) -> list[dict[str, Any]]:
         """Each segment and its blocks, as `torch.cuda.memory_snapshot` tells of them."""
         with self._entered():
             return [_told(blocks, self.index) for blocks in self._table.segments()]
 
-    def reset_peaks(self) -> None:
-        """Start all peaks from the current values, those of both pools too."""
-        for counters in self._groups.values():
-            for counter in counters.values():
-                counter.peak = counter.current
-
-    def reset_totals(self) -> None:
-        """Start the running totals from zero."""
-        self.n_ooms = self.retry_count = 0
-        self._n_syncs = self._n_device_allocs = self._n_device_frees = 0
-        for counters in self._groups.values():
-            for counter in counters.values():
-                counter.allocated = counter.freed = 0
-
-    @contextlib.contextmanager
-    def _entered(self) -> Iterator[None]:
-        with self._lock:
-            self._is_busy = True
-            try:
-                yield
-            finally:
-                self._is_busy = False
-                self._take_back()
-
-    def _take_back(self) -> None:
-        while self._dead:
-            block, busy_until_s = self._dead.pop(0)
-            block.is_allocated = False
-            self._shrink(block, allocation=1, allocated_bytes=block.n_bytes)
-            self._let_go(block, busy_until_s)
-
-    def _in_new_segment(self, requested_bytes: int, n_bytes: int, stream_id: int) -> Block:
-        # Here and not for blocks that are free already: CUDA is asked for new segments alone.
-        last_error.check()
-        wanted_bytes = segment_bytes(n_bytes)
-        if not self._fits(wanted_bytes):
-            self._release_cached()
-            self.retry_count += 1
-            if not self._fits(wanted_bytes):
-                self.refuse(requested_bytes)
-        block = self._table.add(n_bytes, stream_id)
-        self._n_device_allocs += 1
-        self._grow(block, segment=1, reserved_bytes=wanted_bytes)
+    def _take(self, requested_bytes: int, stream_id: int) -> Block:
+        """Take the best free block, or a part of it, or of a new segment."""
+        n_bytes = rounded(requested_bytes)
+        block = self._table.take(n_bytes, stream_id)
+        if block is None:
+            self._make_room(requested_bytes, segment_bytes(n_bytes))
+            block = self._table.add(n_bytes, stream_id)
+            self._count(block, segment=1, reserved_bytes=block.n_bytes)
+        was_split = block.is_split
+        rest = self._table.cut(block, n_bytes)
+        if was_split:
+            split = -int(rest is None)
+            self._count(block, inactive_split=split, inactive_split_bytes=-block.n_bytes)
+        elif rest is not None:
+            self._count(rest, inactive_split=1, inactive_split_bytes=rest.n_bytes)
+        block.is_active = True
         return block
 
-    def _fits(self, n_bytes: int) -> bool:
-        held_bytes = self.reserved_bytes + n_bytes
-        is_allowed = self._allowed_bytes is None or held_bytes <= self._allowed_bytes
-        return is_allowed and (self.budget_bytes is None or held_bytes <= self.budget_bytes)
-
-    def _release_cached(self) -> None:
+    def _reclaim(self) -> bool:
         self._n_syncs += 1
         self._wait_for_recorded()
         unused = self._table.drop_unused()
@@ -186,56 +97,20 @@ class CachingPool(MemoryPool):
             # As cudaFree does.
             self._wait_host(self._finished_s())
         for block in unused:
-            self._n_device_frees += 1
-            self._shrink(block, segment=1, reserved_bytes=block.n_bytes)
-
-    def _activate(self, block: Block, requested_bytes: int, n_bytes: int) -> None:
-        was_split = block.is_split
-        if rest := self._table.cut(block, n_bytes):
-            if was_split:
-                self._shrink(block, inactive_split_bytes=n_bytes)
-            else:
-                self._grow(rest, inactive_split=1, inactive_split_bytes=rest.n_bytes)
-        elif was_split:
-            self._shrink(block, inactive_split=1, inactive_split_bytes=block.n_bytes)
-        block.is_allocated = block.is_active = True
-        block.requested_bytes = requested_bytes
-        self._grow(
-            block,
-            allocation=1,
-            active=1,
-            allocated_bytes=block.n_bytes,
-            active_bytes=block.n_bytes,
-            requested_bytes=requested_bytes,
-        )
+            self._count(block, segment=-1, reserved_bytes=-block.n_bytes)
+        return True
 
     def _release(self, taken: Block) -> None:
-        self._shrink(
-            taken, active=1, active_bytes=taken.n_bytes, requested_bytes=taken.requested_bytes
-        )
+        super()._release(taken)
         taken.is_active = False
         whole, merged = self._table.give_back(taken)
         blocks, n_bytes = -len(merged), -sum(merged)
         if whole.is_split:
             blocks, n_bytes = blocks + 1, n_bytes + whole.n_bytes
-        self._change(whole, "inactive_split", blocks)
-        self._change(whole, "inactive_split_bytes", n_bytes)
+        self._count(whole, inactive_split=blocks, inactive_split_bytes=n_bytes)
 
-    def _change(self, block: Block, name: str, amount: int) -> None:
-        if amount > 0:
-            self._grow(block, **{name: amount})
-        elif amount < 0:
-            self._shrink(block, **{name: -amount})
-
-    def _grow(self, block: Block, **amounts: int) -> None:
-        for group in _groups_of(block):
-            for name, amount in amounts.items():
-                self._groups[group][name].grow(amount)
-
-    def _shrink(self, block: Block, **amounts: int) -> None:
-        for group in _groups_of(block):
-            for name, amount in amounts.items():
-                self._groups[group][name].shrink(amount)
+    def _groups_of(self, taken: Block) -> tuple[str, ...]:
+        return "all", "small_pool" if taken.segment.is_small else "large_pool"
 
     def _failure_text(self, requested_bytes: int) -> str:
         # Word for word, but for the device's name; what is tried is a segment, as on CUDA.
@@ -254,10 +129,6 @@ class CachingPool(MemoryPool):
             " documentation for Memory Management  (https://docs.pytorch.org/docs/stable/notes/"
             "cuda.html#optimizing-memory-usage-with-pytorch-cuda-alloc-conf)"
         )
-
-
-def _groups_of(block: Block) -> tuple[_Group, _Group]:
-    return "all", "small_pool" if block.segment.is_small else "large_pool"
 
 
 def _told(blocks: list[Block], index: int) -> dict[str, Any]:

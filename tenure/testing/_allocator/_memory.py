@@ -7,12 +7,14 @@ raises changes nothing but the count of failures.
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
 
+from tenure._cuda_blocks import up_to
 from tenure._text import format_bytes_as_torch
 
 from .._torch_backend import DEVICE_TYPE
@@ -32,32 +34,23 @@ class Counter:
     allocated: int = 0
     freed: int = 0
 
-    def grow(self, amount: int) -> None:
-        """Add to the current value and to the total."""
+    def add(self, amount: int) -> None:
+        """Change the current value, and the total of what came or of what went."""
         self.current += amount
-        self.allocated += amount
         self.peak = max(self.peak, self.current)
-
-    def shrink(self, amount: int) -> None:
-        """Take from the current value."""
-        self.current -= amount
-        self.freed += amount
+        if amount > 0:
+            self.allocated += amount
+        else:
+            self.freed -= amount
 
 
 @dataclass(slots=True, eq=False)
 class Allocation:
     """What an allocation was given; its pool takes it back with `free`."""
 
-    requested_bytes: int
     n_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Waiting:
-    """What the program let go and a recorded stream uses until `ready_s`."""
-
-    taken: Any
-    ready_s: float
+    requested_bytes: int = 0
+    is_allocated: bool = False
 
 
 def check_number(number: int | None) -> None:
@@ -73,21 +66,32 @@ class MemoryPool(ABC):
         budget_bytes: the memory that the device has; None for no bound.
         wait_host: called with a virtual time to stop the host until then.
         index: of the device.
+        names: of the statistics.
+        groups: that each of them is counted in.
     """
 
     def __init__(
-        self, budget_bytes: int | None, wait_host: Callable[[float], None], index: int = 0
+        self,
+        budget_bytes: int | None,
+        wait_host: Callable[[float], None],
+        index: int,
+        names: tuple[str, ...],
+        groups: tuple[str, ...] = ("all",),
     ) -> None:
         self.budget_bytes = budget_bytes
-        self.counters: dict[str, Counter] = {}
-        self.n_ooms = 0
-        self.retry_count = 0
-        self._until_failure: int | None = None
-        self._waiting: list[_Waiting] = []
-        self._wait_host = wait_host
         self.index = index
+        self.n_ooms = self.retry_count = self._n_syncs = 0
+        self._groups = {group: {name: Counter() for name in names} for group in groups}
+        self.counters = self._groups["all"]
+        self._allowed_bytes: int | None = None
+        self._until_failure: int | None = None
+        self._wait_host = wait_host
         # Blocks die wherever the interpreter drops them, in the middle of an allocation too.
         self._lock = threading.RLock()
+        self._is_busy = False
+        # What died, and until when a recorded stream uses it; and what waits for such streams.
+        self._dead: list[tuple[Any, float | None]] = []
+        self._waiting: list[tuple[Any, float]] = []
 
     @property
     def allocated_bytes(self) -> int:
@@ -100,9 +104,9 @@ class MemoryPool(ABC):
         return self.counters["active_bytes"].current
 
     @property
-    @abstractmethod
     def reserved_bytes(self) -> int:
         """What this pool holds of the device's memory."""
+        return self.counters["reserved_bytes"].current
 
     @property
     def peak_bytes(self) -> int:
@@ -134,21 +138,51 @@ class MemoryPool(ABC):
         check_number(number)
         self._until_failure = number
 
-    @abstractmethod
     def allocate(self, requested_bytes: int, host_s: float, stream_id: int = 0) -> Any:
         """Account one allocation, for use on a stream; None for an empty one, which is not counted.
 
         Raises:
             torch.OutOfMemoryError: there is no room for it, or `fail_at` chose it.
         """
+        if requested_bytes == 0:
+            return None
+        with self._entered():
+            self._count_down(requested_bytes)
+            self.release_finished(host_s)
+            taken = self._take(requested_bytes, stream_id)
+            taken.requested_bytes, taken.is_allocated = requested_bytes, True
+            self._count(taken, allocation=1, allocated_bytes=taken.n_bytes)
+            self._count(taken, active=1, active_bytes=taken.n_bytes)
+            self._count(taken, requested_bytes=requested_bytes)
+            return taken
 
-    @abstractmethod
     def free(self, taken: Any, busy_until_s: float | None = None, host_s: float = 0.0) -> None:
         """Take an allocation back; with `busy_until_s` its bytes stay active until then."""
+        if taken is None:
+            return
+        with self._lock:
+            self._dead.append((taken, busy_until_s))
+            # A tensor may die in the middle of an allocation: its block waits for the end of that.
+            if not self._is_busy:
+                self._take_back()
 
-    @abstractmethod
     def statistics(self, host_s: float) -> dict[str, int]:
         """What `torch.cuda.memory_stats` tells."""
+        segment = self.counters["segment"]
+        stats = {
+            f"{name}.{group}.{figure}": getattr(counter, figure)
+            for group, counters in self._groups.items()
+            for name, counter in counters.items()
+            for figure in FIGURES
+        }
+        return stats | {
+            "num_alloc_retries": self.retry_count,
+            "num_ooms": self.n_ooms,
+            "num_sync_all_streams": self._n_syncs,
+            "num_device_alloc": segment.allocated,
+            "num_device_free": segment.freed,
+            "max_split_size": -1,
+        }
 
     @abstractmethod
     def empty_cache(self, host_s: float) -> None:
@@ -157,10 +191,10 @@ class MemoryPool(ABC):
     def release_finished(self, host_s: float) -> None:
         """Let go of what waited for streams that are done at `host_s`."""
         with self._lock:
-            done = [each for each in self._waiting if each.ready_s <= host_s]
-            self._waiting = [each for each in self._waiting if each.ready_s > host_s]
-            for each in done:
-                self._release(each.taken)
+            done = [taken for taken, ready_s in self._waiting if ready_s <= host_s]
+            self._waiting = [each for each in self._waiting if each[1] > host_s]
+            for taken in done:
+                self._release(taken)
 
     def refuse(self, requested_bytes: int, why: str = "") -> NoReturn:
         """Count a failed allocation and raise its error, with every size in the text."""
@@ -169,36 +203,83 @@ class MemoryPool(ABC):
 
     def reset_peaks(self) -> None:
         """Start all peaks from the current values."""
-        for counter in self.counters.values():
-            counter.peak = counter.current
+        for counters in self._groups.values():
+            for counter in counters.values():
+                counter.peak = counter.current
 
     def reset_totals(self) -> None:
         """Start the running totals from zero."""
-        self.n_ooms = self.retry_count = 0
-        for counter in self.counters.values():
-            counter.allocated = counter.freed = 0
+        self.n_ooms = self.retry_count = self._n_syncs = 0
+        for counters in self._groups.values():
+            for counter in counters.values():
+                counter.allocated = counter.freed = 0
+
+    @contextmanager
+    def _entered(self) -> Iterator[None]:
+        with self._lock:
+            self._is_busy = True
+            try:
+                yield
+            finally:
+                self._is_busy = False
+                self._take_back()
+
+    def _take_back(self) -> None:
+        while self._dead:
+            taken, busy_until_s = self._dead.pop(0)
+            taken.is_allocated = False
+            self._count(taken, allocation=-1, allocated_bytes=-taken.n_bytes)
+            if busy_until_s is None:
+                self._release(taken)
+            else:
+                self._waiting.append((taken, busy_until_s))
 
     @abstractmethod
-    def _release(self, taken: Any) -> None:
-        """Take bytes back that no stream uses any more."""
+    def _take(self, requested_bytes: int, stream_id: int) -> Any:
+        """Find room for an allocation, or refuse it."""
 
-    def _let_go(self, taken: Any, busy_until_s: float | None) -> None:
-        """Release what the program no longer has, now or when recorded streams are done with it."""
-        if busy_until_s is None:
-            self._release(taken)
-        else:
-            self._waiting.append(_Waiting(taken, busy_until_s))
-
-    def _wait_for_recorded(self) -> None:
-        """Stop the host until all that waits for recorded streams can be released, and do it."""
-        if self._waiting:
-            until_s = max(each.ready_s for each in self._waiting)
-            self._wait_host(until_s)
-            self.release_finished(until_s)
+    @abstractmethod
+    def _reclaim(self) -> bool:
+        """Give back what is not used, before an allocation is refused; whether there was any."""
 
     @abstractmethod
     def _failure_text(self, requested_bytes: int) -> str:
         """What the error of a refused allocation says."""
+
+    def _make_room(self, requested_bytes: int, wanted_bytes: int) -> None:
+        # CUDA looks at its last error where it asks for memory of the device.
+        last_error.check()
+        if self._fits(wanted_bytes):
+            return
+        if self._reclaim():
+            self.retry_count += 1
+        if not self._fits(wanted_bytes):
+            self.refuse(requested_bytes)
+
+    def _fits(self, n_bytes: int) -> bool:
+        held_bytes = self.reserved_bytes + n_bytes
+        limits = self.budget_bytes, self._allowed_bytes
+        return all(limit is None or held_bytes <= limit for limit in limits)
+
+    def _release(self, taken: Any) -> None:
+        """Take bytes back that no stream uses any more."""
+        self._count(taken, active=-1, active_bytes=-taken.n_bytes)
+        self._count(taken, requested_bytes=-taken.requested_bytes)
+
+    def _wait_for_recorded(self) -> None:
+        """Stop the host until all that waits for recorded streams can be released, and do it."""
+        if self._waiting:
+            until_s = max(ready_s for _, ready_s in self._waiting)
+            self._wait_host(until_s)
+            self.release_finished(until_s)
+
+    def _count(self, taken: Any, **amounts: int) -> None:
+        for group in self._groups_of(taken):
+            for name, amount in amounts.items():
+                self._groups[group][name].add(amount)
+
+    def _groups_of(self, taken: Any) -> tuple[str, ...]:
+        return ("all",)
 
     def _count_down(self, requested_bytes: int) -> None:
         if self._until_failure is None:
@@ -226,48 +307,17 @@ class ExactPool(MemoryPool):
         wait_host: Callable[[float], None],
         index: int = 0,
     ) -> None:
-        super().__init__(budget_bytes, wait_host, index)
-        if round_to_bytes < 1:
-            raise ValueError(f"round_to_bytes={round_to_bytes}: must be 1 or more.")
-        self.round_to_bytes = round_to_bytes
         names = ("allocation", "allocated_bytes", "requested_bytes", "active", "active_bytes")
-        self.counters = {name: Counter() for name in names}
+        super().__init__(budget_bytes, wait_host, index, names)
+        self._round_to_bytes = round_to_bytes
+        # There is no cache: each active allocation is a segment.
+        self.counters["segment"] = self.counters["active"]
+        self.counters["reserved_bytes"] = self.counters["active_bytes"]
 
-    @property
-    def reserved_bytes(self) -> int:
-        """What is active: there is no cache."""
-        return self.active_bytes
-
-    def rounded(self, n_bytes: int) -> int:
-        """What an allocation of `n_bytes` counts as."""
-        return -(-n_bytes // self.round_to_bytes) * self.round_to_bytes
-
-    def allocate(
-        self, requested_bytes: int, host_s: float, stream_id: int = 0
-    ) -> Allocation | None:
-        """Count one allocation; all streams are alike."""
-        if requested_bytes == 0:
-            return None
-        with self._lock:
-            # CUDA looks at its last error where it takes a segment; here every allocation is one.
-            last_error.check()
-            self._count_down(requested_bytes)
-            self.release_finished(host_s)
-            self._make_room(requested_bytes)
-            return self._grow(requested_bytes)
-
-    def free(
-        self, taken: Allocation | None, busy_until_s: float | None = None, host_s: float = 0.0
-    ) -> None:
+    def free(self, taken: Any, busy_until_s: float | None = None, host_s: float = 0.0) -> None:
         """Uncount an allocation, and at once all whose streams are done at `host_s`."""
-        if taken is None:
-            return
-        with self._lock:
-            self.counters["allocation"].shrink(1)
-            self.counters["allocated_bytes"].shrink(taken.n_bytes)
-            self.counters["requested_bytes"].shrink(taken.requested_bytes)
-            self._let_go(taken, busy_until_s)
-            self.release_finished(host_s)
+        super().free(taken, busy_until_s)
+        self.release_finished(host_s)
 
     def empty_cache(self, host_s: float) -> None:
         """Nothing is cached; only blocks whose recorded streams are done are let go."""
@@ -276,47 +326,18 @@ class ExactPool(MemoryPool):
     def statistics(self, host_s: float) -> dict[str, int]:
         """The figures of CUDA, of which small and large pools are not told apart."""
         self.release_finished(host_s)
-        active = self.counters["active"]
-        reserved = {"reserved_bytes": self.counters["active_bytes"], "segment": active}
-        stats = {
-            f"{name}.all.{figure}": getattr(counter, figure)
-            for name, counter in (self.counters | reserved).items()
-            for figure in FIGURES
-        }
-        return stats | {
-            "num_ooms": self.n_ooms,
-            "num_alloc_retries": self.retry_count,
-            "num_sync_all_streams": self.retry_count,
-            "num_device_alloc": active.allocated,
-            "num_device_free": active.freed,
-        }
+        return super().statistics(host_s)
 
-    def _make_room(self, requested_bytes: int) -> None:
-        needed_bytes = self.rounded(requested_bytes)
-        if self._fits(needed_bytes):
-            return
-        if self._waiting:
-            # As the caching allocator does before it gives up.
-            self.retry_count += 1
-            self._wait_for_recorded()
-        if not self._fits(needed_bytes):
-            self.refuse(requested_bytes)
+    def _take(self, requested_bytes: int, stream_id: int) -> Allocation:
+        n_bytes = up_to(requested_bytes, self._round_to_bytes)
+        self._make_room(requested_bytes, n_bytes)
+        return Allocation(n_bytes)
 
-    def _fits(self, n_bytes: int) -> bool:
-        return self.budget_bytes is None or self.active_bytes + n_bytes <= self.budget_bytes
-
-    def _grow(self, requested_bytes: int) -> Allocation:
-        taken = Allocation(requested_bytes, self.rounded(requested_bytes))
-        self.counters["allocation"].grow(1)
-        self.counters["active"].grow(1)
-        self.counters["allocated_bytes"].grow(taken.n_bytes)
-        self.counters["active_bytes"].grow(taken.n_bytes)
-        self.counters["requested_bytes"].grow(requested_bytes)
-        return taken
-
-    def _release(self, taken: Allocation) -> None:
-        self.counters["active"].shrink(1)
-        self.counters["active_bytes"].shrink(taken.n_bytes)
+    def _reclaim(self) -> bool:
+        has_waiting = bool(self._waiting)
+        self._n_syncs += has_waiting
+        self._wait_for_recorded()
+        return has_waiting
 
     def _failure_text(self, requested_bytes: int) -> str:
         waiting_bytes = self.active_bytes - self.allocated_bytes

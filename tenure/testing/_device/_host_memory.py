@@ -14,8 +14,8 @@ import math
 import threading
 import weakref
 import zlib
-from bisect import bisect_right
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -81,7 +81,6 @@ class PinnedMemory:
 
     def __init__(self) -> None:
         self._ranges: dict[int, _Range] = {}
-        self._lows: list[int] = []
         self.fail(None)
 
     def fail(self, when: int | str | None) -> None:
@@ -113,7 +112,7 @@ class PinnedMemory:
         found = self._ranges.get(address)
         if found is None or not found.is_registered:
             return last_error.note(NOT_REGISTERED)
-        self._unpin(address)
+        del self._ranges[address]
         return SUCCESS
 
     def pin_storage(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -128,7 +127,7 @@ class PinnedMemory:
             if self._fails(storage.nbytes()):
                 raise error_of(OUT_OF_MEMORY)
             self._pin(address, storage.nbytes())
-            weakref.finalize(storage, self._unpin, address).atexit = False
+            weakref.finalize(storage, self._ranges.pop, address, None).atexit = False
         return tensor
 
     def span(self, tensor: torch.Tensor) -> Span | None:
@@ -151,7 +150,7 @@ class PinnedMemory:
             pinned.history.accesses.clear()
             pinned.is_of_this_start = False
             if pinned.is_registered:
-                self._unpin(address)
+                del self._ranges[address]
 
     def _fails(self, n_bytes: int) -> bool:
         if self._until_failure is not None:
@@ -166,19 +165,12 @@ class PinnedMemory:
     def _pin(self, address: int, n_bytes: int, *, is_registered: bool = False) -> None:
         history = History(_HOST_STREAM_ID)
         self._ranges[address] = _Range(address, address + n_bytes, history, is_registered)
-        self._lows = sorted(self._ranges)
-
-    def _unpin(self, address: int) -> None:
-        self._ranges.pop(address, None)
-        self._lows = sorted(self._ranges)
 
     def _range_of(self, tensor: torch.Tensor) -> _Range | None:
-        address = tensor.data_ptr()
-        index = bisect_right(self._lows, address) - 1
-        if index < 0:
-            return None
-        found = self._ranges[self._lows[index]]
-        return found if address + extent_bytes(tensor) <= found.high else None
+        low = tensor.data_ptr()
+        high = low + extent_bytes(tensor)
+        ranges = list(self._ranges.values())
+        return next((each for each in ranges if each.low <= low and high <= each.high), None)
 
 
 def extent_bytes(tensor: torch.Tensor) -> int:
@@ -193,26 +185,24 @@ pinned_memory = PinnedMemory()
 
 
 @dataclass(frozen=True, slots=True)
-class _Launch:
+class _Copy:
+    """One copy between a device and pinned memory.
+
+    Attributes:
+        stream_id: of the stream that it was launched on.
+        tick: of that stream.
+        host: the pinned memory.
+        content: what is to be written there, or the checksum of what is read.
+    """
+
     stream_id: int
     tick: int
+    host: torch.Tensor
+    content: Any
 
-    def is_before(self, seen: VectorClock) -> bool:
-        return seen.get(self.stream_id, 0) >= self.tick
-
-
-@dataclass(frozen=True, slots=True)
-class _Outgoing:
-    launch: _Launch
-    source: torch.Tensor
-    checksum: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Incoming:
-    launch: _Launch
-    destination: torch.Tensor
-    value: torch.Tensor
+    def comes_before(self, seen: VectorClock, touched: torch.Tensor | None) -> bool:
+        is_touched = touched is None or _overlap(self.host, touched)
+        return is_touched and seen.get(self.stream_id, 0) >= self.tick
 
 
 class HostCopies:
@@ -220,17 +210,17 @@ class HostCopies:
 
     def __init__(self, detector: RaceDetector) -> None:
         self._detector = detector
-        self._outgoing: list[_Outgoing] = []
-        self._incoming: list[_Incoming] = []
+        self._outgoing: list[_Copy] = []
+        self._incoming: list[_Copy] = []
         # A backward pass copies on a thread of its own, while the caller's waits for copies.
         self._lock = threading.RLock()
 
     def send(self, source: torch.Tensor, stream_id: int, seen: VectorClock) -> None:
         """Remember that the newest launch of a stream reads `source`, which is pinned."""
         if self._detector.enabled:
-            launch = _Launch(stream_id, seen[stream_id])
+            copy = _Copy(stream_id, seen[stream_id], source.detach(), _checksum(source))
             with self._lock:
-                self._outgoing.append(_Outgoing(launch, source.detach(), _checksum(source)))
+                self._outgoing.append(copy)
 
     def receive(
         self, destination: torch.Tensor, value: torch.Tensor, stream_id: int, seen: VectorClock
@@ -242,10 +232,10 @@ class HostCopies:
         # What still copies these bytes out, and ran before: checked now, or what is written here
         # would be taken for the program's.
         self._finish_outgoing(seen, destination)
-        launch = _Launch(stream_id, seen[stream_id])
         staged = torch.empty_like(destination).copy_(value)
         with self._lock:
-            self._incoming.append(_Incoming(launch, destination.detach(), staged))
+            copy = _Copy(stream_id, seen[stream_id], destination.detach(), staged)
+            self._incoming.append(copy)
             bytes_of(destination).fill_(POISON)
 
     def deliver(self, seen: VectorClock, read: torch.Tensor | None = None) -> None:
@@ -253,9 +243,8 @@ class HostCopies:
         with self._lock:
             waiting, self._incoming = self._incoming, []
             for copy in waiting:
-                concerned = read is None or _overlap(copy.destination, read)
-                if concerned and copy.launch.is_before(seen):
-                    copy.destination.copy_(copy.value)
+                if copy.comes_before(seen, read):
+                    copy.host.copy_(copy.content)
                 else:
                     self._incoming.append(copy)
 
@@ -271,28 +260,23 @@ class HostCopies:
     def settle_all(self) -> None:
         """Finish every copy, as at the end of a program."""
         seen: VectorClock = {}
-        waiting: list[_Outgoing | _Incoming] = [*self._outgoing, *self._incoming]
-        for copy in waiting:
-            merge_clocks(seen, {copy.launch.stream_id: copy.launch.tick})
+        for copy in (*self._outgoing, *self._incoming):
+            merge_clocks(seen, {copy.stream_id: copy.tick})
         self.settle(seen)
 
     def _finish_outgoing(self, seen: VectorClock, overwritten: torch.Tensor | None = None) -> None:
         """Check the copies out of the host that come before `seen`, of overwritten bytes or all."""
         with self._lock:
             waiting, self._outgoing = self._outgoing, []
-            done: list[_Outgoing] = []
+            done: list[_Copy] = []
             for copy in waiting:
-                concerned = overwritten is None or _overlap(copy.source, overwritten)
-                (done if concerned and copy.launch.is_before(seen) else self._outgoing).append(copy)
-            for copy in done:
-                self._check(copy)
-
-    def _check(self, copy: _Outgoing) -> None:
-        if _checksum(copy.source) != copy.checksum:
-            self._detector.report(
-                f"host overwrite: pinned host memory was written while"
-                f" {stream_name(copy.launch.stream_id)} may still copy it to the device. {_ADVICE}"
-            )
+                (done if copy.comes_before(seen, overwritten) else self._outgoing).append(copy)
+        for copy in done:
+            if _checksum(copy.host) != copy.content:
+                self._detector.report(
+                    f"host overwrite: pinned host memory was written while"
+                    f" {stream_name(copy.stream_id)} may still copy it to the device. {_ADVICE}"
+                )
 
 
 def _overlap(first: torch.Tensor, second: torch.Tensor) -> bool:

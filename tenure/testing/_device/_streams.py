@@ -9,6 +9,7 @@ import contextlib
 import itertools
 import threading
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any, Self
 
 import torch
@@ -263,16 +264,6 @@ def _require_stream(stream: Any) -> Stream:
     )
 
 
-class stream:
+def stream(chosen: Stream | None) -> AbstractContextManager[object]:
     """Context in which `chosen` is the current stream; None changes nothing."""
-
-    def __init__(self, chosen: Stream | None) -> None:
-        self._chosen = None if chosen is None else _require_stream(chosen)
-
-    def __enter__(self) -> None:
-        if self._chosen is not None:
-            self._chosen.__enter__()
-
-    def __exit__(self, *error: object) -> None:
-        if self._chosen is not None:
-            self._chosen.__exit__(*error)
+    return contextlib.nullcontext() if chosen is None else _require_stream(chosen)

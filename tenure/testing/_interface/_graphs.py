@@ -117,6 +117,7 @@ class graph:
     ) -> None:
         self._graph = cuda_graph
         self._chosen = stream
+        self._context: Any = None
 
     def __enter__(self) -> None:
         machine.synchronize(current_index())

@@ -58,11 +58,8 @@ def _lstm_cell(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     gates = _add_all(input_gates, input_bias, hidden_gates, hidden_bias)
     enter, forget, candidate, leave = gates.chunk(4, 1)
-    enter, forget, leave = enter.sigmoid(), forget.sigmoid(), leave.sigmoid()
-    candidate = candidate.tanh()
-    new_cell = forget * cell + enter * candidate
-    workspace = torch.cat([enter, forget, candidate, leave], 1)
-    return leave * new_cell.tanh(), new_cell, workspace
+    new_cell = forget.sigmoid() * cell + enter.sigmoid() * candidate.tanh()
+    return leave.sigmoid() * new_cell.tanh(), new_cell, gates
 
 
 def _lstm_cell_backward(
@@ -70,27 +67,15 @@ def _lstm_cell_backward(
     grad_new_cell: torch.Tensor | None,
     cell: torch.Tensor,
     new_cell: torch.Tensor,
-    workspace: torch.Tensor,
+    gates: torch.Tensor,
     has_bias: bool,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     if grad_hidden is None and grad_new_cell is None:
         return None, None, None
-    enter, forget, candidate, leave = workspace.chunk(4, 1)
-    grad_hidden = torch.zeros_like(cell) if grad_hidden is None else grad_hidden
-    squashed = new_cell.tanh()
-    grad_cell = grad_hidden * leave * (1 - squashed * squashed)
-    if grad_new_cell is not None:
-        grad_cell = grad_cell + grad_new_cell
-    grad_gates = torch.cat(
-        [
-            grad_cell * candidate * enter * (1 - enter),
-            grad_cell * cell * forget * (1 - forget),
-            grad_cell * enter * (1 - candidate * candidate),
-            grad_hidden * squashed * leave * (1 - leave),
-        ],
-        1,
-    )
-    return grad_gates, grad_cell * forget, grad_gates.sum(0) if has_bias else None
+    others = torch.zeros_like(gates), None, None, cell, new_cell
+    backward = torch.ops.aten._thnn_differentiable_lstm_cell_backward.default
+    grads = backward(grad_hidden, grad_new_cell, gates, *others)
+    return grads[0], grads[2], grads[0].sum(0) if has_bias else None
 
 
 def _gru_cell(
@@ -102,24 +87,24 @@ def _gru_cell(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     reset_in, update_in, new_in = _add_all(input_gates, input_bias).chunk(3, 1)
     reset_hidden, update_hidden, new_hidden = _add_all(hidden_gates, hidden_bias).chunk(3, 1)
-    reset = (reset_in + reset_hidden).sigmoid()
-    update = (update_in + update_hidden).sigmoid()
-    new = (new_in + reset * new_hidden).tanh()
-    workspace = torch.cat([reset, update, new, hidden, new_hidden], 1)
-    return new + update * (hidden - new), workspace
+    reset, update = reset_in + reset_hidden, update_in + update_hidden
+    new = (new_in + reset.sigmoid() * new_hidden).tanh()
+    workspace = torch.cat([reset, update, new_in, hidden, new_hidden], 1)
+    return new + update.sigmoid() * (hidden - new), workspace
 
 
 def _gru_cell_backward(
     grad: torch.Tensor, workspace: torch.Tensor, has_bias: bool
 ) -> tuple[torch.Tensor | None, ...]:
-    reset, update, new, hidden, new_hidden = workspace.chunk(5, 1)
-    grad_update = grad * (hidden - new) * (1 - update) * update
-    grad_new = grad * (1 - update) * (1 - new * new)
-    grad_reset = grad_new * new_hidden * (1 - reset) * reset
-    grad_input = torch.cat([grad_reset, grad_update, grad_new], 1)
-    grad_hidden = torch.cat([grad_reset, grad_update, grad_new * reset], 1)
+    reset, update, new_in, hidden, new_hidden = workspace.chunk(5, 1)
+    none = torch.zeros_like(reset)
+    input_gates = torch.cat([reset, update, new_in], 1)
+    hidden_gates = torch.cat([none, none, new_hidden], 1)
+    backward = torch.ops.aten._thnn_differentiable_gru_cell_backward.default
+    grads = backward(grad, input_gates, hidden_gates, hidden, None, None)
+    grad_input, grad_hidden, grad_before = grads[:3]
     biases = (grad_input.sum(0), grad_hidden.sum(0)) if has_bias else (None, None)
-    return (grad_input, grad_hidden, grad * update, *biases)
+    return (grad_input, grad_hidden, grad_before, *biases)
 
 
 def _add_all(first: torch.Tensor, *others: torch.Tensor | None) -> torch.Tensor:
