@@ -22,9 +22,6 @@ from ._attempt import AdaptiveStatistics as AdaptiveStatistics
 from ._attempt import add_listener as add_listener
 from ._attempt import remove_listener as remove_listener
 from ._attempt import statistics as statistics
-from ._decorators import BatchFunction as BatchFunction
-from ._decorators import ChunkedFunction as ChunkedFunction
-from ._decorators import RangeFunction as RangeFunction
 from ._decorators import batch as batch
 from ._decorators import chunked as chunked
 from ._decorators import range as range
@@ -63,9 +60,7 @@ __all__ = [
     "AdaptiveUsageWarning",
     "Advice",
     "BatchCoupledError",
-    "BatchFunction",
     "BatchsizeCache",
-    "ChunkedFunction",
     "GlobalBatchsizeCache",
     "LazyTensor",
     "NoBatchsizeCache",
@@ -76,7 +71,6 @@ __all__ = [
     "PeakReport",
     "Plan",
     "PredictionError",
-    "RangeFunction",
     "RemoteRankError",
     "SplitDifference",
     "SplitMismatchError",

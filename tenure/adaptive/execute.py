@@ -12,25 +12,32 @@ from torch import Tensor
 
 from tenure._torch.compiler import never_compiled
 
-from ._callables import check_function, name_of
+from ._callables import check_function
 from ._decorators import (
     AdaptiveOptions,
-    Chunk,
     Collect,
-    Piece,
+    Options,
+    PieceOptions,
     Reducer,
-    checked_dimension,
+    call_batch,
+    call_chunked,
+    call_range,
     checked_options,
-    checked_range,
-    collector_for,
-    run_batch,
-    run_pieces,
 )
-from ._sizes import calling_frame, checked_initial, checked_size, remembered_of
+from ._sizes import checked_size
 
 T = TypeVar("T")
 R = TypeVar("R")
 ReducerT = TypeVar("ReducerT", bound=Reducer)
+
+
+def _at_once(call: Callable[..., Any], options: Options, *args: Any) -> Callable[[Any], Any]:
+    @never_compiled
+    def execute(func: Any) -> Any:
+        check_function(f"@execute.{call.__name__.removeprefix('call_')}", func)
+        return call(options, func, *args)
+
+    return execute
 
 
 def batch(
@@ -62,21 +69,8 @@ def batch(
 
     Source: ``toma.execute.batch``, https://github.com/BlackHC/toma.
     """
-    checked = checked_options("initial_batchsize", **options)
     initial = checked_size("initial_batchsize", initial_batchsize)
-    checked_initial("initial_batchsize", initial, checked.limits)
-
-    @never_compiled
-    def execute(func: Callable[[int], T]) -> T:
-        check_function("@execute.batch", func)
-        frame = calling_frame()
-        remembered = remembered_of(None, frame, checked.context, checked.cache_type, (), {})
-        result: T = run_batch(
-            name_of(func), func, initial, args=(), kwargs={}, options=checked, remembered=remembered
-        )
-        return result
-
-    return execute
+    return _at_once(call_batch, checked_options("initial_batchsize", initial, **options))
 
 
 @overload
@@ -86,9 +80,8 @@ def range(
     initial_step: int | None = None,
     *,
     collect: None = None,
-    progress: bool = False,
-    **options: Unpack[AdaptiveOptions],
-) -> Callable[[Callable[[int, int], object]], None]: ...
+    **options: Unpack[PieceOptions],
+) -> Callable[[Callable[..., object]], None]: ...
 @overload
 def range(
     start: int,
@@ -96,9 +89,8 @@ def range(
     initial_step: int | None = None,
     *,
     collect: Literal["list"],
-    progress: bool = False,
-    **options: Unpack[AdaptiveOptions],
-) -> Callable[[Callable[[int, int], T]], list[T]]: ...
+    **options: Unpack[PieceOptions],
+) -> Callable[[Callable[..., T]], list[T]]: ...
 @overload
 def range(
     start: int,
@@ -106,9 +98,8 @@ def range(
     initial_step: int | None = None,
     *,
     collect: Literal["cat", "host"],
-    progress: bool = False,
-    **options: Unpack[AdaptiveOptions],
-) -> Callable[[Callable[[int, int], T]], T]: ...
+    **options: Unpack[PieceOptions],
+) -> Callable[[Callable[..., T]], T]: ...
 @overload
 def range(
     start: int,
@@ -116,9 +107,8 @@ def range(
     initial_step: int | None = None,
     *,
     collect: ReducerT,
-    progress: bool = False,
-    **options: Unpack[AdaptiveOptions],
-) -> Callable[[Callable[[int, int], object]], ReducerT]: ...
+    **options: Unpack[PieceOptions],
+) -> Callable[[Callable[..., object]], ReducerT]: ...
 @overload
 def range(
     start: int,
@@ -126,9 +116,8 @@ def range(
     initial_step: int | None = None,
     *,
     collect: Callable[[list[T]], R],
-    progress: bool = False,
-    **options: Unpack[AdaptiveOptions],
-) -> Callable[[Callable[[int, int], T]], R]: ...
+    **options: Unpack[PieceOptions],
+) -> Callable[[Callable[..., T]], R]: ...
 def range(
     start: int,
     end: int,
@@ -157,30 +146,10 @@ def range(
 
     Source: ``toma.execute.range``, https://github.com/BlackHC/toma.
     """
-    checked = checked_options("initial_step", **options)
-    start, end = checked_range("execute.range", start, end)
-    initial = checked_initial("initial_step", initial_step, checked.limits)
-    make_collector = collector_for(collect)
-
-    @never_compiled
-    def execute(func: Callable[[int, int], Any]) -> Any:
-        check_function("@execute.range", func)
-        # Asked for here, for it is the frame above this one.
-        frame = calling_frame()
-        remembered = remembered_of(None, frame, checked.context, checked.cache_type, (), {})
-        piece = Piece(func, start, (), {})
-        return run_pieces(
-            name_of(func),
-            piece,
-            end,
-            initial=initial,
-            options=checked,
-            remembered=remembered,
-            collect=make_collector,
-            progress=progress,
-        )
-
-    return execute
+    checked = checked_options(
+        "initial_step", initial_step, collect=collect, progress=progress, **options
+    )
+    return _at_once(call_range, checked, start, end)
 
 
 @overload
@@ -190,9 +159,8 @@ def chunked(
     dimension: int | None = None,
     *,
     collect: None = None,
-    progress: bool = False,
-    **options: Unpack[AdaptiveOptions],
-) -> Callable[[Callable[[Tensor, int, int], object]], None]: ...
+    **options: Unpack[PieceOptions],
+) -> Callable[[Callable[..., object]], None]: ...
 @overload
 def chunked(
     tensor: Tensor,
@@ -200,9 +168,8 @@ def chunked(
     dimension: int | None = None,
     *,
     collect: Literal["list"],
-    progress: bool = False,
-    **options: Unpack[AdaptiveOptions],
-) -> Callable[[Callable[[Tensor, int, int], T]], list[T]]: ...
+    **options: Unpack[PieceOptions],
+) -> Callable[[Callable[..., T]], list[T]]: ...
 @overload
 def chunked(
     tensor: Tensor,
@@ -210,9 +177,8 @@ def chunked(
     dimension: int | None = None,
     *,
     collect: Literal["cat", "host"],
-    progress: bool = False,
-    **options: Unpack[AdaptiveOptions],
-) -> Callable[[Callable[[Tensor, int, int], T]], T]: ...
+    **options: Unpack[PieceOptions],
+) -> Callable[[Callable[..., T]], T]: ...
 @overload
 def chunked(
     tensor: Tensor,
@@ -220,9 +186,8 @@ def chunked(
     dimension: int | None = None,
     *,
     collect: ReducerT,
-    progress: bool = False,
-    **options: Unpack[AdaptiveOptions],
-) -> Callable[[Callable[[Tensor, int, int], object]], ReducerT]: ...
+    **options: Unpack[PieceOptions],
+) -> Callable[[Callable[..., object]], ReducerT]: ...
 @overload
 def chunked(
     tensor: Tensor,
@@ -230,9 +195,8 @@ def chunked(
     dimension: int | None = None,
     *,
     collect: Callable[[list[T]], R],
-    progress: bool = False,
-    **options: Unpack[AdaptiveOptions],
-) -> Callable[[Callable[[Tensor, int, int], T]], R]: ...
+    **options: Unpack[PieceOptions],
+) -> Callable[[Callable[..., T]], R]: ...
 def chunked(
     tensor: Tensor,
     initial_step: int | None = None,
@@ -261,29 +225,12 @@ def chunked(
 
     Source: ``toma.execute.chunked``, https://github.com/BlackHC/toma.
     """
-    checked = checked_options("initial_step", **options)
-    split = checked_dimension("execute.chunked", tensor, 0 if dimension is None else dimension)
-    initial = checked_initial("initial_step", initial_step, checked.limits)
-    make_collector = collector_for(collect)
-
-    @never_compiled
-    def execute(func: Callable[[Tensor, int, int], Any]) -> Any:
-        check_function("@execute.chunked", func)
-        frame = calling_frame()
-        remembered = remembered_of(
-            None, frame, checked.context, checked.cache_type, (), {}, split=(tensor, split)
-        )
-        chunk = Chunk(func, tensor, split, (), {})
-        end = tensor.shape[split]
-        return run_pieces(
-            name_of(func),
-            chunk,
-            end,
-            initial=initial,
-            options=checked,
-            remembered=remembered,
-            collect=make_collector,
-            progress=progress,
-        )
-
-    return execute
+    checked = checked_options(
+        "initial_step",
+        initial_step,
+        collect=collect,
+        progress=progress,
+        dimension=dimension or 0,
+        **options,
+    )
+    return _at_once(call_chunked, checked, tensor)

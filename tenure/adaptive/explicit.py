@@ -12,26 +12,16 @@ from torch import Tensor
 
 from tenure._torch.compiler import never_compiled
 
-from ._callables import check_function, name_of
-from ._decorators import (
-    PLAIN,
-    Chunk,
-    Piece,
-    checked_dimension,
-    checked_range,
-    run_batch,
-    run_pieces,
-)
-from ._sizes import (
-    BatchsizeCache,
-    Remembered,
-    calling_frame,
-    checked_size,
-    remembered_of,
-    stands_for,
-)
+from ._callables import check_function
+from ._decorators import Options, call_batch, call_chunked, call_range
+from ._sizes import BatchsizeCache, checked_size, stands_for
 
 T = TypeVar("T")
+
+
+def _options(name: str, func: object, initial_name: str, initial: object) -> Options:
+    check_function(name, func)
+    return Options(initial=checked_size(initial_name, initial), owner=stands_for(func))
 
 
 @never_compiled
@@ -59,11 +49,14 @@ def batch(
 
     Source: ``toma.explicit.batch``, https://github.com/BlackHC/toma.
     """
-    check_function("explicit.batch", func)
-    initial = checked_size("initial_batchsize", initial_batchsize)
-    remembered = _remembered(func, calling_frame(), toma_context, toma_cache_type, args, kwargs)
-    result: T = run_batch(
-        name_of(func), func, initial, args=args, kwargs=kwargs, options=PLAIN, remembered=remembered
+    options = _options("explicit.batch", func, "initial_batchsize", initial_batchsize)
+    result: T = call_batch(
+        options,
+        func,
+        *args,
+        toma_context=toma_context,
+        toma_cache_type=toma_cache_type,
+        **kwargs,
     )
     return result
 
@@ -97,12 +90,17 @@ def range(
 
     Source: ``toma.explicit.range``, https://github.com/BlackHC/toma.
     """
-    check_function("explicit.range", func)
-    start, end = checked_range("explicit.range", start, end)
-    initial = checked_size("initial_step", initial_step)
-    remembered = _remembered(func, calling_frame(), toma_context, toma_cache_type, args, kwargs)
-    piece = Piece(func, start, args, kwargs)
-    run_pieces(name_of(func), piece, end, initial=initial, options=PLAIN, remembered=remembered)
+    options = _options("explicit.range", func, "initial_step", initial_step)
+    call_range(
+        options,
+        func,
+        start,
+        end,
+        *args,
+        toma_context=toma_context,
+        toma_cache_type=toma_cache_type,
+        **kwargs,
+    )
 
 
 @never_compiled
@@ -134,26 +132,14 @@ def chunked(
 
     Source: ``toma.explicit.chunked``, https://github.com/BlackHC/toma.
     """
-    check_function("explicit.chunked", func)
-    dimension = checked_dimension(
-        "explicit.chunked", tensor, 0 if toma_dimension is None else toma_dimension
+    options = _options("explicit.chunked", func, "initial_step", initial_step)
+    call_chunked(
+        options,
+        func,
+        tensor,
+        *args,
+        toma_dimension=toma_dimension,
+        toma_context=toma_context,
+        toma_cache_type=toma_cache_type,
+        **kwargs,
     )
-    initial = checked_size("initial_step", initial_step)
-    split = tensor, dimension
-    remembered = _remembered(
-        func, calling_frame(), toma_context, toma_cache_type, args, kwargs, split=split
-    )
-    chunk = Chunk(func, tensor, dimension, args, kwargs)
-    run_pieces(
-        name_of(func),
-        chunk,
-        tensor.shape[dimension],
-        initial=initial,
-        options=PLAIN,
-        remembered=remembered,
-    )
-
-
-# The frame is among what is passed on: it is that of who called the function above this one.
-def _remembered(func: Any, *call: Any, split: tuple[Tensor, int] | None = None) -> Remembered:
-    return remembered_of(stands_for(func), *call, function=func, split=split)

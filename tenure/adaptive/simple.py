@@ -9,20 +9,17 @@ from torch import Tensor
 
 from tenure._torch.compiler import never_compiled
 
-from ._callables import check_function, name_of
-from ._decorators import (
-    PLAIN,
-    Chunk,
-    Piece,
-    checked_dimension,
-    checked_range,
-    run_batch,
-    run_pieces,
-)
-from ._sizes import REMEMBERS_NOTHING, checked_size
+from ._callables import check_function
+from ._decorators import Options, call_batch, call_chunked, call_range
+from ._sizes import NoBatchsizeCache, checked_size
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+def _options(name: str, func: object, initial_name: str, initial: object) -> Options:
+    check_function(name, func)
+    return Options(initial=checked_size(initial_name, initial), cache_type=NoBatchsizeCache)
 
 
 @never_compiled
@@ -46,17 +43,8 @@ def batch(
 
     Source: ``toma.simple.batch``, https://github.com/BlackHC/toma.
     """
-    check_function("simple.batch", func)
-    initial = checked_size("initial_batchsize", initial_batchsize)
-    result: T = run_batch(
-        name_of(func),
-        func,
-        initial,
-        args=args,
-        kwargs=kwargs,
-        options=PLAIN,
-        remembered=REMEMBERS_NOTHING,
-    )
+    options = _options("simple.batch", func, "initial_batchsize", initial_batchsize)
+    result: T = call_batch(options, func, *args, **kwargs)  # type: ignore[arg-type]  # P has toma_*
     return result
 
 
@@ -85,13 +73,8 @@ def range(
 
     Source: ``toma.simple.range``, https://github.com/BlackHC/toma.
     """
-    check_function("simple.range", func)
-    start, end = checked_range("simple.range", start, end)
-    initial = checked_size("initial_step", initial_step)
-    piece = Piece(func, start, args, kwargs)
-    run_pieces(
-        name_of(func), piece, end, initial=initial, options=PLAIN, remembered=REMEMBERS_NOTHING
-    )
+    options = _options("simple.range", func, "initial_step", initial_step)
+    call_range(options, func, start, end, *args, **kwargs)  # type: ignore[arg-type]  # P has toma_*
 
 
 @never_compiled
@@ -119,15 +102,6 @@ def chunked(
 
     Source: ``toma.simple.chunked``, https://github.com/BlackHC/toma.
     """
-    check_function("simple.chunked", func)
-    dimension = checked_dimension("simple.chunked", tensor, dimension)
-    initial = checked_size("initial_step", initial_step)
-    chunk = Chunk(func, tensor, dimension, args, kwargs)
-    run_pieces(
-        name_of(func),
-        chunk,
-        tensor.shape[dimension],
-        initial=initial,
-        options=PLAIN,
-        remembered=REMEMBERS_NOTHING,
-    )
+    options = _options("simple.chunked", func, "initial_step", initial_step)
+    named = {**kwargs, "toma_dimension": dimension}
+    call_chunked(options, func, tensor, *args, **named)  # type: ignore[arg-type]  # P has toma_*

@@ -523,8 +523,6 @@ def adapting(x: Tensor, embedder: Embedder) -> None:
     assert_type(embedder.parts(0, 4), list[bytes])
     assert_type(embedder.rows(x, scale=2), list[Tensor])
     batch(initial_batchsize=8, reduce=reduced, on_retry=told, maximum=64, cpu_fallback=True)
-    sized("text")  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue,reportArgumentType]
-    bare()  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue]
 
     @execute.batch(64)
     def found(batch_size: int) -> str:

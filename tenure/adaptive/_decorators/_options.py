@@ -1,8 +1,9 @@
-"""The arguments that all entry points share, checked once, where a function is decorated."""
+"""The arguments of all entry points, checked once, where a function is decorated or called."""
 
 from __future__ import annotations
 
 import difflib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
@@ -16,14 +17,29 @@ from .._sizes import (
     SizeLimits,
     check_context,
     checked_cache_type,
+    checked_initial,
     checked_limits,
 )
+from ._collect import Collect, Collector, collector_for
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How the calls of one function are run: AdaptiveOptions, checked."""
+    """How the calls of one function are run: AdaptiveOptions, checked.
 
+    Attributes:
+        initial: the size that a call begins with; None: the call says it.
+        owner: the key of the memory of sizes, beside the call; None: the call alone.
+        new_collector: makes the collector of one call; None: results are dropped.
+        progress: whether to show a progress bar.
+        dimension: the dimension to split.
+    """
+
+    initial: int | None = None
+    owner: Any = None
+    new_collector: Callable[[], Collector] | None = None
+    progress: bool = False
+    dimension: Any = 0
     cache_type: type[BatchsizeCache] | None = None
     context: Any = None
     limits: SizeLimits = NO_LIMITS
@@ -67,6 +83,16 @@ class AdaptiveOptions(TypedDict, total=False):
     group: Any
 
 
+class PieceOptions(AdaptiveOptions, total=False):
+    """The arguments that `range` and `chunked` take besides.
+
+    Attributes:
+        progress: whether to show a progress bar.
+    """
+
+    progress: bool
+
+
 _WORDS_FOR_SIZES = ("size", "step", "batch", "chunk")
 PLAIN = Options()
 """The options of a call that names none."""
@@ -74,8 +100,12 @@ PLAIN = Options()
 
 def checked_options(
     initial_name: str,
+    initial: int | None,
     /,
     *,
+    collect: Collect | None = None,
+    progress: bool = False,
+    dimension: Any = 0,
     cache_type: type[BatchsizeCache] | None = None,
     context: Any = None,
     minimum: int = 1,
@@ -89,7 +119,7 @@ def checked_options(
     group: Any = None,
     **unknown: object,
 ) -> Options:
-    """Options as a user gave them, to a function that has ``initial_name`` besides.
+    """Check the options of a user, whose name for the first size is ``initial_name``.
 
     Raises:
         AdaptiveUsageError: one can't be used, or is none.
@@ -104,7 +134,19 @@ def checked_options(
     check_callable("on_retry", on_retry)
     limits = checked_limits(minimum, maximum, align)
     return Options(
-        cache_type, context, limits, reduce, restore_rng, on_retry, cpu_fallback, predict, group
+        initial=checked_initial(initial_name, initial, limits),
+        new_collector=collector_for(collect),
+        progress=progress,
+        dimension=dimension,
+        cache_type=cache_type,
+        context=context,
+        limits=limits,
+        reduce=reduce,
+        restore_rng=restore_rng,
+        on_retry=on_retry,
+        cpu_fallback=cpu_fallback,
+        predict=predict,
+        group=group,
     )
 
 

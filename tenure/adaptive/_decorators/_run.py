@@ -186,8 +186,6 @@ def run_pieces(
     initial: int | None,
     options: Options,
     remembered: Remembered,
-    collect: Callable[[], Collector] | None = None,
-    progress: bool = False,
 ) -> Any:
     """Work on one piece after the other, each as large as fits, from its start to ``end``.
 
@@ -196,10 +194,8 @@ def run_pieces(
         piece: the first piece; the start of the next is moved to the end of the one before.
         end: the number after the last.
         initial: the size of the first piece, where nothing else is known; None: of the whole.
-        options: how failures are handled.
+        options: how failures and results are handled.
         remembered: where sizes are remembered.
-        collect: makes what puts the results together; None: they are let go.
-        progress: whether to show a progress bar.
 
     Returns:
         What the collector made of the results.
@@ -208,11 +204,11 @@ def run_pieces(
     if initial is None:
         initial = max(end - piece.start, options.limits.floor)
     search = AdaptiveSearch(initial, options.limits, remembered, options.reduce, in_pieces=True)
-    collector = None if collect is None else collect()
+    collector = None if options.new_collector is None else options.new_collector()
     with call_of_ranks(
         "chunked" if isinstance(piece, Chunk) else "range", name, options.group
     ) as ranks:
-        if progress:
+        if options.progress:
             with _Bar(name, end - piece.start) as bar:
                 _run_pieces(name, piece, end, search, options, collector, bar)
         else:

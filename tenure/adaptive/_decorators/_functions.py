@@ -1,0 +1,235 @@
+"""``@batch``, ``@range`` and ``@chunked``."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Literal, TypeVar, Unpack, overload
+
+from ._calls import call_batch, call_chunked, call_range, decorated
+from ._collect import Collect, Reducer
+from ._options import AdaptiveOptions, PieceOptions, checked_options
+
+T = TypeVar("T")
+R = TypeVar("R")
+ReducerT = TypeVar("ReducerT", bound=Reducer)
+
+
+@overload
+def batch(func: Callable[..., T], /) -> Callable[..., T]: ...
+@overload
+def batch(
+    *, initial_batchsize: int | None = None, **options: Unpack[AdaptiveOptions]
+) -> Callable[[Callable[..., T]], Callable[..., T]]: ...
+def batch(func: Any = None, /, *, initial_batchsize: int | None = None, **options: Any) -> Any:
+    """Call a function with a batch size; when that runs out of memory, again with a smaller one.
+
+    The function gets the batch size first (a method after ``self``), then what it is called with.
+    Every call runs it until it returns once, and gives what it returned. A failed attempt leaves no
+    tensor behind. The size that worked is remembered, and the next call begins with it.
+
+    Args:
+        func: a function or method, where the decorator has no arguments.
+        initial_batchsize: the batch size to begin with; None: ``maximum``, or what each call names.
+        **options: ``cache_type`` and ``context``: what sizes are remembered for; ``minimum``,
+            ``maximum`` and ``align``: the sizes that are allowed, where ``maximum`` lets the size
+            grow beyond the initial one; ``reduce``: a function of the failed size and its OomInfo
+            that gives the next, moved into what is allowed; ``restore_rng``: whether a failed
+            attempt leaves random generators as they were; ``on_retry``: called with each
+            AdaptiveEvent; ``cpu_fallback``: whether what fits at no size runs with its tensors on
+            the CPU; ``group``: the process group whose ranks all make each call, and run with the
+            same size.
+
+    Raises:
+        AdaptiveUsageError: an argument can't be used, or the function can be suspended.
+
+    Example:
+        >>> import torch
+        >>> from tenure.adaptive import batch
+        >>> @batch(initial_batchsize=64)
+        ... def sizes_tried(batch_size: int, tried: list[int]) -> list[int]:
+        ...     tried.append(batch_size)
+        ...     if batch_size > 20:
+        ...         raise torch.OutOfMemoryError("CUDA out of memory.")
+        ...     return tried
+        >>> sizes_tried([])
+        [64, 32, 16]
+
+    Source: ``toma.batch``, https://github.com/BlackHC/toma.
+    """
+    checked = checked_options("initial_batchsize", initial_batchsize, **options)
+    decorate = functools.partial(decorated, call_batch, checked)
+    return decorate if func is None else decorate(func)
+
+
+@overload
+def range(func: Callable[..., object], /) -> Callable[..., None]: ...
+@overload
+def range(
+    *, initial_step: int | None = None, collect: None = None, **options: Unpack[PieceOptions]
+) -> Callable[[Callable[..., object]], Callable[..., None]]: ...
+@overload
+def range(
+    *, initial_step: int | None = None, collect: Literal["list"], **options: Unpack[PieceOptions]
+) -> Callable[[Callable[..., T]], Callable[..., list[T]]]: ...
+@overload
+def range(
+    *,
+    initial_step: int | None = None,
+    collect: Literal["cat", "host"],
+    **options: Unpack[PieceOptions],
+) -> Callable[[Callable[..., T]], Callable[..., T]]: ...
+@overload
+def range(
+    *, initial_step: int | None = None, collect: ReducerT, **options: Unpack[PieceOptions]
+) -> Callable[[Callable[..., object]], Callable[..., ReducerT]]: ...
+@overload
+def range(
+    *,
+    initial_step: int | None = None,
+    collect: Callable[[list[T]], R],
+    **options: Unpack[PieceOptions],
+) -> Callable[[Callable[..., T]], Callable[..., R]]: ...
+def range(
+    func: Any = None,
+    /,
+    *,
+    initial_step: int | None = None,
+    collect: Collect | None = None,
+    progress: bool = False,
+    **options: Any,
+) -> Any:
+    """Call a function with one piece of a range after the other, each as large as fits.
+
+    The function gets the start and the end of its piece first (a method after ``self``), then what
+    it is called with. A piece that runs out of memory is tried again with a smaller step, and the
+    pieces that are done stay done: each number is worked on once.
+
+    Args:
+        func: a function or method, where the decorator has no arguments.
+        initial_step: the size of the first piece; None: ``maximum``, or the whole range.
+        collect: what becomes of the results: ``"list"``, in their order; ``"cat"``, concatenated
+            along the first dimension; ``"host"``, the same on the host, where each is copied while
+            the next is computed; a function of the list; an object with an ``update()`` method,
+            such as a metric, which takes each result and is returned; None: the call returns None.
+        progress: whether to show a progress bar.
+        **options: as of `batch`.
+
+    Raises:
+        AdaptiveUsageError: an argument can't be used, or the function can be suspended.
+
+    Example:
+        >>> import torch
+        >>> from tenure import adaptive
+        >>> @adaptive.range(initial_step=6, collect="list")
+        ... def sums(start: int, end: int, x: torch.Tensor) -> float:
+        ...     if end - start > 4:
+        ...         raise torch.OutOfMemoryError("CUDA out of memory.")
+        ...     return x[start:end].sum().item()
+        >>> sums(0, 8, torch.ones(8))
+        [3.0, 3.0, 2.0]
+
+    Source: ``toma.range``, https://github.com/BlackHC/toma.
+    """
+    checked = checked_options(
+        "initial_step", initial_step, collect=collect, progress=progress, **options
+    )
+    decorate = functools.partial(decorated, call_range, checked)
+    return decorate if func is None else decorate(func)
+
+
+@overload
+def chunked(func: Callable[..., object], /) -> Callable[..., None]: ...
+@overload
+def chunked(
+    *,
+    initial_step: int | None = None,
+    dimension: int = 0,
+    collect: None = None,
+    **options: Unpack[PieceOptions],
+) -> Callable[[Callable[..., object]], Callable[..., None]]: ...
+@overload
+def chunked(
+    *,
+    initial_step: int | None = None,
+    dimension: int = 0,
+    collect: Literal["list"],
+    **options: Unpack[PieceOptions],
+) -> Callable[[Callable[..., T]], Callable[..., list[T]]]: ...
+@overload
+def chunked(
+    *,
+    initial_step: int | None = None,
+    dimension: int = 0,
+    collect: Literal["cat", "host"],
+    **options: Unpack[PieceOptions],
+) -> Callable[[Callable[..., T]], Callable[..., T]]: ...
+@overload
+def chunked(
+    *,
+    initial_step: int | None = None,
+    dimension: int = 0,
+    collect: ReducerT,
+    **options: Unpack[PieceOptions],
+) -> Callable[[Callable[..., object]], Callable[..., ReducerT]]: ...
+@overload
+def chunked(
+    *,
+    initial_step: int | None = None,
+    dimension: int = 0,
+    collect: Callable[[list[T]], R],
+    **options: Unpack[PieceOptions],
+) -> Callable[[Callable[..., T]], Callable[..., R]]: ...
+def chunked(
+    func: Any = None,
+    /,
+    *,
+    initial_step: int | None = None,
+    dimension: int = 0,
+    collect: Collect | None = None,
+    progress: bool = False,
+    **options: Any,
+) -> Any:
+    """Call a function with one chunk of a tensor after the other, each as large as fits.
+
+    The function gets a chunk, which is a view of the tensor, its start and its end first (a method
+    after ``self``), then what it is called with. A chunk that runs out of memory is tried again
+    with a smaller step, and the chunks that are done stay done.
+
+    Args:
+        func: a function or method, where the decorator has no arguments.
+        initial_step: the size of the first chunk; None: ``maximum``, or the whole tensor.
+        dimension: the dimension to split.
+        collect: what becomes of the results: ``"list"``, in their order; ``"cat"``, concatenated
+            along ``dimension``; ``"host"``, the same on the host, where each is copied while
+            the next is computed; a function of the list; an object with an ``update()`` method,
+            such as a metric, which takes each result and is returned; None: the call returns None.
+        progress: whether to show a progress bar.
+        **options: as of `batch`.
+
+    Raises:
+        AdaptiveUsageError: an argument can't be used, or the function can be suspended.
+
+    Example:
+        >>> import torch
+        >>> from tenure.adaptive import chunked
+        >>> @chunked(initial_step=4, collect="cat")
+        ... def squared(chunk: torch.Tensor, start: int, end: int) -> torch.Tensor:
+        ...     if len(chunk) > 2:
+        ...         raise torch.OutOfMemoryError("CUDA out of memory.")
+        ...     return chunk**2
+        >>> squared(torch.arange(5))
+        tensor([ 0,  1,  4,  9, 16])
+
+    Source: ``toma.chunked``, https://github.com/BlackHC/toma.
+    """
+    checked = checked_options(
+        "initial_step",
+        initial_step,
+        collect=collect,
+        progress=progress,
+        dimension=dimension,
+        **options,
+    )
+    decorate = functools.partial(decorated, call_chunked, checked)
+    return decorate if func is None else decorate(func)
