@@ -4,6 +4,7 @@ Every function that takes a device accepts `sim`, `sim:0`, 0 or None, the curren
 refuses an index that does not exist. Statistics bring no context to life; asking the driver does.
 """
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from .._device._streams import current_stream as current_stream
 from .._device._streams import default_stream as default_stream
 from .._device._streams import set_stream as set_stream
 from .._device._streams import stream as stream
-from .._device._which import current_index, index_of, turn_back, turn_to
+from .._device._which import current_index, index_of, made_current, turn_to
 from .._torch_backend import sim_device
 from ._device_memory import empty_cache as empty_cache
 from ._device_memory import fraction_function
@@ -84,19 +85,9 @@ def set_device(index: Any) -> None:
     turn_to(index_of(index))
 
 
-class device:
+def device(index: Any) -> AbstractContextManager[None]:
     """Context in which a device is the current one."""
-
-    def __init__(self, index: Any) -> None:
-        self.idx = index_of(index)
-        self.prev_idx = -1
-
-    def __enter__(self) -> None:
-        self.prev_idx = current_device()
-        turn_to(self.idx)
-
-    def __exit__(self, *error: object) -> None:
-        turn_back(self.prev_idx)
+    return made_current(index_of(index))
 
 
 def synchronize(index: Any = None) -> None:

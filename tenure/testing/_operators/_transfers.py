@@ -11,9 +11,10 @@ from tenure._text import describe_tensor
 
 from .._allocator import last_error
 from .._device._blocks import has_block, is_on_device, on_host, span_of
+from .._device._clock import Engine
 from .._device._host_memory import extent_bytes, pinned_memory
 from .._device._machine import machine
-from .._device._streams import Stream, current_stream, number_of
+from .._device._streams import current_stream, number_of
 from .._device._which import context_for_pinning, index_of
 from .._torch_backend import DEVICE_TYPE, kernel, operator_named, sim_device
 from ._fallback import run_as
@@ -26,12 +27,10 @@ def copy_from(
     source: torch.Tensor, destination: torch.Tensor, non_blocking: bool = False
 ) -> torch.Tensor:
     """Kernel of `aten::_copy_from`, which `copy_` comes down to."""
-    if not is_on_device(destination):
-        _copy_out(source, destination, non_blocking=non_blocking)
-    elif not is_on_device(source):
-        _copy_in(source, destination, non_blocking=non_blocking)
-    else:
+    if is_on_device(source) and is_on_device(destination):
         _copy_within(source, destination)
+    else:
+        _copy_over_link(source, destination, non_blocking=non_blocking)
     return destination
 
 
@@ -126,39 +125,30 @@ def _copy_within(source: torch.Tensor, destination: torch.Tensor) -> None:
     last_error.check()
 
 
-def _copy_in(source: torch.Tensor, destination: torch.Tensor, *, non_blocking: bool) -> None:
-    stream, span = current_stream(destination.device), pinned_memory.span(source)
-    _forbid_in_capture(stream)
-    pinned = span is not None and _same_layout(source, destination)
-    machine.launch(_NAME, stream, [span] if span else [], [span_of(destination)])
-    machine.clock.launch_copy(stream, "h2d", destination.nbytes, pinned=pinned)
-    if pinned and non_blocking:
-        machine.host_copies.deliver(stream.seen, source)
-        on_host(destination).copy_(source)
-        machine.host_copies.send(source, stream.number, stream.seen)
-        return
-    stream.synchronize()
-    on_host(destination).copy_(source)
-
-
-def _copy_out(source: torch.Tensor, destination: torch.Tensor, *, non_blocking: bool) -> None:
-    stream, span = current_stream(source.device), pinned_memory.span(destination)
-    _forbid_in_capture(stream)
-    pinned = span is not None and _same_layout(source, destination)
-    machine.launch(_NAME, stream, [span_of(source)], [span] if span else [])
-    # The host converts what arrives.
-    n_bytes = destination.numel() * source.element_size()
-    machine.clock.launch_copy(stream, "d2h", n_bytes, pinned=pinned)
-    if pinned and non_blocking:
-        machine.host_copies.receive(destination, on_host(source), stream.number, stream.seen)
-    else:
-        stream.synchronize()
-        destination.copy_(on_host(source))
-
-
-def _forbid_in_capture(stream: Stream) -> None:
+def _copy_over_link(source: torch.Tensor, destination: torch.Tensor, *, non_blocking: bool) -> None:
+    engine: Engine = "d2h" if is_on_device(source) else "h2d"
+    host, there = (destination, source) if engine == "d2h" else (source, destination)
+    stream, span = current_stream(there.device), pinned_memory.span(host)
     if stream.capture is not None:
         stream.capture.refuse("copies between host and device")
+    pinned = span is not None and _same_layout(source, destination)
+    on_both = [[span_of(there)], [span] if span else []]
+    reads, writes = on_both if engine == "d2h" else reversed(on_both)
+    machine.launch(_NAME, stream, reads, writes)
+    # The host converts.
+    n_bytes = destination.numel() * there.element_size()
+    machine.clock.launch_copy(stream, engine, n_bytes, pinned=pinned)
+    alias = on_host(there)
+    out_of, into = (alias, destination) if engine == "d2h" else (source, alias)
+    if not (pinned and non_blocking):
+        stream.synchronize()
+        into.copy_(out_of)
+    elif engine == "d2h":
+        machine.host_copies.receive(into, out_of, stream.number, stream.seen)
+    else:
+        machine.host_copies.deliver(stream.seen, source)
+        into.copy_(out_of)
+        machine.host_copies.send(source, stream.number, stream.seen)
 
 
 def _same_layout(first: torch.Tensor, second: torch.Tensor) -> bool:
