@@ -21,7 +21,7 @@ import torch
 
 from tenure._text import parse_bytes
 
-from .._allocator import (
+from .._allocator._runtime import (
     ALREADY_REGISTERED,
     INVALID_VALUE,
     NOT_REGISTERED,

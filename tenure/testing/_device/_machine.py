@@ -19,7 +19,8 @@ import torch
 
 from tenure._cuda_blocks import BLOCK_BYTES
 
-from .._allocator import CachingPool, ExactPool, MemoryPool, last_error
+from .._allocator import CachingPool, ExactPool, MemoryPool
+from .._allocator._runtime import last_error
 from .._torch_backend import DEVICE_TYPE
 from ._clock import Clock, Rates
 from ._host_memory import HostCopies

@@ -7,7 +7,6 @@ What was recorded before the machine was started afresh orders nothing: those cl
 
 import contextlib
 import itertools
-import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Self
@@ -20,7 +19,7 @@ from .._torch_backend import DEVICE_TYPE, DEVICE_TYPE_NUMBER
 from ._clock import Clock
 from ._machine import machine
 from ._races import VectorClock, default_number, merge_clocks
-from ._which import current_index, index_of, made_current, turn_back, turn_to
+from ._which import current_index, index_of, made_current, this_thread, turn_back, turn_to
 
 _stream_ids = itertools.count(1)
 
@@ -176,13 +175,13 @@ class Stream(torch.Stream):
             return self.record_event().query()
 
     def __enter__(self) -> Self:
-        _current.outer.append((current_index(), _current.streams.get(self.device_index)))
+        this_thread.outer.append((current_index(), this_thread.streams.get(self.device_index)))
         set_stream(self)
         return self
 
     def __exit__(self, *error: object) -> None:
-        index, stream = _current.outer.pop()
-        _current.streams[self.device_index] = stream
+        index, stream = this_thread.outer.pop()
+        this_thread.streams[self.device_index] = stream
         # As torch.cuda.stream does: this makes a context where there was none.
         turn_to(index)
 
@@ -190,13 +189,6 @@ class Stream(torch.Stream):
         return f"<sim.Stream {self.stream_id}, ready_s={self.ready_s:.6f}, on {self.device}>"
 
 
-class _PerThread(threading.local):
-    def __init__(self) -> None:
-        self.streams: dict[int, Stream | None] = {}
-        self.outer: list[tuple[int, Stream | None]] = []
-
-
-_current = _PerThread()
 # The streams around each backward pass under way, by device.
 _passes: list[list[Stream]] = []
 
@@ -220,7 +212,7 @@ def current_stream(device: Any = None) -> Stream:
     """
     machine.forbid_in_bad_fork()
     index = index_of(device)
-    chosen = _current.streams.get(index)
+    chosen: Stream | None = this_thread.streams.get(index)
     if chosen is None and _passes and is_running_node():
         chosen = _passes[-1][index]
     return chosen if chosen is not None and machine.owns(chosen) else default_stream(index)
@@ -246,13 +238,13 @@ def set_stream(stream: Stream | None) -> None:
     if stream is not None:
         index = _require_stream(stream).device_index
         turn_to(index)
-        _current.streams[index] = stream
+        this_thread.streams[index] = stream
 
 
 def forget_choices() -> None:
     """Make the default streams and the first device current in this thread, as at its start."""
     turn_back(0)
-    _current.streams.clear()
+    this_thread.streams.clear()
 
 
 def _require_stream(stream: Any) -> Stream:

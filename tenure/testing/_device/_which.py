@@ -7,6 +7,7 @@ turns to gets its context then, as with CUDA 12, unless it was current already.
 import contextlib
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -14,28 +15,33 @@ from .._torch_backend import DEVICE_TYPE
 from ._machine import machine
 
 
-class _PerThread(threading.local):
-    index = 0
+class _ThisThread(threading.local):
+    """What a thread has chosen: a device, and by device a stream; and what it had chosen around."""
+
+    def __init__(self) -> None:
+        self.index = 0
+        self.streams: dict[int, Any] = {}
+        self.outer: list[tuple[int, Any]] = []
 
 
-_current = _PerThread()
+this_thread = _ThisThread()
 
 
 def current_index() -> int:
     """The index of the device that is current in this thread; 0 where it is gone by a restart."""
-    return _current.index if _current.index < len(machine.devices) else 0
+    return this_thread.index if this_thread.index < len(machine.devices) else 0
 
 
 def turn_to(index: int) -> None:
     """Make a device current in this thread, with a context."""
     if index != current_index():
         machine.devices[index].has_context = True
-    _current.index = index
+    this_thread.index = index
 
 
 def turn_back(index: int) -> None:
     """Make current again what was so before; no context comes to life by that."""
-    _current.index = index
+    this_thread.index = index
 
 
 @contextlib.contextmanager

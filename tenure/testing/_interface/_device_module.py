@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .._allocator import error_string
+from .._allocator._runtime import error_string
 from .._device._host_memory import pinned_memory
 from .._device._machine import machine
 from .._device._streams import Event as Event

@@ -8,7 +8,7 @@ the capture, as does one that only this device can't capture: whatever follows, 
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from .._allocator import CAPTURE_INVALIDATED, CAPTURE_UNSUPPORTED, error_of, last_error
+from .._allocator._runtime import CAPTURE_INVALIDATED, CAPTURE_UNSUPPORTED, error_of, last_error
 from .._device._machine import machine
 from .._device._races import Span
 from .._device._streams import Stream, current_stream, default_stream, stream

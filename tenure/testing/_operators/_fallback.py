@@ -13,7 +13,7 @@ import torch
 
 from tenure._torch.modes import schema_of
 
-from .._allocator import last_error
+from .._allocator._runtime import last_error
 from .._device._blocks import (
     adopt,
     is_on_device,

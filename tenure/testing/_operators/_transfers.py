@@ -9,7 +9,7 @@ import torch
 
 from tenure._text import describe_tensor
 
-from .._allocator import last_error
+from .._allocator._runtime import last_error
 from .._device._blocks import has_block, is_on_device, on_host, span_of
 from .._device._clock import Engine
 from .._device._host_memory import extent_bytes, pinned_memory
