@@ -114,7 +114,6 @@ class Courtesy:
     def __init__(self, device: str | int | torch.device | None = None) -> None:
         self.device = None if device is None else _device(device)
         self.report: CourtesyReport | None = None
-        self._is_entered = False
 
     @property
     def away_bytes(self) -> int:
@@ -147,7 +146,12 @@ class Courtesy:
             going, stays = split(here)
             # Before anything is moved: the warning may be an error to this program.
             if stays:
-                warn_user(_warning(stays), CourtesyWarning)
+                warn_user(
+                    f"{format_bytes(sum(stay.n_bytes for stay in stays))} could not be moved to "
+                    f"host memory: {listed([*map(str, stays)], _SHOWN, '; ')}. The report of the "
+                    "Courtesy names all.",
+                    CourtesyWarning,
+                )
             moved = self._let_leave(going)
             for device in {away.device for away in moved}:
                 # their blocks are the cache's then, and go with it
@@ -178,23 +182,30 @@ class Courtesy:
                     try:
                         away.allocate()
                     except RuntimeError as error:
-                        raise CourtesyError(self._still_away(), self) from error
+                        there = [each for each in self._all_away() if each.device == away.device]
+                        n_bytes = sum(each.n_bytes for each in there)
+                        raise CourtesyError(
+                            f"{away.device} has no memory for {format_bytes(n_bytes)} that "
+                            "belong there. They are safe in host memory. Make room, then call "
+                            "restore() on the Courtesy again: it is the attribute courtesy of a "
+                            "CourtesyError, as any use of these tensors raises one.",
+                            self,
+                        ) from error
                     away.come_back()
 
     def __enter__(self) -> Self:
         """Move what lies on the device, as ``yield_memory()``.
 
         Raises:
-            CourtesyError: this object is in a block already, or the host has no memory.
+            CourtesyError: this object has moved something already, or as of ``yield_memory()``.
         """
-        if self._is_entered:
+        if self._all_away():
             raise CourtesyError(
-                f"{self!r} is in a block already, whose end would bring back what both moved. "
-                "Use a second Courtesy.",
+                f"{self!r} has moved that already, and the end of this block would bring it back "
+                "as well. Call its restore() first, or use a second Courtesy.",
                 self,
             )
         self.yield_memory()
-        self._is_entered = True
         return self
 
     def __exit__(
@@ -204,7 +215,6 @@ class Courtesy:
         traceback: TracebackType | None,
     ) -> None:
         """Bring everything back, as ``restore()``; an exception of the block goes on unmasked."""
-        self._is_entered = False
         try:
             self.restore()
         except CourtesyError as error:
@@ -277,14 +287,6 @@ class Courtesy:
             raise
         return moved
 
-    def _still_away(self) -> str:
-        devices = ", ".join(sorted({str(away.device) for away in self._all_away()}))
-        return (
-            f"{devices} has no memory for {format_bytes(self.away_bytes)} that belong there. They "
-            "are safe in host memory. Make room, then call restore() on the Courtesy again: it is "
-            "the attribute courtesy of a CourtesyError, as any use of these tensors raises one."
-        )
-
 
 def _device(named: str | int | torch.device) -> torch.device:
     try:
@@ -294,14 +296,6 @@ def _device(named: str | int | torch.device) -> torch.device:
             f"{named!r} is no device that torch knows here, so nothing can leave it. Name one as "
             'torch does, such as "cuda" or "cuda:1"; without any, all accelerators are meant.'
         ) from error
-
-
-def _warning(stays: list[Stay]) -> str:
-    n_bytes = sum(stay.n_bytes for stay in stays)
-    return (
-        f"{format_bytes(n_bytes)} could not be moved to host memory: "
-        f"{listed([*map(str, stays)], _SHOWN, '; ')}. The report of the Courtesy names all."
-    )
 
 
 def _host_memory(going: list[Holding]) -> list[Tensor]:

@@ -608,7 +608,10 @@ def test_one_courtesy_is_used_again_but_not_inside_itself(sim):
         assert x.sum() == 4
     with (
         courtesy,
-        pytest.raises(CourtesyError, match=r"^<Courtesy of every accelerator, 16 B away> is in a"),
+        pytest.raises(
+            CourtesyError,
+            match=r"^<Courtesy of every accelerator, 16 B away> has moved that already, and the",
+        ),
         courtesy,
     ):
         pytest.fail("the inner block must not begin")
