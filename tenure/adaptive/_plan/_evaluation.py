@@ -67,10 +67,6 @@ class Evaluation:
         }
         return sum(held.values())
 
-    def fits(self, size: int, allowed_bytes: int, *, in_full: bool = False) -> bool:
-        """Whether micro-batches of a size fit; where not in full, their first ones and the last."""
-        return self.report(size, in_full=in_full)[0].fits(allowed_bytes)
-
     def report(self, size: int, *, in_full: bool = True) -> tuple[PeakReport, tuple[int, ...]]:
         """What a size takes, and the samples of each micro-batch."""
         length = self._n_samples if in_full else self._step.length(size)

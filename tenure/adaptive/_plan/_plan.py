@@ -6,6 +6,8 @@ extrapolated, for the peak of a step is no straight line of its micro-batches.
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
@@ -17,12 +19,11 @@ from tenure._errors import AdaptiveUsageError
 from tenure._show import steps
 from tenure._torch.compiler import never_compiled
 
-from .._sizes import checked_size
+from .._sizes import checked_size, largest_predicted
 from .._step import BatchNormPolicy, Reduction, SampleDims, SampleTree, StepSpec
 from ._budget_argument import allowed_bytes
 from ._evaluation import Evaluation
 from ._report import Plan, plan_of
-from ._search import largest_that_fits
 from ._too_large import too_large
 
 Batch = TypeVar("Batch")
@@ -107,21 +108,19 @@ def plan(
     allowed = allowed_bytes(budget, margin, evaluation.device, evaluation.held_bytes())
     with steps("plan") as show:
 
-        def fits(size: int, in_full: bool = False) -> bool:
+        def bytes_at(size: int, in_full: bool = False) -> int:
             show(f"micro-batch {size}")
-            return evaluation.fits(size, allowed, in_full=in_full)
+            report, _ = evaluation.report(size, in_full=in_full)
+            # an allocator that gives back what it caches may have room for more than the budget
+            return min(report.needed_bytes, allowed if report.fits(allowed) else sys.maxsize)
 
-        def excess(size: int, in_full: bool = False) -> float:
-            return evaluation.report(size, in_full=in_full)[0].needed_bytes - allowed
-
-        found = largest_that_fits(fewest, most, fits, excess)
+        found = largest_predicted(bytes_at, fewest, most, allowed, is_exact=True)
         # what a long step piles up is seen only when all of it runs
-        while found and not fits(found, True):
-            found = largest_that_fits(
-                fewest, found - 1, lambda size: fits(size, True), lambda size: excess(size, True)
-            )
-    if not found:
-        raise too_large(evaluation, allowed)
+        in_full = functools.partial(bytes_at, in_full=True)
+        while fewest < found and in_full(found) > allowed:
+            found = largest_predicted(in_full, fewest, found - 1, allowed, is_exact=True)
+        if max(bytes_at(found), in_full(found)) > allowed:
+            raise too_large(evaluation, allowed)
     report, sizes = evaluation.report(found)
     return plan_of(report, found, sizes, allowed)
 

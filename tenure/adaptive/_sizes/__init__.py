@@ -15,6 +15,7 @@ from ._limits import checked_initial as checked_initial
 from ._limits import checked_limits as checked_limits
 from ._limits import checked_size as checked_size
 from ._predicted import Predict as Predict
+from ._predicted import largest_predicted as largest_predicted
 from ._remembered import REMEMBERS_NOTHING as REMEMBERS_NOTHING
 from ._remembered import BatchsizeCache as BatchsizeCache
 from ._remembered import CacheType as CacheType

@@ -97,9 +97,15 @@ def _slope(known: dict[int, int]) -> float | None:
 
 
 def largest_predicted(
-    bytes_at: Predict, low: int, high: int, limit_bytes: float, align: int = 1
+    bytes_at: Predict,
+    low: int,
+    high: int,
+    limit_bytes: float,
+    align: int = 1,
+    *,
+    is_exact: bool = False,
 ) -> int:
-    """The largest size whose prediction fits, or one that is less by 1 % at the most.
+    """Return the largest size whose prediction fits, or one that is less by 1 % at the most.
 
     Args:
         bytes_at: predicts; asked for ``high``, and for some sizes below it.
@@ -107,7 +113,12 @@ def largest_predicted(
         high: the largest, likewise.
         limit_bytes: what a size may need.
         align: sizes are multiples of it.
+        is_exact: whether it has to be the largest.
     """
+
+    def close(n: int) -> int:
+        return 1 if is_exact else max(1, n // _CLOSE)
+
     fits, fails = low // align, high // align + 1
     if fits + 1 >= fails:
         return low
@@ -116,15 +127,15 @@ def largest_predicted(
         return high
     fails -= 1
     n_asked, n_missed, has_met = 0, 0, False
-    while fails - fits > _close(fits):
+    while fails - fits > close(fits):
         n_asked += 1
         is_by_line = not has_met and n_missed < _MOST_MISSED and n_asked % _HALVED != 0
         if is_by_line:
             # a curve is above the line that continues it, so that all by the line may fail
-            n = min(known.reaching(limit_bytes), fails - _close(fails))
+            n = min(known.reaching(limit_bytes), fails - close(fails))
         else:
             # where the line was right, one more step ends it
-            n = fits + _close(fits) if has_met else _middle(fits, fails)
+            n = fits + close(fits) if has_met else _middle(fits, fails)
         n = min(max(n, fits + 1), fails - 1)
         if known.at(n) <= limit_bytes:
             fits, n_missed, has_met = n, 0, is_by_line
@@ -158,7 +169,3 @@ class _Known:
 def _middle(fits: int, fails: int) -> int:
     far = fails > _FAR * max(1, fits)
     return int((max(1, fits) * fails) ** 0.5) if far else (fits + fails) // 2
-
-
-def _close(n: int) -> int:
-    return max(1, n // _CLOSE)

@@ -16,7 +16,6 @@ from tenure.adaptive import (
     statistics,
     step,
 )
-from tenure.adaptive._plan._search import largest_that_fits
 
 from ..predict.true_peak import true_peak_bytes
 
@@ -127,8 +126,7 @@ def test_where_nothing_fits_the_numbers_are_told():
 
     with pytest.raises(OutOfRetriesError, match=expected) as caught:
         plan(fn, batch, "50KiB", margin=0)
-    # after three sizes a line says that a single sample may still fit
-    assert caught.value.sizes == (64, 32, 16, 1)
+    assert caught.value.sizes == (64, 15, 2, 1)
 
 
 @pytest.mark.slow
@@ -245,23 +243,6 @@ def test_an_error_tells_the_size_that_takes_least_and_what_it_needs():
     size, n_bytes = caught.value.least
     assert size in caught.value.sizes
     assert plan(mean_of(model), batch, n_bytes, margin=0, maximum=size).needed_bytes == n_bytes
-
-
-@pytest.mark.parametrize("limit", [1, 2, 3, 99, 100, 101, 777, 1000])
-@pytest.mark.parametrize("power", [1, 2, 0])
-def test_the_search_asks_few_sizes_by_the_line_and_no_more_than_twice_a_bisection(limit, power):
-    asked = []
-
-    def excess(size):
-        # with a power of 0 all that is told is whether a size fits
-        return size**power - limit**power if power else (-1 if size <= limit else 1)
-
-    found = largest_that_fits(1, 1000, lambda size: asked.append(size) or size <= limit, excess)
-    assert found == limit
-    assert len(asked) == len(set(asked)) <= (14 if power else 24)
-    if power == 1 and limit > 3:
-        assert len(asked) <= 7
-    assert limit == 1000 or limit + 1 in asked
 
 
 def test_the_plan_agrees_with_the_prediction_of_the_whole():

@@ -1,5 +1,6 @@
 """The largest size that a prediction says fits, in few predictions."""
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -45,3 +46,18 @@ def test_what_fits_altogether_takes_one():
     assert largest_predicted(cost, 1, 1000, 10**6) == 1000
     assert cost.asked == [1000]
     assert largest_predicted(cost, 7, 7, 0) == 7
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3, 99, 100, 101, 777, 1000])
+@pytest.mark.parametrize("power", [1, 2, 0])
+def test_the_largest_takes_few_predictions_and_no_more_than_twice_a_bisection(limit, power):
+    # with a power of 0 all that is told is whether a size fits
+    cost = Cost(10**6, 1000, power) if power else lambda n: asked.append(n) or 2 * (n > limit)
+    limit_bytes = cost(limit) if power else 1
+    asked = cost.asked if power else []
+    asked.clear()
+    assert largest_predicted(cost, 1, 1000, limit_bytes, is_exact=True) == limit
+    assert len(asked) == len(set(asked)) <= (14 if power else 24)
+    if power == 1 and limit > 3:
+        assert len(asked) <= 7
+    assert limit == 1000 or limit + 1 in asked
