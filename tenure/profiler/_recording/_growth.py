@@ -37,8 +37,8 @@ _FILLING = 4
 _MOST_KEYS = 16
 # Storages of a pile that are looked for at the next look.
 _MOST_SAMPLES = 8
-_MOST_NAMES = 3
 _MAIN, _OF_EACH, _GRAPH = "__main__.", "[…]", "graph of "
+_UNNAMED = "something without a name"
 _NO_VARIABLE = frozenset({"", "unknown", "autograd"})
 _ADVICE_OF_GRAPHS = "Keep .detach() or .item() of what is kept, or bound it."
 
@@ -103,7 +103,6 @@ class Pile(NamedTuple):
         staying_since: the same, and since which its storages were not replaced.
         keys: how many there are by the place with its keys; none if there are many keys.
         is_variable: it is the place of a variable, and no module's, optimizer's or graph's.
-        has_graph: some of its tensors have a graph.
         samples: some of the storages.
     """
 
@@ -113,11 +112,10 @@ class Pile(NamedTuple):
     staying_since: int
     keys: dict[str, int]
     is_variable: bool
-    has_graph: bool
     samples: tuple[weakref.ref[UntypedStorage], ...]
 
 
-_NOTHING = Pile(0, 0, 0, 0, {}, False, False, ())
+_NOTHING = Pile(0, 0, 0, 0, {}, False, ())
 
 
 class Look(NamedTuple):
@@ -155,7 +153,7 @@ def _places_of(entry: StorageEntry) -> Iterator[str]:
     """The places that a storage belongs to: of a module's tensor each module around it as well."""
     name, category = entry.owner.name, entry.owner.category
     if category == SAVED:
-        yield _GRAPH + place_of(entry.owner.graph or "")
+        yield _GRAPH + place_of(entry.owner.graph or _UNNAMED)
     if entry.kind not in _NO_VARIABLE:
         yield place_of(name)
     elif not entry.kind and category in (PARAMETERS, BUFFERS):
@@ -185,7 +183,6 @@ def _pile(step: int, place: str, entries: list[StorageEntry], before: Look | Non
         staying_since,
         keys if len(keys) <= _MOST_KEYS else {},
         entries[0].kind not in _NO_VARIABLE,
-        any(entry.has_graph for entry in entries),
         tuple(each.identity for each in samples if each.identity is not None),
     )
 
@@ -207,27 +204,20 @@ def grown(looks: Sequence[Look]) -> dict[str, Growth]:
     # without the modules around a module or buffer that grows
     outer = {place[:i] for place in values for i, letter in enumerate(place) if letter == "."}
     found = {
-        place: _growth(place, _GRAPH + place, first, last, is_of_values=True)
+        place: _growth(place, first, last, is_of_values=True)
         for place, first in values.items()
         if place not in outer
     }
-    for place, first in graphs.items():
-        name = place.removeprefix(_GRAPH)
-        if not name:
-            # Nothing tells whose it is: the first place that grows and has one, else all with one.
-            rooted = [each for each, pile in last.piles.items() if pile.has_graph]
-            names = [each for each in found if last.at(each).has_graph][:1] or rooted[:_MOST_NAMES]
-            name = ", ".join(names) or "something without a name"
-        is_of_values = name in found
-        since = values[name] if is_of_values else first
-        if not is_of_values or name != place.removeprefix(_GRAPH):
-            found[name] = _growth(name, place, since, last, is_of_values=is_of_values)
-    return found
+    return {
+        name: _growth(name, first, last, is_of_values=False)
+        for place, first in graphs.items()
+        if (name := place.removeprefix(_GRAPH)) not in found
+    } | found
 
 
-def _growth(name: str, graph: str, first: Look, last: Look, *, is_of_values: bool) -> Growth:
+def _growth(name: str, first: Look, last: Look, *, is_of_values: bool) -> Growth:
     before, now = first.at(name), last.at(name)
-    graph_bytes = max(0, last.at(graph).n_bytes - first.at(graph).n_bytes)
+    graph_bytes = max(0, last.at(_GRAPH + name).n_bytes - first.at(_GRAPH + name).n_bytes)
     # with its keys, where all that grew is under one of them
     rose = [key for key, n in now.keys.items() if n > before.keys.get(key, 0)] or [*now.keys]
     return Growth(
