@@ -1,7 +1,7 @@
 """Budgets that change: what is free on a device, and what several models share.
 
-`_policy` decides, in numbers; `_gauge` looks at the device; `_budget` asks the models
-for memory and gives it to them, each by its `_share`.
+`_gauge` looks at the device; `_budget` asks the models for memory and gives it to them, each by its
+`_share`.
 """
 
 from ._budget import PagingBudget as PagingBudget

@@ -1,5 +1,9 @@
 """Budgets that several models share, and the one that follows what is free on a device.
 
+The model that runs takes memory from the others, from the one first that ran longest ago. In the
+first pass after that all of it is copied anew; so a model whose turns are short takes only what no
+copy of another one needs, or what one has whose turns are shorter still.
+
 Invariant: what the models of a budget hold together never exceeds its limit, for nothing is taken
 before it was given back. Nobody waits for another model here: one that runs on another thread is
 left alone, and of one that runs on this thread goes only what is not in use.
@@ -18,17 +22,13 @@ from tenure._errors import PagingError
 from tenure._text import counted, format_bytes, parse_bytes, parse_share
 
 from ._gauge import Gauge
-from ._policy import (
-    AFTER_AN_ERROR,
-    FIRST_SHARE,
-    Ceiling,
-    keeps,
-    lowered,
-    offered,
-)
 from ._share import Share
 
 AUTO = "auto"
+_FIRST_SHARE = 3 / 4
+"""Of what is free: what weights have before the first pass has shown what computation needs."""
+_SHORT_TURN = 2
+"""In a turn of so few passes it costs as much to copy what was taken as it saves."""
 _autos: weakref.WeakValueDictionary[str, PagingBudget] = weakref.WeakValueDictionary()
 _autos_lock = RLock()
 _Planned = TypeVar("_Planned")
@@ -73,15 +73,15 @@ class PagingBudget:
         self._gauge: Gauge | None = None
         # What a number or a share comes to; None where the limit follows what is free.
         self._cap_bytes = self._asked_bytes
-        self._ceiling: Ceiling | None = None
+        self._limit_bytes = self._asked_bytes
+        # The one that ran last stands last.
         self._shares: list[weakref.ref[Share]] = []
-        self._n_turns = 0
 
     @property
     def limit_bytes(self) -> int | None:
         """What the models may have together now; None before the first one is paged."""
         with self._lock:
-            return self._cap_bytes if self._ceiling is None else self._ceiling.n_bytes
+            return self._limit_bytes
 
     @property
     def held_bytes(self) -> int:
@@ -125,7 +125,9 @@ class PagingBudget:
         """
         with self._lock:
             self._come_to(device)
-            return self._planned(plan, self._attainable(), self._left())
+            # If all others gave what they can.
+            givable_bytes = sum(each.held_bytes - each.least_bytes for each in self._alive())
+            return self._planned(plan, self._left() + givable_bytes, self._left())
 
     def _join(
         self, device: torch.device, plan: _Plan[_Planned], size: Callable[[_Planned], int]
@@ -145,10 +147,9 @@ class PagingBudget:
             self._ask(size(planned) - self._left())
             if size(planned) > self._left():
                 # Those that run give nothing.
-                left_bytes = self._left()
-                planned = self._planned(plan, left_bytes, left_bytes)
+                planned = self._planned(plan, self._left(), self._left())
             share = Share(self, size(planned))
-            self._shares.append(weakref.ref(share))
+            self._shares.insert(0, weakref.ref(share))
             return planned, share
 
     def _planned(self, plan: _Plan[_Planned], most_bytes: int, now_bytes: int) -> _Planned:
@@ -171,13 +172,17 @@ class PagingBudget:
     def _begin(self, share: Share) -> None:
         """A pass of a model begins."""
         with self._lock:
-            self._note_turn(share)
+            share.n_passes += 1
+            last = self._alive()[-1]
+            if last is not share:
+                last.turn, share.n_passes = last.n_passes or None, 1
+                self._close(share)
+                self._shares.append(weakref.ref(share))
             self._follow()
-            over_bytes = -self._left()
-            if over_bytes > 0:
-                self._ask(over_bytes, besides=share)
+            if self._left() < 0:
+                self._ask(-self._left(), besides=share)
                 self._ask(-self._left())
-            elif self._ceiling is not None and self._ceiling.is_calm:
+            else:
                 self._grow(share)
             self._rebase()
 
@@ -190,17 +195,14 @@ class PagingBudget:
         if goes_on and gauge.is_sure:
             return
         with self._lock:
-            allocated_bytes = self._allocated_bytes()
+            held_bytes, allocated_bytes = self.held_bytes, self._allocated_bytes()
             gauge.look(allocated_bytes)
-            wanted_bytes = gauge.short_bytes(allocated_bytes)
-            if not wanted_bytes:
+            short_bytes = gauge.short_bytes(allocated_bytes)
+            if not short_bytes:
                 return
-            before_bytes = self.held_bytes
-            wanted_bytes -= self._ask(wanted_bytes, besides=share)
-            if wanted_bytes > 0:
-                self._ask(wanted_bytes)
-            if self.held_bytes < before_bytes and self._ceiling is not None:
-                self._ceiling = lowered(self._ceiling, self.held_bytes)
+            self._ask(short_bytes - self._ask(short_bytes, besides=share))
+            if self.held_bytes < held_bytes:
+                self._limit_bytes = min(self._limit(), self.held_bytes)
             self._rebase()
 
     def _end(self) -> None:
@@ -214,21 +216,15 @@ class PagingBudget:
     def _more(self, share: Share, n_bytes: int) -> bool:
         """Whether a model that can't run without it may have so many bytes."""
         with self._lock:
-            needed_bytes = n_bytes - self._left()
-            if needed_bytes > 0:
-                self._ask(needed_bytes, besides=share)
+            self._ask(n_bytes - self._left(), besides=share)
             return n_bytes <= self._left()
 
     def _gave_back(self) -> None:
-        """One of the models had to give memory back."""
+        """One of the models had to give memory back: it is not taken again at once."""
         with self._lock:
-            if self._ceiling is not None:
-                self._ceiling = lowered(self._ceiling, self.held_bytes, AFTER_AN_ERROR)
-
-    @property
-    def _is_shared(self) -> bool:
-        """Whether several models have it."""
-        return len(self._shares) > 1
+            self._limit_bytes = min(self._limit(), self.held_bytes)
+            if self._gauge is not None:
+                self._gauge.forget()
 
     @property
     def _is_looking(self) -> bool:
@@ -236,40 +232,32 @@ class PagingBudget:
         return self._follows or self._limit() < (self._cap_bytes or 0)
 
     def _limit(self) -> int:
-        assert self._ceiling is not None
-        return self._ceiling.n_bytes
+        assert self._limit_bytes is not None
+        return self._limit_bytes
 
     def _left(self) -> int:
         """What nothing has; less than none where the limit has fallen."""
         return self._limit() - self.held_bytes
 
-    def _attainable(self) -> int:
-        """What another model might have, if all others gave what they can."""
-        return self._left() + sum(share.givable_bytes for share in self._alive())
-
     def _come_to(self, device: torch.device) -> None:
         """Belong to a device, and know what there is, where this is the first model there."""
-        shares = self._alive()
-        if shares and device != self._device:
-            raise PagingError(
-                f"{self!r} can't be used on {device} as well. Make another PagingBudget for the "
-                "models of that device."
-            )
-        if shares:
+        if self._alive():
+            if device != self._device:
+                raise PagingError(
+                    f"{self!r} can't be used on {device} as well. Make another PagingBudget for "
+                    "the models of that device."
+                )
             return
-        self._device, self._gauge = device, None
+        self._device, self._gauge, self._limit_bytes = device, None, self._asked_bytes
         if self._asked_bytes is None:
             self._gauge = Gauge(device)
-            free_bytes = self._gauge.free_bytes(0)
-            if self._asked_share is None:
-                self._ceiling = Ceiling(int(free_bytes * FIRST_SHARE))
-                return
-            self._cap_bytes = int(free_bytes * self._asked_share)
-        self._ceiling = Ceiling(self._cap_bytes or 0)
+            share = self._asked_share or _FIRST_SHARE
+            self._limit_bytes = int(self._gauge.free_bytes() * share)
+        self._cap_bytes = None if self._follows else self._limit_bytes
 
     def _follow(self) -> None:
-        """Have the limit follow what is free."""
-        if not self._is_looking or self._ceiling is None or self._device is None:
+        """Have the limit follow what is free: down at once, up if several passes had more room."""
+        if not self._is_looking or self._device is None:
             return
         if self._gauge is None:
             try:
@@ -280,52 +268,35 @@ class PagingBudget:
                 return
         self._gauge.look(self._allocated_bytes())
         room_bytes = self._gauge.room_bytes
-        if room_bytes is None:
-            return
         if self._cap_bytes is not None:
             # What it holds it may hold: a number was asked for.
             room_bytes = max(self._limit(), min(self._cap_bytes, room_bytes))
-        self._ceiling = offered(self._ceiling, max(0, room_bytes))
+        if room_bytes < self._limit() or self._gauge.is_sure:
+            self._limit_bytes = room_bytes
 
     def _grow(self, share: Share) -> None:
         """Have the model that runs take what is its due, from others as well."""
-        shares = self._alive()
-        kept = keeps(
-            [each.demand(self._n_turns) for each in shares], shares.index(share), self._limit()
-        )
-        wanted_bytes = kept[shares.index(share)] - share.held_bytes
-        step_bytes = share.step_bytes
-        if not step_bytes or wanted_bytes < step_bytes:
-            return
-        others = [
-            (each, each.held_bytes - least)
-            for each, least in zip(shares, kept, strict=True)
-            if each is not share and each.held_bytes > least
-        ]
-        if self._left() + sum(n_bytes for _, n_bytes in others) < step_bytes:
-            return
-        for each, n_bytes in sorted(others, key=lambda pair: pair[0].last_turn):
-            missing_bytes = wanted_bytes - self._left()
-            if missing_bytes > 0:
-                each.give(min(n_bytes, missing_bytes))
-        share.take(min(wanted_bytes, self._left()))
+        *others, _ = self._alive()
+        turn = share.n_passes if share.turn is None else max(share.turn, share.n_passes)
+        is_long = share.turn is None or turn > _SHORT_TURN
+        most_bytes = share.most_bytes if is_long else share.useful_bytes
+        is_slow = share.useful_bytes - share.held_bytes >= share.step_bytes
+        if 0 < share.step_bytes <= most_bytes - share.held_bytes:
+            for each in others:
+                missing_bytes = most_bytes - share.held_bytes - self._left()
+                each.give(min(missing_bytes, each.held_bytes - each.useful_bytes))
+                if is_slow and (is_long or turn > (each.turn or 0)):
+                    missing_bytes = share.useful_bytes - share.held_bytes - self._left()
+                    each.give(min(missing_bytes, each.held_bytes - each.least_bytes))
+        share.take(self._left())
 
     def _ask(self, n_bytes: int, besides: Share | None = None) -> int:
         """Ask models for memory, those first that ran longest ago; what they gave back."""
         given_bytes = 0
-        for share in sorted(self._alive(), key=lambda each: each.last_turn):
-            if share is not besides and given_bytes < n_bytes:
+        for share in self._alive():
+            if share is not besides:
                 given_bytes += share.give(n_bytes - given_bytes)
         return given_bytes
-
-    def _note_turn(self, share: Share) -> None:
-        shares = self._alive()
-        last = max(shares, key=lambda each: each.last_turn)
-        if last is not share or not share.last_turn:
-            if last is not share:
-                last.end_turn()
-            self._n_turns += 1
-        share.note_pass(self._n_turns)
 
     def _rebase(self) -> None:
         if self._gauge is not None and self._is_looking:

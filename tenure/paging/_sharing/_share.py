@@ -9,7 +9,6 @@ import weakref
 from typing import TYPE_CHECKING, Protocol
 
 from .._device import Engine, Lease, Room
-from ._policy import ASSUMED_TURN, Demand
 
 if TYPE_CHECKING:
     from ._budget import PagingBudget
@@ -31,7 +30,8 @@ class Share(Lease):
         promised_bytes: what it is about to allocate.
 
     Attributes:
-        last_turn: the number of its last turn; 0 before the first.
+        n_passes: how many it has run in its turn, or in its last one.
+        turn: how many passes its last turn had before another model ran; None before the first.
     """
 
     def __init__(self, budget: PagingBudget, promised_bytes: int) -> None:
@@ -39,9 +39,8 @@ class Share(Lease):
         self._engine: weakref.ref[Engine] | None = None
         self._giver: weakref.ref[Giver] | None = None
         self._beside_bytes = 0
-        self.last_turn = 0
-        self._n_passes = 0
-        self._turn: int | None = None
+        self.n_passes = 0
+        self.turn: int | None = None
         self._hidden_bytes: float | None = None
 
     def serve(self, engine: Engine, beside_bytes: int) -> None:
@@ -96,10 +95,21 @@ class Share(Lease):
         return 0 if room is None else self._beside_bytes + sum(room.slab_sizes)
 
     @property
-    def givable_bytes(self) -> int:
-        """What it could do without, if nothing of it were in use."""
+    def least_bytes(self) -> int:
+        """What it has to have."""
         room = self._room
-        return 0 if room is None else room.held_bytes - room.lasting_bytes
+        return self.held_bytes if room is None else self._beside_bytes + room.lasting_bytes
+
+    @property
+    def useful_bytes(self) -> int:
+        """What it takes for copies to be hidden behind computation: more is no faster."""
+        return max(self.least_bytes, int(self.most_bytes - (self._hidden_bytes or 0)))
+
+    @property
+    def most_bytes(self) -> int:
+        """What it has when all of it stays."""
+        room = self._room
+        return 0 if room is None else self._beside_bytes + room.most_bytes
 
     @property
     def step_bytes(self) -> int:
@@ -107,35 +117,10 @@ class Share(Lease):
         room = self._room
         return 0 if room is None else room.least_step_bytes
 
-    def demand(self, n_turns: int) -> Demand:
-        """What is known of its model, after so many turns of all."""
-        room, beside_bytes = self._room, self._beside_bytes
-        is_new = self._turn is None and self._n_passes <= ASSUMED_TURN
-        return Demand(
-            least_bytes=beside_bytes + (0 if room is None else room.lasting_bytes),
-            held_bytes=self.held_bytes,
-            most_bytes=beside_bytes + (0 if room is None else room.most_bytes),
-            hidden_bytes=self._hidden_bytes or 0.0,
-            turn=None if is_new else max(self._turn or 0, self._n_passes),
-            n_turns_ago=n_turns - self.last_turn,
-        )
-
-    def note_pass(self, n_turns: int) -> None:
-        """A pass begins in the turn of this number."""
-        if self.last_turn != n_turns:
-            self._n_passes = 0
-        self.last_turn = n_turns
-        self._n_passes += 1
-
-    def end_turn(self) -> None:
-        """Another model has its turn now."""
-        if self.last_turn:
-            self._turn = self._n_passes
-
     def give(self, n_bytes: int) -> int:
         """Give memory back, as far as it can be done at once; how much."""
         giver = None if self._giver is None else self._giver()
-        return 0 if giver is None else giver.give_back(n_bytes)
+        return 0 if giver is None or n_bytes <= 0 else giver.give_back(n_bytes)
 
     def take(self, n_bytes: int) -> None:
         """Have more units stay, in so many bytes at most."""
@@ -150,7 +135,7 @@ class Share(Lease):
     def _measure(self) -> None:
         """Note what is copied while a pass computes, where a pass is known to be over."""
         engine = None if self._engine is None else self._engine()
-        if engine is None or not self._budget._is_shared:
+        if engine is None or len(self._budget._shares) < 2:
             return
         # Once the host waits for it, or a program that never waits would never be measured.
         measured = engine.hidden_bytes(may_wait=self._hidden_bytes is None)
