@@ -44,7 +44,9 @@ class Monitor(Engine):
         }
 
     def start(self) -> None:
-        """See `Engine`."""
+        """See `Engine`: the events are those of all threads."""
+        if self._tool is not None:
+            return
         check_engine_is_seen()
         # 3 and 4 are the two that the interpreter has named for nobody; that of cProfile is last
         numbers = (3, 4, monitoring.OPTIMIZER_ID, monitoring.PROFILER_ID)
@@ -64,9 +66,6 @@ class Monitor(Engine):
         # that one has ended would else be thought to run on.
         monitoring.set_events(tool, events.PY_UNWIND | events.PY_THROW | events.PY_START)
         self._set(self.codes.values(), self._lines)
-
-    def join(self) -> None:
-        """See `Engine`: the events are those of all threads."""
 
     def watch(self, before: Codes) -> None:
         """See `Engine`."""

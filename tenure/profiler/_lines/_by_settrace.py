@@ -26,18 +26,17 @@ class Tracer(Engine):
 
     def start(self) -> None:
         """Trace this thread, the watched frames that run on it, and the threads to come."""
-        check_engine_is_seen()
-        if sys.gettrace() is not None or threading.gettrace() is not None:
-            raise ProfilerUsageError(
-                "LineProfiler can't be enabled beside a debugger or coverage on Python 3.11, where "
-                "sys.settrace has room for one of them. End it first, or use Python 3.12 or newer."
-            )
-        # threads first: one that starts from here on is not to be missed, and ticks meanwhile
-        threading.settrace(self._call)
-        self.join()
-
-    def join(self) -> None:
-        """Trace this thread as well, unless something else does."""
+        if threading.gettrace() != self._call:
+            check_engine_is_seen()
+            if sys.gettrace() is not None or threading.gettrace() is not None:
+                raise ProfilerUsageError(
+                    "LineProfiler can't be enabled beside a debugger or coverage on Python 3.11, "
+                    "where sys.settrace has room for one of them. End it first, or use Python 3.12 "
+                    "or newer."
+                )
+            # threads first: one that starts from here on is not to be missed, and ticks meanwhile
+            threading.settrace(self._call)
+        # another thread joins, unless something else traces it
         if sys.gettrace() in (None, self._call):
             sys.settrace(self._call)
             self.watch({})

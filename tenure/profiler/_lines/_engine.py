@@ -118,15 +118,11 @@ class Engine(ABC):
 
     @abstractmethod
     def start(self) -> None:
-        """Begin to report.
+        """Begin to report, or report from this thread too, once another has started.
 
         Raises:
             ProfilerUsageError: it can't.
         """
-
-    @abstractmethod
-    def join(self) -> None:
-        """Report from this thread too, once another has started."""
 
     @abstractmethod
     def watch(self, before: Codes) -> None:
@@ -142,7 +138,7 @@ class Engine(ABC):
         """Begin to tell a profiler; one that is open is told of this thread as well."""
         with self.lock:
             if book in self.books:
-                self.join()
+                self.start()
                 return
             process.open()
             try:
@@ -151,11 +147,8 @@ class Engine(ABC):
                 book.begin()
                 self.books = (*self.books, book)
                 self.refresh()
-                if self.on:
-                    self.join()
-                else:
-                    self.on = True
-                    self.start()
+                self.on = True
+                self.start()
             except BaseException:
                 self._drop(book)
                 raise
