@@ -118,13 +118,6 @@ def test_a_program_that_has_imported_ipython_and_runs_no_shell_has_no_cells(monk
     assert cell_of("<ipython-input-1-abc>") is None
 
 
-def test_a_line_of_a_paged_model_in_another_thread_says_the_cell(shell):
-    shell.user_ns["there"] = there = types.SimpleNamespace()
-    code = "import threading\nfrom tenure.paging._forward._door import place_of\n"
-    ran(shell, f"{code}there.place = place_of(threading.get_ident())")
-    assert there.place == " (at Cell In[3], line 3)"
-
-
 # --- magics
 
 

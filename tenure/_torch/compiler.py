@@ -51,9 +51,10 @@ def never_compiled(function: Function) -> Function:
 
 
 def breaks_graphs(function: Function) -> Function:
-    """Let compiled code that calls ``function`` end its graph there, and run it as it is.
+    """Let compiled code that calls ``function`` end its graph there, and run its frame as it is.
 
-    What is never compiled by itself is traced all the same where compiled code calls it.
+    What is never compiled by itself is traced all the same where compiled code calls it. What it
+    calls is compiled if it is compiled otherwise.
 
     Source: ``torch.compiler.disable``, without importing dynamo.
     """
@@ -61,7 +62,7 @@ def breaks_graphs(function: Function) -> Function:
         return torch.compiler.disable(function)  # type: ignore[no-any-return]
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     function._torchdynamo_disable_msg = None  # type: ignore[attr-defined]
-    return never_compiled(function)
+    return never_compiled_alone(function)
 
 
 def never_compiled_alone(function: Function) -> Function:
@@ -142,14 +143,6 @@ def is_compiled(value: object) -> bool:
     if isinstance(value, nn.Module):
         return isinstance(value, home.OptimizedModule) or _compiled_call(value) is not None
     return "_torchdynamo_orig_callable" in getattr(value, "__dict__", ())
-
-
-def compiled_attribute(module: nn.Module) -> str | None:
-    """Which attribute of a compiled module is what compiled code is called by; None of others."""
-    if not is_compiled(module):
-        return None
-    # What `torch.compile(module)` gives is a module around it, with a forward of its own.
-    return "forward" if _compiled_call(module) is None else "_compiled_call_impl"
 
 
 def has_compiled() -> bool:

@@ -4,19 +4,17 @@ torch has hooks for all modules, but compiled code guards on them: what was comp
 compiled once more where there are some, and ``torch.compile(module)`` warns. So the call itself is
 patched, as torch.fx does while it traces; the patch lingers after a block.
 
-Invariant: a call is known by the id and the code of its frame, and no frame is kept: one that is
-held holds its tensors.
+Invariant: no frame is kept: one that is held holds its tensors.
 """
 
 from __future__ import annotations
 
 import functools
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import CodeType, FrameType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -39,62 +37,27 @@ else:
     InstanceNorm = bound("torch.nn.modules.instancenorm._InstanceNorm", "step()")
 
 Listener = Callable[[nn.Module, Any], object]
-Call = tuple[int, CodeType]
-"""A call that runs: the id of its frame, and its code."""
-_Function = TypeVar("_Function", bound=Callable[..., Any])
 _is_compiled = torch.compiler.is_dynamo_compiling
 _CALL = "torch.nn.Module._call_impl"
 _UNSAVED = "torch.nn.Module._non_persistent_buffers_set"
 _calling: CodeType | None = getattr(optional(_CALL), "__code__", None)
-_CALLS: dict[CodeType, str] = {} if _calling is None else {_calling: "self"}
-"""The code that calls a module, and which of its variables is the module."""
+_wrapping = bound("torch.nn.Module._wrapped_call_impl", "paging")
 _saving = bound("torch.nn.Module._save_to_state_dict", "state_dict() of a paged model")
-
-
-def calls(variable: str) -> Callable[[_Function], _Function]:
-    """Have a function count as a call of the module that one of its variables is."""
-
-    def mark(function: _Function) -> _Function:
-        _CALLS[function.__code__] = variable
-        return function
-
-    return mark
-
-
-def call_of(frame: FrameType) -> Call:
-    """The call that a frame is."""
-    return id(frame), frame.f_code
-
-
-def calls_of(module: nn.Module) -> Iterator[Call]:
-    """The calls of a module on this thread's stack, the innermost first; none if it is compiled."""
-    if _calling is None:
-        refuse(_CALL, "paging")
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        variable = _CALLS.get(frame.f_code)
-        if variable is not None and frame.f_locals.get(variable) is module:
-            yield call_of(frame)
-        frame = frame.f_back
 
 
 def module_called_by(frame: FrameType) -> nn.Module | None:
     """The module whose call ``frame`` is; None if it is none."""
-    variable = _CALLS.get(frame.f_code)
-    return None if variable is None else frame.f_locals.get(variable)
+    return frame.f_locals.get("self") if frame.f_code is _calling else None
+
+
+def module_called_by_torch(frame: FrameType) -> nn.Module | None:
+    """The module that ``frame`` is about to call, if that is torch's ``__call__``."""
+    return frame.f_locals.get("self") if frame.f_code is _wrapping.__code__ else None
 
 
 def is_called_by_module(frame: FrameType | None) -> bool:
     """Whether a module is being called on the stack that a frame ends."""
-    while frame is not None and frame.f_code not in _CALLS:
-        frame = frame.f_back
-    return frame is not None
-
-
-def is_running(call: Call, frame: FrameType | None) -> bool:
-    """Whether a call is on the stack that a frame ends; None is that of a thread that ended."""
-    known, code = call
-    while frame is not None and not (id(frame) == known and frame.f_code is code):
+    while frame is not None and frame.f_code is not _calling:
         frame = frame.f_back
     return frame is not None
 

@@ -17,8 +17,8 @@ from tenure._errors import PagingError
 from tenure._text import parse_bytes
 from tenure._torch.quiet import aside_with_subclasses
 
-from ._device import RESIDENT, Arrangement, Engine, UnpagedTensors, in_place_of
-from ._forward import Arguments, Attached, ModuleHooks, Pager, moved
+from ._device import RESIDENT, Arrangement, Engine, Forward, UnpagedTensors, in_place_of
+from ._forward import Arguments, Attached, Pager, moved
 from ._handle import PagedModel
 from ._host import HostBuffers
 from ._link import Link
@@ -75,33 +75,54 @@ def chunk(
     units = [unit for unit in planned.cut.units if unit in resident]
     resources = acquire(planned, Engine(link, store, 0), link, store, units)
     pager = ChunkPager(resources.engine, resources.unpaged, planned.table.hosts.values())
-    attached = Attached(
-        model,
-        planned.table,
-        planned.cut,
-        pager,
-        model.modules(),
-        lambda module, units, table, _: ChunkHooks(module, units, table, pager),
-    )
+    attached = Attached(model, planned.table, planned.cut, pager)
     return PagedModel(model, planned.plan, pager, resources, attached)
 
 
 class ChunkPager(Pager):
-    """Shows the device's weights, but to a module that is computed on the host.
+    """Shows the device's weights, except to a module that is computed on the host.
 
-    Attributes:
-        on_host: how many modules that run now are computed on the host, one inside the other.
+    Args:
+        engine: as of a pager.
+        unpaged: as of a pager.
+        hosts: as of a pager.
     """
 
     def __init__(
         self, engine: Engine, unpaged: UnpagedTensors, hosts: Collection[HostTensor]
     ) -> None:
         super().__init__(engine, unpaged, hosts)
-        self.on_host = 0
+        # Those that are computed on the host, one inside the other.
+        self._on_host: list[Forward] = []
+
+    def enter(self, forward: Forward, token: object, units: list[Unit], module: nn.Module) -> bool:
+        """As of a pager; a module of which any weight is on the host is computed there."""
+        there = [unit for unit in units if self.engine.stays(unit)]
+        if not super().enter(forward, token, there, module):
+            return False
+        if len(there) < len(units):
+            self._on_host.append(forward)
+            self.on_leave(self._on_host.pop)
+        return True
+
+    def arguments(self, forward: Forward, given: Any) -> Arguments | None:
+        """As of a pager, or on the host."""
+        if forward not in self._on_host:
+            return super().arguments(forward, given)
+        arguments = Arguments(given, self.engine.device.type, _HOST)
+        self.on_leave(arguments.hand_back)
+        return arguments
+
+    def result(self, forward: Forward, output: Any) -> Any:
+        """As of a pager, and on the device."""
+        safe = super().result(forward, output)
+        # Of modules that run on the host one inside the other, only the outermost has an output
+        # that a layer on the device may get.
+        return moved(safe, "cpu", self.engine.device) if self._on_host == [forward] else safe
 
     def show(self, host: HostTensor) -> Tensor:
         """As of a pager; a weight that only another module could use is copied for this use."""
-        if self.is_inside and self.on_host:
+        if self.is_inside and self._on_host:
             return host.tensor
         # A model that reads the weight of a layer it does not call, as a tied head does, computes
         # on the device with a weight of the host's.
@@ -110,50 +131,6 @@ class ChunkPager(Pager):
         with aside_with_subclasses():
             copy = taken(lambda: host.tensor.detach().to(self.engine.device), RESIDENT)
             return in_place_of(host.tensor, copy)
-
-    def leave_host(self) -> None:
-        """A module that was computed on the host has ended."""
-        self.on_host -= 1
-
-
-class ChunkHooks(ModuleHooks):
-    """Hooks that take a module's arguments to where its weights are, and its output back."""
-
-    def __init__(
-        self, module: nn.Module, units: list[Unit], hosts: dict[int, HostTensor], pager: ChunkPager
-    ) -> None:
-        self._chunk = pager
-        there = [unit for unit in units if pager.engine.stays(unit)]
-        self._runs_on_host = len(there) < len(units)
-        super().__init__(module, there, hosts, pager)
-
-    def begin(
-        self,
-        module: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        entry: str = "forward",
-    ) -> tuple[Any, Any] | None:
-        """Before the forward."""
-        if not self._runs_on_host:
-            return super().begin(module, args, kwargs, entry)
-        pager = self._chunk
-        if not pager.enter(self._token, self._units, module):
-            return None
-        pager.on_host += 1
-        pager.on_leave(pager.leave_host)
-        arguments = Arguments((args, kwargs), pager.engine.device.type, _HOST)
-        pager.on_leave(arguments.hand_back)
-        return arguments.given  # type: ignore[no-any-return]
-
-    def end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        """After the forward."""
-        safe = super().end(module, args, output)
-        # Of modules that run on the host one inside the other, only the outermost has an output
-        # that a layer on the device may get.
-        if self._runs_on_host and not self._chunk.on_host:
-            return moved(output if safe is None else safe, "cpu", self._chunk.engine.device)
-        return safe
 
 
 def _planned(model: nn.Module, device: torch.device, max_capacity: int | str) -> Planned:

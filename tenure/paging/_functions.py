@@ -21,14 +21,12 @@ from ._device import Engine
 from ._forward import (
     Attached,
     Method,
-    ModuleHooks,
     Pager,
     TrainingPager,
 )
 from ._handle import PagedModel
 from ._host import FileStore, HostBuffers, HostStore
 from ._link import Link
-from ._model import hookable
 from ._planning import (
     DISK,
     Budget,
@@ -304,7 +302,7 @@ def carry_out(
         resources = acquire(planned, engine, link, store, units, share)
         pager = Pager(resources.engine, resources.unpaged, hosts)
     table, pieces = planned.table, planned.cut
-    attached = Attached(model, table, pieces, pager, hookable(model), ModuleHooks, methods)
+    attached = Attached(model, table, pieces, pager, methods)
     handle = PagedModel(model, planned.plan, pager, resources, attached)
     # Last: from now on another model's retry may ask for memory, at any time.
     shrinkables.add(pager)

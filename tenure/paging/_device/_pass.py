@@ -7,15 +7,12 @@ Measuring stops nobody: events are read only when a report asks.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from threading import get_ident
 from typing import Any
 
 from torch import Tensor
-
-from tenure._torch.modules import Call, is_running
 
 from .._link import Span
 from .._model import HostTensor, Unit
@@ -65,48 +62,34 @@ class AccessOrder:
 
 @dataclass(eq=False, slots=True)
 class Forward:
-    """A forward that runs, the pages it uses, and what it began amid.
+    """A forward that runs.
 
     Attributes:
-        token: what tells its module from others.
-        handled: the exception that was being handled when it began.
         pages: what it uses.
         restores: put back what was changed for it, the last first.
+        is_compiled: whether it runs compiled code.
+        has_completed: whether it came to its end.
     """
 
-    token: object
-    handled: BaseException | None
     pages: list[Page] = field(default_factory=list)
     restores: list[Callable[[], object]] = field(default_factory=list)
+    is_compiled: bool = False
+    has_completed: bool = False
 
 
 class Visit:
     """A thread inside of a paged model.
 
     Args:
-        call: the visit ends with this call; None if something else ends it.
+        name: of the class of the outermost module.
 
     Attributes:
+        name: as above.
         thread: the id of the thread.
     """
 
-    def __init__(self, call: Call | None = None) -> None:
-        self.thread, self._call = get_ident(), call
-
-    @property
-    def was_interrupted(self) -> bool:
-        """Whether the call has ended and the visit has not, as after a KeyboardInterrupt."""
-        if self._call is None:
-            return False
-        # No variable of this frame may be a frame: it would keep all tensors of the stack.
-        if self.thread == get_ident():
-            return not is_running(self._call, sys._getframe())
-        return not is_running(self._call, sys._current_frames().get(self.thread))
-
-    def last_for(self, call: Call | None) -> None:
-        """End with another call, one of this thread."""
-        self._call = call
-        self.thread = get_ident()
+    def __init__(self, name: str = "A model") -> None:
+        self.name, self.thread = name, get_ident()
 
 
 class Pass(Visit):
@@ -115,12 +98,10 @@ class Pass(Visit):
     Args:
         order: what the passes before it used.
         kind: of pass.
-        name: of the class of the outermost module.
-        call: the call of that module; None if it is compiled.
+        name: as of a visit.
 
     Attributes:
         kind: as above.
-        name: as above.
         forwards: those that run, the outermost first.
         loose: the pages in use that no forward brackets.
         assigned: what the program has assigned in the place of host tensors.
@@ -129,11 +110,8 @@ class Pass(Visit):
         saves_buffers: whether every buffer that was shown is to be written back.
     """
 
-    def __init__(
-        self, order: AccessOrder, kind: Hashable = None, name: str = "", call: Call | None = None
-    ) -> None:
-        super().__init__(call)
-        self.name = name
+    def __init__(self, order: AccessOrder, kind: Hashable = None, name: str = "") -> None:
+        super().__init__(name)
         self.forwards: list[Forward] = []
         self.loose: list[Page] = []
         self.assigned: dict[HostTensor, Tensor] = {}
@@ -148,10 +126,6 @@ class Pass(Visit):
     def begin(self) -> None:
         """It begins: what the last one of its kind used is expected."""
         self._predicted = self._order.begin(self.kind)
-
-    def n_running(self, token: object) -> int:
-        """How many forwards of one module run in it: a module may call itself."""
-        return sum(forward.token is token for forward in self.forwards)
 
     def note(self, unit: Unit) -> bool:
         """It begins to use a unit; where that was not expected, the prediction follows.

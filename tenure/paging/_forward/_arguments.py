@@ -8,7 +8,6 @@ of its weights is copied, for their memory is where other weights pass.
 from __future__ import annotations
 
 import inspect
-import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from itertools import islice
@@ -66,25 +65,22 @@ class Arguments:
         for (original, _), survey in zip(self._containers, surveys, strict=True):
             set_entries(original, survey.replaced(self._back))
 
-    def leaving(
-        self, function: Callable[..., Any], strangers: Callable[[], Iterator[tuple[str, Tensor]]]
-    ) -> Callable[[], None]:
-        """What has to be done when a call of a function with these arguments has ended.
+    def explain(
+        self,
+        error: RuntimeError,
+        function: Callable[..., Any],
+        strangers: Iterator[tuple[str, Tensor]],
+    ) -> None:
+        """Add to an error about devices what is elsewhere than on the device.
 
         Args:
-            function: the function.
+            error: it.
+            function: what was called with these arguments.
             strangers: the tensors that its model has got since it was paged, by name.
         """
-        handled = sys.exception()
-
-        def leave() -> None:
-            self.hand_back()
-            error = sys.exception()
-            if error is not None and error is not handled and is_about_devices(error):
-                self._name_misplaced(function, error)
-                self._name_strangers(strangers(), error)
-
-        return leave
+        if is_about_devices(error):
+            self._name_misplaced(function, error)
+            self._name_strangers(strangers, error)
 
     def _name_misplaced(self, function: Callable[..., Any], error: BaseException) -> None:
         """Add to an error which arguments are elsewhere than on the device."""

@@ -21,7 +21,8 @@ from .._model import HostTensor, TensorTable
 from ._pager import Pager
 
 _Entries = dict[str, Tensor | None]
-_REGISTRIES = ("_parameters", "_buffers")
+REGISTRIES = ("_parameters", "_buffers")
+"""The dictionaries of a module that hold its tensors."""
 
 
 class PagedDict(_Entries):
@@ -116,7 +117,7 @@ class Binding:
     def __init__(self, module: nn.Module, table: TensorTable, pager: Pager) -> None:
         self._module = weakref.ref(module)
         self._originals: dict[str, _Entries] = {}
-        for registry in _REGISTRIES:
+        for registry in REGISTRIES:
             entries = module.__dict__[registry]
             hosts = {
                 name: table.hosts[id(tensor)]

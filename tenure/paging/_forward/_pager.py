@@ -1,29 +1,78 @@
 """Who is inside the model: while a module's forward runs, and on its thread, the device shows.
 
 Invariant: what a forward took is released when it ends, however it ends. One thread at a time is
-inside; the others wait at the door.
+inside; the others wait.
 """
 
 from __future__ import annotations
 
-import sys
+import threading
 from collections.abc import Callable, Collection
-from threading import RLock, get_ident
+from queue import Empty, SimpleQueue
+from threading import get_ident
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from tenure._callers import warn_user
+from tenure._errors import PagingWarning
 from tenure._torch.compiler import never_compiled
-from tenure._torch.modules import call_of, calls_of
 from tenure._torch.storages import key_of
 
 from .._device import Composed, Engine, Forward, Page, Pass, UnpagedTensors, Visit
 from .._model import HostTensor, Unit, is_plain
-from ._arguments import apart_from
-from ._door import Door, check_wait
+from ._arguments import Arguments, apart_from
 from ._outside import Outside
 from ._refusals import Inference, Refusals, captures, check_capture
+
+_LONG_WAIT_S = 4.0
+
+
+class Turn:
+    """A lock that one visit at a time has; a thread that waits long for it is told.
+
+    The visit is the lock, so that an interruption leaves no lock without one.
+    """
+
+    def __init__(self) -> None:
+        self._inside: dict[None, Visit] = {}
+        # Has an item after a visit has ended, to wake a thread that waits.
+        self._left: SimpleQueue[None] = SimpleQueue()
+
+    @property
+    def visit(self) -> Visit | None:
+        """The visit that is inside."""
+        return self._inside.get(None)
+
+    def acquire(self, visit: Visit) -> None:
+        """Wait until nobody is inside, and let a visit in."""
+        is_told = False
+        while not self.try_acquire(visit):
+            try:
+                self._left.get(timeout=_LONG_WAIT_S)
+            except Empty:
+                inside = self.visit
+                if inside is not None and not is_told:
+                    is_told = True
+                    warn_user(
+                        f"{inside.name} is paged and runs on thread {_name_of(inside.thread)!r}, "
+                        "and this thread waits until that ends: one thread at a time can be inside "
+                        "a paged model. If it waits for this one, neither will ever go on.",
+                        PagingWarning,
+                    )
+
+    def try_acquire(self, visit: Visit) -> bool:
+        """Let a visit in if nobody is inside; whether it is."""
+        # One step: no other thread and no interruption comes between.
+        return self._inside.setdefault(None, visit) is visit
+
+    def release(self, visit: Visit) -> None:
+        """End a visit; nothing if another one is inside."""
+        if self.visit is visit:
+            del self._inside[None]
+            if self._left.empty():
+                self._left.put(None)
 
 
 class Pager:
@@ -46,16 +95,14 @@ class Pager:
         self.outside = Outside(hosts, engine.device)
         self._refusals: Refusals = Inference(hosts)
         self._composed = Composed(engine.device)
-        self._door = Door()
-        # Whoever leaves for an interrupted forward: its thread or another.
-        self._leaving = RLock()
-        # What waited at the door while the model was unpaged must not go on as if it were paged.
+        self._turn = Turn()
+        # What waited while the model was unpaged must not go on as if it were paged.
         self._closed = False
 
     @property
     def _pass(self) -> Pass | None:
         """The pass that runs, on this thread or another."""
-        visit = self._door.visit
+        visit = self._turn.visit
         return visit if isinstance(visit, Pass) else None
 
     @property
@@ -70,37 +117,27 @@ class Pager:
         now = self._pass
         return now is not None and len(now.forwards) == 1 and not now.is_backward
 
-    def enter(
-        self, token: object, units: list[Unit], module: nn.Module, entry: str = "forward"
-    ) -> bool:
+    def enter(self, forward: Forward, token: object, units: list[Unit], module: nn.Module) -> bool:
         """A forward begins: bring its units.
 
         Args:
-            token: what tells this module from others.
-            units: what its forward needs.
-            module: the module.
-            entry: its method that was called; each has an order of use of its own.
+            forward: it.
+            token: stands for the method that was called; each has an order of use of its own.
+            units: what it needs.
+            module: whose it is.
 
         Returns:
-            Whether it did; not where the model was unpaged while this thread waited at the door.
+            Whether it did; not if the model was unpaged while this thread waited.
 
         Raises:
             PagingError: it would train, or a graph is being captured, or there is no room for
-                what it needs, or the thread that is inside waits for this one.
+                what it needs.
         """
         check_capture(self.engine.device, f"{type(module).__name__} is paged and was called")
-        self._leave_interrupted()
-        self._abandon_interrupted(token, module)
-        forward = Forward(token, sys.exception())
         now = self._pass
-        if now is not None and now.thread == get_ident() and self._is_over(now):
-            # An interrupt came as it began, or as it ended.
-            self._door.release(now)
-            now = None
         if now is None or now.thread != get_ident():
-            kind = token, entry, module.training, torch.is_grad_enabled()
-            call = next(calls_of(module), None)
-            now = Pass(self.engine.access_order, kind, type(module).__name__, call)
+            kind = token, module.training, torch.is_grad_enabled()
+            now = Pass(self.engine.access_order, kind, type(module).__name__)
             if not self._comes_in(now):
                 return False
         now.forwards.append(forward)
@@ -116,13 +153,20 @@ class Pager:
 
     def _comes_in(self, visit: Visit) -> bool:
         """Wait until no other thread is inside; whether the model is still paged then."""
-        self._door.acquire(visit, self._look)
+        self._turn.acquire(visit)
         if self._closed:
-            self._door.release(visit)
+            self._turn.release(visit)
         return not self._closed
 
-    def note_given(self, arguments: Any) -> None:
-        """The outermost forward was given these; what they hold is the caller's."""
+    def arguments(self, forward: Forward, given: Any) -> Arguments | None:
+        """What a forward is given, where it computes: the outermost one gets it on the device."""
+        # Inside, arguments are where the forward made them; to look through them for each layer
+        # would take longer than small layers do.
+        if not self.is_outermost:
+            return None
+        arguments = Arguments(given, "cpu", self.engine.device)
+        self.on_leave(arguments.hand_back)
+        return arguments
 
     def holds(self, units: list[Unit]) -> bool:
         """Whether anything holds what was shown of some units, beyond their use."""
@@ -140,27 +184,34 @@ class Pager:
         assert self._pass is not None
         self._pass.forwards[-1].restores.append(restore)
 
-    def apart(self, token: object, output: Any) -> Any:
+    @never_compiled
+    def result(self, forward: Forward, output: Any) -> Any:
         """What a forward returns, with copies of what lies in memory that others need.
 
         That of the outermost one is the user's, and all pages are needed again. Of others, the
         memory of their own units is: a table that the first layer gives out may be used by all.
         """
         now = self._pass
-        if now is None or not self.is_inside or now.forwards[-1].token is not token:
+        if now is None or not self.is_inside or now.forwards[-1] is not forward:
             return output
-        passing = (page for page in now.forwards[-1].pages if not page.is_resident)
+        passing = (page for page in forward.pages if not page.is_resident)
         pages = list(self.engine.room.pages.values()) if self.is_outermost else passing
         lent = {key_of(storage) for page in pages if page.is_held() for storage in page.storages}
         return apart_from(lent, output) if lent else output
 
-    def leave(self, token: object) -> None:
-        """A forward ends: let go of what it used, and of what was interrupted inside it."""
+    @never_compiled
+    def leave(self, forward: Forward) -> None:
+        """A forward ends: let go of what it used; nothing the second time."""
         now = self._pass
-        if now is None or not self.is_inside or not now.n_running(token):
-            # It never began: another hook before it raised.
+        if now is None or now.thread != get_ident():
             return
-        self._leave_until(now, token, is_end=True)
+        try:
+            while forward in now.forwards:
+                self._pop(now)
+        finally:
+            # Also if the end was not reached.
+            if self._is_over(now):
+                self._turn.release(now)
 
     @never_compiled
     def show(self, host: HostTensor) -> Tensor:
@@ -170,7 +221,6 @@ class Pager:
             PagingError: a graph is being captured: it would keep an address, or a wait break it.
         """
         check_capture(self.engine.device, f"{host.name!r} is paged and was read")
-        self._leave_interrupted()
         now = self._pass
         if now is None or not self.is_inside:
             # Whoever reads a parameter outside of the forward may write to it, as optimizers and
@@ -230,21 +280,24 @@ class Pager:
     def close(self, undo: Callable[[], object]) -> None:
         """Undo the paging while nobody is inside; a forward of this thread is left before.
 
-        Who waits at the door meanwhile finds the model unpaged, and runs it as it is then.
+        Who waits meanwhile finds the model unpaged, and runs it as it is then.
         """
-        self._leave_interrupted()
-        now, visit = self._door.visit, Visit(call_of(sys._getframe()))
-        if now is None or now.thread != get_ident():
-            self._door.acquire(visit, self._look)
+        inside = self._turn.visit
+        visit = inside if inside is not None and inside.thread == get_ident() else Visit()
         try:
-            # Before anything is put back, for who waits at the door looks at it next.
-            self._closed = True
-            if isinstance(now, Pass) and now.thread == get_ident():
-                self._abandon(now)
-                self._door.hand_over(visit)
-            undo()
+            try:
+                if visit is not inside:
+                    self._turn.acquire(visit)
+                # Before anything is put back, for who waits looks at it next.
+                self._closed = True
+                if isinstance(visit, Pass):
+                    self._abandon(visit)
+                undo()
+            finally:
+                self._turn.release(visit)
         finally:
-            self._door.release(visit)
+            # The first may have been interrupted.
+            self._turn.release(visit)
 
     def shrink(self, device: str | None, n_bytes: int | None) -> int:
         """Give device memory back: units that stayed pass from now on. See `Shrinkable`.
@@ -264,15 +317,16 @@ class Pager:
     def give_back(self, n_bytes: int) -> int:
         """The same, of any memory; other models that share it do not count it as an error."""
         # Without waiting: the thread inside may be the one that waits for this memory.
-        now, visit = self._door.visit, Visit(call_of(sys._getframe()))
-        is_ours = now is not None and now.thread == get_ident()
-        may_wait = not captures(self.engine.device, waits=True)
-        if not may_wait or not (is_ours or self._door.try_acquire(visit)):
+        inside, visit = self._turn.visit, Visit()
+        is_ours = inside is not None and inside.thread == get_ident()
+        if captures(self.engine.device, waits=True):
             return 0
         try:
+            if not (is_ours or self._turn.try_acquire(visit)):
+                return 0
             return 0 if self._closed else self.engine.room.give_back(n_bytes)
         finally:
-            self._door.release(visit)
+            self._turn.release(visit)
 
     def _page_of(self, unit: Unit, now: Pass) -> Page:
         page = self.engine.page_in_use(unit)
@@ -294,28 +348,20 @@ class Pager:
         self._refusals.check(module)
         self.engine.prefetch()
 
-    def _pop(self, now: Pass, *, is_end: bool) -> object:
-        forward = now.forwards.pop()
+    def _pop(self, now: Pass) -> None:
+        """Leave the forward that began last."""
+        forward = now.forwards[-1]
         while forward.restores:
             forward.restores.pop()()
         self._composed.settle()
-        for page in forward.pages:
-            self.engine.release(page)
+        is_bracket = bool(forward.pages)
+        while forward.pages:
+            self.engine.release(forward.pages.pop(0))
+        now.forwards.remove(forward)
         if self._is_over(now):
-            self._end(now, completed=is_end and sys.exception() is forward.handled)
-        elif forward.pages:
+            self._end(now, completed=forward.has_completed)
+        elif is_bracket:
             self.engine.prefetch()
-        return forward.token
-
-    def _leave_until(self, now: Pass, token: object, *, is_end: bool) -> None:
-        """Leave forwards, from the last one to the last of one module."""
-        try:
-            while self._pop(now, is_end=is_end and now.forwards[-1].token is token) is not token:
-                pass
-        finally:
-            # Also where the end was not reached.
-            if self._is_over(now):
-                self._door.release(now)
 
     def _end(self, now: Pass, *, completed: bool) -> None:
         self._let_go_of_loose(now, held_too=True)
@@ -348,41 +394,7 @@ class Pager:
     def _abandon(self, now: Pass) -> None:
         """Leave every forward of a pass of this thread, as if each had raised."""
         while now.forwards:
-            self._pop(now, is_end=False)
-
-    def _leave_interrupted(self) -> None:
-        """End a visit of this thread that a KeyboardInterrupt has left."""
-        visit = self._door.visit
-        if visit is not None and visit.thread == get_ident() and visit.was_interrupted:
-            self._leave_for(visit)
-
-    def _leave_for(self, gone: Visit) -> None:
-        """The same for any thread, which may never come back to the model."""
-        with self._leaving:
-            if self._door.visit is gone:
-                # After an interrupt here, whoever comes next leaves it again.
-                gone.last_for(call_of(sys._getframe()))
-                if isinstance(gone, Pass):
-                    self._abandon(gone)
-                self._door.release(gone)
-
-    def _look(self, n_looks: int) -> None:
-        """Look who is inside, where this thread waits at the door."""
-        now = self._door.visit
-        if now is not None and now.was_interrupted:
-            self._leave_for(now)
-        elif isinstance(now, Pass):
-            check_wait(now.thread, f"{now.name} is paged and runs", n_looks)
-
-    def _abandon_interrupted(self, token: object, module: nn.Module) -> None:
-        """Leave forwards that a KeyboardInterrupt has ended: torch tells no hook of those."""
-        now = self._pass
-        if now is None or not self.is_inside or not now.n_running(token):
-            return
-        # As many calls of the module on the stack as forwards of it: this call has none of ours.
-        if sum(1 for _ in calls_of(module)) <= now.n_running(token):
-            self._leave_until(now, token, is_end=False)
-            self._abandon_interrupted(token, module)
+            self._pop(now)
 
 
 def _is_same(shown: Tensor, entry: Tensor) -> bool:
@@ -393,3 +405,8 @@ def _is_same(shown: Tensor, entry: Tensor) -> bool:
         and entry.data_ptr() == shown.data_ptr()
         and entry.stride() == shown.stride()
     )
+
+
+def _name_of(thread: int) -> str:
+    names = (each.name for each in threading.enumerate() if each.ident == thread)
+    return next(names, f"{thread}, which has ended")

@@ -26,11 +26,11 @@ from tenure._torch.autograd import (
     running_task,
 )
 from tenure._torch.compiler import never_compiled
-from tenure._torch.modules import call_of
 
-from .._device import Page, Pass, UnpagedTensors
+from .._device import Forward, Page, Pass, UnpagedTensors
 from .._model import HostTensor, Unit
 from .._training import Route, SavedTensors, TrainingEngine
+from ._arguments import Arguments
 from ._pager import Pager
 from ._refusals import Training, check_capture
 
@@ -59,15 +59,13 @@ class TrainingPager(Pager):
         self._recorded: Hashable = None
         # The backward passes of autograd's that the one that is inside is for.
         self._tasks: set[int] = set()
-        self._turn = RLock()
+        self._joining = RLock()
 
-    def enter(
-        self, token: object, units: list[Unit], module: nn.Module, entry: str = "forward"
-    ) -> bool:
+    def enter(self, forward: Forward, token: object, units: list[Unit], module: nn.Module) -> bool:
         """As of a pager; a forward that a node runs is part of its backward pass."""
         if self._pass is None and is_running_node():
             self._backward_pass()
-        if not super().enter(token, units, module, entry):
+        if not super().enter(forward, token, units, module):
             return False
         now = self._pass
         if now is not None and torch.is_grad_enabled():
@@ -78,12 +76,12 @@ class TrainingPager(Pager):
                 self.on_leave(end)
         return True
 
-    def note_given(self, arguments: Any) -> None:
-        """As of a pager; the caller keeps them, so that to move them would free nothing."""
-        if self._activations is not None:
+    def arguments(self, forward: Forward, given: Any) -> Arguments | None:
+        """As of a pager; to move what the caller keeps would free nothing."""
+        if self._activations is not None and self.is_outermost:
             # What a graph leads to was computed, as what one part of a model gives to the next.
-            given = (each for each in tensors_in(arguments) if each.grad_fn is None)
-            self._activations.leave(given)
+            self._activations.leave(each for each in tensors_in(given) if each.grad_fn is None)
+        return super().arguments(forward, given)
 
     @never_compiled
     def show(self, host: HostTensor) -> Tensor:
@@ -130,23 +128,24 @@ class TrainingPager(Pager):
     def _backward_pass(self) -> Pass:
         """The pass that a node of autograd runs in; where there is none, it begins."""
         check_capture(self.engine.device, "A backward pass needs weights that are paged")
-        with self._turn:
+        with self._joining:
             now = self._pass
             if now is not None and (now.thread == get_ident() or _waits_for_nodes(now)):
                 if now.is_backward:
                     self._join(now)
                 return now
-        # Until autograd tells its end, it lasts as long as this call.
-        kind, call = _backward_of(self._recorded), call_of(sys._getframe())
-        now = Pass(self.engine.access_order, kind, "A backward pass", call)
+        now = Pass(self.engine.access_order, _backward_of(self._recorded), "A backward pass")
         now.is_backward = True
-        if not self._comes_in(now):
-            raise _unpaged()
-        self._tasks.clear()
-        self._join(now)
-        now.last_for(None)
-        self.engine.begin(now)
-        self.engine.prefetch()
+        try:
+            if not self._comes_in(now):
+                raise _unpaged()
+            self._tasks.clear()
+            self._join(now)
+            self.engine.begin(now)
+            self.engine.prefetch()
+        except BaseException:
+            self._turn.release(now)
+            raise
         return now
 
     def _join(self, now: Pass) -> None:
@@ -162,7 +161,7 @@ class TrainingPager(Pager):
     def end_backward(self, now: Pass, task: int, *, completed: bool) -> None:
         """A backward pass of autograd's is over; nothing where it was told before."""
         # It may be told on another thread than that of the nodes, where the next one begins.
-        with self._turn:
+        with self._joining:
             if self._pass is not now or task not in self._tasks:
                 return
             self._tasks.discard(task)
@@ -175,7 +174,7 @@ class TrainingPager(Pager):
                     self._activations.end()
                 self._end(now, completed=completed)
             finally:
-                self._door.release(now)
+                self._turn.release(now)
 
 
 class _Ending:

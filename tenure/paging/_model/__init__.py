@@ -3,7 +3,6 @@
 from ._cut import Cut as Cut
 from ._cut import UnitSize as UnitSize
 from ._cut import cut as cut
-from ._cut import hookable as hookable
 from ._cut import sizes_with_own as sizes_with_own
 from ._kinds import is_plain as is_plain
 from ._kinds import made_around as made_around

@@ -19,8 +19,6 @@ from ._tensors import TensorTable, Unit
 
 # Their forward reads the weights of their children, all at once.
 _INDIVISIBLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
-# They take a faster way, with another rounding, unless they or their children have hooks.
-_WITHOUT_HOOKS = (nn.TransformerEncoderLayer,)
 # Their children are called one after the other, so that a unit of neighbours is used in one go.
 _IN_ORDER = (nn.Sequential, nn.ModuleList)
 
@@ -131,17 +129,6 @@ def _is_whole(module: nn.Module, table: TensorTable) -> bool:
     """Whether a module's own tensors are used in its forward alone, or it has none."""
     is_called = type(module).forward is not nn.Module.forward
     return not table.direct[module] or (is_called and not any(module.children()))
-
-
-def hookable(model: nn.Module) -> Iterator[nn.Module]:
-    """The modules that may be given hooks: the model, and all but those that hooks would slow."""
-    bare = {
-        inside
-        for module in model.modules()
-        if isinstance(module, _WITHOUT_HOOKS)
-        for inside in module.modules()
-    }
-    return (module for module in model.modules() if module is model or module not in bare)
 
 
 def n_bytes_in(table: TensorTable, modules: Iterable[nn.Module]) -> int:

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from tenure.paging import page
-from tenure.paging._forward import _door
 from tests.paging.models import WIDTH
 from tests.paging.test_zoo import assert_equal
 
@@ -21,9 +20,7 @@ def paged(model, tmp_path):
         yield handle
 
 
-def test_a_thread_that_waited_at_the_door_while_the_model_was_unpaged_runs_it_plainly(
-    paged, model, x
-):
+def test_a_thread_that_waited_while_the_model_was_unpaged_runs_it_plainly(paged, model, x):
     expected, outputs = copy.deepcopy(model)(x), []
     runs, may_end = threading.Event(), threading.Event()
 
@@ -126,13 +123,10 @@ def test_wherever_the_engine_is_interrupted_the_next_pass_is_right_and_has_its_r
 
 @pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.slow), 41])
 @pytest.mark.parametrize("verb", ["forward", "unpage"])
-def test_wherever_who_goes_in_or_out_is_interrupted_each_thread_gets_in(
-    x, tmp_path, monkeypatch, verb, step
-):
+def test_wherever_who_goes_in_or_out_is_interrupted_each_thread_gets_in(x, tmp_path, verb, step):
     if verb == "unpage" and sys.version_info >= (3, 13):
         pytest.skip("from Python 3.13 on a trace is not told of every instruction")
-    monkeypatch.setattr(_door, "_LOOK_EVERY_S", 0.01)
-    files = ("_pager.py", "_door.py", "_pass.py", "_hooks.py", "_handle.py")
+    files = ("_pager.py", "_entry.py", "_pass.py", "_handle.py")
     model = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH)).eval()
     expected, k, outputs = model(x), 1, []
 
