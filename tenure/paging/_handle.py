@@ -8,7 +8,7 @@ from __future__ import annotations
 import weakref
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import nn
@@ -35,9 +35,6 @@ from ._training import (
     needs_all_gradients,
     stepped_after,
 )
-
-if TYPE_CHECKING:
-    pass
 
 
 class PagedModel:

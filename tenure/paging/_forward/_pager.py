@@ -24,7 +24,7 @@ from .._device import Composed, Engine, Forward, Page, Pass, UnpagedTensors, Vis
 from .._model import HostTensor, Unit, is_plain
 from ._arguments import Arguments, apart_from
 from ._outside import Outside
-from ._refusals import Inference, Refusals, captures, check_capture
+from ._refusals import captures, check_capture, check_inference, check_trace
 
 _LONG_WAIT_S = 4.0
 
@@ -93,7 +93,7 @@ class Pager:
         self.engine = engine
         self._unpaged = unpaged
         self.outside = Outside(hosts, engine.device)
-        self._refusals: Refusals = Inference(hosts)
+        self._hosts, self._has_warned = hosts, False
         self._composed = Composed(engine.device)
         self._turn = Turn()
         # What waited while the model was unpaged must not go on as if it were paged.
@@ -345,8 +345,19 @@ class Pager:
     def _begin(self, now: Pass, module: nn.Module) -> None:
         self.outside.forget()
         self.engine.begin(now)
-        self._refusals.check(module)
+        check_trace(module)
+        if torch.is_grad_enabled():
+            self._check_gradients(module)
         self.engine.prefetch()
+
+    def _check_gradients(self, module: nn.Module) -> None:
+        """Refuse a pass that would train, and warn once of gradients that nobody gets."""
+        if self._has_warned and not module.training:
+            return
+        warning = check_inference(module, self._hosts)
+        if warning is not None:
+            self._has_warned = True
+            warn_user(warning, PagingWarning)
 
     def _pop(self, now: Pass) -> None:
         """Leave the forward that began last."""

@@ -12,8 +12,7 @@ from collections.abc import Callable, Collection
 import torch
 from torch import nn
 
-from tenure._callers import warn_user
-from tenure._errors import PagingError, PagingWarning
+from tenure._errors import PagingError
 from tenure._graph_capture import captures_somewhere, is_capturing
 from tenure._torch.autograd import is_transformed
 
@@ -73,106 +72,69 @@ def after_captures(device: torch.device, close: Callable[[], None]) -> None:
         due()
 
 
-class Refusals:
-    """Looks at each pass before it runs.
+def check_trace(module: nn.Module) -> None:
+    """Refuse a pass of this module that is traced.
 
-    Args:
-        hosts: the model's tensors. Which of them ask for gradients is looked at in each pass: a
-            user may freeze them after the model was paged.
+    Raises:
+        PagingError: it is.
     """
-
-    def __init__(self, hosts: Collection[HostTensor]) -> None:
-        self._hosts = hosts
-
-    def check(self, module: nn.Module) -> None:
-        """Look at a pass of this module that begins.
-
-        Raises:
-            PagingError: it is traced.
-        """
-        if torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
-            raise PagingError(
-                f"{type(module).__name__} is traced by torch.jit while it is paged: the trace "
-                "would keep the places that weights pass through, and read others there later. "
-                "Call unpage() first."
-            )
-
-    def asking(self) -> list[HostTensor]:
-        """The parameters that ask for gradients."""
-        hosts = (host for host in self._hosts if not host.is_buffer)
-        return [host for host in hosts if host.tensor.requires_grad]
+    if torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
+        raise PagingError(
+            f"{type(module).__name__} is traced by torch.jit while it is paged: the trace "
+            "would keep the places that weights pass through, and read others there later. "
+            "Call unpage() first."
+        )
 
 
-class Inference(Refusals):
-    """Refuses passes that would train, and warns once of gradients that nobody gets.
+def check_inference(module: nn.Module, hosts: Collection[HostTensor]) -> str | None:
+    """Refuse a pass with gradients on that would train a model paged for inference.
 
-    Args:
-        hosts: as above.
+    Returns:
+        A warning of gradients that nobody gets, if a parameter asks for them.
+
+    Raises:
+        PagingError: it would train.
     """
-
-    def __init__(self, hosts: Collection[HostTensor]) -> None:
-        super().__init__(hosts)
-        self._has_warned = False
-
-    def check(self, module: nn.Module) -> None:
-        """Look at a pass of this module that begins.
-
-        Raises:
-            PagingError: it would train, or it is traced.
-        """
-        super().check(module)
-        if not torch.is_grad_enabled():
-            return
-        if module.training and self.asking():
-            raise PagingError(
-                f"{type(module).__name__} was called in training mode with gradients on, and its "
-                "parameters are paged for inference: they would get no gradients. Nothing ran. "
-                "Call eval(), or run under torch.no_grad(); to train, page it with training=True."
-            )
-        if not self._has_warned:
-            self._warn(module)
-
-    def _warn(self, module: nn.Module) -> None:
-        asking = self.asking()
-        if asking:
-            self._has_warned = True
-            which = f"{len(asking)} of its parameters ask" if asking[1:] else "a parameter asks"
-            warn_user(
-                f"{type(module).__name__} is paged for inference and was called with gradients on, "
-                f"and {which} for them, {asking[0].name!r} for one: they get none. Call it under "
-                "torch.no_grad(), or freeze them with requires_grad_(False); to train them, page "
-                "it with training=True.",
-                PagingWarning,
-            )
+    asking = _asking(hosts)
+    if not asking:
+        return None
+    if module.training:
+        raise PagingError(
+            f"{type(module).__name__} was called in training mode with gradients on, and its "
+            "parameters are paged for inference: they would get no gradients. Nothing ran. "
+            "Call eval(), or run under torch.no_grad(); to train, page it with training=True."
+        )
+    which = f"{len(asking)} of its parameters ask" if asking[1:] else "a parameter asks"
+    return (
+        f"{type(module).__name__} is paged for inference and was called with gradients on, "
+        f"and {which} for them, {asking[0].name!r} for one: they get none. Call it under "
+        "torch.no_grad(), or freeze them with requires_grad_(False); to train them, page "
+        "it with training=True."
+    )
 
 
-class Training(Refusals):
-    """Refuses passes whose gradients could not all get to their parameters.
+def check_training(module: nn.Module, hosts: Collection[HostTensor]) -> None:
+    """Refuse a pass with gradients on, not all of which could get to their parameters.
 
-    Args:
-        hosts: as above.
+    Raises:
+        PagingError: a transform differentiates it, or a parameter that asks for gradients can't be
+            paged.
     """
+    if is_transformed():
+        raise PagingError(
+            f"{type(module).__name__} is paged for training and was called inside a transform "
+            "of torch.func, whose gradients don't pass through weights that are paged. Use "
+            "backward() or torch.autograd.grad(), or unpage() first."
+        )
+    whole = [host.name for host in _asking(hosts) if host.unit is None]
+    if whole:
+        raise PagingError(
+            f"{whole[0]!r} asks for gradients and can't be trained while it is paged: it is a "
+            "tensor subclass, sparse or empty, and its gradients would not get home. Freeze "
+            "it with requires_grad_(False), or unpage() first."
+        )
 
-    def check(self, module: nn.Module) -> None:
-        """Look at a pass of this module that begins.
 
-        Raises:
-            PagingError: it is traced, or a transform differentiates it, or a parameter that asks
-                for gradients can't be paged.
-        """
-        super().check(module)
-        if not torch.is_grad_enabled():
-            return
-        if is_transformed():
-            raise PagingError(
-                f"{type(module).__name__} is paged for training and was called inside a transform "
-                "of torch.func, whose gradients don't pass through weights that are paged. Use "
-                "backward() or torch.autograd.grad(), or unpage() first."
-            )
-        whole = [host.name for host in self.asking() if host.unit is None]
-        if whole:
-            raise PagingError(
-                f"{whole[0]!r} asks for gradients and can't be trained while it is paged: it is a "
-                "tensor subclass, sparse or empty, and its gradients would not get home. Freeze "
-                "it with requires_grad_(False), or unpage() first."
-            )
+def _asking(hosts: Collection[HostTensor]) -> list[HostTensor]:
+    """The parameters that ask for gradients now: a user may freeze them at any time."""
+    return [host for host in hosts if not host.is_buffer and host.tensor.requires_grad]

@@ -32,7 +32,7 @@ from .._model import HostTensor, Unit
 from .._training import Route, SavedTensors, TrainingEngine
 from ._arguments import Arguments
 from ._pager import Pager
-from ._refusals import Training, check_capture
+from ._refusals import check_capture, check_training
 
 
 class TrainingPager(Pager):
@@ -50,7 +50,6 @@ class TrainingPager(Pager):
         self, engine: TrainingEngine, unpaged: UnpagedTensors, hosts: Collection[HostTensor]
     ) -> None:
         super().__init__(engine, unpaged, hosts)
-        self._refusals = Training(hosts)
         self._activations = engine.activations
         self._saved = SavedTensors(
             engine, self._page_for_backward, self._activations, self._wake_backward
@@ -101,6 +100,9 @@ class TrainingPager(Pager):
     def _begin(self, now: Pass, module: nn.Module) -> None:
         now.records = torch.is_grad_enabled()
         super()._begin(now, module)
+
+    def _check_gradients(self, module: nn.Module) -> None:
+        check_training(module, self._hosts)
 
     def _end(self, now: Pass, *, completed: bool) -> None:
         if now.records:
