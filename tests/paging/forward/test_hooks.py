@@ -215,3 +215,46 @@ def test_names_without_a_tuple_are_refused(coder, tmp_path):
 def test_a_method_that_goes_on_after_it_returned_is_refused(coder, tmp_path, name):
     with pytest.raises(PagingError, match="goes on after it has returned"):
         page(coder, "cpu", host=tmp_path, methods=(name,))
+
+
+class Scaled(nn.Module):
+    factor = 1
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.linear(x) * self.factor
+
+
+def test_a_shallow_copy_runs_its_own_forward(x, tmp_path):
+    model = Scaled().eval()
+    with page(model, "cpu", host=tmp_path):
+        other = copy.copy(model)
+        other.factor = 2
+        assert torch.equal(other(x), 2 * model(x))
+
+
+def test_a_copy_goes_without_a_collection_and_runs_as_it_is(coder, x, tmp_path):
+    expected = coder(x)
+    with page(coder, "cpu", host=tmp_path):
+        copied = copy.deepcopy(coder)
+    assert torch.equal(copied(x), expected)
+    assert "_call_impl" not in vars(copied)
+    alive = weakref.ref(copied)
+    gc.disable()  # nothing waits for a collection
+    try:
+        del copied
+        assert alive() is None
+    finally:
+        gc.enable()
+
+
+def test_an_encoder_layer_can_be_called_alone_on_its_fast_path(x, tmp_path):
+    layer = nn.TransformerEncoderLayer(WIDTH, 2, 64, batch_first=True)
+    model = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False).eval()
+    x = x[None]
+    expected = model.layers[1](x)
+    with page(model, "cpu", budget="40KiB", host=tmp_path):
+        assert torch.equal(model.layers[1](x), expected)
