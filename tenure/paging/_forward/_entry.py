@@ -249,13 +249,7 @@ class Entry:
     def _module_called(self, caller: types.FrameType) -> nn.Module:
         # A shallow copy of the module has its dictionary, with this entry.
         module = module_called_by_torch(caller) if self._name == _CALL else None
-        module = self._module() if module is None else module
-        if module is None:
-            raise PagingError(
-                f"{self._name}() was called of a paged module that is gone: what stands for the "
-                "method does not keep it. Keep the model, or its handle, as long as it is called."
-            )
-        return module
+        return _alive(self._module, self._name) if module is None else module
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         if self._own is not None:
@@ -276,7 +270,7 @@ class LeftBehind:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the method of the class, from now on without this."""
-        module = self._module()
+        module = _alive(self._module, self._name)
         vars(module).pop(self._name, None)
         return getattr(module, self._name)(*args, **kwargs)
 
@@ -331,6 +325,16 @@ class Attributes:
             return type(value)(map(self._shown, value))
         host = self._host_of(value)
         return value if host is None else self._pager.show(host)
+
+
+def _alive(reference: weakref.ref[nn.Module], name: str) -> nn.Module:
+    module = reference()
+    if module is None:
+        raise PagingError(
+            f"{name}() was called of a paged module that is gone: what stands for the method does "
+            "not keep it. Keep the model, or its handle, as long as it is called."
+        )
+    return module
 
 
 def _held_by(value: Any) -> Iterator[object]:

@@ -29,7 +29,7 @@ from tenure._show import progress
 from tenure._text import describe_tensor, format_bytes
 
 from .._model import Extent, HostTensor, Unit
-from ._host_buffers import point_at
+from ._host_buffers import HostBuffers, point_at
 from ._mapped_file import MappedFile
 from ._reader import Reader
 
@@ -192,6 +192,10 @@ class SpillStore(FileStore):
         units = list(units)
         self._files.append(_spill(units, self._folder, self._model))
         super().adopt(units)
+
+
+HostStore = HostBuffers | FileStore
+"""Where the host bytes of units are."""
 
 
 def _checked(host: HostTensor) -> Tensor:

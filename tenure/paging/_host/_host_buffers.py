@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -24,40 +23,6 @@ from ._pinning import Memory, Pinning, private_memory
 
 HOST = "paged: host"
 """What reports of memory call the buffers; the model's tensors lie in them."""
-
-
-class HostStore(Protocol):
-    """Where the host bytes of units come from."""
-
-    @property
-    def host_bytes(self) -> int:
-        """The host memory that holds weights."""
-        ...
-
-    @property
-    def pinned_bytes(self) -> int:
-        """How much of it is pinned."""
-        ...
-
-    def adopt(self, units: Iterable[Unit]) -> None:
-        """Take units over, before anything is asked about them; their tensors keep their values."""
-        ...
-
-    def bytes_of(self, unit: Unit) -> Any:
-        """The bytes of a unit as they are now, for the link to copy.
-
-        Returns:
-            A tensor, uint8[unit.n_bytes]; or what is sliced like one, for a link that reads it.
-        """
-        ...
-
-    def named_tensors(self) -> Iterator[NamedTensor]:
-        """The host memory that it keeps, for reports of memory."""
-        ...
-
-    def close(self) -> None:
-        """Give back what paging needed; the tensors of the model stay as they are."""
-        ...
 
 
 class HostBuffers:
