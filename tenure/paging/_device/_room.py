@@ -23,7 +23,7 @@ from tenure._text import format_bytes, listed
 from tenure._torch.quiet import aside
 
 from .._link import Link
-from .._model import Unit
+from .._model import HostTensor, Unit
 from ._copies import Copies
 from ._lease import Lease
 from ._memory import (
@@ -64,6 +64,8 @@ class Room:
         pages: the units that are on the device.
         idle: those that pass and are not in use.
         lease: what the budget allows from pass to pass.
+        written_in_graphs: the weights of pages that are gone which the pass has written in place
+            as part of a graph.
     """
 
     def __init__(self, link: Link, copies: Copies) -> None:
@@ -76,6 +78,7 @@ class Room:
         self._fences: Fences[object] = Fences()
         self._ring_place = nowhere()
         self.lease = Lease()
+        self.written_in_graphs: list[HostTensor] = []
         self._slab_plans: list[SlabPlan] = []
         # Those that are in use keep them: one goes with the last place in it.
         self._slabs: list[weakref.ref[Slab]] = []
@@ -214,6 +217,7 @@ class Room:
         if not self.idle.take(page):
             return
         del self.pages[page.unit]
+        self.written_in_graphs += page.end_aliases()
         end = page.start + page.unit.n_bytes
         for event in self._copies.uses_of(page):
             self._fences.add(page.start, end, event)
@@ -335,6 +339,7 @@ class Room:
         after = [event for page in row for event in self._copies.uses_of(page)]
         for page in row:
             del self.pages[page.unit]
+            self.written_in_graphs += page.end_aliases()
         if row:
             with aside():
                 place = joined([page.place for page in row if page.place is not None])

@@ -109,7 +109,7 @@ class TrainingPager(Pager):
             self._recorded = now.kind
             self.engine.access_order.expect(_backward_of(now.kind), now.kind)
         super()._end(now, completed=completed)
-        written = [repr(host.name) for host in self.engine.written_in_graphs]
+        written = [repr(host.name) for host in self.engine.room.written_in_graphs]
         if written and completed:
             raise PagingError(
                 f"{written[0]} was written in place with gradients on, in the forward of "

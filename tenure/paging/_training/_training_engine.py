@@ -61,7 +61,6 @@ class TrainingEngine(Engine):
     Attributes:
         homeward: takes gradients to the host.
         activations: takes what graphs save beside weights there; None where that stays.
-        written_in_graphs: the weights that the pass has written in place as part of a graph.
     """
 
     def __init__(
@@ -78,7 +77,6 @@ class TrainingEngine(Engine):
         self.activations: Activations | None = None
         if moves_activations:
             self.activations = Activations(link, ActivationMemory(make), self.meter)
-        self.written_in_graphs: list[HostTensor] = []
         self._end_watching = _before_steps(self._copies)
         self._end_waiting = wait_while(self)
 
@@ -90,14 +88,14 @@ class TrainingEngine(Engine):
 
     def begin(self, now: Pass) -> None:
         """As of an engine."""
-        self.written_in_graphs.clear()
+        self.room.written_in_graphs.clear()
         super().begin(now)
 
     def end(self) -> None:
         """As of an engine; after a pass that no backward pass follows, nothing is fetched."""
         super().end()
         for page in self.room.pages.values():
-            self.written_in_graphs += page.end_aliases()
+            self.room.written_in_graphs += page.end_aliases()
         if not self._now.records:
             self.homeward.end()
             self._copies.wait_for_all_copies()
