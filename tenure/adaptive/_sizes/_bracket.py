@@ -15,6 +15,7 @@ from bisect import insort
 from ._policy import with_margin
 from ._predicted import Predict, largest_predicted
 from ._record import Measured
+from ._trials import apart, further
 
 MOST_OOMS = 3
 _LEAP = 8
@@ -190,24 +191,15 @@ class Bracket:
     def _likely(self, most: int) -> int:
         """The size that just fits by a square through three sizes, where memory is convex."""
         limit_bytes, below, above = self.limit_bytes, self._below(), self._above()
-        # measurements vary: sizes that lie close tell little of what lies far
-        spread = below[-1:]
-        for each in reversed(below):
-            if 4 * each.size <= 3 * spread[-1].size:
-                spread.append(each)
+        points = apart(below)
         if above is not None:
-            spread.insert(2, above)
-        if self._predict is not None or limit_bytes is None or len(spread) < 3:
+            points = [above, *points[-2:]]
+        if self._predict is not None or limit_bytes is None or len(points) < 3:
             return most
-        last, earlier, third = spread[:3]
-        slope = _slope_of(last, earlier)
-        square = (_slope_of(last, third) - slope) / (third.size - earlier.size)
-        slope += square * (last.size - earlier.size)
-        if square <= 0 or slope <= 0:
+        size, n_bytes = points[-1]
+        if n_bytes <= points[-2].n_bytes:
             return most
-        left = max(0, limit_bytes - last.n_bytes)
-        more = 2 * left / (slope + math.sqrt(slope * slope + 4 * square * left))
-        return min(most, last.size + int(more + 1e-9))
+        return min(most, size + int(further(points, max(0, limit_bytes - n_bytes)) + 1e-9))
 
     def _between(self, top: int) -> int:
         """A size between what fits by a line to what ran beyond the limit, and that."""
@@ -226,9 +218,9 @@ class Bracket:
 
     def _slope(self, below: list[Measured]) -> float:
         """What one more needs, at the least, by two sizes; 0 where there is only one."""
-        # measurements vary: two sizes that lie close tell little of what lies far
-        far = [each for each in below[:-1] if 4 * each.size <= 3 * below[-1].size] or below[:-1]
-        return _slope_of(below[-1], far[-1]) if far else 0.0
+        *earlier, last = apart(below)
+        earlier = earlier or below[:-1]
+        return _slope_of(last, earlier[-1]) if earlier else 0.0
 
     def _may_go_up_in_steps(self) -> bool:
         """Whether a segment of an allocator may be over 5 % of the memory."""

@@ -87,7 +87,7 @@ class Trials:
             if quarter < ok // 2:
                 return quarter
         is_careful = self._n_ooms >= _MOST_OOMS
-        points = _apart(self._points)
+        points = apart(self._points)
         fits = with_margin(fitting(points, free_bytes, is_careful=is_careful))
         if len(points) == 1 and not is_careful:
             # one size that says that no more fits may be all fixed
@@ -106,8 +106,8 @@ class Trials:
         return free_bytes < 1.5 * self._points[0].n_bytes
 
 
-def _apart(points: list[Measured]) -> list[Measured]:
-    """The last of some sizes, and up to two before it that lie apart enough to show a slope.
+def apart(points: list[Measured]) -> list[Measured]:
+    """Return the last of some sizes, and up to two before it, far enough apart to show a slope.
 
     Measurements vary: two sizes that lie close tell little of what lies far.
     """
@@ -140,16 +140,20 @@ def fitting(points: Sequence[Measured], free_bytes: int, *, is_careful: bool = F
     if len(points) < 3:
         # one more of a few is far from both
         return max(int(math.sqrt(line * square) + 1e-9), min(size + 1, int(line + 1e-9)))
-    return size + int(_further(points[-3:], room) + 1e-9)
+    return size + int(further(points[-3:], room) + 1e-9)
 
 
-def _further(points: Sequence[Measured], room: int) -> float:
-    """How much larger a size may be by the parabola through three, or the line through two."""
-    (least, least_bytes), (less, less_bytes), (size, n_bytes) = points
+def further(points: Sequence[Measured], room: float) -> float:
+    """Return how much larger the last size may be, by the parabola through three sizes.
+
+    Args:
+        points: the sizes; the first may be the largest.
+        room: the bytes that are left beside the last one.
+    """
+    (first, first_bytes), (less, less_bytes), (size, n_bytes) = points
     slope = (n_bytes - less_bytes) / (size - less)
-    before = (less_bytes - least_bytes) / (less - least)
-    if slope - before <= _LEAST_CURVE * slope:
+    curve = (slope - (less_bytes - first_bytes) / (less - first)) / (size - first)
+    if curve * abs(size - first) <= _LEAST_CURVE * slope:
         return room / slope
-    curve = (slope - before) / (size - least)
     slope_there = slope + curve * (size - less)
     return (math.sqrt(slope_there**2 + 4 * curve * room) - slope_there) / (2 * curve)
