@@ -7,9 +7,9 @@ the work has come is known to this call alone.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
-from types import TracebackType
-from typing import Any, Self
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
 
 from rich.errors import LiveError
 from rich.progress import Progress
@@ -209,8 +209,8 @@ def run_pieces(
         "chunked" if isinstance(piece, Chunk) else "range", name, options.group
     ) as ranks:
         if options.progress:
-            with _Bar(name, end - piece.start) as bar:
-                _run_pieces(name, piece, end, search, options, collector, bar)
+            with _bar(name, end - piece.start) as advance:
+                _run_pieces(name, piece, end, search, options, collector, advance)
         else:
             _run_pieces(name, piece, end, search, options, collector)
         result = None if collector is None else collector.collected(piece.dimension)
@@ -227,7 +227,7 @@ def _run_pieces(
     search: AdaptiveSearch,
     options: Options,
     collector: Collector | None,
-    bar: _Bar | None = None,
+    advance: Callable[[int], None] | None = None,
 ) -> None:
     # what may run out of memory while a result is taken is tried again with the piece
     land: Callable[[Any], Any] = _let_go if collector is None else collector.land
@@ -258,8 +258,8 @@ def _run_pieces(
                 attempts.advice = collector.advice
             # it may be the last that holds memory of the device, which the next piece needs
             del landed
-            if bar is not None:
-                bar.advance(piece.end - piece.start)
+            if advance is not None:
+                advance(piece.end - piece.start)
             # here alone the work goes on: an attempt that failed has left the start where it was
             piece.start = piece.end
     search.finished()
@@ -273,44 +273,18 @@ def _random_state(args: _Args, kwargs: _Kwargs) -> RngState:
     return RngState(generators=generators_in((*args, *kwargs.values())))
 
 
-class _Bar:
-    """How much of a loop is done, shown only where it was asked for.
+@contextmanager
+def _bar(name: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Show a progress bar and yield the function that advances it.
 
     A process shows one at a time, the outermost: rich before 14.1 refuses a second display.
     """
-
-    def __init__(self, name: str, total: int) -> None:
-        self._progress = Progress(transient=False)
-        self._task = self._progress.add_task(name, total=total)
-        self._shows = False
-
-    def advance(self, n_done: int) -> None:
-        """So much more is done."""
-        self._progress.advance(self._task, n_done)
-
-    def __enter__(self) -> Self:
-        self._shows = display.acquire(blocking=False)
-        if self._shows:
-            try:
-                self._progress.start()
-            except BaseException as error:
-                self._shows = False
-                display.release()
-                # that is a display of the program's own
-                if not isinstance(error, LiveError):
-                    raise
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if not self._shows:
-            return
-        try:
-            self._progress.stop()
-        finally:
-            self._shows = False
-            display.release()
+    bar = Progress()
+    task = bar.add_task(name, total=total)
+    with ExitStack() as stack:
+        if display.acquire(blocking=False):
+            stack.callback(display.release)
+            # the program has a display of its own
+            with suppress(LiveError):
+                stack.enter_context(bar)
+        yield functools.partial(bar.advance, task)

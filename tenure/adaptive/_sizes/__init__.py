@@ -16,7 +16,6 @@ from ._limits import checked_limits as checked_limits
 from ._limits import checked_size as checked_size
 from ._predicted import Predict as Predict
 from ._predicted import largest_predicted as largest_predicted
-from ._remembered import REMEMBERS_NOTHING as REMEMBERS_NOTHING
 from ._remembered import BatchsizeCache as BatchsizeCache
 from ._remembered import CacheType as CacheType
 from ._remembered import GlobalBatchsizeCache as GlobalBatchsizeCache
