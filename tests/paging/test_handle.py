@@ -34,10 +34,10 @@ def test_a_report_sets_a_pass_against_the_limit(sim, model):
         sim.module.synchronize()
         report = handle.report()
         assert str(report) == (
-            "pass 3: 1.331 ms, 98.5% of the limit, bound by the link\n"
-            "  moved      1.2 MiB at 1.0 GB/s, 0 faults (5 in all passes)\n"
-            "  computed   0.032 ms, waited 1.299 ms\n"
-            "  device     768.0 KiB stay, 256.0 KiB to pass through\n"
+            "pass 3: 1.573 ms, 100.0% of the limit, bound by the link\n"
+            "  moved      1.5 MiB at 1.0 GB/s, 0 faults (6 in all passes)\n"
+            "  computed   0.032 ms, waited 1.541 ms\n"
+            "  device     512.0 KiB stay, 512.0 KiB to pass through\n"
             "  takes      1.0 MiB, in 2.0 MiB that the allocator reserves\n"
             "  host       2.0 MiB\n"
             "  a budget of 2.0 MiB would hide the copies"
