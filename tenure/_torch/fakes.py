@@ -30,12 +30,6 @@ UNKNOWN: type[Exception] = bound(f"{_HOME}.UnsupportedOperatorException", _PREDI
 """What an operation raises of which no shape is known without running it."""
 
 
-select_conv_backend: Any = bound(
-    "torch._C._select_conv_backend", "predictions of what convolutions take"
-)
-"""The backend of a convolution, by its arguments as ``aten::convolution`` takes them."""
-
-
 class _Nothing:
     pass
 

@@ -306,12 +306,6 @@ def test_what_is_written_moves_away_from_its_lazy_copy_and_only_then():
     assert (copy.tolist(), tensor.tolist()) == ([0, 0], [1, 1])
 
 
-def test_a_convolution_has_a_backend():
-    x, w = torch.ones(1, 1, 3, 3), torch.ones(1, 1, 3, 3)
-    args = (x, w, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1)
-    assert str(fakes.select_conv_backend(*args))
-
-
 def test_a_wrapper_has_the_shape_that_was_asked_for_and_a_function_of_autograd_is_told():
     class Wrapper(Tensor):
         @classmethod

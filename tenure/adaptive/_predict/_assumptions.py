@@ -7,6 +7,7 @@ that no more memory is taken than was said; and a guess where a number steers th
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,6 @@ from tenure._torch.fakes import NEEDS_DATA, UNKNOWN, like, mode_of
 
 from . import _cudnn_rnn
 from ._known import KnownValues
-from ._larger_results import LARGER
 
 _aten = torch.ops.aten
 _Result = tuple[Any, str | None]
@@ -158,6 +158,30 @@ def _ctc_loss(
     return log_probs.new_empty(n_samples), alpha
 
 
+_NO_REDUCTION = 0
+
+
+def _loss(func: Any, position: int, *args: Any, **kwargs: Any) -> Tensor:
+    """Return a loss in the memory of all its elements: the kernel computes them there first."""
+    result: Tensor = func(*args, **kwargs)
+    reduction = args[position] if len(args) > position else kwargs.get("reduction", 1)
+    if reduction == _NO_REDUCTION:
+        return result
+    n_elements = torch.broadcast_shapes(args[0].shape, args[1].shape).numel()
+    return _enlarged(result, n_elements)
+
+
+def _like_input(func: Any, *args: Any, **kwargs: Any) -> Tensor:
+    """Return a result in the memory of something like the input, which the kernel resizes."""
+    return _enlarged(func(*args, **kwargs), args[0].numel())
+
+
+def _enlarged(tensor: Tensor, n_elements: int) -> Tensor:
+    if n_elements <= tensor.numel():
+        return tensor
+    return tensor.new_empty(n_elements).as_strided(tensor.shape, tensor.stride())
+
+
 def _steps_in_place(*_: Any, **__: Any) -> None:
     """A step of an optimizer in one kernel, which writes what is there."""
 
@@ -170,7 +194,16 @@ STAND_INS: dict[Any, Callable[..., Any]] = {
         for step in (_aten._fused_sgd_, _aten._fused_adagrad_)
         for overload in step.overloads()
     },
-    **LARGER,
+    **{
+        func: partial(_loss, func, position)
+        for func, position in (
+            (_aten.mse_loss.default, 2),
+            (_aten.smooth_l1_loss.default, 2),
+            (_aten.soft_margin_loss.default, 2),
+            (_aten.binary_cross_entropy.default, 3),
+        )
+    },
+    **{func: partial(_like_input, func) for func in (_aten.col2im.default, _aten.im2col.default)},
     **_cudnn_rnn.KERNELS,
 }
 """What gives the results of operations of which torch knows no shape, or that of CUDA's kernel, or

@@ -25,7 +25,7 @@ from ._assumptions import CAN_NOT, STAND_INS, worked_out
 from ._blocks import Block, Category, Event, Phase, Record
 from ._exchanges import exchanged
 from ._known import KnownValues, storages_of
-from ._scratch import scratch_bytes
+from ._scratch import Inside, inside
 from ._target import Target
 from ._workspaces import Workspaces, taken_inside
 
@@ -178,9 +178,12 @@ class Observer(DispatchMode):
             result, reason = worked_out(func, args, kwargs, self.known, error)
             if reason is not None:
                 self.reasons.setdefault(f"{reason} at {_place(sys._getframe(1)).line()}")
-        self.known.follow(func, args, kwargs, result)
-        self._note(func, args, kwargs, result)
-        return result
+        taken = Inside(0, result)
+        if self._target.is_host:
+            taken = inside(func, args, kwargs, result)
+        self.known.follow(func, args, kwargs, taken.result)
+        self._note(func, args, kwargs, taken)
+        return taken.result
 
     def _note_pass(self) -> None:
         """Notice that a backward pass has begun, or ended: the work may run several."""
@@ -198,7 +201,8 @@ class Observer(DispatchMode):
                 self.reasons.setdefault("it uses parameters that no name in its code leads to")
                 self.unforeseen.setdefault(id(tensor), (tensor, tensor.grad))
 
-    def _note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+    def _note(self, func: Any, args: Any, kwargs: Any, taken: Inside) -> None:
+        result = taken.result
         n_before = len(self.record.events)
         if self._target.is_host and not self._is_counted:
             self._note_real()
@@ -217,16 +221,15 @@ class Observer(DispatchMode):
             for block in blocks:
                 self._change(block, 0)
         elif not self._is_counted:
-            scratch = scratch_bytes(func, args, kwargs, result)
-            if scratch.n_bytes:
-                block = Block(scratch.n_bytes, self.phase, "temporaries")
-                self._change(block, scratch.n_bytes)
-                if scratch.is_kept:
+            if taken.n_bytes:
+                block = Block(taken.n_bytes, self.phase, "temporaries")
+                self._change(block, taken.n_bytes)
+                if taken.is_kept:
                     self._kept.append(block)
                     block = self._kept.popleft()
                 self._change(block, 0)
-            if scratch.reason is not None:
-                self.reasons.setdefault(scratch.reason)
+            if taken.reason is not None:
+                self.reasons.setdefault(taken.reason)
         if len(self.record.events) > n_before:
             self.operations.append(_operation(str(func), self.phase))
 

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from tenure._torch.allocations import begin, end
 from tenure.adaptive._predict._assumptions import STAND_INS
-from tenure.adaptive._predict._scratch import Scratch, scratch_bytes
+from tenure.adaptive._predict._scratch import Inside, inside
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Call:
     shapes: str
     truth_bytes: int
     out_bytes: int
-    said: Scratch
+    said: Inside
     made_bytes: int = 0
 
     @property
@@ -65,12 +65,12 @@ class Listening(TorchDispatchMode):
             changes = end()
         if asked is not None:
             fake_args, fake_kwargs, fake_result = asked
-            out_bytes = _made_bytes((fake_args, fake_kwargs), fake_result)
+            said = inside(func, fake_args, fake_kwargs, fake_result)
+            out_bytes = _made_bytes((fake_args, fake_kwargs), said.result)
             live = peak = 0
             for n_bytes in changes.cpu:
                 live += n_bytes
                 peak = max(peak, live)
-            said = scratch_bytes(func, fake_args, fake_kwargs, fake_result)
             shapes = str([_short(each) for each in tree_leaves((args, kwargs))])
             made_bytes = _made_bytes((args, kwargs), result)
             self.calls.append(

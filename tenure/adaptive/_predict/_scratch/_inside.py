@@ -1,0 +1,153 @@
+"""What the real kernel of an operation does on the CPU: its own memory, and its results' memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tenure._containers import passed_tensors
+from tenure._torch.storages import key_of
+
+from .._exchanges import is_exchange
+from ._layouts import layout_of, mapped
+from ._measured import measured
+from ._run import Run, peak_of
+
+_aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class Inside:
+    """What a kernel takes for itself while it runs, and its results as it lays them out.
+
+    Attributes:
+        n_bytes: the peak of what is live inside of it, beyond its inputs and its outputs.
+        result: the results of the operation, with the memory that the real ones have.
+        reason: None if that is exact or a little too high; else why it is only an estimate.
+        is_kept: whether a thread frees it later: when the second one after it has some.
+    """
+
+    n_bytes: int
+    result: Any
+    reason: str | None = None
+    is_kept: bool = False
+
+
+_BY_VALUE = "what {} takes for itself depends on the values that it gets"
+_BY_THREADS = "threads that exchange with other ranks free memory at moments of their own"
+_IN_STEPS = "what {} takes for itself grows in steps for 16 bits"
+_NOT_MEASURED = "nobody has measured what {} takes for itself"
+_SEES_VALUES = frozenset({_aten.isin.Tensor_Tensor})
+_HALVES = frozenset({torch.bfloat16, torch.float16})
+_BY_ONEDNN = frozenset(
+    {
+        *(_aten.mm.default, _aten.bmm.default, _aten.addmm.default, _aten.baddbmm.default),
+        *(_aten.convolution.default, _aten.convolution_backward.default),
+        *(_aten.mkldnn_rnn_layer.default, _aten.mkldnn_rnn_layer_backward.default),
+    }
+)
+
+_MOST_KNOWN = 4096
+"""Signatures that are kept, because sizes that differ in each call would pile up."""
+_known: dict[Any, Run | str] = {}
+
+
+def inside(func: Any, args: Any, kwargs: Any, result: Any) -> Inside:
+    """Say what the real kernel of an operation allocates on the CPU.
+
+    Args:
+        func: an operation, as a dispatch mode gets it.
+        args: its arguments; of tensors, which may be fake, only their layouts are looked at.
+        kwargs: its arguments by name.
+        result: what it gave; storages in it that are not in the arguments count as its outputs.
+    """
+    if func.namespace in {"profiler", "prim"} or _is_view(func):
+        return Inside(0, result)
+    if is_exchange(func):
+        return Inside(_exchange_bytes(func, args, kwargs, result), result, _BY_THREADS, True)
+    strange = func.namespace not in {"aten", "fsdp"}
+    tensors = [*passed_tensors((args, kwargs, result))]
+    if strange or any(each.layout is not torch.strided for each in tensors):
+        return Inside(0, result, _NOT_MEASURED.format(func))
+    known = _measured_once(func, args, kwargs, result)
+    if isinstance(known, str):
+        return Inside(0, result, f"what {func} takes for itself can't be measured ({known})")
+    n_bytes = max(0, peak_of(known.events) - sum(known.made_bytes))
+    reason = _BY_VALUE if func in _SEES_VALUES else None
+    if known.is_grown and func in _BY_ONEDNN and any(each.dtype in _HALVES for each in tensors):
+        reason = _IN_STEPS
+    # else values decide how large the results are
+    if torch.Tag.dynamic_output_shape not in func.tags:
+        result = _as_made(known, args, kwargs, result)
+    return Inside(n_bytes, result, reason and reason.format(func))
+
+
+def _is_view(func: Any) -> bool:
+    schema = func._schema
+    return not schema.is_mutable and any(each.alias_info is not None for each in schema.returns)
+
+
+def _measured_once(func: Any, args: Any, kwargs: Any, result: Any) -> Run | str:
+    key = (
+        func,
+        repr(mapped((tuple(args), dict(kwargs)), layout_of)),
+        # what kernels are chosen by besides their arguments
+        torch.get_num_threads(),
+        torch.is_grad_enabled(),
+        torch.backends.mkldnn.enabled,
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_float32_matmul_precision(),
+    )
+    known = _known.get(key)
+    if known is None:
+        try:
+            known = measured(func, args, kwargs, result)
+        except Exception as error:
+            known = f"{type(error).__name__}: {error}".splitlines()[0]
+        if len(_known) >= _MOST_KNOWN:
+            _known.clear()
+        _known[key] = known
+    return known
+
+
+def _as_made(run: Run, args: Any, kwargs: Any, result: Any) -> Any:
+    """Return the results with the strides and the storages of the real ones."""
+    made = zip(run.made, run.made_bytes, strict=True)
+    before = {key_of(each.untyped_storage()) for each in passed_tensors((args, kwargs))}
+    seen = {*before}
+
+    def remade(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        layout, n_bytes = next(made, (None, 0))
+        key = key_of(leaf.untyped_storage())
+        is_seen = key in seen
+        seen.add(key)
+        if layout is None or key in before or len(layout.shape) != leaf.dim():
+            return leaf
+        stride = layout.resized(leaf.shape).stride
+        least_bytes = leaf.untyped_storage().nbytes()
+        if stride == leaf.stride() and n_bytes <= least_bytes and not is_seen:
+            return leaf
+        n_elements = max(n_bytes, least_bytes) // leaf.element_size()
+        return leaf.new_empty(n_elements).as_strided(leaf.shape, stride)
+
+    return mapped(result, remade)
+
+
+def _exchange_bytes(func: Any, args: Any, kwargs: Any, result: Any) -> int:
+    """Return what gloo takes: it gathers into a buffer of its own, and reduces a copy."""
+    name = func.overloadpacket.__name__.lstrip("_").replace("_", "")
+    is_functional = func.namespace != "c10d"
+    if name.startswith("allgather"):
+        return _total(result if is_functional else args[0])
+    if name.startswith("reducescatter"):
+        return _total(args[0] if is_functional else args[1])
+    return 0
+
+
+def _total(tree: object) -> int:
+    return sum(each.numel() * each.element_size() for each in passed_tensors(tree))
