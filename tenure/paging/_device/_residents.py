@@ -60,15 +60,17 @@ class Residents:
             if not page.users and page.unit not in self.kept and not page.is_held_by_any()
         ]
 
-    def vacate(self, slabs: list[Slab]) -> None:
-        """Nothing stands in these slabs any more, or is to."""
+    def vacate(self, slabs: list[Slab]) -> list[Page]:
+        """Let nothing stand in these slabs any more, nor be planned there; return what stood."""
         rows = self._rows()
-        for page in [page for slab in slabs for page in rows[slab]]:
+        pages = [page for slab in slabs for page in rows[slab]]
+        for page in pages:
             del self._pages[page.unit]
         gone = set(slabs)
         for unit, (place, _) in list(self.vacant.items()):
             if place.slab in gone:
                 del self.vacant[unit]
+        return pages
 
     def to_give_back(self, n_bytes: int, most_unit_bytes: int) -> list[Slab]:
         """Slabs of so many bytes together, or all, whose units could pass: the last, the smallest.

@@ -317,7 +317,8 @@ class Room:
             # Synchronization strategy: the allocator gives this memory to whoever asks next, and
             # knows of no use of it on the link's streams or the model's own side streams.
             self._link.finish()
-        self._residents.vacate(slabs)
+        for page in self._residents.vacate(slabs):
+            self.written_in_graphs += page.end_aliases()
         return n_bytes
 
     def _drop_last_needed(self, now: Pass) -> bool:
