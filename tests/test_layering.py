@@ -63,7 +63,7 @@ _PACKAGES = {
         "_plan",
         "_lazy",
     ),
-    ("adaptive", "_lazy"): ("_labels", "_tape", "_shapes", "_split", "_evaluate"),
+    ("adaptive", "_lazy"): ("_tape", "_shapes", "_split", "_evaluate"),
     ("adaptive", "_predict"): ("_scratch", "_brought_back"),
     ("adaptive", "_step"): (
         "_gradients",

@@ -1,7 +1,7 @@
 """PyTorch's operators and modules, recorded: whole and in parts they give what they give at once.
 
-What is held is the table of rules: a call that is taken to keep samples apart is run on two parts
-of the batch, and those have to make the whole.
+What is held is the trial on a few samples: a call that is found to keep samples apart is run on two
+parts of the batch, and those have to make the whole.
 """
 
 import random
@@ -148,7 +148,7 @@ def test_operators_give_the_same_recorded_and_in_parts(shard):
         if info.name not in _RANDOM | _UNWRITTEN and is_known:
             _sweep_operator(info, found)
     assert found.differences == []
-    # the rules are there to be used
+    # most calls keep samples apart
     assert found.n_split > 200
     assert found.n_whole > 50
 

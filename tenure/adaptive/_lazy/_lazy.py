@@ -11,7 +11,7 @@ from tenure._errors import AdaptiveUsageError
 from tenure._text import describe_tensor
 from tenure._torch.compiler import never_compiled
 
-from ._labels import SHARED, Label
+from ._label import SHARED, Label
 from ._shapes import rebuilt
 from ._tape import Tape
 from ._tensor import LazyTensor, lazy_leaf
@@ -80,6 +80,6 @@ def _leaf(tensor: Tensor, batch: int | None, tapes: dict[int, Tape]) -> LazyTens
                 "samples. Pass it with batch=None if all samples share it."
             )
         dim = batch % tensor.dim()
-        label, n_samples = Label("batch", dim), tensor.shape[dim]
+        label, n_samples = Label(dim), tensor.shape[dim]
     tape = tapes.setdefault(n_samples, Tape(n_samples, tensor.device.type))
     return lazy_leaf(tensor, tape, label)

@@ -19,6 +19,7 @@ from tenure._torch.lending import lent_to
 
 from ._evaluate import run_now, value_of
 from ._handle import Handle, refuse_own_function
+from ._label import SHARED, Label
 from ._shapes import NORMALIZATIONS, Call, Out, Shape, numbers_in, rebuilt
 from ._tape import Entry, Modes, Ref, Tape, flat_tensors, mark_of, new_number
 from ._walk import Walk
@@ -55,10 +56,10 @@ def record(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     if shape.is_value:
         return shape.out
     is_data = _is_of_data(walk, shape)
-    if is_data and shape.kind != "chunk" and not shape.changed:
+    if is_data and not shape.changed and _is_of_all(walk, shape):
         shape = shape.as_before(tape.n_samples)
     plains = walk.plains
-    if shape.cuts or shape.frozen or walk.has_graph:
+    if shape.cuts or walk.has_graph:
         walk = _again(walk, shape, tape)
         stored, named = walk.take(args), walk.take(kwargs)
     made = _entered(func, stored, named, walk, modes, shape, tape, plains)
@@ -91,6 +92,13 @@ def _is_of_data(walk: Walk, shape: Shape) -> bool:
     )
 
 
+def _is_of_all(walk: Walk, shape: Shape) -> bool:
+    """Whether what a call makes of samples has no part for each."""
+    reads_samples = any(each._meta.label.is_batch for each in walk.lazies)
+    scales = any(meta.label.is_batch for meta in shape.metas)
+    return shape.kind == "tail" or (reads_samples and not scales)
+
+
 def _shape_of(
     func: Any, walk: Walk, stored: Any, named: Any, modes: Modes, tape: Tape
 ) -> Shape | None:
@@ -115,16 +123,15 @@ def _shape_of(
 def _again(walk: Walk, shape: Shape | None, tape: Tape) -> Walk:
     """The same arguments, where plain tensors that are cut or have a graph are leaves."""
     other = Walk()
-    cuts: dict[int, tuple[int | None, int]] = {
-        i: (None, 1)
+    cuts: dict[int, Label] = {
+        i: SHARED
         for i, tensor in enumerate(walk.plains)
         if tensor.requires_grad and not tensor.is_leaf
     }
     if shape is not None:
-        other.freezes = shape.frozen
         cuts |= shape.cuts
-    for i, (dim, inner) in cuts.items():
-        other.cuts[id(walk.plains[i])] = Ref(tape.plain_leaf(walk.plains[i], dim, inner))
+    for i, label in cuts.items():
+        other.cuts[id(walk.plains[i])] = Ref(tape.plain_leaf(walk.plains[i], label))
     return other
 
 
@@ -145,8 +152,7 @@ def _entered(
     outs = tuple(numbers_in(shape.out, numbers))
     plains = tuple([(tensor, mark_of(tensor)) for tensor in walk.plains])
     entry = Entry(new_number(), func, stored, named, modes, outs, reads, shape, plains)
-    if shape.kind != "chunk":
-        entry.site = capture_site(sys._getframe(3), "site")
+    entry.site = capture_site(sys._getframe(3), "site")
     _note_writes(entry, given, tape)
     tape.entries.append(entry)
     for number, alias in zip(numbers, shape.aliases, strict=True):

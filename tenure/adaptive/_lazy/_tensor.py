@@ -18,7 +18,7 @@ from tenure._torch.compiler import is_dynamo_compiling, never_compiled
 from ._answers import ANSWERS, PROPERTIES
 from ._evaluate import value_of
 from ._handle import Handle, refuse_own_function
-from ._labels import SHARED
+from ._label import SHARED
 from ._recording import record
 from ._shapes import meta_of
 from ._tape import Tape, leaf_of, new_number

@@ -48,13 +48,11 @@ class Walk:
         has_rates: whether numbers of floating point are factors, which make no other call.
         has_graph: whether a plain tensor came with a graph.
         cuts: what stands for a plain tensor that is a leaf, by its id.
-        freezes: whether sizes are stored as the numbers that they are.
         places: which tensor is given how early, by its id.
     """
 
     __slots__ = (
         "cuts",
-        "freezes",
         "generators",
         "has_graph",
         "has_rates",
@@ -74,7 +72,6 @@ class Walk:
         self.places: dict[int, int] = {}
         self.has_sizes = self.has_graph = False
         self.is_known = True
-        self.freezes = False
         self.cuts: dict[int, Ref] = {}
         self.generators: list[torch.Generator] = []
 
@@ -108,7 +105,7 @@ class Walk:
         if kind is BatchInt:
             self.has_sizes = True
             key.append((kind, int(value), value.at(_ELSEWHERE)))
-            return int(value) if self.freezes else value
+            return value
         return self._take_container(value, kind)
 
     def _place_of(self, tensor: Tensor) -> int:

@@ -14,7 +14,7 @@ from tenure._oom import oom_of_work
 from tenure._torch.writes import version_of
 from tenure.scopes import persist
 
-from .._labels import MIXED
+from .._label import SHARED
 from .._shapes import Shape, meta_of, numbers_in, template_of
 from .._tape import Entry, Leaf, Modes, Tape, filled, new_number, plain_tensors, refuse_silence
 from ._whole import begin
@@ -61,12 +61,12 @@ def run_now(
     # what wrote into a tensor that was not recorded has done so
     if not tensors and not any(i < len(lazies) for i in written):
         return modes, out, None
-    metas = tuple(meta_of(tensor, MIXED) for tensor in tensors)
-    changed = {i: meta_of(given[i], MIXED) for i in written if i < len(lazies)}
+    metas = tuple(meta_of(tensor, SHARED) for tensor in tensors)
+    changed = {i: meta_of(given[i], lazies[i]._meta.label) for i in written if i < len(lazies)}
     aliases: tuple[int | None, ...] = tuple([None] * len(tensors))
     shape = Shape(
         template, metas, changed, aliases, {},
-        frozen=False, kind="tail", why=_DYNAMIC, is_value=False,
+        "tail", _DYNAMIC, is_value=False,
     )  # fmt: skip
     numbers = [new_number() for _ in tensors]
     for number, tensor in zip(numbers, tensors, strict=True):

@@ -42,7 +42,7 @@ def tail_error(tape: Tape, plan: SplitPlan, error: OutOfRetriesError) -> Excepti
         return None
     text = (
         f"What was recorded of {tape.n_samples} samples ran out of memory, whole and in "
-        f"micro-batches: {described(call)} wants all samples ({call.shape.why}), so what is "
+        f"micro-batches: {described(call)} wants all samples ({call.verdict.why}), so what is "
         "computed from there on has to fit as a whole, forward and backward. Nothing was changed. "
         f"{_MIXING}"
     )
@@ -55,7 +55,9 @@ def values_error(
     """The error for values that did not fit at any size; None where ``error`` says it."""
     call = mixing_call(plan.others)
     if not isinstance(error, OutOfRetriesError) and call is not None:
-        why = f"{described(call)} wants all samples ({call.shape.why}), and does not fit as a whole"
+        why = (
+            f"{described(call)} wants all samples ({call.verdict.why}), and does not fit as a whole"
+        )
         text = f"The values of {tape.n_samples} samples ran out of memory: {why}"
         return BatchCoupledError(f"{text}. Nothing was changed. {_MIXING}", (described(call),))
     if not isinstance(error, OutOfRetriesError):

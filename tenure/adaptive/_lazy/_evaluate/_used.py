@@ -5,7 +5,7 @@ Invariant: what is needed by a value that somebody has, and whose graph is whole
 
 from __future__ import annotations
 
-from .._labels import SHARED, Label
+from .._label import SHARED, Label
 from .._split import written_groups
 from .._tape import Entry, Tape, leaf_of
 
@@ -63,5 +63,8 @@ def labels_of(tape: Tape) -> dict[int, Label]:
     """Where all values have their samples."""
     labels = {number: leaf.label for number, leaf in tape.leaves.items()}
     for entry in tape.entries:
-        labels.update(zip(entry.made, (meta.label for meta in entry.shape.metas), strict=True))
+        found = entry.verdict and entry.verdict.labels
+        labels.update(
+            zip(entry.made, found or [meta.label for meta in entry.shape.metas], strict=True)
+        )
     return labels

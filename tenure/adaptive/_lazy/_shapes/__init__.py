@@ -1,7 +1,8 @@
 """What a call gives, known without running it: shapes, types, and where the samples are."""
 
+from ._call import NORMALIZATIONS as NORMALIZATIONS
 from ._call import Call as Call
-from ._functions import NORMALIZATIONS as NORMALIZATIONS
+from ._fakes import with_tensors as with_tensors
 from ._meta import Meta as Meta
 from ._meta import meta_of as meta_of
 from ._shape import HOOK as HOOK

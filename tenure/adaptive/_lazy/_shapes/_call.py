@@ -12,21 +12,23 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from tenure._storages import storage_key
 from tenure._torch.fakes import new_mode, unlogged
 from tenure._torch.writes import version_of
 
-from .._labels import MIXED, SHARED, Label, LabelMode, label_of
-from .._tape import filled
-from ._fakes import fake_of, fake_of_plain, with_fakes
-from ._functions import special, trains_statistics, unreduced
+from .._label import SHARED, Label
+from .._tape import filled, flat_tensors
+from ._fakes import fake_of, fake_of_plain, with_tensors
 from ._meta import Meta, meta_of
 from ._shape import Shape
 from ._templates import is_plain_value, template_of
 
-_ELSEWHERE = (10007, 10009)
-"""Numbers of samples that no other size is a multiple of."""
+NORMALIZATIONS = frozenset({F.batch_norm, torch.batch_norm, F.instance_norm})
+"""They write into buffers, which is seen when they run."""
+
+_TRAINING = 5
 
 
 class Call:
@@ -56,7 +58,6 @@ class Call:
         self._metas, self._plains, self._n = metas, plains, n_samples
         self._has_sizes = has_sizes
         self._versions: list[int | None] = []
-        self._elsewhere = next(n for n in _ELSEWHERE if n != n_samples)
 
     def shape(self) -> Shape:
         """Run it without data, and see what it gives.
@@ -70,35 +71,34 @@ class Call:
         template = template_of(out, places, outs)
         n_lazy = len(self._metas)
         written = {i for i, t in enumerate(given) if version_of(t) != self._versions[i]}
-        shapes = [tuple(tensor.shape) for tensor in outs]
-        labels, why, cuts, frozen = self._elsewhere_labels(shapes, len(given))
-        metas = tuple(meta_of(tensor, label) for tensor, label in zip(outs, labels, strict=False))
+        labels, why, cuts = self._scaled([tuple(tensor.shape) for tensor in outs])
+        metas = tuple(meta_of(tensor, label) for tensor, label in zip(outs, labels, strict=True))
         changed = {
-            i: meta_of(given[i], labels[len(outs) + i])
-            for i in range(n_lazy)
-            if i in written or given[i].requires_grad != self._metas_in_order()[i].requires_grad
+            i: meta_of(given[i], meta.label)
+            for i, meta in enumerate(self._metas.values())
+            if i in written or given[i].requires_grad != meta.requires_grad
         }
-        kind = _kind(labels, len(outs))
         aliases = tuple(_alias(tensor, given[:n_lazy]) for tensor in outs)
         return Shape(
-            template, metas, changed, aliases, cuts, frozen, kind, why,
+            template, metas, changed, aliases, cuts, "tail" if why else "", why,
             is_value=not outs and not written and is_plain_value(template),
-            writes_plain=any(i >= n_lazy for i in written)
-            or trains_statistics(self.func, self.args, self.kwargs),
+            writes_plain=any(i >= n_lazy for i in written) or self._trains_statistics(),
         )  # fmt: skip
 
-    def _metas_in_order(self) -> list[Meta]:
-        return list(self._metas.values())
+    def _trains_statistics(self) -> bool:
+        """Whether it is a normalization that writes its buffers."""
+        if self.func not in NORMALIZATIONS:
+            return False
+        by_name = self.kwargs.get("training", self.kwargs.get("use_input_stats"))
+        # torch tells nobody that they are written
+        return bool(self.args[_TRAINING] if len(self.args) > _TRAINING else by_name)
 
     def _run(
-        self, n: int | None = None, cuts: dict[int, tuple[int, int]] | None = None,
-        label_mode: LabelMode | None = None, frozen: bool = False,
-        func: Callable[..., Any] | None = None, **others: Any,
-    ) -> tuple[list[Any], Any]:  # fmt: skip
+        self, n: int | None = None, cuts: dict[int, Label] | None = None, *, frozen: bool = False
+    ) -> tuple[list[Any], Any]:
         """Run it without data; the tensors that it was given, and what it gave."""
-        mode = new_mode()
         with ExitStack() as block:
-            block.enter_context(mode)
+            block.enter_context(new_mode())
             block.enter_context(unlogged())
             # it warns when it runs; at another number of samples, that of targets seems wrong
             block.enter_context(warnings.catch_warnings())
@@ -108,90 +108,77 @@ class Call:
             with torch.inference_mode(False):
                 made = {i: fake_of(meta, n) for i, meta in self._metas.items()}
                 plain = [
-                    fake_of_plain(t, n, (cuts or {}).get(i)) for i, t in enumerate(self._plains)
+                    fake_of_plain(t, n, (cuts or {}).get(i, SHARED))
+                    for i, t in enumerate(self._plains)
                 ]
             by_id = {id(t): fake for t, fake in zip(self._plains, plain, strict=True)}
             args, kwargs = (
-                with_fakes(filled(each, made.__getitem__, None if frozen else n), by_id)
+                with_tensors(filled(each, made.__getitem__, None if frozen else n), by_id)
                 for each in (self.args, self.kwargs)
             )
-            if label_mode is not None:
-                block.enter_context(label_mode)
             given = [*made.values(), *plain]
             self._versions = [version_of(t) for t in given]
-            return given, (func or self.func)(*args, **(kwargs | others))
+            return given, self.func(*args, **kwargs)
 
-    def _elsewhere_labels(
-        self, shapes: list[tuple[int, ...]], n_given: int
-    ) -> tuple[list[Label], str, dict[int, tuple[int, int]], bool]:
-        """The labels of what it gives, and of what it was given, when it has run."""
-        nothing: dict[int, tuple[int, int]] = {}
-        n_outs = len(shapes)
-        mixed = [MIXED] * (n_outs + n_given)
-        given = [meta.label for meta in self._metas.values()]
-        if not {label.kind for label in given} <= {"shared", "batch"}:
-            mixed[n_outs : n_outs + len(given)] = given
-            return mixed, "", nothing, False
+    def _scaled(self, shapes: list[tuple[int, ...]]) -> tuple[list[Label], str, dict[int, Label]]:
+        """How what it gives depends on the number of samples, why it does not, and what is cut."""
+        best: tuple[list[Label], str, dict[int, Label]] | None = None
         why = ""
         for cuts in self._possible_cuts():
             for frozen in (False, True) if self._has_sizes else (False,):
-                labels, why_not = self._labels_with(cuts, frozen, shapes)
-                if labels is not None and len(labels) == n_outs + n_given:
-                    return labels, why_not, cuts, frozen
-                why = why or why_not
-        mixed[n_outs : n_outs + len(given)] = given
-        return mixed, why, nothing, False
+                try:
+                    given, out = self._run(self._n + 1, cuts, frozen=frozen)
+                except Exception as error:
+                    why = why or f"it does not run on another number of samples ({_brief(error)})"
+                    continue
+                ids = set(map(id, given))
+                made = [tuple(t.shape) for t in flat_tensors(out) if id(t) not in ids]
+                labels = self._labels(shapes, made)
+                if labels is None:
+                    why = "it mixes the samples"
+                elif any(label.is_batch for label in labels):
+                    return labels, "", cuts
+                else:
+                    best = best or (labels, "", cuts)
+        return best or ([SHARED] * len(shapes), why, {})
 
-    def _labels_with(
-        self, cuts: dict[int, tuple[int, int]], frozen: bool, shapes: list[tuple[int, ...]]
-    ) -> tuple[list[Label] | None, str]:
-        n = self._elsewhere
-        mode = LabelMode(n)
-        reduction, others = unreduced(self.func, self.args, self.kwargs)
-        if reduction == "unknown":
-            return None, "how it reduces is not known to be a mean or a sum over samples"
-        try:
-            given, out = self._run(n, cuts, mode, frozen, func=special(self.func), **others)
-        except Exception as error:
-            return None, f"it does not run on another number of samples ({_brief(error)})"
-        is_number = mode.is_number or (self._has_sizes and self.func is Tensor.new_tensor)
-        if is_number and not frozen:
-            return None, "it uses the number of samples as a number"
-        tensors: list[Any] = []
-        template_of(out, {id(t): i for i, t in enumerate(given)}, tensors)
-        if len(tensors) != len(shapes):
-            return None, "it gives a tensor for each sample"
-        labels = [label_of(t) for t in tensors]
-        if reduction and labels[0].is_batch:
-            labels = [Label(reduction)]
-        if any(label == MIXED for label in labels):
-            return None, mode.mixing or "it mixes the samples"
-        found = zip(labels, tensors, shapes, strict=True)
-        if not all(_fits(label, tensor, shape, self._n) for label, tensor, shape in found):
-            return None, "it uses the number of samples as a number"
-        return [*labels, *map(label_of, given)], ""
+    def _labels(
+        self, shapes: list[tuple[int, ...]], others: list[tuple[int, ...]]
+    ) -> list[Label] | None:
+        """Where tensors of these shapes have the samples, if one more gives the others."""
+        if len(shapes) != len(others):
+            return None
+        labels = []
+        for shape, other in zip(shapes, others, strict=True):
+            grown = [d for d, size in enumerate(other[: len(shape)]) if size != shape[d]]
+            if len(shape) != len(other) or len(grown) > 1:
+                return None
+            label = SHARED
+            for d in grown:
+                label = Label(d, 1, other[d] - shape[d])
+                if label.size(self._n) != shape[d]:
+                    return None
+            labels.append(label)
+        return labels
 
-    def _possible_cuts(self) -> list[dict[int, tuple[int, int]]]:
+    def _possible_cuts(self) -> list[dict[int, Label]]:
         """Which plain tensors may have to be cut: none of them, or each that has such a size."""
-        inner: dict[int, tuple[int, int]] = {}
-        for i, tensor in enumerate(self._plains):
-            for dim, size in enumerate(tensor.shape):
-                if size == self._n and i not in inner:
-                    inner[i] = (dim, 1)
-        ways: list[dict[int, tuple[int, int]]] = [{}, inner] if inner else [{}]
-        ways += [{i: cut} for i, cut in inner.items()] if len(inner) > 1 else []
-        first = [[(d, 1) for d, s in enumerate(t.shape) if s == self._n] for t in self._plains]
-        # second dimensions, as of the state of a recurrent network; rows that were flattened
-        later = {i: dims[-1] for i, dims in enumerate(first) if len(dims) > 1}
-        if later:
-            ways.append(inner | later)
-        flat = {
-            i: (0, t.shape[0] // self._n)
-            for i, t in enumerate(self._plains)
-            if t.dim() and t.shape[0] % self._n == 0 and t.shape[0] > self._n > 1 and i not in inner
+        n = self._n
+        dims = {
+            i: [d for d, size in enumerate(tensor.shape) if size == n]
+            for i, tensor in enumerate(self._plains)
         }
-        ways += [flat, inner | flat] if flat else []
-        return ways
+        first = {i: Label(found[0]) for i, found in dims.items() if found}
+        # second dimensions, as of the state of a recurrent network; rows that were flattened
+        later = {i: Label(found[-1]) for i, found in dims.items() if len(found) > 1}
+        flat = {
+            i: Label(0, 1, t.shape[0] // n)
+            for i, t in enumerate(self._plains)
+            if t.dim() and t.shape[0] % n == 0 and t.shape[0] > n > 1 and i not in first
+        }
+        alone = [{i: cut} for i, cut in first.items()] if len(first) > 1 else []
+        ways = [first, *alone, first | later, flat, first | flat]
+        return [{}, *(way for i, way in enumerate(ways) if way and way not in ways[:i])]
 
 
 def _alias(tensor: Any, given: list[Any]) -> int | None:
@@ -200,28 +187,6 @@ def _alias(tensor: Any, given: list[Any]) -> int | None:
         if storage_key(each) == storage:
             return i
     return None
-
-
-def _fits(label: Label, elsewhere: Any, shape: tuple[int, ...], n_samples: int) -> bool:
-    """Whether a shape is that of another number of samples, save where the label says."""
-    expected = list(elsewhere.shape)
-    if label.is_batch:
-        if label.dim >= len(expected):
-            return False
-        expected[label.dim] = label.size(n_samples)
-    return not (label.is_batch or label == SHARED) or expected == list(shape)
-
-
-def _kind(labels: list[Label], n_outs: int) -> str:
-    kinds = {label.kind for label in labels}
-    if kinds <= {"shared", "batch"}:
-        return "chunk"
-    is_term = n_outs == 1 and labels[0].kind in ("sum", "mean", "counted")
-    return (
-        "term"
-        if is_term and {label.kind for label in labels[1:]} <= {"shared", "batch"}
-        else "tail"
-    )
 
 
 def _brief(error: Exception) -> str:

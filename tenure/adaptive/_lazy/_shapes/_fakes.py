@@ -11,20 +11,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._labels import SHARED, Label, set_label
+from .._label import Label
 from ._meta import Meta
 
 
 def fake_of(meta: Meta, n: int | None) -> Any:
     """A tensor without data like a recorded one, at any number of samples; None: at its own."""
-    shape, stride = list(meta.shape), list(meta.stride)
-    if n is not None and meta.label.is_batch:
-        shape[meta.label.dim] = meta.label.size(n)
-        stride = _strides(shape, stride)
-    return _empty(shape, stride, meta, n, meta.label)
+    return _empty(meta, n, meta.label)
 
 
-def _empty(shape: Any, stride: Any, like: Any, n: int | None, label: Label) -> Any:
+def fake_of_plain(tensor: Tensor, n: int | None, cut: Label) -> Any:
+    """The same of a tensor that was not recorded, and may be cut with the batch."""
+    return _empty(tensor, n, cut)
+
+
+def _empty(like: Any, n: int | None, label: Label) -> Any:
+    shape, stride = list(like.shape), tuple(like.stride() if callable(like.stride) else like.stride)
+    if n is not None and label.is_batch:
+        shape[label.dim] = label.size(n)
+        stride = tuple(_strides(shape, stride))
     with torch.no_grad():
         made = torch.empty_strided(shape, stride, dtype=like.dtype, device=like.device)
     if n is None and like.requires_grad:
@@ -32,10 +37,8 @@ def _empty(shape: Any, stride: Any, like: Any, n: int | None, label: Label) -> A
         if not like.is_leaf:
             with torch.enable_grad():
                 made = made.clone()
-            if made.stride() != tuple(stride):
+            if made.stride() != stride:
                 made = made.as_strided(shape, stride)
-    if n is not None:
-        set_label(made, label)
     return made
 
 
@@ -48,23 +51,12 @@ def _strides(shape: list[int], like: Sequence[int]) -> list[int]:
     return strides
 
 
-def fake_of_plain(tensor: Tensor, n: int | None, cut: tuple[int, int] | None) -> Any:
-    """The same of a tensor that was not recorded, and may be cut with the batch."""
-    shape, stride, label = list(tensor.shape), tensor.stride(), SHARED
-    if n is not None and cut is not None:
-        dim, inner = cut
-        label = Label("batch", dim, 1, inner)
-        shape[dim] = label.size(n)
-        stride = tuple(_strides(shape, stride))
-    return _empty(shape, stride, tensor, n, label)
-
-
-def with_fakes(value: Any, by_id: dict[int, Any]) -> Any:
-    """Arguments with tensors without data in place of those that were not recorded."""
+def with_tensors(value: Any, by_id: dict[int, Any]) -> Any:
+    """Arguments with other tensors in place of those that were not recorded."""
     if isinstance(value, Tensor):
         return by_id.get(id(value), value)
     if type(value) in (tuple, list):
-        return type(value)([with_fakes(each, by_id) for each in value])
+        return type(value)([with_tensors(each, by_id) for each in value])
     if type(value) is dict:
-        return {key: with_fakes(each, by_id) for key, each in value.items()}
+        return {key: with_tensors(each, by_id) for key, each in value.items()}
     return value

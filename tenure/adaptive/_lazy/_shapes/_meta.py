@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .._labels import Label
+from .._label import Label
 from .._tape import BatchInt
 
 _MANY = 8192

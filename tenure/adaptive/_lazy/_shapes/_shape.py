@@ -8,14 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .._labels import SHARED, Label
+from .._label import SHARED, Label
 from ._meta import Meta
 
 
 def _data_label(shape: tuple[int, ...], n_samples: int) -> Label:
     """Where a tensor of data has the samples: where it has that size."""
     dims = [d for d, size in enumerate(shape) if size == n_samples]
-    return Label("batch", dims[0]) if dims else SHARED
+    return Label(dims[0]) if dims else SHARED
 
 
 @dataclass(slots=True, eq=False)
@@ -28,11 +28,9 @@ class Shape:
         metas: what the tensors are.
         changed: what the tensors that they were given are now, by place among those.
         aliases: for each tensor in ``metas`` the tensor given that it is a view of.
-        cuts: which plain tensors are cut with the batch: dimension and elements for each sample.
-        frozen: whether sizes are taken as the numbers they were.
-        kind: ``"chunk"``: runs on a part of the batch; ``"term"``: a reduction over it;
-            ``"tail"``: wants all of it; ``"before"``: makes something of the batch alone, and runs
-            first, on all of it.
+        cuts: which plain tensors are cut with the batch.
+        kind: ``"tail"``: wants all of the batch; ``"before"``: makes something of the batch alone,
+            and runs first, on all of it; ``""``: only running it on samples tells.
         why: what makes it want all of it.
         is_value: whether they give no tensor, and change none.
         writes_plain: whether they write into a tensor that was not recorded.
@@ -43,8 +41,7 @@ class Shape:
     metas: tuple[Meta, ...]
     changed: dict[int, Meta]
     aliases: tuple[int | None, ...]
-    cuts: dict[int, tuple[int, int]]
-    frozen: bool
+    cuts: dict[int, Label]
     kind: str
     why: str
     is_value: bool
@@ -66,7 +63,6 @@ HOOK = Shape(
     changed={},
     aliases=(),
     cuts={},
-    frozen=False,
     kind="tail",
     why="it sees the gradient of the whole batch",
     is_value=False,

@@ -14,10 +14,10 @@ from ._groups import touched_groups, written_groups
 def made_first(tape: Tape) -> dict[Entry, None]:
     """The calls that give what is made of the batch alone, and what they are made of."""
     entries, views = tape.entries, tape.views
-    found = {entry for entry in entries if entry.shape.kind == "before"}
-    alone = _of_data(tape) if any(entry.shape.changed for entry in entries) else set()
+    found = {entry for entry in entries if entry.verdict.kind == "before"}
+    alone = of_data(tape) if any(entry.shape.changed for entry in entries) else set()
     # a write that wants all samples, as of those of others into each
-    found |= {e for e in alone if e.shape.changed and e.shape.kind != "chunk"}
+    found |= {e for e in alone if e.shape.changed and e.verdict.kind != "chunk"}
     if not found:
         return {}
     n_before = 0
@@ -38,7 +38,7 @@ def made_first(tape: Tape) -> dict[Entry, None]:
     return {entry: None for entry in entries if entry in found}
 
 
-def _of_data(tape: Tape) -> set[Entry]:
+def of_data(tape: Tape) -> set[Entry]:
     """The calls that make something of the batch alone."""
     data = {n for n, leaf in tape.leaves.items() if not leaf.value.requires_grad}
     found = set()

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tenure.scopes import persist
 
-from .._labels import Label
+from .._label import Label
 
 
 def sample_dim(label: Label) -> int | None:

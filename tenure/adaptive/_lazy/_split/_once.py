@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tenure.scopes import persist
 
-from .._labels import SHARED, Label
+from .._label import SHARED, Label
 from .._tape import Entry, Leaf, Tape, leaf_of, replayed, run
 from ._split_plan import SplitPlan
 

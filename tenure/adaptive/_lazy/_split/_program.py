@@ -12,13 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tenure._errors import OutOfRetriesError
 from tenure._storages import storage_key
 
-from .._labels import Label
+from .._label import Label
 from .._tape import Entry, Leaf, Replayed, Tape, check_unwritten, has_graph, replayed, run
 from ._gathered import sample_dim, with_samples_apart, with_samples_back
 from ._once import run_before, run_late
 from ._split_plan import SplitPlan
+
+_UNTRIED = (
+    "What was recorded does not fit whole, and two samples of it ran out of memory where it was "
+    "tried whether it can be split. Nothing was changed. Pass smaller samples, or use step()."
+)
 
 
 class Program:
@@ -65,6 +71,8 @@ class Program:
     ) -> None:
         """Run what runs on each part; ``done`` is called after each call."""
         self.run(self._chunk, env, length, done=done)
+        if self.tape.is_untried:
+            raise OutOfRetriesError(_UNTRIED, (self.tape.n_samples,))
 
     def run(
         self,
@@ -147,7 +155,7 @@ class Program:
     def _wanted(self) -> list[int]:
         """The values of parts that are kept: somebody has them, or has what is made of them."""
         plan, tape = self.plan, self.tape
-        made = {n for e in plan.chunk if e.shape.kind == "chunk" for n in e.made} | plan.written
+        made = {n for e in plan.chunk if e.verdict.kind == "chunk" for n in e.made} | plan.written
         wanted = {n for n in made if n in tape.handles}
         late = plan.others if plan.terms or plan.frontier else [*plan.tail, *plan.others]
         # statistics are written whether or not anybody has what comes of it

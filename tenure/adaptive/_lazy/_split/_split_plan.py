@@ -14,6 +14,7 @@ from .._names import names
 from .._tape import Entry, Tape
 from ._first import made_first
 from ._groups import touched_groups, written_groups
+from ._trial import judge
 
 
 class NotSplittableError(Exception):
@@ -67,18 +68,19 @@ def plan_of(tape: Tape, root: int | None) -> SplitPlan:
     for entry in entries:
         if entry.shape.is_hook:
             raise NotSplittableError(f"{described(entry)}: {entry.shape.why}", described(entry))
+    judge(tape)
     views = tape.views
     first = made_first(tape)
     later = [entry for entry in entries if entry not in first]
     _refuse_writes(tape, first, later)
-    chunk = [entry for entry in later if entry.shape.kind == "chunk"]
-    whole = [entry for entry in later if entry.shape.kind != "chunk"]
+    chunk = [entry for entry in later if entry.verdict.kind == "chunk"]
+    whole = [entry for entry in later if entry.verdict.kind != "chunk"]
     writes = _leaves_written(tape, first), _leaves_written(tape, chunk)
     if root is None:
         return SplitPlan([*first], chunk, {}, [], [], False, whole, *writes)
     needed = _needed(whole, root, views)
-    terms = {e.outs[0]: e for e in needed if e.shape.kind == "term" and e.outs[0] is not None}
-    tail = [entry for entry in needed if entry.shape.kind != "term"]
+    terms = {e.outs[0]: e for e in needed if e.verdict.kind == "term" and e.outs[0] is not None}
+    tail = [entry for entry in needed if entry.verdict.kind != "term"]
     made_in_chunks = {n for entry in chunk for n in entry.made} | writes[1]
     has_grad = {number for number, leaf in tape.leaves.items() if leaf.value.requires_grad}
     taken = _taken(tail, made_in_chunks | has_grad, root)
@@ -90,16 +92,16 @@ def plan_of(tape: Tape, root: int | None) -> SplitPlan:
     # terms are a part of the tail where that takes more than them
     taken = _taken(needed, made_in_chunks | has_grad, root)
     if not any(number in made_in_chunks for number in taken):
-        blame = next((entry for entry in needed if entry.site is not None), None)
+        blame = next((entry for entry in needed if entry.verdict.why), None)
         if blame is None:
             raise NotSplittableError("nothing in it runs on one sample at a time")
-        raise NotSplittableError(f"{described(blame)}: {blame.shape.why}", described(blame))
+        raise NotSplittableError(f"{described(blame)}: {blame.verdict.why}", described(blame))
     return SplitPlan([*first], chunk, {}, taken, needed, False, others, *writes)
 
 
 def mixing_call(entries: Iterable[Entry]) -> Entry | None:
     """The first of some calls that wants all samples, if one does."""
-    return next((e for e in entries if e.shape.kind == "tail" and e.shape.why), None)
+    return next((e for e in entries if e.verdict.kind == "tail" and e.verdict.why), None)
 
 
 def described(entry: Entry) -> str:
@@ -126,7 +128,7 @@ def _refuse_writes(tape: Tape, first: Iterable[Entry], later: list[Entry]) -> No
     made_whole: set[int] = set()
     for entry in later:
         written, touched = written_groups(entry, views), touched_groups(entry, views)
-        is_chunk = entry.shape.kind == "chunk"
+        is_chunk = entry.verdict.kind == "chunk"
         late = written & (early | (read_whole if is_chunk else set()))
         late |= {group for group in touched if entry.seq < ends.get(group, -1)}
         foreign = set() if is_chunk else written - made_whole

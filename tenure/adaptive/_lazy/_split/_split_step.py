@@ -80,7 +80,7 @@ class SplitStep:
                 "out_dims": [sample_dim(each) for each in labels],
             }
         else:
-            kinds = {entry.shape.metas[0].label.kind for entry in plan.terms.values()}
+            kinds = {entry.verdict.reduces for entry in plan.terms.values()}
             if self._is_plain_sum():
                 how["loss"] = "sum"
             elif self._counts is not None and "counted" in kinds:
@@ -121,7 +121,7 @@ class SplitStep:
     # --- a sum or a mean over samples
 
     def _is_plain_sum(self) -> bool:
-        kinds = {entry.shape.metas[0].label.kind for entry in self._plan.terms.values()}
+        kinds = {entry.verdict.reduces for entry in self._plan.terms.values()}
         return kinds == {"sum"} and not self._plan.tail
 
     def _terms(self, batch: list[Tensor]) -> Any:
@@ -132,7 +132,7 @@ class SplitStep:
 
         def done(entry: Entry) -> None:
             number = entry.outs[0] if entry.outs else None
-            if number in plan.terms and entry.shape.metas[0].label.kind == "counted":
+            if number in plan.terms and entry.verdict.reduces == "counted":
                 counts[number] = count_of(entry, lambda i: env[i], length)
 
         self._program.run_chunk(env, length, done=done)
@@ -141,7 +141,7 @@ class SplitStep:
             return env[next(iter(plan.terms))]
         values = {}
         for number, entry in plan.terms.items():
-            value, kind = env[number], entry.shape.metas[0].label.kind
+            value, kind = env[number], entry.verdict.reduces
             # as a mean over samples it adds up to the sum over all
             values[number] = value * (n / length) if kind == "sum" else value
         if plan.is_affine and plan.tail:
@@ -223,7 +223,7 @@ class SplitStep:
         self._program.run(replayed(self._counts, kept), env, length)
         weights: dict[str, Any] = {}
         for i, entry in enumerate(self._plan.terms.values()):
-            is_counted = entry.shape.metas[0].label.kind == "counted"
+            is_counted = entry.verdict.reduces == "counted"
             weights[f"term {i}"] = (
                 count_of(entry, lambda n: env[n], length) if is_counted else length
             )
@@ -270,7 +270,7 @@ class SplitStep:
             gathered.add(env[number], start, length)
         with torch.no_grad(), persist():
             for number, total in self._totals.items():
-                kind = self._plan.terms[number].shape.metas[0].label.kind
+                kind = self._plan.terms[number].verdict.reduces
                 total.add(env[number].detach(), kind, counts.get(number, length))
 
     def _finish(self, result: StepResult) -> None:

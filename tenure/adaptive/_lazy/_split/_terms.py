@@ -1,16 +1,57 @@
-"""What the mean of a loss over labels divides by: the valid ones, or the sum of their weights."""
+"""What a loss is over samples: a mean, a sum, or a mean over labels, and what that divides by."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 
+from .._label import Label
+from .._names import names
 from .._tape import Entry, Ref, filled
 
 Get = Callable[[int], Any]
+
+_COUNTED = (F.cross_entropy, F.nll_loss)
+_LOSSES = frozenset(
+    names(
+        """
+        mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy
+        binary_cross_entropy_with_logits kl_div soft_margin_loss poisson_nll_loss
+        gaussian_nll_loss cosine_embedding_loss margin_ranking_loss hinge_embedding_loss
+        triplet_margin_loss multilabel_soft_margin_loss multilabel_margin_loss
+        multi_margin_loss cross_entropy nll_loss
+        """
+    )
+)
+
+
+def reduction_of(entry: Entry, labels: Mapping[int, Label]) -> str:
+    """What a call says of itself: ``"sum"``, ``"mean"`` or ``"counted"``, or nothing."""
+    metas, name = entry.shape.metas, getattr(entry.func, "__name__", "")
+    if len(metas) != 1 or metas[0].shape:
+        return ""
+    if name in ("sum", "mean"):
+        return name
+    if name not in _LOSSES:
+        return ""
+    given = _bound(entry)
+    if given.get("reduce") is not None or given.get("size_average") is not None:
+        return ""
+    reduction: str = given.get("reduction", "mean")
+    if reduction == "mean" and entry.func in _COUNTED:
+        return "counted"
+    # the weights of some losses divide their mean
+    if given.get("weight") is not None:
+        return ""
+    if reduction == "batchmean":
+        label = labels[given["input"].number] if type(given["input"]) is Ref else Label()
+        # it divides by the size of the first dimension, which may be one of time
+        return "mean" if label.dim == 0 else "sum"
+    return reduction if reduction in ("sum", "mean") else ""
 
 
 def count_of(entry: Entry, get: Get, n_samples: int) -> Any:
@@ -35,7 +76,7 @@ def count_of(entry: Entry, get: Get, n_samples: int) -> Any:
 
 def reads_of_count(entry: Entry) -> list[int]:
     """The recorded values that it is counted by."""
-    if entry.shape.metas[0].label.kind != "counted":
+    if entry.verdict.reduces != "counted":
         return []
     given = _bound(entry)
     values = (given.get("target"), given.get("weight"))

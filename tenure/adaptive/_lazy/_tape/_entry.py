@@ -15,7 +15,7 @@ from tenure._devices import NO_ACCELERATOR
 from tenure._storages import storage_key
 from tenure._torch.writes import version_of
 
-from .._labels import Label
+from .._label import Label
 
 _numbers = count()
 
@@ -88,6 +88,26 @@ def mark_of(tensor: Tensor) -> Mark:
     return version_of(tensor), storage_key(tensor)
 
 
+class Verdict(NamedTuple):
+    """What a call is in a split.
+
+    Attributes:
+        kind: ``"chunk"``: runs on each part of the batch; ``"term"``: a reduction over it;
+            ``"tail"``: wants all of it; ``"before"``: makes something of the batch alone, and runs
+            first, on all of it.
+        why: what makes it want all of it.
+        labels: where the tensors that it makes have the samples.
+        freezes: whether sizes are taken as the numbers that they were.
+        reduces: how a term reduces: ``"sum"``, ``"mean"`` or ``"counted"``.
+    """
+
+    kind: str
+    why: str
+    labels: tuple[Label, ...]
+    freezes: bool = False
+    reduces: str = ""
+
+
 @dataclass(slots=True, eq=False)
 class Entry:
     """One recorded call.
@@ -105,6 +125,7 @@ class Entry:
             `mark_of`.
         site: where the user's program called it, where that may have to be told.
         is_done: whether it has run on the whole batch.
+        verdict: what it is in a split, once that was tried.
     """
 
     seq: int
@@ -118,6 +139,7 @@ class Entry:
     plains: tuple[tuple[Tensor, Mark], ...] = ()
     site: Any = None
     is_done: bool = False
+    verdict: Any = None
 
     @property
     def made(self) -> list[int]:

@@ -119,9 +119,9 @@ def run(
         with modes._replace(grad=modes.grad and graphs).entered(kind):
             for entry in group:
                 try:
-                    out = entry.func(
-                        *filled(entry.args, get, n_samples), **filled(entry.kwargs, get, n_samples)
-                    )
+                    freezes = entry.verdict is not None and entry.verdict.freezes
+                    n = None if freezes else n_samples
+                    out = entry.func(*filled(entry.args, get, n), **filled(entry.kwargs, get, n))
                 except RuntimeError as error:
                     refuse_silence(entry.func, error)
                     raise

@@ -16,7 +16,7 @@ from torch import Tensor
 from tenure._errors import AdaptiveUsageError
 from tenure._text import describe_tensor
 
-from .._labels import SHARED, Label
+from .._label import Label
 from ._entry import Entry, Leaf, leaf_of, mark_of, new_number
 from ._proxies import Proxy, given
 
@@ -45,6 +45,7 @@ class Tape:
         proxies: what stands for leaves that came with a graph, by number.
         is_joined: whether values are made of such leaves themselves, with their graphs.
         predicts: whether a new program begins with the size that is predicted to fit.
+        is_untried: whether no memory was left to try its calls on a few samples.
     """
 
     n_samples: int
@@ -53,7 +54,7 @@ class Tape:
     leaves: dict[int, Leaf] = field(default_factory=dict)
     values: dict[int, Tensor] = field(default_factory=dict)
     handles: dict[int, weakref.ref[Any]] = field(default_factory=dict)
-    cuts: dict[tuple[int, int | None, int], int] = field(default_factory=dict)
+    cuts: dict[tuple[int, Label], int] = field(default_factory=dict)
     written: set[int] = field(default_factory=set)
     views: dict[int, int] = field(default_factory=dict)
     spent: set[int] = field(default_factory=set)
@@ -66,6 +67,7 @@ class Tape:
     proxies: dict[int, Proxy] = field(default_factory=dict)
     is_joined: bool = False
     predicts: bool = False
+    is_untried: bool = False
 
     def home(self) -> Tape:
         """What it is a part of by now."""
@@ -148,11 +150,10 @@ class Tape:
         """The calls that have not run on the whole batch."""
         return [entry for entry in self.entries if not entry.is_done]
 
-    def plain_leaf(self, tensor: Tensor, dim: int | None, inner: int) -> int:
-        """The number of a plain tensor that has the samples in a dimension, or in none."""
-        key = (id(tensor), dim, inner)
+    def plain_leaf(self, tensor: Tensor, label: Label) -> int:
+        """The number of a plain tensor that is a leaf."""
+        key = (id(tensor), label)
         if key not in self.cuts:
-            label = SHARED if dim is None else Label("batch", dim, 1, inner)
             number = self.cuts[key] = new_number()
             self.leaves[number] = leaf_of(tensor, label)
         return self.cuts[key]
