@@ -144,6 +144,18 @@ def test_a_penalty_with_a_graph_of_its_own_counts_once():
     assert_same_gradients(model, program, room=3)
 
 
+@pytest.mark.parametrize("room", [None, 3])
+def test_a_factor_that_is_trained_gets_its_gradient(room):
+    model, (x, y) = nn.ModuleList([mlp()]), batch()
+    factor = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
+    model.append(nn.ParameterList([factor]))
+
+    def program(wrap):
+        (F.cross_entropy(model[0](wrap(x)), y) * factor).backward()
+
+    assert_same_gradients(model, program, room)
+
+
 def test_batch_norm_in_training_is_refused_where_it_does_not_fit_and_nothing_changed():
     model = nn.Sequential(nn.BatchNorm1d(4), mlp()).double()
     x, y = batch()

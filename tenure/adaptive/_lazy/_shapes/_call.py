@@ -78,10 +78,17 @@ class Call:
             for i, meta in enumerate(self._metas.values())
             if i in written or given[i].requires_grad != meta.requires_grad
         }
+        metas_given = self._metas.values()
+        is_resized = any(
+            fake.shape != meta.shape for fake, meta in zip(given, metas_given, strict=False)
+        )
+        if is_resized:
+            why = "it gives a tensor another shape"
         aliases = tuple(_alias(tensor, given[:n_lazy]) for tensor in outs)
         return Shape(
             template, metas, changed, aliases, cuts, "tail" if why else "", why,
             is_value=not outs and not written and is_plain_value(template),
+            is_hook=is_resized,
             writes_plain=any(i >= n_lazy for i in written) or self._trains_statistics(),
         )  # fmt: skip
 
@@ -163,6 +170,9 @@ class Call:
 
     def _possible_cuts(self) -> list[dict[int, Label]]:
         """Which plain tensors may have to be cut: none of them, or each that has such a size."""
+        # statistics are none of samples, also where they are as many
+        if self._trains_statistics():
+            return [{}]
         n = self._n
         dims = {
             i: [d for d, size in enumerate(tensor.shape) if size == n]

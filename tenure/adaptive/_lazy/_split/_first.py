@@ -49,7 +49,6 @@ def of_data(tape: Tape) -> set[Entry]:
             all(n in data for n in entry.reads)
             and not any(meta.requires_grad for meta in metas)
             and not any(t.requires_grad or isinstance(t, nn.Parameter) for t in plains)
-            and not entry.shape.writes_plain
         ):
             found.add(entry)
             data.update(entry.made)

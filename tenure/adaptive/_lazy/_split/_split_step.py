@@ -57,6 +57,8 @@ class SplitStep:
         self._totals: dict[int, Total] = {}
         self._counts = self._entries_of_counts()
         self._changed = _Changed([*self._plan.chunk, *self._plan.tail])
+        # what a factor is trained by would get no gradient
+        self._is_affine = self._plan.is_affine and not self._tail_trains()
 
     # --- what step() gets
 
@@ -85,7 +87,7 @@ class SplitStep:
                 how["loss"] = "sum"
             elif self._counts is not None and "counted" in kinds:
                 how["weight"] = self._function("_weights", place)
-            if not plan.is_affine:
+            if not self._is_affine:
                 how["then"] = self._function("_then", place)
         recorded = self._function("_terms" if plan.terms else "_outputs", place)
         if predict:
@@ -144,7 +146,7 @@ class SplitStep:
             value, kind = env[number], entry.verdict.reduces
             # as a mean over samples it adds up to the sum over all
             values[number] = value * (n / length) if kind == "sum" else value
-        if plan.is_affine and plan.tail:
+        if self._is_affine and plan.tail:
             slopes, constant = self._slopes(values, env)
             values = {number: value * slopes[number] for number, value in values.items()}
         else:
@@ -179,7 +181,7 @@ class SplitStep:
             n: torch.zeros_like(zeros[n]) if slope is None else slope
             for n, slope in zip(zeros, slopes, strict=True)
         }
-        return found, constant if self._tail_trains() else constant.detach()
+        return found, constant.detach()
 
     def _tail_trains(self) -> bool:
         """Whether the tail has parameters of its own."""

@@ -17,14 +17,19 @@ from tenure.scopes import persist
 
 from ..._undo import RngState
 from .._label import SHARED, Label
+from .._names import names
 from .._shapes import Meta, with_tensors
-from .._tape import Entry, Tape, Verdict, filled, flat_tensors, plain_tensors, replayed
+from .._tape import Entry, Ref, Tape, Verdict, filled, flat_tensors, plain_tensors, replayed
 from ._first import of_data
 from ._gathered import sample_dim, with_samples_apart, with_samples_back
 from ._terms import count_of, reduction_of
 
 _MANY = 256
 _FEW = 3
+# Their kernels take indices unchecked, so that those of other samples write past their memory.
+_UNCHECKED = frozenset(
+    names("lu_unpack lu_solve linalg_lu_solve ldl_solve linalg_ldl_solve ctc_loss segment_reduce")
+)
 _UNWRITTEN = frozenset(["empty_like", "new_empty", "new_empty_strided"])
 
 _known: dict[Any, list[Verdict]] = {}
@@ -33,7 +38,7 @@ _known: dict[Any, list[Verdict]] = {}
 def judge(tape: Tape) -> None:
     """Say of each call what it is in a split: see `Verdict`."""
     entries = tape.entries
-    if all(entry.verdict is not None for entry in entries):
+    if not tape.is_untried and all(entry.verdict is not None for entry in entries):
         return
     place = {n: i for i, n in enumerate(n for e in entries for n in e.made)}
     key = tuple([(e.shape, *[place.get(n, -1) for n in e.reads]) for e in entries])
@@ -104,6 +109,10 @@ class _Trial:
         labels = tuple(meta.label for meta in metas)
         given = {n: self._env[n] for n in entry.reads if n in self._env}
         kind, why = entry.shape.kind, entry.shape.why
+        if getattr(entry.func, "__name__", "") in _UNCHECKED:
+            kind, why = "tail", "it does not check indices, so that it is not tried"
+        elif _goes_by_place(entry, self._labels):
+            kind, why = "tail", "it names places among the samples"
         if len(given) == len(set(entry.reads)) and kind != "tail":
             why = ""
             for freezes in (False, True):
@@ -114,6 +123,8 @@ class _Trial:
                         raise
                     why = why or f"it does not run on a few samples ({str(error)[:120]})"
                     continue
+                if verdict is not None and not (kind and verdict.kind != "chunk"):
+                    verdict = self._confirmed(entry, given, verdict)
                 if verdict is not None and not (kind and verdict.kind != "chunk"):
                     self._take(entry, verdict)
                     return verdict
@@ -161,7 +172,6 @@ class _Trial:
 
     def _compared(self, entry: Entry, given: dict[int, Tensor], freezes: bool) -> Verdict | None:
         """What a call is in a split; None if its parts do not give what the whole gives."""
-        given = {n: self._told_apart(n) for n in given}
         ends = ((0, 1), (1, self._n)) if self._n > 1 else ((0, 1),)
         pieces = [
             {n: part_of(t, self._labels[n], *each) for n, t in given.items()} for each in ends
@@ -186,6 +196,8 @@ class _Trial:
         scales = all(label.is_batch for label in (*wanted, *writes))
         # equal values may be by chance: what has no part for each sample is reduced over them
         may = scales or not reads_samples or entry.func.__name__.startswith("new_")
+        # statistics of parts are others
+        may &= not (reads_samples and entry.shape.writes_plain)
         if may and all(same) and len(found) == len(labels):
             return Verdict("chunk", "", found, freezes)
         reduces = reduction_of(entry, self._labels)
@@ -194,7 +206,11 @@ class _Trial:
             values = [part.made[0] for part in parts]
             if _alike(whole.made[0], _reduced(entry, reduces, values, pieces, lengths)):
                 return Verdict("term", "", (SHARED,), freezes, reduces)
-        if may and self._draws(entry, given, whole, freezes):
+        sized = all(
+            not label.is_batch or value.shape[label.dim :][:1] == (label.size(self._n),)
+            for label, value in zip((*wanted, *writes), (*whole.made, *whole.written), strict=True)
+        )
+        if may and sized and self._draws(entry, given, whole, freezes):
             return Verdict("chunk", "", tuple(wanted), freezes)
         return None
 
@@ -208,13 +224,18 @@ class _Trial:
         pairs = zip((*whole.made, *whole.written), (*again.made, *again.written), strict=True)
         return not all(_alike(one, other) for one, other in pairs)
 
-    def _told_apart(self, number: int) -> Tensor:
-        """A value, whose samples are made different if they are all alike."""
-        value, label = self._env[number], self._labels[number]
-        if not (label.is_batch and value.is_floating_point() and self._n > 1):
-            return value
-        first, last = (part_of(value, label, i, i + 1) for i in (0, self._n - 1))
-        return value + torch.randn_like(value) if torch.equal(first, last) else value
+    def _confirmed(
+        self, entry: Entry, given: Mapping[int, Tensor], verdict: Verdict
+    ) -> Verdict | None:
+        """The same of numbers at random: those of a few samples may be alike by chance."""
+        drawn = {n: _at_random(t) if self._labels[n].is_batch else t for n, t in given.items()}
+        try:
+            again = self._compared(entry, drawn, verdict.freezes)
+        except Exception as error:
+            if oom_info(error) is not None:
+                raise
+            return verdict
+        return again if again is not None and again.kind == verdict.kind else None
 
     def _run(
         self, entry: Entry, given: Mapping[int, Tensor], length: int, freezes: bool,
@@ -235,7 +256,7 @@ class _Trial:
             modes = modes._replace(autocast=())
         if entry.shape.writes_plain:
             swap = {id(tensor): tensor.clone() for tensor in plains}
-        if tries and entry.shape.changed:
+        if tries and (entry.shape.changed or entry.shape.writes_plain):
             used = {n: tensor.clone() for n, tensor in used.items()}
         size = None if freezes else length
         with modes.entered(self._tape.kind):
@@ -255,6 +276,42 @@ def part_of(value: Tensor, label: Label, start: int, end: int) -> Tensor:
         return value
     few = with_samples_apart(value, label).narrow(dim, start, end - start)
     return with_samples_back(few, label)
+
+
+def _at_random(value: Tensor) -> Tensor:
+    if value.dtype is torch.bool:
+        return torch.rand(value.shape, device=value.device) < 0.5
+    return torch.rand_like(value) if value.is_floating_point() else value
+
+
+def _goes_by_place(entry: Entry, labels: Mapping[int, Label]) -> bool:
+    """Whether a call names places along the samples, of which a few samples tell nothing."""
+    first = entry.args[0] if entry.args else None
+    label = labels.get(first.number, SHARED) if isinstance(first, Ref) else SHARED
+    name = getattr(entry.func, "__name__", "")
+    if not label.is_batch:
+        return False
+    if name.startswith(("as_strided", "resize")):
+        return True
+    if name in ("tril", "triu", "tril_", "triu_"):
+        # of a matrix
+        return (
+            any(label.dim >= len(meta.shape) - 2 for meta in entry.shape.metas) or name[-1] == "_"
+        )
+    if name == "roll":
+        dims = entry.kwargs.get("dims", entry.args[2] if len(entry.args) > 2 else None)
+        n_dims = len(entry.shape.metas[0].shape)
+        along = dims if isinstance(dims, tuple | list) else () if dims is None else (dims,)
+        return not along or label.dim in [d % n_dims for d in along]
+    if name == "__setitem__":
+        index = entry.args[1] if isinstance(entry.args[1], tuple) else (entry.args[1],)
+        until = index[: label.dim + 1]
+        return any(each is None or each is Ellipsis for each in until) or (
+            len(until) > label.dim
+            and isinstance(until[-1], int | slice)
+            and until[-1] != slice(None)
+        )
+    return False
 
 
 def _layout(label: Label, whole: Tensor, parts: list[Tensor]) -> Label | None:
