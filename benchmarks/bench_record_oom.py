@@ -75,7 +75,7 @@ def _adding() -> Callable[[int], object]:
 
     def run(runs: int) -> None:
         for _ in range(runs):
-            x + x
+            _ = x + x
 
     return run
 

@@ -5,7 +5,7 @@ Figures come from the machine as it is at that moment; a handle knows only its d
 
 import contextlib
 from collections.abc import Sequence
-from typing import Any, TypeVar, get_args
+from typing import Any, get_args
 
 import torch
 
@@ -21,8 +21,6 @@ from ._device._streams import current_stream, forget_choices
 from ._device._which import index_of
 from ._interface._module_to import install_current_index
 from ._torch_backend import sim_device
-
-Name = TypeVar("Name", bound=str)
 
 
 class Simulator:
@@ -279,7 +277,7 @@ class Simulator:
         return machine.devices[self._index].pool
 
 
-def _known(name: Name, kinds: Any, what: str) -> Name:
+def _known(name: Any, kinds: Any, what: str) -> Any:
     if name not in get_args(kinds):
         raise ValueError(f"there is no {what} {name!r}; there are {get_args(kinds)}.")
     return name

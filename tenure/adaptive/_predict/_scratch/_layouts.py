@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tenure._torch.fakes import negative_view
+
 Tree = Any
 """Arguments or results: containers, with a `Layout` for each tensor."""
 
@@ -53,7 +55,7 @@ class Layout:
         flat = torch.full((n,), value, dtype=self.dtype, device=device)
         made = flat.as_strided(self.shape, self.stride)
         made = made.conj() if self.is_conj else made
-        return torch._neg_view(made) if self.is_neg else made
+        return negative_view(made) if self.is_neg else made
 
 
 def layout_of(leaf: Any) -> Any:
