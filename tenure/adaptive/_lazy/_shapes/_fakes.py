@@ -26,7 +26,9 @@ def fake_of_plain(tensor: Tensor, n: int | None, cut: Label) -> Any:
 
 
 def _empty(like: Any, n: int | None, label: Label) -> Any:
-    shape, stride = list(like.shape), tuple(like.stride() if callable(like.stride) else like.stride)
+    shape = list(like.shape)
+    # a recorded tensor keeps its own
+    stride = tuple(like.stride() if isinstance(like, Tensor) else like.stride)
     if n is not None and label.is_batch:
         shape[label.dim] = label.size(n)
         stride = tuple(_strides(shape, stride))
