@@ -22,8 +22,8 @@ def _timeline():
 
 WRITERS = {
     "run.tenure": lambda path: recording().save(path),
-    "run.csv": lambda path: recording().export(path),
     "run.html": lambda path: recording().export(path),
+    "run.csv": lambda path: _timeline().export(path),
     "run.json": lambda path: _timeline().export(path),
     "run.pickle": lambda path: _timeline().export(path),
 }

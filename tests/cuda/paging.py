@@ -134,7 +134,7 @@ def paged_activations(rig):
 @check(limit_s=120)
 def paged_auto(rig):
     """`budget="auto"` gives memory back when computation needs it, and takes it again."""
-    width = rig.pick(1024, 512)
+    width = 1024
     model = layers(24, width).eval()
     x = torch.randn(8, width, device=rig.device)
     weights = parameter_bytes(model)

@@ -12,6 +12,7 @@ import torch
 from .._torch_backend import kernel, operator_named
 from ._fallback import run_as
 
+_aten = torch.ops.aten
 # at::SDPBackend::math.
 _SDP_MATH = 0
 
@@ -20,7 +21,7 @@ _SDP_MATH = 0
 def convolution(*args: Any) -> Any:
     """Kernel of `aten::convolution_overrideable`."""
     operator = operator_named("convolution_overrideable")
-    return run_as(operator, torch.ops.aten.convolution.default, args, {})
+    return run_as(operator, _aten.convolution.default, args, {})
 
 
 @kernel
@@ -39,7 +40,7 @@ def convolution_backward(
     """Kernel of `aten::convolution_backward_overrideable`."""
     bias_size = [grad.shape[1]] if output_mask[2] else None
     geometry = (stride, padding, dilation, transposed, output_padding, groups, output_mask)
-    operator = torch.ops.aten.convolution_backward.default
+    operator = _aten.convolution_backward.default
     return run_as(operator, operator, (grad, inputs, weight, bias_size, *geometry), {})
 
 
@@ -73,7 +74,7 @@ def _lstm_cell_backward(
     if grad_hidden is None and grad_new_cell is None:
         return None, None, None
     others = torch.zeros_like(gates), None, None, cell, new_cell
-    backward = torch.ops.aten._thnn_differentiable_lstm_cell_backward.default
+    backward = _aten._thnn_differentiable_lstm_cell_backward.default
     grads = backward(grad_hidden, grad_new_cell, gates, *others)
     return grads[0], grads[2], grads[0].sum(0) if has_bias else None
 
@@ -100,7 +101,7 @@ def _gru_cell_backward(
     none = torch.zeros_like(reset)
     input_gates = torch.cat([reset, update, new_in], 1)
     hidden_gates = torch.cat([none, none, new_hidden], 1)
-    backward = torch.ops.aten._thnn_differentiable_gru_cell_backward.default
+    backward = _aten._thnn_differentiable_gru_cell_backward.default
     grads = backward(grad, input_gates, hidden_gates, hidden, None, None)
     grad_input, grad_hidden, grad_before = grads[:3]
     biases = (grad_input.sum(0), grad_hidden.sum(0)) if has_bias else (None, None)

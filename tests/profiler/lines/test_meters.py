@@ -188,7 +188,7 @@ def test_a_device_that_is_not_there_or_has_no_statistics_is_refused(monkeypatch)
 
 
 def test_without_an_accelerator_the_cpu_is_measured(monkeypatch):
-    monkeypatch.setattr(_targets, "_accelerator", lambda: None)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: None)
     assert chosen_device() == torch.device("cpu")
     assert LineProfiler().device == torch.device("cpu")
     with pytest.warns(
@@ -203,21 +203,23 @@ def test_without_an_accelerator_the_cpu_is_measured(monkeypatch):
     "use", [set_target_gpu, chosen_device, lambda n: LineProfiler(target_gpu=n)]
 )
 def test_the_warning_that_no_gpu_is_there_points_at_the_users_line(monkeypatch, use):
-    monkeypatch.setattr(_targets, "_accelerator", lambda: None)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: None)
     with pytest.warns(ProfilerUsageWarning, match="^There is no GPU 3 here") as caught:
         use(3)
     assert [warning.filename for warning in caught] == [__file__]
 
 
 def test_a_negative_index_is_no_accelerator(monkeypatch):
-    monkeypatch.setattr(_targets, "_accelerator", lambda: "cuda")
+    cuda = torch.device("cuda")
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: cuda)
     message = r"^'cuda:-1' is no device that can be measured: "
     with pytest.raises(ProfilerUsageError, match=message):
         LineProfiler(target_gpu=-1)
 
 
 def test_an_accelerator_is_measured_where_there_is_one(monkeypatch):
-    monkeypatch.setattr(_targets, "_accelerator", lambda: "cuda")
+    cuda = torch.device("cuda")
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: cuda)
     monkeypatch.setattr(_targets, "checked_device", torch.device)
     assert chosen_device() == torch.device("cuda:0")
     assert chosen_device(3) == torch.device("cuda:3")

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tenure._containers import passed_tensors
+from tenure._torch.modes import schema_of
 from tenure._torch.storages import key_of
 
 from .._exchanges import is_exchange
@@ -86,8 +87,11 @@ def inside(func: Any, args: Any, kwargs: Any, result: Any) -> Inside:
 
 
 def _is_view(func: Any) -> bool:
-    schema = func._schema
-    return not schema.is_mutable and any(each.alias_info is not None for each in schema.returns)
+    schema = schema_of(func)
+    # a higher-order operator has none
+    if schema is None or schema.is_mutable:
+        return False
+    return any(each.alias_info is not None for each in schema.returns)
 
 
 def _measured_once(func: Any, args: Any, kwargs: Any, result: Any) -> Run | str:
