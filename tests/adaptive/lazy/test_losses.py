@@ -74,7 +74,26 @@ LOSSES = {
     ).mean(),
     "detached": lambda out, x, y: (out * out.detach().exp()).mean(),
     "squeezed": lambda out, x, y: out[:, :1].squeeze().square().mean(),
+    "by its own value": lambda out, x, y: _by_its_value(out.pow(2).mean()),
+    "weighted by another's value": lambda out, x, y: (
+        F.cross_entropy(out, y) * (-out.pow(2).mean().detach()).exp() + out.abs().mean()
+    ),
+    "over its own value": lambda out, x, y: _over_its_value(out.pow(2).mean()),
+    "by a comparison": lambda out, x, y: _by_a_comparison(out.pow(2).mean()),
+    "the larger term": lambda out, x, y: torch.maximum(out.pow(2).mean(), out.abs().mean()),
 }
+
+
+def _by_its_value(loss):
+    return loss * loss.detach()
+
+
+def _over_its_value(loss):
+    return loss / loss.detach()
+
+
+def _by_a_comparison(loss):
+    return torch.where(loss > 0.01, 3 * loss, loss)
 
 
 @pytest.mark.parametrize("room", [None, 3])
