@@ -99,3 +99,13 @@ def test_a_model_of_torchscript_runs_whole_or_is_the_reason(room):
     with RoomFor(room), pytest.raises(AdaptiveUsageError, match=text):
         loss.backward()
     assert all(p.grad is None for p in plain.parameters())
+
+
+def test_where_no_two_samples_fit_it_is_said_that_nothing_could_be_tried():
+    model, (x, _) = mlp(), batch()
+    with (
+        RoomFor(1),
+        pytest.raises(OutOfRetriesError, match=r"^What was recorded does not fit whole"),
+    ):
+        torch.cov(model(lazy(x)).T).square().sum().backward()
+    assert all(p.grad is None for p in model.parameters())

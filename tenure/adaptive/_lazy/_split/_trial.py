@@ -69,10 +69,15 @@ def _tried(tape: Tape) -> list[Verdict]:
             rng.undo()
     # nothing of it will fit, and a step says so with all that it tried
     tape.is_untried = True
-    return [
-        Verdict(entry.shape.kind or "chunk", "", tuple(meta.label for meta in entry.shape.metas))
-        for entry in tape.entries
-    ]
+    found: list[Verdict] = []
+    late: set[int] = set()
+    for entry in tape.entries:
+        kind = entry.shape.kind or "chunk"
+        if kind in ("tail", "term") or late.intersection(entry.reads):
+            late.update(entry.made)
+            kind = "tail" if kind == "chunk" else kind
+        found.append(Verdict(kind, "", tuple(meta.label for meta in entry.shape.metas)))
+    return found
 
 
 class _Result(NamedTuple):
