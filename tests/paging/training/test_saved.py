@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from tenure._registries import ask_to_shrink
 from tenure._torch.lending import lent_to
 from tenure.paging import PagingError
 
@@ -98,6 +99,30 @@ def test_a_weight_that_is_written_as_part_of_the_graph_is_refused(sim, pair):
         both.host(x)
     with pytest.raises(RuntimeError, match="a leaf Variable that requires grad"):
         both.there(x)
+
+
+def test_it_is_refused_also_if_its_memory_is_given_back_in_the_forward(sim, pair):
+    class Giving(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linears = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(8)])
+            self.written, self.given_bytes = -1, 0
+
+        def forward(self, x):
+            for i, linear in enumerate(self.linears):
+                if i == self.written:
+                    linear.weight.mul_(0.5)
+                x = linear(x.detach())
+                if i == self.written:
+                    self.given_bytes = ask_to_shrink("sim", 1 << 40)
+            return x
+
+    both = pair(Giving())
+    with both.page(0.8) as handle:
+        both.host.written = [unit.resident for unit in handle.plan.units].index(True)
+        with pytest.raises(PagingError, match="was written in place with grad"):
+            both.host(inputs(sim)[0])
+        assert both.host.given_bytes
 
 
 def test_a_weight_read_without_gradients_and_used_with_them_gets_one(sim, pair):
