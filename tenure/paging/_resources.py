@@ -120,7 +120,9 @@ def acquire(
         resources = Resources(engine, store, unpaged, planned.cut.units)
         undoing.callback(resources.close)
         store.adopt(units)
-        engine.fill_residents(reserved)
+        # In the order of the model: so they are used, and so reports list them.
+        stay = [unit for unit in planned.cut.units if unit in reserved]
+        engine.fill_residents({unit: reserved[unit] for unit in stay})
         undoing.pop_all()
     return resources
 
