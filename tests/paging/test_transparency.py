@@ -243,7 +243,7 @@ def test_data_that_is_replaced_is_what_the_next_pass_uses(sim, model, x, percent
 
 
 def test_a_model_that_changed_its_type_is_refused_until_it_is_unpaged(sim, model, x):
-    handle = paged(sim, model, 200)
+    handle = paged(sim, model)
     model(x)
     model.half()
     with pytest.raises(PagingError, match=r"^'0.weight' was given other memory while it is paged"):
