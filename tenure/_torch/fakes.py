@@ -20,8 +20,8 @@ _HOME = "torch._subclasses.fake_tensor"
 FakeTensor: Any = bound(f"{_HOME}.FakeTensor", _PREDICTION)
 FakeMode: Any = bound(f"{_HOME}.FakeTensorMode", _PREDICTION)
 no_fakes: Any = bound(f"{_HOME}.unset_fake_temporarily", _PREDICTION)
-negative_view: Any = bound("torch._neg_view", _PREDICTION)
 """A context in which operations are on real tensors, inside of a block that has fake ones."""
+negative_view: Any = bound("torch._neg_view", _PREDICTION)
 NEEDS_DATA: tuple[type[Exception], ...] = (
     bound(f"{_HOME}.DataDependentOutputException", _PREDICTION),
     bound(f"{_HOME}.DynamicOutputShapeException", _PREDICTION),

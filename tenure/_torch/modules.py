@@ -56,7 +56,7 @@ def module_called_by_torch(frame: FrameType) -> nn.Module | None:
 
 
 def is_called_by_module(frame: FrameType | None) -> bool:
-    """Whether a module is being called on the stack that a frame ends."""
+    """Tell whether a module is being called on the stack that a frame ends."""
     while frame is not None and frame.f_code is not _calling:
         frame = frame.f_back
     return frame is not None

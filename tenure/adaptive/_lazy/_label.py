@@ -20,7 +20,7 @@ class Label(NamedTuple):
 
     @property
     def is_batch(self) -> bool:
-        """Whether each sample has a part of the tensor."""
+        """Each sample has a part of the tensor."""
         return self.dim >= 0
 
     def size(self, n_samples: int) -> int:

@@ -93,7 +93,7 @@ def _is_of_data(walk: Walk, shape: Shape) -> bool:
 
 
 def _is_of_all(walk: Walk, shape: Shape) -> bool:
-    """Whether what a call makes of samples has no part for each."""
+    """Tell whether the result of a call on samples has no part for each."""
     reads_samples = any(each._meta.label.is_batch for each in walk.lazies)
     scales = any(meta.label.is_batch for meta in shape.metas)
     return shape.kind == "tail" or (reads_samples and not scales)

@@ -305,7 +305,7 @@ class Attributes:
                 vars(module)[name] = self._shown(value)
 
     def strangers(self, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-        """What a module and those inside have registered that its model had not when paged."""
+        """Return what a module and those inside have registered since the model was paged."""
         for prefix, inside in module.named_modules():
             for entries in (inside._parameters, inside._buffers):
                 for name, tensor in dict.items(entries):

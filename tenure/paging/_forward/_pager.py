@@ -159,7 +159,7 @@ class Pager:
         return not self._closed
 
     def arguments(self, forward: Forward, given: Any) -> Arguments | None:
-        """What a forward is given, where it computes: the outermost one gets it on the device."""
+        """Return the arguments of a forward; those of the outermost one come to the device."""
         # Inside, arguments are where the forward made them; to look through them for each layer
         # would take longer than small layers do.
         if not self.is_outermost:

@@ -96,7 +96,7 @@ class Gauge:
 
     @property
     def is_sure(self) -> bool:
-        """Whether as many passes are remembered as can be."""
+        """It remembers as many passes as it can."""
         return len(self._rooms) == _REMEMBERED
 
     @property
@@ -105,7 +105,7 @@ class Gauge:
         return max(0, min([*self._rooms, self._left_bytes]) - self._margin_bytes)
 
     def free_bytes(self) -> int:
-        """What is free for the first weights."""
+        """Return the bytes that are free for the first weights."""
         return self._space_bytes(0)
 
     def short_bytes(self, held_bytes: int) -> int:
@@ -163,11 +163,11 @@ class Gauge:
 
     @property
     def _left_bytes(self) -> int:
-        """What the pass has left for weights so far."""
+        """The bytes that the pass has left for weights so far."""
         return min(self._looks) - self._moment_bytes
 
     def _space_bytes(self, held_bytes: int) -> int:
-        """What weights could have had at the last look: of the cache, what is not in fragments."""
+        """Return the room for weights at the last look: of the cache, the part not in fragments."""
         now = self._last
         used_bytes = max(0, now.allocated_bytes - held_bytes)
         fragments_bytes = int(used_bytes * _FRAGMENTS) + 2 * LARGE_SEGMENT_BYTES

@@ -96,18 +96,18 @@ class Share(Lease):
 
     @property
     def least_bytes(self) -> int:
-        """What it has to have."""
+        """The bytes that it can't do without."""
         room = self._room
         return self.held_bytes if room is None else self._beside_bytes + room.lasting_bytes
 
     @property
     def useful_bytes(self) -> int:
-        """What it takes for copies to be hidden behind computation: more is no faster."""
+        """The bytes that hide its copies behind computation: more is no faster."""
         return max(self.least_bytes, int(self.most_bytes - (self._hidden_bytes or 0)))
 
     @property
     def most_bytes(self) -> int:
-        """What it has when all of it stays."""
+        """The bytes that it has when all of it stays."""
         room = self._room
         return 0 if room is None else self._beside_bytes + room.most_bytes
 

@@ -181,12 +181,12 @@ class _Pile:
 
     @property
     def shown_bytes(self) -> int:
-        """What its tensors show of their storages."""
+        """The bytes that its tensors show of their storages."""
         return sum(entry.shown_bytes for entry in self.own)
 
     @property
     def noun(self) -> str:
-        """What it keeps, as texts say it."""
+        """Its contents, as texts name them."""
         if self.saved:
             return "graph"
         return "view" if self.shown_bytes < _VIEWS * self.n_bytes else "tensor"

@@ -244,7 +244,7 @@ class MemoryPool(ABC):
 
     @abstractmethod
     def _failure_text(self, requested_bytes: int) -> str:
-        """What the error of a refused allocation says."""
+        """Return the text of the error of a refused allocation."""
 
     def _make_room(self, requested_bytes: int, wanted_bytes: int) -> None:
         # CUDA looks at its last error where it asks for memory of the device.

@@ -93,7 +93,7 @@ class Call:
         )  # fmt: skip
 
     def _trains_statistics(self) -> bool:
-        """Whether it is a normalization that writes its buffers."""
+        """Tell whether it is a normalization that writes its buffers."""
         if self.func not in NORMALIZATIONS:
             return False
         by_name = self.kwargs.get("training", self.kwargs.get("use_input_stats"))

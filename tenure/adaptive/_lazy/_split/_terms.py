@@ -30,7 +30,7 @@ _LOSSES = frozenset(
 
 
 def reduction_of(entry: Entry, labels: Mapping[int, Label]) -> str:
-    """What a call says of itself: ``"sum"``, ``"mean"`` or ``"counted"``, or nothing."""
+    """Return the reduction that a call names: ``"sum"``, ``"mean"``, ``"counted"``, or nothing."""
     metas, name = entry.shape.metas, getattr(entry.func, "__name__", "")
     if len(metas) != 1 or metas[0].shape:
         return ""

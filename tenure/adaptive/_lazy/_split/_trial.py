@@ -176,7 +176,7 @@ class _Trial:
         return value.normal_() if meta.dtype.is_floating_point else value
 
     def _compared(self, entry: Entry, given: dict[int, Tensor], freezes: bool) -> Verdict | None:
-        """What a call is in a split; None if its parts do not give what the whole gives."""
+        """Return the verdict on a call; None if its parts do not give what the whole gives."""
         ends = ((0, 1), (1, self._n)) if self._n > 1 else ((0, 1),)
         pieces = [
             {n: part_of(t, self._labels[n], *each) for n, t in given.items()} for each in ends
@@ -222,7 +222,7 @@ class _Trial:
     def _draws(
         self, entry: Entry, given: Mapping[int, Tensor], whole: _Result, freezes: bool
     ) -> bool:
-        """Whether a call gives something else each time."""
+        """Tell whether a call gives something else each time."""
         if getattr(entry.func, "__name__", "") in _UNWRITTEN:
             return True
         again = self._run(entry, given, self._n, freezes)
@@ -290,7 +290,7 @@ def _at_random(value: Tensor) -> Tensor:
 
 
 def _goes_by_place(entry: Entry, labels: Mapping[int, Label]) -> bool:
-    """Whether a call names places along the samples, of which a few samples tell nothing."""
+    """Tell whether a call names places along the samples, of which a few tell nothing."""
     first = entry.args[0] if entry.args else None
     label = labels.get(first.number, SHARED) if isinstance(first, Ref) else SHARED
     name = getattr(entry.func, "__name__", "")

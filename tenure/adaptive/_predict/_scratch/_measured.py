@@ -262,7 +262,7 @@ def _axes(func: Any, problem: _Problem) -> list[_Axis]:
 
 
 def _is_allowed(func: Any, problem: _Problem, changes: list[tuple[int, int]]) -> bool:
-    """Whether torch's checks of shapes accept the smallest problem, and the next ones."""
+    """Tell whether torch's checks of shapes accept the smallest problem, and the next ones."""
     for more in {0, *(i + 1 for i, (_, step) in enumerate(changes) if step)}:
         sizes = [base + step * (i + 1 == more) for i, (base, step) in enumerate(changes)]
         try:
