@@ -565,18 +565,25 @@ def test_the_reporter_keeps_no_tensor_alive(sim):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("whole_heap")
 def test_a_report_leaves_no_garbage():
-    sparse = torch.eye(3).to_sparse_csr()
-    report_on()
-    gc.collect()
-    gc.disable()
-    try:
-        report_on()
-        assert gc.collect() == 0
-    finally:
-        gc.enable()
-    assert sparse.layout is torch.sparse_csr
+    # Beside other tests there may be tensors of compiled code with sizes that are symbols: torch
+    # makes garbage of its own where one is asked for its bytes.
+    code = """
+import contextlib, gc, io, torch, warnings
+from tenure.profiler import MemReporter
+warnings.simplefilter("ignore")
+sparse = torch.eye(3).to_sparse_csr()
+def report():
+    with contextlib.redirect_stdout(io.StringIO()):
+        MemReporter().report()
+report()
+gc.collect()
+gc.disable()
+report()
+print(gc.collect())
+"""
+    done = run_program(code)
+    assert (done.stdout, done.stderr) == ("0\n", "")
 
 
 @pytest.mark.slow
