@@ -390,6 +390,7 @@ def test_a_step_has_torch_compile_what_it_would_compile_without_one(form):
     assert n_compiled(lambda loss: step(loss, b, maximum=20)) == without
 
 
+@needs_torch("2.11", "torch.compile after dispatch modes that overlap on two threads")
 def test_checks_that_overlap_on_two_threads_let_torch_compile_afterwards():
     begun, over = {"first": Event(), "second": Event()}, Event()
     waits_for = {"first": begun["second"], "second": over}
