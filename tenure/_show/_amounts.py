@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions
 
 _WIDTH = 32
+_MOST_TIMES = 1000
 _COLUMNS = (
     Column("category"),
     Column("bytes", ">", is_fixed=True),
@@ -73,5 +74,7 @@ class Amounts(Part):
         scale_bytes = max(sum(max(n, 0) for _, n in self.parts), self.limit_bytes or 0)
         end_bytes = begin_bytes + max(n_bytes, 0)
         bar = Bar(scale_bytes, begin_bytes, end_bytes, width=_WIDTH, color=colour)
-        share = f"{n_bytes / total_bytes:.1%}" if total_bytes > 0 else ""
+        # a budget a thousand times the total says nothing in percent, and its digits widen the line
+        is_told = total_bytes > 0 and n_bytes <= _MOST_TIMES * total_bytes
+        share = f"{n_bytes / total_bytes:.1%}" if is_told else ""
         return Text(visible(name), colour), format_bytes(n_bytes), share, bar if scale_bytes else ""

@@ -2,7 +2,7 @@
 
 import io
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from rich.console import Console
 
@@ -97,6 +97,7 @@ parts = st.lists(st.tuples(st.text("ab", max_size=2), st.integers(0, 2**50)), ma
 
 
 @given(parts, st.none() | st.integers(0, 2**50))
+@example([("a", 1)], 10**11)
 def test_any_parts_have_lines_as_wide_as_the_bar(parts, limit):
     amounts = Amounts("", parts, limit)
     assert all(len(line) <= 70 for line in amounts.text(80).split("\n"))
