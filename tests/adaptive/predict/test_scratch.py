@@ -1,11 +1,14 @@
 """What kernels take for themselves, said without running them at size, against the allocator."""
 
+import gc
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tenure.adaptive import predict_peak
 from tenure.adaptive._predict._scratch import _inside, _measured, inside
 from tenure.adaptive._predict._scratch._layouts import layout_of
 
@@ -154,3 +157,19 @@ def test_layouts_keep_expansion_gaps_and_order_when_they_shrink():
     call = [layout_of(each) for each in (wide, wide.mT, wide[:1].expand(8, -1, -1))]
     sizes = [each.resized([n if n < 100 else n // 2 for n in each.shape]) for each in call]
     assert [each.stride for each in sizes] == [(28_800, 192, 1), (28_800, 1, 192), (0, 192, 1)]
+
+
+def test_a_part_of_a_batch_takes_the_same_when_it_is_predicted_first():
+    # its backward pass is measured on smaller sizes, some of which do not go together
+    x = torch.ones(8, 256, 512, requires_grad=True)
+
+    def fn(x):
+        return (x * 2)[:, 128:].square().sum()
+
+    gc.collect()
+    gc.disable()
+    try:
+        first, second = (predict_peak(fn, x).peak_bytes for _ in range(2))
+    finally:
+        gc.enable()
+    assert first == second

@@ -66,9 +66,15 @@ def run(func: Any, make: Callable[[], tuple[Any, dict[str, Any]]], threads: int)
     thread = Thread(target=target, name="tenure-measure", daemon=True)
     thread.start()
     thread.join()
-    if isinstance(seen[0], Exception):
-        raise seen[0]
-    return seen[0]
+    outcome = seen.pop()
+    if not isinstance(outcome, Exception):
+        return outcome
+    try:
+        raise outcome
+    finally:
+        # or its frames would keep the made-up tensors, and these count as the work's, until the
+        # next collection of garbage
+        del outcome
 
 
 @contextmanager
