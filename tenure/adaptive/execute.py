@@ -6,7 +6,7 @@ Sizes are remembered for the place in the program, because the function is new e
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, TypeVar, Unpack, overload
+from typing import Any, TypeVar, Unpack
 
 from torch import Tensor
 
@@ -18,7 +18,6 @@ from ._decorators import (
     Collect,
     Options,
     PieceOptions,
-    Reducer,
     call_batch,
     call_chunked,
     call_range,
@@ -27,8 +26,6 @@ from ._decorators import (
 from ._sizes import checked_size
 
 T = TypeVar("T")
-R = TypeVar("R")
-ReducerT = TypeVar("ReducerT", bound=Reducer)
 
 
 def _at_once(call: Callable[..., Any], options: Options, *args: Any) -> Callable[[Any], Any]:
@@ -73,60 +70,14 @@ def batch(
     return _at_once(call_batch, checked_options("initial_batchsize", initial, **options))
 
 
-@overload
-def range(
-    start: int,
-    end: int,
-    initial_step: int | None = None,
-    *,
-    collect: None = None,
-    **options: Unpack[PieceOptions],
-) -> Callable[[Callable[..., object]], None]: ...
-@overload
-def range(
-    start: int,
-    end: int,
-    initial_step: int | None = None,
-    *,
-    collect: Literal["list"],
-    **options: Unpack[PieceOptions],
-) -> Callable[[Callable[..., T]], list[T]]: ...
-@overload
-def range(
-    start: int,
-    end: int,
-    initial_step: int | None = None,
-    *,
-    collect: Literal["cat", "host"],
-    **options: Unpack[PieceOptions],
-) -> Callable[[Callable[..., T]], T]: ...
-@overload
-def range(
-    start: int,
-    end: int,
-    initial_step: int | None = None,
-    *,
-    collect: ReducerT,
-    **options: Unpack[PieceOptions],
-) -> Callable[[Callable[..., object]], ReducerT]: ...
-@overload
-def range(
-    start: int,
-    end: int,
-    initial_step: int | None = None,
-    *,
-    collect: Callable[[list[T]], R],
-    **options: Unpack[PieceOptions],
-) -> Callable[[Callable[..., T]], R]: ...
 def range(
     start: int,
     end: int,
     initial_step: int | None = None,
     *,
     collect: Collect | None = None,
-    progress: bool = False,
-    **options: Any,
-) -> Any:
+    **options: Unpack[PieceOptions],
+) -> Callable[[Callable[..., Any]], Any]:
     """Run the decorated function at once, with one piece of a range after the other.
 
     Args:
@@ -134,7 +85,6 @@ def range(
         end: the number after the last.
         initial_step: the size of the first piece; None: ``maximum``, or the whole range.
         collect: as of `tenure.adaptive.range`.
-        progress: whether to show a progress bar.
         **options: as of `tenure.adaptive.range`.
 
     Returns:
@@ -146,66 +96,18 @@ def range(
 
     Source: ``toma.execute.range``, https://github.com/BlackHC/toma.
     """
-    checked = checked_options(
-        "initial_step", initial_step, collect=collect, progress=progress, **options
-    )
+    checked = checked_options("initial_step", initial_step, collect=collect, **options)
     return _at_once(call_range, checked, start, end)
 
 
-@overload
-def chunked(
-    tensor: Tensor,
-    initial_step: int | None = None,
-    dimension: int | None = None,
-    *,
-    collect: None = None,
-    **options: Unpack[PieceOptions],
-) -> Callable[[Callable[..., object]], None]: ...
-@overload
-def chunked(
-    tensor: Tensor,
-    initial_step: int | None = None,
-    dimension: int | None = None,
-    *,
-    collect: Literal["list"],
-    **options: Unpack[PieceOptions],
-) -> Callable[[Callable[..., T]], list[T]]: ...
-@overload
-def chunked(
-    tensor: Tensor,
-    initial_step: int | None = None,
-    dimension: int | None = None,
-    *,
-    collect: Literal["cat", "host"],
-    **options: Unpack[PieceOptions],
-) -> Callable[[Callable[..., T]], T]: ...
-@overload
-def chunked(
-    tensor: Tensor,
-    initial_step: int | None = None,
-    dimension: int | None = None,
-    *,
-    collect: ReducerT,
-    **options: Unpack[PieceOptions],
-) -> Callable[[Callable[..., object]], ReducerT]: ...
-@overload
-def chunked(
-    tensor: Tensor,
-    initial_step: int | None = None,
-    dimension: int | None = None,
-    *,
-    collect: Callable[[list[T]], R],
-    **options: Unpack[PieceOptions],
-) -> Callable[[Callable[..., T]], R]: ...
 def chunked(
     tensor: Tensor,
     initial_step: int | None = None,
     dimension: int | None = None,
     *,
     collect: Collect | None = None,
-    progress: bool = False,
-    **options: Any,
-) -> Any:
+    **options: Unpack[PieceOptions],
+) -> Callable[[Callable[..., Any]], Any]:
     """Run the decorated function at once, with one chunk of a tensor after the other.
 
     Args:
@@ -213,7 +115,6 @@ def chunked(
         initial_step: the size of the first chunk; None: ``maximum``, or the whole tensor.
         dimension: the dimension to split; None: the first.
         collect: as of `tenure.adaptive.chunked`.
-        progress: whether to show a progress bar.
         **options: as of `tenure.adaptive.chunked`.
 
     Returns:
@@ -229,7 +130,6 @@ def chunked(
         "initial_step",
         initial_step,
         collect=collect,
-        progress=progress,
         dimension=dimension or 0,
         **options,
     )

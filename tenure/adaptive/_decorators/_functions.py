@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Literal, TypeVar, Unpack, overload
+from typing import Any, TypeVar, Unpack, overload
 
 from ._calls import call_batch, call_chunked, call_range, decorated
-from ._collect import Collect, Reducer
+from ._collect import Collect
 from ._options import AdaptiveOptions, PieceOptions, checked_options
 
 T = TypeVar("T")
-R = TypeVar("R")
-ReducerT = TypeVar("ReducerT", bound=Reducer)
 
 
 @overload
@@ -66,30 +64,11 @@ def batch(func: Any = None, /, *, initial_batchsize: int | None = None, **option
 def range(func: Callable[..., object], /) -> Callable[..., None]: ...
 @overload
 def range(
-    *, initial_step: int | None = None, collect: None = None, **options: Unpack[PieceOptions]
-) -> Callable[[Callable[..., object]], Callable[..., None]]: ...
-@overload
-def range(
-    *, initial_step: int | None = None, collect: Literal["list"], **options: Unpack[PieceOptions]
-) -> Callable[[Callable[..., T]], Callable[..., list[T]]]: ...
-@overload
-def range(
     *,
     initial_step: int | None = None,
-    collect: Literal["cat", "host"],
+    collect: Collect | None = None,
     **options: Unpack[PieceOptions],
-) -> Callable[[Callable[..., T]], Callable[..., T]]: ...
-@overload
-def range(
-    *, initial_step: int | None = None, collect: ReducerT, **options: Unpack[PieceOptions]
-) -> Callable[[Callable[..., object]], Callable[..., ReducerT]]: ...
-@overload
-def range(
-    *,
-    initial_step: int | None = None,
-    collect: Callable[[list[T]], R],
-    **options: Unpack[PieceOptions],
-) -> Callable[[Callable[..., T]], Callable[..., R]]: ...
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]: ...
 def range(
     func: Any = None,
     /,
@@ -145,41 +124,9 @@ def chunked(
     *,
     initial_step: int | None = None,
     dimension: int = 0,
-    collect: None = None,
+    collect: Collect | None = None,
     **options: Unpack[PieceOptions],
-) -> Callable[[Callable[..., object]], Callable[..., None]]: ...
-@overload
-def chunked(
-    *,
-    initial_step: int | None = None,
-    dimension: int = 0,
-    collect: Literal["list"],
-    **options: Unpack[PieceOptions],
-) -> Callable[[Callable[..., T]], Callable[..., list[T]]]: ...
-@overload
-def chunked(
-    *,
-    initial_step: int | None = None,
-    dimension: int = 0,
-    collect: Literal["cat", "host"],
-    **options: Unpack[PieceOptions],
-) -> Callable[[Callable[..., T]], Callable[..., T]]: ...
-@overload
-def chunked(
-    *,
-    initial_step: int | None = None,
-    dimension: int = 0,
-    collect: ReducerT,
-    **options: Unpack[PieceOptions],
-) -> Callable[[Callable[..., object]], Callable[..., ReducerT]]: ...
-@overload
-def chunked(
-    *,
-    initial_step: int | None = None,
-    dimension: int = 0,
-    collect: Callable[[list[T]], R],
-    **options: Unpack[PieceOptions],
-) -> Callable[[Callable[..., T]], Callable[..., R]]: ...
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]: ...
 def chunked(
     func: Any = None,
     /,
