@@ -1,8 +1,7 @@
 """Limits on memory: on what a block holds, on whatever device, and on what a process takes.
 
-One way to keep that of a block on every device, the CPU included: counting what each operation
-makes. Where the allocator has a fraction of its own, that is a net below, for what counting can't
-see. What is refused is refused before anything changes.
+The limit of a block is kept on every device, the CPU included, by counting what each operation
+makes. What is refused is refused before anything changes.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from tenure._torch.fakes import are_made
 
 from .._callables import is_suspendable, name_of
 from ._counting import CountingMode
-from ._fraction import FractionNet, keeps_fractions
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _Status = Literal["not yet open", "open", "closed"]
@@ -42,8 +40,7 @@ class memory_budget(ContextDecorator):
 
     The operations of the thread that opened the block are counted, those of its backward passes
     included, and what paging takes there. The count is exact between operations: what one allocates
-    and frees inside itself is not seen. Where the allocator has a memory fraction (CUDA, XPU), a
-    looser net catches that, libraries, and other threads: see ``docs/adaptive.md``.
+    and frees inside itself is not seen, and neither are other threads.
 
     Args:
         limit: bytes, as an int or like ``"64MiB"``.
@@ -75,7 +72,6 @@ class memory_budget(ContextDecorator):
         self.limit_bytes = _checked_limit(limit)
         self.device = _checked_device(device)
         self._counting = CountingMode(self.limit_bytes, self.device)
-        self._net: FractionNet | None = None
         self._status: _Status = "not yet open"
         self._thread_id = 0
 
@@ -99,12 +95,8 @@ class memory_budget(ContextDecorator):
         _check_new(self, self._status)
         _check_not_capturing(self)
         _check_data(self)
-        if self.device.type != "cpu" and keeps_fractions(self.device):
-            self._net = FractionNet(self.limit_bytes, self.device)
-        # no __exit__ follows an interrupt in here, and the fraction is that of the whole process
+        # no __exit__ follows an interrupt in here
         try:
-            if self._net is not None:
-                self._net.open()
             self._counting.open()
             self._status, self._thread_id = "open", get_ident()
         except BaseException:
@@ -135,8 +127,6 @@ class memory_budget(ContextDecorator):
     def _close(self) -> bool:
         """End it, as far as it was opened; False if a mode that was opened later is still open."""
         self._status = "closed"
-        if self._net is not None:
-            self._net.close()
         return self._counting.close()
 
     def __call__(self, func: _Function) -> _Function:
@@ -221,9 +211,8 @@ def _check_not_capturing(budget: memory_budget) -> None:
     """
     if is_capturing(budget.device):
         raise AdaptiveUsageError(
-            f"{budget!r} was entered while a graph is being captured on {budget.device}: it gives "
-            "cached memory back, which breaks the capture, and a replay makes nothing that it "
-            "could count. Open it around the capture."
+            f"{budget!r} was entered while a graph is being captured on {budget.device}, whose "
+            "replays make nothing that it could count. Open it around the capture."
         )
 
 

@@ -1,4 +1,4 @@
-"""A budget on a device with a caching allocator: counted exactly, with a loose net below."""
+"""A budget on a device with a caching allocator: counted exactly, however it caches."""
 
 import random
 import threading
@@ -10,11 +10,8 @@ import torch
 from tenure._torch.modes import open_modes
 from tenure.adaptive import AdaptiveUsageError, memory_budget
 from tenure.adaptive._memory._counting import CountingMode, counting_on
-from tenure.adaptive._memory._fraction import _NEEDED, keeps_fractions, net_bytes
 
 MIB = 1 << 20
-NET_BYTES = 44 * MIB
-"""What the net allows beside twice the limit: a segment in each pool of two streams."""
 
 
 def on_device(n_bytes):
@@ -27,15 +24,8 @@ def cuda_like(sim):
     return sim
 
 
-@pytest.fixture
-def fraction(cuda_like):
-    cuda_like.module.set_per_process_memory_fraction(0.75)
-    read = cuda_like.module.get_per_process_memory_fraction
-    return lambda: read()
-
-
 @pytest.mark.parametrize("place", ["before", "after"])
-def test_an_interrupt_while_a_budget_opens_leaves_nothing_of_it(fraction, monkeypatch, place):
+def test_an_interrupt_while_a_budget_opens_leaves_nothing_of_it(cuda_like, monkeypatch, place):
     opened = CountingMode.open
 
     def interrupted(self):
@@ -46,7 +36,6 @@ def test_an_interrupt_while_a_budget_opens_leaves_nothing_of_it(fraction, monkey
     monkeypatch.setattr(CountingMode, "open", interrupted)
     with pytest.raises(KeyboardInterrupt), memory_budget("1MiB", "sim"):
         pytest.fail("it was interrupted before its block")
-    assert fraction() == 0.75
     assert open_modes() == counting_on("sim") == []
 
 
@@ -105,73 +94,9 @@ def churned(seed, limit_bytes, draw):
     ],
     ids=["of all sizes", "two to a segment", "rounded to 2 MiB"],
 )
-def test_the_net_never_refuses_what_is_within_the_limit(cuda_like, draw):
+def test_what_is_within_the_limit_is_never_refused(cuda_like, draw):
     with memory_budget("256MiB", "sim"):
         assert sum(churned(seed, 256 * MIB, draw) for seed in range(5)) == 0
-
-
-# --- the net
-
-
-def hidden(n_bytes):
-    """Memory that another thread takes: counting doesn't see it."""
-    made = []
-
-    def take():
-        try:
-            made.append(on_device(n_bytes))
-        except torch.OutOfMemoryError as error:
-            made.append(error)
-
-    thread = threading.Thread(target=take)
-    thread.start()
-    thread.join()
-    return made[0]
-
-
-def test_the_net_catches_what_counting_cannot_see(cuda_like):
-    with memory_budget("100MiB", "sim") as budget:
-        kept = hidden(200 * MIB)
-        assert isinstance(kept, torch.Tensor)
-        assert budget.live_bytes == 0
-        error = hidden(46 * MIB)
-        assert isinstance(error, torch.OutOfMemoryError)
-        assert "244.00 MiB allowed" in str(error)
-    assert isinstance(hidden(400 * MIB), torch.Tensor)
-    del kept
-
-
-def test_a_library_gets_its_workspace_in_the_smallest_budget(cuda_like):
-    with memory_budget("1KiB", "sim") as budget:
-        workspace = hidden(8_519_680)
-        assert isinstance(workspace, torch.Tensor)
-        assert budget.live_bytes == 0
-    del workspace
-
-
-def test_the_net_lies_above_what_is_reserved_already(cuda_like):
-    kept = on_device(300 * MIB)
-    with memory_budget("10MiB", "sim"):
-        more = hidden(60 * MIB)
-        assert isinstance(more, torch.Tensor)
-        assert isinstance(hidden(10 * MIB), torch.OutOfMemoryError)
-    del kept, more
-
-
-def test_the_workspaces_of_the_libraries_are_allowed_for(monkeypatch):
-    device = torch.device("cuda:0")
-    assert net_bytes(MIB, device) == 2 * MIB + NET_BYTES
-    monkeypatch.setattr(
-        "tenure.adaptive._memory._fraction.workspace_bytes",
-        lambda device: {"cuBLAS": 8 * MIB, "cuBLASLt": MIB},
-    )
-    assert net_bytes(MIB, device) == 2 * MIB + NET_BYTES + 2 * 9 * MIB
-
-
-def test_unused_memory_is_given_back_before_the_net_is_spread(cuda_like):
-    on_device(1 << 30)
-    with memory_budget("10MiB", "sim"):
-        assert cuda_like.reserved_bytes == 0
 
 
 def test_the_peak_of_the_allocator_stays_the_programs(cuda_like):
@@ -181,56 +106,7 @@ def test_the_peak_of_the_allocator_stays_the_programs(cuda_like):
     assert cuda_like.module.max_memory_allocated() == 4 * MIB
 
 
-# --- the fraction of the process
-
-
-def test_a_net_above_the_fraction_of_the_program_changes_nothing(fraction):
-    with memory_budget("4GiB", "sim"):
-        assert fraction() == 0.75
-    assert fraction() == 0.75
-
-
-def allowed(limit_bytes):
-    return (2 * limit_bytes + NET_BYTES) / (8 << 30)
-
-
-def test_the_strictest_of_nested_nets_holds(fraction):
-    with memory_budget("100MiB", "sim"):
-        assert fraction() == pytest.approx(allowed(100 * MIB))
-        with memory_budget("500MiB", "sim"):
-            assert fraction() == pytest.approx(allowed(100 * MIB))
-        with memory_budget("10MiB", "sim"):
-            assert fraction() == pytest.approx(allowed(10 * MIB))
-        assert fraction() == pytest.approx(allowed(100 * MIB))
-    assert fraction() == 0.75
-
-
-def test_nets_of_two_threads_may_end_in_any_order(fraction):
-    opened, close = threading.Event(), threading.Event()
-
-    def hold():
-        with memory_budget("10MiB", "sim"):
-            opened.set()
-            close.wait()
-
-    thread = threading.Thread(target=hold)
-    with memory_budget("100MiB", "sim"):
-        thread.start()
-        opened.wait()
-        assert fraction() == pytest.approx(allowed(10 * MIB))
-    assert fraction() == pytest.approx(allowed(10 * MIB))
-    close.set()
-    thread.join()
-    assert fraction() == 0.75
-
-
-def test_an_exception_restores_the_fraction(fraction):
-    with pytest.raises(KeyError), memory_budget("10MiB", "sim"):
-        raise KeyError
-    assert fraction() == 0.75
-
-
-def test_another_thread_cannot_end_the_limit(fraction):
+def test_another_thread_cannot_end_the_limit(cuda_like):
     errors = []
 
     def work(budget):
@@ -243,7 +119,7 @@ def test_another_thread_cannot_end_the_limit(fraction):
         thread = threading.Thread(target=work, args=(budget,))
         thread.start()
         thread.join()
-        assert fraction() == pytest.approx(allowed(10 * MIB))
+        assert budget.live_bytes == 0
     assert "stays open" in errors[0]
 
 
@@ -260,7 +136,7 @@ OF_MPS = (
     "current_allocated_memory", "driver_allocated_memory", "empty_cache", "get_rng_state",
     "recommended_max_memory", "set_per_process_memory_fraction", "set_rng_state", "synchronize",
 )  # fmt: skip
-"""The functions of ``torch.mps``: its fraction can be set, but not read, so not restored."""
+"""The functions of ``torch.mps``."""
 
 
 @pytest.mark.parametrize("n_devices", [0, 1])
@@ -275,39 +151,6 @@ def test_a_device_that_is_the_only_one_of_its_kind_has_index_0(monkeypatch, n_de
     else:
         with pytest.raises(AdaptiveUsageError, match="'mps': this machine, or this build of torch"):
             memory_budget(500, "mps")
-
-
-def test_an_allocator_of_the_programs_own_has_no_net(fraction, cuda_like, monkeypatch):
-    def get_per_process_memory_fraction(device):
-        raise RuntimeError("CUDAPluggableAllocator does not yet support getMemoryFraction.")
-
-    monkeypatch.setattr(
-        cuda_like.module, "get_per_process_memory_fraction", get_per_process_memory_fraction
-    )
-    with memory_budget("1MiB", "sim"), pytest.raises(torch.OutOfMemoryError):
-        on_device(2 * MIB)
-    assert fraction() == 0.75
-
-
-def test_xpu_has_a_net(monkeypatch):
-    assert all(hasattr(torch.xpu, name) for name in _NEEDED)
-    assert not keeps_fractions(torch.device("mps"))
-    fractions = [1.0]
-    xpu = module_with(
-        (),
-        current_device=lambda: 0,
-        device_count=lambda: 1,
-        empty_cache=lambda: None,
-        get_device_properties=lambda device: SimpleNamespace(total_memory=1 << 30),
-        get_per_process_memory_fraction=lambda device: fractions[-1],
-        is_available=lambda: True,
-        memory_reserved=lambda device: 22 * MIB,
-        set_per_process_memory_fraction=lambda fraction, device: fractions.append(fraction),
-    )
-    monkeypatch.setattr(torch, "get_device_module", lambda device: xpu)
-    with memory_budget("23MiB", "xpu"):
-        assert fractions == [1.0, 112 / 1024]
-    assert fractions == [1.0, 112 / 1024, 1.0]
 
 
 def test_a_device_with_too_small_an_index_is_named(sim):
@@ -328,17 +171,15 @@ def test_a_budget_during_a_capture_is_refused(cuda_like, monkeypatch):
     capturing[0] = False
     with budget:
         capturing[0] = True
-    assert cuda_like.module.get_per_process_memory_fraction() == 1.0
 
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_budget_on_cuda_is_exact_and_its_net_is_taken_away():
+def test_a_budget_on_cuda_is_exact():
     before = torch.cuda.get_per_process_memory_fraction()
     with memory_budget("256MiB", "cuda") as budget:
         kept = torch.empty(128 * MIB, dtype=torch.uint8, device="cuda")
         with pytest.raises(torch.OutOfMemoryError, match="memory_budget has a limit of 256"):
             torch.empty(160 * MIB, dtype=torch.uint8, device="cuda")
         assert budget.live_bytes == kept.nbytes
-        assert torch.cuda.get_per_process_memory_fraction() < before
     assert torch.cuda.get_per_process_memory_fraction() == before
