@@ -27,7 +27,7 @@ from tenure.scopes import DisposeScope
 from .._undo import Caches, Rollback
 from ._events import AdaptiveEvent, EventKind, OnRetry, memory_of, statistics, tell
 from ._release import forget_traceback, release
-from ._relief import Relief, Scene, free_bytes_of, scene_of
+from ._relief import Relief, free_bytes_of, pieces_in, unused_bytes_at
 
 T = TypeVar("T")
 TAKEN_BACK = (
@@ -75,7 +75,7 @@ class _Failure:
 
     error: BaseException
     info: OomInfo
-    scene: Scene
+    unused_bytes: int | None
 
 
 class Attempts:
@@ -214,7 +214,7 @@ class Attempts:
             if info is None or not info.retry_safe or accelerator_is_capturing():
                 self._leave()
                 raise
-            return _Failure(error, info, scene_of(info))
+            return _Failure(error, info, unused_bytes_at(info))
         finally:
             handles_ooms.reset(token)
         self._hand_on()
@@ -285,7 +285,7 @@ class Attempts:
     ) -> bool:
         """Make room for the same size, or go to a smaller one; False where neither is left."""
         info, size = failure.info, search.size
-        freed_bytes = relief.make_room(info, failure.scene)
+        freed_bytes = relief.make_room(info, failure.unused_bytes)
         if not freed_bytes and may_shrink and search.shrink(info):
             # or it would never end
             assert search.size < size
@@ -313,13 +313,11 @@ class Attempts:
         failure = last.pop()
         info = failure.info
         self._tell("give_up", sizes[-1], None, info)
-        pieces = failure.scene.pieces
-        in_pieces = "" if pieces is None else f"At the last, {pieces}. "
         facts = [f"{self._unit} {', '.join(map(str, sizes))}", *_bytes_of(info)]
         leak = _LEAK.format(f"{self._unit.capitalize()} {worked}") if worked else ""
         raise OutOfRetriesError(
             f"{counted(len(sizes), 'attempt')} of {self._name!r} ran out of "
-            f"{memory_of(info)} ({'; '.join(facts)}). {in_pieces}"
+            f"{memory_of(info)} ({'; '.join(facts)}). {pieces_in(info)}"
             f"{self._advice_for(sizes[-1], limited_by)}{leak}",
             tuple(sizes),
             info,

@@ -10,8 +10,7 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import psutil
 import torch
@@ -20,12 +19,7 @@ from tenure._devices import accelerator_of
 from tenure._oom import OomInfo, unallocated_bytes_in
 from tenure._registries import ask_to_shrink
 from tenure._text import format_bytes
-from tenure._torch.device_allocator import (
-    clear_workspaces,
-    free_block_bytes,
-    has_expandable_segments,
-    segments_of,
-)
+from tenure._torch.device_allocator import clear_workspaces, has_expandable_segments
 
 from .._memory import held_by, meter_for
 
@@ -54,12 +48,12 @@ class Relief:
         self._cache_is_empty = cache_is_empty
         self.collected = self._asked_libraries = False
 
-    def make_room(self, info: OomInfo, scene: Scene) -> int:
+    def make_room(self, info: OomInfo, unused_bytes: int | None) -> int:
         """Give memory back, so that the same size may fit.
 
         Args:
             info: the error.
-            scene: the memory at that moment.
+            unused_bytes: as `unused_bytes_at` told at that moment.
 
         Returns:
             The bytes given back, if they promise that the same size fits now; 0 otherwise.
@@ -68,7 +62,7 @@ class Relief:
             return 0
         _drain(info)
         # the cache once for a piece of work: what is in it after that, failed tries have put there
-        freed_bytes = 0 if self._cache_is_empty else _free_cache(info, scene)
+        freed_bytes = 0 if self._cache_is_empty else _free_cache(info, unused_bytes)
         self._cache_is_empty = True
         return freed_bytes or self._collect(info) or _given_back(info)
 
@@ -174,7 +168,7 @@ def _wait_for_engine(device: torch.device) -> None:
         torch.autograd.grad(leaf.view(0), leaf, torch.empty(0, device=device))
 
 
-def _free_cache(info: OomInfo, scene: Scene) -> int:
+def _free_cache(info: OomInfo, unused_bytes: int | None) -> int:
     """Give the allocator's cache back, if the request failed for how it was cut up.
 
     An allocator that runs out gives back by itself what nothing uses. Left are free parts of
@@ -182,14 +176,14 @@ def _free_cache(info: OomInfo, scene: Scene) -> int:
     older tensors still hold theirs.
     """
     found = accelerator_of(info.device)
-    if found is None or scene.unused_bytes is None:
+    if found is None or unused_bytes is None:
         return 0
     module, device = found
     before = held_by(module, device)
     # Of what was unused at the error, the free parts of segments in use can't be given back; what
     # stays is what the allocator could give, as one piece. See
     # test_a_cache_cut_up_by_older_tensors_promises_nothing.
-    set_free_bytes = scene.unused_bytes - before.split_bytes
+    set_free_bytes = unused_bytes - before.split_bytes
     if info.kind not in _OUTSIDE_THE_ALLOCATOR and not _serves(set_free_bytes, info):
         return 0
     _empty_cache(module)
@@ -232,91 +226,26 @@ def _serves(n_bytes: int, info: OomInfo) -> bool:
     return info.requested_bytes is not None and n_bytes >= info.requested_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Scene:
-    """The memory of a device at the moment of the error, before anything was let go.
+def unused_bytes_at(info: OomInfo) -> int | None:
+    """Return what the allocator held and no tensor used when memory ran out; None: nobody tells.
 
-    Attributes:
-        unused_bytes: what the allocator held and no tensor used; None where it can't be told.
-        pieces: how that lay, if there was enough of it for the request.
-    """
-
-    unused_bytes: int | None
-    pieces: Fragmentation | None = None
-
-
-def scene_of(info: OomInfo) -> Scene:
-    """Read the error, or the allocator; called inside ``except``.
-
-    The error is of the moment when memory ran out. Since then, values that the interpreter held
-    for the operation have died.
+    Called inside ``except``. The error is of the moment when memory ran out. Since then, values
+    that the interpreter held for the operation have died.
     """
     found, told_bytes = accelerator_of(info.device), unallocated_bytes_in(info.text)
-    if found is None:
-        return Scene(told_bytes)
+    if told_bytes is not None or found is None:
+        return told_bytes
     try:
-        if told_bytes is None:
-            return Scene(held_by(*found).unused_bytes)
-        return Scene(told_bytes, _fragmentation_of(*found, told_bytes, info.requested_bytes))
+        return held_by(*found).unused_bytes
     # a device without statistics
     except Exception:
-        return Scene(told_bytes)
-
-
-class Fragmentation(NamedTuple):
-    """Free memory that would have sufficed, were it in one piece.
-
-    Attributes:
-        unused_bytes: what the allocator held and no tensor used.
-        reserved_bytes: all that it held.
-        split_bytes: what of the unused lies in segments that something else uses.
-        largest_bytes: the largest free block; None where it can't be told.
-        is_expandable: whether segments grow and shrink already.
-    """
-
-    unused_bytes: int
-    reserved_bytes: int
-    split_bytes: int
-    largest_bytes: int | None
-    is_expandable: bool
-
-    def __str__(self) -> str:
-        unused, reserved = format_bytes(self.unused_bytes), format_bytes(self.reserved_bytes)
-        text = f"{unused} of {reserved} reserved were not allocated, yet in pieces"
-        if self.largest_bytes is not None:
-            text += f" of {format_bytes(self.largest_bytes)} at the most"
-        if self.split_bytes:
-            text += f" ({format_bytes(self.split_bytes)} beside tensors in one segment)"
-        return text if self.is_expandable else f"{text}: {_ADVICE}"
-
-
-def _fragmentation_of(
-    module: Any, device: torch.device, unused_bytes: int, requested_bytes: int | None
-) -> Fragmentation | None:
-    """What to tell of an allocation that failed; None where the unused memory was too little.
-
-    Args:
-        module: that of the device.
-        device: the device, with its index.
-        unused_bytes: what was unused when the allocation failed.
-        requested_bytes: what it asked for.
-    """
-    # with less unused than was wanted, no other order of the blocks would have helped
-    if requested_bytes is None or unused_bytes < requested_bytes:
         return None
-    held, largest_bytes = held_by(module, device), _largest_free_block(module, device)
-    if largest_bytes is not None and largest_bytes >= requested_bytes:
-        # it came free since, as what the interpreter held for the operation
-        largest_bytes = None
-    return Fragmentation(
-        unused_bytes,
-        max(held.reserved_bytes, unused_bytes),
-        min(held.split_bytes, unused_bytes),
-        largest_bytes,
-        has_expandable_segments(),
-    )
 
 
-def _largest_free_block(module: Any, device: torch.device) -> int | None:
-    """None where the allocator shows no blocks, or has none free."""
-    return max(free_block_bytes(segments_of(module, device)), default=None)
+def pieces_in(info: OomInfo) -> str:
+    """Say that the free memory of the allocator would have sufficed in one piece; else ""."""
+    unused_bytes, requested_bytes = unallocated_bytes_in(info.text), info.requested_bytes
+    if unused_bytes is None or requested_bytes is None or unused_bytes < requested_bytes:
+        return ""
+    told = f"At the last, {format_bytes(unused_bytes)} were reserved and not allocated, in pieces"
+    return f"{told}. " if has_expandable_segments() else f"{told}: {_ADVICE}. "
