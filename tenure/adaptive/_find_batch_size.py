@@ -11,6 +11,7 @@ import torch
 from tenure._devices import NO_ACCELERATOR, indexed
 from tenure._errors import AdaptiveUsageError, OutOfRetriesError
 from tenure._host_memory import free_host_bytes
+from tenure._oom import OomInfo
 from tenure._show import steps
 from tenure._text import format_bytes
 from tenure._torch.compiler import never_compiled
@@ -21,7 +22,7 @@ from ._callables import check_function, name_of
 from ._memory import MemoryMeter, memory_budget, meter_for
 from ._predict import Forecast
 from ._ranks import call_of_ranks
-from ._sizes import Predict, SizeFinder, checked_size
+from ._sizes import Predict, SizeLimits, SizeModel, checked_size
 from ._step import FunctionState, no_optimizer_steps, refuse_capture
 from ._undo import Caches
 
@@ -109,7 +110,7 @@ def find_batch_size(
         meter = _meter_of(where, budget, stack)
         show = stack.enter_context(steps(f"{_ENTRY}({name})"))
         told = _predicting(predict, name, fn, low, show)
-        finder = SizeFinder(low, high, align, margin=margin, meter=meter, predict=told)
+        finder = _Finder(SizeLimits(low, high, align), margin, meter, told)
         scope = stack.enter_context(DisposeScope(_ENTRY))
         attempts = Attempts(
             name,
@@ -122,16 +123,16 @@ def find_batch_size(
         )
 
         def attempt(size: int) -> None:
-            if finder.is_known:
+            if size in finder.ran:
                 return
             show(f"batch size {size}")
             # as a program finds the device that begins with this size
             empty_cache(where)
             caches = Caches(state.reached)
-            finder.begin()
+            finder.restart()
             with no_optimizer_steps(_ENTRY, state.parameters), state.watching():
                 fn(size)
-            finder.end()
+            finder.measure()
             attempts.take_back(caches)
 
         try:
@@ -144,6 +145,97 @@ def find_batch_size(
         if not finder.found:
             raise _too_large(name, finder, low, margin)
         return finder.found if ranks is None else ranks.smallest(finder.found)[0]
+
+
+class _Finder:
+    """The sizes of one search for the largest that fits, as attempts use them.
+
+    Args:
+        limits: the sizes that are allowed.
+        margin: the share of the memory, or of the size if that can't be measured, to be left.
+        meter: measures what sizes need; None: nobody can.
+        predict: the bytes that a size is predicted to need.
+
+    Attributes:
+        model: what is known of sizes.
+        size: the size to run now.
+        ran: the sizes that have run.
+        needed_bytes: what the last size that ran to its end needed.
+    """
+
+    limited_by = "low= or align="
+
+    def __init__(
+        self,
+        limits: SizeLimits,
+        margin: float,
+        meter: MemoryMeter | None,
+        predict: Predict | None,
+    ) -> None:
+        high = limits.aligned(limits.maximum or limits.floor)
+        self.model = SizeModel(limits.floor, high, limits.align, predict)
+        self._limits, self._margin = limits, margin
+        self._meter = meter if meter is not None and meter.measures else None
+        self._note_limit()
+        self.ran: set[int] = set()
+        self.needed_bytes: int | None = None
+        self.size = self.model.next_size() or limits.floor
+
+    @property
+    def found(self) -> int:
+        """The largest size that ran and leaves the margin; 0 if none does."""
+        return max((size for size in self.ran if size <= self._largest), default=0)
+
+    @property
+    def _largest(self) -> int:
+        ok, limits = self.model.ok, self._limits
+        # a limit in bytes has the margin taken off
+        if self.model.is_measured or not ok:
+            return ok
+        return max(limits.floor, limits.aligned(int(ok * (1 - self._margin))))
+
+    def restart(self) -> None:
+        """Begin to measure what a size needs."""
+        if self._meter is not None:
+            self._meter.restart()
+            self._note_limit()
+
+    def _note_limit(self) -> None:
+        if self._meter is not None:
+            self.model.limit_bytes = int(self._meter.available_bytes() * (1 - self._margin))
+
+    def measure(self) -> None:
+        """Note what the size needed, while what it made is still there."""
+        self.needed_bytes = None if self._meter is None else self._meter.needed_bytes()
+
+    def go_on(self) -> bool:
+        """Choose the size to run next; False if the search is over."""
+        size = self.model.next_size()
+        if size is None and not self.model.is_measured:
+            # the one that leaves the margin may not have run
+            size = self._largest
+        if not size or size in self.ran:
+            return False
+        self.size = size
+        return True
+
+    # --- as attempts use it
+
+    def succeeded(self) -> None:
+        """Work of this size returned."""
+        if self.size not in self.ran:
+            self.ran.add(self.size)
+            self.model.ran(self.size, self.needed_bytes)
+
+    def shrink(self, info: OomInfo) -> bool:
+        """Work of this size ran out of memory; False if no smaller one can be tried."""
+        self.model.ran_out(self.size)
+        self.size = self.model.next_size() or self.model.ok
+        return self.size > 0
+
+    def gave_up(self) -> int:
+        """No size fits, and nothing is known of calls before."""
+        return 0
 
 
 def _predicting(
@@ -225,9 +317,9 @@ def _checked_margin(margin: float) -> float:
     return share
 
 
-def _too_large(name: str, finder: SizeFinder, low: int, margin: float) -> OutOfRetriesError:
+def _too_large(name: str, finder: _Finder, low: int, margin: float) -> OutOfRetriesError:
     """The error where the smallest size ran, and needs more than it may."""
-    needed_bytes, limit_bytes = finder.needed_bytes or 0, finder.limit_bytes or 0
+    needed_bytes, limit_bytes = finder.needed_bytes or 0, finder.model.limit_bytes or 0
     return OutOfRetriesError(
         f"{name!r} ran at batch size {finder.size}, the smallest that low={low} allows, and needed "
         f"{format_bytes(needed_bytes)}, of {format_bytes(limit_bytes)} that margin={margin:g} "

@@ -5,7 +5,6 @@ one piece of work, `_learned` all such records and their file, `_remembered` how
 own.
 """
 
-from ._finder import SizeFinder as SizeFinder
 from ._learned import load as load
 from ._learned import reset as reset
 from ._learned import save as save
@@ -14,6 +13,7 @@ from ._limits import SizeLimits as SizeLimits
 from ._limits import checked_initial as checked_initial
 from ._limits import checked_limits as checked_limits
 from ._limits import checked_size as checked_size
+from ._model import SizeModel as SizeModel
 from ._predicted import Predict as Predict
 from ._predicted import largest_predicted as largest_predicted
 from ._remembered import BatchsizeCache as BatchsizeCache

@@ -6,7 +6,6 @@ of the memory that is free. The table of docs/adaptive.md says the same in words
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -220,7 +219,6 @@ def short_of(bad: int, ok: int, wanted: int, align: int) -> int:
 def smaller(
     known: SizeRecord,
     failure: Failure,
-    earlier: Sequence[Failure],
     *,
     is_mended: bool,
     reduced: Callable[[int], int] | None = None,
@@ -230,7 +228,6 @@ def smaller(
     Args:
         known: what was known before.
         failure: what failed.
-        earlier: the failures of this call of which nothing else was known, the latest last.
         is_mended: whether this call can measure the size and go on with a larger one.
         reduced: the user's answer to a size that failed.
     """
@@ -250,8 +247,9 @@ def smaller(
     wanted = size // 2
     if failure.is_measured:
         wanted = blind(size, failure.n_failures, is_mended=is_mended)
-    if failure.wanted_bytes:
-        wanted = min(wanted, _asked_for((*earlier, failure)))
+    if failure.wanted_bytes > free_bytes:
+        # what is asked for at once is taken to grow with the size
+        wanted = min(wanted, size * free_bytes // failure.wanted_bytes)
     return wanted
 
 
@@ -279,31 +277,6 @@ def blind(size: int, n_failures: int, *, is_mended: bool) -> int:
     # on would cost six, quartering at once would lose half of what fits from 2 times too much. See
     # test_the_first_call_of_one_piece_comes_to_no_less_than_a_quarter, and the test before it.
     return size // (2 if n_failures <= _N_HALVED and not is_mended else 4)
-
-
-def _asked_for(failures: Sequence[Failure]) -> int:
-    # what a later failure finds free may only be what has not come back yet
-    free_bytes = max(each.free_bytes or 0 for each in failures)
-    asked = [Measured(each.size, each.wanted_bytes) for each in failures if each.wanted_bytes]
-    return calling_for(asked[-2:], free_bytes)
-
-
-def calling_for(failures: Sequence[Measured], free_bytes: int) -> int:
-    """The size whose request fits, by what sizes that failed have asked for at once.
-
-    One is taken to grow with the size; two show whether it grows faster.
-
-    Args:
-        failures: one or two sizes that failed, and the bytes that they wanted, the latest last.
-        free_bytes: what there is.
-    """
-    size, wanted_bytes = failures[-1]
-    power = 1.0
-    if len(failures) > 1 and failures[0].size > size:
-        earlier = failures[0]
-        grown = math.log(max(1.0, earlier.n_bytes / wanted_bytes))
-        power = min(2.0, max(1.0, grown / math.log(earlier.size / size)))
-    return int(size * min(1.0, free_bytes / wanted_bytes) ** (1 / power) + 1e-9)
 
 
 # --- what fits

@@ -16,16 +16,20 @@ from tenure._oom import OomInfo
 from .._memory import MemoryMeter, meter_for
 from . import _policy as policy
 from ._limits import NO_LIMITS, SizeLimits
+from ._model import SizeModel
 from ._policy import Failure
 from ._predicted import Foresight, foreseen
 from ._record import Measured, SizeRecord
-from ._trials import Trials
 
 Reduce = Callable[[int, OomInfo], int]
 """A user's way to make a failed size smaller."""
 
 _PIECES_OF_A_CALL = 64
 """So many pieces of work that fit count like one call, for loops that are called once."""
+_MOST_TRIALS = 8
+"""So many parts of the work are run to be measured, and taken back, in a call at the most."""
+_FIRST_TRIAL = 8
+"""The first trial has one part in so many of a size that failed and of which nothing is known."""
 _KINDS_OF_BYTES = ("device", "host")
 """The kinds of errors whose number of bytes was wanted of the memory that ran out."""
 
@@ -62,9 +66,10 @@ class AdaptiveSearch:
     """
 
     __slots__ = (
-        "_base", "_blind", "_ceiling", "_free_bytes", "_grown", "_had_worked", "_in_pieces",
-        "_initial", "_limits", "_meter", "_n_failures", "_n_pieces", "_needed_bytes", "_predict",
-        "_record", "_reduce", "_remembered", "_trials", "_works", "is_trial", "room", "size",
+        "_base", "_ceiling", "_free_bytes", "_grown", "_had_worked", "_has_trials",
+        "_in_pieces", "_initial", "_limits", "_meter", "_model", "_n_failures", "_n_pieces",
+        "_n_trials", "_needed_bytes", "_predict", "_record", "_reduce", "_remembered", "_works",
+        "is_trial", "room", "size",
     )  # fmt: skip
 
     def __init__(
@@ -93,8 +98,9 @@ class AdaptiveSearch:
         self._n_failures = self._n_pieces = 0
         # whether anything of this call has worked since the last failure
         self._works = True
-        self._blind: tuple[Failure, ...] = ()
-        self._trials = Trials(limits) if has_trials else None
+        self._has_trials = has_trials
+        self._model: SizeModel | None = None
+        self._n_trials = 0
         self._predict = predict
         # a smaller size than one that was predicted, and what it is predicted to need less
         self._grown: tuple[int, int] | None = None
@@ -258,7 +264,7 @@ class AdaptiveSearch:
             return None
         size, meter = self.size, self._meter
         needed_bytes = meter.needed_bytes() if meter is not None else None
-        if self._trials is not None and size == self._initial < record.ok:
+        if self._has_trials and size == self._initial < record.ok:
             # a small batch that is whole: in parts it would have gradients of others beside it
             needed_bytes = None
         if self._grown is not None and needed_bytes:
@@ -290,13 +296,17 @@ class AdaptiveSearch:
         # a trial follows a failure, which makes all three
         assert record is not None
         assert meter is not None
-        assert self._trials is not None
+        assert self._model is not None
         needed_bytes = meter.needed_bytes()
         record.note_ok(size, needed_bytes, self._free_bytes)
         self._works = True
-        larger = self._trials.tried(size, needed_bytes, meter.available_bytes())
+        model = self._model
+        model.limit_bytes = max(meter.available_bytes(), needed_bytes or 0)
+        model.ran(size, needed_bytes)
+        self._n_trials += 1
+        larger = model.next_size() if needed_bytes and self._n_trials < _MOST_TRIALS else None
         self.is_trial = larger is not None
-        self.size = self._base = larger or self._trials.ok
+        self.size = self._base = larger or model.ok
         self._measure(meter)
 
     def finished(self) -> None:
@@ -357,14 +367,11 @@ class AdaptiveSearch:
         wanted = policy.smaller(
             known,
             failure,
-            self._blind,
-            is_mended=self._in_pieces or self._trials is not None,
+            is_mended=self._in_pieces or self._has_trials,
             reduced=None if reduce is None else lambda size: checked_reduced(reduce(size, info)),
         )
-        if policy.is_blind(known, failure):
-            self._blind = (*self._blind, failure)
-            if reduce is None:
-                wanted = self._predicted(failure) or wanted
+        if reduce is None and policy.is_blind(known, failure):
+            wanted = self._predicted(failure) or wanted
         smaller = self._tried_out(known, failure, wanted) or self._limits.below(size, wanted)
         if smaller is None:
             return False
@@ -396,16 +403,25 @@ class AdaptiveSearch:
     def _tried_out(self, known: SizeRecord, failure: Failure, wanted: int) -> int | None:
         """The size that a trial is to show to fit, or has; None where there are no trials."""
         was_trial, self.is_trial = self.is_trial, False
-        if self._trials is None or not failure.is_measured or failure.free_bytes is None:
+        if not self._has_trials or not failure.is_measured or failure.free_bytes is None:
             return None
         if known.ok >= failure.size and not was_trial:
             # the part that was measured fits, and the whole does not: it tells nothing
-            self._trials = None
+            self._has_trials = False
             return None
-        size = self._trials.failed(
-            failure.size, failure.free_bytes, wanted, is_blind=policy.is_blind(known, failure)
-        )
-        self.is_trial = size is not None and size != self._trials.ok
+        limits, model = self._limits, self._model
+        if model is None:
+            model = SizeModel(limits.floor, failure.size, limits.align, has_margin=True)
+            self._model = model
+        model.limit_bytes = failure.free_bytes
+        model.ran_out(failure.size)
+        size = model.next_size() or model.ok if model.ok else None
+        if size is None:
+            # a trial need not be large, but it has to fit: its size is not what the call comes to
+            if policy.is_blind(known, failure):
+                wanted = min(wanted, failure.size // _FIRST_TRIAL)
+            size = limits.below(failure.size, wanted)
+        self.is_trial = size is not None and size != model.ok
         return size
 
     def _note_failure(self, info: OomInfo, meter: MemoryMeter | None) -> Failure:

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tenure.adaptive._sizes._policy import Measured, blind, calling_for, fitting, short_of
+from tenure.adaptive._sizes._policy import Measured, blind, fitting, short_of
 
 SIZES = st.integers(20, 10**4)
 
@@ -54,14 +54,6 @@ def test_two_sizes_that_an_allocator_rounds_to_one_segment_are_no_reason_for_the
 @given(st.integers(4, 10**9), st.integers(1, 20), st.booleans())
 def test_nothing_goes_below_a_quarter_blindly(size, n_failures, is_mended):
     assert size // 4 <= blind(size, n_failures, is_mended=is_mended) <= size // 2
-
-
-def test_requests_that_grow_with_the_square_are_seen_in_two():
-    assert calling_for([Measured(100, 1000)], 10) == 1
-    assert calling_for([Measured(200, 4000), Measured(100, 1000)], 10) == 10
-    assert calling_for([Measured(200, 2000), Measured(100, 1000)], 10) == 1
-    assert calling_for([Measured(100, 1000), Measured(100, 1000)], 10) == 1
-    assert calling_for([Measured(100, 5)], 10) == 100
 
 
 def test_what_failed_is_neither_reached_nor_neared_at_once():

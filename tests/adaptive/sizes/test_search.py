@@ -92,22 +92,6 @@ def test_the_bytes_that_were_wanted_make_the_step_down_as_large_as_it_has_to_be(
     assert site.sizes == [1000, 10]
 
 
-def test_two_requests_tell_that_they_grow_faster_than_the_size(devices):
-    devices["fake:0"] = Device(free_bytes=10_000, piece_bytes=1, power=2)
-    sizes = search(1000)
-    assert sizes.shrink(oom("fake:0", 15_000))  # another allocation than the next one
-    sizes.size = 600
-    assert sizes.shrink(oom("fake:0", 60_000))
-    assert sizes.size == 100
-    sizes = search(1000)
-    sizes.shrink(oom("fake:0", 40_000, "driver"))
-    assert sizes.size == 500
-    assert sizes.shrink(oom("fake:0", 10**6))
-    sizes.size = 400
-    assert sizes.shrink(oom("fake:0", 160_000))
-    assert sizes.size == 100
-
-
 def test_the_same_size_that_fails_again_tells_nothing_new(devices):
     devices["fake:0"] = Device(free_bytes=100, piece_bytes=10)
     sizes = search(1000)

@@ -7,9 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tenure.adaptive._sizes._limits import SizeLimits
-from tenure.adaptive._sizes._record import Measured
-from tenure.adaptive._sizes._trials import Trials, fitting
+from tenure.adaptive._sizes._model import SizeModel
 
 from .size_simulation import Device, Site
 from .test_search import loads, measuring
@@ -56,26 +54,34 @@ def test_what_failed_by_much_is_followed_by_an_eighth_and_the_line_that_shows():
         site = Site(device, 2000)
         site.step()
         site.step()
-    # a quarter tells what is fixed, two lie between a line and a curve, three are a line
-    assert site.sizes == [2000, 250, 62, 427, 495, 495, 495]
+    # a quarter tells what is fixed
+    assert site.sizes == [2000, 250, 62, 495, 495, 495]
+
+
+def failed_at(size, limit_bytes, *, n_ooms=1):
+    model = SizeModel(1, size, has_margin=True)
+    model.limit_bytes = limit_bytes
+    for _ in range(n_ooms):
+        model.ran_out(size)
+    return model
 
 
 def test_one_size_that_needs_nearly_all_is_asked_at_a_quarter_what_of_it_is_fixed():
-    trials = Trials(SizeLimits())
-    assert trials.failed(800, 1000, 400, is_blind=True) == 100
-    assert trials.tried(100, 900, 1000) == 25
-    assert trials.tried(25, 885, 1000) > 390  # of 600 by the line
+    model = failed_at(800, 1000)
+    model.ran(100, 900)
+    assert model.next_size() == 25
+    model.ran(25, 885)
+    assert model.next_size() > 390  # of 600 by the line
 
 
-def test_a_size_that_was_to_fit_is_followed_by_the_middle_and_three_failures_by_what_is_sure():
-    trials = Trials(SizeLimits())
-    trials.failed(1000, 1000, 500, is_blind=True)
-    assert trials.tried(125, 125, 1000) > 500
-    assert trials.failed(594, 1000, 0, is_blind=False) == (125 + 594) // 2
-    assert trials.tried(359, 600, 1000) == 503  # between a line and a curve
-    careful = trials.failed(503, 1000, 0, is_blind=False)
-    assert careful == 464  # by the curve alone, for three have failed
-    assert trials.tried(careful, 999, 1000) is None
+def test_a_size_that_was_to_fit_is_followed_by_a_careful_one_and_three_failures_by_the_end():
+    model = failed_at(1000, 1000)
+    model.ran(125, 125)
+    assert model.next_size() == 562  # halfway: in proportion what failed was to fit
+    model.ran_out(562)
+    assert model.next_size() == 346  # if memory grows with the square of the size
+    model.ran_out(346)
+    assert model.next_size() is None
 
 
 @MANY
@@ -83,20 +89,27 @@ def test_a_size_that_was_to_fit_is_followed_by_the_middle_and_three_failures_by_
     st.integers(1, 10**4), st.floats(1.5, 8), st.integers(0, 10**9), st.sampled_from([1, 1.5, 2]),
     st.floats(1.1, 20),
 )  # fmt: skip
-def test_what_is_careful_fits_whatever_power_the_memory_grows_with(size, grown, fixed, power, room):
-    points = [
-        Measured(n, math.ceil(fixed + 1000 * n**power)) for n in (size, int(size * grown) + 1)
-    ]
-    free_bytes = int(points[-1].n_bytes * room)
-    found = fitting(points, free_bytes, is_careful=True)
-    assert found >= points[-1].size
-    # rounding up may be one byte in a thousand
-    assert fixed + 1000 * found**power <= free_bytes * 1.01
+def test_with_one_failure_left_the_next_fits_whatever_power_the_memory_grows_with(
+    size, grown, fixed, power, room
+):
+    def needed(size):
+        return math.ceil(fixed + 1000 * size**power)
+
+    larger = int(size * grown) + 1
+    limit_bytes = int(needed(larger) * room)
+    model = failed_at(10**9, limit_bytes, n_ooms=2)
+    model.ran(size, needed(size))
+    model.ran(larger, needed(larger))
+    found = model.next_size()
+    # a size that is hardly larger is tried all the same
+    least = max(larger + larger // 40, larger + 1)
+    assert found is None or found <= least or needed(found) <= limit_bytes * 1.01
 
 
-def test_no_more_than_eight_are_tried_out():
-    trials = Trials(SizeLimits())
-    size, n_tried = trials.failed(10**9, 10**12, 1, is_blind=False), 0
-    while size is not None:
-        size, n_tried = trials.tried(size, 100 + n_tried, 10**12), n_tried + 1
-    assert n_tried == 8
+def test_no_more_than_eight_are_tried_out(monkeypatch):
+    device = Device(free_bytes=10_000, piece_bytes=10)
+    monkeypatch.setattr(SizeModel, "next_size", lambda self: self.ok + 1)
+    with measuring(device):
+        site = Site(device, 1600)
+        site.step()
+    assert site.sizes == [1600, *range(200, 208), 207]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tenure.adaptive._sizes._bracket import MOST_OOMS, Bracket
+from tenure.adaptive._sizes._model import MOST_OOMS, SizeModel
 
 MANY = settings(deadline=None, max_examples=400)
 
@@ -34,19 +34,19 @@ class Device:
                 n_over = n_middle
         return n_fit * align if n_fit >= low // align else 0
 
-    def close(self, bracket, *, measured):
-        """Run what the bracket asks for, to the end."""
+    def close(self, model, *, measured):
+        """Run what the model asks for, to the end."""
         if measured:
-            bracket.limit_bytes = self.limit_bytes
-        while (size := bracket.next_size()) is not None:
+            model.limit_bytes = self.limit_bytes
+        while (size := model.next_size()) is not None:
             assert size not in self.sizes
             assert len(self.sizes) < 100
             self.sizes.append(size)
             if self.fits(size):
-                bracket.ran(size, self.bytes_at(size) if measured else None)
+                model.ran(size, self.bytes_at(size) if measured else None)
             else:
-                bracket.ran_out(size)
-        return bracket.ok
+                model.ran_out(size)
+        return model.ok
 
 
 def affine(draw, limit, big, most_fixed=0.3):
@@ -103,9 +103,9 @@ def ranges(draw, big):
     return low, max(low, high), align
 
 
-def judge(device, bracket, low, high, align, found):
+def judge(device, model, low, high, align, found):
     largest = device.largest(low, high, align)
-    assert bracket.n_ooms <= MOST_OOMS
+    assert model.n_ooms <= MOST_OOMS
     if not largest:
         assert found == 0
         return
@@ -120,8 +120,8 @@ def judge(device, bracket, low, high, align, found):
 def test_whatever_memory_grows_with_95_percent_are_found_with_three_failures(data, cost, measured):
     device, big = cost
     low, high, align = data.draw(ranges(big))
-    bracket = Bracket(low, high, align)
-    judge(device, bracket, low, high, align, device.close(bracket, measured=measured))
+    model = SizeModel(low, high, align)
+    judge(device, model, low, high, align, device.close(model, measured=measured))
     assert all(size % align == 0 and low <= size <= high for size in device.sizes)
 
 
@@ -130,16 +130,16 @@ def test_whatever_memory_grows_with_95_percent_are_found_with_three_failures(dat
 def test_a_prediction_however_wrong_costs_no_more_failures(data, cost, share):
     device, big = cost
     low, high, align = data.draw(ranges(big))
-    bracket = Bracket(low, high, align, lambda size: int(device.bytes_at(size) * share))
-    judge(device, bracket, low, high, align, device.close(bracket, measured=True))
+    model = SizeModel(low, high, align, lambda size: int(device.bytes_at(size) * share))
+    judge(device, model, low, high, align, device.close(model, measured=True))
 
 
 def test_a_size_that_the_search_of_predictions_left_out_is_tried():
     # the search stops up to 1 % below 731, of which 694 would be 95 %, and 731 fit
     fixed, limit = 50 << 20, 400 << 20
     device = Device(lambda size: int(fixed + (limit - fixed) / 731.5 * size), limit, 1.0)
-    bracket = Bracket(1, 1462, 1, lambda size: int(device.bytes_at(size) * 0.96875))
-    judge(device, bracket, 1, 1462, 1, device.close(bracket, measured=True))
+    model = SizeModel(1, 1462, 1, lambda size: int(device.bytes_at(size) * 0.96875))
+    judge(device, model, 1, 1462, 1, device.close(model, measured=True))
 
 
 @MANY
@@ -147,10 +147,10 @@ def test_a_size_that_the_search_of_predictions_left_out_is_tried():
 def test_a_prediction_that_is_right_gives_95_percent_in_the_first_run(cost):
     device, big = cost
     device.cut_up = 1.0
-    bracket = Bracket(1, 16 * big, predict=device.bytes_at)
-    device.close(bracket, measured=True)
+    model = SizeModel(1, 16 * big, predict=device.bytes_at)
+    device.close(model, measured=True)
     assert 20 * device.sizes[0] >= 19 * device.largest(1, 16 * big, 1)
-    assert bracket.n_ooms <= 1
+    assert model.n_ooms <= 1
 
 
 @MANY
@@ -158,11 +158,11 @@ def test_a_prediction_that_is_right_gives_95_percent_in_the_first_run(cost):
 def test_what_is_a_line_takes_few_runs_and_no_failure_that_measuring_can_spare(cost):
     device, big = cost
     device.cut_up, large = 1.0, device.limit_bytes >= 20 * (20 << 20)
-    bracket = Bracket(1, 16 * big)
-    device.close(bracket, measured=True)
+    model = SizeModel(1, 16 * big)
+    device.close(model, measured=True)
     assert len(device.sizes) <= 12
     if large and big >= 48:
-        assert bracket.n_ooms == 0
+        assert model.n_ooms == 0
 
 
 SQUARES = {
@@ -181,52 +181,52 @@ def test_memory_that_grows_with_the_square_takes_few_runs(bytes_at, limit, vary)
     varied = itertools.cycle([1 - vary / 100, 1, 1 + vary / 100])
     device = Device(lambda n: int(bytes_at(n) * next(varied)), limit)
     largest = Device(bytes_at, limit).largest(1, 1 << 20, 1)
-    bracket = Bracket(1, 1 << 20)
-    found = device.close(bracket, measured=True)
+    model = SizeModel(1, 1 << 20)
+    found = device.close(model, measured=True)
     assert 20 * found >= 19 * min(largest, 1 << 20) - vary * largest // 2
     assert len(device.sizes) <= (16 if bytes_at is SQUARES["behind weights"] else 9)
-    assert bracket.n_ooms <= 2
+    assert model.n_ooms <= 2
 
 
 def test_a_prediction_that_was_too_low_is_never_trusted_again():
     device = Device(lambda size: 1000 * size, 10**9)
-    bracket = Bracket(1, 10**9, predict=lambda size: 600 * size)
-    found = device.close(bracket, measured=True)
+    model = SizeModel(1, 10**9, predict=lambda size: 600 * size)
+    found = device.close(model, measured=True)
     assert found >= 0.95 * 10**6
-    assert bracket.n_ooms == 1
+    assert model.n_ooms == 1
     assert len(device.sizes) <= 4
 
 
 def test_without_any_numbers_sizes_double_and_then_close_in_from_below():
     device = Device(lambda size: size, 100)
-    bracket = Bracket(1, 4096)
-    assert device.close(bracket, measured=False) == 96
+    model = SizeModel(1, 4096)
+    assert device.close(model, measured=False) == 96
     assert device.sizes[:8] == [1, 2, 4, 8, 16, 32, 64, 128]
-    assert bracket.n_ooms <= 3
+    assert model.n_ooms <= 3
 
 
 def test_the_largest_that_is_allowed_is_reached_and_not_tried_in_vain():
     device = Device(lambda size: size << 20, 2048 << 20)
-    assert device.close(Bracket(1, 1024), measured=True) == 1024
+    assert device.close(SizeModel(1, 1024), measured=True) == 1024
     assert device.sizes == [1, 8, 64, 1024]
     device = Device(lambda size: size << 20, 900 << 20)
-    assert device.close(Bracket(1, 1024), measured=True) == 882
+    assert device.close(SizeModel(1, 1024), measured=True) == 882
     assert device.sizes == [1, 8, 64, 882]
 
 
 @pytest.mark.parametrize("measured", [True, False])
 def test_a_smallest_size_that_fails_is_all_that_is_tried(measured):
     device = Device(lambda size: 10**9, 10**6)
-    bracket = Bracket(4, 64)
-    assert device.close(bracket, measured=measured) == 0
+    model = SizeModel(4, 64)
+    assert device.close(model, measured=measured) == 0
     assert device.sizes == [4]
 
 
 def test_a_size_that_ran_beyond_its_limit_is_no_failure():
-    bracket = Bracket(1, 1000)
-    bracket.limit_bytes = 10**9
-    bracket.ran(bracket.next_size(), 10**6)
-    size = bracket.next_size()
-    bracket.ran(size, 2 * 10**9)  # more than in proportion
-    assert (bracket.ok, bracket.bad, bracket.n_ooms) == (1, size, 0)
-    assert 1 < bracket.next_size() < size
+    model = SizeModel(1, 1000)
+    model.limit_bytes = 10**9
+    model.ran(model.next_size(), 10**6)
+    size = model.next_size()
+    model.ran(size, 2 * 10**9)  # more than in proportion
+    assert (model.ok, model.bad, model.n_ooms) == (1, size, 0)
+    assert 1 < model.next_size() < size
