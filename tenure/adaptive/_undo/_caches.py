@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tenure._heap import Index, instance_attributes, tracked_objects
+from tenure._heap import instance_attributes
 from tenure._torch.autograd import hooks_of
 from tenure._torch.quiet import without_functions
 
@@ -107,12 +107,11 @@ class Caches:
         caches: list[Any] = []
         is_elsewhere = False
         level: list[Any] = [*tensors]
-        heap = Index(tracked_objects())
         ours = {id(each) for each in (tensors, wanted, reached, caches, self._seen)}
         for _ in range(_MOST_STEPS):
             ours.add(id(level))
             further: dict[int, Any] = {}
-            for each in heap.of(map(id, level)):
+            for each in gc.get_referrers(*level):
                 if id(each) in ours or id(each) in wanted or type(each) is FrameType:
                     continue
                 if id(each) in self._places:
@@ -127,7 +126,6 @@ class Caches:
             level = list(further.values())
             if not level:
                 break
-        heap.close()
         for place in reached.values():
             is_elsewhere |= not place.take_out(wanted)
         for cache in caches:
