@@ -64,7 +64,9 @@ class Relief:
         # the cache once for a piece of work: what is in it after that, failed tries have put there
         freed_bytes = 0 if self._cache_is_empty else _free_cache(info, unused_bytes)
         self._cache_is_empty = True
-        return freed_bytes or self._collect(info) or _given_back(info)
+        if not freed_bytes and info.device not in _HOST:
+            freed_bytes = self._collect(info)
+        return freed_bytes or _given_back(info)
 
     def last_resort(self, info: OomInfo) -> int:
         """What is worth its time only before giving up: the host's garbage, libraries' memory."""
@@ -74,11 +76,8 @@ class Relief:
             return self._let_libraries_go(info)
         # For the host a collection comes only now: it takes the longer the more objects there are,
         # and cycles that hold as much as was wanted of a whole machine are rare.
-        if self.collected:
-            return 0
-        self.collected = True
-        freed_bytes = _freed_by_collecting(lambda: psutil.Process().memory_info().rss)
-        return freed_bytes if freed_bytes >= _NOISE_BYTES and _serves(freed_bytes, info) else 0
+        freed_bytes = self._collect(info)
+        return freed_bytes if freed_bytes >= _NOISE_BYTES else 0
 
     def _let_libraries_go(self, info: OomInfo) -> int:
         """Free what torch keeps outside of tensors: casts of weights, workspaces of cuBLAS.
@@ -100,16 +99,17 @@ class Relief:
         return freed_bytes if info.requested_bytes is None or _serves(freed_bytes, info) else 0
 
     def _collect(self, info: OomInfo) -> int:
-        """Collect cycles that hold device memory, older ones: the attempt's are gone."""
-        if self.collected or info.device in _HOST:
+        """Collect cycles that hold memory, older ones: the attempt's are gone."""
+        if self.collected:
             return 0
         self.collected = True
         used_bytes = _used_bytes_of(info.device)
-        # it may help, but nothing tells
+        before_bytes = 0 if used_bytes is None else used_bytes()
+        gc.collect()
+        # it may have helped, but nothing tells
         if used_bytes is None:
-            gc.collect()
             return 0
-        freed_bytes = _freed_by_collecting(used_bytes)
+        freed_bytes = max(0, before_bytes - used_bytes())
         return freed_bytes if _serves(freed_bytes, info) else 0
 
 
@@ -197,7 +197,9 @@ def _empty_cache(module: Any) -> None:
 
 
 def _used_bytes_of(device: str | None) -> Callable[[], int] | None:
-    """What reads the bytes that tensors use on a device; None where it has no such statistics."""
+    """Return what reads the bytes in use on a device; None if it has no such statistics."""
+    if device in _HOST:
+        return lambda: int(psutil.Process().memory_info().rss)
     found = accelerator_of(device)
     if found is None:
         return None
@@ -208,12 +210,6 @@ def _used_bytes_of(device: str | None) -> Callable[[], int] | None:
     except Exception:
         return None
     return lambda: held_by(module, place).allocated_bytes
-
-
-def _freed_by_collecting(used_bytes: Callable[[], int]) -> int:
-    before_bytes = used_bytes()
-    gc.collect()
-    return max(0, before_bytes - used_bytes())
 
 
 def _given_back(info: OomInfo) -> int:

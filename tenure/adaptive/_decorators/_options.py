@@ -94,6 +94,8 @@ class PieceOptions(AdaptiveOptions, total=False):
 
 
 _WORDS_FOR_SIZES = ("size", "step", "batch", "chunk")
+_GIVEN = AdaptiveOptions.__annotations__.keys() | {"progress", "dimension"}
+"""The options that a user gives by the names of `Options`, or of `checked_options`."""
 PLAIN = Options()
 """The options of a call that names none."""
 
@@ -104,49 +106,31 @@ def checked_options(
     /,
     *,
     collect: Collect | None = None,
-    progress: bool = False,
-    dimension: Any = 0,
-    cache_type: type[BatchsizeCache] | None = None,
-    context: Any = None,
     minimum: int = 1,
     maximum: int | None = None,
     align: int = 1,
-    reduce: Reduce | None = None,
-    restore_rng: bool = False,
-    on_retry: OnRetry | None = None,
-    cpu_fallback: bool = False,
-    predict: bool = False,
-    group: Any = None,
-    **unknown: object,
+    **options: Any,
 ) -> Options:
     """Check the options of a user, whose name for the first size is ``initial_name``.
 
     Raises:
         AdaptiveUsageError: one can't be used, or is none.
     """
-    for name in unknown:
-        raise AdaptiveUsageError(_no_such_option(name, initial_name))
-    if cache_type is not None:
-        checked_cache_type(cache_type)
-    if context is not None:
-        check_context(context)
-    check_callable("reduce", reduce)
-    check_callable("on_retry", on_retry)
+    for name in options:
+        if name not in _GIVEN:
+            raise AdaptiveUsageError(_no_such_option(name, initial_name))
+    if options.get("cache_type") is not None:
+        checked_cache_type(options["cache_type"])
+    if options.get("context") is not None:
+        check_context(options["context"])
+    check_callable("reduce", options.get("reduce"))
+    check_callable("on_retry", options.get("on_retry"))
     limits = checked_limits(minimum, maximum, align)
     return Options(
         initial=checked_initial(initial_name, initial, limits),
         new_collector=collector_for(collect),
-        progress=progress,
-        dimension=dimension,
-        cache_type=cache_type,
-        context=context,
         limits=limits,
-        reduce=reduce,
-        restore_rng=restore_rng,
-        on_retry=on_retry,
-        cpu_fallback=cpu_fallback,
-        predict=predict,
-        group=group,
+        **options,
     )
 
 
