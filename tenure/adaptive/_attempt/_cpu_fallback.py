@@ -6,21 +6,24 @@ it returns is where the arguments were.
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from tenure._containers import Survey, entries_of, is_mutable, set_entries
+from tenure._errors import AdaptiveUsageError
 from tenure._storages import byte_range, storages_of
+from tenure._text import describe_tensor
 from tenure._torch.storages import key_of
 from tenure._torch.writes import version_of, write_back
 
+from .._undo import differing
+
 _CPU = torch.device("cpu")
-_ALIGNMENT_BYTES = 16
-"""The largest element, complex128: views of any dtype begin at a multiple of it."""
 
 
 def on_cpu(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -37,8 +40,7 @@ def on_cpu(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
 class _Moved:
     """What one call was given in place of its arguments: tensors, and containers of those.
 
-    The same argument, given twice, has one copy, and tensors that share memory have copies that
-    do; what needs none stands for itself.
+    The same argument, given twice, has one copy; what needs none stands for itself.
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -46,7 +48,7 @@ class _Moved:
         nodes = survey.nodes.values()
         originals = [node for node in nodes if isinstance(node, Tensor) and node.device != _CPU]
         self._device = originals[0].device if originals else _CPU
-        self._tensors = [*map(_Copy, originals, _copies_of(originals))]
+        self._tensors = [_Copy(each, _copied(each)) for each in originals]
         given = {id(each.original): each.given for each in self._tensors}
         self.args, self.kwargs = survey.replaced(given)
         # Containers without tensors of the device are given as they are, and written into all the
@@ -58,6 +60,7 @@ class _Moved:
 
     def write_back(self) -> None:
         """Write what changed into the tensors on the device, and into the containers."""
+        _refuse_shared_writes(self._tensors)
         for copy in self._tensors:
             copy.write_back()
         for original, given in self._containers:
@@ -89,6 +92,15 @@ class _Copy:
                 self._memory = given.detach()
         self._version = version_of(given)
 
+    def has_other_values(self) -> bool:
+        """Tell whether it was written, or became another."""
+        if _shown_by(self.given) != _shown_by(self._memory):
+            return True
+        # tensors of inference count no versions
+        if self._version is None:
+            return differing([(self._memory, self.original.cpu())])[0]
+        return version_of(self._memory) != self._version
+
     def write_back(self) -> None:
         """Write what changed; what was resized or given other data inside becomes that here.
 
@@ -112,77 +124,32 @@ def _shown_by(tensor: Tensor) -> tuple[object, ...] | None:
     return storage, offset, tensor.dtype, tensor.shape, tensor.stride()
 
 
-# --- copies that share memory as the originals do
+def _refuse_shared_writes(copies: list[_Copy]) -> None:
+    """Make sure that no tensor was written whose memory another argument shows, in a copy.
 
-
-def _copies_of(tensors: list[Tensor]) -> list[Tensor]:
-    """A copy on the CPU of each; of tensors whose memory overlaps, views of one copied memory.
-
-    Only the bytes from the first to the last element of those that overlap are copied: a batch is
-    often a few rows of a data set, see test_only_the_memory_between_the_arguments_is_copied.
-
-    That goes for plain strided tensors without a graph. Of all others, such as those that need
-    gradients, each has a copy of its own.
+    Raises:
+        AdaptiveUsageError: one was.
     """
-    copies: dict[int, Tensor] = {}
-    for group in _overlapping(filter(_can_share, tensors)):
-        if len(group) > 1:
-            copies.update(zip(map(id, group), _copied_as_one(group), strict=True))
-    return [copies[id(each)] if id(each) in copies else _copied(each) for each in tensors]
+    by_storage: defaultdict[int, list[_Copy]] = defaultdict(list)
+    for copy in copies:
+        if _shows_one_memory(copy.original):
+            by_storage[key_of(copy.original.untyped_storage())].append(copy)
+    for sharing in by_storage.values():
+        for one, other in itertools.permutations(sharing, 2):
+            (first, end), (other_first, other_end) = map(byte_range, (one.original, other.original))
+            if max(first, other_first) < min(end, other_end) and one.has_other_values():
+                raise AdaptiveUsageError(
+                    f"cpu_fallback= ran a function on the CPU that writes into an argument, "
+                    f"{describe_tensor(one.original)}, whose memory another argument shares; there "
+                    "each has a copy of its own. Nothing on the device was changed. Pass one of "
+                    "the two, and make the other inside the function."
+                )
 
 
 def _shows_one_memory(tensor: Tensor) -> bool:
     """Whether it is strided and has a storage: no wrapper, neither a subclass nor functorch's."""
     is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
     return is_plain and bool(storages_of(tensor))
-
-
-def _can_share(tensor: Tensor) -> bool:
-    # A tensor that needs gradients has a copy that leads back to it, which a view of raw memory
-    # would not. Conjugated and negated ones show other values than their memory holds.
-    return (
-        _shows_one_memory(tensor)
-        and tensor.numel() > 0
-        and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
-        and not (tensor.requires_grad and torch.is_grad_enabled())
-    )
-
-
-def _overlapping(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Groups of tensors, by the bytes of a storage from the first to the last element of each."""
-    by_storage: defaultdict[int, list[Tensor]] = defaultdict(list)
-    for tensor in tensors:
-        by_storage[key_of(tensor.untyped_storage())].append(tensor)
-    for sharing in by_storage.values():
-        group: list[Tensor] = []
-        end = 0
-        for tensor in sorted(sharing, key=byte_range):
-            first, last = byte_range(tensor)
-            if group and first >= end:
-                yield group
-                group = []
-            group.append(tensor)
-            end = max(end, last)
-        yield group
-
-
-def _copied_as_one(group: list[Tensor]) -> list[Tensor]:
-    start = min(byte_range(each)[0] for each in group) // _ALIGNMENT_BYTES * _ALIGNMENT_BYTES
-    end = max(byte_range(each)[1] for each in group)
-    with torch.inference_mode(False), torch.no_grad():
-        on_device = torch.empty(0, dtype=torch.uint8, device=group[0].device)
-        on_device.set_(group[0].untyped_storage(), start, (end - start,), (1,))
-        memory = on_device.to(_CPU).untyped_storage()
-    return [_view_of(memory, each, start) for each in group]
-
-
-def _view_of(memory: torch.UntypedStorage, tensor: Tensor, start: int) -> Tensor:
-    """What the tensor is in its storage, in memory that begins at another byte of it."""
-    is_inference = torch.is_inference_mode_enabled() and tensor.is_inference()
-    with torch.inference_mode(is_inference), torch.no_grad():
-        view = torch.empty(0, dtype=tensor.dtype)
-        offset = tensor.storage_offset() - start // tensor.itemsize
-        return view.set_(memory, offset, tensor.shape, tensor.stride())
 
 
 def _copied(tensor: Tensor) -> Tensor:
