@@ -143,7 +143,7 @@ class SizeModel:
             if n_left <= 0:
                 return None
             return 2 * ok if self.bad is None else self._step_up(top, n_left)
-        if n_left <= 0 and self._n_surprises:
+        if n_left <= 0 and (self._n_surprises or self._predict is not None):
             return None
         is_careful = n_left <= 1 and self._n_surprises < 2 and self._predict is None
         most, likely = self._fitting(below, limit_bytes, top, is_careful)
