@@ -15,16 +15,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tenure._errors import AdaptiveUsageError
+from tenure._errors import AdaptiveUsageError, OutOfRetriesError
 from tenure._show import steps
+from tenure._text import counted, format_bytes, listed, parse_bytes, parse_share
 from tenure._torch.compiler import never_compiled
 
+from .._memory import meter_for
+from .._predict import PeakReport
 from .._sizes import checked_size, largest_predicted
 from .._step import BatchNormPolicy, Reduction, SampleDims, SampleTree, StepSpec
-from ._budget_argument import allowed_bytes
 from ._evaluation import Evaluation
-from ._report import Plan, plan_of
-from ._too_large import too_large
+from ._report import Plan, by_category, plan_of
 
 Batch = TypeVar("Batch")
 _MARGIN = 0.05
@@ -105,7 +106,7 @@ def plan(
     n_samples = SampleTree(batch, in_dims, name="batch", argument="in_dims").n_samples()
     fewest, most = _limits(minimum, maximum, n_samples, batchnorm)
     evaluation = Evaluation(spec, optimizer, device)
-    allowed = allowed_bytes(budget, margin, evaluation.device, evaluation.held_bytes())
+    allowed = _allowed_bytes(budget, margin, evaluation.device, evaluation.held_bytes())
     with steps("plan") as show:
 
         def bytes_at(size: int, in_full: bool = False) -> int:
@@ -120,7 +121,7 @@ def plan(
         while fewest < found and in_full(found) > allowed:
             found = largest_predicted(in_full, fewest, found - 1, allowed, is_exact=True)
         if max(bytes_at(found), in_full(found)) > allowed:
-            raise too_large(evaluation, allowed)
+            raise _too_large(evaluation, allowed)
     report, sizes = evaluation.report(found)
     return plan_of(report, found, sizes, allowed)
 
@@ -135,3 +136,68 @@ def _limits(minimum: int, maximum: int | None, n_samples: int, batchnorm: str) -
             f"plan() got maximum={maximum}, below minimum={minimum}. Raise it."
         )
     return fewest, most
+
+
+def _allowed_bytes(budget: int | str, margin: float, device: torch.device, held_bytes: int) -> int:
+    """What may be alive on a device at the worst moment.
+
+    Args:
+        budget: bytes in all, or like ``"24GiB"``; or ``"80%"`` of what is free now, beside what the
+            work holds already.
+        margin: the share of it to be left.
+        device: whose memory it is.
+        held_bytes: what the work holds on the device already.
+
+    Raises:
+        ByteSizeError: it is no number of bytes.
+        AdaptiveUsageError: the share or the margin can't be read, or nobody tells what is free.
+    """
+    if not 0 <= margin < 1:
+        raise AdaptiveUsageError(
+            f"plan() got margin={margin!r}. It is a share of the budget, from 0 to below 1."
+        )
+    share = parse_share(budget)
+    if share is None:
+        return int(parse_bytes(budget) * (1 - margin))
+    if not share:
+        raise AdaptiveUsageError(
+            f"plan() got budget={budget!r}. A share goes from above 0% to 100%."
+        )
+    return held_bytes + int(_free_bytes(device) * share * (1 - margin))
+
+
+def _free_bytes(device: torch.device) -> int:
+    meter = meter_for(str(device))
+    if meter is None:
+        raise AdaptiveUsageError(
+            f"plan() can't tell how much of {device} is free, of which budget= is a share. Give "
+            'it in bytes, such as "24GiB".'
+        )
+    return meter.available_bytes()
+
+
+def _too_large(evaluation: Evaluation, allowed_bytes: int) -> OutOfRetriesError:
+    """The error, with what the size that takes least would take, and what would lower that."""
+    size, report = evaluation.least()
+    over_bytes = report.needed_bytes - allowed_bytes
+    name = getattr(evaluation.spec.fn, "__name__", type(evaluation.spec.fn).__name__)
+    return OutOfRetriesError(
+        f"plan() finds no micro-batch of {name!r} that fits: {counted(size, 'sample')} at a time "
+        f"would take {format_bytes(report.needed_bytes)} on {report.device}, "
+        f"{format_bytes(over_bytes)} more than the {format_bytes(allowed_bytes)} that there are: "
+        f"{by_category(report.categories)}. Nothing was run. {_help(report, allowed_bytes)}",
+        evaluation.sizes,
+        least=(size, report.needed_bytes),
+    )
+
+
+def _help(report: PeakReport, allowed_bytes: int) -> str:
+    # what the allocator and kernels take on top is about the same with each change
+    beside_bytes = report.needed_bytes - report.peak_bytes
+    enough = [each for each in report.advice if each.peak_bytes + beside_bytes <= allowed_bytes]
+    some = [each for each in report.advice if each.saves_bytes > 0]
+    told = [f"{each.what} ({format_bytes(each.peak_bytes)})" for each in enough or some]
+    if enough:
+        return f"With one of these it would fit: {listed(told, 4)}."
+    lower = f"Lower, but not enough alone: {listed(told, 4)}. " if told else ""
+    return f"{lower}Take a smaller model or smaller samples, or a larger device."
