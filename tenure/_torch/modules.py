@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import CodeType, FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,17 +24,11 @@ from .compiler import never_compiled, never_compiled_alone
 from .patches import Patch
 
 _NORM = "torch.nn.modules.batchnorm"
-if TYPE_CHECKING:
-    BatchNorm = nn.modules.batchnorm._BatchNorm
-    NormBase = nn.modules.batchnorm._NormBase
-    Dropout = nn.modules.dropout._DropoutNd
-    InstanceNorm = nn.modules.instancenorm._InstanceNorm
-else:
-    # libraries derive layers of theirs from these, and not from BatchNorm1d and its like
-    BatchNorm = bound(f"{_NORM}._BatchNorm", "step()")
-    NormBase = bound(f"{_NORM}._NormBase", "buffers that an attempt wrote")
-    Dropout = bound("torch.nn.modules.dropout._DropoutNd", "the check of a step")
-    InstanceNorm = bound("torch.nn.modules.instancenorm._InstanceNorm", "step()")
+# libraries derive layers of theirs from these, and not from BatchNorm1d and its like
+BatchNorm: Any = bound(f"{_NORM}._BatchNorm", "step()")
+NormBase: Any = bound(f"{_NORM}._NormBase", "buffers that an attempt wrote")
+Dropout: Any = bound("torch.nn.modules.dropout._DropoutNd", "the check of a step")
+InstanceNorm: Any = bound("torch.nn.modules.instancenorm._InstanceNorm", "step()")
 
 Listener = Callable[[nn.Module, Any], object]
 _is_compiled = torch.compiler.is_dynamo_compiling

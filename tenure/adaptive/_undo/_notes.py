@@ -116,7 +116,7 @@ def differing(pairs: list[tuple[Tensor, Tensor]]) -> list[bool]:
 def _is_written(owner: nn.Module, name: str) -> bool:
     # batch norm in training writes its statistics with each call: a lazy copy would be made in vain
     if isinstance(owner, NormBase):
-        return owner.training
+        return bool(owner.training)
     return name in _written.get(owner, ())
 
 
