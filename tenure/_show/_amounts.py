@@ -51,30 +51,29 @@ class Amounts(Part):
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Table]:
         """Yield a row for each part, for the total and for the limit."""
+        from rich.bar import Bar
+        from rich.text import Text
+
+        total_bytes = sum(n_bytes for _, n_bytes in self.parts)
+        scale_bytes = max(sum(max(n, 0) for _, n in self.parts), self.limit_bytes or 0)
+
+        def row(name: str, n_bytes: int, begin_bytes: int = 0, colour: str = "default") -> Row:
+            end_bytes = begin_bytes + max(n_bytes, 0)
+            bar = Bar(scale_bytes, begin_bytes, end_bytes, width=_WIDTH, color=colour)
+            # a budget a thousand times the total says nothing in percent, and its digits widen the
+            # line
+            is_told = total_bytes > 0 and n_bytes <= _MOST_TIMES * total_bytes
+            share = f"{n_bytes / total_bytes:.1%}" if is_told else ""
+            shown = Text(visible(name), colour)
+            return shown, format_bytes(n_bytes), share, bar if scale_bytes else ""
+
         colours = colours_of(name for name, _ in self.parts)
         rows, begin_bytes = [], 0
         for name, n_bytes in self.parts:
             if n_bytes:
-                rows.append(self._row(name, n_bytes, begin_bytes, colours[name]))
+                rows.append(row(name, n_bytes, begin_bytes, colours[name]))
             begin_bytes += max(n_bytes, 0)
-        rows.append(self._row("total", self._total_bytes))
+        rows.append(row("total", total_bytes))
         if self.limit_bytes is not None:
-            rows.append(self._row("budget", self.limit_bytes))
+            rows.append(row("budget", self.limit_bytes))
         yield Table(self.title, _COLUMNS, rows)
-
-    @property
-    def _total_bytes(self) -> int:
-        return sum(n_bytes for _, n_bytes in self.parts)
-
-    def _row(self, name: str, n_bytes: int, begin_bytes: int = 0, colour: str = "default") -> Row:
-        from rich.bar import Bar
-        from rich.text import Text
-
-        total_bytes = self._total_bytes
-        scale_bytes = max(sum(max(n, 0) for _, n in self.parts), self.limit_bytes or 0)
-        end_bytes = begin_bytes + max(n_bytes, 0)
-        bar = Bar(scale_bytes, begin_bytes, end_bytes, width=_WIDTH, color=colour)
-        # a budget a thousand times the total says nothing in percent, and its digits widen the line
-        is_told = total_bytes > 0 and n_bytes <= _MOST_TIMES * total_bytes
-        share = f"{n_bytes / total_bytes:.1%}" if is_told else ""
-        return Text(visible(name), colour), format_bytes(n_bytes), share, bar if scale_bytes else ""
