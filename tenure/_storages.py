@@ -51,7 +51,7 @@ def storage_bytes(t: Tensor) -> int | None:
 def element_bytes(t: Tensor) -> int:
     """Bytes of the elements that a tensor shows; 0 where it does not tell."""
     try:
-        return int(t.numel()) * int(t.element_size())
+        return int(TENSOR_BASE.numel(t)) * int(TENSOR_BASE.element_size(t))
     except Exception:
         return 0
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, UntypedStorage, nn
 from torch.optim import Optimizer
 
-from tenure._storages import storage_key
+from tenure._storages import element_bytes, storage_bytes, storage_key
 
 from ._collector import of_classes, subclasses_of, tracked_objects
 from ._graphs import Graphs, inner_nodes, node_classes, walk_nodes
@@ -24,7 +24,6 @@ from ._reading import (
     gradient_of,
     read,
     references_beside,
-    spans_storage,
     type_name,
 )
 from ._words import Step
@@ -190,7 +189,7 @@ class Image:
     def _note_tensor(self, owner: int, t: Tensor) -> None:
         base = read(t, "_base")
         if base is not None:
-            step = _WHOLE_VIEW if spans_storage(t) else _VIEW
+            step = _WHOLE_VIEW if element_bytes(t) == storage_bytes(t) else _VIEW
             self._by_id[id(base)].append((owner, step))
         gradient = gradient_of(t)
         if gradient is not None:

@@ -23,7 +23,7 @@ import torch
 
 from tenure._callers import is_tenure
 from tenure._errors import MissingTorchNameError
-from tenure._storages import storage_bytes, storage_of
+from tenure._storages import storage_of
 from tenure._torch.counting import OF_CPP, SOLE
 from tenure._torch.quiet import TENSOR_BASE
 from tenure._torch.storages import owners_of_storage, uses_of_tensor
@@ -173,14 +173,6 @@ def cpp_uses(t: torch.Tensor) -> int:
         raise
     except Exception:
         return 1
-
-
-def spans_storage(t: torch.Tensor) -> bool:
-    """Whether the elements of a tensor are as many bytes as its storage."""
-    try:
-        return int(TENSOR_BASE.numel(t)) * int(TENSOR_BASE.element_size(t)) == storage_bytes(t)
-    except Exception:
-        return False
 
 
 # --- frames
