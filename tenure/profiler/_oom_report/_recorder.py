@@ -191,8 +191,8 @@ def record_oom(*, quiet: bool = False) -> OomRecorder:
 
     Called alone it waits until the program ends; with ``with`` to the end of the block. An error
     that the program handles is seen as well, while all that it was about is still alive. On the
-    thread that calls this every error that torch raises is seen, also in a backward pass and in the
-    step of an optimizer; of Python, of NumPy and of other threads those that nobody handles.
+    thread that calls this every error that torch raises is seen, also in a backward pass, or out of
+    the step of an optimizer; of Python, of NumPy and of other threads those that nobody handles.
     Errors after which `tenure.adaptive` tries again by itself are left out.
 
     Waiting costs one or two microseconds a call of torch, and address space (64 MiB, never touched)

@@ -36,7 +36,6 @@ from tenure._torch.optimizers import cell_of_step
 
 _OURS = "tenure.profiler._"
 _FOR_PYTHON = handle_torch_function.__code__
-_FIRST_STEPS = 2
 _MOST_MARKS = 256
 Tell = Callable[[BaseException, bool], None]
 """Gets each error, and whether nobody handles it; raises nothing."""
@@ -75,7 +74,6 @@ class Watch(TorchFunctionMode):
         self.marks: deque[int] = deque(maxlen=_MOST_MARKS)
         self.n_steps = 0
         self.last_steps: _Weak[Optimizer, int] = _Weak()
-        self._n_made: _Weak[Optimizer, int] = _Weak()
         self.retained_at = ""
         self.created_at = ""
         self.joined: _Weak[UntypedStorage, tuple[int, str]] = _Weak()
@@ -180,10 +178,8 @@ class Watch(TorchFunctionMode):
                 return step(*args, **kwargs)
             # A step asks each parameter for tens of attributes, and a function mode is called for
             # each: in a small model that costs more than all else. A closure computes a loss, and
-            # is seen as any other code. The first steps make the state.
-            n_made = self._n_made.get(args[0], 0)
-            is_plain = len(args) == 1 and not kwargs
-            is_aside = is_plain and n_made >= _FIRST_STEPS and self.set_aside()
+            # is seen as any other code.
+            is_aside = len(args) == 1 and not kwargs and self.set_aside()
             try:
                 result = step(*args, **kwargs)
             except Exception as error:
@@ -194,7 +190,6 @@ class Watch(TorchFunctionMode):
                 if is_aside and self._is_open:
                     self.set_back()
             self.n_steps += 1
-            self._n_made[args[0]] = n_made + 1
             self.last_steps[args[0]] = self.n_steps
             return result
 
