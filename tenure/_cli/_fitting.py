@@ -50,12 +50,14 @@ class MicroBatch(NamedTuple):
         batch: the samples of the batch.
         fits: whether there is room for it, if need be once the allocator gives back what it caches.
         needed_bytes: what the step needs then.
+        fn: the function that `step` takes, in words: of an object with a loss, it wants that.
     """
 
     size: int
     batch: int
     fits: bool
     needed_bytes: int
+    fn: str
 
 
 class Answer(Shown):
@@ -121,7 +123,7 @@ def _in_words(found: MicroBatch, budget_bytes: int | None) -> str:
             f"the allocator gives back what it caches: with more memory it would keep {needed}"
         )
     batch = f"the batch has {counted(found.batch, 'sample')}"
-    how = f"Run it with tenure.adaptive.step(fn, batch, maximum={found.size})"
+    how = f"Run it with tenure.adaptive.step({found.fn}, batch, maximum={found.size})"
     return f"The largest micro-batch that fits is {found.size}; {batch}; {takes}. {how}."
 
 
@@ -295,12 +297,16 @@ def largest_micro_batch(
     Returns:
         The largest that fits, else the one that takes least. None if the batch can't be split.
     """
+    spelled = "fn"
 
     def loss_of(part: Any) -> Tensor:
         """Return one number, as a step wants it, of all that a prediction runs backward."""
+        nonlocal spelled
         result = fn(part)
         # as libraries return it, beside logits that nobody runs backward
         loss = getattr(result, "loss", None)
+        if isinstance(loss, Tensor):
+            spelled = "lambda batch: fn(batch).loss"
         losses = tensors_in([loss if isinstance(loss, Tensor) else result])
         sums = [each.sum() for each in losses if each.requires_grad]
         # inference has none, and a step wants one that it can run backward
@@ -323,7 +329,7 @@ def largest_micro_batch(
         if n_samples < 2 or error.least is None:
             return None
         size, needed_bytes = error.least
-        return MicroBatch(size, n_samples, False, needed_bytes)
+        return MicroBatch(size, n_samples, False, needed_bytes, spelled)
     except (AdaptiveUsageError, BatchCoupledError):
         return None
-    return MicroBatch(found.micro_batch, found.n_samples, True, found.needed_bytes)
+    return MicroBatch(found.micro_batch, found.n_samples, True, found.needed_bytes, spelled)

@@ -57,6 +57,16 @@ def talks():
     return setup()
 
 
+class Output:
+    def __init__(self, loss):
+        self.loss = loss
+
+
+def has_a_loss():
+    net = model()
+    return lambda x: Output(net(x).square().mean()), torch.randn(512, 256)
+
+
 def copied():
     layer = nn.Linear(4, 4)
     net = nn.Sequential(*[copy.deepcopy(layer) for _ in range(2)])
@@ -286,6 +296,11 @@ def test_a_peak_in_the_step_of_the_optimizer_has_no_line_of_the_command(capsys):
     )
     report = json.loads(printed.out)["report"]
     assert (code, report["phase"], report["place"]) == (0, "optimizer step", "")
+
+
+def test_of_an_object_with_a_loss_the_advice_passes_the_loss_on(capsys):
+    _, printed = fit(capsys, "has_a_loss", "--device-memory", "8MiB", "--device", "cpu")
+    assert "step(lambda batch: fn(batch).loss, batch, maximum=" in " ".join(printed.out.split())
 
 
 def test_where_no_micro_batch_fits_it_says_so(capsys):

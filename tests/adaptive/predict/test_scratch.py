@@ -4,6 +4,7 @@ import gc
 
 import pytest
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -173,3 +174,17 @@ def test_a_part_of_a_batch_takes_the_same_when_it_is_predicted_first():
     finally:
         gc.enable()
     assert first == second
+
+
+@pytest.mark.parametrize("n", [16384, 32768, 65536])
+def test_a_product_of_16_bits_takes_no_more_than_a_copy_in_32(n):
+    with torch.device("meta"):
+        layer, x = nn.Linear(16384, 4096), torch.zeros(n, 16384)
+
+    def fn(x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return layer(x).square().mean()
+
+    report = predict_peak(fn, x, device="cpu")
+    tensors_bytes = x.nbytes + layer.weight.nbytes + 4 * n * 4096
+    assert report.peak_bytes < 6 * tensors_bytes

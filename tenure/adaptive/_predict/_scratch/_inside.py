@@ -80,6 +80,9 @@ def inside(func: Any, args: Any, kwargs: Any, result: Any) -> Inside:
     reason = _BY_VALUE if func in _SEES_VALUES else None
     if known.is_grown and func in _BY_ONEDNN and any(each.dtype in _HALVES for each in tensors):
         reason = _IN_STEPS
+        # Steps on small sizes look like a power of them. Seen is up to 0.7 of what it reads and
+        # writes; it can't take more than a copy of all in 32 bits.
+        n_bytes = min(n_bytes, 2 * sum(each.numel() * each.element_size() for each in tensors))
     # else values decide how large the results are
     if torch.Tag.dynamic_output_shape not in func.tags:
         result = _as_made(known, args, kwargs, result)
