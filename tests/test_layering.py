@@ -74,7 +74,7 @@ _PACKAGES = {
         "_check",
         "_verify",
     ),
-    ("_cli",): ("_program",),
+    ("_cli",): ("_program", "_fleet"),
     ("integrations",): ("_lightning", "_transformers"),
     ("profiler",): (
         "_lines",

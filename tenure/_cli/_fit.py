@@ -3,25 +3,41 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
-from ._verb import Verb, byte_size, show
+from tenure._errors import CommandError
+
+from ._verb import Verb, byte_size, show, whole_number
 
 _FITS, _DOES_NOT = 0, 1
+_OPTIMIZERS = ("adamw", "adamw-foreach", "sgd", "adafactor", "paged", "none")
+_DTYPES = ("float32", "bfloat16", "float16", "float64")
+_GIGA = 1e9
 
 
 class Fit(Verb):
-    """Say whether work fits into the memory of a device, without running it.
+    """Say whether a model, or the work of a function, fits into the memory of a device.
 
-    FUNCTION takes no arguments and returns (fn, batch) or (fn, batch, optimizer): a step is
+    Nothing is downloaded, computed or allocated: the work runs on tensors without data, so that a
+    model of any size takes no memory. --device says whose memory is meant; it need not be here.
+
+    A MODEL is a folder with a config.json of transformers, the path of such a file, or a name in
+    its local cache. Its options say how it is trained, or how many tokens it generates.
+
+    A FUNCTION takes no arguments and returns (fn, batch) or (fn, batch, optimizer): a step is
     fn(batch), the backward pass of what that returns, and a step of the optimizer. It is called on
-    tensors without data, so a model of any size takes no memory. The step runs on such tensors too:
-    once, and about 20 times more if it does not fit, for a second or two each if the model is
-    large. --device says whose memory is meant; this machine need not have the device.
+    tensors without data. MODULE is a dotted name, looked for in this directory first, or the path
+    of a .py file. What does not fit is predicted about 20 times, for a second or two each if the
+    model is large.
 
-    MODULE is a dotted name, looked for in this directory first, or the path of a .py file.
+    Examples:
+      tenure fit ./Llama-3-8B --batch 4 --sequence 2048 --device-memory 24GiB,80GiB
+      tenure fit ./Llama-3-70B --ranks 8,64 --checkpointing --device-memory 80GiB
+      tenure fit ./Llama-3-8B --generate 512 --device-memory 24GiB
+      tenure fit train.py:setup --device-memory 24GiB
 
-    Exit code: 0 where it fits, or no memory is known to compare with; 1 where it does not; 2 for a
-    mistake, among them any error of FUNCTION and of the step.
+    Exit code: 0 where it fits in all that is named, or no memory is known to compare with; 1 where
+    it does not; 2 for a mistake, among them any error of FUNCTION and of the step.
     """
 
     name = "fit"
@@ -29,29 +45,169 @@ class Fit(Verb):
     @classmethod
     def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
         """Add its arguments."""
-        parser.add_argument("target", metavar="MODULE:FUNCTION", help="as train.py:setup")
+        parser.add_argument(
+            "target", metavar="MODEL|MODULE:FUNCTION", help="as ./Llama-3-8B, or train.py:setup"
+        )
         parser.add_argument(
             "--device-memory",
-            type=byte_size,
-            metavar="SIZE",
+            type=_byte_sizes,
+            metavar="SIZE[,SIZE]",
             help="what there is, as 24GiB (default: what is free on the accelerator, if any)",
         )
         parser.add_argument(
             "--device",
             type=_device_name,
             metavar="DEVICE",
-            help="whose memory is meant (default: cuda with --device-memory, else the accelerator, "
-            "else where the tensors are)",
+            help="whose memory is meant (default: cuda for a MODEL and with --device-memory, else "
+            "the accelerator, else where the tensors are)",
         )
         parser.add_argument("--json", action="store_true", help="print JSON")
+        cls._add_options_of_models(parser.add_argument_group("for a MODEL"))
+
+    @classmethod
+    def _add_options_of_models(cls, group: Any) -> None:
+        count = whole_number(1)
+        group.add_argument(
+            "--batch", type=count, metavar="N", help="samples of each rank (default: 1)"
+        )
+        group.add_argument(
+            "--sequence",
+            type=count,
+            metavar="N",
+            help="tokens of a sample (default: what the model is made for, at most 2048)",
+        )
+        group.add_argument(
+            "--dtype",
+            choices=_DTYPES,
+            help="of the weights (default: the configuration's, else float32)",
+        )
+        group.add_argument(
+            "--optimizer",
+            choices=_OPTIMIZERS,
+            help="adamw steps one parameter at a time, adamw-foreach all at once; paged has "
+            "weights, gradients and AdamW in host memory (default: adamw)",
+        )
+        group.add_argument(
+            "--lora", type=count, metavar="RANK", help="train adapters of that rank, those of peft"
+        )
+        group.add_argument(
+            "--checkpointing",
+            action="store_true",
+            default=None,
+            help="compute activations again in the backward pass",
+        )
+        kinds = group.add_mutually_exclusive_group()
+        kinds.add_argument(
+            "--train", action="store_true", default=None, help="a training step (the default)"
+        )
+        kinds.add_argument(
+            "--generate", type=count, metavar="N", help="N tokens generated, with a cache"
+        )
+        group.add_argument(
+            "--ranks",
+            type=_counts,
+            metavar="N[,N]",
+            help="processes with a device each; several numbers give a row each (default: 1)",
+        )
+        group.add_argument(
+            "--shard", choices=("fsdp2", "ddp"), help="how ranks share the model (default: fsdp2)"
+        )
+        group.add_argument(
+            "--reshard-after-forward",
+            choices=("yes", "no"),
+            help="whether FSDP2 lets go of gathered weights after the forward pass (default: yes)",
+        )
+        group.add_argument(
+            "--tflops",
+            type=_rate,
+            metavar="X",
+            help="what the device computes at most, in TFLOP/s: for the least time of a step",
+        )
+        group.add_argument(
+            "--link",
+            type=_rate,
+            metavar="X",
+            help="what a rank sends at most, in GB/s: for the same",
+        )
 
     def run(self, arguments: argparse.Namespace) -> int:
         """Predict the step, and compare."""
-        from ._fitting import answer
-
-        answered = answer(arguments.target, arguments.device_memory, arguments.device)
+        options = {
+            name: value
+            for name, value in vars(arguments).items()
+            if name in _OF_MODELS and value is not None
+        }
+        answered: Any
+        if ":" in arguments.target or arguments.target.endswith(".py"):
+            answered = self._of_function(arguments, options)
+        else:
+            answered = self._of_model(arguments, options)
         show(answered, answered.facts, as_json=arguments.json)
         return _DOES_NOT if answered.fits is False else _FITS
+
+    def _of_function(self, arguments: argparse.Namespace, options: dict[str, Any]) -> Any:
+        from ._fitting import answer
+
+        if options:
+            option = f"--{next(iter(options)).replace('_', '-')}"
+            raise CommandError(
+                f"{option} is for a MODEL. A FUNCTION makes its batch and its optimizer itself."
+            )
+        memories = arguments.device_memory or [None]
+        if len(memories) > 1:
+            raise CommandError("Several sizes of --device-memory are for a MODEL. Name one.")
+        return answer(arguments.target, memories[0], arguments.device)
+
+    def _of_model(self, arguments: argparse.Namespace, options: dict[str, Any]) -> Any:
+        from ._fitting import free_memory_of
+        from ._fleet import Setup, answer
+
+        memories, device = arguments.device_memory, arguments.device or "cuda"
+        if memories is None:
+            free_bytes, device = free_memory_of(arguments.device)
+            memories = [] if free_bytes is None else [free_bytes]
+        rates = {name: options.pop(name, None) for name in ("tflops", "link")}
+        options.pop("train", None)
+        reshards = options.pop("reshard_after_forward", "yes") == "yes"
+        ranks = options.pop("ranks", [1])
+        setup = Setup(arguments.target, reshards=reshards, **options)
+        return answer(
+            setup,
+            ranks,
+            memories,
+            device or "cuda",
+            flops_per_s=rates["tflops"] and rates["tflops"] * 1000 * _GIGA,
+            link_bytes_per_s=rates["link"] and rates["link"] * _GIGA,
+        )
+
+
+_OF_MODELS = frozenset(
+    [
+        *("batch", "sequence", "dtype", "optimizer", "lora", "checkpointing", "train", "generate"),
+        *("ranks", "shard", "reshard_after_forward", "tflops", "link"),
+    ]
+)
+
+
+def _byte_sizes(text: str) -> list[int]:
+    """Read sizes for argparse, as ``24GiB,80GiB``."""
+    return [byte_size(each) for each in text.split(",")]
+
+
+def _counts(text: str) -> list[int]:
+    """Read numbers of ranks for argparse, as ``8,64``."""
+    return [whole_number(1)(each) for each in text.split(",")]
+
+
+def _rate(text: str) -> float:
+    """Read a speed for argparse."""
+    try:
+        rate = float(text)
+    except ValueError:
+        rate = 0.0
+    if not 0 < rate < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is no speed above 0")
+    return rate
 
 
 def _device_name(text: str) -> str:

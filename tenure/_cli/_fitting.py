@@ -141,11 +141,7 @@ def answer(target: str, budget_bytes: int | None, device: str | None) -> Answer:
     if budget_bytes is not None:
         device = device or "cuda"
     else:
-        present = torch.accelerator.current_accelerator(check_available=True)
-        found = _devices.accelerator_of(device or present)
-        free = None if found is None else _devices.free_memory(*found)
-        if found is not None and free is not None:
-            budget_bytes, device = free[0], str(found[1])
+        budget_bytes, device = free_memory_of(device)
     # nothing that the program prints is part of the answer
     with contextlib.redirect_stdout(sys.stderr), _their_errors(target):
         fn, batch, *rest = _made_by(load_function(target), target)
@@ -160,6 +156,18 @@ def answer(target: str, budget_bytes: int | None, device: str | None) -> Answer:
         if report.fits(budget_bytes):
             return Answer(report)
         return Answer(report, largest_micro_batch(fn, batch, optimizer, device, budget_bytes))
+
+
+def free_memory_of(device: str | None) -> tuple[int | None, str | None]:
+    """Return what is free on an accelerator, and its name; None and the name that was given else.
+
+    Args:
+        device: the accelerator; None: the one that is here.
+    """
+    present = torch.accelerator.current_accelerator(check_available=True)
+    found = _devices.accelerator_of(device or present)
+    free = None if found is None else _devices.free_memory(*found)
+    return (None, device) if found is None or free is None else (free[0], str(found[1]))
 
 
 @contextlib.contextmanager

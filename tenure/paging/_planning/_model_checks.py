@@ -71,13 +71,17 @@ class Elsewhere(Enum):
 
 
 def checked_device(
-    device: str | torch.device, elsewhere: Elsewhere = Elsewhere.NOTHING
+    device: str | torch.device,
+    elsewhere: Elsewhere = Elsewhere.NOTHING,
+    *,
+    may_be_missing: bool = False,
 ) -> torch.device:
     """An accelerator that is there, with its index; the CPU where weights come from a disk.
 
     Args:
         device: what was asked for.
         elsewhere: what the user may name in its place; with ``CPU`` that is one as well.
+        may_be_missing: whether it need not be here, as for a plan.
 
     Raises:
         PagingError: it is none, or a graph is being captured.
@@ -95,6 +99,8 @@ def checked_device(
         )
     module = getattr(torch, chosen.type, None)
     if module is None or not module.is_available():
+        if may_be_missing and module is not None:
+            return chosen
         raise PagingError(
             f"There is no {chosen.type!r} device here that a model could be paged to. Name one "
             f"that is there{elsewhere.value}."

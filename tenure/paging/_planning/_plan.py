@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 from tenure._show import Record
-from tenure._text import counted, format_bytes
+from tenure._text import counted, format_bytes, parse_share
 
 from .._device import Arrangement
 from .._model import Cut, TensorTable, Unit
-from .._sharing import PagingBudget, shared_budget
+from .._sharing import AUTO, PagingBudget, shared_budget
 from ._checks import (
     Budget,
     check_activations,
@@ -214,7 +214,7 @@ def plan_paging(
 
     Args:
         model: a model in host memory, or on ``meta``.
-        device: the accelerator; ``"cpu"`` where the host is a folder.
+        device: the accelerator, which need not be here; ``"cpu"`` where the host is a folder.
         max_layer_size: as of ``page``.
         budget: as of ``page``.
         host: as of ``page``; for ``load_paged``, the path of the weights. Nothing is read or made.
@@ -241,7 +241,10 @@ def plan_paging(
     check_training(training, device, host)
     check_activations(activations, training=training)
     checked_model(model, has_values=False)
-    chosen = checked_device(device, Elsewhere.of(host, training=training))
+    elsewhere = Elsewhere.of(host, training=training)
+    # a budget in bytes says all that a plan has to know of the device
+    is_known = isinstance(budget, int | None) or _is_in_bytes(budget)
+    chosen = checked_device(device, elsewhere, may_be_missing=is_known)
     check_seconds_and_speed(link_bytes_per_s, compute_s)
     link = speed_of(host)
     if link_bytes_per_s is not None:
@@ -254,6 +257,10 @@ def plan_paging(
     if inputs is None:
         return replace(planned.plan, activations=activations)
     return _with_activations(planned, model, inputs, activations, training=training)
+
+
+def _is_in_bytes(budget: object) -> bool:
+    return isinstance(budget, str) and budget != AUTO and parse_share(budget) is None
 
 
 def _with_activations(

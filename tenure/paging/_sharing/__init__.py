@@ -4,6 +4,7 @@
 `_share`.
 """
 
+from ._budget import AUTO as AUTO
 from ._budget import PagingBudget as PagingBudget
 from ._budget import shared_budget as shared_budget
 from ._share import Share as Share

@@ -1,0 +1,284 @@
+"""Whether a model fits on each card and with each number of ranks, and what would make it fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from tenure._show import Column, Paragraph, Part, Shown, Table, plain, steps
+from tenure._text import counted, format_bytes
+
+from ._bounds import Bound, bound_of
+from ._peaks import Peak, Peaks
+from ._setup import PAGED, Setup
+
+FORMAT = {"format": "tenure.fit", "version": 1}
+_MOST_RANKS = 1024
+_COLUMNS = (
+    Column("device memory", ">"),
+    Column("ranks", ">"),
+    Column("takes", ">"),
+    Column("fits"),
+    Column("left", ">"),
+    Column("largest batch", ">"),
+    Column("what makes it fit"),
+)
+
+
+class Remedy(NamedTuple):
+    """A change with which it fits.
+
+    Attributes:
+        what: in words.
+        how: lines to paste.
+        needed_bytes: what is needed then.
+    """
+
+    what: str
+    how: str
+    needed_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One number of ranks, on one card.
+
+    Attributes:
+        ranks: how many ranks there are.
+        peak: what the rank takes that takes most.
+        memory_bytes: what the device has; None if nobody said.
+        largest_batch: the most samples of a rank that fit; None if nobody asked.
+        remedy: the first change with which the batch fits that was asked for; None if it fits, or
+            if none was found.
+    """
+
+    ranks: int
+    peak: Peak
+    memory_bytes: int | None = None
+    largest_batch: int | None = None
+    remedy: Remedy | None = None
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether it fits; None if nothing is known to compare with."""
+        return None if self.memory_bytes is None else self.peak.fits(self.memory_bytes)
+
+    @property
+    def spare_bytes(self) -> int | None:
+        """What is left, or what is missing; it may fit with nothing left."""
+        if self.memory_bytes is None:
+            return None
+        spare_bytes = self.memory_bytes - self.peak.needed_bytes
+        return max(spare_bytes, 0) if self.fits else spare_bytes
+
+    def facts(self) -> dict[str, Any]:
+        """Return it as values that JSON has."""
+        return {
+            "ranks": self.ranks,
+            "memory_bytes": self.memory_bytes,
+            "needed_bytes": self.peak.needed_bytes,
+            "fits": self.fits,
+            "spare_bytes": self.spare_bytes,
+            "largest_batch": self.largest_batch,
+            "remedy": None if self.remedy is None else self.remedy._asdict(),
+        }
+
+
+class FleetAnswer(Shown):
+    """The answer for all cases.
+
+    Args:
+        setup: what was asked about.
+        peaks: the predictions.
+        cases: each number of ranks on each card.
+        bound: the least time of a step, or None.
+    """
+
+    _is_spaced = True
+
+    def __init__(
+        self, setup: Setup, peaks: Peaks, cases: Sequence[Case], bound: Bound | None
+    ) -> None:
+        self._setup, self._peaks, self._cases, self._bound = setup, peaks, cases, bound
+        known = [case.fits for case in cases if case.fits is not None]
+        self.fits = all(known) if known else None
+
+    def facts(self) -> dict[str, Any]:
+        """Return the answer as values that JSON has."""
+        first = self._cases[0]
+        return {
+            **FORMAT,
+            "fits": self.fits,
+            "work": plain(self._setup),
+            "model": type(self._peaks.model.config).__name__,
+            "n_parameters": first.peak.n_parameters,
+            "n_trained": first.peak.n_trained,
+            "exchanged_bytes": first.peak.exchanged_bytes,
+            "cases": [case.facts() for case in self._cases],
+            "bound": None if self._bound is None else self._bound._asdict(),
+            "notes": self._peaks.model.notes(self._setup.sequence),
+            "report": plain(first.peak.found),
+        }
+
+    def _parts(self) -> list[Part]:
+        parts: list[Part] = [Paragraph("", "\n".join(self._head()))]
+        if self._cases[0].memory_bytes is not None or len(self._cases) > 1:
+            parts.append(Table("", _COLUMNS, [_row(case) for case in self._cases]))
+        remedies = {case.remedy.how: case.remedy for case in self._cases if case.remedy is not None}
+        parts += [Paragraph(f"With {each.what}:", each.how) for each in remedies.values()]
+        parts += self._cases[0].peak.parts()
+        if self._bound is not None:
+            parts.append(Paragraph("", self._bound.words()))
+        notes = self._peaks.model.notes(self._setup.sequence)
+        if notes:
+            parts.append(Paragraph("", "\n".join(f"Note: {each}." for each in notes)))
+        return parts
+
+    def _head(self) -> Iterator[str]:
+        first = self._cases[0]
+        for case in self._cases:
+            if case.memory_bytes is not None and case.largest_batch is not None:
+                on = f" on each of {case.ranks} ranks" if case.ranks > 1 else ""
+                what = f"Largest batch that fits in {format_bytes(case.memory_bytes)}{on}"
+                yield f"{what}: {case.largest_batch or 'none'}."
+        samples = counted(self._setup.batch, "sample")
+        tokens = self._peaks.model.tokens_in_words(self._setup.sequence)
+        n_parameters = f"{first.peak.n_parameters / 1e6:,.1f} million parameters"
+        yield (
+            f"{self._peaks.model.config.model_type}, {n_parameters}; {samples} of {tokens}: "
+            f"{self._setup.words()}."
+        )
+
+
+def answer(
+    setup: Setup,
+    ranks: Sequence[int],
+    memories: Sequence[int],
+    device: str,
+    *,
+    flops_per_s: float | None = None,
+    link_bytes_per_s: float | None = None,
+) -> FleetAnswer:
+    """Answer whether a model fits.
+
+    Args:
+        setup: what runs.
+        ranks: the numbers of ranks to answer for.
+        memories: the bytes of the cards to answer for; may be empty.
+        device: whose memory is meant, as of `predict_peak`.
+        flops_per_s: what a device computes at most; None: no bound of time by that.
+        link_bytes_per_s: what a rank sends at most; None: no bound of time by that.
+
+    Raises:
+        CommandError: there is no such model, or it can't run so.
+        PredictionError: nothing can be said of it.
+    """
+    with steps("fit") as show:
+        peaks = Peaks(setup.target, device, show)
+        cases = []
+        for n_ranks in ranks:
+            asked = replace(setup, ranks=n_ranks)
+            asked.check()
+            peaks.model.check(asked.sequence)
+            # shards differ by what is left over, which the first rank never lacks
+            peak = peaks.of(asked)
+            cases += [_case(peaks, asked, peak, n_bytes) for n_bytes in memories or (None,)]
+        bound = None
+        if flops_per_s is not None or link_bytes_per_s is not None:
+            asked = replace(setup, ranks=ranks[0])
+            bound = bound_of(
+                asked, peaks.model, cases[0].peak.exchanged_bytes, flops_per_s, link_bytes_per_s
+            )
+    return FleetAnswer(replace(setup, ranks=ranks[0]), peaks, cases, bound)
+
+
+def _case(peaks: Peaks, setup: Setup, peak: Peak, n_bytes: int | None) -> Case:
+    if n_bytes is None:
+        return Case(setup.ranks, peak)
+    remedy = None
+    if not peak.fits(n_bytes):
+        remedy = next(_remedies(peaks, setup, n_bytes), None)
+    return Case(setup.ranks, peak, n_bytes, peaks.largest_batch(setup, n_bytes), remedy)
+
+
+def _remedies(peaks: Peaks, setup: Setup, n_bytes: int) -> Iterator[Remedy]:
+    """Predict one change after another; those with which it fits."""
+
+    def tried(what: str, how: str, changed: Setup) -> Iterator[Remedy]:
+        peak = peaks.of(changed)
+        if peak.fits(n_bytes):
+            yield Remedy(what, how, peak.needed_bytes)
+
+    if setup.generate is not None:
+        yield from _more_ranks(peaks, setup, n_bytes, tried, "")
+        return
+    if setup.optimizer == "adamw-foreach":
+        how = "optimizer = torch.optim.AdamW(model.parameters(), foreach=False)"
+        changed = replace(setup, optimizer="adamw")
+        yield from tried("an optimizer that steps one parameter at a time", how, changed)
+    can_split = setup.ranks == 1 and setup.optimizer != PAGED
+    if can_split:
+        yield from _split(peaks, setup, n_bytes, "", "")
+    if not setup.checkpointing:
+        words = "checkpoints"
+        how = 'model.gradient_checkpointing_enable({"use_reentrant": False})'
+        checkpointed = replace(setup, checkpointing=True)
+        yield from tried(words, how, checkpointed)
+        if can_split:
+            yield from _split(peaks, checkpointed, n_bytes, f"{words} and ", f"{how}\n")
+        setup = checkpointed
+        yield from _more_ranks(peaks, setup, n_bytes, tried, f"{how}\n")
+    else:
+        yield from _more_ranks(peaks, setup, n_bytes, tried, "")
+    if setup.ranks == 1 and setup.optimizer in ("adamw", "adamw-foreach"):
+        how = (
+            "model = tenure.paging.page(model, training=True)  # then "
+            "model.optimizer_step(optimizer)"
+        )
+        yield from tried("paging to host memory", how, replace(setup, optimizer=PAGED))
+
+
+def _split(peaks: Peaks, setup: Setup, n_bytes: int, before: str, how: str) -> Iterator[Remedy]:
+    found = peaks.micro_batch(setup, n_bytes)
+    if found is not None and found.fits:
+        how += f"tenure.adaptive.step(lambda b: model(**b).loss, batch, maximum={found.size})"
+        words = f"{before}micro-batches of {counted(found.size, 'sample')}"
+        yield Remedy(words, how, found.needed_bytes)
+
+
+def _more_ranks(
+    peaks: Peaks,
+    setup: Setup,
+    n_bytes: int,
+    tried: Callable[[str, str, Setup], Iterator[Remedy]],
+    before: str,
+) -> Iterator[Remedy]:
+    """Shard over the fewest ranks, a power of two, with which it fits; two or three predictions."""
+    if setup.optimizer == PAGED:
+        return
+    most = replace(setup, ranks=_MOST_RANKS, shard="fsdp2")
+    if not peaks.of(most).fits(n_bytes):
+        return
+    # what is sharded falls with the number of ranks, the rest stays
+    low, high = max(setup.ranks, 1), _MOST_RANKS
+    while low * 2 < high:
+        middle = 1 << ((low.bit_length() + high.bit_length() - 1) // 2)
+        if low < middle < high and peaks.of(replace(most, ranks=middle)).fits(n_bytes):
+            high = middle
+        else:
+            low = middle
+    blocks = "for block in blocks:  # the layers of the model\n    fully_shard(block, mesh=mesh)"
+    mesh = f"mesh = init_device_mesh('cuda', ({high},))"
+    how = f"{before}{mesh}\n{blocks}\nfully_shard(model, mesh=mesh)"
+    yield from tried(f"{high} ranks, each with a device", how, replace(most, ranks=high))
+
+
+def _row(case: Case) -> tuple[str, ...]:
+    memory = "" if case.memory_bytes is None else format_bytes(case.memory_bytes)
+    fits = {None: "", True: "yes", False: "no"}[case.fits]
+    spare = "" if case.spare_bytes is None else format_bytes(case.spare_bytes)
+    largest = "" if case.largest_batch is None else str(case.largest_batch)
+    remedy = case.remedy.what if case.remedy is not None else ""
+    needed = format_bytes(case.peak.needed_bytes)
+    return memory, str(case.ranks), needed, fits, spare, largest, remedy

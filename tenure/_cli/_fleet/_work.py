@@ -1,0 +1,307 @@
+"""The work of a setup, made without data: what each rank runs, and what it holds before."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
+
+from tenure import _devices
+from tenure._errors import CommandError
+from tenure._torch.fake_ranks import fake_ranks
+from tenure._torch.fakes import building, is_fake, new_mode, no_fakes
+
+from ._configured import Configured
+from ._setup import Setup
+
+Batch = dict[str, Tensor]
+_HOST = torch.device("cpu")
+_ACCELERATORS = ("cuda", "xpu", "mps", "hpu", "mtia")
+_ROWS = (torch.linspace, torch.tensor, torch.arange)
+_MIB = 2**20
+# As DistributedDataParallel has them where nobody says otherwise.
+_FIRST_BUCKET_BYTES, _BUCKET_BYTES = _MIB, 25 * _MIB
+_OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], Optimizer]] = {
+    "adamw": lambda params: torch.optim.AdamW(params, foreach=False),
+    "adamw-foreach": lambda params: torch.optim.AdamW(params, foreach=True),
+    "sgd": lambda params: torch.optim.SGD(params, foreach=False),
+    "adafactor": lambda params: torch.optim.Adafactor(params, foreach=False),
+}
+
+
+class Made(NamedTuple):
+    """What a rank runs.
+
+    Attributes:
+        fn: a function of the batch, for `predict_peak` and `step`.
+        batch: its batch.
+        optimizer: steps after the backward pass, or None.
+        n_parameters: of the whole model.
+        n_trained: how many of them are trained.
+        exchanged_bytes: what this rank sends in a step, and gets as much.
+    """
+
+    fn: Callable[[Batch], Any]
+    batch: Batch
+    optimizer: Optimizer | None
+    n_parameters: int
+    n_trained: int
+    exchanged_bytes: int
+
+
+@contextmanager
+def making(setup: Setup, found: Configured, rank: int = 0) -> Iterator[Made]:
+    """A block in which the work of one rank is there, on tensors without data.
+
+    Raises:
+        CommandError: the model can't be made so.
+    """
+    if setup.ranks == 1:
+        yield _made(setup, found, None)
+        return
+    with fake_ranks(rank, setup.ranks):
+        from torch.distributed.device_mesh import init_device_mesh
+
+        # outside of what makes tensors without data: a mesh reads its ranks
+        yield _made(setup, found, init_device_mesh("cpu", (setup.ranks,)))
+
+
+def in_memory(setup: Setup, found: Configured, device: torch.device) -> tuple[nn.Module, Batch]:
+    """Make the model and its batch on a device, as ``meta``."""
+    with device:
+        model = _model(setup, found)
+    return model, found.batch(setup.batch, found.tokens(setup.sequence), device)
+
+
+def _made(setup: Setup, found: Configured, mesh: Any) -> Made:
+    trains = setup.generate is None
+    with _without_data():
+        model = _model(setup, found)
+        numbers = [p.numel() for p in model.parameters()]
+        trained = [p.numel() for p in model.parameters() if p.requires_grad]
+        exchanged_bytes = exchanged_bytes_of(model, setup)
+        ran = model
+        if mesh is not None and setup.shard == "fsdp2":
+            shard(model, mesh, reshards=setup.reshards)
+        elif mesh is not None:
+            ran = _Replica(model)
+        optimizer = None
+        if trains and setup.optimizer in _OPTIMIZERS:
+            params = [p for p in ran.parameters() if p.requires_grad]
+            optimizer = _OPTIMIZERS[setup.optimizer](params)
+
+    def train(batch: Batch) -> Tensor:
+        # what else the model returns is let go of before the backward pass, as trainers do
+        loss: Tensor = ran(**batch).loss
+        return loss
+
+    def generate(batch: Batch) -> None:
+        assert setup.generate is not None
+        _generate(ran, batch["input_ids"], setup.generate)
+
+    fn = train if trains else generate
+    batch = found.batch(setup.batch, found.tokens(setup.sequence), torch.device("meta"))
+    return Made(fn, batch, optimizer, sum(numbers), sum(trained), exchanged_bytes)
+
+
+def _model(setup: Setup, found: Configured) -> nn.Module:
+    with warnings.catch_warnings():
+        # what these libraries tell each other of their next releases
+        warnings.simplefilter("ignore", FutureWarning)
+        model = found.model(None if setup.dtype is None else getattr(torch, setup.dtype))
+        if setup.lora is not None:
+            model = _with_adapters(model, setup.lora)
+        if setup.checkpointing:
+            _checkpoint(model)
+    return model.train(setup.generate is None)
+
+
+@contextmanager
+def _without_data() -> Iterator[None]:
+    """A block in which tensors have no data, and devices that are not here are the host."""
+
+    def is_missing(kind: str) -> bool:
+        return kind in _ACCELERATORS and not _devices.is_here(kind)
+
+    elsewhere = _devices.Elsewhere(is_missing, _HOST, keeps_names=False)
+    with building(new_mode()), elsewhere, _NumbersOfTheHost():
+        yield
+
+
+class _NumbersOfTheHost(TorchFunctionMode):
+    """A block in which rows of numbers have data: models read them while they are made."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_row = func in _ROWS and "cpu" in str((kwargs or {}).get("device"))
+        is_of_rows = args and isinstance(args[0], Tensor) and not is_fake(args[0])
+        with no_fakes() if is_row or is_of_rows else nullcontext():
+            return func(*args, **kwargs or {})
+
+
+def _with_adapters(model: nn.Module, rank: int) -> nn.Module:
+    try:
+        import peft
+    except ImportError:
+        raise CommandError('LoRA is that of peft. Install it with: pip install "peft".') from None
+    try:
+        adapted: nn.Module = peft.get_peft_model(
+            model,
+            peft.LoraConfig(r=rank, lora_alpha=rank, target_modules="all-linear"),
+        )
+    except ValueError as error:
+        told = str(error).partition("\n")[0].rstrip(".")
+        raise CommandError(f"peft puts no LoRA into a {type(model).__name__}: {told}.") from None
+    return adapted
+
+
+def _checkpoint(model: Any) -> None:
+    try:
+        # by its name of before transformers 5.20
+        enable = getattr(model, "activation_checkpointing_enable", None)
+        (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
+        # of adapters alone no input would lead to a gradient
+        model.enable_input_require_grads()
+    except (ValueError, NotImplementedError, AttributeError) as error:
+        told = str(error).partition("\n")[0].rstrip(".")
+        raise CommandError(f"A {type(model).__name__} has no checkpoints: {told}.") from None
+
+
+def shard(model: nn.Module, mesh: Any, *, reshards: bool) -> list[str]:
+    """Shard a model over a mesh by FSDP2: each of its own blocks, and the rest.
+
+    Returns:
+        The names of the blocks.
+    """
+    from torch.distributed.fsdp import fully_shard
+
+    blocks = _blocks(model)
+    for block in blocks.values():
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshards)
+    fully_shard(model, mesh=mesh, reshard_after_forward=reshards)
+    return list(blocks)
+
+
+def _blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """Return what transformers keeps on one device each; where it names none, what is in lists."""
+    classes = {
+        name for each in model.modules() for name in getattr(each, "_no_split_modules", None) or ()
+    }
+    found = {
+        name: each
+        for name, each in model.named_modules()
+        if name and type(each).__name__ in classes
+    }
+    if not found:
+        lists = (nn.ModuleList, nn.Sequential)
+        found = {
+            f"{name}.{key}": child
+            for name, each in model.named_modules()
+            if isinstance(each, lists)
+            for key, child in each.named_children()
+            if type(child).forward is not nn.Module.forward
+        }
+    # the outermost, each with parameters
+    return {
+        name: each
+        for name, each in found.items()
+        if any(True for _ in each.parameters())
+        and not any(name.startswith(f"{other}.") for other in found)
+    }
+
+
+class _Replica(nn.Module):
+    """A model with what DistributedDataParallel holds besides: gradients once more, in buckets."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.module = model
+        for i, each in enumerate(_buckets(model)):
+            self.register_buffer(f"bucket_{i}", each)
+
+    def forward(self, **batch: Tensor) -> Any:
+        return self.module(**batch)
+
+
+def _buckets(model: nn.Module) -> Iterator[Tensor]:
+    """The buckets of gradients, each of one type, in the order in which gradients come."""
+    filled: dict[torch.dtype, int] = {}
+    limits: dict[torch.dtype, int] = {}
+    for parameter in reversed([p for p in model.parameters() if p.requires_grad]):
+        dtype = parameter.dtype
+        filled[dtype] = filled.get(dtype, 0) + parameter.numel()
+        if filled[dtype] * dtype.itemsize >= limits.get(dtype, _FIRST_BUCKET_BYTES):
+            yield torch.zeros(filled.pop(dtype), dtype=dtype)
+            limits[dtype] = _BUCKET_BYTES
+    for dtype, n_elements in filled.items():
+        yield torch.zeros(n_elements, dtype=dtype)
+
+
+def exchanged_bytes_of(model: nn.Module, setup: Setup) -> int:
+    """What a rank sends in a step by a ring, which is as much as it gets."""
+    others = (setup.ranks - 1) / setup.ranks
+    gradients = sum(p.numel() * p.dtype.itemsize for p in model.parameters() if p.requires_grad)
+    if setup.generate is not None:
+        gradients = 0
+    if setup.shard == "ddp":
+        return round(2 * gradients * others)
+    weights = sum(p.numel() * p.dtype.itemsize for p in model.parameters())
+    passes = 2 if setup.generate is None and setup.reshards else 1
+    return round((passes * weights + gradients) * others)
+
+
+@torch.no_grad()
+def _generate(model: nn.Module, ids: Tensor, n_tokens: int) -> None:
+    """Run the two moments of which one is the peak: the first token, and the last.
+
+    Between them each step only makes the cache longer by a token, and takes less than the last.
+    """
+    known = inspect.signature(model.forward).parameters
+    options: dict[str, Any] = {"use_cache": True}
+    if "logits_to_keep" in known:
+        options["logits_to_keep"] = 1
+    given = {"input_ids": ids}
+    later: dict[str, Any] = {"input_ids": ids[:, :1]}
+    if "decoder_input_ids" in known:
+        encoder: Any = model.get_encoder()  # type: ignore[operator]  # as transformers has it
+        encoded = {"encoder_outputs": encoder(input_ids=ids)}
+        given = later = {**encoded, "decoder_input_ids": ids[:, :1]}
+    cache = _cache_of(model(**given, **options))
+    if n_tokens > 1:
+        _lengthen(cache, n_tokens - 2)
+        name = "cache" if "cache" in known else "past_key_values"
+        _cache_of(model(**later, **options, **{name: cache}))
+
+
+def _cache_of(output: Any) -> Any:
+    """Return the cache of a step that has chosen its tokens, as generating chooses them."""
+    # by its numbers in float32
+    output["logits"][:, -1].to(torch.float32, copy=True)
+    found = [output[name] for name in ("cache", "past_key_values") if name in output]
+    cache = found[0] if found else None
+    own = getattr(cache, "self_attention_cache", cache)
+    if not all(
+        isinstance(getattr(each, "keys", None), Tensor) for each in getattr(own, "layers", [0])
+    ):
+        raise CommandError(
+            "This model keeps something else than keys and values while it generates. Write a "
+            "function that generates as your program does, and ask with MODULE:FUNCTION."
+        )
+    return cache
+
+
+def _lengthen(cache: Any, n_tokens: int) -> None:
+    """Make a cache longer, as so many steps do."""
+    own = getattr(cache, "self_attention_cache", cache)
+    for i, layer in enumerate(own.layers):
+        more = [
+            each.new_zeros(*each.shape[:2], n_tokens, each.shape[3])
+            for each in (layer.keys, layer.values)
+        ]
+        own.update(*more, i)

@@ -1,0 +1,68 @@
+"""What ranks of gloo really take in a step of a model of transformers, and what is predicted."""
+
+from pathlib import Path
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+from tenure._cli._fleet._configured import configured
+from tenure._cli._fleet._setup import Setup
+from tenure._cli._fleet._work import in_memory, making, shard
+from tenure.adaptive import memory_budget
+from tenure.adaptive._predict import Work
+from tenure.adaptive._predict._predict import report_of
+from tests.adaptive.predict.true_peak import step_of, true_peak_bytes
+
+
+def measured_sharded(rank, setup):
+    """The bytes of a first step beyond what was there before, as a budget counts them."""
+    asked, found = Setup(**setup), []
+    mesh = init_device_mesh("cpu", (asked.ranks,))
+    # a thread of gloo may hold what it has sent for a moment longer
+    for _ in range(4):
+        model, batch = in_memory(asked, configured(asked.target), torch.device("cpu"))
+        shard(model, mesh, reshards=asked.reshards)
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+        step = step_of(lambda batch, model=model: model(**batch).loss, batch, optimizer)
+        with memory_budget("4GiB") as budget:
+            step()
+        found.append(budget.peak_bytes)
+    return min(found)
+
+
+def measured_replicated(rank, setup):
+    """The bytes of the second step, buckets included, as the allocator counts them."""
+    asked = Setup(**setup)
+    model, batch = in_memory(asked, configured(asked.target), torch.device("cpu"))
+
+    def work():
+        replica = DistributedDataParallel(model)
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+        step = step_of(lambda batch: replica(**batch).loss, batch, optimizer)
+        step()
+        optimizer.zero_grad()
+        return step()
+
+    return true_peak_bytes(work)
+
+
+def predicted_sharded(setup, rank):
+    with making(setup, configured(setup.target), rank) as made:
+        work = Work(made.fn, (made.batch,), {}, made.optimizer, None)
+        report = report_of(work, is_counted=True)
+        return report.peak_bytes - report.baseline_bytes
+
+
+def saved_config(folder, model_type="llama", **values):
+    """A small model's configuration, in a folder of its own."""
+    from transformers import CONFIG_MAPPING
+
+    small = {
+        "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 500,
+    }  # fmt: skip
+    made = CONFIG_MAPPING[model_type](**small | values)
+    path = Path(folder, model_type)
+    made.save_pretrained(path)
+    return str(path)

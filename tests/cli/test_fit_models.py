@@ -1,0 +1,239 @@
+"""`tenure fit` of a model without a program: configurations, ranks, cards, and what is refused."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+from tenure._cli import main
+from tenure._cli._fleet import Setup
+from tenure._cli._fleet._configured import configured
+from tenure._cli._fleet._work import in_memory, making
+from tenure.adaptive import predict_peak
+from tests.adaptive.predict.true_peak import step_of, true_peak_bytes
+from tests.adaptive.ranks.launch import run_ranks
+
+from .fleet_ranks import (
+    measured_replicated,
+    measured_sharded,
+    predicted_sharded,
+    saved_config,
+)
+
+pytest.importorskip("transformers")
+
+MIB = 2**20
+IMAGES = {
+    "image_size": 32, "patch_size": 8, "hidden_size": 64, "intermediate_size": 128,
+    "num_attention_heads": 4, "num_hidden_layers": 2,
+}  # fmt: skip
+PAIRS = {
+    "d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4,
+    "decoder_start_token_id": 0,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    return saved_config(tmp_path_factory.mktemp("configs"))
+
+
+def answered(capsys, *arguments):
+    """The exit code, and what the JSON says."""
+    code = main(["fit", *arguments, "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def whole_bytes(setup):
+    """What a step of the real model takes, all in all, by the allocator of the CPU."""
+
+    def work():
+        model, batch = in_memory(setup, configured(setup.target), torch.device("cpu"))
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(parameters, foreach=False)
+        return step_of(lambda batch: model(**batch).loss, batch, optimizer)()
+
+    return true_peak_bytes(work)
+
+
+def predicted(setup, device="cpu"):
+    with making(setup, configured(setup.target)) as made:
+        return predict_peak(made.fn, made.batch, optimizer=made.optimizer, device=device)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "values", "options"),
+    [
+        ("llama", {}, {"sequence": 32}),
+        ("gpt2", {"n_embd": 64, "n_layer": 2, "n_head": 4}, {"sequence": 32}),
+        ("bert", {}, {"sequence": 32}),
+        ("t5", PAIRS, {"sequence": 32}),
+        ("vit", IMAGES, {}),
+        ("llama", {}, {"sequence": 32, "checkpointing": True}),
+        ("llama", {}, {"sequence": 32, "dtype": "bfloat16"}),
+        ("llama", {}, {"sequence": 32, "lora": 4}),
+    ],
+)
+def test_what_a_configuration_takes_is_what_the_real_model_takes(
+    tmp_path, model_type, values, options
+):
+    if "lora" in options:
+        pytest.importorskip("peft")
+    setup = Setup(saved_config(tmp_path, model_type, **values), batch=3, **options)
+    report = predicted(setup)
+    truth_bytes = whole_bytes(setup)
+    assert truth_bytes <= report.peak_bytes <= truth_bytes * 1.02
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n", [2, 4])
+def test_each_rank_takes_what_is_predicted(llama, n):
+    for reshards in (True, False):
+        setup = Setup(llama, batch=4, sequence=32, ranks=n, reshards=reshards)
+        found = run_ranks(measured_sharded, n, timeout=180, setup=dataclasses.asdict(setup))
+        assert found == [predicted_sharded(setup, rank) for rank in range(n)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n", [2, 4])
+def test_each_replica_takes_what_is_predicted(llama, n):
+    setup = Setup(llama, batch=4, sequence=32, ranks=n, shard="ddp")
+    found = run_ranks(measured_replicated, n, timeout=180, setup=dataclasses.asdict(setup))
+    with making(setup, configured(llama)) as made:
+        report = predict_peak(made.fn, made.batch, optimizer=made.optimizer, device="cpu")
+        bucket_bytes = 4 * made.n_parameters
+    # a rank may keep the numbers of what it tells others of for a moment
+    predicted_bytes = report.later_peak_bytes - report.baseline_bytes + bucket_bytes
+    assert all(0 <= each - predicted_bytes <= 2048 for each in found)
+
+
+def test_a_generated_text_takes_its_whole_cache(llama):
+    short, long = (
+        predicted(Setup(llama, batch=8, sequence=32, generate=n)).peak_bytes for n in (301, 401)
+    )
+    n_layers, n_heads, width = 3, 2, 16
+    cache_bytes = 2 * n_layers * 8 * 100 * n_heads * width * 4
+    assert long - short >= cache_bytes
+    # and, while a layer's is made longer, that of the layer once more
+    assert long - short <= cache_bytes * (1 + 2 / n_layers) + 64 * 1024
+
+
+@pytest.mark.parametrize("options", [{}, {"model_type": "t5", **PAIRS}])
+def test_generating_takes_what_is_predicted(tmp_path, options):
+    path = saved_config(tmp_path, **options)
+    setup = Setup(path, batch=4, sequence=32, generate=40)
+    report = predicted(setup)
+
+    def work():
+        model, batch = in_memory(setup, configured(path), torch.device("cpu"))
+        ids = batch["input_ids"]
+        return model.generate(
+            ids, attention_mask=torch.ones_like(ids), min_new_tokens=40, max_new_tokens=40,
+            do_sample=False,
+        )  # fmt: skip
+
+    assert abs(true_peak_bytes(work) / report.peak_bytes - 1) < 0.03
+
+
+def test_cards_have_a_row_each_and_a_change_that_makes_it_fit(llama, capsys):
+    code, found = answered(
+        capsys, llama, "--batch", "64", "--sequence", "64", "--device-memory", "128MiB,400MiB"
+    )
+    small, large = found["cases"]
+    assert (code, found["fits"]) == (1, False)
+    assert (small["fits"], large["fits"]) == (False, True)
+    # the allocator may have to give back what it caches
+    assert small["remedy"]["needed_bytes"] <= 160 * MIB
+    assert "tenure.adaptive.step(" in small["remedy"]["how"]
+    assert large["remedy"] is None
+    for case in (small, large):
+        within = {"batch": case["largest_batch"], "sequence": 64}
+        assert predicted(Setup(llama, **within), "cuda").fits(case["memory_bytes"])
+        within["batch"] += 1
+        assert not predicted(Setup(llama, **within), "cuda").fits(case["memory_bytes"])
+
+
+def test_what_fits_ends_with_0_and_says_the_largest_batch_first(llama, capsys):
+    assert main(["fit", llama, "--sequence", "32", "--device-memory", "1GiB"]) == 0
+    assert capsys.readouterr().out.startswith("Largest batch that fits in 1.0 GiB: ")
+
+
+def test_more_ranks_take_less_each(llama, capsys):
+    code, found = answered(capsys, llama, "--sequence", "32", "--ranks", "1,2,8")
+    needed = [case["needed_bytes"] for case in found["cases"]]
+    assert code == 0
+    assert needed == sorted(needed, reverse=True)
+    _, replicated = answered(capsys, llama, "--sequence", "32", "--ranks", "8", "--shard", "ddp")
+    assert replicated["cases"][0]["needed_bytes"] > needed[-1]
+
+
+def test_a_bound_of_time_is_what_is_computed_and_sent(llama, capsys):
+    _, found = answered(
+        capsys, llama, "--sequence", "32", "--ranks", "2", "--tflops", "1", "--link", "1"
+    )
+    bound = found["bound"]
+    assert bound["compute_s"] == pytest.approx(bound["flops"] / 1e12)
+    # two gathers of the weights and one sum of the gradients, of which half is there
+    assert bound["exchanged_bytes"] == 3 * found["n_parameters"] * 4 // 2
+    assert bound["link_s"] == pytest.approx(bound["exchanged_bytes"] / 1e9)
+    # six for each weight of a product and each token; of attention as many for each pair of tokens
+    products = 6 * 32 * (found["n_parameters"] - 500 * 64 - 7 * 64)
+    attention = 3 * 2 * 2 * 32 * 32 * 64 * 3
+    assert products + attention <= bound["flops"] <= products + 1.2 * attention
+
+
+def test_paged_training_takes_less_than_the_weights_do(llama, capsys):
+    arguments = (llama, "--sequence", "8")
+    _, whole = answered(capsys, *arguments)
+    code, paged = answered(capsys, *arguments, "--optimizer", "paged")
+    assert code == 0
+    weight_bytes = 4 * paged["n_parameters"]
+    # units are rounded up, and there are buffers
+    assert weight_bytes <= paged["report"]["weight_bytes"] <= 1.01 * weight_bytes
+    assert paged["cases"][0]["needed_bytes"] < whole["cases"][0]["needed_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["nowhere"], "'nowhere' is no folder, no file, no MODULE:FUNCTION, and not in the local"),
+        (["./nothing.json"], "There is no file './nothing.json'."),
+        (["{folder}"], "has no config.json"),
+        (["{llama}", "--ranks", "0"], "'0' is no whole number of at least 1"),
+        (["{llama}", "--device-memory", "24"], "write the unit, such as 24GiB"),
+        (["{llama}", "--optimizer", "lion"], "invalid choice: 'lion'"),
+        (["{llama}", "--tflops", "-1"], "'-1' is no speed above 0"),
+        (["{llama}", "--generate", "5", "--lora", "4"], "--lora is for training."),
+        (["{llama}", "--generate", "5", "--ranks", "2", "--shard", "ddp"], "DDP exchanges"),
+        (["{llama}", "--optimizer", "paged", "--ranks", "2"], "paged is for one device."),
+        (["{vit}", "--sequence", "5"], "--sequence says nothing of images."),
+        (["{hubert}"], "A hubert has no class that is trained on text"),
+        (
+            ["{mamba}", "--generate", "5", "--sequence", "4"],
+            "keeps something else than keys and values",
+        ),
+        (["train.py:setup", "--batch", "4"], "--batch is for a MODEL."),
+        (["train.py:setup", "--device-memory", "1GiB,2GiB"], "Name one."),
+        (["{t5}"], "A t5 fails on a batch of its configuration: AttributeError: 'T5Config'"),
+        (["{broken}"], "can't be read as JSON"),
+        (["{unknown}"], "names the type 'martian', of which transformers"),
+    ],
+)
+def test_bad_input_is_refused_in_one_sentence(tmp_path, llama, capsys, arguments, told):
+    places = {"folder": tmp_path, "llama": llama}
+    places["vit"] = saved_config(tmp_path, "vit", **IMAGES)
+    places["hubert"] = saved_config(tmp_path, "hubert")
+    places["t5"] = saved_config(tmp_path, "t5")
+    places["mamba"] = saved_config(tmp_path, "mamba")
+    for name, text in (("broken", "{"), ("unknown", '{"model_type": "martian"}')):
+        places[name] = tmp_path / f"{name}.json"
+        places[name].write_text(text)
+    try:
+        code = main(["fit", *(each.format(**places) for each in arguments)])
+    except SystemExit as error:
+        code = error.code
+    assert code == 2
+    lines = [each for each in capsys.readouterr().err.splitlines() if "error:" in each]
+    assert len(lines) == 1
+    assert told in lines[0]
