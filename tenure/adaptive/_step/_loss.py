@@ -77,6 +77,11 @@ def terms_of(returned: object, reduction: Reduction) -> Terms:
     Raises:
         AdaptiveUsageError: it is no loss.
     """
+    if isinstance(getattr(returned, "loss", None), Tensor):
+        # as models of transformers return it, with logits that nobody runs backward
+        raise AdaptiveUsageError(
+            f"The function of step() returned a {type(returned).__name__}. Return its .loss."
+        )
     if isinstance(returned, Mapping):
         if not returned:
             raise AdaptiveUsageError(f"The function of step() returned no terms. {_WANTED}")

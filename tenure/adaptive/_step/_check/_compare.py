@@ -75,7 +75,7 @@ _LEAST_GROWTH = 2
 _DRAWS = 6
 
 
-IT_IS_A_SUM = 'It is a sum over samples, and a mean was declared: pass loss="sum".'
+IT_IS_A_SUM = 'It is a sum over samples, not a mean: pass loss="sum".'
 
 
 def is_noise(error: float, noise: Callable[[int, int], float]) -> bool:

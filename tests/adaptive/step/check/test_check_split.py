@@ -388,7 +388,7 @@ def test_a_sum_is_told_to_be_declared():
     net, x = _net(), _x(8)
     report = check_split(lambda b: net(b).square().sum(), x)
     assert not report.ok
-    assert report.advice == 'It is a sum over samples, and a mean was declared: pass loss="sum".'
+    assert report.advice == 'It is a sum over samples, not a mean: pass loss="sum".'
     assert str(report).endswith(f"That means: {report.advice}")
     assert check_split(lambda b: net(b).square().sum(), x, loss="sum").advice is None
     # none that would not help

@@ -3,6 +3,7 @@
 import dataclasses
 import types
 from collections import OrderedDict, UserDict
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -148,6 +149,11 @@ def test_what_can_not_be_split_is_named(batch, dims, message):
         (lambda o: o, {}, r"returned float64\[4, 3\] on cpu, 96 B\. Return a scalar loss, a pair"),
         (lambda o: (o.sum(), 3, 4), {}, "returned a tuple"),
         (lambda o: {}, {}, "returned no terms"),
+        (
+            lambda o: SimpleNamespace(loss=o.sum(), logits=o),
+            {},
+            "a SimpleNamespace. Return its .loss.",
+        ),
         (lambda o: {1: o.sum(), "1": o.mean()}, {}, r"terms of the same name: 1, '1'\."),
         (lambda o: {"a": o}, {}, r"The function of step\(\), at \['a'\], returned float64\[4, 3\]"),
         (lambda o: (o.sum(), o.sum()), {}, "a count of float64.* that requires grad"),
