@@ -70,7 +70,8 @@ def accuracy(net: nn.Module, testing: Images, limit: int) -> float:
         return found
 
     with memory_budget(limit):
-        return (predicted(images) == labels).float().mean().item()
+        told: Tensor = predicted(images)
+    return (told == labels).float().mean().item()
 
 
 def main() -> None:

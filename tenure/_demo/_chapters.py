@@ -142,7 +142,7 @@ def fit_the_batch(begin: Callable[[], Training], n_steps: int) -> None:
     apart = max(abs(one - other) for one, other in zip(expected, found, strict=True))
     _say(
         f"{n_steps} steps within {format_bytes(budget.peak_bytes)}. The last loss is "
-        f"{found[-1]:.4f}, and {expected[-1]:.4f} all at once; they differ by {apart:.0e} at most."
+        f"{found[-1]:.4f}, and {expected[-1]:.4f} all at once; they differ by {apart:.0g} at most."
     )
 
 

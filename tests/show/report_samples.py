@@ -2,11 +2,17 @@
 
 # ruff: noqa: E501 - lines as long as those of the programs that make them
 
+from types import SimpleNamespace
+
 import torch
 
 from tenure import LeakRecord, LeakReport, adaptive, paging
 from tenure._cli._cell import CellReport
 from tenure._cli._fitting import Answer, MicroBatch
+from tenure._cli._fleet import FleetAnswer, Setup
+from tenure._cli._fleet._answer import Case, Remedy
+from tenure._cli._fleet._bounds import Bound
+from tenure._cli._fleet._peaks import Peak
 from tenure.profiler import (
     CourtesyReport,
     DeviceReport,
@@ -310,6 +316,21 @@ def _peak_report(**changed):
     return adaptive.PeakReport(**(facts | changed))
 
 
+def _fleet_answer():
+    model = SimpleNamespace(
+        config=SimpleNamespace(model_type="llama"),
+        notes=lambda sequence: ["the configuration is for at most 1024 tokens"],
+        tokens_in_words=lambda sequence: "2048 tokens",
+    )
+    peak = Peak(_peak_report(), 70_600_000_000, 70_600_000_000, 2**38)
+    remedy = Remedy(
+        "checkpoints and micro-batches of 3 samples", f"step({HOLDER.format(1)})", 2**33
+    )
+    cases = [Case(8, peak, 2**34, 0, remedy), Case(1024, peak, 2**37, 12)]
+    bound = Bound(10**15, 2**38, 2.5, 4.1)
+    return FleetAnswer(Setup("llama", ranks=8), SimpleNamespace(model=model), cases, bound)
+
+
 REPORTS = {
     "memory": MEMORY,
     "memory, verbose": MemReport((DEVICE,), verbose=True),
@@ -363,6 +384,7 @@ REPORTS = {
     "the same split": adaptive.SplitReport((8,) * 40, 1e-5, ()),
     "peak": _peak_report(),
     "answer": Answer(_peak_report(), MicroBatch(4, 16, False, 2**33)),
+    "fleet": _fleet_answer(),
     "answer that fits": Answer(_peak_report(budget_bytes=2**37)),
     "peak that fits": _peak_report(budget_bytes=2**37, approximate=False),
     "plan": adaptive.Plan(
