@@ -22,7 +22,7 @@ _COLUMNS = (
     Column("fits"),
     Column("left", ">"),
     Column("largest batch", ">"),
-    Column("what makes it fit"),
+    Column("remedy"),
 )
 
 
