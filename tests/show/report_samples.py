@@ -323,9 +323,7 @@ def _fleet_answer():
         tokens_in_words=lambda sequence: "2048 tokens",
     )
     peak = Peak(_peak_report(), 70_600_000_000, 70_600_000_000, 2**38)
-    remedy = Remedy(
-        "checkpoints and micro-batches of 3 samples", f"step({HOLDER.format(1)})", 2**33
-    )
+    remedy = Remedy("checkpoints", f"step({HOLDER.format(1)})", 2**33)
     cases = [Case(8, peak, 2**34, 0, remedy), Case(1024, peak, 2**37, 12)]
     bound = Bound(10**15, 2**38, 2.5, 4.1)
     return FleetAnswer(Setup("llama", ranks=8), SimpleNamespace(model=model), cases, bound)
