@@ -3,7 +3,8 @@
 Invariant: as long as larger sizes need no less memory, a search ends after `MOST_OOMS` failures at
 the most, at a size that worked. It has 95 % of the largest if nothing is measured, and if memory is
 convex in the size or goes up in the segments of an allocator. If memory goes up in larger steps,
-such as a buffer that doubles, measuring may end the search at half of the largest.
+such as a buffer that doubles, measuring may end the search at half of the largest. With a margin it
+goes on after that many failures, with what fits if memory grows with the square of the size.
 """
 
 from __future__ import annotations
@@ -42,7 +43,6 @@ class SizeModel:
         high: the largest, likewise.
         align: sizes are multiples of it.
         predict: gives the size to begin with if it is known how much memory there is.
-
         has_margin: whether the size found has to fit again, beside more than was there.
 
     Attributes:
@@ -143,9 +143,11 @@ class SizeModel:
             if n_left <= 0:
                 return None
             return 2 * ok if self.bad is None else self._step_up(top, n_left)
-        if n_left <= 0 and (self._n_surprises or self._predict is not None):
+        is_over = self._n_surprises or self._predict is not None
+        if n_left <= 0 and is_over and not self._has_margin:
             return None
-        is_careful = n_left <= 1 and self._n_surprises < 2 and self._predict is None
+        is_careful = n_left <= 1 and self._predict is None
+        is_careful &= self._has_margin or self._n_surprises < 2
         most, likely = self._fitting(below, limit_bytes, top, is_careful)
         # measuring is believed if it says that no more fits, unless memory may go up in steps
         if most < top and _is_near(ok, most):
