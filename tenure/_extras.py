@@ -42,7 +42,7 @@ def require_new_enough(extra: str, *others: str) -> None:
     for requirement in EXTRAS[extra]:
         name, _, oldest = requirement.partition(">=")
         found = {each: release for each in (name, *others) if (release := _installed(each))}
-        if found and all(_numbers(release) < _numbers(oldest) for release in found.values()):
+        if found and all(numbers(release) < numbers(oldest) for release in found.values()):
             installed = " and ".join(f"{each} {release}" for each, release in found.items())
             raise ImportError(
                 f"tenure.integrations.{extra} needs {requirement}, and {installed} is installed. "
@@ -58,5 +58,6 @@ def _installed(package: str) -> str | None:
         return None
 
 
-def _numbers(release: str) -> list[int]:
+def numbers(release: str) -> list[int]:
+    """Return the first numbers of a release, which compare as it does."""
     return [int(each) for each in re.findall(r"\d+", release)[:3]]

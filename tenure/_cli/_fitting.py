@@ -182,13 +182,18 @@ def _their_errors(target: str) -> Iterator[None]:
         while entry and entry.tb_next and package_of(entry.tb_frame) in ("tenure", "importlib"):
             entry = entry.tb_next
         traceback.print_exception(error.with_traceback(entry))
-        raise CommandError(f"{target} raised {_in_a_line(error)}.") from None
+        raise CommandError(f"{target} raised {in_a_line(error)}.") from None
 
 
-def _in_a_line(error: BaseException) -> str:
+def in_a_line(error: BaseException) -> str:
     """Return the type and the first line of an error."""
-    first = str(error).partition("\n")[0].rstrip(".")
+    first = first_line(error)
     return f"{type(error).__name__}: {first}" if first else type(error).__name__
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error, for a sentence that goes on."""
+    return str(error).partition("\n")[0].rstrip(".")
 
 
 def load_function(target: str) -> Callable[[], Any]:
@@ -262,12 +267,11 @@ def _made_by(make: Callable[[], Any], name: str) -> tuple[Any, ...]:
     """
     note, made = "", None
     try:
-        elsewhere = _devices.Elsewhere(_is_missing, torch.device("cpu"), keeps_names=False)
-        with building(new_mode()), elsewhere:
+        with without_data():
             made = make()
     except Exception as error:
         # as text: the error keeps alive what was made so far
-        told = _in_a_line(error)
+        told = in_a_line(error)
         note = f"{name} fails on tensors without data ({told}): now it runs as it is, in memory."
     if note:
         print(note, file=sys.stderr)
@@ -286,6 +290,14 @@ def _made_by(make: Callable[[], Any], name: str) -> tuple[Any, ...]:
 def _kind(value: object) -> str:
     # not the name of the class of one without data
     return "Tensor" if isinstance(value, Tensor) else type(value).__name__
+
+
+@contextlib.contextmanager
+def without_data() -> Iterator[None]:
+    """A block in which tensors have no data, and devices that are not here are the host."""
+    elsewhere = _devices.Elsewhere(_is_missing, torch.device("cpu"), keeps_names=False)
+    with building(new_mode()), elsewhere:
+        yield
 
 
 def _is_missing(kind: str) -> bool:

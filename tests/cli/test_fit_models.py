@@ -102,7 +102,7 @@ def test_each_replica_takes_what_is_predicted(llama, n):
     found = run_ranks(measured_replicated, n, timeout=180, setup=dataclasses.asdict(setup))
     with making(setup, configured(llama)) as made:
         report = predict_peak(made.fn, made.batch, optimizer=made.optimizer, device="cpu")
-        bucket_bytes = 4 * made.n_parameters
+        bucket_bytes = 4 * made.size.n_parameters
     # a rank may keep the numbers of what it tells others of for a moment
     predicted_bytes = report.later_peak_bytes - report.baseline_bytes + bucket_bytes
     assert all(0 <= each - predicted_bytes <= 2048 for each in found)
@@ -208,6 +208,7 @@ def test_paged_training_takes_less_than_the_weights_do(llama, capsys):
         (["{llama}", "--generate", "5", "--ranks", "2", "--shard", "ddp"], "DDP exchanges"),
         (["{llama}", "--optimizer", "paged", "--ranks", "2"], "paged is for one device."),
         (["{vit}", "--sequence", "5"], "--sequence says nothing of images."),
+        (["{vit}", "--generate", "5"], "--generate says nothing of images."),
         (["{hubert}"], "A hubert has no class that is trained on text"),
         (
             ["{mamba}", "--generate", "5", "--sequence", "4"],

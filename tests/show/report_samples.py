@@ -13,6 +13,7 @@ from tenure._cli._fleet import FleetAnswer, Setup
 from tenure._cli._fleet._answer import Case, Remedy
 from tenure._cli._fleet._bounds import Bound
 from tenure._cli._fleet._peaks import Peak
+from tenure._cli._fleet._work import Size
 from tenure.profiler import (
     CourtesyReport,
     DeviceReport,
@@ -322,7 +323,7 @@ def _fleet_answer():
         notes=lambda sequence: ["the configuration is for at most 1024 tokens"],
         tokens_in_words=lambda sequence: "2048 tokens",
     )
-    peak = Peak(_peak_report(), 70_600_000_000, 70_600_000_000, 2**38)
+    peak = Peak(_peak_report(), Size(70_600_000_000, 70_600_000_000, 2**38))
     remedy = Remedy("checkpoints", f"step({HOLDER.format(1)})", 2**33)
     cases = [Case(8, peak, 2**34, 0, remedy), Case(1024, peak, 2**37, 12)]
     bound = Bound(10**15, 2**38, 2.5, 4.1)

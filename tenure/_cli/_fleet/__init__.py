@@ -1,4 +1,4 @@
-"""Whether a model fits, told from its configuration: no program, no weights, many ranks."""
+"""Predict a model from its configuration alone: no program, no weights, many ranks."""
 
 from ._answer import FleetAnswer as FleetAnswer
 from ._answer import answer as answer

@@ -1,20 +1,22 @@
-"""Whether a model fits on each card and with each number of ranks, and what would make it fit."""
+"""Compare what a model takes with each card and number of ranks, and find what makes it fit."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from tenure._show import Column, Paragraph, Part, Shown, Table, plain, steps
 from tenure._text import counted, format_bytes
 
-from ._bounds import Bound, bound_of
+from ._bounds import Bound, flops_of
 from ._peaks import Peak, Peaks
 from ._setup import PAGED, Setup
 
 FORMAT = {"format": "tenure.fit", "version": 1}
-_MOST_RANKS = 1024
+_POWERS = [1 << i for i in range(1, 11)]
+"""The numbers of ranks that are looked at, where more of them are to make it fit."""
 _COLUMNS = (
     Column("device memory", ">"),
     Column("ranks", ">"),
@@ -61,7 +63,7 @@ class Case:
 
     @property
     def fits(self) -> bool | None:
-        """Whether it fits; None if nothing is known to compare with."""
+        """True or False; None if nothing is known to compare with."""
         return None if self.memory_bytes is None else self.peak.fits(self.memory_bytes)
 
     @property
@@ -112,9 +114,7 @@ class FleetAnswer(Shown):
             "fits": self.fits,
             "work": plain(self._setup),
             "model": type(self._peaks.model.config).__name__,
-            "n_parameters": first.peak.n_parameters,
-            "n_trained": first.peak.n_trained,
-            "exchanged_bytes": first.peak.exchanged_bytes,
+            **first.peak.size._asdict(),
             "cases": [case.facts() for case in self._cases],
             "bound": None if self._bound is None else self._bound._asdict(),
             "notes": self._peaks.model.notes(self._setup.sequence),
@@ -144,7 +144,7 @@ class FleetAnswer(Shown):
                 yield f"{what}: {case.largest_batch or 'none'}."
         samples = counted(self._setup.batch, "sample")
         tokens = self._peaks.model.tokens_in_words(self._setup.sequence)
-        n_parameters = f"{first.peak.n_parameters / 1e6:,.1f} million parameters"
+        n_parameters = f"{first.peak.size.n_parameters / 1e6:,.1f} million parameters"
         yield (
             f"{self._peaks.model.config.model_type}, {n_parameters}; {samples} of {tokens}: "
             f"{self._setup.words()}."
@@ -175,25 +175,22 @@ def answer(
         PredictionError: nothing can be said of it.
     """
     with steps("fit") as show:
+        setups = [replace(setup, ranks=n_ranks) for n_ranks in ranks]
+        for each in setups:
+            each.check()
         peaks = Peaks(setup.target, device, show)
-        cases = []
-        for n_ranks in ranks:
-            asked = replace(setup, ranks=n_ranks)
-            asked.check()
-            peaks.model.check(asked.sequence)
-            # shards differ by what is left over, which the first rank never lacks
-            peak = peaks.of(asked)
-            cases += [_case(peaks, asked, peak, n_bytes) for n_bytes in memories or (None,)]
+        peaks.model.check(sequence=setup.sequence, generate=setup.generate)
+        cases = [_case(peaks, each, n_bytes) for each in setups for n_bytes in memories or (None,)]
         bound = None
         if flops_per_s is not None or link_bytes_per_s is not None:
-            asked = replace(setup, ranks=ranks[0])
-            bound = bound_of(
-                asked, peaks.model, cases[0].peak.exchanged_bytes, flops_per_s, link_bytes_per_s
-            )
-    return FleetAnswer(replace(setup, ranks=ranks[0]), peaks, cases, bound)
+            sent_bytes = cases[0].peak.size.exchanged_bytes
+            flops = flops_of(setups[0], peaks.model, device)
+            bound = Bound.of(flops, sent_bytes, flops_per_s, link_bytes_per_s)
+    return FleetAnswer(setups[0], peaks, cases, bound)
 
 
-def _case(peaks: Peaks, setup: Setup, peak: Peak, n_bytes: int | None) -> Case:
+def _case(peaks: Peaks, setup: Setup, n_bytes: int | None) -> Case:
+    peak = peaks.of(setup)
     if n_bytes is None:
         return Case(setup.ranks, peak)
     remedy = None
@@ -211,7 +208,7 @@ def _remedies(peaks: Peaks, setup: Setup, n_bytes: int) -> Iterator[Remedy]:
             yield Remedy(what, how, peak.needed_bytes)
 
     if setup.generate is not None:
-        yield from _more_ranks(peaks, setup, n_bytes, tried, "")
+        yield from _more_ranks(peaks, setup, n_bytes, "")
         return
     if setup.optimizer == "adamw-foreach":
         how = "optimizer = torch.optim.AdamW(model.parameters(), foreach=False)"
@@ -220,6 +217,7 @@ def _remedies(peaks: Peaks, setup: Setup, n_bytes: int) -> Iterator[Remedy]:
     can_split = setup.ranks == 1 and setup.optimizer != PAGED
     if can_split:
         yield from _split(peaks, setup, n_bytes, "", "")
+    before = ""
     if not setup.checkpointing:
         words = "checkpoints"
         how = 'model.gradient_checkpointing_enable({"use_reentrant": False})'
@@ -227,10 +225,8 @@ def _remedies(peaks: Peaks, setup: Setup, n_bytes: int) -> Iterator[Remedy]:
         yield from tried(words, how, checkpointed)
         if can_split:
             yield from _split(peaks, checkpointed, n_bytes, f"{words} and ", f"{how}\n")
-        setup = checkpointed
-        yield from _more_ranks(peaks, setup, n_bytes, tried, f"{how}\n")
-    else:
-        yield from _more_ranks(peaks, setup, n_bytes, tried, "")
+        setup, before = checkpointed, f"{how}\n"
+    yield from _more_ranks(peaks, setup, n_bytes, before)
     if setup.ranks == 1 and setup.optimizer in ("adamw", "adamw-foreach"):
         how = (
             "model = tenure.paging.page(model, training=True)  # then "
@@ -247,31 +243,22 @@ def _split(peaks: Peaks, setup: Setup, n_bytes: int, before: str, how: str) -> I
         yield Remedy(words, how, found.needed_bytes)
 
 
-def _more_ranks(
-    peaks: Peaks,
-    setup: Setup,
-    n_bytes: int,
-    tried: Callable[[str, str, Setup], Iterator[Remedy]],
-    before: str,
-) -> Iterator[Remedy]:
-    """Shard over the fewest ranks, a power of two, with which it fits; two or three predictions."""
-    if setup.optimizer == PAGED:
-        return
-    most = replace(setup, ranks=_MOST_RANKS, shard="fsdp2")
-    if not peaks.of(most).fits(n_bytes):
+def _more_ranks(peaks: Peaks, setup: Setup, n_bytes: int, before: str) -> Iterator[Remedy]:
+    """Shard over the fewest ranks, a power of two, with which it fits; up to five predictions."""
+
+    def peak_of(ranks: int) -> Peak:
+        return peaks.of(replace(setup, ranks=ranks, shard="fsdp2"))
+
+    powers = [ranks for ranks in _POWERS if ranks > setup.ranks]
+    if setup.optimizer == PAGED or not powers or not peak_of(powers[-1]).fits(n_bytes):
         return
     # what is sharded falls with the number of ranks, the rest stays
-    low, high = max(setup.ranks, 1), _MOST_RANKS
-    while low * 2 < high:
-        middle = 1 << ((low.bit_length() + high.bit_length() - 1) // 2)
-        if low < middle < high and peaks.of(replace(most, ranks=middle)).fits(n_bytes):
-            high = middle
-        else:
-            low = middle
+    at = bisect_left(powers, True, hi=len(powers) - 1, key=lambda n: peak_of(n).fits(n_bytes))
+    ranks = powers[at]
     blocks = "for block in blocks:  # the layers of the model\n    fully_shard(block, mesh=mesh)"
-    mesh = f"mesh = init_device_mesh('cuda', ({high},))"
+    mesh = f"mesh = init_device_mesh('cuda', ({ranks},))"
     how = f"{before}{mesh}\n{blocks}\nfully_shard(model, mesh=mesh)"
-    yield from tried(f"{high} ranks, each with a device", how, replace(most, ranks=high))
+    yield Remedy(f"{ranks} ranks, each with a device", how, peak_of(ranks).needed_bytes)
 
 
 def _row(case: Case) -> tuple[str, ...]:

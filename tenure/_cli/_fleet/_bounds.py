@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -30,6 +30,22 @@ class Bound(NamedTuple):
     compute_s: float | None
     link_s: float | None
 
+    @classmethod
+    def of(
+        cls,
+        flops: int,
+        exchanged_bytes: int,
+        flops_per_s: float | None,
+        link_bytes_per_s: float | None,
+    ) -> Self:
+        """Divide by what the device and the link do at most; None: nobody said."""
+        return cls(
+            flops,
+            exchanged_bytes,
+            None if flops_per_s is None else flops / flops_per_s,
+            None if link_bytes_per_s is None else exchanged_bytes / link_bytes_per_s,
+        )
+
     def words(self) -> str:
         """Spell it."""
         seconds = max(self.compute_s or 0.0, self.link_s or 0.0)
@@ -40,21 +56,13 @@ class Bound(NamedTuple):
         )
 
 
-def bound_of(
-    setup: Setup,
-    found: Configured,
-    exchanged_bytes: int,
-    flops_per_s: float | None,
-    link_bytes_per_s: float | None,
-) -> Bound:
-    """Count the operations of a step on one rank, and divide.
+def flops_of(setup: Setup, found: Configured, device: str) -> int:
+    """Count the floating-point operations of a step on one rank.
 
     Args:
         setup: what runs.
         found: its model.
-        exchanged_bytes: what one rank sends in a step.
-        flops_per_s: what the device computes at most.
-        link_bytes_per_s: what the link moves at most.
+        device: where, as of `predict_peak`.
     """
     flops = 0
     with making(replace(setup, ranks=1), found) as made:
@@ -69,10 +77,5 @@ def bound_of(
             flops = counter.get_total_flops()
 
         # tensors without data have no values that the work could look at, except in a prediction
-        predict_peak(run, made.batch)
-    return Bound(
-        flops,
-        exchanged_bytes,
-        None if flops_per_s is None else flops / flops_per_s,
-        None if link_bytes_per_s is None else exchanged_bytes / link_bytes_per_s,
-    )
+        predict_peak(run, made.batch, device=device)
+    return flops

@@ -1,4 +1,4 @@
-"""A model of transformers by its configuration alone: which class, what it is given, how long.
+"""A model of transformers by its configuration alone: its class, its batch, its length.
 
 Nothing is downloaded, and no code is run that a configuration brings.
 """
@@ -16,7 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from tenure._errors import CommandError
-from tenure._extras import install_command, require_new_enough
+from tenure._extras import install_command, numbers, require_new_enough
+
+from .._fitting import first_line, in_a_line
 
 _CONFIG, _ADAPTER = "config.json", "adapter_config.json"
 _MOST_TOKENS = 2048
@@ -49,7 +51,7 @@ class Configured(NamedTuple):
 
     @property
     def is_of_images(self) -> bool:
-        """Whether samples are images."""
+        """True if samples are images."""
         return self.kind == _IMAGES
 
     def notes(self, sequence: int | None) -> list[str]:
@@ -61,14 +63,15 @@ class Configured(NamedTuple):
             notes.append(f"the configuration is for at most {self.longest} tokens")
         return notes
 
-    def check(self, sequence: int | None) -> None:
-        """Refuse a length where samples have none.
+    def check(self, *, sequence: int | None, generate: int | None) -> None:
+        """Refuse what only text has.
 
         Raises:
             CommandError: samples are images.
         """
-        if self.is_of_images and sequence is not None:
-            raise CommandError("--sequence says nothing of images. Leave it out.")
+        for option, given in (("--sequence", sequence), ("--generate", generate)):
+            if self.is_of_images and given is not None:
+                raise CommandError(f"{option} says nothing of images. Leave it out.")
 
     def tokens_in_words(self, sequence: int | None) -> str:
         """Spell what a sample is."""
@@ -89,7 +92,7 @@ class Configured(NamedTuple):
         """
         import transformers
 
-        name = "dtype" if _numbers(version("transformers")) >= (4, 56) else "torch_dtype"
+        name = "dtype" if numbers(version("transformers")) >= [4, 56] else "torch_dtype"
         chosen = dtype or getattr(self.config, name, None) or torch.float32
         try:
             auto = getattr(transformers, _KINDS[self.kind])
@@ -99,10 +102,9 @@ class Configured(NamedTuple):
             made.tie_weights()
         # of the library, or of whoever wrote the configuration
         except Exception as error:
-            told = str(error).partition("\n")[0].rstrip(".")
             raise CommandError(
                 f"The configuration of a {self.config.model_type} can't be built: "
-                f"{type(error).__name__}: {told}."
+                f"{in_a_line(error)}."
             ) from None
         return made  # type: ignore[no-any-return]  # a PreTrainedModel
 
@@ -176,7 +178,7 @@ def _read(target: str) -> Any:
             return CONFIG_MAPPING[model_type].from_dict(dict(told))
         # each class checks its values in its own way
         except Exception as error:
-            told = str(error).partition("\n")[0].rstrip(".")
+            told = first_line(error)
             raise CommandError(f"{path!r} is refused by transformers: {told}.") from None
     if os.path.isdir(target):
         is_adapter = os.path.isfile(os.path.join(target, _ADAPTER))
@@ -187,10 +189,9 @@ def _read(target: str) -> Any:
     try:
         return AutoConfig.from_pretrained(target, local_files_only=True)
     except (OSError, ValueError) as error:
-        told = str(error).partition("\n")[0].rstrip(".")
         raise CommandError(
             f"{target!r} is no folder, no file, no MODULE:FUNCTION, and not in the local cache of "
-            f"transformers ({told}). Nothing is downloaded here."
+            f"transformers ({first_line(error)}). Nothing is downloaded here."
         ) from None
 
 
@@ -216,7 +217,3 @@ def _longest(config: Any) -> int | None:
 def _image_size(config: Any) -> tuple[int, int]:
     size = getattr(config, "image_size", None) or _IMAGE_PIXELS
     return (size, size) if isinstance(size, int) else (size[0], size[-1])
-
-
-def _numbers(release: str) -> tuple[int, ...]:
-    return tuple(int(each) for each in release.split(".")[:2])

@@ -13,29 +13,25 @@ from tenure._show import Paragraph, Part
 from tenure.adaptive import PeakReport, predict_peak
 from tenure.paging import PagingPlan, plan_paging
 
-from .._fitting import MicroBatch, largest_micro_batch
+from .._fitting import MicroBatch, in_a_line, largest_micro_batch
 from ._configured import Configured, configured
 from ._setup import PAGED, Setup
-from ._work import exchanged_bytes_of, in_memory, making
+from ._work import Size, in_memory, making, size_of
 
 _MOST_SAMPLES = 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """What one rank takes.
+    """What the rank takes that takes most.
 
     Attributes:
         found: the prediction, or the plan of a paged model.
-        n_parameters: of the whole model.
-        n_trained: how many of them are trained.
-        exchanged_bytes: what the rank sends to others in a step.
+        size: that of the whole model.
     """
 
     found: PeakReport | PagingPlan
-    n_parameters: int
-    n_trained: int
-    exchanged_bytes: int
+    size: Size
 
     @property
     def needed_bytes(self) -> int:
@@ -45,7 +41,7 @@ class Peak:
         return (self.found.peak_bytes or 0) + self.found.allowance_bytes
 
     def fits(self, n_bytes: int) -> bool:
-        """Whether it fits in so many bytes."""
+        """Tell whether it fits in so many bytes."""
         if isinstance(self.found, PeakReport):
             return self.found.fits(n_bytes)
         return self.needed_bytes <= n_bytes
@@ -71,20 +67,20 @@ class Peaks:
     def __init__(self, target: str, device: str, show: Callable[[str], None]) -> None:
         self.model: Configured = configured(target)
         self._device, self._show = device, show
-        self._known: dict[tuple[Setup, int], Peak] = {}
+        self._known: dict[Setup, Peak] = {}
 
-    def of(self, setup: Setup, rank: int = 0) -> Peak:
-        """Predict what a rank takes.
+    def of(self, setup: Setup) -> Peak:
+        """Predict the first rank: shards differ by what is left over, which it never lacks.
 
         Raises:
             CommandError: the model can't be made, or not so.
             PredictionError: nothing can be said of it.
         """
-        key = setup, rank
-        if key not in self._known:
+        if setup not in self._known:
             self._show(f"{setup.words()}, {setup.batch} at a time")
-            self._known[key] = self._paged(setup) if setup.optimizer == PAGED else self._whole(*key)
-        return self._known[key]
+            predict = self._paged if setup.optimizer == PAGED else self._whole
+            self._known[setup] = predict(setup)
+        return self._known[setup]
 
     def micro_batch(self, setup: Setup, n_bytes: int) -> MicroBatch | None:
         """Find the largest micro-batch of `step` that fits; None if the batch can't be split."""
@@ -95,32 +91,35 @@ class Peaks:
     def largest_batch(self, setup: Setup, n_bytes: int) -> int:
         """Find the largest batch that fits; it was predicted, and so was one sample more.
 
-        What a step takes grows almost as a straight line: two sizes tell where to look.
+        What a step takes grows almost as a straight line: the last two sizes tell where to look.
         """
-
-        def needed(n: int) -> int:
-            return self.of(replace(setup, batch=n)).needed_bytes
-
-        def fits(n: int) -> bool:
-            return self.of(replace(setup, batch=n)).fits(n_bytes)
-
         low, high = 0, _MOST_SAMPLES
+        points: list[tuple[int, int]] = []
         n = setup.batch
         while low + 1 < high:
-            if fits(n):
+            peak = self.of(replace(setup, batch=n))
+            if peak.fits(n_bytes):
                 low = n
             else:
                 high = n
-            other = max(1, n // 2)
-            slope = (needed(n) - needed(other)) / (n - other) if n > other else 0
-            guess = n + int((n_bytes - needed(n)) / slope) if slope > 0 else 2 * n
-            n = min(max(guess, low + 1), high - 1)
+            points.append((n, peak.needed_bytes))
+            # where the line leads to what is known: by halves, or doubled as long as all fit
+            n = 2 * low if low and high == _MOST_SAMPLES else (low + high) // 2
+            guess = _guess(points[-2:], n_bytes)
+            if guess is not None and low < guess < high:
+                n = guess
         return low
 
-    def _whole(self, setup: Setup, rank: int) -> Peak:
-        with making(setup, self.model, rank) as made, self._its_errors():
+    def _whole(self, setup: Setup) -> Peak:
+        with making(setup, self.model) as made, self._its_errors():
             found = predict_peak(made.fn, made.batch, optimizer=made.optimizer, device=self._device)
-            return Peak(found, made.n_parameters, made.n_trained, made.exchanged_bytes)
+            return Peak(found, made.size)
+
+    def _paged(self, setup: Setup) -> Peak:
+        model, batch = in_memory(setup, self.model, torch.device("meta"))
+        with self._its_errors():
+            found = plan_paging(model, self._device, inputs=batch, training=True)
+        return Peak(found, size_of(model, setup))
 
     @contextmanager
     def _its_errors(self) -> Iterator[None]:
@@ -131,16 +130,21 @@ class Peaks:
             raise
         # whatever the code of a model raises
         except Exception as error:
-            told = str(error).partition("\n")[0].rstrip(".")
             raise CommandError(
                 f"A {self.model.config.model_type} fails on a batch of its configuration: "
-                f"{type(error).__name__}: {told}."
+                f"{in_a_line(error)}."
             ) from None
 
-    def _paged(self, setup: Setup) -> Peak:
-        model, batch = in_memory(setup, self.model, torch.device("meta"))
-        numbers = [p.numel() for p in model.parameters()]
-        trained = [p.numel() for p in model.parameters() if p.requires_grad]
-        with self._its_errors():
-            found = plan_paging(model, self._device, inputs=batch, training=True)
-        return Peak(found, sum(numbers), sum(trained), exchanged_bytes_of(model, setup))
+
+def _guess(points: list[tuple[int, int]], n_bytes: int) -> int | None:
+    """Return the size that takes so many bytes by the line through two; None where they have none.
+
+    Args:
+        points: sizes and their bytes, the latest last.
+        n_bytes: what there is.
+    """
+    if len(points) < 2:
+        return None
+    (other, other_bytes), (n, needed_bytes) = points
+    slope = (needed_bytes - other_bytes) / (n - other)
+    return n + int((n_bytes - needed_bytes) // slope) if slope > 0 else None

@@ -13,17 +13,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
-from tenure import _devices
 from tenure._errors import CommandError
 from tenure._torch.fake_ranks import fake_ranks
-from tenure._torch.fakes import building, is_fake, new_mode, no_fakes
+from tenure._torch.fakes import is_fake, no_fakes
 
+from .._fitting import first_line, without_data
 from ._configured import Configured
 from ._setup import Setup
 
 Batch = dict[str, Tensor]
-_HOST = torch.device("cpu")
-_ACCELERATORS = ("cuda", "xpu", "mps", "hpu", "mtia")
 _ROWS = (torch.linspace, torch.tensor, torch.arange)
 _MIB = 2**20
 # As DistributedDataParallel has them where nobody says otherwise.
@@ -36,6 +34,20 @@ _OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], Optimizer]] = {
 }
 
 
+class Size(NamedTuple):
+    """How large a model is.
+
+    Attributes:
+        n_parameters: of the whole model.
+        n_trained: how many of them are trained.
+        exchanged_bytes: what each rank sends in a step, and gets as much.
+    """
+
+    n_parameters: int
+    n_trained: int
+    exchanged_bytes: int
+
+
 class Made(NamedTuple):
     """What a rank runs.
 
@@ -43,17 +55,13 @@ class Made(NamedTuple):
         fn: a function of the batch, for `predict_peak` and `step`.
         batch: its batch.
         optimizer: steps after the backward pass, or None.
-        n_parameters: of the whole model.
-        n_trained: how many of them are trained.
-        exchanged_bytes: what this rank sends in a step, and gets as much.
+        size: that of the whole model.
     """
 
     fn: Callable[[Batch], Any]
     batch: Batch
     optimizer: Optimizer | None
-    n_parameters: int
-    n_trained: int
-    exchanged_bytes: int
+    size: Size
 
 
 @contextmanager
@@ -82,11 +90,9 @@ def in_memory(setup: Setup, found: Configured, device: torch.device) -> tuple[nn
 
 def _made(setup: Setup, found: Configured, mesh: Any) -> Made:
     trains = setup.generate is None
-    with _without_data():
+    with without_data(), _NumbersOfTheHost():
         model = _model(setup, found)
-        numbers = [p.numel() for p in model.parameters()]
-        trained = [p.numel() for p in model.parameters() if p.requires_grad]
-        exchanged_bytes = exchanged_bytes_of(model, setup)
+        size = size_of(model, setup)
         ran = model
         if mesh is not None and setup.shard == "fsdp2":
             shard(model, mesh, reshards=setup.reshards)
@@ -108,7 +114,7 @@ def _made(setup: Setup, found: Configured, mesh: Any) -> Made:
 
     fn = train if trains else generate
     batch = found.batch(setup.batch, found.tokens(setup.sequence), torch.device("meta"))
-    return Made(fn, batch, optimizer, sum(numbers), sum(trained), exchanged_bytes)
+    return Made(fn, batch, optimizer, size)
 
 
 def _model(setup: Setup, found: Configured) -> nn.Module:
@@ -121,18 +127,6 @@ def _model(setup: Setup, found: Configured) -> nn.Module:
         if setup.checkpointing:
             _checkpoint(model)
     return model.train(setup.generate is None)
-
-
-@contextmanager
-def _without_data() -> Iterator[None]:
-    """A block in which tensors have no data, and devices that are not here are the host."""
-
-    def is_missing(kind: str) -> bool:
-        return kind in _ACCELERATORS and not _devices.is_here(kind)
-
-    elsewhere = _devices.Elsewhere(is_missing, _HOST, keeps_names=False)
-    with building(new_mode()), elsewhere, _NumbersOfTheHost():
-        yield
 
 
 class _NumbersOfTheHost(TorchFunctionMode):
@@ -156,7 +150,7 @@ def _with_adapters(model: nn.Module, rank: int) -> nn.Module:
             peft.LoraConfig(r=rank, lora_alpha=rank, target_modules="all-linear"),
         )
     except ValueError as error:
-        told = str(error).partition("\n")[0].rstrip(".")
+        told = first_line(error)
         raise CommandError(f"peft puts no LoRA into a {type(model).__name__}: {told}.") from None
     return adapted
 
@@ -169,26 +163,19 @@ def _checkpoint(model: Any) -> None:
         # of adapters alone no input would lead to a gradient
         model.enable_input_require_grads()
     except (ValueError, NotImplementedError, AttributeError) as error:
-        told = str(error).partition("\n")[0].rstrip(".")
+        told = first_line(error)
         raise CommandError(f"A {type(model).__name__} has no checkpoints: {told}.") from None
 
 
-def shard(model: nn.Module, mesh: Any, *, reshards: bool) -> list[str]:
-    """Shard a model over a mesh by FSDP2: each of its own blocks, and the rest.
-
-    Returns:
-        The names of the blocks.
-    """
+def shard(model: nn.Module, mesh: Any, *, reshards: bool) -> None:
+    """Shard a model over a mesh by FSDP2: each of its own blocks, and the rest."""
     from torch.distributed.fsdp import fully_shard
 
-    blocks = _blocks(model)
-    for block in blocks.values():
-        fully_shard(block, mesh=mesh, reshard_after_forward=reshards)
-    fully_shard(model, mesh=mesh, reshard_after_forward=reshards)
-    return list(blocks)
+    for module in (*_blocks(model), model):
+        fully_shard(module, mesh=mesh, reshard_after_forward=reshards)
 
 
-def _blocks(model: nn.Module) -> dict[str, nn.Module]:
+def _blocks(model: nn.Module) -> list[nn.Module]:
     """Return what transformers keeps on one device each; where it names none, what is in lists."""
     classes = {
         name for each in model.modules() for name in getattr(each, "_no_split_modules", None) or ()
@@ -208,12 +195,12 @@ def _blocks(model: nn.Module) -> dict[str, nn.Module]:
             if type(child).forward is not nn.Module.forward
         }
     # the outermost, each with parameters
-    return {
-        name: each
+    return [
+        each
         for name, each in found.items()
         if any(True for _ in each.parameters())
         and not any(name.startswith(f"{other}.") for other in found)
-    }
+    ]
 
 
 class _Replica(nn.Module):
@@ -243,17 +230,22 @@ def _buckets(model: nn.Module) -> Iterator[Tensor]:
         yield torch.zeros(n_elements, dtype=dtype)
 
 
-def exchanged_bytes_of(model: nn.Module, setup: Setup) -> int:
-    """What a rank sends in a step by a ring, which is as much as it gets."""
-    others = (setup.ranks - 1) / setup.ranks
-    gradients = sum(p.numel() * p.dtype.itemsize for p in model.parameters() if p.requires_grad)
-    if setup.generate is not None:
-        gradients = 0
+def size_of(model: nn.Module, setup: Setup) -> Size:
+    """Count a model that is whole, and what ranks exchange of it in a step, by a ring."""
+    params = list(model.parameters())
+    trained = [p for p in params if p.requires_grad]
+    weights_bytes = sum(p.nbytes for p in params)
+    gradients_bytes = sum(p.nbytes for p in trained) if setup.generate is None else 0
     if setup.shard == "ddp":
-        return round(2 * gradients * others)
-    weights = sum(p.numel() * p.dtype.itemsize for p in model.parameters())
-    passes = 2 if setup.generate is None and setup.reshards else 1
-    return round((passes * weights + gradients) * others)
+        exchanged_bytes = 2 * gradients_bytes
+    else:
+        passes = 2 if setup.generate is None and setup.reshards else 1
+        exchanged_bytes = passes * weights_bytes + gradients_bytes
+    return Size(
+        sum(p.numel() for p in params),
+        sum(p.numel() for p in trained),
+        round(exchanged_bytes * (setup.ranks - 1) / setup.ranks),
+    )
 
 
 @torch.no_grad()
