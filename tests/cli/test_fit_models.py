@@ -86,13 +86,26 @@ def test_what_a_configuration_takes_is_what_the_real_model_takes(
     assert truth_bytes <= report.peak_bytes <= truth_bytes * 1.02
 
 
+def test_weights_that_a_model_ties_are_counted_once(tmp_path):
+    from transformers import AutoConfig, AutoModelForMaskedLM
+
+    path = saved_config(tmp_path, "bert")
+    whole = AutoModelForMaskedLM.from_config(AutoConfig.from_pretrained(path))
+    with making(Setup(path, sequence=8), configured(path)) as made:
+        assert made.size.n_parameters == sum(p.numel() for p in whole.parameters())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("n", [2, 4])
 def test_each_rank_takes_what_is_predicted(llama, n):
+    most = []
     for reshards in (True, False):
         setup = Setup(llama, batch=4, sequence=32, ranks=n, reshards=reshards)
         found = run_ranks(measured_sharded, n, timeout=180, setup=dataclasses.asdict(setup))
         assert found == [predicted_sharded(setup, rank) for rank in range(n)]
+        most.append(max(found))
+    # what is gathered of the first blocks stays for the backward pass
+    assert most[1] > most[0]
 
 
 @pytest.mark.slow
@@ -103,6 +116,8 @@ def test_each_replica_takes_what_is_predicted(llama, n):
     with making(setup, configured(llama)) as made:
         report = predict_peak(made.fn, made.batch, optimizer=made.optimizer, device="cpu")
         bucket_bytes = 4 * made.size.n_parameters
+    alone = predicted(Setup(llama, batch=4, sequence=32))
+    assert report.baseline_bytes - alone.baseline_bytes == bucket_bytes
     # a rank may keep the numbers of what it tells others of for a moment
     predicted_bytes = report.later_peak_bytes - report.baseline_bytes + bucket_bytes
     assert all(0 <= each - predicted_bytes <= 2048 for each in found)
@@ -152,6 +167,25 @@ def test_cards_have_a_row_each_and_a_change_that_makes_it_fit(llama, capsys):
         assert predicted(Setup(llama, **within), "cuda").fits(case["memory_bytes"])
         within["batch"] += 1
         assert not predicted(Setup(llama, **within), "cuda").fits(case["memory_bytes"])
+
+
+def test_where_only_more_ranks_help_the_fewest_are_named(tmp_path, capsys):
+    wide = saved_config(tmp_path, hidden_size=256, intermediate_size=1024, vocab_size=20_000)
+    setup = Setup(wide, sequence=8, checkpointing=True)
+    two, four = (predicted(dataclasses.replace(setup, ranks=n), "cuda") for n in (2, 4))
+    n_bytes = four.needed_bytes
+    assert four.fits(n_bytes)
+    assert not two.fits(n_bytes)
+    arguments = (wide, "--sequence", "8", "--checkpointing", "--device-memory", f"{n_bytes}B")
+    code, found = answered(capsys, *arguments)
+    remedy = found["cases"][0]["remedy"]
+    assert (code, remedy["what"]) == (1, "4 ranks, each with a device")
+    assert remedy["needed_bytes"] == four.needed_bytes
+
+
+def test_a_change_that_does_not_help_is_not_named(llama, capsys):
+    _, found = answered(capsys, llama, "--sequence", "8", "--device-memory", "1MiB")
+    assert found["cases"][0]["remedy"] is None
 
 
 def test_what_fits_ends_with_0_and_says_the_largest_batch_first(llama, capsys):
