@@ -31,6 +31,7 @@ esac
 git rev-parse -q --verify "refs/tags/$tag" > /dev/null && wrong "the tag $tag is there already"
 grep -q "^version = \"$version\"\$" pyproject.toml || wrong "pyproject.toml has another version"
 grep -q "^__version__ = \"$version\"\$" tenure/__init__.py || wrong "tenure/__init__.py has another version"
+grep -q "^version: $version\$" CITATION.cff || wrong "CITATION.cff has another version"
 told=$("$PYTHON" -m tenure --version) || told="an error"
 [ "$told" = "tenure $version" ] || wrong "tenure --version says: $told"
 grep -q "^## \[*$version\]*\( \|\$\)" CHANGELOG.md && wrong "CHANGELOG.md has a section $version already"

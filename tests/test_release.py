@@ -29,6 +29,7 @@ _FILES = {
     "CHANGELOG.md": "# Changelog\n\n## Unreleased\n\n### Added\n\n- A thing.\n",
     "LICENSE": "",
     "README.md": "",
+    "CITATION.cff": "version: 1.2.3\n",
     "SECURITY.md": "",
     ".gitignore": "dist/\n__pycache__/\n",
 }
@@ -116,6 +117,7 @@ def test_a_release_names_its_changes_tags_and_builds(repository):
     [
         ("pyproject.toml", 'version = "1.2.4"\n', "pyproject.toml has another version"),
         ("tenure/__init__.py", '__version__ = "1.2"\n', "tenure/__init__.py has another version"),
+        ("CITATION.cff", "version: 1.2.4\n", "CITATION.cff has another version"),
         ("tenure/__main__.py", 'print("tenure 9")\n', "tenure --version says: tenure 9"),
         ("CHANGELOG.md", "## Unreleased\n\n## 1.0.0\n\n- Old.\n", "says nothing under Unreleased"),
     ],
