@@ -38,6 +38,26 @@ def test_each_module_of_the_ground_has_its_line():
     assert {f"tenure/{name}" for name in ground} <= _files_in(_PAGE)
 
 
+def _rules_of_notes():
+    """How many rules each note of the page has."""
+    parts = re.split(r"^##+ ", _PAGE.read_text("utf-8"), flags=re.MULTILINE)
+    notes = (re.match(r"Note \[(.+)\]\n", part) for part in parts)
+    numbered = (re.findall(r"^(\d+)\. ", part, re.MULTILINE) for part in parts)
+    return {note[1]: numbers for note, numbers in zip(notes, numbered, strict=True) if note}
+
+
+def test_each_rule_that_code_cites_is_on_the_page_and_each_note_is_cited():
+    rules = _rules_of_notes()
+    assert len(rules) == 6
+    assert all(numbers == [str(n + 1) for n in range(len(numbers))] for numbers in rules.values())
+    texts = (path.read_text("utf-8") for path in _ROOT.rglob("*.py"))
+    # a citation may go over the end of a line of comment
+    plain = (re.sub(r"\s+(?:# )?", " ", text) for text in texts)
+    cited = [c for text in plain for c in re.findall(r"Note \[(.+?)\], rules? (\d+)", text)]
+    assert {name for name, _ in cited} == set(rules)
+    assert [c for c in cited if c[1] not in rules[c[0]]] == []
+
+
 def test_no_test_runs_only_where_the_simulated_device_does_not():
     """LIBRARY_TESTS of the Makefile have no line with it: what asks for it would not run."""
     makefile = (_ROOT.parent / "Makefile").read_text("utf-8").replace("\\\n", " ")

@@ -106,8 +106,7 @@ def site_of(reference: Reference) -> Site | None:
 def inside_operation(opener: Opener | None) -> bool:
     """Whether the caller runs inside a torch operation that began after ``opener``.
 
-    A hook runs inside the operation (or the backward pass) that called it, and the operation may
-    still need the very handle that the hook disposes.
+    A hook does: see Note [Lifetimes and the tracker], rule 6.
 
     Args:
         opener: what opened a scope. What that scope owns is younger than an operation that runs
@@ -183,6 +182,7 @@ def dispose_tensor(
     # a class with slots, such as DTensor, can't be exchanged
     except TypeError:
         return _dispose_inner(tensor, cause, created, twins)
+    # See Note [Lifetimes and the tracker], rule 5.
     try:
         twin: Any = swap.make_empty(DisposedTensor, dtype)
         swap.swap(tensor, twin)

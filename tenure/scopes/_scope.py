@@ -300,7 +300,10 @@ class DisposeScope:
             self._thread.tracker.leave_world()
 
     def _unlink(self) -> None:
-        """Finish what an exception interrupted: nothing of this scope stays on the thread."""
+        """Finish what an exception interrupted: nothing of this scope stays on the thread.
+
+        See Note [Lifetimes and the tracker], rule 7.
+        """
         self._gate = None
         self._status = CLOSED
         world, self._world = self._world, None

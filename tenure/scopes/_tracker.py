@@ -118,8 +118,10 @@ class Tracker(TorchFunctionMode):
         out = func(*args, **kwargs) if kwargs else func(*args)
         # Beside the operation itself each question here is dear, so the cheap come first.
         # One reference, our variable's, says that nobody had the tensor before: no cache, no
-        # attribute, no argument; so it is new, whatever func is. Views are new handles too. A
-        # property or an operation in place fails here at the price of one count.
+        # attribute, no argument; so it is new, whatever func is. See Note [Lifetimes and the
+        # tracker], rule 1.
+        # Views are new handles too. A property or an operation in place fails here at the price of
+        # one count.
         if type(out) is Tensor and getrefcount(out) == SOLE:
             scope = get_current()
             # a scope without a note of places, open on this very thread (see DisposeScope._gate)
@@ -188,7 +190,7 @@ class Tracker(TorchFunctionMode):
         code = frame.f_code
         if id(code) in self._admitted:
             return True
-        # optimizer state, buffers: what a library makes for its own objects is theirs for good
+        # See Note [Lifetimes and the tracker], rule 3.
         if is_library_code(module_of(frame), code.co_qualname):
             return False
         maker = maker_of(frame)

@@ -226,7 +226,10 @@ class Attempts:
             gc.enable()
 
     def _leave(self) -> None:
-        """Undo what was changed and hand on what was made, because an error goes on."""
+        """Undo what was changed and hand on what was made, because an error goes on.
+
+        See Note [Retry and undo], rule 6.
+        """
         try:
             self._undo()
         except Exception:
@@ -246,7 +249,7 @@ class Attempts:
         """Free what the attempt made, whoever keeps its exception or its tensors."""
         self._statistics.ooms += 1
         # The frames too, not the scope alone: their locals may be the last to hold what no scope
-        # owns, such as the graph of a loss.
+        # owns, such as the graph of a loss. See Note [Retry and undo], rule 4.
         release(failure.error, self._outside)
         self._dispose(f"attempt of {self._name} at {self._unit} {size}")
         self._undo()

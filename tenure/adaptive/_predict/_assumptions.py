@@ -1,7 +1,7 @@
 """What is taken for the result of an operation that can't be had without data.
 
-Where the values are known it is what it will be. Else it is the largest result there can be, so
-that no more memory is taken than was said; and a guess where a number steers the program.
+Where the values are known it is what it will be. Else it is the largest result there can be, and a
+guess where a number steers the program. See Note [Layouts in predictions], rule 4.
 """
 
 from __future__ import annotations

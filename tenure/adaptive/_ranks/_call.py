@@ -69,6 +69,7 @@ class RankCall:
         traceback: TracebackType | None,
     ) -> None:
         try:
+            # See Note [Votes], rule 1.
             if error is not None and not self.has_voted:
                 self._vote_failed(error)
         finally:

@@ -139,7 +139,10 @@ def finished_loss(
 def combined(
     chunks: Sequence[dict[str, Term]], shares: Shares, reduction: Reduction
 ) -> dict[str, Tensor]:
-    """The terms of the whole batch, of those of its chunks, which are the same for each."""
+    """The terms of the whole batch, of those of its chunks, which are the same for each.
+
+    See Note [Exactness of a split], rule 1.
+    """
     return {
         name: _combined([chunk[name] for chunk in chunks], name, shares, reduction)
         for name in chunks[0]

@@ -218,7 +218,10 @@ class Fences(Generic[_Event]):
         self._fences.append((start, end, event))
 
     def take(self, start: int, end: int) -> list[_Event]:
-        """The events that a new user of these bytes has to wait for; who asks later need not."""
+        """The events that a new user of these bytes has to wait for; who asks later need not.
+
+        See Note [Pages, ring and fences], rule 5.
+        """
         events, kept = [], []
         for low, high, event in self._fences:
             if high <= start or end <= low:

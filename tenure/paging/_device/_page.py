@@ -149,7 +149,10 @@ class Page:
         return {} if self._lent is None else self._lent.streams
 
     def is_held(self) -> bool:
-        """Whether anything else holds one of its tensors, or what shares its bytes."""
+        """Whether anything else holds one of its tensors, or what shares its bytes.
+
+        See Note [Pages, ring and fences], rule 4.
+        """
         if self._lent is None:
             return False
         if self._lent.is_shared(len(self._shown) + len(self._aliases)):

@@ -1,4 +1,7 @@
-"""The arguments of an operation without their data, made real again in any size."""
+"""The arguments of an operation without their data, made real again in any size.
+
+See Note [Layouts in predictions], rules 2 and 3.
+"""
 
 from __future__ import annotations
 

@@ -151,6 +151,7 @@ class StepRanks:
         weight = self._own_weight(outcome)
         values = Values(parts, outcome)
         has_data = int(outcome is not None)
+        # nothing may fail from here on: see Note [Votes], rule 2
         tally = self._vote(
             Ballot(
                 self._mark,

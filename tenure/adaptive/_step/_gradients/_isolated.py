@@ -156,7 +156,8 @@ class IsolatedGradients:
     def finish(self) -> None:
         """Add the new gradients to the old ones; what allocates, or may fail, comes first.
 
-        Raised out of in the middle, as by an interrupt, it finishes when it is called again.
+        See Note [Retry and undo], rule 3. Raised out of in the middle, as by an interrupt, it
+        finishes when it is called again.
         """
         # sums are the user's gradients from now on, and no scope may let go of them
         with persist(), torch.no_grad():
