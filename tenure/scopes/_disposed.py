@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, NoReturn
 
 import torch
@@ -67,6 +67,14 @@ class Cause:
 
 Record = tuple[torch.dtype, tuple[int, ...], torch.device, Site | None, Cause]
 """What a handle was, where it was made, and what disposed it; made text when somebody asks."""
+_APPLY: CodeType = torch.autograd.Function.apply.__code__
+# C++ asks this of what forward() of a Function returned, and an exception there ends the process:
+# the handle goes on to the caller, whose first use of it is refused
+_ASKED_OF_RESULTS: dict[str, Callable[[Record], object]] = {
+    "sym_size": lambda record: record[1],
+    "device": lambda record: record[2],
+    "layout": lambda record: torch.strided,
+}
 
 
 class DisposedTensor(Tensor):
@@ -90,9 +98,14 @@ class DisposedTensor(Tensor):
         types: Any,
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
-    ) -> NoReturn:
+    ) -> object:
         """Refuse what reaches the kernel without passing ``__torch_function__``."""
-        _refuse(f"{func.overloadpacket.__name__}()", (args, kwargs))
+        operation: str = func.overloadpacket.__name__
+        if operation in _ASKED_OF_RESULTS and sys._getframe(1).f_code is _APPLY:
+            record: Record | None = notes_on(args[0]).get(RECORD)
+            if record is not None:
+                return _ASKED_OF_RESULTS[operation](record)
+        _refuse(f"{operation}()", (args, kwargs))
 
     def __getattr__(self, name: str) -> NoReturn:
         error: type[AttributeError] = (

@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset, default_collate
 
 import tenure
@@ -707,3 +708,34 @@ def test_scopes_work_inside_a_custom_function_in_both_passes():
     total.backward()
     assert leaf.grad.tolist() == [4, 6]
     assert mode_stack_depth() == 0
+
+
+class DoubleInAScope(torch.autograd.Function):
+    """Forgets to hand on one of its results."""
+
+    @staticmethod
+    def forward(ctx, x):
+        with NewDisposeScope("inside"):
+            return x.clone(), x * 2
+
+    @staticmethod
+    def backward(ctx, first, second):
+        return first
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda leaf: DoubleInAScope.apply(leaf)[1],
+        lambda leaf: checkpoint(
+            lambda x: DoubleInAScope.forward(None, x), leaf, use_reentrant=True
+        )[1],
+    ],
+    ids=["function", "checkpoint"],
+)
+def test_a_disposed_result_of_a_custom_function_is_refused_at_its_first_use(run):
+    # torch reads its shape where an exception would end the process
+    result = run(torch.ones(2, requires_grad=True))
+    assert is_disposed(result)
+    with pytest.raises(DisposedTensorError, match=r"^add\(\) got float32\[2\].*'inside'"):
+        result + 1
