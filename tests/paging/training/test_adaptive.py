@@ -14,7 +14,7 @@ from tenure.paging import page
 
 from .blocks import LARGE, WIDTH, inputs, transformer
 
-_README = Path(__file__).parents[3] / "README.md"
+_TUTORIAL = Path(__file__).parents[3] / "docs" / "tutorial.md"
 
 
 def trained_whole(batch):
@@ -83,8 +83,10 @@ def test_the_pager_gives_memory_back_then_the_same_size_runs_then_a_smaller_one(
 
 @pytest.mark.exhaustive
 @pytest.mark.sim_allocator("exact")
-def test_the_headline_of_the_readme(sim, told):
-    block = re.search(r"```python\n([^`]*activations=\"host\"[^`]*)```", _README.read_text("utf-8"))
+def test_the_paged_loop_of_the_tutorial(sim, told):
+    block = re.search(
+        r"```python\n([^`]*activations=\"host\"[^`]*)```", _TUTORIAL.read_text("utf-8")
+    )
     torch.manual_seed(0)
     model = transformer().eval()
     whole = copy.deepcopy(model)
@@ -95,6 +97,7 @@ def test_the_headline_of_the_readme(sim, told):
     program = block.group(1).replace('"cuda"', "device").replace('"6GiB"', "budget")
     assert "device" in program
     names = {"device": sim.device, "budget": int(0.6 * weight_bytes), "batches": batches}
+    names |= {"page": page, "step": step}
 
     def loss_of(batch):
         return model(batch).square().mean()
