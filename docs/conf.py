@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from docutils import nodes
@@ -36,6 +37,7 @@ copybutton_prompt_is_regexp = True
 html_theme = "furo"
 html_static_path = ["_static"]
 html_css_files = ["narrow.css"]
+html_search_scorer = str(Path(__file__).parent / "_static" / "scorer.js")
 html_title = f"tenure {version}"
 
 
