@@ -94,6 +94,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except TenureError as error:
         _tell(arguments.verb, error)
         return _USER_ERROR
+    except ImportError as error:
+        # tenure refuses this torch; what a module of the user's can't import is its own error
+        if error.name != "tenure":
+            raise
+        _tell(arguments.verb, error)
+        return _USER_ERROR
     except BrokenPipeError:
         # who reads has seen enough; what is left in the buffer must not fail at the end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -105,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return done if isinstance(done, int) else done()
 
 
-def _tell(verb: str, error: TenureError) -> None:
+def _tell(verb: str, error: TenureError | ImportError) -> None:
     """Print an error in one line, as scripts and logs expect of a command.
 
     It may quote a file. For all verbs, characters that command a terminal are spelled here.

@@ -53,5 +53,6 @@ def refuse_import(reason: str) -> NoReturn:
     """Raise the error that says why tenure can't be imported."""
     raise ImportError(
         f"tenure can't be used with torch {torch.__version__} on Python {sys.version.split()[0]}: "
-        f"{reason}. {_ADVICE}"
+        f"{reason}. {_ADVICE}",
+        name="tenure",
     )

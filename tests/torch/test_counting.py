@@ -33,3 +33,17 @@ def test_the_first_name_of_tenure_is_refused(name):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith("ImportError: tenure can't be used with torch ")
+
+
+@pytest.mark.slow
+def test_the_command_line_refuses_it_in_one_line(tmp_path):
+    file = tmp_path / "report.json"
+    file.write_text("{}")
+    code = (
+        "import sys; sys.getrefcount = lambda _: 2; from tenure._cli import main; "
+        f"sys.exit(main(['report', {str(file)!r}]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("tenure report: error: tenure can't be used with torch ")
+    assert done.returncode == 2
