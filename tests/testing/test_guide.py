@@ -21,19 +21,6 @@ def test_the_page_for_users_is_a_file_of_tests_that_passes(tmp_path):
     assert re.search(r"^\d+ passed", done.stdout.splitlines()[-1])
 
 
-@pytest.mark.simdevice
-def test_the_recipe_for_a_small_gpu_passes():
-    page = (DOCS / "recipes.md").read_text(encoding="utf-8")
-    (source,) = [
-        block
-        for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-        if "simulated_accelerator" in block
-    ]
-    names = {}
-    exec(compile(source, "recipes.md", "exec"), names)
-    names["test_the_step_fits_on_a_small_card"]()
-
-
 def test_the_examples_of_the_page_run(sim):
     names = {}
     for source in re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL):
