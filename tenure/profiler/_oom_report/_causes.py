@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
+from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from tenure._heap import instances, is_kind, tracked_objects, type_name
@@ -41,6 +42,9 @@ from ._piles import (
 _MUCH = 0.25
 # The same where what ran has a cause of its own.
 _MOST = 0.45
+# The same of what is without use for certain, whatever ran.
+_LITTLE = 0.15
+_USELESS = ("gradients", "cycle", "traceback")
 # A layer whose output is this much wider than its input makes logits, and no hidden state: those
 # of transformers are four times as wide at the most.
 _WIDENING = 4
@@ -50,6 +54,12 @@ _LOSSES = frozenset(
     | {BACKWARD}
 )
 _LOSS_NODES = ("LogSoftmax", "NllLoss", "CrossEntropy", "Softmax")
+# without its options torch makes all logits all the same
+_LINEAR_LOSS = (
+    "F.linear_cross_entropy(..., options=nn.LinearCrossEntropyOptions())"
+    if hasattr(F, "linear_cross_entropy")
+    else "tenure.adaptive.step()"
+)
 # holders of a variable that is no container
 _VARIABLES = frozenset({"frame-local", "global", "attribute"})
 
@@ -170,7 +180,8 @@ def _optimizer(facts: Facts) -> Candidate | None:
     if name == "LBFGS":
         text = f"{whose} has {format_bytes(state)}. Lower history_size=, or use another optimizer."
     elif all(_has_state(optimizer.state.get(p)) for p in parameters if p.grad is not None):
-        text = f"{whose}: step() copies. Use foreach=False, or page()."
+        remedy = "Use foreach=False, or page()." if _steps_together(optimizer) else "Use page()."
+        text = f"{whose}: step() copies. {remedy}"
     else:
         less = "momentum=0" if name == "SGD" else "SGD"
         text = f"{whose} makes it in the first step. Use page(), or {less}."
@@ -183,11 +194,21 @@ def _has_state(state: Any) -> bool:
     return any(is_kind(type(t), Tensor) and t.numel() > 1 for t in values)
 
 
+def _steps_together(optimizer: Any) -> bool:
+    """Return whether a step takes all parameters at once: by default not on the CPU."""
+    asked = (group.get("foreach") for group in optimizer.param_groups)
+    on_cpu = all(p.device.type == "cpu" for p in parameters_of(optimizer))
+    return any(not on_cpu if foreach is None else foreach for foreach in asked)
+
+
 def _logits(facts: Facts) -> Candidate | None:
     """Outputs over many classes, their softmax and its gradient."""
     heads = dict(_heads(facts))
     rows = [row for row in facts.rows(OTHERS, SAVED) if row.shape and row.shape[-1] in heads]
-    is_wanted = facts.names & _LOSSES or facts.out_features in heads
+    # a copy of them before the loss, as by a slice and reshape(), is as wide
+    largest = max(rows, default=None, key=lambda row: row.n_bytes)
+    is_copy = largest is not None and 0.5 < facts.wanted_bytes / max(1, largest.n_bytes) <= 1
+    is_wanted = facts.names & _LOSSES or facts.out_features in heads or is_copy
     if not is_wanted and not any(row.name.startswith(_LOSS_NODES) for row in rows):
         return None
     n_bytes = sum(row.n_bytes for row in rows) + (facts.wanted_bytes if is_wanted else 0)
@@ -195,7 +216,7 @@ def _logits(facts: Facts) -> Candidate | None:
     if width not in heads or n_bytes < 0.4 * facts.movable_bytes:
         return None
     of = f"{format_bytes(n_bytes)} of {shortened(heads[width])}"
-    return Candidate("logits", n_bytes, f"{of} for {width} classes. Use F.linear_cross_entropy.")
+    return Candidate("logits", n_bytes, f"{of} for {width} classes. Use {_LINEAR_LOSS}.")
 
 
 def _heads(facts: Facts) -> Iterator[tuple[Any, str]]:
@@ -225,14 +246,17 @@ def _batch(facts: Facts) -> Candidate | None:
     at, what = [line_of(facts.site), facts.module], f"it takes {format_bytes(n_bytes)}{total}"
     if wanted > (facts.total_bytes or 2 * max(1, facts.used_bytes)):
         what = f"one tensor takes {format_bytes(wanted)}{total}"
+        if facts.watch.broadcast:
+            what = f"{facts.watch.broadcast}, {format_bytes(wanted)}{total}"
+            remedy = "squeeze() one if that is not meant."
     elif facts.all_in_eval and saved > n_bytes // 4:
         what, remedy = f"graphs take {format_bytes(saved)} in eval()", "Use torch.no_grad()."
     elif model := _untrained(facts):
         what = f"graphs take {format_bytes(saved)}, and no optimizer steps the {model}"
         remedy = "Call it under torch.no_grad()."
-    elif runs_again(facts):
+    elif facts.carried and runs_again(facts):
         what = f"{what}, or a state is never cut"
-        remedy = f"Use {next((each.name for each in facts.carried), 'state')}.detach()."
+        remedy = f"Use {facts.carried[0].name}.detach()."
     elif data := _largest_variable(facts):
         name, size = shortened(short(data.name)), format_bytes(data.n_bytes)
         at, what, remedy = [], f"{name} alone takes {size}{total}", "Take it in parts."
@@ -282,7 +306,8 @@ def _explains(pile: Candidate, facts: Facts, phase: Candidate | None) -> bool:
         return False
     # of a phase that fills memory for good, all of it counts
     if phase is not None and phase.cause != "logits":
-        return pile.n_bytes >= _MOST * max(facts.all_bytes, phase.n_bytes)
+        least = _LITTLE if pile.cause in _USELESS else _MOST
+        return pile.n_bytes >= least * max(facts.all_bytes, phase.n_bytes)
     # models that are kept, and a buffer that grows, are no movable bytes, and could be free
     share = pile.n_bytes / max(1, facts.movable_bytes, pile.n_bytes)
     return share >= (_MUCH if phase is None else _MOST)

@@ -117,7 +117,8 @@ class Facts:
         optimizer: an optimizer whose step ran.
         optimizer_name: the variable or attribute that it is; can be empty.
         containers: variables that are containers: "list" in a function that has a model, and
-            "data" in another; "dict"; "default" of an argument; "bounded" if it grows no more.
+            "data" in another; "dict"; "default" of an argument; "bounded" if it grows no more;
+            "deque" if it has a bound that it has not reached, also of an attribute.
         program: the source of the program.
         carried: variables that carry graphs.
         past: a variable with a graph that nothing reads before it is bound anew, and the bytes that
@@ -306,6 +307,8 @@ class Facts:
                 if kind := _kind_of(value, has_model):
                     is_default = any(value is each for each in defaults)
                     self.containers.setdefault(name, "default" if is_default else kind)
+            for name, value in _bounded_in(frame):
+                self.containers.setdefault(name, _kind_of(value, has_model))
         self.program = Program(own)
 
     def _look_at_graphs(self, own: list[FrameType]) -> None:
@@ -422,6 +425,16 @@ def _tensors_of(frame: FrameType) -> Iterator[tuple[str, Tensor]]:
         yield from ((f"{name}[…]", t) for t in inner if is_kind(type(t), Tensor))
 
 
+def _bounded_in(frame: FrameType) -> Iterator[tuple[str, Any]]:
+    """Deques with a bound that are attributes, of ``self`` or of another variable of a frame."""
+    for name, value in _variables_of(frame):
+        inside = {} if is_kind(type(value), Tensor) else instance_attributes(value)
+        named = [(name, value), *((f"{name}.{key}", inner) for key, inner in inside.items())]
+        for each, inner in named:
+            if type(inner) is deque and inner.maxlen is not None:
+                yield each, inner
+
+
 def _saved_by(nodes: Sequence[Any]) -> dict[int, int]:
     """The storages that graphs have saved, and the bytes of each."""
     found = saved_storages(Graphs(nodes)).items()
@@ -449,7 +462,7 @@ def _kind_of(value: Any, has_model: bool) -> str:
     kind = type(value)
     # by identity: a metaclass may define __eq__
     if kind is deque and value.maxlen is not None:
-        return "bounded"
+        return "bounded" if len(value) == value.maxlen else "deque"
     if kind is list or kind is set or kind is deque:
         return "list" if has_model else "data"
     return "dict" if kind is dict else ""

@@ -40,6 +40,7 @@ _FEWEST_RUNS = 8
 # So many steps of others after its own, an optimizer steps no more.
 _STEPS_BACK = 2
 _VIEWS, _COPIES = 0.5, 0.8
+_TIMES_ITS_GRAPH = 2
 _MOST_CHARACTERS = 44
 _ELSEWHERE = "keep them on the host or on disk"
 _OF_RESULTS = ("Use chunked(collect=).", "Use torch.no_grad().")
@@ -47,6 +48,7 @@ _HELD, _CYCLE, _TRACEBACK = ", held by ", ", in a reference cycle", "traceback o
 _UNNAMED = ", which nothing with a name was found to hold"
 _ANONYMOUS, _OF_ANONYMOUS = "a container at ", " […]"
 _FROM_ITERTOOLS = " (inside a cycle)"
+_OF_GATHER, _GATHERED = "(inside a _GatheringFuture)", "what asyncio.gather() gets"
 # Variables of a forward pass hold a part of the batch that runs.
 OF_FORWARD = ".forward.<locals>."
 _IN_FRAME = re.compile(r" in (\S+)\(\): local ")
@@ -216,7 +218,9 @@ def kept_tensors(facts: Facts) -> Iterator[Candidate]:
     found = {place: each for place, pile in piles.items() if (each := _of_pile(pile, facts))}
     graphs = {place for place in found if piles[place].saved} - {_CYCLE, _TRACEBACK}
     if carried := _carried(facts, graphs):
-        found = {place: each for place, each in found.items() if place not in graphs}
+        # what else holds graphs holds mostly that one; a pile that is much larger has its own
+        most = _TIMES_ITS_GRAPH * carried.n_bytes
+        found = {p: each for p, each in found.items() if p not in graphs or each.n_bytes > most}
     others = (carried or _past(facts), _joined(joined, facts), _casts(facts))
     yield from filter(None, (*found.values(), *others))
 
@@ -259,6 +263,8 @@ def _spelled(place: str, facts: Facts) -> str:
         inner = outer.partition(_HELD)[0] if is_outside else bound
     if inner.endswith(_UNNAMED):
         return f"{_ANONYMOUS}{line_of(facts.site)}{_OF_ANONYMOUS}"
+    if _OF_GATHER in inner:
+        return f"{_GATHERED} ({line_of(facts.site)}){_OF_ANONYMOUS}"
     # each member of a set is an index, and a chain of attributes one attribute
     members = inner.replace(" (a member)", "[…]").replace(" (a key)", "[…]")
     return short(_CHAIN.sub(r"\1.…", members))
@@ -332,7 +338,10 @@ def _remedy_of_tensors(pile: _Pile, facts: Facts) -> str:
         return f"A default lives for ever: use {variable}=None."
     if link := _LINK.search(pile.place):
         return f"Set {link[1]} to None in time."
-    return "Bound it, or load a part at a time." if container == "data" else "Bound it."
+    less = "reduce each to what is needed" if facts.device == "cpu" else "keep .cpu() of each"
+    if container == "deque":
+        return f"Lower its maxlen=, or {less}."
+    return f"Bound it, or {'load a part at a time' if container == 'data' else less}."
 
 
 def _gathers(pile: _Pile, facts: Facts) -> bool:
@@ -342,7 +351,7 @@ def _gathers(pile: _Pile, facts: Facts) -> bool:
     another name.
     """
     variable, _, inside = pile.place.partition("[…]")
-    if variable.startswith(_ANONYMOUS):
+    if variable.startswith((_ANONYMOUS, _GATHERED)):
         return facts.model is not None and not facts.trains
     container = facts.containers.get(variable, "")
     is_list = container == "list" or (container == "dict" and inside == "[…]")

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType, TracebackType
-from typing import ClassVar, Self
+from typing import ClassVar, NamedTuple, Self
 from weakref import ref
 
 from tenure import _host_memory
@@ -40,6 +40,28 @@ _RESERVES_BYTES = (64 << 20, 16 << 20, 4 << 20)
 _MOST_LINES, _MOST_HOLDERS, _MOST_OF_TEXT = 4, 5, 400
 
 
+class _Known(NamedTuple):
+    """An error that was explained; its address may be that of another one by now.
+
+    Attributes:
+        address: of the error.
+        text: its text.
+        reference: the error, or None for one without weak references, as a `MemoryError`.
+        report: what was said of it.
+    """
+
+    address: int
+    text: str
+    reference: ref[BaseException] | None
+    report: OomReport
+
+    def is_of(self, error: BaseException) -> bool:
+        """Return whether it is this error."""
+        if (self.address, self.text) != (id(error), str(error)):
+            return False
+        return self.reference is None or self.reference() is error
+
+
 class OomRecorder:
     """Waits for an out-of-memory error from the moment that it is made; see `record_oom`.
 
@@ -53,7 +75,7 @@ class OomRecorder:
         self._began_bytes = _host_memory.resident_bytes()
         self._opened_at = str(user_site())
         self._lines: Counter[str] = Counter()
-        self._last: tuple[int, str, ref[BaseException] | None] | None = None
+        self._known: deque[_Known] = deque(maxlen=_MOST_HANDLED)
         self._shown: OomReport | None = None
         self._lock = threading.Lock()
         self._reserve = Reserve(*_RESERVES_BYTES)
@@ -137,30 +159,24 @@ class OomRecorder:
         retry in the midst of the handling of the first; see
         test_an_error_that_ends_the_program_is_explained_beside_the_first.
         """
-        if not self._is_known(error):
+        # the error of memory, which others may have been raised from
+        of_memory = (e for e in chain_of(error) if (i := oom_info(e)) and len(i.chain) == 1)
+        root = next(of_memory, error)
+        report = next((known.report for known in self._known if known.is_of(root)), None)
+        if report is None:
             self._reserve.free()
             try:
-                self.reports = (*self.reports[:1], self._report_of(error, info, frame))
+                report = self._report_of(error, info, frame)
             finally:
                 self._reserve.take()
+            self._known.append(_Known(id(root), str(root), _reference_to(root), report))
+        self.reports = (*self.reports[:1], report) if report not in self.reports[:1] else (report,)
         if frame is not None:
             self._lines[str(user_site())] += 1
-        report = self.reports[-1]
         is_told = frame is None or report is self.reports[0]
         if is_told and report is not self._shown and not self._quiet:
             _show(report)
             self._shown = report
-
-    def _is_known(self, error: BaseException) -> bool:
-        """Return whether this is the last error on its way out; remember it."""
-        # the error of memory, which others may have been raised from
-        of_memory = (e for e in chain_of(error) if (i := oom_info(e)) and len(i.chain) == 1)
-        root = next(of_memory, error)
-        # its address may be that of another one by now; a MemoryError has no weak reference
-        known, self._last = self._last, (id(root), str(root), _reference_to(root))
-        if known is None or known[:2] != self._last[:2]:
-            return False
-        return known[2] is None or known[2]() is root
 
     def _report_of(self, error: BaseException, info: OomInfo, frame: FrameType | None) -> OomReport:
         facts = Facts(info, self._watch, self._began_bytes, is_handled=frame is not None)

@@ -37,6 +37,8 @@ from tenure._torch.optimizers import cell_of_step
 _OURS = "tenure.profiler._"
 _FOR_PYTHON = handle_torch_function.__code__
 _MOST_MARKS = 256
+# A bias or a mask gives no more than the other operand has: this much more is seldom meant.
+_MUCH_LARGER = 16
 Tell = Callable[[BaseException, bool], None]
 """Gets each error, and whether nobody handles it; raises nothing."""
 
@@ -59,6 +61,8 @@ class Watch(TorchFunctionMode):
         created_at: the same of ``create_graph=True``.
         joined: how often in a row `torch.cat` made a storage of a part of it, and the last line.
         parts: for each part that a module got, how many backward passes there had been.
+        broadcast: how the operation that failed last has made its operands larger, in words; empty
+            if it has not.
     """
 
     def __init__(self, tell: Tell) -> None:
@@ -78,6 +82,7 @@ class Watch(TorchFunctionMode):
         self.created_at = ""
         self.joined: _Weak[UntypedStorage, tuple[int, str]] = _Weak()
         self.parts: _Weak[nn.Module, dict[str, int]] = _Weak()
+        self.broadcast = ""
 
     def open(self) -> None:
         """Begin."""
@@ -133,6 +138,7 @@ class Watch(TorchFunctionMode):
         try:
             result = stand_in(caller)(func, args, kwargs)
         except Exception as error:
+            self.broadcast = _broadcast_of(args)
             self._saw(error)
             raise
         if id(func) in _BACKWARDS:
@@ -218,3 +224,17 @@ class Watch(TorchFunctionMode):
         # a part that is added to a larger whole, and not several that are joined once
         if before is not None and after is not None and 2 * largest.numel() >= result.numel():
             self.joined[after] = self.joined.get(before, (0, ""))[0] + 1, str(user_site())
+
+
+def _broadcast_of(args: tuple[Any, ...]) -> str:
+    """Describe two operands whose shapes give a result that is much larger than both."""
+    operands = [each for each in args[:2] if is_kind(type(each), Tensor)]
+    try:
+        shape = torch.broadcast_shapes(*(each.shape for each in operands))
+    except RuntimeError:
+        return ""
+    largest = max((each.numel() for each in operands), default=0)
+    if len(operands) < 2 or shape.numel() < _MUCH_LARGER * largest:
+        return ""
+    first, second = (list(each.shape) for each in operands)
+    return f"{first} and {second} broadcast to {list(shape)}"

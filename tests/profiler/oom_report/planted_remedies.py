@@ -1,7 +1,10 @@
 """Programs whose first line has to fit the very statement, container or model that is wrong."""
 
+from torch.nn import functional as F
+
 from .planted import plant
 
+_HAS_LOSS = hasattr(F, "linear_cross_entropy")  # since torch 2.13
 REMEDIES = []
 
 
@@ -226,7 +229,7 @@ main()
 remedy(
     "closures with two results each",
     "leak",
-    ("pending[…] keeps", "7.", "MiB. Bound it."),
+    ("pending[…] keeps", "7.", "MiB. Bound it,"),
     """
 def logger(loss, pred):
     return lambda: f"{loss.item():.3f} {pred.mean().item():.3f}"
@@ -264,4 +267,165 @@ def main():
             sys.exit()
 main()
 """,
+)
+
+remedy(
+    "entropies beside a loss that is summed up",
+    "leak",
+    ("agent.entropies[…]", "Keep .item() of each"),
+    """
+class Agent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(64, 512), nn.Tanh(), nn.Linear(512, 8))
+        self.log_probs, self.entropies = [], []
+    def act(self, observed):
+        choice = torch.distributions.Categorical(logits=self.body(observed))
+        self.log_probs.append(choice.log_prob(choice.sample()))
+        self.entropies.append(choice.entropy().mean())
+def finish(agent, optimizer):
+    loss = 0
+    for log_prob in agent.log_probs:
+        loss = loss - log_prob.mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    agent.log_probs.clear()
+def main():
+    agent = Agent()
+    optimizer = torch.optim.Adam(agent.parameters())
+    for episode in range(200):
+        for _ in range(5):
+            agent.act(torch.randn(32, 64))
+        finish(agent, optimizer)
+        agent.eval()
+        for _ in range(20):
+            agent.act(torch.randn(32, 64))
+        agent.log_probs.clear()
+        agent.train()
+main()
+""",
+)
+
+remedy(
+    "a replay buffer that is never full",
+    "leak",
+    ("buffer.memory[…]", "lower its maxlen="),
+    """
+from collections import deque
+class ReplayBuffer:
+    def __init__(self, capacity=100_000):
+        self.memory = deque(maxlen=capacity)
+    def push(self, state, reward):
+        self.memory.append((state, reward))
+def main():
+    buffer = ReplayBuffer()
+    for step in range(5000):
+        buffer.push(torch.rand(64, 64), 1.0)
+main()
+""",
+)
+
+remedy(
+    "a replay buffer that is full",
+    "batch",
+    ("chunked()",),
+    """
+from collections import deque
+class ReplayBuffer:
+    def __init__(self):
+        self.memory = deque(maxlen=100)
+def main():
+    buffer = ReplayBuffer()
+    for step in range(200):
+        buffer.memory.append(torch.rand(64, 64))
+    x = torch.rand(1 << 19)
+    for _ in range(100):
+        x = torch.cat([x, x]).sin() * 2
+main()
+""",
+)
+
+remedy(
+    "answers of requests that are gathered",
+    "results",
+    ("asyncio.gather() gets (", "torch.no_grad()"),
+    """
+import asyncio
+class Service:
+    def __init__(self):
+        self.model = nn.Sequential(nn.Linear(128, 512), nn.ReLU(), nn.Linear(512, 16)).eval()
+    async def infer(self, i):
+        await asyncio.sleep(0)
+        return self.model(torch.full((64, 128), i)).softmax(-1)
+async def main():
+    service = Service()
+    await asyncio.gather(*(service.infer(float(i)) for i in range(200)))
+asyncio.run(main())
+""",
+)
+
+remedy(
+    "gradients of a stage that is over",
+    "gradients",
+    ("encoder keeps", "zero_grad(set_to_none=True)"),
+    """
+def pretrain(encoder):
+    sgd = torch.optim.SGD(encoder.parameters(), 1e-3)
+    for _ in range(3):
+        sgd.zero_grad()
+        encoder(torch.randn(32, 512)).square().mean().backward()
+        sgd.step()
+def finetune(encoder):
+    encoder.requires_grad_(False).eval()
+    head = nn.Sequential(nn.Linear(64, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.Linear(1024, 9))
+    adam = torch.optim.Adam(head.parameters())
+    for _ in range(20):
+        with torch.no_grad():
+            z = encoder(torch.randn(256, 512))
+        loss = head(z).square().mean()
+        adam.zero_grad()
+        loss.backward()
+        adam.step()
+encoder = nn.Sequential(nn.Linear(512, 2048), nn.Linear(2048, 1024), nn.Linear(1024, 64))
+pretrain(encoder)
+finetune(encoder)
+""",
+    size="46MiB",
+)
+
+remedy(
+    "a loss of two shapes",
+    "batch",
+    ("[4096, 1] and [4096] broadcast to [4096, 4096]", "squeeze()", "train.py:"),
+    """
+def main():
+    net = nn.Linear(16, 1)
+    x = torch.randn(4096, 16)
+    loss = (net(x) - x.sum(1)).abs().mean()
+    loss.backward()
+main()
+""",
+    size="32MiB",
+)
+
+remedy(
+    "logits that are cut before their loss",
+    "logits",
+    ("lm.wte for 16000 classes", "linearcrossentropyoptions" if _HAS_LOSS else "step()"),
+    """
+class LM(nn.Module):
+    def __init__(self, vocab=16_000, d=32):
+        super().__init__()
+        self.wte = nn.Embedding(vocab, d)
+        self.rnn = nn.GRU(d, d, batch_first=True)
+        self.lm_head = nn.Linear(d, vocab, bias=False)
+        self.lm_head.weight = self.wte.weight
+    def forward(self, ids):
+        logits = self.lm_head(self.rnn(self.wte(ids))[0])
+        cut = logits[:, :-1].reshape(-1, logits.size(-1))
+        return F.cross_entropy(cut, ids[:, 1:].reshape(-1))
+LM()(torch.randint(16_000, (8, 128))).backward()
+""",
+    size="96MiB",
 )
