@@ -127,11 +127,16 @@ class StepModels:
         return new
 
 
-def generators_of(modules: Iterable[nn.Module], values: Iterable[object] = ()) -> list[Generator]:
-    """The generators that modules hold, those that their code may use, and those among values."""
-    modules = [*modules]
-    held = (vars(module).values() for module in modules)
-    return generators_in(chain(values, used_variables(modules), *held))
+def generators_of(objects: Iterable[Any], values: Iterable[object] = ()) -> list[Generator]:
+    """The generators that modules hold, those that code may use, and those among values.
+
+    Args:
+        objects: modules and functions.
+        values: anything else.
+    """
+    objects = [*objects]
+    held = [vars(each).values() for each in objects if issubclass(type(each), nn.Module)]
+    return generators_in(chain(values, used_variables(objects), *held))
 
 
 def named_modules(roots: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
@@ -242,9 +247,16 @@ class Reachable:
         """All that was looked at: modules, functions, and what those name."""
         return list(self._seen.values())
 
-    def all_generators(self) -> list[Generator]:
-        """Those found, and those that stand beside the functions in their Python modules."""
-        return [*self.generators, *generators_in(used_variables(self.visited()))]
+    def all_generators(
+        self, modules: Iterable[nn.Module], values: Iterable[object] = ()
+    ) -> list[Generator]:
+        """Those found, those beside the functions in their Python modules, and those of others.
+
+        Args:
+            modules: more modules that run.
+            values: what else may be one.
+        """
+        return [*self.generators, *generators_of([*self.visited(), *modules], values)]
 
     def captured(self) -> list[Tensor]:
         """The leaves that are no parameters of a module."""

@@ -31,7 +31,7 @@ from tenure.scopes import persist
 
 from .._interrupts import Interrupts
 from .._ranks import has_other_replicas, kept_apart
-from .._reachable import Reachable, generators_of
+from .._reachable import Reachable
 from .._undo import AllOf, ModuleState, RngState, modules_below
 from ._brought_back import (
     Containers,
@@ -76,7 +76,7 @@ class Work:
         self.roots = reached.modules
         self.names: dict[int, str] = {}
         self.modules = modules_below([*reached.modules.values(), *given])
-        self.generators = [*reached.all_generators(), *generators_of(self.modules)]
+        self.generators = reached.all_generators(self.modules)
         single = len(reached.modules) == 1
         for name, module in reached.modules.items():
             for below, each in module.named_modules(prefix="" if single else name):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -17,16 +18,19 @@ CACHE = type(functools.lru_cache(len))
 
 def homes_of(objects: Iterable[Any]) -> set[str]:
     """The names of the Python modules that modules, functions and caches of functions are from."""
-    objects = [*objects]
-    classes = {type(each) for each in objects if is_a(each, nn.Module)}
-    found = {home_of(kind) for cls in classes for kind in cls.__mro__}
+    names: list[Any] = []
+    # without calls for each object: a step asks for all variables of the user's files
     for each in objects:
-        value = each.__wrapped__ if type(each) is CACHE else each
-        if type(value) in (FunctionType, MethodType):
-            found.add(home_of(value))
-        elif type(value) is ModuleType:
-            found.add(str(value.__name__))
-    return {name for name in found if name in sys.modules and not is_library(name)}
+        kind = type(each)
+        value = each.__wrapped__ if kind is CACHE else each
+        if type(value) is FunctionType or type(value) is MethodType:
+            names.append(value.__module__)
+        elif kind is ModuleType:
+            names.append(each.__name__)
+        elif issubclass(kind, nn.Module):
+            names += [cls.__module__ for cls in kind.__mro__]
+    found = {name for name in names if type(name) is str and name in sys.modules}
+    return {name for name in found if name.partition(".")[0] not in _LIBRARIES}
 
 
 def variables_of(homes: Iterable[str]) -> list[dict[str, Any]]:
@@ -36,14 +40,14 @@ def variables_of(homes: Iterable[str]) -> list[dict[str, Any]]:
 
 def helpers_of(homes: set[str]) -> set[str]:
     """The Python modules that others import, or import a function from."""
-    return homes_of(each for space in variables_of(homes) for each in list(space.values())) - homes
+    return homes_of(chain(*[list(space.values()) for space in variables_of(homes)])) - homes
 
 
 def used_variables(objects: Iterable[Any]) -> Iterator[Any]:
     """The values of variables that the code of modules and functions may use."""
     homes = homes_of(objects)
-    for space in variables_of(homes | helpers_of(homes)):
-        yield from list(space.values())
+    spaces = variables_of(homes | helpers_of(homes))
+    return chain(*[list(space.values()) for space in spaces])
 
 
 def home_of(value: Any) -> str:

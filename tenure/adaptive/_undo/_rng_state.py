@@ -48,8 +48,8 @@ def generator_kinds() -> tuple[type, ...]:
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is None:
         return _KINDS
-    named = (getattr(numpy_random, name, None) for name in ("Generator", "RandomState"))
-    return *_KINDS, *(kind for kind in named if isinstance(kind, type))
+    named = [getattr(numpy_random, name, None) for name in ("Generator", "RandomState")]
+    return *_KINDS, *[kind for kind in named if isinstance(kind, type)]
 
 
 _KINDS = (torch.Generator, random.Random)

@@ -37,7 +37,8 @@ class FunctionState(AllOf):
         self._leaves = [*parameters_of(self._models.all), *found.captured()]
         self.devices: list[torch.device] = devices_of(list(self._leaves))
         self.parameters = frozenset(map(id, self._leaves))
-        self._state = StepState(self._models, self.devices, found.all_generators(), ())
+        generators = found.all_generators(self._models.all)
+        self._state = StepState(self._models, self.devices, generators)
         self._gradients = IsolatedGradients(self._leaves)
         super().__init__((self._gradients, self._state))
 

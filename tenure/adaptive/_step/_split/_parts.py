@@ -115,7 +115,8 @@ class StepParts:
         self.trained = [*parameters_of(self.models.all), *found.captured()]
         leaves = [*self.trained, *self.inputs.leaves]
         self.devices = devices_of([*leaves, *self.values])
-        self.state = StepState(self.models, self.devices, found.all_generators(), self.values)
+        generators = found.all_generators(self.models.all, self.values)
+        self.state = StepState(self.models, self.devices, generators)
         self.exchange = GradientExchange(self.models.all)
         self.gradients = IsolatedGradients(leaves)
         self.backward = SplitBackward(self.gradients, spec.scaler, spec.backward, found.computed)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -19,8 +19,7 @@ class StepState(AllOf):
     Args:
         models: the modules that are known now; `learn` notes those that are seen later.
         devices: where the work is done.
-        generators: generators of random numbers that belong to no module.
-        values: what else may be one.
+        generators: generators of random numbers that are known now.
 
     Attributes:
         mode: whether gradients are recorded.
@@ -34,11 +33,10 @@ class StepState(AllOf):
         self,
         models: StepModels,
         devices: Sequence[torch.device],
-        generators: Iterable[Generator],
-        values: Iterable[object],
+        generators: list[Generator],
     ) -> None:
         self._devices = devices
-        self._generators = [*generators, *generators_of(models.all, values)]
+        self._generators = generators
         self.rng = RngState(devices, self._generators)
         self.modules = ModuleState(models.all)
         self.mode = GradMode()
