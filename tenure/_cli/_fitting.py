@@ -1,8 +1,4 @@
-"""Work that ``tenure fit`` is asked about: made without data, predicted, cut into micro-batches.
-
-Invariant: nothing is made on a device. A device that is not here is taken to be the CPU, as what is
-on the CPU is taken to be on the device that is asked about.
-"""
+"""Work that ``tenure fit`` is asked about: made without data, predicted, cut into micro-batches."""
 
 from __future__ import annotations
 
@@ -27,7 +23,7 @@ from tenure._containers import tensors_in
 from tenure._errors import CommandError, TenureError
 from tenure._show import Paragraph, Part, Shown, plain
 from tenure._text import counted, format_bytes
-from tenure._torch.fakes import building, new_mode
+from tenure._without_data import without_data
 from tenure.adaptive import (
     AdaptiveUsageError,
     Advice,
@@ -38,7 +34,6 @@ from tenure.adaptive import (
     predict_peak,
 )
 
-_ACCELERATORS = ("cuda", "xpu", "mps", "hpu", "mtia")
 _ADVICE = "Return (fn, batch) or (fn, batch, optimizer), where fn takes the batch."
 
 
@@ -290,19 +285,6 @@ def _made_by(make: Callable[[], Any], name: str) -> tuple[Any, ...]:
 def _kind(value: object) -> str:
     # not the name of the class of one without data
     return "Tensor" if isinstance(value, Tensor) else type(value).__name__
-
-
-@contextlib.contextmanager
-def without_data() -> Iterator[None]:
-    """A block in which tensors have no data, and devices that are not here are the host."""
-    elsewhere = _devices.Elsewhere(_is_missing, torch.device("cpu"), keeps_names=False)
-    with building(new_mode()), elsewhere:
-        yield
-
-
-def _is_missing(kind: str) -> bool:
-    # tensors of meta don't mix with those of a batch
-    return kind == "meta" or (kind in _ACCELERATORS and not _devices.is_here(kind))
 
 
 def largest_micro_batch(

@@ -7,10 +7,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 
 from tenure._errors import AdaptiveUsageError
 
 from . import refuse
+from .patches import Patch
 
 _PURPOSE = "predictions of many ranks"
 _HOME = "torch.testing._internal.distributed.fake_pg"
@@ -37,6 +39,31 @@ def fake_ranks(rank: int, n_ranks: int) -> Iterator[None]:
     store: Any = FakeStore()
     dist.init_process_group("fake", store=store, rank=rank, world_size=n_ranks)
     try:
-        yield
+        with _own_chunks.block():
+            yield
     finally:
         dist.destroy_process_group()
+
+
+class _Chunks:
+    """What ``torch.chunk`` returns, each made when it is asked for.
+
+    ``fully_shard`` takes two of each parameter's, and a thousand ranks have a thousand.
+    """
+
+    def __init__(self, tensor: Tensor, num_chunks: int, dim: int) -> None:
+        self._tensor, self._dim = tensor, dim
+        self._length = -(-tensor.shape[dim] // num_chunks)
+
+    def __getitem__(self, i: int) -> Tensor:
+        start = i * self._length
+        length = min(self._length, self._tensor.shape[self._dim] - start)
+        # the first is as long as there is, and what is missing at the end has no shape
+        if length > 0 or i == 0:
+            return self._tensor.narrow(self._dim, start, length)
+        return self._tensor.new_empty(0)
+
+
+_own_chunks = Patch(
+    "torch.distributed.fsdp._fully_shard._fsdp_param", {"_chunk_with_empty": lambda _: _Chunks}
+)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ _PURPOSE = "steps and predictions of sharded modules"
 _GROUPS = "distributed.fsdp.FSDPModule._get_fsdp_state()._fsdp_param_groups"
 _PROPAGATOR = "torch.distributed.tensor._sharding_prop.ShardingPropagator"
 _PROPAGATES = "_propagate_tensor_meta_non_cached"
+_FSDP_PARAM = "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam"
 _FAKE_WORK = "torch._C._distributed_c10d.FakeWork"
 
 
@@ -132,6 +133,10 @@ class Shards:
         """The parameters of ``fully_shard``, of which this rank has a part."""
         return [each.sharded_param for each in self._parameters]
 
+    def offloaded(self) -> list[Tensor]:
+        """The shards of ``CPUOffloadPolicy``, which are in the memory of the host."""
+        return [each.sharded_param for each in self._parameters if each.offload_to_cpu]
+
     def reshard(self) -> None:
         """Let go of parameters that are whole; no rank talks to another."""
         for group in self._groups:
@@ -215,6 +220,41 @@ def sharded_groups(module: nn.Module) -> list[ShardedGroup]:
     """Those of one module; none if it is not sharded by ``fully_shard``."""
     state = _state_of(module)
     return [] if state is None else [ShardedGroup(group) for group in _groups_of(state)]
+
+
+def offloading(told: Any) -> AbstractContextManager[None]:
+    """A block in which ``fully_shard`` copies what it offloads, though host and device are one.
+
+    Args:
+        told: its ``is_offloading`` is True while a gradient is copied to the host.
+    """
+
+    def gathering(found: Any) -> Any:
+        def all_gather_inputs(parameter: Any) -> Any:
+            shard = parameter._sharded_param_data
+            if not parameter.offload_to_cpu:
+                return found.fget(parameter)
+            parameter._sharded_param_data = shard.clone()
+            try:
+                return found.fget(parameter)
+            finally:
+                parameter._sharded_param_data = shard
+
+        return property(all_gather_inputs)
+
+    def keeping(found: Any) -> Any:
+        def to_sharded_dtensor(parameter: Any, tensor: Tensor) -> Any:
+            if parameter.offload_to_cpu:
+                # it is a gradient, once it is reduced
+                told.is_offloading = True
+                tensor = tensor.clone()
+                told.is_offloading = False
+            return found(parameter, tensor)
+
+        return to_sharded_dtensor
+
+    wrappers = {"all_gather_inputs": gathering, "to_sharded_dtensor": keeping}
+    return Patch(_FSDP_PARAM, wrappers).block()
 
 
 def _n_averaged(group: Any) -> int:

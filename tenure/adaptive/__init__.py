@@ -34,6 +34,7 @@ from ._plan import Plan as Plan
 from ._plan import plan as plan
 from ._predict import Advice as Advice
 from ._predict import PeakReport as PeakReport
+from ._predict import fake_ranks as fake_ranks
 from ._predict import predict_peak as predict_peak
 from ._sizes import BatchsizeCache as BatchsizeCache
 from ._sizes import GlobalBatchsizeCache as GlobalBatchsizeCache
@@ -81,6 +82,7 @@ __all__ = [
     "check_split",
     "execute",
     "explicit",
+    "fake_ranks",
     "find_batch_size",
     "is_oom",
     "lazy",

@@ -33,6 +33,7 @@ class Block:
         phase: where it was made; None for what was there before the work.
         category: what it is for; None until that is known.
         is_of_library: whether a library keeps it for good.
+        is_offloaded: whether it is in the memory of the host, and the work's on an accelerator.
     """
 
     n_bytes: int
@@ -40,6 +41,7 @@ class Block:
     category: Category | None = None
     outlived_forward: bool = False
     is_of_library: bool = False
+    is_offloaded: bool = False
 
 
 class Event(NamedTuple):

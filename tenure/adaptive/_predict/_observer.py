@@ -83,6 +83,9 @@ class Observer(DispatchMode):
 
     Attributes:
         record: what was noted.
+        offloaded: what was noted of the host's memory, as far as work on an accelerator keeps there
+            what ``fully_shard`` offloads.
+        is_offloading: whether what is made now is there.
         phase: which part of the step runs now.
         operations: all operations that made something, by number.
         known: values that are computed along.
@@ -96,7 +99,8 @@ class Observer(DispatchMode):
     def __init__(self, target: Target, *, is_counted: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch left it unannotated
         self._is_counted = is_counted
-        self.record = Record()
+        self.record, self.offloaded = Record(), Record()
+        self.is_offloading = False
         self.phase: Phase = "forward"
         self.operations: list[Operation] = []
         self.reasons: dict[str, None] = {}
@@ -121,8 +125,10 @@ class Observer(DispatchMode):
                 continue
             for storage in storages_of(tensor):
                 if key_of(storage) not in self._entries:
-                    block = Block(storage.nbytes(), category=category)
-                    self.record.existing[block] = block.n_bytes
+                    block = Block(
+                        storage.nbytes(), category=category, is_offloaded=self.is_offloading
+                    )
+                    self._record_of(block).existing[block] = block.n_bytes
                     self._enter(storage, block)
 
     def name_blocks(self, tensors: Iterable[Tensor], category: Category) -> None:
@@ -143,6 +149,10 @@ class Observer(DispatchMode):
     def has_backward(self) -> bool:
         """Whether a backward pass ran."""
         return any(each.phase == "backward" for each in self.operations)
+
+    @property
+    def _is_on_host(self) -> bool:
+        return self._target.is_host or self.is_offloading
 
     def begin(self) -> None:
         """Count from now on what is really taken."""
@@ -179,7 +189,7 @@ class Observer(DispatchMode):
             if reason is not None:
                 self.reasons.setdefault(f"{reason} at {_place(sys._getframe(1)).line()}")
         taken = Inside(0, result)
-        if self._target.is_host:
+        if self._is_on_host:
             taken = inside(func, args, kwargs, result)
         self.known.follow(func, args, kwargs, taken.result)
         self._note(func, args, kwargs, taken)
@@ -203,14 +213,14 @@ class Observer(DispatchMode):
 
     def _note(self, func: Any, args: Any, kwargs: Any, taken: Inside) -> None:
         result = taken.result
-        n_before = len(self.record.events)
+        n_before = len(self.record.events) + len(self.offloaded.events)
         if self._target.is_host and not self._is_counted:
             self._note_real()
         for tensor in passed_tensors(result):
             if tensor.device == self._target.runs_on:
                 for storage in storages_of(tensor):
                     self._note_result(func, args, storage)
-        if not self._target.is_host:
+        if not self._is_on_host:
             for n_bytes in self.workspaces.note(func, args, kwargs, result, self.phase):
                 block = Block(n_bytes, self.phase, "temporaries", is_of_library=True)
                 self._change(block, n_bytes)
@@ -222,7 +232,9 @@ class Observer(DispatchMode):
                 self._change(block, 0)
         elif not self._is_counted:
             if taken.n_bytes:
-                block = Block(taken.n_bytes, self.phase, "temporaries")
+                block = Block(
+                    taken.n_bytes, self.phase, "temporaries", is_offloaded=self.is_offloading
+                )
                 self._change(block, taken.n_bytes)
                 if taken.is_kept:
                     self._kept.append(block)
@@ -230,7 +242,7 @@ class Observer(DispatchMode):
                 self._change(block, 0)
             if taken.reason is not None:
                 self.reasons.setdefault(taken.reason)
-        if len(self.record.events) > n_before:
+        if len(self.record.events) + len(self.offloaded.events) > n_before:
             self.operations.append(_operation(str(func), self.phase))
 
     def _note_real(self) -> None:
@@ -255,7 +267,7 @@ class Observer(DispatchMode):
         if taken_over is not None:
             self._enter(storage, taken_over)
             return
-        block = Block(storage.nbytes(), self.phase)
+        block = Block(storage.nbytes(), self.phase, is_offloaded=self.is_offloading)
         self._enter(storage, block)
         if block.n_bytes:
             self._change(block, block.n_bytes)
@@ -292,7 +304,10 @@ class Observer(DispatchMode):
     def _change(self, block: Block, n_bytes: int) -> None:
         if self._is_over:
             return
-        self.record.events.append(Event(block, n_bytes, len(self.operations)))
+        self._record_of(block).events.append(Event(block, n_bytes, len(self.operations)))
+
+    def _record_of(self, block: Block) -> Record:
+        return self.offloaded if block.is_offloaded else self.record
 
 
 def _operation(name: str, phase: Phase) -> Operation:

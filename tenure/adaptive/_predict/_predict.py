@@ -101,6 +101,8 @@ def report_of(work: Work, *, is_counted: bool = False) -> PeakReport:
     operation = observer.operations[peak.operation] if peak.operation >= 0 else None
     later = record.of_a_later_step()
     records = [record] if later is None else [record, later]
+    host = observer.offloaded
+    on_host = [host, host.of_a_later_step() or host] if host.existing else []
     taken = [] if work.target.is_host else [replay(each) for each in records]
     reasons = work.reasons() | observer.reasons | observer.workspaces.reasons
     return PeakReport(
@@ -118,6 +120,7 @@ def report_of(work: Work, *, is_counted: bool = False) -> PeakReport:
         reserved_bytes=taken[0].reserved_peak if taken else None,
         later_reserved_bytes=taken[1].reserved_peak if len(taken) > 1 else None,
         allowance_bytes=observer.workspaces.allowance_bytes if taken else 0,
+        host_bytes=max((each.peak().n_bytes for each in on_host), default=None),
         _runs_within=(lambda limit: all(replay(each, limit).fits for each in records))
         if taken
         else None,

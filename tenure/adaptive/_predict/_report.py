@@ -41,6 +41,8 @@ class PeakReport(Advised, Report):
         reserved_bytes: the most that this allocator takes from the device; None on the CPU.
         later_reserved_bytes: the same of a later step; None where none is other.
         allowance_bytes: what kernels of which nothing is known may take on top, at the most.
+        host_bytes: what ``fully_shard`` offloads to the memory of the host and what the optimizer
+            takes there, at the worst moment there; None if nothing is offloaded.
         budget_bytes: what there is, as ``against`` was told; None if it was not.
     """
 
@@ -58,6 +60,7 @@ class PeakReport(Advised, Report):
     reserved_bytes: int | None = None
     later_reserved_bytes: int | None = None
     allowance_bytes: int = 0
+    host_bytes: int | None = None
     budget_bytes: int | None = None
     # No part of what is compared and written: whether the work, of the process that made the
     # report, runs within a limit of the bytes that are reserved.
@@ -136,12 +139,13 @@ class PeakReport(Advised, Report):
         if self.budget_bytes is None:
             return ""
         spare_bytes = self.budget_bytes - self.needed_bytes
-        budget, difference = format_bytes(self.budget_bytes), format_bytes(abs(spare_bytes))
+        amounts = self.budget_bytes, self.needed_bytes, abs(spare_bytes)
+        budget, needed, difference = map(format_bytes, amounts)
         if spare_bytes < 0 and self.fits(self.budget_bytes):
             return f"It fits in {budget}, once the allocator gives back what it caches."
         if spare_bytes < 0:
-            return f"It does not fit in {budget}: {difference} too much."
-        return f"It fits in {budget}: {difference} to spare."
+            return f"It does not fit in {budget}: it needs {needed}, {difference} too much."
+        return f"It fits in {budget}: it needs {needed}, {difference} to spare."
 
     def _parts(self) -> list[Part]:
         first, *others = filter(None, (self.verdict(), self.summary(), *self._facts_beside()))
@@ -160,9 +164,16 @@ class PeakReport(Advised, Report):
             later = format_bytes(self.later_peak_bytes)
             yield f"Later steps take {later}: they begin with the optimizer's state."
         if self.reserved_bytes is not None:
-            reserved, kernels = map(format_bytes, (self.reserved_bytes, self.allowance_bytes))
-            more = f", and kernels may take {kernels} more" if self.allowance_bytes else ""
+            amounts = self.reserved_bytes, self.later_reserved_bytes or 0, self.allowance_bytes
+            reserved, later, kernels = map(format_bytes, amounts)
+            more = f", {later} for later steps" if amounts[1] > amounts[0] else ""
+            if self.allowance_bytes:
+                all_ = format_bytes(self.needed_bytes)
+                more += f", and kernels may take {kernels} more: {all_} in all"
             yield f"The allocator reserves {reserved} for it{more}."
+        if self.host_bytes is not None:
+            host = format_bytes(self.host_bytes)
+            yield f"In host memory, shards, gradients and the optimizer take {host} at most."
 
     def _amounts(self) -> Iterator[tuple[str, int]]:
         yield from self.categories.items()

@@ -26,7 +26,7 @@ from tenure._torch.compiler import is_compiled
 from tenure._torch.fakes import is_fake, unrecognised
 from tenure._torch.optimizers import stepping_fakes
 from tenure._torch.resizing import tell, tell_no_more
-from tenure._torch.sharding import Shards, shapes_found_unseen
+from tenure._torch.sharding import Shards, offloading, shapes_found_unseen
 from tenure.scopes import persist
 
 from .._interrupts import Interrupts
@@ -166,13 +166,23 @@ class Work:
                 observer.known.learn(fake, real)
             self.shards.begin_anew()
             stack.enter_context(self.state.kept())
+            # on an accelerator that is here, devices tell it
+            offloaded = self.shards.offloaded() if self.target.stands_for else []
+            observer.is_offloading = bool(offloaded)
+            observer.enter_existing(offloaded, "parameters")
+            observer.enter_existing([p.grad for p in offloaded if p.grad is not None], "gradients")
+            if offloaded:
+                observer.enter_existing(self.state.tensors(), "optimizer state")
+                stack.enter_context(offloading(observer))
+            observer.is_offloading = False
             observer.enter_existing(self.parameters, "parameters")
             observer.enter_existing(self.buffers, "buffers")
             observer.enter_existing(self.gradients(), "gradients")
             observer.enter_existing(self.state.tensors(), "optimizer state")
             observer.enter_existing([*self.inputs, *self.others], "inputs")
-            stack.enter_context(_steps_told(observer))
-            stack.enter_context(stepping_fakes(cpu_as=self.target.stands_for))
+            stack.enter_context(_steps_told(observer, is_offloaded=bool(offloaded)))
+            steps_as = None if offloaded else self.target.stands_for
+            stack.enter_context(stepping_fakes(cpu_as=steps_as))
             stack.enter_context(_no_compiling())
             stack.enter_context(unrecognised())
             stack.enter_context(self._no_fast_path(observer))
@@ -279,15 +289,17 @@ def losses_in(result: Any) -> list[Tensor]:
 
 
 @contextmanager
-def _steps_told(observer: Observer) -> Iterator[None]:
+def _steps_told(observer: Observer, *, is_offloaded: bool) -> Iterator[None]:
     before: list[Any] = []
 
     def begin(*_: Any) -> None:
         before.append(observer.phase)
         observer.phase = "optimizer step"
+        observer.is_offloading = is_offloaded
 
     def end(*_: Any) -> None:
         observer.phase = before.pop()
+        observer.is_offloading = False
 
     handles = [register_optimizer_step_pre_hook(begin), register_optimizer_step_post_hook(end)]
     try:

@@ -29,6 +29,8 @@ _PRODUCTS = re.compile(
     r"(add|badd)?b?mm|(add)?mv|v?dot|linear|matmul|_addmm_activation|_(int|scaled|grouped)_mm"
 )
 _PUT = frozenset({"index_put", "index_put_", "_index_put_impl_"})
+_OF_RANKS = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "fsdp"})
+"""Collectives, and the copies of ``fully_shard`` around them, which take nothing else."""
 _ATTENTION_OF_CPU = "_scaled_dot_product_flash_attention_for_cpu"
 
 
@@ -126,7 +128,9 @@ class Workspaces:
         name = name.partition(".")[0]
         if namespace in ("profiler", "prim"):
             return ()
-        if namespace != "aten":
+        if namespace in _OF_RANKS:
+            self.reasons.setdefault("what a library of collectives takes is not counted, as NCCL's")
+        elif namespace != "aten":
             self.reasons.setdefault(f"nobody has measured what {func} takes for itself")
         elif _PRODUCTS.fullmatch(name):
             return self._note_product("backward" if phase == "backward" else "forward")

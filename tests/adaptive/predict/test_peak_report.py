@@ -54,11 +54,12 @@ def test_the_report_says_how_much_when_where_and_for_what():
 
 def test_beside_a_budget_it_says_what_is_left_and_what_is_only_assumed():
     assert str(ON_CUDA.against("32MiB")) == (
-        "It fits in 32.0 MiB: 8.0 MiB to spare.\n"
+        "It fits in 32.0 MiB: it needs 24.0 MiB, 8.0 MiB to spare.\n"
         "A step takes about 10.0 MiB of cuda:0 at most: in the backward pass, at layers.3\n"
         "(train.py:12), in aten.mm.\n"
         "4.0 MiB of it were there before.\n"
-        "The allocator reserves 22.0 MiB for it, and kernels may take 2.0 MiB more.\n"
+        "The allocator reserves 22.0 MiB for it, and kernels may take 2.0 MiB more: 24.0\n"
+        "MiB in all.\n"
         "\n"
         "category                    bytes   share\n"
         "-----------------------  --------  ------  --------------------------------\n"
@@ -78,7 +79,8 @@ def test_beside_a_budget_it_says_what_is_left_and_what_is_only_assumed():
 
 
 def test_what_does_not_fit_says_by_how_much():
-    assert REPORT.against("8MiB").verdict() == "It does not fit in 8.0 MiB: 2.0 MiB too much."
+    told = "It does not fit in 8.0 MiB: it needs 10.0 MiB, 2.0 MiB too much."
+    assert REPORT.against("8MiB").verdict() == told
 
 
 @pytest.mark.parametrize(

@@ -83,6 +83,65 @@ def test_real_ranks_take_what_is_predicted():
             assert 0.95 * min(measured) <= predicted <= 1.05 * max(measured), kind
 
 
+# the device of the first counts, beside the host; the second has no other than the host
+OFFLOADED = """
+import json, sys
+import torch, torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+sys.path.insert(0, {root!r})
+from tenure.adaptive import predict_peak
+from tests.adaptive.predict.true_peak import true_peak_bytes
+
+def made(kind):
+    mesh = init_device_mesh(kind, (4,))
+    net = nn.Sequential(*[nn.Sequential(nn.Linear(250, 301), nn.Tanh(), nn.Linear(301, 250))
+                          for _ in range(4)])
+    for module in (*net, net):
+        fully_shard(module, mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    optimizer = torch.optim.AdamW(net.parameters(), foreach=False)
+    return lambda x: net(x).square().mean(), torch.randn(8, 250).to(kind), net, optimizer
+
+def shards(tensors):
+    return sum(each.to_local().untyped_storage().nbytes() for each in tensors)
+
+def measured():
+    from tenure.testing import simulated_accelerator
+    with simulated_accelerator() as sim:
+        dist.init_process_group("cpu:fake,sim:fake", store=FakeStore(), rank={rank}, world_size=4)
+        fn, x, net, optimizer = made("sim")
+        sim.reset_peak()
+        fn(x).backward()
+        host = shards(net.parameters()) + shards(p.grad for p in net.parameters())
+        return [sim.peak_bytes, host + true_peak_bytes(optimizer.step)]
+
+def predicted():
+    dist.init_process_group("fake", store=FakeStore(), rank={rank}, world_size=4)
+    fn, x, _, optimizer = made("cpu")
+    report = predict_peak(fn, x, optimizer=optimizer, device="cuda")
+    assert report.later_peak_bytes is None
+    return [report.peak_bytes, report.host_bytes]
+
+print(json.dumps({what}()))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 3])
+def test_what_is_offloaded_is_told_apart_from_the_device(rank):
+    found = []
+    for what in ("measured", "predicted"):
+        program = OFFLOADED.format(root=str(Path(__file__).parents[3]), rank=rank, what=what)
+        done = run_program(program, imported=IMPORTED)
+        assert done.returncode == 0, done.stderr
+        found.append(json.loads(done.stdout.splitlines()[-1]))
+    (device, host), (device_told, host_told) = found
+    assert device_told == device
+    assert host <= host_told <= 1.01 * host
+
+
 def train_as_without(rank, kinds):
     """The kinds that predictions between steps, which only one rank makes, change anything of."""
     return [kind for kind in kinds if not _trains_as_without(rank, kind)]
