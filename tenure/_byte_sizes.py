@@ -99,7 +99,11 @@ def _parsed_text(text: str) -> int:
     match = _SIZE.fullmatch(text)
     factor = _FACTORS.get(match[2].lower()) if match else None
     if match is None or factor is None:
-        raise ByteSizeError(f"{_shortened(text)} is not a number of bytes. {_SPELLINGS}")
+        meant = ""
+        if match is not None and f"{match[2].lower()}ib" in _FACTORS:
+            amount = f"{match[1]}{match[2].upper()}"
+            meant = f" {amount} is {amount}iB, or {amount}B."
+        raise ByteSizeError(f"{_shortened(text)} is not a number of bytes. {_SPELLINGS}{meant}")
     # Decimal, and not float: 0.1 TiB and 9 EiB are exact up to the one rounding
     return int((Decimal(match[1]) * factor).to_integral_value(ROUND_HALF_UP))
 

@@ -95,6 +95,11 @@ def test_a_text_that_is_no_size_is_quoted_with_what_to_write(text):
     assert str(caught.value).startswith(repr(text))
 
 
+def test_a_unit_of_one_letter_gets_both_that_it_may_be():
+    with pytest.raises(ByteSizeError, match=r"such as .* 1\.5G is 1\.5GiB, or 1\.5GB\.$"):
+        parse_bytes("1.5g")
+
+
 def test_a_long_text_is_quoted_shortened():
     with pytest.raises(ByteSizeError, match=r"^'9{37}\.\.\.' is not a number of bytes"):
         parse_bytes("9" * 100_000)

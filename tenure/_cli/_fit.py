@@ -12,6 +12,8 @@ from ._verb import Verb, byte_size, show, whole_number
 _FITS, _DOES_NOT = 0, 1
 _OPTIMIZERS = ("adamw", "adamw-foreach", "sgd", "adafactor", "paged", "none")
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
+_SHARDS = ("fsdp2", "ddp")
+_OF_TENSORS = ("tp", "tensor", "tensor-parallel", "tensor_parallel", "tensorparallel")
 _GIGA = 1e9
 
 
@@ -77,6 +79,12 @@ class Fit(Verb):
             help="tokens of a sample (default: what the model is made for, at most 2048)",
         )
         group.add_argument(
+            "--images",
+            type=whole_number(0),
+            metavar="N",
+            help="images in the text of a sample, for models that take both (default: 1)",
+        )
+        group.add_argument(
             "--dtype",
             choices=_DTYPES,
             help="of the weights (default: the configuration's, else float32)",
@@ -110,12 +118,21 @@ class Fit(Verb):
             help="processes with a device each; several numbers give a row each (default: 1)",
         )
         group.add_argument(
-            "--shard", choices=("fsdp2", "ddp"), help="how ranks share the model (default: fsdp2)"
+            "--shard",
+            type=_shard,
+            metavar="{fsdp2,ddp}",
+            help="how ranks share the model (default: fsdp2)",
         )
         group.add_argument(
             "--reshard-after-forward",
             choices=("yes", "no"),
             help="whether FSDP2 lets go of gathered weights after the forward pass (default: yes)",
+        )
+        group.add_argument(
+            "--cpu-offload",
+            action="store_true",
+            default=None,
+            help="FSDP2 keeps shards, gradients and the optimizer's state in host memory",
         )
         group.add_argument(
             "--tflops",
@@ -170,6 +187,7 @@ class Fit(Verb):
         options.pop("train", None)
         reshards = options.pop("reshard_after_forward", "yes") == "yes"
         ranks = options.pop("ranks", [1])
+        options["offloads"] = options.pop("cpu_offload", False)
         setup = Setup(arguments.target, reshards=reshards, **options)
         return answer(
             setup,
@@ -183,8 +201,19 @@ class Fit(Verb):
 
 _OF_MODELS = frozenset(
     [
-        *("batch", "sequence", "dtype", "optimizer", "lora", "checkpointing", "train", "generate"),
-        *("ranks", "shard", "reshard_after_forward", "tflops", "link"),
+        *(
+            "batch",
+            "sequence",
+            "images",
+            "dtype",
+            "optimizer",
+            "lora",
+            "checkpointing",
+            "train",
+            "generate",
+        ),
+        *("ranks", "shard", "reshard_after_forward", "cpu_offload"),
+        *("tflops", "link"),
     ]
 )
 
@@ -197,6 +226,18 @@ def _byte_sizes(text: str) -> list[int]:
 def _counts(text: str) -> list[int]:
     """Read numbers of ranks for argparse, as ``8,64``."""
     return [whole_number(1)(each) for each in text.split(",")]
+
+
+def _shard(text: str) -> str:
+    """Check a way to share a model for argparse."""
+    if text.lower() in _OF_TENSORS:
+        raise argparse.ArgumentTypeError(
+            "tensor parallelism needs a plan for each layer, which a configuration does not have; "
+            "shard the model in a program, and ask predict_peak() in a block of fake_ranks()"
+        )
+    if text not in _SHARDS:
+        raise argparse.ArgumentTypeError(f"{text!r} is not known; write fsdp2 or ddp")
+    return text
 
 
 def _rate(text: str) -> float:

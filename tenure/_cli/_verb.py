@@ -86,7 +86,7 @@ def show(
     elif sys.stdout.isatty():
         from rich.console import Console
 
-        Console().print(shown.rich(top=top, sort=sort))
+        Console().print(shown.rich(top=top, sort=sort), crop=False)
         sys.stdout.flush()
     else:
         print_text(shown.text(top=top, sort=sort))

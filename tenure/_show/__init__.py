@@ -3,6 +3,7 @@
 from ._amounts import Amounts as Amounts
 from ._amounts import ranked as ranked
 from ._page import drawn_page as drawn_page
+from ._part import Code as Code
 from ._part import Paragraph as Paragraph
 from ._part import Part as Part
 from ._part import Together as Together

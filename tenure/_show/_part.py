@@ -83,7 +83,8 @@ def _printed(shown: RenderableType, width: int) -> Console:
         color_system="truecolor",
         legacy_windows=False,
     )
-    console.print(shown)
+    # code is not cut
+    console.print(shown, crop=False)
     return console
 
 
@@ -119,6 +120,29 @@ def _broken(line: str, width: int) -> str:
     """Break words that are longer than a line after a dot or a slash if they have one."""
     piece = re.compile(rf".{{1,{width}}}$|.{{1,{width}}}(?<=[./])|.{{1,{width}}}")
     return re.sub(rf"\S{{{width + 1},}}", lambda word: "\n".join(piece.findall(word[0])), line)
+
+
+@dataclass(frozen=True, slots=True)
+class Code(Part):
+    """Lines to paste, which no width breaks.
+
+    Attributes:
+        title: the line above.
+        lines: the lines.
+    """
+
+    title: str
+    lines: str
+
+    def __rich_console__(
+        self, console: Console, options: ConsoleOptions
+    ) -> Iterator[RenderableType]:
+        """Yield each line as it is."""
+        from rich.text import Text
+
+        yield Paragraph(self.title)
+        for line in visible(self.lines).split("\n"):
+            yield Text(line, no_wrap=True, overflow="ignore")
 
 
 @dataclass(frozen=True, slots=True)

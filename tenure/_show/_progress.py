@@ -23,7 +23,9 @@ display = threading.Lock()
 
 
 @contextmanager
-def steps(label: str, *, are_counted: bool = True) -> Iterator[Callable[[str], None]]:
+def steps(
+    label: str, *, are_counted: bool = True, patience_s: float = _PATIENCE_S
+) -> Iterator[Callable[[str], None]]:
     """A block that says what it is at once it has taken two seconds, in lines that stay.
 
     Only if the standard error is a terminal, and ``TENURE_PROGRESS`` is not 0. Each line comes
@@ -32,6 +34,7 @@ def steps(label: str, *, are_counted: bool = True) -> Iterator[Callable[[str], N
     Args:
         label: whose steps they are.
         are_counted: whether a line has the number of its step.
+        patience_s: how long nothing is said; 0 where the first step may take longer.
 
     Yields:
         A function to call as each step begins, with the name of the step.
@@ -40,7 +43,7 @@ def steps(label: str, *, are_counted: bool = True) -> Iterator[Callable[[str], N
         yield _nothing
         return
     try:
-        yield _Lines(label, are_counted).begin
+        yield _Lines(label, are_counted, patience_s).begin
     finally:
         display.release()
 
@@ -74,18 +77,18 @@ def _nothing(_: object) -> None:
 
 
 class _Lines:
-    def __init__(self, label: str, are_counted: bool) -> None:
+    def __init__(self, label: str, are_counted: bool, patience_s: float) -> None:
         self._label, self._are_counted = label, are_counted
         self._n_steps = 0
         self._began = monotonic()
-        self._patience_s = _PATIENCE_S
+        self._patience_s = patience_s
 
     def begin(self, what: str) -> None:
         self._n_steps += 1
         elapsed_s = monotonic() - self._began
         if elapsed_s < self._patience_s:
             return
-        self._patience_s = 2 * elapsed_s
+        self._patience_s = max(2 * elapsed_s, _PATIENCE_S)
         # a terminal that is gone is no error of the work
         with suppress(Exception):
             if _is_wanted():

@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tenure._cli._fleet._configured import configured
 from tenure._cli._fleet._setup import Setup
-from tenure._cli._fleet._work import in_memory, making, shard
+from tenure._cli._fleet._work import batch_of, in_memory, making, shard
 from tenure.adaptive import memory_budget
 from tenure.adaptive._predict import Work
 from tenure.adaptive._predict._predict import report_of
@@ -23,7 +23,7 @@ def measured_sharded(rank, setup):
     # a thread of gloo may hold what it has sent for a moment longer
     for _ in range(4):
         model, batch = in_memory(asked, configured(asked.target), torch.device("cpu"))
-        shard(model, mesh, reshards=asked.reshards)
+        shard(model, mesh, reshards=asked.reshards, offloads=asked.offloads)
         optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
         step = step_of(lambda batch, model=model: model(**batch).loss, batch, optimizer)
         with memory_budget("4GiB") as budget:
@@ -54,8 +54,9 @@ def measured_replicated(rank, setup):
 
 
 def predicted_sharded(setup, rank):
-    with making(setup, configured(setup.target), rank) as made:
-        work = Work(made.fn, (made.batch,), {}, made.optimizer, None)
+    found = configured(setup.target)
+    with making(setup, found, rank) as made:
+        work = Work(made.fn, (batch_of(setup, found),), {}, made.optimizer, None)
         report = report_of(work, is_counted=True)
         return report.peak_bytes - report.baseline_bytes
 
@@ -68,7 +69,7 @@ def saved_config(folder, model_type="llama", **values):
         "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3,
         "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 500,
     }  # fmt: skip
-    made = CONFIG_MAPPING[model_type](**small | values)
+    made = CONFIG_MAPPING[model_type](**values if "text_config" in values else small | values)
     path = Path(folder, model_type)
     made.save_pretrained(path)
     return str(path)

@@ -2,6 +2,11 @@
 
 import dataclasses
 import json
+import os
+import re
+import subprocess
+from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,7 +14,9 @@ import torch
 from tenure._cli import main
 from tenure._cli._fleet import Setup
 from tenure._cli._fleet._configured import configured
-from tenure._cli._fleet._work import in_memory, making
+from tenure._cli._fleet._recipe import recipe
+from tenure._cli._fleet._work import batch_of, in_memory, making
+from tenure._torch.fake_ranks import fake_ranks
 from tenure.adaptive import predict_peak
 from tests.adaptive.predict.true_peak import step_of, true_peak_bytes
 from tests.adaptive.ranks.launch import run_ranks
@@ -31,6 +38,20 @@ IMAGES = {
 PAIRS = {
     "d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4,
     "decoder_start_token_id": 0,
+}  # fmt: skip
+TEXT = {
+    "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 500,
+}  # fmt: skip
+MIXED = {
+    "text_config": TEXT | {"model_type": "llama"},
+    "vision_config": IMAGES | {"model_type": "clip_vision_model"},
+    "image_token_id": 7,
+}
+FREE = {
+    "text_config": TEXT | {"rope_scaling": {"rope_type": "default", "mrope_section": [2, 3, 3]}},
+    "vision_config": {"depth": 2, "embed_dim": 64, "num_heads": 4, "hidden_size": 64},
+    "image_token_id": 7, "vision_start_token_id": 8, "bos_token_id": None, "eos_token_id": None,
 }  # fmt: skip
 
 
@@ -58,8 +79,10 @@ def whole_bytes(setup):
 
 
 def predicted(setup, device="cpu"):
-    with making(setup, configured(setup.target)) as made:
-        return predict_peak(made.fn, made.batch, optimizer=made.optimizer, device=device)
+    found = configured(setup.target)
+    with making(setup, found) as made:
+        batch = batch_of(setup, found)
+        return predict_peak(made.fn, batch, optimizer=made.optimizer, device=device)
 
 
 @pytest.mark.parametrize(
@@ -70,6 +93,9 @@ def predicted(setup, device="cpu"):
         ("bert", {}, {"sequence": 32}),
         ("t5", PAIRS, {"sequence": 32}),
         ("vit", IMAGES, {}),
+        ("llava", MIXED, {"sequence": 32}),
+        ("llava", MIXED, {"sequence": 32, "images": 0}),
+        ("qwen2_vl", FREE, {"sequence": 300}),
         ("llama", {}, {"sequence": 32, "checkpointing": True}),
         ("llama", {}, {"sequence": 32, "dtype": "bfloat16"}),
         ("llama", {}, {"sequence": 32, "lora": 4}),
@@ -99,8 +125,9 @@ def test_weights_that_a_model_ties_are_counted_once(tmp_path):
 @pytest.mark.parametrize("n", [2, 4])
 def test_each_rank_takes_what_is_predicted(llama, n):
     most = []
-    for reshards in (True, False):
-        setup = Setup(llama, batch=4, sequence=32, ranks=n, reshards=reshards)
+    ways = ({"reshards": True}, {"reshards": False}, {"offloads": True})
+    for way in ways:
+        setup = Setup(llama, batch=4, sequence=32, ranks=n, **way)
         found = run_ranks(measured_sharded, n, timeout=180, setup=dataclasses.asdict(setup))
         assert found == [predicted_sharded(setup, rank) for rank in range(n)]
         most.append(max(found))
@@ -113,8 +140,10 @@ def test_each_rank_takes_what_is_predicted(llama, n):
 def test_each_replica_takes_what_is_predicted(llama, n):
     setup = Setup(llama, batch=4, sequence=32, ranks=n, shard="ddp")
     found = run_ranks(measured_replicated, n, timeout=180, setup=dataclasses.asdict(setup))
-    with making(setup, configured(llama)) as made:
-        report = predict_peak(made.fn, made.batch, optimizer=made.optimizer, device="cpu")
+    found_config = configured(llama)
+    with making(setup, found_config) as made:
+        batch = batch_of(setup, found_config)
+        report = predict_peak(made.fn, batch, optimizer=made.optimizer, device="cpu")
         bucket_bytes = 4 * made.size.n_parameters
     alone = predicted(Setup(llama, batch=4, sequence=32))
     assert report.baseline_bytes - alone.baseline_bytes == bucket_bytes
@@ -160,7 +189,7 @@ def test_cards_have_a_row_each_and_a_change_that_makes_it_fit(llama, capsys):
     assert (small["fits"], large["fits"]) == (False, True)
     # the allocator may have to give back what it caches
     assert small["remedy"]["needed_bytes"] <= 160 * MIB
-    assert "tenure.adaptive.step(" in small["remedy"]["how"]
+    assert "step(lambda part" in small["remedy"]["how"]
     assert large["remedy"] is None
     for case in (small, large):
         within = {"batch": case["largest_batch"], "sequence": 64}
@@ -180,6 +209,7 @@ def test_where_only_more_ranks_help_the_fewest_are_named(tmp_path, capsys):
     code, found = answered(capsys, *arguments)
     remedy = found["cases"][0]["remedy"]
     assert (code, remedy["what"]) == (1, "4 ranks, each with a device")
+    assert 'init_device_mesh("cuda", (4,))' in remedy["how"]
     assert remedy["needed_bytes"] == four.needed_bytes
 
 
@@ -190,7 +220,13 @@ def test_a_change_that_does_not_help_is_not_named(llama, capsys):
 
 def test_what_fits_ends_with_0_and_says_the_largest_batch_first(llama, capsys):
     assert main(["fit", llama, "--sequence", "32", "--device-memory", "1GiB"]) == 0
-    assert capsys.readouterr().out.startswith("Largest batch that fits in 1.0 GiB: ")
+    first, *others = capsys.readouterr().out.splitlines()
+    told = re.fullmatch(r"Fits in 1\.0 GiB: yes; it needs (.+) MiB, (.+) MiB to spare; .*", first)
+    assert told is not None
+    needed, spare = map(float, told.groups())
+    assert needed + spare == pytest.approx(1024, abs=0.2)
+    # and what it needs is the sum of what it is for
+    assert any(line.endswith(f"{needed} MiB in all.") for line in " ".join(others).split("  "))
 
 
 def test_more_ranks_take_less_each(llama, capsys):
@@ -228,19 +264,49 @@ def test_paged_training_takes_less_than_the_weights_do(llama, capsys):
     assert paged["cases"][0]["needed_bytes"] < whole["cases"][0]["needed_bytes"]
 
 
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"batch": 4},
+        {"batch": 4, "checkpointing": True, "optimizer": "sgd"},
+        {"ranks": 2, "reshards": False},
+        {"ranks": 2, "offloads": True, "checkpointing": True},
+    ],
+)
+def test_lines_to_paste_run_as_they_are(llama, tmp_path, monkeypatch, options):
+    setup = Setup(llama, sequence=16, **options)
+    maximum = None if setup.ranks > 1 else 2
+    lines = recipe(setup, blocks=("LlamaDecoderLayer",), maximum=maximum)
+    assert all(len(line) < 80 for line in lines.splitlines())
+    monkeypatch.chdir(tmp_path)
+    model, batch = in_memory(setup, configured(llama), torch.device("cpu"))
+    dataset = [{name: each[0] for name, each in batch.items()}] * 4
+    with fake_ranks(0, setup.ranks) if setup.ranks > 1 else nullcontext():
+        names = {"model": model, "batches": [batch], "dataset": dataset}
+        exec(lines.replace('"cuda"', '"cpu"'), names)
+    assert all(p.grad is None or p.grad.shape == p.shape for p in model.parameters())
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
         (["nowhere"], "'nowhere' is no folder, no file, no MODULE:FUNCTION, and not in the local"),
         (["./nothing.json"], "There is no file './nothing.json'."),
-        (["{folder}"], "has no config.json"),
+        (["{folder}"], "has no config.json. Name the folder of a model of transformers."),
         (["{llama}", "--ranks", "0"], "'0' is no whole number of at least 1"),
         (["{llama}", "--device-memory", "24"], "write the unit, such as 24GiB"),
+        (["{llama}", "--device-memory", "1G"], "1G is 1GiB, or 1GB."),
         (["{llama}", "--optimizer", "lion"], "invalid choice: 'lion'"),
+        (["{llama}", "--ranks", "2", "--shard", "tp"], "tensor parallelism needs a plan"),
+        (["{llama}", "--ranks", "2", "--shard", "zero"], "'zero' is not known; write fsdp2 or ddp"),
         (["{llama}", "--tflops", "-1"], "'-1' is no speed above 0"),
         (["{llama}", "--generate", "5", "--lora", "4"], "--lora is for training."),
         (["{llama}", "--generate", "5", "--ranks", "2", "--shard", "ddp"], "DDP exchanges"),
         (["{llama}", "--optimizer", "paged", "--ranks", "2"], "paged is for one device."),
+        (["{llama}", "--images", "1"], "--images is for models of text and images."),
+        (["{llava}", "--sequence", "16"], "The images of a sample are 16 tokens, and it has 16."),
+        (["{llama}", "--cpu-offload"], "--cpu-offload is for shards: give --ranks above 1"),
         (["{vit}", "--sequence", "5"], "--sequence says nothing of images."),
         (["{vit}", "--generate", "5"], "--generate says nothing of images."),
         (["{hubert}"], "A hubert has no class that is trained on text"),
@@ -258,6 +324,7 @@ def test_paged_training_takes_less_than_the_weights_do(llama, capsys):
 def test_bad_input_is_refused_in_one_sentence(tmp_path, llama, capsys, arguments, told):
     places = {"folder": tmp_path, "llama": llama}
     places["vit"] = saved_config(tmp_path, "vit", **IMAGES)
+    places["llava"] = saved_config(tmp_path, "llava", **MIXED)
     places["hubert"] = saved_config(tmp_path, "hubert")
     places["t5"] = saved_config(tmp_path, "t5")
     places["mamba"] = saved_config(tmp_path, "mamba")
@@ -272,3 +339,33 @@ def test_bad_input_is_refused_in_one_sentence(tmp_path, llama, capsys, arguments
     lines = [each for each in capsys.readouterr().err.splitlines() if "error:" in each]
     assert len(lines) == 1
     assert told in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("comment", "code", "is_held"),
+    [
+        ("fit /models/llama --ranks 16 --device-memory 80GiB", 1, True),
+        ("fit /models/llama --ranks 16 --device-memory 80GiB", 0, False),
+        # a mistake in the comment holds no job
+        ("fit /models/llama --device-memory 80", 2, False),
+        ("fit train.py:setup", 1, False),
+        ("nothing of this", 1, False),
+    ],
+)
+def test_the_prolog_of_the_docs_holds_what_does_not_fit(tmp_path, comment, code, is_held):
+    page = (Path(__file__).parents[2] / "docs" / "fit.md").read_text()
+    script = re.search(r"```sh\n(#!/bin/sh\n.*?)```", page, re.DOTALL)[1]
+    for name, ends in (("tenure", code), ("scontrol", 0)):
+        stand_in = tmp_path / name
+        stand_in.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/{name}.called\nexit {ends}\n')
+        stand_in.chmod(0o755)
+    environment = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_COMMENT": comment,
+    }
+    subprocess.run(["sh", "-c", script], env=environment, check=True)
+    called = {path.name: path.read_text() for path in tmp_path.glob("*.called")}
+    is_asked = comment.startswith("fit ") and ":" not in comment
+    assert called.get("tenure.called") == (f"{comment}\n" if is_asked else None)
+    assert called.get("scontrol.called") == ("requeuehold 7\n" if is_held else None)

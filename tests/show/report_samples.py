@@ -320,11 +320,12 @@ def _peak_report(**changed):
 def _fleet_answer():
     model = SimpleNamespace(
         config=SimpleNamespace(model_type="llama"),
-        notes=lambda sequence: ["the configuration is for at most 1024 tokens"],
-        tokens_in_words=lambda sequence: "2048 tokens",
+        notes=lambda sequence, images: ["the configuration is for at most 1024 tokens"],
+        tokens_in_words=lambda sequence, images: "2048 tokens",
     )
-    peak = Peak(_peak_report(), Size(70_600_000_000, 70_600_000_000, 2**38))
-    remedy = Remedy("checkpoints", f"step({HOLDER.format(1)})", 2**33)
+    peak = Peak(_peak_report(), Size(70_600_000_000, 70_600_000_000, 2**38, ("Block",)))
+    # code is not broken, whatever the width
+    remedy = Remedy("checkpoints", "import torch\n\nmodel.train()", 2**33)
     cases = [Case(8, peak, 2**34, 0, remedy), Case(1024, peak, 2**37, 12)]
     bound = Bound(10**15, 2**38, 2.5, 4.1)
     return FleetAnswer(Setup("llama", ranks=8), SimpleNamespace(model=model), cases, bound)

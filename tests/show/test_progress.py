@@ -77,6 +77,19 @@ def test_work_of_a_known_size_says_how_much_of_it_is_done(clock, terminal, monke
     assert capsys.readouterr().out == ""
 
 
+def test_a_first_step_that_may_be_long_is_said_at_once(clock, terminal, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", terminal.stream)
+    with steps("fit", patience_s=0) as show:
+        show("reading the configuration")
+        assert terminal().strip() == "tenure: fit: reading the configuration (step 1, 0 s)"
+        clock.now = 1.0
+        show("one sample")
+        assert terminal() == ""
+        clock.now = 2.5
+        show("two samples")
+        assert terminal().strip() == "tenure: fit: two samples (step 3, 2 s)"
+
+
 @pytest.mark.parametrize(("name", "value"), [("TENURE_PROGRESS", "0"), ("LOCAL_RANK", "1")])
 def test_the_environment_turns_it_off(clock, terminal, monkeypatch, name, value):
     monkeypatch.setenv(name, value)

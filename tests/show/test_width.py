@@ -8,7 +8,16 @@ from rich.console import Console
 
 from tenure._callers import line_in
 from tenure._errors import ProfilerUsageError
-from tenure._show import Column, Paragraph, Shown, Table, bytes_column, in_bytes, storage_bytes
+from tenure._show import (
+    Code,
+    Column,
+    Paragraph,
+    Shown,
+    Table,
+    bytes_column,
+    in_bytes,
+    storage_bytes,
+)
 from tenure._visible import visible
 from tests.profiler.recording.makers import growth, recording
 
@@ -49,6 +58,11 @@ def test_a_name_that_is_wider_than_its_column_goes_on_in_the_next_line():
     assert first.endswith("    8 B")
     assert first.split()[0] + "".join(others) == PLACE
     assert Paragraph("", f"- {PLACE}").text(30).replace("\n  ", "") == f"- {PLACE}"
+
+
+def test_code_is_neither_broken_nor_cut():
+    lines = "import torch\n\n" + "    call(" + "x" * 90 + ")"
+    assert Code("To paste:", lines).text(40) == f"To paste:\n{lines}"
 
 
 @pytest.mark.parametrize("width", [1, 2, 4, 30])

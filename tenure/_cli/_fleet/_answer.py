@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from tenure._show import Column, Paragraph, Part, Shown, Table, plain, steps
+from tenure._show import Code, Column, Paragraph, Part, Shown, Table, plain, steps
 from tenure._text import counted, format_bytes
 
 from ._bounds import Bound, flops_of
@@ -20,7 +20,7 @@ _POWERS = [1 << i for i in range(1, 11)]
 _COLUMNS = (
     Column("device memory", ">"),
     Column("ranks", ">"),
-    Column("takes", ">"),
+    Column("needs", ">"),
     Column("fits"),
     Column("left", ">"),
     Column("largest batch", ">"),
@@ -82,6 +82,7 @@ class Case:
             "needed_bytes": self.peak.needed_bytes,
             "fits": self.fits,
             "spare_bytes": self.spare_bytes,
+            "host_bytes": self.peak.host_bytes,
             "largest_batch": self.largest_batch,
             "remedy": None if self.remedy is None else self.remedy._asdict(),
         }
@@ -117,38 +118,59 @@ class FleetAnswer(Shown):
             **first.peak.size._asdict(),
             "cases": [case.facts() for case in self._cases],
             "bound": None if self._bound is None else self._bound._asdict(),
-            "notes": self._peaks.model.notes(self._setup.sequence),
+            "notes": self._peaks.model.notes(self._setup.sequence, self._setup.images),
             "report": plain(first.peak.found),
         }
 
     def _parts(self) -> list[Part]:
-        parts: list[Part] = [Paragraph("", "\n".join(self._head()))]
-        if self._cases[0].memory_bytes is not None or len(self._cases) > 1:
+        first = self._cases[0]
+        parts: list[Part] = [
+            Paragraph("", "\n".join([*map(self._verdict, self._cases), self._about()]))
+        ]
+        if len(self._cases) > 1:
             parts.append(Table("", _COLUMNS, [_row(case) for case in self._cases]))
         remedies = {case.remedy.how: case.remedy for case in self._cases if case.remedy is not None}
-        parts += [Paragraph(f"With {each.what}:", each.how) for each in remedies.values()]
-        parts += self._cases[0].peak.parts()
+        for each in remedies.values():
+            title = f"With {each.what} a step needs {format_bytes(each.needed_bytes)}:"
+            parts.append(Code(title, each.how))
+        if first.fits and (self._setup.ranks > 1 or self._setup.optimizer == PAGED):
+            parts.append(Code("These lines do so:", first.peak.recipe(self._setup)))
+        parts += first.peak.parts()
         if self._bound is not None:
             parts.append(Paragraph("", self._bound.words()))
-        notes = self._peaks.model.notes(self._setup.sequence)
+        notes = self._peaks.model.notes(self._setup.sequence, self._setup.images)
+        if self._setup.offloads:
+            notes.append(
+                "torch rounds each tensor in pinned memory up to a power of two, so with "
+                "pin_memory=True the host needs up to twice as much for shards and gradients"
+            )
         if notes:
             parts.append(Paragraph("", "\n".join(f"Note: {each}." for each in notes)))
         return parts
 
-    def _head(self) -> Iterator[str]:
-        first = self._cases[0]
-        for case in self._cases:
-            if case.memory_bytes is not None and case.largest_batch is not None:
-                on = f" on each of {case.ranks} ranks" if case.ranks > 1 else ""
-                what = f"Largest batch that fits in {format_bytes(case.memory_bytes)}{on}"
-                yield f"{what}: {case.largest_batch or 'none'}."
+    def _verdict(self, case: Case) -> str:
+        needed = format_bytes(case.peak.needed_bytes)
+        on = f" on each of {case.ranks} ranks" if case.ranks > 1 else ""
+        host = case.peak.host_bytes
+        beside = "" if host is None else f", and {format_bytes(host)} of host memory"
+        if case.memory_bytes is None or case.spare_bytes is None:
+            return f"Needs {needed}{on}{beside}. Whether that fits, --device-memory says."
+        spare_bytes = case.memory_bytes - case.peak.needed_bytes
+        difference = format_bytes(abs(spare_bytes))
+        told = f"yes; it needs {needed}, {difference} to spare"
+        if not case.fits:
+            told = f"no; it needs {needed}, {difference} too much"
+        elif spare_bytes < 0:
+            told = f"yes, once the allocator gives back what it caches; else it keeps {needed}"
+        largest = f"largest batch {case.largest_batch}" if case.largest_batch else "no batch fits"
+        return f"Fits in {format_bytes(case.memory_bytes)}{on}: {told}{beside}; {largest}."
+
+    def _about(self) -> str:
         samples = counted(self._setup.batch, "sample")
-        tokens = self._peaks.model.tokens_in_words(self._setup.sequence)
-        n_parameters = f"{first.peak.size.n_parameters / 1e6:,.1f} million parameters"
-        yield (
-            f"{self._peaks.model.config.model_type}, {n_parameters}; {samples} of {tokens}: "
-            f"{self._setup.words()}."
-        )
+        tokens = self._peaks.model.tokens_in_words(self._setup.sequence, self._setup.images)
+        n_parameters = f"{self._cases[0].peak.size.n_parameters / 1e6:,.1f} million parameters"
+        model_type = self._peaks.model.config.model_type
+        return f"{model_type}, {n_parameters}; {samples} of {tokens}: {self._setup.words()}."
 
 
 def answer(
@@ -174,12 +196,11 @@ def answer(
         CommandError: there is no such model, or it can't run so.
         PredictionError: nothing can be said of it.
     """
-    with steps("fit") as show:
-        setups = [replace(setup, ranks=n_ranks) for n_ranks in ranks]
-        for each in setups:
-            each.check()
-        peaks = Peaks(setup.target, device, show)
-        peaks.model.check(sequence=setup.sequence, generate=setup.generate)
+    setups = [replace(setup, ranks=n_ranks) for n_ranks in ranks]
+    for each in setups:
+        each.check()
+    with steps("fit", patience_s=0) as show, Peaks(setup.target, device, show) as peaks:
+        peaks.model.check(sequence=setup.sequence, generate=setup.generate, images=setup.images)
         cases = [_case(peaks, each, n_bytes) for each in setups for n_bytes in memories or (None,)]
         bound = None
         if flops_per_s is not None or link_bytes_per_s is not None:
@@ -202,63 +223,58 @@ def _case(peaks: Peaks, setup: Setup, n_bytes: int | None) -> Case:
 def _remedies(peaks: Peaks, setup: Setup, n_bytes: int) -> Iterator[Remedy]:
     """Predict one change after another; those with which it fits."""
 
-    def tried(what: str, how: str, changed: Setup) -> Iterator[Remedy]:
+    def tried(what: str, changed: Setup) -> Iterator[Remedy]:
         peak = peaks.of(changed)
         if peak.fits(n_bytes):
-            yield Remedy(what, how, peak.needed_bytes)
+            yield Remedy(what, peak.recipe(changed), peak.needed_bytes)
 
     if setup.generate is not None:
         yield from _more_ranks(peaks, setup, n_bytes, "")
         return
     if setup.optimizer == "adamw-foreach":
-        how = "optimizer = torch.optim.AdamW(model.parameters(), foreach=False)"
         changed = replace(setup, optimizer="adamw")
-        yield from tried("an optimizer that steps one parameter at a time", how, changed)
+        yield from tried("an optimizer that steps one parameter at a time", changed)
     can_split = setup.ranks == 1 and setup.optimizer != PAGED
     if can_split:
-        yield from _split(peaks, setup, n_bytes, "", "")
+        yield from _split(peaks, setup, n_bytes, "")
     before = ""
     if not setup.checkpointing:
-        words = "checkpoints"
-        how = 'model.gradient_checkpointing_enable({"use_reentrant": False})'
-        checkpointed = replace(setup, checkpointing=True)
-        yield from tried(words, how, checkpointed)
+        setup, words = replace(setup, checkpointing=True), "checkpoints"
+        yield from tried(words, setup)
+        before = f"{words} and "
         if can_split:
-            yield from _split(peaks, checkpointed, n_bytes, f"{words} and ", f"{how}\n")
-        setup, before = checkpointed, f"{how}\n"
+            yield from _split(peaks, setup, n_bytes, before)
+    if setup.ranks > 1 and setup.shard == "fsdp2" and not setup.offloads:
+        yield from tried(f"{before}shards in host memory", replace(setup, offloads=True))
     yield from _more_ranks(peaks, setup, n_bytes, before)
     if setup.ranks == 1 and setup.optimizer in ("adamw", "adamw-foreach"):
-        how = (
-            "model = tenure.paging.page(model, training=True)  # then "
-            "model.optimizer_step(optimizer)"
-        )
-        yield from tried("paging to host memory", how, replace(setup, optimizer=PAGED))
+        yield from tried(f"{before}paging to host memory", replace(setup, optimizer=PAGED))
 
 
-def _split(peaks: Peaks, setup: Setup, n_bytes: int, before: str, how: str) -> Iterator[Remedy]:
+def _split(peaks: Peaks, setup: Setup, n_bytes: int, before: str) -> Iterator[Remedy]:
     found = peaks.micro_batch(setup, n_bytes)
     if found is not None and found.fits:
-        how += f"tenure.adaptive.step(lambda b: model(**b).loss, batch, maximum={found.size})"
         words = f"{before}micro-batches of {counted(found.size, 'sample')}"
+        how = peaks.of(setup).recipe(setup, maximum=found.size)
         yield Remedy(words, how, found.needed_bytes)
 
 
 def _more_ranks(peaks: Peaks, setup: Setup, n_bytes: int, before: str) -> Iterator[Remedy]:
     """Shard over the fewest ranks, a power of two, with which it fits; up to five predictions."""
 
-    def peak_of(ranks: int) -> Peak:
-        return peaks.of(replace(setup, ranks=ranks, shard="fsdp2"))
+    def on(ranks: int) -> Setup:
+        return replace(setup, ranks=ranks, shard="fsdp2")
 
     powers = [ranks for ranks in _POWERS if ranks > setup.ranks]
-    if setup.optimizer == PAGED or not powers or not peak_of(powers[-1]).fits(n_bytes):
+    if setup.optimizer == PAGED or not powers or not peaks.of(on(powers[-1])).fits(n_bytes):
         return
     # what is sharded falls with the number of ranks, the rest stays
-    at = bisect_left(powers, True, hi=len(powers) - 1, key=lambda n: peak_of(n).fits(n_bytes))
-    ranks = powers[at]
-    blocks = "for block in blocks:  # the layers of the model\n    fully_shard(block, mesh=mesh)"
-    mesh = f"mesh = init_device_mesh('cuda', ({ranks},))"
-    how = f"{before}{mesh}\n{blocks}\nfully_shard(model, mesh=mesh)"
-    yield Remedy(f"{ranks} ranks, each with a device", how, peak_of(ranks).needed_bytes)
+    hi = len(powers) - 1
+    at = bisect_left(powers, True, hi=hi, key=lambda ranks: peaks.of(on(ranks)).fits(n_bytes))
+    changed = on(powers[at])
+    peak = peaks.of(changed)
+    words = f"{before}{powers[at]} ranks, each with a device"
+    yield Remedy(words, peak.recipe(changed), peak.needed_bytes)
 
 
 def _row(case: Case) -> tuple[str, ...]:

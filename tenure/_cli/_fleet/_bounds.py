@@ -12,7 +12,7 @@ from tenure.adaptive import predict_peak
 
 from ._configured import Configured
 from ._setup import Setup
-from ._work import Batch, making
+from ._work import Batch, batch_of, making
 
 
 class Bound(NamedTuple):
@@ -77,5 +77,5 @@ def flops_of(setup: Setup, found: Configured, device: str) -> int:
             flops = counter.get_total_flops()
 
         # tensors without data have no values that the work could look at, except in a prediction
-        predict_peak(run, made.batch, device=device)
+        predict_peak(run, batch_of(setup, found), device=device)
     return flops

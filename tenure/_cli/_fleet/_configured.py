@@ -5,7 +5,9 @@ Nothing is downloaded, and no code is run that a configuration brings.
 
 from __future__ import annotations
 
+import inspect
 import json
+import math
 import os
 from collections.abc import Mapping
 from importlib import import_module
@@ -17,22 +19,28 @@ from torch import Tensor, nn
 
 from tenure._errors import CommandError
 from tenure._extras import install_command, numbers, require_new_enough
+from tenure._text import counted
 
 from .._fitting import first_line, in_a_line
 
 _CONFIG, _ADAPTER = "config.json", "adapter_config.json"
 _MOST_TOKENS = 2048
 _IMAGE_PIXELS, _IMAGE_CHANNELS = 224, 3
+# of models that take images of any size
+_FREE_PIXELS = 448
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length")
 # In the order in which a model is looked for that does not say its class: an encoder with a decoder
 # is listed among the causal ones as well, and so are encoders.
 _KINDS = {
     "IMAGE_CLASSIFICATION": "AutoModelForImageClassification",
+    "IMAGE_TEXT_TO_TEXT": "AutoModelForImageTextToText",
     "SEQ_TO_SEQ_CAUSAL_LM": "AutoModelForSeq2SeqLM",
     "MASKED_LM": "AutoModelForMaskedLM",
     "CAUSAL_LM": "AutoModelForCausalLM",
 }
-_IMAGES = "IMAGE_CLASSIFICATION"
+_IMAGES, _MIXED = "IMAGE_CLASSIFICATION", "IMAGE_TEXT_TO_TEXT"
+# What the tokens of an image are fewer by than its patches, each along both sides.
+_FEWER = ("downsample_factor", "scale_factor", "spatial_merge_size")
 _SPECIAL = ("pad", "bos", "eos", "decoder_start")
 
 
@@ -54,31 +62,57 @@ class Configured(NamedTuple):
         """True if samples are images."""
         return self.kind == _IMAGES
 
-    def notes(self, sequence: int | None) -> list[str]:
+    def images(self, asked: int | None) -> int:
+        """Return how many images are in the text of a sample."""
+        return asked or 0 if self.kind != _MIXED or asked is not None else 1
+
+    def notes(self, sequence: int | None, images: int | None) -> list[str]:
         """Return what a reader should know of the figures."""
         notes = []
-        if not self.is_of_images and hasattr(self.config, "vision_config"):
+        takes_images = not self.is_of_images and hasattr(self.config, "vision_config")
+        if takes_images and not self.images(images):
             notes.append("the model also takes images; only text is counted")
+        if self.images(images) and self._sizes.is_free:
+            height, width = self._sizes.pixels
+            notes.append(
+                f"the model takes images of any size; they are taken to have {height} x {width}"
+            )
         if not self.is_of_images and self.longest and self.tokens(sequence) > self.longest:
             notes.append(f"the configuration is for at most {self.longest} tokens")
         return notes
 
-    def check(self, *, sequence: int | None, generate: int | None) -> None:
-        """Refuse what only text has.
+    def check(self, *, sequence: int | None, generate: int | None, images: int | None) -> None:
+        """Refuse what only text has, and images where there are none.
 
         Raises:
-            CommandError: samples are images.
+            CommandError: samples are images, or have none, or more than their tokens.
         """
+        if images and self.kind != _MIXED:
+            raise CommandError("--images is for models of text and images. Leave it out.")
+        if self.images(images):
+            n_tokens, n_of_images = (
+                self.tokens(sequence),
+                self.images(images) * self._sizes.n_tokens,
+            )
+            if n_of_images >= n_tokens:
+                raise CommandError(
+                    f"The images of a sample are {n_of_images} tokens, and it has {n_tokens}. Give "
+                    "a larger --sequence, or --images 0 for text alone."
+                )
         for option, given in (("--sequence", sequence), ("--generate", generate)):
             if self.is_of_images and given is not None:
                 raise CommandError(f"{option} says nothing of images. Leave it out.")
 
-    def tokens_in_words(self, sequence: int | None) -> str:
+    def tokens_in_words(self, sequence: int | None, images: int | None) -> str:
         """Spell what a sample is."""
         if self.is_of_images:
             height, width = _image_size(self.config)
             return f"{height} x {width} pixels"
-        return f"{self.tokens(sequence)} tokens"
+        text = f"{self.tokens(sequence)} tokens"
+        if not self.images(images):
+            return text
+        n_of_images = self.images(images) * self._sizes.n_tokens
+        return f"{text} ({n_of_images} of {counted(self.images(images), 'image')})"
 
     def tokens(self, asked: int | None) -> int:
         """Return how many tokens a sample has."""
@@ -108,7 +142,9 @@ class Configured(NamedTuple):
             ) from None
         return made  # type: ignore[no-any-return]  # a PreTrainedModel
 
-    def batch(self, n_samples: int, n_tokens: int, device: torch.device) -> dict[str, Tensor]:
+    def batch(
+        self, n_samples: int, n_tokens: int, n_images: int, device: torch.device
+    ) -> dict[str, Tensor]:
         """Make what the model is called with in training: all samples, and their labels.
 
         Models look at ids, so these have data wherever images have none.
@@ -122,7 +158,112 @@ class Configured(NamedTuple):
         special = {getattr(text, f"{name}_token_id", None) for name in _SPECIAL}
         token = next(i for i in range(len(special) + 1) if i not in special)
         ids = torch.full((n_samples, n_tokens), token)
-        return {"input_ids": ids, "labels": ids.clone()}
+        if not n_images:
+            return {"input_ids": ids, "labels": ids.clone()}
+        sizes = self._sizes
+        ids[:, : n_images * sizes.n_tokens] = self._image_token
+        made = {
+            "input_ids": ids,
+            "labels": ids.clone(),
+            **sizes.batch(n_samples * n_images, device),
+        }
+        for name in self._known & {"token_type_ids", "mm_token_type_ids"}:
+            made[name] = (ids == self._image_token).long()
+        if sizes.is_free:
+            # they would be read from values; as long for time, for height and for width
+            made["position_ids"] = torch.arange(n_tokens).expand(3, n_samples, -1)
+        return made
+
+    @property
+    def _image_token(self) -> int:
+        names = ("image_token_id", "image_token_index")
+        found = [getattr(self.config, name, None) for name in names]
+        return next((each for each in found if isinstance(each, int)), -1)
+
+    @property
+    def _known(self) -> set[str]:
+        """The names of what the model is called with."""
+        import transformers
+
+        cls = getattr(transformers, self.config.architectures[0])
+        return set(inspect.signature(cls.forward).parameters)
+
+    @property
+    def _sizes(self) -> _Images:
+        """How large images are that are part of a text, by the configuration.
+
+        Raises:
+            CommandError: it does not say.
+        """
+        vision = self.config.vision_config
+        patch, size = (getattr(vision, f"{name}_size", None) for name in ("patch", "image"))
+        is_free = "image_grid_thw" in self._known
+        if patch is None or (size is None and not is_free) or self._image_token < 0:
+            raise CommandError(
+                f"The configuration of a {self.config.model_type} does not say how large its "
+                "images are. Count its text alone with --images 0."
+            )
+        patch = patch if isinstance(patch, int) else patch[0]
+        fewer = math.prod(
+            getattr(each, name, None) or 1 for each in (self.config, vision) for name in _FEWER
+        ) / (getattr(self.config, "downsample_ratio", None) or 1)
+        channels = getattr(vision, "num_channels", None) or getattr(vision, "in_channels", None)
+        frames = getattr(vision, "temporal_patch_size", None) or 1
+        height, width = (_FREE_PIXELS, _FREE_PIXELS) if is_free else _image_size(vision)
+        return _Images(
+            pixels=(height // patch * patch, width // patch * patch),
+            patch=patch,
+            fewer=fewer,
+            channels=(channels or _IMAGE_CHANNELS) * (frames if is_free else 1),
+            fixed_tokens=getattr(self.config, "mm_tokens_per_image", None),
+            is_free=is_free,
+        )
+
+
+class _Images(NamedTuple):
+    """Images inside of texts.
+
+    Attributes:
+        pixels: their height and width.
+        patch: the pixels along a side of a patch.
+        fewer: how many patches along a side are a token.
+        channels: of a pixel, frames included.
+        fixed_tokens: the tokens of an image, if patches don't tell it.
+        is_free: whether patches come one by one, with the number of them along each side.
+    """
+
+    pixels: tuple[int, int]
+    patch: int
+    fewer: float
+    channels: int
+    fixed_tokens: int | None
+    is_free: bool
+
+    @property
+    def _grid(self) -> tuple[int, int]:
+        """The patches along each side, whole tokens if sides are free."""
+        step = int(self.fewer) if self.is_free else 1
+        height, width = (pixels // self.patch // step * step for pixels in self.pixels)
+        return height, width
+
+    @property
+    def n_tokens(self) -> int:
+        """How many tokens an image is."""
+        height, width = self._grid
+        return self.fixed_tokens or round(height * width / self.fewer**2)
+
+    def batch(self, n_images: int, device: torch.device) -> dict[str, Tensor]:
+        """Make what the model is called with besides ids."""
+        if not self.is_free:
+            pixels = torch.zeros(n_images, self.channels, *self.pixels, device=device)
+            return {"pixel_values": pixels}
+        height, width = self._grid
+        patches = n_images * height * width
+        pixels = torch.zeros(patches, self.channels * self.patch**2, device=device)
+        return {
+            "pixel_values": pixels,
+            "image_grid_thw": torch.tensor([[1, height, width]] * n_images),
+        }
 
 
 def configured(target: str) -> Configured:
@@ -147,6 +288,8 @@ def configured(target: str) -> Configured:
     for is_named in (True, False):
         for kind in _KINDS:
             names = getattr(lists, f"MODEL_FOR_{kind}_MAPPING_NAMES").get(config.model_type, ())
+            if kind == _MIXED and not hasattr(config, "vision_config"):
+                continue
             names = (names,) if isinstance(names, str) else names
             if named in names if is_named else names:
                 # of a type with several classes, transformers asks for the name
@@ -182,8 +325,10 @@ def _read(target: str) -> Any:
             raise CommandError(f"{path!r} is refused by transformers: {told}.") from None
     if os.path.isdir(target):
         is_adapter = os.path.isfile(os.path.join(target, _ADAPTER))
-        what = f"only {_ADAPTER}: name the folder of its base model" if is_adapter else "no model"
-        raise CommandError(f"The folder {target!r} has no {_CONFIG}, {what}.")
+        what = "Name the folder of a model of transformers."
+        if is_adapter:
+            what = f"It has {_ADAPTER}, so name the folder of its base model."
+        raise CommandError(f"The folder {target!r} has no {_CONFIG}. {what}")
     if target.endswith(".json") or target.startswith((".", os.sep)):
         raise CommandError(f"There is no file {target!r}.")
     try:

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 
 from tenure._errors import CommandError, TenureError
 from tenure._show import Paragraph, Part
+from tenure._torch.fakes import unlogged
 from tenure.adaptive import PeakReport, predict_peak
 from tenure.paging import PagingPlan, plan_paging
 
 from .._fitting import MicroBatch, in_a_line, largest_micro_batch
 from ._configured import Configured, configured
+from ._recipe import recipe
 from ._setup import PAGED, Setup
-from ._work import Size, in_memory, making, size_of
+from ._work import Batch, Made, Size, batch_of, in_memory, making, size_of
 
 _MOST_SAMPLES = 2**20
 
@@ -46,6 +49,17 @@ class Peak:
             return self.found.fits(n_bytes)
         return self.needed_bytes <= n_bytes
 
+    @property
+    def host_bytes(self) -> int | None:
+        """What a rank keeps in host memory of what is offloaded; None if nothing is."""
+        return self.found.host_bytes if isinstance(self.found, PeakReport) else None
+
+    def recipe(self, setup: Setup, *, maximum: int | None = None) -> str:
+        """Return the lines that train as it was predicted, in micro-batches if need be."""
+        budget_bytes = 0 if isinstance(self.found, PeakReport) else self.found.budget_bytes
+        blocks = self.size.blocks
+        return recipe(setup, blocks=blocks, maximum=maximum, budget_bytes=budget_bytes)
+
     def parts(self) -> list[Part]:
         """Return the lines about it."""
         if isinstance(self.found, PeakReport):
@@ -65,9 +79,19 @@ class Peaks:
     """
 
     def __init__(self, target: str, device: str, show: Callable[[str], None]) -> None:
+        show("reading the configuration")
         self.model: Configured = configured(target)
         self._device, self._show = device, show
         self._known: dict[Setup, Peak] = {}
+        # made once for all batches: that takes as long as a prediction
+        self._made: tuple[Setup, Made] | None = None
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
 
     def of(self, setup: Setup) -> Peak:
         """Predict the first rank: shards differ by what is left over, which it never lacks.
@@ -85,8 +109,9 @@ class Peaks:
     def micro_batch(self, setup: Setup, n_bytes: int) -> MicroBatch | None:
         """Find the largest micro-batch of `step` that fits; None if the batch can't be split."""
         self._show(f"{setup.words()}, in micro-batches")
-        with making(setup, self.model) as made, self._its_errors():
-            return largest_micro_batch(made.fn, made.batch, made.optimizer, self._device, n_bytes)
+        made, batch = self._work_of(setup)
+        with self._its_errors():
+            return largest_micro_batch(made.fn, batch, made.optimizer, self._device, n_bytes)
 
     def largest_batch(self, setup: Setup, n_bytes: int) -> int:
         """Find the largest batch that fits; it was predicted, and so was one sample more.
@@ -111,9 +136,18 @@ class Peaks:
         return low
 
     def _whole(self, setup: Setup) -> Peak:
-        with making(setup, self.model) as made, self._its_errors():
-            found = predict_peak(made.fn, made.batch, optimizer=made.optimizer, device=self._device)
-            return Peak(found, made.size)
+        made, batch = self._work_of(setup)
+        with self._its_errors():
+            found = predict_peak(made.fn, batch, optimizer=made.optimizer, device=self._device)
+        return Peak(found, made.size)
+
+    def _work_of(self, setup: Setup) -> tuple[Made, Batch]:
+        alike = replace(setup, batch=1)
+        if self._made is None or self._made[0] != alike:
+            self._made = None
+            self._stack.close()
+            self._made = alike, self._stack.enter_context(making(setup, self.model))
+        return self._made[1], batch_of(setup, self.model)
 
     def _paged(self, setup: Setup) -> Peak:
         model, batch = in_memory(setup, self.model, torch.device("meta"))
@@ -125,14 +159,16 @@ class Peaks:
     def _its_errors(self) -> Iterator[None]:
         """A block in which an error of the model is told as one of its configuration."""
         try:
-            yield
+            with unlogged():
+                yield
         except TenureError:
             raise
         # whatever the code of a model raises
         except Exception as error:
+            hint = " With --images 0 text alone is counted." if self.model.images(None) else ""
             raise CommandError(
                 f"A {self.model.config.model_type} fails on a batch of its configuration: "
-                f"{in_a_line(error)}."
+                f"{in_a_line(error)}.{hint}"
             ) from None
 
 

@@ -19,6 +19,7 @@ class Setup:
             transformers.
         batch: the samples of each rank.
         sequence: the tokens of a sample; None: what the model is made for, 2048 at most.
+        images: in the text of a sample; None: one if the model takes images.
         dtype: of the weights, by its name in torch; None: as the configuration says.
         optimizer: "adamw", "adamw-foreach", "sgd", "adafactor", "paged" or "none", in training.
         lora: the rank of adapters, if only these are trained.
@@ -27,11 +28,13 @@ class Setup:
         ranks: how many processes run it, each with a device.
         shard: "fsdp2" or "ddp".
         reshards: whether FSDP2 lets go of gathered weights after the forward pass.
+        offloads: whether FSDP2 keeps shards, gradients and the optimizer's state in host memory.
     """
 
     target: str
     batch: int = 1
     sequence: int | None = None
+    images: int | None = None
     dtype: str | None = None
     optimizer: str = "adamw"
     lora: int | None = None
@@ -40,6 +43,7 @@ class Setup:
     ranks: int = 1
     shard: str = "fsdp2"
     reshards: bool = True
+    offloads: bool = False
 
     def check(self) -> None:
         """Refuse what does not go together.
@@ -50,6 +54,11 @@ class Setup:
         if self.optimizer == PAGED and self.ranks > 1:
             raise CommandError(
                 "--optimizer paged is for one device. Leave out --ranks, or take --optimizer adamw."
+            )
+        if self.offloads and (self.ranks == 1 or self.shard != "fsdp2"):
+            raise CommandError(
+                "--cpu-offload is for shards: give --ranks above 1, and --shard fsdp2. On one "
+                "device --optimizer paged has weights, gradients and AdamW in host memory."
             )
         if self.generate is None:
             return
@@ -67,7 +76,9 @@ class Setup:
 
     def words(self) -> str:
         """Spell what runs, for the line above the figures."""
-        how = "" if self.ranks == 1 else f" on each of {self.ranks} ranks ({self.shard})"
+        offloads = ", offloaded to host memory" if self.offloads else ""
+        shard = f"{self.shard}{offloads}"
+        how = "" if self.ranks == 1 else f" on each of {self.ranks} ranks ({shard})"
         if self.generate is not None:
             return f"{counted(self.generate, 'token')} generated{how}"
         optimizers = {

@@ -5,24 +5,23 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.overrides import TorchFunctionMode
 
 from tenure._errors import CommandError
 from tenure._torch.fake_ranks import fake_ranks
-from tenure._torch.fakes import is_fake, no_fakes
+from tenure._without_data import without_data
 
-from .._fitting import first_line, without_data
+from .._fitting import first_line
 from ._configured import Configured
+from ._recipe import checkpoints_of
 from ._setup import Setup
 
 Batch = dict[str, Tensor]
-_ROWS = (torch.linspace, torch.tensor, torch.arange)
 _MIB = 2**20
 # As DistributedDataParallel has them where nobody says otherwise.
 _FIRST_BUCKET_BYTES, _BUCKET_BYTES = _MIB, 25 * _MIB
@@ -41,25 +40,25 @@ class Size(NamedTuple):
         n_parameters: of the whole model.
         n_trained: how many of them are trained.
         exchanged_bytes: what each rank sends in a step, and gets as much.
+        blocks: the classes of the blocks that are sharded one by one.
     """
 
     n_parameters: int
     n_trained: int
     exchanged_bytes: int
+    blocks: tuple[str, ...]
 
 
 class Made(NamedTuple):
     """What a rank runs.
 
     Attributes:
-        fn: a function of the batch, for `predict_peak` and `step`.
-        batch: its batch.
+        fn: a function of a batch, for `predict_peak` and `step`.
         optimizer: steps after the backward pass, or None.
         size: that of the whole model.
     """
 
     fn: Callable[[Batch], Any]
-    batch: Batch
     optimizer: Optimizer | None
     size: Size
 
@@ -85,17 +84,23 @@ def in_memory(setup: Setup, found: Configured, device: torch.device) -> tuple[nn
     """Make the model and its batch on a device, as ``meta``."""
     with device:
         model = _model(setup, found)
-    return model, found.batch(setup.batch, found.tokens(setup.sequence), device)
+    return model, batch_of(setup, found, device)
+
+
+def batch_of(setup: Setup, found: Configured, device: torch.device | None = None) -> Batch:
+    """Make what the model is called with, of ``meta`` unless a device is named."""
+    n_tokens, n_images = found.tokens(setup.sequence), found.images(setup.images)
+    return found.batch(setup.batch, n_tokens, n_images, device or torch.device("meta"))
 
 
 def _made(setup: Setup, found: Configured, mesh: Any) -> Made:
     trains = setup.generate is None
-    with without_data(), _NumbersOfTheHost():
+    with without_data(has_rows=True):
         model = _model(setup, found)
         size = size_of(model, setup)
         ran = model
         if mesh is not None and setup.shard == "fsdp2":
-            shard(model, mesh, reshards=setup.reshards)
+            shard(model, mesh, reshards=setup.reshards, offloads=setup.offloads)
         elif mesh is not None:
             ran = _Replica(model)
         optimizer = None
@@ -110,11 +115,10 @@ def _made(setup: Setup, found: Configured, mesh: Any) -> Made:
 
     def generate(batch: Batch) -> None:
         assert setup.generate is not None
-        _generate(ran, batch["input_ids"], setup.generate)
+        _generate(ran, batch, setup.generate)
 
     fn = train if trains else generate
-    batch = found.batch(setup.batch, found.tokens(setup.sequence), torch.device("meta"))
-    return Made(fn, batch, optimizer, size)
+    return Made(fn, optimizer, size)
 
 
 def _model(setup: Setup, found: Configured) -> nn.Module:
@@ -127,16 +131,6 @@ def _model(setup: Setup, found: Configured) -> nn.Module:
         if setup.checkpointing:
             _checkpoint(model)
     return model.train(setup.generate is None)
-
-
-class _NumbersOfTheHost(TorchFunctionMode):
-    """A block in which rows of numbers have data: models read them while they are made."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        is_row = func in _ROWS and "cpu" in str((kwargs or {}).get("device"))
-        is_of_rows = args and isinstance(args[0], Tensor) and not is_fake(args[0])
-        with no_fakes() if is_row or is_of_rows else nullcontext():
-            return func(*args, **kwargs or {})
 
 
 def _with_adapters(model: nn.Module, rank: int) -> nn.Module:
@@ -157,9 +151,7 @@ def _with_adapters(model: nn.Module, rank: int) -> nn.Module:
 
 def _checkpoint(model: Any) -> None:
     try:
-        # by its name of before transformers 5.20
-        enable = getattr(model, "activation_checkpointing_enable", None)
-        (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
+        getattr(model, checkpoints_of(model))({"use_reentrant": False})
         # of adapters alone no input would lead to a gradient
         model.enable_input_require_grads()
     except (ValueError, NotImplementedError, AttributeError) as error:
@@ -167,12 +159,13 @@ def _checkpoint(model: Any) -> None:
         raise CommandError(f"A {type(model).__name__} has no checkpoints: {told}.") from None
 
 
-def shard(model: nn.Module, mesh: Any, *, reshards: bool) -> None:
+def shard(model: nn.Module, mesh: Any, *, reshards: bool, offloads: bool) -> None:
     """Shard a model over a mesh by FSDP2: each of its own blocks, and the rest."""
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
+    policy = CPUOffloadPolicy(pin_memory=False) if offloads else OffloadPolicy()
     for module in (*_blocks(model), model):
-        fully_shard(module, mesh=mesh, reshard_after_forward=reshards)
+        fully_shard(module, mesh=mesh, reshard_after_forward=reshards, offload_policy=policy)
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
@@ -245,20 +238,22 @@ def size_of(model: nn.Module, setup: Setup) -> Size:
         sum(p.numel() for p in params),
         sum(p.numel() for p in trained),
         round(exchanged_bytes * (setup.ranks - 1) / setup.ranks),
+        tuple(sorted({type(each).__name__ for each in _blocks(model)})),
     )
 
 
 @torch.no_grad()
-def _generate(model: nn.Module, ids: Tensor, n_tokens: int) -> None:
+def _generate(model: nn.Module, batch: Batch, n_tokens: int) -> None:
     """Run the two moments of which one is the peak: the first token, and the last.
 
     Between them each step only makes the cache longer by a token, and takes less than the last.
     """
     known = inspect.signature(model.forward).parameters
+    ids = batch["input_ids"]
     options: dict[str, Any] = {"use_cache": True}
     if "logits_to_keep" in known:
         options["logits_to_keep"] = 1
-    given = {"input_ids": ids}
+    given = {name: each for name, each in batch.items() if name != "labels"}
     later: dict[str, Any] = {"input_ids": ids[:, :1]}
     if "decoder_input_ids" in known:
         encoder: Any = model.get_encoder()  # type: ignore[operator]  # as transformers has it
