@@ -155,7 +155,9 @@ class Configured(NamedTuple):
             pixels = torch.zeros(n_samples, channels, height, width, device=device)
             return {"pixel_values": pixels, "labels": torch.zeros(n_samples, dtype=torch.long)}
         text = _of_text(self.config)
-        special = {getattr(text, f"{name}_token_id", None) for name in _SPECIAL}
+        named = [getattr(text, f"{name}_token_id", None) for name in _SPECIAL]
+        # of a few models, several end a text
+        special = {id_ for each in named for id_ in (each if isinstance(each, list) else [each])}
         token = next(i for i in range(len(special) + 1) if i not in special)
         ids = torch.full((n_samples, n_tokens), token)
         if not n_images:

@@ -11,11 +11,11 @@ from typing import Any
 from ._setup import PAGED, Setup
 
 _OPTIMIZERS = {
-    "adamw": "AdamW(model.parameters(), foreach=False)",
-    "adamw-foreach": "AdamW(model.parameters(), foreach=True)",
-    PAGED: "AdamW(model.parameters())",
-    "sgd": "SGD(model.parameters(), foreach=False)",
-    "adafactor": "Adafactor(model.parameters(), foreach=False)",
+    "adamw": "AdamW(weights, foreach=False)",
+    "adamw-foreach": "AdamW(weights, foreach=True)",
+    PAGED: "AdamW(weights)",
+    "sgd": "SGD(weights, foreach=False)",
+    "adafactor": "Adafactor(weights, foreach=False)",
 }
 
 
@@ -25,7 +25,7 @@ def recipe(
     """Return the lines that train as a setup says.
 
     Args:
-        setup: what runs; its weights have their type, and their adapters.
+        setup: what runs.
         blocks: the classes that are sharded one by one.
         maximum: the most samples of a micro-batch, if the batch is split.
         budget_bytes: that of a paged model.
@@ -39,11 +39,21 @@ def recipe(
         lines += [f"from torch.distributed.fsdp import {policy}fully_shard"]
     elif setup.ranks > 1:
         lines += ["from torch.nn.parallel import DistributedDataParallel"]
+    if setup.lora is not None:
+        lines += ["from peft import LoraConfig, get_peft_model"]
     if maximum is not None:
         lines += ["from tenure.adaptive import step"]
     if setup.optimizer == PAGED:
         lines += ["from tenure.paging import page"]
     lines += [""]
+    if setup.dtype is not None:
+        lines += [f"model = model.to(torch.{setup.dtype})"]
+    if setup.lora is not None:
+        lines += ["config = LoraConfig(", f"    r={setup.lora},", f"    lora_alpha={setup.lora},"]
+        lines += ['    target_modules="all-linear",', ")"]
+        lines += ["model = get_peft_model(model, config)"]
+    if setup.checkpointing and setup.lora is not None:
+        lines += ["model.enable_input_require_grads()"]
     if setup.checkpointing:
         lines += [f'model.{checkpoints_of(PreTrainedModel)}({{"use_reentrant": False}})']
     if setup.ranks > 1:
@@ -51,6 +61,7 @@ def recipe(
     if setup.generate is not None:
         return "\n".join(lines)
     if setup.optimizer in _OPTIMIZERS:
+        lines += ["weights = [p for p in model.parameters() if p.requires_grad]"]
         lines += [f"optimizer = torch.optim.{_OPTIMIZERS[setup.optimizer]}"]
     loop = [f"for batch in batches:  # with {setup.batch} samples each"]
     if setup.optimizer in _OPTIMIZERS:
@@ -58,7 +69,8 @@ def recipe(
     if maximum is None:
         loop += ["    model(**batch).loss.backward()"]
     else:
-        loop += [f"    step(lambda part: model(**part).loss, batch, maximum={maximum})"]
+        loop += ["    step(", "        lambda part: model(**part).loss,"]
+        loop += ["        batch,", f"        maximum={maximum},", "    )"]
     if setup.optimizer in _OPTIMIZERS:
         loop += ["    optimizer.step()"]
     if setup.optimizer == PAGED:

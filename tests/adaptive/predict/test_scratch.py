@@ -153,6 +153,17 @@ def test_an_operation_of_somebody_else_is_not_run_but_named():
     assert said.reason == "nobody has measured what tenure_tests.taking.default takes for itself"
 
 
+@pytest.mark.parametrize("func", [aten.empty_strided.default, aten.new_empty_strided.default])
+def test_what_is_made_with_strides_has_these_and_no_gaps(func):
+    # as autograd copies the gradient of a weight whose kernel laid it out in another order
+    shape, stride = [320, 320, 2, 2], [1280, 4, 2, 1]
+    given = [] if func is aten.empty_strided.default else [(320, 320, 2, 2)]
+    said = asked(func, *given, shape, stride)
+    assert said.result.stride() == tuple(stride)
+    assert said.result.untyped_storage().nbytes() == 320 * 320 * 2 * 2 * 4
+    assert (said.n_bytes, said.reason) == (0, None)
+
+
 def test_layouts_keep_expansion_gaps_and_order_when_they_shrink():
     wide = torch.empty(8, 300, 3 * 128)[..., 128:256]
     call = [layout_of(each) for each in (wide, wide.mT, wide[:1].expand(8, -1, -1))]

@@ -51,6 +51,9 @@ _BY_ONEDNN = frozenset(
     }
 )
 
+# They take nothing else; a smaller problem would have the strides of the whole one.
+_BY_STRIDES = frozenset({_aten.empty_strided.default, _aten.new_empty_strided.default})
+
 _MOST_KNOWN = 4096
 """Signatures that are kept, because sizes that differ in each call would pile up."""
 _known: dict[Any, Run | str] = {}
@@ -65,7 +68,7 @@ def inside(func: Any, args: Any, kwargs: Any, result: Any) -> Inside:
         kwargs: its arguments by name.
         result: what it gave; storages in it that are not in the arguments count as its outputs.
     """
-    if func.namespace in {"profiler", "prim"} or _is_view(func):
+    if func.namespace in {"profiler", "prim"} or func in _BY_STRIDES or _is_view(func):
         return Inside(0, result)
     if is_exchange(func):
         return Inside(_exchange_bytes(func, args, kwargs, result), result, _BY_THREADS, True)
