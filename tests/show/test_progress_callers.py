@@ -25,7 +25,7 @@ class Display:
     def __init__(self):
         self.told = {}
 
-    def lines(self, label, are_counted):
+    def lines(self, label, are_counted, patience_s):
         return Told(self.told.setdefault(label, []))
 
 
