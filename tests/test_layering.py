@@ -31,6 +31,7 @@ _GROUND = (
     "_reserve",
     "_torch",
     "_devices",
+    "_without_data",
     "_storages",
     "_text",
     "_oom",
