@@ -12,6 +12,7 @@ import io
 import json
 import os
 import secrets
+import shutil
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -42,8 +43,8 @@ def write_whole(path: Path, data: bytes, *, replace: bool = True) -> Path:
         path: of the file.
         data: all that is to be in it.
         replace: a file that has the name by now may go, and where a link has it, the file that it
-            leads to; else the next free name of ``name.2.tenure``, ``name.3.tenure`` and so on is
-            taken.
+            leads to, and its rights stay; else the next free name of ``name.2.tenure``,
+            ``name.3.tenure`` and so on is taken.
 
     Returns:
         The path of the file that was written.
@@ -63,6 +64,8 @@ def write_whole(path: Path, data: bytes, *, replace: bool = True) -> Path:
     try:
         with os.fdopen(number, "wb") as file:
             file.write(data)
+        if replace and path.exists():
+            shutil.copymode(path, name)
         return _named(name, path, replace=replace)
     except BaseException:
         with suppress(OSError):

@@ -25,7 +25,7 @@ from tenure._text import describe_tensor
 from tenure._torch.compiler import never_compiled
 
 from .._callables import check_function, name_of
-from .._sizes import CacheType, RememberedCall, RemembersNothing, checked_initial, remembered_of
+from .._sizes import CacheType, RememberedCall, checked_initial
 from ._options import Options
 from ._run import Chunk, Piece, run_batch, run_pieces
 
@@ -235,8 +235,8 @@ def _remembered(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     split: tuple[Tensor, int] | None = None,
-) -> RememberedCall | RemembersNothing:
-    return remembered_of(
+) -> RememberedCall:
+    return RememberedCall(
         options.owner,
         user_frame(sys._getframe()),
         options.context if context is None else context,

@@ -25,7 +25,7 @@ from tenure.scopes import DisposeScope
 from .._attempt import Attempts, on_cpu
 from .._predict import Forecast
 from .._ranks import RankCall, call_of_ranks, has_other_ranks
-from .._sizes import AdaptiveSearch, Remembered
+from .._sizes import AdaptiveSearch, RememberedCall
 from .._undo import RngState, generators_in
 from ._collect import Collector
 from ._options import Options
@@ -43,7 +43,7 @@ def run_batch(
     args: _Args,
     kwargs: _Kwargs,
     options: Options,
-    remembered: Remembered,
+    remembered: RememberedCall,
 ) -> Any:
     """Return ``function(size, *args, **kwargs)``, tried until it fits."""
 
@@ -185,7 +185,7 @@ def run_pieces(
     *,
     initial: int | None,
     options: Options,
-    remembered: Remembered,
+    remembered: RememberedCall,
 ) -> Any:
     """Work on one piece after the other, each as large as fits, from its start to ``end``.
 

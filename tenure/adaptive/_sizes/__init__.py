@@ -1,6 +1,6 @@
 """Sizes of work: which may be tried, which is tried next, and what is remembered of them.
 
-`_search` is the state of one call, `_policy` says what it tries next. `_record` is what is known of
+`_search` is the state of one call, `_model` says what it tries next. `_record` is what is known of
 one piece of work, `_learned` all such records and their file, `_remembered` how a call finds its
 own.
 """
@@ -21,13 +21,10 @@ from ._remembered import CacheType as CacheType
 from ._remembered import GlobalBatchsizeCache as GlobalBatchsizeCache
 from ._remembered import NoBatchsizeCache as NoBatchsizeCache
 from ._remembered import RememberedCall as RememberedCall
-from ._remembered import RemembersNothing as RemembersNothing
 from ._remembered import StacktraceMemoryBatchsizeCache as StacktraceMemoryBatchsizeCache
 from ._remembered import calling_frame as calling_frame
 from ._remembered import check_context as check_context
 from ._remembered import checked_cache_type as checked_cache_type
-from ._remembered import remembered_of as remembered_of
 from ._remembered import stands_for as stands_for
 from ._search import AdaptiveSearch as AdaptiveSearch
 from ._search import Reduce as Reduce
-from ._search import Remembered as Remembered

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
-import shutil
 import threading
 import weakref
 from collections import OrderedDict
@@ -20,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tenure._errors import AdaptiveUsageError
+from tenure._report_files import write_whole
 
 from ._call_signature import adds_gradients, modes_in, with_other_gradients
 from ._record import SizeRecord
@@ -167,7 +166,8 @@ def save(path: _Path) -> None:
     content = {"format": _FORMAT, "version": _VERSION, "sizes": sizes}
     text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
     try:
-        _replace(_target_of(file), text)
+        # names may have halves of characters: written as JSON spells them, they can be read again
+        write_whole(_target_of(file), text.encode("utf-8", "backslashreplace"))
     # a path with a null character is a ValueError
     except (OSError, ValueError) as error:
         raise AdaptiveUsageError(f"save() can't write {str(file)!r}: {error}.") from error
@@ -213,21 +213,6 @@ def _target_of(path: Path) -> Path:
     if os.path.lexists(target) and not target.is_file():
         raise OSError("it is no regular file")
     return target
-
-
-def _replace(path: Path, text: str) -> None:
-    """Write beside the file, then put it in its place at once, with the rights that it had."""
-    temporary = path.parent / f".{path.name}.{secrets.token_hex(8)}"
-    try:
-        # names may have halves of characters: written as JSON spells them, they can be read again
-        with temporary.open("x", encoding="utf-8", errors="backslashreplace") as file:
-            file.write(text)
-        if path.exists():
-            shutil.copymode(path, temporary)
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
 
 
 def _as_json(record: SizeRecord) -> dict[str, Any]:

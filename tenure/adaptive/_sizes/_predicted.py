@@ -12,8 +12,6 @@ from typing import NamedTuple, Protocol
 
 from tenure._show import steps
 
-from ._policy import with_margin
-
 Predict = Callable[[int], int]
 """The bytes that a size is predicted to need."""
 
@@ -31,6 +29,8 @@ class Foresight(Protocol):
         ...
 
 
+_MARGIN = 48
+"""A size that is computed is made smaller by one part in so many, for what rounding takes."""
 _CLOSE = 100
 """A growth below one part in so many is not worth another prediction."""
 _MOST_MISSED = 2
@@ -169,3 +169,8 @@ class _Known:
 def _middle(fits: int, fails: int) -> int:
     far = fails > _FAR * max(1, fits)
     return int((max(1, fits) * fails) ** 0.5) if far else (fits + fails) // 2
+
+
+def with_margin(size: int) -> int:
+    """A size that measuring or predicting says fits, as one that surely does."""
+    return size - size // _MARGIN

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import CodeType, FrameType, FunctionType, MethodType
 from typing import Any, ClassVar, Literal
@@ -25,8 +25,6 @@ from ._record import SizeRecord
 _ROOM = "tenure.adaptive"
 _Split = tuple[Tensor, int]
 """A tensor of any shape, and the dimension of it that is split."""
-_Work = tuple[object, tuple[Any, ...], Mapping[str, Any], _Split | None, Callable[[], bool]]
-"""The function, its arguments, what is split, and whether it adds to gradients of before."""
 _PLAIN = (str, int, float, bool, bytes, type(None))
 _ANSWERS = ("nothing", "function", "call")
 
@@ -99,51 +97,52 @@ def checked_cache_type(cache_type: object) -> CacheType:
 # --- where
 
 
-class RemembersNothing:
-    """What is known of calls that remember nothing."""
-
-    def known(self) -> None:
-        """Nothing is known."""
-
-    def new(self) -> SizeRecord:
-        """A record that goes with the call."""
-        return SizeRecord()
-
-
-REMEMBERS_NOTHING = RemembersNothing()
-
-
 class RememberedCall:
     """Where one call looks up what is known, and leaves what it learns.
 
     Args:
-        cache_type: what sizes are remembered for, which is something.
         owner: what stands for the function that runs; None: the call does.
         frame: the frame that calls; it is held as long as the call lasts.
         context: what the user wants sizes to be remembered for; None: the function and the call.
-        work: what its signature tells of.
+        cache_type: what sizes are remembered for; None: as ``DEFAULT_CACHE_TYPE`` says. If it is
+            for nothing, no call finds what this one learns.
+        args: what is passed on by position.
+        kwargs: what is passed on by name.
+        function: what runs; the module of a method counts as one of its arguments.
+        split: the tensor of any shape that is split, and its dimension; None: none is.
+        adds_gradients: whether gradients of before stand beside those that the call makes, which
+            leaves less memory; asked where something is known, or is learned. By default none do.
+
+    Raises:
+        AdaptiveUsageError: the context or the cache type can't be used.
     """
 
-    __slots__ = ("_cache_type", "_context", "_frame", "_owner", "_work")
+    __slots__ = ("_arguments", "_cache_type", "_context", "_frame", "_function", "_owner", "_split")
 
     def __init__(
         self,
-        cache_type: CacheType,
         owner: object,
         frame: FrameType,
-        context: Hashable | None,
-        work: _Work,
+        context: Any,
+        cache_type: CacheType | None,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        *,
+        function: object = None,
+        split: _Split | None = None,
+        adds_gradients: Callable[[], bool] = bool,
     ) -> None:
-        self._cache_type = cache_type
-        self._owner = owner
-        self._frame = frame
-        self._context = context
-        self._work = work
+        if context is not None:
+            check_context(context)
+        self._cache_type = checked_cache_type(cache_type)
+        self._owner, self._frame, self._context = owner, frame, context
+        self._function, self._split = function, split
+        self._arguments = args, kwargs, adds_gradients
 
     def known(self) -> SizeRecord | None:
         """The record of this call; None where nothing is known."""
         # by far the most: nothing has failed in this process, and so nothing is known
-        if not (sites or from_files):
+        if not (sites or from_files) or self._cache_type.remembered_for == "nothing":
             return None
         site = find(self._key())
         if site is None:
@@ -154,6 +153,8 @@ class RememberedCall:
 
     def new(self) -> SizeRecord:
         """The record of this call, an empty one where nothing is known."""
+        if self._cache_type.remembered_for == "nothing":
+            return SizeRecord()
         return self._add().new(self._signature())
 
     def _key(self) -> SiteKey:
@@ -189,12 +190,12 @@ class RememberedCall:
         return about, names
 
     def _signature(self) -> str:
-        function, args, kwargs, split, adds_gradients = self._work
+        function, (args, kwargs, adds_gradients) = self._function, self._arguments
         # a module that runs is in training or evaluation like one that is passed, see
         # test_training_and_evaluation_of_the_module_of_a_method_are_apart
         of = function.__self__ if isinstance(function, MethodType) else function
         args = (of, *args) if isinstance(of, nn.Module) else args
-        chunked, dimension = split or (None, 0)
+        chunked, dimension = self._split or (None, 0)
         adds = adds_gradients()
         return signature_of(args, kwargs, chunked, dimension, adds_gradients=adds)
 
@@ -208,44 +209,6 @@ def calling_frame() -> FrameType:
         return sys._getframe(2)
     except ValueError:
         return sys._getframe(1)
-
-
-def remembered_of(
-    owner: object,
-    frame: FrameType,
-    context: Any,
-    cache_type: CacheType | None,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    *,
-    function: object = None,
-    split: _Split | None = None,
-    adds_gradients: Callable[[], bool] = bool,
-) -> RememberedCall | RemembersNothing:
-    """What is remembered for one call, whose arguments are checked here.
-
-    Args:
-        owner: what stands for the function that runs; None: the call does.
-        frame: the frame that calls.
-        context: what the user wants sizes to be remembered for; None: the function and the call.
-        cache_type: what sizes are remembered for; None: as ``DEFAULT_CACHE_TYPE`` says.
-        args: what is passed on by position.
-        kwargs: what is passed on by name.
-        function: what runs; the module of a method counts as one of its arguments.
-        split: the tensor of any shape that is split, and its dimension; None: none is.
-        adds_gradients: whether gradients of before stand beside those that the call makes, which
-            leaves less memory; asked where something is known, or is learned. By default none do.
-
-    Raises:
-        AdaptiveUsageError: the context or the cache type can't be used.
-    """
-    if context is not None:
-        check_context(context)
-    checked = checked_cache_type(cache_type)
-    if checked.remembered_for == "nothing":
-        return REMEMBERS_NOTHING
-    work = function, args, kwargs, split, adds_gradients
-    return RememberedCall(checked, owner, frame, context, work)
 
 
 def stands_for(function: Any) -> object:

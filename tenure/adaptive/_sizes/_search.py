@@ -1,4 +1,4 @@
-"""The state of one call: its sizes, what it measures; what to try next is the policy's.
+"""The state of one call: its sizes, and what it measures. The table of docs/adaptive.md says it.
 
 Invariant: after a failure the size is strictly smaller, allowed, and a size known to work where
 there is one; the state of the search is local, what it learns goes to the record of its site.
@@ -8,18 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from operator import index
-from typing import Protocol
 
 from tenure._errors import AdaptiveUsageError
 from tenure._oom import OomInfo
 
 from .._memory import MemoryMeter, meter_for
-from . import _policy as policy
 from ._limits import NO_LIMITS, SizeLimits
-from ._model import SizeModel
-from ._policy import Failure
-from ._predicted import Foresight, foreseen
-from ._record import Measured, SizeRecord
+from ._model import SizeModel, fitting
+from ._predicted import Foresight, foreseen, with_margin
+from ._record import SizeRecord
+from ._remembered import RememberedCall
 
 Reduce = Callable[[int, OomInfo], int]
 """A user's way to make a failed size smaller."""
@@ -30,20 +28,12 @@ _MOST_TRIALS = 8
 """So many parts of the work are run to be measured, and taken back, in a call at the most."""
 _FIRST_TRIAL = 8
 """The first trial has one part in so many of a size that failed and of which nothing is known."""
+_N_HALVED = 3
+"""So many failures in a row are answered by half where the size stays what it comes to."""
+_LITTLE = 8
+"""What worked before and fails is made smaller by one part in so many, at least."""
 _KINDS_OF_BYTES = ("device", "host")
 """The kinds of errors whose number of bytes was wanted of the memory that ran out."""
-
-
-class Remembered(Protocol):
-    """Where a call finds and leaves what is known of its site."""
-
-    def known(self) -> SizeRecord | None:
-        """The record of the site; None where nothing is known."""
-        ...
-
-    def new(self) -> SizeRecord:
-        """The record of the site, made where there is none."""
-        ...
 
 
 class AdaptiveSearch:
@@ -66,17 +56,16 @@ class AdaptiveSearch:
     """
 
     __slots__ = (
-        "_base", "_ceiling", "_free_bytes", "_grown", "_had_worked", "_has_trials",
-        "_in_pieces", "_initial", "_limits", "_meter", "_model", "_n_failures", "_n_pieces",
-        "_n_trials", "_needed_bytes", "_predict", "_record", "_reduce", "_remembered", "_works",
-        "is_trial", "room", "size",
+        "_base", "_ceiling", "_free_bytes", "_grown", "_had_worked", "_has_trials", "_in_pieces",
+        "_initial", "_limits", "_meter", "_model", "_n_pieces", "_n_trials", "_predict",
+        "_reduce", "_remembered", "_works", "is_trial", "room", "size",
     )  # fmt: skip
 
     def __init__(
         self,
         initial: int,
         limits: SizeLimits,
-        remembered: Remembered,
+        remembered: RememberedCall,
         reduce: Reduce | None = None,
         *,
         in_pieces: bool = False,
@@ -91,14 +80,14 @@ class AdaptiveSearch:
         # it measures what is tried now; None: nobody has to know
         self._meter: MemoryMeter | None = None
         self.room: MemoryMeter | None = None
-        self._needed_bytes: int | None = None
         self._had_worked = 0
         # what was free when what is tried now began; None where nobody has asked
         self._free_bytes: int | None = None
-        self._n_failures = self._n_pieces = 0
+        self._n_pieces = 0
         # whether anything of this call has worked since the last failure
         self._works = True
         self._has_trials = has_trials
+        # None: nothing has ever failed here
         self._model: SizeModel | None = None
         self._n_trials = 0
         self._predict = predict
@@ -114,9 +103,17 @@ class AdaptiveSearch:
         if record is None and limits.maximum is not None:
             # with a maximum it may grow without ever having failed: its calls have to be counted
             record = remembered.new()
-        self._record = record
         if record is not None:
-            self._begin(record)
+            self._begin(self._learn(record))
+
+    def _learn(self, record: SizeRecord | None = None) -> SizeModel:
+        """Return what chooses sizes from now on, by a record, which is kept for later calls."""
+        if self._model is None:
+            limits, record = self._limits, record or self._remembered.new()
+            self._model = SizeModel(
+                limits.floor, self._ceiling, limits.align, has_margin=True, record=record
+            )
+        return self._model
 
     def at_most(self, n_left: int) -> None:
         """Only so much is left to do: it is what is tried now."""
@@ -129,8 +126,9 @@ class AdaptiveSearch:
 
     # --- a call, or a piece of one, begins
 
-    def _begin(self, record: SizeRecord) -> None:
+    def _begin(self, model: SizeModel) -> None:
         """Choose the first size by what is known of the site."""
+        record = model.record
         self.size = self._start(record)
         known = record.snapshot()
         # in work of another shape it says nothing of this one
@@ -144,9 +142,8 @@ class AdaptiveSearch:
         self._free_bytes = free_bytes = meter.available_bytes()
         self.room = meter if self._in_pieces and meter.measures else None
         if known.points:
-            self.size = self._again(known, self.size, free_bytes)
-        elif self.size < self._ceiling and policy.has_risen(known, free_bytes):
-            record.note_risen(free_bytes)
+            self.size = self._again(model, known, self.size, free_bytes)
+        elif self.size < self._ceiling and record.has_risen(free_bytes):
             self.size = self._start(record)
         # a size that was measured is not measured again: that would restart the user's peak
         if self.size > known.ok or self.size < self._base or not known.points:
@@ -158,16 +155,13 @@ class AdaptiveSearch:
         It fits beside results that piled up, and grows back where they went. Called when the last
         result is with its user, or gone.
         """
-        record, meter, needed_bytes = self._record, self._meter, self._needed_bytes
-        self._needed_bytes = None
-        if record is not None and meter is not None and needed_bytes:
-            self._leap(record, meter, needed_bytes)
-        if record is None or self.size > record.ok:
+        model = self._model
+        if model is None or self.size > model.record.ok:
             return
-        known = record.snapshot()
+        known = model.record.snapshot()
         if known.points:
             ok = self._limits.aligned(min(known.ok, self._ceiling))
-            self.size = self._again(known, ok, room.available_bytes())
+            self.size = self._again(model, known, ok, room.available_bytes())
             if self.size > ok:
                 self._measure(room)
 
@@ -177,10 +171,9 @@ class AdaptiveSearch:
 
         What worked and failed in work of another shape is only a guess.
         """
-        record = self._record
-        if record is None:
+        if self._model is None:
             return True
-        known = record.snapshot()
+        known = self._model.record.snapshot()
         if known.is_guess:
             return not known.points
         return known.bad is None and known.ok < self.size
@@ -190,8 +183,7 @@ class AdaptiveSearch:
 
         For work that can't be tried again.
         """
-        record = self._record
-        known = None if record is None else record.snapshot()
+        known = None if self._model is None else self._model.record.snapshot()
         if known is None or self.is_unknown:
             self.size = self._base = self._ceiling
         elif known.bad is not None:
@@ -200,8 +192,7 @@ class AdaptiveSearch:
 
     def remember(self) -> None:
         """Let what works be known to later calls, though nothing has failed."""
-        if self._record is None:
-            self._record = self._remembered.new()
+        self._learn()
 
     def foresee(self, devices: Mapping[str, Foresight], *, share: float = 1.0) -> None:
         """Begin with the size that is predicted to fit on all devices, where one is predicted.
@@ -232,10 +223,7 @@ class AdaptiveSearch:
     ) -> None:
         """Begin with a size that is predicted to fit where memory is shortest."""
         size = self._base = self.size
-        record = self._record
-        if record is None:
-            record = self._record = self._remembered.new()
-        record.note_predicted(high if size < high else None, device, free_bytes)
+        self._learn().record.note_predicted(high if size < high else None, device, free_bytes)
         less = max(self._limits.floor, size // 2)
         if less < size and each_bytes is not None:
             self._grown = less, int(each_bytes * (size - less))
@@ -243,26 +231,40 @@ class AdaptiveSearch:
         self._measure(meter)
 
     def _start(self, record: SizeRecord) -> int:
-        known, limits = record.snapshot(), self._limits
+        limits = self._limits
         first = limits.first(self._initial)
-        start = policy.start(known, first, self._ceiling, limits.align)
-        if policy.climbs(known, first, self._ceiling):
-            record.note_climbing()
+        start = record.start(first, self._ceiling, limits.align)
         # what is known may be of other limits
         return max(limits.aligned(start), min(first, limits.floor))
 
-    def _again(self, known: SizeRecord, size: int, free_bytes: int) -> int:
-        return policy.again(known, size, free_bytes, self._limits, self._ceiling, self._n_failures)
+    def _again(self, model: SizeModel, known: SizeRecord, size: int, free_bytes: int) -> int:
+        """Return the size instead of one that works, by what was measured and what is free now."""
+        limits, ok, n_bytes = self._limits, min(known.ok, self._ceiling), known.points[-1].n_bytes
+        if known.least_free_bytes is not None:
+            # What lies free between tensors of before is not told, and part of the work fits there.
+            # So what `ok` needs was there when it began, and only what went since is missing.
+            free_bytes = max(free_bytes, n_bytes + free_bytes - known.least_free_bytes)
+        fits = fitting(known.points, free_bytes)
+        if fits < size <= ok:
+            # memory has gone, for the state of an optimizer, results that pile up, another program
+            return limits.below(size, with_margin(fits)) or size
+        if limits.aligned(ok) <= size < self._ceiling:
+            model.limit_bytes = free_bytes
+            larger = model.next_size(is_trial=False)
+            if larger is not None and larger <= self._ceiling:
+                return larger
+        return size
 
     # --- it worked
 
     def succeeded(self) -> int | None:
         """Work of this size returned; the size before, where none as large had worked yet."""
-        record = self._record
+        model = self._model
         # by far the most: nothing has ever failed here
-        if record is None:
+        if model is None:
             return None
-        size, meter = self.size, self._meter
+        size, record = self.size, model.record
+        meter, self._meter = self._meter, None
         needed_bytes = meter.needed_bytes() if meter is not None else None
         if self._has_trials and size == self._initial < record.ok:
             # a small batch that is whole: in parts it would have gradients of others beside it
@@ -279,30 +281,24 @@ class AdaptiveSearch:
             self._base = size
         self._n_pieces += 1
         self._works = True
-        if meter is None or not needed_bytes:
-            if self._in_pieces:
-                self._climb(record)
-        elif self._in_pieces:
+        if self._in_pieces and needed_bytes:
             # go_on() chooses, when the result is with its user or gone: only then the free memory
             # is what the next piece has
-            self._needed_bytes, self.room = needed_bytes, meter
-        else:
-            self._leap(record, meter, needed_bytes)
+            self.room = meter
+        elif self._in_pieces:
+            self._climb(record)
         return before
 
     def tried(self) -> None:
         """A part of the work, of this size, returned and was taken back; choose the size by it."""
-        record, meter, size = self._record, self._meter, self.size
-        # a trial follows a failure, which makes all three
-        assert record is not None
+        model, meter, size = self._model, self._meter, self.size
+        # a trial follows a failure, which makes both
+        assert model is not None
         assert meter is not None
-        assert self._model is not None
         needed_bytes = meter.needed_bytes()
-        record.note_ok(size, needed_bytes, self._free_bytes)
-        self._works = True
-        model = self._model
         model.limit_bytes = max(meter.available_bytes(), needed_bytes or 0)
-        model.ran(size, needed_bytes)
+        model.ran(size, needed_bytes, self._free_bytes)
+        self._works = True
         self._n_trials += 1
         larger = model.next_size() if needed_bytes and self._n_trials < _MOST_TRIALS else None
         self.is_trial = larger is not None
@@ -311,39 +307,18 @@ class AdaptiveSearch:
 
     def finished(self) -> None:
         """The call has returned."""
-        if self._record is not None and not self._n_failures and self._n_pieces:
-            self._record.note_clean_call(self._base, self._ceiling)
-
-    def _leap(self, record: SizeRecord, meter: MemoryMeter, needed_bytes: int) -> None:
-        """Go on with the size that fits, by what the last one needed, or stop measuring."""
-        size = self.size
-        free_bytes = meter.available_bytes()
-        known = record.snapshot()
-        # a short last piece, or another thread has come farther
-        if size != known.ok:
-            known.points = (Measured(size, needed_bytes),)
-        larger = self._larger(known, free_bytes)
-        if larger and self._in_pieces:
-            self.size = larger
-            self._measure(meter)
-            return
-        self._meter = None
-        if not larger and size == known.ok and policy.is_largest(known, free_bytes):
-            record.note_largest()
+        if self._model is not None and not self._model.n_ooms and self._n_pieces:
+            self._model.record.note_clean_call(self._base, self._ceiling)
 
     def _climb(self, record: SizeRecord) -> None:
         """In a loop of many pieces: count them like calls, and go up a step where that is due."""
         if self._n_pieces % _PIECES_OF_A_CALL == 0:
             record.note_clean_call(self._base, self._ceiling)
         is_ok = self.size == self._limits.aligned(record.ok)
-        if is_ok and policy.is_due(record, self._ceiling):
+        if is_ok and record.is_due(self._ceiling):
             self.size = self._start(record)
             if (meter := meter_for(record.device)) is not None:
                 self._measure(meter)
-
-    def _larger(self, known: SizeRecord, free_bytes: int) -> int | None:
-        align, ceiling = self._limits.align, self._ceiling
-        return policy.larger(known, self.size, free_bytes, align, ceiling, self._n_failures)
 
     def _measure(self, meter: MemoryMeter) -> None:
         """What is tried next tells how much it needs."""
@@ -355,90 +330,103 @@ class AdaptiveSearch:
 
     def shrink(self, info: OomInfo) -> bool:
         """Work of this size ran out of memory: make it smaller; False where no size is left."""
-        record = self._record
-        if record is None:
-            record = self._record = self._remembered.new()
+        model, size, limits = self._learn(), self.size, self._limits
         meter = self._meter or meter_for(info.device)
-        failure = self._note_failure(info, meter)
-        # the policy asks what was known before: the record forgets what worked where that fails
-        size, known = failure.size, record.snapshot()
-        record.note_failed(size, self._limits.align, info.device, failure.free_bytes)
-        reduce = self._reduce
-        wanted = policy.smaller(
-            known,
-            failure,
-            is_mended=self._in_pieces or self._has_trials,
-            reduced=None if reduce is None else lambda size: checked_reduced(reduce(size, info)),
-        )
-        if reduce is None and policy.is_blind(known, failure):
-            wanted = self._predicted(failure) or wanted
-        smaller = self._tried_out(known, failure, wanted) or self._limits.below(size, wanted)
+        free_bytes = None if meter is None else meter.available_bytes()
+        is_measured = meter is not None and meter.measures
+        # the record forgets what worked where that fails
+        known = model.record.snapshot()
+        # it worked before, so that not much is missing
+        had_room = bool(known.points) and self._works
+        was_trial, self.is_trial = self.is_trial, False
+        self._n_pieces, self._works, self._grown = 0, False, None
+        model.ran_out(size, info.device, free_bytes)
+        wanted = self._wanted(known, info, free_bytes, had_room, is_measured)
+        is_blind = free_bytes is not None and not (had_room or 0 < known.ok < size)
+        if is_blind and self._reduce is None:
+            wanted = self._predicted(size, free_bytes) or wanted
+        if known.ok >= size and not was_trial:
+            # the part that was measured fits, and the whole does not: it tells nothing
+            self._has_trials = False
+        if is_measured and self._has_trials:
+            smaller = self._tried_out(free_bytes, wanted, is_blind=is_blind)
+        else:
+            smaller = limits.below(size, wanted)
         if smaller is None:
             return False
         self.size = self._base = smaller
         if meter is not None:
             self._measure(meter)
-            self.room = meter if self._in_pieces and meter.measures else None
+            self.room = meter if self._in_pieces and is_measured else None
         return True
+
+    def _wanted(
+        self,
+        known: SizeRecord,
+        info: OomInfo,
+        free_bytes: int | None,
+        had_room: bool,
+        is_measured: bool,
+    ) -> int:
+        """Return the size to try after one that failed, before it is made one that is allowed."""
+        size, reduce, fits = self.size, self._reduce, None
+        if known.points and free_bytes is not None:
+            fits = fitting(known.points, free_bytes)
+        if 0 < known.ok < size:
+            if fits is None or reduce is not None or fits >= known.ok:
+                return known.ok
+            return with_margin(fits)
+        if reduce is not None:
+            return checked_reduced(reduce(size, info))
+        if free_bytes is None:
+            return size // 2
+        if fits is not None and had_room:
+            return min(with_margin(fits), size - -(-size // _LITTLE))
+        # A quarter where the call can measure it and go on with a larger one: 64 times too much is
+        # three failures. Else 1/2 1/4 1/8, then 1/32 1/128: the first run of `batch` keeps half of
+        # the largest size from 8 times too much, and comes to a quarter from 60 times with five
+        # failures at the most. Halving on would cost six, quartering at once would lose half of
+        # what fits from 2 times too much. See
+        # test_the_first_call_of_one_piece_comes_to_no_less_than_a_quarter, and the test before it.
+        assert self._model is not None
+        is_mended = self._in_pieces or self._has_trials
+        is_halved = not is_measured or (self._model.n_ooms <= _N_HALVED and not is_mended)
+        wanted = size // (2 if is_halved else 4)
+        wanted_bytes = info.requested_bytes or 0
+        if info.kind in _KINDS_OF_BYTES and wanted_bytes > free_bytes:
+            # what is asked for at once is taken to grow with the size
+            wanted = min(wanted, size * free_bytes // wanted_bytes)
+        return wanted
 
     def gave_up(self) -> int:
         """Nothing that is allowed fits; the largest size that had worked before this call, or 0."""
-        assert self._record is not None
-        self._record.forget()
+        self._learn().record.forget()
         return self._had_worked
 
-    def _predicted(self, failure: Failure) -> int | None:
+    def _predicted(self, size: int, free_bytes: int | None) -> int | None:
         """The size that is predicted to fit; None where nobody is asked, or not believed."""
         # once: a size that was predicted to fit and did not says that predictions are too low
         predict, self._predict = self._predict, None
-        free_bytes, low = failure.free_bytes, self._limits.floor
-        if predict is None or free_bytes is None or failure.size <= low:
+        limits = self._limits
+        if predict is None or free_bytes is None or size <= limits.floor:
             return None
-        if predict(failure.size) <= free_bytes:
+        if predict(size) <= free_bytes:
             return None
-        high = self._limits.aligned(failure.size)
-        found = foreseen(predict, low, high, free_bytes, self._limits.align)
+        found = foreseen(predict, limits.floor, limits.aligned(size), free_bytes, limits.align)
         return None if found is None else found.size
 
-    def _tried_out(self, known: SizeRecord, failure: Failure, wanted: int) -> int | None:
-        """The size that a trial is to show to fit, or has; None where there are no trials."""
-        was_trial, self.is_trial = self.is_trial, False
-        if not self._has_trials or not failure.is_measured or failure.free_bytes is None:
-            return None
-        if known.ok >= failure.size and not was_trial:
-            # the part that was measured fits, and the whole does not: it tells nothing
-            self._has_trials = False
-            return None
-        limits, model = self._limits, self._model
-        if model is None:
-            model = SizeModel(limits.floor, failure.size, limits.align, has_margin=True)
-            self._model = model
-        model.limit_bytes = failure.free_bytes
-        model.ran_out(failure.size)
-        size = model.next_size() or model.ok if model.ok else None
-        if size is None:
+    def _tried_out(self, free_bytes: int | None, wanted: int, *, is_blind: bool) -> int | None:
+        """The size that a trial is to show to fit, or has; None if none is left."""
+        model, size = self._learn(), self.size
+        model.limit_bytes = free_bytes
+        if model.is_measured:
+            found: int | None = model.next_size() or model.ok
+        else:
             # a trial need not be large, but it has to fit: its size is not what the call comes to
-            if policy.is_blind(known, failure):
-                wanted = min(wanted, failure.size // _FIRST_TRIAL)
-            size = limits.below(failure.size, wanted)
-        self.is_trial = size is not None and size != model.ok
-        return size
-
-    def _note_failure(self, info: OomInfo, meter: MemoryMeter | None) -> Failure:
-        self._n_failures += 1
-        self._n_pieces = 0
-        self._grown = None
-        is_first, self._works = self._works, False
-        if meter is None:
-            return Failure(self.size, self._n_failures, is_first, None)
-        return Failure(
-            self.size,
-            self._n_failures,
-            is_first,
-            meter.available_bytes(),
-            (info.requested_bytes or 0) if info.kind in _KINDS_OF_BYTES else 0,
-            meter.measures,
-        )
+            wanted = min(wanted, size // _FIRST_TRIAL) if is_blind else wanted
+            found = self._limits.below(size, wanted)
+        self.is_trial = found is not None and not (model.is_measured and found == model.ok)
+        return found
 
 
 def checked_reduced(size: object) -> int:

@@ -22,10 +22,10 @@ from .._sizes import (
     AdaptiveSearch,
     BatchsizeCache,
     NoBatchsizeCache,
+    RememberedCall,
     SizeLimits,
     calling_frame,
     checked_size,
-    remembered_of,
     stands_for,
 )
 from .._undo import Caches
@@ -302,7 +302,7 @@ class _Run:
         if self._is_idle:
             # its size means nothing and teaches nothing, and there is one less to try again with
             cache_type, largest = NoBatchsizeCache, limits.minimum + 1
-        remembered = remembered_of(
+        remembered = RememberedCall(
             stands_for(spec.fn), frame, options.context, cache_type, parts.values, {},
             adds_gradients=parts.gradients.are_there_before,
         )  # fmt: skip

@@ -19,7 +19,7 @@ from tenure.adaptive import AdaptiveUsageError, GlobalBatchsizeCache, explicit, 
 from tenure.adaptive._sizes import _learned
 from tenure.adaptive._sizes._call_signature import signature_of
 from tenure.adaptive._sizes._record import SizeRecord
-from tenure.adaptive._sizes._remembered import remembered_of, stands_for
+from tenure.adaptive._sizes._remembered import RememberedCall, stands_for
 
 pytestmark = pytest.mark.usefixtures("forgetful")
 
@@ -110,7 +110,7 @@ def test_gradients_of_before_are_a_circumstance_that_begins_with_a_quarter():
         there[0] = adds
         args = (torch.ones(8, shape),)
         frame = sys._getframe()
-        return remembered_of(
+        return RememberedCall(
             "function", frame, "a place", None, args, {}, adds_gradients=lambda: there[0]
         )
 
@@ -129,7 +129,7 @@ def test_gradients_of_before_are_a_circumstance_that_begins_with_a_quarter():
 def test_what_was_learned_beside_gradients_is_where_to_begin_without_them():
     def known(adds):
         frame = sys._getframe()
-        return remembered_of(
+        return RememberedCall(
             "function", frame, "a place", None, (), {}, adds_gradients=lambda: adds
         )
 
@@ -143,7 +143,7 @@ def test_what_was_learned_beside_gradients_is_where_to_begin_without_them():
 def test_what_was_learned_beside_gradients_is_written_and_read(tmp_path):
     def known(adds):
         frame = sys._getframe()
-        return remembered_of(
+        return RememberedCall(
             "function", frame, "a place", None, (), {}, adds_gradients=lambda: adds
         )
 
@@ -565,7 +565,7 @@ def test_a_size_that_was_loaded_without_a_known_failure_is_kept():
 
 def test_a_cache_of_nothing_looks_nowhere():
     frame = sys._getframe()
-    memory = remembered_of(None, frame, None, adaptive.NoBatchsizeCache, (), {})
+    memory = RememberedCall(None, frame, None, adaptive.NoBatchsizeCache, (), {})
     assert memory.known() is None
     assert memory.new() is not memory.new()
 

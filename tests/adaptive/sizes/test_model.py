@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tenure.adaptive._sizes._model import MOST_OOMS, SizeModel
+from tenure.adaptive._sizes._model import MOST_OOMS, SizeModel, fitting
+from tenure.adaptive._sizes._record import Measured
 
 MANY = settings(deadline=None, max_examples=400)
 
@@ -228,5 +229,28 @@ def test_a_size_that_ran_beyond_its_limit_is_no_failure():
     model.ran(model.next_size(), 10**6)
     size = model.next_size()
     model.ran(size, 2 * 10**9)  # more than in proportion
-    assert (model.ok, model.bad, model.n_ooms) == (1, size, 0)
+    assert (model.ok, model.record.bad, model.n_ooms) == (1, size, 0)
     assert 1 < model.next_size() < size
+
+
+@given(st.integers(20, 10**4), st.integers(1, 10**4))
+def test_less_memory_than_a_size_needed_fits_less(size, each):
+    points = [Measured(size, each * size)]
+    assert fitting(points, each * (size // 2)) == size // 2
+    assert fitting(points, 0) == 0
+    noisy = [*points, Measured(2 * size, each * size + 1)]
+    assert fitting(noisy, each * (size // 2)) <= 2 * size
+    assert fitting(points, 2 * each * size) == size
+
+
+@given(st.integers(20, 10**4), st.integers(1, 10**9), st.integers(1, 10**4), st.floats(0.5, 1))
+def test_two_sizes_show_how_much_less_fits(size, fixed, each, share):
+    points = [Measured(s, fixed + each * s) for s in (size, 2 * size)]
+    found = fitting(points, int(share * points[-1].n_bytes))
+    assert found * each + fixed <= share * points[-1].n_bytes + each or found <= 2 * size * share
+
+
+def test_two_sizes_that_an_allocator_rounds_to_one_segment_are_no_reason_for_the_smallest():
+    segment = 20 << 20
+    points = (Measured(2048, segment), Measured(4096, segment))
+    assert fitting(points, segment // 4) == 1024

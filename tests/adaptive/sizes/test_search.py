@@ -2,6 +2,7 @@
 
 import logging
 import math
+import sys
 from contextlib import contextmanager
 
 import pytest
@@ -9,12 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tenure import NewDisposeScope
+from tenure import NewDisposeScope, adaptive
 from tenure.adaptive import AdaptiveUsageError, OutOfRetriesError, add_listener, remove_listener
 from tenure.adaptive._attempt._attempts import Attempts
 from tenure.adaptive._sizes._limits import SizeLimits
 from tenure.adaptive._sizes._record import SizeRecord
-from tenure.adaptive._sizes._remembered import REMEMBERS_NOTHING
+from tenure.adaptive._sizes._remembered import RememberedCall
 from tenure.adaptive._sizes._search import AdaptiveSearch
 
 from .size_simulation import Device, Memory, Site, Wall, oom
@@ -176,9 +177,10 @@ def test_a_failure_of_what_worked_forgets_it():
 
 
 def test_a_call_that_remembers_nothing_keeps_no_record():
-    sizes = AdaptiveSearch(64, SizeLimits(), REMEMBERS_NOTHING)
+    memory = RememberedCall(None, sys._getframe(), None, adaptive.NoBatchsizeCache, (), {})
+    sizes = AdaptiveSearch(64, SizeLimits(), memory)
     assert sizes.shrink(oom())
-    assert AdaptiveSearch(64, SizeLimits(), REMEMBERS_NOTHING).size == 64
+    assert AdaptiveSearch(64, SizeLimits(), memory).size == 64
 
 
 # --- larger
@@ -375,6 +377,44 @@ def test_measured_memory_that_comes_free_is_used_at_once(devices):
     device.free_bytes *= 3
     found = [site.call() for _ in range(4)]
     assert found[-1] >= 0.95 * device.largest
+
+
+@pytest.mark.parametrize("way", [Site.call, Site.step], ids=["pieces", "trials"])
+def test_memory_that_breathes_does_not_bring_back_what_failed_far_above(devices, way):
+    devices["fake:0"] = device = Device(free_bytes=10_000, piece_bytes=10)
+    site = Site(device, 16_000, in_pieces=True)
+    for share in (1, 0.9, 0.8, 1, 0.85, 0.95, 0.8, 1) * 3:
+        device.free_bytes = int(10_000 * share)
+        way(site, 8)
+    assert site.sizes.count(16_000) == 1
+    assert site.sizes[-1] >= 0.95 * device.largest
+
+
+class CutUp(Device):
+    """A device of which measuring does not see what fragments take."""
+
+    def run(self, size):
+        self.peak_bytes = int(size * self.piece_bytes)
+        if 1.3 * self.peak_bytes <= self.free_bytes:
+            return None
+        self.n_ooms += 1
+        return oom("fake:0", self.peak_bytes)
+
+
+def test_three_sizes_that_were_to_fit_and_failed_are_enough_until_more_is_free(devices):
+    devices["fake:0"] = device = CutUp(free_bytes=100_000, piece_bytes=10)
+    site = Site(device, 40_000)
+    found = [site.call() for _ in range(12)]
+    assert found[-8:] == [7499] * 8  # of 7692
+    assert device.n_ooms == 5  # two of them before the first had worked
+    device.free_bytes = 150_000
+    assert site.call() > 9_000
+
+
+def test_a_size_that_works_as_it_is_stays_when_a_larger_one_has_failed(devices):
+    devices["fake:0"] = device = CutUp(free_bytes=100_000, piece_bytes=10)
+    site = Site(device, 40_000)
+    assert [site.call(), site.call(), site.call()] == [5000, 7499, 7499]
 
 
 def test_a_rise_of_memory_that_can_not_be_measured_is_tried_without_waiting(devices):

@@ -6,7 +6,7 @@ import hashlib
 import sys
 
 from ..._memory import meter_for
-from ..._sizes import RememberedCall, RemembersNothing, remembered_of
+from ..._sizes import RememberedCall
 from .._tape import Tape
 
 _MANY = 1024
@@ -26,15 +26,15 @@ def place_of(tape: Tape) -> str:
     return _places[key]
 
 
-def remembered_whole(tape: Tape) -> RememberedCall | RemembersNothing:
+def remembered_whole(tape: Tape) -> RememberedCall:
     """What is remembered of running the program whole."""
-    return remembered_of(None, sys._getframe(), ("lazy whole", place_of(tape)), None, (), {})
+    return RememberedCall(None, sys._getframe(), ("lazy whole", place_of(tape)), None, (), {})
 
 
-def remembered_values(tape: Tape) -> RememberedCall | RemembersNothing:
+def remembered_values(tape: Tape) -> RememberedCall:
     """What is remembered of running the program in parts for its values."""
     # it holds this frame: a local of who uses it would be a cycle, with all that is recorded
-    return remembered_of(None, sys._getframe(), ("lazy values", place_of(tape)), None, (), {})
+    return RememberedCall(None, sys._getframe(), ("lazy values", place_of(tape)), None, (), {})
 
 
 def is_unknown(tape: Tape) -> bool:
