@@ -15,21 +15,29 @@ from typing import Any, Self
 
 
 class Interrupts:
-    """A block in which Ctrl-C is kept for its end, with one within that lets it through."""
+    """Ctrl-C is kept from `keep` to `end`; as a block, from its beginning to its end."""
 
     def __init__(self) -> None:
         self._before: Any = None
         self._has_come = False
 
     def __enter__(self) -> Self:
-        # other threads get none; what C code has set can't be put back
-        if threading.current_thread() is threading.main_thread():
-            self._before = signal.getsignal(signal.SIGINT)
-        self._keep()
+        self.keep()
         return self
 
     def __exit__(self, *_: object) -> None:
         self.end()
+
+    def keep(self) -> None:
+        """Keep Ctrl-C from here on."""
+        # other threads get none
+        if threading.current_thread() is not threading.main_thread():
+            return
+        handler = signal.getsignal(signal.SIGINT)
+        # what C code has set can't be put back
+        if handler is not None and handler != self._note:
+            self._before = handler
+            signal.signal(signal.SIGINT, self._note)
 
     def end(self) -> None:
         """Let Ctrl-C through from here on, also one that has come before."""
@@ -47,11 +55,7 @@ class Interrupts:
             self.end()
             yield
         finally:
-            self._keep()
-
-    def _keep(self) -> None:
-        if self._before is not None:
-            signal.signal(signal.SIGINT, self._note)
+            self.keep()
 
     def _note(self, *_: object) -> None:
         self._has_come = True

@@ -34,7 +34,8 @@ class RankCall:
         group: the ranks.
         name: what errors call the call.
         after: what holds where it has failed.
-        arriving: keeps Ctrl-C since before the group was known; ends when the call begins.
+        interrupts: keeps Ctrl-C since before the group was known; lets it through from when the
+            call begins until it votes.
 
     Attributes:
         group: the ranks.
@@ -43,19 +44,17 @@ class RankCall:
     """
 
     def __init__(
-        self, group: RankGroup, name: str, arriving: Interrupts, after: str = _NO_RESULT
+        self, group: RankGroup, name: str, interrupts: Interrupts, after: str = _NO_RESULT
     ) -> None:
         self.group = group
-        self._arriving = arriving
+        self._interrupts = interrupts
         self._after = after
         self.name = name
         self.has_voted = False
-        self._interrupts = Interrupts()
-        self._waits = False
 
     def __enter__(self) -> Self:
         try:
-            self._arriving.end()
+            self._interrupts.end()
         # a block whose entry fails is not left
         except BaseException as error:
             self.__exit__(type(error), error, None)
@@ -73,7 +72,7 @@ class RankCall:
             if error is not None and not self.has_voted:
                 self._vote_failed(error)
         finally:
-            self.let_interrupts()
+            self._interrupts.end()
 
     def vote(self, ballot: Ballot) -> Tally:
         """Say how the call went here, and hear of the others.
@@ -82,7 +81,7 @@ class RankCall:
             RemoteRankError: the call has failed on another rank, or one has died.
             AdaptiveUsageError: ranks are in different calls.
         """
-        self._keep_interrupts()
+        self._interrupts.keep()
         self.has_voted = True
         found = tally(self.group, ballot)
         if found.n_failed:
@@ -109,23 +108,12 @@ class RankCall:
     def go_on(self) -> None:
         """Work on after a vote: another one will follow."""
         self.has_voted = False
-        self.let_interrupts()
-
-    def let_interrupts(self) -> None:
-        """Let Ctrl-C through, also one that has come before."""
-        if self._waits:
-            self._waits = False
-            self._interrupts.__exit__(None, None, None)
-
-    def _keep_interrupts(self) -> None:
-        if not self._waits:
-            self._interrupts.__enter__()
-            self._waits = True
+        self._interrupts.end()
 
     def _vote_failed(self, error: BaseException) -> None:
         # before the vote: from then on the others wait for it
         failure = failure_of(error)
-        self._keep_interrupts()
+        self._interrupts.keep()
         self.has_voted = True
         try:
             tally(self.group, Ballot(n_failed=1))
@@ -163,14 +151,14 @@ def _call_of(entry: str, name: str, group: Any) -> Iterator[RankCall | None]:
                 "DistributedDataParallel; for a training step use step()."
             )
 
-    with Interrupts() as arriving:
+    with Interrupts() as interrupts:
         ranks = rank_group(entry, group)
         if ranks is None:
-            arriving.end()
+            interrupts.end()
             yield None
             return
         with (
-            RankCall(ranks, f"{entry}({name!r})", arriving) as call,
+            RankCall(ranks, f"{entry}({name!r})", interrupts) as call,
             modules_told(refuse),
             without_collectives(entry, name, "Call it after, with what the function returned"),
         ):

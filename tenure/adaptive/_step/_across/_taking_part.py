@@ -62,16 +62,16 @@ def taking_part(
         yield None
         return
     name = f"{spec.entry}({short_name_of(spec.fn)!r})"
-    with Interrupts() as arriving:
+    with Interrupts() as interrupts:
         found = _found_by(spec)
         ranks, sharding = _ranks_of(spec.entry, group, found)
         if ranks is None:
-            arriving.end()
+            interrupts.end()
             if found.wrong is not None:
                 raise found.wrong
             yield None
             return
-        with RankCall(ranks, name, arriving, _AS_BEFORE) as call:
+        with RankCall(ranks, name, interrupts, _AS_BEFORE) as call:
             if found.wrong is not None:
                 raise found.wrong
             takes_all = group is not None
