@@ -289,6 +289,10 @@ def test_lines_to_paste_run_as_they_are(llama, tmp_path, monkeypatch, options):
     with fake_ranks(0, setup.ranks) if setup.ranks > 1 else nullcontext():
         names = {"model": model, "batches": [batch], "dataset": dataset}
         exec(lines.replace('"cuda"', '"cpu"'), names)
+    # what was predicted is what is set
+    assert names["optimizer"].defaults["foreach"] is False
+    assert names.get("options", {}).get("reshard_after_forward", True) is setup.reshards
+    assert ("offload_policy" in names.get("options", {})) is setup.offloads
     state = names["optimizer"].state
     assert all(state[p] or setup.optimizer == "sgd" for p in names["weights"])
     assert (len(names["weights"]) < len([*model.parameters()])) == (setup.lora is not None)
