@@ -190,7 +190,10 @@ def dispose_tensor(
     # handle refuses every use, but pins its data until it dies.
     except RuntimeError as error:
         if isinstance(error, MissingTorchNameError):
+            # without a twin autograd would hand out the handle itself, as in ``.grad``
+            set_class(tensor, cls)
             warn_user(str(error), TenureWarning)
+            return None
         notes_on(tensor)[RECORD] = record
         return True
     # The twin is what autograd and views hand out from here on: it must be what the handle was.

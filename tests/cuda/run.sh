@@ -11,4 +11,8 @@ fi
 PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 export PYTHONPATH OMP_NUM_THREADS PYTHONUNBUFFERED=1
+"$PYTHON" -c 'import importlib.util as u, sys; sys.exit(not u.find_spec("torch"))' || {
+    echo "$PYTHON has no torch. Set PYTHON to an interpreter that has it." >&2
+    exit 2
+}
 exec "$PYTHON" -m tests.cuda "$@"

@@ -40,6 +40,18 @@ def test_a_run_without_a_gpu_says_that_nothing_was_verified(tmp_path):
     assert set(found["counts"].items()) >= {("PASS", 0), ("FAIL", 0)}
 
 
+def test_a_python_without_torch_is_told(tmp_path):
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S -E "$@"\n')
+    python.chmod(0o755)
+    environment = {"PYTHON": str(python), "PATH": "/usr/bin:/bin"}
+    done = subprocess.run(
+        ["sh", str(_RUN)], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert f"{python} has no torch. Set PYTHON to an interpreter that has it." in done.stderr
+
+
 @pytest.mark.cuda
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

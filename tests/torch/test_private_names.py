@@ -29,6 +29,7 @@ _PICKLED = {"_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_p
 # By a word of what a name is needed for: the uses of without_names.py that may stop without it.
 _MEANT = {
     "containers": {"container", "prediction"},
+    "disposed tensors": {"scope"},
     "everything": set(USES),
     "memory_budget": {"budget", "sparse_in_a_budget"},
     "paging": {"paged"},

@@ -53,8 +53,15 @@ def load_rooms():
 
 
 def scope():
-    with tenure.scopes.DisposeScope():
-        made = torch.ones(2) + 1
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", tenure.TenureWarning)
+        with tenure.scopes.DisposeScope():
+            made = torch.ones(2) + 1
+    if told:
+        # a scope that can't dispose says so, and leaves its tensors alone
+        assert made.sum() == 4
+        text = str(told[0].message)
+        raise tenure.MissingTorchNameError(text, text.split()[4].rstrip(","))
     assert tenure.scopes.is_disposed(made)
 
 

@@ -21,6 +21,7 @@ from .._timeline import PeakRow, Track, summed
 _MAGIC = b"\x80"
 _BUFFER_BYTES = 1 << 20
 _MOST_FRAMES = 40
+_MOST_BYTES = (1 << 63) - 1
 _PREALLOCATED = "before the history began"
 _US = 1e-6
 # A terminal shows less, and a page not much more.
@@ -111,6 +112,8 @@ def _tracks_of(snapshot: Mapping[str, Any]) -> Iterator[Track]:
     for device, blocks in sorted(alive.items()):
         events = traces[device] if device < len(traces) else []
         track = _track(str(names.get(device, f"cuda:{device}")), blocks, events)
+        if track.peak_bytes > _MOST_BYTES:
+            raise ValueError(f"{device} has more bytes than 64 bits can count")
         if track.peak_bytes:
             yield track
 

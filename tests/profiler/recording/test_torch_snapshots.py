@@ -105,6 +105,7 @@ def _with_event(**changes):
         ({"segments": [3]}, "is no snapshot as torch makes them"),
         ({"segments": [{"device": float("inf"), "blocks": []}]}, "cannot convert float infinity"),
         (_with_event(size=float("inf")), "cannot convert float infinity"),
+        (_with_event(size=10**400), "more bytes than 64 bits can count"),
         (_with_event(time_us=float("nan")), "cannot convert float NaN"),
         (_with_event(frames=[{"filename": 3, "line": 1, "name": "f"}]), "is no snapshot as torch"),
         (_with_event(frames={"filename": "a"}), "is no snapshot as torch makes them"),
