@@ -14,13 +14,13 @@ from benchmarks._pairs import Loop, time_pair
 from benchmarks._record import Row, publish
 from tenure import adaptive
 from tenure.adaptive._lazy._evaluate import _backward
-from tenure.adaptive._lazy._split import _split_step
+from tenure.adaptive._lazy._split import _program
 from tenure.adaptive._step import StepOptions, StepResult, StepSpec
 
 _BAR = 1.15
 _ROUNDS = 7
 _PARTS = 4
-_PLAIN_STEP = _split_step.run_step  # type: ignore[attr-defined]
+_PLAIN_STEP = _program.run_step  # type: ignore[attr-defined]
 
 
 def _transformer() -> tuple[nn.Module, Tensor, Tensor]:
@@ -73,7 +73,7 @@ def _split_always(n: int) -> None:
         result: StepResult = _PLAIN_STEP(spec, replace(options, maximum=n // _PARTS), frame)
         return result
 
-    _split_step.run_step = quartered  # type: ignore[attr-defined]
+    _program.run_step = quartered  # type: ignore[attr-defined]
     _backward.fails_whole = lambda tape: True  # type: ignore[attr-defined]
 
 
@@ -100,7 +100,7 @@ def main() -> None:
         # the first splits of a place are verified
         recorded(4)
         rows.append(_row(f"{name}, 4 micro-batches", by_hand, recorded, "base: by hand"))
-        _split_step.run_step = _PLAIN_STEP  # type: ignore[attr-defined]
+        _program.run_step = _PLAIN_STEP  # type: ignore[attr-defined]
         _backward.fails_whole = fails_whole  # type: ignore[attr-defined]
     publish("lazy", rows)
 

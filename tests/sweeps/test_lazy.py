@@ -16,8 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tenure.adaptive import AdaptiveUsageError, LazyTensor, lazy
 from tenure.adaptive._lazy._evaluate._parts import plan_for
-from tenure.adaptive._lazy._evaluate._used import labels_of
-from tenure.adaptive._lazy._split import NotSplittableError, Program, SplitValues
+from tenure.adaptive._lazy._split import NotSplittableError, Program
 
 from .samples import samples_of
 
@@ -100,7 +99,7 @@ def _in_parts(tape, found):
     if not tape.entries or any(entry.is_done for entry in tape.entries):
         return {}
     try:
-        split = SplitValues(Program(tape, plan_for(tape, None), labels_of(tape), tape.leaves))
+        split = Program(tape, plan_for(tape, None), None, tape.leaves)
     except NotSplittableError:
         found.n_whole += 1
         return {}

@@ -28,6 +28,10 @@ LOSSES = {
     "sum": _cross_entropy(reduction="sum"),
     "none, then mean": lambda out, x, y: F.cross_entropy(out, y, reduction="none").mean(),
     "class weights": _cross_entropy(weight=WEIGHTS),
+    # parts of classes without weight, whose mean is that of nothing
+    "classes without weight": lambda out, x, y: F.cross_entropy(
+        out, torch.arange(len(y)) // 4, weight=WEIGHTS.new_tensor([0.0, 1.0, 2.5])
+    ),
     "label smoothing": _cross_entropy(weight=WEIGHTS, label_smoothing=0.1),
     "ignored": lambda out, x, y: F.cross_entropy(out, _ignored(y)),
     "ignored and weights": lambda out, x, y: F.cross_entropy(out, _ignored(y), weight=WEIGHTS),
@@ -79,6 +83,9 @@ LOSSES = {
         F.cross_entropy(out, y) * (-out.pow(2).mean().detach()).exp() + out.abs().mean()
     ),
     "over its own value": lambda out, x, y: _over_its_value(out.pow(2).mean()),
+    "many terms": lambda out, x, y: (
+        F.cross_entropy(out, _ignored(y), weight=WEIGHTS) / 2 + out.abs().mean() - 3 * out.sum()
+    ),
     "by a comparison": lambda out, x, y: _by_a_comparison(out.pow(2).mean()),
     "the larger term": lambda out, x, y: torch.maximum(out.pow(2).mean(), out.abs().mean()),
 }

@@ -10,7 +10,7 @@ from torch import nn
 
 from tenure import TenureError
 from tenure.adaptive import lazy, memory_budget, reset, statistics
-from tenure.adaptive._lazy._split import _split_step
+from tenure.adaptive._lazy._split import _program
 
 from .programs import RoomFor, gradients, mlp
 
@@ -118,13 +118,13 @@ def peak_of(make, program):
 @pytest.mark.parametrize("program", [read_after, read_before, values_alone, beside_the_loss])
 @pytest.mark.parametrize("make", [norm, norm_that_nothing_trains, spectral, counting, images])
 def test_buffers_are_written_once_for_each_step(make, program, monkeypatch):
-    run_step = _split_step.run_step
+    run_step = _program.run_step
 
     def without_prediction(spec, options, frame):
         return run_step(spec, replace(options, predict=False), frame)
 
     # it would spare the failures
-    monkeypatch.setattr(_split_step, "run_step", without_prediction)
+    monkeypatch.setattr(_program, "run_step", without_prediction)
     if program is beside_the_loss and make in (norm_that_nothing_trains, images):
         pytest.skip("has no such part")
     expected = {n_steps: trained(make, program, n_steps) for n_steps in (1, 6)}

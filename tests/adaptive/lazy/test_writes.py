@@ -136,7 +136,7 @@ def test_what_is_made_of_the_batch_alone_is_written_into_it_before_it_is_split(r
 
 
 @ROOMS
-@pytest.mark.parametrize("kind", ["masked_fill_", "setitem", "where out of a view"])
+@pytest.mark.parametrize("kind", ["masked_fill_", "setitem", "where out of a view", "a copy"])
 def test_labels_that_are_ignored_from_some_point_on_are_not_counted(room, kind):
     model, (x, y) = mlp(), batch()
 
@@ -146,11 +146,29 @@ def test_labels_that_are_ignored_from_some_point_on_are_not_counted(room, kind):
             b.masked_fill_(a[:, 0] > 0, -100)
         elif kind == "setitem":
             b[a[:, 0] > 0] = -100
+        elif kind == "a copy":
+            b = b.clone()
+            b.masked_fill_(a[:, 0] > 0, -100)
         else:
             b.view(-1)[:].masked_fill_(a[:, 0] > 0, -100)
         loss = F.cross_entropy(model(a), b)
         loss.backward()
         return loss.item(), (b != -100).sum().item()
+
+    expected, found = assert_same_gradients(model, program, room)
+    assert found == pytest.approx(expected, rel=1e-11)
+
+
+@ROOMS
+def test_what_a_model_gave_and_was_written_into_the_batch_is_no_part_of_the_batch_alone(room):
+    model, (x, _) = mlp(n_out=4), batch()
+
+    def program(wrap):
+        a = wrap(x.clone())
+        a[:, 0] = model(a).detach()[:, 0]
+        loss = (model(a) - a.mean(0)).square().mean()
+        loss.backward()
+        return loss.item()
 
     expected, found = assert_same_gradients(model, program, room)
     assert found == pytest.approx(expected, rel=1e-11)

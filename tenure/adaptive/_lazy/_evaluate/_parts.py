@@ -20,11 +20,10 @@ from tenure._oom import OomInfo, oom_info
 from ..._decorators import PLAIN, Piece, run_pieces
 from ..._ranks import has_other_ranks
 from ..._step import IsolatedGradients, leaves_of
-from .._split import NotSplittableError, Program, SplitPlan, SplitStep, SplitValues, plan_of
+from .._split import NotSplittableError, Program, SplitPlan, plan_of
 from .._tape import Leaf, Reached, Tape, cut_off, has_graph, plain_tensors
 from ._refusals import mismatch_error, refusal, tail_error, values_error
 from ._remembered import is_unknown, place_of, remembered_values, remembered_whole
-from ._used import labels_of
 from ._whole import begin, start_over
 
 
@@ -50,7 +49,7 @@ def is_splittable(tape: Tape, number: int, meta: Any) -> bool:
 
 
 def plan_for(tape: Tape, root: int | None) -> SplitPlan:
-    """How to split what was recorded.
+    """Plan how to split what was recorded.
 
     Raises:
         NotSplittableError: it has to run whole.
@@ -59,10 +58,7 @@ def plan_for(tape: Tape, root: int | None) -> SplitPlan:
         raise NotSplittableError(
             "other processes take part in it, and would wait for one that splits differently"
         )
-    plan = plan_of(tape, root)
-    if not plan.chunk:
-        raise NotSplittableError("nothing in it runs on one sample at a time")
-    return plan
+    return plan_of(tape, root)
 
 
 def is_to_be_predicted(tape: Tape, number: int, meta: Any) -> bool:
@@ -93,24 +89,23 @@ def note_split(tape: Tape, root: int | None, info: OomInfo) -> None:
 def values_in_parts(tape: Tape) -> dict[int, Tensor]:
     """Run it without gradients; the values that somebody has."""
     with _undone_where_it_fails(tape):
-        program = _program(tape, None, tape.leaves)
-        split = SplitValues(program)
-        piece = Piece(split.piece, 0, tuple(tape.generators.values()), {})
+        program = Program(tape, plan_for(tape, None), None, tape.leaves)
+        piece = Piece(program.piece, 0, tuple(tape.generators.values()), {})
         try:
             run_pieces(
                 "lazy", piece, tape.n_samples, initial=max(1, -(-tape.n_samples // 2)),
                 options=replace(PLAIN, restore_rng=True), remembered=remembered_values(tape),
             )  # fmt: skip
-            split.finish()
+            program.finish()
         except Exception as error:
             if not isinstance(error, OutOfRetriesError) and oom_info(error) is None:
                 raise
-            told = values_error(tape, program.plan, split, error)
+            told = values_error(tape, program, error)
             # an error that is raised from itself is a cycle, with all that its frames hold
             if told is None:
                 raise
             raise told from error
-    return split.values
+    return program.values
 
 
 @contextmanager
@@ -122,10 +117,6 @@ def _undone_where_it_fails(tape: Tape) -> Iterator[None]:
     except BaseException:
         start_over(tape)
         raise
-
-
-def _program(tape: Tape, root: int | None, leaves: Mapping[int, Leaf]) -> Program:
-    return Program(tape, plan_for(tape, root), labels_of(tape), leaves)
 
 
 def leaves_in(tape: Tape) -> list[Tensor]:
@@ -149,10 +140,10 @@ def in_parts(
         predict: whether to begin with the size that is predicted to fit, if none is known.
     """
     with _undone_where_it_fails(tape), torch.enable_grad():
-        program = _program(tape, number, tape.leaves if leaves is None else leaves)
-        split = SplitStep(program, number)
+        leaves = tape.leaves if leaves is None else leaves
+        program = Program(tape, plan_for(tape, number), number, leaves)
         try:
-            result = split.run(place_of(tape), predict=predict and tape.predicts)
+            result = program.step(place_of(tape), predict=predict and tape.predicts)
         except OutOfRetriesError as error:
             told = tail_error(tape, program.plan, error)
             if told is None:
@@ -166,7 +157,7 @@ def in_parts(
         record.note_ok(tape.n_samples, None, None)
     elif record.bad is None:
         record.note_failed(tape.n_samples, 1, tape.kind, None)
-    return split.values
+    return program.values
 
 
 def keep(tape: Tape, values: dict[int, Tensor]) -> None:

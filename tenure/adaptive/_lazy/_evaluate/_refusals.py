@@ -10,7 +10,7 @@ from tenure._oom import oom_info
 from tenure._text import format_bytes
 
 from ..._attempt import free_bytes_of
-from .._split import NotSplittableError, SplitPlan, SplitValues, described, mixing_call
+from .._split import NotSplittableError, Program, SplitPlan, described, mixing_call
 from .._tape import Tape
 
 _MIXING = (
@@ -38,7 +38,7 @@ def tail_error(tape: Tape, plan: SplitPlan, error: OutOfRetriesError) -> Excepti
     None where that is not why.
     """
     call = mixing_call(plan.tail)
-    if not plan.frontier or call is None:
+    if not plan.taken or call is None:
         return None
     text = (
         f"What was recorded of {tape.n_samples} samples ran out of memory, whole and in "
@@ -49,11 +49,9 @@ def tail_error(tape: Tape, plan: SplitPlan, error: OutOfRetriesError) -> Excepti
     return BatchCoupledError(text, (described(call),))
 
 
-def values_error(
-    tape: Tape, plan: SplitPlan, split: SplitValues, error: Exception
-) -> Exception | None:
+def values_error(tape: Tape, program: Program, error: Exception) -> Exception | None:
     """The error for values that did not fit at any size; None where ``error`` says it."""
-    call = mixing_call(plan.others)
+    call = mixing_call(program.plan.others)
     if not isinstance(error, OutOfRetriesError) and call is not None:
         why = (
             f"{described(call)} wants all samples ({call.verdict.why}), and does not fit as a whole"
@@ -63,10 +61,10 @@ def values_error(
     if not isinstance(error, OutOfRetriesError):
         info, free_bytes = oom_info(error), None
     else:
-        split.let_go()
+        program.let_go()
         info = error.info
         free_bytes = None if info is None else free_bytes_of(info)
-    n_bytes, shapes = split.wanted_bytes()
+    n_bytes, shapes = program.wanted_bytes()
     if isinstance(error, OutOfRetriesError) and (free_bytes is None or n_bytes < free_bytes):
         return None
     free = "" if free_bytes is None else f", and {format_bytes(free_bytes)} is free"

@@ -5,21 +5,20 @@ Invariant: what is needed by a value that somebody has, and whose graph is whole
 
 from __future__ import annotations
 
-from .._label import SHARED, Label
-from .._split import written_groups
-from .._tape import Entry, Tape, leaf_of
+from .._label import SHARED
+from .._tape import Tape, leaf_of, makers_of
 
 
 def consume(tape: Tape, root: int | None = None) -> None:
     """What was recorded is used up, or what a root was made of; the rest is data from now on."""
-    labels, spent = labels_of(tape), graph_of(tape, root)
+    labels, spent = tape.labels(), graph_of(tape, root)
     metas = {n: m for e in tape.entries for n, m in zip(e.made, e.shape.metas, strict=True)}
     others = {n for n in tape.handles if n in metas and metas[n].requires_grad} - spent
     kept = []
     if root is not None and others:
         writes = any(entry.shape.changed for entry in tape.entries)
         # what writes in place is a part of what it writes into
-        kept = list(tape.entries) if writes else makers_of(tape.entries, others)
+        kept = list(tape.entries) if writes else makers_of(tape.entries, others, tape.views)
     tape.spent |= {n for n in tape.handles if n in metas and metas[n].requires_grad} - others
     tape.spent |= {n for entry in kept for n in entry.made if n in spent}
     tape.drop_all_but(kept)
@@ -41,30 +40,9 @@ def graph_of(tape: Tape, root: int | None) -> set[int]:
     found = {root}
     for entry in reversed(tape.entries):
         metas = (*entry.shape.metas, *entry.shape.changed.values())
-        gives = wanted.intersection(entry.made) or written_groups(entry, views) & shared
+        gives = wanted.intersection(entry.made) or entry.written(views) & shared
         if gives and any(meta.requires_grad for meta in metas):
             found.update(entry.made)
             wanted.update(entry.reads)
             shared.update(views.get(n, n) for n in entry.reads)
     return found | (wanted & tape.spent)
-
-
-def makers_of(entries: list[Entry], numbers: set[int]) -> list[Entry]:
-    """Those calls that make some values, in order."""
-    wanted, found = set(numbers), []
-    for entry in reversed(entries):
-        if any(n in wanted for n in entry.made):
-            found.append(entry)
-            wanted.update(entry.reads)
-    return found[::-1]
-
-
-def labels_of(tape: Tape) -> dict[int, Label]:
-    """Where all values have their samples."""
-    labels = {number: leaf.label for number, leaf in tape.leaves.items()}
-    for entry in tape.entries:
-        found = entry.verdict and entry.verdict.labels
-        labels.update(
-            zip(entry.made, found or [meta.label for meta in entry.shape.metas], strict=True)
-        )
-    return labels

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tenure.scopes import persist
 
-from .._tape import Entry, Tape, check_unwritten, replayed, run
+from .._tape import Entry, Tape, check_unwritten, makers_of, replayed, run
 from ._parts import (
     gradients_in_parts,
     is_splittable,
@@ -23,7 +23,6 @@ from ._parts import (
     values_in_parts,
 )
 from ._remembered import fails_whole
-from ._used import makers_of
 from ._whole import begin, consume_if_done, run_whole
 
 
@@ -58,7 +57,7 @@ def _run_data(tape: Tape, number: int, pending: list[Entry]) -> bool:
     """Run what makes a value of the batch alone, without what else waits; False where it can't."""
     if any(entry.shape.changed for entry in pending) or tape.is_split:
         return False
-    found = makers_of(pending, {number})
+    found = makers_of(pending, [number], tape.views)
     read = {number, *(n for entry in found for n in entry.reads)}
     check_unwritten(found, {n: tape.leaves[n] for n in read if n in tape.leaves})
     begin(tape)

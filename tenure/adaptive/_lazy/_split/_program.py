@@ -1,25 +1,43 @@
-"""The recorded program on a part of the batch, or on all of it.
+"""The recorded program in micro-batches: by `step` for its gradients, in pieces for its values.
 
-Invariant: a part gets its own samples of what has samples, and all of what they share; the user's
-own tensors are not written.
+Invariant: a part gets its own samples of what has samples, and all of what they share; what wants
+all samples runs once, on what the parts gave; the user's own tensors are not written.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+import sys
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tenure._errors import OutOfRetriesError
-from tenure._storages import storage_key
+from tenure._oom import oom_info
+from tenure._text import listed
+from tenure._torch.fakes import is_fake
+from tenure.scopes import persist
 
-from .._label import Label
-from .._tape import Entry, Leaf, Replayed, Tape, check_unwritten, has_graph, replayed, run
-from ._gathered import sample_dim, with_samples_apart, with_samples_back
-from ._once import run_before, run_late
-from ._split_plan import SplitPlan
+from ..._step import StepOptions, StepResult, StepSpec, run_step
+from .._label import SHARED
+from .._tape import (
+    Entry,
+    Leaf,
+    Replayed,
+    Tape,
+    check_unwritten,
+    has_graph,
+    leaf_of,
+    makers_of,
+    plain_tensors,
+    replayed,
+    run,
+    written_by,
+)
+from ._plan import SplitPlan, is_affine
+from ._terms import count_of, reads_of_count, whole_of, widened
 
 _UNTRIED = (
     "What was recorded does not fit whole, and two samples of it ran out of memory where it was "
@@ -33,135 +51,305 @@ class Program:
     Args:
         tape: what was recorded.
         plan: how to split it.
-        labels: where the values have their samples, by number.
+        root: the number of the loss; None: only values are wanted.
         leaves: what it begins with; cut off the graphs that they came with.
 
     Attributes:
-        tape: what was recorded.
         plan: how it is split.
-        labels: where the values have their samples, by number.
-        data: what parts are made of, by number: leaves, and what is made of the batch alone.
-        kept: the values of parts that are kept: somebody has them, or has what is made of them.
+        values: the values that somebody has, after it ran.
     """
 
     def __init__(
-        self,
-        tape: Tape,
-        plan: SplitPlan,
-        labels: Mapping[int, Label],
-        leaves: Mapping[int, Leaf],
+        self, tape: Tape, plan: SplitPlan, root: int | None, leaves: Mapping[int, Leaf]
     ) -> None:
-        self.tape, self.plan, self.labels = tape, plan, labels
         check_unwritten(tape.entries, tape.leaves)
-        self.data = run_before(tape, plan, labels, leaves)
-        self.kept = self._wanted()
-        self._numbers = list(self.data)
-        self._chunk = replayed(plan.chunk, [*self.kept, *plan.terms, *plan.frontier])
-        self._before = {
-            n: leaf.value for n, leaf in self.data.items()
-            if n in tape.handles and (n not in tape.leaves or n in plan.written_first)
+        self.plan = plan
+        self.values: dict[int, Tensor] = {}
+        self._tape, self._root, self._labels = tape, root, tape.labels()
+        self._data = self._run_before(leaves)
+        late = plan.others if plan.taken else [*plan.tail, *plan.others]
+        # statistics are written whether or not anybody has what comes of it
+        self._late = makers_of(late, tape.handles, tape.views, statistics=True)
+        made = {n for e in plan.chunk for n in e.made if n not in plan.terms} | plan.written
+        wanted = tape.handles.keys() | {n for entry in self._late for n in entry.reads}
+        self._kept = sorted((made & wanted).difference(plan.taken))
+        counted = [n for entry in plan.terms.values() for n in reads_of_count(entry)]
+        self._chunk = replayed(plan.chunk, [*self._kept, *plan.taken, *plan.terms, *counted])
+        self._joined: dict[int, Any] = {}
+        self._pieces: list[Any] = []
+        self._factors: dict[int, tuple[float, float | None]] | None = None
+        # counts that are made of what parts write, or of what is trained, are known at the end
+        is_known = all(n in self._data and n not in plan.written for n in counted)
+        if plan.terms and is_known and is_affine(plan.tail, plan.terms) and not self._tail_trains():
+            try:
+                self._factors = self._factors_of_terms()
+            except Exception as error:
+                # a step runs out of memory then, and says so
+                if oom_info(error) is None:
+                    raise
+
+    # --- once, on the whole batch
+
+    def _run_before(self, leaves: Mapping[int, Leaf]) -> dict[int, Leaf]:
+        """Return what parts are made of: leaves, and what is made of the batch alone."""
+        data, first = dict(leaves), self.plan.written_first
+        if not self.plan.before:
+            return data
+        env: dict[int, Any] = {
+            n: leaf.value.clone() if n in first else leaf.value for n, leaf in data.items()
+        }
+        made = [*first, *(n for entry in self.plan.before for n in entry.made)]
+        with torch.no_grad(), persist():
+            run(replayed(self.plan.before, [*made, *env]), env, self._tape.kind, graphs=False)
+        return data | {n: leaf_of(env[n], self._labels.get(n, SHARED)) for n in made}
+
+    def _finish(self, pieces: Iterable[Any]) -> None:
+        """Put together what parts gave, and run the calls that want all of it."""
+        values, terms = zip(*pieces, strict=True)
+        handles = self._tape.handles
+        with torch.no_grad(), persist():
+            env = self._joined | {
+                n: self._labels[n].joined([part.pop(n) for part in values]) for n in self._kept
+            }
+            for n, entry in self.plan.terms.items():
+                given, counts = zip(*[part[n] for part in terms], strict=True)
+                env[n] = whole_of(entry.verdict.reduces, [*given], [*counts])
+            self._run(replayed(self._late, handles), env, graphs=False)
+            self.values = {n: value.detach() for n, value in env.items() if n in handles}
+        self.values |= {
+            n: leaf.value for n, leaf in self._data.items()
+            if n in handles and (n not in self._tape.leaves or n in self.plan.written_first)
         }  # fmt: skip
 
-    def run_chunk(
-        self,
-        env: dict[int, Any],
-        length: int,
-        *,
-        done: Callable[[Entry], None] | None = None,
-    ) -> None:
-        """Run what runs on each part; ``done`` is called after each call."""
-        self.run(self._chunk, env, length, done=done)
-        if self.tape.is_untried:
-            raise OutOfRetriesError(_UNTRIED, (self.tape.n_samples,))
-
-    def run(
+    def _run(
         self,
         what: Replayed,
         env: dict[int, Any],
         length: int | None = None,
         *,
-        done: Callable[[Entry], None] | None = None,
+        graphs: bool | None = None,
     ) -> None:
-        """Run some of its calls.
-
-        Args:
-            what: the calls.
-            env: values by number; gets those that are computed.
-            length: how many samples there are; None: all.
-            done: called after each call.
-        """
         # step() says whether graphs are wanted: a verification and the first of two passes are
         # without, and have memory for none
-        run(
-            what, env, self.tape.kind, length, others=self.data, done=done,
-            graphs=torch.is_grad_enabled(),
-        )  # fmt: skip
+        graphs = torch.is_grad_enabled() if graphs is None else graphs
+        run(what, env, self._tape.kind, length, others=self._data, graphs=graphs)
 
-    def late(self, entries: list[Entry], env: dict[int, Any]) -> dict[int, Tensor]:
-        """The values that somebody has of calls that want all samples, and of those before all."""
-        return run_late(entries, env, self.tape, self.data) | self._before
+    # --- on a part of the batch
 
-    def batch(self) -> tuple[list[Tensor], list[int | None]]:
-        """What parts are cut from, and the dimension of each that has the samples, if one does."""
-        cut = [self._cut(number) for number in self._numbers]
-        return [value for value, _ in cut], [dim for _, dim in cut]
-
-    def part(self, start: int, end: int) -> list[Tensor]:
-        """The batch of some samples."""
-        return [
-            value if dim is None else value.narrow(dim, start, end - start)
-            for value, dim in zip(*self.batch(), strict=True)
+    def _batch(self) -> tuple[list[Tensor], list[int | None]]:
+        """Return what parts are cut from, and the dimension of each that has the samples."""
+        data = self._data.values()
+        return [leaf.label.apart(leaf.value) for leaf in data], [
+            leaf.label.sample_dim for leaf in data
         ]
 
-    def env(self, batch: list[Tensor]) -> tuple[dict[int, Any], int]:
-        """Values by number, as calls on a batch like that of `batch` get them; how many samples."""
-        env, length = {}, self.tape.n_samples
-        for number, piece in zip(self._numbers, batch, strict=False):
-            leaf = self.data[number]
-            label, dim = leaf.label, sample_dim(leaf.label)
-            if dim is not None:
-                length = piece.shape[dim]
-                piece = with_samples_back(piece, label)
+    def _part(self, batch: list[Tensor]) -> tuple[dict[int, Any], Any]:
+        """Run the calls of a part; values by number, and those that are kept."""
+        env: dict[int, Any] = {}
+        length = self._tape.n_samples
+        for (number, leaf), piece in zip(self._data.items(), batch, strict=False):
+            label = leaf.label
+            if label.sample_dim is not None:
+                length = piece.shape[label.sample_dim]
+                piece = label.back(piece)
                 # a part along a later dimension has gaps, and can't be viewed in all shapes
                 if label.dim and leaf.value.is_contiguous():
                     piece = piece.contiguous()
             # no leaf itself, as what it stands for is none: autocast keeps what it casts of leaves
-            if piece.requires_grad and has_graph(self.tape.leaves[number]):
+            if piece.requires_grad and has_graph(self._tape.leaves[number]):
                 piece = piece.view_as(piece)
             # the user's own tensor is not written: the recorded one is
             env[number] = piece.clone() if number in self.plan.written else piece
-        return env, length
+        self._run(self._chunk, env, length)
+        if self._tape.is_untried:
+            raise OutOfRetriesError(_UNTRIED, (self._tape.n_samples,))
+        values = {n: env[n].detach() for n in self._kept}
+        terms = {
+            n: (env[n].detach(), count_of(entry, entry.verdict.reduces, env.__getitem__, length))
+            for n, entry in self.plan.terms.items()
+        }
+        return env, (values, terms)
 
-    def start_of(self, batch: list[Tensor]) -> int | None:
-        """Where a part of the batch begins; None for other samples than those of the batch."""
-        # what only looks (a verification) runs without gradients, or on copies
-        if not torch.is_grad_enabled():
-            return None
-        for number, piece in zip(self._numbers, batch, strict=False):
-            whole, dim = self._cut(number)
-            if dim is None:
-                continue
-            if whole.stride(dim) and storage_key(piece) == storage_key(whole):
-                past = int(piece.storage_offset()) - int(whole.storage_offset())
-                return past // whole.stride(dim)
-            if whole.stride(dim):
+    # --- values
+
+    def piece(self, start: int, end: int, *_: Any) -> None:
+        """Run a part of the batch for its values."""
+        parts = [
+            value if dim is None else value.narrow(dim, start, end - start)
+            for value, dim in zip(*self._batch(), strict=True)
+        ]
+        with torch.no_grad():
+            self._pieces.append(self._part(parts)[1])
+
+    def finish(self) -> None:
+        """Put the values of all pieces together."""
+        self._finish(self._pieces)
+
+    def let_go(self) -> None:
+        """Drop the values of pieces so far."""
+        self._pieces.clear()
+
+    def wanted_bytes(self) -> tuple[int, str]:
+        """Return what the values that somebody wants take, put together, and what they are."""
+        entries = [*self.plan.chunk, *self.plan.others]
+        metas = {n: m for e in entries for n, m in zip(e.made, e.shape.metas, strict=True)}
+        handles = self._tape.handles
+        wanted = {n: m for n, m in metas.items() if n in self._kept or n in handles}
+        sizes = {n: math.prod(m.shape) * m.dtype.itemsize for n, m in wanted.items()}
+        first = sorted(wanted, key=lambda n: -sizes[n])
+        shapes = [f"{str(wanted[n].dtype)[6:]}{list(wanted[n].shape)}" for n in first]
+        return sum(sizes.values()), listed(shapes, most=3)
+
+    # --- gradients
+
+    def step(self, place: str, *, predict: bool) -> StepResult:
+        """Run it backward in micro-batches.
+
+        Args:
+            place: what sizes are remembered for.
+            predict: whether to begin with the size that is predicted to fit, if none is known.
+        """
+        tensors, dims = self._batch()
+        # what a step is given is put back when an attempt fails
+        generators = list(self._tape.generators.values())
+        plan = self.plan
+        how: dict[str, Any] = {"loss": "sum"}
+        if plan.taken:
+            how = {
+                "loss": self._function("_loss_of", place),
+                "out_dims": [self._labels[n].sample_dim for n in plan.taken],
+            }
+        elif self._factors is None:
+            how = {"then": self._function("_then", place)}
+        recorded = self._function("_loss", place)
+        used = _Used([*plan.chunk, *plan.tail])
+        if predict:
+            recorded.__kwdefaults__ = {"_reached": (used.trained, used.constants)}
+        recorded.__name__ = recorded.__qualname__ = "lazy"
+        spec = StepSpec(
+            entry="lazy", fn=recorded, batch=[*tensors, *generators],
+            in_dims=[*dims, *(None for _ in generators)], model=used, has_aux=True, **how,
+        )  # fmt: skip
+        options = StepOptions(context=("lazy", place), predict=predict)
+        result = run_step(spec, options, sys._getframe())
+        self._finish(result.aux)
+        if self._factors is None and self._root in self.values:
+            # with the random numbers that its gradients are of
+            with persist():
+                self.values[self._root] = result.loss.clone()
+        return result
+
+    def _function(self, name: str, place: str) -> Any:
+        """A method as a function that stands for the program, not for this run of it."""
+        # a step tells places apart by what functions hold: an object that is new each time would
+        # be another place each time, and be verified
+        hidden = [self]
+
+        def call(*args: Any, _reached: Any = None) -> Any:
+            assert place
+            return getattr(hidden[0], name)(*args)
+
+        return call
+
+    def _loss(self, batch: list[Tensor]) -> Any:
+        """The loss of a part, its terms, or what the tail takes of it; and the values of it."""
+        env, (values, terms) = self._part(batch)
+        if self.plan.taken:
+            loss: Any = [self._labels[n].apart(env[n]) for n in self.plan.taken]
+        elif self._factors is None:
+            loss = {str(n): self._pair(n, env[n], count) for n, (_, count) in terms.items()}
+            # a second term takes two passes: in one, gradients in half precision would get what
+            # then() multiplies by, such as the scale of a GradScaler, when they are zero already
+            loss["none"] = torch.zeros_like(next(iter(terms.values()))[0])
+        else:
+            loss = torch.zeros_like(next(iter(terms.values()))[0])
+            for n, (_, count) in terms.items():
+                number = count if is_fake(count) else float(count)
+                # the mean of nothing is nan, which no factor undoes
+                if is_fake(count) or number:
+                    slope, total = self._factors[n]
+                    factor = slope if total is None else slope * (number / total)
+                    loss = loss + widened(env[n]) * factor
+        return loss, (values, terms)
+
+    def _pair(self, number: int, value: Tensor, count: Any) -> Any:
+        kind = self.plan.terms[number].verdict.reduces
+        if kind == "counted":
+            # the mean of nothing is nan, and its part of the sum is zero
+            return torch.where(count > 0, value * count, 0 * count), count
+        # as a mean over samples it adds up to the sum over all
+        return value * (self._tape.n_samples / count) if kind == "sum" else value
+
+    def _factors_of_terms(self) -> dict[int, tuple[float, float | None]] | None:
+        """Return the slope of the loss in each term, and what a mean divides by; None if by 0."""
+        terms = self.plan.terms
+        metas = {n: entry.shape.metas[0] for n, entry in terms.items()}
+        with torch.enable_grad():
+            zeros = {
+                n: torch.zeros((), dtype=meta.dtype, device=meta.device, requires_grad=True)
+                for n, meta in metas.items()
+            }
+            slopes = torch.autograd.grad(
+                self._tail({n: zero * 1 for n, zero in zeros.items()}),
+                [*zeros.values()], allow_unused=True,
+            )  # fmt: skip
+        values, factors = {n: leaf.value for n, leaf in self._data.items()}, {}
+        for (n, entry), slope in zip(terms.items(), slopes, strict=True):
+            kind = entry.verdict.reduces
+            total = count_of(entry, kind, values.__getitem__, self._tape.n_samples)
+            if not total:
                 return None
-        return None
+            factors[n] = float(slope or 0), None if kind == "sum" else float(total)
+        return factors
 
-    def _cut(self, number: int) -> tuple[Tensor, int | None]:
-        leaf = self.data[number]
-        return with_samples_apart(leaf.value, leaf.label), sample_dim(leaf.label)
+    def _tail_trains(self) -> bool:
+        """Tell whether the tail has parameters of its own."""
+        reads = (n for entry in self.plan.tail for n in entry.reads if n in self._data)
+        plains = plain_tensors([(entry.args, entry.kwargs) for entry in self.plan.tail])
+        return any(t.requires_grad for t in (*plains, *(self._data[n].value for n in reads)))
 
-    def _wanted(self) -> list[int]:
-        """The values of parts that are kept: somebody has them, or has what is made of them."""
-        plan, tape = self.plan, self.tape
-        made = {n for e in plan.chunk if e.verdict.kind == "chunk" for n in e.made} | plan.written
-        wanted = {n for n in made if n in tape.handles}
-        late = plan.others if plan.terms or plan.frontier else [*plan.tail, *plan.others]
-        # statistics are written whether or not anybody has what comes of it
-        needed = {n for e in late for n in e.made if n in tape.handles or e.shape.writes_plain}
-        for entry in reversed(late):
-            if any(n in needed for n in entry.outs if n is not None):
-                needed.update(entry.reads)
-        found: list[int] = sorted(wanted | (needed & made))
-        return [n for n in found if n not in plan.frontier] if plan.frontier else found
+    def _tail(self, given: dict[int, Any]) -> Tensor:
+        """Run the calls from what is given to the loss."""
+        assert self._root is not None
+        env, handles = dict(given), self._tape.handles
+        self._run(replayed(self.plan.tail, [*given, *handles, self._root]), env)
+        if self.plan.taken:
+            with persist():
+                self._joined = {n: value.detach() for n, value in env.items() if n in handles}
+                self._joined |= {n: env[n].detach() for n in given}
+        root: Tensor = env[self._root]
+        return root if root.dim() == 0 else root.reshape(())
+
+    def _then(self, totals: dict[str, Tensor]) -> Tensor:
+        return self._tail({n: totals[str(n)] * 1 for n in self.plan.terms})
+
+    def _loss_of(self, outputs: list[Any]) -> Tensor:
+        labels = self._labels
+        taken = zip(self.plan.taken, outputs, strict=True)
+        return self._tail({n: labels[n].back(value) for n, value in taken})
+
+
+class _Used(nn.Module):
+    """What recorded calls use that was not recorded, as a step looks for it in a module.
+
+    What they write into are its buffers, which a step brings back. The modules that called torch
+    don't run again, so that none of them is seen.
+
+    Args:
+        entries: the calls.
+
+    Attributes:
+        trained: what gets gradients.
+        constants: the other tensors.
+    """
+
+    def __init__(self, entries: list[Entry]) -> None:
+        super().__init__()
+        for i, tensor in enumerate(written_by(entries)):
+            self.register_buffer(f"buffer_{i}", tensor)
+        plains = plain_tensors([(entry.args, entry.kwargs) for entry in entries])
+        found = list({id(tensor): tensor for tensor in plains}.values())
+        self.constants = [tensor for tensor in found if not tensor.requires_grad]
+        self.trained = nn.Module()
+        own: Any = self.trained._parameters
+        own |= {str(i): t for i, t in enumerate(found) if t.requires_grad}

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from .._label import Label
@@ -54,14 +55,17 @@ def reduction_of(entry: Entry, labels: Mapping[int, Label]) -> str:
     return reduction if reduction in ("sum", "mean") else ""
 
 
-def count_of(entry: Entry, get: Get, n_samples: int) -> Any:
-    """What a call of `cross_entropy` or `nll_loss` divides by.
+def count_of(entry: Entry, reduces: str, get: Get, n_samples: int) -> Any:
+    """Return what a term divides by.
 
     Args:
         entry: the call.
+        reduces: its reduction.
         get: gives a recorded value by its number.
         n_samples: how many samples there are.
     """
+    if reduces != "counted":
+        return n_samples
     given = _bound(entry)
     target, weight = (filled(given.get(name), get, n_samples) for name in ("target", "weight"))
     # classes with probabilities: a mean over samples
@@ -75,12 +79,27 @@ def count_of(entry: Entry, get: Get, n_samples: int) -> Any:
 
 
 def reads_of_count(entry: Entry) -> list[int]:
-    """The recorded values that it is counted by."""
+    """Return the recorded values that its count is made of."""
     if entry.verdict.reduces != "counted":
         return []
     given = _bound(entry)
     values = (given.get("target"), given.get("weight"))
     return [value.number for value in values if type(value) is Ref]
+
+
+def whole_of(reduces: str, values: list[Tensor], counts: list[Any]) -> Tensor:
+    """Return the value of a term, by its values for parts and what these divide by."""
+    if reduces == "sum":
+        return torch.stack(values).sum(0)
+    weights = torch.stack([torch.as_tensor(each, device=values[0].device) for each in counts])
+    # the mean of nothing is nan
+    weighted = torch.where(weights > 0, widened(torch.stack(values)) * weights, 0)
+    return (weighted.sum(0) / weights.sum(0)).to(values[0].dtype)
+
+
+def widened(value: Tensor) -> Tensor:
+    """Return a number in a precision in which sums of several are made."""
+    return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
 
 
 def _bound(entry: Entry) -> dict[str, Any]:

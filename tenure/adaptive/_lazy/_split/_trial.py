@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tenure._oom import oom_info
 from tenure.scopes import persist
@@ -20,9 +20,7 @@ from .._label import SHARED, Label
 from .._names import names
 from .._shapes import Meta, with_tensors
 from .._tape import Entry, Ref, Tape, Verdict, filled, flat_tensors, plain_tensors, replayed
-from ._first import of_data
-from ._gathered import sample_dim, with_samples_apart, with_samples_back
-from ._terms import count_of, reduction_of
+from ._terms import count_of, reduction_of, whole_of
 
 _MANY = 256
 _FEW = 3
@@ -95,7 +93,7 @@ class _Trial:
         self._labels = {n: leaf.label for n, leaf in tape.leaves.items()}
         self._env: dict[int, Tensor] = {}
         for n, leaf in tape.leaves.items():
-            few = part_of(leaf.value.detach(), leaf.label, 0, n_samples)
+            few = leaf.label.part(leaf.value.detach(), 0, n_samples)
             self._env[n] = few.clone() if n in tape.written else few
         self._alone = of_data(tape)
 
@@ -140,8 +138,9 @@ class _Trial:
             self._labels.update(zip(entry.made, labels, strict=True))
             return Verdict("before", "", labels)
         if entry not in self._alone:
-            groups = {self._tape.views.get(n, n) for n in self._written(entry)}
-            for number in [n for n in self._env if self._tape.views.get(n, n) in groups]:
+            views = self._tape.views
+            groups = entry.written(views)
+            for number in [n for n in self._env if views.get(n, n) in groups]:
                 del self._env[number]
         return Verdict("tail", why, labels)
 
@@ -178,9 +177,7 @@ class _Trial:
     def _compared(self, entry: Entry, given: dict[int, Tensor], freezes: bool) -> Verdict | None:
         """Return the verdict on a call; None if its parts do not give what the whole gives."""
         ends = ((0, 1), (1, self._n)) if self._n > 1 else ((0, 1),)
-        pieces = [
-            {n: part_of(t, self._labels[n], *each) for n, t in given.items()} for each in ends
-        ]
+        pieces = [{n: self._labels[n].part(t, *each) for n, t in given.items()} for each in ends]
         whole = self._run(entry, given, self._n, freezes)
         parts = [
             self._run(entry, piece, end - start, freezes)
@@ -207,9 +204,12 @@ class _Trial:
             return Verdict("chunk", "", found, freezes)
         reduces = reduction_of(entry, self._labels)
         if reduces and not entry.shape.changed:
-            lengths = [end - start for start, end in ends]
+            counts = [
+                count_of(entry, reduces, piece.__getitem__, end - start)
+                for piece, (start, end) in zip(pieces, ends, strict=True)
+            ]
             values = [part.made[0] for part in parts]
-            if _alike(whole.made[0], _reduced(entry, reduces, values, pieces, lengths)):
+            if _alike(whole.made[0], whole_of(reduces, values, counts)):
                 return Verdict("term", "", (SHARED,), freezes, reduces)
         sized = all(
             not label.is_batch or value.shape[label.dim :][:1] == (label.size(self._n),)
@@ -274,15 +274,6 @@ class _Trial:
         return _Result(made, [used[n] for n in self._written(entry)])
 
 
-def part_of(value: Tensor, label: Label, start: int, end: int) -> Tensor:
-    """Some samples of a tensor; all of it if it has none."""
-    dim = sample_dim(label)
-    if dim is None:
-        return value
-    few = with_samples_apart(value, label).narrow(dim, start, end - start)
-    return with_samples_back(few, label)
-
-
 def _at_random(value: Tensor) -> Tensor:
     if value.dtype is torch.bool:
         return torch.rand(value.shape, device=value.device) < 0.5
@@ -332,9 +323,7 @@ def _layout(label: Label, whole: Tensor, parts: list[Tensor]) -> Label | None:
             return None
         if len({(*part.shape[:d], *part.shape[d + 1 :]) for part in parts}) > 1:
             return None
-        apart = [with_samples_apart(part, way) for part in parts]
-        dim = sample_dim(way) or 0
-        if _alike(whole, with_samples_back(torch.cat(apart, dim), way)):
+        if _alike(whole, way.joined(parts)):
             return way
     return None
 
@@ -352,16 +341,20 @@ def _alike(one: Tensor, other: Tensor) -> bool:
     return torch.allclose(one, other, rtol=tolerance, atol=tolerance * scale, equal_nan=True)
 
 
-def _reduced(
-    entry: Entry, reduces: str, values: list[Tensor], pieces: list[Any], lengths: list[int]
-) -> Tensor:
-    """The value of a whole, by those of its parts."""
-    if reduces == "sum":
-        return torch.stack(values).sum(0)
-    counts = [
-        count_of(entry, piece.__getitem__, length) if reduces == "counted" else length
-        for piece, length in zip(pieces, lengths, strict=True)
-    ]
-    weights = torch.stack([torch.as_tensor(each, device=values[0].device) for each in counts])
-    weighted = torch.where(weights > 0, torch.stack(values) * weights, 0)
-    return (weighted.sum(0) / weights.sum(0)).to(values[0].dtype)
+def of_data(tape: Tape) -> set[Entry]:
+    """Return the calls that make something of the batch alone."""
+    data = {n for n, leaf in tape.leaves.items() if not leaf.value.requires_grad}
+    found = set()
+    for entry in tape.entries:
+        metas = (*entry.shape.metas, *entry.shape.changed.values())
+        plains = plain_tensors((entry.args, entry.kwargs))
+        if (
+            data.issuperset(entry.reads)
+            and not any(meta.requires_grad for meta in metas)
+            and not any(t.requires_grad or isinstance(t, nn.Parameter) for t in plains)
+        ):
+            found.add(entry)
+            data.update(entry.made)
+        elif written := entry.written(tape.views):
+            data = {n for n in data if tape.views.get(n, n) not in written}
+    return found

@@ -7,6 +7,7 @@ from ._entry import Modes as Modes
 from ._entry import Ref as Ref
 from ._entry import Verdict as Verdict
 from ._entry import leaf_of as leaf_of
+from ._entry import makers_of as makers_of
 from ._entry import mark_of as mark_of
 from ._entry import new_number as new_number
 from ._proxies import Reached as Reached

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import count
@@ -145,6 +145,42 @@ class Entry:
     def made(self) -> list[int]:
         """The numbers of the tensors that it makes."""
         return [number for number in self.outs if number is not None]
+
+    def written(self, views: Mapping[int, int]) -> set[int]:
+        """Return what it writes into, as the first values that have that memory."""
+        if not self.shape.changed:
+            return set()
+        given: list[int] = list(dict.fromkeys(self.reads))
+        return {views.get(given[i], given[i]) for i in self.shape.changed if i < len(given)}
+
+    def touched(self, views: Mapping[int, int]) -> set[int]:
+        """Return what it reads, makes or writes, as the first values that have that memory."""
+        return {views.get(n, n) for n in (*self.reads, *self.made)}
+
+
+def makers_of(
+    entries: Iterable[Entry],
+    numbers: Iterable[int],
+    views: Mapping[int, int],
+    *,
+    statistics: bool = False,
+) -> list[Entry]:
+    """Return those calls that make some values, or write into their memory, in order.
+
+    Args:
+        entries: the calls.
+        numbers: the values.
+        views: for values that share the memory of an earlier one the first of those.
+        statistics: whether also those that write into what was not recorded.
+    """
+    wanted = {views.get(n, n) for n in numbers}
+    found = []
+    for entry in reversed(list(entries)):
+        gives = {views.get(n, n) for n in entry.made} | entry.written(views)
+        if gives & wanted or (statistics and entry.shape.writes_plain):
+            found.append(entry)
+            wanted |= {views.get(n, n) for n in entry.reads}
+    return found[::-1]
 
 
 class Leaf(NamedTuple):

@@ -95,7 +95,6 @@ def run(
     n_samples: int | None = None,
     *,
     others: Mapping[int, Leaf] | None = None,
-    done: Callable[[Entry], None] | None = None,
     graphs: bool = True,
 ) -> None:
     """Run calls on real tensors.
@@ -106,7 +105,6 @@ def run(
         kind: the kind of device.
         n_samples: how many samples there are; None: as many as when it was recorded.
         others: values that are in no ``env``.
-        done: called after each.
         graphs: whether calls that were recorded with gradients make graphs.
     """
 
@@ -128,8 +126,6 @@ def run(
                 if entry.outs:
                     _take(env, entry, out)
                 out = None
-                if done is not None:
-                    done(entry)
                 for number in next(at_place):
                     env.pop(number, None)
 

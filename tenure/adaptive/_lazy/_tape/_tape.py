@@ -146,6 +146,15 @@ class Tape:
         leaves = {n: leaf for n, leaf in self.leaves.items() if n not in self.spent}
         return self.leaves | given(leaves, self.proxies, self.values.values())
 
+    def labels(self) -> dict[int, Label]:
+        """Return where all values have their samples."""
+        labels = {number: leaf.label for number, leaf in self.leaves.items()}
+        for entry in self.entries:
+            found = entry.verdict and entry.verdict.labels
+            shapes = found or [meta.label for meta in entry.shape.metas]
+            labels.update(zip(entry.made, shapes, strict=True))
+        return labels
+
     def pending(self) -> list[Entry]:
         """The calls that have not run on the whole batch."""
         return [entry for entry in self.entries if not entry.is_done]
