@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tenure.adaptive._sizes._model import MOST_OOMS, SizeModel, fitting
-from tenure.adaptive._sizes._record import Measured
+from tenure.adaptive._sizes._record import Measured, SizeRecord
 
 MANY = settings(deadline=None, max_examples=400)
 
@@ -254,3 +254,26 @@ def test_two_sizes_that_an_allocator_rounds_to_one_segment_are_no_reason_for_the
     segment = 20 << 20
     points = (Measured(2048, segment), Measured(4096, segment))
     assert fitting(points, segment // 4) == 1024
+
+
+@pytest.mark.parametrize(("n_surprises", "then"), [(0, 392), (1, 196)])
+def test_calls_after_one_that_a_larger_size_surprised_take_memory_for_a_square(n_surprises, then):
+    known = SizeRecord(ok=100, points=(Measured(100, 1000),), n_surprises=n_surprises)
+    model = SizeModel(1, 10**4, has_margin=True, record=known)
+    model.limit_bytes = 4000
+    assert model.next_size(is_trial=False) == then
+
+
+def test_a_piece_of_work_is_not_made_smaller_to_see_what_is_fixed():
+    known = SizeRecord(ok=100, bad=900, points=(Measured(100, 900),))
+    model = SizeModel(1, 10**4, has_margin=True, record=known)
+    model.limit_bytes = 1000
+    assert model.next_size() == 25
+    assert model.next_size(is_trial=False) == 109
+
+
+def test_a_piece_of_work_is_not_made_larger_by_one_percent():
+    known = SizeRecord(ok=1000, points=(Measured(1000, 1000),))
+    model = SizeModel(1, 10**4, has_margin=True, record=known)
+    model.limit_bytes = 1030
+    assert model.next_size(is_trial=False) is None
