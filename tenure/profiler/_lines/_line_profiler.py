@@ -47,9 +47,10 @@ class LineProfiler(Shown):
     generators, coroutines, threads and exceptions come out right. What happens on a line inside
     another profiled function counts there, and not on the calling line; its peak counts on both.
 
-    On Python 3.12 and newer lines come from ``sys.monitoring``, on all threads. Below that they
-    come from ``sys.settrace``, on the thread that enables the profiler and those that start
-    afterwards; debuggers and coverage go on.
+    On Python 3.12 and newer lines come from ``sys.monitoring``, on all threads, beside debuggers
+    and coverage. Below that they come from ``sys.settrace``, on the thread that enables the
+    profiler and those that start afterwards. Enabling it beside a debugger or coverage raises an
+    error there.
 
     Args:
         *functions: what to profile: functions, methods, partials or wrappers of them, modules.

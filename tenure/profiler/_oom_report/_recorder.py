@@ -211,6 +211,9 @@ def record_oom(*, quiet: bool = False) -> OomRecorder:
     the step of an optimizer; of Python, of NumPy and of other threads those that nobody handles.
     Errors after which `tenure.adaptive` tries again by itself are left out.
 
+    Names and remedies come from the source of the program. Without it, or beyond a quarter of a
+    million characters, fewer are known, and a list that never grows again may count as a leak.
+
     Waiting costs one or two microseconds a call of torch, and address space (64 MiB, never touched)
     that the report is made in.
 
