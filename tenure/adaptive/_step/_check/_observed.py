@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from tenure._torch.modules import Dropout
+from tenure._torch.quiet import without_functions
 
 from ..._callables import unused
 from ..._reachable import named_modules, named_parameters
@@ -44,12 +45,14 @@ class Observed:
         gradients: copies of those that it made, by the name of their leaf.
         buffers: copies of all of them by name, as the run left them; none unless watched.
         calls: what modules returned, those of all chunks one after the other; likewise.
+        draws: whether random numbers were drawn, and whether others than torch's; only if asked.
     """
 
     outcome: StepOutcome
     gradients: dict[str, Tensor]
     buffers: dict[str, Tensor]
     calls: list[ModuleCall]
+    draws: tuple[bool, bool]
 
     def tensors(self) -> list[Tensor]:
         """All that rounding may have changed: a float64 model may have a loss in float32."""
@@ -62,6 +65,7 @@ def observed_run(
     size: int,
     *,
     watch: bool = True,
+    asks: bool = True,
     other_numbers: bool = False,
     names: LeafNames,
 ) -> Observed:
@@ -71,11 +75,12 @@ def observed_run(
         parts: the step.
         size: the samples of a micro-batch.
         watch: look at buffers and at what modules return too; their copies take memory.
+        asks: refuse to write a parameter before it is written, and see what numbers are drawn.
         other_numbers: let it draw other random numbers.
         names: what leaves without a name are called, in other runs too; gets new ones.
     """
     state: Rollback = AllOf((parts.state, parts.gradients))
-    parts.is_asked = True
+    parts.is_asked = asks
     watched: AbstractContextManager[list[ModuleCall]]
     watched = _recorded(parts.roots) if watch else nullcontext([])
     # other processes know nothing of a run that is taken back
@@ -88,14 +93,19 @@ def observed_run(
             leaves = [leaf for leaf in parts.gradients.leaves() if leaf.requires_grad]
             parts.backward.let_hooks_wait(leaves)
             outcome = StepRun(parts).run(size)
-            return Observed(
-                outcome,
-                _gradients(parts, names),
-                buffers_of(parts) if watch else {},
-                calls,
-            )
+            rng = parts.state.rng
+            with without_functions():
+                return Observed(
+                    outcome,
+                    _gradients(parts, names),
+                    buffers_of(parts) if watch else {},
+                    calls,
+                    (rng.has_drawn(), rng.has_drawn(elsewhere=True)) if asks else (False, False),
+                )
         finally:
             state.undo()
+            # where the function let the batch require grad, the next run is to find it without
+            parts.inputs.undo()
             # an error holds this frame, and must not hold copies
             parts.state.finish()
 
@@ -215,8 +225,8 @@ def default_rtol(result: Observed) -> float:
 
 
 @contextmanager
-def without_dropout(roots: Mapping[str, nn.Module]) -> Iterator[None]:
-    """Turn dropout off in modules, and back on at the end of the block."""
+def without_dropout(roots: Mapping[str, nn.Module]) -> Iterator[bool]:
+    """Turn dropout off in modules, and back on at the end of the block; whether any was on."""
     modules = [module for _, module in named_modules(roots)]
     training = [m for m in modules if isinstance(m, Dropout | nn.RReLU) and m.training]
     # these draw inside of one operation, by a rate of their own, and their mode means more
@@ -227,7 +237,8 @@ def without_dropout(roots: Mapping[str, nn.Module]) -> Iterator[None]:
             module.training = False
         for each in rated:
             each.dropout = 0.0
-        yield
+        is_on = any(each.training and rate for each, rate in zip(rated, rates, strict=True))
+        yield bool(training) or is_on
     finally:
         for module in training:
             module.training = True

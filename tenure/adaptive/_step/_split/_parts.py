@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -53,8 +54,15 @@ Divisors = dict[Chunk, dict[str | None, object]]
 class StepParts:
     """The parts of one call.
 
+    Args:
+        spec: what to do.
+        like: the parts of a call on another batch, with the same function: what that reaches is
+            not searched again.
+        values: with ``like``: the leaves of the batch.
+
     Attributes:
         spec: what to do.
+        tree: the batch, taken apart.
         name: what errors and events call the work.
         leaves: the parts of the batch.
         values: what they hold.
@@ -69,7 +77,8 @@ class StepParts:
         gradients: where new gradients go.
         exchange: whether modules exchange them with other processes.
         backward: makes them.
-        reached: what the functions use, and the modules that are known before they run.
+        found: what the functions use.
+        reached: that, and the modules that are known before they run.
         writes: whether the function writes parameters.
         compiled: the compiled modules and functions that it runs.
         leaf_names: names of tensors that are no parameters of a module, by id.
@@ -88,25 +97,40 @@ class StepParts:
             many as the size gives.
     """
 
-    def __init__(self, spec: StepSpec) -> None:
+    def __init__(
+        self, spec: StepSpec, like: StepParts | None = None, values: Sequence[Any] = ()
+    ) -> None:
         self.spec = spec
         self.name = short_name_of(spec.fn)
-        tree = SampleTree(spec.batch, spec.in_dims, name="batch", argument="in_dims")
+        self.tree: SampleTree
+        self.found: Reachable
+        self.models: StepModels
+        self.state: StepState
+        if like is None:
+            self.tree = SampleTree(spec.batch, spec.in_dims, name="batch", argument="in_dims")
+        else:
+            self.tree = like.tree.like([*values])
+            self.spec = replace(spec, batch=self.tree.with_leaves([*values]))
+        tree = self.tree
         self.leaves = tree.leaves
         self.values = tuple(leaf.value for leaf in tree.leaves)
         self.n_samples = tree.n_samples()
-        self.inputs = CutInputs(tree, spec.batch)
-        found = Reachable(spec.fn)
-        if spec.model is None:
+        self.inputs = CutInputs(tree, self.spec.batch)
+        found = Reachable(spec.fn) if like is None else like.found
+        self.found = found
+        if like is not None:
+            roots = dict(like.models.found)
+        elif spec.model is None:
             roots = dict(found.modules)
             # a model may come with the batch, as in a population that is trained: see
             # test_modules_in_the_batch_are_found
-            values = ((leaf.path, leaf.value) for leaf in tree.leaves)
-            roots |= {path: value for path, value in values if isinstance(value, nn.Module)}
+            given = ((leaf.path, leaf.value) for leaf in tree.leaves)
+            roots |= {path: value for path, value in given if isinstance(value, nn.Module)}
         else:
             roots = modules_given(spec.entry, spec.model)
         # modules of the loss see the whole batch, so they are no roots and may mix samples
-        found.look_into(spec.loss if callable(spec.loss) else None, spec.then, spec.once)
+        if like is None:
+            found.look_into(spec.loss if callable(spec.loss) else None, spec.then, spec.once)
         self.models = StepModels(roots, found.modules.values(), is_given=spec.model is not None)
         self.roots = self.models.roots
         # statistics of one sample are none, and torch refuses them
@@ -115,8 +139,9 @@ class StepParts:
         self.trained = [*parameters_of(self.models.all), *found.captured()]
         leaves = [*self.trained, *self.inputs.leaves]
         self.devices = devices_of([*leaves, *self.values])
-        generators = found.all_generators(self.models.all, self.values)
-        self.state = StepState(self.models, self.devices, generators)
+        known = None if like is None else like.state.generators
+        generators = known or found.all_generators(self.models.all, self.values)
+        self.state = StepState(self.models, self.devices, [*generators])
         self.exchange = GradientExchange(self.models.all)
         self.gradients = IsolatedGradients(leaves)
         self.backward = SplitBackward(self.gradients, spec.scaler, spec.backward, found.computed)

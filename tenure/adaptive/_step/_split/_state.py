@@ -22,12 +22,13 @@ class StepState(AllOf):
         generators: generators of random numbers that are known now.
 
     Attributes:
+        generators: generators of the user's own.
         mode: whether gradients are recorded.
         rng: random state.
         modules: the state of modules.
     """
 
-    __slots__ = ("_devices", "_generators", "mode", "modules", "rng")
+    __slots__ = ("_devices", "generators", "mode", "modules", "rng")
 
     def __init__(
         self,
@@ -36,8 +37,8 @@ class StepState(AllOf):
         generators: list[Generator],
     ) -> None:
         self._devices = devices
-        self._generators = generators
-        self.rng = RngState(devices, self._generators)
+        self.generators = generators
+        self.rng = RngState(devices, self.generators)
         self.modules = ModuleState(models.all)
         self.mode = GradMode()
         # the mode is undone last: to undo the others takes blocks without gradients, too
@@ -47,13 +48,13 @@ class StepState(AllOf):
         """Note modules that were seen in the middle of an attempt."""
         generators = generators_of(new)
         # the list of the attempt, so that a later `random_now` has them too
-        self._generators += generators
+        self.generators += generators
         self.rng.add(generators)
         self.modules.add(new)
 
     def random_now(self) -> RngState:
         """Random state as it is at this moment, to come back to in the middle of an attempt."""
-        now = RngState(self._devices, self._generators)
+        now = RngState(self._devices, self.generators)
         now.begin()
         return now
 

@@ -10,6 +10,8 @@ import functools
 
 import torch
 
+from tenure._torch.quiet import without_functions
+
 from .._check import (
     GRADIENTS,
     LeafNames,
@@ -23,7 +25,7 @@ from .._check import (
 from .._modules import coupled_modules
 from .._split import StepParts
 from ._finding import Finding, worst
-from ._modes import RoughRounding, SeenTypes
+from ._modes import RoughRounding
 from ._subject import Subject, chosen_samples, comparable, first_that_fits, spread_samples
 
 _MOST_SAMPLES = 8
@@ -77,26 +79,24 @@ class GradientCheck:
         return self._compare_parts(list(range(n - n % 2)), [n // 2])
 
     def _compare_parts(self, indices: list[int], sizes: list[int]) -> bool:
-        self.finding = None
-        types = self._subject.types
-        with SeenTypes(types):
-            whole = self._run_of(indices, len(indices))
+        self.finding, subject = None, self._subject
+        whole = self._run_of(indices, len(indices), looks=True)
         for size in sizes:
-            split = self._run_of(indices, size)
+            split = None if whole is None else self._run_of(indices, size)
             # statistics of each micro-batch were asked for, so a difference is what the user wants
             if whole is None or split is None:
                 self.is_coupled = True
                 return True
             # of a function that tells more than its loss, such as what a trainer logs
-            if on_compared := getattr(self._subject.spec.fn, "on_compared", None):
+            if on_compared := getattr(subject.spec.fn, "on_compared", None):
                 on_compared(whole.outcome, split.outcome)
-            self.loss = float(whole.outcome.loss.detach().abs().nan_to_num())
-            rtol = GRADIENTS.of(whole.tensors(), types)
-            found = differences(whole, split, rtol, self._names)
+            with without_functions():
+                self.loss = float(whole.outcome.loss.detach().abs().nan_to_num())
+                rtol = GRADIENTS.of(whole.tensors(), subject.types)
+                found = differences(whole, split, rtol, self._names)
             if found:
-                # also if there is no room for more
-                self.finding = worst(found, whole, split)
                 # it stays a finding although the runs that explain it fail
+                self.finding = worst(found, whole, split)
                 if not self._is_explained(found, indices, whole):
                     break
                 self.finding = None
@@ -110,7 +110,8 @@ class GradientCheck:
 
         @functools.cache
         def again(roughness: int, draw: int) -> dict[str, float]:
-            run = self._run_of(indices, len(indices), roughness=roughness, draw=draw)
+            rough = RoughRounding(roughness, draw) if roughness else None
+            run = self._run_of(indices, len(indices), rough=rough)
             assert run is not None
             return {each.name: each.relative_error for each in differences(whole, run, 0.0, names)}
 
@@ -120,21 +121,42 @@ class GradientCheck:
         return all(map(is_explained, found))
 
     def _run_of(
-        self, indices: list[int], size: int, *, roughness: int = 0, draw: int = 0
+        self,
+        indices: list[int],
+        size: int,
+        *,
+        looks: bool = False,
+        rough: RoughRounding | None = None,
     ) -> Observed | None:
-        """One run; None where statistics were asked for each micro-batch, and can't be off."""
-        parts = self._subject.parts_of(indices)
+        """One run; None where statistics were asked for each micro-batch, and can't be off.
+
+        Args:
+            indices: the samples.
+            size: how many of them in a part.
+            looks: see what numbers are drawn, what types operations round to, and what is written.
+            rough: how much worse each operation rounds.
+        """
+        subject = self._subject
+        parts = subject.parts_of(indices)
         self.n_run += len(indices)
-        rough = RoughRounding(roughness, draw) if roughness else None
-        with comparable(parts, is_random=self._subject.is_random, rough=rough) as numbers:
+        types = subject.types if looks else None
+        with comparable(parts, is_random=subject.is_random, rough=rough, types=types) as numbers:
             per_chunk = parts.spec.batchnorm == "per_chunk"
             if per_chunk and coupled_modules(parts.roots):
                 return None
-            result = observed_run(parts, size, watch=per_chunk, names=self._names)
-        self.has_unknown |= numbers.has_unknown
-        if per_chunk and _writes(parts, result):
-            return None
-        return result
+            try:
+                result = observed_run(
+                    parts, size, watch=per_chunk, asks=looks, names=self._names
+                )  # fmt: skip
+            finally:
+                subject.refused = subject.refused or parts.writes.error
+        # an operation that may draw numbers, and has not: nothing is unknown
+        self.has_unknown |= numbers.has_unknown and (not looks or result.draws[0])
+        if looks:
+            subject.is_random = numbers.has_drawn or result.draws[0]
+            subject.draws_elsewhere = result.draws[1]
+        subject.keep(indices, parts)
+        return None if per_chunk and _writes(parts, result) else result
 
 
 def _writes(parts: StepParts, result: Observed) -> bool:

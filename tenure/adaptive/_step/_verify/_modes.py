@@ -2,9 +2,9 @@
 
 Random numbers are the same for every sample, so that two runs can be compared. What torch knows of
 its operations decides: those that its tag calls seeded. Dispatch modes see them below autograd, in
-checkpoints and in backward passes; compiled functions run eagerly below one. Invariant: an
-operation draws one number of torch's default generator, whatever the shape that it fills; so a run
-of fewer samples from the same random state gets the same numbers.
+checkpoints and in backward passes; a verification compiles nothing. Invariant: an
+operation draws as many numbers whatever the shape that it fills, so a run of fewer samples from the
+same random state gets the same numbers.
 
 Rounding is a little worse than the hardware's, to see how far it carries. Source: Monte Carlo
 arithmetic, Parker 1997, https://www.cs.cmu.edu/~rutenbar/pdf/. Two kernels for two sizes of a batch
@@ -14,10 +14,8 @@ type alone.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
-from statistics import NormalDist
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -25,7 +23,6 @@ from torch import Tensor
 from tenure._torch.modes import DispatchMode, EagerMode, schema_of
 
 _Args = dict[str, Any]
-_Rule = Callable[[_Args, float], Any]
 _MOST_NUMBERS = 100_000
 """Then a loop waits for a number that it does not get."""
 _aten = torch.ops.aten
@@ -44,56 +41,78 @@ _EXACT = frozenset(
 """Operations that round nothing."""
 
 
-class ConstantNumbers(DispatchMode):
+class ConstantNumbers(EagerMode):
     """Fills what torch would fill with random numbers with one of them; dropout keeps everything.
 
     A permutation reverses the order, so that work that shuffles its samples mixes them still.
 
+    Args:
+        types: gets the types of floating point that operations round to, which no result may show.
+
     Attributes:
-        has_unknown: whether an operation drew numbers that are not constant.
+        has_drawn: whether an operation, or a module that is off, would have drawn numbers.
+        has_unknown: whether one may have drawn numbers that are not constant.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self) -> None:
+    def __init__(self, types: set[torch.dtype] | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch left it unannotated
+        self.has_drawn = False
         self.has_unknown = False
+        self._types = types
         self._n_numbers = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation, a random one with a constant."""
-        kwargs = dict(kwargs or {})
-        # by far the most operations
-        if not _is_random(func):
-            return func(*args, **kwargs)
+        # a higher-order operator has no tags
+        is_random = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
+        if is_random or getattr(func, "overloadpacket", None) is _aten.random_:
+            result = self._without_numbers(func, args, kwargs or {})
+        else:
+            result = func(*args, **(kwargs or {}))
+        if self._types is not None:
+            made = {each.dtype for each in _tensors_in(result) if each.is_floating_point()}
+            # few are new, and asking takes longer
+            if made - self._types and _rounds(func, args):
+                self._types |= made
+        return result
+
+    def _without_numbers(self, func: Any, args: Any, kwargs: _Args) -> Any:
         named = [argument.name for argument in schema_of(func).arguments]
-        given = dict(zip(named, args, strict=False)) | kwargs
+        given: _Args = dict(zip(named, args, strict=False)) | kwargs
         # fused attention and cuDNN's RNNs draw inside; without a rate they draw nothing
-        off = {name: 0.0 for name in ("dropout_p", "dropout") if name in given}
-        if off:
-            return _call(func, given | off)
-        rule = _RULES.get(func.overloadpacket)
+        rates = [name for name in named if name in ("dropout_p", "dropout")]
+        if rates:
+            self.has_drawn |= any(given.get(name) for name in rates)
+            return _call(func, given | dict.fromkeys(rates, 0.0))
+        packet = func.overloadpacket
+        rule = None if "size" in given else _RULES.get(packet)
+        is_known = rule is not None or "size" in given or packet in _FILLING
         # it may be right all the same: `ExchangeCheck` looks at it
-        if rule is None or self._n_numbers >= _MOST_NUMBERS:
+        if not is_known or "out" in given or self._n_numbers >= _MOST_NUMBERS:
             self.has_unknown = True
             return func(*args, **kwargs)
+        self.has_drawn = True
         self._n_numbers += 1
         with torch.no_grad():
-            return rule(given, _one_number())
+            return _filled(func, given) if rule is None else rule(given)
 
 
-def _is_random(func: Any) -> bool:
-    # a higher-order operator has none
-    tags = getattr(func, "tags", ())
-    return (
-        torch.Tag.nondeterministic_seeded in tags
-        or getattr(func, "overloadpacket", None) is _aten.random_
-    )
+def _filled(func: Any, given: _Args) -> Tensor:
+    """A tensor full of the one number that an operation draws for a single element."""
+    if "size" in given:
+        one: Tensor = _call(func, given | {"size": [1]})
+        return one.reshape(()).expand(given["size"]).contiguous()
+    like: Tensor = given["self"]
+    one = _call(func, given | {"self": like.new_empty(1)})
+    is_in_place = func.overloadpacket.__name__.endswith("_")
+    return (like if is_in_place else torch.empty_like(like, dtype=one.dtype)).copy_(one)
 
 
 def _one_number() -> float:
-    # of the CPU, so that devices agree; away from the ends, where logarithms are infinite
-    return 0.05 + 0.9 * float(torch.rand((), dtype=torch.float64, device="cpu"))
+    # of the CPU, so that devices agree
+    return float(torch.rand((), dtype=torch.float64, device="cpu"))
 
 
 def _call(func: Any, given: _Args) -> Any:
@@ -104,65 +123,33 @@ def _call(func: Any, given: _Args) -> Any:
     )
 
 
-# --- what each operation gives, of its arguments by name and of one number between 0 and 1
+# --- what operations give that read numbers of each sample, of their arguments by name
 
 
-def _gaussian(number: float, mean: float = 0.0, std: float = 1.0) -> float:
-    return NormalDist().inv_cdf(number) * std + mean
-
-
-def _whole(number: float, low: int, high: int) -> int:
-    return low + int(number * (high - low))
-
-
-def _full(given: _Args, value: float) -> Tensor:
-    named = {key: given.get(key) for key in ("dtype", "layout", "device", "pin_memory")}
-    dtype = named["dtype"]
-    if dtype is None:
-        named["dtype"] = torch.int64 if isinstance(value, int) else torch.get_default_dtype()
-    return torch.full(given["size"], value, **{k: v for k, v in named.items() if v is not None})
-
-
-def _like(given: _Args, value: float) -> Tensor:
-    named = {key: given.get(key) for key in ("dtype", "layout", "device", "memory_format")}
-    return torch.full_like(
-        given["self"], value, **{k: v for k, v in named.items() if v is not None}
-    )
-
-
-def _normal(given: _Args, number: float) -> Tensor:
-    mean, std = given.get("mean", 0.0), given.get("std", 1.0)
-    if "size" in given:
-        return _full(given, _gaussian(number, mean, std))
-    made: Tensor = mean + std * _gaussian(number)
-    return made
-
-
-def _bernoulli(given: _Args, number: float) -> Tensor:
-    probability = given["self"]
-    # kept by dropout, as below
-    if isinstance(given.get("p"), float):
-        return torch.full_like(probability, given["p"])
-    made: Tensor = (probability > number).to(probability.dtype)
-    return made
-
-
-def _bernoulli_in_place(given: _Args, number: float) -> Tensor:
-    filled: Tensor = given["self"]
-    p = given.get("p", 0.5)
-    if isinstance(p, Tensor):
-        return filled.copy_(p > number)
+def _bernoulli(given: _Args) -> Tensor:
     # kept by dropout, which divides by the same; of a mask of whole numbers all are kept
-    return filled.fill_(p if filled.is_floating_point() else 1)
+    filled, p = given["self"], given.get("p")
+    if isinstance(p, float):
+        return torch.full_like(filled, p if filled.is_floating_point() else 1)
+    made: Tensor = ((filled if p is None else p) > _one_number()).to(filled.dtype)
+    return made
 
 
-def _dropout(given: _Args, number: float) -> tuple[Tensor, Tensor]:
-    values = given.get("self", given.get("input"))
-    assert isinstance(values, Tensor)
+def _bernoulli_in_place(given: _Args) -> Tensor:
+    return cast("Tensor", given["self"].copy_(_bernoulli({"p": 0.5, **given})))
+
+
+def _dropout(given: _Args) -> tuple[Tensor, Tensor]:
+    values: Tensor = given["self"] if "self" in given else given["input"]
     return values.clone(), torch.ones_like(values, dtype=torch.bool)
 
 
-def _drawn(given: _Args, number: float) -> Tensor:
+def _normal(given: _Args) -> Any:
+    number = float(torch.randn((), dtype=torch.float64, device="cpu"))
+    return given.get("mean", 0.0) + given.get("std", 1.0) * number
+
+
+def _drawn(given: _Args) -> Tensor:
     # the likeliest ones: what is drawn depends on the row alone, and not on its place
     weights, n = given["self"], given["num_samples"]
     if given.get("replacement"):
@@ -172,53 +159,30 @@ def _drawn(given: _Args, number: float) -> Tensor:
     return drawn
 
 
-def _permuted(given: _Args, number: float) -> Tensor:
+def _permuted(given: _Args) -> Tensor:
     # a constant order would leave samples in place, and hide a loss that pairs them up
     made = torch.arange(given["n"] - 1, -1, -1, device=given.get("device"))
     return made if given.get("dtype") is None else made.to(given["dtype"])
 
 
-def _any_in_place(given: _Args, number: float) -> Tensor:
-    filled: Tensor = given["self"]
-    low = given.get("from") or 0
-    high = given.get("to")
-    return filled.fill_(_whole(number, low, 1 << 10 if high is None else high))
-
-
-_RULES: dict[Any, _Rule] = {
-    _aten.rand: lambda given, u: _full(given, u),
-    _aten.randn: lambda given, u: _full(given, _gaussian(u)),
-    _aten.randint: lambda given, u: _full(given, _whole(u, given.get("low", 0), given["high"])),
-    _aten.rand_like: lambda given, u: _like(given, u),
-    _aten.randn_like: lambda given, u: _like(given, _gaussian(u)),
-    _aten.randint_like: lambda given, u: _like(
-        given, _whole(u, given.get("low", 0), given["high"])
-    ),
-    _aten.normal: _normal,
+_RULES: dict[Any, Callable[[_Args], Any]] = {
     _aten.bernoulli: _bernoulli,
+    _aten.bernoulli_: _bernoulli_in_place,
     _aten.native_dropout: _dropout,
     _aten._fused_dropout: _dropout,
+    _aten.normal: _normal,
     _aten.multinomial: _drawn,
     _aten.randperm: _permuted,
-    _aten.poisson: lambda given, u: given["self"].round(),
-    _aten._standard_gamma: lambda given, u: given["self"] * (0.5 + u),
-    _aten.bernoulli_: _bernoulli_in_place,
-    _aten.normal_: lambda given, u: given["self"].fill_(
-        _gaussian(u, given.get("mean", 0.0), given.get("std", 1.0))
-    ),
-    _aten.log_normal_: lambda given, u: given["self"].fill_(
-        math.exp(_gaussian(u, given.get("mean", 1.0), given.get("std", 2.0)))
-    ),
-    _aten.uniform_: lambda given, u: given["self"].fill_(
-        given.get("from", 0.0) + u * (given.get("to", 1.0) - given.get("from", 0.0))
-    ),
-    _aten.exponential_: lambda given, u: given["self"].fill_(-math.log(u) / given.get("lambd", 1)),
-    _aten.cauchy_: lambda given, u: given["self"].fill_(
-        given.get("median", 0.0) + given.get("sigma", 1.0) * math.tan(math.pi * (u - 0.5))
-    ),
-    _aten.geometric_: lambda given, u: given["self"].fill_(1),
-    _aten.random_: _any_in_place,
+    _aten.poisson: lambda given: given["self"].round(),
+    _aten._standard_gamma: lambda given: given["self"] * (0.5 + _one_number()),
 }
+_FILLING = frozenset(
+    {
+        _aten.rand_like, _aten.randn_like, _aten.randint_like, _aten.normal_, _aten.log_normal_,
+        _aten.uniform_, _aten.exponential_, _aten.cauchy_, _aten.geometric_, _aten.random_,
+    }
+)  # fmt: skip
+"""Operations that draw, and read nothing of the tensor that they fill, or are to be like."""
 
 
 class RoughRounding(DispatchMode):
@@ -263,29 +227,6 @@ class RoughRounding(DispatchMode):
         exact = made.to(wide)
         rough = (exact * factor).to(made.dtype).to(wide)
         made.copy_(rough.where(_can_be_rounded(exact, made.dtype) & rough.isfinite(), exact))
-
-
-class SeenTypes(EagerMode):
-    """Notes the types of floating point that operations round to, which no result may show.
-
-    Args:
-        types: gets them.
-    """
-
-    supports_higher_order_operators = True
-
-    def __init__(self, types: set[torch.dtype]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch left it unannotated
-        self._types = types
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation, and look at what it made."""
-        result = func(*args, **(kwargs or {}))
-        made = {each.dtype for each in _tensors_in(result) if each.is_floating_point()}
-        # few are new, and asking takes longer
-        if made - self._types and _rounds(func, args):
-            self._types |= made
-        return result
 
 
 def _can_be_rounded(made: Tensor, dtype: torch.dtype) -> Tensor:

@@ -19,13 +19,14 @@ from torch import Tensor, nn
 from tenure._errors import AdaptiveUsageError
 from tenure._oom import oom_of_work
 from tenure._torch.modules import BatchNorm, InstanceNorm
+from tenure._torch.quiet import without_dispatch
 from tenure.scopes import DisposeScope
 
 from ..._attempt import release
 from ..._reachable import named_modules
 from .._check import without_dropout
 from .._samples import Leaf, SampleTree, cut_off
-from .._split import StepParts, StepSpec
+from .._split import StepParts
 from ._modes import ConstantNumbers, RoughRounding
 
 T = TypeVar("T")
@@ -37,7 +38,7 @@ class Subject:
     """The step.
 
     Args:
-        spec: what it does.
+        parts: the call that is verified.
 
     Attributes:
         spec: what is verified: no scaler and no ``backward=``, which would see what is taken back,
@@ -48,66 +49,55 @@ class Subject:
         is_random: whether it draws random numbers.
         draws_elsewhere: whether it draws others than torch's.
         types: the types of floating point to which its operations round.
+        refused: the error for a parameter that the function would write.
     """
 
-    def __init__(self, spec: StepSpec) -> None:
+    def __init__(self, parts: StepParts) -> None:
+        spec = parts.spec
         self.spec = dataclasses.replace(spec, scaler=None, backward=None)
         if callable(spec.loss):
             self.spec = dataclasses.replace(self.spec, loss=_mixed_sum, once=None)
-        self.tree = SampleTree(spec.batch, spec.in_dims, name="batch", argument="in_dims")
-        self.n_samples = self.tree.n_samples()
+        self.tree, self.n_samples = parts.tree, parts.n_samples
         # until it was looked at: taken for random, it is compared with more care
         self.is_random = True
         self.draws_elsewhere = True
         self.types: set[torch.dtype] = set()
-        self._shared: dict[int, Any] = {}
+        self.refused: AdaptiveUsageError | None = None
+        self._parts = parts
+        # the same tensors in each run, so that their gradients are known again
+        shared = (i for i, leaf in enumerate(self.tree.leaves) if not leaf.is_split)
+        self._shared = {i: _part_of(self.tree.leaves[i], None) for i in shared}
+        self._last: tuple[list[int], StepParts] | None = None
+        # a write into an array of NumPy is not seen
+        self._sees_writes = not any(hasattr(type(v), "__array_interface__") for v in parts.values)
 
     def parts_of(self, indices: Sequence[int] | None) -> StepParts:
         """The step on copies of some samples, without their graphs.
 
+        The same again for the samples of the call before, unless the function has written there.
+
         Args:
             indices: which samples; None for all, which are no copies.
         """
-        values = []
-        for i, leaf in enumerate(self.tree.leaves):
-            if leaf.is_split:
-                values.append(_part_of(leaf, indices))
-            else:
-                # the same tensor in each run, so that its gradient is known again
-                if i not in self._shared:
-                    self._shared[i] = _part_of(leaf, None)
-                values.append(self._shared[i])
-        batch = self.tree.with_leaves(values)
-        parts = StepParts(dataclasses.replace(self.spec, batch=batch))
+        last, self._last = self._last, None
+        if last is not None and last[0] == indices:
+            return last[1]
+        values = [
+            _part_of(leaf, indices) if leaf.is_split else self._shared[i]
+            for i, leaf in enumerate(self.tree.leaves)
+        ]
+        parts = StepParts(self.spec, self._parts, values)
         parts.inputs.expects_writes = True
         return parts
 
-    def see_random_numbers(self) -> None:
-        """Run two samples, and see what numbers they draw.
+    def keep(self, indices: Sequence[int], parts: StepParts) -> None:
+        """Keep the parts of some samples for the next run on these."""
+        is_same = self._sees_writes and not parts.inputs.is_written
+        self._last = ([*indices], parts) if is_same else None
 
-        Raises:
-            AdaptiveUsageError: the function would write a parameter.
-        """
-        refused: list[AdaptiveUsageError] = []
-
-        def look(n: int) -> tuple[bool, bool]:
-            parts = self.parts_of(range(n))
-            parts.state.begin()
-            parts.writes.begin(asks=True)
-            try:
-                # a forward pass announces an exchange to the next backward pass
-                with parts.without_exchange(), parts.watching(), parts.writes.guarded():
-                    parts.spec.fn(parts.inputs.whole())
-                parts.writes.check()
-                return parts.state.rng.has_drawn(), parts.state.rng.has_drawn(elsewhere=True)
-            finally:
-                refused.extend(filter(None, [parts.writes.error]))
-                parts.state.undo()
-                parts.state.finish()
-
-        self.is_random, self.draws_elsewhere = first_that_fits(look, (2,)) or (True, True)
-        if refused:
-            raise refused[0].with_traceback(None)
+    def forget(self) -> None:
+        """Keep no samples."""
+        self._last = None
 
 
 def first_that_fits(work: Callable[[int], T], sizes: Iterable[int]) -> T | None:
@@ -141,7 +131,11 @@ def first_that_fits(work: Callable[[int], T], sizes: Iterable[int]) -> T | None:
 
 @contextmanager
 def comparable(
-    parts: StepParts, *, is_random: bool, rough: RoughRounding | None = None
+    parts: StepParts,
+    *,
+    is_random: bool,
+    rough: RoughRounding | None = None,
+    types: set[torch.dtype] | None = None,
 ) -> Iterator[ConstantNumbers]:
     """A block in which a step draws the same random numbers for any number of samples.
 
@@ -152,11 +146,12 @@ def comparable(
         parts: the step.
         is_random: whether it draws random numbers.
         rough: how much worse each operation rounds.
+        types: gets the types of floating point that operations round to.
     """
-    numbers = ConstantNumbers()
+    numbers = ConstantNumbers(types)
     with ExitStack() as block:
         # off and not constant: a rate that is there scales what is kept
-        block.enter_context(without_dropout(parts.roots))
+        numbers.has_drawn = block.enter_context(without_dropout(parts.roots))
         if parts.spec.batchnorm == "per_chunk":
             block.enter_context(_without_statistics(parts.roots))
         # below the constant numbers, for it draws some of its own
@@ -164,6 +159,7 @@ def comparable(
             block.enter_context(rough)
         if is_random:
             block.enter_context(set_back(parts))
+        if is_random or types is not None:
             block.enter_context(numbers)
         yield numbers
 
@@ -213,7 +209,9 @@ def _mixed_sum(outputs: Any) -> Tensor:
     for tensor in _floats(leaf.value for leaf in tree.leaves):
         # other factors would be another loss in the next run
         numbers = torch.Generator().manual_seed(0)
-        factors = torch.rand(tensor.shape, generator=numbers, dtype=torch.float32) + 0.5
+        # these are not the function's own, and constant ones would weigh samples alike
+        with without_dispatch():
+            factors = torch.rand(tensor.shape, generator=numbers, dtype=torch.float32) + 0.5
         real = torch.view_as_real(tensor).sum(-1) if tensor.is_complex() else tensor
         total = total + (real * factors.to(real)).sum()
     if not isinstance(total, Tensor):

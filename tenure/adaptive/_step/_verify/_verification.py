@@ -81,7 +81,7 @@ class Verification:
         if visit.is_ever_new and self._parts.spec.entry != "lazy":
             warn_user(_EVER_NEW, AdaptiveUsageWarning)
         if visit.is_due:
-            subject = Subject(self._parts.spec)
+            subject = Subject(self._parts)
             # a graph for each of its sizes and modes would cost minutes
             with not_compiling():
                 self._looked = self._look(subject, visit, size)
@@ -122,11 +122,13 @@ class Verification:
         looked.visit.note_verified(n_run)
 
     def _look(self, subject: Subject, visit: Visit, size: int) -> _Looked:
-        subject.see_random_numbers()
-        if subject.is_random and self._parts.compiled and draws_again_in_backward():
-            raise _drawn_again_error(self._parts.name)
         gradients = GradientCheck(subject)
         could_compare, n_run = gradients.compare(), gradients.n_run
+        subject.forget()
+        if subject.refused is not None:
+            raise subject.refused.with_traceback(None)
+        if subject.is_random and self._parts.compiled and draws_again_in_backward():
+            raise _drawn_again_error(self._parts.name)
         if gradients.finding is None or not (gradients.has_unknown or subject.draws_elsewhere):
             self._refuse(gradients.finding, subject, size)
             wants_whole = not gradients.is_coupled
@@ -145,10 +147,8 @@ class Verification:
             return
         for lowest in filter(visit.wants_count, lowest_counts(parts.divisors)):
             if subject is None:
-                subject = Subject(parts.spec)
-                subject.see_random_numbers()
-            # samples of one group would get the numbers of those of another one
-            if subject.draws_elsewhere or parts.inputs.is_written:
+                subject = Subject(parts)
+            if parts.inputs.is_written:
                 return
             check = CountCheck(subject)
             with not_compiling():

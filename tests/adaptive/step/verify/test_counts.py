@@ -1,12 +1,14 @@
 """Counts that are clamped are refused where that changes the loss; all others are left alone."""
 
+import random
+
 import pytest
 import torch
 from torch.nn import functional as F
 
 from tenure.adaptive import SplitMismatchError, step
 
-from ..step_cases import small_net
+from ..step_cases import samples, small_net
 
 N = 32
 
@@ -165,3 +167,15 @@ def test_what_the_advice_says_is_right():
         total, count = clamped(b)
         loss = step(lambda b, n=n: total_and_count(net, b)[0] / n, b, loss="sum", maximum=4).loss
         torch.testing.assert_close(loss, (total / count).detach(), rtol=1e-10, atol=0)
+
+
+def test_a_count_that_python_draws_is_not_checked():
+    net = small_net()
+
+    def fn(b):
+        drawn = torch.tensor([random.random() for _ in b])
+        return (net(b).square().sum(1) * drawn).sum(), int((drawn > 0.5).sum())
+
+    for seed in range(8):
+        random.seed(seed)
+        assert len(step(fn, samples(6), maximum=1).sizes) == 6

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from tenure.adaptive import SplitMismatchError, step
 from tenure.adaptive._step._check._compare import GRADIENTS
-from tenure.adaptive._step._verify._modes import ConstantNumbers, RoughRounding, SeenTypes
+from tenure.adaptive._step._verify._modes import ConstantNumbers, RoughRounding
 
 
 def test_dropout_and_noise_are_constant_and_permutations_reversals():
@@ -34,6 +34,7 @@ DRAWS = {
     "randn_like": lambda n: torch.randn_like(torch.ones(n, dtype=torch.float64)),
     "randint_like": lambda n: torch.randint_like(torch.ones(n), 7),
     "normal": lambda n: torch.normal(torch.zeros(n), 1.0),
+    "normal of means and deviations": lambda n: torch.normal(torch.zeros(n), torch.ones(n)),
     "normal of a size": lambda n: torch.normal(0.0, 2.0, (n,)),
     "bernoulli": lambda n: torch.bernoulli(torch.full((n,), 0.5)),
     "bernoulli_": lambda n: torch.empty(n).bernoulli_(0.3),
@@ -49,6 +50,7 @@ DRAWS = {
     "poisson": lambda n: torch.poisson(torch.ones(n)),
     "dropout": lambda n: F.dropout(torch.ones(n), 0.4),
     "alpha dropout": lambda n: F.alpha_dropout(torch.ones(n), 0.4, True),
+    "one number for all": lambda n: torch.rand(()).expand(n),
     "a generator's": lambda n: torch.rand(n, generator=torch.Generator()),
 }
 
@@ -73,6 +75,14 @@ def test_each_sample_gets_the_same_number_whatever_their_count(name):
 def test_permutations_are_reversals():
     with ConstantNumbers():
         assert torch.randperm(4).tolist() == [3, 2, 1, 0]
+
+
+def test_operations_that_draw_nothing_are_told_from_those_that_do():
+    x = torch.ones(1, 2, 4)
+    for rate in (0.0, 0.5):
+        with ConstantNumbers() as numbers:
+            F.scaled_dot_product_attention(x, x, x, dropout_p=rate)
+        assert numbers.has_drawn is (rate > 0)
 
 
 def test_what_is_not_known_is_told():
@@ -107,18 +117,18 @@ def test_worse_rounding_keeps_positions_and_what_is_finite(dtype):
 
 def test_types_that_no_result_shows_are_seen():
     weight, seen = torch.randn(4, 4, dtype=torch.float64, requires_grad=True), set()
-    with SeenTypes(seen):
+    with ConstantNumbers(seen):
         weight.sum(1, dtype=torch.float32).double().sum().backward()
     assert seen == {torch.float32, torch.float64}
     assert GRADIENTS.of([weight], seen) == GRADIENTS.float32
     seen.clear()
-    with SeenTypes(seen), torch.autocast("cpu", torch.bfloat16):
+    with ConstantNumbers(seen), torch.autocast("cpu", torch.bfloat16):
         (weight.detach().float() @ weight.detach().float()).float().tanh()
     assert seen == {torch.bfloat16, torch.float32}
     assert GRADIENTS.of([weight], seen) == GRADIENTS.coarser
     seen.clear()
     # nothing is rounded to what is only looked up or carried
-    with SeenTypes(seen):
+    with ConstantNumbers(seen):
         torch.where(weight.detach() > 0, torch.zeros(4, 4).half().clone(), 1)
     assert not seen
 

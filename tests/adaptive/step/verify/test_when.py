@@ -734,6 +734,21 @@ def test_a_function_that_counts_its_calls_is_left_alone():
     assert step(fn, samples(12), maximum=4).sizes == (4, 4, 4)
 
 
+@pytest.mark.parametrize("kind", [torch.Tensor, numpy.ndarray])
+def test_a_function_that_writes_into_its_batch_finds_it_new_in_each_run(kind):
+    net = small_net()
+
+    def fn(b):
+        b["x"] /= 2
+        return net(torch.as_tensor(b["x"])).square().mean()
+
+    x = samples(12)
+    batch = {"x": x if kind is torch.Tensor else x.numpy()}
+    assert step(fn, batch, maximum=4).sizes == (4, 4, 4)
+    with pytest.raises(SplitMismatchError):
+        step(lambda b: fn(b).sqrt(), batch, maximum=4)
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_a_compiled_function_is_verified():
     net = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.3), nn.Linear(8, 3))
