@@ -10,6 +10,11 @@ from __future__ import annotations
 class Lease:
     """A budget that does not change."""
 
+    @property
+    def others_bytes(self) -> int:
+        """What other models of the budget hold."""
+        return 0
+
     def begin(self) -> None:
         """A pass begins: give memory back, or take some."""
 

@@ -84,8 +84,8 @@ class Slab:
         """The bytes from ``start`` to ``end``, for one unit or the ring."""
         # All of it: the slab's own storage will do, and is one thing less to name in reports.
         if start == 0 and end == self.memory.nbytes:
-            return Place(self, start, self.memory)
-        return Place(self, start, in_own_storage(self.memory, start, end))
+            return Place(self, self.memory)
+        return Place(self, in_own_storage(self.memory, start, end))
 
 
 @dataclass(eq=False, slots=True)
@@ -94,12 +94,10 @@ class Place:
 
     Attributes:
         slab: the slab.
-        start: their first one in it.
         memory: uint8, these bytes, in a storage of their own.
     """
 
     slab: Slab = field(repr=False)
-    start: int
     memory: Tensor = field(repr=False)
 
     @property
@@ -108,23 +106,11 @@ class Place:
         return self.memory.nbytes
 
     @property
-    def end(self) -> int:
-        """The byte of the slab behind the last one."""
-        return self.start + self.memory.nbytes
-
-    @property
     def around(self) -> tuple[UntypedStorage, ...]:
         """The storage of the slab, where that is another one."""
         if self.memory is self.slab.memory:
             return ()
         return (self.slab.memory.untyped_storage(),)
-
-
-def joined(places: Sequence[Place]) -> Place:
-    """One place over several that are neighbours, in their order."""
-    if len(places) == 1:
-        return places[0]
-    return places[0].slab.place(places[0].start, places[-1].end)
 
 
 def places_in(slab: Slab, start: int, units: Sequence[Unit]) -> Iterator[tuple[Unit, Place]]:

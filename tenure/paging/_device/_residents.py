@@ -5,8 +5,8 @@ Invariant: nothing is chosen to go that a forward uses, that something holds, or
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from itertools import accumulate, pairwise
+from collections.abc import Iterable, Iterator
+from itertools import accumulate
 
 from tenure._registries import NamedTensor
 
@@ -25,14 +25,12 @@ class Residents:
         kept: the units that stay whatever happens.
         vacant: places that wait for their units, each with the event that it is free after; they
             are filled when the units are next fetched.
-        spare_bytes: of slabs that were let go, what nothing took since.
     """
 
     def __init__(self, pages: dict[Unit, Page]) -> None:
         self._pages = pages
         self.kept: frozenset[Unit] = frozenset()
         self.vacant: dict[Unit, tuple[Place, object]] = {}
-        self.spare_bytes = 0
 
     @property
     def n_bytes(self) -> int:
@@ -84,34 +82,6 @@ class Residents:
         slabs = sorted(self._free_of_others(leaving), key=lambda slab: (-slab.rank, _n_bytes(slab)))
         return _first(slabs, n_bytes)
 
-    def to_replace(self, n_bytes: int) -> list[Slab] | None:
-        """The largest slabs that with what is spare have so many bytes; None if there are none."""
-        slabs = sorted(self._free_of_others(set(self.leaving())), key=_n_bytes, reverse=True)
-        if self.spare_bytes + sum(map(_n_bytes, slabs)) < n_bytes:
-            return None
-        return _first(slabs, n_bytes - self.spare_bytes)
-
-    def to_stand_in_for(self, n_bytes: int, soon: Mapping[Unit, int]) -> list[Page]:
-        """The smallest neighbours whose places have so many bytes together; none if there are none.
-
-        Args:
-            n_bytes: how many.
-            soon: the units that come next, each with how many come before it; of those that take
-                as much, the ones that are needed later go.
-        """
-
-        def price(row: list[Page]) -> tuple[int, int]:
-            return memory_bytes(row), -min(soon.get(page.unit, len(soon)) for page in row)
-
-        # Once, not for each row: to ask what holds a page takes longer than all the rest.
-        leaving = set(self.leaving())
-        rows = (
-            _beginning(row[i:], leaving, n_bytes)
-            for row in self._rows().values()
-            for i in range(len(row))
-        )
-        return min(filter(None, rows), key=price, default=[])
-
     def _pages_now(self) -> list[Page]:
         # At once: another thread may ask for a report.
         return list(self._pages.values())
@@ -125,35 +95,17 @@ class Residents:
         return [slab for slab, row in rows if not slab.has_ring and leaving.issuperset(row)]
 
     def _rows(self) -> dict[Slab, list[Page]]:
-        """What stands in each slab, in the order of the places."""
-        placed = [(page.place, page) for page in self._pages_now() if page.place is not None]
-        rows: dict[Slab, list[Page]] = {place.slab: [] for place, _ in list(self.vacant.values())}
-        for place, page in sorted(placed, key=lambda each: each[0].start):
-            rows.setdefault(place.slab, []).append(page)
+        """What stands in each slab."""
+        rows: dict[Slab, list[Page]] = {place.slab: [] for place in self._empty_places()}
+        for page in self._pages_now():
+            if page.place is not None:
+                rows.setdefault(page.place.slab, []).append(page)
         return rows
 
 
 def memory_bytes(pages: Iterable[Page]) -> int:
     """What the places of pages take."""
     return sum(page.memory.nbytes for page in pages)
-
-
-def _beginning(row: list[Page], leaving: set[Page], n_bytes: int) -> list[Page]:
-    """As many pages from the first one on as have so many bytes; none if one of them can't go."""
-    before = accumulate((page.memory.nbytes for page in row), initial=0)
-    needed = [
-        page for page, bytes_before in zip(row, before, strict=False) if bytes_before < n_bytes
-    ]
-    has_room = memory_bytes(needed) >= n_bytes
-    return needed if has_room and leaving.issuperset(needed) and _are_neighbours(needed) else []
-
-
-def _are_neighbours(row: list[Page]) -> bool:
-    """Whether nothing was lost between them, as by an interruption."""
-    places = [page.place for page in row]
-    # An interruption between two steps of a fetch leaves a hole in a slab, which is lost to this
-    # model until it is unpaged, and must not be spanned.
-    return all(a and b and a.end == b.start for a, b in pairwise(places))
 
 
 def _first(slabs: list[Slab], n_bytes: int) -> list[Slab]:

@@ -26,17 +26,7 @@ from .._link import Link
 from .._model import HostTensor, Unit
 from ._copies import Copies
 from ._lease import Lease
-from ._memory import (
-    Arrangement,
-    ByteRing,
-    Fences,
-    Place,
-    Slab,
-    SlabPlan,
-    joined,
-    nowhere,
-    places_in,
-)
+from ._memory import Arrangement, ByteRing, Fences, Place, Slab, SlabPlan, nowhere, places_in
 from ._page import RESIDENT, IdlePages, Page
 from ._pass import Pass
 from ._residents import Residents, memory_bytes
@@ -74,6 +64,8 @@ class Room:
         self._link, self._copies = link, copies
         self._residents = Residents(self.pages)
         self._beside_bytes = 0
+        # Of slabs that were let go, what nothing took since.
+        self._spare_bytes = 0
         self._ring = ByteRing(0)
         self._fences: Fences[object] = Fences()
         self._ring_place = nowhere()
@@ -111,7 +103,7 @@ class Room:
     @property
     def held_bytes(self) -> int:
         """All that it has of the device, and what it may take at once in the stead of that."""
-        return sum(self.slab_sizes) + self._residents.spare_bytes
+        return sum(self.slab_sizes) + self._spare_bytes
 
     @property
     def lasting_bytes(self) -> int:
@@ -201,7 +193,7 @@ class Room:
             # While another thread has a list of all objects, as at the end of a scope, every
             # weight has one more holder, so no page looks free.
             if not self._drop_last_needed(now) and not wait_for_readers():
-                return self._to_stay(unit, now)
+                return self._to_stay(unit)
         return found
 
     def make_way(self, units: list[Unit], now: Pass) -> None:
@@ -330,33 +322,19 @@ class Room:
         self.drop(max(idle.values(), key=lambda page: soon.get(page.unit, len(soon))))
         return True
 
-    def _to_stay(self, unit: Unit, now: Pass) -> Found:
-        """A page where others stayed, as what passes leaves no room; those pass now.
+    def _to_stay(self, unit: Unit) -> Found:
+        """A page in a new slab, in the stead of others, as what passes leaves no room.
 
         A model whose layers keep views of their weights, as one does that fuses them at its first
         call, holds more at once than the plan could know.
         """
-        row = self._residents.to_stand_in_for(unit.n_bytes, now.soon())
-        after = [event for page in row for event in self._copies.uses_of(page)]
-        for page in row:
-            del self.pages[page.unit]
-            self.written_in_graphs += page.end_aliases()
-        if row:
-            with aside():
-                place = joined([page.place for page in row if page.place is not None])
-        else:
-            place = self._place_in_new_slab(unit)
-        return Page(unit, place.memory, 0, place), after
-
-    def _place_in_new_slab(self, unit: Unit) -> Place:
-        """A place in the stead of several slabs, which are let go."""
-        residents = self._residents
         n_bytes = whole_block_bytes(unit.n_bytes, self._link.device)
-        slabs = residents.to_replace(n_bytes)
-        if slabs is not None:
-            residents.spare_bytes += self._let_go(slabs)
+        missing_bytes = n_bytes - self._spare_bytes
+        slabs = self._residents.to_give_back(missing_bytes, self._ring.capacity_bytes)
+        if sum(slab.memory.nbytes for slab in slabs) >= missing_bytes:
+            self._spare_bytes += self._let_go(slabs)
         elif self.lease.more(n_bytes):
-            residents.spare_bytes += n_bytes
+            self._spare_bytes += n_bytes
         else:
             self._refuse(unit)
         # Which are to be free before as much is allocated.
@@ -364,18 +342,23 @@ class Room:
         # Or they would stay reserved beside what is allocated now.
         self._link.release_cached()
         slab = self._allocate(n_bytes, RESIDENT)
-        residents.spare_bytes -= n_bytes
-        return slab.place(0, n_bytes)
+        self._spare_bytes -= n_bytes
+        # Synchronization strategy: as for the ring, see _give_to_ring.
+        free = self._link.mark(self._link.current())
+        place = slab.place(0, n_bytes)
+        return Page(unit, place.memory, 0, place), [free]
 
     def _refuse(self, unit: Unit) -> NoReturn:
         """Raise for a unit that has no room: who holds the room, and the budget that would do."""
         ring_bytes, here_bytes = self._ring.capacity_bytes, self.resident_bytes
         leaving_bytes = memory_bytes(self._residents.leaving())
         needed_bytes = self._ring.used_bytes + here_bytes - leaving_bytes + unit.n_bytes
-        all_bytes = ring_bytes + here_bytes + self._residents.spare_bytes
+        all_bytes = ring_bytes + here_bytes + self._spare_bytes
         # There may be room, but in several places; and what holds weights, holds others next time
         needed_bytes = max(needed_bytes, all_bytes + max(unit.n_bytes, all_bytes // 4))
         budget_bytes = needed_bytes + self._beside_bytes
+        others_bytes = self.lease.others_bytes
+        others = f" beside {format_bytes(others_bytes)} of other models" if others_bytes else ""
         pages = [page for page in self.pages.values() if page.users or page.held()]
         told = [_told(page) for page in sorted(pages, key=lambda page: -page.unit.n_bytes)]
         is_held = any(page.held() for page in pages)
@@ -386,7 +369,8 @@ class Room:
             f"{unit.name!r} ({format_bytes(unit.n_bytes)}) has no room on {self._link.device}: "
             f"{format_bytes(ring_bytes)} are there for passing units. In use: "
             f"{listed(told, _N_NAMED, '; ') or 'nothing'}. "
-            f"{advice}allow a budget of {format_bytes(budget_bytes)} ({budget_bytes} bytes).",
+            f"{advice}allow a budget of {format_bytes(budget_bytes)} ({budget_bytes} bytes)"
+            f"{others}.",
             budget_bytes,
         )
 

@@ -83,6 +83,11 @@ class Share(Lease):
         self._budget._close(self)
 
     @property
+    def others_bytes(self) -> int:
+        """See `Lease`."""
+        return self._budget.held_bytes - self.held_bytes
+
+    @property
     def held_bytes(self) -> int:
         """What it has, and what it may take at once."""
         room = self._room

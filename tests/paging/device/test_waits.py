@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from tenure.paging import PagingError, _resources, page
+from tenure.paging._device import Lease
 from tenure.paging._device._engine import Engine
 from tenure.paging._functions import carry_out
 from tenure.paging._host._host_buffers import HostBuffers
@@ -64,8 +65,10 @@ FREE_WAITS = [
     "let_compute for write_back < save",
     "let_compute < page_in_use for write_back < save",
     "let_host_look < let_host_read for write_back < save",
+    "_let_go < _to_stay for all",
 ]
-"""For what the host has waited for already: `save` returns when it is there."""
+"""For what is waited for elsewhere: `save` returns when it is there, and where no side stream has
+used what goes, the copy to a new slab waits for the stream that has."""
 
 
 class DeafLink(_link.Link):
@@ -254,6 +257,26 @@ def needs_more_at_once_than_passes(sim):
     assert all(torch.equal(y.cpu(), expected) for y in outputs)
 
 
+class Generous(Lease):
+    """A budget that always has more."""
+
+    def more(self, n_bytes):
+        return True
+
+
+def takes_more_than_was_planned(sim):
+    sim(rates=Rates(memory_bytes_per_s=1e9))
+    model = linears()
+    with through_ring(sim, model, 5 << 10, stays=False) as handle:
+        engine = handle._pager.engine
+        engine.room.lease = Generous()
+        first, second = (model[i]._parameters._hosts["weight"].unit for i in (0, 5))
+        engine.acquire(first)
+        torch.zeros(1 << 16, device=sim.device).add_(1)  # its memory may be what the pager gets
+        busy_until_s = sim.module.current_stream().ready_s
+        assert engine.acquire(second).ready.at_s > busy_until_s
+
+
 def through_ring(sim, model, ring_bytes, stays, n_ahead=0):
     planned = make_plan(model, sim.device, 1, "1MiB", ())
     resident = planned.cut.units if stays else ()
@@ -339,6 +362,7 @@ PROGRAMS = (
     gives_memory_back,
     holds_what_it_has_read,
     needs_more_at_once_than_passes,
+    takes_more_than_was_planned,
     is_interrupted_while_it_drops_a_page,
 )
 

@@ -51,6 +51,20 @@ class Paged:
         return self.handle.report().resident_bytes
 
 
+class Holds(nn.Module):
+    """Reads the weights of all of its layers before it uses one."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(6)])
+
+    def forward(self, x):
+        weights = [layer.weight for layer in self.layers]
+        for weight in weights:
+            x = x @ weight
+        return x
+
+
 @pytest.fixture
 def two(sim):
     """Two models that are twice as large as what they share."""
@@ -233,17 +247,6 @@ def test_weights_on_a_disk_share_a_budget_of_memory(tmp_path):
 
 
 def test_a_model_that_holds_its_weights_has_room_from_the_others(sim):
-    class Holds(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(6)])
-
-        def forward(self, x):
-            weights = [layer.weight for layer in self.layers]
-            for weight in weights:
-                x = x @ weight
-            return x
-
     model, other = Holds().eval(), linears(12)
     x = torch.randn(4, WIDTH)
     expected = copy.deepcopy(model).to(sim.device)(x.to(sim.device)).cpu()
@@ -254,3 +257,15 @@ def test_a_model_that_holds_its_weights_has_room_from_the_others(sim):
             assert torch.equal(model(x).cpu(), expected)
             assert budget.held_bytes <= budget.limit_bytes
             other(x)
+
+
+def test_a_model_that_holds_more_than_others_leave_is_told_what_they_hold(sim):
+    other, model = linears(4), Holds().eval()
+    budget = PagingBudget(bytes_of(other) + bytes_of(model) // 2)
+    kept = {"keep": ["0", "1", "2", "3"]}
+    with page(other, sim.device, budget=budget, **kept), page(model, sim.device, budget=budget):
+        told = r"has no room on sim:0: .*allow a budget of .* bytes\) beside 6\d\.\d KiB of other"
+        with pytest.raises(PagingError, match=told) as refused:
+            model(torch.randn(4, WIDTH))
+        assert refused.value.minimum_bytes > bytes_of(model) // 2
+        assert budget.held_bytes <= budget.limit_bytes
