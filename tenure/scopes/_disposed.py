@@ -67,7 +67,8 @@ class Cause:
 
 Record = tuple[torch.dtype, tuple[int, ...], torch.device, Site | None, Cause]
 """What a handle was, where it was made, and what disposed it; made text when somebody asks."""
-_APPLY: CodeType = torch.autograd.Function.apply.__code__
+# a function in C in torch 2.15, which is in no frame
+_APPLY: CodeType | None = getattr(torch.autograd.Function.apply, "__code__", None)
 # C++ asks this of what forward() of a Function returned, and an exception there ends the process:
 # the handle goes on to the caller, whose first use of it is refused
 _ASKED_OF_RESULTS: dict[str, Callable[[Record], object]] = {

@@ -587,12 +587,12 @@ def test_a_subclass_whose_own_code_raises_is_disposed_all_the_same():
     assert repr(frozen).startswith("<DisposedTensor float64[2, 3] on cpu, 48 B, disposed by")
 
 
-def test_without_the_private_swap_disposal_is_soft_and_says_so(monkeypatch):
+def test_without_the_private_swap_nothing_is_disposed_and_a_warning_says_so(monkeypatch):
     monkeypatch.setattr(swap, "_swap", bound("torch._C._gone", "this test"))
     with pytest.warns(TenureWarning, match=r"^torch \S+ has no torch\._C\._gone, a private name"):
         tensor = disposed_tensor()
-    with pytest.raises(DisposedTensorError, match=r"^add\(\) got float64\[2, 3\] on cpu"):
-        tensor + 1
+    assert not is_disposed(tensor)
+    assert (tensor + 1).shape == (2, 3)
 
 
 # --- disposal from inside a running operation waits for its end
@@ -723,6 +723,10 @@ class DoubleInAScope(torch.autograd.Function):
         return first
 
 
+@pytest.mark.skipif(
+    not hasattr(torch.autograd.Function.apply, "__code__"),
+    reason="torch 2.15 calls forward() in C, and the process may end there",
+)
 @pytest.mark.parametrize(
     "run",
     [
