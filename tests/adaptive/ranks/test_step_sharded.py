@@ -177,7 +177,8 @@ def planned(rank):
     ran.clear()
     found = []
     for _ in range(3):
-        with memory_budget(int(budget.peak_bytes * (0.5, 0.35)[rank])) as limited:
+        # a thread of gloo lets go of a gathered weight late where the machine is busy
+        with memory_budget(int(budget.peak_bytes * (0.5, 0.38)[rank])) as limited:
             result = step(fn, x)
         found.append([result.micro_batch, result.attempts, ran[:]])
         found[-1].append(limited.peak_bytes)
