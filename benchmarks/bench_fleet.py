@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -21,8 +22,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
+from torch.multiprocessing.spawn import spawn
 
 from benchmarks import _corpus_transformers as corpus
 from benchmarks._record import Row, publish, results_path
@@ -207,9 +208,9 @@ def _held(model: Any, batch: Any) -> int:
 
 
 def _by_gloo(folder: str, ranks: int) -> list[int]:
-    with tempfile.TemporaryDirectory() as place, mp.Manager() as manager:
+    with tempfile.TemporaryDirectory() as place, multiprocessing.Manager() as manager:
         found = manager.dict()
-        mp.spawn(_of_a_rank, (folder, ranks, f"{place}/store", found), nprocs=ranks)
+        spawn(_of_a_rank, (folder, ranks, f"{place}/store", found), nprocs=ranks)
         return sorted(found.values())
 
 

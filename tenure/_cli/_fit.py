@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+from collections.abc import Mapping
 from typing import Any
 
 from tenure._errors import CommandError
@@ -52,6 +54,7 @@ class Fit(Verb):
         )
         parser.add_argument(
             "--device-memory",
+            action="extend",
             type=_byte_sizes,
             metavar="SIZE[,SIZE]",
             help="what there is, as 24GiB (default: what is free on the accelerator, if any)",
@@ -113,6 +116,7 @@ class Fit(Verb):
         )
         group.add_argument(
             "--ranks",
+            action="extend",
             type=_counts,
             metavar="N[,N]",
             help="processes with a device each; several numbers give a row each (default: 1)",
@@ -155,7 +159,8 @@ class Fit(Verb):
             if name in _OF_MODELS and value is not None
         }
         answered: Any
-        if ":" in arguments.target or arguments.target.endswith(".py"):
+        is_folder = os.path.isdir(arguments.target)
+        if not is_folder and (":" in arguments.target or arguments.target.endswith(".py")):
             answered = self._of_function(arguments, options)
         else:
             answered = self._of_model(arguments, options)
@@ -179,6 +184,7 @@ class Fit(Verb):
         from ._fitting import free_memory_of
         from ._fleet import Setup, answer
 
+        _refuse_unused(options)
         memories, device = arguments.device_memory, arguments.device or "cuda"
         if memories is None:
             free_bytes, device = free_memory_of(arguments.device)
@@ -218,6 +224,20 @@ _OF_MODELS = frozenset(
 )
 
 
+def _refuse_unused(options: Mapping[str, Any]) -> None:
+    """Refuse what would change nothing: whoever gives it thinks that it does."""
+    several = max(options.get("ranks", [1])) > 1
+    if "generate" in options and "optimizer" in options:
+        raise CommandError("--optimizer is for training. Leave it out, or leave out --generate.")
+    if "shard" in options and not several:
+        raise CommandError("--shard is for several ranks. Leave it out, or give --ranks above 1.")
+    if "reshard_after_forward" in options and not (several and options.get("shard") != "ddp"):
+        raise CommandError(
+            "--reshard-after-forward is for FSDP2 on several ranks. Leave it out, or give --ranks "
+            "above 1 and --shard fsdp2."
+        )
+
+
 def _byte_sizes(text: str) -> list[int]:
     """Read sizes for argparse, as ``24GiB,80GiB``."""
     return [byte_size(each) for each in text.split(",")]
@@ -225,7 +245,8 @@ def _byte_sizes(text: str) -> list[int]:
 
 def _counts(text: str) -> list[int]:
     """Read numbers of ranks for argparse, as ``8,64``."""
-    return [whole_number(1)(each) for each in text.split(",")]
+    # what a process group of torch counts with
+    return [whole_number(1, 2**31 - 1)(each) for each in text.split(",")]
 
 
 def _shard(text: str) -> str:

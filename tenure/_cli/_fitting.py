@@ -187,8 +187,11 @@ def in_a_line(error: BaseException) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error, for a sentence that goes on."""
-    return str(error).partition("\n")[0].rstrip(".")
+    """Return the first line of an error, and the next after a colon, to go on behind it."""
+    first, _, rest = str(error).partition("\n")
+    if first.endswith(":"):
+        first = f"{first} {rest.strip().partition(chr(10))[0]}"
+    return first.rstrip(".")
 
 
 def load_function(target: str) -> Callable[[], Any]:

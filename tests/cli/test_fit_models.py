@@ -230,6 +230,35 @@ def test_what_fits_ends_with_0_and_says_the_largest_batch_first(llama, capsys):
     assert any(line.endswith(f"{needed} MiB in all.") for line in " ".join(others).split("  "))
 
 
+def test_weights_that_are_not_counted_as_quantized_are_named(tmp_path):
+    folder = saved_config(tmp_path, quantization_config={"quant_method": "gptq", "bits": 4})
+    notes = configured(folder).notes(8, None)
+    assert any("quantized" in note for note in notes)
+
+
+def test_code_of_a_folder_that_is_not_run_is_named(tmp_path):
+    folder = saved_config(tmp_path, auto_map={"AutoModelForCausalLM": "own.Own"})
+    assert any("own code is not run" in note for note in configured(folder).notes(8, None))
+
+
+def test_images_of_a_model_in_two_parts_have_the_size_of_its_vision(tmp_path):
+    text = TEXT | {"projection_dim": 64}
+    folder = saved_config(
+        tmp_path, "clip", text_config=text, vision_config=IMAGES, projection_dim=64
+    )
+    assert configured(folder).tokens_in_words(None, None) == "32 x 32 pixels"
+    assert predicted(Setup(folder, batch=2)).peak_bytes > 0
+
+
+def test_a_folder_may_have_a_colon_and_memory_may_be_given_twice(tmp_path, capsys):
+    (tmp_path / "a:b").mkdir()
+    folder = saved_config(tmp_path / "a:b")
+    sizes = ("--device-memory", "1MiB", "--device-memory", "1GiB")
+    code, found = answered(capsys, folder, "--sequence", "8", *sizes)
+    assert code == 1
+    assert [each["fits"] for each in found["cases"]] == [False, True]
+
+
 def test_more_ranks_take_less_each(llama, capsys):
     code, found = answered(capsys, llama, "--sequence", "32", "--ranks", "1,2,8")
     needed = [case["needed_bytes"] for case in found["cases"]]
@@ -304,6 +333,9 @@ def test_lines_to_paste_run_as_they_are(llama, tmp_path, monkeypatch, options):
         (["nowhere"], "'nowhere' is no folder, no file, no MODULE:FUNCTION, and not in the local"),
         (["./nothing.json"], "There is no file './nothing.json'."),
         (["{folder}"], "has no config.json. Name the folder of a model of transformers."),
+        (["{llama}", "--batch", str(2**62)], "fails on a batch of its configuration"),
+        (["{llama}", "--batch", str(2**64 - 1)], "fails on a batch of its configuration"),
+        (["{llama}", "--ranks", str(2**31)], "is above 2147483647"),
         (["{llama}", "--ranks", "0"], "'0' is no whole number of at least 1"),
         (["{llama}", "--device-memory", "24"], "write the unit, such as 24GiB"),
         (["{llama}", "--device-memory", "1G"], "1G is 1GiB, or 1GB."),
@@ -312,6 +344,11 @@ def test_lines_to_paste_run_as_they_are(llama, tmp_path, monkeypatch, options):
         (["{llama}", "--ranks", "2", "--shard", "zero"], "'zero' is not known; write fsdp2 or ddp"),
         (["{llama}", "--tflops", "-1"], "'-1' is no speed above 0"),
         (["{llama}", "--generate", "5", "--lora", "4"], "--lora is for training."),
+        (["{llama}", "--generate", "5", "--optimizer", "sgd"], "--optimizer is for training."),
+        (["{llama}", "--ranks", "1", "--shard", "ddp"], "--shard is for several ranks."),
+        (["{llama}", "--reshard-after-forward", "no"], "is for FSDP2 on several ranks."),
+        (["{bert}", "--sequence", "4096"], "It is made for at most 64 tokens."),
+        (["{heads}"], "The hidden size (64) is not a multiple of the number of attention heads (5"),
         (["{llama}", "--generate", "5", "--ranks", "2", "--shard", "ddp"], "DDP exchanges"),
         (["{llama}", "--optimizer", "paged", "--ranks", "2"], "paged is for one device."),
         (["{llama}", "--images", "1"], "--images is for models of text and images."),
@@ -334,6 +371,11 @@ def test_lines_to_paste_run_as_they_are(llama, tmp_path, monkeypatch, options):
 def test_bad_input_is_refused_in_one_sentence(tmp_path, llama, capsys, arguments, told):
     places = {"folder": tmp_path, "llama": llama}
     places["vit"] = saved_config(tmp_path, "vit", **IMAGES)
+    places["bert"] = saved_config(tmp_path, "bert", **(TEXT | {"max_position_embeddings": 64}))
+    places["heads"] = tmp_path / "heads"
+    places["heads"].mkdir()
+    heads = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 5}
+    (places["heads"] / "config.json").write_text(json.dumps(heads))
     places["llava"] = saved_config(tmp_path, "llava", **MIXED)
     places["hubert"] = saved_config(tmp_path, "hubert")
     places["t5"] = saved_config(tmp_path, "t5")

@@ -79,6 +79,10 @@ class Configured(NamedTuple):
             )
         if not self.is_of_images and self.longest and self.tokens(sequence) > self.longest:
             notes.append(f"the configuration is for at most {self.longest} tokens")
+        if getattr(self.config, "quantization_config", None):
+            notes.append("the configuration's weights are quantized; they are counted unquantized")
+        if getattr(self.config, "auto_map", None):
+            notes.append("the folder's own code is not run; the class of transformers is counted")
         return notes
 
     def check(self, *, sequence: int | None, generate: int | None, images: int | None) -> None:
@@ -362,5 +366,7 @@ def _longest(config: Any) -> int | None:
 
 
 def _image_size(config: Any) -> tuple[int, int]:
-    size = getattr(config, "image_size", None) or _IMAGE_PIXELS
+    homes = (config, getattr(config, "vision_config", None))
+    sizes = (getattr(home, "image_size", None) for home in homes)
+    size = next(filter(None, sizes), _IMAGE_PIXELS)
     return (size, size) if isinstance(size, int) else (size[0], size[-1])

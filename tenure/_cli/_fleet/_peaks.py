@@ -147,7 +147,9 @@ class Peaks:
             self._made = None
             self._stack.close()
             self._made = alike, self._stack.enter_context(making(setup, self.model))
-        return self._made[1], batch_of(setup, self.model)
+        # ids have data: of too many, there is no memory for them
+        with self._its_errors():
+            return self._made[1], batch_of(setup, self.model)
 
     def _paged(self, setup: Setup) -> Peak:
         model, batch = in_memory(setup, self.model, torch.device("meta"))
@@ -166,6 +168,8 @@ class Peaks:
         # whatever the code of a model raises
         except Exception as error:
             hint = " With --images 0 text alone is counted." if self.model.images(None) else ""
+            if self.model.longest:
+                hint += f" It is made for at most {self.model.longest} tokens."
             raise CommandError(
                 f"A {self.model.config.model_type} fails on a batch of its configuration: "
                 f"{in_a_line(error)}.{hint}"
