@@ -58,6 +58,7 @@ WAITS = [
     "let_host_look < save for write_back < save",
     "take_back for all",
     "_let_go for all",
+    "_let_go < _to_stay for all",
     "close for all",
 ]
 """Who waits, for what, and for its place or its source where one event may stand for both."""
@@ -65,10 +66,8 @@ FREE_WAITS = [
     "let_compute for write_back < save",
     "let_compute < page_in_use for write_back < save",
     "let_host_look < let_host_read for write_back < save",
-    "_let_go < _to_stay for all",
 ]
-"""For what is waited for elsewhere: `save` returns when it is there, and where no side stream has
-used what goes, the copy to a new slab waits for the stream that has."""
+"""For what the host has waited for already: `save` returns when it is there."""
 
 
 class DeafLink(_link.Link):
@@ -257,6 +256,20 @@ def needs_more_at_once_than_passes(sim):
     assert all(torch.equal(y.cpu(), expected) for y in outputs)
 
 
+def holds_more_while_a_second_stream_reads_what_goes(sim):
+    sim(rates=Rates(memory_bytes_per_s=1e7))
+    model = nn.Sequential(*[Beside(Side(sim), joins=False) for _ in range(6)]).eval()
+    planned = make_plan(model, sim.device, 1, "1MiB", ())
+    first, second, *resident = planned.cut.units
+    planned = replace(planned, arrangement=arrange(first.n_bytes, (), resident, sim.device))
+    link = DeafLink(sim.device)
+    with carry_out(model, planned, link, HostBuffers(sim.device, pin=True), 0) as handle:
+        model(torch.randn(4, WIDTH, device=sim.device))
+        engine = handle._pager.engine
+        engine.acquire(first)
+        engine.acquire(second)
+
+
 class Generous(Lease):
     """A budget that always has more."""
 
@@ -362,6 +375,7 @@ PROGRAMS = (
     gives_memory_back,
     holds_what_it_has_read,
     needs_more_at_once_than_passes,
+    holds_more_while_a_second_stream_reads_what_goes,
     takes_more_than_was_planned,
     is_interrupted_while_it_drops_a_page,
 )
