@@ -170,7 +170,8 @@ class OomRecorder:
             finally:
                 self._reserve.take()
             self._known.append(_Known(id(root), str(root), _reference_to(root), report))
-        self.reports = (*self.reports[:1], report) if report not in self.reports[:1] else (report,)
+        first = self.reports[0] if self.reports else report
+        self.reports = (first,) if report is first else (first, report)
         if frame is not None:
             self._lines[str(user_site())] += 1
         is_told = frame is None or report is self.reports[0]

@@ -138,7 +138,10 @@ class Watch(TorchFunctionMode):
         try:
             result = stand_in(caller)(func, args, kwargs)
         except Exception as error:
-            self.broadcast = _broadcast_of(args)
+            self.broadcast = ""
+            # the error of the program goes on, whatever operands answer
+            with suppress(Exception):
+                self.broadcast = _broadcast_of(args)
             self._saw(error)
             raise
         if id(func) in _BACKWARDS:
@@ -229,12 +232,10 @@ class Watch(TorchFunctionMode):
 def _broadcast_of(args: tuple[Any, ...]) -> str:
     """Describe two operands whose shapes give a result that is much larger than both."""
     operands = [each for each in args[:2] if is_kind(type(each), Tensor)]
-    try:
-        shape = torch.broadcast_shapes(*(each.shape for each in operands))
-    except RuntimeError:
+    if len(operands) < 2:
         return ""
-    largest = max((each.numel() for each in operands), default=0)
-    if len(operands) < 2 or shape.numel() < _MUCH_LARGER * largest:
+    first, second = (each.shape for each in operands)
+    shape = torch.broadcast_shapes(first, second)
+    if shape.numel() < _MUCH_LARGER * max(first.numel(), second.numel()):
         return ""
-    first, second = (list(each.shape) for each in operands)
-    return f"{first} and {second} broadcast to {list(shape)}"
+    return f"{list(first)} and {list(second)} broadcast to {list(shape)}"

@@ -355,6 +355,33 @@ def test_a_second_error_that_is_handled_has_a_report_of_its_own(recorder):
     assert recorder.report.requested_bytes == 8 << 20
 
 
+def test_the_first_error_is_not_explained_again_where_it_ends_the_block_after_others():
+    errors = []
+    out_of_memory = pytest.raises(torch.OutOfMemoryError)
+    with out_of_memory, record_oom(quiet=True) as recorder, memory_budget("8MiB"):
+        for n_mib in (64, 32):
+            try:
+                torch.empty(n_mib << 20, dtype=torch.uint8)
+            except torch.OutOfMemoryError as error:
+                errors.append(error)
+        assert [each.requested_bytes >> 20 for each in recorder.reports] == [64, 32]
+        raise errors[0]
+    (report,) = recorder.reports
+    assert report.requested_bytes == 64 << 20
+
+
+class Shapeless(torch.Tensor):
+    @property
+    def shape(self):
+        raise LookupError("nobody knows")
+
+
+def test_an_operand_that_refuses_to_tell_its_shape_changes_no_error(recorder):
+    with pytest.raises(RuntimeError, match="must match the size"):
+        torch.ones(2).as_subclass(Shapeless) + torch.ones(3)
+    assert recorder.report is None
+
+
 def test_an_error_with_the_text_of_an_earlier_one_is_explained_as_well():
     def first():
         torch.empty(64 << 20, dtype=torch.uint8)
