@@ -206,21 +206,8 @@ class Fit(Verb):
 
 
 _OF_MODELS = frozenset(
-    [
-        *(
-            "batch",
-            "sequence",
-            "images",
-            "dtype",
-            "optimizer",
-            "lora",
-            "checkpointing",
-            "train",
-            "generate",
-        ),
-        *("ranks", "shard", "reshard_after_forward", "cpu_offload"),
-        *("tflops", "link"),
-    ]
+    {"batch", "sequence", "images", "dtype", "optimizer", "lora", "checkpointing", "train"}
+    | {"generate", "ranks", "shard", "reshard_after_forward", "cpu_offload", "tflops", "link"}
 )
 
 

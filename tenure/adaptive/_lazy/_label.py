@@ -59,6 +59,20 @@ class Label(NamedTuple):
             return value
         return self.back(self.apart(value).narrow(self.sample_dim, start, end - start))
 
+    def filled(self, whole: Tensor | None, part: Tensor, start: int, n_samples: int) -> Tensor:
+        """Put the part from a sample on into all of a tensor, whose memory the first part makes."""
+        dim = self.sample_dim
+        if dim is None:
+            return part
+        apart = self.apart(part)
+        if apart.shape[dim] == n_samples:
+            return part
+        if whole is None:
+            shape = [*apart.shape[:dim], n_samples, *apart.shape[dim + 1 :]]
+            whole = self.back(apart.new_empty(shape))
+        self.apart(whole).narrow(dim, start, apart.shape[dim]).copy_(apart)
+        return whole
+
     def joined(self, parts: list[Tensor]) -> Tensor:
         """Join the parts of a tensor; what all samples share comes from the last one."""
         if self.sample_dim is None or len(parts) == 1:

@@ -113,6 +113,17 @@ def test_inference_fits_a_budget():
         torch.testing.assert_close(model(lazy(x)).value(), expected)
 
 
+def test_a_large_result_is_made_in_memory_of_its_own_size():
+    torch.manual_seed(0)
+    model, x = nn.Linear(8, 2048).double().requires_grad_(False), torch.randn(128, 8).double()
+    expected = model(x).sin() + 1
+    # of samples in the second dimension as well
+    for program in (lambda x: model(x).sin() + 1, lambda x: (model(x).sin() + 1).T):
+        with torch.no_grad(), memory_budget(int(1.3 * expected.nbytes)):
+            found = program(lazy(x)).value()
+        torch.testing.assert_close(found if found.shape[0] == 128 else found.T, expected)
+
+
 def test_training_fits_a_budget_and_remembers_how():
     torch.manual_seed(0)
     layers = nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 8)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -76,7 +76,9 @@ class Program:
         counted = [n for entry in plan.terms.values() for n in reads_of_count(entry)]
         self._chunk = replayed(plan.chunk, [*self._kept, *plan.taken, *plan.terms, *counted])
         self._joined: dict[int, Any] = {}
-        self._pieces: list[Any] = []
+        # of pieces: their values, put together as they come, and their terms
+        self._whole: dict[int, Any] = {}
+        self._terms: list[Any] = []
         self._factors: dict[int, tuple[float, float | None]] | None = None
         # counts that are made of what parts write, or of what is trained, are known at the end
         is_known = all(n in self._data and n not in plan.written for n in counted)
@@ -103,14 +105,11 @@ class Program:
             run(replayed(self.plan.before, [*made, *env]), env, self._tape.kind, graphs=False)
         return data | {n: leaf_of(env[n], self._labels.get(n, SHARED)) for n in made}
 
-    def _finish(self, pieces: Iterable[Any]) -> None:
-        """Put together what parts gave, and run the calls that want all of it."""
-        values, terms = zip(*pieces, strict=True)
+    def _finish(self, values: dict[int, Any], terms: Sequence[Any]) -> None:
+        """Run the calls that want all of what parts gave."""
         handles = self._tape.handles
         with torch.no_grad(), persist():
-            env = self._joined | {
-                n: self._labels[n].joined([part.pop(n) for part in values]) for n in self._kept
-            }
+            env = self._joined | values
             for n, entry in self.plan.terms.items():
                 given, counts = zip(*[part[n] for part in terms], strict=True)
                 env[n] = whole_of(entry.verdict.reduces, [*given], [*counts])
@@ -179,15 +178,23 @@ class Program:
             for value, dim in zip(*self._batch(), strict=True)
         ]
         with torch.no_grad():
-            self._pieces.append(self._part(parts)[1])
+            values, terms = self._part(parts)[1]
+            # all pieces beside what is made of them would take the memory twice
+            with persist():
+                for n, value in values.items():
+                    whole = self._whole.get(n)
+                    n_samples = self._tape.n_samples
+                    self._whole[n] = self._labels[n].filled(whole, value, start, n_samples)
+        self._terms.append(terms)
 
     def finish(self) -> None:
-        """Put the values of all pieces together."""
-        self._finish(self._pieces)
+        """Run what wants the values of all pieces."""
+        self._finish(self._whole, self._terms)
 
     def let_go(self) -> None:
         """Drop the values of pieces so far."""
-        self._pieces.clear()
+        self._whole.clear()
+        self._terms.clear()
 
     def wanted_bytes(self) -> tuple[int, str]:
         """Return what the values that somebody wants take, put together, and what they are."""
@@ -232,7 +239,12 @@ class Program:
         )  # fmt: skip
         options = StepOptions(context=("lazy", place), predict=predict)
         result = run_step(spec, options, sys._getframe())
-        self._finish(result.aux)
+        values, terms = zip(*result.aux, strict=True)
+        with torch.no_grad(), persist():
+            whole = {
+                n: self._labels[n].joined([part.pop(n) for part in values]) for n in self._kept
+            }
+        self._finish(whole, terms)
         if self._factors is None and self._root in self.values:
             # with the random numbers that its gradients are of
             with persist():
