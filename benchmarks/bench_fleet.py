@@ -11,9 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
-import os
-import subprocess
-import sys
 import tempfile
 import warnings
 from collections.abc import Iterator
@@ -26,6 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.spawn import spawn
 
 from benchmarks import _corpus_transformers as corpus
+from benchmarks._cases import measured, p99
 from benchmarks._record import Row, publish, results_path
 from benchmarks._step_truth import true_peak
 from benchmarks._training_steps import Step
@@ -122,41 +120,26 @@ def _work(names: list[str]) -> None:
 
 
 def _measured(names: list[str]) -> Iterator[Case]:
-    """The cases, by processes that take some each; one that ends loses the one that it was at."""
-    while names:
-        now = names[:_AT_ONCE]
-        command = [sys.executable, "-m", "benchmarks.bench_fleet", "--worker", "|".join(now)]
-        done = subprocess.run(
-            ["timeout", str(_SECONDS_EACH * len(now)), *command],
-            capture_output=True,
-            text=True,
-            check=False,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        found = [
-            Case(**json.loads(line)) for line in done.stdout.splitlines() if line.startswith("{")
-        ]
-        if len(found) < len(now):
-            found.append(Case(now[len(found)], failure="its process ended"))
-        for case in found:
-            told = case.failure or f"{case.true_bytes} {case.predicted_bytes} {case.error:+.3%}"
-            print(f"{case.name:24} {told}", flush=True)
-            yield case
-        names = names[len(found) :]
+    """Yield the cases, and print a line for each."""
+    for name, fields in measured("bench_fleet", names, _AT_ONCE, _SECONDS_EACH):
+        case = Case(name, failure="its process ended") if fields is None else Case(**fields)
+        told = case.failure or f"{case.true_bytes} {case.predicted_bytes} {case.error:+.3%}"
+        print(f"{case.name:24} {told}", flush=True)
+        yield case
 
 
 def summary(cases: list[Case]) -> Iterator[Row]:
     """The table of families."""
     good = [case for case in cases if not case.failure]
     errors = sorted(abs(case.error) for case in good)
-    p99 = errors[min(len(errors) - 1, int(0.99 * len(errors)))]
+    most = p99(errors)
     lows = [case for case in good if case.error < 0]
     worst = sorted(good, key=lambda case: -abs(case.error))[:3]
     yield Row(
         "configurations whose first step was measured", str(len(good)), ">= 60", len(good) >= 60
     )
     note = ", ".join(f"{case.name} {case.error:+.2%}" for case in worst)
-    yield Row("error, p99", f"{p99:.2%}", "<= 1 %", p99 <= 0.01, note)
+    yield Row("error, p99", f"{most:.2%}", "<= 1 %", most <= 0.01, note)
     yield Row("error, median", f"{errors[len(errors) // 2]:.3%}")
     note = ", ".join(f"{case.name} {case.error:+.3%}" for case in lows)
     yield Row("too low", str(len(lows)), "0", not lows, note)
@@ -172,7 +155,7 @@ def _setup(folder: str, ranks: int) -> Setup:
 
 
 def _ours(folder: str, ranks: int) -> int:
-    """What a budget of a rank would count, by prediction."""
+    """Predict what a budget of a rank would count."""
     setup, found = _setup(folder, ranks), configured(folder)
     with making(setup, found) as made:
         work = Work(made.fn, (batch_of(setup, found),), {}, made.optimizer, None)
@@ -201,7 +184,7 @@ def _counted(setup: Setup) -> int:
 
 
 def _held(model: Any, batch: Any) -> int:
-    """What a budget does not count, because it was there before."""
+    """Count the bytes that a budget leaves out, because they were there before."""
     n_bytes: int = sum(p.to_local().untyped_storage().nbytes() for p in model.parameters())
     n_bytes += sum(each.nbytes for each in (*model.buffers(), *batch.values()))
     return n_bytes

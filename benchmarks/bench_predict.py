@@ -10,10 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import os
 import statistics
-import subprocess
-import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -22,6 +19,7 @@ from pathlib import Path
 import torch
 
 from benchmarks import _corpus_plain, _corpus_transformers, _corpus_vision
+from benchmarks._cases import measured, p99
 from benchmarks._prediction_rows import Case, errors, measure
 from benchmarks._record import Row, publish
 from benchmarks._training_steps import Architecture
@@ -83,41 +81,19 @@ def _work(names: Sequence[str]) -> None:
 
 
 def _measured(names: Sequence[str]) -> Iterator[Case]:
-    """The cases, from processes that take so many architectures each; a crash ends only one."""
-    waiting = list(names)
-    while waiting:
-        now = waiting[:_AT_ONCE]
-        done = 0
-        for case in _from_worker(now):
-            done = now.index(case.name) + 1
-            print(_line(case), flush=True)
-            yield case
-        if done < len(now):
-            # the one after the last that was heard of, or that one at its next size
-            print(f"{now[done]}: its process ended", flush=True)
-            yield Case(now[done], corpus()[now[done]].family, 0, failure="its process ended")
-            done += 1
-        waiting = waiting[done:]
+    """Yield the cases, and print a line for each."""
+    for name, fields in measured("bench_predict", names, _AT_ONCE, _SECONDS_EACH):
+        if fields is None:
+            print(f"{name}: its process ended", flush=True)
+            yield Case(name, corpus()[name].family, 0, failure="its process ended")
+            continue
+        case = Case(**fields)
+        print(_line(case), flush=True)
+        yield case
 
 
 def _read(paths: Sequence[Path]) -> list[Case]:
     return [Case(**each) for path in paths for each in json.loads(path.read_text())]
-
-
-def _from_worker(names: Sequence[str]) -> Iterator[Case]:
-    command = [sys.executable, "-m", "benchmarks.bench_predict", "--worker", "|".join(names)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "KINETO_LOG_LEVEL": "99"}
-    with subprocess.Popen(
-        ["timeout", str(_SECONDS_EACH * len(names)), *command],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        env=environment,
-    ) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if line.startswith("{"):
-                yield Case(**json.loads(line))
 
 
 def _line(case: Case) -> str:
@@ -153,7 +129,7 @@ def summary(cases: Sequence[Case]) -> Iterator[Row]:
         if found:
             size = [abs(error) for error in found]
             note = f"{_low(found)} too low of the {len(found)} that it predicts"
-            value = f"{statistics.median(size):.2%}, {_p99(size):.2%}"
+            value = f"{statistics.median(size):.2%}, {p99(size):.2%}"
             yield Row(f"{what}: median, p99 of the error", value, note=note)
     failed = [f"{case.name} ({case.failure[:60]})" for case in cases if case.failure]
     if failed:
@@ -164,10 +140,10 @@ def summary(cases: Sequence[Case]) -> Iterator[Row]:
 
 def _ours(cases: Sequence[Case], found: Sequence[float], counted: str) -> Iterator[Row]:
     size = [abs(error) for error in found]
-    median, p99, low = statistics.median(size), _p99(size), _low(found)
+    median, most, low = statistics.median(size), p99(size), _low(found)
     yield Row("median error", f"{median:.3%}", "<= 1 %", median <= 0.01, counted)
-    yield Row("p99 of the error", f"{p99:.2%}", "<= 2 %", p99 <= 0.02)
-    sure = _p99([abs(c.error) for c in cases if c.error is not None and not c.approximate])
+    yield Row("p99 of the error", f"{most:.2%}", "<= 2 %", most <= 0.02)
+    sure = p99([abs(c.error) for c in cases if c.error is not None and not c.approximate])
     yield Row("p99 of the error, where it is not said to be approximate", f"{sure:.2%}")
     lows = [case for case in cases if case.error is not None and case.error < 0]
     lows.sort(key=lambda case: case.error or 0)
@@ -195,10 +171,6 @@ def _ours(cases: Sequence[Case], found: Sequence[float], counted: str) -> Iterat
 
 def _low(found: Sequence[float]) -> int:
     return sum(error < 0 for error in found)
-
-
-def _p99(sizes: Sequence[float]) -> float:
-    return sorted(sizes)[min(len(sizes) - 1, int(0.99 * len(sizes)))]
 
 
 if __name__ == "__main__":
