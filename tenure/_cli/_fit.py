@@ -22,8 +22,9 @@ _GIGA = 1e9
 class Fit(Verb):
     """Say whether a model, or the work of a function, fits into the memory of a device.
 
-    Nothing is downloaded, computed or allocated: the work runs on tensors without data, so that a
-    model of any size takes no memory. --device says whose memory is meant; it need not be here.
+    Nothing is downloaded or computed: the work runs on tensors without data, so that a model of any
+    size takes no memory; only the ids of a text are allocated. --device says whose memory is meant;
+    it need not be here.
 
     A MODEL is a folder with a config.json of transformers, the path of such a file, or a name in
     its local cache. Its options say how it is trained, or how many tokens it generates.
