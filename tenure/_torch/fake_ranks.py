@@ -46,7 +46,7 @@ def fake_ranks(rank: int, n_ranks: int) -> Iterator[None]:
 
 
 class _Chunks:
-    """What ``torch.chunk`` returns, each made when it is asked for.
+    """The chunks of a tensor, each made when it is asked for, in place of ``torch.chunk``.
 
     ``fully_shard`` takes two of each parameter's, and a thousand ranks have a thousand.
     """

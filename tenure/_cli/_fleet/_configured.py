@@ -39,7 +39,7 @@ _KINDS = {
     "CAUSAL_LM": "AutoModelForCausalLM",
 }
 _IMAGES, _MIXED = "IMAGE_CLASSIFICATION", "IMAGE_TEXT_TO_TEXT"
-# What the tokens of an image are fewer by than its patches, each along both sides.
+# An image has fewer tokens than patches by these factors, along both sides.
 _FEWER = ("downsample_factor", "scale_factor", "spatial_merge_size")
 _SPECIAL = ("pad", "bos", "eos", "decoder_start")
 

@@ -26,7 +26,7 @@ _MOST_SAMPLES = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """What the rank takes that takes most.
+    """The peak of the rank that takes most.
 
     Attributes:
         found: the prediction, or the plan of a paged model.
@@ -51,7 +51,7 @@ class Peak:
 
     @property
     def host_bytes(self) -> int | None:
-        """What a rank keeps in host memory of what is offloaded; None if nothing is."""
+        """The bytes that a rank keeps in host memory; None if nothing is offloaded."""
         return self.found.host_bytes if isinstance(self.found, PeakReport) else None
 
     def recipe(self, setup: Setup, *, maximum: int | None = None) -> str:
@@ -116,7 +116,7 @@ class Peaks:
     def largest_batch(self, setup: Setup, n_bytes: int) -> int:
         """Find the largest batch that fits; it was predicted, and so was one sample more.
 
-        What a step takes grows almost as a straight line: the last two sizes tell where to look.
+        Its bytes grow almost as a straight line: the last two sizes tell where to look.
         """
         low, high = 0, _MOST_SAMPLES
         points: list[tuple[int, int]] = []

@@ -50,7 +50,7 @@ class Size(NamedTuple):
 
 
 class Made(NamedTuple):
-    """What a rank runs.
+    """The work of a rank.
 
     Attributes:
         fn: a function of a batch, for `predict_peak` and `step`.

@@ -34,7 +34,7 @@ _WORTH_IT = 100
 _LEAST_SLOPE = 0.5
 """At least so much of what a size needs grows with it, whatever two measurements say."""
 _NOISE = 48
-"""What a size needs varies by one part in so many."""
+"""The bytes of a size vary by one part in so many."""
 _LEAST_CURVE = 0.05
 """Slopes that differ by a smaller share are those of one line, of which measurements vary."""
 

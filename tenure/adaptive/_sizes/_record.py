@@ -1,4 +1,4 @@
-"""What is known about the sizes of one piece of work, for all of its calls.
+"""The sizes of one piece of work, as far as they are known, for all of its calls.
 
 Invariant: ``ok`` worked and ``bad``, above it, did not; a size that works although it is ``bad``
 shows that memory has come free, and one that fails although it is ``ok`` that it has gone.

@@ -31,7 +31,7 @@ _FIRST_TRIAL = 8
 _N_HALVED = 3
 """So many failures in a row are answered by half where the size stays what it comes to."""
 _LITTLE = 8
-"""What worked before and fails is made smaller by one part in so many, at least."""
+"""A size that worked before and fails is made smaller by one part in so many, at least."""
 _KINDS_OF_BYTES = ("device", "host")
 """The kinds of errors whose number of bytes was wanted of the memory that ran out."""
 
@@ -241,7 +241,7 @@ class AdaptiveSearch:
         """Return the size instead of one that works, by what was measured and what is free now."""
         limits, ok, n_bytes = self._limits, min(known.ok, self._ceiling), known.points[-1].n_bytes
         if known.least_free_bytes is not None:
-            # What lies free between tensors of before is not told, and part of the work fits there.
+            # Free memory between tensors of before is not told, and part of the work fits there.
             # So what `ok` needs was there when it began, and only what went since is missing.
             free_bytes = max(free_bytes, n_bytes + free_bytes - known.least_free_bytes)
         fits = fitting(known.points, free_bytes)

@@ -12,7 +12,7 @@ class Lease:
 
     @property
     def others_bytes(self) -> int:
-        """What other models of the budget hold."""
+        """The bytes that other models of the budget hold."""
         return 0
 
     def begin(self) -> None:

@@ -95,7 +95,7 @@ class Residents:
         return [slab for slab, row in rows if not slab.has_ring and leaving.issuperset(row)]
 
     def _rows(self) -> dict[Slab, list[Page]]:
-        """What stands in each slab."""
+        """Return the pages that stand in each slab."""
         rows: dict[Slab, list[Page]] = {place.slab: [] for place in self._empty_places()}
         for page in self._pages_now():
             if page.place is not None:

@@ -20,7 +20,7 @@ _BEFORE, _PARTS, _WHOLE = range(3)
 
 
 class NotSplittableError(Exception):
-    """What was recorded has to run whole; says why, and whether a call mixes the samples."""
+    """The recorded program has to run whole; says why, and whether a call mixes the samples."""
 
     def __init__(self, why: str, mixing: str | None = None) -> None:
         super().__init__(why)

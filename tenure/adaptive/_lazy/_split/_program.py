@@ -342,10 +342,10 @@ class Program:
 
 
 class _Used(nn.Module):
-    """What recorded calls use that was not recorded, as a step looks for it in a module.
+    """The tensors that recorded calls use and that were not recorded, in a module for a step.
 
-    What they write into are its buffers, which a step brings back. The modules that called torch
-    don't run again, so that none of them is seen.
+    Those that they write into are its buffers, which a step brings back. The modules that called
+    torch don't run again, so that none of them is seen.
 
     Args:
         entries: the calls.
