@@ -20,20 +20,20 @@ _GIGA = 1e9
 
 
 class Fit(Verb):
-    """Say whether a model, or the work of a function, fits into the memory of a device.
+    """Predict whether a model, or the step of a function, fits into the memory of a device.
 
-    Nothing is downloaded or computed: the work runs on tensors without data, so that a model of any
-    size takes no memory; only the ids of a text are allocated. --device says whose memory is meant;
-    it need not be here.
+    Nothing is downloaded or computed: the step runs on tensors without data, so even a huge model
+    takes no memory. Only the ids of a text are allocated. You need neither the device nor the
+    weights.
 
-    A MODEL is a folder with a config.json of transformers, the path of such a file, or a name in
-    its local cache. Its options say how it is trained, or how many tokens it generates.
+    MODEL is a folder with a config.json of transformers, the path of such a file, or a name in its
+    local cache. The options choose how the model is trained, or how many tokens it generates.
 
-    A FUNCTION takes no arguments and returns (fn, batch) or (fn, batch, optimizer): a step is
-    fn(batch), the backward pass of what that returns, and a step of the optimizer. It is called on
-    tensors without data. MODULE is a dotted name, looked for in this directory first, or the path
-    of a .py file. What does not fit is predicted about 20 times, for a second or two each if the
-    model is large.
+    FUNCTION takes no arguments and returns (fn, batch) or (fn, batch, optimizer). A step is
+    fn(batch), the backward pass of its result, and a step of the optimizer. MODULE is a dotted
+    name, searched in this directory first, or the path of a .py file. If the batch does not fit,
+    the step is predicted about 20 times to find the largest that does; with a large model each
+    takes a second or two.
 
     Examples:
       tenure fit ./Llama-3-8B --batch 4 --sequence 2048 --device-memory 24GiB,80GiB
@@ -41,8 +41,8 @@ class Fit(Verb):
       tenure fit ./Llama-3-8B --generate 512 --device-memory 24GiB
       tenure fit train.py:setup --device-memory 24GiB
 
-    Exit code: 0 where it fits in all that is named, or no memory is known to compare with; 1 where
-    it does not; 2 for a mistake, among them any error of FUNCTION and of the step.
+    Exit code: 0 if the step fits into all sizes that you name, or if there is no size to compare
+    with; 1 if it does not fit; 2 after an error, also one of FUNCTION or of the step.
     """
 
     name = "fit"
@@ -51,21 +51,24 @@ class Fit(Verb):
     def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
         """Add its arguments."""
         parser.add_argument(
-            "target", metavar="MODEL|MODULE:FUNCTION", help="as ./Llama-3-8B, or train.py:setup"
+            "target",
+            metavar="MODEL|MODULE:FUNCTION",
+            help="such as ./Llama-3-8B, or train.py:setup",
         )
         parser.add_argument(
             "--device-memory",
             action="extend",
             type=_byte_sizes,
             metavar="SIZE[,SIZE]",
-            help="what there is, as 24GiB (default: what is free on the accelerator, if any)",
+            help="memory of the device, such as 24GiB (default: free memory of the accelerator, if "
+            "there is one)",
         )
         parser.add_argument(
             "--device",
             type=_device_name,
             metavar="DEVICE",
-            help="whose memory is meant (default: cuda for a MODEL and with --device-memory, else "
-            "the accelerator, else where the tensors are)",
+            help="the type of device (default: cuda for a MODEL and with --device-memory, else the "
+            "accelerator, else the device of the tensors)",
         )
         parser.add_argument("--json", action="store_true", help="print JSON")
         cls._add_options_of_models(parser.add_argument_group("for a MODEL"))
@@ -74,13 +77,13 @@ class Fit(Verb):
     def _add_options_of_models(cls, group: Any) -> None:
         count = whole_number(1)
         group.add_argument(
-            "--batch", type=count, metavar="N", help="samples of each rank (default: 1)"
+            "--batch", type=count, metavar="N", help="samples on each rank (default: 1)"
         )
         group.add_argument(
             "--sequence",
             type=count,
             metavar="N",
-            help="tokens of a sample (default: what the model is made for, at most 2048)",
+            help="tokens of a sample (default: the longest the model is made for, at most 2048)",
         )
         group.add_argument(
             "--images",
@@ -91,7 +94,7 @@ class Fit(Verb):
         group.add_argument(
             "--dtype",
             choices=_DTYPES,
-            help="of the weights (default: the configuration's, else float32)",
+            help="dtype of the weights (default: that of the configuration, else float32)",
         )
         group.add_argument(
             "--optimizer",
@@ -100,27 +103,31 @@ class Fit(Verb):
             "weights, gradients and AdamW in host memory (default: adamw)",
         )
         group.add_argument(
-            "--lora", type=count, metavar="RANK", help="train adapters of that rank, those of peft"
+            "--lora", type=count, metavar="RANK", help="train LoRA adapters of this rank, like peft"
         )
         group.add_argument(
             "--checkpointing",
             action="store_true",
             default=None,
-            help="compute activations again in the backward pass",
+            help="use activation checkpointing",
         )
         kinds = group.add_mutually_exclusive_group()
         kinds.add_argument(
-            "--train", action="store_true", default=None, help="a training step (the default)"
+            "--train",
+            action="store_true",
+            default=None,
+            help="predict a training step (the default)",
         )
         kinds.add_argument(
-            "--generate", type=count, metavar="N", help="N tokens generated, with a cache"
+            "--generate", type=count, metavar="N", help="predict generating N tokens with a cache"
         )
         group.add_argument(
             "--ranks",
             action="extend",
             type=_counts,
             metavar="N[,N]",
-            help="processes with a device each; several numbers give a row each (default: 1)",
+            help="number of processes, each with a device; several numbers give one row each "
+            "(default: 1)",
         )
         group.add_argument(
             "--shard",
@@ -131,25 +138,25 @@ class Fit(Verb):
         group.add_argument(
             "--reshard-after-forward",
             choices=("yes", "no"),
-            help="whether FSDP2 lets go of gathered weights after the forward pass (default: yes)",
+            help="whether FSDP2 frees gathered weights after the forward pass (default: yes)",
         )
         group.add_argument(
             "--cpu-offload",
             action="store_true",
             default=None,
-            help="FSDP2 keeps shards, gradients and the optimizer's state in host memory",
+            help="keep shards, gradients and optimizer state in host memory (FSDP2)",
         )
         group.add_argument(
             "--tflops",
             type=_rate,
             metavar="X",
-            help="what the device computes at most, in TFLOP/s: for the least time of a step",
+            help="peak speed of the device in TFLOP/s, to bound the time of a step",
         )
         group.add_argument(
             "--link",
             type=_rate,
             metavar="X",
-            help="what a rank sends at most, in GB/s: for the same",
+            help="bandwidth of a rank in GB/s, to bound the time of a step",
         )
 
     def run(self, arguments: argparse.Namespace) -> int:

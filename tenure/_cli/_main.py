@@ -24,11 +24,11 @@ from ._verb import Verb, whole_number
 
 
 class Demo(Verb):
-    """Show what tenure does, in about a minute: a leak named, a batch and a model that fit.
+    """Show in about a minute how tenure names a leak, fits a batch, and fits a model.
 
-    A small network learns from the source of Python's own standard library. Each chapter shows its
-    code and what that code did. The last one leaves the files of `tenure run` to look at. Needs no
-    network connection and no accelerator.
+    A small network learns from the source of Python's standard library. Each chapter shows its code
+    and its result. The last chapter leaves files of `tenure run` for you to look at. The demo needs
+    no network connection and no accelerator.
     """
 
     name = "demo"
@@ -48,7 +48,7 @@ class Demo(Verb):
             type=whole_number(0),
             default=0,
             metavar="N",
-            help="of the weights and of the batches (default: 0)",
+            help="seed of the weights and the batches (default: 0)",
         )
 
     def run(self, arguments: argparse.Namespace) -> int:
@@ -131,7 +131,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser() -> tuple[_Parser, dict[str, _Parser]]:
-    """The parser, and those of the verbs."""
+    """Return the parser, and those of the verbs."""
     parser = _Parser(prog="tenure", description="Deterministic tensor lifetimes for PyTorch.")
     parser.add_argument("--version", action="version", version=f"tenure {tenure.__version__}")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB")

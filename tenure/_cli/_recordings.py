@@ -20,9 +20,15 @@ if TYPE_CHECKING:
 
 
 class Report(Verb):
-    """Show what a run took, how it ended, and what grew; of several ranks, side by side.
+    """Show the peak memory of a run, how it ended, and which tensors grew.
 
-    FILE was written by tenure run, or by torch.cuda.memory._dump_snapshot().
+    FILE is a recording of tenure run, or a snapshot of torch.cuda.memory._dump_snapshot(). Several
+    files are ranks of one run, and shown side by side.
+
+    Examples:
+      tenure report
+      tenure report train.tenure --top 20
+      tenure report train.rank0.tenure train.rank1.tenure
     """
 
     name = "report"
@@ -31,11 +37,13 @@ class Report(Verb):
     @classmethod
     def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
         """Add its arguments."""
-        newest = f" (default: the newest *{SUFFIX} of this folder)" if cls.n_files == "*" else ""
+        newest = f" (default: the newest *{SUFFIX} in this folder)" if cls.n_files == "*" else ""
         parser.add_argument("files", nargs=cls.n_files, metavar="FILE", help=f"a recording{newest}")
         parser.add_argument("--json", action="store_true", help="print JSON")
         parser.add_argument("--top", type=int, metavar="N", help="print N rows of each table")
-        parser.add_argument("--sort", metavar="COLUMN", help="sort them by a column: its heading")
+        parser.add_argument(
+            "--sort", metavar="COLUMN", help="sort the rows by the column with this heading"
+        )
 
     def run(self, arguments: argparse.Namespace) -> int:
         """Read and show."""
@@ -53,9 +61,10 @@ class Report(Verb):
 
 
 class Tree(Report):
-    """Show what was alive at the peak as a tree of scopes and lines, the largest first.
+    """Show the memory at the peak as a tree of scopes and lines, the largest first.
 
-    FILE was written by tenure run, or by torch.cuda.memory._dump_snapshot().
+    FILE is a recording of tenure run, or a snapshot of torch.cuda.memory._dump_snapshot(). A
+    recording without --timeline shows the memory at its end.
     """
 
     name = "tree"
@@ -72,9 +81,9 @@ class Tree(Report):
 
 
 class Leaks(Report):
-    """Show what held more from step to step, and what outlived scopes that report.
+    """Show which objects held more from step to step, and which tensors outlived their scopes.
 
-    FILE was written by tenure run --leaks.
+    FILE is a recording of tenure run.
     """
 
     name = "leaks"
@@ -85,9 +94,12 @@ class Leaks(Report):
 
 
 class Diff(Report):
-    """Show two runs beside each other: what is new, what is gone, what takes more in the second.
+    """Compare two runs: which memory is new, gone, or larger in the second.
 
-    Both were written by tenure run, or by torch.cuda.memory._dump_snapshot().
+    Both files are recordings of tenure run, or snapshots of torch.cuda.memory._dump_snapshot().
+
+    Example:
+      tenure diff before.tenure after.tenure
     """
 
     name = "diff"
@@ -101,14 +113,18 @@ class Diff(Report):
 
 
 class Export(Verb):
-    """Write a recording for another tool; the end of OUT says which format.
+    """Write a recording for another tool; the ending of OUT chooses the format.
 
-    json: all of it, in tenure's own format. html: a page that stands alone.
+    Any recording: .json (everything, in tenure's format), .html (one page without other files).
 
-    Of a timeline: trace.json (chrome://tracing, Perfetto), timeline.csv (a row for each time),
-    pickle (torch's memory_viz), speedscope.json.
+    A recording with a timeline: .trace.json (chrome://tracing, Perfetto), .timeline.csv (one row
+    for each time), .pickle (torch's memory_viz), .speedscope.json.
 
-    FILE was written by tenure run, or by torch.cuda.memory._dump_snapshot().
+    FILE is a recording of tenure run, or a snapshot of torch.cuda.memory._dump_snapshot().
+
+    Examples:
+      tenure export train.tenure -o train.html
+      tenure export train.tenure -o train.trace.json
     """
 
     name = "export"
@@ -117,7 +133,9 @@ class Export(Verb):
     def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
         """Add its arguments."""
         parser.add_argument("file", metavar="FILE", help="a recording")
-        parser.add_argument("-o", "--output", metavar="OUT", required=True, help="where to")
+        parser.add_argument(
+            "-o", "--output", metavar="OUT", required=True, help="the file to write"
+        )
         parser.add_argument("-f", "--force", action="store_true", help="overwrite OUT")
         parser.add_argument("--json", action="store_true", help="print JSON")
 

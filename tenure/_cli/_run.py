@@ -20,17 +20,22 @@ SUFFIX = ".tenure"
 
 
 class Run(Verb):
-    """Run a program as Python runs it, and record where its memory goes.
+    """Run a program as python does, and find its leaks and the causes of out-of-memory errors.
 
-    PROGRAM is a script with its arguments, or -m MODULE, or -c CODE, as after python. What it
-    prints, raises and returns is its own; options of tenure stand before it.
+    Write the options of tenure before the program. Output, errors and exit code of the program stay
+    as they are.
 
-    Without any of --leaks, --lines, --timeline and --on-oom it looks for what grows, and explains
-    an out-of-memory error that ends the program. Both cost little.
+    By default, tenure looks for tensors that grow from step to step, and explains an out-of-memory
+    error that ends the program. Both cost little. Ask for more with --timeline, --lines, --on-oom.
 
-    The recording is written when the process ends, also after an error, Ctrl-C and SIGTERM; not
-    after os._exit(). Children of the program run plainly. Under torchrun each rank writes a file of
-    its own: torchrun --no-python tenure run train.py, or torchrun -m tenure run train.py.
+    Examples:
+      tenure run train.py --epochs 3
+      tenure run --timeline -m package.train
+      tenure run --lines Model.forward --budget 2GiB train.py
+      torchrun --nproc-per-node 2 -m tenure run train.py   (each rank writes its own file)
+
+    The recording is written when the process ends, also after an error, Ctrl-C or SIGTERM, but not
+    after os._exit(). Child processes are not recorded.
     """
 
     name = "run"
@@ -46,9 +51,11 @@ class Run(Verb):
         add_measuring(parser)
         rest = argparse.REMAINDER
         what = parser.add_mutually_exclusive_group()
-        what.add_argument("-m", dest="module", nargs=rest, help="run a module, and its arguments")
-        what.add_argument("-c", dest="code", nargs=rest, help="run code, and its arguments")
-        parser.add_argument("program", nargs=rest, metavar="SCRIPT", help="run a script")
+        what.add_argument("-m", dest="module", nargs=rest, help="run a module with its arguments")
+        what.add_argument("-c", dest="code", nargs=rest, help="run code with its arguments")
+        parser.add_argument(
+            "program", nargs=rest, metavar="SCRIPT", help="run a script with its arguments"
+        )
 
     def run(self, arguments: argparse.Namespace) -> Callable[[], int]:
         """Check what can be checked, and return what runs the program."""
@@ -73,19 +80,19 @@ def add_measuring(parser: argparse.ArgumentParser) -> None:
         "--budget",
         type=byte_size,
         metavar="SIZE",
-        help="raise torch.OutOfMemoryError past so many bytes, as 2GiB, of the accelerator or, "
-        "where there is none, of the CPU",
+        help="raise torch.OutOfMemoryError above this many bytes, such as 2GiB, of the accelerator "
+        "or, if there is none, of the CPU",
     )
     parser.add_argument(
-        "--leaks", action="store_true", help="look for what grows from step to step"
+        "--leaks", action="store_true", help="look for tensors that grow from step to step"
     )
     parser.add_argument(
         "--lines",
         action="append",
         default=[],
         metavar="FUNC",
-        help="measure each line of a function: MODULE:FUNCTION, or the name of one in the "
-        "program; may be given again",
+        help="measure each line of a function: MODULE:FUNCTION, or the name of a function of the "
+        "program; may be repeated",
     )
     parser.add_argument(
         "--timeline", action="store_true", help="record live bytes over time, and their peak"
@@ -93,17 +100,19 @@ def add_measuring(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--on-oom",
         action="store_true",
-        help="explain the first out-of-memory error, also one that the program handles",
+        help="explain the first out-of-memory error, even if the program handles it",
     )
     parser.add_argument(
         "-o",
         "--output",
         metavar="FILE",
-        help="where to (default: NAME.tenure, after PROGRAM; "
-        "if there is one, NAME.2.tenure and so on)",
+        help="write the recording to FILE (default: NAME.tenure, named after the program; "
+        "if that exists, NAME.2.tenure and so on)",
     )
     parser.add_argument("-f", "--force", action="store_true", help="overwrite FILE, or NAME.tenure")
-    parser.add_argument("-q", "--quiet", action="store_true", help="say nothing of FILE")
+    parser.add_argument(
+        "-q", "--quiet", action="store_true", help="do not print where the recording is"
+    )
 
 
 def choose_by_default(arguments: argparse.Namespace, *, all_but_lines: bool = False) -> None:

@@ -221,7 +221,7 @@ def _show_code(function: Callable[..., object]) -> None:
 
 
 def body_of(function: Callable[..., object]) -> str:
-    """The source of a function without its head and its docstring."""
+    """Return the source of a function without its head and its docstring."""
     source = textwrap.dedent(inspect.getsource(function))
     (definition,) = ast.parse(source).body
     assert isinstance(definition, ast.FunctionDef)

@@ -71,7 +71,7 @@ def train_with_retry(run: Training, batch: Batch) -> float:
 
 
 def train_fitted(run: Training, batch: Batch) -> float:
-    """The whole batch, in as few micro-batches as fit."""
+    """Return the whole batch, in as few micro-batches as fit."""
     result = step(run.loss, batch)
     return result.loss.item()
 

@@ -52,12 +52,12 @@ class Training:
             yield self._draw(self.n_windows)
 
     def loss(self, batch: Batch) -> Tensor:
-        """The mean cross entropy of a batch, float32[]."""
+        """Return the mean cross entropy of a batch, float32[]."""
         windows, following = batch
         return functional.cross_entropy(self.model(windows), following)
 
     def validate(self) -> Tensor:
-        """The loss of a smaller batch, with the graph of its forward pass."""
+        """Return the loss of a smaller batch, with the graph of its forward pass."""
         return self.loss(self._draw(self.n_windows // 4))
 
     def _draw(self, n_windows: int) -> Batch:
@@ -67,7 +67,7 @@ class Training:
 
 
 def read_source(n_characters: int) -> str:
-    """The first characters of the standard library, its modules in the order of their names.
+    """Return the first characters of the standard library, its modules in the order of their names.
 
     Raises:
         CommandError: this Python came without that much source.

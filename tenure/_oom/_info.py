@@ -120,7 +120,7 @@ def oom_info(exc: BaseException) -> OomInfo | None:
 
 
 def oom_of_work(exc: BaseException, outside: BaseException | None) -> OomInfo | None:
-    """What `oom_info` says of an error of work, were it not called where another is handled.
+    """Return what `oom_info` says of an error, as if no other error were being handled.
 
     Args:
         exc: what the work raised.
@@ -152,7 +152,7 @@ def oom_of_work(exc: BaseException, outside: BaseException | None) -> OomInfo | 
 
 
 def is_oom(exc: BaseException) -> bool:
-    """Whether an exception is an out-of-memory error, or came of one: see `oom_info`.
+    """Return whether an exception is an out-of-memory error, or came of one: see `oom_info`.
 
     Args:
         exc: the exception that an ``except`` clause caught, of any type.
@@ -198,7 +198,7 @@ def _described(value: object) -> str:
 
 
 def chain_of(exc: BaseException, outside: BaseException | None = None) -> Iterator[BaseException]:
-    """The exception and all that it came of, suppressed or not, each once.
+    """Yield the exception and all that it came of, suppressed or not, each once.
 
     Args:
         exc: what was caught.
@@ -217,7 +217,7 @@ def chain_of(exc: BaseException, outside: BaseException | None = None) -> Iterat
 
 
 def _ids_in(outside: BaseException | None) -> set[int]:
-    """The identities of an exception and of all that it came of."""
+    """Return the identities of an exception and of all that it came of."""
     return set() if outside is None else {id(one) for one in chain_of(outside)}
 
 
@@ -230,7 +230,7 @@ def _below(exc: BaseException, *, also_suppressed: bool) -> list[BaseException]:
 
 
 def _verdict_on(exc: BaseException, text: str) -> Oom | Literal[False] | None:
-    """What an exception is by itself; None if that is for those below it in its chain to tell.
+    """Classify an exception by itself; None if the exceptions below it in its chain decide.
 
     Returns:
         False if it is none, whatever stands below it.
@@ -284,7 +284,7 @@ def _number(exc: BaseException, attribute: str) -> int | None:
 
 
 def _oom_if_full(text: str) -> Oom | None:
-    """An error that is often one of memory: it counts as one only while little memory is free.
+    """Return an error that is often one of memory: it counts only while little is free.
 
     A library of CUDA takes the memory of its first handle from the driver, beside torch's
     allocator, and says of a failure only that it is not initialized, as after a wrong installation.
@@ -297,7 +297,7 @@ def _oom_if_full(text: str) -> Oom | None:
 
 
 def _device_with_little_free() -> str | None:
-    """A device in use that is nearly full: the text names none, and the current one is any."""
+    """Return a device in use that is nearly full, because the text names none."""
     if not torch.cuda.is_initialized():
         return None
     for index in range(torch.cuda.device_count()):

@@ -115,7 +115,7 @@ _RULES: tuple[tuple[re.Pattern[str], Oom], ...] = tuple(
 
 
 def builtin_oom(text: str) -> Oom | None:
-    """What a message is by the first pattern that it fits."""
+    """Classify a message by the first pattern that it fits."""
     return next((oom for pattern, oom in _RULES if pattern.search(text)), None)
 
 
@@ -163,7 +163,7 @@ _INDEX = re.compile(r"\b(?:GPU|NPU|XPU|MUSA|MLU|HPU|device)  ?([0-9]{1,4})\b")
 
 
 def text_of(exc: BaseException) -> str:
-    """The message of an exception, shortened in its middle; empty when it has none to give."""
+    """Return the message of an exception, shortened in its middle; empty if it has none."""
     try:
         # exactly a str: a subclass may hold what the exception holds
         text = str.__str__(str(exc))
@@ -176,7 +176,7 @@ def text_of(exc: BaseException) -> str:
 
 
 def type_name(exc: BaseException) -> str:
-    """The type as tracebacks print it, such as ``torch.OutOfMemoryError``."""
+    """Return the type as tracebacks print it, such as ``torch.OutOfMemoryError``."""
     kind = type(exc)
     try:
         module, name = str.__str__(kind.__module__), str.__str__(kind.__qualname__)
@@ -187,37 +187,37 @@ def type_name(exc: BaseException) -> str:
 
 
 def requested_bytes_in(text: str) -> int | None:
-    """The bytes that an allocation asked for, in any unit that allocators print."""
+    """Return the bytes that an allocation asked for, in any unit that allocators print."""
     return _bytes_of(text, *_REQUESTS) or None
 
 
 def free_bytes_in(text: str) -> int | None:
-    """What was free when the allocation failed, as CUDA's texts and those of budgets tell."""
+    """Return the bytes that were free when the allocation failed, as the text says."""
     return _bytes_of(text, _FREE)
 
 
 def allowed_bytes_in(text: str) -> int | None:
-    """What a fraction lets the process have of a device, as CUDA's texts tell."""
+    """Return the bytes of a device that a fraction allows the process, as CUDA prints them."""
     return _bytes_of(text, _ALLOWED)
 
 
 def limit_bytes_in(text: str) -> int | None:
-    """How much there is in all: what is allowed, a budget, a limit or the whole device."""
+    """Return how much there is in all: what is allowed, a budget, a limit or the whole device."""
     return _bytes_of(text, _ALLOWED, *_LIMITS)
 
 
 def own_bytes_in(text: str) -> int | None:
-    """What the process itself has of a device, as CUDA's texts tell."""
+    """Return the bytes of a device that the process itself has, as CUDA prints them."""
     return _bytes_of(text, _OWN)
 
 
 def unallocated_bytes_in(text: str) -> int | None:
-    """What the allocator held for no tensor when it failed, as CUDA's and XPU's texts end."""
+    """Return the bytes that the allocator cached when it failed, as CUDA and XPU print them."""
     return _bytes_of(text, _UNALLOCATED)
 
 
 def device_in(text: str, default: str | None) -> str | None:
-    """The device that a text names, as torch spells it, or the one that its rule knows."""
+    """Return the device that a text names, as torch spells it, or the one that its rule knows."""
     if named := _NAMED_PLACE.search(text):
         return named[1]
     place = _PLACE.search(text)
@@ -227,7 +227,7 @@ def device_in(text: str, default: str | None) -> str | None:
 
 
 def _bytes_of(text: str, *patterns: re.Pattern[str]) -> int | None:
-    """The number in what the first pattern finds that finds anything."""
+    """Return the number in what the first pattern finds that finds anything."""
     match = next(filter(None, (pattern.search(text) for pattern in patterns)), None)
     if match is None:
         return None
@@ -311,7 +311,7 @@ def register_oom(
 
 
 def registered_oom(text: str) -> Oom | None:
-    """What the newest registration that fits a text says of it."""
+    """Classify a text by the newest registration that fits it."""
     for registration in _registered:
         if registration.pattern.search(text):
             return Oom(registration.kind, retry_safe=registration.retry_safe)

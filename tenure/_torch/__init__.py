@@ -21,7 +21,7 @@ from .counting import require as require_counts
 
 
 def bound(path: str, purpose: str) -> Any:
-    """What torch has under a private name.
+    """Return torch's object of a private name.
 
     Args:
         path: the name from ``torch`` on; modules on the way are ones that torch has imported.
@@ -36,7 +36,7 @@ def bound(path: str, purpose: str) -> Any:
 
 
 def optional(path: str) -> Any:
-    """What torch has under a private name that tenure can do without; None where it has none."""
+    """Return torch's object of a private name; None if torch lacks it, because it is optional."""
     found: Any = torch
     walked = "torch"
     for name in path.split(".")[1:]:
@@ -47,7 +47,7 @@ def optional(path: str) -> Any:
 
 
 def getter(path: str, purpose: str) -> Callable[[Any], Any]:
-    """What reads a private attribute of objects, or raises where their class has none.
+    """Return a function that reads a private attribute; it raises if the class lacks it.
 
     Args:
         path: the class and the attribute.

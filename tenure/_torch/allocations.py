@@ -75,7 +75,7 @@ def begin() -> None:
 
 
 def turn() -> Changes | None:
-    """What happened since ``begin`` or the last turn; None if someone has ended the session."""
+    """Return the events since ``begin`` or the last turn; None if someone ended the session."""
     try:
         lists = _end()
     # "Can't disable profiler when it's not running"
@@ -87,7 +87,7 @@ def turn() -> Changes | None:
 
 
 def end() -> Changes | None:
-    """What happened since ``begin`` or the last turn, and the end of the session."""
+    """End the session, and return the events since ``begin`` or the last turn."""
     _record_functions(True)
     try:
         return _changes(_end())
@@ -119,17 +119,17 @@ def _all_changes(events: Iterable[Any]) -> Changes:
 
 
 def as_event(number: int) -> int:
-    """How mark ``number`` looks among the sizes of a session's events; numbers are 0 to 2**62."""
+    """Return the size that stands for mark ``number`` among events; numbers are 0 to 2**62."""
     return _FIRST - number
 
 
 def marker() -> Callable[[int], None]:
-    """What leaves a mark in this thread's session, which must be open, by its number."""
+    """Return a function that marks this thread's open session with a number."""
     return _report() or _name
 
 
 def number_of(event: Any) -> int | None:
-    """Which mark an event is that is no allocation; None for what else a session notes."""
+    """Return which mark an event is that is no allocation; None for what else a session notes."""
     if event.kind() != "push":
         return None
     name, _, number = event.name().partition(" ")
@@ -146,7 +146,7 @@ def _name(number: int) -> None:
 
 @functools.cache
 def _report() -> Callable[[int], None] | None:
-    """What reports a mark; None in a build of torch that has no such function.
+    """Return the function that reports a mark; None if this build of torch has none.
 
     Source: https://github.com/pytorch/pytorch/blob/v2.13.0/c10/core/Allocator.h
     """

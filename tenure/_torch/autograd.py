@@ -76,12 +76,12 @@ def carry_hooks_over(handle: Tensor) -> None:
 
 
 def is_running_node() -> bool:
-    """Whether autograd's engine has called, on this thread, what asks: on one of its own too."""
+    """Return whether autograd's engine called this code, also on a thread of its own."""
     return running_task() != -1
 
 
 def is_in_engine(frame: FrameType | None) -> bool:
-    """Whether a backward pass was called on the stack that a frame ends, and has not returned."""
+    """Return whether a backward pass is running on the stack that a frame ends."""
     check_engine_is_seen(now=True)
     while frame is not None and frame.f_code is not ENGINE_CODE:
         frame = frame.f_back
@@ -89,24 +89,24 @@ def is_in_engine(frame: FrameType | None) -> bool:
 
 
 def hooks_of_saved() -> tuple[Callable[[Any], Any], Callable[[Any], Any]] | None:
-    """What packs and unpacks tensors that nodes save on this thread; None if nothing does."""
+    """Return the hooks that pack and unpack saved tensors on this thread, or None."""
     pair: tuple[Any, Any] | None = _top_hooks(False)
     return pair
 
 
 def is_transformed() -> bool:
-    """Whether a transform of ``torch.func`` runs on this thread."""
+    """Return whether a transform of ``torch.func`` runs on this thread."""
     return _transform() is not None
 
 
 def is_batch_of_gradients(gradient: Tensor) -> bool:
-    """Whether it stands for gradients of several outputs at once (``is_grads_batched=True``)."""
+    """Return whether it holds gradients of several outputs (``is_grads_batched=True``)."""
     # Such a vmap is older than those of torch.func, and no transform of theirs.
     return bool(_is_legacy_batch(gradient)) or is_transformed()
 
 
 def running_task() -> int:
-    """The number of the backward pass whose node runs on this thread; -1 where none does."""
+    """Return the number of the backward pass whose node runs on this thread; -1 where none does."""
     return int(_task_id())
 
 
@@ -124,7 +124,7 @@ def check_engine_is_seen(*, now: bool = False) -> None:
 
 
 def is_saved_tensor(found: object) -> bool:
-    """Whether an object is what torch wraps a tensor in that a node has saved."""
+    """Return whether an object is what torch wraps a tensor in that a node has saved."""
     # isinstance would ask the object for its class, which may run its code
     return issubclass(type(found), _SavedTensor)
 
@@ -135,5 +135,5 @@ def content_of_saved(saved: Any) -> tuple[Any, Any]:
 
 
 def node_number(node: Any) -> int:
-    """How many nodes this thread had made before a node; `OF_A_LEAF` for the node of a leaf."""
+    """Return how many nodes this thread made before a node; `OF_A_LEAF` for a leaf's node."""
     return int(_number(node)())

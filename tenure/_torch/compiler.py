@@ -91,7 +91,7 @@ is_dynamo_compiling: Callable[[], bool] = (
 
 @contextmanager
 def not_compiling() -> Iterator[None]:
-    """A block in which compiled functions run as they are written: nothing is compiled for it.
+    """Return a block in which compiled functions run uncompiled, as they are written.
 
     Another thread that calls a compiled function meanwhile may run it so too, which is slower.
     """
@@ -136,7 +136,7 @@ _eager_stance = _EagerStance()
 
 
 def is_compiled(value: object) -> bool:
-    """Whether a module or function is the product of ``torch.compile``, or of ``compile()``."""
+    """Return whether a module or function was made by ``torch.compile`` or ``compile()``."""
     home = sys.modules.get(f"{_DYNAMO}.eval_frame")
     if home is None:
         return False
@@ -146,7 +146,7 @@ def is_compiled(value: object) -> bool:
 
 
 def has_compiled() -> bool:
-    """Whether anything may be compiled in this process."""
+    """Return whether anything may be compiled in this process."""
     return f"{_DYNAMO}.eval_frame" in sys.modules
 
 
@@ -164,7 +164,7 @@ def mark_dynamic(tensor: Tensor, dim: int) -> None:
 
 @contextmanager
 def marked_dynamic(tensors: Iterable[tuple[Tensor, int]]) -> Iterator[None]:
-    """A block in which tensors of the user's own are marked; they keep nothing of it."""
+    """Return a block in which tensors of the user's own are marked; they keep nothing of it."""
     if _DYNAMO not in sys.modules:
         yield
         return
@@ -185,7 +185,7 @@ def marked_dynamic(tensors: Iterable[tuple[Tensor, int]]) -> Iterator[None]:
 
 
 def draws_again_in_backward() -> bool:
-    """Whether compiled code may draw random numbers of the forward pass anew in its backward pass.
+    """Return whether compiled code may draw the forward's random numbers anew in its backward.
 
     Source: https://github.com/pytorch/pytorch/issues/190758
     """
@@ -194,12 +194,12 @@ def draws_again_in_backward() -> bool:
 
 
 def has_graph_outputs() -> bool:
-    """Whether any tensor may belong to a CUDA graph of ``torch.compile``."""
+    """Return whether any tensor may belong to a CUDA graph of ``torch.compile``."""
     return _TREES in sys.modules
 
 
 def belongs_to_graph(tensor: Tensor) -> bool:
-    """Whether a CUDA graph will hand out this very tensor again; views and copies are others.
+    """Return whether a CUDA graph will return this very tensor again, not a view or a copy.
 
     Those of ``torch.compile(mode="reduce-overhead")`` return the same handle from each replay, to
     save making one, so a handle that has let go of its tensor would come out of the next. torch

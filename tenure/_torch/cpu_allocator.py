@@ -73,7 +73,7 @@ class _C10Table(_Table):
         self._new(self._address, address, n_bytes)
 
     def _find_live(self) -> Any:
-        """The counter of live bytes: what grows and shrinks by exactly a block, for two sizes."""
+        """Return the counter that grows and shrinks by exactly a block, tried with two sizes."""
         words = [ctypes.c_size_t.from_address(self._address + 8 * i) for i in range(_N_WORDS)]
         # a budget that is open counts what is made to try
         with sizes_kept(True, self), aside():
@@ -85,7 +85,7 @@ class _C10Table(_Table):
 
 
 def is_known() -> bool:
-    """Whether this build of torch lets its table be reached."""
+    """Return whether this build of torch lets its table be reached."""
     return _table().is_known
 
 
@@ -109,7 +109,7 @@ def keep_sizes_as_before() -> None:
 
 @contextmanager
 def sizes_kept(wanted: bool, table: _Table | None = None) -> Iterator[None]:
-    """A block in which the sizes of new blocks are kept, or are not; afterwards it is as before."""
+    """Return a block in which the sizes of new blocks are kept or not; restored afterwards."""
     flag = (table or _table()).flag
     before, flag.value = flag.value, wanted
     try:
@@ -124,7 +124,7 @@ def live_bytes() -> int:
 
 
 def live_counter() -> Any:
-    """The counter of these bytes, for who reads it often: its ``value``, always 0 if not known."""
+    """Return the counter of these bytes, to read ``value`` often; it is 0 if not known."""
     return _table().live
 
 
@@ -138,7 +138,7 @@ def enter(storage: UntypedStorage) -> None:
 
 
 def is_lazily_copied(tensor: Tensor) -> bool:
-    """Whether its storage is another's until one of them is written to."""
+    """Return whether its storage is another's until one of them is written to."""
     return bool(_is_cow_tensor(tensor))
 
 

@@ -44,7 +44,7 @@ _cublaslt_bytes = bound("torch._C._cuda_getCublasLtWorkspaceSize", _WORKSPACES)
 
 
 def has_expandable_segments() -> bool:
-    """Whether segments grow and shrink, so that free parts of them can be given back too."""
+    """Return whether segments grow and shrink, so that free parts of them can be given back too."""
     if (tell := optional(_SETTINGS)) is not None:
         settings = tell()
     # torch 2.11 lacks that function, but a snapshot has the settings, also one of no blocks
@@ -56,7 +56,7 @@ def has_expandable_segments() -> bool:
 
 
 def segments_of(module: Any, device: torch.device) -> list[dict[str, Any]]:
-    """The segments of a device, as ``torch.cuda.memory_snapshot()`` tells of them.
+    """Return the segments of a device, as ``torch.cuda.memory_snapshot()`` tells of them.
 
     Args:
         module: that of the device.
@@ -73,13 +73,13 @@ def segments_of(module: Any, device: torch.device) -> list[dict[str, Any]]:
 
 
 def is_private(segment: dict[str, Any]) -> bool:
-    """Whether a segment belongs to a pool of its own, as that of a CUDA graph."""
+    """Return whether a segment belongs to a pool of its own, as that of a CUDA graph."""
     # without a pool in the entry (other backends) there is the shared one alone
     return tuple(segment.get("segment_pool_id", _SHARED_POOL)) != _SHARED_POOL
 
 
 def free_block_bytes(segments: list[dict[str, Any]]) -> list[int]:
-    """The sizes of the free blocks that any tensor may get: a CUDA graph keeps its pool's."""
+    """Return the sizes of free blocks that any tensor may get; not those of CUDA graphs."""
     shared = (segment for segment in segments if not is_private(segment))
     blocks = (block for segment in shared for block in segment.get("blocks", ()))
     return [block["size"] for block in blocks if block["state"] == FREE]

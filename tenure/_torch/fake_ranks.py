@@ -20,7 +20,7 @@ _HOME = "torch.testing._internal.distributed.fake_pg"
 
 @contextmanager
 def fake_ranks(rank: int, n_ranks: int) -> Iterator[None]:
-    """A block in which this process is one of many ranks, the others of which do not exist.
+    """Return a block in which this process is one of many ranks, the others of which do not exist.
 
     Raises:
         AdaptiveUsageError: the program has a process group.

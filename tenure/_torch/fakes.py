@@ -44,7 +44,7 @@ transformers takes another way for those, as it does while it is compiled.
 
 @contextmanager
 def unlogged(name: str = _HOME) -> Iterator[None]:
-    """A block in which a module of torch logs nothing, such as operations it has no fakes for."""
+    """Return a block in which a module of torch logs nothing, such as missing fakes."""
     logger = logging.getLogger(name)
     before, logger.disabled = logger.disabled, True
     try:
@@ -54,18 +54,18 @@ def unlogged(name: str = _HOME) -> Iterator[None]:
 
 
 def are_made() -> bool:
-    """Whether the operations of this thread are on tensors without data."""
+    """Return whether the operations of this thread are on tensors without data."""
     return any(isinstance(mode, FakeMode) for mode in all_modes())
 
 
 def new_mode() -> Any:
-    """A mode that makes tensors without data, and takes real ones for such; it runs no kernel."""
+    """Return a mode that makes tensors without data, accepts real ones, and runs no kernel."""
     return FakeMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
 
 
 @contextmanager
 def building(mode: Any) -> Iterator[None]:
-    """A block in which models are made without data, and may be converted, as by ``half()``.
+    """Return a block in which models are made without data, and may be converted, as by ``half()``.
 
     torch converts a parameter without data by exchanging it with another one, and refuses to where
     there is a weak reference to it. The mode has one to all that operations return, and needs it
@@ -83,17 +83,17 @@ def building(mode: Any) -> Iterator[None]:
 
 
 def is_fake(value: object) -> bool:
-    """Whether it is a tensor without data."""
+    """Return whether it is a tensor without data."""
     return isinstance(value, FakeTensor)
 
 
 def mode_of(fake: Any) -> Any:
-    """The mode that made a tensor without data."""
+    """Return the mode that made a tensor without data."""
     return fake.fake_mode
 
 
 def fake_of(tensor: Tensor, mode: Any, device: torch.device) -> Any:
-    """A tensor like a real one, or one of ``meta``, without its data, on a device."""
+    """Return a tensor like a real one, or one of ``meta``, without its data, on a device."""
     if tensor.device == device:
         return mode.from_tensor(tensor)
     fake = like(tensor, mode, device)
@@ -106,6 +106,6 @@ def fake_of(tensor: Tensor, mode: Any, device: torch.device) -> Any:
 
 
 def like(real: Tensor, mode: Any, device: torch.device) -> Any:
-    """A tensor without data, laid out as a real one, on a device."""
+    """Return a tensor without data, laid out as a real one, on a device."""
     with mode, torch.no_grad():
         return torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=device)

@@ -51,12 +51,12 @@ def prepare() -> None:
 
 
 def sequence_of_node() -> int:
-    """The number that the running node got when the forward pass made it."""
+    """Return the number that the running node got when the forward pass made it."""
     return node_number(current_node())
 
 
 def adds_in_place(gradient: Tensor, frame: FrameType | None, n_modes_above: int = 0) -> bool:
-    """Whether the engine would add to ``gradient`` in place, asked in a mode's handler of `SUM`.
+    """Return whether the engine would add to ``gradient`` in place; ask in a handler of `SUM`.
 
     Args:
         gradient: the first operand of the sum.
@@ -97,7 +97,7 @@ def _has_one_owner(gradient: Tensor, n_modes_above: int) -> bool:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether the elements fill their part of the storage, none twice, in whatever order."""
+    """Return whether the elements fill their part of the storage, none twice, in whatever order."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1:
@@ -109,7 +109,7 @@ def _is_dense(tensor: Tensor) -> bool:
 
 @functools.cache
 def _uses_alone() -> int:
-    """How often a gradient is used, in a handler, that only the engine holds."""
+    """Return how often a gradient is used, in a handler, that only the engine holds."""
     probe = UseProbe(SUM, lambda args: uses_of_tensor(args[0]))
     # without data, so that no mode that measures counts the probe
     with torch.inference_mode(False), torch.enable_grad():

@@ -65,7 +65,7 @@ class Lent:
         return self._holder[0]
 
     def is_shared(self, n_tensors: int) -> bool:
-        """Whether more than so many tensors lie in the storage, or something holds it.
+        """Return whether more than so many tensors lie in the storage, or something holds it.
 
         Whatever shows its bytes counts: tensors of any class, arrays of NumPy, capsules.
         """
@@ -84,7 +84,7 @@ def in_own_storage(memory: Tensor, start: int, end: int) -> Tensor:
 
 
 def lent_to(tensor: Tensor) -> Lent | None:
-    """What was lent out that a tensor lies in; None of what has no plain storage."""
+    """Return the lent memory that a tensor lies in; None if it has no plain storage."""
     if not _lent:
         return None
     try:

@@ -48,12 +48,12 @@ _OPERATOR = type(torch.ops.aten.add.Tensor)
 
 
 def has_function_modes() -> bool:
-    """Whether a function mode stands on the stack of this thread."""
+    """Return whether a function mode stands on the stack of this thread."""
     return bool(n_function_modes())
 
 
 def is_active(mode: object) -> bool:
-    """Whether a function mode stands on the stack; it does not inside a backward hook, for one."""
+    """Return whether a function mode is active; none is inside a backward hook, for example."""
     depth = n_function_modes()
     while depth:
         depth -= 1
@@ -93,13 +93,13 @@ def push_lowest(mode: object) -> None:
 
 
 def open_modes() -> list[DispatchMode]:
-    """The dispatch modes that the program has open on this thread, the innermost last."""
+    """Return the dispatch modes that the program has open on this thread, the innermost last."""
     # the others are of torch's own compiler, and stand apart from the stack of the program
     return [mode for mode in all_modes() if not mode.is_infra_mode()]
 
 
 def all_modes() -> list[DispatchMode]:
-    """All dispatch modes of this thread, also those of torch's own compiler."""
+    """Return all dispatch modes of this thread, also those of torch's own compiler."""
     return [_dispatch_at(i) for i in range(_n_dispatch())]
 
 
@@ -130,7 +130,7 @@ def remove_dispatch(mode: DispatchMode) -> bool:
 
 
 def schema_of(func: Any) -> Any:
-    """What an operator takes and gives, as a dispatch mode gets it; None of a higher-order one."""
+    """Return the schema of an operator in a dispatch mode; None for a higher-order one."""
     schema = getattr(func, "_schema", None)
     if schema is None and isinstance(func, _OPERATOR):
         refuse("torch._ops.OpOverload._schema", f"{_COUNTING} and the verification of a step")

@@ -40,12 +40,12 @@ _saving = bound("torch.nn.Module._save_to_state_dict", "state_dict() of a paged 
 
 
 def module_called_by(frame: FrameType) -> nn.Module | None:
-    """The module whose call ``frame`` is; None if it is none."""
+    """Return the module whose call ``frame`` is; None if it is none."""
     return frame.f_locals.get("self") if frame.f_code is _calling else None
 
 
 def module_called_by_torch(frame: FrameType) -> nn.Module | None:
-    """The module that ``frame`` is about to call, if that is torch's ``__call__``."""
+    """Return the module that ``frame`` is about to call, if that is torch's ``__call__``."""
     return frame.f_locals.get("self") if frame.f_code is _wrapping.__code__ else None
 
 
@@ -57,7 +57,7 @@ def is_called_by_module(frame: FrameType | None) -> bool:
 
 
 def is_saving(frame: FrameType) -> bool:
-    """Whether a frame is that of a module that enters its own tensors into a state dict."""
+    """Return whether a frame is that of a module that enters its own tensors into a state dict."""
     return frame.f_code is _saving.__code__
 
 
@@ -70,7 +70,7 @@ _this_thread = _Thread()
 
 @contextmanager
 def modules_told(called: Listener, returned: Listener | None = None) -> Iterator[None]:
-    """A block in which ``called`` gets each module that this thread calls, before it runs.
+    """Return a block in which ``called`` gets each module that this thread calls, before it runs.
 
     It also gets what the module is called with, and ``returned`` what it returns. Modules that run
     inside compiled code are not told. Where blocks nest, each is told.
@@ -119,7 +119,7 @@ def _tell(told: Listener, module: nn.Module, values: Any) -> None:
 
 
 def unsaved_names(module: nn.Module) -> set[str]:
-    """The names of the buffers that no state dict has."""
+    """Return the names of the buffers that no state dict has."""
     names: set[str] | None = getattr(module, "_non_persistent_buffers_set", None)
     if names is None:
         refuse(_UNSAVED, "load_into()")

@@ -40,7 +40,7 @@ def pre_hooks_of(optimizer: torch.optim.Optimizer) -> list[Callable[..., Any]]:
 def before_post_hooks(
     optimizer: torch.optim.Optimizer, function: Callable[[], object]
 ) -> Iterator[None]:
-    """A block in which a function is called after each step, before the hooks that run then."""
+    """Return a block that calls a function after each step, before the step's hooks."""
 
     def hook(*_: Any) -> None:
         function()
@@ -68,7 +68,7 @@ def unhooked_step(optimizer: torch.optim.Optimizer) -> None:
 
 @contextmanager
 def stepping_fakes(*, cpu_as: str | None) -> Iterator[None]:
-    """A block in which optimizers choose for tensors without data as they do for real ones.
+    """Return a block in which optimizers choose for tensors without data as they do for real ones.
 
     Args:
         cpu_as: the kind of device that fakes of the CPU stand for; None where they are of the CPU.

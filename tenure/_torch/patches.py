@@ -54,7 +54,7 @@ class Patch:
 
     @contextmanager
     def block(self) -> Iterator[None]:
-        """A block in which it lasts."""
+        """Return a block in which it lasts."""
         self._begin()
         try:
             yield
@@ -94,7 +94,7 @@ class Patch:
                 self._undo()
 
     def is_current(self, name: str, made: object) -> bool:
-        """Whether a wrapper is the one that counts, and not one left below another patcher's."""
+        """Return whether a wrapper is the outermost, not left below another patcher's."""
         replaced = self._replaced.get(name)
         return replaced is not None and replaced[1] is made
 

@@ -14,12 +14,12 @@ _registered = bound("torch.utils._pytree.SUPPORTED_NODES", "containers of result
 
 
 def is_registered(node: object) -> bool:
-    """Whether its type is one of them."""
+    """Return whether its type is one of them."""
     return _registration_of(node) is not None
 
 
 def parts_of(node: object) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
-    """The children of a registered container, and what makes one like it of other children."""
+    """Return the children of a registered container, and a function that rebuilds it."""
     registered = _registration_of(node)
     if registered is None:
         return None

@@ -41,14 +41,14 @@ without_dispatch_modes: Any = bound("torch.utils._python_dispatch._disable_curre
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """A block in which neither modes nor overrides of subclasses run."""
+    """Return a block in which neither modes nor overrides of subclasses run."""
     with without_functions(), without_dispatch():
         yield
 
 
 @contextmanager
 def aside() -> Iterator[None]:
-    """A block whose tensors no scope owns, no mode sees and no graph or transform records.
+    """Return a block whose tensors no scope owns, no mode sees and no graph or transform records.
 
     For plain tensors: a subclass that is made of others does nothing of its own here.
     """
@@ -59,7 +59,7 @@ def aside() -> Iterator[None]:
 
 @contextmanager
 def aside_with_subclasses() -> Iterator[None]:
-    """The same for tensors of any class: without their own dispatch they have no bytes to copy."""
+    """Return the same for tensors of any class: without own dispatch they have no bytes."""
     with without_dispatch_modes(), _unrecorded():
         yield
 

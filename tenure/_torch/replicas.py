@@ -35,7 +35,7 @@ def reset_reducer(module: nn.parallel.DistributedDataParallel) -> None:
 
 
 def timeout_of(group: Any) -> timedelta:
-    """How long the collectives of a process group wait for a rank."""
+    """Return how long the collectives of a process group wait for a rank."""
     options: list[Any] = [
         getattr(group._get_backend(each), "options", None) for each in group._device_types
     ]
@@ -54,7 +54,7 @@ _this_thread = _Thread()
 
 @contextmanager
 def told_of_collectives(told: Callable[[str], object] | None) -> Iterator[None]:
-    """A block that is told of collectives of ``torch.distributed`` before they begin.
+    """Return a block that is told of collectives of ``torch.distributed`` before they begin.
 
     Of those that this thread begins by Python, for a group with other ranks; compiled code and
     functional collectives begin theirs elsewhere.
@@ -112,7 +112,7 @@ class _AsItStands:
 
 @contextmanager
 def buckets_kept(module: nn.parallel.DistributedDataParallel) -> Iterator[None]:
-    """A block in which `rebuild_buckets` waits: a forward pass in it asks no other rank."""
+    """Return a block in which `rebuild_buckets` waits: a forward pass in it asks no other rank."""
     reducer = module.reducer
     module.reducer = _AsItStands(reducer)  # type: ignore[assignment]
     try:
@@ -122,7 +122,7 @@ def buckets_kept(module: nn.parallel.DistributedDataParallel) -> Iterator[None]:
 
 
 def specialities_of(module: nn.parallel.DistributedDataParallel) -> list[str]:
-    """What a module was told to do besides averaging gradients after a backward pass."""
+    """Return the options of a module besides averaging gradients after a backward pass."""
     found = {
         "a comm hook": bool(module._comm_hooks)
         or bool(module._get_ddp_logging_data().get("comm_hook"))
@@ -136,7 +136,7 @@ def specialities_of(module: nn.parallel.DistributedDataParallel) -> list[str]:
 
 
 def exchanged_buffers(module: nn.parallel.DistributedDataParallel) -> list[torch.Tensor]:
-    """The buffers that a module brings to all ranks."""
+    """Return the buffers that a module brings to all ranks."""
     # buffers may have been replaced
     module._assign_modules_buffers()
     return list(module.modules_buffers)

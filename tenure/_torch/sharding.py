@@ -26,26 +26,26 @@ _FAKE_WORK = "torch._C._distributed_c10d.FakeWork"
 
 
 def dtensor_class() -> Any:
-    """The class DTensor, of which each rank has a part; None where nobody has made one."""
+    """Return the class DTensor, of which each rank has a part; None where nobody has made one."""
     # importing it takes seconds
     return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
 
 
 def is_dtensor(tensor: object) -> bool:
-    """Whether it is a tensor of which each rank has a part, a DTensor."""
+    """Return whether it is a tensor of which each rank has a part, a DTensor."""
     cls = dtensor_class()
     return cls is not None and isinstance(tensor, cls)
 
 
 def whole_of(tensor: Tensor) -> Tensor:
-    """The whole of a tensor of which each rank has a part, who talk then; any other as it is."""
+    """Return the whole of a sharded tensor, by a collective; any other tensor as it is."""
     whole: Any = tensor
     return whole.full_tensor() if is_dtensor(tensor) else tensor
 
 
 @contextmanager
 def shapes_found_unseen() -> Iterator[None]:
-    """A block in which no mode sees how torch finds the shape of a result that ranks share.
+    """Return a block in which no mode sees how torch finds the shape of a result that ranks share.
 
     It runs the operation on tensors without data as large as the whole.
     """
@@ -68,7 +68,7 @@ _finding_shapes = Patch(_PROPAGATOR, {_PROPAGATES: _unseen})
 
 
 def done_work() -> Any:
-    """What a collective returns that is done already, as C++ code takes it."""
+    """Return the handle of a collective that is done already, as C++ code takes it."""
     return bound(_FAKE_WORK, _PURPOSE)().boxed()
 
 
@@ -130,11 +130,11 @@ class Shards:
         return all(group.reduce_grads and group.all_reduce_grads for group in self._groups)
 
     def shards(self) -> list[Tensor]:
-        """The parameters of ``fully_shard``, of which this rank has a part."""
+        """Return the parameters of ``fully_shard``, of which this rank has a part."""
         return [each.sharded_param for each in self._parameters]
 
     def offloaded(self) -> list[Tensor]:
-        """The shards of ``CPUOffloadPolicy``, which are in the memory of the host."""
+        """Return the shards of ``CPUOffloadPolicy``, which are in the memory of the host."""
         return [each.sharded_param for each in self._parameters if each.offload_to_cpu]
 
     def reshard(self) -> None:
@@ -158,7 +158,7 @@ class Shards:
         )
 
     def hidden(self) -> list[Tensor]:
-        """The tensors that no module shows now."""
+        """Return the tensors that no module shows now."""
         found = [each._sharded_param_data for each in self._parameters]
         found += [group._all_gather_output for group in self._groups]
         for each in self._whole():
@@ -181,7 +181,7 @@ class Shards:
             group._reset_sharded_params = True
 
     def _whole(self) -> list[Any]:
-        """The parameters that are whole now, as after a forward pass without a backward pass."""
+        """Return the parameters that are whole now, as after a forward without a backward."""
         groups = [group for group in self._groups if not group.is_sharded]
         return [each for group in groups for each in group.fsdp_params]
 
@@ -217,13 +217,13 @@ class ShardedGroup:
 
 
 def sharded_groups(module: nn.Module) -> list[ShardedGroup]:
-    """Those of one module; none if it is not sharded by ``fully_shard``."""
+    """Return those of one module; none if it is not sharded by ``fully_shard``."""
     state = _state_of(module)
     return [] if state is None else [ShardedGroup(group) for group in _groups_of(state)]
 
 
 def offloading(told: Any) -> AbstractContextManager[None]:
-    """A block in which ``fully_shard`` copies what it offloads, though host and device are one.
+    """Return a block in which ``fully_shard`` copies offloaded shards even on the CPU.
 
     Args:
         told: its ``is_offloading`` is True while a gradient is copied to the host.

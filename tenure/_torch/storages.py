@@ -34,27 +34,27 @@ _REDUCTIONS = "torch.multiprocessing.reductions"
 
 
 def n_uses(storage: UntypedStorage) -> int:
-    """How many tensors and other owners in C++ use a storage, the object that asks among them."""
+    """Return how many owners in C++ use a storage, the object that asks among them."""
     return int(_use_count(key_of(storage)))
 
 
 def owners_of_storage(storage: UntypedStorage) -> int:
-    """How many tensors and other owners in C++ share a storage; its Python object is none."""
+    """Return how many owners in C++ share a storage, not counting its Python object."""
     return n_uses(storage) - 1
 
 
 def uses_of_tensor(tensor: Tensor) -> int:
-    """How many owners a tensor has in C++, its Python handle among them."""
+    """Return how many owners a tensor has in C++, its Python handle among them."""
     return int(_tensor_use_count(tensor))
 
 
 def coo_parts(tensor: Tensor) -> list[Tensor]:
-    """The indices and values of a COO tensor, also where it is not coalesced."""
+    """Return the indices and values of a COO tensor, also where it is not coalesced."""
     return [_indices(tensor), _values(tensor)]
 
 
 def shared_keys() -> frozenset[int]:
-    """The storages that this process got from, or gave to, another one through torch."""
+    """Return the storages that this process got from, or gave to, another one through torch."""
     # where torch has not imported it, nothing can have been shared
     reductions: Any = sys.modules.get(_REDUCTIONS)
     if reductions is None:
@@ -64,7 +64,7 @@ def shared_keys() -> frozenset[int]:
 
 @functools.cache
 def uses_by_torch(inference: bool) -> int:
-    """How often torch itself uses a storage on its way to the handler of ``set_``.
+    """Return how often torch itself uses a storage on its way to the handler of ``set_``.
 
     To be asked outside of handlers. A mode above the handler adds one, a tensor in the storage too.
     """
@@ -75,12 +75,12 @@ def uses_by_torch(inference: bool) -> int:
 
 
 def is_in_a_tensor(storage: UntypedStorage, inference: bool, n_modes_above: int) -> bool:
-    """Whether a tensor lies in ``storage``, asked in the handler of ``set_``."""
+    """Return whether a tensor lies in ``storage``, asked in the handler of ``set_``."""
     return n_uses(storage) > uses_by_torch(inference) + n_modes_above
 
 
 def is_held(holder: Mapping[Any, Tensor], key: Any) -> bool:
-    """Whether ``holder[key]`` has another holder; views, saved tensors and containers count.
+    """Return whether ``holder[key]`` has another holder; views, saved tensors and containers count.
 
     A tensor that shares its storage alone is not seen: ask `tenure._torch.lending.Lent`.
     """
@@ -92,7 +92,7 @@ def is_held(holder: Mapping[Any, Tensor], key: Any) -> bool:
 
 
 def n_holders(holder: Mapping[Any, object], key: Any) -> int:
-    """How many references Python has to ``holder[key]``, those of this question among them."""
+    """Return how many references Python has to ``holder[key]``, this call's among them."""
     return sys.getrefcount(holder[key])
 
 

@@ -47,7 +47,7 @@ def make_empty(cls: type[Tensor], dtype: torch.dtype) -> Tensor:
 
 
 def recorded_by_autograd(tensor: Tensor) -> Any:
-    """The node of which autograd itself has recorded a wrapper as the result; None: of none."""
+    """Return the node whose result autograd recorded as a wrapper; None if there is none."""
     with without_subclass_functions():
         return TENSOR_BASE.grad_fn.__get__(tensor)
 

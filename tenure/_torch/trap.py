@@ -32,5 +32,5 @@ def disarm(storage: UntypedStorage) -> None:
 
 
 def works() -> bool:
-    """Whether this torch has traps that can be set and taken out again."""
+    """Return whether this torch has traps that can be set and taken out again."""
     return optional(_SET) is not None and optional(_CLEAR) is not None

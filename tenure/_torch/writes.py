@@ -37,7 +37,7 @@ _ALONE = 2
 
 
 def version_of(tensor: Tensor) -> int | None:
-    """How often a tensor of any kind was written to; None for inference tensors, uncounted."""
+    """Return how often a tensor was written to; None for inference tensors, uncounted."""
     return None if tensor.is_inference() else counter_of(tensor)
 
 
@@ -59,7 +59,7 @@ def set_version(tensor: Tensor, version: int) -> None:
 
 
 def writes_of(tensor: Tensor) -> Tensor:
-    """An empty tensor that counts the writes to another one with it, and keeps none of its bytes.
+    """Return an empty tensor that counts the writes to another one, and keeps no bytes.
 
     A detached tensor counts with the first, and goes on so when it is given other memory.
     """
@@ -70,7 +70,7 @@ def writes_of(tensor: Tensor) -> Tensor:
 
 
 def counts_with(tensor: Tensor, other: Tensor) -> bool:
-    """Whether a write to one counts for the other as well; ``x.data`` has a counter of its own."""
+    """Return whether both share a counter of writes; ``x.data`` has a counter of its own."""
     version = version_of(tensor)
     if version is None or version != version_of(other):
         return False
@@ -81,7 +81,7 @@ def counts_with(tensor: Tensor, other: Tensor) -> bool:
 
 
 def lazy_copy(tensor: Tensor) -> Tensor | None:
-    """A copy that takes no memory yet, made below all modes; None where that is not safe."""
+    """Return a copy that takes no memory yet, made below all modes; None where that is not safe."""
     # a subclass, a device that is not the CPU, and memory with another user: see above
     if (
         type(tensor) is not Tensor
@@ -100,7 +100,7 @@ def lazy_copy(tensor: Tensor) -> Tensor | None:
 
 
 def share_memory(tensor: Tensor, copy: Tensor) -> bool:
-    """Whether a tensor still lies where it did when its lazy copy was made, so is as it was.
+    """Return whether a tensor still lies where it did when its lazy copy was made, so is as it was.
 
     It has moved if it was written, or if its address was taken, which compiled code does.
     """

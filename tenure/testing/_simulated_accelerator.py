@@ -117,7 +117,7 @@ def simulated_accelerator(**options: Any) -> Iterator[Simulator]:
 
 
 def running_simulator(asker: str) -> Simulator:
-    """The simulator of the open block.
+    """Return the simulator of the open block.
 
     Raises:
         SimulatorUsageError: none is open; `asker` needs one.

@@ -111,7 +111,7 @@ class Simulator:
         return self
 
     def on(self, index: int) -> "Simulator":
-        """The handle of another device: its figures, its budget, its failures."""
+        """Return the handle of another device: its figures, its budget, its failures."""
         return Simulator(index_of(index))
 
     @property
@@ -209,7 +209,7 @@ class Simulator:
         return machine.clock.copied_bytes[self._index, _known(engine, Engine, "engine")]
 
     def launches(self, engine: Engine) -> int:
-        """How many pieces of work an engine was given."""
+        """Return how many pieces of work an engine was given."""
         return machine.clock.launches[self._index, _known(engine, Engine, "engine")]
 
     def launch_kernel(
@@ -256,7 +256,7 @@ class Simulator:
         self._pool.reset_peaks()
 
     def take_faults(self) -> list[str]:
-        """The races found so far, which the end of the block then no longer raises."""
+        """Return the races found so far, which the end of the block then no longer raises."""
         taken, machine.detector.faults = machine.detector.faults, []
         return taken
 

@@ -30,12 +30,12 @@ _UNNAMED = "privateuseone"
 
 @functools.cache
 def cpu_keys() -> Any:
-    """The dispatch key of kernels of the host."""
+    """Return the dispatch key of kernels of the host."""
     return python_backend.KeySet(python_backend.Key.CPU)
 
 
 def name_of_privateuse1() -> str | None:
-    """What PrivateUse1 was renamed to in this process, `sim` or by another package; None if not."""
+    """Return the name of PrivateUse1 in this process, also by another package; None if unnamed."""
     name: str = python_backend.name_of_privateuse1()
     return None if name == _UNNAMED else name
 
@@ -46,18 +46,18 @@ def register_device(module: object, guard: object) -> None:
 
 
 def sim_device(index: int = 0) -> torch.device:
-    """A simulated device, `sim:0` where no other is meant."""
+    """Return a simulated device, `sim:0` where no other is meant."""
     return torch.device(DEVICE_TYPE, index)
 
 
 def storage_over(host: torch.UntypedStorage, n_bytes: int, index: int = 0) -> torch.UntypedStorage:
-    """A storage on a device over the bytes of `host`, which the caller must keep alive."""
+    """Return a storage on a device over the bytes of `host`, which the caller must keep alive."""
     pointer = host.data_ptr()
     return _storage_at(pointer, sim_device(index), n_bytes)
 
 
 def host_storage_over(host: torch.UntypedStorage, low: int, n_bytes: int) -> torch.UntypedStorage:
-    """A host storage over some bytes of another, which the caller must keep alive."""
+    """Return a host storage over some bytes of another, which the caller must keep alive."""
     pointer = host.data_ptr() + low
     return _storage_at(pointer, torch.device("cpu"), n_bytes)
 
@@ -74,7 +74,7 @@ def tensor_over(
     stride: Sequence[int],
     offset: int | torch.SymInt,
 ) -> torch.Tensor:
-    """A tensor over part of a device's `storage`; size, stride and offset are in elements."""
+    """Return a tensor over part of a `storage`; size, stride and offset are in elements."""
     return set_geometry(_empty(storage.device.index, dtype), storage, size, stride, offset)
 
 
@@ -87,7 +87,7 @@ def _empty(index: int, dtype: torch.dtype) -> torch.Tensor:
 
 @functools.cache
 def _first_of(index: int) -> torch.Tensor:
-    """A tensor without elements on another device than the first.
+    """Return a tensor without elements on another device than the first.
 
     `create_empty_tensor` knows index 0 alone, and a tensor may not be set to a storage of another
     device; but DLPack takes whatever index its capsule names.
@@ -133,7 +133,7 @@ def below_autocast() -> AbstractContextManager[None]:
 
 
 def operator_named(qualified: str) -> Any:
-    """The overload object of `aten` named like `addmm` or `set_.source_Tensor`."""
+    """Return the overload object of `aten` named like `addmm` or `set_.source_Tensor`."""
     name, _, overload = qualified.partition(".")
     return getattr(getattr(torch.ops.aten, name), overload or "default")
 

@@ -28,7 +28,7 @@ def test_help_lists_the_verb_with_the_first_line_of_its_docstring(capsys):
     with pytest.raises(SystemExit, match=r"^0$"):
         main(["--help"])
     words = " ".join(capsys.readouterr().out.split())
-    assert "demo Show what tenure does, in about a minute: a leak named, a batch and" in words
+    assert "demo Show in about a minute how tenure names a leak, fits a batch, and" in words
 
 
 def test_help_of_a_verb_is_its_docstring(capsys):
@@ -36,7 +36,7 @@ def test_help_of_a_verb_is_its_docstring(capsys):
         main(["demo", "--help"])
     text = capsys.readouterr().out
     assert text.startswith("usage: tenure demo [-h] [--quick] [--steps N] [--seed N]\n")
-    assert "Needs no\nnetwork connection and no accelerator." in text
+    assert "The demo needs\nno network connection and no accelerator." in text
 
 
 def test_help_imports_neither_torch_nor_rich():

@@ -567,7 +567,7 @@ def test_help_says_what_the_exit_codes_mean(capsys):
     with pytest.raises(SystemExit, match=r"^0$"):
         main(["fit", "--help"])
     text = capsys.readouterr().out
-    assert "Exit code: 0 where it fits" in text
+    assert "Exit code: 0 if the step fits" in text
 
 
 def test_an_unknown_device_is_a_mistake_told_in_a_line(capsys):

@@ -159,7 +159,7 @@ class Peaks:
 
     @contextmanager
     def _its_errors(self) -> Iterator[None]:
-        """A block in which an error of the model is told as one of its configuration."""
+        """Return a block in which an error of the model is told as one of its configuration."""
         try:
             with unlogged():
                 yield

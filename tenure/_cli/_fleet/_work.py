@@ -65,7 +65,7 @@ class Made(NamedTuple):
 
 @contextmanager
 def making(setup: Setup, found: Configured, rank: int = 0) -> Iterator[Made]:
-    """A block in which the work of one rank is there, on tensors without data.
+    """Return a block in which the work of one rank is there, on tensors without data.
 
     Raises:
         CommandError: the model can't be made so.
@@ -210,7 +210,7 @@ class _Replica(nn.Module):
 
 
 def _buckets(model: nn.Module) -> Iterator[Tensor]:
-    """The buckets of gradients, each of one type, in the order in which gradients come."""
+    """Yield the buckets of gradients, each of one type, in the order in which gradients come."""
     filled: dict[torch.dtype, int] = {}
     limits: dict[torch.dtype, int] = {}
     for parameter in reversed([p for p in model.parameters() if p.requires_grad]):

@@ -84,7 +84,7 @@ class Lines:
 
 
 def _functions_of(code: CodeType, name: str) -> list[CodeType]:
-    """The code of functions of a name, however deep; those that are called so in full, if any."""
+    """Return the code of all functions of a name; only exact matches, if there are any."""
     found, to_do = list[CodeType](), [code]
     while to_do:
         inner = [each for each in to_do.pop().co_consts if isinstance(each, CodeType)]
@@ -95,7 +95,7 @@ def _functions_of(code: CodeType, name: str) -> list[CodeType]:
 
 
 def _as_function(code: CodeType) -> FunctionType:
-    """A function of this code that is never called: a profiler takes functions."""
+    """Return a function of this code that is never called: a profiler takes functions."""
     cells = tuple(types.CellType() for _ in code.co_freevars)
     function = FunctionType(code, {"__name__": MAIN}, code.co_name, None, cells)
     function.__qualname__ = code.co_qualname

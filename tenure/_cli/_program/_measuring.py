@@ -200,7 +200,7 @@ class Measuring:
         self._last = _last_function(sys._getframe())
 
     def _found_of_leaks(self, _: ExitStack) -> dict[str, Any]:
-        """What grew, and outlived scopes that report."""
+        """Return the piles that grew, and the tensors that outlived reporting scopes."""
         notes = [f"--leaks: {note}" for note in self._growth.notes]
         if more := self._n_reports - len(self._reports):
             notes.append(f"--leaks: {more} more scopes reported leaks, which are left out")
@@ -309,7 +309,7 @@ def children_in_words(n_forked: int) -> list[str]:
 
 
 def rank_of_environment() -> int | None:
-    """The rank of this process, as torchrun and others tell it."""
+    """Return the rank of this process, as torchrun and others tell it."""
     text = os.environ.get("RANK", "")
     return int(text) if text.isdecimal() else None
 

@@ -167,7 +167,7 @@ class MemoryPool(ABC):
                 self._take_back()
 
     def statistics(self, host_s: float) -> dict[str, int]:
-        """What `torch.cuda.memory_stats` tells."""
+        """Return the figures of `torch.cuda.memory_stats`."""
         segment = self.counters["segment"]
         stats = {
             f"{name}.{group}.{figure}": getattr(counter, figure)
@@ -320,11 +320,11 @@ class ExactPool(MemoryPool):
         self.release_finished(host_s)
 
     def empty_cache(self, host_s: float) -> None:
-        """Nothing is cached; only blocks whose recorded streams are done are let go."""
+        """Free blocks whose recorded streams are done; nothing else is cached."""
         self.release_finished(host_s)
 
     def statistics(self, host_s: float) -> dict[str, int]:
-        """The figures of CUDA, of which small and large pools are not told apart."""
+        """Return the figures of CUDA, of which small and large pools are not told apart."""
         self.release_finished(host_s)
         return super().statistics(host_s)
 

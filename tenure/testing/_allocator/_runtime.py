@@ -49,12 +49,12 @@ _HELP = (
 
 
 def error_string(code: int) -> str:
-    """What `cudaGetErrorString` says of a code."""
+    """Return what `cudaGetErrorString` says of a code."""
     return _ERRORS[code][1]
 
 
 def error_of(code: int) -> torch.AcceleratorError:
-    """What torch raises of a code that it has checked."""
+    """Return the error that torch raises for a code."""
     name, text = _ERRORS[code]
     error = torch.AcceleratorError(f"CUDA error: {text}{_HELP.format(name=name)}")
     error.error_code = code  # type: ignore[attr-defined] # as torch's own has, though it is untyped
@@ -84,7 +84,7 @@ class LastError:
         return code
 
     def check(self) -> None:
-        """What torch does around launches and segments: raise the last error, and forget it.
+        """Raise the last error and clear it, as torch does around launches and segments.
 
         Raises:
             torch.AcceleratorError: a runtime function of this thread has failed since.

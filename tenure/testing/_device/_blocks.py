@@ -61,34 +61,34 @@ _windows: dict[int, Window] = {}
 
 
 def is_on_device(value: object) -> bool:
-    """Whether `value` is a tensor on a simulated device."""
+    """Return whether `value` is a tensor on a simulated device."""
     return isinstance(value, torch.Tensor) and value.device.type == DEVICE_TYPE
 
 
 def room_bytes(tensor: torch.Tensor) -> int:
-    """The bytes that the storage of a device tensor has."""
+    """Return the bytes that the storage of a device tensor has."""
     return _window_of(tensor).n_bytes
 
 
 def has_block(storage: torch.UntypedStorage) -> bool:
-    """Whether this storage owns memory of the device."""
+    """Return whether this storage owns memory of the device."""
     return key_of(storage) in _blocks
 
 
 def n_bytes_of(storage: torch.UntypedStorage) -> int | None:
-    """What `storage.nbytes()` must answer where C++ does not know it: 0 for an emptied block."""
+    """Return `storage.nbytes()` if C++ does not know it: 0 for an emptied block."""
     block = _blocks.get(key_of(storage))
     return 0 if block is not None and block.is_empty else None
 
 
 def address_of(storage: torch.UntypedStorage) -> int | None:
-    """Where the caching allocator put a storage, as its snapshot tells; None where exact."""
+    """Return the place of a storage in the caching allocator; None in exact mode."""
     block = _blocks.get(key_of(storage))
     return getattr(block.taken, "address", None) if block is not None else None
 
 
 def live_blocks() -> list[Block]:
-    """The blocks whose bytes are allocated on the machine as it was last started."""
+    """Return the blocks whose bytes are allocated on the machine as it was last started."""
     blocks, pools = list(_blocks.values()), [device.pool for device in machine.devices]
     return [b for b in blocks if b.n_bytes and not b.is_empty and b.pool in pools]
 
@@ -154,7 +154,7 @@ def adopt(buffer: torch.UntypedStorage, taken: Any, index: int) -> torch.Untyped
 
 
 def allocate_bytes(n_bytes: int, index: int) -> torch.UntypedStorage:
-    """A new storage of a device; its bytes are undefined."""
+    """Return a new storage of a device; its bytes are undefined."""
     buffer = _host_buffer(n_bytes)
     if buffer is None:
         why = " The host has no memory that could stand for it."
@@ -164,7 +164,7 @@ def allocate_bytes(n_bytes: int, index: int) -> torch.UntypedStorage:
 
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A host tensor over the bytes of a device tensor: the same memory, size and stride."""
+    """Return a host tensor over the bytes of a device tensor: the same memory, size and stride."""
     storage = _filled_window_of(tensor).buffer
     alias = torch.empty(0, dtype=tensor.dtype, device="cpu")
     alias.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
@@ -174,13 +174,13 @@ def on_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def on_device(alias: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
-    """A device tensor with the geometry of a host tensor, over `storage` of the device."""
+    """Return a device tensor with the geometry of a host tensor, over `storage` of the device."""
     geometry = (alias.size(), alias.stride(), alias.storage_offset())
     return tensor_over(storage, alias.dtype, *geometry)
 
 
 def span_of(tensor: torch.Tensor) -> Span:
-    """The bytes of its block that a device tensor touches, from its first to its last."""
+    """Return the bytes of its block that a device tensor touches, from its first to its last."""
     window = _filled_window_of(tensor)
     block = window.block
     if block.detector is not machine.detector:
@@ -202,7 +202,7 @@ def _filled_window_of(tensor: torch.Tensor) -> Window:
 
 
 def _window_of(tensor: torch.Tensor) -> Window:
-    """The bytes that a device tensor lies in: a whole block, or what C++ lends of one."""
+    """Return the bytes that a device tensor lies in: a whole block, or what C++ lends of one."""
     key = tensor_key(tensor)
     block = _blocks.get(key)
     if block is not None:
@@ -221,7 +221,7 @@ def _host_buffer(n_bytes: int) -> torch.UntypedStorage | None:
 
 
 def _lent(storage: torch.UntypedStorage) -> Window:
-    """The window of a storage that C++ made over memory it does not own, as pickling does."""
+    """Return the window of a storage that C++ made over memory of others, as pickling does."""
     n_bytes = storage.nbytes()
     if n_bytes == 0:
         # It has no address to find a block by.

@@ -115,7 +115,7 @@ class Clock:
         self._callers.append(get_ident())
 
     def end_backward(self) -> None:
-        """It is over, and the caller goes on when all of them are done."""
+        """End it: the caller goes on when all of them are done."""
         self._callers.remove(get_ident())
         if not self._callers:
             self._host_s = max([self._host_s, *self._beside_s.values()])
@@ -149,7 +149,7 @@ class Clock:
         self.host_s = max(self.host_s, until_s)
 
     def poll(self, until_s: float) -> bool:
-        """Whether the host has reached `until_s`; asking takes it a little further."""
+        """Return whether the host has reached `until_s`; asking takes it a little further."""
         self.host_s += self.rates.host_poll_s
         return until_s <= self.host_s
 

@@ -40,7 +40,7 @@ _ADVICE = "Wait for an event recorded after the copy, or synchronize, before the
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as uint8[*size, bytes of an element], whatever the strides."""
+    """Return the same memory as uint8[*size, bytes of an element], whatever the strides."""
     width = tensor.element_size()
     strides = (*(step * width for step in tensor.stride()), 1)
     raw = torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -49,7 +49,7 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def bytes_in(storage: torch.UntypedStorage) -> torch.Tensor:
-    """All memory of a storage as uint8[bytes]."""
+    """Return all memory of a storage as uint8[bytes]."""
     return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
 
 
@@ -131,7 +131,7 @@ class PinnedMemory:
         return tensor
 
     def span(self, tensor: torch.Tensor) -> Span | None:
-        """The bytes of a host tensor within its pinned range; None if it is not pinned."""
+        """Return the bytes of a host tensor within its pinned range; None if it is not pinned."""
         found = self._range_of(tensor)
         if found is None:
             return None
@@ -139,7 +139,7 @@ class PinnedMemory:
         return Span(found.history, low, low + extent_bytes(tensor))
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
-        """Whether all bytes of a host tensor lie in one pinned range."""
+        """Return whether all bytes of a host tensor lie in one pinned range."""
         return self._range_of(tensor) is not None
 
     def start(self) -> None:

@@ -85,7 +85,7 @@ class DeviceRandom:
         self._state = torch.Generator().manual_seed(seed).get_state()
 
     def state(self) -> torch.Tensor:
-        """The state as uint8 on the host; a copy."""
+        """Return the state as uint8 on the host; a copy."""
         return _copied(self._state)
 
     def set_state(self, state: torch.Tensor) -> None:
@@ -165,7 +165,7 @@ class Machine:
         return {index for index, device in enumerate(self.devices) if device.has_context}
 
     def owns(self, stream: Any) -> bool:
-        """Whether the stream was made since the last start."""
+        """Return whether the stream was made since the last start."""
         return self.streams.get(stream.number) is stream
 
     def launch(self, by: str, stream: Any, reads: list[Span], writes: list[Span]) -> None:

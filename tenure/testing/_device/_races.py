@@ -28,11 +28,11 @@ class Access:
     by: str
 
     def overlaps(self, other: "Access") -> bool:
-        """Whether both touch some byte."""
+        """Return whether both touch some byte."""
         return self.low < other.high and other.low < self.high
 
     def covers(self, other: "Access") -> bool:
-        """Whether every byte of `other` is touched by this one."""
+        """Return whether every byte of `other` is touched by this one."""
         return self.low <= other.low and other.high <= self.high
 
 
@@ -55,12 +55,12 @@ class History:
 
 
 def default_number(index: int) -> int:
-    """The number of a device's default stream: 0, and below -1 for each device after the first."""
+    """Return the number of a default stream: 0, and below -1 for each device after the first."""
     return 0 if index == 0 else -1 - index
 
 
 def stream_name(number: int) -> str:
-    """A stream as the messages name it."""
+    """Return a stream as the messages name it."""
     return f"stream {number}" if number >= 0 else f"the default stream of device {-1 - number}"
 
 
@@ -133,7 +133,7 @@ class RaceDetector:
 
 
 def _replaces(new: Access, old: Access) -> bool:
-    """Whether being ordered after `new` implies being ordered after `old`, so `old` can go."""
+    """Return whether an order after `new` implies one after `old`, so that `old` can go."""
     if new.is_write:
         return new.covers(old)
     return not old.is_write and old.stream_id == new.stream_id and new.covers(old)

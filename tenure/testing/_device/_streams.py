@@ -69,7 +69,7 @@ class Event:
         (stream or current_stream()).wait_event(self)
 
     def query(self) -> bool:
-        """Whether the host's clock has passed this point; if so the host is ordered after it.
+        """Return whether the host's clock has passed this point; the host is then ordered after it.
 
         As with `synchronize`, the runtime makes a context on the current device, not the event's.
         """
@@ -169,7 +169,7 @@ class Stream(torch.Stream):
             self.record_event().synchronize()
 
     def query(self) -> bool:
-        """Whether the host's clock has passed this stream's work."""
+        """Return whether the host's clock has passed this stream's work."""
         machine.forbid_in_capture()
         with made_current(self.device_index):
             return self.record_event().query()
@@ -194,18 +194,18 @@ _passes: list[list[Stream]] = []
 
 
 def number_of(stream: torch.Stream) -> int:
-    """What tells a stream from all others: the default ones have one id, 0, as on CUDA."""
+    """Return the key of a stream: the default streams share the id 0, as on CUDA."""
     return stream.stream_id or default_number(stream.device_index)
 
 
 def default_stream(device: Any = None) -> Stream:
-    """The stream of a device that is current where no other was chosen."""
+    """Return the stream of a device that is current where no other was chosen."""
     index = index_of(device)
     return machine.streams.get(default_number(index)) or Stream(index, stream_id=0)
 
 
 def current_stream(device: Any = None) -> Stream:
-    """The stream that launches of this thread on a device, the current one, go to.
+    """Return the stream that launches of this thread on a device, the current one, go to.
 
     In a backward pass that is the stream around it, for a thread that chose no other. All work on
     a device asks this before it begins.

@@ -28,7 +28,7 @@ this_thread = _ThisThread()
 
 
 def current_index() -> int:
-    """The index of the device that is current in this thread; 0 where it is gone by a restart."""
+    """Return the index of this thread's current device; 0 if a restart removed it."""
     return this_thread.index if this_thread.index < len(machine.devices) else 0
 
 
@@ -56,7 +56,7 @@ def made_current(index: int) -> Iterator[None]:
 
 
 def index_of(device: torch.device | str | int | None) -> int:
-    """The index of the device that is meant; -1 is the current one, as on CUDA.
+    """Return the index of the device that is meant; -1 is the current one, as on CUDA.
 
     Raises:
         ValueError: a device of another type.

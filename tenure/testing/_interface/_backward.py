@@ -61,7 +61,7 @@ class SafeGuard(DeviceGuard):  # type: ignore[misc]
     else:
 
         def type_(self) -> Any:
-            """The device type; a pending error is kept for `backward`."""
+            """Return the device type; a pending error is kept for `backward`."""
             try:
                 _check_pending()
             except SystemError as wrapped:
@@ -118,7 +118,7 @@ def _on_a_thread_that_torch_has(has_thread: bool) -> AbstractContextManager[obje
 
 @functools.cache
 def _has_thread(run: Any) -> bool:
-    """Whether autograd has a thread for the device.
+    """Return whether autograd has a thread for the device.
 
     It starts its threads at the first backward pass of the process, and none later: if that was
     before the device was put into torch, nodes of the device find no queue.

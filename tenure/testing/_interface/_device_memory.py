@@ -29,7 +29,7 @@ class DeviceProperties:
 
 
 def get_device_name(index: Any = None) -> str:
-    """What the device calls itself."""
+    """Return the name of the device."""
     return get_device_properties(index).name
 
 
@@ -44,17 +44,17 @@ def memory_allocated(index: Any = None) -> int:
 
 
 def max_memory_allocated(index: Any = None) -> int:
-    """The most that was allocated since the peak was last reset."""
+    """Return the most that was allocated since the peak was last reset."""
     return memory_stats(index)["allocated_bytes.all.peak"]
 
 
 def memory_reserved(index: Any = None) -> int:
-    """What the allocator holds of the device's memory."""
+    """Return the bytes that the allocator holds of the device's memory."""
     return memory_stats(index)["reserved_bytes.all.current"]
 
 
 def max_memory_reserved(index: Any = None) -> int:
-    """The most that the allocator held since the peak was last reset."""
+    """Return the most that the allocator held since the peak was last reset."""
     return memory_stats(index)["reserved_bytes.all.peak"]
 
 
@@ -76,7 +76,7 @@ def memory_stats_as_nested_dict(index: Any = None) -> dict[str, Any]:
 
 
 def memory_snapshot() -> list[dict[str, Any]]:
-    """The segments, as `torch.cuda.memory_snapshot` gives them; where exact, each block is one."""
+    """Return segments like `torch.cuda.memory_snapshot`; in exact mode each block is one."""
     pools = [device.pool for device in machine.devices]
     caching = [pool for pool in pools if isinstance(pool, CachingPool)]
     if caching:
@@ -128,7 +128,7 @@ def set_per_process_memory_fraction(fraction: float, index: Any = None) -> None:
 
 
 def get_per_process_memory_fraction(index: Any = None) -> float:
-    """The fraction that was set, of the memory that the device has now; 1 before that."""
+    """Return the fraction that was set, of the memory that the device has now; 1 before that."""
     return _caching_pool(index).fraction
 
 
@@ -138,7 +138,7 @@ FRACTION_FUNCTIONS = {
 
 
 def fraction_function(name: str) -> Any:
-    """One of `FRACTION_FUNCTIONS` while the caching allocator is at work; else None."""
+    """Return one of `FRACTION_FUNCTIONS` if the caching allocator is in use; else None."""
     return FRACTION_FUNCTIONS.get(name) if isinstance(_pool(0), CachingPool) else None
 
 

@@ -67,16 +67,16 @@ def is_bf16_supported(including_emulation: bool = True) -> bool:
 
 
 def _lazy_init() -> None:
-    """Nothing is left to do."""
+    """Do nothing: it is done already."""
 
 
 def device_count() -> int:
-    """How many devices the machine was started with."""
+    """Return how many devices the machine was started with."""
     return len(machine.devices)
 
 
 def current_device() -> int:
-    """The index of the device that is current in this thread."""
+    """Return the index of the device that is current in this thread."""
     return current_index()
 
 
@@ -96,7 +96,7 @@ def synchronize(index: Any = None) -> None:
 
 
 def ExternalStream(stream_ptr: int, device: Any = None) -> Stream:
-    """The stream of a device with a number as from `memory_snapshot`: 0 is its default stream.
+    """Return the stream that `memory_snapshot` gives this number: 0 is the default stream.
 
     Raises:
         RuntimeError: that stream belongs to another device.
@@ -127,7 +127,7 @@ def _seed(index: int, seed: int) -> None:
 
 
 def get_rng_state(index: Any = None) -> torch.Tensor:
-    """The state of a device's random numbers, uint8 on the host."""
+    """Return the state of a device's random numbers, uint8 on the host."""
     return machine.devices[index_of(index)].random.state()
 
 
@@ -142,7 +142,7 @@ def set_rng_state(state: torch.Tensor, index: Any = None) -> None:
 
 
 def get_amp_supported_dtype() -> list[torch.dtype]:
-    """The types that `torch.autocast("sim", dtype=...)` takes."""
+    """Return the types that `torch.autocast("sim", dtype=...)` takes."""
     return [torch.float16, torch.bfloat16, torch.float32]
 
 
@@ -154,7 +154,7 @@ class _Runtime:
     """
 
     def cudaGetErrorString(self, code: int) -> str:
-        """What a code means."""
+        """Return the meaning of a code."""
         return error_string(int(code))
 
     def cudaHostRegister(self, address: int, n_bytes: int, flags: int) -> int:
@@ -170,7 +170,7 @@ class _Runtime:
 
 
 def cudart() -> _Runtime:
-    """The runtime functions that pin host memory in place, named as in `torch.cuda.cudart()`."""
+    """Return the functions that pin host memory in place, named as in `torch.cuda.cudart()`."""
     return _Runtime()
 
 

@@ -17,7 +17,7 @@ from ._device_memory import empty_cache
 
 
 def is_current_stream_capturing() -> bool:
-    """Whether launches of this thread are recorded into a graph."""
+    """Return whether launches of this thread are recorded into a graph."""
     return current_stream().capture is not None
 
 

@@ -58,7 +58,7 @@ def _constructor() -> Any:
 
 
 def _on_device(run: Callable[..., Any], plain: Any) -> Any:
-    """A method that is another for storages of the device."""
+    """Return a method that is another for storages of the device."""
 
     def method(storage: Any, *args: Any) -> Any:
         return (run if storage.device.type == DEVICE_TYPE else plain)(storage, *args)
@@ -67,7 +67,7 @@ def _on_device(run: Callable[..., Any], plain: Any) -> Any:
 
 
 def _known(answer: Callable[[torch.UntypedStorage], Any], plain: Any) -> Any:
-    """A method that torch answers where the device does not."""
+    """Return a method that torch answers where the device does not."""
 
     def method(storage: torch.UntypedStorage) -> Any:
         found = answer(storage)

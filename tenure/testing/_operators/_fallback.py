@@ -57,7 +57,7 @@ _COPY_OF_ONE_NUMBER = "aten::_local_scalar_dense"
 
 @kernel
 def run_on_host(operator: Any, *args: Any, **kwargs: Any) -> Any:
-    """The fallback kernel of the device."""
+    """Return the fallback kernel of the device."""
     return run_as(operator, operator, args, kwargs)
 
 
@@ -123,7 +123,7 @@ class _Call:
     def to_host(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[list[Any], dict[str, Any]]:
-        """The arguments with a host tensor over the same bytes for each device tensor."""
+        """Return the arguments with a host tensor over the same bytes for each device tensor."""
         named = dict(zip(self._positions, args, strict=False))
         self._writes |= undeclared_writes(self._name, named)
         host_args = [self._argument(name, value) for name, value in named.items()]
@@ -208,7 +208,7 @@ class _Call:
         return value
 
     def _place(self, device: torch.device) -> torch.device:
-        """The host for a device; one without tensors of its own takes the call."""
+        """Return the host for a device; one without tensors of its own takes the call."""
         if device.type != DEVICE_TYPE:
             return device
         if self._device is None:
@@ -265,7 +265,7 @@ class _Call:
 
 
 def _outgrew(tensor: torch.Tensor, alias: torch.Tensor) -> bool:
-    """Whether the host function resized an argument past the memory of its block."""
+    """Return whether the host function resized an argument past the memory of its block."""
     end = alias.storage_offset() + required_elements(alias.size(), alias.stride())
     return end * alias.element_size() > room_bytes(tensor)
 
@@ -281,7 +281,7 @@ def _random_numbers(operator: Any, random: DeviceRandom, *, moves: bool = True) 
 
 
 def _new_storages(result: Any, arguments: set[int]) -> list[torch.UntypedStorage]:
-    """The storages of a result that are those of no argument, once each."""
+    """Return the storages of a result that are those of no argument, once each."""
     items = result if isinstance(result, (list, tuple)) else [result]
     tensors = [item for item in items if isinstance(item, torch.Tensor)]
     found = {tensor_key(tensor): tensor.untyped_storage() for tensor in tensors}

@@ -36,44 +36,44 @@ HOST_OUTPUTS = {"aten::_pack_padded_sequence": {1}}
 
 @functools.cache
 def argument_names(operator: Any) -> tuple[str, ...]:
-    """The names of the arguments, in order."""
+    """Return the names of the arguments, in order."""
     return tuple(argument.name for argument in schema_of(operator).arguments)
 
 
 @functools.cache
 def tensor_arguments(operator: Any) -> frozenset[str]:
-    """The arguments that are tensors, and may be given as numbers."""
+    """Return the arguments that are tensors, and may be given as numbers."""
     arguments = schema_of(operator).arguments
     return frozenset(a.name for a in arguments if str(a.type) in ("Tensor", "Optional[Tensor]"))
 
 
 @functools.cache
 def written_arguments(operator: Any) -> frozenset[str]:
-    """The arguments that the operator writes."""
+    """Return the arguments that the operator writes."""
     arguments = schema_of(operator).arguments
     return frozenset(a.name for a in arguments if a.alias_info and a.alias_info.is_write)
 
 
 @functools.cache
 def returns_new_tensors(operator: Any) -> bool:
-    """Whether a result has memory of its own."""
+    """Return whether a result has memory of its own."""
     return any(returned.alias_info is None for returned in schema_of(operator).returns)
 
 
 def undeclared_writes(name: str, arguments: dict[str, Any]) -> frozenset[str]:
-    """What the operator writes although its schema does not say so."""
+    """Return the arguments that the operator writes although its schema does not say so."""
     if name == "aten::native_batch_norm" and arguments["training"]:
         return frozenset({"running_mean", "running_var"})
     return frozenset()
 
 
 def draws(operator: Any) -> bool:
-    """Whether the operator takes random numbers."""
+    """Return whether the operator takes random numbers."""
     return torch.Tag.nondeterministic_seeded in operator.tags
 
 
 def reaches_host(operator: Any, result: Any) -> bool:
-    """Whether the host must wait: it gets a number, or a size that depends on the data."""
+    """Return whether the host must wait: it gets a number, or a size that depends on the data."""
     is_number = isinstance(result, (bool, int, float, complex))
     return is_number or torch.Tag.dynamic_output_shape in operator.tags
 

@@ -108,5 +108,5 @@ KERNELS = {
 
 
 def kernels() -> dict[str, Callable[..., Any]]:
-    """The kernels of this module by operator name."""
+    """Return the kernels of this module by operator name."""
     return KERNELS | {name: _on_cpu_keys(name) for name in _VIEWS}
