@@ -1,8 +1,8 @@
 """The tables and the figure of the docs, written from what the benchmarks left in ``results/``.
 
-A table stands between ``<!-- NAME: begin -->`` and ``<!-- NAME: end -->`` on any page of ``docs/``,
-and is nothing but what ``results/NAME.json`` gives. Knows no torch: ``python -m benchmarks.tables``
-takes no time.
+A table stands between ``<!-- NAME: begin -->`` and ``<!-- NAME: end -->`` in ``results/README.md``
+or on a page of ``docs/``, and is nothing but what ``results/NAME.json`` gives. Knows no torch:
+``python -m benchmarks.tables`` takes no time.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class TableError(ValueError):
 
 def pages() -> list[Path]:
     """The pages that may have tables."""
-    return sorted((ROOT / "docs").glob("*.md"))
+    return [*sorted((ROOT / "docs").glob("*.md")), RESULTS / "README.md"]
 
 
 def rendered(text: str, results: Path = RESULTS) -> str:
