@@ -34,11 +34,11 @@ class Limit(Protocol):
         ...
 
     def available_on(self, device: torch.device) -> int | None:
-        """The bytes that may still be taken; None where this limits another device."""
+        """Return the bytes that may still be taken; None where this limits another device."""
         ...
 
     def counts(self, storage: UntypedStorage) -> bool:
-        """Whether the storage takes some of what this limits."""
+        """Return whether the storage takes some of what this limits."""
         ...
 
 
@@ -84,12 +84,12 @@ def moved(before: Tensor, after: Tensor) -> None:
 
 
 def is_counted(storage: UntypedStorage) -> bool:
-    """Whether a limit of this thread counts a storage; True if there is no limit."""
+    """Return whether a limit of this thread counts a storage; True if there is no limit."""
     limits = _this_thread.open
     return not limits or any(limit.counts(storage) for limit in limits)
 
 
 def available_bytes(device: torch.device, free_bytes: int) -> int:
-    """What this thread may still take of a device that has so many bytes free."""
+    """Return the bytes that this thread may still allocate on a device with so many free."""
     told = (limit.available_on(device) for limit in _this_thread.open)
     return min([free_bytes, *(n_bytes for n_bytes in told if n_bytes is not None)])

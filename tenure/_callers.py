@@ -45,7 +45,7 @@ _WRAPPER = "torch._dynamo."
 
 
 def module_of(frame: FrameType) -> str:
-    """The name of the module whose code ``frame`` runs; "" where ``exec`` was given another."""
+    """Return the name of the module whose code ``frame`` runs; "" if ``exec`` hides it."""
     if frame.f_code.co_name == _STAND_IN:
         return _STAND_IN
     name = frame.f_globals.get("__name__")
@@ -54,18 +54,18 @@ def module_of(frame: FrameType) -> str:
 
 
 def package_of(frame: FrameType) -> str:
-    """The name of the outermost package whose code ``frame`` runs."""
+    """Return the name of the outermost package whose code ``frame`` runs."""
     return module_of(frame).partition(".")[0]
 
 
 def is_tenure(frame: FrameType) -> bool:
-    """Whether ``frame`` is tenure's; the command line and its demo are programs, and are not."""
+    """Return whether ``frame`` is tenure's; its command line and demo count as programs."""
     name = module_of(frame)
     return name.partition(".")[0] == _OWN_PACKAGE and not _is_program(name)
 
 
 def is_internal(frame: FrameType) -> bool:
-    """Whether ``frame`` is tenure's, or of what calls tenure for the user: torch, contextlib."""
+    """Return whether ``frame`` is of tenure, or of torch or contextlib calling tenure."""
     # the module is asked for once: this runs for each frame between an operation and its user
     name = module_of(frame)
     return name.partition(".")[0] in _INTERNAL and not _is_program(name)
@@ -76,7 +76,7 @@ def _is_program(name: str) -> bool:
 
 
 def user_frame(frame: FrameType) -> FrameType:
-    """The nearest frame, from ``frame`` outwards, that is not internal.
+    """Return the nearest frame, from ``frame`` outwards, that is not internal.
 
     Where there is none (torch calls back on a thread of its own), ``frame`` itself.
     """
@@ -96,7 +96,7 @@ def warn_user(message: str, category: type[TenureWarning]) -> None:
 
 
 def maker_of(frame: FrameType) -> FrameType:
-    """The frame that called torch, where ``frame`` is the one that called tenure's handler.
+    """Return the frame that called torch, where ``frame`` is the one that called tenure's handler.
 
     A torch-function mode above tenure's, such as ``with torch.device("cuda"):``, is called first,
     and calls on. Its frames then stand between the handler and the code that wanted a tensor.
@@ -108,7 +108,7 @@ def maker_of(frame: FrameType) -> FrameType:
 
 
 def outside_of_mode(frame: FrameType) -> FrameType | None:
-    """The frame that called the mode in whose handler ``frame`` runs; None if it runs in none."""
+    """Return the frame that called the mode whose handler ``frame`` runs in, if any."""
     inner: FrameType | None = frame
     for _ in range(_REACH):
         if inner is None:
@@ -126,7 +126,7 @@ def _unwrapped(frame: FrameType | None) -> FrameType | None:
 
 
 def stand_in(frame: FrameType) -> Callable[..., Any]:
-    """What calls a function so that its warnings are put down to the line that ``frame`` is at.
+    """Return a caller whose warnings are reported at the line of ``frame``.
 
     C code warns of the innermost frame of Python: its file, its line, and the module by which
     filters choose. In a handler of torch that frame would be tenure's, and a filter of the program
@@ -180,7 +180,7 @@ class Site:
 
 
 def position_of(code: CodeType, instruction: int) -> tuple[int | None, int | None]:
-    """The line and the column of an instruction; None for what the compiler left out."""
+    """Return the line and the column of an instruction; None for what the compiler left out."""
     # there is one entry for each code unit of two bytes
     positions = itertools.islice(code.co_positions(), instruction // 2, None)
     line, _, column, _ = next(positions, (None, None, None, None))
@@ -188,7 +188,7 @@ def position_of(code: CodeType, instruction: int) -> tuple[int | None, int | Non
 
 
 def opening_site(code: CodeType, instruction: int, frame_id: int) -> Site:
-    """The place that opened a block; of a block of tenure's own, the user's place that led to it.
+    """Return the call site that opened a block; for tenure's own blocks, the user's call site.
 
     Args:
         code: what the frame that opened it runs.
@@ -206,12 +206,12 @@ def opening_site(code: CodeType, instruction: int, frame_id: int) -> Site:
 
 
 def user_site() -> Site:
-    """The place in the user's program that called into tenure."""
+    """Return the place in the user's program that called into tenure."""
     return _place(user_frame(sys._getframe(1)))
 
 
 def capture_site(frame: FrameType, capture: Capture) -> Site:
-    """The user's place at or around ``frame``, alone or with the calls that led to it."""
+    """Return the user's place at or around ``frame``, alone or with the calls that led to it."""
     user = user_frame(frame)
     around: list[Site] = []
     # what stands below a cell is the notebook's, and no part of the program
@@ -227,7 +227,7 @@ def _place(frame: FrameType) -> Site:
 
 
 def line_in(path: str, line: int) -> str:
-    """A line as every message and table spells it: ``train.py:41``, or ``Cell In[2], line 3``.
+    """Return a line as messages and tables spell it: ``train.py:41``, ``Cell In[2], line 3``.
 
     Args:
         path: that code was compiled under; one below the working directory is told from there.
@@ -244,7 +244,7 @@ def line_in(path: str, line: int) -> str:
 
 
 def line_and_function(code: CodeType, line: int) -> str:
-    """The same with the function that runs, as ``train.py:41 in step``; of a cell itself none."""
+    """Return the line with its function, as ``train.py:41 in step``; a cell has none."""
     place = line_in(code.co_filename, line)
     return place if is_cell(code) else f"{place} in {code.co_name}"
 
@@ -262,7 +262,7 @@ class SitedRef(weakref.ref[Tensor]):
 
 
 def created_at(tensor: Tensor) -> str | None:
-    """Where a scope with ``capture=`` saw the tensor being made, as ``train.py:41``; else None."""
+    """Return the line where a scope with ``capture=`` saw the tensor made; else None."""
     # Python lists the weak references to an object: the tensor needs no attribute, which a
     # subclass may refuse, and no table of ours has to follow its life
     for reference in weakref.getweakrefs(tensor):

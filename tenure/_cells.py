@@ -20,7 +20,7 @@ _SHELL = "InteractiveShell."
 
 
 def cell_of(path: str) -> str | None:
-    """What IPython calls the cell that was compiled under this path, as ``Cell In[2]``.
+    """Return IPython's name of the cell that was compiled under this path: ``Cell In[2]``.
 
     None where it is no cell's: a notebook's are temporary files that are never written, a
     terminal's are ``<ipython-input-2-1f3b...>``.
@@ -32,12 +32,12 @@ def cell_of(path: str) -> str | None:
 
 
 def is_cell(code: CodeType) -> bool:
-    """Whether this is a cell itself, and no function in it: what calls it is the notebook's."""
+    """Return whether this is a cell itself, not a function in it; the notebook calls it."""
     return code.co_name.startswith(_OWN_NAMES) and cell_of(code.co_filename) is not None
 
 
 def is_of_shell(holder: str) -> bool:
-    """Whether a holder is a variable of the notebook's own, as of the value of a cell.
+    """Return whether a holder is a variable of the notebook's own, as of the value of a cell.
 
     The user knows that as ``_``.
     """
@@ -45,7 +45,7 @@ def is_of_shell(holder: str) -> bool:
 
 
 def usage_error(text: str) -> Exception:
-    """The error that IPython shows as its text alone."""
+    """Return the error that IPython shows as its text alone."""
     from IPython.core.error import UsageError
 
     return UsageError(text)
@@ -79,7 +79,7 @@ def run_cell(shell: Any, code: str, before_each: Callable[[], object] = lambda: 
 
 
 def _is_open(node: ast.stmt, source: str) -> bool:
-    """Whether no semicolon follows, by which a cell keeps its value to itself."""
+    """Return whether no semicolon follows, by which a cell keeps its value to itself."""
     line, column = (node.end_lineno or 1) - 1, node.end_col_offset or 0
     # columns count bytes
     rest = source.split("\n")[line].encode()[column:]

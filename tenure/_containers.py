@@ -47,7 +47,7 @@ class Level(NamedTuple):
 
 
 def level_of(node: Any, *, is_all: bool = False) -> Level | None:
-    """One level of a container, or None if it is none that can be put together again.
+    """Return one level of a container, or None if the container can't be rebuilt.
 
     Args:
         node: the container, or any other object.
@@ -64,7 +64,7 @@ def level_of(node: Any, *, is_all: bool = False) -> Level | None:
 
 
 def contents_of(node: Any) -> list[Any]:
-    """What one level holds, also of containers that can't be made again; none of other objects."""
+    """Return the items of one level, also of containers that can't be rebuilt."""
     if isinstance(node, (tuple, set, frozenset, *_SEQUENCES)):
         return list(node)
     # Mapping asks for the hash of a type, and a metaclass may have none
@@ -80,7 +80,7 @@ def contents_of(node: Any) -> list[Any]:
 def tensors_in(
     values: Iterable[Any], below: Callable[[Any], list[Any]] | None = None
 ) -> list[Tensor]:
-    """The tensors in containers of any kind each once, in order.
+    """Return the tensors in containers of any kind each once, in order.
 
     Args:
         values: what to search, cyclic or not.
@@ -105,7 +105,7 @@ def tensors_in(
 
 
 def mapped(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
-    """The same containers, of what a function makes of each tensor."""
+    """Return the same containers, of what a function makes of each tensor."""
     if isinstance(tree, Tensor):
         return function(tree)
     level = level_of(tree)
@@ -115,21 +115,21 @@ def mapped(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
 
 
 def is_record(node: object) -> bool:
-    """Whether it is a dataclass that is nothing else: no class, tensor, module or tuple."""
+    """Return whether it is a dataclass that is nothing else: no class, tensor, module or tuple."""
     return dataclasses.is_dataclass(node) and not isinstance(
         node, type | tuple | Tensor | nn.Module
     )
 
 
 def is_mutable(node: object) -> bool:
-    """Whether a container can be written to: a mapping, a list, a dataclass."""
+    """Return whether a container can be written to: a mapping, a list, a dataclass."""
     if isinstance(node, (*_MAPPINGS, *_SEQUENCES)):
         return True
     return is_record(node) and not is_registered(node)
 
 
 def entries_of(node: Any) -> dict[Any, Any]:
-    """What a container that can be written to holds, by key, by index or by attribute."""
+    """Return the entries of a writable container, by key, by index or by attribute."""
     if isinstance(node, _MAPPINGS):
         return dict(node.items())
     if isinstance(node, _SEQUENCES):
@@ -157,7 +157,7 @@ def set_entries(node: Any, entries: dict[Any, Any]) -> None:
 
 
 def passed_tensors(value: object) -> Iterator[Tensor]:
-    """The tensors that a function is called with or returns, as often as they are there.
+    """Yield the tensors that a function is called with or returns, as often as they are there.
 
     One by one, because behind one may stand half-made objects: ``copy.deepcopy`` for one passes its
     memo along, with all that it has copied so far.
@@ -206,7 +206,7 @@ class Survey:
             waiting += reversed(level.children)
 
     def replaced(self, replacements: dict[int, Any]) -> Any:
-        """The tree with replaced objects, by id; the copies of containers join replacements.
+        """Return the tree with replaced objects, by id; the copies of containers join replacements.
 
         Raises:
             TenureError: a container holds itself, so it can't be made again.
@@ -214,7 +214,7 @@ class Survey:
         return self._replaced(self._tree, replacements, {})
 
     def _replaced(self, node: Any, replacements: dict[int, Any], seen: dict[int, bool]) -> Any:
-        """As above; ``seen`` says of what was seen whether it was met again within itself."""
+        """Do as above; ``seen`` notes whether a container was met again within itself."""
         level, key = self._levels.get(id(node)), id(node)
         if key in replacements:
             return replacements[key]
@@ -234,7 +234,7 @@ class Survey:
 
 
 def _fields_of(node: Any) -> dict[str, Any]:
-    """The fields of a dataclass that have a value."""
+    """Return the fields of a dataclass that have a value."""
     names = [each.name for each in dataclasses.fields(node)]
     found = {name: getattr(node, name, _UNSET) for name in names}
     return {name: value for name, value in found.items() if value is not _UNSET}

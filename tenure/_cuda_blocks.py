@@ -32,34 +32,34 @@ _FIRST_ADDRESS = 0x10_0000_0000
 
 
 def is_rounding(device: torch.device) -> bool:
-    """Whether a device's allocator takes more than it is asked for."""
+    """Return whether a device's allocator takes more than it is asked for."""
     return device.type != "cpu"
 
 
 def whole_block_bytes(n_bytes: int, device: torch.device) -> int:
-    """The least size from ``n_bytes`` on that an empty allocator does not round."""
+    """Return the least size from ``n_bytes`` on that an empty allocator does not round."""
     if not is_rounding(device):
         return n_bytes
     return up_to(n_bytes, BLOCK_BYTES if n_bytes < OWN_SEGMENT_BYTES else SEGMENT_STEP_BYTES)
 
 
 def up_to(n_bytes: int, step_bytes: int) -> int:
-    """The next multiple of a step."""
+    """Return the next multiple of a step."""
     return -(-n_bytes // step_bytes) * step_bytes
 
 
 def rounded(requested_bytes: int) -> int:
-    """The size of the block that a request needs."""
+    """Return the size of the block that a request needs."""
     return up_to(requested_bytes, BLOCK_BYTES)
 
 
 def is_small(block_bytes: int) -> bool:
-    """Whether a block of this size comes from the small pool."""
+    """Return whether a block of this size comes from the small pool."""
     return block_bytes <= _LARGEST_SMALL_BYTES
 
 
 def segment_bytes(block_bytes: int) -> int:
-    """How much is taken from the device where no free block is left for one of this size."""
+    """Return how much is taken from the device where no free block is left for one of this size."""
     if is_small(block_bytes):
         return SMALL_SEGMENT_BYTES
     if block_bytes < OWN_SEGMENT_BYTES:

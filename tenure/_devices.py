@@ -42,7 +42,7 @@ class Counters(NamedTuple):
 
 
 def indexed(device: str | int | torch.device) -> torch.device:
-    """The device with the index that its storages have; that of the host has none.
+    """Return the device with the index that its storages have; that of the host has none.
 
     Without an index it is the current device of its kind.
 
@@ -62,7 +62,7 @@ def indexed(device: str | int | torch.device) -> torch.device:
 
 
 def accelerator_of(device: str | torch.device | None) -> tuple[Any, torch.device] | None:
-    """The module and the device that is named; None for the host and what is not there."""
+    """Return the module and the device that is named; None for the host and what is not there."""
     if device is None:
         return None
     try:
@@ -74,7 +74,7 @@ def accelerator_of(device: str | torch.device | None) -> tuple[Any, torch.device
 
 
 def counters_of(module: Any, device: torch.device) -> Counters:
-    """What the allocator of a device counts, whatever its module calls it."""
+    """Return the counters of a device's allocator, whatever its module calls them."""
     stats = told_by(module, "memory_stats", device) or {}
     told = {name: stats.get(f"{name}_bytes.all.current") for name in Counters._fields}
     for name, (of_device, of_the_only_one) in _WITHOUT_STATS.items():
@@ -86,7 +86,7 @@ def counters_of(module: Any, device: torch.device) -> Counters:
 
 
 def told_by(module: Any, function: str, *args: Any) -> Any:
-    """What a function of a device's module returns; None where it has none, or that refuses."""
+    """Call a function of a device's module; return None if it is missing or raises."""
     try:
         return getattr(module, function)(*args)
     except (AttributeError, RuntimeError):
@@ -114,7 +114,7 @@ def free_memory(module: Any, device: torch.device) -> tuple[int, int] | None:
 
 
 def is_here(kind: str) -> bool:
-    """Whether this machine has a device of a kind, such as ``"cuda"``."""
+    """Return whether this machine has a device of a kind, such as ``"cuda"``."""
     try:
         module: Any = torch.get_device_module(kind)
         return bool(module.is_available())

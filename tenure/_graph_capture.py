@@ -25,7 +25,7 @@ _watches: dict[type, Patch] = {}
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether the current stream of the device's backend is capturing a graph.
+    """Return whether the current stream of the device's backend is capturing a graph.
 
     False on devices without graphs, and on an accelerator that is not yet in use: asking brings
     no context to life.
@@ -43,7 +43,7 @@ def is_capturing(device: torch.device) -> bool:
 
 
 def captures_somewhere(device: torch.device) -> bool:
-    """Whether any thread is capturing a graph of the device's backend; see ``watch_captures()``.
+    """Return whether any thread captures a graph of the backend; see ``watch_captures()``.
 
     torch tells it of the current stream alone, and what waits for the whole device breaks the
     capture of any thread.
@@ -86,13 +86,13 @@ def _classes(module: Any) -> list[type]:
 
 
 def accelerator_is_capturing() -> bool:
-    """Whether the current stream of this machine's accelerator is capturing a graph."""
+    """Return whether the current stream of this machine's accelerator is capturing a graph."""
     accelerator = torch.accelerator.current_accelerator()
     return accelerator is not None and is_capturing(accelerator)
 
 
 def kind_of_live_graph(device: torch.device) -> str | None:
-    """The class of a captured graph of the device's backend that is alive; None without one.
+    """Return the class of a captured graph of the device's backend that is alive; None without one.
 
     Such a graph replays on the addresses that it was captured with. Looks at each object there is.
     """

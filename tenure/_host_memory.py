@@ -32,7 +32,7 @@ _V2 = "memory.max", "memory.current", "inactive_file"
 
 
 def free_host_bytes(root: Path = Path("/")) -> int:
-    """Bytes that this process may still allocate: by the machine, its containers, its own limit.
+    """Return the bytes that the machine, containers and limits still allow this process.
 
     Args:
         root: where the files of the system lie.
@@ -55,12 +55,12 @@ class GroupMemory(NamedTuple):
 
 
 def tightest_group(root: Path = Path("/")) -> GroupMemory | None:
-    """Of the containers around this process the one with the least free; None without a limit."""
+    """Return the container of this process with the least free memory; None without a limit."""
     return min(_groups(root), key=lambda group: group.free_bytes, default=None)
 
 
 def data_limit() -> int | None:
-    """The least of the limits on this process's own memory (``RLIMIT_DATA``, ``RLIMIT_AS``)."""
+    """Return the lowest limit on this process's memory (``RLIMIT_DATA``, ``RLIMIT_AS``)."""
     if resource is None:
         return None
     kinds = (resource.RLIMIT_DATA, resource.RLIMIT_AS)
@@ -69,12 +69,12 @@ def data_limit() -> int | None:
 
 
 def address_space_bytes() -> int:
-    """The address space that this process has taken, which is more than the memory in use."""
+    """Return the bytes of address space of this process, which exceed the memory in use."""
     return int(psutil.Process().memory_info().vms)
 
 
 def address_space_limits() -> list[int]:
-    """The limits that there are, in bytes: that which holds first, then that which it can reach."""
+    """Return the limits in bytes: the soft limit, then the hard limit."""
     if resource is None:
         return []
     limits = resource.getrlimit(resource.RLIMIT_AS)
@@ -88,7 +88,7 @@ def limit_address_space(n_bytes: int) -> None:
 
 
 def has_address_space_limits() -> bool:
-    """Whether the system knows such limits."""
+    """Return whether the system knows such limits."""
     return resource is not None
 
 
@@ -125,7 +125,7 @@ def _group_in(folder: Path, names: tuple[str, str, str]) -> GroupMemory | None:
 
 
 def _number(file: Path) -> int | None:
-    """A number in a file; None for ``max``, and for a file that is not there."""
+    """Return a number in a file; None for ``max``, and for a file that is not there."""
     text = _text(file).strip()
     return int(text) if text.isdecimal() else None
 
@@ -146,12 +146,12 @@ _process = functools.lru_cache(maxsize=1)(psutil.Process)
 
 
 def resident_bytes() -> int:
-    """The memory of this process that lies in RAM."""
+    """Return the memory of this process that lies in RAM."""
     return int(_process(os.getpid()).memory_info().rss)
 
 
 def peak_resident_bytes() -> int:
-    """The most memory of this process that has been in RAM."""
+    """Return the most memory of this process that has been in RAM."""
     # getrusage counts the process that started this one as well: exec keeps its figure
     with suppress(OSError), open("/proc/self/status") as file:
         if found := re.search(r"VmHWM:\s+(\d+) kB", file.read()):

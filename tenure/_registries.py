@@ -40,11 +40,11 @@ class TensorNamer(Protocol):
     """What keeps memory for a model, and can say what for."""
 
     def served_model(self) -> nn.Module | None:
-        """The model that the memory is for; None when that is gone."""
+        """Return the model that the memory is for; None when that is gone."""
         ...
 
     def named_tensors(self) -> Iterable[NamedTensor]:
-        """The tensors that it keeps now. Called on any thread, and never inside an operation."""
+        """Yield the tensors that it keeps. Called on any thread, never inside an operation."""
         ...
 
 
@@ -73,11 +73,11 @@ class ScopeWatcher(Protocol):
     """Who is told of scopes, on whatever thread they are; it must not raise."""
 
     def began(self, scope: object) -> None:
-        """A scope has become the current one."""
+        """Note that a scope has become the current one."""
         ...
 
     def ended(self, scope: object) -> None:
-        """It has given way; told once more when it has disposed what it owned."""
+        """Note that a scope is not the current one; called again when it has freed its tensors."""
         ...
 
 
@@ -88,7 +88,7 @@ class _Registry(Generic[_Member]):
         self._members: weakref.WeakValueDictionary[int, _Member] = weakref.WeakValueDictionary()
 
     def add(self, member: _Member) -> None:
-        """From now on, and as long as it lives, ask this one."""
+        """Ask this one from now on, as long as it is alive."""
         self._members.setdefault(id(member), member)
 
     def discard(self, member: _Member) -> None:
@@ -96,7 +96,7 @@ class _Registry(Generic[_Member]):
         self._members.pop(id(member), None)
 
     def alive(self) -> list[_Member]:
-        """All that are registered and alive."""
+        """Return all that are registered and alive."""
         # the list of references is made in one go: other threads may register more meanwhile
         references = self._members.valuerefs()
         return [member for each in references if (member := each()) is not None]

@@ -74,7 +74,7 @@ def write_whole(path: Path, data: bytes, *, replace: bool = True) -> Path:
 
 
 def is_no_file(path: Path) -> bool:
-    """Whether something of this name is neither a file nor a folder, such as a device or a pipe."""
+    """Return whether this path is neither a file nor a folder, such as a device or a pipe."""
     return path.exists() and not (path.is_file() or path.is_dir())
 
 

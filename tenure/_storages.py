@@ -25,7 +25,7 @@ _COMPRESSED: dict[Any, tuple[str, ...]] = {
 
 
 def storage_of(t: Tensor) -> UntypedStorage | None:
-    """The storage; None for a tensor without one."""
+    """Return the storage; None for a tensor without one."""
     # sparse, opaque, nested, wrapped and disposed tensors raise errors of many types here
     try:
         storage: UntypedStorage = TENSOR_BASE.untyped_storage(t)
@@ -35,13 +35,13 @@ def storage_of(t: Tensor) -> UntypedStorage | None:
 
 
 def storage_key(t: Tensor) -> int | None:
-    """The identity of the storage while it lives; None for a tensor without one."""
+    """Return the identity of the storage while it lives; None for a tensor without one."""
     storage = storage_of(t)
     return None if storage is None else key_of(storage)
 
 
 def storage_bytes(t: Tensor) -> int | None:
-    """Bytes of the whole storage, whatever part of it the tensor shows."""
+    """Return the bytes of the whole storage, whatever part of it the tensor shows."""
     try:
         return int(TENSOR_BASE.untyped_storage(t).nbytes())
     except Exception:
@@ -49,7 +49,7 @@ def storage_bytes(t: Tensor) -> int | None:
 
 
 def element_bytes(t: Tensor) -> int:
-    """Bytes of the elements that a tensor shows; 0 where it does not tell."""
+    """Return the bytes of the elements that a tensor shows; 0 if they are not known."""
     try:
         return int(TENSOR_BASE.numel(t)) * int(TENSOR_BASE.element_size(t))
     except Exception:
@@ -57,13 +57,13 @@ def element_bytes(t: Tensor) -> int:
 
 
 def n_bytes_of(t: Tensor) -> int:
-    """Bytes of the storage; without one, of the elements; 0 when neither can be told."""
+    """Return the bytes of the storage, else of the elements, else 0."""
     n_bytes = storage_bytes(t)
     return element_bytes(t) if n_bytes is None else n_bytes
 
 
 def byte_range(tensor: Tensor) -> tuple[int, int]:
-    """Where the elements of a strided tensor lie in its storage: the first byte, and the end.
+    """Return the byte range of a strided tensor in its storage: the first byte, and the end.
 
     It has at least one element.
     """
@@ -75,13 +75,13 @@ def byte_range(tensor: Tensor) -> tuple[int, int]:
 
 
 def total_bytes(tensors: Iterable[Tensor]) -> int:
-    """The bytes of the storages of ``tensors``, shared ones once."""
+    """Return the bytes of the storages of ``tensors``, shared ones once."""
     found = {key_of(each): each for tensor in tensors for each in all_storages_of(tensor)}
     return sum(storage.nbytes() for storage in found.values())
 
 
 def storages_of(tensor: Tensor) -> list[UntypedStorage]:
-    """The storages of a tensor of any layout; none where torch shows none (meta, opaque)."""
+    """Return the storages of a tensor of any layout; none where torch shows none (meta, opaque)."""
     with without_functions():
         parts = [part for _, part in sparse_parts(tensor)]
         if not parts and tensor.layout is torch.strided:
@@ -91,7 +91,7 @@ def storages_of(tensor: Tensor) -> list[UntypedStorage]:
 
 
 def all_storages_of(tensor: Tensor) -> list[UntypedStorage]:
-    """The same, with those of the tensors that a wrapper is made of, however deep; each once."""
+    """Return the storages of a tensor and of all inner tensors of wrappers, each once."""
     if type(tensor) is Tensor:
         return storages_of(tensor)
     # with the storages, not their sizes: a key is one storage's only as long as that lives
@@ -112,7 +112,7 @@ def all_storages_of(tensor: Tensor) -> list[UntypedStorage]:
 
 
 def sparse_parts(tensor: Tensor) -> list[tuple[str, Tensor]]:
-    """The dense tensors that a sparse one is made of, by name; none for other layouts."""
+    """Return the dense tensors that a sparse one is made of, by name; none for other layouts."""
     if tensor.layout is torch.sparse_coo:
         return list(zip(("indices", "values"), coo_parts(tensor), strict=True))
     names = _COMPRESSED.get(tensor.layout, ())
@@ -120,7 +120,7 @@ def sparse_parts(tensor: Tensor) -> list[tuple[str, Tensor]]:
 
 
 def is_hollow(storage: UntypedStorage) -> bool:
-    """Whether a storage has a size but no memory: that of meta and fake tensors, of wrappers."""
+    """Return whether a storage has a size but no memory, as of meta and fake tensors."""
     try:
         return storage.device.type == "meta" or storage.data_ptr() == 0
     except RuntimeError:
@@ -128,12 +128,12 @@ def is_hollow(storage: UntypedStorage) -> bool:
 
 
 def inner_tensors(tensor: Tensor) -> list[Tensor]:
-    """The tensors that a wrapper subclass, such as a DTensor, is made of; none for other ones."""
+    """Return the inner tensors of a wrapper subclass, such as a DTensor; else none."""
     return [inner for _, inner in named_inner_tensors(tensor)]
 
 
 def named_inner_tensors(tensor: Tensor) -> list[tuple[str, Tensor]]:
-    """The same with the attributes that they are; the code of the subclass is what tells."""
+    """Return the same with the attributes that they are; the code of the subclass is what tells."""
     if type(tensor) is Tensor or not hasattr(type(tensor), "__tensor_flatten__"):
         return []
     with without_functions():

@@ -66,7 +66,7 @@ def describe_elements(dtype: torch.dtype | str, shape: Sequence[object]) -> str:
 
 
 def dtype_name(dtype: torch.dtype | str) -> str:
-    """What torch calls a dtype, as ``float16``."""
+    """Return torch's name of a dtype, such as ``float16``."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -83,7 +83,7 @@ def describe_tensor(t: torch.Tensor) -> str:
 
 
 def shape_of(t: torch.Tensor) -> tuple[int | str, ...]:
-    """The shape, symbolic sizes as text; a nested tensor without one has its number of components.
+    """Return the shape, symbolic sizes as text; for nested tensors the number of components.
 
     Example:
         >>> shape_of(torch.zeros(2, 3))
@@ -98,7 +98,7 @@ def shape_of(t: torch.Tensor) -> tuple[int | str, ...]:
 
 
 def operation_of(func: Callable[..., Any]) -> str:
-    """How an error calls a function of torch: ``exp()``, ``add()`` for an operator, ``.grad``."""
+    """Return the name of a torch function in errors: ``exp()``, ``add()``, ``.grad``."""
     name: str = getattr(func, "__name__", None) or type(func).__name__
     if name in {"__get__", "__set__", "__delete__"}:
         return f".{getattr(getattr(func, '__self__', None), '__name__', name)}"

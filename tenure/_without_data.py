@@ -23,7 +23,7 @@ _ROWS = (torch.linspace, torch.tensor, torch.arange)
 
 @contextmanager
 def without_data(*, keeps_names: bool = False, has_rows: bool = False) -> Iterator[None]:
-    """A block in which tensors have no data, and devices that are not here are the host.
+    """Return a block in which tensors have no data, and devices that are not here are the host.
 
     Args:
         keeps_names: whether a ``torch.device`` keeps its name; see `Elsewhere`.

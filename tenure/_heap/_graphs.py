@@ -33,7 +33,7 @@ _MAX_DEPTH = 2
 
 
 def is_node(found: object) -> bool:
-    """Whether an object is a node of a graph."""
+    """Return whether an object is a node of a graph."""
     return any(_EDGES in class_attributes(base) for base in mro_of(type(found)))
 
 
@@ -45,7 +45,7 @@ def node_classes() -> list[type]:
 
 
 def walk_nodes(stack: list[Any], seen: dict[int, Any]) -> Iterator[Any]:
-    """Every node once; `seen` keeps them, so that their identities stay their own."""
+    """Yield every node once; `seen` keeps them, so that no identity is used again."""
     while stack:
         node = stack.pop()
         if id(node) not in seen:
@@ -55,12 +55,12 @@ def walk_nodes(stack: list[Any], seen: dict[int, Any]) -> Iterator[Any]:
 
 
 def inner_nodes(node: Any) -> list[Any]:
-    """The nodes that a backward pass runs next."""
+    """Return the nodes that a backward pass runs next."""
     return [inner for inner, _ in node.next_functions if inner is not None]
 
 
 def _slot_names(cls: type) -> list[str]:
-    """The attributes under which a class of nodes shows what it has saved."""
+    """Return the attributes under which a class of nodes shows what it has saved."""
     names = (name for base in mro_of(cls) for name in class_attributes(base))
     return [name for name in names if name.startswith(_RAW) or name == "variable"]
 
@@ -185,7 +185,7 @@ class Graphs:
                 self._add_node(node)
 
     def _has_unknown_references(self, entry: Referent) -> bool:
-        """Whether there are references that were not met on the way."""
+        """Return whether there are references that were not met on the way."""
         found = entry.found
         known = entry.references + entry.hidden + cpp_references(found) + (found in self._beside)
         return sys.getrefcount(found) > known + _OWN_REFERENCES

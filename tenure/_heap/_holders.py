@@ -114,7 +114,7 @@ def find_holders(
 
 
 def weigh_holders(found: object) -> tuple[list[Holder], Balance]:
-    """As `find_holders` for one object of any kind, with the balance of the references to it."""
+    """Do as `find_holders` for one object of any kind, and balance the references to it."""
     ours = [found]
     with without_functions(), collector_paused():
         # from this very frame on: its argument is a reference as well
@@ -141,13 +141,13 @@ def _holders_of(n: int, search: Search, chains: Chains) -> list[Holder]:
 
 
 def _rank(chain: Chain) -> tuple[bool, int, bool, str]:
-    """What a root holds first, the short before the long, what the user wrote before the rest."""
+    """Sort what roots hold first, short chains before long, and the user's names first."""
     is_loose = chain.root.kind in _ENDINGS
     return is_loose, len(chain.steps) + chain.root.cost, chain.kind in _BORROWED, str(chain)
 
 
 def _is_variable(chain: Chain) -> bool:
-    """Whether a tensor is the value of a variable, or an item of a tuple that is."""
+    """Return whether a tensor is the value of a variable, or an item of a tuple that is."""
     return chain.root.running and not _unfrozen(chain)
 
 
@@ -164,7 +164,7 @@ def _is_running(chain: Chain, variables: list[Chain]) -> bool:
 
 
 def _unfrozen(chain: Chain) -> list[Step]:
-    """The steps of a chain from the first that leaves no tuple."""
+    """Return the steps of a chain from the first that leaves no tuple."""
     return list(itertools.dropwhile(lambda step: step.frozen, chain.steps))
 
 
@@ -221,7 +221,7 @@ class Chains:
         self._find_ways()
 
     def through(self, edge: Edge, n: int) -> Chain | None:
-        """The chain that ends in this edge to an object; None when no root holds its holder.
+        """Return the chain that ends in this edge to an object; None when no root holds its holder.
 
         Its root has the kind "cycle" where every chain goes through the object itself.
         """
@@ -280,7 +280,7 @@ class Chains:
         return (n, True) not in self._ways or n not in self._numbers_on(way)
 
     def loose(self, edge: Edge) -> Chain | None:
-        """A chain from the nearest holder with a type worth naming; None when it is tenure's own.
+        """Return a chain from the nearest holder with a type worth naming; None if tenure's own.
 
         For an edge that no root is known to hold.
         """
@@ -330,7 +330,7 @@ def _spell(root: Root, steps: tuple[Step, ...]) -> str:
 
 
 def _held_by(anchor: str, link: str, holder: str) -> str:
-    """The words for what holds an anchor, unless its name says as much already."""
+    """Return the words for what holds an anchor, unless its name says as much already."""
     name = anchor.rpartition(" of ")[2]
     says_it = not holder or holder == name or holder.endswith(f".{name}")
     return "" if says_it else link + holder

@@ -79,7 +79,7 @@ class Image:
         return id(candidate) in self._ids
 
     def roots(self) -> list[Root]:
-        """The nodes that tensors and variables lead to; those that no other leads to come first."""
+        """Return the nodes that tensors and variables lead to, those of no other node first."""
         # A node can be held without its tensor (by a hook, in a variable), and a tensor's node can
         # be one that Python has no object for yet.
         found: dict[int, Root] = {}
@@ -129,7 +129,7 @@ class Image:
         return self._others(t, self._by_storage.get(storage_key(t), ()))
 
     def handles_over(self, t: Tensor) -> list[Tensor]:
-        """The other handles to the memory of a tensor that are no views, its base aside."""
+        """Return the other handles to the memory of a tensor that are no views, its base aside."""
         base = read(t, "_base")
         found = (self.tensors[n] for n in self._handles.get(storage_key(t), ()))
         return [other for other in found if other is not t and other is not base]

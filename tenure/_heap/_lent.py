@@ -91,7 +91,7 @@ def _is_as_expected() -> bool:
 
 
 def _shows(lent: object, given: object) -> bool:
-    """Whether the frame of this call shows where its arguments are, and which adds a reference."""
+    """Return whether the frame of this call shows its arguments, and which adds a reference."""
     # never in a variable: a frame that has itself is a cycle, and keeps the whole stack alive
     words = _words(sys._getframe(), _VARIABLES + 2)
     # the caller's variable is a reference

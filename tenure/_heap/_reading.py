@@ -36,22 +36,22 @@ _UNSHARED = 3
 
 
 def type_name(cls: type) -> str:
-    """The qualified name of a class."""
+    """Return the qualified name of a class."""
     return str(_QUALNAME(cls))
 
 
 def mro_of(cls: type) -> tuple[type, ...]:
-    """The method resolution order of a class."""
+    """Return the method resolution order of a class."""
     return cast("tuple[type, ...]", _MRO(cls))
 
 
 def class_attributes(cls: type) -> types.MappingProxyType[str, object]:
-    """What the body of a class defines, without its bases."""
+    """Return the attributes that the body of a class defines, without its bases."""
     return cast("types.MappingProxyType[str, object]", _NAMESPACE(cls))
 
 
 def instance_attributes(holder: object) -> dict[str, object]:
-    """The instance dictionary itself; an empty one for an object that has none."""
+    """Return the instance dictionary itself; an empty one for an object that has none."""
     for cls in mro_of(type(holder)):
         found = class_attributes(cls).get("__dict__")
         if type(found) is types.GetSetDescriptorType:
@@ -60,7 +60,7 @@ def instance_attributes(holder: object) -> dict[str, object]:
 
 
 def is_kind(cls: type, *bases: type) -> bool:
-    """Whether a class inherits from one of the bases by its order alone, whatever it claims."""
+    """Return whether the MRO of a class has one of the bases, whatever the class claims."""
     # in C, past a metaclass
     return any(type.__subclasscheck__(base, cls) for base in bases)
 
@@ -85,7 +85,7 @@ def references_beside(held: list[Any]) -> list[int]:
 
 
 def callers_keep_arguments() -> bool:
-    """Whether who calls a function holds its arguments until it returns, which has no name.
+    """Return whether who calls a function holds its arguments until it returns, which has no name.
 
     Else they are handed over. It is so while torch.compile evaluates the frames of the process:
     after an error while it compiled, for good.
@@ -137,13 +137,13 @@ def referents_of_array(array: Any) -> list[object]:
 
 
 def cpp_references(found: object) -> int:
-    """References to an object's handle that only C++ knows of: 0 for what is no tensor."""
+    """Return the references to a handle that only C++ knows; 0 for objects that are no tensor."""
     is_in_cpp = is_kind(type(found), torch.Tensor) and cpp_uses(found) > 1  # type: ignore[arg-type]
     return OF_CPP if is_in_cpp else 0
 
 
 def read(t: torch.Tensor, name: str) -> Any:
-    """An attribute as the base class has it; None where this kind of tensor has none."""
+    """Return an attribute as the base class has it; None where this kind of tensor has none."""
     # undefined, sparse, nested, fake and functorch tensors raise errors of many types here
     try:
         return getattr(TENSOR_BASE, name).__get__(t)
@@ -152,7 +152,7 @@ def read(t: torch.Tensor, name: str) -> Any:
 
 
 def gradient_of(t: torch.Tensor) -> torch.Tensor | None:
-    """The gradient; None for a tensor that gets none, of which reading it warns."""
+    """Return the gradient; None for a tensor that gets none, of which reading it warns."""
     gradient: torch.Tensor | None = None
     if read(t, "is_leaf") or read(t, "retains_grad"):
         gradient = read(t, "grad")
@@ -160,13 +160,13 @@ def gradient_of(t: torch.Tensor) -> torch.Tensor | None:
 
 
 def storage_uses(t: torch.Tensor) -> int:
-    """How many tensors and other owners share the storage, this tensor among them."""
+    """Return how many tensors and other owners share the storage, this tensor among them."""
     storage = storage_of(t)
     return 1 if storage is None else owners_of_storage(storage)
 
 
 def cpp_uses(t: torch.Tensor) -> int:
-    """How many owners the tensor has in C++, its Python handle among them."""
+    """Return how many owners the tensor has in C++, its Python handle among them."""
     try:
         return uses_of_tensor(t)
     except MissingTorchNameError:
@@ -206,7 +206,7 @@ def variables_of_stack(frame: FrameType | None) -> list[object]:
 
 
 def is_optimized(frame: FrameType) -> bool:
-    """Whether a frame is of a function, and not of a module or the body of a class."""
+    """Return whether a frame is of a function, and not of a module or the body of a class."""
     return bool(frame.f_code.co_flags & inspect.CO_OPTIMIZED)
 
 

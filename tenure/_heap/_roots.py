@@ -71,7 +71,7 @@ class Roots:
             self._add_stack(frame, thread=names.get(ident, str(ident)))
 
     def of(self, candidate: object) -> list[Root]:
-        """Every way in which this object is a root; most objects are none."""
+        """Return every way in which this object is a root; most objects are none."""
         found = list(self._variables.get(id(candidate), ()))
         if id(candidate) == self._in_flight and candidate is not None:
             found.append(_IN_FLIGHT)
@@ -127,7 +127,7 @@ class Roots:
 
 
 def _arguments_of(code: CodeType, variables: dict[str, object]) -> Iterator[object]:
-    """What a function was called with, as far as its variables still say."""
+    """Yield the arguments of a call, as far as the frame's variables still have them."""
     named, rest, _ = inspect.getargs(code)
     yield from (variables[name] for name in named if name in variables)
     packed = variables.get(rest) if rest else None
@@ -142,7 +142,7 @@ def _spell(frame: FrameType, name: str, value: object) -> str:
 
 
 def _name_of_namespace(candidate: object) -> str:
-    """The name of globals that belong to no module in `sys.modules`, as `exec` makes them."""
+    """Return the name of globals of no module in `sys.modules`, as `exec` makes them."""
     if type(candidate) is dict and "__builtins__" in candidate:
         name = candidate.get("__name__")
         return name if type(name) is str else "<globals>"

@@ -110,23 +110,23 @@ class Search:
                 index.close()
 
     def unexplained(self, n: int) -> int:
-        """References that no object, no local variable and no owner found in C++ accounts for."""
+        """Return the references that no object, local variable or owner in C++ accounts for."""
         in_cpp = n in self._owned_in_cpp
         return max(0, self._references(n) - in_cpp - self._explained[n])
 
     def balance(self, n: int) -> Balance:
-        """The references to an object from anywhere but tenure, and how many have no name."""
+        """Return the references to an object except tenure's own, and how many have no name."""
         in_variables = self._roots.named[id(self.alive[n])]
         in_cpp = min(n in self._owned_in_cpp, cpp_references(self.alive[n]))
         named = in_variables + in_cpp + self._explained[n] - self._ours[n]
         return Balance(named + self.unexplained(n), self.unexplained(n))
 
     def is_silent(self, n: int) -> bool:
-        """Whether an object is a root of tenure's own and of nobody else."""
+        """Return whether an object is a root of tenure's own and of nobody else."""
         return bool(self.roots[n]) and all(root.silent for root in self.roots[n])
 
     def _references(self, n: int) -> int:
-        """References from elsewhere than this search and the frames that are running."""
+        """Return the references that are not from this search or from running frames."""
         found = self.alive[n]
         own = _OWN_REFERENCES + self._roots.references[id(found)]
         own += self._image is not None and found in self._image
@@ -159,17 +159,17 @@ class Search:
         return [n for n in range(before, len(self.alive)) if self._is_open(n)]
 
     def _is_open(self, n: int) -> bool:
-        """Whether further holders of an object could change what is said of the tensors."""
+        """Return whether further holders of an object could change what is said of the tensors."""
         if n in self._resolved:
             return False
         return n not in self._in_variable or n in self._lending
 
     def _misses_holders(self, n: int) -> bool:
-        """Whether an object has references that something other than C++ must hold."""
+        """Return whether an object has references that something other than C++ must hold."""
         return self._left(n) > 0
 
     def _left(self, n: int) -> int:
-        """References to an object that nothing found so far accounts for, nor C++."""
+        """Return the references to an object that neither the holders found nor C++ account for."""
         return self._references(n) - self._explained[n] - cpp_references(self.alive[n])
 
     @cached_property
@@ -311,7 +311,7 @@ class Search:
                 self._link(self._add(self._hidden.objects[position]), n, _SHARES)
 
     def _may_be_an_array(self, n: int) -> bool:
-        """Whether nothing known holds the handle, or another one, as an array keeps one."""
+        """Return whether nothing known holds the handle, or another one, as an array keeps one."""
         # before a variable of this function refers to one of the handles
         if self._misses_holders(n):
             return True
@@ -322,6 +322,6 @@ class Search:
         return any(number is None or self._misses_holders(number) for number in others)
 
     def _may_be_hidden(self, n: int) -> bool:
-        """Whether an object has references left that the collector does not show."""
+        """Return whether an object has references left that the collector does not show."""
         # a running frame has the cells of its captured variables, and nobody stores them elsewhere
         return type(self.alive[n]) is not types.CellType and self._misses_holders(n)

@@ -58,7 +58,7 @@ _SUSPENDED = {
 
 
 def slots_of(holder: object, wanted: Wanted) -> Iterator[tuple[int, Step]]:
-    """Every reference from one object to any of the wanted ones.
+    """Yield every reference from one object to any of the wanted ones.
 
     Args:
         holder: any object.
@@ -113,7 +113,7 @@ def _instance_slots(holder: object, wanted: Wanted) -> Iterator[Slot]:
 
 
 def _dicts_of(step: Step, holder: object, wanted: Wanted) -> Iterator[Slot]:
-    """The dictionaries of a class or a `threading.local`, which only the collector shows."""
+    """Return the dictionaries of a class or a `threading.local`, which only the collector shows."""
     return ((held, step) for held in gc.get_referents(holder) if type(held) is dict)
 
 
@@ -216,7 +216,7 @@ def _name_of(func: Any) -> str:
 
 
 def frame_of(holder: object) -> types.FrameType | None:
-    """The frame of a generator or coroutine that has not finished; None for anything else."""
+    """Return the frame of an unfinished generator or coroutine; None for anything else."""
     _, name = _SUSPENDED.get(id(type(holder)), ("", ""))
     return cast("types.FrameType | None", getattr(holder, name)) if name else None
 
@@ -253,7 +253,7 @@ def _exception_slots(holder: BaseException, wanted: Wanted) -> Iterator[Slot]:
 def _variables(
     holder: object, frame: types.FrameType | None, wanted: Wanted
 ) -> Iterator[tuple[object, str | None]]:
-    """What the holder refers to with the variable's name; a captured one is in its cell."""
+    """Yield the values of variables with their names; a captured one is in its cell."""
     if frame is None:
         return
     names = {id(value): name for name, value in read_locals(frame)}

@@ -56,7 +56,7 @@ class Step(NamedTuple):
         return self.frozen or self.kind in _BORROWING
 
     def spelled(self, namer: Namer | None) -> tuple[str, Namer | None]:
-        """What the step adds to a chain, and who spells the next one, after a step with a namer."""
+        """Return the text of a step in a chain, and the namer of the next step."""
         piece, following = self.text, None
         if namer is not None and self.key is not None:
             piece, following = namer(self.key)
@@ -94,7 +94,7 @@ Reader = Callable[[Any, Wanted], Iterable[Slot]]
 
 
 def inside(holder: str) -> Step:
-    """The step out of an object of which only the type is known."""
+    """Return the step out of an object of which only the type is known."""
     return Step(f" (inside a {holder})")
 
 
@@ -128,7 +128,7 @@ def _registered(key: Key) -> tuple[str, Namer | None]:
 
 
 def spell_key(key: object) -> str:
-    """The key as code where its `repr` is the interpreter's own, otherwise its type."""
+    """Return the key as code where its `repr` is the interpreter's own, otherwise its type."""
     if type(key) is tuple and len(key) <= _MAX_KEY_ITEMS:
         inner = ", ".join(map(spell_key, key))
         return f"({inner},)" if len(key) == 1 else f"({inner})"

@@ -71,7 +71,7 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 
 @pytest.fixture
 def tensor_scope(request: pytest.FixtureRequest) -> Iterator[DisposeScope]:
-    """A scope around the test: what the test makes is let go at its end, whoever holds it."""
+    """Open a scope around the test: it frees the tensors of the test at its end."""
     from tenure import NewDisposeScope
 
     with NewDisposeScope(request.node.name) as scope:
@@ -80,7 +80,7 @@ def tensor_scope(request: pytest.FixtureRequest) -> Iterator[DisposeScope]:
 
 @pytest.fixture
 def tensor_growth(request: pytest.FixtureRequest) -> Iterator[TensorGrowth]:
-    """Calls that go through a loop's items and fail where memory grows with each step.
+    """Return a call that iterates over items and fails if memory grows with each step.
 
     Example::
 

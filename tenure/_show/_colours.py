@@ -34,7 +34,7 @@ OTHERS = (
 
 
 def colours_of(names: Iterable[str]) -> dict[str, str]:
-    """The colour of each name, in their order; alike ones only where there are very many."""
+    """Return the colour of each name, in their order; alike ones only where there are very many."""
     found: dict[str, str] = {}
     n_others = 0
     for name in names:

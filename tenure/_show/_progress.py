@@ -26,7 +26,7 @@ display = threading.Lock()
 def steps(
     label: str, *, are_counted: bool = True, patience_s: float = _PATIENCE_S
 ) -> Iterator[Callable[[str], None]]:
-    """A block that says what it is at once it has taken two seconds, in lines that stay.
+    """Return a block that says what it is at once it has taken two seconds, in lines that stay.
 
     Only if the standard error is a terminal, and ``TENURE_PROGRESS`` is not 0. Each line comes
     after twice the time of the one before, so that they are few, however long the work takes.
@@ -50,7 +50,7 @@ def steps(
 
 @contextmanager
 def progress(label: str, total: int, *, in_bytes: bool = False) -> Iterator[Callable[[int], None]]:
-    """A block that says how much of its work is done, as `steps` says what it is at.
+    """Return a block that says how much of its work is done, as `steps` says what it is at.
 
     Args:
         label: what is done.
@@ -73,7 +73,7 @@ def progress(label: str, total: int, *, in_bytes: bool = False) -> Iterator[Call
 
 
 def _nothing(_: object) -> None:
-    """Another call shows how far it is."""
+    """Do nothing, because another call shows its progress."""
 
 
 class _Lines:
@@ -105,7 +105,7 @@ def _is_wanted() -> bool:
 
 
 def _another_draws() -> bool:
-    """Whether the program has a display of tqdm or rich open, which a line would break."""
+    """Return whether the program has a display of tqdm or rich open, which a line would break."""
     tqdm, rich = sys.modules.get("tqdm.std"), sys.modules.get("rich")
     # neither tells; with other names than these in a release to come, lines are printed
     bars = getattr(getattr(tqdm, "tqdm", None), "_instances", None)

@@ -60,7 +60,7 @@ class Shown:
     def text(
         self, *, top: int | None = None, sort: str | None = None, width: int | None = None
     ) -> str:
-        """The report as lines, with other rows than ``print`` shows.
+        """Return the report as lines, with other rows than ``print`` shows.
 
         Args:
             top: how many rows of each table are shown, the rest being summed up in one more;
@@ -79,7 +79,7 @@ class Shown:
         return self.text()
 
     def rich(self, *, top: int | None = None, sort: str | None = None) -> Group:
-        """The same lines for rich, in colours; the arguments are those of `text`."""
+        """Return the same lines for rich, in colours; the arguments are those of `text`."""
         from rich.console import Group
 
         parts = self._parts()
@@ -115,7 +115,7 @@ class Report(Shown):
     _figures: ClassVar[tuple[str, ...]] = ()
 
     def to_dict(self) -> dict[str, object]:
-        """The report as values that JSON has, with its ``"format"`` and ``"version"``."""
+        """Return the report as values that JSON has, with its ``"format"`` and ``"version"``."""
         head = {"format": _HOME + type(self).__name__, "version": self._version}
         return {**head, **self._facts()}
 
@@ -262,7 +262,7 @@ def _is_number(value: object) -> bool:
 
 
 def _of_any(hints: tuple[Any, ...], value: object, place: str) -> Any:
-    """Of the type that fits; where none does, the error is that of the first."""
+    """Return a value of the type that fits; if none does, raise the error of the first."""
     if value is None and types.NoneType in hints:
         return None
     failure: ReportFormatError | None = None
@@ -291,7 +291,7 @@ def _of_torch(kind: Any, value: str, place: str) -> Any:
 
 @functools.cache
 def _fields(cls: Any) -> dict[str, Field[Any]]:
-    """The fields that are written, by their keys."""
+    """Return the fields that are written, by their keys."""
     named = {field.metadata.get("key", field.name): field for field in fields(cls)}
     named.pop(None, None)
     return named
@@ -308,6 +308,6 @@ def _spelled(hint: Any) -> str:
 
 
 def shortened(value: object) -> str:
-    """The repr of a value, however long or deep, in at most 40 characters."""
+    """Return the repr of a value, however long or deep, in at most 40 characters."""
     text = _IN_SHORT.repr(value)
     return text if len(text) <= 40 else f"{text[:37]}..."

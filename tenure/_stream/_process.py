@@ -106,7 +106,7 @@ def enter_host_blocks() -> None:
 
 
 def _host_storages(tensor: Tensor) -> list[UntypedStorage]:
-    """Those that the allocator frees: not what numpy owns, nor what is mapped or shared."""
+    """Return the storages that the allocator frees: none of numpy, mapped or shared ones."""
     try:
         own = [s for s in storages_of(tensor) if s.device.type == "cpu" and _is_freed(s)]
         # to ask for the address of one that is copied when written to would copy it

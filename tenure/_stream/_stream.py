@@ -229,7 +229,7 @@ class Stream:
 
     @contextmanager
     def _busy(self) -> Iterator[None]:
-        """A block that reads or tells: calls of ours are reported, too, and must not mark in it."""
+        """Open a block that reads or reports; our own calls are reported too, and must not mark."""
         self.n_busy += 1
         try:
             yield
@@ -266,7 +266,7 @@ class Stream:
         process.count_session(-1)
 
     def _is_lent(self) -> bool:
-        """Whether a backward pass has a copy of the session, in which only marks can be set."""
+        """Return whether a backward pass has a copy of the session, which only takes marks."""
         return running_task() != self._task
 
     def _put(self, consumer: Consumer | None, claim: Any, level_bytes: int) -> None:

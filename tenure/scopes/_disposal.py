@@ -39,7 +39,7 @@ _logger = logging.getLogger("tenure.scopes")
 
 
 def disposable(survivors: Survivors, thread: ThreadScopes) -> Survivors:
-    """Those of ``survivors`` that are no state of a module, an optimizer or a CUDA graph.
+    """Return the ``survivors`` that are no state of a module, an optimizer or a CUDA graph.
 
     The others go free. What a caller has attached by name is the scope's, whoever holds it; only
     from a graph, which hands the same handle out again, nothing can be taken.
@@ -96,7 +96,7 @@ def dispose_all(owned: Survivors, cause: Cause, thread: ThreadScopes, opener: Op
 
 
 def site_of(reference: Reference) -> Site | None:
-    """Where the tensor behind ``reference`` was made, if that was captured."""
+    """Return the call site that made the tensor behind ``reference``, if it was captured."""
     return reference.site if type(reference) is SitedRef else None
 
 
@@ -104,7 +104,7 @@ def site_of(reference: Reference) -> Site | None:
 
 
 def inside_operation(opener: Opener | None) -> bool:
-    """Whether the caller runs inside a torch operation that began after ``opener``.
+    """Return whether the caller runs inside a torch operation that began after ``opener``.
 
     A hook does: see Note [Lifetimes and the tracker], rule 6.
 
@@ -208,7 +208,7 @@ def dispose_tensor(
 
 
 def is_disposed(tensor: Tensor) -> bool:
-    """Whether ``tensor`` has been disposed; reading it never raises.
+    """Return whether ``tensor`` has been disposed; reading it never raises.
 
     A wrapper with slots has been if the tensors were that it is made of.
 

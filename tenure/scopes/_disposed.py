@@ -129,7 +129,7 @@ class DisposedTensor(Tensor):
 
 
 def notes_on(tensor: Tensor) -> dict[str, Any]:
-    """The attributes of a disposed handle, among them its `RECORD`."""
+    """Return the attributes of a disposed handle, among them its `RECORD`."""
     notes: dict[str, Any] = object.__getattribute__(tensor, "__dict__")
     return notes
 
@@ -170,7 +170,7 @@ def _holder_of(tensor: Tensor) -> str:
 
 
 def _found_holder_of(tensor: Tensor) -> str:
-    """The name of what holds a handle beside the variables of running functions; "" if nothing."""
+    """Return the name of a handle's holder beside variables of running functions, or ""."""
     # what goes wrong here must not hide the error that is coming
     with suppress(Exception):
         (holders,) = find_holders([tensor])
@@ -185,12 +185,12 @@ def _found_holder_of(tensor: Tensor) -> str:
 
 
 def _is_variable_of_a_module(holder: Holder) -> bool:
-    """Whether a step of a script may bind it anew; a list keeps what it has."""
+    """Return whether a step of a script may bind it anew; a list keeps what it has."""
     return holder.kind == "global" and "[" not in holder.chain
 
 
 def _variables_of_torch() -> tuple[str, ...]:
-    """How chains begin that lead through the lists in which torch passes its arguments on."""
+    """Return the first steps of chains through the lists in which torch passes arguments."""
     names: set[str] = set()
     frame: FrameType | None = sys._getframe()
     while frame is not None:

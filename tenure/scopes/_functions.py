@@ -20,7 +20,7 @@ from ._trees import Tree, given_back, required_tensors
 
 
 def owner_of(tensor: Tensor) -> DisposeScope | None:
-    """The open scope of this thread that owns ``tensor``, or None.
+    """Return the open scope of this thread that owns ``tensor``, or None.
 
     Args:
         tensor: a tensor of any shape, dtype and device.

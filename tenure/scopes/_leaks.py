@@ -115,7 +115,7 @@ class LeakReport(Report):
         return [_Leaks(self.summary(), _COLUMNS, rows, note, by=_STORAGE)]
 
     def summary(self) -> str:
-        """The scope, how many tensors outlived it, and their bytes, in one line."""
+        """Return the scope, how many tensors outlived it, and their bytes, in one line."""
         if not self:
             return f"{self.scope}: no tensors leaked"
         leaked = f"{counted(len(self), 'tensor')} leaked"
@@ -201,7 +201,7 @@ class _Leaks(Table):
 
 
 def _cells(records: Sequence[LeakRecord]) -> tuple[str, str, str, str, str]:
-    """The tensor, its bytes, its site, the kind and the names of its holders."""
+    """Return the tensor, its bytes, its site, the kind and the names of its holders."""
     largest = max(records, key=lambda record: record.nbytes)
     site = largest.created_at or ""
     if len(records) > 1:
@@ -217,7 +217,7 @@ def _cells(records: Sequence[LeakRecord]) -> tuple[str, str, str, str, str]:
 
 
 def _grouped(records: Iterable[LeakRecord]) -> list[tuple[LeakRecord, ...]]:
-    """The records in their order, those that one graph alone holds together."""
+    """Return the records in their order, those that one graph alone holds together."""
     groups: defaultdict[object, list[LeakRecord]] = defaultdict(list)
     for i, record in enumerate(records):
         # A step of training leaves hundreds of saved tensors by one loss: one line says it. See

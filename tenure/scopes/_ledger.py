@@ -27,20 +27,20 @@ CLOSED: Status = "closed"
 
 
 def owns(ledger: Ledger, tensor: object) -> bool:
-    """Whether this very handle is in ``ledger``."""
+    """Return whether this very handle is in ``ledger``."""
     # the entry may be of a dead handle that had this address before
     reference = ledger.get(id(tensor))
     return reference is not None and reference() is tensor
 
 
 def alive(ledger: Ledger) -> list[Tensor]:
-    """The tensors of ``ledger`` that are alive."""
+    """Return the tensors of ``ledger`` that are alive."""
     # here and below of a copy: the collector may run and let torch write to the ledger meanwhile
     return [tensor for reference in ledger.copy().values() if (tensor := reference()) is not None]
 
 
 def n_alive(ledger: Ledger) -> int:
-    """How many tensors of ``ledger`` are alive."""
+    """Return how many tensors of ``ledger`` are alive."""
     return sum(reference() is not None for reference in ledger.copy().values())
 
 

@@ -58,7 +58,7 @@ _STATE_CONTAINERS = frozenset({list, tuple, dict, defaultdict, OrderedDict, dequ
 
 @functools.lru_cache(maxsize=4096)
 def is_library_code(module: str, function: str) -> bool:
-    """Whether what a function makes belongs to its library, not to the block.
+    """Return whether what a function makes belongs to its library, not to the block.
 
     Args:
         module: the name of its module.
@@ -68,7 +68,7 @@ def is_library_code(module: str, function: str) -> bool:
 
 
 def copies_library_object(frame: FrameType | None) -> bool:
-    """Whether the ``copy.deepcopy`` that runs in ``frame`` is copying a module or an optimizer.
+    """Return whether the ``copy.deepcopy`` in ``frame`` is copying a module or an optimizer.
 
     Its buffers are copied past every hook of torch; the object being copied tells whose they are.
     """
@@ -83,7 +83,7 @@ def copies_library_object(frame: FrameType | None) -> bool:
 
 
 def install_hooks(release: Callable[[Iterable[Tensor]], object]) -> None:
-    """From now on call ``release`` with the tensors that a module or an optimizer makes its own.
+    """Call ``release`` from now on with the tensors that modules and optimizers make their own.
 
     The state of an optimizer is walked only as ``release`` asks for its tensors: each step of a
     program would pay for that, also where no scope is open.
@@ -116,7 +116,7 @@ _known: WeakValueDictionary[int, Any] = WeakValueDictionary()
 
 
 def held_as_state(wanted: set[int]) -> set[int]:
-    """Those of the identities ``wanted`` that a module or an optimizer holds as its state."""
+    """Return the identities of ``wanted`` that a module or an optimizer holds as its state."""
     if not wanted:
         return set()
     # patched first: what another thread makes meanwhile is in the heap, or noted
@@ -149,7 +149,7 @@ def _classes() -> list[type]:
 
 @functools.cache
 def _patch_of(cls: type) -> Patch:
-    """The patch of a class that notes its instances; copies and unpickled ones as well.
+    """Return the patch of a class that notes its instances; copies and unpickled ones as well.
 
     torch has no hook for a module or an optimizer that is made.
 
@@ -173,7 +173,7 @@ def _noting(cls: type, method: Any) -> Any:
 
 
 def _state_of(owner: Any) -> list[Any]:
-    """The containers of the state of a module, a metric or an optimizer."""
+    """Return the containers of the state of a module, a metric or an optimizer."""
     # past a __getattribute__ of the user's
     attributes: dict[str, Any] = object.__getattribute__(owner, "__dict__")
     if not issubclass(type(owner), Optimizer):

@@ -410,7 +410,7 @@ class DisposeScope:
         return total_bytes(self.owned())
 
     def owned(self) -> list[Tensor]:
-        """The tensors that it owns, in no particular order; none once it has closed."""
+        """Return the tensors that it owns, in no particular order; none once it has closed."""
         if not self._owns_tensors:
             return []
         check_thread(self, "owned")
@@ -599,7 +599,7 @@ NewDisposeScope = DisposeScope
 
 
 def current_scope() -> DisposeScope | None:
-    """The innermost open scope of this thread (of this task, under asyncio), or None."""
+    """Return the innermost open scope of this thread (of this task, under asyncio), or None."""
     scope = current.get()
     if scope is None:
         return None
@@ -607,7 +607,7 @@ def current_scope() -> DisposeScope | None:
 
 
 def checked_target(value: object) -> DisposeScope | None:
-    """The target of a move: an open scope of this thread, or None.
+    """Return the target of a move: an open scope of this thread, or None.
 
     Raises:
         ScopeUsageError: it is something else, closed, or of another thread.

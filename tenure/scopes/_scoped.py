@@ -160,7 +160,7 @@ class _Turn:
 
 @never_compiled
 def _handed_over(scope: DisposeScope, result: Any) -> Any:
-    """What the function returned, its tensors moved to the scope of the caller."""
+    """Move the tensors of a result to the scope of the caller, and return it."""
     scope._hand(tensors_in((result,)), scope.outer)
     return result
 

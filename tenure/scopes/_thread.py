@@ -54,7 +54,7 @@ class ThreadScopes:
         _all_threads[id(self)] = self
 
     def owner_of(self, tensor: Tensor) -> DisposeScope | None:
-        """The open scope of this thread that owns ``tensor``."""
+        """Return the open scope of this thread that owns ``tensor``."""
         # the newest first: a tensor is mostly asked for where it was made
         for scope in reversed(list(self.open.values())):
             if owns(scope._ledger, tensor):
@@ -62,18 +62,18 @@ class ThreadScopes:
         return None
 
     def hand_out(self, reference: Reference) -> None:
-        """A tensor goes on without an owner."""
+        """Note that a tensor has no owner from now on."""
         self.detached += 1
         enter(self.handed_out, reference)
         self._prune()
 
     def adopt(self, tensor: Tensor) -> Reference:
-        """A tensor without an owner gets one, which is to enter the reference."""
+        """Return a tensor without an owner gets one, which is to enter the reference."""
         self.attached += 1
         return take(self.handed_out, tensor) or ref(tensor)
 
     def choose(self, reference: Reference) -> None:
-        """A caller named this tensor as one that a scope is to let go."""
+        """Note that a caller asked a scope to free this tensor."""
         enter(self.chosen, reference)
         self._prune()
 
@@ -97,7 +97,7 @@ class ThreadScopes:
                     self.hand_out(reference)
 
     def n_owned(self) -> int:
-        """How many tensors its scopes own."""
+        """Return how many tensors its scopes own."""
         return sum(n_alive(scope._ledger) for scope in list(self.open.values()))
 
     def counts(self) -> dict[str, int]:
@@ -125,7 +125,7 @@ _all_threads: WeakValueDictionary[int, ThreadScopes] = WeakValueDictionary()
 
 
 def this_thread() -> ThreadScopes:
-    """The scopes of the calling thread."""
+    """Return the scopes of the calling thread."""
     scopes = _local.scopes
     if scopes is None:
         _install_hooks_once()
@@ -233,7 +233,7 @@ class ScopeStatistics:
         self._thread.counts_at_reset = self._thread.counts()
 
     def to_dict(self) -> dict[str, int]:
-        """The counters of this moment, by name."""
+        """Return the counters of this moment, by name."""
         thread, since = self._thread, self._thread.counts_at_reset
         found = {name: count - since.get(name, 0) for name, count in thread.counts().items()}
         return {**found, "live": thread.n_owned() + n_alive(thread.handed_out)}
@@ -246,7 +246,7 @@ class ScopeStatistics:
 
 
 def statistics() -> ScopeStatistics:
-    """The counters of the calling thread.
+    """Return the counters of the calling thread.
 
     Example:
         >>> import torch

@@ -38,7 +38,7 @@ getrefcount, getframe = sys.getrefcount, sys._getframe
 
 
 def _counts(outs: Iterable[object]) -> set[int]:
-    """The reference counts of the items of a container."""
+    """Return the reference counts of the items of a container."""
     return set(map(getrefcount, outs))
 
 
@@ -176,7 +176,7 @@ class Tracker(TorchFunctionMode):
             self.world = world.outer
 
     def open_scope(self, scope: DisposeScope) -> DisposeScope | None:
-        """From ``scope`` outwards, the first that is open on the thread of this tracker.
+        """Return the first scope from ``scope`` outwards that is open on this tracker's thread.
 
         A context that was copied into a task or a thread may still name a scope that has closed, or
         one that belongs elsewhere.
@@ -186,7 +186,7 @@ class Tracker(TorchFunctionMode):
         return scope if scope.is_open else scope.outer
 
     def _admits(self, frame: FrameType) -> bool:
-        """Whether tensors made by the code in ``frame`` belong to the block it runs in."""
+        """Return whether tensors made by the code in ``frame`` belong to the block it runs in."""
         code = frame.f_code
         if id(code) in self._admitted:
             return True
@@ -220,7 +220,7 @@ class Tracker(TorchFunctionMode):
     def _enter(
         self, tensors: list[Tensor], scope: DisposeScope, frame: FrameType, copied: bool = False
     ) -> None:
-        """The long way: for containers, subclasses, captured sites, and scopes not simply open."""
+        """Enter containers, subclasses and captured sites, and scopes that are not simply open."""
         open_scope = self.open_scope(scope)
         if not tensors or open_scope is None or not self._admits(frame):
             return
@@ -244,7 +244,7 @@ HANDLER_CODE = Tracker.__torch_function__.__code__
 
 
 def _was_given(out: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> bool:
-    """Whether ``out`` is what an operation in place, or one with ``out=``, was given to fill."""
+    """Return whether an operation in place, or one with ``out=``, was given ``out`` to fill."""
     if args and out is args[0]:
         return True
     return kwargs is not None and kwargs.get("out") is out
@@ -279,7 +279,7 @@ def _is_parameter(tensor: Tensor) -> bool:
 
 
 def _returns_existing(func: Callable[..., Any]) -> bool:
-    """Whether ``func`` reads a property, or is the user's Python, with a cache of its own."""
+    """Return whether ``func`` reads a property, or is Python of the user with its own cache."""
     if type(func) is MethodWrapperType:
         return True
     return isinstance(func, FunctionType) and (func.__module__ or "").partition(".")[0] != "torch"

@@ -21,7 +21,7 @@ _PLAIN_IF_EMPTY = frozenset(map(id, (list, tuple, dict, set)))
 
 
 def tensors_in(trees: Iterable[object]) -> list[Tensor]:
-    """The tensors of ``trees`` in order, each once; a wrapper subclass brings its inner ones.
+    """Return the tensors of ``trees`` in order, each once, with inner ones of wrappers.
 
     Raises:
         ScopeUsageError: the code of a container, such as the flatten function of a pytree, raised.
@@ -30,7 +30,7 @@ def tensors_in(trees: Iterable[object]) -> list[Tensor]:
 
 
 def required_tensors(trees: tuple[object, ...], call: str) -> list[Tensor]:
-    """As ``tensors_in``, but every tree must hold a tensor.
+    """Do as ``tensors_in``, but raise an error if a tree holds no tensor.
 
     Raises:
         ScopeUsageError: no tree was passed, or one of them holds no tensor.
@@ -50,7 +50,7 @@ def required_tensors(trees: tuple[object, ...], call: str) -> list[Tensor]:
 
 
 def given_back(trees: tuple[Tree, ...]) -> Tree:
-    """What a function of ``*trees`` returns: its one argument, or the tuple of several."""
+    """Return the one tree of ``*trees``, or the tuple of several."""
     several: Any = trees
     return trees[0] if len(trees) == 1 else several
 
