@@ -112,7 +112,6 @@ NOT_MEASURED = {
         *("0.3 ms", "0.6 ms", "0.9 ms", "1.2 ms"),
         "1.5 times",
     },
-    "docs/sharded.md": {"10 s"},  # a timeout
     # rates of the simulated device
     "benchmarks/results/README.md": {"24 GB/s", "8 µs", "6 µs", "8 GB/s"},
 }
