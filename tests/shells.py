@@ -12,8 +12,8 @@ from traitlets.config import Config
 
 
 @contextmanager
-def opened(*, of_notebook=False):
-    """A shell of this process, with the extension loaded; it is gone with the block."""
+def opened(*, of_notebook=False, extension=True):
+    """A shell of this process, which may load the extension; it is gone with the block."""
     # a shell makes itself the main module
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "__main__", sys.modules["__main__"])
@@ -24,7 +24,8 @@ def opened(*, of_notebook=False):
         shell = InteractiveShell.instance(config=config)
         if of_notebook:
             shell.compile.get_code_name = _name_of_kernel
-        ran(shell, "%load_ext tenure")
+        if extension:
+            ran(shell, "%load_ext tenure")
         try:
             yield shell
         finally:
