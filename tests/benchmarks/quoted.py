@@ -14,10 +14,6 @@ _COMPILED = "peak of a step compiled by inductor / predicted: "
 
 # (page, quantity as it stands there): (results, row)
 QUOTED = {
-    ("docs/adaptive.md", "1.05 times"): ("adaptive", f"{_STEP}ResNet-18 (frozen norms), 8 in 4"),
-    ("docs/adaptive.md", "6 ms"): ("adaptive", "step in 4 micro-batches of 6 ms / by hand"),
-    ("docs/adaptive.md", "1.16 times"): ("adaptive", "step in 4 micro-batches of 6 ms / by hand"),
-    ("docs/adaptive.md", "0.5 ms"): ("adaptive", "step in 4 micro-batches of 0.5 ms / by hand"),
     ("docs/adaptive.md", "7 µs"): ("costs", "an operation in a memory_budget"),
     ("docs/adaptive.md", "1.06 times"): ("costs", _IN_BUDGET),
     ("docs/lazy.md", "470 µs"): ("costs", "a lazy step of three layers"),

@@ -31,12 +31,19 @@ def batch(func: Any = None, /, *, initial_batchsize: int | None = None, **option
         initial_batchsize: the batch size to begin with; None: ``maximum``, or what each call names.
         **options: ``cache_type`` and ``context``: what sizes are remembered for; ``minimum``,
             ``maximum`` and ``align``: the sizes that are allowed, where ``maximum`` lets the size
-            grow beyond the initial one; ``reduce``: a function of the failed size and its OomInfo
-            that gives the next, moved into what is allowed; ``restore_rng``: whether a failed
-            attempt leaves random generators as they were; ``on_retry``: called with each
-            AdaptiveEvent; ``cpu_fallback``: whether what fits at no size runs with its tensors on
-            the CPU; ``group``: the process group whose ranks all make each call, and run with the
-            same size.
+            grow beyond the initial one, and an initial size below ``align`` is tried as it is;
+            ``reduce``: a function of the failed size and its OomInfo that gives the next, moved
+            into what is allowed; ``restore_rng``: restore the random generators of torch, Python
+            and NumPy, and those among the arguments, after a failed attempt; ``on_retry``: called
+            with each AdaptiveEvent; ``predict``: after the first failure, run the size that
+            `predict_peak` says fits, for which the function runs a few times on tensors without
+            data; ``cpu_fallback``: if no size fits, run once with tensors on the CPU. Results and
+            writes into tensors, lists, dicts and dataclasses are copied back to the device, and
+            modules are not moved. It raises an error for a container that holds itself, and for a
+            write into a tensor whose memory another argument shares; ``group``: the process group
+            whose ranks all make each call, and run with the same size. A call may replace the
+            first size with ``toma_initial_batchsize`` (``toma_initial_step``), and
+            ``toma_dimension``, ``toma_cache_type`` and ``toma_context``.
 
     Raises:
         AdaptiveUsageError: an argument can't be used, or the function can be suspended.
@@ -91,7 +98,7 @@ def range(
             along the first dimension; ``"host"``, the same on the host, where each is copied while
             the next is computed; a function of the list; an object with an ``update()`` method,
             such as a metric, which takes each result and is returned; None: the call returns None.
-        progress: whether to show a progress bar.
+        progress: whether to show a progress bar; of nested loops the outermost shows its own.
         **options: as of `batch`.
 
     Raises:
@@ -151,7 +158,7 @@ def chunked(
             along ``dimension``; ``"host"``, the same on the host, where each is copied while
             the next is computed; a function of the list; an object with an ``update()`` method,
             such as a metric, which takes each result and is returned; None: the call returns None.
-        progress: whether to show a progress bar.
+        progress: whether to show a progress bar; of nested loops the outermost shows its own.
         **options: as of `batch`.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The state of one call: its sizes, and what it measures. The table of docs/adaptive.md says it.
+"""The state of one call: its sizes, and what it measures. The table of docs/sizes.md says it.
 
 Invariant: after a failure the size is strictly smaller, allowed, and a size known to work where
 there is one; the state of the search is local, what it learns goes to the record of its site.

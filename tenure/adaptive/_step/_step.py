@@ -144,8 +144,8 @@ def step(
         fn: gets the batch or a part of it, of the same structure, and returns its loss: a mean or
             a sum (see ``loss``), a pair ``(sum, count)``, or a dict of these, whose values are the
             terms of the loss. With a callable ``loss`` it returns outputs, one for each sample.
-            It may run several times, so it must not call ``backward`` or an optimizer, nor write
-            into the batch.
+            It may run several times, so it must not call ``backward``, ``zero_grad`` or an
+            optimizer, and must not write into the batch or a parameter.
         batch: a tensor, or a container of tensors with one sample a row, and of plain values. On
             several ranks None for one that has no samples.
         others: none: several values go into the batch, as in ``step(fn, (x, y))``.
@@ -162,11 +162,16 @@ def step(
         model: the modules that ``fn`` runs; found through ``fn`` if None.
         batchnorm: what to do if the batch has to be split and a module in training mode mixes its
             samples: ``"refuse"``, or ``"per_chunk"``, which lets it see one micro-batch at a time.
-        scaler: a ``torch.amp.GradScaler``: scales the loss.
-        backward: runs backward in place of ``loss.backward()``, such as ``accelerator.backward``:
-            gets the loss of a batch that fits; of a split one, a scalar for each micro-batch, whose
-            gradient is its part, and one for what ``once``, ``then`` or a callable ``loss`` train
-            themselves. It may multiply by a number that is the same for all, and may run again.
+        scaler: a ``torch.amp.GradScaler``, which scales the loss. It cannot be combined with
+            ``backward``.
+        backward: runs backward in place of ``loss.backward()``, such as ``accelerator.backward``.
+            It gets the loss of a batch that fits. Of a split batch it gets a scalar for each
+            micro-batch, and one more for the gradients that come from ``once``, ``then`` or a
+            callable ``loss`` alone. It must call ``backward()`` on this scalar, or on a multiple of
+            it by the same number each time. Clipping inside it is not noticed. It may run again;
+            trials, verifications, `check_split` and `plan` run plain backward. With a callable
+            ``loss``, return outputs in float32, because their gradients are computed before its
+            factor is known.
         in_dims: where ``batch`` has its samples: a dimension, None for what all samples share,
             ``"items"`` for a list with one item a sample, or a container of these.
         out_dims: the same for outputs.
@@ -176,11 +181,13 @@ def step(
         cache_type: what a size that fits is remembered for; None: what ``DEFAULT_CACHE_TYPE`` says.
         context: what shares a memory of sizes; None: the function and the call of ``step``.
         on_retry: called with each AdaptiveEvent.
-        verify: compare a few samples, and the loss of the whole batch, with what micro-batches
-            give: where a place splits for the first times, and rarely later, before it delivers.
-        predict: begin with the size that `predict_peak` says fits, where memory can be measured and
-            no size is known. ``fn`` runs on tensors without data for that, a few times, which shows
-            in what it prints. Where it can't be predicted, the step begins with the whole batch.
+        verify: compare a few samples, and the loss of the whole batch, with the results of
+            micro-batches before any gradient is written: the first three times that a call splits,
+            and rarely later. ``fn`` runs a few times more for it. False skips this, and does not
+            fix gradients.
+        predict: begin with the size that `predict_peak` says fits, if memory can be measured and no
+            size is known. ``fn`` runs a few times more for it, on tensors without data. If nothing
+            can be predicted, the step begins with the whole batch.
         has_aux: whether ``fn`` returns a pair of that and of anything else, such as predictions,
             which the result has for each micro-batch. Without graphs, or they stay.
         group: the process group whose ranks make the step together, such as
