@@ -22,7 +22,7 @@ from .._interrupts import Interrupts
 from ._errors import elsewhere_error, failed_rank_error, failure_of
 from ._group import RankGroup, has_other_ranks, rank_group
 from ._modules import has_other_replicas, is_sharded
-from ._vote import Ballot, Tally, mark_of, tally
+from ._vote import Ballot, mark_of, tally
 
 _NO_RESULT = "No rank gets a result."
 
@@ -74,7 +74,7 @@ class RankCall:
         finally:
             self._interrupts.end()
 
-    def vote(self, ballot: Ballot) -> Tally:
+    def vote(self, ballot: Ballot) -> Ballot:
         """Say how the call went here, and hear of the others.
 
         Raises:

@@ -291,7 +291,7 @@ def test_ranks_with_other_parameters_are_told_so():
 
 
 def early_on(rank):
-    """Weights of terms that have other names on one rank, or that fail there."""
+    """Weights that can't be had, while one rank has no samples, and in turn while it has."""
     parts = all_samples(SIZES[:3])
     net = net_of()
     module = Replicated(net)
@@ -299,28 +299,27 @@ def early_on(rank):
     def fn(b):
         return {"a": square(module, b), "b": square(module, b)}
 
-    def weight_of(name):
-        def weight(b):
-            if name == "error" and rank == 1:
-                raise ValueError("no labels")
-            names = ("a", name if rank == 1 else "b")
-            return 3 if name == "one" and rank == 1 else dict.fromkeys(names, 2)
+    def of_terms(b):
+        return {"a": 2, "b": 3}
 
-        return weight
+    def failing(b):
+        if rank == 1:
+            raise ValueError("no labels")
+        return 2
 
     batches = [None if rank == 2 else parts[rank], parts[rank]]
     return [
-        told_by(lambda name=name, batch=batch: step(fn, batch, weight=weight_of(name)))[0]
-        for name in ("c", "one", "error")
+        told_by(lambda weight=weight, batch=batch: step(fn, batch, weight=weight))[0]
+        for weight in (of_terms, failing)
         for batch in batches
     ]
 
 
-def test_weights_of_terms_that_differ_are_an_error_on_all_also_on_one_without_samples():
-    *others, third = run_ranks(early_on, 3)
-    assert others[0][:4] == others[1][:4] == third[:4] == ["AdaptiveUsageError"] * 4
-    assert others[1][4:] == ["ValueError"] * 2
-    assert others[0][4:] == third[4:] == ["RemoteRankError"] * 2
+def test_weights_of_terms_and_weights_that_fail_are_an_error_on_all_also_without_samples():
+    first, second, third = run_ranks(early_on, 3)
+    assert first == ["AdaptiveUsageError"] * 2 + ["RemoteRankError"] * 2
+    assert second == ["AdaptiveUsageError"] * 2 + ["ValueError"] * 2
+    assert third == ["RemoteRankError", "AdaptiveUsageError", *["RemoteRankError"] * 2]
 
 
 # --- in threads

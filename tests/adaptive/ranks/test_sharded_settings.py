@@ -1,7 +1,6 @@
 """Sharded modules as users set them: what is exact all the same, and what all ranks refuse."""
 
 import time
-from functools import partial
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from tenure.adaptive import AdaptiveUsageError, OutOfRetriesError, RemoteRankError, step
 
 from .launch import run_ranks
-from .sharded_nets import sharded, whole
+from .sharded_nets import sharded, whole, whole_gradients
 from .test_step_sharded import RTOL, batch_of, differs, mean, wanted_of
 
 
@@ -76,40 +75,37 @@ def penalty(net):
     return found
 
 
-def penalties(rank):
-    def with_penalty(net):
-        return lambda x: mean(net)(x) + 0.1 * penalty(net)
+def penalties(rank, is_alike):
+    """A penalty in the loss, or run backward after the step."""
+    net, x = sharded(whole().double()), batch_of(0 if is_alike else rank)
 
-    x, found = batch_of(rank), []
-    loss, wanted = wanted_of(with_penalty)
-    for maximum in (9, 4):
-        for how in ("in the loss", "once", "once, of parts"):
-            net = sharded(whole().double())
-            if how == "in the loss":
-                result = step(with_penalty(net), x, maximum=maximum)
-            else:
-                # of parts that ranks have the sum is one, too
-                of = penalty if how == "once" else penalty_of_parts
-                result = step(mean(net), x, maximum=maximum, once=partial(scaled, of, net))
-            found.append([differs(net, wanted), abs(float(result.loss) - loss)])
-    return found
+    def fn(x):
+        return mean(net)(x) + 0.1 * penalty(net)
 
-
-def penalty_of_parts(net):
-    return sum(p.square().sum() for p in net.parameters())
+    said = said_by(lambda: float(step(fn, x, maximum=4).loss))
+    in_loss = said, is_untouched(net) or whole_gradients(net)["head.weight"].tolist()
+    net.zero_grad()
+    step(mean(net), x, maximum=4)
+    # of parts that ranks have the sum is one, too
+    (0.1 * sum(p.square().sum() for p in net.parameters())).backward()
+    plain, samples = whole().double(), [batch_of(each) for each in range(2)]
+    loss = mean(plain)(x if is_alike else torch.cat(samples)) + 0.1 * penalty(plain)
+    loss.backward()
+    wanted = {name: p.grad for name, p in plain.named_parameters()}
+    return *in_loss, float(loss), wanted["head.weight"].tolist(), differs(net, wanted)
 
 
-def scaled(of, net):
-    return 0.1 * of(net)
+def test_a_penalty_on_shards_is_exact_after_a_step_and_in_a_mean_that_ranks_share_alike():
+    for loss, gradient, wanted_loss, wanted, error in run_ranks(penalties, 2, is_alike=True):
+        assert loss == pytest.approx(wanted_loss, rel=1e-9)
+        torch.testing.assert_close(torch.tensor(gradient), torch.tensor(wanted))
+        assert error < RTOL
 
 
-@pytest.mark.slow
-def test_a_penalty_on_shards_is_counted_once_in_the_loss_and_by_once():
-    for found in run_ranks(penalties, 2, timeout=120):
-        assert len(found) == 6
-        for error, of_loss in found:
-            assert error < RTOL
-            assert of_loss < 1e-9
+def test_a_penalty_on_shards_in_a_mean_that_ranks_share_unlike_is_refused():
+    found = run_ranks(penalties, 2, is_alike=False)
+    are_refused([each[:2] for each in found], "depends on shards of parameters directly")
+    assert all(each[-1] < RTOL for each in found)
 
 
 def penalty_of_unknown_scale(rank, how):
@@ -119,18 +115,22 @@ def penalty_of_unknown_scale(rank, how):
         return mean(net)(x) + 0.1 * penalty(net)
 
     options = {"loss": "sum"} if how == "a sum" else {"weight": lambda _: 1 - rank}
+    if how == "once":
+        fn, options = mean(net), {"once": lambda: penalty(net)}
     return said_by(lambda: step(fn, x, maximum=9, **options)), is_untouched(net)
 
 
-def test_a_penalty_on_shards_that_is_added_to_a_sum_is_refused():
-    found = run_ranks(penalty_of_unknown_scale, 2, how="a sum")
-    are_refused(found, "depends on shards of parameters directly", "Return it by once=")
+@pytest.mark.parametrize("how", ["a sum", "once"])
+def test_a_penalty_on_shards_that_is_added_to_a_sum_or_once_is_refused(how):
+    found = run_ranks(penalty_of_unknown_scale, 2, how=how)
+    told = "depends on shards of parameters directly" if how == "a sum" else "got once="
+    are_refused(found, told, "un backward from", "after step(), on every rank")
 
 
 def test_a_penalty_on_shards_beside_samples_that_weigh_nothing_is_refused():
     (other, clean), (own, also) = run_ranks(penalty_of_unknown_scale, 2, how="no weight")
     assert "depends on shards of parameters directly" in own
-    assert other.startswith("RemoteRankError")
+    assert other.startswith(("RemoteRankError", "AdaptiveUsageError"))
     assert clean
     assert also
 
@@ -144,14 +144,11 @@ def divided(rank, where):
     for module in (net, *net.blocks) if where == "all" else net.blocks[:1]:
         module.set_gradient_divide_factor(1.0)
 
-    def once():
-        return 0.1 * penalty(net)
-
-    said = said_by(lambda: [step(mean(net), x, maximum=4, once=once)] and "done")
+    said = said_by(lambda: [step(mean(net), x, maximum=4)] and "done")
     if where == "one":
         return said, is_untouched(net)
 
-    _, wanted = wanted_of(lambda net: lambda x: mean(net)(x) + 0.1 * penalty(net))
+    _, wanted = wanted_of(mean)
     return said, differs(net, wanted)
 
 
@@ -272,20 +269,20 @@ def runs_out_later(rank):
 
     _planned._PATIENCE_S = 0.5
     net, x, said = sharded(whole().double()), batch_of(rank), []
-    has_failed = []
+    n_passes = []
 
-    def once():
-        if not has_failed:
-            has_failed.append(True)
+    def backward(loss):
+        loss.backward()
+        n_passes.append(loss)
+        if len(n_passes) == 3:
             time.sleep(2.0 * rank)
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB")
-        return torch.zeros((), requires_grad=True)
 
     try:
-        step(mean(net), x, maximum=4, once=once)
+        step(mean(net), x, maximum=4, backward=backward)
     except OutOfRetriesError as error:
         said = getattr(error, "__notes__", [])
-    step(mean(net), x, maximum=4, once=once)
+    step(mean(net), x, maximum=4, backward=backward)
     _, wanted = wanted_of(mean)
     return said, differs(net, wanted)
 
@@ -319,12 +316,14 @@ def test_a_model_that_is_none_on_one_rank_is_told_to_the_others():
 
 
 def unlike(rank, how):
-    """Arguments that ranks don't have alike."""
+    """Arguments that ranks don't have alike, and results."""
     net = sharded(whole().double())
-    options = {"per_rank": bool(rank)}
+    options, fn = {"per_rank": bool(rank)}, mean(net)
     if how == "weights":
-        options = {"weight": (lambda x: {"words": len(x)}) if rank else len}
-    said = said_by(lambda: step(mean(net), batch_of(rank), maximum=4, **options))
+        options = {"weight": lambda x: {"words": len(x)}}
+    elif how == "terms":
+        options, fn = {}, lambda x: {f"words{rank}": mean(net)(x)}
+    said = said_by(lambda: step(fn, batch_of(rank), maximum=4, **options))
     return said, is_untouched(net)
 
 
@@ -333,9 +332,9 @@ def test_arguments_that_ranks_do_not_have_alike_are_told_by_name_on_all():
     are_refused(found, "(loss='mean'; ", ") on rank 0, step(", "(loss='mean', per_rank=True; ")
 
 
-def test_weights_of_other_names_are_told_by_name_on_all():
-    found = run_ranks(unlike, 2, how="weights")
-    are_refused(found, "on this rank, and other names on another")
-    (own, _), (other, _) = found
-    assert "weight() returned one weight on this rank" in own
-    assert "weight() returned 'words' on this rank" in other
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [("weights", "a weight for each term ('words')"), ("terms", "returned other terms on one")],
+)
+def test_weights_of_terms_and_terms_of_other_names_are_refused_on_all(how, told):
+    are_refused(run_ranks(unlike, 2, how=how), told)

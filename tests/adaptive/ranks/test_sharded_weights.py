@@ -32,10 +32,6 @@ def n_known(b):
     return (b["y"] != IGNORED).sum()
 
 
-def weights(b):
-    return {"words": n_known(b), "size": len(b["x"])}
-
-
 def loss_of(net, kind):
     """The mean over known labels; 0 / 0 where there are none."""
 
@@ -45,7 +41,8 @@ def loss_of(net, kind):
             return F.cross_entropy(out, y)
         each = F.cross_entropy(out, y, reduction="none")
         words = each.sum() / (y != IGNORED).sum()
-        return {"words": words, "size": out.square().mean()} if kind == "two terms" else words
+        size = out[y != IGNORED].square().mean()
+        return {"words": words, "size": size} if kind == "two terms" else words
 
     return fn
 
@@ -60,10 +57,9 @@ def nothing_counts(rank, ignored):
         loss = sum(loss.values()) if kind == "two terms" else loss
         loss.backward()
         wanted = {name: p.grad for name, p in plain.named_parameters()}
-        weight = weights if kind == "two terms" else n_known
         for maximum in (4, 9):
             net = sharded(whole().double())
-            result = step(loss_of(net, kind), parts[rank], weight=weight, maximum=maximum)
+            result = step(loss_of(net, kind), parts[rank], weight=n_known, maximum=maximum)
             found.append([differs(net, wanted), abs(float(result.loss) - float(loss.detach()))])
     return found
 

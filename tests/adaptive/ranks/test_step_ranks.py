@@ -35,11 +35,6 @@ LOSSES = {
         lambda net, b: {"a": net(b["x"]).square().mean(), "b": net(b["x"]).abs().mean()},
         {},
     ),
-    "terms with weights": (
-        lambda net, b: net(b["x"]).square().mean() + ce(net(b["x"]), b["y"]),
-        lambda net, b: {"size": net(b["x"]).square().mean(), "ce": ce(net(b["x"]), b["y"])},
-        {"weight": lambda b: {"size": len(b["y"]), "ce": n_valid(b)}},
-    ),
 }
 
 

@@ -90,6 +90,17 @@ def two_terms(module):
     return step(fn, all_samples()[0])
 
 
+def many_terms(module):
+    step(lambda b: {str(i): square(module, b) for i in range(17)}, all_samples()[0])
+
+
+def weights_of_terms(module):
+    def fn(b):
+        return {"a": square(module, b), "b": square(module, b)}
+
+    step(fn, all_samples()[0], weight=lambda b: {"a": 1, "b": len(b["x"])})
+
+
 def net_in_a_set():
     return nn.ModuleList(net_of() for _ in range(2))
 
@@ -160,7 +171,9 @@ CASES = {
     "models in a set": (net_in_a_set, models_in_a_set, "in a set, model=, whose order is another"),
     "other buffers": (other_buffers, plain, "1 buffers of 4 elements"),
     "buffers that grow": (with_buffer, growing_buffers, "with buffers of other shapes"),
-    "buffers that grow alone": (with_buffer, growing_alone, "than on one without"),
+    "buffers that grow alone": (with_buffer, growing_alone, "with buffers of other shapes"),
+    "many terms": (replica, many_terms, "returned 17 terms, and ranks can agree on 16"),
+    "weights of terms": (replica, weights_of_terms, "a weight for each term ('a', 'b') on several"),
     "post hooks": (post_hooked, plain, "4 of the parameters have a hook"),
     "a sparse gradient": (
         lambda: Replicated(nn.Embedding(5, 3, sparse=True)),
@@ -264,26 +277,6 @@ def test_terms_that_ranks_do_not_have_alike_are_refused_on_all(name):
     for text, is_untouched in run_ranks(unlike_on, name=name):
         assert "other terms on one rank than on another" in text
         assert is_untouched
-
-
-def weight_of_one_on(rank):
-    module = replica()
-
-    def loss_of(b):
-        value = module(b["x"]).square().mean()
-        return {"a": value, "b": value}
-
-    try:
-        step(loss_of, all_samples()[rank], weight=lambda b: {"a": len(b["x"])})
-    except (AdaptiveUsageError, RemoteRankError) as error:
-        return str(error)
-    return None
-
-
-def test_a_weight_that_names_one_term_is_not_that_of_another():
-    assert all(
-        "returned a term 'b', and weight() has 'a'" in t for t in run_ranks(weight_of_one_on)
-    )
 
 
 class SilentError(Exception):

@@ -22,10 +22,6 @@ def ce(run, b, reduction="mean"):
 
 LOSSES = {
     "weight": (ce, {"weight": n_valid}),
-    "weights of terms": (
-        lambda run, b: {"ce": ce(run, b), "size": run(b["x"]).square().mean()},
-        {"weight": lambda b: {"ce": n_valid(b), "size": len(b["x"])}},
-    ),
     "pair": (lambda run, b: (ce(run, b, "sum"), n_valid(b)), {}),
 }
 

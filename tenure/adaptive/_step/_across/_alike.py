@@ -1,19 +1,23 @@
-"""What has to be alike on all ranks of a step, and what the samples of one weigh beside all.
+"""What both kinds of steps agree on: what is asked for, shares of ranks, and the loss of all.
 
-Here is what both kinds of steps have: `StepRanks`, which tries again, and `PlannedRanks`.
+`StepRanks` tries again, and `PlannedRanks` runs once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NoReturn
+from dataclasses import replace
 
 import torch
 
 from tenure._errors import AdaptiveUsageError
+from tenure._torch.quiet import without_functions
 
+from ..._ranks import Ballot, RankGroup
 from .._shares import numbers_by_term
-from .._split import StepParts, StepSpec
+from .._split import StepOutcome, StepParts, StepSpec
+
+_MOST_TERMS = 16
+"""A rank without samples has room for so many: it can't know how many terms the others have."""
 
 
 def asked_by(spec: StepSpec, *, per_rank: bool) -> str:
@@ -23,39 +27,83 @@ def asked_by(spec: StepSpec, *, per_rank: bool) -> str:
     return ", ".join([f"loss={loss!r}", *given, *(["per_rank=True"] if per_rank else [])])
 
 
-def numbers_of(weight: Callable[[Any], object], parts: StepParts) -> dict[str | None, float]:
-    """What the samples of this rank weigh, by term; one number for all terms has the name None."""
-    with torch.no_grad():
-        numbers = numbers_by_term(weight(parts.inputs.whole()))
-    # an order that is the same on all ranks
-    return dict(sorted(numbers.items(), key=lambda named: str(named[0])))
-
-
-def shares_of(
-    numbers: Mapping[str, float], totals: Iterable[float], by_samples: float
-) -> dict[str, float]:
-    """The share that this rank has in each term.
-
-    Args:
-        numbers: what its samples weigh, by term.
-        totals: what those of all ranks do, in the same order; zeros may follow.
-        by_samples: its share of the samples.
-    """
-    # the mean over what all weighs nothing has no value; as on one rank samples stand in
-    return {
-        name: mine / total if total else by_samples
-        for (name, mine), total in zip(numbers.items(), totals, strict=False)
-    }
-
-
-def refuse_other_terms(names: Iterable[str]) -> NoReturn:
-    """Say that ``weight`` returned other names on another rank; none is one number for all terms.
+def weight_of(parts: StepParts) -> float:
+    """What the samples of this rank weigh: ``weight``, or else their number.
 
     Raises:
-        AdaptiveUsageError: always.
+        AdaptiveUsageError: ``weight`` gives each term a weight of its own.
     """
-    raise AdaptiveUsageError(
-        f"weight() returned {', '.join(map(repr, names)) or 'one weight'} on this rank, and other "
-        "names on another. Nothing was changed. Return the same names on all ranks that have "
-        "samples."
-    )
+    weight = parts.spec.weight
+    if weight is None:
+        return float(parts.n_samples)
+    with torch.no_grad():
+        numbers = numbers_by_term(weight(parts.inputs.whole()))
+    if None not in numbers:
+        raise AdaptiveUsageError(
+            f"weight() returned a weight for each term ({', '.join(map(repr, numbers))}) on "
+            "several ranks, where all terms have one. Nothing was changed. Return one number; or "
+            "pass per_rank=True, where each rank has a loss of its own and gradients are averaged."
+        )
+    return numbers[None]
+
+
+def share_of(weight: float, n_samples: int, tally: Ballot) -> float:
+    """The share of a rank in the mean over all samples."""
+    # the mean over what all weighs nothing has no value; as on one rank samples stand in
+    return weight / tally.weight if tally.weight else n_samples / tally.n_samples
+
+
+def refuse_other_terms(tally: Ballot) -> None:
+    """Make sure that the function returned the same terms on all ranks, by the sizes of a vote.
+
+    Raises:
+        AdaptiveUsageError: it did not.
+    """
+    if not tally.is_one_size:
+        raise AdaptiveUsageError(
+            "The function of step() returned other terms on one rank than on another, or in "
+            "another order, or with a count on one of them alone: no rule makes one of these. "
+            "Nothing was delivered. Return the same names, in one order, each with a count on all "
+            "ranks or on none; a rank where nothing counts returns a count of 0."
+        )
+
+
+class LossOfAll:
+    """The loss and the terms of this rank, and room for those of all ranks.
+
+    Args:
+        parts: the step.
+        outcome: what this rank has got; None if it has no samples.
+    """
+
+    def __init__(self, parts: StepParts, outcome: StepOutcome | None) -> None:
+        if outcome is None:
+            like = next((leaf for leaf in parts.trained if leaf.is_floating_point()), None)
+            loss = torch.zeros(()) if like is None else like.new_zeros(())
+            outcome = StepOutcome(loss.detach() if parts.added is None else parts.added, {}, ())
+        if len(outcome.terms) > _MOST_TERMS:
+            raise AdaptiveUsageError(
+                f"The function of step() returned {len(outcome.terms)} terms, and ranks can agree "
+                f"on {_MOST_TERMS} at most. Nothing was changed. Return fewer terms."
+            )
+        self.own = outcome
+        # made here, for nothing may be allocated once ranks have agreed
+        self._summed = torch.zeros(1 + _MOST_TERMS, dtype=torch.float64, device="cpu")
+        self._loss = torch.empty_like(outcome.loss)
+        self._terms = {name: torch.empty_like(term) for name, term in outcome.terms.items()}
+
+    def over(self, group: RankGroup, share: float) -> StepOutcome:
+        """Those of all ranks, which sum theirs up here, each times its share."""
+        # the mean of nothing is nan, which zero times it would stay
+        if share:
+            with without_functions():
+                for i, value in enumerate((self.own.loss, *self.own.terms.values())):
+                    self._summed[i] = float(value) * share
+        group.vote(self._summed)
+        return self.filled(self._summed.tolist())
+
+    def filled(self, values: list[float]) -> StepOutcome:
+        """The outcome of this rank with another loss and other terms."""
+        for tensor, value in zip((self._loss, *self._terms.values()), values, strict=False):
+            tensor.fill_(value)
+        return replace(self.own, loss=self._loss, terms=self._terms)

@@ -12,28 +12,28 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import TypeGuard
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor, nn
 
 from tenure._errors import AdaptiveUsageError, OutOfRetriesError, TenureError
 from tenure._oom import OomInfo, oom_of_work
-from tenure._text import format_bytes
-from tenure._torch.quiet import without_functions
-from tenure._torch.sharding import Shards
+from tenure._text import describe_tensor, format_bytes, listed
+from tenure._torch.sharding import Shards, is_dtensor
 
 from ..._attempt import memory_of, release
-from ..._ranks import Ballot, RankCall, lost_rank_error, mark_of, weights_of
+from ..._ranks import Ballot, RankCall, lost_rank_error, mark_of
 from ..._sizes import AdaptiveSearch
 from .._split import StepOutcome, StepParts, StepSpec
-from ._alike import asked_by, numbers_of, refuse_other_terms, shares_of
-from ._sharded import ShardGradients, refuse_late, refuse_settings
+from ._alike import LossOfAll, asked_by, refuse_other_terms, share_of, weight_of
 
 _PATIENCE_S = 10.0
 """So long a rank that has failed waits for the others, most of which are inside a collective."""
 _ROUNDING = 1e-12
-_ALL = ""
-"""The name of a weight that is that of all terms."""
 _AFTER = (
     "Gradients are as before, and the next step() plans for less: call it on all ranks, if all "
     "have ended this one. A rank that still waits inside a module can't be reached: it gets an "
@@ -61,6 +61,8 @@ class PlannedRanks:
         self._spec = spec
         self._shards = shards
         self._per_rank = per_rank
+        self._share = 1.0
+        self._has_direct = False
         self.n_samples = 0
 
     def own_spec(self) -> StepSpec:
@@ -83,45 +85,36 @@ class PlannedRanks:
         self._parts = parts
         if not parts.n_samples:
             raise _no_samples(self._call.group.rank)
-        spec, numbers = self._spec, self._numbers()
+        spec = self._spec
+        if spec.once is not None:
+            raise AdaptiveUsageError(
+                f"{spec.entry}() got once=, and its modules are sharded: ranks would have to agree "
+                "on its share in each shard. Nothing was run. Run backward from it after "
+                f"{spec.entry}(), on every rank."
+            )
+        weight = float(parts.n_samples) if self._per_rank else weight_of(parts)
         # ranks have parts of other shapes, and names of their own for what they run
         asked, n = asked_by(spec, per_rank=self._per_rank), len(parts.trained)
         self._mark = mark_of(spec.entry, asked, n)
         self._call.name += f" ({asked}; {n} parameters)"
         tally = self._call.vote(
-            Ballot(
-                self._mark,
-                n_with_data=1,
-                n_samples=parts.n_samples,
-                size=mark_of(*numbers),
-                weights=weights_of(numbers.values(), "weight() returned weights of"),
-            )
+            Ballot(self._mark, n_with_data=1, n_samples=parts.n_samples, weight=weight)
         )
-        if not tally.is_one_size:
-            refuse_other_terms(name for name in numbers if name != _ALL)
-        refuse_settings(spec.entry, self._shards, per_rank=self._per_rank)
+        _refuse_settings(spec.entry, self._shards, per_rank=self._per_rank)
         self._call.go_on()
         self.n_samples = tally.n_samples
-        # ranks that are parallel over tensors have the same samples
-        n_copies = self._call.group.size // self._shards.n_averaged
-        if spec.loss == "sum":
-            self._shares = dict.fromkeys(numbers, 1 / n_copies)
-        else:
-            by_samples = parts.n_samples / tally.n_samples
-            self._shares = shares_of(numbers, tally.weights, by_samples)
         if self._per_rank:
             return
+        # ranks that are parallel over tensors have the same samples
+        n_copies = self._call.group.size // self._shards.n_averaged
+        is_sum = spec.loss == "sum"
+        self._share = 1 / n_copies if is_sum else share_of(weight, parts.n_samples, tally)
         (divisor,) = self._shards.divisors
-        factors = {n: _rounded(divisor * n_copies * s) for n, s in self._shares.items()}
-        if any(factor != 1 for factor in factors.values()):
-            parts.factors = _Everywhere(factors[_ALL]) if _ALL in factors else factors
-        # of what is the same on all ranks the average is what is wanted
-        parts.share_of_once = _rounded(divisor / self._shards.n_averaged)
-        one, *others = set(factors.values())
-        is_one = not others and one and spec.loss != "sum"
-        self._direct = ShardGradients(self._shards, one if is_one else None, parts.share_of_once)
-        parts.around_backward = self._direct.of_chunk
-        parts.around_once = self._direct.of_what_is_added_once
+        factor = divisor * n_copies * self._share
+        # 1 costs nothing, and is what equal ranks have
+        parts.factor = 1.0 if abs(factor - 1) < _ROUNDING else factor
+        if is_sum or parts.factor != 1:
+            parts.around_backward = self._noting_direct
 
     def plan(self, search: AdaptiveSearch) -> None:
         """Agree on the micro-batches: on all ranks as many as the one needs that needs the most.
@@ -204,11 +197,38 @@ class PlannedRanks:
 
     def _agree(self, outcome: StepOutcome) -> StepOutcome:
         """Hear of the others; the loss of all."""
-        parts = self._parts
         if self._per_rank:
             self._call.vote(Ballot(self._mark))
             return outcome
-        refuse_late(self._spec.entry, parts, self._shards, self._direct)
+        self._refuse_late()
+        loss = LossOfAll(self._parts, outcome)
+        tally = self._call.vote(Ballot(self._mark, n_with_data=1, size=mark_of(*outcome.terms)))
+        refuse_other_terms(tally)
+        return loss.over(self._call.group, self._share)
+
+    @contextmanager
+    def _noting_direct(self) -> Iterator[None]:
+        """A block in which a shard tells of a gradient that no module averages over ranks.
+
+        A penalty on ``model.parameters()`` gives one. The gradients of modules are multiplied by
+        the factor of this rank, because they are averaged; such a one would get it, too.
+        """
+
+        def note(_: Tensor) -> None:
+            self._has_direct = True
+
+        # autograd runs them, and not the module that brings a gradient that was averaged
+        trained = [shard for shard in self._shards.shards() if shard.requires_grad]
+        handles = [shard.register_hook(note) for shard in trained]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _refuse_late(self) -> None:
+        """Make sure that all gradients that are there are those of all ranks."""
+        entry, parts = self._spec.entry, self._parts
         if parts.counts:
             raise AdaptiveUsageError(
                 "The function of step() returned a count with "
@@ -216,33 +236,26 @@ class PlannedRanks:
                 "have exchanged gradients. Nothing was delivered. Return a mean, and give what it "
                 "divides by, from labels alone, as weight=; or pass per_rank=True."
             )
-        (shared, *others) = self._shares.values()
-        shares = [self._shares.get(name, shared) for name in outcome.terms]
-        with without_functions():
-            extra = 0.0 if parts.added is None else float(parts.added)
-            terms = [
-                _weighed(float(term), share)
-                for term, share in zip(outcome.terms.values(), shares, strict=True)
-            ]
-            whole = sum(terms) if others else _weighed(float(outcome.loss) - extra, shared)
-            # values in the room for weights: what a vote sums up is what is wanted of them
-            summed = weights_of(terms, "The function of step() returned")
-            tally = self._call.vote(Ballot(self._mark, weight=whole, weights=summed))
-            loss, *of_terms = (
-                outcome.loss.new_full((), value)
-                for value in (tally.weight, *tally.weights[: len(terms)])
+        if self._has_direct:
+            raise AdaptiveUsageError(
+                f"The loss of {entry}() depends on shards of parameters directly, as by a penalty "
+                "on model.parameters(). No module averages its gradient over ranks, which have "
+                "different shares of this loss. Nothing was delivered. Run backward from the "
+                f"penalty after {entry}(), on every rank."
             )
-            return replace(
-                outcome, loss=loss + extra, terms=dict(zip(outcome.terms, of_terms, strict=True))
-            )
-
-    def _numbers(self) -> dict[str, float]:
-        """What the samples of this rank weigh, by term."""
-        weight, parts = self._spec.weight, self._parts
-        if weight is None or self._per_rank:
-            return {_ALL: float(parts.n_samples)}
-        numbers = numbers_of(weight, parts)
-        return {_ALL if name is None else name: number for name, number in numbers.items()}
+        # ranks that are parallel over tensors have the same samples, and so the same gradients
+        if self._shards.n_averaged == 1:
+            return
+        for leaf, _ in parts.gradients.new():
+            if isinstance(leaf, nn.Parameter) and not is_dtensor(leaf):
+                name = parts.leaf_names.get(id(leaf)) or _name_of(leaf, parts)
+                raise AdaptiveUsageError(
+                    f"{entry}() has trained {name}, {describe_tensor(leaf)}, which is not sharded, "
+                    "beside modules of fully_shard: nobody brings its gradient to other ranks, "
+                    "where it would become another. Nothing was delivered. Call fully_shard() on "
+                    "the root of the model, too, after its layers; freeze it; or pass "
+                    "per_rank=True, and average its gradient yourself."
+                )
 
 
 def _is_of_an_exchange(error: BaseException) -> TypeGuard[Exception]:
@@ -253,28 +266,55 @@ def _is_of_an_exchange(error: BaseException) -> TypeGuard[Exception]:
     return str(frame.f_globals.get("__name__")).startswith("torch.distributed")
 
 
-def _weighed(value: float, share: float) -> float:
-    # the mean of nothing is nan, which zero times it would stay
-    return value * share if share else 0.0
+def refuse_group(entry: str, group: Any, shards: Shards) -> None:
+    """Make sure that ranks can vote in a group, and are those of the modules.
+
+    Raises:
+        AdaptiveUsageError: they are not.
+    """
+    distributed: Any = torch.distributed
+    members = distributed.get_process_group_ranks(group)
+    is_world = group is distributed.group.WORLD
+    # not those of which this process is none: they are told so later
+    if distributed.get_rank(group) >= 0 and shards.ranks != set(members):
+        raise AdaptiveUsageError(
+            f"{entry}() got modules that are sharded over {_ranks(shards.ranks)}, and "
+            f"{_ranks(members)} would make the step together, "
+            f"{'all that there are' if is_world else 'those of group='}: what the others have "
+            "belongs to another model, or is copied, and nobody can tell. Nothing was changed. "
+            "Shard the modules over a mesh of all ranks; or name a group of theirs alone, beside "
+            f'those in which they talk: group=new_group({sorted(shards.ranks)}, backend="gloo").'
+        )
+    if not is_world and any(group is each for each in shards.process_groups):
+        raise AdaptiveUsageError(
+            f"{entry}() got a group= in which its sharded modules talk: what a rank that fails "
+            "says there would meet their collectives. Nothing was changed. Leave group= out where "
+            "these are all ranks, or name another group of them: "
+            f'group=new_group({sorted(members)}, backend="gloo").'
+        )
 
 
-def _rounded(factor: float) -> float:
-    # 1 costs nothing, and is what equal ranks have
-    return 1.0 if abs(factor - 1) < _ROUNDING else factor
+def _refuse_settings(entry: str, shards: Shards, *, per_rank: bool) -> None:
+    """Make sure that gradients are exchanged with each micro-batch, all on one scale.
 
-
-class _Everywhere(dict[str, float]):
-    """One factor, whatever the name of the term."""
-
-    def __init__(self, factor: float) -> None:
-        super().__init__()
-        self._factor = factor
-
-    def __contains__(self, _: object) -> bool:
-        return True
-
-    def __missing__(self, _: str) -> float:
-        return self._factor
+    Raises:
+        AdaptiveUsageError: they are not.
+    """
+    if not shards.exchanges:
+        raise AdaptiveUsageError(
+            f"{entry}() got modules of fully_shard that were told to exchange no gradients, by "
+            "set_requires_gradient_sync(False) or set_requires_all_reduce(False), so that what "
+            "they leave could not be told from what comes. Nothing was changed. Pass the samples "
+            "of all passes to one step(), which accumulates by itself, without these settings."
+        )
+    if len(shards.divisors) > 1 and not per_rank:
+        raise AdaptiveUsageError(
+            f"{entry}() got modules of fully_shard that divide gradients by "
+            f"{listed([f'{each:g}' for each in shards.divisors], most=6)}, so that a loss over all "
+            "samples has no one scale. Nothing was changed. Give all of them the same factor by "
+            "set_gradient_divide_factor(), also the root; or pass per_rank=True, where gradients "
+            "are those of a plain pass."
+        )
 
 
 def _no_samples(rank: int) -> AdaptiveUsageError:
@@ -282,3 +322,12 @@ def _no_samples(rank: int) -> AdaptiveUsageError:
         f"step() got no samples on rank {rank}, and its modules are sharded: they run on all ranks "
         "at once, or on none. Nothing was run. Give every rank samples, or end the epoch on all."
     )
+
+
+def _name_of(leaf: Tensor, parts: StepParts) -> str:
+    names = (n for root in parts.roots.values() for n, p in root.named_parameters() if p is leaf)
+    return next((f"the parameter {name!r}" for name in names), "a parameter")
+
+
+def _ranks(members: Any) -> str:
+    return f"ranks {listed([*map(str, sorted(members))], most=8)}"

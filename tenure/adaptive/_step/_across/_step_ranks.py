@@ -8,9 +8,9 @@ that all have that of the whole batch of all ranks.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import sys
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,14 +18,14 @@ from torch import Tensor, nn
 from tenure._errors import AdaptiveUsageError
 from tenure._text import describe_tensor
 from tenure._torch.autograd import post_hooks_of
+from tenure._torch.quiet import without_functions
 from tenure._torch.replicas import exchanged_buffers
 
 from ..._callables import name_of
-from ..._ranks import Ballot, RankCall, Replicated, Tally, mark_of, weights_of
+from ..._ranks import Ballot, RankCall, Replicated, mark_of
 from .._split import StepOutcome, StepParts, StepSpec
-from ._alike import asked_by, numbers_of, refuse_other_terms, shares_of
-from ._summed_gradients import Exchange, shapes_of
-from ._values import Values
+from ._alike import LossOfAll, asked_by, refuse_other_terms, share_of, weight_of
+from ._exchange import Exchange, multiply, shapes_of
 
 _WITHOUT_SAMPLES = torch.empty(0, device="cpu")
 
@@ -76,7 +76,7 @@ class StepRanks:
             for each in shared
         ]
         self._adds_up = spec.loss == "sum"
-        self._weight: float | None = None
+        self._weight = 0.0
         self._mark = 0
         self.n_samples = 0
 
@@ -127,8 +127,8 @@ class StepRanks:
         n_elements = sum(buffer.numel() for buffer in brought)
         buffers = f", {len(brought)} buffers of {n_elements} elements" if brought else ""
         self._call.name += f" ({asked}; {len(shapes)} parameters{buffers})"
-        if spec.weight is not None and parts.n_samples and not self._per_rank:
-            self._weigh(spec.weight)
+        if parts.n_samples and not self._per_rank:
+            self._weight = weight_of(parts)
 
     def agree(self, outcome: StepOutcome | None) -> StepOutcome:
         """Vote, and exchange gradients; the last that an attempt does.
@@ -149,30 +149,25 @@ class StepRanks:
         self._refuse_unknown()
         exchange = Exchange(group, parts.gradients, self._exchanged, self._brought())
         weight = self._own_weight(outcome)
-        values = Values(parts, outcome)
-        has_data = int(outcome is not None)
+        loss = LossOfAll(parts, outcome)
         # nothing may fail from here on: see Note [Votes], rule 2
-        tally = self._vote(
-            Ballot(
-                self._mark,
-                n_with_data=has_data,
-                n_samples=parts.n_samples,
-                weight=weight,
-                n_missing=exchange.n_missing,
-                size=self._mark_of_terms(outcome, exchange),
-            )
-        )
+        tally = self._vote(outcome, exchange, weight)
         self.n_samples = tally.n_samples
         share = self._share(weight, tally)
+        self._scale_own(share)
         if tally.n_with_data:
-            exchange.run(share, self._own_factors(share), tally, has_data=bool(has_data))
+            exchange.run(share, tally)
         else:
-            exchange.drop()
+            for leaf, _ in parts.gradients.new():
+                leaf.grad = None
         for replica in self._replicas:
             replica.module.require_forward_param_sync = replica.exchanges
         if self._per_rank:
-            return values.own()
-        return values.of_all(group, share, tally.n_with_data, is_sum=self._adds_up)
+            return loss.own
+        if tally.n_with_data:
+            return loss.over(group, share)
+        # of no samples at all
+        return loss.filled([0.0 if self._adds_up else math.nan])
 
     def _parameters(self) -> list[Tensor]:
         """Those whose gradients are exchanged, in an order that is the same on all ranks."""
@@ -199,58 +194,35 @@ class StepRanks:
             for parameter in replica.module.parameters()
         ]
 
-    def _weigh(self, weight: Any) -> None:
-        """Ask what the samples weigh; where terms weigh differently, all ranks have to know."""
-        parts = self._parts
-        numbers = numbers_of(weight, parts)
-        if None in numbers:
-            self._weight = numbers[None]
-            return
-        own = {str(name): number for name, number in numbers.items()}
-        ballot = Ballot(
-            self._mark,
-            n_early=1,
-            n_with_data=1,
-            n_samples=parts.n_samples,
-            size=mark_of(*own),
-            weights=weights_of(own.values(), "weight() returned weights of"),
+    def _vote(self, outcome: StepOutcome | None, exchange: Exchange, weight: float) -> Ballot:
+        names: list[str] = []
+        if outcome is not None and not self._per_rank:
+            names = [*outcome.terms, "counts", *self._parts.counts]
+        has_data = outcome is not None
+        tally = self._call.vote(
+            Ballot(
+                self._mark,
+                n_with_data=int(has_data),
+                n_samples=self._parts.n_samples,
+                weight=weight,
+                n_missing=exchange.n_missing,
+                size=mark_of(*names),
+                shapes=exchange.mark_of_buffers,
+                first=self._call.group.rank if has_data else sys.maxsize,
+            )
         )
-        tally = self._call.vote(ballot)
-        if tally.n_early < tally.n_with_data or not tally.is_one_size:
-            refuse_other_terms(own)
-        parts.factors = shares_of(own, tally.weights, parts.n_samples / tally.n_samples)
-        parts.share_of_once = 1 / tally.n_with_data
-        self._adds_up = True
-        self._call.go_on()
-
-    def _vote(self, ballot: Ballot) -> Tally:
-        tally = self._call.vote(ballot)
-        if not tally.n_early:
-            if not tally.is_one_size:
-                raise AdaptiveUsageError(
-                    "The function of step() returned other terms on one rank than on another, or "
-                    "in another order, or with a count on one of them alone, or has left a replica "
-                    "with buffers of other shapes: no rule makes one of these. Nothing was "
-                    "delivered. Keep buffers alike, and return the same names, in one order, "
-                    "each with a count on all ranks or on none; a rank where nothing counts "
-                    "returns a count of 0."
-                )
-            return tally
-        # others had to know first what terms weigh, which a rank without samples can't tell
-        if tally.n_early < tally.n_with_data or not tally.is_one_size:
-            refuse_other_terms([])
-        return self._vote(ballot)
+        refuse_other_terms(tally)
+        # collectives of other lengths may end the process
+        if not tally.is_one_shape:
+            raise AdaptiveUsageError(
+                "step() has left a replica with buffers of other shapes on one rank than on "
+                "another. Nothing was delivered. Let the shapes of buffers not depend on samples."
+            )
+        return tally
 
     def _brought(self) -> list[Replicated]:
         """The replicas whose buffers become those of one rank."""
         return [each.module for each in self._replicas if each.brings_buffers]
-
-    def _mark_of_terms(self, outcome: StepOutcome | None, exchange: Exchange) -> int:
-        """A number for what the function returned and left; 0 where ranks need not be alike."""
-        if outcome is None:
-            return 0
-        terms = [] if self._per_rank else [*outcome.terms, "counts", *self._parts.counts]
-        return mark_of(*terms, exchange.mark_of_buffers)
 
     def _own_weight(self, outcome: StepOutcome | None) -> float:
         """What the mean over the samples of this rank divides by."""
@@ -263,8 +235,8 @@ class StepRanks:
             raise AdaptiveUsageError(
                 "The function of step() returned several terms, and a count with "
                 f"{', '.join(map(repr, parts.counts))}: on several ranks each would have another "
-                "weight, and they are known only when all has run. Nothing was changed. Return "
-                "means, and give what each divides by, from labels alone, as weight=."
+                "weight. Nothing was changed. Return means over one number, and give that as "
+                "weight=; or pass per_rank=True."
             )
         if parts.counts:
             (number,) = parts.counts.values()
@@ -277,26 +249,26 @@ class StepRanks:
                     "Return how many elements the sum has."
                 )
             return count
-        return float(parts.n_samples) if self._weight is None else self._weight
+        return self._weight
 
-    def _share(self, weight: float, tally: Tally) -> float:
+    def _share(self, weight: float, tally: Ballot) -> float:
         """What the gradients of this rank are multiplied by before they are summed up."""
         if self._per_rank:
             return 1 / self._call.group.size
         if self._adds_up or not tally.n_with_data:
             return 1.0
-        if tally.weight:
-            return weight / tally.weight
-        # the mean over nothing has no value: what stands there on one rank, stands there on all
-        return self._parts.n_samples / tally.n_samples
+        return share_of(weight, self._parts.n_samples, tally)
 
-    def _own_factors(self, share: float) -> Mapping[int, float]:
-        """What gradients are multiplied by that are not exchanged; that of 0 is for all others."""
-        n = self._call.group.size
-        # of what is averaged over ranks later the average has to be that of the whole
-        waiting = {id(each): n * share for each in self._waiting()}
-        is_own = self._per_rank or (self._adds_up and self._parts.factors is None)
-        return {0: 1.0 if is_own else n * share, **waiting}
+    def _scale_own(self, share: float) -> None:
+        """Multiply the gradients that are not exchanged, or only some time later."""
+        share *= self._call.group.size
+        exchanged, waiting = ({id(p) for p in each} for each in (self._exchanged, self._waiting()))
+        is_own = self._per_rank or self._adds_up
+        with torch.no_grad(), without_functions():
+            for leaf, gradient in self._parts.gradients.new():
+                # of what is averaged over ranks later the average has to be that of the whole
+                if id(leaf) in waiting or not (is_own or id(leaf) in exchanged):
+                    multiply(gradient, share)
 
     def _refuse_unknown(self) -> None:
         """Make sure that no gradient is left out because its parameter was seen too late."""

@@ -33,8 +33,7 @@ from ..._ranks import (
 from ..._reachable import Reachable, modules_given
 from ..._undo import modules_below
 from .._split import StepSpec
-from ._planned import PlannedRanks
-from ._sharded import refuse_group
+from ._planned import PlannedRanks, refuse_group
 from ._step_ranks import StepRanks
 
 _AS_BEFORE = "Nothing was delivered on any rank: gradients, buffers and random state are as before."

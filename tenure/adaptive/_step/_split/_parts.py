@@ -87,11 +87,8 @@ class StepParts:
         counts: what the sums of terms were divided by in this attempt, by name.
         divisors: what the means of each chunk of this attempt divide by.
         added: what was added once in this attempt.
-        factors: what the gradient of each term is multiplied by, by name; None where they have no
-            factors of their own.
-        share_of_once: what the gradient of ``once`` is multiplied by.
+        factor: what the gradients of all terms are multiplied by.
         around_backward: makes a block in which chunks run backward.
-        around_once: makes a block in which ``once`` runs forward and backward, apart from them.
         is_asked: whether a run only asks, and is taken back.
         n_parts: how many micro-batches a split has, of sizes that differ by 1 at most; None: as
             many as the size gives.
@@ -149,10 +146,8 @@ class StepParts:
         self.counts: dict[str, Any] = {}
         self.divisors: Divisors = {}
         self.added: Tensor | None = None
-        self.factors: Mapping[str, float] | None = None
-        self.share_of_once = 1.0
+        self.factor = 1.0
         self.around_backward: Callable[[], AbstractContextManager[Any]] = nullcontext
-        self.around_once: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.n_parts: int | None = None
         self.is_asked = False
         self.reached = (spec.fn, *found.visited(), *self.models.all)
@@ -229,17 +224,6 @@ class StepParts:
         extra = scalar(whole_of(self.spec.once()), "once() of step()")
         self.added = extra.detach()
         return extra
-
-    def factor_of(self, name: str) -> float:
-        """What the gradient of a term is multiplied by."""
-        if self.factors is None:
-            return 1.0
-        if name not in self.factors:
-            raise AdaptiveUsageError(
-                f"The function of {self.spec.entry}() returned a term {name!r}, and weight() has "
-                f"{', '.join(map(repr, self.factors))}. Give a weight for each term by its name."
-            )
-        return self.factors[name]
 
     def check_splittable(self, size: int) -> None:
         """Make sure that no module that is known, and no hook, has to see the whole batch.

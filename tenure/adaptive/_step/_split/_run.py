@@ -71,9 +71,7 @@ class StepRun:
                 outcome = self._split(size) if is_split else self._whole()
             finally:
                 parts.exchange.resume()
-        # of terms with factors each may weigh nothing here
-        if parts.factors is None:
-            parts.backward.check_ran()
+        parts.backward.check_ran()
         if is_split and self._verifier is not None:
             self._verifier.before_delivery(outcome)
         parts.deliver_to_batch()
@@ -111,18 +109,19 @@ class StepRun:
         if inputs.has_graph:
             parts.gradients.hold_hooks(inputs.leaves)
         loss, terms = self._whole_loss()
-        # of sharded modules it gets another weight than the loss
-        is_apart = parts.spec.is_planned
-        extra = None if parts.spec.once is None or is_apart else parts.once()
-        if extra is not None:
-            loss = loss + extra
-        if parts.factors is None:
+        if parts.spec.once is not None:
+            loss = loss + parts.once()
+        if parts.factor == 1:
             parts.run_back([backward.scaled(loss)], [None])
+        elif parts.factor:
+            with without_functions():
+                seed = torch.full_like(loss, parts.factor)
+            parts.run_back([loss], [backward.scaled(seed)])
         else:
-            self._send_back_weighed(terms, extra)
-        loss = self._add_once(loss.detach()) if is_apart else loss.detach()
+            # it may be nan, which zero does not undo
+            parts.run_back([], [], [loss])
         detached = {name: value.detach() for name, value in terms.items()}
-        return StepOutcome(loss, detached, (parts.n_samples,))
+        return StepOutcome(loss.detach(), detached, (parts.n_samples,))
 
     def _add_once(self, loss: Tensor) -> Tensor:
         """Run what is added once.
@@ -132,26 +131,9 @@ class StepRun:
         parts = self._parts
         if parts.spec.once is None:
             return loss
-        with parts.around_once():
-            extra = parts.once()
-            # not a factor of 1, which would be another node in the graph
-            trained = extra if parts.share_of_once == 1 else extra * parts.share_of_once
-            parts.backward.run([parts.backward.scaled(trained)], [None])
+        extra = parts.once()
+        parts.backward.run([parts.backward.scaled(extra)], [None])
         return loss + extra.detach()
-
-    def _send_back_weighed(self, terms: dict[str, Tensor], extra: Tensor | None) -> None:
-        """Run terms backward, each times its factor, and what is added once."""
-        parts = self._parts
-        weighed = [(value, parts.factor_of(name)) for name, value in terms.items()]
-        # a term of no weight may be nan, which zero does not undo
-        weightless = [value for value, factor in weighed if not factor]
-        counted = [(value, factor) for value, factor in weighed if factor]
-        if extra is not None:
-            counted.append((extra, parts.share_of_once))
-        with without_functions():
-            seeds = [torch.full_like(value, factor) for value, factor in counted]
-        scaled = [parts.backward.scaled(seed) for seed in seeds]
-        parts.send_back([value for value, _ in counted], scaled, weightless)
 
     def _whole_loss(self) -> tuple[Tensor, dict[str, Tensor]]:
         """Run the function on the batch; the loss, and its terms."""

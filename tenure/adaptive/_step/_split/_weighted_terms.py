@@ -102,13 +102,13 @@ class WeightedTerms:
         # nothing here outlives the step
         with without_functions():
             for name, term in terms.by_name.items():
-                share, factor = self._share(name, i), self._parts.factor_of(name)
+                share = self._share(name, i)
                 total = self._totals[name]
                 # the mean of no elements is nan, which a weight of zero does not undo
                 if share:
                     total.add(term, share)
-                if share and factor:
-                    seed = total.seed(term.value, share * factor)
+                if share and self._parts.factor:
+                    seed = total.seed(term.value, share * self._parts.factor)
                     values.append(term.value)
                     seeds.append(self._parts.backward.scaled(seed))
                 else:
