@@ -7,6 +7,7 @@ from collections import OrderedDict, defaultdict, deque
 import pytest
 import torch
 
+from tenure.adaptive import AdaptiveUsageError
 from tenure.adaptive._attempt._cpu_fallback import on_cpu
 
 
@@ -24,27 +25,41 @@ def x(sim):
     return torch.ones(3).to(sim.device)
 
 
-# --- inference mode
+# --- tensors
 
 
-def test_what_is_written_in_inference_mode_comes_back(sim, x):
-    with torch.inference_mode():
-        made_inside = torch.ones(3).to(sim.device)
-
-        def f(a, b):
-            a.add_(1)
-            return b.add_(2)
-
-        assert on_cpu(f, made_inside, x) is x
-    assert made_inside.cpu().tolist() == [2.0] * 3
-    assert x.cpu().tolist() == [3.0] * 3
+def written(a):
+    a.add_(1)
 
 
-def test_a_tensor_of_inference_is_written_outside_too(sim):
-    with torch.inference_mode():
+def resized(a):
+    a.resize_(6)
+
+
+def with_other_data(a):
+    a.data = a.data[1:3].double()
+
+
+def filled(a):
+    torch.add(a, 1, out=a)
+
+
+@pytest.mark.parametrize("made_in", [contextlib.nullcontext, torch.inference_mode])
+@pytest.mark.parametrize("mode", [contextlib.nullcontext, torch.inference_mode])
+@pytest.mark.parametrize("change", [written, resized, with_other_data, filled])
+def test_a_write_into_a_tensor_is_refused_and_leaves_it_as_it_was(sim, change, mode, made_in):
+    with made_in():
         x = torch.ones(3).to(sim.device)
-    on_cpu(lambda a: a.add_(1), x)
-    assert x.cpu().tolist() == [2.0] * 3
+    made = []
+
+    def f(a, made):
+        made.append(a + 1)
+        change(a)
+
+    match = r"writes into an argument, float32\[3\] on sim:0, 12 B, .* return what it computes"
+    with mode(), pytest.raises(AdaptiveUsageError, match=match):
+        on_cpu(f, x, made)
+    assert x.cpu().tolist() == [1.0] * 3
 
 
 @pytest.mark.parametrize("mode", [contextlib.nullcontext, torch.inference_mode])
@@ -155,3 +170,20 @@ def test_named_results_of_torch_are_moved_and_stay_named(sim, x):
     assert qr.Q.device == x.device
     assert size == (2,)
     assert type(size) is torch.Size
+
+
+def test_gradients_flow_to_arguments_that_share_memory(sim, x):
+    weight = x.clone().requires_grad_()
+    on_cpu(lambda a, b: a.sum() + 2 * b.sum(), weight, weight[:2]).backward()
+    assert weight.grad.cpu().tolist() == [3.0, 3.0, 1.0]
+
+
+def test_arguments_under_functions_of_torch_func_are_moved_as_they_are(x):
+    grad = torch.func.grad(lambda a: on_cpu(lambda b: (b * b).sum(), a))(x)
+    assert grad.cpu().tolist() == [2.0] * 3
+
+
+def test_arguments_with_pending_conjugation_are_moved(sim):
+    turned = torch.tensor([1j, 2j]).to(sim.device).conj()
+    result = on_cpu(lambda a, none: a + 1, turned, turned[:0])
+    assert result.cpu().tolist() == [1 - 1j, 1 - 2j]

@@ -39,7 +39,6 @@ def test_tensors_in_dataclasses_are_moved_and_what_is_written_comes_back(sim, x)
     def f(state, host, frozen):
         assert state.hidden is frozen.hidden
         assert state.hidden.device.type == "cpu"
-        state.hidden.add_(1)
         state.note = state.hidden * 2
         state.extra = [state.hidden]
         host.note = state.note
@@ -50,10 +49,9 @@ def test_tensors_in_dataclasses_are_moved_and_what_is_written_comes_back(sim, x)
     assert same_state is state
     assert same_frozen is frozen
     assert state.hidden is frozen.hidden is state.extra[0] is x
-    assert values(x) == [2.0] * 4
     assert state.note is host.note
     assert state.note.device == made.hidden.device == sim.device
-    assert values(made.hidden) == [3.0] * 4
+    assert values(made.hidden) == [2.0] * 4
 
 
 def test_an_attribute_that_is_deleted_inside_is_gone(x):

@@ -302,14 +302,12 @@ def test_what_fits_at_no_size_runs_on_the_cpu_on_request(sim):
     def f(chunk, start, end, scale):
         devices.append((chunk.device.type, end - start))
         made(20 << 20, chunk.device) if chunk.device.type == "sim" else None
-        chunk += 1
         return chunk * scale, {"start": start}["start"] + 0 * chunk
 
     doubled, starts = f(x, torch.tensor(2.0, device=sim.device))
     assert devices[:3] == [("sim", 4), ("sim", 2), ("cpu", 2)]
     assert doubled.device == starts.device == sim.device
-    assert torch.equal(x.cpu(), torch.arange(1.0, 13.0))
-    assert torch.equal(doubled.cpu(), 2 * torch.arange(1.0, 13.0))
+    assert torch.equal(doubled.cpu(), 2 * torch.arange(12.0))
 
 
 def test_arguments_come_back_as_themselves_from_the_cpu(sim):
@@ -321,11 +319,9 @@ def test_arguments_come_back_as_themselves_from_the_cpu(sim):
         if tensor.device.type == "sim":
             made(20 << 20, sim.device)
         assert more[0] is tensor
-        more[0].add_(1)
         return tensor
 
     assert f(x, more=[x]) is x
-    assert x.cpu().tolist() == [2.0] * 3
 
 
 @pytest.mark.parametrize("kept", [64, 512])
