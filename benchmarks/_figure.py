@@ -117,7 +117,7 @@ def _text(kind: str, x: float, y: float, words: str, anchor: str = "start") -> s
 
 
 def _on_ratios(ratio: float) -> float:
-    return _between(ratio, 0.75, 1.32)
+    return _between(ratio, 0.6, 1.45)
 
 
 def _on_shares(share: float) -> float:

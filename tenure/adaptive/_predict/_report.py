@@ -25,9 +25,10 @@ class PeakReport(Advised, Report):
     Attributes:
         peak_bytes: what is alive then, with what was there before.
         baseline_bytes: what was there before.
-        categories: what is alive then, by what it is for: the bytes of "parameters", "buffers",
-            "gradients", "optimizer state", "inputs", "activations" and "temporaries", in this
-            order.
+        categories: the bytes that are alive then, in this order: "parameters", "buffers",
+            "gradients", "optimizer state", "inputs" (arguments, and other tensors that modules
+            hold), "activations" (made by the forward pass and alive at its end) and "temporaries"
+            (made and freed in between, and used by kernels). They add up to ``peak_bytes``.
         phase: what runs then: ``"forward"``, ``"backward"`` or ``"optimizer step"``.
         operation: the operation that runs then.
         place: the module and the line of the forward pass that it belongs to.
