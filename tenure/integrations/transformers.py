@@ -68,7 +68,18 @@ class AdaptiveTrainerMixin(_Base):
     Attributes:
         adaptive_options: options of `tenure.adaptive.step`, such as ``{"minimum": 2}``; set it on
             the class or on the trainer.
-        adaptive_result: what the last training step did.
+        adaptive_result: the result of the last training step.
+
+    Raises:
+        AdaptiveUsageError: when the training begins, for these:
+            ``auto_find_batch_size=True``, because it restarts the training;
+            LOMO, AdaLOMO, ``galore_*_layerwise`` and ``apollo_*_layerwise``, because they update in
+            the backward pass, which cannot be undone;
+            ``torch.nn.DataParallel``, because it splits batches itself;
+            DeepSpeed, because its engine counts each backward pass as a micro-batch;
+            FSDP, because one rank cannot compare a split with the whole;
+            model parallelism of SageMaker, and tensor, context and sequence parallelism, because
+            ranks that split differently would wait for each other.
     """
 
     preprocess_logits_for_metrics: Any

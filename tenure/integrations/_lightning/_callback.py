@@ -25,16 +25,23 @@ _EVALUATIONS = {
 
 
 class MemoryCallback(_Callback):  # type: ignore[misc]  # of Any, on purpose
-    """Logs memory, leaks and retries of a training, and tells what held memory when it ran out.
+    """A callback that logs memory and retries, and reports what held memory if it runs out.
 
-    Pass it to a Trainer: ``Trainer(callbacks=[MemoryCallback()])``. It logs, as the Trainer's
-    ``log_every_n_steps`` says, ``memory/allocated_bytes``, ``memory/growth_bytes``,
-    ``memory/outlived_tensors``, ``memory/outlived_bytes``, ``adaptive/retries`` and, of a module
-    that is an AdaptiveMixin, ``adaptive/micro_batch``. When a fit ends with an error of memory, a
-    report of what holds it is logged, and stands as a note below the traceback.
+    Pass it to a Trainer: ``Trainer(callbacks=[MemoryCallback()])``. It logs these numbers, as often
+    as ``log_every_n_steps`` says:
+
+    - ``memory/allocated_bytes``, ``memory/growth_bytes``: the bytes that the device's allocator
+      counts, and their growth since the last log; on the CPU those of all tensors.
+    - ``memory/outlived_tensors``, ``memory/outlived_bytes``: tensors that were new at one scan and
+      still alive at the next, without parameters, gradients, buffers and optimizer state.
+    - ``adaptive/retries``, and of an AdaptiveMixin ``adaptive/micro_batch``: the failed attempts
+      since the last log, and the largest micro-batch of the last step.
+
+    All tensors are scanned at steps 1, 4 and 7, and then as often as ``share`` allows. If a fit
+    runs out of memory, a report is logged and added to the traceback.
 
     Args:
-        share: the share of the time that looking at all tensors may take.
+        share: the share of the time that scans may take.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:

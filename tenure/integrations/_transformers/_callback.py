@@ -22,16 +22,27 @@ _MARK = "adaptive/retries"
 
 
 class MemoryCallback(TrainerCallback):
-    """Tells in the log of a Trainer what memory does, and at its death what held it.
+    """A callback of any Trainer that logs memory, and reports what held it if it runs out.
 
-    Works with any Trainer. In an adaptive one its figures reach every other callback; in others
-    those that stand behind it, and ``state.log_history``.
+    It logs these numbers:
+
+    - ``memory/allocated_bytes``, ``memory/growth_bytes``: the bytes that the device's allocator
+      counts, and their growth since the last log; on the CPU those of all tensors.
+    - ``memory/outlived_tensors``, ``memory/outlived_bytes``: tensors that were new at one scan and
+      still alive at the next, without parameters, gradients, buffers and optimizer state.
+    - ``adaptive/micro_batch``, ``adaptive/retries``: the largest micro-batch of the last step, and
+      the failed attempts since the last log.
+
+    All tensors are scanned at steps 1, 4 and 7, and then as often as ``share`` allows. In an
+    adaptive trainer the numbers reach all other callbacks. In others they reach the callbacks after
+    it and ``state.log_history``; put it first with
+    ``trainer.callback_handler.callbacks.insert(0, MemoryCallback())``.
 
     Args:
-        share: the share of the time that looks at all tensors may take.
+        share: the share of the time that scans may take.
 
     Attributes:
-        adaptive_result: what the last step did, where the trainer is an adaptive one.
+        adaptive_result: the result of the last step of an adaptive trainer.
     """
 
     def __init__(self, share: float = 0.03) -> None:
