@@ -1,4 +1,4 @@
-"""A service in scopes: a function hands its result to the caller, a generator item by item."""
+"""A service in scopes: a function hands its result to the caller, who decides what lives."""
 
 from collections.abc import Iterable, Iterator
 
@@ -27,9 +27,8 @@ def answer(model: nn.Module, request: Tensor) -> Tensor:
     return scores.softmax(-1)
 
 
-@scoped
 def answers(model: nn.Module, requests: Iterable[Tensor]) -> Iterator[Tensor]:
-    """One answer after the other; while it is suspended the caller's own scope is current."""
+    """One answer after the other, each in the scope of whoever asks for the next."""
     for request in requests:
         yield answer(model, request)
 

@@ -17,12 +17,11 @@ Ledger = dict[int, Reference]
 """From the address of a handle to the reference; the hot path of the library writes it itself."""
 Opener = tuple[CodeType, int, int]
 """Code, instruction and identity of the frame that opened a scope; it holds no frame."""
-Status = Literal["not yet open", "open", "suspended", "closed"]
+Status = Literal["not yet open", "open", "closed"]
 
 # compared by identity, as the hot paths do
 NEW: Status = "not yet open"
 OPEN: Status = "open"
-SUSPENDED: Status = "suspended"
 CLOSED: Status = "closed"
 
 

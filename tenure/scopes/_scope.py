@@ -42,7 +42,6 @@ from ._ledger import (
     CLOSED,
     NEW,
     OPEN,
-    SUSPENDED,
     Ledger,
     Opener,
     Status,
@@ -203,24 +202,20 @@ class DisposeScope:
         traceback: TracebackType | None,
     ) -> None:
         """Close the scope; an exception of the block goes on unmasked."""
-        status = self._status
         # closed early, or transparent inside compiled code
-        if status is not OPEN and status is not SUSPENDED:
+        if self._status is not OPEN:
             # what could not be done in an operation that closed it
-            if status is CLOSED and self._thread.thread_id == get_ident():
+            if self._status is CLOSED and self._thread.thread_id == get_ident():
                 self._thread.tracker.leave_world()
                 if self._thread.waiting:
                     dispose_waiting(self._thread)
             return
         thread = self._thread
         try:
-            # the end of a generator, on whichever thread, finds its scope suspended
-            if status is OPEN:
-                if thread.thread_id != get_ident():
-                    check_thread(self, "close")
-                self._suspend()
+            if thread.thread_id != get_ident():
+                check_thread(self, "close")
+            self._give_way()
             thread.open.pop(id(self), None)
-            self._status = CLOSED
             if self._ledger or self.policy != "dispose":
                 self._settle(take_all(self._ledger), exc)
             if thread.waiting:
@@ -246,20 +241,14 @@ class DisposeScope:
             check_open(self, "close")
             self.__exit__(None, None, None)
 
-    def _open(self, frame: FrameType | None) -> None:
-        """Become the current scope, inside the one that is current now.
-
-        Args:
-            frame: what runs the block that begins; None for a generator that goes on.
-        """
-        if frame is not None:
-            if self._status is not NEW:
-                raise ScopeUsageError(f"{self!r} was entered a second time. {ONE_BLOCK}")
-            self._thread = thread = this_thread()
-            self._ledger = {}
-            self._world = self._outer = None
-            self._opener = frame.f_code, frame.f_lasti, id(frame)
-        thread = self._thread
+    def _open(self, frame: FrameType) -> None:
+        """Become the current scope, inside the one that is current now, for a block of a frame."""
+        if self._status is not NEW:
+            raise ScopeUsageError(f"{self!r} was entered a second time. {ONE_BLOCK}")
+        self._thread = thread = this_thread()
+        self._ledger = {}
+        self._world = self._outer = None
+        self._opener = frame.f_code, frame.f_lasti, id(frame)
         try:
             if thread.waiting:
                 dispose_waiting(thread)
@@ -282,10 +271,10 @@ class DisposeScope:
             self._unlink()
             raise
 
-    def _suspend(self) -> None:
-        """Give way to the scope around; what is made from now on is not this scope's."""
+    def _give_way(self) -> None:
+        """Make the scope around the current one; what is made from now on is not this scope's."""
         self._gate = None
-        self._status = SUSPENDED
+        self._status = CLOSED
         if scope_watchers:
             _tell_end(self)
         world, self._world = self._world, None
@@ -366,7 +355,7 @@ class DisposeScope:
 
     @property
     def is_open(self) -> bool:
-        """Whether it takes tensors, as its block runs and is no generator suspended at a yield."""
+        """Whether it takes tensors, as its block runs."""
         return self._status is OPEN
 
     @property
@@ -383,10 +372,6 @@ class DisposeScope:
         return scope
 
     @property
-    def _owns_tensors(self) -> bool:
-        return self._status is OPEN or self._status is SUSPENDED
-
-    @property
     def site(self) -> Site:
         """Where its block was opened."""
         return opening_site(*self._opener)
@@ -399,7 +384,7 @@ class DisposeScope:
     def __repr__(self) -> str:
         if self._status is NEW:
             return f"{self.label[:-1]} {NEW}>"
-        owned = f", {counted(n_alive(self._ledger), 'tensor')}" if self._owns_tensors else ""
+        owned = f", {counted(n_alive(self._ledger), 'tensor')}" if self.is_open else ""
         return f"{self.label[:-1]} {self._status}{owned}, opened at {self.site}>"
 
     # --- what it owns
@@ -411,7 +396,7 @@ class DisposeScope:
 
     def owned(self) -> list[Tensor]:
         """Return the tensors that it owns, in no particular order; none once it has closed."""
-        if not self._owns_tensors:
+        if not self.is_open:
             return []
         check_thread(self, "owned")
         return alive(self._ledger)
@@ -424,7 +409,7 @@ class DisposeScope:
         return True
 
     def __contains__(self, tensor: object) -> bool:
-        if not self._owns_tensors:
+        if not self.is_open:
             return False
         check_thread(self, "__contains__")
         return owns(self._ledger, tensor)
@@ -649,7 +634,7 @@ def _warn_in_generator(frame: FrameType, scope: DisposeScope) -> None:
         return
     warn_user(
         f"{scope!r} was opened inside the generator {frame.f_code.co_qualname}(); while that is "
-        "suspended the scope stays current and owns what its consumer makes. Decorate the "
-        "generator with @scoped, which suspends its scope at each yield, or close it before.",
+        "suspended the scope stays current and owns what its consumer makes. End "
+        "its block before each yield, or decorate the function that makes each item with @scoped.",
         ScopeUsageWarning,
     )

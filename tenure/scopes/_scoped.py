@@ -1,25 +1,21 @@
 """A function in a scope of its own, or a block or function in none.
 
-What a scoped function returns moves to its caller's scope. A function or coroutine has its scope
-open from call to return, a generator while it runs: the scope is suspended at each yield.
+What a scoped function returns moves to its caller's scope, which is open from call to return.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-import sys
-from collections.abc import Callable, Generator
-from contextlib import ContextDecorator, ExitStack
+from collections.abc import Callable
+from contextlib import ContextDecorator
 from typing import Any, TypeVar, overload
 
-from tenure._callers import Capture, user_frame
+from tenure._callers import Capture
 from tenure._errors import ScopeUsageError
 from tenure._torch.compiler import is_dynamo_compiling, never_compiled
 
-from ._ledger import NEW
 from ._scope import DisposeScope, OnError, Policy
-from ._thread import check_thread
 from ._tracker import current
 from ._trees import tensors_in
 
@@ -37,16 +33,16 @@ def scoped(
     capture: Capture | None = None,
 ) -> Callable[[Function], Function]: ...
 def scoped(function: Any = None, /, **options: Any) -> Any:
-    """Run a function in a scope of its own; what it returns or yields moves to its caller's scope.
+    """Run a function in a scope of its own; what it returns moves to its caller's scope.
 
     Args:
-        function: a function, method, coroutine function or generator function.
+        function: a function, method or coroutine function.
         **options: ``name`` (default: that of the function), ``policy``, ``on_error`` and
             ``capture``, as of NewDisposeScope.
 
     Raises:
-        ScopeUsageError: it decorates something else, such as a class, a classmethod object or an
-            async generator function.
+        ScopeUsageError: it decorates something else, such as a class, a classmethod object or a
+            generator function.
 
     Example:
         >>> import torch
@@ -76,13 +72,11 @@ def scoped(function: Any = None, /, **options: Any) -> Any:
         # an object with __call__
         return question(function) or question(type(function).__call__)
 
-    if is_kind(inspect.isasyncgenfunction):
+    if is_kind(inspect.isgeneratorfunction) or is_kind(inspect.isasyncgenfunction):
         raise ScopeUsageError(
-            f"@scoped got the async generator function {function!r}, which it does not take. "
-            "Decorate the coroutine function that makes each item, or open a scope around that."
+            f"@scoped got the generator function {function!r}, which it does not take. Decorate "
+            "the function that makes each item, or open a scope around that."
         )
-    if is_kind(inspect.isgeneratorfunction):
-        return _scoped_generator(function, opener)
     if is_kind(inspect.iscoroutinefunction):
 
         @functools.wraps(function)
@@ -101,61 +95,6 @@ def scoped(function: Any = None, /, **options: Any) -> Any:
             return _handed_over(scope, function(*args, **kwargs))
 
     return run
-
-
-def _scoped_generator(function: Any, opener: Callable[[], DisposeScope]) -> Any:
-    @functools.wraps(function)
-    def run(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
-        generator, scope = function(*args, **kwargs), opener()
-        step = functools.partial(generator.send, None)
-        # its end closes the scope, also if Ctrl-C left a turn open
-        with ExitStack() as call:
-            call.push(scope)
-            while True:
-                with _Turn(scope):
-                    try:
-                        ready = [_handed_over(scope, step())]
-                    except StopIteration as stop:
-                        return _handed_over(scope, stop.value)
-                    finally:
-                        # one that throws holds the error, whose traceback holds this frame
-                        del step
-                try:
-                    # while suspended, nothing here holds what was yielded
-                    sent = yield ready.pop()
-                except GeneratorExit:
-                    with _Turn(scope):
-                        generator.close()
-                    raise
-                except BaseException as error:
-                    step = functools.partial(generator.throw, error)
-                else:
-                    step = functools.partial(generator.send, sent)
-
-    return run
-
-
-class _Turn:
-    """A block in which the scope of a generator is open: until it yields."""
-
-    def __init__(self, scope: DisposeScope) -> None:
-        self.scope = scope
-
-    @never_compiled
-    def __enter__(self) -> None:
-        scope = self.scope
-        if scope._status is NEW:
-            scope._open(user_frame(sys._getframe(1)))
-            return
-        check_thread(scope, "resume")
-        # the generator itself may have closed it: the rest is its caller's
-        if not scope.closed:
-            scope._open(None)
-
-    @never_compiled
-    def __exit__(self, *_: object) -> None:
-        if self.scope.is_open:
-            self.scope._suspend()
 
 
 @never_compiled

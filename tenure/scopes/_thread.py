@@ -40,7 +40,7 @@ class ThreadScopes:
     def __init__(self) -> None:
         self.thread_id = threading.get_ident()
         self.tracker = Tracker()
-        # by identity, in the order of opening: those of all tasks, and of suspended generators
+        # by identity, in the order of opening: those of all tasks
         self.open: dict[int, DisposeScope] = {}
         # no longer owned; known only so that `live` can count them and `attach` count them back
         self.handed_out: Ledger = {}

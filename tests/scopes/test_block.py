@@ -16,7 +16,7 @@ from tenure import (
     is_disposed,
     scoped,
 )
-from tenure.scopes import _scope, _scoped
+from tenure.scopes import _scope
 from tenure.scopes._thread import this_thread
 from tenure.scopes._tracker import Tracker
 
@@ -174,13 +174,3 @@ def test_a_scope_whose_block_runs_stays_whoever_opens_another():
                 names.append(scope.name)
     by_hand.close()
     assert names == ["stacked"] * 3 + ["managed", "mine", "by hand"]
-
-
-def test_an_interrupt_as_a_scoped_generator_yields_leaves_no_scope_open(monkeypatch):
-    @scoped
-    def generator():
-        yield torch.ones(2) + 1
-
-    monkeypatch.setattr(_scoped._Turn, "__exit__", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        next(generator())

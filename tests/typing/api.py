@@ -2,7 +2,7 @@
 
 import re
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, assert_type
@@ -193,9 +193,9 @@ def plain(x: Tensor, *, scale: float = 1.0) -> Tensor:
     return x * scale
 
 
-@scoped(name="chunks", policy="raise")
-def chunks(x: Tensor) -> Iterator[Tensor]:
-    yield from x
+@scoped(name="chunks", policy="raise", on_error="keep")
+def chunks(x: Tensor) -> list[Tensor]:
+    return [*x]
 
 
 @scoped
@@ -203,17 +203,10 @@ async def later(x: Tensor) -> Tensor:
     return x
 
 
-@scoped(on_error="keep")
-async def streamed(x: Tensor) -> AsyncIterator[Tensor]:
-    yield x
-
-
 async def functions(x: Tensor) -> None:
     assert_type(plain(x, scale=2.0), Tensor)
-    assert_type(chunks(x), Iterator[Tensor])
+    assert_type(chunks(x), list[Tensor])
     assert_type(await later(x), Tensor)
-    async for item in streamed(x):
-        assert_type(item, Tensor)
 
 
 @persist()
