@@ -1,14 +1,12 @@
 """What is changed in torch while a process follows allocations, and put back after the last.
 
 c10 tells of the end of a block of host memory only if it has kept the block's size. It does so for
-blocks that are made in a session, and for all if a flag asks for it, which costs half a microsecond
-for each block: the flag is set only while something may be made outside of sessions. Blocks from
-before are found through their tensors; what only autograd's graphs hold is not found.
+blocks that are made in a session, and for all if a flag asks for it. Blocks from before are found
+through their tensors; what only autograd's graphs hold is not found.
 """
 
 from __future__ import annotations
 
-import _thread
 import threading
 import warnings
 from collections.abc import Callable
@@ -32,7 +30,6 @@ class Process:
     Attributes:
         lock: held while followers come and go, and sessions are counted.
         n_sessions: on how many threads a session is open.
-        sizes_are_kept: whether c10 keeps the sizes of what is made outside of sessions.
     """
 
     def __init__(self, make_way: Callable[[], None]) -> None:
@@ -40,7 +37,6 @@ class Process:
         # reentrant: a garbage collection in here may end a profiler
         self.lock = threading.RLock()
         self.n_sessions = 0
-        self.sizes_are_kept = False
         self._n_followers = 0
         self._stop_announcing: Callable[[], None] | None = None
 
@@ -52,7 +48,7 @@ class Process:
                 return
             try:
                 # in this order: c10 enters a block only if it keeps sizes
-                self._keep_sizes(True)
+                allocator.keep_sizes(True)
                 enter_host_blocks()
                 self._stop_announcing = announce(self._make_way)
             except BaseException:
@@ -68,25 +64,12 @@ class Process:
             if self._stop_announcing is not None:
                 self._stop_announcing()
                 self._stop_announcing = None
-            self.sizes_are_kept = False
             allocator.keep_sizes_as_before()
 
     def count_session(self, change: int) -> None:
         """Note that this thread has opened a session (1), or ended it (-1)."""
         with self.lock:
             self.n_sessions += change
-            self.keep_needed_sizes(in_session=change > 0)
-
-    def keep_needed_sizes(self, *, in_session: bool) -> None:
-        """Keep sizes if a thread may allocate outside of a session; this one may be in one."""
-        with self.lock:
-            is_alone = in_session and not _thread._count()
-            if self._n_followers and self.sizes_are_kept == is_alone:
-                self._keep_sizes(not is_alone)
-
-    def _keep_sizes(self, wanted: bool) -> None:
-        self.sizes_are_kept = wanted
-        allocator.keep_sizes(wanted)
 
 
 def enter_host_blocks() -> None:

@@ -11,7 +11,6 @@ allocate is told to none.
 
 from __future__ import annotations
 
-import _thread
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -126,9 +125,6 @@ class Stream:
         if not self.is_open:
             self._mark_closed(consumer, claim, level_bytes)
             return
-        # A thread that Python does not report may have begun: what it makes must be seen to end.
-        if not process.sizes_are_kept and _thread._count():
-            process.keep_needed_sizes(in_session=True)
         self._put(consumer, claim, level_bytes)
         if self._n_marks >= _MARKS_PER_READING:
             self.read(asked_by=consumer)
@@ -145,7 +141,6 @@ class Stream:
             if changes is None:
                 self._close()
             self._tell(marks, changes)
-        process.keep_needed_sizes(in_session=self.is_open)
 
     def device_changes(self) -> list[int] | None:
         """Read and return the events of CUDA devices since this was last asked; None if unseen."""
@@ -241,8 +236,6 @@ class Stream:
             self._tell(*self._end())
 
     def _end(self) -> tuple[list[_Mark], Changes | None]:
-        # sizes are kept before the session ends, so that nothing is made in between unseen
-        process.keep_needed_sizes(in_session=False)
         # an interrupt in here leaves it open, for `abandon` to end it
         told = self._turned(allocations.end)
         self._close()

@@ -235,9 +235,6 @@ class Engine(ABC):
                 self.read()
                 # as when another thread has closed the last profiler: nobody else could end it
                 self._stop_if_idle(thread)
-        elif not process.sizes_are_kept and self.books:
-            # This thread has just begun: what it makes has no session, and only c10's table has it.
-            process.keep_needed_sizes(in_session=thread.stream.is_open)
 
     def _stop_if_idle(self, thread: Thread) -> bool:
         """Follow the stream no more if no watched line runs; return whether none does."""

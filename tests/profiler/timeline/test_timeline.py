@@ -14,7 +14,6 @@ from torch.optim import optimizer
 from torch.profiler import profile
 
 from tenure import NewDisposeScope
-from tenure._stream import process
 from tenure._torch import allocations
 from tenure._torch import cpu_allocator as _cpu_allocator
 from tenure._torch.allocations import is_profiling
@@ -123,7 +122,6 @@ def left_of_a_recording():
         [*_timeline._open],
         [*_timeline.refusal_watchers],
         [*_recorder.scope_watchers],
-        process.sizes_are_kept,
         _cpu_allocator._table().flag.value,
         vars(torch.UntypedStorage).get("resize_"),
     )
