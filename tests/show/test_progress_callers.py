@@ -1,7 +1,6 @@
 """The calls that may take long, each of which says what it is at; and all of it on a terminal."""
 
 import os
-import pickle
 import re
 import subprocess
 import sys
@@ -15,7 +14,6 @@ from tenure._cli import main
 from tenure._show import _progress
 from tenure.adaptive import check_split, find_batch_size, plan, predict_peak, step
 from tenure.paging import load_paged
-from tenure.profiler import Recording
 from tenure.testing import for_each_allocation
 
 
@@ -124,14 +122,6 @@ def test_weights_of_files_say_how_many_are_read(told, sim, tmp_path):
     assert told["opening files"] == ["1 of 1"]
     # with what aligns them
     assert re.fullmatch(r"(1\d\.\d KiB) of \1", told["copying weights"][-1])
-
-
-def test_a_snapshot_of_torch_says_how_much_is_read(told, tmp_path):
-    path = tmp_path / "torch.pickle"
-    path.write_bytes(pickle.dumps({"segments": [], "filler": ["x"] * 99, "device_traces": []}))
-    Recording.load(path)
-    n_bytes = path.stat().st_size
-    assert told["reading torch.pickle"] == [f"{n_bytes} B of {n_bytes} B"]
 
 
 PROGRAM = """

@@ -5,21 +5,17 @@ Invariant: a file is read and never run. A pickle that names anything to call is
 
 from __future__ import annotations
 
-import io
-import os
 import pickle
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
 
 from tenure._errors import ReportFormatError
-from tenure._show import progress
 
 from .._timeline import PeakRow, Track, summed
 
 _MAGIC = b"\x80"
-_BUFFER_BYTES = 1 << 20
 _MOST_FRAMES = 40
 _MOST_BYTES = (1 << 63) - 1
 _PREALLOCATED = "before the history began"
@@ -48,11 +44,7 @@ def tracks_in(path: str | Path) -> tuple[Track, ...]:
         ReportFormatError: it names something to call, is damaged, or is no snapshot.
         OSError: it can't be read.
     """
-    label = f"reading {Path(path).name}"
-    with (
-        progress(label, os.path.getsize(path), in_bytes=True) as done,
-        io.BufferedReader(_Told(path, done), _BUFFER_BYTES) as file,
-    ):
+    with open(path, "rb") as file:
         try:
             found = _OnlyData(file).load()
         except ReportFormatError as error:
@@ -77,19 +69,6 @@ def tracks_in(path: str | Path) -> tuple[Track, ...]:
         raise ReportFormatError(
             f"{path} is no snapshot as torch makes them ({type(error).__name__}: {error})."
         ) from None
-
-
-class _Told(io.FileIO):
-    """A file that reports how much of it was read."""
-
-    def __init__(self, path: str | Path, done: Callable[[int], None]) -> None:
-        super().__init__(path)
-        self._done = done
-
-    def readinto(self, buffer: Any, /) -> int:
-        n_bytes = super().readinto(buffer) or 0
-        self._done(n_bytes)
-        return n_bytes
 
 
 class _OnlyData(pickle.Unpickler):

@@ -140,20 +140,20 @@ def _memory_viz_pickle(report: TimelineReport) -> bytes:
 
     All that a line has is one block, which is freed and allocated anew where its bytes change.
     Between two times all is freed before anything is allocated: the sum in the viewer is never more
-    than the level, and is its peak at the peak. Addresses are made up, and none is used twice.
+    than the level, and is its peak at the peak. Addresses are made up, and none is used twice. What
+    is left at the end is freed, so the snapshot has no segments.
     """
     # The host is one device more, the last: the numbers of the others are their indices.
     order = sorted(report.devices, key=lambda each: (each.device == "cpu", each.device))
     began_us = report.began_at_ns / 1000
-    traced = [_traced(i, device, began_us) for i, device in enumerate(order)]
     marks = [
         (span.name, stage, at_s)
         for span in report.scopes
         for stage, at_s in (("START", span.begin_s), ("END", span.end_s))
     ]
     snapshot = {
-        "segments": [segment for segments, _ in traced for segment in segments],
-        "device_traces": [events for _, events in traced],
+        "segments": [],
+        "device_traces": [_traced(device, began_us) for device in order],
         "allocator_settings": {},
         # torch's own snapshots have devices of one kind, by their number
         "tenure_devices": [each.device for each in order],
@@ -165,10 +165,8 @@ def _memory_viz_pickle(report: TimelineReport) -> bytes:
     return pickle.dumps(snapshot, protocol=_PROTOCOL)
 
 
-def _traced(
-    index: int, device: DeviceTimeline, began_us: float
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return a segment for each block that is left, and the events of a device."""
+def _traced(device: DeviceTimeline, began_us: float) -> list[dict[str, Any]]:
+    """Return the events of a device."""
     # The calls that led to each line, innermost first, as far as they are known at the peak.
     frames = {
         row.stack[-1]: [_frame(name) for name in reversed(row.stack)]
@@ -195,12 +193,14 @@ def _traced(
 
     # a viewer can't draw a trace without events
     by_line = device.by_line if any(map(any, device.by_line.values())) else {"nothing": (1,)}
-    for i, at_s in enumerate(device.times_s):
+    # after the last time all is freed
+    for i, at_s in enumerate([*device.times_s, device.times_s[-1]]):
         changed = {}
         for name, series in by_line.items():
             before = blocks[name][1] if name in blocks else 0
-            if series[i] != before:
-                changed[name] = series[i]
+            n_bytes = series[i] if i < len(series) else 0
+            if n_bytes != before:
+                changed[name] = n_bytes
                 if before:
                     note("free_requested", name, at_s)
                     note("free_completed", name, at_s)
@@ -210,29 +210,7 @@ def _traced(
                 blocks[name] = end, n_bytes
                 note("alloc", name, at_s)
                 end += n_bytes
-    segments = [_segment(index, *block, frames.get(name, [])) for name, block in blocks.items()]
-    return segments, events
-
-
-def _segment(
-    index: int, address: int, n_bytes: int, frames: list[dict[str, Any]]
-) -> dict[str, Any]:
-    """Return the segment of a block."""
-    block = {"address": address, "size": n_bytes, "requested_size": n_bytes, "frames": frames}
-    return {
-        "device": index,
-        "address": address,
-        "total_size": n_bytes,
-        "allocated_size": n_bytes,
-        "active_size": n_bytes,
-        "requested_size": n_bytes,
-        "stream": 0,
-        "segment_type": "large",
-        "segment_pool_id": (0, 0),
-        "is_expandable": False,
-        "frames": [],
-        "blocks": [{**block, "state": "active_allocated"}],
-    }
+    return events
 
 
 def _frame(name: str) -> dict[str, Any]:

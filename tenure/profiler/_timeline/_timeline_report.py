@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -35,12 +34,6 @@ BEFORE_STACK = ("before the recording",)
 OUTSIDE = "outside of scopes"
 """The scope of what was made in none."""
 _MOST_ERRORS = 20
-# No recording has more than these: three centuries, scopes inside one another, and calls of a
-# stack, which a tree nests.
-_MOST_S = 1e10
-_MOST_DEPTH = 1000
-_MOST_CALLS = 100
-_NS = 1e9
 _BYTES = "bytes"
 _Key = TypeVar("_Key")
 _COLUMNS = (
@@ -226,15 +219,8 @@ class TimelineReport(Report):
     def _of_facts(cls, facts: Mapping[str, Any]) -> Self:
         found = restored(cls, facts)
         for device in found.devices:
-            check_levels(device)
-            for bands in (device.by_category, device.by_scope, device.by_line):
-                for name, figures in bands.items():
-                    _check(f"{name!r} on {device.device}", device.times_s, figures)
-        _check("the host", found.host.times_s, found.host.rss_bytes)
-        for span in found.scopes:
-            _check("scopes", [span.begin_s, span.end_s], fits=0 <= span.depth <= _MOST_DEPTH)
-        times_s = [*(oom.at_s for oom in found.ooms), found.duration_s, found.began_at_ns / _NS]
-        _check("the recording", sorted(times_s))
+            parts = (device.by_category, device.by_scope, device.by_line)
+            check_levels(device, *(figures for part in parts for figures in part.values()))
         return found
 
     def _parts(self) -> Sequence[Part]:
@@ -259,25 +245,13 @@ class TimelineReport(Report):
         return parts
 
 
-def check_levels(track: Track) -> None:
+def check_levels(track: Track, *parts: Sequence[int]) -> None:
     """Raise a `ReportFormatError` if the figures of one device do not fit each other."""
-    fits = track.peak_bytes in track.live_bytes and all(
-        min(row.n_bytes, row.n_storages) >= 0 and len(row.stack) <= _MOST_CALLS
-        for row in track.at_peak
-    )
-    _check(track.device, track.times_s, track.live_bytes, fits=fits)
-
-
-def _check(
-    what: str, times_s: Sequence[float], figures: Sequence[int] | None = None, *, fits: bool = True
-) -> None:
-    if figures is not None and len(times_s) != len(figures):
+    n_times = {len(figures) for figures in (track.times_s, track.live_bytes, *parts)}
+    if len(n_times) > 1 or track.peak_bytes not in track.live_bytes:
         raise ReportFormatError(
-            f"There are {len(times_s)} times and {len(figures)} figures of {what}. {ADVICE_OF_CUT}"
+            f"The figures of {track.device} do not fit each other. {ADVICE_OF_CUT}"
         )
-    fits &= min(figures or [0]) >= 0 and all(0 <= at_s <= _MOST_S for at_s in times_s)
-    if not fits or any(a > b for a, b in pairwise(times_s)):
-        raise ReportFormatError(f"The figures of {what} do not fit each other. {ADVICE_OF_CUT}")
 
 
 def summed(rows: Iterable[PeakRow], key: Callable[[PeakRow], _Key]) -> dict[_Key, tuple[int, int]]:
