@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 from torch import nn
@@ -28,6 +29,7 @@ class Change:
         around: makes the function that runs instead of the work's; None: the same.
         changes_numbers: whether the results are others, beyond the order of sums.
         is_told_anyway: whether to tell it where it does not lower the peak, because people try it.
+        paged_bytes: what is on the device in every moment without the change, and not with it.
     """
 
     what: str
@@ -36,6 +38,7 @@ class Change:
     around: Callable[[Callable[..., Any]], Callable[..., Any]] | None = field(default=None)
     changes_numbers: bool = False
     is_told_anyway: bool = False
+    paged_bytes: int = 0
 
     def peak_bytes(self, work: Work) -> int:
         """The peak of the work with it."""
@@ -44,7 +47,25 @@ class Change:
             inner = getattr(work.fn, WITH_INNER, None)
             changed.fn = self.around(work.fn) if inner is None else inner(self.around)
         with self.made():
-            return changed.observe().record.peak().n_bytes
+            return changed.observe().record.peak().n_bytes - self.paged_bytes
+
+
+@contextmanager
+def entries_set(spaces: list[dict[str, Any]], entries: list[dict[str, Any]]) -> Iterator[None]:
+    """A block in which dicts have some entries, and after which they have those of before."""
+    before = [
+        {key: space[key] for key in each if key in space}
+        for space, each in zip(spaces, entries, strict=True)
+    ]
+    try:
+        for space, each in zip(spaces, entries, strict=True):
+            space.update(each)
+        yield
+    finally:
+        for space, each, own in zip(spaces, entries, before, strict=True):
+            for key in each:
+                space.pop(key, None)
+            space.update(own)
 
 
 def expression_of(work: Work, module: nn.Module) -> str:
@@ -58,6 +79,21 @@ def expression_of(work: Work, module: nn.Module) -> str:
     return "model"
 
 
-def is_split(work: Work) -> bool:
-    """Whether it runs in micro-batches already."""
-    return hasattr(work.fn, WITH_INNER)
+def repeated_blocks(
+    work: Work,
+) -> Iterator[tuple[nn.ModuleList | nn.Sequential, int, list[nn.Module]]]:
+    """Runs of modules of one class in a container, the outermost: it, the first index, and they."""
+    inside: set[nn.Module] = set()
+    # modules below come after those above
+    for container in work.modules:
+        if container in inside or not isinstance(container, nn.ModuleList | nn.Sequential):
+            continue
+        start = 0
+        for kind, run in groupby(list(container), type):
+            blocks = list(run)
+            # of a single layer, what is kept is what goes into it
+            is_layer = kind.__module__.startswith("torch.nn") and not any(blocks[0].children())
+            if len(blocks) > 1 and not is_layer:
+                inside.update(below for block in blocks for below in block.modules())
+                yield container, start, blocks
+            start += len(blocks)

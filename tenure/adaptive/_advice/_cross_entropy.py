@@ -18,19 +18,12 @@ from torch.overrides import TorchFunctionMode
 from tenure._torch.storages import key_of
 
 from .._predict import Work
-from ._change import Change, expression_of
+from ._change import Change, expression_of, repeated_blocks
 
-# what does not read values, and gives a view
-_VIEWS = (
-    "view",
-    "reshape",
-    "flatten",
-    "unflatten",
-    "size",
-    "dim",
-    "__get__",
-    "stride",
-)
+_VIEWS = ("view", "reshape", "flatten", "unflatten", "size", "dim", "__get__", "stride")
+"""Functions that read no values, and give a view."""
+_MOST_HEADS = 2
+"""So many linear layers are tried, the last that are in no repeated block."""
 
 
 def chunked_cross_entropy(work: Work, has_backward: bool) -> Iterator[Change]:
@@ -38,11 +31,11 @@ def chunked_cross_entropy(work: Work, has_backward: bool) -> Iterator[Change]:
     # torch before 2.13
     if not has_backward or not hasattr(F, "linear_cross_entropy"):
         return
-    into_cross_entropies = _weights_into_cross_entropies(work)
-    for head in work.modules:
-        if not isinstance(head, nn.Linear) or id(head.weight) not in into_cross_entropies:
-            continue
-        into_cross_entropies.remove(id(head.weight))
+    repeated = {
+        m for _, _, each in repeated_blocks(work) for block in each for m in block.modules()
+    }
+    heads = [m for m in work.modules if isinstance(m, nn.Linear) and m not in repeated]
+    for head in heads[-_MOST_HEADS:]:
         place = expression_of(work, head)
         bias = "" if head.bias is None else f", linear_bias={place}.bias"
         yield Change(
@@ -51,37 +44,6 @@ def chunked_cross_entropy(work: Work, has_backward: bool) -> Iterator[Change]:
             f"torch.nn.LinearCrossEntropyOptions()) for F.cross_entropy({place}(hidden), target)",
             around=functools.partial(_in_parts, head.weight),
         )
-
-
-def _weights_into_cross_entropies(work: Work) -> set[int]:
-    """By identity, of one more prediction, in which nothing is changed."""
-    found: set[int] = set()
-    Change("", "", around=lambda fn: functools.partial(_watched, fn, found)).peak_bytes(work)
-    return found
-
-
-def _watched(fn: Callable[..., Any], found: set[int], *args: Any, **kwargs: Any) -> Any:
-    with _Watching(found):
-        return fn(*args, **kwargs)
-
-
-class _Watching(TorchFunctionMode):
-    """Notes the weights whose products come into a cross entropy, or may."""
-
-    def __init__(self, found: set[int]) -> None:
-        super().__init__()
-        self._found = found
-        self._weights: dict[int, int] = {}
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func is F.linear and len(args) > 1:
-            self._weights[key_of(result.untyped_storage())] = id(args[1])
-        elif func is F.cross_entropy and args:
-            weight = self._weights.get(key_of(args[0].untyped_storage()))
-            # the layer of another storage that was at this place before is tried in vain
-            self._found |= set() if weight is None else {weight}
-        return result
 
 
 class _NotThisWayError(Exception):
@@ -147,12 +109,21 @@ class _InParts(TorchFunctionMode):
         return None
 
     def _replace(
-        self, known: Any, logits: Tensor, target: Tensor, *args: Any, **kwargs: Any
+        self,
+        known: Any,
+        logits: Tensor,
+        target: Tensor,
+        weight: Tensor | None = None,
+        size_average: Any = None,
+        ignore_index: int = -100,
+        reduce: Any = None,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
     ) -> Any:
         hidden, bias, stand_in = known
-        options = _options_of(*args, **kwargs)
         # any other order of the samples is another function
-        if logits.dim() != 2 or logits.numel() != stand_in.numel() or target.dim() != 1:
+        is_other = logits.dim() != 2 or logits.numel() != stand_in.numel() or target.dim() != 1
+        if is_other or size_average is not None or reduce is not None:
             raise _NotThisWayError
         self.n_replaced += 1
         return F.linear_cross_entropy(
@@ -161,23 +132,8 @@ class _InParts(TorchFunctionMode):
             target,
             linear_bias=bias,
             options=nn.LinearCrossEntropyOptions(),
-            **options,
+            weight=weight,
+            ignore_index=ignore_index,
+            reduction=reduction,
+            label_smoothing=label_smoothing,
         )
-
-
-def _options_of(
-    weight: Tensor | None = None,
-    size_average: Any = None,
-    ignore_index: int = -100,
-    reduce: Any = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-) -> dict[str, Any]:
-    if size_average is not None or reduce is not None:
-        raise _NotThisWayError
-    return {
-        "weight": weight,
-        "ignore_index": ignore_index,
-        "reduction": reduction,
-        "label_smoothing": label_smoothing,
-    }
