@@ -14,7 +14,7 @@ from tenure._torch.compiler import never_compiled
 
 from ._callables import check_function
 from ._decorators import Options, call_batch, call_chunked, call_range
-from ._sizes import BatchsizeCache, checked_size, stands_for
+from ._sizes import checked_size, stands_for
 
 T = TypeVar("T")
 
@@ -25,23 +25,16 @@ def _options(name: str, func: object, initial_name: str, initial: object) -> Opt
 
 
 @never_compiled
-def batch(
-    func: Callable[..., T],
-    initial_batchsize: int,
-    *args: Any,
-    toma_context: Any = None,
-    toma_cache_type: type[BatchsizeCache] | None = None,
-    **kwargs: Any,
-) -> T:
+def batch(func: Callable[..., T], initial_batchsize: int, *args: Any, **kwargs: Any) -> T:
     """Return ``func(batch_size, *args, **kwargs)``, tried with smaller sizes until it fits.
 
     Args:
         func: a function of a batch size and more.
         initial_batchsize: the batch size to begin with.
         *args: what ``func`` gets after the batch size.
-        toma_context: what the size is remembered for; None: the function and the call.
-        toma_cache_type: how it is remembered; None: as ``DEFAULT_CACHE_TYPE`` says.
-        **kwargs: what ``func`` gets by name.
+        **kwargs: what ``func`` gets by name; ``toma_context``: what the size is remembered for,
+            by default the function and the call; ``toma_cache_type``: how it is remembered, by
+            default as ``DEFAULT_CACHE_TYPE`` says.
 
     Raises:
         OutOfRetriesError: it ran out of memory at every size.
@@ -50,14 +43,7 @@ def batch(
     Source: ``toma.explicit.batch``, https://github.com/BlackHC/toma.
     """
     options = _options("explicit.batch", func, "initial_batchsize", initial_batchsize)
-    result: T = call_batch(
-        options,
-        func,
-        *args,
-        toma_context=toma_context,
-        toma_cache_type=toma_cache_type,
-        **kwargs,
-    )
+    result: T = call_batch(options, func, *args, **kwargs)
     return result
 
 
@@ -68,8 +54,6 @@ def range(
     end: int,
     initial_step: int,
     *args: Any,
-    toma_context: Any = None,
-    toma_cache_type: type[BatchsizeCache] | None = None,
     **kwargs: Any,
 ) -> None:
     """Call ``func(start, end, *args, **kwargs)`` with one piece of a range after the other.
@@ -80,9 +64,9 @@ def range(
         end: the number after the last.
         initial_step: the size of the first piece.
         *args: what ``func`` gets after the start and the end.
-        toma_context: what the step is remembered for; None: the function and the call.
-        toma_cache_type: how it is remembered; None: as ``DEFAULT_CACHE_TYPE`` says.
-        **kwargs: what ``func`` gets by name.
+        **kwargs: what ``func`` gets by name; ``toma_context``: what the step is remembered for,
+            by default the function and the call; ``toma_cache_type``: how it is remembered, by
+            default as ``DEFAULT_CACHE_TYPE`` says.
 
     Raises:
         OutOfRetriesError: a piece ran out of memory at every step.
@@ -91,16 +75,7 @@ def range(
     Source: ``toma.explicit.range``, https://github.com/BlackHC/toma.
     """
     options = _options("explicit.range", func, "initial_step", initial_step)
-    call_range(
-        options,
-        func,
-        start,
-        end,
-        *args,
-        toma_context=toma_context,
-        toma_cache_type=toma_cache_type,
-        **kwargs,
-    )
+    call_range(options, func, start, end, *args, **kwargs)
 
 
 @never_compiled
@@ -109,9 +84,6 @@ def chunked(
     tensor: Tensor,
     initial_step: int,
     *args: Any,
-    toma_dimension: int | None = None,
-    toma_context: Any = None,
-    toma_cache_type: type[BatchsizeCache] | None = None,
     **kwargs: Any,
 ) -> None:
     """Call ``func(chunk, start, end, *args, **kwargs)`` with one chunk after the other.
@@ -121,10 +93,10 @@ def chunked(
         tensor: of any dtype and device, with at least one dimension.
         initial_step: the size of the first chunk.
         *args: what ``func`` gets after the chunk, its start and its end.
-        toma_dimension: the dimension to split; None: the first.
-        toma_context: what the step is remembered for; None: the function and the call.
-        toma_cache_type: how it is remembered; None: as ``DEFAULT_CACHE_TYPE`` says.
-        **kwargs: what ``func`` gets by name.
+        **kwargs: what ``func`` gets by name; ``toma_context``: what the step is remembered for,
+            by default the function and the call; ``toma_cache_type``: how it is remembered, by
+            default as ``DEFAULT_CACHE_TYPE`` says; ``toma_dimension``: the dimension to
+            split, by default the first.
 
     Raises:
         OutOfRetriesError: a chunk ran out of memory at every step.
@@ -133,13 +105,4 @@ def chunked(
     Source: ``toma.explicit.chunked``, https://github.com/BlackHC/toma.
     """
     options = _options("explicit.chunked", func, "initial_step", initial_step)
-    call_chunked(
-        options,
-        func,
-        tensor,
-        *args,
-        toma_dimension=toma_dimension,
-        toma_context=toma_context,
-        toma_cache_type=toma_cache_type,
-        **kwargs,
-    )
+    call_chunked(options, func, tensor, *args, **kwargs)

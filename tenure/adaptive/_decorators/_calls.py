@@ -252,7 +252,7 @@ def _checked_dimension(name: str, tensor: object, dimension: Any) -> int:
     """The dimension of a tensor to split, from 0 up.
 
     Raises:
-        AdaptiveUsageError: it is no tensor, or has no such dimension, or no views along it.
+        AdaptiveUsageError: it is no dense tensor, or has no such dimension.
     """
     if not isinstance(tensor, Tensor):
         raise AdaptiveUsageError(
@@ -260,11 +260,10 @@ def _checked_dimension(name: str, tensor: object, dimension: Any) -> int:
             "tensor. Pass one tensor of it first and the others after it, of which the function "
             "takes [start:end]; or use adaptive.range(), which splits numbers."
         )
-    is_strided = tensor.layout is torch.strided and not tensor.is_nested
-    if not (is_strided or tensor.layout is torch.jagged):
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
         raise AdaptiveUsageError(
-            f"{name}() got {describe_tensor(tensor)} of layout {tensor.layout}, of which torch "
-            "can't make views of some rows. Use adaptive.range(), and take them in the function."
+            f"{name}() got {describe_tensor(tensor)} of layout {tensor.layout}, and splits dense "
+            "tensors. Use adaptive.range(), and take the rows in the function."
         )
     n_dimensions = tensor.dim()
     try:
@@ -276,26 +275,4 @@ def _checked_dimension(name: str, tensor: object, dimension: Any) -> int:
             f"{name}() can't split dimension {dimension!r} of a tensor that has {n_dimensions}. "
             "Choose another with dimension= or toma_dimension=."
         )
-    wanted %= n_dimensions
-    if not is_strided or tensor.is_quantized:
-        _check_views(name, tensor, wanted)
-    return wanted
-
-
-def _check_views(name: str, tensor: Tensor, dimension: int) -> None:
-    """Make sure that a tensor of an uncommon kind has views along a dimension.
-
-    Raises:
-        AdaptiveUsageError: it has none: a jagged one, say, has them along dense dimensions alone.
-    """
-    n_rows = tensor.shape[dimension]
-    try:
-        # all rows, because of one row torch makes a view even where it can't be used; a ragged
-        # dimension has no plain size, and no views
-        tensor.narrow(dimension, 0, n_rows if isinstance(n_rows, int) else 1)
-    except (RuntimeError, ValueError) as error:
-        raise AdaptiveUsageError(
-            f"{name}() got {describe_tensor(tensor)}, of which torch can't make views along "
-            f"dimension {dimension}. Choose another with dimension= or toma_dimension=, or use "
-            "range(), and take the rows in the function."
-        ) from error
+    return wanted % n_dimensions

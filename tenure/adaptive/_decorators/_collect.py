@@ -237,25 +237,16 @@ def _cat(tensors: list[Tensor], dimension: int) -> Tensor:
         # the error of torch says "zero-dimensional tensor", and nothing of pieces
         for tensor in tensors:
             _check(tensor)
-        if sizes := _other_sizes(tensors, dimension):
-            raise AdaptiveUsageError(
-                f"collect= can't concatenate {sizes[0]} and {sizes[1]} along dimension "
-                f"{dimension}: their other sizes differ. Pad what the function returns to one "
-                "size, or give a function of the list of results."
-            ) from None
-        raise
-
-
-def _other_sizes(tensors: list[Tensor], dimension: int) -> list[str]:
-    """Two tensors that differ by more than their size along a dimension."""
-    rests = [(each.dim(), *_without(each.shape, dimension)) for each in tensors]
-    other = next((i for i, rest in enumerate(rests) if rest != rests[0]), None)
-    return [] if other is None else [describe_tensor(tensors[i]) for i in (0, other)]
-
-
-def _without(shape: tuple[int, ...], dimension: int) -> list[int]:
-    place = dimension % len(shape)
-    return [n for i, n in enumerate(shape) if i != place]
+        # by all sizes but that of the dimension
+        rests = [(t.shape[:dimension], t.shape[dimension:][1:]) for t in tensors]
+        other = next((t for t, rest in zip(tensors, rests, strict=True) if rest != rests[0]), None)
+        if other is None:
+            raise
+        raise AdaptiveUsageError(
+            f"collect= can't concatenate {describe_tensor(tensors[0])} and "
+            f"{describe_tensor(other)} along dimension {dimension}: their other sizes differ. Pad "
+            "what the function returns to one size, or give a function of the list of results."
+        ) from None
 
 
 def _form(result: Any) -> str:
