@@ -122,48 +122,41 @@ def largest_predicted(
     fits, fails = low // align, high // align + 1
     if fits + 1 >= fails:
         return low
-    known = _Known(bytes_at, align)
-    if known.at(fails - 1) <= limit_bytes:
-        return high
+    known: dict[int, int] = {}
+
+    def is_fitting(n: int) -> bool:
+        known[n] = bytes_at(n * align)
+        return known[n] <= limit_bytes
+
     fails -= 1
+    if is_fitting(fails):
+        return high
     n_asked, n_missed, has_met = 0, 0, False
     while fails - fits > close(fits):
         n_asked += 1
         is_by_line = not has_met and n_missed < _MOST_MISSED and n_asked % _HALVED != 0
         if is_by_line:
             # a curve is above the line that continues it, so that all by the line may fail
-            n = min(known.reaching(limit_bytes), fails - close(fails))
+            n = min(_reaching(limit_bytes, known), fails - close(fails))
         else:
             # where the line was right, one more step ends it
             n = fits + close(fits) if has_met else _middle(fits, fails)
         n = min(max(n, fits + 1), fails - 1)
-        if known.at(n) <= limit_bytes:
+        if is_fitting(n):
             fits, n_missed, has_met = n, 0, is_by_line
         else:
             fails, n_missed, has_met = n, n_missed + 1 if is_by_line else 0, False
     return max(low, fits * align)
 
 
-class _Known:
-    """What was predicted, and the size at which a line through the last two reaches so much."""
-
-    def __init__(self, bytes_at: Predict, align: int) -> None:
-        self._bytes_at = bytes_at
-        self._align = align
-        self.bytes: dict[int, int] = {}
-
-    def at(self, n: int) -> int:
-        if n not in self.bytes:
-            self.bytes[n] = self._bytes_at(n * self._align)
-        return self.bytes[n]
-
-    def reaching(self, limit_bytes: float) -> int:
-        (n, n_bytes), *before = reversed(self.bytes.items())
-        # most memory is a fixed part and one in proportion: one prediction can't tell them apart
-        less, less_bytes = before[0] if before else (0, 0)
-        if n_bytes == less_bytes:
-            return n
-        return int(n + (limit_bytes - n_bytes) * (n - less) / (n_bytes - less_bytes))
+def _reaching(limit_bytes: float, known: dict[int, int]) -> int:
+    """The size at which a line through the last two reaches so much."""
+    (n, n_bytes), *before = reversed(known.items())
+    # most memory is a fixed part and one in proportion: one prediction can't tell them apart
+    less, less_bytes = before[0] if before else (0, 0)
+    if n_bytes == less_bytes:
+        return n
+    return int(n + (limit_bytes - n_bytes) * (n - less) / (n_bytes - less_bytes))
 
 
 def _middle(fits: int, fails: int) -> int:
