@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,7 +17,7 @@ from tenure._devices import accelerator_of, counters_of
 from tenure._errors import OutOfRetriesError
 from tenure._text import counted, format_bytes
 from tenure.adaptive import is_oom, statistics
-from tenure.profiler import Snapshot, TensorRow, snapshot
+from tenure.profiler import GrowthWatch, Snapshot, snapshot
 
 if TYPE_CHECKING:
     from tenure.adaptive import StepResult
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 _logger = logging.getLogger("tenure.memory")
 # What loops fetch ahead lives for two steps and is no leak.
 _STEPS_BETWEEN_LOOKS = 3
-# What belongs to a model or an optimizer is meant to stay.
-_NOT_MEANT_TO_STAY = ("saved for backward", "other tensors")
 _MAX_NAMED = 5
 # So many tell of a leak: without them, a short training would not say whether there is one.
 _LOOKS_AT_ONCE = 3
@@ -37,7 +35,7 @@ class MemoryWatch:
 
     A look at all tensors costs some tenths of a second, so that there is one only so often as it
     takes no more than a share of the time; but the first ones, at steps 1, 4 and 7, come whatever
-    they take. What is new at one look and still there at the next has outlived its step.
+    they take. From the third on they tell which places hold more at each look.
 
     Args:
         share: the share of the time that looks may take; infinite for one each third step.
@@ -52,7 +50,7 @@ class MemoryWatch:
         ...     history.append(torch.ones(256))
         ...     watch.step_ended()
         >>> watch.figures()["memory/outlived_tensors"]
-        3
+        6
     """
 
     def __init__(self, share: float = 0.03, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -70,15 +68,13 @@ class MemoryWatch:
         self._first: Snapshot | None = None
         self._last: Snapshot | None = None
         self._counted: Snapshot | None = None
-        # what was new at the last look, and which of it was there still at the next
-        self._young: list[TensorRow] = []
-        self._outlived: list[TensorRow] | None = None
+        self._growth = GrowthWatch()
         self._told: set[str] = set()
+        self._n_steps = 0
         self._micro_batch: int | None = None
         self._allocated: int | None = None
         self._n_ooms = statistics().ooms
         self._steps_to_wait = 0
-        self._n_looks = 0
         self._due = 0.0
 
     def step_ended(self, result: StepResult | None = None) -> None:
@@ -89,10 +85,11 @@ class MemoryWatch:
         """
         if result is not None:
             self._micro_batch = result.micro_batch
+        self._n_steps += 1
         self._steps_to_wait -= 1
         if self._steps_to_wait > 0:
             return
-        if self._n_looks < _LOOKS_AT_ONCE or self._clock() >= self._due:
+        if self._growth.n_looks < _LOOKS_AT_ONCE or self._clock() >= self._due:
             self._look()
 
     def figures(self) -> dict[str, float]:
@@ -100,8 +97,8 @@ class MemoryWatch:
 
         ``memory/allocated_bytes`` and ``memory/growth_bytes``: of the device's allocator, or on the
         host those of all tensors, where there was a look meanwhile. ``memory/outlived_tensors`` and
-        ``memory/outlived_bytes``: what was new at the last look but one and still there at the
-        last; nothing of a model or an optimizer. ``adaptive/micro_batch``: the last one, of a step.
+        ``memory/outlived_bytes``: by how much those places grew that held more at each look
+        than at the one before. ``adaptive/micro_batch``: the last one, of a step.
         ``adaptive/retries``: attempts that ran out of memory.
         """
         figures: dict[str, float] = {}
@@ -111,9 +108,11 @@ class MemoryWatch:
             if self._allocated is not None:
                 figures["memory/growth_bytes"] = allocated - self._allocated
             self._allocated = allocated
-        if self._outlived is not None:
-            figures["memory/outlived_tensors"] = len(self._outlived)
-            figures["memory/outlived_bytes"] = _bytes_of(self._outlived)
+        if self._growth.n_looks >= _LOOKS_AT_ONCE:
+            found = self._growth.growth()
+            grown = [each.n_tensors - each.n_before for each in found]
+            figures["memory/outlived_tensors"] = sum(grown)
+            figures["memory/outlived_bytes"] = sum(each.grown_bytes for each in found)
         if self._micro_batch is not None:
             figures["adaptive/micro_batch"] = self._micro_batch
         # the program may have set its count to zero meanwhile
@@ -171,38 +170,12 @@ class MemoryWatch:
 
     def _look(self) -> None:
         began = self._clock()
-        self._n_looks += 1
-        now = snapshot()
-        if self._last is None:
-            self._first = now
-        else:
-            change = now.diff(self._last)
-            # of one snapshot, so that rows are the same objects
-            gone = set(map(id, change.freed))
-            if self._last is not self._first:
-                self._outlived = [row for row in self._young if id(row) not in gone]
-                self._tell(self._outlived)
-            self._young = [row for row in change.new if row.category in _NOT_MEANT_TO_STAY]
-        self._last = now
+        self._last = self._growth.look(self._n_steps)
+        self._first = self._first or self._last
+        for each in self._growth.growth():
+            if each.name not in self._told:
+                self._told.add(each.name)
+                _logger.warning("%s", each)
         ended = self._clock()
         self._due = ended + (ended - began) / self._share
         self._steps_to_wait = _STEPS_BETWEEN_LOOKS
-
-    def _tell(self, outlived: Sequence[TensorRow]) -> None:
-        """Log who holds the largest, where that is news."""
-        if not outlived:
-            return
-        largest = max(outlived, key=lambda row: row.n_bytes)
-        place = largest.name.partition("[")[0]
-        if place not in self._told:
-            self._told.add(place)
-            _logger.warning(
-                "%s, %s, outlived the steps that made them; the largest: %s",
-                counted(len(outlived), "tensor"),
-                format_bytes(_bytes_of(outlived)),
-                largest,
-            )
-
-
-def _bytes_of(rows: Sequence[TensorRow]) -> int:
-    return sum(row.n_bytes for row in rows)

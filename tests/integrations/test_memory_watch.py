@@ -5,9 +5,8 @@ import pytest
 import torch
 
 from tenure.adaptive import memory_budget, step
-from tenure.integrations import _memory_watch
 from tenure.integrations._memory_watch import MemoryWatch
-from tenure.profiler import snapshot
+from tenure.profiler import GrowthWatch, snapshot
 
 ALWAYS = float("inf")
 
@@ -44,12 +43,12 @@ def test_what_outlives_its_step_is_counted_and_the_largest_is_named_once(watch, 
         for n in range(15):
             history.append(torch.ones(8 + n))
             watch.step_ended()
-    # those of steps 8, 9 and 10
-    assert watch.figures()["memory/outlived_tensors"] == 3
-    assert watch.figures()["memory/outlived_bytes"] == 4 * (8 + 7 + 8 + 8 + 8 + 9)
+    # those from step 2 to step 13
+    assert watch.figures()["memory/outlived_tensors"] == 12
+    assert watch.figures()["memory/outlived_bytes"] == 4 * sum(range(9, 21))
     (record,) = caplog.records
-    assert "3 tensors, 120 B, outlived the steps that made them; the largest: " in record.message
-    assert "history[3]: float32[11]" in record.message
+    assert "history grew by 6 tensors, " in record.message
+    assert "from step 1 to step 7" in record.message
 
 
 def test_parameters_and_the_state_of_an_optimizer_are_meant_to_stay(watch):
@@ -84,7 +83,13 @@ def test_growth_is_that_of_the_time_since_the_figures_were_asked_for(watch):
 
 def test_looks_take_a_share_of_the_time(monkeypatch):
     moment = snapshot()
-    monkeypatch.setattr(_memory_watch, "snapshot", lambda: copy.copy(moment))
+
+    def look(self, step):
+        self.n_looks += 1
+        return copy.copy(moment)
+
+    monkeypatch.setattr(GrowthWatch, "look", look)
+    monkeypatch.setattr(GrowthWatch, "growth", lambda self: ())
     watch = MemoryWatch(share=0.1, clock=Clock())
     watch.begin()
     looks = []
@@ -104,7 +109,7 @@ def test_a_short_training_tells_whether_there_is_a_leak():
     for _ in range(7):
         history.append(torch.ones(256))
         watch.step_ended()
-    assert watch.figures()["memory/outlived_tensors"] == 3
+    assert watch.figures()["memory/outlived_tensors"] == 6
 
 
 def test_the_micro_batch_and_the_failures_of_steps_are_told(watch):
