@@ -61,7 +61,7 @@ def train_plain(run: Training, batch: Batch) -> float:
 
 
 def train_with_retry(run: Training, batch: Batch) -> float:
-    """What everybody writes next: the error still holds the frames, and so the memory."""
+    """Retry as everybody does: the error still holds the frames, and so the memory."""
     try:
         return train_plain(run, batch)
     except torch.OutOfMemoryError:

@@ -33,7 +33,7 @@ _lent: weakref.WeakValueDictionary[int, Lent] = weakref.WeakValueDictionary()
 
 
 class Lent:
-    """Some bytes of a plain uint8 tensor, in a storage of their own that keeps it alive.
+    """Return some bytes of a plain uint8 tensor, in their own storage that keeps it alive.
 
     Args:
         memory: the tensor, which is contiguous.
@@ -77,7 +77,7 @@ class Lent:
 
 
 def in_own_storage(memory: Tensor, start: int, end: int) -> Tensor:
-    """Some bytes of a plain uint8 tensor, in a storage of their own that keeps it alive."""
+    """Return some bytes of a plain uint8 tensor, in their own storage that keeps it alive."""
     # By DLPack: a storage that is made from an address alone would outlive the memory.
     part: Tensor = from_dlpack(_to_dlpack(memory[start:end]))
     return part

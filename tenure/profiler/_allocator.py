@@ -50,7 +50,7 @@ class CachedMemory(NamedTuple):
 
 
 def allocator_bytes(device: torch.device) -> AllocatorBytes | None:
-    """The counters of a device; None where torch keeps none, as on the CPU."""
+    """Return the counters of a device; None where torch keeps none, as on the CPU."""
     found = accelerator_of(device)
     if found is None:
         return None
@@ -72,7 +72,7 @@ def _device_used(module: Any, device: torch.device) -> int | None:
 
 
 def cached_memory(device: torch.device) -> CachedMemory | None:
-    """What is cached on a device; None where its allocator tells nothing of it."""
+    """Return the cached memory of a device; None if its allocator does not report it."""
     module: Any = torch.get_device_module(device)
     found = segments_of(module, device)
     segments = [segment["blocks"] for segment in found if segment.get("blocks")]
@@ -91,7 +91,7 @@ def cached_memory(device: torch.device) -> CachedMemory | None:
 def bytes_of_workspaces(
     device: torch.device, cached: CachedMemory | None, storage_bytes: Iterable[int]
 ) -> int | None:
-    """What cuBLAS and its like have taken of the allocator; None where they take nothing of it.
+    """Return the bytes of workspaces, as of cuBLAS, in the allocator; None if it has none.
 
     Args:
         device: the device, with its index.

@@ -39,7 +39,7 @@ _UNFINISHED = (
 def _with_options_of(
     start: Callable[Concatenate[Simulator, P], Simulator],
 ) -> Callable[[Callable[..., Any]], Callable[P, AbstractContextManager[Simulator]]]:
-    """Decorator: the options are those of `start`, and are declared and checked there alone."""
+    """Decorate a block with the options of `start`, which declares and checks them."""
     signature = inspect.signature(start)
     # All but self.
     options = list(signature.parameters.values())[1:]

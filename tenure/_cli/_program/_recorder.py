@@ -120,7 +120,7 @@ class Recorder:
             self._measuring.abandon()
 
     def _die(self, number: int) -> None:
-        """A signal is about to end the process, without its exit handlers."""
+        """Write the recording before a signal ends the process without its exit handlers."""
         if self._end is None:
             self._end = End(signal.Signals(number).name, 128 + number)
         self._write()

@@ -131,7 +131,7 @@ class Away:
 
 @contextmanager
 def settled(device: torch.device) -> Iterator[None]:
-    """A block on the default stream, from which memory came, with all work done before and after.
+    """Open a block on the default stream, with all work done before and after it.
 
     Without it a storage would return to the stream that happens to be current.
     """

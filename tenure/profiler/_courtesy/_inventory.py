@@ -44,7 +44,7 @@ class Holding:
 
 
 def take_inventory() -> list[Holding]:
-    """The storages that take memory of accelerators, in the order in which they were found."""
+    """Return the storages in the memory of accelerators, in the order of the search."""
     with quietly():
         image = Image()
         graphs, _ = image.walk()
@@ -64,7 +64,7 @@ def take_inventory() -> list[Holding]:
 
 
 def _closed(waiting: list[Tensor], uses: Counter[int]) -> dict[int, Tensor]:
-    """These and their bases and gradients, which C++ alone may have; each of these is a use."""
+    """Return these with their bases and gradients, each of which is a use, maybe only in C++."""
     tensors: dict[int, Tensor] = {}
     while waiting:
         t = waiting.pop()

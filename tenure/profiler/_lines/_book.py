@@ -159,7 +159,7 @@ class Frames:
         return leaving
 
     def line(self, identity: int, account: Account, key: Key, hits: int) -> None:
-        """A frame is about to run a line, or (with no hit) goes on in the midst of one."""
+        """Begin a line of a frame, or (with no hit) resume one."""
         # one that nobody knows has just begun, or ran before anyone watched
         if self._unwind_to(identity):
             self.visits.pop()
@@ -168,13 +168,13 @@ class Frames:
         self.visits.append(visit)
 
     def leave(self, identity: int, torn_down: bool) -> None:
-        """A frame ends; with ``torn_down`` what its variables held is freed next."""
+        """End a frame; with ``torn_down`` its variables are freed next."""
         if self._unwind_to(identity):
             visit = self.visits.pop()
             self.leaving = visit if torn_down else None
 
     def _unwind_to(self, identity: int) -> bool:
-        """Whether the frame is known; inner ones whose end nobody told are dropped."""
+        """Return whether the frame is known; inner ones whose end nobody told are dropped."""
         visits = self.visits
         if visits and visits[-1].identity == identity:
             return True
@@ -321,7 +321,7 @@ def _usage(before: Allocated, after: Allocated, changes: list[int]) -> Usage:
 
 
 def _flat(prefix: str, stats: Stats) -> Iterator[tuple[str, int]]:
-    """The fields by the names that ``memory_stats()`` gives them."""
+    """Yield the fields by the names that ``memory_stats()`` gives them."""
     for name, value in stats.items():
         if isinstance(value, Mapping):
             yield from _flat(f"{prefix}{name}.", value)

@@ -57,7 +57,7 @@ class Tracer(Engine):
             threading.settrace(None)
 
     def _call(self, frame: FrameType, event: str, arg: Any) -> Any:
-        """A call of whatever function."""
+        """Return a call of whatever function."""
         if not self.on:
             sys.settrace(None)
             return None
@@ -72,7 +72,7 @@ class Tracer(Engine):
         return self._local_event
 
     def _local_event(self, frame: FrameType, event: str, arg: Any) -> Any:
-        """An event of a frame that was watched when it began."""
+        """Return an event of a frame that was watched when it began."""
         code = frame.f_code
         if id(code) not in self.codes:
             self.tick()

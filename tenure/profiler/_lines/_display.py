@@ -82,7 +82,7 @@ class LineRecord:
         return self.allocated_bytes - self.freed_bytes
 
     def to_dict(self) -> dict[str, Any]:
-        """The record as values that JSON has."""
+        """Return the record as values that JSON has."""
         return facts_of(self)
 
     @classmethod

@@ -186,7 +186,7 @@ class Engine(ABC):
     # --- what a subclass calls
 
     def line(self, identity: int, code: CodeType, line: int, hits: int = 1) -> None:
-        """A watched frame is about to run a line, or (with no hit) goes on in the midst of one."""
+        """Begin a line of a watched frame, or (with no hit) resume one."""
         thread = self.thread
         thread.mark(self.books)
         if thread.follows:
@@ -205,7 +205,7 @@ class Engine(ABC):
                 frames.line(identity, book.account, key, hits)
 
     def leave(self, identity: int, code: CodeType, torn_down: bool) -> bool:
-        """A watched frame ends or is suspended.
+        """Return a watched frame ends or is suspended.
 
         Returns:
             Whether ``torn_down_now`` is wanted: the frame's variables are freed before the frame
@@ -219,7 +219,7 @@ class Engine(ABC):
         return not self._stop_if_idle(thread) and torn_down
 
     def torn_down_now(self) -> None:
-        """The frame that was left is gone, with its variables."""
+        """Note that the frame that ended has freed its variables."""
         thread = self.thread
         thread.mark(self.books)
         self._stop_if_idle(thread)

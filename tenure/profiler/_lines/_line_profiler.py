@@ -182,7 +182,7 @@ class LineProfiler(Shown):
         func: Callable[..., Any] | str | Iterable[Callable[..., Any] | str] | None = None,
         columns: Sequence[str] | None = None,
     ) -> RecordsDisplay:
-        """What was found, with the source; print it, or let a notebook show it.
+        """Return the records beside their source; print it, or let a notebook show it.
 
         Args:
             func: the functions to show, themselves or by qualified name; all without it.
@@ -209,7 +209,7 @@ class LineProfiler(Shown):
         print(self.display(func, columns), file=stream)
 
     def to_dict(self) -> dict[str, Any]:
-        """What was found, as values that JSON has: the functions, and a dict for each record."""
+        """Return the records for JSON: the functions, and a dict for each record."""
         return {
             "functions": [
                 {

@@ -94,7 +94,7 @@ def chosen_device(
 
 
 def checked_device(device: str | torch.device) -> torch.device:
-    """A device that can be measured, with its index.
+    """Return a device that can be measured, with its index.
 
     Raises:
         ProfilerUsageError: it is no device, isn't there, or its module has no ``memory_stats``.

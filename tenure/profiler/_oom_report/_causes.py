@@ -141,7 +141,7 @@ def _phase(facts: Facts) -> Candidate | None:
 
 
 def _weights(facts: Facts) -> Candidate | None:
-    """A model that takes most of the memory by itself."""
+    """Return a model that takes most of the memory by itself."""
     fixed = facts.fixed_bytes
     # an error of Python's own says nothing of what it wanted, and has nothing to do with a few
     # weights that are there as well
@@ -159,7 +159,7 @@ def _too_large(facts: Facts, n_bytes: int) -> Candidate:
 
 
 def _largest_model(facts: Facts) -> str:
-    """The class of the model with the most parameters."""
+    """Return the class of the model with the most parameters."""
     sizes: Counter[str] = Counter()
     for row in facts.rows(PARAMETERS):
         sizes[row.name.partition(".")[0]] += row.n_bytes
@@ -167,7 +167,7 @@ def _largest_model(facts: Facts) -> str:
 
 
 def _optimizer(facts: Facts) -> Candidate | None:
-    """An optimizer whose step makes its state, or copies."""
+    """Return an optimizer whose step makes its state, or copies."""
     optimizer: Any = None if facts.optimizer is None else facts.optimizer()
     if optimizer is None:
         return None
@@ -201,7 +201,7 @@ def _steps_together(optimizer: Any) -> bool:
 
 
 def _logits(facts: Facts) -> Candidate | None:
-    """Outputs over many classes, their softmax and its gradient."""
+    """Return the outputs over many classes, their softmax and its gradient."""
     heads = dict(_heads(facts))
     rows = [row for row in facts.rows(OTHERS, SAVED) if row.shape and row.shape[-1] in heads]
     # a copy of them before the loss, as by a slice and reshape(), is as wide
@@ -219,7 +219,7 @@ def _logits(facts: Facts) -> Candidate | None:
 
 
 def _heads(facts: Facts) -> Iterator[tuple[Any, str]]:
-    """The layers that are much wider than what they get, and that no other layer reads."""
+    """Yield the layers that are much wider than what they get, and that no other layer reads."""
     rows = [row for row in facts.rows(PARAMETERS) if len(row.shape) > 1]
     # a wide hidden layer is read by the next, which is as wide in its second dimension
     read = {row.shape[1] for row in rows}
@@ -230,7 +230,7 @@ def _heads(facts: Facts) -> Iterator[tuple[Any, str]]:
 
 
 def _batch(facts: Facts) -> Candidate | None:
-    """What the work makes: the rest of all causes."""
+    """Return the batch as the cause, for all memory that no other cause explains."""
     wanted, saved, total = facts.wanted_bytes, facts.bytes_of(SAVED), facts.of_total
     n_bytes = saved + facts.bytes_of(OTHERS) + wanted
     # what was found is not what fills the memory
@@ -261,7 +261,7 @@ def _batch(facts: Facts) -> Candidate | None:
 
 
 def _largest_variable(facts: Facts) -> TensorRow | None:
-    """A tensor of at least half of all bytes that a variable outside of forward() holds."""
+    """Return a tensor of at least half of all bytes that a variable outside of forward() holds."""
     found = (
         entry.owner
         for entry in facts.entries
@@ -277,7 +277,7 @@ def _largest_variable(facts: Facts) -> TensorRow | None:
 
 
 def _pile(facts: Facts) -> Candidate | None:
-    """The most of what is kept without use, if without it there would have been room."""
+    """Return the most of what is kept without use, if without it there would have been room."""
     kept: list[Candidate] = []
     facts.ask(lambda: kept.extend(kept_models(facts)), "the models")
     facts.ask(lambda: kept.extend(kept_tensors(facts)), "what is kept")

@@ -199,11 +199,11 @@ class Facts:
         )
 
     def bytes_of(self, *categories: str) -> int:
-        """What the tensors of some categories take."""
+        """Return the bytes of the tensors of some categories."""
         return sum(row.n_bytes for row in self.rows(*categories))
 
     def rows(self, *categories: str) -> list[TensorRow]:
-        """The tensors of some categories."""
+        """Return the tensors of some categories."""
         rows = (entry.owner for entry in self.entries)
         return [row for row in rows if row.category in categories]
 
@@ -328,7 +328,7 @@ class Facts:
                 self.entries.append(entry)
 
     def _counts(self, entry: StorageEntry) -> bool:
-        """False for a tensor from before the block of a budget, which counts none of its bytes.
+        """Return whether a budget counts a tensor; it counts none from before its block.
 
         A model and its gradients stay: rules measure what ran by their bytes.
         """
@@ -369,12 +369,12 @@ class Facts:
 
 
 def short(name: str) -> str:
-    """A name without the function or the module of the program that it is in."""
+    """Return a name without the function or the module of the program that it is in."""
     return _PREFIX.sub("", name)
 
 
 def bytes_in(module: Any, device: str = "") -> int:
-    """Bytes of a module's parameters, buffers and gradients on a device; on all if it is empty."""
+    """Return the bytes of a module's tensors and gradients on a device; on all if it is ""."""
     try:
         tensors = [*module.parameters(), *module.buffers()]
         tensors += [p.grad for p in tensors if p.grad is not None]
@@ -385,7 +385,7 @@ def bytes_in(module: Any, device: str = "") -> int:
 
 
 def _variables_of(frame: FrameType) -> Iterator[tuple[str, Any]]:
-    """The variables of a frame, and in the place of ``self`` its attributes."""
+    """Yield the variables of a frame, and in the place of ``self`` its attributes."""
     for name, value in read_locals(frame):
         if name == "self":
             label = type_name(type(value))
@@ -396,7 +396,7 @@ def _variables_of(frame: FrameType) -> Iterator[tuple[str, Any]]:
 
 
 def _tensors_of(frame: FrameType) -> Iterator[tuple[str, Tensor]]:
-    """The tensors that are variables of a frame, and the last ones in its containers."""
+    """Yield the tensors that are variables of a frame, and the last ones in its containers."""
     for name, value in _variables_of(frame):
         if is_kind(type(value), Tensor):
             yield name, value
@@ -419,7 +419,7 @@ def _bounded_in(frame: FrameType) -> Iterator[tuple[str, Any]]:
 
 
 def _saved_by(nodes: Sequence[Any]) -> dict[int, int]:
-    """The storages that graphs have saved, and the bytes of each."""
+    """Return the storages that graphs have saved, and the bytes of each."""
     found = saved_storages(Graphs(nodes)).items()
     return {key: each.record.n_bytes for key, each in found if not each.record.is_leaf}
 

@@ -220,7 +220,7 @@ def _name_of(row: TensorRow, facts: Facts) -> str:
 
 
 def _place(name: str, facts: Facts) -> str:
-    """The place of a name that `_name_of` gave."""
+    """Return the place of a name that `_name_of` gave."""
     if name.endswith(_CYCLE):
         return _CYCLE
     if _TRACEBACK in name or _IN_FRAME.search(name):
@@ -229,7 +229,7 @@ def _place(name: str, facts: Facts) -> str:
 
 
 def _spelled(place: str, facts: Facts) -> str:
-    """A place as its function says it, without what holds it.
+    """Return a place as its function says it, without what holds it.
 
     A variable that a function or a call has bound goes by the place where it piles up: `out` of
     each of the lambdas in `callbacks[…]` by the list.
@@ -341,7 +341,7 @@ def _keeper_of(name: str, facts: Facts) -> str:
 
 
 def _joins(entry: StorageEntry, facts: Facts) -> tuple[int, str]:
-    """How often in a row `torch.cat` made a storage of a part of it, and the last line."""
+    """Return how often in a row `torch.cat` made a storage of a part of it, and the last line."""
     storage = None if entry.identity is None else entry.identity()
     return (0, "") if storage is None else facts.watch.joined.get(storage, (0, ""))
 
@@ -363,7 +363,7 @@ def _joined(piles: dict[str, _Pile], facts: Facts) -> Candidate | None:
 
 
 def _carried(facts: Facts, held: set[str]) -> Candidate | None:
-    """A variable whose graph goes on from step to step, or from batch to batch.
+    """Return a variable whose graph goes on from step to step, or from batch to batch.
 
     Args:
         facts: the facts.
@@ -394,7 +394,7 @@ def _carried(facts: Facts, held: set[str]) -> Candidate | None:
 
 
 def _past(facts: Facts) -> Candidate | None:
-    """A variable that nothing reads any more, with a graph that nothing else holds."""
+    """Return a variable that nothing reads any more, with a graph that nothing else holds."""
     name, n_bytes = facts.past
     line = line_of(facts.watch.retained_at)
     remedy = f"Leave out retain_graph=True ({line})" if line else "Call backward() on it"

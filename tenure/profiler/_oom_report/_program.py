@@ -72,7 +72,7 @@ class Program:
 
 
 def _read(paths: set[str]) -> tuple[list[ast.Module], bool]:
-    """The files of the program, those of ``paths`` first, and whether all of them were read."""
+    """Return the files of the program, ``paths`` first, and whether all were read."""
     if not paths:
         return [], False
     n_characters, is_whole, trees = 0, True, []
@@ -93,7 +93,7 @@ def _read(paths: set[str]) -> tuple[list[ast.Module], bool]:
 
 
 def _names(nodes: Iterable[ast.AST]) -> set[str]:
-    """All names in some nodes and below."""
+    """Return all names in some nodes and below."""
     found = (each for node in nodes for each in ast.walk(node))
     return {name for each in found if (name := _name_of(each))}
 
@@ -121,7 +121,7 @@ def _bindings(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
 
 
 def _grown_in(nodes: Iterable[ast.AST]) -> set[str]:
-    """The names of the containers that some nodes add to."""
+    """Return the names of the containers that some nodes add to."""
     grown = set[str]()
     for node in nodes:
         if isinstance(node, ast.Call):
@@ -141,7 +141,7 @@ def _grows_an_argument(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool
 
 
 def _returns_filled(function: ast.AST) -> bool:
-    """Whether a function returns what one inside it adds to."""
+    """Return whether a function returns what one inside it adds to."""
     nodes = list(ast.walk(function))[1:]
     inside = [node for node in nodes if isinstance(node, (*_DEFINED, ast.Lambda))]
     returned = _names(node for node in nodes if isinstance(node, ast.Return))
@@ -149,7 +149,7 @@ def _returns_filled(function: ast.AST) -> bool:
 
 
 def is_library(frame: FrameType) -> bool:
-    """Whether the code of a frame is torch's, tenure's, or of an installed library."""
+    """Return whether the code of a frame is torch's, tenure's, or of an installed library."""
     return is_internal(frame) or _is_of_library(frame.f_code.co_filename)
 
 

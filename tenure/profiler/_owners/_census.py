@@ -203,7 +203,7 @@ class _Census:
                 members.append(_Member(key_of(storage), identity, row, n_bytes, held))
 
     def entries(self) -> list[StorageEntry]:
-        """The storages in the order of their owners' categories."""
+        """Return the storages in the order of their owners' categories."""
         found = [
             (key, sorted(members, key=lambda member: member.rank))
             for key, members in self._members.items()
@@ -213,7 +213,7 @@ class _Census:
         return [_entry(key, members) for key, members in found]
 
     def _over(self, key: int) -> list[_Member]:
-        """The tensors over a storage, or over the one that its bytes lie in."""
+        """Return the tensors over a storage, or over the one that its bytes lie in."""
         # A unit of a pager lies in its buffer: its bytes are the buffer's, and counted once there.
         return self._members[self._homes.get(key, key)]
 
@@ -228,11 +228,11 @@ class _Census:
             self._over(part.key).append(member)
 
     def _stands_alone(self, t: Tensor) -> bool:
-        """Whether a tensor has a name of its own."""
+        """Return whether a tensor has a name of its own."""
         return id(t) not in self._gradients and id(t) not in self._inner
 
     def _called(self, t: Tensor) -> Held:
-        """What it is called; the same at each call."""
+        """Return the name of an object, the same for each call."""
         # A gradient in a variable of its own is one still.
         number = self._gradients.get(id(t))
         if number is not None:
@@ -246,7 +246,7 @@ class _Census:
         return self._held[id(t)]
 
     def _numbered(self, kind: str) -> Held:
-        """A name for one that nothing else tells from the others."""
+        """Return a name for one that nothing else tells from the others."""
         return Held(f"{kind}{next(self._numbers)}", kind="unknown")
 
 

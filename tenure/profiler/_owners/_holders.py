@@ -56,7 +56,7 @@ class HolderList(list[str], Shown):
         return tuple(self._kinds.get(name, "") for name in self)
 
     def summary(self) -> str:
-        """The tensor or module and the balance of its references, in one line."""
+        """Return the tensor or module and the balance of its references, in one line."""
         explained = self.n_references - self.n_unexplained
         balance = f"{explained} explained, {self.n_unexplained} unexplained"
         return f"{self.tensor}: {counted(self.n_references, 'reference')}, {balance}"

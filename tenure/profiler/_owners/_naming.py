@@ -116,7 +116,7 @@ def _labelled(objects: Iterable[_T]) -> Iterator[tuple[_T, str]]:
 
 
 def _label_of(model: nn.Module, roots: Sequence[tuple[nn.Module, str]]) -> str:
-    """What a model is called that may be a part of another one."""
+    """Return the label of a model, which may be part of another model."""
     for root, label in roots:
         for name, inner in _modules(root):
             if inner is model:

@@ -38,7 +38,7 @@ class Part(NamedTuple):
 
 
 def parts_of(t: Tensor) -> list[Part]:
-    """Every part of a tensor that takes memory; none of meta, fake and other hollow tensors."""
+    """Return the parts of a tensor that take memory; none of meta, fake or hollow tensors."""
     # Nearly all tensors are, and for them there is nothing to search.
     if is_plain(t):
         part = _safely(_part, t)
@@ -59,7 +59,7 @@ def parts_of(t: Tensor) -> list[Part]:
 
 
 def is_plain(t: Tensor) -> bool:
-    """Whether a tensor is made of nothing but its own storage."""
+    """Return whether a tensor is made of nothing but its own storage."""
     if type(t) is not Tensor and type(t) is not nn.Parameter:
         return False
     # Asked after the class: a subclass may answer these with code of its own.
@@ -67,25 +67,25 @@ def is_plain(t: Tensor) -> bool:
 
 
 def identity_of(t: Tensor) -> weakref.ref[UntypedStorage] | None:
-    """A weak reference to the storage: the same object as long as it is the same storage."""
+    """Return a weak reference to the storage: the same object as long as it is the same storage."""
     storage = storage_of(t)
     return None if storage is None else weakref.ref(storage)
 
 
 def dtype_of(t: Tensor) -> torch.dtype:
-    """The dtype, past any override of a subclass."""
+    """Return the dtype, past any override of a subclass."""
     dtype: torch.dtype = read(t, "dtype")
     return dtype
 
 
 def device_of(t: Tensor) -> torch.device:
-    """The device, past any override; the meta device where the code of a subclass hides it."""
+    """Return the device, past any override; meta if the code of a subclass hides it."""
     device: torch.device | None = read(t, "device")
     return torch.device("meta") if device is None else device
 
 
 def shape_or_empty(t: Tensor) -> tuple[int | str, ...]:
-    """The shape, symbolic sizes as text; empty where the code of a subclass does not tell it."""
+    """Return the shape, symbolic sizes as text; empty if the code of a subclass hides it."""
     return _safely(shape_of, t) or ()
 
 
@@ -122,7 +122,7 @@ def _part(t: Tensor) -> Part | None:
 
 
 def _opaque(t: Tensor) -> Part | None:
-    """A tensor whose memory a library keeps: its elements are counted, it shares with nobody."""
+    """Return the part of an opaque tensor: its elements are counted, and it shares nothing."""
     if is_kind(type(t), Tensor) and str(t.layout) == "torch._mkldnn":
         return Part("", t, id(t), t.numel() * t.element_size())
     return None

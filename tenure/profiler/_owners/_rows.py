@@ -96,5 +96,5 @@ class StorageEntry:
 
 
 def describe_row(row: TensorRow) -> str:
-    """The tensor of a row in the words of all reports."""
+    """Return the tensor of a row in the words of all reports."""
     return f"{describe_elements(row.dtype, row.shape)} on {row.device}"

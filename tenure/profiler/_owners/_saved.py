@@ -102,7 +102,7 @@ class SavedReport(Report):
         return f"<SavedReport of {self.summary()}>"
 
     def summary(self) -> str:
-        """How many nodes there are and what they keep, in one line."""
+        """Return how many nodes there are and what they keep, in one line."""
         kept = sum(not record.is_leaf for record in self.records)
         return (
             f"{counted(self.n_nodes, 'node')} of autograd: {format_bytes(self.total_bytes)} saved "
@@ -165,7 +165,7 @@ class SavedStorage(NamedTuple):
 def saved_storages(
     graphs: Graphs, tops: Sequence[Tensor | None] = (), image: Image | None = None
 ) -> dict[int, SavedStorage]:
-    """Every storage that some graphs keep, by its address, which is unique while they live.
+    """Return the storages that some graphs keep, by address, which is unique while they live.
 
     Args:
         graphs: the graphs.

@@ -150,7 +150,7 @@ def looked_at(step: int, entries: Iterable[StorageEntry], before: Look | None) -
 
 
 def _places_of(entry: StorageEntry) -> Iterator[str]:
-    """The places that a storage belongs to: of a module's tensor each module around it as well."""
+    """Yield the places of a storage: for a module's tensor also each module around it."""
     name, category = entry.owner.name, entry.owner.category
     if category == SAVED:
         yield _GRAPH + place_of(entry.owner.graph or _UNNAMED)
@@ -188,7 +188,7 @@ def _pile(step: int, place: str, entries: list[StorageEntry], before: Look | Non
 
 
 def grown(looks: Sequence[Look]) -> dict[str, Growth]:
-    """The places that grow up to the last of some looks, each with its growth.
+    """Return the places that grow up to the last of some looks, each with its growth.
 
     Args:
         looks: at least one look.
@@ -233,7 +233,7 @@ def _growth(name: str, first: Look, last: Look, *, is_of_values: bool) -> Growth
 
 
 def _shown(place: str) -> str:
-    """What a program calls a place: the container, and not what is in it."""
+    """Return the name of a place in the program: that of the container, not of its items."""
     return place.removeprefix(_MAIN).removesuffix(_OF_EACH)
 
 
@@ -256,7 +256,7 @@ def _growing_from(looks: Sequence[Look], piles: Sequence[Pile]) -> int | None:
 
 
 def _has_stopped(steps: list[int], piles: Sequence[Pile], rises: list[int]) -> bool:
-    """Whether more would have come in the steps since the last rise, at the lowest rate so far."""
+    """Return whether growth has stopped: its lowest rate would have shown in these steps."""
     n_steps = steps[-1] - steps[rises[-1]]
     rates = [
         max(1, piles[after].n - piles[before].n) / max(1, steps[after] - steps[before])
@@ -271,7 +271,7 @@ def _has_stopped(steps: list[int], piles: Sequence[Pile], rises: list[int]) -> b
 
 
 def _is_filling(steps: list[int], piles: Sequence[Pile], first: int) -> bool:
-    """Whether little came in the second half of the time beside the first."""
+    """Return whether little came in the second half of the time beside the first."""
     middle = (steps[first] + steps[-1]) / 2
     half = max(i for i in range(first, len(piles)) if steps[i] <= middle)
     is_counted = piles[-1].n > piles[first].n

@@ -119,7 +119,7 @@ class GrowthWatch:
         return seen
 
     def growth(self, at_end: Snapshot | None = None) -> tuple[Growth, ...]:
-        """What grew, the largest first.
+        """Return the piles that grew, the largest first.
 
         Args:
             at_end: what is alive at the end, which is one look more if a step came since the last
@@ -138,7 +138,7 @@ class GrowthWatch:
         return tuple(sorted(found.values(), key=lambda each: (-each.grown_bytes, each.name)))
 
     def _looks_told(self, *, with_end: bool) -> dict[str, Any]:
-        """How often it looked and when, as a recording has it.
+        """Return how often it looked and when, as a recording has it.
 
         Args:
             with_end: whether the end was looked at, which counts if a step came since.
@@ -197,7 +197,7 @@ class GrowthWatch:
 
 
 def _after(step: int) -> int:
-    """The next of 1, 2, 3, 4, 6, 8, 16, 32 and so on."""
+    """Return the next of 1, 2, 3, 4, 6, 8, 16, 32 and so on."""
     power = 1 << step.bit_length()
     halfway = power * 3 // 4
     return halfway if step < halfway and power <= _HALFWAY else power

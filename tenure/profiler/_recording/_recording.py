@@ -155,7 +155,7 @@ class Recording(Report):
         return self.tracks if self.timeline is None else self.timeline.devices
 
     def tree(self) -> RecordedTree:
-        """What was alive at the peak of each device, by scope and line.
+        """Return the memory at the peak of each device, by scope and line.
 
         Without a timeline, what was alive at the end, by category and name.
         """
@@ -205,7 +205,7 @@ class Recording(Report):
         return write_whole(path, data)
 
     def title(self) -> str:
-        """The command and, of several ranks, whose it was."""
+        """Return the command and, of several ranks, whose it was."""
         rank = "" if self.rank is None else f"rank {self.rank}: "
         return f"{rank}{shlex.join(self.command)}"
 
@@ -253,7 +253,7 @@ class Recording(Report):
         return "\n".join((*lines, *grown))
 
     def _largest_at_end(self) -> str:
-        """The largest category at the end, with the place of the largest tensor in it."""
+        """Return the largest category at the end, with the place of the largest tensor in it."""
         rows = [] if self.memory is None else [row for row in self.memory.rows if row.counted_bytes]
         if self.memory is None or not rows:
             return ""
@@ -264,7 +264,7 @@ class Recording(Report):
         return f"; at the end {format_bytes(n_bytes)} of {category}, such as {name}"
 
     def leaks_found(self) -> RecordedLeaks:
-        """What grew, and what outlived a scope, as a report."""
+        """Return a report on the piles that grew and the tensors that outlived a scope."""
         leaks = tuple(filter(None, self.leaks))
         looks = (self.n_looks, self.look_steps, self.n_steps)
         return RecordedLeaks(self.growth, leaks, self.seeks_leaks, *looks)

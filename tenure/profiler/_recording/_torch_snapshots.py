@@ -28,7 +28,7 @@ _Block = tuple[int, list[Any]]
 
 
 def is_pickle(path: str | Path) -> bool:
-    """Whether a file begins as a pickle.
+    """Return whether a file begins as a pickle.
 
     Raises:
         OSError: it can't be read.

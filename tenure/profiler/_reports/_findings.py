@@ -104,10 +104,10 @@ def _ranked(found: list[Finding]) -> tuple[Finding, ...]:
 
 
 def place_of(name: str) -> str:
-    """The place that a name tells of, its indices left out."""
+    """Return the place that a name tells of, its indices left out."""
     return _INDEX.sub("[…]", name)
 
 
 def keyed_place_of(name: str) -> str:
-    """The same with the keys that are names left in: ``history['loss'][…]``."""
+    """Return the same with the keys that are names left in: ``history['loss'][…]``."""
     return _NUMBER.sub("[…]", name)

@@ -70,7 +70,7 @@ class Snapshot(Report):
         return len(self._entries)
 
     def diff(self, other: Snapshot) -> SnapshotDiff:
-        """What has changed from another, earlier moment to this one.
+        """Return the changes from an earlier snapshot to this one.
 
         Args:
             other: the earlier snapshot; if it is the later one, every sign is reversed.
@@ -150,7 +150,7 @@ class SnapshotDiff(Report):
         return f"<SnapshotDiff of {self.summary()}>"
 
     def summary(self) -> str:
-        """The change of the total, and how many storages came and went, in one line."""
+        """Return the change of the total, and how many storages came and went, in one line."""
         return (
             f"{signed(self.total_bytes)}: {len(self.new)} new and {len(self.freed)} freed "
             f"storages, {signed(self.unexplained_bytes)} {UNEXPLAINED}"
@@ -210,7 +210,7 @@ def _changes_of_devices(before: MemReport, now: MemReport) -> dict[str, int]:
 
 
 def _by_storage(snapshot: Snapshot) -> dict[object, StorageEntry]:
-    """By storage; memory that a library hides has none to be known by, and is known by its name."""
+    """Return the entries by storage; opaque memory of a library goes by its name."""
     found: dict[object, StorageEntry] = {}
     for entry in snapshot._entries:
         key: object = entry.owner.name if entry.identity is None else id(entry.identity)
@@ -221,5 +221,5 @@ def _by_storage(snapshot: Snapshot) -> dict[object, StorageEntry]:
 
 
 def _is_read(snapshot: Snapshot) -> bool:
-    """Whether it refers to no storage, as one that was read."""
+    """Return whether it refers to no storage, as one that was read."""
     return bool(snapshot._entries) and all(entry.identity is None for entry in snapshot._entries)

@@ -96,7 +96,7 @@ class Account:
         self._next_ns = 0
 
     def begin(self) -> None:
-        """All that was alive is known."""
+        """Begin, with all live storages known."""
         self.began_bytes = self._known_then_bytes = self.known_bytes
 
     def taken_by(self, n_bytes: int) -> int:

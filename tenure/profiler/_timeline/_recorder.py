@@ -118,7 +118,7 @@ class Recorder:
             entry.category = category
 
     def start(self) -> None:
-        """All that was alive is known: what follows is the program's doing."""
+        """Start, with all live storages known: the program makes the following events."""
         self.began_ns = time.perf_counter_ns()
         self.is_open = True
         scope: Any = current_scope()
@@ -228,12 +228,12 @@ class Recorder:
             self.stream.resume()
 
     def resized(self, storage: UntypedStorage, n_bytes: int) -> None:
-        """A storage is about to have another size, by no operation: `storage.resize_()`."""
+        """Note that a storage is about to be resized outside operations: `storage.resize_()`."""
         if self.is_open and not self._has(storage, n_bytes):
             self._enter(storage, self.places.of(sys._getframe(1)), OTHERS, n_bytes)
 
     def _has(self, storage: UntypedStorage, n_bytes: int) -> bool:
-        """Whether a storage is known with this size."""
+        """Return whether a storage is known with this size."""
         entry = self._entries.get(key_of(storage))
         return entry is not None and entry.n_bytes == entry.account.taken_by(n_bytes)
 
@@ -265,7 +265,7 @@ class Recorder:
         self.n_events += 1
 
     def _died(self, reference: Any) -> None:
-        """The finalizer of a storage: on any thread, and in the midst of anything."""
+        """Note that a storage died; a finalizer, on any thread and at any moment."""
         entry: Any = self._entries.get(reference.key)
         if entry is reference:
             self._end_life(entry)

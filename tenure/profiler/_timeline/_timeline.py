@@ -193,7 +193,7 @@ class Timeline:
         self._limited_text = None
 
     def _limited(self, text: str) -> None:
-        """A limit has refused something, above the mode or below it."""
+        """Note that a limit has refused an allocation, above the mode or below it."""
         if self._recorder.is_open:
             self._limited_text = text
             self._note_oom(text)

@@ -207,7 +207,7 @@ class TimelineReport(Report):
         return f"<TimelineReport of {self.summary()}>"
 
     def summary(self) -> str:
-        """The length and the peaks, in one line."""
+        """Return the length and the peaks, in one line."""
         peaks = (
             f"{format_bytes(device.peak_bytes)} on {device.device} at {device.peak_at_s:.2f} s"
             for device in self.devices

@@ -104,7 +104,7 @@ class Clock:
             self._beside_s[beside] = at_s
 
     def begin_backward(self) -> None:
-        """This thread calls a backward pass, whose nodes may run on threads of autograd's own.
+        """Note that this thread calls a backward pass, whose nodes may run on other threads.
 
         While it waits for a copy there, they go on launching, as real threads do. One of them
         begins at the time of the first pass that is called.

@@ -48,12 +48,12 @@ _initialized = True
 
 
 def is_available() -> bool:
-    """Always True: the device is there once it is set up."""
+    """Return True: the device is there once it is set up."""
     return True
 
 
 def is_initialized() -> bool:
-    """Always True."""
+    """Return True."""
     return True
 
 
@@ -62,7 +62,7 @@ def _is_in_bad_fork() -> bool:
 
 
 def is_bf16_supported(including_emulation: bool = True) -> bool:
-    """Always True: the host computes."""
+    """Return True: the host computes."""
     return True
 
 
