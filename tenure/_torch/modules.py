@@ -62,20 +62,19 @@ def is_saving(frame: FrameType) -> bool:
 
 
 class _Thread(threading.local):
-    listeners: tuple[tuple[Listener, Listener | None], ...] = ()
+    listeners: tuple[Listener, ...] = ()
 
 
 _this_thread = _Thread()
 
 
 @contextmanager
-def modules_told(called: Listener, returned: Listener | None = None) -> Iterator[None]:
-    """Return a block in which ``called`` gets each module that this thread calls, before it runs.
+def modules_told(listener: Listener) -> Iterator[None]:
+    """Return a block in which ``listener`` gets each module that this thread calls, before it runs.
 
-    It also gets what the module is called with, and ``returned`` what it returns. Modules that run
-    inside compiled code are not told. Where blocks nest, each is told.
+    It also gets what the module is called with. Modules that run inside compiled code are not told.
+    Where blocks nest, each is told.
     """
-    listener = called, returned
     with _calls.block():
         _this_thread.listeners = (listener, *_this_thread.listeners)
         try:
@@ -98,13 +97,9 @@ def _telling(call: Any) -> Any:
         listeners = _this_thread.listeners
         if not listeners:
             _calls.was_called()
-        for called, _ in listeners:
-            _tell(called, self, (args, kwargs))
-        result = call(self, *args, **kwargs)
-        for _, returned in listeners:
-            if returned is not None:
-                _tell(returned, self, result)
-        return result
+        for listener in listeners:
+            _tell(listener, self, (args, kwargs))
+        return call(self, *args, **kwargs)
 
     return told_call
 
