@@ -41,6 +41,8 @@ T = TypeVar("T")
 # Deeper than helpers of helpers call, and shallow enough for an object that holds a whole program.
 _MAX_DEPTH = 8
 _MAX_ITEMS = 256
+# A value that stands deeper changed no loss that was seen so far.
+_HELD_DEPTH = 4
 _PLAIN = (int, float, complex, str, bytes, bool, type(None))
 # Their functions get the user's tensors as arguments and hold none.
 _LIBRARIES = ("torch", "numpy", "builtins")
@@ -221,6 +223,8 @@ class Reachable:
         generators: the generators of random numbers found.
         unordered: the sets, by name, that have led to several modules or tensors, in an order that
             other processes don't share.
+        held: the values that the functions hold themselves, plain ones too, in an order that is the
+            same in each call; of a container, what can be called.
 
     What has the name of something else gets a number: two objects may each have a ``self.net``.
     """
@@ -231,10 +235,11 @@ class Reachable:
         self.constants: dict[str, Tensor] = {}
         self.generators: list[Generator] = []
         self.unordered: list[str] = []
+        self.held: list[Any] = []
         # asked once: the answer is other only after NumPy was imported
         self._generator_kinds = generator_kinds()
         # keeps what its ids belong to
-        self._seen: dict[tuple[int, frozenset[str]], Any] = {}
+        self._seen: dict[tuple[int, frozenset[str], bool], Any] = {}
         self.look_into(*functions)
 
     def look_into(self, *functions: Callable[..., Any] | None) -> None:
@@ -266,7 +271,9 @@ class Reachable:
         """The names of the tensors that come of a computation of before."""
         return [name for name, tensor in self.tensors.items() if not tensor.is_leaf]
 
-    def _visit(self, name: str, value: Any, attributes: frozenset[str], depth: int) -> None:
+    def _visit(
+        self, name: str, value: Any, attributes: frozenset[str], depth: int, *, is_held: bool = True
+    ) -> None:
         """Look at a value that code has which names these attributes."""
         value = _behind(value)
         function = value.__func__ if isinstance(value, MethodType) else value
@@ -274,7 +281,10 @@ class Reachable:
             # of its own code, not of the caller's: see
             # test_attributes_that_the_method_does_not_name_are_not_reached
             attributes = names_in(function.__code__).attributes
-        key = (id(value), attributes)
+        is_held = is_held and depth < _HELD_DEPTH
+        key = (id(value), attributes, is_held)
+        if is_held and value is not None:
+            self.held.append(value)
         if isinstance(value, _PLAIN) or key in self._seen or depth > _MAX_DEPTH:
             return
         self._seen[key] = value
@@ -289,7 +299,8 @@ class Reachable:
         else:
             before = len(self.modules) + len(self.tensors)
             for below, child in _below(name, value, attributes):
-                self._visit(below, child, attributes, depth + 1)
+                is_told = is_held and _counts_as_held(value, child)
+                self._visit(below, child, attributes, depth + 1, is_held=is_told)
             n_found = len(self.modules) + len(self.tensors) - before
             if n_found > 1 and isinstance(value, set | frozenset):
                 self.unordered.append(name)
@@ -315,6 +326,13 @@ def _below(name: str, value: Any, attributes: frozenset[str]) -> Iterator[tuple[
         yield from ((f"{name}[{i}]", each) for i, each in enumerate(list(value)[:_MAX_ITEMS]))
     else:
         yield from _of_object(name, value, attributes)
+
+
+def _counts_as_held(value: Any, child: Any) -> bool:
+    """Whether another child makes another function: no item of a history does, and no method."""
+    if isinstance(value, Mapping | list | tuple | set | frozenset):
+        return callable(child)
+    return not (isinstance(child, MethodType) and child.__self__ is value)
 
 
 def _shown(key: Any) -> str:

@@ -249,14 +249,14 @@ def test_nothing_is_warned_of_that_nobody_can_act_on(room, recwarn):
 def test_a_verification_of_a_split_has_memory_for_no_graph(monkeypatch):
     """What was recorded with gradients on runs without, where whoever runs it wants none."""
     model, (x, y), made = mlp(), batch(), []
-    plain = _loss_check.whole_values
+    plain = _loss_check.split_values
 
-    def noted(parts):
-        values = plain(parts)
+    def noted(*args):
+        values = plain(*args)
         made.append(any(value.requires_grad for value in values.values()))
         return values
 
-    monkeypatch.setattr(_loss_check, "whole_values", noted)
+    monkeypatch.setattr(_loss_check, "split_values", noted)
     with RoomFor(5):
         F.cross_entropy(model(lazy(x, predict=True)), y).backward()
     assert made

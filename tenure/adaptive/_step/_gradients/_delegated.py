@@ -7,11 +7,9 @@ leave. So what it scales, it scales once, however many chunks and passes there a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from tenure._errors import AdaptiveUsageError
 from tenure.scopes import persist
@@ -87,46 +85,14 @@ def _scalar_of(pairs: Sequence[Pair]) -> Tensor:
         if len(pairs) == 1 and seeds[0] is None:
             # the user may write into it, and the loss is reported afterwards
             return torch.clone(tensors[0])
-        scalar: Tensor = _Weighted.apply(seeds, *tensors)  # type: ignore[no-untyped-call]
-        return scalar
-
-
-class _Weighted(torch.autograd.Function):
-    """The sum of tensors, each multiplied by a given gradient, in single precision or better.
-
-    By multiplications that autograd records, a scale of 2 ** 16 would be infinite on its way to
-    tensors in float16.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, seeds: Sequence[Tensor | None], *tensors: Tensor) -> Tensor:
-        ctx.save_for_backward(*seeds)
-        ctx.types = [tensor.dtype for tensor in tensors]
-        values = [_dot(t, s) for t, s in zip(tensors, seeds, strict=True)]
         # terms may stand on several devices
-        return sum((value.to(values[0].device) for value in values[1:]), values[0])
-
-    @staticmethod
-    @once_differentiable
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  # of the decorator
-        ctx: Any, gradient: Tensor
-    ) -> Any:
-        pairs = zip(ctx.saved_tensors, ctx.types, strict=True)
-        return None, *(_scaled(seed, gradient, dtype) for seed, dtype in pairs)
+        values = [_weighted(tensor, seed).to(tensors[0].device) for tensor, seed in pairs]
+        return sum(values[1:], values[0])
 
 
-def _dot(tensor: Tensor, seed: Tensor | None) -> Tensor:
-    product = tensor if seed is None else tensor * seed.conj()
-    if product.is_complex():
-        product = product.real
-    return product.sum(dtype=_wide(product.dtype))
-
-
-def _scaled(seed: Tensor | None, gradient: Tensor, dtype: torch.dtype) -> Tensor:
-    if seed is None:
-        return gradient.to(dtype)
-    return (seed.to(_wide(dtype)) * gradient.to(seed.device)).to(dtype)
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+def _weighted(tensor: Tensor, seed: Tensor | None) -> Tensor:
+    # a scale of 2 ** 16 would be infinite on its way to tensors in float16
+    is_half = tensor.dtype in (torch.float16, torch.bfloat16)
+    wide = tensor.float() if is_half else tensor
+    product = wide if seed is None else wide * seed.to(wide.dtype).conj()
+    return (product.real if product.is_complex() else product).sum()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from ..._reachable import named_modules
 from .._check import DECLARED, IT_IS_A_SUM, default_rtol, first_module, mixed_input, observed_run
 from .._loss import ONLY
-from .._samples import Leaf
-from .._split import StepParts, StepSpec
+from .._split import StepParts
 from ._count_check import DO_NOT_CLAMP, is_clamped
-from ._loss_check import whole_values
+from ._loss_check import split_values
 from ._subject import Subject, chosen_samples, comparable, first_that_fits, spread_samples
 
 # Unequal ones, and an equal one: a mean of means is right for equal parts by accident.
@@ -25,7 +24,6 @@ _SPLITS = ((5, 3), (3, 5), (4, 4))
 _N_SAMPLES = 8
 # torch's own, what other libraries take, padding, and the void of segmentation masks.
 _IGNORED = (-100, -1, 0, 255)
-_Run = tuple[int, int]
 _Curve = Callable[[float], float]
 _CURVES: dict[str, tuple[str, _Curve]] = {
     "then=torch.sqrt": ("without the root", lambda value: value**2),
@@ -40,64 +38,56 @@ _OUTPUTS = (
 )
 
 
-class Runs:
-    """The values of a function for runs of samples, which tell what kind of loss it is.
+class _Runs(NamedTuple):
+    """The losses of runs of samples, which tell what kind of loss it is.
 
-    Args:
+    Attributes:
         values: by start and end of the run.
         splits: runs from the first sample on that were cut in two, by the lengths of both parts.
         rtol: how far apart two of them may be that are the same.
     """
 
-    def __init__(
-        self, values: Mapping[_Run, float], splits: Sequence[tuple[int, int]], rtol: float
-    ) -> None:
-        self._values = values
-        self._splits = splits
-        self._rtol = rtol
+    values: Mapping[tuple[int, int], float]
+    splits: Sequence[tuple[int, int]]
+    rtol: float
 
-    def are_means(self, weight: Callable[[int, int], float], of: _Curve = float) -> bool:
-        """Whether a curve of each value is the mean, so weighted, of that of its parts."""
+    def add_up(self, weights: Tensor | None, curve: _Curve = float) -> bool:
+        """Return whether a curve of each value is the mean of its parts by the weights of samples.
 
-        def is_mean(a: int, b: int) -> bool:
-            weights = weight(0, a), weight(a, a + b)
-            total = of(self._values[0, a]) * weights[0] + of(self._values[a, a + b]) * weights[1]
-            return self._agree(of(self._values[0, a + b]), total / sum(weights))
-
-        return self._holds(is_mean)
-
-    def are_sums(self, of: _Curve = float) -> bool:
-        """Whether a curve of each value is the sum of that of its parts."""
-
-        def is_sum(a: int, b: int) -> bool:
-            parts = of(self._values[0, a]) + of(self._values[a, a + b])
-            return self._agree(of(self._values[0, a + b]), parts)
-
-        return self._holds(is_sum)
+        Args:
+            weights: one for each sample; None asks for the sum of the parts.
+            curve: the inverse of the function that a sum or mean went through.
+        """
+        try:
+            for a, b in self.splits:
+                whole, *parts = (curve(self.values[r]) for r in ((0, a + b), (0, a), (a, a + b)))
+                shares = [1.0, 1.0]
+                if weights is not None:
+                    counts = [float(weights[:a].sum()), float(weights[a : a + b].sum())]
+                    shares = [count / sum(counts) for count in counts]
+                if not self._agree(whole, parts[0] * shares[0] + parts[1] * shares[1]):
+                    return False
+        except (ValueError, OverflowError, ZeroDivisionError):
+            return False
+        return True
 
     @property
     def count_apart(self) -> bool:
         """Whether both parts of some run count."""
-        values = self._values
-        return any(values[0, a] and values[a, a + b] for a, b in self._splits)
+        values = self.values
+        return any(values[0, a] and values[a, a + b] for a, b in self.splits)
 
     def repeated(self) -> float | None:
-        """What is in each value once, beside a sum over samples."""
-        values = self._values
-        found = [values[0, a] + values[a, a + b] - values[0, a + b] for a, b in self._splits]
+        """Return the part that is in each value once, beside a sum over samples."""
+        values = self.values
+        found = [values[0, a] + values[a, a + b] - values[0, a + b] for a, b in self.splits]
         # of one split, any number would do
         if len(found) > 1 and self._agree(min(found), max(found), max(map(abs, found))):
             return found[0]
         return None
 
-    def _holds(self, relation: Callable[[int, int], bool]) -> bool:
-        try:
-            return all(relation(a, b) for a, b in self._splits)
-        except (ValueError, OverflowError, ZeroDivisionError):
-            return False
-
     def _agree(self, a: float, b: float, scale: float = 0.0) -> bool:
-        return abs(a - b) <= self._rtol * max(abs(a), abs(b), scale)
+        return abs(a - b) <= self.rtol * max(abs(a), abs(b), scale)
 
 
 def advice_for(subject: Subject, parts: StepParts) -> str:
@@ -123,163 +113,118 @@ def advice_for(subject: Subject, parts: StepParts) -> str:
 
 
 def _declared(subject: Subject, parts: StepParts) -> str:
-    """The declaration that makes the samples that were looked at right; "" for none."""
-    n = min(_N_SAMPLES, subject.n_samples)
+    """Return the declaration that makes the samples that were looked at right; "" for none."""
+    spec, n = parts.spec, min(_N_SAMPLES, subject.n_samples)
     indices = chosen_samples(subject.tree, subject.n_samples, n)
     runs = _runs_of(subject, indices)
     if runs is None:
         return ""
-    if parts.spec.loss != "sum" and runs.are_sums():
+    is_sum = runs.add_up(None)
+    if spec.loss != "sum" and is_sum:
         # a masked mean is one as well while one part alone has samples that count
         spread = _runs_of(subject, spread_samples(subject.tree, subject.n_samples, n))
-        if spread is not None and spread.are_sums() and (runs.count_apart or spread.count_apart):
+        if spread and spread.add_up(None) and (runs.count_apart or spread.count_apart):
             return IT_IS_A_SUM
-    candidates = chain(
-        _undeclared(parts.spec, runs), _weighted(subject, parts, indices, runs), _curved(runs)
-    )
-    return next(candidates, "")
+    equal = torch.ones(n)
+    if (spec.weight is not None or spec.loss == "sum") and runs.add_up(equal):
+        told = "weight=" if spec.weight is not None else 'loss="sum"'
+        return f"It is a mean over samples: leave {told} out."
+    # beside a sum it is there with nothing in it
+    repeated = runs.repeated() if spec.loss == "sum" and not is_sum else None
+    if repeated is not None:
+        return (
+            f"It has a part of {repeated:.6g} that is there once for each micro-batch, such as a "
+            "penalty on parameters: return the rest, and pass that part as once=lambda: penalty()."
+        )
+    instead = ', and leave loss="sum" out' if spec.loss == "sum" else ""
+    for shown, counts in chain(_counts(subject, indices), _class_weights(subject, parts, indices)):
+        if runs.add_up(counts.reshape(n, -1).sum(1).double()):
+            return (
+                "It is a mean over something else than samples. Declare what it divides by"
+                f"{instead}: weight=lambda batch: {shown} "
+                "(with it the samples that were looked at agree)."
+            )
+    for shown, (how, inverse) in _CURVES.items():
+        for loss, weights in (("mean", equal), ("sum", None)):
+            if (loss == "mean" or runs.count_apart) and runs.add_up(weights, inverse):
+                return (
+                    f"It is a function of a {loss}: return that {how}, and pass "
+                    f'loss="{loss}", {shown}.'
+                )
+    return ""
 
 
-def _runs_of(subject: Subject, indices: list[int]) -> Runs | None:
-    """The losses of runs of some samples; None if those can't be compared."""
+def _runs_of(subject: Subject, indices: list[int]) -> _Runs | None:
+    """Return the losses of runs of some samples; None if those can't be compared."""
     n = len(indices)
     splits = [(a, b) for a, b in _SPLITS if a + b == n] or [(n - 1, 1), (1, n - 1)]
     # all runs that any candidate needs, so that each is run once
     starts = [(0, n), *((0, a) for a, _ in splits), *((a, n) for a, _ in splits)]
     losses = {(start, end): _loss_of(subject, indices[start:end]) for start, end in starts}
     values = {run: float(loss) for run, loss in losses.items()}
-    if not any(values.values()):
+    # parts without a valid label have no mean, and the others may still tell
+    splits = [(a, b) for a, b in splits if math.isfinite(values[0, a] + values[a, n])]
+    if not splits or not math.isfinite(values[0, n]) or not any(values.values()):
         return None
-    if any(not math.isfinite(value) for value in values.values()):
-        # parts without a valid label have no mean, and the others may still tell
-        splits = [(a, b) for a, b in splits if math.isfinite(values[0, a] + values[a, n])]
-        if not splits or not math.isfinite(values[0, n]):
-            return None
-    return Runs(values, splits, DECLARED.of(losses.values()))
-
-
-def _n_samples(start: int, end: int) -> float:
-    return end - start
-
-
-def _undeclared(spec: StepSpec, runs: Runs) -> Iterator[str]:
-    """What is right without what was declared, or with a word more."""
-    is_declared = spec.weight is not None or spec.loss == "sum"
-    if is_declared and runs.are_means(_n_samples):
-        told = "weight=" if spec.weight is not None else 'loss="sum"'
-        yield f"It is a mean over samples: leave {told} out."
-    # beside a sum it is there with nothing in it
-    repeated = runs.repeated() if spec.loss == "sum" and not runs.are_sums() else None
-    if repeated is not None:
-        yield (
-            f"It has a part of {repeated:.6g} that is there once for each micro-batch, such as a "
-            "penalty on parameters: return the rest, and pass that part as once=lambda: penalty()."
-        )
-
-
-def _weighted(subject: Subject, parts: StepParts, indices: list[int], runs: Runs) -> Iterator[str]:
-    of_classes = _class_weights(subject, _vectors_of(parts), indices)
-    instead = ', and leave loss="sum" out' if parts.spec.loss == "sum" else ""
-    for shown, counted in chain(_weights(subject, indices), of_classes):
-        if runs.are_means(counted):
-            yield (
-                "It is a mean over something else than samples. Declare what it divides by"
-                f"{instead}: weight=lambda batch: {shown} "
-                "(with it the samples that were looked at agree)."
-            )
-
-
-def _curved(runs: Runs) -> Iterator[str]:
-    for shown, (how, inverse) in _CURVES.items():
-        for loss in ("mean", "sum"):
-            is_mean = loss == "mean"
-            is_sum = runs.count_apart and runs.are_sums(inverse)
-            if runs.are_means(_n_samples, inverse) if is_mean else is_sum:
-                yield (
-                    f"It is a function of a {loss}: return that {how}, and pass "
-                    f'loss="{loss}", {shown}.'
-                )
+    return _Runs(values, splits, DECLARED.of(losses.values()))
 
 
 def _loss_of(subject: Subject, indices: list[int]) -> Tensor:
     parts = subject.parts_of(indices)
     with comparable(parts, is_random=subject.is_random):
-        values = whole_values(parts)
+        values = split_values(parts, [parts.n_samples])
     if len(values) > 1:
         # each may need a weight of its own
         raise ValueError("several terms")
     return values[ONLY]
 
 
-def _weights(
-    subject: Subject, indices: list[int]
-) -> Iterator[tuple[str, Callable[[int, int], float]]]:
-    """Numbers that losses often divide by, as code, and what they are for runs of the samples."""
-    for leaf in subject.tree.leaves:
-        # the code that is shown indexes the first dimension
-        if not isinstance(leaf.value, Tensor) or leaf.dim != 0:
-            continue
-        values = leaf.value.detach()[indices].cpu()
-        for shown, counts in _counts(leaf, values):
-            counted = counts.reshape(len(indices), -1).sum(1).double()
-            yield shown, functools.partial(_sum_of_run, counted)
-
-
-def _vectors_of(parts: StepParts) -> dict[str, Tensor]:
-    """What may be weights of classes: what the function captures, and what its losses have."""
-    losses = named_modules(parts.roots)
-    found = parts.outside | {
-        f"{name}.weight": weight
-        for name, module in losses
-        if isinstance(weight := module._buffers.get("weight"), Tensor)
-    }
-    return {
-        name: each for name, each in found.items() if each.is_floating_point() and each.dim() == 1
-    }
+def _counts(subject: Subject, indices: list[int]) -> Iterator[tuple[str, Tensor]]:
+    """Yield what losses often divide by, as code, and its numbers for the samples."""
+    for name, values in _tensors_of(subject, indices):
+        # language models predict the next token, so the first label of each row is not counted
+        shifted = f"{name}[:, 1:]"
+        if bool(((values == 0) | (values == 1)).all()):
+            yield f"{name}.sum()", values
+            if values.dim() > 1:
+                yield f"{shifted}.sum()", values[:, 1:]
+        elif not values.is_floating_point():
+            for ignored in _IGNORED:
+                valid = values != ignored
+                if not bool(valid.all()):
+                    if values.dim() > 1:
+                        yield f"({shifted} != {ignored}).sum()", valid[:, 1:]
+                    yield f"({name} != {ignored}).sum()", valid
 
 
 def _class_weights(
-    subject: Subject, vectors: Mapping[str, Tensor], indices: list[int]
-) -> Iterator[tuple[str, Callable[[int, int], float]]]:
-    """The weights of the classes of labels, as ``cross_entropy(weight=w)`` divides by them."""
-    for leaf in subject.tree.leaves:
-        value = leaf.value
-        is_labels = isinstance(value, Tensor) and leaf.dim == 0 and value.dtype is torch.int64
-        if not is_labels:
-            continue
-        labels = value.detach()[indices].cpu()
-        for name, vector in vectors.items():
-            weights = vector.detach().cpu().double()
+    subject: Subject, parts: StepParts, indices: list[int]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights of the classes of labels, which ``cross_entropy(weight=w)`` divides by."""
+    found = parts.outside | {
+        f"{name}.weight": module._buffers.get("weight")
+        for name, module in named_modules(parts.roots)
+    }
+    vectors = {
+        name: each.detach().cpu().double()
+        for name, each in found.items()
+        if each is not None and each.is_floating_point() and each.dim() == 1
+    }
+    for path, labels in _tensors_of(subject, indices):
+        for name, weights in vectors.items() if labels.dtype is torch.int64 else ():
             valid = (labels >= 0) & (labels < len(weights))
-            picked = weights[labels.clamp(0, len(weights) - 1)] * valid
-            shown = f"{name}[{leaf.path}]"
+            shown = path
             if not bool(valid.all()):
-                ignored = int(labels[~valid].flatten()[0])
-                shown = f"{name}[{leaf.path}[{leaf.path} != {ignored}]]"
-            counted = picked.reshape(len(indices), -1).sum(1)
-            yield f"{shown}.sum()", functools.partial(_sum_of_run, counted)
+                shown = f"{path}[{path} != {int(labels[~valid].flatten()[0])}]"
+            yield f"{name}[{shown}].sum()", weights[labels.clamp(0, len(weights) - 1)] * valid
 
 
-def _sum_of_run(counted: Tensor, start: int, end: int) -> float:
-    return float(counted[start:end].sum())
-
-
-def _counts(leaf: Leaf, values: Tensor) -> Iterator[tuple[str, Tensor]]:
-    name = leaf.path
-    # language models predict the next token, so the first label of each row is not counted
-    shifted = f"{name}[:, 1:]"
-    is_mask = bool(((values == 0) | (values == 1)).all())
-    if is_mask:
-        yield f"{name}.sum()", values
-        if values.dim() > 1:
-            yield f"{shifted}.sum()", values[:, 1:]
-    elif not values.is_floating_point():
-        for ignored in _IGNORED:
-            valid = values != ignored
-            if not bool(valid.all()):
-                if values.dim() > 1:
-                    yield f"({shifted} != {ignored}).sum()", valid[:, 1:]
-                yield f"({name} != {ignored}).sum()", valid
+def _tensors_of(subject: Subject, indices: list[int]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the samples of the tensors of the batch, by the path of each."""
+    for leaf in subject.tree.leaves:
+        # the code that is shown indexes the first dimension
+        if isinstance(leaf.value, Tensor) and leaf.dim == 0:
+            yield leaf.path, leaf.value.detach()[indices].cpu()
 
 
 # --- modules

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from .._check import EXCHANGED_RTOL, LOSSES, is_noise
-from .._loss import ONLY, combined, finished_loss, terms_of, whole_loss, widened, widened_count
+from .._loss import ONLY, combined, finished_loss, terms_of, widened, widened_count
 from .._modules import coupled_modules
 from .._samples import JoinedOutputs, Outputs
 from .._split import Chunk, ChunkTerms, StepOutcome, StepParts
@@ -144,7 +144,7 @@ class LossCheck:
     def _compare(self, n_samples: int) -> bool:
         self.finding = None
         sizes = self._sizes(n_samples)
-        whole = self._values(n_samples, None)
+        whole = self._values(n_samples, [n_samples])
         if whole is None:
             return False
         # nothing needs to run again where the same samples gave the same numbers
@@ -183,7 +183,7 @@ class LossCheck:
         return {**self._outcome.terms, ONLY: self._outcome.loss}
 
     def _values(
-        self, n_samples: int, sizes: Sequence[int] | None, *, rough: RoughRounding | None = None
+        self, n_samples: int, sizes: Sequence[int], *, rough: RoughRounding | None = None
     ) -> Values | None:
         """Those of the whole, or of parts; None where statistics can't be turned off."""
         is_whole = n_samples == self._subject.n_samples
@@ -192,9 +192,7 @@ class LossCheck:
         with comparable(parts, is_random=self._subject.is_random, rough=rough):
             if parts.spec.batchnorm == "per_chunk" and coupled_modules(parts.roots):
                 return None
-            if sizes is not None:
-                return _split_values(parts, sizes)
-            return whole_values(parts)
+            return split_values(parts, sizes)
 
     def _error(self, whole: Tensor, split: Tensor) -> float:
         # whatever asked for gradients in the block
@@ -210,7 +208,7 @@ class LossCheck:
         @functools.cache
         def noise(roughness: int, draw: int) -> float:
             rough = RoughRounding(roughness, draw) if roughness else None
-            again = self._values(n_samples, None, rough=rough)
+            again = self._values(n_samples, [n_samples], rough=rough)
             assert again is not None
             return self._error(value, again[name])
 
@@ -234,19 +232,8 @@ def unseen(parts: StepParts) -> Iterator[None]:
         torch.clear_autocast_cache()
 
 
-def whole_values(parts: StepParts) -> Values:
-    """The loss of all samples in one piece, and its terms if there are several."""
-    with unseen(parts):
-        spec = parts.spec
-        returned = parts.call(parts.inputs.whole())
-        if callable(spec.loss):
-            return {ONLY: spec.loss(returned)}
-        loss, terms = whole_loss(terms_of(returned, spec.loss), spec.then)
-        return _with_loss(terms, loss)
-
-
-def _split_values(parts: StepParts, sizes: Sequence[int]) -> Values:
-    """The same of parts of these lengths."""
+def split_values(parts: StepParts, sizes: Sequence[int]) -> Values:
+    """Return the loss of samples in parts of these lengths, and its terms if there are several."""
     with unseen(parts):
         spec = parts.spec
         chunks = [Chunk(sum(sizes[:i]), size) for i, size in enumerate(sizes)]

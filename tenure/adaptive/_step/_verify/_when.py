@@ -1,8 +1,8 @@
 """When a step is verified: at calls 1, 2, 3 and 40 of a place, and then ever more rarely.
 
-A place is code, what the closure holds, what was declared, and the modes of modules. Within it
-numbers that have changed, new shapes of the batch, and leaves of a kind not seen before are
-verified too. A place that was refused once is verified in each call.
+A place is code, the values that it holds, the declaration, the modes of modules, and the kind of
+the batch. Within it, numbers that have changed are verified too. A place that was refused once is
+verified in each call.
 
 Invariant: nothing here holds a function, a model or a tensor; a place that was not verified yet is
 verified, however many there were, and a call that failed or was refused counts for nothing; and
@@ -12,34 +12,37 @@ place, of its first changes and of refused places aside.
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
+import weakref
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Mapping, Sequence, Sized
+from collections.abc import Hashable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tenure._errors import SplitMismatchError
+from tenure.scopes import is_disposed
 
 from ..._reachable import is_of_a_library, named_modules
 from ..._sizes import stands_for
 from .._samples import Leaf
 from .._split import StepParts
-from ._captured import Captured, identity_of
 from ._count_check import Lowest
 
 _FIRST = 3
-# What a long training pays, whatever its shapes do.
+# What a long training pays, whatever its numbers do.
 _SHARE = 0.02
 _MOST_PLACES = 1024
 _MOST_FREE = 64
-"""How often a piece of code is verified without a count of samples, beside new places: each call
-may have labels of another kind."""
+"""How often a piece of code is verified without a count of samples, beside new places."""
 _MANY_NEW = 512
 """New places of a piece of code after which it is told, if most of its calls were at one."""
+_MAX_ITEMS = 32
 # torch looks for the least of no uint16, no quantized number, and none of 8 bits
 _COUNTED = frozenset(
     {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
@@ -49,31 +52,8 @@ _MOST_SUMMED = 1 << 20
 
 
 @dataclass(slots=True)
-class _Calls:
-    """How often something was split and verified, and the next call to verify."""
-
-    n_calls: int = 0
-    n_verified: int = 0
-    due: int = 1
-
-    def begin(self) -> bool:
-        """Count a call; whether it is one to verify."""
-        self.n_calls += 1
-        return self.n_calls >= self.due
-
-    def note_verified(self) -> None:
-        """Set the next call: after the first ones 40, 400 and so on."""
-        self.n_verified += 1
-        self.due = self.n_calls + 1
-        if self.n_verified >= _FIRST:
-            self.due = 40
-            while self.due <= self.n_calls:
-                self.due *= 10
-
-
-@dataclass(slots=True)
 class _Watched:
-    """A number that the function captures, as it was in the last call."""
+    """A number that the function holds, as it was in the last call."""
 
     value: Any
     # how many of its values were verified; the first counts as one
@@ -82,26 +62,35 @@ class _Watched:
 
 
 @dataclass(slots=True)
-class _Place(_Calls):
-    """A place, with the numbers that it captures and the error that refused it."""
+class _Place:
+    """How often a place was split and verified, and its next call to verify."""
 
+    n_calls: int = 0
+    n_verified: int = 0
+    due: int = 1
     numbers: list[_Watched] = field(default_factory=list)
     refusal: tuple[Any, ...] | None = None
     lowest: dict[str | None, float] = field(default_factory=dict)
     n_ties: int = 0
 
-    def see(self, numbers: list[Any]) -> None:
-        """Note which numbers are others than in the call before."""
+    def changed(self, numbers: list[Any]) -> list[_Watched]:
+        """Return the numbers that were not verified since they have changed."""
         if self.n_calls == 1:
             self.numbers = list(map(_Watched, numbers))
         for known, value in zip(self.numbers, numbers, strict=True):
             # nan counts as equal to nan
             if known.value != value and (known.value == known.value or value == value):
                 known.value, known.is_due = value, True
+        return [each for each in self.numbers if each.is_due]
 
     def note_verified(self) -> None:
-        """Set the next call; what has changed until now was verified with it."""
-        _Calls.note_verified(self)
+        """Set the next call, after the first ones 40, 400 and so on."""
+        self.n_verified += 1
+        self.due = self.n_calls + 1
+        if self.n_verified >= _FIRST:
+            self.due = 40
+            while self.due <= self.n_calls:
+                self.due *= 10
         for each in self.numbers:
             each.n_verified += each.is_due
             each.is_due = False
@@ -109,18 +98,17 @@ class _Place(_Calls):
 
 @dataclass(slots=True)
 class _Code:
-    """What is counted for a piece of code."""
+    """The counts of a piece of code."""
 
     n_calls: int = 0
     n_new: int = 0
     n_samples: int = 0
     n_extra: int = 0
     n_free: int = 0
-    places: OrderedDict[Hashable, _Calls] = field(default_factory=OrderedDict)
+    places: OrderedDict[Hashable, _Place] = field(default_factory=OrderedDict)
 
 
-# of the process, so that a closure that is new in each call counts on: see
-# test_a_closure_that_is_new_in_each_call_is_one_place
+# of the process, so that a closure that is new in each call counts on
 _codes: OrderedDict[Hashable, _Code] = OrderedDict()
 _lock = threading.Lock()
 
@@ -138,33 +126,26 @@ class Visit:
     """
 
     def __init__(self, parts: StepParts) -> None:
-        place, numbers = _place(parts)
-        contents, shapes = _contents(parts.leaves), _shapes(parts.leaves)
+        key, numbers = _place(parts)
         # the counts below may be off by one between threads, which costs a verification
         with _lock:
-            self._code = _at(_codes, identity_of(stands_for(parts.spec.fn)), _Code)
-            self._code.n_samples += parts.n_samples
-            self._code.n_calls += 1
-            self._place: _Place = _at(self._code.places, place, _Place)
-            self._content: _Calls = _at(self._code.places, (place, contents), _Calls)
-            self._shape: _Calls = _at(self._code.places, (place, contents, shapes), _Calls)
-        is_due = [each.begin() for each in (self._place, self._content, self._shape)]
-        self._place.see(numbers)
-        changed = [each for each in self._place.numbers if each.is_due]
-        is_early = (
-            self._place.n_verified < _FIRST
-            or not self._content.n_verified
-            or any(each.n_verified < _FIRST for each in changed)
-        )
+            self._code = code = _at(_codes, _identity_of(stands_for(parts.spec.fn)), _Code)
+            self._place: _Place = _at(code.places, key, _Place)
+        place = self._place
+        place.n_calls += 1
+        is_new = place.n_calls == 1
+        code.n_samples += parts.n_samples
+        code.n_calls += 1
+        code.n_new += is_new
+        changed = place.changed(numbers)
+        is_early = place.n_verified < _FIRST or any(each.n_verified < _FIRST for each in changed)
         # another model or loss may be wrong where many were right before it, and a place that was
         # refused stays so until the function is another one
-        is_open = not self._place.n_verified or self._place.refusal is not None
-        self.is_first = is_open or (is_early and self._code.n_free < _MOST_FREE)
-        is_new = self._place.n_calls == 1
-        self._code.n_new += is_new
-        seldom_known = self._code.n_calls < 2 * self._code.n_new
-        self.is_ever_new = is_new and seldom_known and self._code.n_new == _MANY_NEW
-        is_wanted = any(is_due) or bool(changed) or is_open
+        is_open = not place.n_verified or place.refusal is not None
+        self.is_first = is_open or (is_early and code.n_free < _MOST_FREE)
+        seldom_known = code.n_calls < 2 * code.n_new
+        self.is_ever_new = is_new and seldom_known and code.n_new == _MANY_NEW
+        is_wanted = place.n_calls >= place.due or bool(changed) or is_open
         self.is_due = is_wanted and (self.is_first or self.allows(2 * parts.n_samples))
 
     @property
@@ -186,8 +167,7 @@ class Visit:
             self._code.n_free += 1
         else:
             self._code.n_extra += n_samples
-        for each in (self._place, self._content, self._shape):
-            each.note_verified()
+        self._place.note_verified()
 
     def wants_count(self, lowest: Lowest) -> bool:
         """Whether to look at a count: nothing as low was seen, or nothing lower."""
@@ -225,29 +205,119 @@ def _at(known: OrderedDict[Hashable, Any], key: Hashable, make: type) -> Any:
 
 
 def _place(parts: StepParts) -> tuple[Hashable, list[Any]]:
-    """What tells a place from others, and the numbers in it, which may change."""
+    """Return what tells a place from others, and the numbers in it, which may change."""
     spec = parts.spec
-    captured = Captured()
-    functions = (spec.fn, spec.loss, spec.weight, spec.then, spec.once)
-    described = tuple(captured.description_of(each, frozenset(), 0) for each in functions)
+    numbers: list[Any] = []
+    held = tuple(_described(each, numbers) for each in parts.found.held)
     modules = [module for _, module in named_modules(parts.roots)]
     for module in modules:
         # the numbers of torch's own say how it is built
         if not is_of_a_library(type(module).__module__):
-            captured.numbers += [n for n in vars(module).values() if type(n) in (int, float)]
-    modes = hash(tuple(module.training for module in modules)), len(captured.numbers)
+            numbers += [n for n in vars(module).values() if type(n) in (int, float)]
+    modes = hash(tuple(module.training for module in modules)), len(numbers)
+    asked = [type(each) for each in (spec.weight, spec.then, spec.once)]
+    loss = None if callable(spec.loss) else spec.loss
     options = spec.batchnorm, torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
-    return (described, modes, options), captured.numbers
+    return (held, modes, *asked, loss, options, _contents(parts.leaves)), numbers
 
 
-def _shapes(leaves: Iterable[Leaf]) -> Hashable:
-    """The shape of each leaf, without the number of samples."""
-    found = []
-    for leaf in leaves:
-        shape = getattr(leaf.value, "shape", ())
-        dim = leaf.dim % len(shape) if isinstance(leaf.dim, int) else -1
-        found.append(tuple(n for i, n in enumerate(shape) if i != dim))
-    return tuple(found)
+# --- what a function holds
+
+
+def _described(value: Any, numbers: list[Any]) -> Hashable:
+    """Describe a value so that one with another loss differs, apart from its numbers.
+
+    Args:
+        value: anything that a function holds.
+        numbers: gets the numbers that stand in it.
+    """
+    if isinstance(value, bool | str | bytes | torch.dtype):
+        return value
+    number = _number(value)
+    if number is not None:
+        numbers.append(number)
+    if isinstance(value, Tensor):
+        kind = () if is_disposed(value) else (value.dtype, value.dim())
+        return "Tensor", number is None, *kind
+    # by identity: another model of the same class may have another criterion
+    if isinstance(value, nn.Module):
+        return _identity_of(value), tuple(_settings(value, numbers))
+    if isinstance(value, dict):
+        items = list(value.items())[:_MAX_ITEMS]
+        return tuple((repr(key), text) for key, text in items if isinstance(text, str))
+    # a function by its code, so that a new closure of the same code counts on
+    if isinstance(value, FunctionType):
+        return _identity_of(value.__code__)
+    if isinstance(value, type | ModuleType):
+        return value.__name__
+    if number is not None or isinstance(value, MethodType | functools.partial):
+        return type(value).__name__
+    return _identity_of(value)
+
+
+def _settings(module: nn.Module, numbers: list[Any]) -> Iterator[tuple[str, Hashable]]:
+    """How a criterion is set; a model's own settings cost little."""
+    for name, value in vars(module).items():
+        # a weak proxy of nothing raises where isinstance() asks it
+        kind = type(value)
+        if issubclass(kind, bool | str | int | float | Tensor) and name != "training":
+            yield name, _described(value, numbers)
+        elif issubclass(kind, dict | list | tuple) and value:
+            numbers.append(_number(value))
+            yield name, kind.__name__
+    for name, buffer in module._buffers.items():
+        yield name, buffer is None
+
+
+def _number(value: Any) -> Any:
+    """Return a number, or the numbers that stand in a container; None for anything else.
+
+    Those of a container are one, so that a history, which grows, makes no other place.
+    """
+    if isinstance(value, int | float):
+        return value
+    if isinstance(value, list | tuple):
+        return tuple(each for each in value[:_MAX_ITEMS] if isinstance(each, int | float))
+    if isinstance(value, dict):
+        items = list(value.items())[:_MAX_ITEMS]
+        return tuple((repr(key), each) for key, each in items if isinstance(each, int | float))
+    # one of NumPy, or a tensor that no device has to be waited for
+    is_array = hasattr(type(value), "__array_interface__") and value.size == 1
+    is_ready = type(value) is Tensor and not value.requires_grad and value.device.type == "cpu"
+    if is_array or (is_ready and not value.dim() and value.layout is torch.strided):
+        return value.item()
+    return None
+
+
+class _Identity:
+    """An object by identity, without keeping it; what took its place in memory is another."""
+
+    __slots__ = ("_id", "_reference")
+
+    def __init__(self, value: object) -> None:
+        self._id = id(value)
+        self._reference = weakref.ref(value)
+
+    def __hash__(self) -> int:
+        return self._id
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, _Identity)
+            and self._id == other._id
+            and self._reference() is not None
+            and self._reference() is other._reference()
+        )
+
+
+def _identity_of(value: Any) -> Hashable:
+    """Return an object by identity, or by its type where it allows no weak reference."""
+    if isinstance(value, CodeType) or type(value).__weakrefoffset__:
+        return _Identity(value)
+    return type(value).__qualname__
+
+
+# --- the kind of a batch
 
 
 def _contents(leaves: Sequence[Leaf]) -> Hashable:
