@@ -32,8 +32,8 @@ class MemoryCallback(_Callback):  # type: ignore[misc]  # of Any, on purpose
 
     - ``memory/allocated_bytes``, ``memory/growth_bytes``: the bytes that the device's allocator
       counts, and their growth since the last log; on the CPU those of all tensors.
-    - ``memory/outlived_tensors``, ``memory/outlived_bytes``: tensors by which places grew that held
-      more at each scan than at the one before.
+    - ``memory/outlived_tensors``, ``memory/outlived_bytes``: the growth, since the first scan, of
+      containers that held more at each scan than at the one before.
     - ``adaptive/retries``, and of an AdaptiveMixin ``adaptive/micro_batch``: the failed attempts
       since the last log, and the largest micro-batch of the last step.
 

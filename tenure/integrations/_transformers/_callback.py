@@ -28,8 +28,8 @@ class MemoryCallback(TrainerCallback):
 
     - ``memory/allocated_bytes``, ``memory/growth_bytes``: the bytes that the device's allocator
       counts, and their growth since the last log; on the CPU those of all tensors.
-    - ``memory/outlived_tensors``, ``memory/outlived_bytes``: tensors by which places grew that held
-      more at each scan than at the one before.
+    - ``memory/outlived_tensors``, ``memory/outlived_bytes``: the growth, since the first scan, of
+      containers that held more at each scan than at the one before.
     - ``adaptive/micro_batch``, ``adaptive/retries``: the largest micro-batch of the last step, and
       the failed attempts since the last log.
 
