@@ -67,6 +67,29 @@ def test_tensors_and_containers_in_attributes_are_taken_back():
     assert (net.seen is seen, net.by_name["train"] is inner) == (True, True)
 
 
+def test_how_modules_are_set_is_as_before_when_a_failed_attempt_begins_again():
+    net = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 3)).double()
+    seen = []
+
+    def fn(batch):
+        weight = net[0].weight
+        seen.append((net.training, weight.requires_grad, len(net._forward_hooks)))
+        net.eval()
+        weight.requires_grad_(False)
+        handle = net.register_forward_hook(lambda *_: None)
+        loss = net(batch).square().mean()
+        if len(seen) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        handle.remove()
+        weight.requires_grad_(True)
+        net.train()
+        return loss
+
+    step(fn, samples(8), verify=False, cache_type=NoBatchsizeCache)
+    assert seen == [(True, True, 0)] * len(seen)
+    assert len(seen) > 2
+
+
 def test_containers_within_themselves_are_taken_back():
     net = Counting().double()
     net.loop = loop = []
