@@ -64,7 +64,6 @@ _PACKAGES = {
         "_plan",
         "_lazy",
     ),
-    ("adaptive", "_lazy"): ("_tape", "_shapes", "_split", "_evaluate"),
     ("adaptive", "_predict"): ("_scratch", "_brought_back"),
     ("adaptive", "_step"): (
         "_gradients",

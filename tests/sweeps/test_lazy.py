@@ -15,8 +15,9 @@ from torch.testing._internal.common_modules import module_db
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tenure.adaptive import AdaptiveUsageError, LazyTensor, lazy
-from tenure.adaptive._lazy._evaluate._parts import plan_for
-from tenure.adaptive._lazy._split import NotSplittableError, Program
+from tenure.adaptive._lazy._plan import plan_of
+from tenure.adaptive._lazy._program import Program
+from tenure.adaptive._lazy._trial import NotSplittableError
 
 from .samples import samples_of
 
@@ -34,6 +35,8 @@ _RANDOM = {
     "nn.functional.fractional_max_pool3d", "nn.functional.scaled_dot_product_attention",
     "nn.functional.multi_head_attention_forward",
 }  # fmt: skip
+# They give a tensor another shape in place, which is refused.
+_RESHAPED = {"resize_", "resize_as_"}
 _UNWRITTEN = {"empty", "empty_like", "new_empty", "new_empty_strided", "empty_strided"}
 
 
@@ -99,7 +102,7 @@ def _in_parts(tape, found):
     if not tape.entries or any(entry.is_done for entry in tape.entries):
         return {}
     try:
-        split = Program(tape, plan_for(tape, None), None, tape.leaves)
+        split = Program(tape, plan_of(tape, None), None)
     except NotSplittableError:
         found.n_whole += 1
         return {}
@@ -144,7 +147,7 @@ def test_operators_give_the_same_recorded_and_in_parts(shard):
     found = Found()
     for info in op_db[shard::8]:
         is_known = {torch.float64, torch.int64} & set(info.dtypes)
-        if info.name not in _RANDOM | _UNWRITTEN and is_known:
+        if info.name not in _RANDOM | _UNWRITTEN | _RESHAPED and is_known:
             _sweep_operator(info, found)
     assert found.differences == []
     # most calls keep samples apart

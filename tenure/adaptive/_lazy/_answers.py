@@ -5,21 +5,21 @@ Invariant: what Python is told of a recorded tensor is what plain PyTorch would 
 
 from __future__ import annotations
 
-import sys
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tenure._callers import capture_site
-from tenure._oom import oom_of_work
+from tenure._errors import AdaptiveUsageError
 
-from ._evaluate import backward, gradient_of, make_whole, value_of, whole_graph
+from ._backward import backward, backward_of, refuse_grad
+from ._evaluate import value_of
 from ._handle import Handle, refuse_own_function
+from ._meta import meta_of
 from ._names import names
-from ._shapes import HOOK, meta_of
-from ._tape import Entry, Modes, Ref, new_number
+from ._recording import record
 
 
 def _size(self: Handle, dim: int | None = None) -> Any:
@@ -27,10 +27,8 @@ def _size(self: Handle, dim: int | None = None) -> Any:
 
 
 def _numel(self: Handle) -> int:
-    total: int = 1
-    for each in self._meta.size:
-        total = total * each
-    return total
+    # of sizes that know how they depend on the batch
+    return math.prod(self._meta.size)
 
 
 def _stride(self: Handle, dim: int | None = None) -> Any:
@@ -49,105 +47,49 @@ def _computed(value: Any) -> Any:
     return value_of(value).detach() if isinstance(value, Handle) else value
 
 
-def _register_hook(self: Handle, hook: Callable[..., Any]) -> Any:
-    handle = LaterHandle()
-    _noted(self, _hook_later, (Ref(self._number), hook, handle))
-    return handle
+def _refused(name: str) -> Callable[..., Any]:
+    def call(*_: Any, **__: Any) -> Any:
+        raise AdaptiveUsageError(
+            f"{name}() of a tensor of lazy() is not there: it wants the gradient of the whole "
+            "batch. Nothing was recorded. Use a plain tensor in the function that step() runs."
+        )
 
-
-def _hook_later(tensor: Tensor, hook: Callable[..., Any], handle: LaterHandle) -> None:
-    handle.begin(tensor.register_hook(hook))
-
-
-def _noted(self: Handle, func: Any, args: tuple[Any, ...]) -> None:
-    """Record what gives no tensor and wants the whole gradient."""
-    tape = self._tape.home()
-    modes, site = Modes.now(tape.kind), capture_site(sys._getframe(2), "site")
-    entry = Entry(new_number(), func, args, {}, modes, (), (self._number,), HOOK, site=site)
-    tape.entries.append(entry)
-
-
-class LaterHandle:
-    """Removes a hook that is registered later."""
-
-    def __init__(self) -> None:
-        self._handle: Any = None
-        self._is_removed = False
-
-    def begin(self, handle: Any) -> None:
-        """It was registered."""
-        self._handle = handle
-        if self._is_removed:
-            handle.remove()
-
-    def remove(self) -> None:
-        """Take the hook off, or don't register it."""
-        self._is_removed = True
-        if self._handle is not None:
-            self._handle.remove()
+    return call
 
 
 def _retain_grad(self: Handle) -> None:
     leaf = self._tape.home().leaves.get(self._number)
-    if leaf is not None:
-        leaf.value.retain_grad()
-    elif not self._meta.is_leaf:
-        _noted(self, Tensor.retain_grad, (Ref(self._number),))
+    if leaf is None or not self._is_given:
+        _refused("retain_grad")()
+    elif leaf.origin is not None:
+        leaf.origin.retain_grad()
 
 
-def _contains(self: Handle, element: Any) -> bool:
-    return _plain(element) in value_of(self)
-
-
-def _backward(self: Handle, gradient: Any = None, retain_graph: Any = None,
-              create_graph: bool = False, inputs: Any = None) -> None:  # fmt: skip
-    refuse_own_function(self)
-    backward([self], [gradient], retain_graph, create_graph, inputs)
-
-
-def _backward_of(tensors: Any, grad_tensors: Any = None, retain_graph: Any = None,
-                 create_graph: bool = False, grad_variables: Any = None,
-                 inputs: Any = None) -> None:  # fmt: skip
-    roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-    given = [grad_tensors] if isinstance(grad_tensors, Tensor) else grad_tensors
-    gradients = list(given) if given else [None] * len(roots)
-    for root in roots:
-        if isinstance(root, Handle):
-            refuse_own_function(root)
-    backward(roots, gradients, retain_graph, create_graph, inputs)
-
-
-def _gradients_of(outputs: Any, inputs: Any, grad_outputs: Any = None, **kwargs: Any) -> Any:
-    """As `torch.autograd.grad`, of the whole batch."""
-    given = [grad_outputs] if isinstance(grad_outputs, Tensor) else grad_outputs
-    handles = [t for t in (*outputs, *inputs, *(given or ())) if isinstance(t, Handle)]
-    for each in handles:
-        refuse_own_function(each)
-    make_whole(handles)
-    real: Any = [v and [_plain(each) for each in v] for v in (outputs, inputs, given)]
-    outside = sys.exception()
-    try:
-        return torch.autograd.grad(*real, **kwargs)
-    except Exception as error:
-        if oom_of_work(error, outside) is None:
-            raise
-        raise whole_graph(handles[0]._tape.home(), "torch.autograd.grad()") from error
-
-
-def _plain(value: Any) -> Any:
-    return value_of(value) if isinstance(value, Handle) else value
-
-
-def _requires_grad_(self: Handle, requires_grad: bool = True) -> Handle:
+def _requires_grad_(self: Handle, requires_grad: bool = True) -> Any:
     tape = self._tape.home()
-    leaf = tape.leaves.get(self._number)
-    if leaf is None or any(self._number in entry.reads for entry in tape.entries):
-        _noted(self, Tensor.requires_grad_, (Ref(self._number), requires_grad))
-        self._become(self._meta.requiring(requires_grad))
-        return self
+    if not self._is_given or self._number in tape.written:
+        return record(Tensor.requires_grad_, (self, requires_grad), {})
+    if any(self._number in entry.reads for entry in tape.entries):
+        raise AdaptiveUsageError(
+            "requires_grad_() of a tensor of lazy() that calls were recorded of: call it before "
+            "them."
+        )
+    leaf = tape.leaves[self._number]
     leaf.value.requires_grad_(requires_grad)
     self._become(meta_of(leaf.value, self._meta.label))
     return self
+
+
+def _gradient(self: Handle) -> Any:
+    """Return the gradient of a tensor that was given; what was computed keeps none."""
+    leaf = self._tape.home().leaves.get(self._number) if self._is_given else None
+    if leaf is not None:
+        return (leaf.value if leaf.origin is None else leaf.origin).grad
+    if self._meta.is_leaf and self._meta.requires_grad:
+        raise AdaptiveUsageError(
+            "The gradient of a tensor that was computed of one of lazy() is not kept. Use step()."
+        )
+    return None
 
 
 ANSWERS: dict[Any, Callable[..., Any]] = {
@@ -159,14 +101,16 @@ ANSWERS: dict[Any, Callable[..., Any]] = {
     Tensor.dim: lambda self: len(self._meta.shape),
     Tensor.ndimension: lambda self: len(self._meta.shape),
     Tensor.__len__: lambda self: int(self._meta.shape[0]),
-    Tensor.backward: _backward,
-    torch.autograd.backward: _backward_of,
-    torch.autograd.grad: _gradients_of,
+    Tensor.backward: backward,
+    torch.autograd.backward: backward_of,
+    torch.autograd.grad: refuse_grad,
     Tensor.requires_grad_: _requires_grad_,
-    Tensor.register_hook: _register_hook,
+    Tensor.requires_grad.__set__: _requires_grad_,  # type: ignore[attr-defined]
+    Tensor.register_hook: _refused("register_hook"),
+    Tensor.register_post_accumulate_grad_hook: _refused("register_post_accumulate_grad_hook"),
     Tensor.retain_grad: _retain_grad,
     Tensor.is_floating_point: lambda self: self._meta.dtype.is_floating_point,
-    Tensor.__contains__: _contains,
+    Tensor.__contains__: lambda self, element: _computed(element) in value_of(self),
     torch.is_floating_point: lambda self: self._meta.dtype.is_floating_point,
 }
 
@@ -195,7 +139,7 @@ class Recorded:
         self._what = repr(tensor)
 
     def name(self) -> str:
-        """The same of all: which function of autograd it will be is known when it runs."""
+        """Return the same of all: which function of autograd it will be is known when it runs."""
         return "recorded"
 
     def __repr__(self) -> str:
@@ -216,8 +160,8 @@ PROPERTIES: dict[str, Callable[[Any], Any]] = {
     "is_sparse": lambda self: False,
     "is_nested": lambda self: False,
     "is_quantized": lambda self: False,
-    "grad": gradient_of,
-    "_grad": gradient_of,
+    "grad": _gradient,
+    "_grad": _gradient,
     "grad_fn": _grad_fn,
     "_version": lambda self: 0,
     "_backward_hooks": lambda self: None,

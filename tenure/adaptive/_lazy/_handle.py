@@ -9,7 +9,7 @@ from torch import Tensor
 from tenure._errors import AdaptiveUsageError
 from tenure._torch.swap import make_wrapper, recorded_by_autograd, require_grad
 
-from ._shapes import Meta
+from ._meta import Meta
 from ._tape import Tape
 
 
@@ -20,6 +20,7 @@ class Handle(Tensor):
     _number: int
     _meta: Meta
     _is_data: bool = False
+    _is_given: bool = False
 
     @classmethod
     def _of(cls, tape: Tape, number: int, meta: Meta) -> Self:

@@ -9,19 +9,37 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from tenure._errors import AdaptiveUsageError
-from tenure._text import describe_elements
+from tenure._text import describe_elements, describe_tensor
 from tenure._torch.compiler import is_dynamo_compiling, never_compiled
 
 from ._answers import ANSWERS, PROPERTIES
 from ._evaluate import value_of
 from ._handle import Handle, refuse_own_function
-from ._label import SHARED
+from ._meta import SHARED, Label, meta_of
 from ._recording import record
-from ._shapes import meta_of
+from ._shapes import rebuilt
 from ._tape import Tape, leaf_of, new_number
+
+
+class Read(torch.autograd.Function):
+    """Stands for the graph of a value that was read, which is the recording's own."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        """Give the value."""
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        """Refuse gradients, which would end here."""
+        raise AdaptiveUsageError(
+            "What value() gave of a tensor of lazy() was run backward. Call backward() of the "
+            "recorded tensor, or detach() what value() gives."
+        )
 
 
 class LazyTensor(Handle):
@@ -62,7 +80,10 @@ class LazyTensor(Handle):
     def value(self) -> Tensor:
         """The tensor itself, computed if it was not."""
         refuse_own_function(self)
-        return value_of(self)
+        value = value_of(self).detach()
+        needs = self._meta.requires_grad and torch.is_grad_enabled() and not value.is_inference()
+        apply: Any = Read.apply
+        return apply(value.requires_grad_()) if needs else value
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         """What it will be, or what it is, without computing anything."""
@@ -98,5 +119,73 @@ def lazy_leaf(tensor: Tensor, tape: Tape, label: Any = SHARED) -> LazyTensor:
     number = new_number()
     tape.leaves[number] = leaf_of(tensor, label)
     made = LazyTensor._of(tape, number, meta_of(tensor, label))
-    made._is_data = not tensor.requires_grad
+    made._is_data, made._is_given = not tensor.requires_grad, True
     return made
+
+
+@never_compiled
+def lazy(*values: Any, batch: int | None = 0, predict: bool = False) -> Any:
+    """Record what is done with tensors, and run it in micro-batches where it does not fit.
+
+    Args:
+        *values: tensors, or lists, tuples and dicts of them; other things come back as they are.
+        batch: the dimension that has the samples; None: all samples share these tensors.
+        predict: begin a program that is new with the size that `predict_peak` says fits, where
+            memory can be measured; as for `step`. In the meantime the parameters have no data, for
+            other threads as well. Otherwise it begins with the whole batch.
+
+    Returns:
+        The same with a recorded tensor for each; a tuple where several were given.
+
+    Raises:
+        AdaptiveUsageError: a tensor can't be recorded, or has no such dimension.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from tenure.adaptive import lazy
+        >>> model = nn.Linear(4, 1)
+        >>> x, y = lazy(torch.randn(8, 4), torch.randn(8, 1))
+        >>> loss = nn.functional.mse_loss(model(x), y)
+        >>> loss
+        lazy float32[] on cpu, not computed yet
+        >>> loss.backward()
+        >>> model.weight.grad.shape
+        torch.Size([1, 4])
+    """
+    tapes: dict[int, Tape] = {}
+    made = tuple(_recorded(value, batch, tapes) for value in values)
+    for tape in tapes.values():
+        tape.predicts = predict
+    return made[0] if len(made) == 1 else made
+
+
+def _recorded(value: Any, batch: int | None, tapes: dict[int, Tape]) -> Any:
+    if isinstance(value, LazyTensor):
+        return value
+    if isinstance(value, Tensor):
+        return _leaf(value, batch, tapes)
+    if isinstance(value, list | tuple):
+        return rebuilt(value, [_recorded(each, batch, tapes) for each in value])
+    if isinstance(value, dict):
+        return type(value)({key: _recorded(each, batch, tapes) for key, each in value.items()})
+    return value
+
+
+def _leaf(tensor: Tensor, batch: int | None, tapes: dict[int, Tape]) -> LazyTensor:
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        raise AdaptiveUsageError(
+            f"lazy() got a tensor that is not dense, {describe_tensor(tensor)}. Pass a dense one, "
+            "or use step()."
+        )
+    label, n_samples = SHARED, -1
+    if batch is not None:
+        if not -tensor.dim() <= batch < tensor.dim():
+            raise AdaptiveUsageError(
+                f"lazy() got {describe_tensor(tensor)}, which has no dimension {batch} for its "
+                "samples. Pass it with batch=None if all samples share it."
+            )
+        dim = batch % tensor.dim()
+        label, n_samples = Label(dim), tensor.shape[dim]
+    tape = tapes.setdefault(n_samples, Tape(n_samples, tensor.device.type))
+    return lazy_leaf(tensor, tape, label)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tenure.adaptive._lazy._split import _program
+from tenure.adaptive._lazy import _program
 
 
 @pytest.fixture

@@ -24,17 +24,14 @@ PROGRAMS = {
     "gradient": lambda model, x: model(x).backward(gradient=SEED),
     "gradient of a number": lambda model, x: model(x).sum().backward(torch.tensor(3.0).double()),
     "torch.autograd.backward": lambda model, x: torch.autograd.backward(model(x).sum()),
-    "several roots": lambda model, x: (
-        lambda out: torch.autograd.backward([out.sum(), out], [None, SEED])
-    )(model(x)),
+    "of a list, with a gradient": lambda model, x: torch.autograd.backward([model(x)], [SEED]),
     "retain_graph": lambda model, x: _two_backwards(model(x)),
     "inputs": lambda model, x: model(x).sum().backward(inputs=[model[0].weight]),
     "accumulated": lambda model, x: [model(x).sum().backward(), model(x).mean().backward()],
-    "autograd.grad": lambda model, x: torch.autograd.grad(model(x).sum(), [model[0].weight]),
 }
 
 
-_OF_TORCH = ("torch.autograd.backward", "several roots")
+_OF_TORCH = ("torch.autograd.backward", "of a list, with a gradient")
 # older ones pass over torch functions in it, so that recorded tensors are refused
 NEEDS = needs_torch("2.11", "torch functions of torch.autograd.backward")
 
@@ -48,48 +45,60 @@ NEEDS = needs_torch("2.11", "torch functions of torch.autograd.backward")
 )
 def test_each_way_gives_the_gradients_of_plain_tensors(program, room):
     model, (x, _) = mlp(), batch()
-    if program is PROGRAMS["autograd.grad"]:
-        room = None
     assert_same_gradients(model, lambda wrap: program(model, wrap(x)) and None, room)
 
 
-SEEDS = {
-    "one": lambda out, x: torch.autograd.grad(out, x, torch.ones_like(out), create_graph=True),
-    "by name": lambda out, x: torch.autograd.grad(
-        outputs=out, inputs=x, grad_outputs=torch.ones_like(out), create_graph=True
+REFUSED = {
+    "several roots": (
+        lambda out: torch.autograd.backward([out.sum(), out], [None, SEED]),
+        "got several tensors, one of them of lazy",
     ),
-    "several": lambda out, x: torch.autograd.grad(
-        (out, out.sum()), (x,), (2 * out.detach(), None), create_graph=True
+    "autograd.grad": (
+        lambda out: torch.autograd.grad(out.sum(), [nn.Parameter(SEED)]),
+        r"torch.autograd.grad\(\) wants the graph of the whole batch",
     ),
-    "a dictionary": lambda out, x: torch.autograd.grad(
-        (out, out.sum()), {"x": x}, (2 * out.detach(), None), create_graph=True
-    ).values(),
-    "none": lambda out, x: torch.autograd.grad(out.square().sum(), [x], create_graph=True),
+    "create_graph": (
+        lambda out: out.sum().backward(create_graph=True),
+        r"backward\(create_graph=True\) wants the graph of the whole batch",
+    ),
+    "hook": (lambda out: out.register_hook(print), r"register_hook\(\) of a tensor of lazy\(\)"),
+    "retain_grad": (lambda out: out.retain_grad(), r"retain_grad\(\) of a tensor of lazy\(\)"),
+    "value": (
+        lambda out: (out.value() * 2).sum().backward(),
+        r"What value\(\) gave of a tensor of lazy\(\) was run backward",
+    ),
 }
 
 
 @pytest.mark.parametrize(
-    "seed",
+    ("program", "text"),
     [
-        pytest.param(seed, id=name, marks=needs_torch("2.13", "gradients by name"))
-        if name == "a dictionary"
-        else pytest.param(seed, id=name)
-        for name, seed in SEEDS.items()
+        pytest.param(*each, id=name, marks=NEEDS if name == "several roots" else ())
+        for name, each in REFUSED.items()
     ],
 )
-def test_a_penalty_of_gradients_with_any_seed_runs_whole(seed, room):
+def test_what_wants_the_graph_of_the_whole_is_refused_by_name(program, text, room):
     model, (x, _) = mlp(), batch()
+    with RoomFor(room or 8):
+        out = model(lazy(x))
+        with pytest.raises(AdaptiveUsageError, match=text):
+            program(out)
+        assert gradients(model) == {}
+        # and nothing was recorded of it
+        out.sum().backward()
+    assert gradients(model).keys() == dict(model.named_parameters()).keys()
 
-    def program(wrap):
-        mixed = (wrap(x) * 0.5).requires_grad_()
-        (gradient,) = seed(model(mixed).tanh(), mixed)
-        (gradient.norm(2, dim=1) - 1).square().mean().backward()
 
-    if room is None:
-        assert_same_gradients(model, program, room)
-    else:
-        with RoomFor(room), pytest.raises(OutOfRetriesError, match="the graph of the whole batch"):
-            program(lazy)
+def test_gradients_of_a_computed_tensor_and_of_one_that_was_used_are_refused(room):
+    x, _ = batch()
+    computed = (lazy(x) * 2).requires_grad_()
+    computed.square().sum().backward()
+    with pytest.raises(AdaptiveUsageError, match="computed of one of lazy"):
+        _ = computed.grad
+    used = lazy(x)
+    used.sum()
+    with pytest.raises(AdaptiveUsageError, match="call it before them"):
+        used.requires_grad_()
 
 
 def test_gradients_of_the_batch(room):

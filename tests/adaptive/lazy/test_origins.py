@@ -125,47 +125,26 @@ def test_gradients_reach_what_they_came_of(program, room):
     assert_same_gradients(model, run, room and 3 * room)
 
 
-@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
-def test_the_graph_of_the_whole_is_there_for_who_asks_for_it():
-    model, (x, _) = Vision(), batch()
-
-    def grad(wrap):
-        loss = model(wrap(x)).square().mean()
-        assert loss.item() > 0
-        return torch.autograd.grad(loss, [model.token, model.inner[0].weight])
-
-    def twice(wrap):
-        model(wrap(x)).square().mean().backward(create_graph=True)
-        found = model.token.grad, model.positions.weight.grad
-        model.zero_grad()
-        sum(each.square().sum() for each in found).backward()
-
-    for program in (grad, twice):
-        expected, found = assert_same_gradients(model, program)
-        if expected is not None:
-            torch.testing.assert_close(found, expected)
+def _piled(model, x, y):
+    """Pile up what a model gives in a tensor that is plain, as mixtures of experts do."""
+    _, positions, scale = model.beside()
+    hidden = model.inner(x * positions[0])
+    piled = torch.zeros(8, 4, dtype=torch.float64)
+    for chosen in (y == 0, y != 0):
+        piled.index_add_(0, chosen.nonzero()[:, 0], hidden[chosen] * scale)
+    (piled + hidden).square().mean().backward()
 
 
-def test_values_carry_gradients_to_what_they_came_of():
-    model, (x, _) = Vision(), batch()
-
-    def program(wrap):
-        out = model(wrap(x))
-        value = out.value() if wrap is lazy else out
-        value.square().mean().backward()
-
-    assert_same_gradients(model, program)
-
-
-def test_a_tensor_computed_of_a_value_meets_what_the_value_came_of():
-    model, (x, _) = Vision(), batch()
-
-    def program(wrap):
-        out = model(wrap(x))
-        value = out.value() if wrap is lazy else out
-        (out.square().mean() + value.cos().sum() * model.scale.sum()).backward()
-
-    assert_same_gradients(model, program)
+def test_what_is_piled_up_in_a_plain_tensor_gets_its_gradients_or_is_refused():
+    model, (x, y) = Vision(), batch()
+    assert_same_gradients(model, lambda wrap: _piled(model, *wrap(x, y)))
+    model.zero_grad()
+    with (
+        RoomFor(3),
+        pytest.raises(AdaptiveUsageError, match=r"index_add_\(\) writes what has a"),
+    ):
+        _piled(model, *lazy(x, y))
+    assert gradients(model) == {}
 
 
 class RoomBackward(RoomFor):

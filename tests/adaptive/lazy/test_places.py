@@ -38,8 +38,6 @@ PLACES = {
     "as_strided_scatter": lambda out: torch.as_strided_scatter(
         out, out.new_zeros(3), (3,), (1,), 18
     ),
-    "resize_": lambda out: _written(out.detach(), lambda out: out.resize_(out.size(0), 3)),
-    "resize_as_": lambda out: _written(out.detach(), lambda out: out.resize_as_(out)),
 }
 BY_PLACE = pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
 REFUSALS = (BatchCoupledError, OutOfRetriesError, SplitMismatchError)

@@ -10,7 +10,7 @@ from torch import nn
 
 from tenure import TenureError
 from tenure.adaptive import lazy, memory_budget, reset, statistics
-from tenure.adaptive._lazy._split import _program
+from tenure.adaptive._lazy import _program
 
 from .programs import RoomFor, gradients, mlp
 

@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from tenure._oom import oom_info
 from tenure.scopes import persist
 
-from ..._undo import RngState
-from .._label import SHARED, Label
-from .._names import names
-from .._shapes import Meta, with_tensors
-from .._tape import Entry, Ref, Tape, Verdict, filled, flat_tensors, plain_tensors, replayed
+from .._undo import RngState
+from ._meta import SHARED, Label, Meta
+from ._names import names
+from ._replay import filled, flat_tensors, plain_tensors, replayed
+from ._shapes import with_tensors
+from ._tape import Entry, Ref, Tape, Verdict
 from ._terms import count_of, reduction_of, whole_of
 
 _MANY = 256
@@ -33,26 +34,34 @@ _UNWRITTEN = frozenset(["empty_like", "new_empty", "new_empty_strided"])
 _known: dict[Any, list[Verdict]] = {}
 
 
+class NotSplittableError(Exception):
+    """The recorded program has to run whole; says why, and whether a call mixes the samples."""
+
+    def __init__(self, why: str, mixing: str | None = None) -> None:
+        super().__init__(why)
+        self.mixing = mixing
+
+
 def judge(tape: Tape) -> None:
-    """Say of each call what it is in a split: see `Verdict`."""
+    """Say of each call what it is in a split: see `Verdict`.
+
+    Raises:
+        NotSplittableError: no memory is left to try that.
+    """
     entries = tape.entries
-    if not tape.is_untried and all(entry.verdict is not None for entry in entries):
+    if all(entry.verdict is not None for entry in entries):
         return
     place = {n: i for i, n in enumerate(n for e in entries for n in e.made)}
     key = tuple([(e.shape, *[place.get(n, -1) for n in e.reads]) for e in entries])
-    verdicts = _known.get(key)
-    if verdicts is None:
-        verdicts = _tried(tape)
-        if not tape.is_untried:
-            if len(_known) >= _MANY:
-                _known.clear()
-            _known[key] = verdicts
-    for entry, verdict in zip(entries, verdicts, strict=True):
+    if key not in _known:
+        if len(_known) >= _MANY:
+            _known.clear()
+        _known[key] = _tried(tape)
+    for entry, verdict in zip(entries, _known[key], strict=True):
         entry.verdict = verdict
 
 
 def _tried(tape: Tape) -> list[Verdict]:
-    tape.is_untried = False
     devices = {leaf.value.device for leaf in tape.leaves.values()} if tape.kind != "cpu" else ()
     for n_samples in (_FEW, 2):
         rng = RngState(devices, tape.generators.values())
@@ -65,17 +74,7 @@ def _tried(tape: Tape) -> list[Verdict]:
                 raise
         finally:
             rng.undo()
-    # nothing of it will fit, and a step says so with all that it tried
-    tape.is_untried = True
-    found: list[Verdict] = []
-    late: set[int] = set()
-    for entry in tape.entries:
-        kind = entry.shape.kind or "chunk"
-        if kind in ("tail", "term") or late.intersection(entry.reads):
-            late.update(entry.made)
-            kind = "tail" if kind == "chunk" else kind
-        found.append(Verdict(kind, "", tuple(meta.label for meta in entry.shape.metas)))
-    return found
+    raise NotSplittableError("two samples of it, tried without gradients, do not fit either")
 
 
 class _Result(NamedTuple):

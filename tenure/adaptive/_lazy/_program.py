@@ -8,41 +8,23 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tenure._errors import OutOfRetriesError
 from tenure._oom import oom_info
-from tenure._text import listed
+from tenure._text import format_bytes, listed
 from tenure._torch.fakes import is_fake
 from tenure.scopes import persist
 
-from ..._step import StepOptions, StepResult, StepSpec, run_step
-from .._label import SHARED
-from .._tape import (
-    Entry,
-    Leaf,
-    Replayed,
-    Tape,
-    check_unwritten,
-    has_graph,
-    leaf_of,
-    makers_of,
-    plain_tensors,
-    replayed,
-    run,
-    written_by,
-)
-from ._plan import SplitPlan, is_affine
+from .._step import StepOptions, StepResult, StepSpec, run_step
+from ._meta import SHARED
+from ._plan import SplitPlan, is_linear
+from ._replay import Replayed, plain_tensors, replayed, run, written_by
+from ._tape import Entry, Leaf, Tape, check_unwritten, leaf_of, makers_of
 from ._terms import count_of, reads_of_count, whole_of, widened
-
-_UNTRIED = (
-    "What was recorded does not fit whole, and two samples of it ran out of memory where it was "
-    "tried whether it can be split. Nothing was changed. Pass smaller samples, or use step()."
-)
 
 
 class Program:
@@ -52,21 +34,18 @@ class Program:
         tape: what was recorded.
         plan: how to split it.
         root: the number of the loss; None: only values are wanted.
-        leaves: what it begins with; cut off the graphs that they came with.
 
     Attributes:
         plan: how it is split.
         values: the values that somebody has, after it ran.
     """
 
-    def __init__(
-        self, tape: Tape, plan: SplitPlan, root: int | None, leaves: Mapping[int, Leaf]
-    ) -> None:
+    def __init__(self, tape: Tape, plan: SplitPlan, root: int | None) -> None:
         check_unwritten(tape.entries, tape.leaves)
         self.plan = plan
         self.values: dict[int, Tensor] = {}
         self._tape, self._root, self._labels = tape, root, tape.labels()
-        self._data = self._run_before(leaves)
+        self._data = self._run_before()
         late = plan.others if plan.taken else [*plan.tail, *plan.others]
         # statistics are written whether or not anybody has what comes of it
         self._late = makers_of(late, tape.handles, tape.views, statistics=True)
@@ -79,22 +58,22 @@ class Program:
         # of pieces: their values, put together as they come, and their terms
         self._whole: dict[int, Any] = {}
         self._terms: list[Any] = []
-        self._factors: dict[int, tuple[float, float | None]] | None = None
         # counts that are made of what parts write, or of what is trained, are known at the end
         is_known = all(n in self._data and n not in plan.written for n in counted)
-        if plan.terms and is_known and is_affine(plan.tail, plan.terms) and not self._tail_trains():
-            try:
-                self._factors = self._factors_of_terms()
-            except Exception as error:
-                # a step runs out of memory then, and says so
-                if oom_info(error) is None:
-                    raise
+        is_one_pass = plan.terms and is_known and not self._tail_trains()
+        self._factors: dict[int, tuple[float, float | None]] | None = None
+        try:
+            self._factors = self._factors_of_terms() if is_one_pass else None
+        except Exception as error:
+            # a step runs out of memory then, and says so
+            if oom_info(error) is None:
+                raise
 
     # --- once, on the whole batch
 
-    def _run_before(self, leaves: Mapping[int, Leaf]) -> dict[int, Leaf]:
+    def _run_before(self) -> dict[int, Leaf]:
         """Return what parts are made of: leaves, and what is made of the batch alone."""
-        data, first = dict(leaves), self.plan.written_first
+        data, first = dict(self._tape.leaves), self.plan.written_first
         if not self.plan.before:
             return data
         env: dict[int, Any] = {
@@ -155,13 +134,11 @@ class Program:
                 if label.dim and leaf.value.is_contiguous():
                     piece = piece.contiguous()
             # no leaf itself, as what it stands for is none: autocast keeps what it casts of leaves
-            if piece.requires_grad and has_graph(self._tape.leaves[number]):
+            if leaf.origin is not None:
                 piece = piece.view_as(piece)
             # the user's own tensor is not written: the recorded one is
             env[number] = piece.clone() if number in self.plan.written else piece
         self._run(self._chunk, env, length)
-        if self._tape.is_untried:
-            raise OutOfRetriesError(_UNTRIED, (self._tape.n_samples,))
         values = {n: env[n].detach() for n in self._kept}
         terms = {
             n: (env[n].detach(), count_of(entry, entry.verdict.reduces, env.__getitem__, length))
@@ -191,21 +168,17 @@ class Program:
         """Run what wants the values of all pieces."""
         self._finish(self._whole, self._terms)
 
-    def let_go(self) -> None:
-        """Drop the values of pieces so far."""
+    def wanted(self) -> str:
+        """Return what the values that somebody wants are, put together."""
         self._whole.clear()
         self._terms.clear()
-
-    def wanted_bytes(self) -> tuple[int, str]:
-        """Return what the values that somebody wants take, put together, and what they are."""
         entries = [*self.plan.chunk, *self.plan.others]
         metas = {n: m for e in entries for n, m in zip(e.made, e.shape.metas, strict=True)}
-        handles = self._tape.handles
-        wanted = {n: m for n, m in metas.items() if n in self._kept or n in handles}
-        sizes = {n: math.prod(m.shape) * m.dtype.itemsize for n, m in wanted.items()}
-        first = sorted(wanted, key=lambda n: -sizes[n])
-        shapes = [f"{str(wanted[n].dtype)[6:]}{list(wanted[n].shape)}" for n in first]
-        return sum(sizes.values()), listed(shapes, most=3)
+        names = {*self._kept, *self._tape.handles} & metas.keys()
+        sizes = {n: math.prod(metas[n].shape) * metas[n].dtype.itemsize for n in names}
+        first = sorted(names, key=lambda n: -sizes[n])
+        shapes = [f"{str(metas[n].dtype)[6:]}{list(metas[n].shape)}" for n in first]
+        return f"{listed(shapes, most=3)} ({format_bytes(sum(sizes.values()))})"
 
     # --- gradients
 
@@ -293,26 +266,38 @@ class Program:
         return value * (self._tape.n_samples / count) if kind == "sum" else value
 
     def _factors_of_terms(self) -> dict[int, tuple[float, float | None]] | None:
-        """Return the slope of the loss in each term, and what a mean divides by; None if by 0."""
+        """Return the slope of the loss in each term, and what a mean divides by.
+
+        None if these differ with the values of the terms, or a mean divides by zero.
+        """
         terms = self.plan.terms
-        metas = {n: entry.shape.metas[0] for n, entry in terms.items()}
-        with torch.enable_grad():
-            zeros = {
-                n: torch.zeros((), dtype=meta.dtype, device=meta.device, requires_grad=True)
-                for n, meta in metas.items()
-            }
-            slopes = torch.autograd.grad(
-                self._tail({n: zero * 1 for n, zero in zeros.items()}),
-                [*zeros.values()], allow_unused=True,
-            )  # fmt: skip
+        if not is_linear(self.plan.tail, terms):
+            return None
+        slopes = self._slopes(1.0)
+        if slopes != self._slopes(2.5):
+            return None
         values, factors = {n: leaf.value for n, leaf in self._data.items()}, {}
         for (n, entry), slope in zip(terms.items(), slopes, strict=True):
             kind = entry.verdict.reduces
             total = count_of(entry, kind, values.__getitem__, self._tape.n_samples)
             if not total:
                 return None
-            factors[n] = float(slope or 0), None if kind == "sum" else float(total)
+            factors[n] = slope, None if kind == "sum" else float(total)
         return factors
+
+    def _slopes(self, value: float) -> list[float]:
+        """Return the slopes of the loss where the terms are so large, each a little larger."""
+        metas = [entry.shape.metas[0] for entry in self.plan.terms.values()]
+        with torch.enable_grad():
+            given = [
+                torch.full(
+                    (), value + 0.5 * i, dtype=meta.dtype, device=meta.device
+                ).requires_grad_()
+                for i, meta in enumerate(metas)
+            ]
+            loss = self._tail({n: each * 1 for n, each in zip(self.plan.terms, given, strict=True)})
+            slopes = torch.autograd.grad(loss, given, allow_unused=True)
+        return [0.0 if slope is None else float(slope) for slope in slopes]
 
     def _tail_trains(self) -> bool:
         """Tell whether the tail has parameters of its own."""

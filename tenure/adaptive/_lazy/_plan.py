@@ -11,20 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from .._names import names
-from .._tape import Entry, Tape, makers_of
+from ._names import names
+from ._tape import Entry, Tape, makers_of
 from ._terms import reads_of_count
-from ._trial import judge, of_data
+from ._trial import NotSplittableError, judge, of_data
 
 _BEFORE, _PARTS, _WHOLE = range(3)
-
-
-class NotSplittableError(Exception):
-    """The recorded program has to run whole; says why, and whether a call mixes the samples."""
-
-    def __init__(self, why: str, mixing: str | None = None) -> None:
-        super().__init__(why)
-        self.mixing = mixing
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +56,6 @@ def plan_of(tape: Tape, root: int | None) -> SplitPlan:
     """
     if tape.coupled is not None:
         raise NotSplittableError(tape.coupled)
-    for entry in tape.entries:
-        if entry.shape.is_hook:
-            raise NotSplittableError(f"{described(entry)}: {entry.shape.why}", described(entry))
     judge(tape)
     stages = _stages(tape)
     _refuse_writes(tape, stages)
@@ -172,26 +161,14 @@ _LINEAR = frozenset(
         """
     )
 )
-_PRODUCTS = frozenset(["mul", "__mul__", "__rmul__", "mul_", "__imul__"])
-_QUOTIENTS = frozenset(["div", "true_divide", "__truediv__", "div_", "__itruediv__"])
 
 
-def is_affine(tail: list[Entry], terms: Iterable[int]) -> bool:
-    """Tell whether the last calls only add terms up, and multiply them by constants."""
+def is_linear(tail: list[Entry], terms: Iterable[int]) -> bool:
+    """Tell whether the last calls may only add terms up, and multiply them by constants."""
     depend = set(terms)
     for entry in tail:
-        name = getattr(entry.func, "__name__", "")
-        reads = [n for n in entry.reads if n in depend]
-        if not reads:
-            continue
-        if name not in _LINEAR or (name in _PRODUCTS | _QUOTIENTS and len(reads) > 1):
-            return False
-        if name in _QUOTIENTS and getattr(next(iter(entry.args), None), "number", None) != reads[0]:
-            return False
-        # of several numbers, or of other options
-        if any(meta.shape for meta in entry.shape.metas):
-            return False
-        if entry.kwargs.keys() - {"dtype", "device", "alpha"}:
-            return False
-        depend.update(entry.made)
+        if depend.intersection(entry.reads):
+            if getattr(entry.func, "__name__", "") not in _LINEAR:
+                return False
+            depend.update(entry.made)
     return True

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from itertools import groupby
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from tenure._errors import AdaptiveUsageError
-
-from ._batch_int import BatchInt, at
-from ._entry import Entry, Leaf, Modes, Ref
+from ._meta import BatchInt, at
+from ._tape import Entry, Leaf, Ref
 
 
 def filled(value: Any, get: Callable[[int], Any], n_samples: int | None) -> Any:
@@ -110,19 +109,15 @@ def run(
 
     def get(number: int) -> Any:
         found = env.get(number)
-        return others[number].value if found is None and others else found
+        return others[number].given() if found is None and others else found
 
     at_place = iter(what.last)
-    for modes, group in groupby(what.entries, key=_modes_of):
+    for modes, group in groupby(what.entries, key=attrgetter("modes")):
         with modes._replace(grad=modes.grad and graphs).entered(kind):
             for entry in group:
-                try:
-                    freezes = entry.verdict is not None and entry.verdict.freezes
-                    n = None if freezes else n_samples
-                    out = entry.func(*filled(entry.args, get, n), **filled(entry.kwargs, get, n))
-                except RuntimeError as error:
-                    refuse_silence(entry.func, error)
-                    raise
+                freezes = entry.verdict is not None and entry.verdict.freezes
+                n = None if freezes else n_samples
+                out = entry.func(*filled(entry.args, get, n), **filled(entry.kwargs, get, n))
                 if entry.outs:
                     _take(env, entry, out)
                 out = None
@@ -130,28 +125,9 @@ def run(
                     env.pop(number, None)
 
 
-def refuse_silence(func: Any, error: BaseException) -> None:
-    """Name a call that failed without a reason, as all do that fail in TorchScript by Python.
-
-    Raises:
-        AdaptiveUsageError: it has.
-    """
-    text = str(error).rstrip()
-    if "TorchScript interpreter" in text and text.endswith("RuntimeError:"):
-        raise AdaptiveUsageError(
-            f"{getattr(func, '__name__', func)}() of a model in TorchScript failed, and no reason "
-            "was passed on: that is how the limit of memory_budget() looks from there, too. Call "
-            "the model that is not scripted, or pass a smaller batch."
-        ) from error
-
-
 def _take(env: dict[int, Any], entry: Entry, out: Any) -> None:
     made = zip(entry.outs, flat_tensors(out), strict=True)
     env.update({number: tensor for number, tensor in made if number is not None})
-
-
-def _modes_of(entry: Entry) -> Modes:
-    return entry.modes
 
 
 def plain_tensors(value: Any) -> list[Tensor]:

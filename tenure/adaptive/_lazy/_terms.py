@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .._label import Label
-from .._names import names
-from .._tape import Entry, Ref, filled
+from ._meta import Label
+from ._names import names
+from ._replay import filled
+from ._tape import Entry, Ref
 
 Get = Callable[[int], Any]
 

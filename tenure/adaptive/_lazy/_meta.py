@@ -1,0 +1,209 @@
+"""Where a tensor has its samples, and what is known of it without its data.
+
+Invariant: a `BatchInt` is the number that plain PyTorch would have; equal `Meta` are the same
+object, and none holds a tensor of the user's.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+
+class Label(NamedTuple):
+    """The dimension that has the samples.
+
+    Attributes:
+        dim: the dimension; below zero if the tensor has the same shape for any number of samples.
+        outer: how often that dimension runs through all samples.
+        inner: how many elements in a row belong to one.
+    """
+
+    dim: int = -1
+    outer: int = 1
+    inner: int = 1
+
+    @property
+    def is_batch(self) -> bool:
+        """Each sample has a part of the tensor."""
+        return self.dim >= 0
+
+    @property
+    def sample_dim(self) -> int | None:
+        """The dimension of the samples in the result of `apart`; None if there is none."""
+        if not self.is_batch:
+            return None
+        return self.dim if self._is_plain else self.dim + 1
+
+    @property
+    def _is_plain(self) -> bool:
+        return self.outer == self.inner == 1
+
+    def size(self, n_samples: int) -> int:
+        """The size of the dimension for so many samples."""
+        return self.outer * n_samples * self.inner
+
+    def apart(self, value: Tensor) -> Tensor:
+        """Give the samples of a tensor a dimension of their own, if it has samples."""
+        if self._is_plain:
+            return value
+        n = value.shape[self.dim] // (self.outer * self.inner)
+        apart: Tensor = value.unflatten(self.dim, (self.outer, n, self.inner))
+        return apart
+
+    def back(self, value: Tensor) -> Tensor:
+        """Undo `apart`."""
+        return value if self._is_plain else value.flatten(self.dim, self.dim + 2)
+
+    def part(self, value: Tensor, start: int, end: int) -> Tensor:
+        """Return some samples of a tensor; all of it if it has none."""
+        if self.sample_dim is None:
+            return value
+        return self.back(self.apart(value).narrow(self.sample_dim, start, end - start))
+
+    def filled(self, whole: Tensor | None, part: Tensor, start: int, n_samples: int) -> Tensor:
+        """Put the part from a sample on into all of a tensor, whose memory the first part makes."""
+        dim = self.sample_dim
+        if dim is None:
+            return part
+        apart = self.apart(part)
+        if apart.shape[dim] == n_samples:
+            return part
+        if whole is None:
+            shape = [*apart.shape[:dim], n_samples, *apart.shape[dim + 1 :]]
+            whole = self.back(apart.new_empty(shape))
+        self.apart(whole).narrow(dim, start, apart.shape[dim]).copy_(apart)
+        return whole
+
+    def joined(self, parts: list[Tensor]) -> Tensor:
+        """Join the parts of a tensor; what all samples share comes from the last one."""
+        if self.sample_dim is None or len(parts) == 1:
+            return parts[-1]
+        return self.back(torch.cat([self.apart(part) for part in parts], self.sample_dim))
+
+
+SHARED = Label()
+
+
+class BatchInt(int):
+    """A size that was computed from the number of samples.
+
+    Attributes:
+        at: gives the size for any number of samples.
+    """
+
+    at: Callable[[int], int]
+
+    def __new__(cls, value: int, at: Callable[[int], int]) -> Self:
+        made = super().__new__(cls, value)
+        made.at = at
+        return made
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return int, (int(self),)
+
+    def __neg__(self) -> BatchInt:
+        return BatchInt(-int(self), lambda n: -self.at(n))
+
+    def __pos__(self) -> BatchInt:
+        return self
+
+
+def at(value: Any, n_samples: int) -> int:
+    """What a size is for so many samples."""
+    result: int = value.at(n_samples) if type(value) is BatchInt else value
+    return result
+
+
+def _remembering(apply: Callable[[int, int], int], *, reflected: bool) -> Callable[..., Any]:
+    def method(self: BatchInt, other: Any) -> Any:
+        if not isinstance(other, int):
+            return NotImplemented
+        left, right = (other, self) if reflected else (self, other)
+        value = apply(int(left), int(right))
+        return BatchInt(value, lambda n: apply(at(left, n), at(right, n)))
+
+    return method
+
+
+for _name in ("add", "sub", "mul", "floordiv", "mod"):
+    for _prefix in ("", "r"):
+        _method = _remembering(getattr(operator, _name), reflected=bool(_prefix))
+        setattr(BatchInt, f"__{_prefix}{_name}__", _method)
+
+
+_MANY = 8192
+
+
+class Meta:
+    """What is known of a tensor without its data; the same object for equal ones.
+
+    Attributes:
+        shape: its sizes.
+        stride: how its elements lie.
+        dtype: its type.
+        device: where it is.
+        requires_grad: whether it does.
+        is_leaf: whether it was not computed.
+        label: where it has the samples.
+        size: its shape, with sizes that know how they depend on the batch.
+    """
+
+    __slots__ = (
+        "device", "dtype", "is_leaf", "label", "requires_grad", "shape", "size", "stride",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        stride: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+        requires_grad: bool,
+        is_leaf: bool,
+        label: Label,
+    ) -> None:
+        self.shape, self.stride, self.dtype, self.device = shape, stride, dtype, device
+        self.requires_grad, self.is_leaf, self.label = requires_grad, is_leaf, label
+        sizes = list(shape)
+        if label.is_batch:
+            sizes[label.dim] = BatchInt(sizes[label.dim], label.size)
+        self.size = torch.Size(sizes)
+
+    def like(self, label: Label) -> Meta:
+        """The same with another label."""
+        return _interned(
+            self.shape, self.stride, self.dtype, self.device, self.requires_grad, self.is_leaf,
+            label,
+        )  # fmt: skip
+
+    def requiring(self, requires_grad: bool) -> Meta:
+        """The same where it does or does not require grad."""
+        return _interned(
+            self.shape, self.stride, self.dtype, self.device, requires_grad, self.is_leaf,
+            self.label,
+        )  # fmt: skip
+
+
+_metas: dict[Any, Meta] = {}
+
+
+def _interned(*parts: Any) -> Meta:
+    found = _metas.get(parts)
+    if found is None:
+        if len(_metas) > _MANY:
+            _metas.clear()
+        found = _metas[parts] = Meta(*parts)
+    return found
+
+
+def meta_of(tensor: Any, label: Label) -> Meta:
+    """What a tensor, or one without data, is."""
+    return _interned(
+        tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad,
+        tensor.is_leaf, label,
+    )  # fmt: skip
