@@ -95,9 +95,10 @@ def range(
         func: a function or method, where the decorator has no arguments.
         initial_step: the size of the first piece; None: ``maximum``, or the whole range.
         collect: what becomes of the results: ``"list"``, in their order; ``"cat"``, concatenated
-            along the first dimension; ``"host"``, the same on the host, where each is copied while
-            the next is computed; a function of the list; an object with an ``update()`` method,
-            such as a metric, which takes each result and is returned; None: the call returns None.
+            along the first dimension; ``"host"``, the same in host memory, copied while the next is
+            computed, which raises an error for results that require grad; a function of the list;
+            an object with an ``update()`` method, such as a metric, which takes each result and is
+            returned; None: the call returns None.
         progress: whether to show a progress bar; of nested loops the outermost shows its own.
         **options: as of `batch`.
 
@@ -155,9 +156,10 @@ def chunked(
         initial_step: the size of the first chunk; None: ``maximum``, or the whole tensor.
         dimension: the dimension to split.
         collect: what becomes of the results: ``"list"``, in their order; ``"cat"``, concatenated
-            along ``dimension``; ``"host"``, the same on the host, where each is copied while
-            the next is computed; a function of the list; an object with an ``update()`` method,
-            such as a metric, which takes each result and is returned; None: the call returns None.
+            along ``dimension``; ``"host"``, the same in host memory, copied while the next is
+            computed, which raises an error for results that require grad; a function of the list;
+            an object with an ``update()`` method, such as a metric, which takes each result and is
+            returned; None: the call returns None.
         progress: whether to show a progress bar; of nested loops the outermost shows its own.
         **options: as of `batch`.
 

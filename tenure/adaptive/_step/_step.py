@@ -129,39 +129,39 @@ def step(
     group: Any = None,
     per_rank: bool = False,
 ) -> StepResult:
-    """Run forward and backward, in micro-batches if need be; the gradients are those of the batch.
+    """Run forward and backward, and split the batch if it does not fit.
 
-    Begins with the whole batch, as plain PyTorch would, or with the size that fitted last time.
-    When memory runs out, everything that the attempt made or changed (tensors, gradients, buffers,
-    random state) is taken back, and the step begins again in smaller micro-batches. Where none is
-    known to fit, some are tried out first and taken back as well, to see how large they may be. The
-    optimizer is not called: do that afterwards.
+    The step begins with the whole batch, as plain PyTorch would, or with the size that worked last
+    time. If memory runs out, it undoes the attempt (tensors, gradients, buffers, random state), and
+    runs smaller micro-batches. The gradients match the whole batch up to rounding. If memory can be
+    measured, it first runs two micro-batches and undoes them, to see how large they may be. Call
+    the optimizer after ``step``.
 
-    Ranks of a ``DistributedDataParallel``, or of ``group``, make a step together: each in
-    micro-batches of its own, all with the gradients of the batches of all, or all with an error.
+    All ranks of a ``DistributedDataParallel``, or of ``group``, make a step together. Each splits
+    its own batch. All get the gradients of all samples, or all get an error.
 
     Args:
-        fn: gets the batch or a part of it, of the same structure, and returns its loss: a mean or
+        fn: gets the batch or a part of it, in the same structure, and returns its loss: a mean or
             a sum (see ``loss``), a pair ``(sum, count)``, or a dict of these, whose values are the
             terms of the loss. With a callable ``loss`` it returns outputs, one for each sample.
             It may run several times, so it must not call ``backward``, ``zero_grad`` or an
             optimizer, and must not write into the batch or a parameter.
-        batch: a tensor, or a container of tensors with one sample a row, and of plain values. On
-            several ranks None for one that has no samples.
-        others: none: several values go into the batch, as in ``step(fn, (x, y))``.
-        loss: ``"mean"`` or ``"sum"``: what ``fn`` returns for its samples. Or a function that gets
-            the outputs of the whole batch and returns its loss; a split step then runs ``fn`` a
-            second time for each micro-batch.
-        weight: for a mean over something other than samples: gets a micro-batch, returns what its
-            mean divides by (the number of valid tokens; the sum of class weights), or a dict of
-            that for each term. Reads labels, runs no model.
-        then: a function of the mean or sum (of the dict of them) that gives the loss, such as
+        batch: a tensor, or a container of plain values and tensors with one row for each sample.
+            On several ranks, None for a rank without samples.
+        others: not supported. Pass several values as one batch: ``step(fn, (x, y))``.
+        loss: ``"mean"`` or ``"sum"`` over samples, whichever ``fn`` returns. Or a function that
+            gets the outputs of the whole batch and returns its loss. A split step then runs ``fn``
+            a second time for each micro-batch.
+        weight: for a mean over something other than samples. It gets a micro-batch, and returns the
+            divisor of its mean (the number of valid tokens, the sum of class weights), or a dict of
+            divisors by term. It should read labels, and run no model.
+        then: a function of the mean or sum (or of the dict of terms) that returns the loss, such as
             ``torch.sqrt``.
-        once: returns a term that is added once, whatever the split, such as a penalty on
-            parameters.
-        model: the modules that ``fn`` runs; found through ``fn`` if None.
-        batchnorm: what to do if the batch has to be split and a module in training mode mixes its
-            samples: ``"refuse"``, or ``"per_chunk"``, which lets it see one micro-batch at a time.
+        once: returns a term that is added once for the batch, such as a penalty on parameters.
+        model: the modules that ``fn`` runs; None: they are found through ``fn``.
+        batchnorm: used if the batch must be split and a module in training mode mixes samples.
+            ``"refuse"`` raises an error; with ``"per_chunk"`` the module uses the statistics of
+            each micro-batch.
         scaler: a ``torch.amp.GradScaler``, which scales the loss. It cannot be combined with
             ``backward``.
         backward: runs backward in place of ``loss.backward()``, such as ``accelerator.backward``.
@@ -172,14 +172,16 @@ def step(
             trials, verifications, `check_split` and `plan` run plain backward. With a callable
             ``loss``, return outputs in float32, because their gradients are computed before its
             factor is known.
-        in_dims: where ``batch`` has its samples: a dimension, None for what all samples share,
-            ``"items"`` for a list with one item a sample, or a container of these.
+        in_dims: the dimension of the samples in ``batch``; None for tensors that all samples share;
+            ``"items"`` for a list with one item for each sample; or a container of these.
         out_dims: the same for outputs.
         minimum: the fewest samples in a micro-batch.
         maximum: the most samples in a micro-batch. With ``batchnorm="per_chunk"``, a BatchNorm,
             micro-batches of 2 and an odd number of samples, the last one has 3.
-        cache_type: what a size that fits is remembered for; None: what ``DEFAULT_CACHE_TYPE`` says.
-        context: what shares a memory of sizes; None: the function and the call of ``step``.
+        cache_type: the class that says what a size is remembered for; None: the current
+            ``DEFAULT_CACHE_TYPE``.
+        context: calls with the same context share sizes; None: the function and the line of the
+            call.
         on_retry: called with each AdaptiveEvent.
         verify: compare a few samples, and the loss of the whole batch, with the results of
             micro-batches before any gradient is written: the first three times that a call splits,
@@ -188,23 +190,23 @@ def step(
         predict: begin with the size that `predict_peak` says fits, if memory can be measured and no
             size is known. ``fn`` runs a few times more for it, on tensors without data. If nothing
             can be predicted, the step begins with the whole batch.
-        has_aux: whether ``fn`` returns a pair of that and of anything else, such as predictions,
-            which the result has for each micro-batch. Without graphs, or they stay.
+        has_aux: ``fn`` returns a pair of its loss and anything else, such as predictions, which the
+            result has for each micro-batch. Detach it, or its graphs stay alive.
         group: the process group whose ranks make the step together, such as
-            ``torch.distributed.group.WORLD``; None: that of the ``DistributedDataParallel`` that
-            ``fn`` runs. Every rank of it calls ``step``.
-        per_rank: of several ranks: whether the loss is each rank's own, and gradients are averaged
-            over ranks, as by DistributedDataParallel; else the loss is one over all samples.
+            ``torch.distributed.group.WORLD``; None: the group of the ``DistributedDataParallel``
+            that ``fn`` runs. Every rank of it must call ``step``.
+        per_rank: on several ranks, True if the loss is each rank's own and gradients are averaged
+            over ranks, as by DistributedDataParallel; False for one loss over all samples.
 
     Returns:
         The loss, and how the batch was split.
 
     Raises:
-        OutOfRetriesError: not even micro-batches of ``minimum`` samples fit.
-        BatchCoupledError: the batch has to be split, and a module mixes its samples.
-        SplitMismatchError: the micro-batches don't give what the whole batch gives.
+        OutOfRetriesError: micro-batches of ``minimum`` samples do not fit.
+        BatchCoupledError: the batch must be split, and a module mixes its samples.
+        SplitMismatchError: splitting the batch would change the loss or the gradients.
         RemoteRankError: another rank has failed, or did not come.
-        AdaptiveUsageError: an argument, or what ``fn`` returns, is none of the above. After each of
+        AdaptiveUsageError: an argument, or the result of ``fn``, cannot be used. After each of
             these errors gradients, buffers and random state are as before.
 
     Example:
