@@ -436,3 +436,16 @@ def test_without_state_no_step_is_later():
     )
     assert report.later_peak_bytes is None
     assert report.fits(report.peak_bytes)
+
+
+@pytest.mark.parametrize("grow", ["by resize_()", "by out="])
+def test_memory_that_an_operation_enlarges_in_place_is_counted(grow):
+    def fn(x):
+        out = torch.empty(0)
+        if grow == "by out=":
+            return torch.add(x, x, out=out)
+        return out.resize_(x.numel())
+
+    with torch.no_grad():
+        report = predict_peak(fn, torch.empty(2**20))
+    assert report.peak_bytes == 2 * 4 * 2**20
