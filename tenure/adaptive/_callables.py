@@ -37,25 +37,25 @@ def check_function(entry: str, function: object) -> None:
 
 
 def name_of(function: Any) -> str:
-    """What errors and events call a function: where it stands, too."""
+    """Return the name of a function in errors and events, with its line."""
     function = _unwrapped(function)
     return str(getattr(function, "__qualname__", None) or type(function).__qualname__)
 
 
 def short_name_of(function: Any) -> str:
-    """Its name alone, for functions that are written where they are used."""
+    """Return the name alone, for functions that are written where they are used."""
     function = _unwrapped(function)
     return str(getattr(function, "__name__", None) or type(function).__name__)
 
 
 def unused(name: str, known: Container[str]) -> str:
-    """A name, with a number if it is known already."""
+    """Return a name, with a number if it is known already."""
     names = itertools.chain([name], (f"{name} ({i})" for i in itertools.count(2)))
     return next(each for each in names if each not in known)
 
 
 def is_suspendable(function: Callable[..., object]) -> bool:
-    """Whether a call gives a generator or a coroutine, which has not run yet."""
+    """Return whether a call gives a generator or a coroutine, which has not run yet."""
     code = getattr(function, "__code__", None)
     # by far the most
     if code is not None and not code.co_flags & _SUSPENDABLE:

@@ -234,7 +234,7 @@ class _Finder:
         return self.size > 0
 
     def gave_up(self) -> int:
-        """No size fits, and nothing is known of calls before."""
+        """Give up: no size fits, and no earlier call is known."""
         return 0
 
 
@@ -245,7 +245,7 @@ def _predicting(
     low: int,
     show: Callable[[str], None],
 ) -> Predict | None:
-    """What predicts sizes; None where nothing does."""
+    """Return the predictor of sizes, or None."""
     if predict is False or predict is None:
         return None
     if predict is not True:
@@ -263,7 +263,7 @@ def _predicting(
 def _meter_of(
     device: torch.device, budget: int | str | None, stack: ExitStack
 ) -> MemoryMeter | None:
-    """What measures the work, within its budget until the stack is closed."""
+    """Return the meter of the work, within its budget until the stack is closed."""
     meter = meter_for(str(device))
     if budget is not None:
         stack.enter_context(memory_budget(budget, device))
@@ -276,7 +276,7 @@ def _meter_of(
 
 
 def _device_of(device: Any, reached: list[torch.device]) -> torch.device:
-    """The device whose memory is meant."""
+    """Return the device whose memory is meant."""
     if device is not None:
         try:
             return indexed(device)
@@ -318,7 +318,7 @@ def _checked_margin(margin: float) -> float:
 
 
 def _too_large(name: str, finder: _Finder, low: int, margin: float) -> OutOfRetriesError:
-    """The error where the smallest size ran, and needs more than it may."""
+    """Return the error where the smallest size ran, and needs more than it may."""
     needed_bytes, limit_bytes = finder.needed_bytes or 0, finder.model.limit_bytes or 0
     return OutOfRetriesError(
         f"{name!r} ran at batch size {finder.size}, the smallest that low={low} allows, and needed "

@@ -50,7 +50,7 @@ class Interrupts:
 
     @contextmanager
     def let_through(self) -> Iterator[None]:
-        """A block that Ctrl-C ends, also one that has come before."""
+        """Return a block that Ctrl-C ends, also one that has come before."""
         try:
             self.end()
             yield

@@ -47,7 +47,7 @@ class Joiner:
         self._weights = weights
 
     def joined(self, values: Sequence[Any], place: str) -> Any:
-        """One value for the whole batch, of one for each micro-batch.
+        """Return one value for the whole batch from those of its micro-batches.
 
         Args:
             values: tensors, numbers, or containers of one shape.
@@ -84,27 +84,27 @@ class Joiner:
         )
 
     def are_losses(self, values: Sequence[Any]) -> bool:
-        """Whether each value is the loss of its micro-batch."""
+        """Return whether each value is the loss of its micro-batch."""
         return self._loss is not None and all(map(_is_loss, values, self._losses))
 
     def loss_like(self, value: Any) -> Any:
-        """The loss of the whole batch, as a number if the value is one."""
+        """Return the loss of the whole batch, as a number if the value is one."""
         assert self._loss is not None
         return self._loss if isinstance(value, Tensor) else self._loss.item()
 
     def count_samples(self, values: Sequence[Any]) -> bool:
-        """Whether each value is how many samples its micro-batch has."""
+        """Return whether each value is how many samples its micro-batch has."""
         return type(values[0]) is int and self._have_rows(values)
 
     def has_weight(self, name: str) -> bool:
-        """Whether `weight=` says what the value of that name is a mean over."""
+        """Return whether `weight=` says what the value of that name is a mean over."""
         first = self._weights[0] if self._weights else None
         return isinstance(first, Mapping) and name in first
 
     def mean(
         self, values: Sequence[Any], weights: Sequence[float] | None = None, name: str = "loss"
     ) -> Any:
-        """The mean of means.
+        """Return the mean of means.
 
         Args:
             values: numbers, or tensors of one element.
@@ -133,7 +133,7 @@ class Joiner:
 
     @staticmethod
     def total(values: Sequence[Any]) -> Any:
-        """The sum, of the type of the first."""
+        """Return the sum, of the type of the first."""
         return sum(values[1:], values[0])
 
     def _joined_tensors(self, tensors: Sequence[Tensor], place: str) -> Tensor:
@@ -160,7 +160,7 @@ class Joiner:
 
 
 def _is_loss(value: Any, loss: Tensor | None) -> bool:
-    """Whether a value is the loss itself, detached or as a number."""
+    """Return whether a value is the loss itself, detached or as a number."""
     if loss is None:
         return False
     if isinstance(value, Tensor):
@@ -177,7 +177,7 @@ def _wide(value: Any) -> Any:
 
 
 def detached(value: Any) -> Any:
-    """A container without the graphs of its tensors."""
+    """Return a container without the graphs of its tensors."""
     return mapped(Tensor.detach, value)
 
 
@@ -189,7 +189,7 @@ def log_of(
     options: Sequence[Mapping[str, Any]],
     advice: str,
 ) -> tuple[Any, dict[str, Any]]:
-    """What one `self.log` of each micro-batch makes for the whole: the value, and its options.
+    """Return the value and the options of the whole batch for one `self.log` of each part.
 
     A number of which nobody has said how it adds up becomes a mean, or a sum if it is whole, such
     as a count; a warning says so once.
@@ -256,7 +256,7 @@ def _extreme(values: Sequence[Any], kind: str) -> Any:
 
 
 def _batch_sizes(joiner: Joiner, given: Sequence[Any]) -> list[int] | None:
-    """The `batch_size=` of each part, where it says what the part is a mean over; else None."""
+    """Return the `batch_size=` of each part if the values are means over it; else None."""
     if not all(isinstance(each, int) for each in given) or len(given) == 1:
         return None
     sizes = joiner.sizes

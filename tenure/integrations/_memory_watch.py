@@ -78,7 +78,7 @@ class MemoryWatch:
         self._due = 0.0
 
     def step_ended(self, result: StepResult | None = None) -> None:
-        """A step of the optimizer is done; cheap enough for each.
+        """Note that the optimizer has stepped; cheap enough for every step.
 
         Args:
             result: of its `step`, where it was one.
@@ -93,7 +93,7 @@ class MemoryWatch:
             self._look()
 
     def figures(self) -> dict[str, float]:
-        """What there is to log, of the time since this was asked before.
+        """Return the figures to log, since the last call.
 
         ``memory/allocated_bytes`` and ``memory/growth_bytes``: of the device's allocator, or on the
         host those of all tensors, where there was a look meanwhile. ``memory/outlived_tensors`` and
@@ -141,7 +141,7 @@ class MemoryWatch:
         return text
 
     def report(self) -> str:
-        """What holds memory now, and what has grown since the first look, in a few lines."""
+        """Return what holds memory now, and what has grown since the first scan, in a few lines."""
         now = snapshot()
         rows = sorted(now.records, key=lambda row: -row.n_bytes)
         parts = [

@@ -90,7 +90,7 @@ def _check_order(cls: type) -> None:
 
 
 def _written(cls: type, name: str) -> Callable[..., Any] | None:
-    """The method as the user, or for hooks Lightning, wrote it; None if it is wrapped already."""
+    """Return the method as the user or Lightning wrote it; None if it is wrapped already."""
     owner = next((kind for kind in cls.__mro__ if name in vars(kind)), None)
     if owner is None:
         return None

@@ -100,7 +100,7 @@ class AdaptiveTrainerMixin(_Base):
         refuse_class(cls, AdaptiveTrainerMixin)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """As the Trainer's, after what can't be made to fit is refused.
+        """Train as the Trainer does, after refusing models that can't be made to fit.
 
         Raises:
             AdaptiveUsageError: the trainer is one of those that the page on transformers names.
@@ -116,7 +116,7 @@ class AdaptiveTrainerMixin(_Base):
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Tensor:
-        """As the Trainer's, in micro-batches if need be."""
+        """Run a training step as the Trainer does, in micro-batches if necessary."""
         training_step = super().training_step
 
         def loss_of(batch: dict[str, Any]) -> tuple[Tensor, HeldLogs]:
@@ -153,7 +153,7 @@ class AdaptiveTrainerMixin(_Base):
         return result.loss
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """As the Trainer's; a batch that does not fit is predicted in pieces."""
+        """Evaluate as the Trainer does; a batch that does not fit is predicted in pieces."""
         if self._prediction is not None:
             self._prediction.forget()
         given = self.preprocess_logits_for_metrics
@@ -174,7 +174,7 @@ class AdaptiveTrainerMixin(_Base):
         ignore_keys: list[str] | None = None,
         **kwargs: Any,
     ) -> tuple[Any, Any, Any]:
-        """As the Trainer's, in pieces if need be."""
+        """Predict as the Trainer does, in pieces if necessary."""
         prediction_step = super().prediction_step
 
         def predict(batch: Any, loss_only: bool = prediction_loss_only) -> tuple[Any, Any, Any]:
@@ -199,7 +199,7 @@ class AdaptiveTrainerMixin(_Base):
         return _back(outputs, self.args.device)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """As the Trainer's, with what its `MemoryCallback` tells; so all other callbacks see it.
+        """Log as the Trainer does, with the figures of `MemoryCallback`, for all callbacks.
 
         Inside of `compute_loss` it is told when the step has worked, once for the batch.
         """

@@ -41,7 +41,7 @@ class Change:
     paged_bytes: int = 0
 
     def peak_bytes(self, work: Work) -> int:
-        """The peak of the work with it."""
+        """Return the peak of the work with it."""
         changed = copy.copy(work)
         if self.around is not None:
             inner = getattr(work.fn, WITH_INNER, None)
@@ -52,7 +52,7 @@ class Change:
 
 @contextmanager
 def entries_set(spaces: list[dict[str, Any]], entries: list[dict[str, Any]]) -> Iterator[None]:
-    """A block in which dicts have some entries, and after which they have those of before."""
+    """Open a block in which dicts have some entries; their own are restored afterwards."""
     before = [
         {key: space[key] for key in each if key in space}
         for space, each in zip(spaces, entries, strict=True)
@@ -69,7 +69,7 @@ def entries_set(spaces: list[dict[str, Any]], entries: list[dict[str, Any]]) -> 
 
 
 def expression_of(work: Work, module: nn.Module) -> str:
-    """How the program reaches a module: ``model.layers[3]``, by the name that its code has."""
+    """Return the program's expression for a module, such as ``model.layers[3]``."""
     for root_name, root in work.roots.items():
         for path, each in root.named_modules():
             if each is module:
@@ -82,7 +82,7 @@ def expression_of(work: Work, module: nn.Module) -> str:
 def repeated_blocks(
     work: Work,
 ) -> Iterator[tuple[nn.ModuleList | nn.Sequential, int, list[nn.Module]]]:
-    """Runs of modules of one class in a container, the outermost: it, the first index, and they."""
+    """Yield outermost runs of modules of one class: the container, the first index, the run."""
     inside: set[nn.Module] = set()
     # modules below come after those above
     for container in work.modules:

@@ -24,7 +24,7 @@ _logger = logging.getLogger("tenure.adaptive")
 
 
 def advise(work: Work, peak_bytes: int, has_backward: bool) -> tuple[Advice, ...]:
-    """What would lower the peak of a piece of work.
+    """Return changes that would lower the peak of a piece of work.
 
     Args:
         work: it; left as it is.
@@ -116,7 +116,7 @@ def _paged_weights(work: Work, has_backward: bool) -> Iterator[Change]:
 
 
 def _parts(module: nn.Module, blocks: set[nn.Module]) -> Iterator[nn.Module]:
-    """What computes with weights of its own, or is repeated; the largest such modules."""
+    """Return the largest modules that have weights of their own or are repeated."""
     own = (*module._parameters.values(), *module._buffers.values())
     if module in blocks or any(each is not None for each in own):
         yield module
@@ -131,7 +131,7 @@ def _bytes_of(module: nn.Module) -> int:
 
 
 def _optimizer_steps(work: Work, has_backward: bool) -> Iterator[Change]:
-    """Steps of an optimizer that copy less: one parameter after the other."""
+    """Yield steps of an optimizer that copy less: one parameter after the other."""
     groups = [] if work.optimizer is None else work.optimizer.param_groups
     options = {"foreach": False, "fused": False}
     if any("foreach" in group for group in groups):
@@ -144,7 +144,7 @@ def _optimizer_steps(work: Work, has_backward: bool) -> Iterator[Change]:
 
 
 def _offloaded(work: Work, has_backward: bool) -> Iterator[Change]:
-    """What the backward pass needs, on the host until then."""
+    """Offload the tensors that the backward pass needs to the host until then."""
     # on the host it is there already
     if not has_backward or work.device.type == "cpu":
         return

@@ -65,7 +65,7 @@ class SizeSearch(Protocol):
         ...
 
     def gave_up(self) -> int:
-        """Nothing that is allowed fits; the largest size that had worked before this call, or 0."""
+        """Give up: no allowed size fits; return the largest that worked before, or 0."""
         ...
 
 

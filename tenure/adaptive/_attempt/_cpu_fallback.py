@@ -62,7 +62,7 @@ def on_cpu(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
 
 
 def _state_of(tensor: Tensor) -> tuple[object, ...]:
-    """How often a tensor was written, and where it lies: a resize changes that alone."""
+    """Return how often a tensor was written, and where it lies: a resize changes that alone."""
     where = [key_of(storage) for storage in storages_of(tensor)]
     return version_of(tensor), tensor.shape, where
 

@@ -53,7 +53,7 @@ class AdaptiveEvent:
         return self._told_of(repr(self.name))
 
     def _told_of(self, work: str) -> str:
-        """The decision in words.
+        """Return the decision in words.
 
         Args:
             work: what ran, as the sentence names it.
@@ -79,12 +79,12 @@ class AdaptiveEvent:
 
 
 def _named(name: str) -> str:
-    """What ran, with the line of the user's program that called where the name tells nothing."""
+    """Return the name of the function, with the caller's line if the name says nothing."""
     return f"{name!r} at {user_site()}" if name in _NAMELESS else repr(name)
 
 
 def memory_of(info: OomInfo | None) -> str:
-    """Which memory: ``"cuda:0 memory"``, or just ``"memory"``."""
+    """Return which memory: ``"cuda:0 memory"``, or just ``"memory"``."""
     return f"{info.device} memory" if info is not None and info.device else "memory"
 
 
@@ -150,7 +150,7 @@ _lock = threading.Lock()
 
 
 def statistics() -> AdaptiveStatistics:
-    """The counts of this thread, always the same object."""
+    """Return the counts of this thread, always the same object."""
     return _this_thread.statistics
 
 

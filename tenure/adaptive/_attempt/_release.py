@@ -73,7 +73,7 @@ def _clear(frame: FrameType) -> bool:
 
 
 def _has_ended(frame: FrameType) -> bool:
-    """Whether the frame of a generator or coroutine has ended.
+    """Return whether the frame of a generator or coroutine has ended.
 
     Until then its variables and its code belong to the generator. Then the frame object takes them
     over, if anything refers to it, and is the one that shows them to the garbage collector.

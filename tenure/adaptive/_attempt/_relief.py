@@ -69,7 +69,7 @@ class Relief:
         return freed_bytes or _given_back(info)
 
     def last_resort(self, info: OomInfo) -> int:
-        """What is worth its time only before giving up: the host's garbage, libraries' memory."""
+        """Free what is expensive to free, before giving up: garbage, memory of libraries."""
         if info.kind == "size_limit":
             return 0
         if info.device not in _HOST:
@@ -121,7 +121,7 @@ def empty_cache(device: str | torch.device) -> None:
 
 
 def free_bytes_of(info: OomInfo) -> int | None:
-    """The free memory of what was short, as a budget, the device or the host tells it."""
+    """Return the free memory of what was short, as a budget, the device or the host tells it."""
     meter, found = meter_for(info.device), accelerator_of(info.device)
     try:
         if meter is not None:
@@ -213,7 +213,7 @@ def _used_bytes_of(device: str | None) -> Callable[[], int] | None:
 
 
 def _given_back(info: OomInfo) -> int:
-    """What pagers and caches gave back; 0 where that is known to be less than was wanted."""
+    """Return the bytes that pagers and caches gave back; 0 if known to be too few."""
     given_bytes = ask_to_shrink(info.device, info.requested_bytes)
     return given_bytes if info.requested_bytes is None or _serves(given_bytes, info) else 0
 

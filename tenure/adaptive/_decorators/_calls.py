@@ -249,7 +249,7 @@ def _remembered(
 
 
 def _checked_dimension(name: str, tensor: object, dimension: Any) -> int:
-    """The dimension of a tensor to split, from 0 up.
+    """Return the dimension of a tensor to split, from 0 up.
 
     Raises:
         AdaptiveUsageError: it is no dense tensor, or has no such dimension.

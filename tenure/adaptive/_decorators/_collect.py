@@ -40,17 +40,17 @@ class Collector(Protocol):
         """What to do where no piece fits beside the results kept; None: they leave the device."""
 
     def land(self, result: Any) -> Any:
-        """What is kept of a result; a part of the attempt, and tried again with it."""
+        """Return the part of a result to keep; part of the attempt, and retried with it."""
 
     def add(self, landed: Any) -> None:
         """Take what has landed: its attempt has succeeded."""
 
     def collected(self, dimension: int) -> Any:
-        """What the call returns, of results that were split along a dimension."""
+        """Return the joined results that were split along a dimension."""
 
 
 def collector_for(collect: Collect | None) -> Callable[[], Collector] | None:
-    """Makes what puts the results of a call together; None where they are let go, one by one.
+    """Return the collector of a call's results; None if results are dropped.
 
     Raises:
         AdaptiveUsageError: ``collect`` is none of its values.

@@ -47,7 +47,7 @@ class Landing:
         self._events = [_mark(device) for device in devices if _has_streams(device)]
 
     def landed(self) -> Any:
-        """The result in memory of the host, which is not pinned; waits until it is there."""
+        """Return the result in memory of the host, which is not pinned; waits until it is there."""
         for event in self._events:
             event.synchronize()
         copies = {id(copy) for copy in self._copies}
@@ -72,7 +72,7 @@ def _check(tensor: Tensor) -> None:
 
 
 def _copied(tensor: Tensor) -> Tensor:
-    """A copy on the host, pinned if it can be: only then does the host not wait for it."""
+    """Return a copy on the host, pinned if it can be: only then does the host not wait for it."""
     if not _has_streams(tensor.device):
         return tensor.cpu()
     try:
@@ -92,7 +92,7 @@ def _has_streams(device: torch.device) -> bool:
 
 
 def _mark(device: torch.device) -> Any:
-    """An event after all that the device was given so far."""
+    """Return an event after all that the device was given so far."""
     module: Any = torch.get_device_module(device)
     event = module.Event()
     event.record(module.current_stream(device))

@@ -156,7 +156,7 @@ class memory_budget(ContextDecorator):
 
 
 def _checked_limit(limit: int | str) -> int:
-    """The bytes of a limit.
+    """Return the bytes of a limit.
 
     Raises:
         ByteSizeError: it is no number of bytes.
@@ -171,7 +171,7 @@ def _checked_limit(limit: int | str) -> int:
 
 
 def _checked_device(device: str | torch.device) -> torch.device:
-    """A device that is there, with the index it has on its storages.
+    """Return a device that is there, with the index it has on its storages.
 
     Raises:
         AdaptiveUsageError: torch doesn't know it, it isn't there, or it has no memory.

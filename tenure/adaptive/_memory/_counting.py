@@ -191,7 +191,7 @@ class CountingMode(DispatchMode):
         return places
 
     def _held(self, args: tuple[Any, ...]) -> list[UntypedStorage]:
-        """The storages, passed as such, that tensors lie in; the other ones are new.
+        """Return the storages, passed as such, that tensors lie in; the other ones are new.
 
         Copying, loading and receiving a tensor makes a storage without an operation, then a tensor
         with ``set_``. Foreign modes above this one make a new storage look held.
@@ -201,7 +201,7 @@ class CountingMode(DispatchMode):
         return [each for each in storages if is_in_a_tensor(each, args[0].is_inference(), n_above)]
 
     def _n_above(self) -> int:
-        """How many budgets were opened later on this thread: their modes are called first."""
+        """Return how many budgets this thread opened later; their modes are called first."""
         modes = [mode for mode in self._stream.modes if isinstance(mode, CountingMode)]
         return len(modes) - 1 - modes.index(self)
 
@@ -228,7 +228,7 @@ class CountingMode(DispatchMode):
 
 
 def counting_on(device: str) -> list[CountingMode]:
-    """The modes that count on this thread, on ``device``; without an index on all of its type."""
+    """Return the counting modes of this thread on ``device``, or on all of its type."""
     return [
         mode
         for mode in this_stream().modes
@@ -274,7 +274,7 @@ class _Geometry:
 
 
 def _geometries(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[_Geometry]:
-    """The places of the arguments that ``func`` may enlarge; of most functions there are none."""
+    """Return the indices of arguments that ``func`` may enlarge; mostly none."""
     # by the schema, once for each operator: this stands in the way of every operation of a budget
     places = _known.get(func)
     if places is None:

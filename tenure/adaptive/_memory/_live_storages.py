@@ -84,7 +84,7 @@ class LiveStorages:
             return self._count(entry, n_bytes)
 
     def counts(self, storage: UntypedStorage) -> bool:
-        """Whether some of its bytes are among the live ones."""
+        """Return whether some of its bytes are among the live ones."""
         with self._lock:
             entry = self._entries.get(key_of(storage))
             return entry is not None and entry.counted_bytes > 0

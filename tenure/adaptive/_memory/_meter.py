@@ -74,14 +74,14 @@ class _Source(Protocol):
         ...
 
     def available_bytes(self) -> int:
-        """What may still be allocated."""
+        """Return the bytes that may still be allocated."""
         ...
 
     def restart(self) -> None:
         """Begin to note the most that is used."""
 
     def needed_bytes(self) -> int | None:
-        """The most that was used beyond the use at the restart; None where that is not told."""
+        """Return the peak above the use at the restart; None if it is not reported."""
 
 
 class MemoryMeter:
@@ -93,7 +93,7 @@ class MemoryMeter:
         self._sources = sources
 
     def available_bytes(self) -> int:
-        """What may still be allocated."""
+        """Return the bytes that may still be allocated."""
         return min(source.available_bytes() for source in self._sources)
 
     def restart(self) -> None:
@@ -102,7 +102,7 @@ class MemoryMeter:
             source.restart()
 
     def needed_bytes(self) -> int | None:
-        """The most that was used beyond the use at the restart; None where that is not told."""
+        """Return the peak above the use at the restart; None if it is not reported."""
         # the most of them: an allocator sees what counting can't, such as workspaces
         told = (source.needed_bytes() for source in self._sources)
         return max((n_bytes for n_bytes in told if n_bytes is not None), default=None)
@@ -119,7 +119,7 @@ class MemoryMeter:
 
 
 def meter_for(device: str | None) -> MemoryMeter | None:
-    """The meter of the memory that ran out, as an OomInfo names it; None where nothing is known."""
+    """Return the meter of the memory that an OomInfo names; None if it is not known."""
     if device is None:
         return None
     sources: list[_Source] = [_Budget(mode) for mode in counting_on(device)]

@@ -59,7 +59,7 @@ class Evaluation:
         return tuple(dict.fromkeys(size for size, _ in self._known))
 
     def held_bytes(self) -> int:
-        """What the work holds on the device already."""
+        """Return the bytes that the work holds on the device already."""
         held = {
             key_of(each.untyped_storage()): each.untyped_storage().nbytes()
             for each in [*self._work.tensors(), *self._work.gradients()]
@@ -68,7 +68,7 @@ class Evaluation:
         return sum(held.values())
 
     def report(self, size: int, *, in_full: bool = True) -> tuple[PeakReport, tuple[int, ...]]:
-        """What a size takes, and the samples of each micro-batch."""
+        """Return the peak of a size, and the samples of each micro-batch."""
         length = self._n_samples if in_full else self._step.length(size)
         key = size, length == self._n_samples
         if key not in self._known:
@@ -83,12 +83,12 @@ class Evaluation:
         return self._known[key]
 
     def least(self) -> tuple[int, PeakReport]:
-        """Which of the sizes that were evaluated takes least: not always the smallest."""
+        """Return which of the sizes that were evaluated takes least: not always the smallest."""
         known = [(size, report) for (size, _), (report, _) in self._known.items()]
         return min(known, key=lambda each: each[1].needed_bytes)
 
     def _step_of(self, size: int, sizes: _Sizes, length: int, around: Any = None) -> Any:
-        """A function of the batch that runs the step on the first of its samples.
+        """Return a function of the batch that runs the step on the first of its samples.
 
         Args:
             size: the samples of a micro-batch.

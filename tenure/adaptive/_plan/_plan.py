@@ -139,7 +139,7 @@ def _limits(minimum: int, maximum: int | None, n_samples: int, batchnorm: str) -
 
 
 def _allowed_bytes(budget: int | str, margin: float, device: torch.device, held_bytes: int) -> int:
-    """What may be alive on a device at the worst moment.
+    """Return the bytes that may be alive on a device at the peak.
 
     Args:
         budget: bytes in all, or like ``"24GiB"``; or ``"80%"`` of what is free now, beside what the
@@ -177,7 +177,7 @@ def _free_bytes(device: torch.device) -> int:
 
 
 def _too_large(evaluation: Evaluation, allowed_bytes: int) -> OutOfRetriesError:
-    """The error, with what the size that takes least would take, and what would lower that."""
+    """Return the error, with the bytes of the best size, and changes that lower them."""
     size, report = evaluation.least()
     over_bytes = report.needed_bytes - allowed_bytes
     name = getattr(evaluation.spec.fn, "__name__", type(evaluation.spec.fn).__name__)

@@ -79,7 +79,7 @@ def by_category(categories: Mapping[str, int]) -> str:
 def plan_of(
     report: PeakReport, micro_batch: int, sizes: tuple[int, ...], budget_bytes: int
 ) -> Plan:
-    """The plan whose peak was predicted."""
+    """Return the plan whose peak was predicted."""
     return Plan(
         micro_batch=micro_batch,
         n_samples=sum(sizes),

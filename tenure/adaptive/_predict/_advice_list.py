@@ -34,7 +34,7 @@ class Advice:
     changes_numbers: bool = False
 
     def summary(self) -> str:
-        """The change and its effect, without the line that makes it."""
+        """Return the change and its effect, without the line that makes it."""
         if self.saves_bytes > 0:
             effect = f"saves {format_bytes(self.saves_bytes)}"
         else:
@@ -85,7 +85,7 @@ class Adviser:
         return self._found
 
     def advice(self) -> tuple[Advice, ...]:
-        """What would lower the peak, the most first."""
+        """Return changes that lower the peak, the most effective first."""
         work = self._work
         if work is not None and _advise:
             grad, inference = self._modes

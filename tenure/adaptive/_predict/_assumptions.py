@@ -30,7 +30,7 @@ CAN_NOT: tuple[type[Exception], ...] = (*NEEDS_DATA, UNKNOWN)
 def worked_out(
     func: Any, args: Any, kwargs: Any, known: KnownValues, error: BaseException
 ) -> _Result:
-    """The result of an operation that raised, and what it assumes of values, if anything.
+    """Return the result of an operation that raised, and what it assumes of values, if anything.
 
     Args:
         func: the operation.
@@ -105,7 +105,7 @@ def _unique(tensor: Tensor, *_: Any, **__: Any) -> _Result:
 
 
 def _index(tensor: Tensor, indices: list[Tensor | None], known: KnownValues) -> _Result:
-    """What a mask selects: the number of its true elements, of all of them if it is not known."""
+    """Return the number of true elements of a mask, or of all if they are not known."""
     columns: list[Tensor | None] = []
     reason = None
     for index in indices:
@@ -183,7 +183,7 @@ def _enlarged(tensor: Tensor, n_elements: int) -> Tensor:
 
 
 def _steps_in_place(*_: Any, **__: Any) -> None:
-    """A step of an optimizer in one kernel, which writes what is there."""
+    """Step an optimizer in one kernel, which writes in place."""
 
 
 STAND_INS: dict[Any, Callable[..., Any]] = {

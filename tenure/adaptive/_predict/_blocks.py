@@ -107,7 +107,7 @@ class Record:
         return Peak(most_bytes, -1 if at < 0 else self.events[at].operation, blocks)
 
     def of_a_later_step(self) -> Record | None:
-        """The same work once more, with what the optimizer's first step has made of its state.
+        """Run the same work again, with the state that the optimizer's first step made.
 
         The gradients are taken to be let go in between, as ``zero_grad()`` does. None where the
         optimizer has made no state.

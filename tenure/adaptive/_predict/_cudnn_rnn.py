@@ -42,7 +42,7 @@ class _Layers(NamedTuple):
         return 2 if self.bidirectional else 1
 
     def states_bytes(self, x: Tensor) -> int:
-        """The bytes of the states of one layer at all times, in both directions."""
+        """Return the bytes of the states of one layer at all times, in both directions."""
         n_rows = x.numel() // x.shape[-1]
         return self.n_directions * n_rows * self.hidden_size * x.element_size()
 
@@ -64,14 +64,14 @@ class _Layers(NamedTuple):
 
 
 def rnn(*args: Any) -> tuple[Tensor, ...]:
-    """The results of ``_cudnn_rnn``, with the reserve that the kernel makes."""
+    """Return the results of ``_cudnn_rnn``, with the reserve that the kernel makes."""
     output, hy, cy, reserve, weight_buf = _aten._cudnn_rnn.default(*args)
     n_bytes = _Layers(*args[6:15]).reserve_bytes(args[0])
     return output, hy, cy, reserve.new_empty(n_bytes), weight_buf
 
 
 def rnn_backward(*args: Any) -> tuple[Any, ...]:
-    """The results of ``_cudnn_rnn_backward``: the gradients of weights lie in one block."""
+    """Return the results of ``_cudnn_rnn_backward``: the gradients of weights lie in one block."""
     x, weight, hx, cx, mask = args[0], args[1], args[4], args[5], args[21]
     grad_x = torch.empty_like(x) if mask[0] else None
     grad_hx = torch.empty_like(hx) if mask[1] else None
@@ -85,7 +85,7 @@ def rnn_backward(*args: Any) -> tuple[Any, ...]:
 
 
 def work_bytes(func: Any, args: Any) -> tuple[int, ...]:
-    """The bytes that a kernel takes for itself: cuDNN's working memory and transposed copies."""
+    """Return a kernel's own bytes: cuDNN's workspace and transposed copies."""
     is_backward = func is _aten._cudnn_rnn_backward.default
     layers = _Layers(*(args[10:19] if is_backward else args[6:15]))
     sizes = [layers.work_bytes(args[0], args[1])]

@@ -21,12 +21,12 @@ _NAMESPACES = frozenset({_OF_GROUPS, "_c10d_functional", "_c10d_functional_autog
 
 
 def is_exchange(func: Any) -> bool:
-    """Whether an operation is one between ranks."""
+    """Return whether an operation is one between ranks."""
     return func.namespace in _NAMESPACES
 
 
 def exchanged(func: Any) -> Callable[..., Any] | None:
-    """What gives the result of such an operation: the tensors that it writes, and its handle.
+    """Return the written tensors and the handle of such an operation.
 
     None of any other operation.
     """

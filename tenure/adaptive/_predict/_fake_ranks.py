@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def fake_ranks(
     *shape: int, names: Sequence[str] | None = None, rank: int = 0
 ) -> Iterator[DeviceMesh]:
-    """A block in which this process is one of many ranks, to predict what each takes.
+    """Return a block in which this process is one of many ranks, to predict what each takes.
 
     Make the model, shard it over the mesh as your program does (``fully_shard``, with
     ``parallelize_module`` if you like), make the optimizer, and call `predict_peak`. What is made

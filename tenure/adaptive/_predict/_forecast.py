@@ -56,7 +56,7 @@ class Forecast:
         self.works = True
 
     def __call__(self, size: int) -> int:
-        """The bytes of one size; where that can't be predicted, in proportion to another, or 0."""
+        """Return the bytes of one size; if unpredictable, in proportion to another, or 0."""
         if size not in self._known and self.works:
             self._predict(size)
         if size in self._known or not self._known:
@@ -95,7 +95,7 @@ class Forecast:
 
 
 def _bytes_beside(report: PeakReport) -> int:
-    """What has to be free beside what is there before, of memory as it is counted there."""
+    """Return the bytes that must be free beside those in use, as that memory is counted."""
     meter = meter_for(report.device)
     held_bytes, reserved_bytes = report._held_bytes, report.reserved_bytes
     if held_bytes is None or reserved_bytes is None or meter is None or not meter.is_in_segments:

@@ -56,7 +56,7 @@ class KnownValues:
                 self._enter(fake, real.detach().to(_HOST).untyped_storage().clone())
 
     def value(self, fake: Tensor) -> Tensor | None:
-        """What a tensor holds, if that is known; to be read only."""
+        """Return the values of a tensor, if they are known; only read them."""
         if fake.layout is not torch.strided:
             return None
         storage = self._real.get(key_of(fake.untyped_storage()))
@@ -68,7 +68,7 @@ class KnownValues:
         return shown
 
     def n_true(self, mask: Tensor) -> int | None:
-        """How many elements of a mask are true, if that is known."""
+        """Return how many elements of a mask are true, if that is known."""
         value = self.value(mask)
         if value is None:
             return None
@@ -76,7 +76,7 @@ class KnownValues:
             return int(value.count_nonzero())
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What an operation gives, all of whose tensors are known; None where one is not.
+        """Return the result of an operation on known tensors; None if one is not known.
 
         None of an exchange, too: the other ranks would have to take part.
         """
@@ -120,7 +120,7 @@ class KnownValues:
                 self._enter(fake, real.untyped_storage())
 
     def _decided_by_one(self, func: Any, args: Any, result: Any) -> Tensor | None:
-        """What "or" with all true, or "and" with all false, gives, whatever the other one is.
+        """Return the result of "or" with all true, or "and" with all false.
 
         Loops that end at a length, or when all have said their end, are to end: that is what
         ``generate()`` of transformers asks.
@@ -163,7 +163,7 @@ class KnownValues:
 
 
 def storages_of(tensor: Tensor) -> list[UntypedStorage]:
-    """The storages of a tensor of any layout, with data or without."""
+    """Return the storages of a tensor of any layout, with data or without."""
     if is_dtensor(tensor):
         return [storage for part in inner_tensors(tensor) for storage in storages_of(part)]
     if tensor.layout is torch.strided:
@@ -172,7 +172,7 @@ def storages_of(tensor: Tensor) -> list[UntypedStorage]:
 
 
 def _constant(fake: Any) -> Tensor | None:
-    """What the mode itself knows of a number, as of ``torch.tensor(1.0)``; not to be written."""
+    """Return the mode's own value of a number, as of ``torch.tensor(1.0)``; do not write it."""
     constant: Tensor | None = getattr(fake, "constant", None)
     if constant is None:
         return None

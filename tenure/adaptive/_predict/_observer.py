@@ -44,7 +44,7 @@ class Place(NamedTuple):
     instruction: int
 
     def line(self) -> str:
-        """The line of the program, as ``train.py:12``; "" where none is known."""
+        """Return the line of the program, as ``train.py:12``; "" where none is known."""
         return "" if self.code is None else str(Site(self.code, self.instruction))
 
 
@@ -273,7 +273,7 @@ class Observer(DispatchMode):
             self._change(block, block.n_bytes)
 
     def _block_added_to(self, func: Any, args: Any) -> Block | None:
-        """The block of a gradient that autograd adds another one to in place, of plain tensors.
+        """Return the block of a gradient that autograd adds another to in place.
 
         It does not while a mode looks on, and makes a third.
         """

@@ -10,7 +10,7 @@ from ._observer import Operation, Place
 def describe_place(
     operation: Operation | None, operations: Sequence[Operation], names: Mapping[int, str]
 ) -> str:
-    """The module and the line, as ``encoder.layers.3 (train.py:12)``; "" where none is known.
+    """Return the module and the line, as ``encoder.layers.3 (train.py:12)``, or "".
 
     Args:
         operation: one of a backward pass belongs where its node was made.
@@ -29,6 +29,6 @@ def describe_place(
 
 
 def _made_at(sequence: int, operations: Sequence[Operation]) -> Place | None:
-    """The place of the operation whose node has a number: the next one that is above it."""
+    """Return the place of the operation whose node has a number: the next one that is above it."""
     above = [each for each in operations if each.place is not None and each.sequence > sequence]
     return min(above, key=lambda each: each.sequence).place if above else None

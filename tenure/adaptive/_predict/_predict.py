@@ -130,7 +130,7 @@ def report_of(work: Work, *, is_counted: bool = False) -> PeakReport:
 
 
 def _categories(peak: Peak) -> dict[str, int]:
-    """What is alive at the worst moment, by what it is for, in bytes."""
+    """Return the bytes at the peak, by category."""
     categories: dict[str, int] = {}
     for block, n_bytes in peak.blocks.items():
         category = block.category

@@ -94,7 +94,7 @@ class PeakReport(Advised, Report):
         return max(self.reserved_bytes, self.later_reserved_bytes or 0) + self.allowance_bytes
 
     def fits(self, budget: int | str) -> bool:
-        """Whether the work fits, for certain.
+        """Return whether the work fits, for certain.
 
         Args:
             budget: what there is, in bytes, or as ``"24GiB"``.
@@ -114,7 +114,7 @@ class PeakReport(Advised, Report):
         return self._runs_within(budget_bytes - self.allowance_bytes)
 
     def against(self, budget: int | str) -> Self:
-        """The same report, which shows beside what there is.
+        """Return the same report, which shows beside what there is.
 
         Args:
             budget: in bytes, or as ``"24GiB"``.
@@ -125,7 +125,7 @@ class PeakReport(Advised, Report):
         return replace(self, budget_bytes=parse_bytes(budget))
 
     def summary(self) -> str:
-        """How much, when and where, in one sentence."""
+        """Return how much, when and where, in one sentence."""
         about = "about " if self.approximate else ""
         where = f", at {self.place}" if self.place else ""
         what = f", in {self.operation.removesuffix('.default')}" if self.operation else ""
@@ -136,7 +136,7 @@ class PeakReport(Advised, Report):
         )
 
     def verdict(self) -> str:
-        """Whether it fits in the budget, in one sentence; "" without one."""
+        """Return whether it fits in the budget, in one sentence; "" without one."""
         if self.budget_bytes is None:
             return ""
         spare_bytes = self.budget_bytes - self.needed_bytes

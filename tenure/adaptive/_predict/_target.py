@@ -41,13 +41,13 @@ class Target(NamedTuple):
         return None if self.device.type == self.runs_on.type else self.device.type
 
     def place_of(self, tensor: Tensor) -> torch.device:
-        """Where a tensor of the work appears."""
+        """Return the device on which a tensor of the work appears."""
         if tensor.device.type == "meta" or (self.moves and tensor.device.type == "cpu"):
             return self.runs_on
         return tensor.device
 
     def made_on(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of an operation, for a device that is here.
+        """Return the arguments of an operation, for a device that is here.
 
         Raises:
             PredictionError: the device that the work names is neither here nor the one asked for;
@@ -64,7 +64,7 @@ class Target(NamedTuple):
         return {**kwargs, "device": self.runs_on}
 
     def shown(self) -> AbstractContextManager[Any]:
-        """A block in which tensors that are moved to a device that is not here stay as they are."""
+        """Open a block in which moves to a device that is not here change nothing."""
         if self.stands_for is None:
             return nullcontext()
         return Elsewhere(self.stands_for.__eq__, self.runs_on, keeps_names=True)

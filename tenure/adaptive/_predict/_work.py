@@ -106,7 +106,7 @@ class Work:
         return self.target.device
 
     def tensors(self) -> list[Tensor]:
-        """What is there before it, without gradients."""
+        """Return the tensors that exist before the work, without gradients."""
         return _unique(
             [*self.parameters, *self.buffers, *self.state.tensors(), *self.inputs, *self.others]
         )
@@ -259,7 +259,7 @@ class Work:
 
     @contextmanager
     def _no_fast_path(self, observer: Observer) -> Iterator[None]:
-        """A block in which torch's own attention runs as it does in training.
+        """Return a block in which torch's own attention runs as it does in training.
 
         In inference it has kernels of whole layers, into which nobody can look.
         """
@@ -274,14 +274,14 @@ class Work:
             torch.backends.mha.set_fastpath_enabled(before)
 
     def gradients(self) -> list[Tensor]:
-        """Those that are there now."""
+        """Return the gradients that exist now."""
         return [
             p.grad for p in (*self.parameters, *self.inputs) if p.is_leaf and p.grad is not None
         ]
 
 
 def losses_in(result: Any) -> list[Tensor]:
-    """What of a result is run backward: a loss, terms of one, or all that requires grad."""
+    """Return what is run backward: a loss, its terms, or all that requires grad."""
     loss = getattr(result, "loss", None)
     if isinstance(loss, Tensor):
         result = loss

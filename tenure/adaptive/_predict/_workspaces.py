@@ -148,7 +148,7 @@ class Workspaces:
         return self._saved_bytes + self._most_bytes + own_bytes
 
     def notes(self) -> list[str]:
-        """What is known, and no tensor shows it."""
+        """Return the notes on memory that no tensor shows."""
         n_bytes = self._kept_bytes()
         return [f"cuBLAS keeps workspaces of {format_bytes(n_bytes)} at most"] if n_bytes else []
 
@@ -176,7 +176,7 @@ class Workspaces:
 
 
 def taken_inside(func: Any, args: Any) -> tuple[int, ...]:
-    """The most bytes that an operation has beside its result, if they are known."""
+    """Return the most bytes that an operation has beside its result, if they are known."""
     if func in _cudnn_rnn.KERNELS:
         return _cudnn_rnn.work_bytes(func, args)
     if str(func) != "aten._safe_softmax.default":
@@ -192,7 +192,7 @@ def _bytes_of(values: Any) -> int:
 
 
 def _saved_elsewhere(query: Tensor, key: Tensor) -> int:
-    """What attention keeps on an accelerator for its backward pass, and on the CPU does not."""
+    """Return the bytes that attention saves on an accelerator but not on the CPU."""
     if query.dtype is not torch.float64:
         # the state of its random numbers
         return 2 * BLOCK_BYTES

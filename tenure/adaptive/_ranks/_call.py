@@ -127,7 +127,7 @@ _ALONE: AbstractContextManager[None] = nullcontext()
 
 
 def call_of_ranks(entry: str, name: str, group: Any) -> AbstractContextManager[RankCall | None]:
-    """A block whose work is each rank's own, and that votes with `RankCall.smallest`.
+    """Return a block whose work is each rank's own, and that votes with `RankCall.smallest`.
 
     Args:
         entry: what the entry point is called.
@@ -167,7 +167,7 @@ def _call_of(entry: str, name: str, group: Any) -> Iterator[RankCall | None]:
 
 @contextmanager
 def without_collectives(entry: str, name: str, instead: str) -> Iterator[None]:
-    """A block in which a collective of this thread raises before it begins.
+    """Return a block in which a collective of this thread raises before it begins.
 
     Ranks run a function as often as the memory of each wants. One that retries would meet the next
     collective of the others, whatever that is: gloo ends the process, or adds up what has nothing

@@ -13,7 +13,7 @@ Failure = tuple[str, str]
 
 
 def failure_of(error: BaseException) -> Failure:
-    """What others are told of an error."""
+    """Return the description of an error for other ranks."""
     try:
         text = str(error)
     # of a class of the user's, and the others wait to be told
@@ -27,7 +27,7 @@ def failure_of(error: BaseException) -> Failure:
 
 
 def failed_rank_error(name: str, failures: Sequence[Failure | None], after: str) -> RemoteRankError:
-    """The error on ranks that did well, where others did not.
+    """Return the error on ranks that did well, where others did not.
 
     Args:
         name: what the call is.
@@ -49,7 +49,7 @@ def failed_rank_error(name: str, failures: Sequence[Failure | None], after: str)
 def lost_rank_error(
     error: Exception, n_ranks: int, ended: Mapping[int, str] | None = None
 ) -> RemoteRankError:
-    """The error where ranks can't talk any more.
+    """Return the error where ranks can't talk any more.
 
     Args:
         error: that of the group.
@@ -81,7 +81,7 @@ def lost_rank_error(
 
 
 def elsewhere_error(calls: Sequence[str], after: str) -> AdaptiveUsageError:
-    """The error where ranks have come to different calls.
+    """Return the error where ranks have come to different calls.
 
     Args:
         calls: the call of each rank.

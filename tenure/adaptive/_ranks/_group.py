@@ -28,13 +28,13 @@ from ._members import Member, ended_ranks, member_of, own_member
 
 
 def is_rank() -> bool:
-    """Whether this process is one of a program for several, of which there may be one alone."""
+    """Return whether this process is a rank, even of a program with one process."""
     distributed: Any = torch.distributed
     return bool(distributed.is_available() and distributed.is_initialized())
 
 
 def has_other_ranks() -> bool:
-    """Whether other processes take part; alone, a process waits for nobody."""
+    """Return whether other processes take part; alone, a process waits for nobody."""
     return is_rank() and bool(torch.distributed.get_world_size() > 1)
 
 
@@ -101,13 +101,13 @@ class RankGroup:
         self._run(tensor.nbytes, self._vote, tensor, of_two)
 
     def smallest(self, numbers: Sequence[int]) -> list[int]:
-        """The smallest of each of some numbers that all ranks have."""
+        """Return the smallest of each of some numbers that all ranks have."""
         vector = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         self.vote(vector, torch.minimum)
         return [int(number) for number in vector.tolist()]
 
     def gather(self, value: object) -> list[Any]:
-        """What each rank has; what JSON can say, for what is seldom said."""
+        """Gather a JSON value of each rank; for rare messages."""
         told = json.dumps(value).encode()
         lengths = self._gathered(torch.tensor([len(told)], dtype=torch.int64, device="cpu"))
         longest = max(int(each) for each in lengths)
@@ -156,7 +156,7 @@ class RankGroup:
         return lost_rank_error(error, self.size, ended)
 
     def _lost_first(self, ended: dict[int, str]) -> dict[int, str]:
-        """Of the ranks that have ended those that did not because another had."""
+        """Return the ranks that ended first, not because another had."""
         # the store may have gone with the rank that had it
         with suppress(Exception):
             check = self.traffic.store.check
@@ -170,7 +170,7 @@ _known: weakref.WeakKeyDictionary[Any, Traffic] = weakref.WeakKeyDictionary()
 
 
 def rank_group(entry: str, group: Any) -> RankGroup | None:
-    """The ranks of a process group; None where this process is alone in it.
+    """Return the ranks of a process group; None where this process is alone in it.
 
     The first time for a group all its ranks have to come, and connect to each other.
 

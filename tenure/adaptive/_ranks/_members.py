@@ -39,17 +39,17 @@ class Member(NamedTuple):
 
 
 def own_member() -> str:
-    """What others are told of this process, in words that `member_of` reads."""
+    """Return the description of this process for others, which `member_of` reads."""
     return json.dumps(Member(_machine(), socket.gethostname(), os.getpid()))
 
 
 def member_of(told: str | bytes) -> Member:
-    """What another process has told."""
+    """Parse the description of another process."""
     return Member(*json.loads(told))
 
 
 def ended_ranks(members: Iterable[Member]) -> dict[int, str]:
-    """The ranks that have ended, and their processes in words.
+    """Return the ranks that have ended, and their processes in words.
 
     Called where a rank was lost: where none has ended yet, one may be about to.
 

@@ -17,18 +17,18 @@ Replicated = nn.parallel.DistributedDataParallel
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Whether it has a part of its parameters, and asks other ranks for the rest when it runs."""
+    """Return whether it has shards of its parameters, and gathers the rest when it runs."""
     # by name: the second version of FSDP makes a class for each module that it shards
     return _is_named(module, "FSDP") or is_first_fsdp(module)
 
 
 def is_first_fsdp(module: nn.Module) -> bool:
-    """Whether it is a module of the first version of FSDP."""
+    """Return whether it is a module of the first version of FSDP."""
     return _is_named(module, _FIRST)
 
 
 def has_other_replicas(module: nn.Module) -> TypeGuard[Replicated]:
-    """Whether it is a replica, and other ranks have others."""
+    """Return whether it is a replica, and other ranks have others."""
     if not isinstance(module, Replicated):
         return False
     return bool(torch.distributed.get_world_size(module.process_group) > 1)
@@ -36,7 +36,7 @@ def has_other_replicas(module: nn.Module) -> TypeGuard[Replicated]:
 
 @contextmanager
 def kept_apart(module: Replicated) -> Iterator[None]:
-    """A block in which a replica asks no other rank, whatever these do meanwhile."""
+    """Return a block in which a replica asks no other rank, whatever these do meanwhile."""
     brings_buffers, exchanges = module.require_forward_param_sync, module.require_backward_grad_sync
     # forward passes ask for buffers, and each one without exchange says that none are to be asked
     module.require_forward_param_sync = False

@@ -95,5 +95,5 @@ def _of_two(ours: Tensor, theirs: Tensor) -> Tensor:
 
 
 def mark_of(*what: object) -> int:
-    """A number for what is the same in two calls, and hardly ever in two others."""
+    """Return a number for what is the same in two calls, and hardly ever in two others."""
     return zlib.crc32(repr(what).encode())

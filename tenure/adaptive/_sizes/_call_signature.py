@@ -47,17 +47,17 @@ def signature_of(
 
 
 def modes_in(signature: str) -> str:
-    """The part of a signature that does not depend on the arguments."""
+    """Return the part of a signature that does not depend on the arguments."""
     return signature.partition(_SEPARATOR)[0]
 
 
 def with_other_gradients(modes: str) -> str:
-    """The same modes, but for whether gradients of before are there."""
+    """Return the same modes, but for whether gradients of before are there."""
     return modes.removesuffix(_ADDING) if adds_gradients(modes) else modes + _ADDING
 
 
 def adds_gradients(modes: str) -> bool:
-    """Whether gradients of before are there."""
+    """Return whether gradients of before are there."""
     return modes.endswith(_ADDING)
 
 

@@ -54,7 +54,7 @@ class SizeSite:
         return all(reference() is not None for reference in self.about)
 
     def known(self, signature: str) -> SizeRecord | None:
-        """The record of a signature; without one a copy of the latest under the same modes."""
+        """Return the record of a signature, else a copy of the latest under the same modes."""
         with _lock:
             record = self.records.pop(signature, None)
             if record is None:
@@ -67,7 +67,7 @@ class SizeSite:
             return record
 
     def _similar(self, modes: str) -> SizeRecord | None:
-        """A copy of the latest record of another shape, whose sizes are a better guess than none.
+        """Return a copy of the latest record of another shape, as a first guess.
 
         Not of other modes: without gradients far larger ones fit, see
         test_evaluation_does_not_make_training_smaller.
@@ -80,7 +80,7 @@ class SizeSite:
         return None
 
     def new(self, signature: str) -> SizeRecord:
-        """The record of a signature, empty where there is none."""
+        """Return the record of a signature, empty where there is none."""
         with _lock:
             record = self.records.setdefault(signature, SizeRecord())
             _shorten(self.records, _MOST_SIGNATURES)
@@ -94,7 +94,7 @@ from_files: dict[str, dict[str, SizeRecord]] = {}
 
 
 def find(key: SiteKey) -> SizeSite | None:
-    """The site of a key, if something is known there."""
+    """Return the site of a key, if something is known there."""
     site = sites.get(key)
     # one whose objects are gone is another's by now, though the identities are the same: add() puts
     # a new one in its place, see test_an_identity_that_is_used_again_is_no_acquaintance
@@ -109,7 +109,7 @@ def find(key: SiteKey) -> SizeSite | None:
 
 
 def add(key: SiteKey, name: str, about: Iterable[object]) -> SizeSite:
-    """The site of a key, with what a file told of it."""
+    """Return the site of a key, with what a file told of it."""
     # two threads that are the first here get the same one
     with _lock:
         site = find(key)
@@ -204,7 +204,7 @@ def _checked_path(entry: str, path: _Path) -> Path:
 
 
 def _target_of(path: Path) -> Path:
-    """The file that is replaced: what a link points to, and nothing that is no file.
+    """Return the file that is replaced: what a link points to, and nothing that is no file.
 
     Raises:
         OSError: a folder, a device or a pipe is there, or a link to itself.
@@ -244,7 +244,7 @@ def _entry(item: Any) -> tuple[tuple[str, str], SizeRecord]:
 
 
 def entries() -> dict[tuple[str, str], SizeRecord]:
-    """What is known now, by the name of a site and a signature; of two the one of smaller sizes."""
+    """Return the known records by site and signature; of two, the one of smaller sizes."""
     found: dict[tuple[str, str], SizeRecord] = {}
     with _lock:
         for site in sites.values():

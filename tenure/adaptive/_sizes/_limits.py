@@ -33,15 +33,15 @@ class SizeLimits:
         return -(-self.minimum // self.align) * self.align
 
     def first(self, initial: int) -> int:
-        """The size to begin with where nothing is known."""
+        """Return the size to begin with where nothing is known."""
         return self.aligned(initial if self.maximum is None else min(initial, self.maximum))
 
     def ceiling(self, initial: int) -> int:
-        """The largest size that may be tried."""
+        """Return the largest size that may be tried."""
         return self.aligned(initial if self.maximum is None else self.maximum)
 
     def below(self, failed: int, wanted: int) -> int | None:
-        """The size nearest to ``wanted`` that may be tried after ``failed``; None if there is none.
+        """Return the allowed size nearest to ``wanted`` below ``failed``, or None.
 
         Args:
             failed: the size that failed.
@@ -55,18 +55,18 @@ class SizeLimits:
         return max(self.floor, min(largest, wanted // self.align * self.align))
 
     def in_the_way_below(self, failed: int) -> str:
-        """The arguments that leave no size below one that failed, as errors name them."""
+        """Return the arguments that leave no size below one that failed, as errors name them."""
         names = ["minimum="] if failed <= self.minimum else []
         names += ["align="] if failed <= self.align else []
         return " and ".join(names) or "minimum= or align="
 
     def aligned(self, size: int) -> int:
-        """The largest size in whole steps; one that is smaller than a step is left as it is."""
+        """Return the largest size in whole steps; a size below one step stays."""
         # a batch that is smaller than a step has to be run, too
         return size // self.align * self.align or size
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copies and pickles of no limits are NO_LIMITS itself, as calls expect it."""
+        """Copy and pickle NO_LIMITS as itself, because calls compare its identity."""
         return checked_limits, (self.minimum, self.maximum, self.align)
 
 
@@ -74,7 +74,7 @@ NO_LIMITS = SizeLimits()
 
 
 def checked_limits(minimum: int, maximum: int | None, align: int) -> SizeLimits:
-    """The limits that a user gave.
+    """Return the limits that a user gave.
 
     Raises:
         AdaptiveUsageError: one is no whole number from 1 up, or they leave no size.
@@ -96,7 +96,7 @@ def checked_limits(minimum: int, maximum: int | None, align: int) -> SizeLimits:
 
 
 def checked_size(name: str, size: object) -> int:
-    """A number of things to do at once.
+    """Return a number of things to do at once.
 
     Raises:
         AdaptiveUsageError: it is no whole number from 1 up.
@@ -111,7 +111,7 @@ def checked_size(name: str, size: object) -> int:
 
 
 def checked_initial(name: str, initial: int | None, limits: SizeLimits) -> int | None:
-    """The size to begin with; without one the largest that is allowed, or None.
+    """Return the size to begin with; without one the largest that is allowed, or None.
 
     Raises:
         AdaptiveUsageError: it is no size, or no size is allowed from the minimum up to it.

@@ -128,7 +128,7 @@ class SizeModel:
         return max(min(wanted, top) // self._align, known.ok // self._align + 1) * self._align
 
     def _top(self) -> int:
-        """The largest size that may fit: below the one that failed, or more if more is free now."""
+        """Return the largest size that may fit: below the failed one, unless more is free now."""
         known = self._known
         if known.bad is None or known.is_guess:
             return self._high
@@ -138,7 +138,7 @@ class SizeModel:
         return min(self._high, (bad - 1) // self._align * self._align)
 
     def _first(self) -> int:
-        """The size to begin with, or to go on with as long as none has worked."""
+        """Return the size to begin with, or to go on with as long as none has worked."""
         if self._predict is None or self.limit_bytes is None or self.n_ooms + 1 >= MOST_OOMS:
             return self._low
         factor = 1.0

@@ -25,7 +25,7 @@ class Foresight(Protocol):
         ...
 
     def __call__(self, size: int) -> int:
-        """The bytes that a size is predicted to need."""
+        """Return the bytes that a size is predicted to need."""
         ...
 
 
@@ -56,7 +56,7 @@ class Foreseen(NamedTuple):
 def foreseen(
     predict: Foresight, low: int, high: int, free_bytes: int, align: int = 1
 ) -> Foreseen | None:
-    """The size to run, by predictions: the largest if it fits, else what does, less a margin.
+    """Return the predicted size to run: the largest that fits, less a margin.
 
     Args:
         predict: predicts.
@@ -150,7 +150,7 @@ def largest_predicted(
 
 
 def _reaching(limit_bytes: float, known: dict[int, int]) -> int:
-    """The size at which a line through the last two reaches so much."""
+    """Return the size at which a line through the last two reaches so much."""
     (n, n_bytes), *before = reversed(known.items())
     # most memory is a fixed part and one in proportion: one prediction can't tell them apart
     less, less_bytes = before[0] if before else (0, 0)
@@ -165,5 +165,5 @@ def _middle(fits: int, fails: int) -> int:
 
 
 def with_margin(size: int) -> int:
-    """A size that measuring or predicting says fits, as one that surely does."""
+    """Return a size that measuring or predicting says fits, as one that surely does."""
     return size - size // _MARGIN

@@ -72,12 +72,12 @@ class SizeRecord:
     climbing: bool = False
 
     def snapshot(self) -> SizeRecord:
-        """All that it says at one moment, whatever other threads note meanwhile."""
+        """Return a consistent snapshot, whatever other threads note meanwhile."""
         with _lock:
             return replace(self)
 
     def copy(self, *, has_less_room: bool = False) -> SizeRecord:
-        """What this one knows of sizes, as the beginning of another for work of another shape.
+        """Return a copy of the sizes, to begin a record for work of another shape.
 
         What a size needs is another then. Clean calls count on, so that sizes grow also where no
         two calls have the same shape.
@@ -200,7 +200,7 @@ class SizeRecord:
         return (Measured(size, -(-n_bytes * size // self.ok)),)
 
     def _note_less(self, size: int, needed_bytes: int) -> None:
-        """A smaller size says that ``ok`` needs less than it did, as where gradients are there."""
+        """Note from a smaller size that ``ok`` needs less than before, as if gradients exist."""
         least = Measured(self.ok, -(-needed_bytes * self.ok // size))
         if least.n_bytes < self.points[-1].n_bytes:
             self.points = (least,)
@@ -241,7 +241,7 @@ class SizeRecord:
             self.free_bytes = self.least_free_bytes = None
 
     def note_predicted(self, too_large: int | None, device: str, free_bytes: int) -> None:
-        """A prediction was asked where nothing was known: this size is not worth a try.
+        """Note that a prediction ruled out this size, when nothing else was known.
 
         Args:
             too_large: the size that is predicted to fail; None: all that is allowed fits.
@@ -255,7 +255,7 @@ class SizeRecord:
             self.is_guess = too_large is not None
 
     def note_clean_call(self, size: int, ceiling: int) -> None:
-        """A call, or many pieces of one, ended without a failure at ``size``."""
+        """Note that a call, or many pieces of one, ended without a failure at ``size``."""
         with _lock:
             if size >= ceiling:
                 self.n_clean, self.climbing = 0, False

@@ -69,7 +69,7 @@ CacheType = type[BatchsizeCache]
 
 
 def checked_cache_type(cache_type: object) -> CacheType:
-    """The class that was given; for None the room's ``DEFAULT_CACHE_TYPE``, as it is now.
+    """Return the class that was given; for None the room's ``DEFAULT_CACHE_TYPE``, as it is now.
 
     Raises:
         AdaptiveUsageError: it is no cache type, or one that does not say for what.
@@ -140,7 +140,7 @@ class RememberedCall:
         self._arguments = args, kwargs, adds_gradients
 
     def known(self) -> SizeRecord | None:
-        """The record of this call; None where nothing is known."""
+        """Return the record of this call; None where nothing is known."""
         # by far the most: nothing has failed in this process, and so nothing is known
         if not (sites or from_files) or self._cache_type.remembered_for == "nothing":
             return None
@@ -152,7 +152,7 @@ class RememberedCall:
         return site.known(self._signature())
 
     def new(self) -> SizeRecord:
-        """The record of this call, an empty one where nothing is known."""
+        """Return the record of this call, an empty one where nothing is known."""
         if self._cache_type.remembered_for == "nothing":
             return SizeRecord()
         return self._add().new(self._signature())
@@ -178,7 +178,7 @@ class RememberedCall:
         return add(self._key(), name, about)
 
     def _named(self) -> tuple[list[object], list[str]]:
-        """The objects that the site is about, and the parts of its name."""
+        """Return the objects that the site is about, and the parts of its name."""
         context, owner, frame = self._context, self._owner, self._frame
         if context is not None:
             if _is_plain(context):
@@ -201,7 +201,7 @@ class RememberedCall:
 
 
 def calling_frame() -> FrameType:
-    """The frame that calls who asks; where nothing in Python does, the frame of who asks.
+    """Return the frame that calls who asks; where nothing in Python does, the frame of who asks.
 
     Functions that are run at exit, and those that are a thread's first, are called so.
     """
@@ -212,7 +212,7 @@ def calling_frame() -> FrameType:
 
 
 def stands_for(function: Any) -> object:
-    """What sizes are remembered for when a function is: its code, so that a new closure counts too.
+    """Return the key of a function's sizes: its code, so that new closures share it.
 
     Callables without code stand for themselves; what can't be referred to weakly, for its class.
     """
@@ -225,7 +225,7 @@ def stands_for(function: Any) -> object:
 
 
 def _inside(function: Any) -> Any:
-    """What a function does nothing but call; None where it is the function itself."""
+    """Return the function that a wrapper only calls; None if it is no wrapper."""
     if isinstance(function, functools.partial):
         return function.func
     if isinstance(function, MethodType):
@@ -261,7 +261,7 @@ def _name_of(owner: object) -> str:
 
 
 def _name_of_call(frame: FrameType) -> str:
-    """Where a frame stands, the same in each process and after changes elsewhere in the file."""
+    """Return a frame's name, stable between processes and after edits elsewhere in the file."""
     code = frame.f_code
     line, column = position_of(code, frame.f_lasti)
     # counted from the first line of the function: changes above it move all of its lines

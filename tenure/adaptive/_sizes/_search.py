@@ -290,7 +290,7 @@ class AdaptiveSearch:
         return before
 
     def tried(self) -> None:
-        """A part of the work, of this size, returned and was taken back; choose the size by it."""
+        """Choose the size after a trial of this size, which returned and was undone."""
         model, meter, size = self._model, self._meter, self.size
         # a trial follows a failure, which makes both
         assert model is not None
@@ -306,7 +306,7 @@ class AdaptiveSearch:
         self._measure(meter)
 
     def finished(self) -> None:
-        """The call has returned."""
+        """Note that the call has returned."""
         if self._model is not None and not self._model.n_ooms and self._n_pieces:
             self._model.record.note_clean_call(self._base, self._ceiling)
 
@@ -321,7 +321,7 @@ class AdaptiveSearch:
                 self._measure(meter)
 
     def _measure(self, meter: MemoryMeter) -> None:
-        """What is tried next tells how much it needs."""
+        """Measure how much the next attempt needs."""
         self._meter = meter
         self._free_bytes = meter.available_bytes()
         meter.restart()
@@ -399,12 +399,12 @@ class AdaptiveSearch:
         return wanted
 
     def gave_up(self) -> int:
-        """Nothing that is allowed fits; the largest size that had worked before this call, or 0."""
+        """Give up: no allowed size fits; return the largest that worked before, or 0."""
         self._learn().record.forget()
         return self._had_worked
 
     def _predicted(self, size: int, free_bytes: int | None) -> int | None:
-        """The size that is predicted to fit; None where nobody is asked, or not believed."""
+        """Return the size that is predicted to fit; None where nobody is asked, or not believed."""
         # once: a size that was predicted to fit and did not says that predictions are too low
         predict, self._predict = self._predict, None
         limits = self._limits
@@ -416,7 +416,7 @@ class AdaptiveSearch:
         return None if found is None else found.size
 
     def _tried_out(self, free_bytes: int | None, wanted: int, *, is_blind: bool) -> int | None:
-        """The size that a trial is to show to fit, or has; None if none is left."""
+        """Return the size that a trial is to show to fit, or has; None if none is left."""
         model, size = self._learn(), self.size
         model.limit_bytes = free_bytes
         if model.is_measured:
@@ -430,7 +430,7 @@ class AdaptiveSearch:
 
 
 def checked_reduced(size: object) -> int:
-    """What a user's ``reduce`` returned.
+    """Check the size that a user's ``reduce`` returned.
 
     Raises:
         AdaptiveUsageError: it is no whole number.

@@ -189,7 +189,7 @@ class Caches:
 
 
 def _functions_of(module: nn.Module) -> Iterator[Any]:
-    """The functions that a module holds, and the hooks of it and of its parameters."""
+    """Yield the functions that a module holds, and the hooks of it and of its parameters."""
     for name, value in vars(module).items():
         if type(value) in (FunctionType, MethodType):
             yield value
@@ -203,7 +203,7 @@ def _functions_of(module: nn.Module) -> Iterator[Any]:
 
 
 def _attributes(holder: Any) -> dict[str, Any]:
-    """What a class, or the variable of a closure, holds."""
+    """Return the attributes of a class, or the value of a closure's variable."""
     if type(holder) is not CellType:
         return dict(type.__dict__["__dict__"].__get__(holder))
     try:

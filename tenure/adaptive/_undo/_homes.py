@@ -17,7 +17,7 @@ CACHE = type(functools.lru_cache(len))
 
 
 def homes_of(objects: Iterable[Any]) -> set[str]:
-    """The names of the Python modules that modules, functions and caches of functions are from."""
+    """Return the names of the Python modules that define modules, functions and caches."""
     names: list[Any] = []
     # without calls for each object: a step asks for all variables of the user's files
     for each in objects:
@@ -34,33 +34,33 @@ def homes_of(objects: Iterable[Any]) -> set[str]:
 
 
 def variables_of(homes: Iterable[str]) -> list[dict[str, Any]]:
-    """The variables of Python modules."""
+    """Return the variables of Python modules."""
     return [vars(sys.modules[name]) for name in sorted(homes)]
 
 
 def helpers_of(homes: set[str]) -> set[str]:
-    """The Python modules that others import, or import a function from."""
+    """Return the Python modules that others import, or import a function from."""
     return homes_of(chain(*[list(space.values()) for space in variables_of(homes)])) - homes
 
 
 def used_variables(objects: Iterable[Any]) -> Iterator[Any]:
-    """The values of variables that the code of modules and functions may use."""
+    """Return the values of variables that the code of modules and functions may use."""
     homes = homes_of(objects)
     spaces = variables_of(homes | helpers_of(homes))
     return chain(*[list(space.values()) for space in spaces])
 
 
 def home_of(value: Any) -> str:
-    """The name of the Python module that a class or a function is from."""
+    """Return the name of the Python module that a class or a function is from."""
     name = value.__module__
     return name if type(name) is str else ""
 
 
 def is_library(name: str) -> bool:
-    """Whether a Python module keeps nothing of a model in its variables."""
+    """Return whether a Python module keeps nothing of a model in its variables."""
     return name.partition(".")[0] in _LIBRARIES
 
 
 def is_a(value: object, *kinds: type) -> bool:
-    """As `isinstance`, which asks a weak proxy; and one of nothing raises."""
+    """Return `isinstance` by type, because a dead weak proxy raises."""
     return issubclass(type(value), kinds)

@@ -100,7 +100,7 @@ class _ModeState:
             ]
 
     def finish(self) -> None:
-        """What the attempt set stays."""
+        """Keep what the attempt set."""
         self._training: list[tuple[nn.Module, bool]] = []
         self._hooks: list[tuple[_Hooks, _Hooks]] = []
         self._frozen: list[tuple[Tensor, bool]] = []
@@ -121,7 +121,7 @@ class _ModeState:
 
 
 def modules_below(models: Iterable[nn.Module]) -> list[nn.Module]:
-    """The models and all modules below them, each once, the upper ones first."""
+    """Return the models and all modules below them, each once, the upper ones first."""
     found: dict[int, nn.Module] = {}
     waiting = [*models][::-1]
     while waiting:
@@ -177,7 +177,7 @@ class _AttributeState:
                     self._note_below(module, attributes)
 
     def finish(self) -> None:
-        """What the attempt set stays."""
+        """Keep what the attempt set."""
         remember_written(self._tensors)
         self._noted, self._contents, self._tensors, self._seen = [], [], [], set()
 
@@ -214,12 +214,12 @@ class _AttributeState:
 
 
 def _attributes_of(module: nn.Module) -> dict[str, Any]:
-    """What a module holds besides what every module has."""
+    """Return the attributes of a module beside those of every module."""
     return {k: v for k, v in vars(module).items() if k not in _OF_EVERY_MODULE}
 
 
 def _changeable(name: str, items: Iterable[Any]) -> Iterator[tuple[str, Any]]:
-    """What stands in a container and may be changed, with a name for each place."""
+    """Yield the entries of a container that may change, with a name each."""
     # by number: the text of a key may be that of a whole model, and keys may be others each time
     numbered = enumerate(each for _, each in entries(items))
     return ((f"{name}[{i}]", each) for i, each in numbered if type(each) not in _PLAIN)
@@ -276,12 +276,12 @@ class BufferState:
                         self._buffers.append(_Buffer(module, name, tensor, note))
 
     def finish(self) -> None:
-        """What the attempt wrote stays; the copies go."""
+        """Keep what the attempt wrote, and drop the copies."""
         remember_written(buffer.note for buffer in self._buffers if buffer.note is not None)
         self._buffers, self._names = [], []
 
     def written(self) -> list[tuple[nn.Module, str]]:
-        """The buffers, by module and name, that have other values than when they were noted.
+        """Return the buffers, by module and name, that have other values than when they were noted.
 
         One that has another shape is a cache that grew, and does not count.
         """
@@ -322,6 +322,6 @@ def _buffer(module: nn.Module, name: str) -> Tensor | None:
 
 
 def _may_be_statistic(tensor: Tensor) -> bool:
-    """Whether batch norm may have written it without counting a version."""
+    """Return whether batch norm may have written it without counting a version."""
     is_plain = type(tensor) is Tensor and tensor.layout is torch.strided
     return is_plain and tensor.is_floating_point() and not tensor.is_meta

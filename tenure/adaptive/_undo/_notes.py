@@ -43,12 +43,12 @@ class TensorNote(NamedTuple):
     is_lazy: bool
 
     def was_left_alone(self) -> bool:
-        """Whether it certainly has the values that it had."""
+        """Return whether it certainly has the values that it had."""
         same_version = version_of(self.tensor) == self.version
         return self.is_lazy and same_version and share_memory(self.tensor, self.copy)
 
     def has_other_version(self) -> bool:
-        """Whether an operation has written it and said so; batch norm does not."""
+        """Return whether an operation has written it and said so; batch norm does not."""
         return self.version is not None and version_of(self.tensor) != self.version
 
     def undo(self) -> None:
@@ -80,7 +80,7 @@ def noted(owner: nn.Module, name: str, tensor: Tensor) -> TensorNote:
 
 
 def is_gone(tensor: Tensor) -> bool:
-    """Whether a module still holds a tensor that was disposed; there are no values to note."""
+    """Return whether a module holds a disposed tensor, which has no values to note."""
     return type(tensor) is not Tensor and is_disposed(tensor)
 
 
@@ -92,7 +92,7 @@ def remember_written(notes: Iterable[TensorNote]) -> None:
 
 
 def differing(pairs: list[tuple[Tensor, Tensor]]) -> list[bool]:
-    """Whether the values of two tensors differ, of each pair; asks each device once.
+    """Return whether the values of two tensors differ, of each pair; asks each device once.
 
     Two that are both nan don't.
     """
@@ -169,7 +169,7 @@ class ContainerNote(NamedTuple):
     attributes: dict[str, Any] | None
 
     def is_same(self) -> bool:
-        """Whether it holds the same objects, in the same order; its attributes are not asked."""
+        """Return whether it holds the same objects in the same order."""
         now = self.kind.read(self.container)
         if len(now) != len(self.items):
             return False
@@ -202,5 +202,5 @@ def noted_container(value: object) -> ContainerNote | None:
 
 
 def entries(items: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
-    """What stands in a plain container, with its key or number."""
+    """Return the entries of a plain container, by key or index."""
     return iter(items.items()) if isinstance(items, dict) else enumerate(items)

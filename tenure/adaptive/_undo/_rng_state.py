@@ -28,7 +28,7 @@ Generator = Any
 
 
 def generators_in(values: Iterable[object]) -> list[Generator]:
-    """Those of many values that are generators."""
+    """Return the generators among some values."""
     kinds = generator_kinds()
     # of thousands of attributes most are of a few types
     known: dict[type, bool] = {}
@@ -44,7 +44,7 @@ def generators_in(values: Iterable[object]) -> list[Generator]:
 
 
 def generator_kinds() -> tuple[type, ...]:
-    """The classes of generators; NumPy's only where it is loaded, and it may be half imported."""
+    """Return the classes of generators; NumPy's only if it is loaded."""
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is None:
         return _KINDS
@@ -89,7 +89,7 @@ class RngState:
         self._noted = noted
 
     def has_drawn(self, *, elsewhere: bool = False) -> bool:
-        """Whether numbers were drawn since the states were noted; or of others than torch's."""
+        """Return whether any numbers were drawn since the states were noted."""
         noted = [each for each in self._noted if not (elsewhere and _is_of_torch(each))]
         with persist():
             return any(not _same(read(), state) for state, read, _ in noted)
@@ -103,7 +103,7 @@ class RngState:
         self._noted += map(_generator, new)
 
     def finish(self) -> None:
-        """What was drawn stays drawn."""
+        """Keep the drawn numbers drawn."""
         self._noted = []
 
     def draw(self) -> None:
@@ -195,12 +195,12 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _is_initialized(device: torch.device) -> bool:
-    """Whether its generator exists; asking one of an unused CUDA would start CUDA."""
+    """Return whether its generator exists; asking one of an unused CUDA would start CUDA."""
     module: Any = torch.get_device_module(device)
     return bool(getattr(module, "is_initialized", lambda: True)())
 
 
 def _has_memory(device: torch.device) -> bool:
-    """Whether it is in use already: a kernel on one that is not would make a context there."""
+    """Return whether a device is in use, because reading its state would make a context."""
     module: Any = torch.get_device_module(device)
     return not hasattr(module, "memory_reserved") or module.memory_reserved(device) > 0

@@ -41,7 +41,7 @@ class GradMode:
         self._is_on = torch.is_grad_enabled()
 
     def finish(self) -> None:
-        """Nothing is left to do."""
+        """Do nothing: it is done already."""
 
     def undo(self) -> None:
         """Set it as it was."""

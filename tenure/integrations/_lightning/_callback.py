@@ -45,7 +45,7 @@ class MemoryCallback(_Callback):  # type: ignore[misc]  # of Any, on purpose
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """A callback of the libraries that are there."""
+        """Return a callback of the libraries that are there."""
         if not _imported():
             _import_one()
         kind: Any = cls
@@ -59,7 +59,7 @@ class MemoryCallback(_Callback):  # type: ignore[misc]  # of Any, on purpose
         self._step = 0
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """What copies and pickles are made of; a new one has seen nothing."""
+        """Copy and pickle as a new object that has seen nothing."""
         return getattr(type(self), "_written", type(self)), (self._share,)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -82,7 +82,7 @@ class MemoryCallback(_Callback):  # type: ignore[misc]  # of Any, on purpose
             pl_module.log_dict(figures, on_step=True, on_epoch=False)
 
     def report(self) -> str:
-        """What holds memory now, in a few lines; in a notebook, call it after an error."""
+        """Return what holds memory now, in a few lines; in a notebook, call it after an error."""
         return self._watch.report()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
@@ -104,7 +104,7 @@ def _imported() -> tuple[str, ...]:
 
 @functools.cache
 def _with_bases(cls: Any, homes: tuple[str, ...]) -> Any:
-    """A class with the Callbacks of some libraries, which are imported."""
+    """Return a class with the Callbacks of some libraries, which are imported."""
     bases = [sys.modules[home].Callback for home in homes]
     missing = [base for base in bases if not issubclass(cls, base)]
     if not missing:

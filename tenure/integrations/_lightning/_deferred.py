@@ -81,7 +81,7 @@ class DeferredGradients:
             hooks.update(held | added_meanwhile)
 
     def loss(self, value: Tensor, scale: Tensor | None) -> Tensor:
-        """A loss with that value, whose backward pass delivers what was made.
+        """Return a loss with that value, whose backward pass delivers what was made.
 
         Args:
             value: of no dimension.

@@ -115,7 +115,7 @@ def _bring_back(before: Sequence[tuple[Any, dict[str, Any]]]) -> None:
 
 
 def joined_call(calls: Sequence[MetricCall], joiner: Joiner, name: str) -> Callable[[], Any]:
-    """What calls a metric with what its calls for each part got."""
+    """Return a call of a metric with the joined arguments of its calls for each part."""
     first = calls[0]
     place = f"what {name}() gave the metric {first.name!r}"
     args = joiner.joined([call.args for call in calls], place)
@@ -124,7 +124,7 @@ def joined_call(calls: Sequence[MetricCall], joiner: Joiner, name: str) -> Calla
 
 
 def _metrics_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The metrics of a module by name; of those inside another one, only the outer one."""
+    """Yield the metrics of a module by name; of those inside another one, only the outer one."""
     # without it there are none
     library = sys.modules.get("torchmetrics")
     kinds = () if library is None else (library.Metric, library.MetricCollection)
@@ -142,7 +142,7 @@ def _metrics_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _empty_copy(metric: Any) -> Any:
-    """A metric that has seen nothing."""
+    """Return a metric that has seen nothing."""
     # what it has seen may be all outputs of an epoch, and is not copied only to be dropped
     kept = tensors_in(vars(each) for each in metric.modules())
     made = copy.deepcopy(metric, {id(tensor): tensor for tensor in kept})

@@ -137,7 +137,7 @@ class Recorder:
 
 
 def recorder_of(module: object) -> Recorder | None:
-    """The step of a module that runs now."""
+    """Return the step of a module that runs now."""
     recorder = _running.get()
     return recorder if recorder is not None and recorder.module is module else None
 
@@ -181,7 +181,7 @@ class Outcome:
             )
 
     def extra(self) -> dict[str, Any]:
-        """What was returned beside the loss."""
+        """Return the results beside the loss."""
         self._check_alike([list(part.extra) for part in self._parts], "returned the keys")
         return {
             key: self._joiner.joined(
@@ -191,7 +191,7 @@ class Outcome:
         }
 
     def metric_calls(self) -> list[Callable[[], Any]]:
-        """What calls the metrics, once each time that each part did."""
+        """Return calls of the metrics, one for each call that every part made."""
         names = [[call.name for call in part.calls] for part in self._parts]
         self._check_alike(names, "called the metrics")
         return [
@@ -200,7 +200,7 @@ class Outcome:
         ]
 
     def logs(self) -> Iterator[tuple[str, Any, dict[str, Any]]]:
-        """What is to be logged."""
+        """Yield the values to log."""
         names = [[name for name, _, _ in part.logs] for part in self._parts]
         self._check_alike(names, "logged")
         for each in zip(*(part.logs for part in self._parts), strict=True):

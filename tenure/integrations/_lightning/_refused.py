@@ -13,7 +13,7 @@ _OWN_OPTIONS = frozenset({"scaler", "backward", "context", "has_aux"})
 
 
 def options_of(module: Any) -> dict[str, Any]:
-    """The arguments of `step` that a module declares."""
+    """Return the arguments of `step` that a module declares."""
     return dict(getattr(module, "adaptive_options", ()))
 
 

@@ -26,7 +26,7 @@ from ._refused import options_of
 
 
 def is_trained(module: Any) -> bool:
-    """Whether it is the training loop of a trainer that calls, and not a module around this one."""
+    """Return whether a trainer's training loop is the caller, not a module around this one."""
     trainer = module._trainer
     if trainer is None or not trainer.training or not torch.is_grad_enabled():
         return False
@@ -87,7 +87,7 @@ def fitting_step(
 
 @contextmanager
 def _telling_where_to_declare(kind: type) -> Iterator[None]:
-    """A block whose errors speak of arguments of `step`, which the user does not call."""
+    """Return a block whose errors speak of arguments of `step`, which the user does not call."""
     try:
         yield
     except (AdaptiveUsageError, BatchCoupledError, SplitMismatchError) as error:
@@ -99,7 +99,7 @@ def _telling_where_to_declare(kind: type) -> Iterator[None]:
 
 
 def _function_of(self: Any, written: Callable[..., Any]) -> Callable[[Any], Any]:
-    """The function of one step.
+    """Return the function of one step.
 
     It captures what stays the same from step to step, by which `step` knows the place again; and by
     the names that the user's code has.
@@ -119,7 +119,7 @@ def _function_of(self: Any, written: Callable[..., Any]) -> Callable[[Any], Any]
 
 
 def _trained_by(module: Any) -> list[Tensor]:
-    """The leaves that get gradients for an optimizer: those of the module, and what else it has."""
+    """Return the leaves that an optimizer steps, those of the module and others."""
     of_optimizers = (
         leaf
         for optimizer in module.trainer.optimizers
@@ -145,6 +145,6 @@ def _release_old_gradients(module: Any) -> None:
 
 
 def _is_of_lightning(method: Any) -> bool:
-    """Whether a hook is the one that does nothing of its own."""
+    """Return whether a hook is the one that does nothing of its own."""
     module = getattr(method, "__module__", "").partition(".")[0]
     return module in ("lightning", "pytorch_lightning")

@@ -51,7 +51,7 @@ class MemoryCallback(TrainerCallback):
         self._is_told = True
 
     def report(self) -> str:
-        """What holds memory now, in a few lines; in a notebook, call it after an error."""
+        """Return what holds memory now, in a few lines; in a notebook, call it after an error."""
         return self._watch.report()
 
     def add_to(self, logs: dict[str, float]) -> None:

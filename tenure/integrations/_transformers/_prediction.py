@@ -71,7 +71,7 @@ class Batch:
         (self.n_samples,) = set(lengths.values())
 
     def part(self, start: int, end: int) -> Any:
-        """The samples from one to another."""
+        """Return the samples from one to another."""
         cut = {key: self._cut(key, start, end) for key in self.inputs}
         return type(self.inputs)(cut)  # type: ignore[call-arg]  # as the Trainer itself makes it
 
@@ -153,7 +153,7 @@ class PredictionInPieces:
         return loss, logits, _joined([piece.labels for piece in pieces], lengths)
 
     def forget(self) -> None:
-        """Another evaluation begins, maybe of other data: what the loss is is found out again."""
+        """Forget how the loss adds up, because another evaluation may have different data."""
         self._possible: list[str] | None = None
 
     def _loss(
@@ -199,7 +199,7 @@ class PredictionInPieces:
 
 
 def _combined(losses: Sequence[Any], weight: Weight | None, parts: Sequence[Any]) -> float:
-    """The loss of a batch, of those of its parts: a mean by a weight, or without one a sum."""
+    """Return the loss of a batch from its parts: a weighted mean, or a sum without weights."""
     if weight is None:
         return sum(map(float, losses))
     weights = [float(weight(part)) for part in parts]
@@ -228,17 +228,17 @@ def _mismatch(whole: float, found: Sequence[float]) -> SplitMismatchError:
 
 
 def on_host(outputs: Any) -> Any:
-    """The same containers, of tensors on the host."""
+    """Return the same containers, of tensors on the host."""
     return mapped(Tensor.cpu, outputs)
 
 
 def on_device(outputs: Any, device: torch.device) -> Any:
-    """The same containers, of tensors on a device."""
+    """Return the same containers, of tensors on a device."""
     return mapped(lambda tensor: tensor.to(device), outputs)
 
 
 def _joined(column: Sequence[Any], lengths: Sequence[int]) -> Any:
-    """The outputs of a batch, of those of its pieces.
+    """Return the outputs of a batch, of those of its pieces.
 
     Raises:
         SplitMismatchError: there is something in them that has not one row for each sample.

@@ -39,7 +39,7 @@ class HeldLogs:
 def joined_logs(
     trainer: object, parts: Sequence[HeldLogs], sizes: Sequence[int], loss: Tensor
 ) -> Iterator[_Call]:
-    """What is to be logged of a batch.
+    """Yield the values to log of a batch.
 
     Args:
         trainer: logs it.
@@ -77,7 +77,7 @@ class LossOfBatch:
 
     @contextmanager
     def being(self, loss_of: Callable[[Any], tuple[Tensor, HeldLogs]]) -> Iterator[None]:
-        """A block in which it is a function, which it does not hold afterwards."""
+        """Return a block in which it is a function, which it does not hold afterwards."""
         self._loss_of = loss_of
         try:
             yield
@@ -92,7 +92,7 @@ class LossOfBatch:
 
 
 def losses_taken(accelerator: Any, work: Callable[[], object]) -> list[Tensor]:
-    """The losses that an accelerator gets while work runs; none is run backward."""
+    """Return the losses that an accelerator gets while work runs; none is run backward."""
     before, losses = vars(accelerator).get("backward"), []
     # no context manager: Ctrl-C may come as its end begins, and nothing would run backward again
     try:
@@ -107,7 +107,7 @@ def losses_taken(accelerator: Any, work: Callable[[], object]) -> list[Tensor]:
 
 
 def only_loss(losses: list[Tensor], trainer: object) -> Tensor:
-    """The one loss that was taken.
+    """Return the one loss that was taken.
 
     Raises:
         AdaptiveUsageError: there were several, or none.

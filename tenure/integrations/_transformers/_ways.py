@@ -40,7 +40,7 @@ def ways_of(trainer: Trainer, inputs: Any, *, has_n_items: bool) -> dict[str, di
 
 
 def mismatch_of(name: str, mismatches: Mapping[str, SplitMismatchError]) -> SplitMismatchError:
-    """What to tell of a loss that is none of the ways that were tried.
+    """Return the error for a loss that none of the tried ways explains.
 
     Args:
         name: of the trainer's class.
@@ -91,7 +91,7 @@ def _counting(shift: int) -> Callable[[Any], Tensor]:
 
 
 def weights_of(trainer: Trainer, inputs: Any, in_dims: Any) -> Weights:
-    """What the loss of an evaluation may be a mean over."""
+    """Return the counts that the loss of an evaluation may be a mean over."""
     weights: dict[str, Weight | None] = {}
     # num_items_in_batch as the Trainer counts it, which differs from version to version
     count, device = getattr(trainer, "_get_num_items_in_batch", None), trainer.args.device

@@ -50,7 +50,7 @@ class Containers:
         """They are noted."""
 
     def finish(self) -> None:
-        """What was put into them stays."""
+        """Keep what was put into them."""
         self._notes = []
 
     def undo(self) -> None:
@@ -61,7 +61,7 @@ class Containers:
 
 
 def holders_in(values: Iterable[Any]) -> list[Any]:
-    """The containers among some values, and those in which the objects among them hold attributes.
+    """Return the containers among some values, and the attribute dicts of objects among them.
 
     Of a module that is also which parameters, modules and hooks it has; of an optimizer, a schedule
     or a scaler all that it counts.

@@ -41,7 +41,7 @@ class _Lent(NamedTuple):
 
 
 def mode_for(tensors: Iterable[Tensor]) -> Any:
-    """The mode whose fakes are among ``tensors``; else a new one."""
+    """Return the mode whose fakes are among ``tensors``; else a new one."""
     return next((mode_of(tensor) for tensor in tensors if is_fake(tensor)), None) or new_mode()
 
 
@@ -49,7 +49,7 @@ def mode_for(tensors: Iterable[Tensor]) -> Any:
 def lent_to_fakes(
     tensors: Iterable[Tensor], mode: Any, target: Target
 ) -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """A block in which tensors have no data.
+    """Return a block in which tensors have no data.
 
     Args:
         tensors: of any shape, dtype, layout and device.

@@ -67,7 +67,7 @@ class FakesLeft:
         return [each for each in fakes if mode_of(each) is mode and id(each) not in self._others]
 
     def error(self) -> PredictionError:
-        """The error about those that are left, which are disposed."""
+        """Return the error about those that are left, which are disposed."""
         left = self._alive()
         chains = {found[0].chain: None for found in find_holders(left, ignore=(left,)) if found}
         what = describe_tensor(left[0])

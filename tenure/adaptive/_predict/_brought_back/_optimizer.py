@@ -29,7 +29,7 @@ class OptimizerState:
         return [p for group in groups for p in group["params"]]
 
     def tensors(self) -> list[Tensor]:
-        """What it keeps for its parameters."""
+        """Return the tensors that it keeps for its parameters."""
         if self._optimizer is None:
             return []
         known = {id(p) for p in self.parameters}
@@ -62,7 +62,7 @@ class OptimizerState:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """A block after which its attributes, groups and states are as before."""
+        """Return a block after which its attributes, groups and states are as before."""
         optimizer = self._optimizer
         if optimizer is None:
             yield

@@ -11,7 +11,7 @@ import torch
 
 @contextmanager
 def settings_kept() -> Iterator[None]:
-    """A block after which these are as they were.
+    """Return a block after which these are as they were.
 
     Default device and type, whether gradients are recorded, anomaly detection, deterministic
     algorithms, and autocast of the CPU, of CUDA and of the accelerator of this machine.
@@ -28,7 +28,7 @@ def settings_kept() -> Iterator[None]:
 
 
 def _settings() -> dict[str, tuple[Any, Callable[[Any], object]]]:
-    """The settings by name, each with what sets it."""
+    """Return the settings by name, each with what sets it."""
     found: dict[str, tuple[Any, Callable[[Any], object]]] = {
         "device": (torch.get_default_device(), _set_device),
         "dtype": (torch.get_default_dtype(), torch.set_default_dtype),

@@ -31,7 +31,7 @@ def parts_of(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 @contextmanager
 def gradients_kept(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """A block after which shared leaves have the gradients that they had."""
+    """Return a block after which shared leaves have the gradients that they had."""
     before = [(each, each.grad) for each in tensors if is_dtensor(each) and each.is_leaf]
     try:
         yield

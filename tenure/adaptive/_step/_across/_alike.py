@@ -21,14 +21,14 @@ _MOST_TERMS = 16
 
 
 def asked_by(spec: StepSpec, *, per_rank: bool) -> str:
-    """The arguments of a call that have to be the same on all ranks, in words."""
+    """Return the arguments of a call that have to be the same on all ranks, in words."""
     loss = "outputs" if callable(spec.loss) else spec.loss
     given = [f"{name}=" for name in ("weight", "then", "once") if getattr(spec, name) is not None]
     return ", ".join([f"loss={loss!r}", *given, *(["per_rank=True"] if per_rank else [])])
 
 
 def weight_of(parts: StepParts) -> float:
-    """What the samples of this rank weigh: ``weight``, or else their number.
+    """Return the weight of this rank's samples: ``weight``, or else their number.
 
     Raises:
         AdaptiveUsageError: ``weight`` gives each term a weight of its own.
@@ -48,7 +48,7 @@ def weight_of(parts: StepParts) -> float:
 
 
 def share_of(weight: float, n_samples: int, tally: Ballot) -> float:
-    """The share of a rank in the mean over all samples."""
+    """Return the share of a rank in the mean over all samples."""
     # the mean over what all weighs nothing has no value; as on one rank samples stand in
     return weight / tally.weight if tally.weight else n_samples / tally.n_samples
 
@@ -93,7 +93,7 @@ class LossOfAll:
         self._terms = {name: torch.empty_like(term) for name, term in outcome.terms.items()}
 
     def over(self, group: RankGroup, share: float) -> StepOutcome:
-        """Those of all ranks, which sum theirs up here, each times its share."""
+        """Sum the outcomes of all ranks, each times its share."""
         # the mean of nothing is nan, which zero times it would stay
         if share:
             with without_functions():
@@ -103,7 +103,7 @@ class LossOfAll:
         return self.filled(self._summed.tolist())
 
     def filled(self, values: list[float]) -> StepOutcome:
-        """The outcome of this rank with another loss and other terms."""
+        """Return the outcome of this rank with another loss and other terms."""
         for tensor, value in zip((self._loss, *self._terms.values()), values, strict=False):
             tensor.fill_(value)
         return replace(self.own, loss=self._loss, terms=self._terms)

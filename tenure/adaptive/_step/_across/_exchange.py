@@ -145,7 +145,7 @@ class _Bunches:
 
 
 def shapes_of(tensors: Iterable[Tensor]) -> list[tuple[tuple[int, ...], str]]:
-    """What has to be the same on all ranks of tensors that they exchange."""
+    """Return the shapes and dtypes, which must be the same on all ranks."""
     return [(tuple(each.shape), str(each.dtype)) for each in tensors]
 
 
@@ -159,7 +159,7 @@ def multiply(gradient: Tensor, factor: float) -> None:
 
 
 def _summable(parameter: Tensor) -> Tensor:
-    """The gradient, or zeros if there is none, in a form that a collective takes."""
+    """Return the gradient, or zeros if there is none, in a form that a collective takes."""
     gradient = parameter.grad
     if gradient is None:
         return torch.zeros_like(parameter, memory_format=torch.contiguous_format)

@@ -66,7 +66,7 @@ class PlannedRanks:
         self.n_samples = 0
 
     def own_spec(self) -> StepSpec:
-        """The step of this rank.
+        """Return the step of this rank.
 
         Raises:
             AdaptiveUsageError: it has no samples.
@@ -208,7 +208,7 @@ class PlannedRanks:
 
     @contextmanager
     def _noting_direct(self) -> Iterator[None]:
-        """A block in which a shard tells of a gradient that no module averages over ranks.
+        """Return a block in which a shard tells of a gradient that no module averages over ranks.
 
         A penalty on ``model.parameters()`` gives one. The gradients of modules are multiplied by
         the factor of this rank, because they are averaged; such a one would get it, too.
@@ -259,7 +259,7 @@ class PlannedRanks:
 
 
 def _is_of_an_exchange(error: BaseException) -> TypeGuard[Exception]:
-    """Whether a collective of the modules has raised it: the group's own errors have no class."""
+    """Return whether a collective of the modules raised it; group errors have no class."""
     if not isinstance(error, RuntimeError) or isinstance(error, TenureError):
         return False
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)

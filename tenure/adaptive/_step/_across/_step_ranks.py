@@ -95,7 +95,7 @@ class StepRanks:
             )
 
     def own_spec(self) -> StepSpec:
-        """The step of this rank, which may have no samples."""
+        """Return the step of this rank, which may have no samples."""
         spec = self._spec
         # a sum over all ranks has it once; of a mean each has its share of it
         if self._adds_up and not self._per_rank and self._call.group.rank:
@@ -170,7 +170,7 @@ class StepRanks:
         return loss.filled([0.0 if self._adds_up else math.nan])
 
     def _parameters(self) -> list[Tensor]:
-        """Those whose gradients are exchanged, in an order that is the same on all ranks."""
+        """Return the parameters whose gradients are exchanged, in one order on all ranks."""
         parts = self._parts
         found = [
             parameter
@@ -186,7 +186,7 @@ class StepRanks:
         return list(by_id.values())
 
     def _waiting(self) -> list[Tensor]:
-        """Those of replicas in a block of ``no_sync()``, which exchange them some time later."""
+        """Return the parameters of replicas in ``no_sync()``, which exchange them later."""
         return [
             parameter
             for replica in self._replicas
@@ -221,11 +221,11 @@ class StepRanks:
         return tally
 
     def _brought(self) -> list[Replicated]:
-        """The replicas whose buffers become those of one rank."""
+        """Return the replicas whose buffers become those of one rank."""
         return [each.module for each in self._replicas if each.brings_buffers]
 
     def _own_weight(self, outcome: StepOutcome | None) -> float:
-        """What the mean over the samples of this rank divides by."""
+        """Return the divisor of the mean over this rank's samples."""
         parts = self._parts
         if outcome is None:
             return 0.0
@@ -252,7 +252,7 @@ class StepRanks:
         return self._weight
 
     def _share(self, weight: float, tally: Ballot) -> float:
-        """What the gradients of this rank are multiplied by before they are summed up."""
+        """Return the factor of this rank's gradients before they are summed."""
         if self._per_rank:
             return 1 / self._call.group.size
         if self._adds_up or not tally.n_with_data:

@@ -47,7 +47,7 @@ _AFTERWARDS = (
 def taking_part(
     spec: StepSpec, group: Any, *, per_rank: bool
 ) -> Iterator[StepRanks | PlannedRanks | None]:
-    """A block in which ranks make a step together.
+    """Return a block in which ranks make a step together.
 
     Args:
         spec: the step.
@@ -117,7 +117,7 @@ def _found_by(spec: StepSpec) -> _Found:
 
 
 def _ranks_of(entry: str, group: Any, found: _Found) -> tuple[RankGroup | None, Shards | None]:
-    """The ranks that make the step, if there are several; the shards, if these are of shards."""
+    """Return the ranks of the step, if there are several, and the shards, if there are any."""
     modules, shared = found.modules, found.shared
     sharding = Shards(modules)
     if sharding.n_ranks > 1 and not shared and not any(map(is_first_fsdp, modules)):
