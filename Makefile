@@ -10,7 +10,7 @@ INPUTS := pyproject.toml constraints.txt
 # assertions: four of the thirteen seconds in which they are collected.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all test-short matrix matrix-short lint mypy pyright bench tables soak dist-test release docs clean
+.PHONY: demo test test-all test-short matrix matrix-short lint mypy pyright bench tables soak faults dist-test release docs clean
 
 demo: $(VENV)/.test
 	$(BIN)/python -m tenure demo
@@ -88,6 +88,10 @@ tables: $(VENV)/.test
 # The long form of tests/soak: some minutes, a table, and benchmarks/results/soak.json.
 soak: $(VENV)/.test
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.soak
+
+# sixty faults are planted one by one, and each must fail a test: some twenty minutes
+faults: $(VENV)/.test
+	$(BIN)/python -m tests.planted_faults $(ONLY)
 
 dist-test: $(VENV)/.test
 	PYTHON="$(PYTHON)" sh tests/dist_test.sh

@@ -1,0 +1,457 @@
+"""Faults planted in tenure, one changed line each: the tests must notice every one of them.
+
+``python -m tests.planted_faults`` plants each fault in a copy of the repository, runs the tests
+that the fault names, and prints whether one of them failed. Give part of a file's name to plant
+only its faults: ``python -m tests.planted_faults scopes/``. The exit code is 1 if a fault went
+unnoticed.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+_ROOT = Path(__file__).parent.parent
+# of pytest
+_ALL_PASSED, _SOME_FAILED, _NONE_OF_THIS_KIND = 0, 1, 5
+_COPIED = ("tenure", "tests", "benchmarks", "conftest.py", "pyproject.toml")
+
+
+class Fault(NamedTuple):
+    """One line of tenure that is changed.
+
+    Attributes:
+        file: below ``tenure/``.
+        line: what stands there once, without its indentation.
+        planted: what stands there instead.
+        tests: a file or a folder below ``tests/`` that notices it.
+    """
+
+    file: str
+    line: str
+    planted: str
+    tests: str
+
+
+FAULTS = (
+    Fault(
+        "_byte_sizes.py",
+        "return share if 0 < share <= 1 else 0.0",
+        "return share if 0 < share < 1 else 0.0",
+        "test_text.py",
+    ),
+    Fault(
+        "_byte_sizes.py",
+        "while power < len(_SHOWN) and abs(round(value, 1)) >= _STEP:",
+        "while power < len(_SHOWN) and abs(value) >= _STEP:",
+        "test_text.py",
+    ),
+    Fault(
+        "_cli/_fitting.py",
+        "if budget_bytes is not None and found.needed_bytes > budget_bytes:",
+        "if budget_bytes is not None:",
+        "cli/test_fit.py",
+    ),
+    Fault(
+        "_cli/_fleet/_answer.py",
+        "if not peak.fits(n_bytes):",
+        "if peak.fits(n_bytes):",
+        "cli/test_fit_models.py",
+    ),
+    Fault(
+        "_cli/_verb.py",
+        "if not text.isdecimal() or int(text) < minimum:",
+        "if not text.isdecimal():",
+        "cli/test_cli.py",
+    ),
+    Fault(
+        "_containers.py",
+        "if id(type(value)) in SINGLE or id(value) in seen:",
+        "if id(type(value)) in SINGLE:",
+        "scopes/test_trees.py",
+    ),
+    Fault(
+        "_cuda_blocks.py",
+        "return up_to(n_bytes, BLOCK_BYTES if n_bytes < OWN_SEGMENT_BYTES else SEGMENT_STEP_BYTES)",
+        "return up_to(n_bytes, BLOCK_BYTES)",
+        "test_cuda_blocks.py",
+    ),
+    Fault(
+        "_heap/_graphs.py",
+        "self._meet(unpack_hook, place, is_packed=True)",
+        "pass",
+        "profiler/owners/test_saved.py",
+    ),
+    Fault(
+        "_heap/_hidden.py",
+        'return "n_sequence_fields" in class_attributes(cls)',
+        "return False",
+        "heap/test_holders.py",
+    ),
+    Fault(
+        "_heap/_holders.py",
+        "found.sort(key=_rank)",
+        "found.reverse()",
+        "heap/test_holders.py",
+    ),
+    Fault(
+        "_heap/_image.py",
+        "self._by_storage[saved.key].append((owner, step._replace(shares=True)))",
+        "pass",
+        "heap/test_holders.py",
+    ),
+    Fault(
+        "_heap/_search.py",
+        "self._add_arrays(n)",
+        "pass",
+        "heap/test_holders.py",
+    ),
+    Fault(
+        "_heap/_search.py",
+        "self._add_tensor_holders(n, held)  # type: ignore[arg-type]",
+        "pass",
+        "heap/test_holders.py",
+    ),
+    Fault(
+        "_host_memory.py",
+        "return max(0, min([int(psutil.virtual_memory().available), *free, *left]))",
+        "return max(0, min([int(psutil.virtual_memory().available), *free]))",
+        "test_host_memory.py",
+    ),
+    Fault(
+        "_oom/_info.py",
+        "if told is not None and told[0] < _LITTLE_BYTES:",
+        "if told is not None:",
+        "oom/test_oom.py",
+    ),
+    Fault(
+        "_oom/_info.py",
+        'return found if found is not None and found.kind == "device" else _DEVICE',
+        "return found or _DEVICE",
+        "oom/test_oom.py",
+    ),
+    Fault(
+        "_oom/_patterns.py",
+        'index = None if device in (None, "cpu", "mps") else _INDEX.search(text)',
+        "index = _INDEX.search(text)",
+        "oom/test_oom.py",
+    ),
+    Fault(
+        "_pytest/_growth.py",
+        "if grown <= most_bytes:",
+        "if grown < most_bytes:",
+        "pytest_plugin/test_plugin.py",
+    ),
+    Fault(
+        "_report_files.py",
+        "if is_no_file(path):",
+        "if False:",
+        "test_report_files.py",
+    ),
+    Fault(
+        "_show/_amounts.py",
+        'rows.append(row("budget", self.limit_bytes))',
+        "pass",
+        "show/test_amounts.py",
+    ),
+    Fault(
+        "_show/_report.py",
+        "if type(version) is not int or not 1 <= version <= cls._version:",
+        "if type(version) is not int or not 1 <= version:",
+        "show/test_reports.py",
+    ),
+    Fault(
+        "_storages.py",
+        "return first * n_bytes, (first + int(reach) + 1) * n_bytes",
+        "return first * n_bytes, (first + int(reach)) * n_bytes",
+        "test_storages.py",
+    ),
+    Fault(
+        "_stream/_modes.py",
+        "sums(args[0].untyped_storage(), total.untyped_storage())",
+        "pass",
+        "profiler/test_together.py",
+    ),
+    Fault(
+        "_text.py",
+        'return f"{shown}{before}and {n_more} more" if n_more > 0 else shown',
+        'return f"{shown}{before}and {n_more} more"',
+        "test_text.py",
+    ),
+    Fault(
+        "_torch/modes.py",
+        "push(top)",
+        "pass",
+        "torch/test_modes.py",
+    ),
+    Fault(
+        "_torch/swap.py",
+        "TENSOR_BASE.requires_grad_(tensor, requires_grad)",
+        "pass",
+        "torch/test_self_tests.py",
+    ),
+    Fault(
+        "_torch/writes.py",
+        "return bool(_address(tensor) == _address(copy))",
+        "return False",
+        "torch/test_self_tests.py",
+    ),
+    Fault(
+        "adaptive/_memory/_counting.py",
+        "self._earlier_peak_bytes = self.peak_bytes",
+        "pass",
+        "adaptive/memory/test_memory_meter.py",
+    ),
+    Fault(
+        "adaptive/_predict/_blocks.py",
+        'and (event.block.category == "optimizer state" or event.block.is_of_library)',
+        "and event.block.is_of_library",
+        "adaptive/predict/test_predict.py",
+    ),
+    Fault(
+        "adaptive/_predict/_blocks.py",
+        "if live_bytes > most_bytes:",
+        "if live_bytes < most_bytes:",
+        "adaptive/predict/test_predict.py",
+    ),
+    Fault(
+        "adaptive/_predict/_observer.py",
+        "if storage.nbytes() != entry.block.n_bytes:",
+        "if False:",
+        "adaptive/predict/test_predict.py",
+    ),
+    Fault(
+        "adaptive/_predict/_observer.py",
+        "self.unforeseen.setdefault(id(tensor), (tensor, tensor.grad))",
+        "pass",
+        "adaptive/predict/test_no_trace.py",
+    ),
+    Fault(
+        "adaptive/_predict/_work.py",
+        "stack.callback(undo.undo)",
+        "pass",
+        "adaptive/predict/test_no_trace.py",
+    ),
+    Fault(
+        "adaptive/_predict/_workspaces.py",
+        "self._multiplying.add(thread)",
+        "pass",
+        "adaptive/predict/test_accelerator.py",
+    ),
+    Fault(
+        "adaptive/_sizes/_limits.py",
+        "return size // self.align * self.align or size",
+        "return size // self.align * self.align",
+        "adaptive/sizes/test_limits.py",
+    ),
+    Fault(
+        "adaptive/_sizes/_model.py",
+        "return self._first() if top >= self._low else None",
+        "return self._first()",
+        "adaptive/sizes/test_model.py",
+    ),
+    Fault(
+        "adaptive/_undo/_module_state.py",
+        "if hooks.keys() != before.keys():",
+        "if False:",
+        "adaptive/step/test_step_state.py",
+    ),
+    Fault(
+        "adaptive/_undo/_module_state.py",
+        "if module.training != training:",
+        "if False:",
+        "adaptive/step/test_step_state.py",
+    ),
+    Fault(
+        "adaptive/_undo/_module_state.py",
+        "if parameter.requires_grad != requires_grad:",
+        "if False:",
+        "adaptive/step/test_step_state.py",
+    ),
+    Fault(
+        "integrations/_joined.py",
+        'if kind == "sum" or joiner.count_samples(values):',
+        'if kind == "sum":',
+        "integrations/test_lightning.py",
+    ),
+    Fault(
+        "integrations/_lightning/_deferred.py",
+        "gradient.mul_(factors[gradient.device])",
+        "pass",
+        "integrations/test_lightning.py",
+    ),
+    Fault(
+        "integrations/_lightning/_recorder.py",
+        "_running.set(before)",
+        "pass",
+        "integrations/test_lightning.py",
+    ),
+    Fault(
+        "paging/_host/_file_store.py",
+        "if self.trouble is not None:",
+        "if False:",
+        "paging/link/test_disk_values.py",
+    ),
+    Fault(
+        "paging/_model/_cut.py",
+        "if uses[id(extent)] > 1:",
+        "if False:",
+        "paging/model/test_cut.py",
+    ),
+    Fault(
+        "profiler/_allocator.py",
+        'in_use = (b for blocks in segments for b in blocks if b["state"] == _IN_USE)',
+        "in_use = (b for blocks in segments for b in blocks)",
+        "profiler/test_allocator.py",
+    ),
+    Fault(
+        "profiler/_lines/_book.py",
+        "allocated, freed = (b - a if b >= a else b for a, b in pairs)",
+        "allocated, freed = (b - a for a, b in pairs)",
+        "profiler/lines/test_meters.py",
+    ),
+    Fault(
+        "profiler/_owners/_saved.py",
+        "unsure.add(key)",
+        "pass",
+        "profiler/owners/test_saved.py",
+    ),
+    Fault(
+        "profiler/_recording/_torch_snapshots.py",
+        'if not isinstance(found, dict) or not isinstance(found.get("segments"), list):',
+        "if not isinstance(found, dict):",
+        "profiler/recording/test_torch_snapshots.py",
+    ),
+    Fault(
+        "profiler/_timeline/_account.py",
+        "if self._earlier_peak_bytes <= highest:",
+        "if self._earlier_peak_bytes >= highest:",
+        "profiler/timeline/test_timeline.py",
+    ),
+    Fault(
+        "scopes/_disposal.py",
+        "dispose_one(tensor, cause, site_of(reference))",
+        "pass",
+        "scopes/test_block.py",
+    ),
+    Fault(
+        "scopes/_disposal.py",
+        "is_held = id(tensor) in held and not owns(thread.chosen, tensor)",
+        "is_held = id(tensor) in held",
+        "scopes/test_library_objects.py",
+    ),
+    Fault(
+        "scopes/_disposal.py",
+        "return bool(inner) and all(map(is_disposed, inner))",
+        "return bool(inner)",
+        "scopes/test_kinds.py",
+    ),
+    Fault(
+        "scopes/_functions.py",
+        '_detach(trees, "move_to")',
+        "pass",
+        "scopes/test_functions.py",
+    ),
+    Fault(
+        "scopes/_leaks.py",
+        'return [holder for holder in lasting if holder.kind != "unknown"]',
+        "return lasting",
+        "scopes/test_leaks.py",
+    ),
+    Fault(
+        "scopes/_ledger.py",
+        "return reference is not None and reference() is tensor",
+        "return reference is not None",
+        "scopes/test_kinds.py",
+    ),
+    Fault(
+        "scopes/_scope.py",
+        'check_open(self, "dispose_everything_but")',
+        "pass",
+        "scopes/test_scope.py",
+    ),
+    Fault(
+        "testing/_allocator/_memory.py",
+        "self._count(taken, requested_bytes=-taken.requested_bytes)",
+        "pass",
+        "testing/test_memory.py",
+    ),
+    Fault(
+        "testing/_device/_machine.py",
+        "torch.set_rng_state(host_state)",
+        "pass",
+        "testing/test_machine_random.py",
+    ),
+    Fault(
+        "testing/_device/_streams.py",
+        "self.forbid_in_capture()",
+        "pass",
+        "testing/test_graphs.py",
+    ),
+    Fault(
+        "testing/_operators/_transfers.py",
+        "_copy_within(source, destination)",
+        "pass",
+        "testing/test_tensors.py",
+    ),
+)
+
+
+def is_noticed(fault: Fault, copy: Path) -> bool:
+    """Plant one fault in a copy, run its tests, and take it back."""
+    path = copy / "tenure" / fault.file
+    text = path.read_text("utf-8")
+    path.write_text(text.replace(fault.line, fault.planted), "utf-8")
+    environment = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-n0", "-p", "no:cacheprovider"]
+    try:
+        # tests on the simulated device need a process of their own
+        for which in ("not simdevice", "simdevice"):
+            run = subprocess.run(
+                [*command, "-m", which, f"tests/{fault.tests}"],
+                cwd=copy,
+                env=environment,
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+            if run.returncode == _SOME_FAILED:
+                return True
+            if run.returncode not in (_ALL_PASSED, _NONE_OF_THIS_KIND):
+                raise RuntimeError(f"{fault.tests} can't be run:\n{run.stdout}{run.stderr}")
+    finally:
+        path.write_text(text, "utf-8")
+    return False
+
+
+def main(part: str = "") -> int:
+    """Plant the faults of some files; say how many went unnoticed."""
+    chosen = [fault for fault in FAULTS if part in fault.file]
+    unnoticed = 0
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder)
+        for name in _COPIED:
+            source = _ROOT / name
+            if source.is_dir():
+                shutil.copytree(source, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+            else:
+                shutil.copy(source, copy / name)
+        for fault in chosen:
+            began = time.monotonic()
+            noticed = is_noticed(fault, copy)
+            unnoticed += not noticed
+            state = "noticed" if noticed else "UNNOTICED"
+            seconds = time.monotonic() - began
+            print(f"{state:9} {seconds:4.0f} s  {fault.file}: {fault.planted}", flush=True)
+    print(f"{len(chosen) - unnoticed} of {len(chosen)} noticed")
+    return int(unnoticed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:2]))
