@@ -17,8 +17,7 @@ from tenure._errors import AdaptiveUsageError
 from ._backward import backward, backward_of, refuse_grad
 from ._evaluate import value_of
 from ._handle import Handle, refuse_own_function
-from ._meta import meta_of
-from ._names import names
+from ._meta import meta_of, names
 from ._recording import record
 
 

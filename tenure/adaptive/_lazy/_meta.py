@@ -207,3 +207,8 @@ def meta_of(tensor: Any, label: Label) -> Meta:
         tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad,
         tensor.is_leaf, label,
     )  # fmt: skip
+
+
+def names(text: str) -> list[str]:
+    """Return the names in a text, which white space separates: quotes would take a line each."""
+    return text.split()

@@ -66,7 +66,7 @@ def root_of(tape: Tape, number: int, meta: Any) -> int | None:
 
 def leaves_in(tape: Tape) -> list[Tensor]:
     """Return the tensors that may get gradients."""
-    plains = (tensor for entry in tape.entries for tensor, _ in entry.plains)
+    plains = (tensor for entry in tape.entries for tensor in entry.tensors)
     found = (*plains, *(leaf.value for leaf in tape.leaves.values()))
     return leaves_of(tensor for tensor in found if tensor.requires_grad)
 

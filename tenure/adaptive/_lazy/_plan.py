@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ._names import names
+from ._meta import names
 from ._tape import Entry, Tape, makers_of
 from ._terms import reads_of_count
 from ._trial import NotSplittableError, judge, of_data

@@ -22,7 +22,7 @@ from tenure.scopes import persist
 from .._step import StepOptions, StepResult, StepSpec, run_step
 from ._meta import SHARED
 from ._plan import SplitPlan, is_linear
-from ._replay import Replayed, plain_tensors, replayed, run, written_by
+from ._replay import Replayed, replayed, run, written_by
 from ._tape import Entry, Leaf, Tape, check_unwritten, leaf_of, makers_of
 from ._terms import count_of, reads_of_count, whole_of, widened
 
@@ -302,7 +302,7 @@ class Program:
     def _tail_trains(self) -> bool:
         """Tell whether the tail has parameters of its own."""
         reads = (n for entry in self.plan.tail for n in entry.reads if n in self._data)
-        plains = plain_tensors([(entry.args, entry.kwargs) for entry in self.plan.tail])
+        plains = [tensor for entry in self.plan.tail for tensor in entry.tensors]
         return any(t.requires_grad for t in (*plains, *(self._data[n].value for n in reads)))
 
     def _tail(self, given: dict[int, Any]) -> Tensor:
@@ -344,7 +344,7 @@ class _Used(nn.Module):
         super().__init__()
         for i, tensor in enumerate(written_by(entries)):
             self.register_buffer(f"buffer_{i}", tensor)
-        plains = plain_tensors([(entry.args, entry.kwargs) for entry in entries])
+        plains = [tensor for entry in entries for tensor in entry.tensors]
         found = list({id(tensor): tensor for tensor in plains}.values())
         self.constants = [tensor for tensor in found if not tensor.requires_grad]
         self.trained = nn.Module()

@@ -22,8 +22,7 @@ from tenure.scopes import persist
 
 from ._evaluate import begin, value_of
 from ._handle import Handle, refuse_own_function
-from ._meta import SHARED, BatchInt, meta_of
-from ._names import names
+from ._meta import SHARED, BatchInt, meta_of, names
 from ._replay import filled, flat_tensors
 from ._shapes import (
     NORMALIZATIONS,

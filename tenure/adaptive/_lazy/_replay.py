@@ -130,24 +130,13 @@ def _take(env: dict[int, Any], entry: Entry, out: Any) -> None:
     env.update({number: tensor for number, tensor in made if number is not None})
 
 
-def plain_tensors(value: Any) -> list[Tensor]:
-    """The tensors among stored arguments that were not recorded."""
-    if isinstance(value, Tensor):
-        return [value]
-    if type(value) in (tuple, list):
-        return [tensor for each in value for tensor in plain_tensors(each)]
-    if type(value) is dict:
-        return plain_tensors(list(value.values()))
-    return []
-
-
 def written_by(entries: Iterable[Entry]) -> list[Tensor]:
     """The tensors that were not recorded and that calls write into, such as running statistics."""
     found = [
         tensor
         for entry in entries
         if entry.shape.writes_plain
-        for tensor in plain_tensors((entry.args, entry.kwargs))
+        for tensor in entry.tensors
         if not tensor.requires_grad
     ]
     return list({id(tensor): tensor for tensor in found}.values())

@@ -153,6 +153,11 @@ class Entry:
         """The numbers of the tensors that it makes."""
         return [number for number in self.outs if number is not None]
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors that it takes and that were not recorded."""
+        return [tensor for tensor, _ in self.plains]
+
     def written(self, views: Mapping[int, int]) -> set[int]:
         """Return what it writes into, as the first values that have that memory."""
         if not self.shape.changed:

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ._meta import Label
-from ._names import names
+from ._meta import Label, names
 from ._replay import filled
 from ._tape import Entry, Ref
 

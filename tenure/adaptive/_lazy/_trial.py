@@ -16,9 +16,8 @@ from tenure._oom import oom_info
 from tenure.scopes import persist
 
 from .._undo import RngState
-from ._meta import SHARED, Label, Meta
-from ._names import names
-from ._replay import filled, flat_tensors, plain_tensors, replayed
+from ._meta import SHARED, Label, Meta, names
+from ._replay import filled, flat_tensors, replayed
 from ._shapes import with_tensors
 from ._tape import Entry, Ref, Tape, Verdict
 from ._terms import count_of, reduction_of, whole_of
@@ -245,7 +244,7 @@ class _Trial:
         self, entry: Entry, given: Mapping[int, Tensor], length: int, freezes: bool,
         *, tries: bool = True,
     ) -> _Result:  # fmt: skip
-        plains = plain_tensors((entry.args, entry.kwargs))
+        plains = entry.tensors
         used = {n: given[n] for n in dict.fromkeys(entry.reads)}
         swap: dict[int, Tensor] = {}
         modes = entry.modes._replace(grad=False)
@@ -346,7 +345,7 @@ def of_data(tape: Tape) -> set[Entry]:
     found = set()
     for entry in tape.entries:
         metas = (*entry.shape.metas, *entry.shape.changed.values())
-        plains = plain_tensors((entry.args, entry.kwargs))
+        plains = entry.tensors
         if (
             data.issuperset(entry.reads)
             and not any(meta.requires_grad for meta in metas)
