@@ -47,33 +47,33 @@ def find_batch_size(
     predict: Callable[[int], int] | bool = False,
     group: Any = None,
 ) -> int:
-    """Run ``fn`` with some sizes; the largest from ``low`` to ``high`` that fits, or nearly so.
+    """Run ``fn`` with some sizes, and return one that is at least 95 % of the largest that fits.
 
-    It has at least 95 % of the largest that fits, has been run itself, and at most three others
-    ran out of memory. It may have only half if memory goes up in large steps, such as a buffer that
-    doubles. Where memory can be measured, small sizes show how large the next may be; elsewhere the
-    size doubles until one fails. ``high`` is tried only when what has run says that it may fit.
+    The size has run itself, and at most three others ran out of memory. It may be half of the
+    largest if memory goes up in large steps, such as a buffer that doubles. If memory can be
+    measured, small sizes show how large the next may be; otherwise the size doubles until one
+    fails. ``high`` is tried only if smaller sizes say that it may fit.
 
-    Each run is an attempt: what it returns and makes is let go, random state, gradients and the
-    buffers of the modules that ``fn`` reaches are what they were. An optimizer may not step what
-    was there before.
+    Each run is undone: its tensors are freed, and random state, gradients and the buffers of the
+    modules that ``fn`` reaches are restored. An optimizer must not move existing parameters.
 
     Args:
         fn: does the work with so many samples, such as forward and backward; its result is ignored.
-        low: the smallest size that is of use.
+        low: the smallest useful size.
         high: the largest.
-        margin: the share of the memory that is to be left, from 0 (none) to below 1. The default
-            of 0.05 is for what varies from run to run, such as how a cache is cut up. Where memory
-            can't be measured, it is that share of the size.
-        budget: what a run may take, in bytes or like ``"6GiB"``; None: what is free.
+        margin: the share of the memory that stays free, from 0 (none) to below 1, because memory
+            varies from run to run, for example by fragmentation. If memory can't be measured, the
+            size is smaller by this share.
+        budget: the memory of a run, in bytes or like ``"6GiB"``, counted as by `memory_budget`;
+            None: the free memory.
         align: sizes are multiples of it.
-        device: the device whose memory counts; None: that of the tensors that ``fn`` reaches, or
-            else the current accelerator, or else the CPU.
+        device: the device whose memory counts; None: the device of the tensors that ``fn`` reaches,
+            or else the current accelerator, or else the CPU.
         on_retry: called with each AdaptiveEvent.
-        predict: True: `predict_peak` gives the size that is run first. ``fn`` runs on tensors
-            without data for that, a few times, which shows in what it prints. Or a function that
-            gives the bytes a size needs beside what is there before. Trusted as far as what was
-            measured confirms it.
+        predict: True: run the size that `predict_peak` gives first. ``fn`` runs a few times more
+            for it, on tensors without data. Or a function that returns the bytes that a size needs
+            in addition to the memory in use, such as ``lambda n: n * bytes_of_one``. A prediction
+            is used only as far as measurements confirm it.
         group: the process group whose ranks all make this call: they get the smallest of their
             sizes.
 

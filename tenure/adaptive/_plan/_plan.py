@@ -51,23 +51,23 @@ def plan(
     minimum: int = 1,
     maximum: int | None = None,
 ) -> Plan:
-    """Say with which micro-batches ``step(fn, batch)`` would fit, without running it.
+    """Find the largest micro-batch with which ``step(fn, batch)`` fits, without running it.
 
-    The step runs on tensors without data, so that a batch of ``meta`` may be larger than the
-    machine: about as often as the batch can be halved. With several micro-batches the gradients of
-    those before are alive beside each, and the batch is alive as a whole. What a step verifies the
-    first times that it splits is not counted: it gives way where there is no room for it.
+    The step runs on tensors without data, about as often as the batch can be halved, so a batch on
+    ``meta`` may be larger than memory. The whole batch and the gradients of earlier micro-batches
+    count. The verification of a split does not count, because a step skips it if memory is short.
 
     Args:
         fn: as of `step`.
         batch: as of `step`; its tensors are of any device, ``meta`` included.
-        budget: what there is in all, for the weights and the batch as well: bytes, or like
-            ``"24GiB"``; or ``"80%"`` of what is free now, beside what is there already. On an
-            accelerator what its allocator reserves has to fit in it, and the allowance for kernels.
-        margin: the share of the budget to be left, from 0 (none) to below 1. The default of 0.05 is
-            for what varies from run to run, such as how a cache is cut up.
-        optimizer: its first step counts too, and the state that it makes.
-        device: whose memory is meant; None: that of the weights.
+        budget: all memory, also for the weights and the batch: bytes, or like ``"24GiB"``; or
+            ``"80%"`` of the memory that is free now, in addition to the memory in use. On an
+            accelerator the bytes that its allocator reserves and the allowance for kernels must
+            fit.
+        margin: the share of the budget that stays free, from 0 (none) to below 1. Memory varies
+            from run to run, for example by fragmentation.
+        optimizer: its first step counts too, with the state that it creates.
+        device: the device whose memory counts; None: the device of the weights.
         loss: as of `step`.
         weight: as of `step`.
         then: as of `step`.
@@ -80,12 +80,12 @@ def plan(
         maximum: the most samples in a micro-batch.
 
     Returns:
-        The largest micro-batch that fits, and what it takes.
+        The largest micro-batch that fits, and the memory that it needs.
 
     Raises:
-        OutOfRetriesError: no micro-batch fits; it says what the one that takes least takes.
-        BatchCoupledError: the batch would have to be split, and a module mixes its samples.
-        PredictionError: nothing can be said of what the work takes.
+        OutOfRetriesError: no micro-batch fits; the error has the memory of the smallest one.
+        BatchCoupledError: the batch must be split, and a module mixes its samples.
+        PredictionError: the memory of the work cannot be predicted.
         AdaptiveUsageError: an argument can't be used.
 
     Example:

@@ -28,44 +28,44 @@ def predict_peak(
     device: torch.device | str | None = None,
     **kwargs: Any,
 ) -> PeakReport:
-    """Say how much memory work takes at its worst moment, without doing it.
+    """Predict the peak memory of work without running it.
 
-    ``fn`` runs once on tensors without data, then the backward pass of what it returns, then a step
-    of the optimizer. Counted is every storage on the device, in bytes, while it lives: the weights,
-    gradients, optimizer state and arguments that are there before, and what the work makes. On the
-    CPU so is what kernels take while they run; on an accelerator the report tells beside the peak
-    what its caching allocator makes of it, and an allowance for kernels.
+    ``fn`` runs once on tensors without data, then the backward pass of its result, then a step of
+    the optimizer. Every storage on the device counts while it is alive: existing weights,
+    gradients, optimizer state and arguments, and the tensors that the work creates. On the CPU,
+    memory that kernels use counts too. For an accelerator the report also has the bytes that its
+    caching allocator reserves, and an allowance for kernels.
 
     Afterwards the model, its gradients and buffers, the optimizer, the random numbers, and the
-    lists and dicts that ``fn`` names are as before, and no cache holds a tensor without data. What
-    else it does it has done: what it prints is printed.
+    lists and dicts that ``fn`` names are as before, and no cache holds a tensor without data.
+    Prints and other side effects have happened.
 
     Args:
-        fn: the work. Of what it returns a loss, terms of one or all that requires grad is run
-            backward; of an object with a tensor as ``loss``, that. Nothing else is: under
-            ``torch.no_grad()`` it is inference.
-        *args: what ``fn`` is given: tensors of any shape, dtype and device, in containers of any
-            kind. One of ``meta`` counts as one of the device, and may be larger than the machine.
-        optimizer: its step counts too, and the state that it makes in it; None: no step.
-        device: whose memory is meant; None: that of the first tensor with data among the weights
-            and the arguments. An accelerator may be named that this machine lacks.
-        **kwargs: what ``fn`` is given by name.
+        fn: the work. If it returns a loss, terms of one, or other tensors that require grad, they
+            run backward; of an object with a tensor as ``loss``, that tensor does. Nothing else
+            runs backward: under ``torch.no_grad()`` it is inference.
+        *args: arguments of ``fn``: tensors of any shape, dtype and device, in containers of any
+            kind. A tensor on ``meta`` counts as one on the device, and may be larger than memory.
+        optimizer: its step counts too, with the state that it creates; None: no step.
+        device: the device whose memory counts; None: the device of the first tensor with data among
+            the weights and the arguments. It need not be present on this machine.
+        **kwargs: keyword arguments of ``fn``.
 
     Returns:
-        The peak, when, where and for what it is; ``fits`` compares it with a budget, and ``advice``
-        tells what would lower it. It is ``approximate`` where something had to be assumed.
+        The peak, with its phase, line and categories. ``fits`` compares it with a budget, and
+        ``advice`` lists changes that lower it. It is ``approximate`` if something was assumed.
 
     Raises:
-        PredictionError: nothing can be said: the work reads values where no operation of torch
-            does, reaches a tensor of a class of its own, or is on accelerators of another kind. Or
-            an object that is named keeps a tensor without data, which has to be removed there.
+        PredictionError: the work reads values outside of torch's operations, uses a tensor of its
+            own class, or is on accelerators of another kind. Or an object keeps a tensor without
+            data, which the error names: remove it there.
         AdaptiveUsageError: ``fn`` is no function that runs from its call to its return, or
-            ``optimizer`` is none.
-        Exception: what ``fn`` raises, as it is.
+            ``optimizer`` is no optimizer.
+        Exception: any error of ``fn``.
 
     Note:
-        In the meantime the tensors that the work reaches have no data, for other threads as well.
-        Predict while no other thread uses the model.
+        Meanwhile the tensors that the work uses have no data, also for other threads. Predict while
+        no other thread uses the model.
 
     Example:
         >>> import torch
