@@ -214,6 +214,19 @@ def test_two_places_are_two_holders_the_shorter_first():
     ]
 
 
+def test_a_variable_is_before_what_a_view_holds_however_they_were_made():
+    t = torch.ones(3)
+    views = [t.view(3)]
+    plain = [t]
+    name = "test_a_variable_is_before_what_a_view_holds_however_they_were_made.<locals>"
+    assert [holder.chain for holder in find_holders([t])[0]] == [
+        f"{name}.t",
+        f"{name}.plain[0]",
+        f"a view in {name}.views[0]",
+    ]
+    del views, plain
+
+
 class Pair(NamedTuple):
     first: torch.Tensor
     second: tuple[torch.Tensor, ...]

@@ -8,7 +8,9 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
+import torch
 
+from tenure import NewDisposeScope
 from tenure._pytest._markers import Watched
 from tenure.profiler._timeline import _timeline
 from tests.programs import run_program
@@ -404,3 +406,13 @@ def test_a_report_that_fails_does_not_mask_the_failure_of_the_test(monkeypatch):
         Watched(is_measured=True, finds_leaks=False, name="test_it"),
     ):
         pass
+
+
+def test_leaks_of_scopes_are_logged_again_after_a_test_that_asked_for_none(caplog):
+    kept = []
+    with Watched(is_measured=False, finds_leaks=True, name="test_it"):
+        kept.append(torch.ones(1))
+    assert caplog.text == ""
+    with NewDisposeScope("step", policy="report"):
+        kept.append(torch.ones(1))
+    assert "<DisposeScope 'step'>: 1 tensor leaked" in caplog.text

@@ -38,6 +38,18 @@ def test_move_to_outer_is_relative_to_the_current_scope():
         assert not inner.leaks
 
 
+def test_a_tensor_at_the_address_of_a_dead_one_is_not_that_ones_scopes():
+    with NewDisposeScope() as outer:
+        dead = [torch.ones(1) for _ in range(100)]
+        addresses = set(map(id, dead))
+        del dead
+        with NewDisposeScope() as inner:
+            later = [inner.detach(torch.ones(1)) for _ in range(100)]
+        assert addresses & set(map(id, later))
+        assert {owner_of(tensor) for tensor in later} == {None}
+        assert not any(tensor in outer for tensor in later)
+
+
 def test_a_tensor_passed_through_is_not_promoted_out_of_its_callers_scope():
     def identity(x):
         with NewDisposeScope():

@@ -192,6 +192,15 @@ def test_a_gradient_made_by_backward_is_no_scopes_and_reading_it_changes_that_no
     assert leaf.grad is gradient
 
 
+def test_a_list_of_numbers_and_a_tuple_of_a_subclass_are_returned_as_without_a_scope():
+    with NewDisposeScope() as scope:
+        made = torch.tensor([[0.5, 1.5], [2.5, 3.5]])
+        assert made.tolist() == [[0.5, 1.5], [2.5, 3.5]]
+        parts = made.as_subclass(Labelled).split(1)
+        assert [type(part) for part in parts] == [Labelled, Labelled]
+        assert all(part in scope for part in parts)
+
+
 def test_moving_a_wrapper_moves_what_it_wraps():
     with NewDisposeScope() as scope:
         wrapper = scope.move_to_outer(Wrapper(torch.ones(2)))

@@ -253,6 +253,13 @@ with NewDisposeScope() as scope:
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
+def test_what_a_scaler_makes_under_the_mode_of_a_device_is_the_scalers():
+    scaler = torch.amp.GradScaler("cpu", 64.0)
+    with NewDisposeScope(), torch.device("cpu"):
+        assert scaler.scale(torch.ones(1)).tolist() == [64]
+    assert scaler.scale(torch.ones(1)).tolist() == [64]
+
+
 def let_one_go() -> None:
     with NewDisposeScope():
         survivor = torch.ones(2)

@@ -527,6 +527,24 @@ def test_a_wrapper_with_slots_is_disposed_inside():
         wrapper + 1
 
 
+class SlottedPair(Slotted):
+    """A wrapper of two tensors."""
+
+    __slots__ = ("second",)
+
+    def __tensor_flatten__(self):
+        return ["inner", "second"], None
+
+
+def test_a_wrapper_is_disposed_when_all_tensors_in_it_are():
+    pair = SlottedPair(live())
+    pair.second = live()
+    dispose(pair.inner)
+    assert not is_disposed(pair)
+    dispose(pair.second)
+    assert is_disposed(pair)
+
+
 class Opaque(Slotted):
     """A class that can neither be exchanged nor taken apart."""
 
@@ -651,6 +669,28 @@ def test_a_gradient_hook_may_dispose_what_the_pass_works_on(register):
     assert leaf.grad.tolist() == [16, 24]
     with NewDisposeScope():
         pass
+    assert is_disposed(middle)
+
+
+def test_a_hook_of_the_function_that_opened_the_scope_may_dispose_what_the_pass_works_on():
+    leaf = torch.tensor([2.0, 3.0], requires_grad=True)
+    seen: list[bool] = []
+
+    def step(condemned: Tensor | None) -> Tensor | None:
+        if condemned is not None:
+            dispose(condemned)
+            seen.append(is_disposed(condemned))
+            return None
+        with NewDisposeScope():
+            middle = leaf * 2
+            # the same code, in another frame, runs within the pass
+            leaf.register_hook(lambda _: step(middle))
+            (middle**2).sum().backward()
+        return middle
+
+    middle = step(None)
+    assert seen == [False]
+    assert leaf.grad.tolist() == [16, 24]
     assert is_disposed(middle)
 
 

@@ -20,6 +20,7 @@ from tenure import (
     attach_to_scope,
     current_scope,
     is_disposed,
+    move_to,
     owner_of,
     statistics,
 )
@@ -470,6 +471,26 @@ class TestOtherThreads:
             assert "'mine' open, 1 tensor" in str(error)
             assert owner_of(made) is scope
         assert is_disposed(made)
+
+    def test_a_scope_of_another_thread_is_refused_as_the_new_owner(self):
+        with NewDisposeScope("theirs") as theirs:
+
+            def hand_over():
+                with NewDisposeScope() as mine:
+                    made = torch.ones(1)
+                    errors = []
+                    for move in (mine.move_to, move_to):
+                        with pytest.raises(ScopeUsageError) as caught:
+                            move(theirs, made)
+                        errors.append(str(caught.value))
+                    return errors, owner_of(made) is mine
+
+            errors, is_mine = self.run(hand_over)
+            assert is_mine
+            for error in errors:
+                assert error.startswith("move_to() was called on <DisposeScope 'theirs' open, ")
+                assert "from thread 'other'. Nothing was changed." in error
+            assert theirs.owned() == []
 
     def test_another_thread_has_no_current_scope_and_tracks_nothing(self):
         with NewDisposeScope() as scope:

@@ -102,6 +102,13 @@ def test_another_view_of_an_old_storage_is_no_news():
     assert not snapshot().diff(before)
 
 
+def test_a_storage_that_no_tensor_shows_counts_if_it_has_memory():
+    before = snapshot()
+    HISTORY.append(torch.empty(256).untyped_storage())
+    HISTORY.append(torch.empty(256, device="meta").untyped_storage())
+    assert snapshot().diff(before).total_bytes == 1024
+
+
 def test_gradients_and_optimizer_state_come_by_category():
     model = nn.Linear(8, 8, bias=False)
     optimizer = torch.optim.Adam(model.parameters())

@@ -218,6 +218,15 @@ def test_a_storage_that_is_resized_ends_one_life_and_begins_another():
     del x, y
 
 
+def test_a_storage_that_an_operation_fills_has_the_size_that_it_got_there():
+    with Timeline() as timeline:
+        out = torch.empty(0, dtype=torch.uint8)
+        torch.ones(64 * KIB, dtype=torch.uint8, out=out)
+    rows = [row for row in timeline.report.devices[0].at_peak if row.n_storages]
+    assert [(row.n_bytes, row.n_storages) for row in rows] == [(64 * KIB, 1)]
+    del out
+
+
 def test_a_storage_that_no_operation_resizes_is_followed_and_stays_what_it_is():
     """As sharded models do it: the storage of a parameter is empty while nobody uses it."""
     model = nn.Linear(64, 64, bias=False)
