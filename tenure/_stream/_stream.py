@@ -347,7 +347,7 @@ class Stream:
 
     def _shown(self, part: list[int], claim: Any) -> list[int]:
         """Return the events before a mark without those that the program would not have."""
-        if part and self._coming:
+        if part:
             n = len(self._coming)
             # an operation of Python wraps no number again
             if part[:n] == self._coming:
