@@ -17,7 +17,7 @@ from tenure._errors import PagingError
 from tenure._text import parse_bytes
 from tenure._torch.quiet import aside_with_subclasses
 
-from ._device import RESIDENT, Arrangement, Engine, Forward, UnpagedTensors, in_place_of
+from ._device import RESIDENT, Arrangement, Engine, Forward, in_place_of
 from ._forward import Arguments, Attached, Pager, moved
 from ._handle import PagedModel
 from ._host import HostBuffers
@@ -74,7 +74,7 @@ def chunk(
     # stay the model's own, neither copied nor pinned.
     units = [unit for unit in planned.cut.units if unit in resident]
     resources = acquire(planned, Engine(link, store, 0), link, store, units)
-    pager = ChunkPager(resources.engine, resources.unpaged, planned.table.hosts.values())
+    pager = ChunkPager(resources.engine, planned.table.hosts.values())
     attached = Attached(model, planned.table, planned.cut, pager)
     return PagedModel(model, planned.plan, pager, resources, attached)
 
@@ -84,14 +84,11 @@ class ChunkPager(Pager):
 
     Args:
         engine: as of a pager.
-        unpaged: as of a pager.
         hosts: as of a pager.
     """
 
-    def __init__(
-        self, engine: Engine, unpaged: UnpagedTensors, hosts: Collection[HostTensor]
-    ) -> None:
-        super().__init__(engine, unpaged, hosts)
+    def __init__(self, engine: Engine, hosts: Collection[HostTensor]) -> None:
+        super().__init__(engine, hosts)
         # Those that are computed on the host, one inside the other.
         self._on_host: list[Forward] = []
 
@@ -140,18 +137,18 @@ def _planned(model: nn.Module, device: torch.device, max_capacity: int | str) ->
     pieces = cut(model, table, lambda module: False)
     arrangement = _arranged(pieces, max_capacity, device)
     resident = arrangement.units
-    needed = taken_by(arrangement.sizes + table.unpaged_sizes, device)
+    needed = taken_by(arrangement.sizes, device)
     plan = PagingPlan(
         model=type(model).__name__,
         device=str(device),
         units=tuple(PlannedUnit(u.name, u.n_bytes, u in resident) for u in pieces.units),
-        weight_bytes=table.unpaged_bytes + n_bytes(pieces.units),
-        resident_bytes=table.unpaged_bytes + arrangement.resident_bytes,
+        weight_bytes=n_bytes(pieces.units),
+        resident_bytes=arrangement.resident_bytes,
         ring_bytes=0,
         allocated_bytes=needed.allocated_bytes,
         reserved_bytes=needed.reserved_bytes,
         budget_bytes=needed.allocated_bytes,
-        minimum_bytes=taken_by(table.unpaged_sizes, device).allocated_bytes,
+        minimum_bytes=0,
         link_bytes_per_s=PCIE_4.bytes_per_s,
         limit_s=0.0,
         predicted_s=0.0,

@@ -296,11 +296,11 @@ def carry_out(
             link, store, max_ahead, store.memory, moves_activations=moves_activations
         )
         resources = acquire(planned, training_engine, link, store, units, share)
-        pager = TrainingPager(training_engine, resources.unpaged, hosts)
+        pager = TrainingPager(training_engine, hosts)
     else:
         engine = Engine(link, store, max_ahead)
         resources = acquire(planned, engine, link, store, units, share)
-        pager = Pager(resources.engine, resources.unpaged, hosts)
+        pager = Pager(resources.engine, hosts)
     table, pieces = planned.table, planned.cut
     attached = Attached(model, table, pieces, pager, methods)
     handle = PagedModel(model, planned.plan, pager, resources, attached)

@@ -37,8 +37,8 @@ class PagingReport(Report):
         bound: what sets that limit, ``"link"`` or ``"compute"``.
         helpful_budget_bytes: the budget at which computation would take as long as the copies;
             None where it does already.
-        resident_bytes: what stays on the device, with tensors that can't be paged, and with what
-            the rounding of the allocator leaves over.
+        resident_bytes: what stays on the device, with what the rounding of the allocator leaves
+            over.
         ring_bytes: the room that the rest passes through.
         allocated_bytes: both: what paging takes of the device now.
         reserved_bytes: the memory of the device that goes for it, as in the plan.
@@ -131,11 +131,11 @@ def make_report(resources: Resources, weight_bytes: int) -> PagingReport:
         bound="link" if copy_s > compute_s else "compute",
         helpful_budget_bytes=_helpful_bytes(
             whole_block_bytes(weight_bytes, engine.device),
-            weight_bytes - resources.staying_bytes,
+            weight_bytes - engine.room.staying_bytes,
             engine.room.ring_bytes,
             compute_s * link_bytes_per_s,
         ),
-        resident_bytes=resources.resident_bytes,
+        resident_bytes=engine.room.resident_bytes,
         ring_bytes=engine.room.ring_bytes,
         allocated_bytes=taken.allocated_bytes,
         reserved_bytes=taken.reserved_bytes,

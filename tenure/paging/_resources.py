@@ -16,7 +16,7 @@ from torch import nn
 from tenure._cuda_blocks import CachedMemory, taken_by
 from tenure._registries import NamedTensor, namers
 
-from ._device import Engine, UnpagedTensors
+from ._device import Engine
 from ._host import FileStore, HostBuffers, HostStore, SpillStore, checked_folder
 from ._link import DiskLink, HostLink, Link
 from ._model import Unit
@@ -30,34 +30,21 @@ class Resources:
     Args:
         engine: the pages.
         store: the host bytes.
-        unpaged: the tensors that are not paged.
         units: all units of the plan; what else refers to them does so weakly.
 
     Attributes:
         closed: whether it is given back.
     """
 
-    def __init__(
-        self, engine: Engine, store: HostStore, unpaged: UnpagedTensors, units: list[Unit]
-    ) -> None:
-        self.engine, self.store, self.unpaged, self.units = engine, store, unpaged, units
+    def __init__(self, engine: Engine, store: HostStore, units: list[Unit]) -> None:
+        self.engine, self.store, self.units = engine, store, units
         self.closed = False
         self._model: weakref.ref[nn.Module] | None = None
 
     @property
-    def resident_bytes(self) -> int:
-        """The memory of what stays on the device now."""
-        return self.engine.room.resident_bytes + self.unpaged.n_bytes
-
-    @property
-    def staying_bytes(self) -> int:
-        """The weights among it."""
-        return self.engine.room.staying_bytes + self.unpaged.n_bytes
-
-    @property
     def taken(self) -> CachedMemory:
         """What all of it takes of the device now."""
-        return taken_by([*self.engine.room.slab_sizes, *self.unpaged.sizes], self.engine.device)
+        return taken_by(self.engine.room.slab_sizes, self.engine.device)
 
     def serve(self, model: nn.Module) -> None:
         """Be named in reports of memory as the model's, from now until it is given back."""
@@ -70,7 +57,7 @@ class Resources:
 
     def named_tensors(self) -> Iterator[NamedTensor]:
         """See `TensorNamer`."""
-        for keeper in (self.engine, self.unpaged, self.store):
+        for keeper in (self.engine, self.store):
             yield from keeper.named_tensors()
 
     def close(self) -> None:
@@ -79,7 +66,6 @@ class Resources:
             self.closed = True
             namers.discard(self)
             self.engine.close()
-            self.unpaged.close()
             self.store.close()
 
 
@@ -114,10 +100,9 @@ def acquire(
         all_bytes = plan.budget_bytes if share is None else plan.allocated_bytes
         beside_bytes = all_bytes - sum(arrangement.sizes)
         reserved = engine.room.reserve(arrangement, planned.kept, beside_bytes)
-        unpaged = UnpagedTensors(planned.table.unpaged, link)
         if share is not None:
             share.serve(engine, beside_bytes)
-        resources = Resources(engine, store, unpaged, planned.cut.units)
+        resources = Resources(engine, store, planned.cut.units)
         undoing.callback(resources.close)
         store.adopt(units)
         # In the order of the model: so they are used, and so reports list them.

@@ -197,22 +197,6 @@ def test_a_parameter_with_new_memory_counts_beside_the_buffer_until_it_is_home(s
         assert report.categories["parameters"] == others
 
 
-class Tagged(torch.Tensor):
-    """A subclass: such tensors are not paged."""
-
-
-def test_tensors_that_stay_whole_count_as_resident(sim):
-    model = layers()
-    model.register_buffer("mask", torch.eye(64).as_subclass(Tagged))
-    with page(model, sim.device, "17KiB", budget="80KiB") as handle:
-        model(torch.randn(2, 64))
-        device = assert_exact(sim, report_on(model))
-        assert device.categories["paged: resident"] == handle.plan.resident_bytes
-        assert handle.report().resident_bytes == handle.plan.resident_bytes
-        (row,) = [row for row in device.rows if row.name == "mask"]
-        assert (row.category, row.n_bytes) == ("paged: resident", 4 * 64 * 64)
-
-
 def test_chunk_names_what_stays(sim):
     gc.collect()
     others = report_on(device="cpu").categories["parameters"]

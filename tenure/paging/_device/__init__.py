@@ -5,7 +5,6 @@
 
 from ._composed import Composed as Composed
 from ._copies import Copies as Copies
-from ._copies import UnpagedTensors as UnpagedTensors
 from ._engine import Engine as Engine
 from ._lease import Lease as Lease
 from ._memory import Arrangement as Arrangement

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from tenure._callers import warn_user
 from tenure._errors import PagingWarning
 from tenure._torch.compiler import never_compiled
+from tenure._torch.quiet import aside
 from tenure._torch.storages import key_of
 
-from .._device import Composed, Engine, Forward, Page, Pass, UnpagedTensors, Visit
+from .._device import Composed, Engine, Forward, Page, Pass, Visit, in_place_of
 from .._model import HostTensor, Unit, is_plain
 from ._arguments import Arguments, apart_from
 from ._outside import Outside
@@ -80,18 +81,14 @@ class Pager:
 
     Args:
         engine: the pages.
-        unpaged: the tensors that are not paged.
         hosts: the model's tensors.
 
     Attributes:
         outside: explains errors about parameters that were read outside of the forward.
     """
 
-    def __init__(
-        self, engine: Engine, unpaged: UnpagedTensors, hosts: Collection[HostTensor]
-    ) -> None:
+    def __init__(self, engine: Engine, hosts: Collection[HostTensor]) -> None:
         self.engine = engine
-        self._unpaged = unpaged
         self.outside = Outside(hosts, engine.device)
         self._hosts, self._has_warned = hosts, False
         self._composed = Composed(engine.device)
@@ -235,7 +232,7 @@ class Pager:
                 host, {id(each.tensor): self.show(each) for each in host.parts}
             )
         if host.unit is None:
-            return self._unpaged.shown(host)
+            return self._empty(host)
         return self.engine.shown(self._page_of(host.unit, now), host)
 
     @never_compiled
@@ -274,7 +271,6 @@ class Pager:
         """
         self._composed.settle()
         self.engine.save()
-        self._unpaged.save()
         return {} if self._pass is None else self._pass.assigned
 
     def close(self, undo: Callable[[], object]) -> None:
@@ -328,6 +324,12 @@ class Pager:
         finally:
             self._turn.release(visit)
 
+    def _empty(self, host: HostTensor) -> Tensor:
+        """Return a tensor without elements, which no page has."""
+        with aside():
+            there = host.tensor.detach().to(self.engine.device)
+        return in_place_of(host.tensor, there)
+
     def _page_of(self, unit: Unit, now: Pass) -> Page:
         page = self.engine.page_in_use(unit)
         # No forward that runs brackets its unit: a model that reads `layer.weight` itself, as tied
@@ -379,14 +381,12 @@ class Pager:
         now.end(completed=completed)
         self._bring_home(now.assigned)
         self.engine.end()
-        self._unpaged.save()
         self.engine.let_host_read()
 
     def _bring_home(self, assigned: dict[HostTensor, Tensor]) -> None:
         """Give host tensors the values of what the pass has assigned in their place."""
         if assigned:
             # Writes to a page were made before.
-            self._unpaged.save()
             self.engine.let_host_read()
             for host, entry in assigned.items():
                 self.engine.set_host(host, entry)

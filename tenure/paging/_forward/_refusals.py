@@ -130,8 +130,8 @@ def check_training(module: nn.Module, hosts: Collection[HostTensor]) -> None:
     if whole:
         raise PagingError(
             f"{whole[0]!r} asks for gradients and can't be trained while it is paged: it is a "
-            "tensor subclass, sparse or empty, and its gradients would not get home. Freeze "
-            "it with requires_grad_(False), or unpage() first."
+            "tensor subclass, or empty, and its gradients would not get home. Freeze it with "
+            "requires_grad_(False), or unpage() first."
         )
 
 

@@ -27,7 +27,7 @@ from tenure._torch.autograd import (
 )
 from tenure._torch.compiler import never_compiled
 
-from .._device import Forward, Page, Pass, UnpagedTensors
+from .._device import Forward, Page, Pass
 from .._model import HostTensor, Unit
 from .._training import Route, SavedTensors, TrainingEngine
 from ._arguments import Arguments
@@ -40,16 +40,13 @@ class TrainingPager(Pager):
 
     Args:
         engine: the pages.
-        unpaged: the tensors that are not paged.
         hosts: the model's tensors.
     """
 
     engine: TrainingEngine
 
-    def __init__(
-        self, engine: TrainingEngine, unpaged: UnpagedTensors, hosts: Collection[HostTensor]
-    ) -> None:
-        super().__init__(engine, unpaged, hosts)
+    def __init__(self, engine: TrainingEngine, hosts: Collection[HostTensor]) -> None:
+        super().__init__(engine, hosts)
         self._activations = engine.activations
         self._saved = SavedTensors(
             engine, self._page_for_backward, self._activations, self._wake_backward

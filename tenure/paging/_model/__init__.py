@@ -7,7 +7,6 @@ from ._cut import sizes_with_own as sizes_with_own
 from ._kinds import is_plain as is_plain
 from ._kinds import made_around as made_around
 from ._kinds import parts_of as parts_of
-from ._kinds import sizes_of_unpaged as sizes_of_unpaged
 from ._tensors import UNIT_ALIGNMENT_BYTES as UNIT_ALIGNMENT_BYTES
 from ._tensors import Extent as Extent
 from ._tensors import HostTensor as HostTensor

@@ -14,7 +14,7 @@ from itertools import count
 import torch
 from torch import Tensor, nn
 
-from tenure._storages import byte_range, inner_tensors, named_inner_tensors, storages_of
+from tenure._storages import byte_range, named_inner_tensors
 from tenure._torch.quiet import aside_with_subclasses
 
 _PLAIN = (Tensor, nn.Parameter, nn.Buffer)
@@ -59,15 +59,6 @@ def made_around(tensor: Tensor, instead: Callable[[Tensor], Tensor]) -> Tensor:
         parts, context, tensor.size(), tensor.stride()
     )
     return made
-
-
-def sizes_of_unpaged(tensor: Tensor) -> list[int]:
-    """The bytes of each block that a copy of a tensor takes which is not plain."""
-    # Each of the tensors inside is a block of the allocator, and rounded by itself.
-    inside = inner_tensors(tensor)
-    if inside:
-        return [n_bytes for each in inside for n_bytes in sizes_of_unpaged(each)]
-    return [storage.nbytes() for storage in storages_of(tensor)] if tensor.numel() else []
 
 
 def _parts(tensor: Tensor, path: str = "") -> Iterator[tuple[str, Tensor]]:

@@ -15,11 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from tenure._cuda_blocks import up_to
+from tenure._errors import PagingError
 from tenure._storages import byte_range
+from tenure._text import describe_tensor
 from tenure._torch.storages import key_of
 from tenure._torch.writes import version_of
 
-from ._kinds import is_plain, parts_of, sizes_of_unpaged
+from ._kinds import is_plain, parts_of
 
 EXTENT_ALIGNMENT_BYTES = 256
 # What CUDA's allocator rounds to.
@@ -63,12 +65,12 @@ class HostTensor:
 
     @property
     def unit(self) -> Unit | None:
-        """What it is paged with; None for one of the unpaged tensors, or one that has parts."""
+        """What it is paged with; None for an empty tensor, or one that has parts."""
         return None if self._unit is None else self._unit()
 
     @property
     def units(self) -> list[Unit]:
-        """What it is paged with, all of its parts; none for one of the unpaged tensors."""
+        """What it is paged with, all of its parts."""
         return [each.unit for each in self.parts or [self] if each.unit is not None]
 
     def join(self, unit: Unit, start: int) -> None:
@@ -182,28 +184,19 @@ class TensorTable:
 
     Attributes:
         hosts: every tensor, by the ``id`` of its object.
-        unpaged: tensors that have no plain memory to page: some subclasses, sparse and empty ones.
         direct: for each module, the tensors that it registers itself, and what these are made of.
+
+    Raises:
+        PagingError: a tensor is neither plain nor made of plain ones.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.hosts: dict[int, HostTensor] = {}
         self.direct: dict[nn.Module, list[HostTensor]] = {}
-        self.unpaged: list[HostTensor] = []
         for prefix, module in model.named_modules():
             found = [self._host_of(*each) for each in _registered(module, prefix)]
             self.direct[module] = [each for host in found for each in (host, *host.parts)]
         self._extents = self._lay_out()
-
-    @property
-    def unpaged_bytes(self) -> int:
-        """What copies of the tensors in ``unpaged`` take on a device."""
-        return sum(self.unpaged_sizes)
-
-    @property
-    def unpaged_sizes(self) -> list[int]:
-        """The bytes of each block of such copies."""
-        return [n_bytes for host in self.unpaged for n_bytes in sizes_of_unpaged(host.tensor)]
 
     def extents_of(self, modules: Iterable[nn.Module]) -> list[Extent]:
         """The extents that the modules themselves use, in the order of their registration."""
@@ -237,8 +230,13 @@ class TensorTable:
                 # Views of one storage, as the parts of a fused projection are, must keep their
                 # distance: whoever writes through one of them is seen through the others.
                 by_storage.setdefault(key_of(host.tensor.untyped_storage()), []).append(host)
-            elif not host.parts:
-                self.unpaged.append(host)
+            elif not host.parts and host.tensor.numel():
+                raise PagingError(
+                    f"{host.name!r} ({describe_tensor(host.tensor)}) can't be paged: it is sparse, "
+                    "or of a class that can't be made anew around copies of its parts "
+                    "(__tensor_flatten__, __tensor_unflatten__). Make it a plain tensor, or keep "
+                    "it out of the parameters and buffers of the model."
+                )
         extents = map(_extent, by_storage.values())
         return {id(host.tensor): extent for extent in extents for host in extent.tensors}
 

@@ -111,8 +111,8 @@ class Draft:
         return self.taken_by(self._arranged(self.least_ring_bytes, []))
 
     def taken_by(self, arrangement: Arrangement) -> CachedMemory:
-        """The memory of the device that slabs take, with the tensors that can't be paged."""
-        return taken_by([*arrangement.sizes, *self.table.unpaged_sizes], self.device)
+        """The memory of the device that slabs take."""
+        return taken_by(arrangement.sizes, self.device)
 
     def stalled_bytes(self, ring_bytes: int, units: Iterable[Unit]) -> int:
         """The bytes of units whose copies are not hidden behind computation."""
@@ -122,7 +122,7 @@ class Draft:
         """Divide a budget; without one, take what keeps the link busy. None if it is too small."""
         if budget is None:
             return self._without_budget()
-        room_bytes = budget.n_bytes - self.table.unpaged_bytes
+        room_bytes = budget.n_bytes
         while True:
             # At whole steps, for between two of them all is rounded to the same.
             if is_rounding(self.device):
@@ -169,8 +169,8 @@ class Draft:
     def _elastic(self, ring_bytes: int, now_bytes: int) -> Arrangement:
         """All slabs; of these the ones that are there now, and at least the first."""
         whole = self._arranged(ring_bytes, self.others, is_elastic=True)
-        ends = accumulate(whole.sizes, initial=sum(self.table.unpaged_sizes))
-        n_there = max(1, sum(end <= now_bytes for end in ends) - 1)
+        ends = accumulate(whole.sizes)
+        n_there = max(1, sum(end <= now_bytes for end in ends))
         return Arrangement(whole.ring_bytes, whole.slabs[:n_there], whole.slabs[n_there:])
 
     def _without_budget(self) -> Arrangement:
@@ -197,6 +197,7 @@ class Draft:
 
 def unit_sizes(model: nn.Module, budget: Budget | None, link: LinkSpeed) -> list[UnitSize]:
     """The sizes that units may have: the best one, and for small budgets those that need less."""
+    table = TensorTable(model)
     weight_bytes = sum(tensor.nbytes for tensor in model.parameters())
     # Large units spare latency, and small ones the ring of two of them: both cost the same here.
     latency_bytes = int(link.latency_s * link.bytes_per_s)
@@ -205,7 +206,7 @@ def unit_sizes(model: nn.Module, budget: Budget | None, link: LinkSpeed) -> list
         return [UnitSize(best_bytes)]
     # A mixture of experts that is cut below its layers leaves weights that no forward brackets, and
     # these would all have to stay: units as large as a layer need less.
-    own_sizes = sorted(sizes_with_own(model, TensorTable(model)), reverse=True)
+    own_sizes = sorted(sizes_with_own(model, table), reverse=True)
     return [UnitSize(n) for n in (best_bytes, *own_sizes, 0)]
 
 
@@ -217,7 +218,7 @@ def too_small(model: nn.Module, draft: Draft, budget: Budget) -> PagingError:
         draft: the cut that needs the least.
         budget: the budget.
     """
-    stays_bytes = draft.table.unpaged_bytes + n_bytes(draft.kept)
+    stays_bytes = n_bytes(draft.kept)
     stays = f", beside {format_bytes(stays_bytes)} that stay" if stays_bytes else ""
     name, least = type(model).__name__, draft.least
     minimum_bytes = least.allocated_bytes

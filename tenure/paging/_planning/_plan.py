@@ -62,9 +62,9 @@ class PagingPlan(Record):
         model: the name of its class.
         device: where it is paged to.
         units: its parts, in the order of registration.
-        weight_bytes: all units together, and the tensors that can't be paged.
-        resident_bytes: what stays on the device, those tensors included, and what the rounding of
-            the device's allocator leaves over.
+        weight_bytes: all units together.
+        resident_bytes: what stays on the device, and what the rounding of the device's allocator
+            leaves over.
         ring_bytes: the room that the others pass through.
         allocated_bytes: both: what paging takes of the device, until it gives some back.
         reserved_bytes: the memory of the device that goes for it: its allocator takes whole
@@ -330,8 +330,8 @@ def make_plan(
         model=type(model).__name__,
         device=str(device),
         units=tuple(PlannedUnit(u.name, u.n_bytes, u in resident) for u in units),
-        weight_bytes=n_bytes(units) + draft.table.unpaged_bytes,
-        resident_bytes=arrangement.resident_bytes + draft.table.unpaged_bytes,
+        weight_bytes=n_bytes(units),
+        resident_bytes=arrangement.resident_bytes,
         ring_bytes=arrangement.ring_bytes,
         allocated_bytes=taken.allocated_bytes,
         reserved_bytes=taken.reserved_bytes,

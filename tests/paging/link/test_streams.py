@@ -3,11 +3,9 @@
 import pytest
 import torch
 from torch import nn
-from torch.testing._internal.two_tensor import TwoTensor
 
 from tenure.paging import page
-from tenure.paging._device import _copies
-from tenure.testing import RaceError, Rates
+from tenure.testing import Rates
 
 from ..models import WIDTH, Beside, Side
 
@@ -29,66 +27,6 @@ def test_a_weight_that_is_read_on_another_stream_is_there_and_stays(sim, joins):
         side.stream.synchronize()
         assert all(torch.equal(seen.cpu(), 2 * weight) for seen in layer.seen)
         layer.seen.clear()
-
-
-class BesideWhole(nn.Module):
-    """Reads and writes what is not paged on streams that nothing joins, each time on another."""
-
-    def __init__(self, *sides):
-        super().__init__()
-        self.sides = sides
-        self.register_buffer("count", TwoTensor(torch.zeros(1000), torch.ones(1000)))
-        self.seen = []
-
-    def forward(self, x):
-        side = self.sides[len(self.seen) % len(self.sides)]
-        with side.module.stream(side.stream):
-            if self.training:
-                self.count.add_(1)
-            self.seen.append(self.count * 2)
-        return x
-
-
-def test_the_old_copy_of_a_changed_tensor_is_let_go_when_no_stream_reads_it(sim):
-    sim(rates=SLOW)
-    model, x = BesideWhole(Side(sim), Side(sim)).eval(), torch.randn(1, device=sim.device)
-    with page(model, sim.device):
-        for _ in range(3):
-            model(x)
-            model.count.add_(1)
-        sim.module.synchronize()
-        assert [each.a[0].item() for each in model.seen] == [0, 2, 4]
-        model.seen.clear()
-
-
-def test_what_another_stream_has_written_to_one_is_home_after_the_pass(sim):
-    sim(rates=SLOW)
-    model, x = BesideWhole(Side(sim)).train(), torch.randn(1, device=sim.device)
-    with page(model, sim.device):
-        for n_passes in (1, 2):
-            model(x)
-            assert model.count.a.eq(n_passes).all()
-            assert model.count.b.eq(n_passes + 1).all()
-        model.seen.clear()
-
-
-@pytest.mark.parametrize(
-    "program",
-    [
-        test_the_old_copy_of_a_changed_tensor_is_let_go_when_no_stream_reads_it,
-        test_what_another_stream_has_written_to_one_is_home_after_the_pass,
-    ],
-)
-def test_without_the_wait_for_its_uses_it_is_caught(sim, monkeypatch, program):
-    monkeypatch.setattr(_copies.UnpagedTensors, "_await_uses", lambda self, host: None)
-    with pytest.raises((RaceError, AssertionError)):
-        _run_to_its_end(sim, program)
-    sim.take_faults()
-
-
-def _run_to_its_end(sim, program):
-    program(sim)
-    sim.finish()
 
 
 class Behind(nn.Module):

@@ -19,10 +19,6 @@ pytestmark = pytest.mark.usefixtures("without_gradients")
 OOM = torch.OutOfMemoryError
 
 
-class Tagged(torch.Tensor):
-    """A subclass stays on the device whole."""
-
-
 def named_bytes(device_type):
     """What all that is paged says that it keeps on a device."""
     named = [each for namer in namers.alive() for each in namer.named_tensors()]
@@ -48,7 +44,6 @@ def test_a_budget_counts_what_the_device_has_allocated(sim, name):
 
 @pytest.mark.parametrize("host", ["pinned", "pageable", "disk"])
 def test_what_is_counted_is_what_reports_name(sim, model, x, host, tmp_path):
-    model.register_buffer("whole", torch.eye(8).as_subclass(Tagged))
     where = tmp_path if host == "disk" else host
     with memory_budget("1MiB", sim.device) as device, memory_budget("1MiB") as ours:
         with page(model, sim.device, budget="16KiB", host=where):

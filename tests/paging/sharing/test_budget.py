@@ -154,7 +154,7 @@ def test_a_model_that_runs_on_another_thread_loses_nothing_that_it_uses(sim, two
     thread.start()
     assert inside.wait(20)
     second.run(2)
-    assert first.handle._resources.resident_bytes == before_bytes
+    assert first.handle._resources.engine.room.resident_bytes == before_bytes
     done.set()
     thread.join()
     hook.remove()
