@@ -18,7 +18,7 @@ from tenure._registries import NamedTensor, namers
 
 from ._device import Engine
 from ._host import FileStore, HostBuffers, HostStore, SpillStore, checked_folder
-from ._link import DiskLink, HostLink, Link
+from ._link import FileLink, Link
 from ._model import Unit
 from ._planning import Planned
 from ._sharing import Share
@@ -124,7 +124,5 @@ def ways_to(device: torch.device, host: str | Path, planned: Planned) -> tuple[L
 
 def file_link(planned: Planned, device: torch.device, store: FileStore) -> Link:
     """The link from a store's files to a device, or to where the CPU computes."""
-    if device.type == "cpu":
-        return HostLink(store.reader)
     largest_bytes = max((unit.n_bytes for unit in planned.cut.units), default=1)
-    return DiskLink(device, store.reader, largest_bytes)
+    return FileLink(device, store.reader, largest_bytes)

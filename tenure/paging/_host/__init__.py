@@ -11,5 +11,4 @@ from ._mapped_file import MappedFile as MappedFile
 from ._pinning import Pinning as Pinning
 from ._reader import Done as Done
 from ._reader import Reader as Reader
-from ._reader import past as past
 from ._reader import raise_anew as raise_anew

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import copy
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,11 +25,13 @@ class Done:
         began_s: when it began, by ``time.perf_counter``.
         ended_s: when it ended.
         error: why it failed, if it did.
+        span: what the read returned.
     """
 
     began_s: float
     ended_s: float
     error: BaseException | None = None
+    span: Any = None
 
 
 def raise_anew(error: BaseException | None) -> None:
@@ -61,7 +64,8 @@ class Reader:
             # calls functions of atexit. Then, and if no thread can be started, the caller reads.
             self.drain()
             self._thread = None
-            self._last = past(_timed(read))
+            self._last = Future()
+            self._last.set_result(_timed(read))
         return self._last
 
     @property
@@ -90,22 +94,16 @@ class Reader:
         return _timed(read)
 
 
-def past(done: Done) -> Future[Done]:
-    """Return the future of a read that is over."""
-    future: Future[Done] = Future()
-    future.set_result(done)
-    return future
-
-
 def _timed(read: Callable[[], object]) -> Done:
     began_s = time.perf_counter()
     error: BaseException | None = None
+    span = None
     try:
-        read()
+        span = read()
     except BaseException as raised:
         # It would hold what was being read.
         error = raised.with_traceback(None)
-    return Done(began_s, time.perf_counter(), error)
+    return Done(began_s, time.perf_counter(), error, span)
 
 
 # Weakly: whoever drops a model must not keep its reader, nor the thread of that. A list of its

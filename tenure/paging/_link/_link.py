@@ -27,11 +27,12 @@ class Link:
 
     Args:
         device: the device, with its index.
+        module: the device's; None for torch's own.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, module: Any = None) -> None:
         self.device = device
-        self.module = torch.get_device_module(device)
+        self.module: Any = module or torch.get_device_module(device)
         self._in = self.module.Stream(device=device)
         self._out = self.module.Stream(device=device)
 
@@ -133,13 +134,3 @@ class Link:
         """The same, and a stream of it the current one."""
         with self._here(), self.module.stream(stream):
             yield
-
-
-def copy_if_other(to: Tensor, source: Tensor) -> None:
-    """Copy a tensor on the host, but leave equal bytes alone: a page of a file stays one."""
-    if not torch.equal(_bits_of(to), _bits_of(source)):
-        to.copy_(source)
-
-
-def _bits_of(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)

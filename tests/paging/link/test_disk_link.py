@@ -11,8 +11,8 @@ from torch import nn
 
 from tenure.paging import PagingError, PagingWarning, load_paged, page
 from tenure.paging._host._reader import Reader
-from tenure.paging._link import _disk_link
-from tenure.paging._link._disk_link import DiskLink
+from tenure.paging._link import _file_link
+from tenure.paging._link._file_link import FileLink
 from tenure.testing import RaceError
 from tenure.testing._device._host_memory import pinned_memory
 
@@ -47,7 +47,7 @@ class Content:
 @pytest.fixture
 def link(sim):
     reader = Reader()
-    link = DiskLink(sim.device, reader, N_BYTES, slot_bytes=64)
+    link = FileLink(sim.device, reader, N_BYTES, slot_bytes=64)
     yield link
     link.finish()
     link.close()
@@ -111,8 +111,8 @@ def test_finishing_launches_all_that_was_asked_for(sim, link):
 
 def test_staging_memory_is_pinned_while_it_is_needed(sim):
     reader = Reader()
-    link = DiskLink(sim.device, reader, N_BYTES, slot_bytes=64)
-    slots = list(link._free)
+    link = FileLink(sim.device, reader, N_BYTES, slot_bytes=64)
+    slots = link._staging
     assert all(slot.is_pinned() for slot in slots)
     link.close()
     assert not any(slot.is_pinned() for slot in slots)
@@ -120,7 +120,7 @@ def test_staging_memory_is_pinned_while_it_is_needed(sim):
 
 @torch.no_grad()
 def test_a_model_passes_through_staging_memory_smaller_than_its_units(sim, tmp_path, monkeypatch):
-    monkeypatch.setattr("tenure.paging._resources.DiskLink", partial(DiskLink, slot_bytes=512))
+    monkeypatch.setattr("tenure.paging._resources.FileLink", partial(FileLink, slot_bytes=512))
     model, x = mlp(), torch.ones(4, WIDTH)
     expected = home(model.to(sim.device)(x.to(sim.device)))
     model = model.cpu()
@@ -149,7 +149,7 @@ def test_statistics_that_a_pass_changes_are_home_before_the_file_is_read_again(s
 
 def uses_each_slot_again(sim):
     reader = Reader()
-    link = DiskLink(sim.device, reader, N_BYTES, slot_bytes=64)
+    link = FileLink(sim.device, reader, N_BYTES, slot_bytes=64)
     to = on_device(sim).zero_()
     for first in (9, 10):
         source = Content(first)
@@ -176,17 +176,17 @@ def test_a_link_that_waits_is_clean(sim):
     ("wait", "without"),
     [
         ("self._in.wait_event(event)", "pass"),
-        ("self.let_host(event)\n        self._free", "self._free"),
+        ("self.let_host(copied)", "pass"),
         ("self._out.wait_event(event)", "pass"),
-        ("stream.wait_event(event.inner if isinstance(event, TransferEvent) else event)", "pass"),
+        ("stream.wait_event(event.inner if isinstance(event, FileEvent) else event)", "pass"),
     ],
 )
 def test_without_one_wait_it_is_caught(sim, monkeypatch, wait, without):
-    source = inspect.getsource(_disk_link)
+    source = inspect.getsource(_file_link)
     assert source.count(wait) == 1
-    mutant = dict(vars(_disk_link))
-    exec(compile(source.replace(wait, without), _disk_link.__file__, "exec"), mutant)
-    monkeypatch.setitem(globals(), "DiskLink", mutant["DiskLink"])
+    mutant = dict(vars(_file_link))
+    exec(compile(source.replace(wait, without), _file_link.__file__, "exec"), mutant)
+    monkeypatch.setitem(globals(), "FileLink", mutant["FileLink"])
     with pytest.raises((RaceError, AssertionError)):
         uses_each_slot_again(sim)
     sim.take_faults()
