@@ -271,12 +271,13 @@ class HostCopies:
             done: list[_Copy] = []
             for copy in waiting:
                 (done if copy.comes_before(seen, overwritten) else self._outgoing).append(copy)
-        for copy in done:
-            if _checksum(copy.host) != copy.content:
-                self._detector.report(
-                    f"host overwrite: pinned host memory was written while"
-                    f" {stream_name(copy.stream_id)} may still copy it to the device. {_ADVICE}"
-                )
+            # With the lock: a thread that has waited for the copy may then write these bytes.
+            for copy in done:
+                if _checksum(copy.host) != copy.content:
+                    self._detector.report(
+                        f"host overwrite: pinned host memory was written while"
+                        f" {stream_name(copy.stream_id)} may still copy it to the device. {_ADVICE}"
+                    )
 
 
 def _overlap(first: torch.Tensor, second: torch.Tensor) -> bool:
