@@ -9,8 +9,6 @@ it back with its last use, however a process ends.
 from __future__ import annotations
 
 import ctypes
-import errno
-import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -19,11 +17,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO, cast
 
-import psutil
 from torch import Tensor, UntypedStorage
 
-from tenure._callers import warn_user
-from tenure._errors import PagingError, PagingWarning
+from tenure._errors import PagingError
 from tenure._registries import NamedTensor
 from tenure._show import progress
 from tenure._text import describe_tensor, format_bytes
@@ -32,9 +28,6 @@ from .._model import Extent, HostTensor, Unit
 from ._host_buffers import HostBuffers, point_at
 from ._mapped_file import MappedFile
 from ._reader import Reader
-
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_IN_MEMORY = ("tmpfs", "ramfs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,12 +219,6 @@ def checked_folder(folder: Path) -> Path:
             f"No file can be made in host={str(folder)!r}: {why}. The model is as "
             "before. Name a folder that this process may write to."
         ) from error
-    if _is_in_memory(folder):
-        warn_user(
-            f"host={str(folder)!r} is a folder in memory: what is moved there takes as much of "
-            "it as before. Name a folder on a disk.",
-            PagingWarning,
-        )
     return folder
 
 
@@ -243,7 +230,6 @@ def _spill(units: list[Unit], folder: Path, model: str) -> MappedFile:
     """
     n_bytes = sum(unit.n_bytes for unit in units)
     with writing(folder, model, n_bytes), nameless(folder) as file:
-        _reserve(file, n_bytes)
         _write(file, units)
         mapped = MappedFile(file, f"The file of {model} in {str(folder)!r}", is_ours=True)
     # Only now, when every byte is in the file: until here the model can be left as it was.
@@ -275,18 +261,6 @@ def nameless(folder: Path) -> BinaryIO:
     return cast(BinaryIO, tempfile.TemporaryFile(dir=folder, prefix="tenure-"))
 
 
-def _reserve(file: BinaryIO, n_bytes: int) -> None:
-    """Let a disk that is too full say so before anything is written."""
-    if not hasattr(os, "posix_fallocate"):
-        return
-    try:
-        os.posix_fallocate(file.fileno(), 0, n_bytes)
-    except OSError as error:
-        # Some file systems, network ones above all, can't reserve; that is no reason not to write.
-        if error.errno in _FULL:
-            raise
-
-
 def _write(file: BinaryIO, units: list[Unit]) -> None:
     n_bytes = sum(unit.n_bytes for unit in units)
     with progress("writing weights", n_bytes, in_bytes=True) as done:
@@ -307,15 +281,3 @@ def _places(units: list[Unit]) -> Iterator[tuple[Extent, int, int]]:
         for extent, start in unit.starts():
             yield extent, begin, start
         begin += unit.n_bytes
-
-
-def _is_in_memory(folder: Path) -> bool:
-    """Whether the innermost file system that holds a folder is one of memory."""
-    parents = {str(each) for each in (folder.resolve(), *folder.resolve().parents)}
-    try:
-        mounts = [each for each in psutil.disk_partitions(all=True) if each.mountpoint in parents]
-    except OSError:
-        # Some sandboxes do not tell.
-        return False
-    innermost = max(mounts, key=lambda mount: len(mount.mountpoint), default=None)
-    return innermost is not None and innermost.fstype in _IN_MEMORY

@@ -1,8 +1,8 @@
 """A file whose bytes are read as they are, and seen by tensors that may be written.
 
 Invariant: the file is never written. What is written through a tensor over it stays in memory, and
-is what the next read gives: the kernel says which pages those are, and where it does not tell, none
-is claimed to be unwritten. A file that somebody else changes is refused, not read.
+is what the next read gives: the kernel says whether pages were written, and where it does not tell,
+none is claimed to be unwritten. A file that somebody else changes is refused, not read.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import sys
 import tempfile
 import weakref
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import BinaryIO
 
 import torch
@@ -37,7 +36,6 @@ _PAGEMAP = "/proc/self/pagemap"
 # The three highest bits of an entry, https://docs.kernel.org/admin-guide/mm/pagemap.html
 _FLAGS_SHIFT = 61
 _OF_A_FILE, _HAS_CONTENT = 0b001, 0b110
-_Runs = list[tuple[int, int]]
 
 
 class MappedFile:
@@ -103,13 +101,10 @@ class MappedFile:
         here = self.address + offset
         # Read, not copied from the mapping: the pages of the file would count as this process's
         # memory, and stay. Only what was written to tensors over it is in the mapping alone.
-        written = written_runs(here, n_bytes) if hasattr(os, "preadv") else None
-        if written is None:
-            ctypes.memmove(address, here, n_bytes)
-        else:
+        low, high = written_range(here, n_bytes) if tells_written() else (0, n_bytes)
+        if high - low < n_bytes:
             self._read(address, offset, n_bytes)
-            for low, high in written:
-                ctypes.memmove(address + low, here + low, high - low)
+        ctypes.memmove(address + low, here + low, high - low)
         # Once more: it may have been cut or written while it was read.
         self.check_unchanged()
 
@@ -178,67 +173,42 @@ def _mapped(descriptor: int, n_bytes: int) -> mmap.mmap:
     return mmap.mmap(descriptor, n_bytes, flags=flags, prot=protection)
 
 
-def written_runs(address: int, n_bytes: int) -> _Runs | None:
-    """The written parts of a mapped range, as offsets from its beginning, in order.
-
-    Args:
-        address: where the range begins in memory.
-        n_bytes: its bytes.
-
-    Returns:
-        Pairs of begin and end; None where the kernel does not tell.
-    """
-    return _runs(address, n_bytes) if tells_written() else None
-
-
 @functools.cache
 def tells_written() -> bool:
     """Whether this kernel tells a page that was written from one that was only read."""
+    if not hasattr(os, "preadv"):
+        return False
     try:
         with tempfile.TemporaryFile() as file:
             file.truncate(2 * _PAGE_BYTES)
             memory = mmap.mmap(file.fileno(), 2 * _PAGE_BYTES, access=mmap.ACCESS_COPY)
             bytes_of = torch.frombuffer(memory, dtype=torch.uint8)
             address = bytes_of.data_ptr()
-            before = bytes_of.sum().item(), _runs(address, 2 * _PAGE_BYTES)
+            before = bytes_of.sum().item(), written_range(address, 2 * _PAGE_BYTES)
             bytes_of[_PAGE_BYTES] = 1
-            after = _runs(address, 2 * _PAGE_BYTES)
-            return before == (0, []) and after == [(_PAGE_BYTES, 2 * _PAGE_BYTES)]
+            after = written_range(address, 2 * _PAGE_BYTES)
+            return before == (0, (0, 0)) and after == (_PAGE_BYTES, 2 * _PAGE_BYTES)
     except (OSError, ValueError):
         return False
 
 
-def _runs(address: int, n_bytes: int) -> _Runs | None:
+def written_range(address: int, n_bytes: int) -> tuple[int, int]:
+    """Return from where to where pages of a mapped range were written, as offsets; (0, 0) if none.
+
+    Raises:
+        ValueError: the kernel does not tell.
+    """
     first = address // _PAGE_BYTES
     n_pages = (address + n_bytes - 1) // _PAGE_BYTES + 1 - first
-    entries = _entries(first, n_pages)
-    # Told less than was asked for, nothing is claimed.
-    if len(entries) != n_pages * _ENTRY_BYTES:
-        return None
-    flags = torch.frombuffer(entries, dtype=torch.int64) >> _FLAGS_SHIFT
-    written = ((flags & _HAS_CONTENT) != 0) & ((flags & _OF_A_FILE) == 0)
-    pages = written.nonzero().flatten().tolist()
-    return [
-        (max(0, low * _PAGE_BYTES - address % _PAGE_BYTES),
-         min(n_bytes, high * _PAGE_BYTES - address % _PAGE_BYTES))
-        for low, high in _joined(pages)
-    ]  # fmt: skip
-
-
-def _entries(first: int, n_pages: int) -> bytearray:
-    """Read anew each time: a forked process has a map of its own."""
+    # Opened anew each time: a forked process has a map of its own.
     file = os.open(_PAGEMAP, os.O_RDONLY)
     try:
-        return bytearray(os.pread(file, n_pages * _ENTRY_BYTES, first * _ENTRY_BYTES))
+        entries = bytearray(os.pread(file, n_pages * _ENTRY_BYTES, first * _ENTRY_BYTES))
     finally:
         os.close(file)
-
-
-def _joined(pages: list[int]) -> _Runs:
-    """Neighbours in one run: first page, and the one behind the last."""
-    if not pages:
-        return []
-    breaks = [(a + 1, b) for a, b in pairwise(pages) if b > a + 1]
-    lows = [pages[0], *(b for _, b in breaks)]
-    highs = [*(a for a, _ in breaks), pages[-1] + 1]
-    return list(zip(lows, highs, strict=True))
+    if len(entries) != n_pages * _ENTRY_BYTES:
+        raise ValueError(f"{_PAGEMAP} tells less than was asked for")
+    flags = torch.frombuffer(entries, dtype=torch.int64) >> _FLAGS_SHIFT
+    written = ((flags & _HAS_CONTENT) != 0) & ((flags & _OF_A_FILE) == 0)
+    pages = [int(page) * _PAGE_BYTES - address % _PAGE_BYTES for page in written.nonzero()]
+    return (max(0, pages[0]), min(n_bytes, pages[-1] + _PAGE_BYTES)) if pages else (0, 0)

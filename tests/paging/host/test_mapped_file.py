@@ -21,7 +21,7 @@ def path(tmp_path):
 def file(request, path, monkeypatch):
     """A mapped file where the kernel tells which pages were written, and where it does not."""
     if request.param == "untold":
-        monkeypatch.setattr(module, "written_runs", lambda address, n_bytes: None)
+        monkeypatch.setattr(module, "tells_written", lambda: False)
     file = opened(path)
     yield file
     file.close()
@@ -119,7 +119,7 @@ def test_a_read_that_the_disk_refuses_says_where(path, monkeypatch):
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(module.os, "preadv", refuse)
-    monkeypatch.setattr(module, "written_runs", lambda address, n_bytes: [])
+    monkeypatch.setattr(module, "written_range", lambda address, n_bytes: (0, 0))
     with pytest.raises(
         PagingError, match=r"weights.bin can't be read at byte 3: Input/output error"
     ):
@@ -130,7 +130,7 @@ def test_a_read_that_the_disk_refuses_says_where(path, monkeypatch):
 def test_a_read_that_comes_in_parts_is_whole(path, monkeypatch):
     whole = os.preadv
     monkeypatch.setattr(module.os, "preadv", lambda fd, views, at: whole(fd, [views[0][:1000]], at))
-    monkeypatch.setattr(module, "written_runs", lambda address, n_bytes: [])
+    monkeypatch.setattr(module, "written_range", lambda address, n_bytes: (0, 0))
     file = opened(path)
     assert read(file, 1, 9000) == CONTENT[1:9001]
     file.close()

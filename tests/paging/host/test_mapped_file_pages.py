@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tenure.paging._host._mapped_file import tells_written, written_runs
+from tenure.paging._host._mapped_file import tells_written, written_range
 
 PAGE = mmap.PAGESIZE
 N_PAGES = 8
@@ -25,23 +25,15 @@ def mapped():
 def test_reading_writes_nothing():
     pages = mapped()
     assert pages.sum() > 0
-    assert written_runs(pages.data_ptr(), pages.numel()) == []
-
-
-def test_neighbouring_pages_are_one_run():
-    pages = mapped()
-    pages[PAGE : 3 * PAGE] = 0
-    pages[5 * PAGE] = 0
-    runs = [(PAGE, 3 * PAGE), (5 * PAGE, 6 * PAGE)]
-    assert written_runs(pages.data_ptr(), pages.numel()) == runs
+    assert written_range(pages.data_ptr(), pages.numel()) == (0, 0)
 
 
 def test_a_range_that_cuts_pages_gets_offsets_of_its_own():
     pages = mapped()
     pages[PAGE] = 0
-    assert written_runs(pages.data_ptr() + PAGE + 10, 20) == [(0, 20)]
-    assert written_runs(pages.data_ptr() + PAGE - 10, 20) == [(10, 20)]
-    assert written_runs(pages.data_ptr() + 2 * PAGE - 10, 20) == [(0, 10)]
+    assert written_range(pages.data_ptr() + PAGE + 10, 20) == (0, 20)
+    assert written_range(pages.data_ptr() + PAGE - 10, 20) == (10, 20)
+    assert written_range(pages.data_ptr() + 2 * PAGE - 10, 20) == (0, 10)
 
 
 @given(
@@ -49,12 +41,12 @@ def test_a_range_that_cuts_pages_gets_offsets_of_its_own():
     low=st.integers(0, N_PAGES * PAGE - 1),
     n_bytes=st.integers(1, N_PAGES * PAGE),
 )
-def test_every_written_byte_is_named_and_no_page_without_one(written, low, n_bytes):
+def test_the_range_is_from_the_first_to_the_last_page_that_was_written(written, low, n_bytes):
     pages = mapped()
     for byte in written:
         pages[byte] = 1
     high = min(low + n_bytes, pages.numel())
-    runs = written_runs(pages.data_ptr() + low, high - low)
-    named = {low + byte for begin, end in runs for byte in range(begin, end)}
+    begin, end = written_range(pages.data_ptr() + low, high - low)
     dirty = {byte // PAGE for byte in written}
-    assert named == {byte for byte in range(low, high) if byte // PAGE in dirty}
+    expected = [byte - low for byte in range(low, high) if byte // PAGE in dirty]
+    assert list(range(begin, end)) == list(range(expected[0], expected[-1] + 1) if expected else [])

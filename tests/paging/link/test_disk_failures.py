@@ -48,7 +48,7 @@ def failing_reads(monkeypatch):
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(mapped_file.os, "preadv", fail)
-    monkeypatch.setattr(mapped_file, "written_runs", lambda address, n_bytes: [])
+    monkeypatch.setattr(mapped_file, "written_range", lambda address, n_bytes: (0, 0))
     return lambda: monkeypatch.setattr(mapped_file.os, "preadv", whole)
 
 
