@@ -8,8 +8,8 @@ Invariant: what FSDP2 does not have, an argument or a verb, is refused by name, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
@@ -34,6 +34,16 @@ _UNSAID = {
 }
 
 
+def _refused(verb: str, why: str) -> Callable[..., NoReturn]:
+    """Return a method that refuses a verb of paging which FSDP2 does not have."""
+
+    def refuse(self: ShardedModel, *_: object, **__: object) -> NoReturn:
+        raise PagingError(f"{verb} was called of {self!r}: {why}")
+
+    refuse.__doc__ = f"Refuse: {why}"
+    return refuse
+
+
 class ShardedModel:
     """A model that FSDP2 has sharded over a mesh, with the shards in host memory.
 
@@ -51,60 +61,23 @@ class ShardedModel:
         """Call the model."""
         return self.model(*args, **kwargs)
 
-    def unpage(self) -> NoReturn:
-        """Refused: torch has no way back.
-
-        Raises:
-            PagingError: always.
-        """
-        self._refuse(
-            "unpage()",
-            "fully_shard can't be undone: torch changes the class of modules and their parameters. "
-            "Take the whole weights, on all ranks at once, by get_model_state_dict() of "
-            "torch.distributed.checkpoint.state_dict with StateDictOptions(full_state_dict=True), "
-            "and load them into a new model.",
-        )
-
-    def report(self) -> NoReturn:
-        """Refused: FSDP2 moves the weights, and tells nobody how long that took.
-
-        Raises:
-            PagingError: always.
-        """
-        self._refuse(
-            "report()",
-            "FSDP2 moves the weights, and no copy of its is measured here. Ask torch.profiler for "
-            "time, and MemReporter().report(group=...) of tenure.profiler for the memory of all "
-            "ranks.",
-        )
-
-    def optimizer_step(
-        self, optimizer: torch.optim.Optimizer, *, max_norm: float | None = None
-    ) -> NoReturn:
-        """Refused: FSDP2's gradients are there when the backward pass is over.
-
-        Raises:
-            PagingError: always.
-        """
-        self._refuse(
-            "optimizer_step()",
-            "the gradients of FSDP2 are there when the backward pass is over. Call "
-            f"{type(optimizer).__name__}.step() after it.",
-        )
-
-    def __enter__(self) -> Self:
-        """Refused, as the block would end with ``unpage()``.
-
-        Raises:
-            PagingError: always.
-        """
-        self.unpage()
-
-    def __exit__(self, *_: object) -> None:
-        """Never reached."""
-
-    def _refuse(self, what: str, why: str) -> NoReturn:
-        raise PagingError(f"{what} was called of {self!r}: {why}")
+    unpage = __enter__ = __exit__ = _refused(
+        "unpage()",
+        "fully_shard can't be undone: torch changes the class of modules and their parameters. "
+        "Take the whole weights, on all ranks at once, by get_model_state_dict() of "
+        "torch.distributed.checkpoint.state_dict with StateDictOptions(full_state_dict=True), "
+        "and load them into a new model.",
+    )
+    report = _refused(
+        "report()",
+        "FSDP2 moves the weights, and no copy of its is measured here. Ask torch.profiler for "
+        "time, and MemReporter().report(group=...) of tenure.profiler for the memory of all ranks.",
+    )
+    optimizer_step = _refused(
+        "optimizer_step()",
+        "the gradients of FSDP2 are there when the backward pass is over. Call the step() of the "
+        "optimizer after it.",
+    )
 
     def __repr__(self) -> str:
         return f"<ShardedModel {type(self.model).__name__} over {self.mesh}>"

@@ -120,7 +120,7 @@ def test_what_fsdp2_does_not_have_is_refused_by_name():
         assert found[verb].startswith(f"{verb}() was called of <ShardedModel FSDPSequential over")
     assert "fully_shard can't be undone" in found["unpage"]
     assert found["__enter__"] == found["unpage"]
-    assert "Call SGD.step() after it." in found["optimizer_step"]
+    assert "Call the step() of the optimizer after it." in found["optimizer_step"]
     for name in ("twice", "own"):
         assert (
             "is a DTensor, of which other ranks have parts, as fully_shard() makes" in found[name]
