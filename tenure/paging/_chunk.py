@@ -73,10 +73,11 @@ def chunk(
     # The store takes up what goes to the device alone: weights that are computed with on the host
     # stay the model's own, neither copied nor pinned.
     units = [unit for unit in planned.cut.units if unit in resident]
-    resources = acquire(planned, Engine(link, store, 0), link, store, units)
-    pager = ChunkPager(resources.engine, planned.table.hosts.values())
+    engine = Engine(link, store, 0)
+    acquire(planned, engine, link, store, units)
+    pager = ChunkPager(engine, planned.table.hosts.values())
     attached = Attached(model, planned.table, planned.cut, pager)
-    return PagedModel(model, planned.plan, pager, resources, attached)
+    return PagedModel(model, planned.plan, pager, attached)
 
 
 class ChunkPager(Pager):

@@ -290,20 +290,21 @@ def carry_out(
 ) -> PagedModel:
     """Page a model by a plan."""
     hosts, units = planned.table.hosts.values(), planned.cut.units
-    pager: Pager
+    engine: Engine
     if trains and isinstance(store, HostBuffers):
-        training_engine = TrainingEngine(
+        engine = TrainingEngine(
             link, store, max_ahead, store.memory, moves_activations=moves_activations
         )
-        resources = acquire(planned, training_engine, link, store, units, share)
-        pager = TrainingPager(training_engine, hosts)
     else:
         engine = Engine(link, store, max_ahead)
-        resources = acquire(planned, engine, link, store, units, share)
-        pager = Pager(resources.engine, hosts)
+    acquire(planned, engine, link, store, units, share)
+    if isinstance(engine, TrainingEngine):
+        pager: Pager = TrainingPager(engine, hosts)
+    else:
+        pager = Pager(engine, hosts)
     table, pieces = planned.table, planned.cut
     attached = Attached(model, table, pieces, pager, methods)
-    handle = PagedModel(model, planned.plan, pager, resources, attached)
+    handle = PagedModel(model, planned.plan, pager, attached)
     # Last: from now on another model's retry may ask for memory, at any time.
     shrinkables.add(pager)
     if share is not None:

@@ -27,7 +27,6 @@ from ._planning import (
     PagingPlan,
 )
 from ._report import PagingReport, make_report
-from ._resources import Resources
 from ._training import (
     Stepping,
     TrainingEngine,
@@ -50,24 +49,23 @@ class PagedModel:
         model: nn.Module,
         plan: PagingPlan,
         pager: Pager,
-        resources: Resources,
         attached: Attached,
     ) -> None:
         self.model = model
         self.plan = plan
         self._pager = pager
-        self._resources = resources
-        resources.serve(model)
+        self._engine = pager.engine
+        self._engine.serve(model)
         # A collection may come while a graph is captured, which closing would break
-        device = resources.engine.device
-        self._collected = weakref.finalize(pager, after_captures, device, resources.close)
+        close = self._engine.close
+        self._collected = weakref.finalize(pager, after_captures, self._engine.device, close)
         self._collected.atexit = False
         self._attached = attached
 
     @property
     def closed(self) -> bool:
         """Whether the model is unpaged."""
-        return self._resources.closed
+        return self._engine.closed
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model."""
@@ -82,14 +80,14 @@ class PagedModel:
             PagingError: a graph is being captured; the model is still paged.
         """
         if not self.closed:
-            device = self._resources.engine.device
+            device = self._engine.device
             check_capture(device, f"unpage() was called of {self!r}", waits=True)
         shrinkables.discard(self._pager)
         self._pager.close(self._undo)
 
     def _undo(self) -> None:
         self._attached.undo()
-        self._resources.close()
+        self._engine.close()
         self._collected.detach()
         self._pager.outside.end()
 
@@ -111,7 +109,7 @@ class PagedModel:
         Raises:
             PagingError: the optimizer is of another kind, or the model is not paged for training.
         """
-        if self.closed or not isinstance(self._resources.engine, TrainingEngine):
+        if self.closed or not isinstance(self._engine, TrainingEngine):
             raise PagingError(
                 f"optimizer_step() was called of {self!r}, which is not paged for training. Page "
                 "it with training=True."
@@ -119,8 +117,8 @@ class PagedModel:
         checked = checked_optimizer(optimizer)
         if max_norm is not None or needs_all_gradients(checked):
             return stepped_after(checked, max_norm)
-        prepare = self._resources.engine.wait_for_step
-        return Stepping(checked, self._resources.units, prepare).running()
+        prepare = self._engine.wait_for_step
+        return Stepping(checked, self._engine.units, prepare).running()
 
     def report(self) -> PagingReport:
         """What the last pass moved, how long it waited, and how near to the limit it ran.
@@ -132,9 +130,9 @@ class PagedModel:
         """
         if self.closed:
             raise PagingError(f"{self!r} has nothing to report: it is unpaged.")
-        device = self._resources.engine.device
+        device = self._engine.device
         check_capture(device, f"report() was called of {self!r}", waits=True)
-        return make_report(self._resources, self.plan.weight_bytes)
+        return make_report(self._engine, self.plan.weight_bytes)
 
     def __enter__(self) -> Self:
         """The handle itself.
@@ -175,6 +173,6 @@ class PagedModel:
         )
 
     def __repr__(self) -> str:
-        allocated_bytes = self._resources.taken.allocated_bytes
+        allocated_bytes = self._engine.taken.allocated_bytes
         state = "unpaged" if self.closed else f"{format_bytes(allocated_bytes)} in use"
         return f"<PagedModel {self.plan.model} on {self.plan.device}, {state}>"

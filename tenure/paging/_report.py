@@ -14,7 +14,7 @@ from tenure._errors import PagingError
 from tenure._show import Paragraph, Part, Report
 from tenure._text import counted, format_bytes
 
-from ._resources import Resources
+from ._device import Engine
 
 Bound = Literal["link", "compute"]
 _NAMES = {"link": "link", "compute": "computation"}
@@ -100,17 +100,17 @@ class PagingReport(Report):
         return f", of which {format_bytes(pageable_bytes)} not pinned" if pageable_bytes else ""
 
 
-def make_report(resources: Resources, weight_bytes: int) -> PagingReport:
+def make_report(engine: Engine, weight_bytes: int) -> PagingReport:
     """Read the events of the last pass.
 
     Args:
-        resources: what the model takes.
+        engine: the pages of the model.
         weight_bytes: all that stays or passes.
 
     Raises:
         PagingError: no pass has ended.
     """
-    engine, taken = resources.engine, resources.taken
+    taken = engine.taken
     record = engine.measured()
     if record is None or record.span is None:
         raise PagingError("There is nothing to report yet: call the model first.")

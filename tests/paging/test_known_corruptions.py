@@ -21,8 +21,7 @@ from tenure.paging._host import _file_store
 from tenure.paging._link._link import Link
 from tenure.paging._training import TrainingEngine
 from tenure.paging._training._gradient_memory import _Buffer
-from tenure.paging._training._homeward import Homeward
-from tenure.paging._training._route import _PageIn
+from tenure.paging._training._homeward import Homeward, _PageIn
 from tenure.paging._training._saved import SavedTensors
 from tenure.testing import RaceError
 

@@ -6,7 +6,6 @@
 from ._composed import Composed as Composed
 from ._copies import Copies as Copies
 from ._engine import Engine as Engine
-from ._lease import Lease as Lease
 from ._memory import Arrangement as Arrangement
 from ._memory import ByteRing as ByteRing
 from ._memory import Fences as Fences
@@ -18,4 +17,5 @@ from ._pass import Forward as Forward
 from ._pass import Pass as Pass
 from ._pass import PassMeter as PassMeter
 from ._pass import Visit as Visit
+from ._room import Lease as Lease
 from ._room import Room as Room

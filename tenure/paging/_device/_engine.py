@@ -7,13 +7,15 @@ when it is used. The host waits only for what changed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterable, Iterator
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from tenure._cuda_blocks import CachedMemory, taken_by
 from tenure._graph_capture import watch_captures
-from tenure._registries import NamedTensor
+from tenure._registries import NamedTensor, namers
 from tenure._show import progress
 from tenure._torch.lending import note_while
 from tenure._torch.quiet import aside_with_subclasses
@@ -25,7 +27,7 @@ from ._copies import Copies, writable
 from ._memory import Place
 from ._page import Page
 from ._pass import AccessOrder, Pass, PassMeter, PassRecord
-from ._room import Room, n_bytes_of
+from ._room import Room
 
 
 class Engine:
@@ -40,6 +42,8 @@ class Engine:
         access_order: what passes use.
         meter: what was moved.
         room: where the pages are.
+        units: all units of the plan; what else refers to them does so weakly.
+        closed: whether all memory is given back.
     """
 
     def __init__(self, link: Link, store: HostStore, max_ahead: int | None = None) -> None:
@@ -55,6 +59,9 @@ class Engine:
         self._fresh: set[Unit] = set()
         # Whether nothing has happened since the last prefetch that could lead to another one.
         self._is_settled = False
+        self.units: list[Unit] = []
+        self.closed = False
+        self._model: weakref.ref[nn.Module] | None = None
         self._end_noting = note_while(self)
         self._end_watching_captures = watch_captures(link.device, self)
 
@@ -62,6 +69,11 @@ class Engine:
     def device(self) -> torch.device:
         """Where the pages are."""
         return self._link.device
+
+    @property
+    def taken(self) -> CachedMemory:
+        """What it takes of the device now."""
+        return taken_by(self.room.slab_sizes, self.device)
 
     @property
     def staging_bytes(self) -> int:
@@ -87,11 +99,9 @@ class Engine:
         n_bytes = sum(unit.n_bytes for unit in reserved)
         with progress("copying weights", n_bytes, in_bytes=True) as done:
             for unit, place in reserved.items():
-                # Synchronization strategy: as for the ring, see Room._give_to_ring; each of the
-                # copies waits for what the current stream may still do with memory that it had
-                # before.
-                now = self._link.mark(self._link.current())
-                self._fetch(Page(unit, place.memory, 0, place), [now])
+                # As for the ring, each of the copies waits for what the current stream may still do
+                # with memory that it had before.
+                self._fetch(Page(unit, place.memory, 0, place), [self.room.mark_new()])
                 done(unit.n_bytes)
         for page in self.room.pages.values():
             self._link.check(page.ready)
@@ -207,15 +217,14 @@ class Engine:
         self._save(page)
         if page.is_resident:
             return
-        idle = self.room.idle
-        idle.add(page)
+        self.room.idle.add(page)
         # The next module of the unit comes at once.
         if self._now.expects(page.unit):
             return
         self._is_settled = False
         # Of a page that something still holds, the last use is yet to come: it is marked when
         # the page is dropped. See holds_what_it_has_read in test_waits.
-        if page.unit in idle.free():
+        if page.unit in self.room.idle.free():
             page.last_use = self._copies.marks_of(page)
 
     def save(self) -> None:
@@ -226,8 +235,7 @@ class Engine:
 
     def prefetch(self) -> None:
         """Let go of pages that are not wanted soon, and fetch those that are."""
-        # Without a ring no page comes or goes, except one whose place waits for it.
-        if not (self.room.ring_bytes or self.room.expected) or not self._has_to_look():
+        if not (self._may_prepare() and self._has_to_look()):
             return
         # In the first pass nobody knows what comes: what is here may be that.
         if next(self._now.upcoming(), None) is None:
@@ -236,13 +244,16 @@ class Engine:
         for page in list(self.room.idle.free().values()):
             if page.unit not in wanted:
                 self.room.drop(page)
-        for unit in wanted:
-            if unit not in self.room.pages:
-                found = self.room.free_page(unit)
-                # Not the next one that fits: it would take the place of one that is needed before.
-                if found is None:
-                    return
-                self._fetch(*found)
+        for unit in self._ahead(wanted):
+            here = self.room.pages.get(unit)
+            if here is not None:
+                self._prepare(here)
+                continue
+            found = self.room.free_page(unit) if unit in wanted else None
+            # Not the next one that fits: it would take the place of one that is needed before.
+            if found is None:
+                return
+            self._fetch(*found)
 
     def let_host_read(self) -> None:
         """Stop the host until what was written back is there; at once where nothing was."""
@@ -261,8 +272,21 @@ class Engine:
         with aside_with_subclasses():
             writable(host.tensor).copy_(values)
 
+    def serve(self, model: nn.Module) -> None:
+        """Be named in reports of memory as the model's, from now until it is closed."""
+        self._model = weakref.ref(model)
+        namers.add(self)
+
+    def served_model(self) -> nn.Module | None:
+        """See `TensorNamer`."""
+        return None if self._model is None else self._model()
+
     def close(self) -> None:
-        """Stop the host until nothing is under way; then let go of the device's memory."""
+        """Stop the host until nothing is under way; then let go of all memory, once."""
+        if self.closed:
+            return
+        self.closed = True
+        namers.discard(self)
         self._end_noting()
         self.room.lease.close()
         # Synchronization strategy: copies to the host must arrive, and nothing may read the memory
@@ -272,11 +296,12 @@ class Engine:
         self._copies.clear()
         self.room.close()
         self._end_watching_captures()
+        self._store.close()
 
     def named_tensors(self) -> Iterator[NamedTensor]:
-        """The ring, each unit that stays, and what the link stages."""
-        yield from self.room.named_tensors()
-        yield from self._link.named_tensors()
+        """The ring, each unit that stays, what the link stages, and the host's memory."""
+        for keeper in (self.room, self._link, self._store):
+            yield from keeper.named_tensors()
 
     def _save(self, page: Page) -> None:
         """Write what was written to a page back to the host."""
@@ -300,10 +325,22 @@ class Engine:
         self.room.note_here(page)
         return page
 
+    def _may_prepare(self) -> bool:
+        """Whether there is anything to do ahead."""
+        # Without a ring no page comes or goes, except one whose place waits for it.
+        return bool(self.room.ring_bytes or self.room.expected)
+
+    def _ahead(self, wanted: dict[Unit, None]) -> Iterable[Unit]:
+        """The units to prepare, in order."""
+        return wanted
+
+    def _prepare(self, page: Page) -> None:
+        """Do what can be done ahead for a page that is here."""
+
     def _wanted(self) -> dict[Unit, None]:
         """The units that come next, as many as the ring can hold beside those in use."""
         pages, idle = self.room.pages, self.room.idle.free()
-        room_bytes = self.room.free_bytes + n_bytes_of(idle.values())
+        room_bytes = self.room.free_bytes + sum(unit.n_bytes for unit in idle)
         wanted: dict[Unit, None] = {}
         for unit in self._now.upcoming():
             if unit in wanted or (unit in pages and unit not in idle):

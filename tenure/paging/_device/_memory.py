@@ -1,6 +1,6 @@
 """The device's memory for units: slabs that are allocated whole, places in them, and the ring.
 
-Invariant: a slab is freed with the last place in it, and each place has a storage of its own: who
+Invariant: each place has a storage of its own: who
 shares the bytes of one unit is told from who shares those of its neighbours. Ranges of the ring
 that are in use never overlap; who takes one learns of every event that its earlier use ends with.
 """
@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from dataclasses import dataclass
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -66,64 +66,41 @@ class Arrangement:
         return sum(self.sizes) - self.ring_bytes
 
 
-@dataclass(eq=False, slots=True, weakref_slot=True)
-class Slab:
-    """Memory that is allocated in one piece.
-
-    Attributes:
-        memory: uint8, all of it.
-        has_ring: whether the ring is in it, which never leaves.
-        rank: which one of the arrangement it is, where slabs come back; the first ones go last.
-    """
-
-    memory: Tensor
-    has_ring: bool = False
-    rank: int = 0
-
-    def place(self, start: int, end: int) -> Place:
-        """The bytes from ``start`` to ``end``, for one unit or the ring."""
-        # All of it: the slab's own storage will do, and is one thing less to name in reports.
-        if start == 0 and end == self.memory.nbytes:
-            return Place(self, self.memory)
-        return Place(self, in_own_storage(self.memory, start, end))
-
-
-@dataclass(eq=False, slots=True)
-class Place:
+class Place(NamedTuple):
     """Bytes of a slab, at least as many as what stands there.
 
     Attributes:
-        slab: the slab.
+        slab: uint8, memory that was allocated in one piece.
         memory: uint8, these bytes, in a storage of their own.
     """
 
-    slab: Slab = field(repr=False)
-    memory: Tensor = field(repr=False)
-
-    @property
-    def n_bytes(self) -> int:
-        """How many bytes."""
-        return self.memory.nbytes
+    slab: Tensor
+    memory: Tensor
 
     @property
     def around(self) -> tuple[UntypedStorage, ...]:
         """The storage of the slab, where that is another one."""
-        if self.memory is self.slab.memory:
-            return ()
-        return (self.slab.memory.untyped_storage(),)
+        return () if self.memory is self.slab else (self.slab.untyped_storage(),)
 
 
-def places_in(slab: Slab, start: int, units: Sequence[Unit]) -> Iterator[tuple[Unit, Place]]:
-    """Places for units from ``start`` on; what the slab has to spare is the last one's."""
+def place_in(slab: Tensor, start: int, end: int) -> Place:
+    """Return the bytes from ``start`` to ``end`` of a slab, for one unit or the ring."""
+    # All of it: the slab's own storage will do, and is one thing less to name in reports.
+    is_whole = start == 0 and end == slab.nbytes
+    return Place(slab, slab if is_whole else in_own_storage(slab, start, end))
+
+
+def places_in(slab: Tensor, start: int, units: Sequence[Unit]) -> Iterator[tuple[Unit, Place]]:
+    """Return places for units from ``start`` on; the last one has what the slab spares."""
     for unit in units:
-        end = slab.memory.nbytes if unit is units[-1] else start + unit.n_bytes
-        yield unit, slab.place(start, end)
+        end = slab.nbytes if unit is units[-1] else start + unit.n_bytes
+        yield unit, place_in(slab, start, end)
         start = end
 
 
 def nowhere() -> Place:
-    """No bytes at all."""
-    return Slab(torch.empty(0, dtype=torch.uint8, device="cpu")).place(0, 0)
+    """Return no bytes at all."""
+    return Place(*[torch.empty(0, dtype=torch.uint8, device="cpu")] * 2)
 
 
 class ByteRing:

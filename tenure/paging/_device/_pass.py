@@ -18,9 +18,6 @@ from .._link import Span
 from .._model import HostTensor, Unit
 from ._page import Page
 
-Run = tuple[Unit, int]
-"""A unit, and how often in a row it is used, because its modules come one by one."""
-
 
 class AccessOrder:
     """The units that each kind of pass used, in order.
@@ -30,34 +27,28 @@ class AccessOrder:
     """
 
     def __init__(self) -> None:
-        self._learned: dict[Hashable, list[Run]] = {}
+        self._learned: dict[Hashable, list[Unit]] = {}
         self._next_kind: dict[Hashable, Hashable] = {}
         self._last_kind: Hashable = None
-        self._opposites: dict[Hashable, Hashable] = {}
 
-    def begin(self, kind: Hashable) -> list[Run]:
+    def begin(self, kind: Hashable) -> list[Unit]:
         """A pass of this kind begins; what the last one of its kind used."""
         self._next_kind[self._last_kind] = kind
         self._last_kind = kind
-        return self._used_by(kind)
+        return self._learned.get(kind, [])
 
-    def learn(self, kind: Hashable, used: list[Run]) -> None:
+    def learn(self, kind: Hashable, used: list[Unit]) -> None:
         """A pass of this kind has used these units."""
         self._learned[kind] = used
 
-    def expect(self, kind: Hashable, first: Hashable) -> None:
-        """A pass of this kind will follow one of the first; in its opposite order, at first."""
-        self._opposites[kind] = first
-        self._next_kind.setdefault(first, kind)
+    def expect(self, kind: Hashable, first: Pass) -> None:
+        """A pass of this kind will follow one like the first; in its opposite order, at first."""
+        self._next_kind.setdefault(first.kind, kind)
+        self._learned.setdefault(kind, first.used[::-1])
 
-    def after(self, kind: Hashable) -> list[Run]:
+    def after(self, kind: Hashable) -> list[Unit]:
         """What a pass used that followed one of this kind."""
-        return self._used_by(self._next_kind.get(kind))
-
-    def _used_by(self, kind: Hashable) -> list[Run]:
-        if kind in self._opposites and kind not in self._learned:
-            return self._learned.get(self._opposites[kind], [])[::-1]
-        return self._learned.get(kind, [])
+        return self._learned.get(self._next_kind.get(kind), [])
 
 
 @dataclass(eq=False, slots=True)
@@ -108,6 +99,7 @@ class Pass(Visit):
         is_backward: whether it is a backward pass, which goes on where no forward runs in it.
         records: whether autograd records a graph of it.
         saves_buffers: whether every buffer that was shown is to be written back.
+        used: the unit of each use, in order.
     """
 
     def __init__(self, order: AccessOrder, kind: Hashable = None, name: str = "") -> None:
@@ -117,11 +109,10 @@ class Pass(Visit):
         self.assigned: dict[HostTensor, Tensor] = {}
         self.saves_buffers = self.is_backward = self.records = False
         self._order, self.kind = order, kind
-        self._predicted: list[Run] = []
-        # How many of these are past, and how many uses of the next one. The units that were really
-        # used before may be different.
-        self._position = self._n_of_run = 0
-        self._used: list[Run] = []
+        self._predicted: list[Unit] = []
+        # How many of these are past. The units that were really used before may be different.
+        self._position = 0
+        self.used: list[Unit] = []
 
     def begin(self) -> None:
         """It begins: what the last one of its kind used is expected."""
@@ -134,52 +125,35 @@ class Pass(Visit):
             Whether another unit is expected now.
         """
         before, is_more = self._position, self.goes_on(unit)
-        if is_more:
-            self._used[-1] = unit, self._used[-1][1] + 1
-        else:
-            self._used.append((unit, 1))
-        position = self._position_of(unit, is_more=is_more)
-        if position is not None:
-            self._n_of_run = self._n_of_run + 1 if position == before else 1
-            is_past = self._n_of_run >= self._predicted[position][1]
-            self._position, self._n_of_run = (
-                (position + 1, 0) if is_past else (position, self._n_of_run)
-            )
-        return self._position != before
-
-    def _position_of(self, unit: Unit, *, is_more: bool) -> int | None:
-        """Where a use of a unit stands in the prediction; None if it does not stand there."""
-        position, predicted = self._position, self._predicted
-        if position < len(predicted) and predicted[position][0] == unit:
-            return position
-        if is_more:
-            # Once more than the last time.
-            return None
-        # A mixture of experts leaves some out, or comes to them in another order: what was
-        # predicted behind this use still stands. See
-        # test_after_a_step_that_was_not_expected_the_prediction_follows.
-        order = [*range(position, len(predicted)), *range(position)]
-        return next((i for i in order if predicted[i][0] == unit), None)
+        self.used.append(unit)
+        if self.expects(unit):
+            self._position += 1
+        # The modules of a unit come one by one: it may be one more than the last time.
+        elif not is_more:
+            # A mixture of experts leaves some out, or comes to them in another order: what was
+            # predicted behind this use still stands. See
+            # test_after_a_step_that_was_not_expected_the_prediction_follows.
+            position, n = self._position, len(self._predicted)
+            order = (*range(position, n), *range(position))
+            self._position = next((i + 1 for i in order if self._predicted[i] == unit), position)
+        return self._position != before and not self.expects(unit)
 
     def goes_on(self, unit: Unit) -> bool:
         """Whether the last use was of this unit, too."""
-        return bool(self._used and self._used[-1][0] == unit)
+        return bool(self.used and self.used[-1] == unit)
 
     def expects(self, unit: Unit) -> bool:
         """Whether a unit is the one that comes next."""
-        position, predicted = self._position, self._predicted
-        return position < len(predicted) and predicted[position][0] == unit
+        return self._predicted[self._position : self._position + 1] == [unit]
 
     def upcoming(self) -> Iterator[Unit]:
-        """The units to come, in order: the rest of this pass, then the pass that follows it."""
-        for i in range(self._position, len(self._predicted)):
-            yield self._predicted[i][0]
-        for unit, _ in self._order.after(self.kind):
-            yield unit
+        """The uses to come, in order: the rest of this pass, then the pass that follows it."""
+        yield from self._predicted[self._position :]
+        yield from self._order.after(self.kind)
 
     @property
     def n_left(self) -> int:
-        """How many of them this pass will use."""
+        """How many of them are of this pass."""
         return len(self._predicted) - self._position
 
     def soon(self) -> dict[Unit, int]:
@@ -189,8 +163,8 @@ class Pass(Visit):
     def end(self, *, completed: bool) -> None:
         """It is over; only one that ran to its end is learned from."""
         if completed:
-            self._order.learn(self.kind, self._used)
-        self._predicted, self._position, self._n_of_run = [], 0, 0
+            self._order.learn(self.kind, self.used)
+        self._predicted, self._position = [], 0
 
 
 @dataclass(slots=True)

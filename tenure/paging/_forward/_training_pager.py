@@ -104,7 +104,7 @@ class TrainingPager(Pager):
     def _end(self, now: Pass, *, completed: bool) -> None:
         if now.records:
             self._recorded = now.kind
-            self.engine.access_order.expect(_backward_of(now.kind), now.kind)
+            self.engine.access_order.expect(_backward_of(now.kind), now)
         super()._end(now, completed=completed)
         written = [repr(host.name) for host in self.engine.room.written_in_graphs]
         if written and completed:

@@ -237,9 +237,6 @@ class _Host:
     def synchronize(self, device: torch.device) -> None:
         return None
 
-    def empty_cache(self) -> None:
-        return None
-
     def device(self, device: torch.device) -> AbstractContextManager[None]:
         return nullcontext()
 

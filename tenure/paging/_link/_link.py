@@ -113,11 +113,6 @@ class Link:
     def close(self) -> None:
         """Give back what the link itself took."""
 
-    def release_cached(self) -> None:
-        """Have the device's allocator let go of what nothing uses."""
-        with self._here():
-            self.module.empty_cache()
-
     def finish(self) -> None:
         """Stop the host until the device has nothing left to do."""
         self.module.synchronize(self.device)

@@ -38,11 +38,6 @@ class Budget:
     free_bytes: int | None = None
     now_bytes: int | None = None
 
-    @property
-    def is_elastic(self) -> bool:
-        """Whether it changes."""
-        return self.now_bytes is not None
-
 
 def checked_budget(budget: int | str | None, device: torch.device) -> Budget | None:
     """The bytes of a budget; ``"80%"`` is that share of what is free on the device now.

@@ -9,8 +9,10 @@ Invariant: the model is left as it was, and nothing is allocated or computed.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -22,9 +24,8 @@ from tenure._cuda_blocks import rounded
 from tenure._errors import PagingError
 from tenure._torch.storages import key_of
 
-from .._device import PassMeter
 from .._model import Unit
-from .._training import MOST_UNITS, Activations, HostBytes, Moved
+from .._training import LARGEST_PIECES, MOST_UNITS, SMALL_BYTES, range_to_move
 
 _CACHES = ("cache", "past_key_values", "cache_params", "mems")
 """What models of transformers call what they want back in their next call."""
@@ -68,8 +69,11 @@ def predicted_beside(
 
     def run(*args: Any, **kwargs: Any) -> None:
         nonlocal cache_bytes
+        given = [each for each in tensors_in([args, kwargs]) if each.grad_fn is None]
+        others = {key_of(each.untyped_storage()) for each in (*_tensors_of(model), *given)}
+        on_host = _OnHost(device, others)
         with torch.set_grad_enabled(units is not None):
-            with _on_host(model, args, kwargs, device) if moves else nullcontext():
+            with saved_tensors_hooks(on_host.pack, on_host.unpack) if moves else nullcontext():
                 output = model(*args, **kwargs)
             cache_bytes = _bytes_of_caches(output)
             if units is not None:
@@ -77,13 +81,17 @@ def predicted_beside(
                     _run_backward(output)
 
     report = predict_peak(run, *args, device=device, **kwargs)
-    weights = {key_of(t.untyped_storage()): t for t in (*model.parameters(), *model.buffers())}
+    weights = {key_of(each.untyped_storage()): each for each in _tensors_of(model)}
     sizes = [t.untyped_storage().nbytes() for t in weights.values()]
     if report.allocated_bytes is None:
         n_bytes = report.peak_bytes - sum(sizes)
     else:
         n_bytes = report.allocated_bytes - sum(map(rounded, sizes))
     return Beside(n_bytes, cache_bytes, report.allowance_bytes)
+
+
+def _tensors_of(model: nn.Module) -> Iterator[Tensor]:
+    yield from (*model.parameters(), *model.buffers())
 
 
 def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -159,86 +167,98 @@ def _tensors_below(value: Any) -> Iterator[Tensor]:
             waiting += getattr(each, "__dict__", {}).values()
 
 
-def _on_host(
-    model: nn.Module, args: Any, kwargs: Any, device: torch.device
-) -> AbstractContextManager[object]:
-    """A block in which what graphs save is on the host."""
-    imagined = _Imagined(device)
-    given = (each for each in tensors_in([args, kwargs]) if each.grad_fn is None)
-    imagined.leave([*model.parameters(), *model.buffers(), *given])
+@dataclass(eq=False, slots=True, weakref_slot=True)
+class _Piece:
+    """Bytes of a storage that a graph has saved.
 
-    def pack(tensor: Tensor) -> Any:
-        moved = imagined.take(tensor)
-        return tensor.detach() if moved is None else moved
+    Attributes:
+        n_bytes: how many.
+        storage: the storage that has them on the device, whoever keeps it.
+        here: keeps it; None while they are away.
+        n_nodes: how many nodes have saved them.
+        n_given: how many have had them back.
+    """
 
-    def unpack(packed: Any) -> Tensor:
-        return packed if isinstance(packed, Tensor) else imagined.give(packed)
+    n_bytes: int
+    storage: weakref.ref[UntypedStorage]
+    here: Tensor | None
+    n_nodes: int = 0
+    n_given: int = 0
 
-    return saved_tensors_hooks(pack, unpack)
 
+class _OnHost:
+    """What graphs save, coming and going as `Activations` has it; no byte is copied.
 
-class _Imagined(Activations):
-    """The same of tensors without data: they come and go, and no byte is copied."""
+    Args:
+        device: where the model computes.
+        others: the storages that stay, because others keep them.
+    """
 
-    def __init__(self, device: torch.device) -> None:
-        nothing: Any = _Nothing(device)
-        super().__init__(nothing, nothing, PassMeter())
+    def __init__(self, device: torch.device, others: set[int]) -> None:
+        self._device, self._others = device, others
+        # The last one saved stands last.
+        self._pieces: dict[weakref.ref[_Piece], None] = {}
+        self._at: weakref.WeakValueDictionary[tuple[int, int, int], _Piece]
+        self._at = weakref.WeakValueDictionary()
+        self._largest_bytes = 0
 
-    def _is_known(self, tensor: Tensor) -> bool:
-        return True
+    def pack(self, tensor: Tensor) -> Any:
+        """Return what a node keeps in place of a tensor."""
+        storage = tensor.untyped_storage()
+        is_parameter = tensor.requires_grad and tensor.is_leaf
+        stays = tensor.numel() * tensor.element_size() < SMALL_BYTES or is_parameter
+        if stays or key_of(storage) in self._others:
+            return tensor.detach()
+        start, end = range_to_move(tensor)
+        place = key_of(storage), start, end
+        piece = self._at.get(place)
+        if piece is None or piece.storage() is not storage:
+            here = tensor.detach()
+            piece = self._at[place] = _Piece(end - start, weakref.ref(storage), here)
+            self._largest_bytes = max(self._largest_bytes, piece.n_bytes)
+        piece.n_nodes += 1
+        self._pieces.pop(weakref.ref(piece), None)
+        self._pieces[weakref.ref(piece)] = None
+        for each in self._alive():
+            if self._excess_bytes() <= 0:
+                break
+            each.here = None
+        return piece, tensor.dtype, tensor.size(), tensor.stride()
 
-    def _unseen(self) -> AbstractContextManager[None]:
-        return torch.no_grad()
-
-    def _writes_of(self, tensor: Tensor) -> Tensor:
-        # Nobody asks: what raises does so when it runs.
-        return tensor.new_empty(0)
-
-    def _count_together(self, tensor: Tensor, writes: Tensor) -> bool:
-        return True
-
-    def _bytes_of(self, tensor: Tensor, storage: UntypedStorage, start: int, end: int) -> Tensor:
-        # A tensor without data that is given a storage would keep it for good.
-        return tensor.detach()
-
-    def _over(self, storage: UntypedStorage, base: int, moved: Moved) -> Tensor:
-        here, (_, size, strides) = moved.away.bytes.here, moved.form
-        if here is None:
+    def unpack(self, packed: Any) -> Tensor:
+        """Return a tensor of the same form; what was saved before comes back ahead."""
+        if isinstance(packed, Tensor):
+            return packed
+        piece, dtype, size, strides = packed
+        is_kept = piece.here is not None
+        if not is_kept and piece.storage() is not None:
             # Somebody else has it: any form that takes nothing.
-            return torch.empty((), dtype=moved.dtype, device=self._link.device).expand(size)
-        if here.dtype is not moved.dtype:
-            here = here.detach().as_strided((here.untyped_storage().nbytes(),), (1,), 0)
-            here = here.view(moved.dtype)
-        return here.detach().as_strided(size, strides, 0)
+            made = torch.empty((), dtype=dtype, device=self._device).expand(size)
+        else:
+            here = piece.here if is_kept else self._fetch(piece)
+            if here.dtype is not dtype:
+                flat = here.as_strided((here.untyped_storage().nbytes() // here.itemsize,), (1,), 0)
+                here = flat.view(dtype)
+            made = here.detach().as_strided(size, strides, 0)
+        piece.n_given += 1
+        if piece.n_given >= piece.n_nodes:
+            piece.n_given, piece.here = 0, None
+        alive = self._alive()
+        for each in reversed(alive[: alive.index(piece)]):
+            if each.here is None and each.storage() is None:
+                if self._excess_bytes() + each.n_bytes > 0:
+                    break
+                self._fetch(each)
+        return made
 
+    def _fetch(self, piece: _Piece) -> Tensor:
+        piece.here = torch.empty(piece.n_bytes, dtype=torch.uint8, device=self._device)
+        piece.storage = weakref.ref(piece.here.untyped_storage())
+        return piece.here
 
-class _Nothing:
-    """A link that copies nothing, and memory that takes nothing."""
+    def _alive(self) -> list[_Piece]:
+        return [piece for each in self._pieces if (piece := each()) is not None]
 
-    stream_id = 0
-    memory: Any = None
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def current(self) -> _Nothing:
-        return self
-
-    def mark(self, stream: Any) -> None:
-        return None
-
-    def take(self, n_bytes: int) -> HostBytes:
-        nothing: Any = None
-        return HostBytes(nothing, [], nothing, 0)
-
-    def give_back(self, given: HostBytes, event: Any) -> None:
-        return None
-
-    def page_out(self, pairs: Any, after: Any) -> None:
-        return None
-
-    def page_in(self, pairs: Any, after: Any) -> tuple[None, None]:
-        return None, None
-
-    def let_compute(self, stream: Any, event: Any) -> tuple[None, None]:
-        return None, None
+    def _excess_bytes(self) -> int:
+        kept_bytes = sum(each.n_bytes for each in self._alive() if each.here is not None)
+        return kept_bytes - LARGEST_PIECES * self._largest_bytes

@@ -13,16 +13,17 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from threading import RLock
-from typing import NoReturn, TypeVar
+from typing import NoReturn, Protocol, TypeVar
 
 import torch
 
 from tenure._errors import PagingError
 from tenure._text import counted, format_bytes, parse_bytes, parse_share
 
+from .._device import Engine, Lease, Room
 from ._gauge import Gauge
-from ._share import Share
 
 AUTO = "auto"
 _FIRST_SHARE = 3 / 4
@@ -34,6 +35,14 @@ _autos_lock = RLock()
 _Planned = TypeVar("_Planned")
 _Plan = Callable[[int, int], _Planned]
 """Of the bytes that it may have, and of those that nothing has now."""
+
+
+class Giver(Protocol):
+    """Who lets a model's units go, where nothing uses them."""
+
+    def give_back(self, n_bytes: int) -> int:
+        """Give back so many bytes, or what there is, without waiting; how many."""
+        ...
 
 
 class PagingBudget:
@@ -87,7 +96,7 @@ class PagingBudget:
     def held_bytes(self) -> int:
         """What they have together."""
         with self._lock:
-            return sum(share.held_bytes for share in self._alive())
+            return sum(share.room.held_bytes for share in self._alive())
 
     def __reduce__(self) -> NoReturn:
         """Refuse to be pickled or copied.
@@ -126,7 +135,8 @@ class PagingBudget:
         with self._lock:
             self._come_to(device)
             # If all others gave what they can.
-            givable_bytes = sum(each.held_bytes - each.least_bytes for each in self._alive())
+            rooms = [each.room for each in self._alive()]
+            givable_bytes = sum(room.held_bytes - room.lasting_bytes for room in rooms)
             return self._planned(plan, self._left() + givable_bytes, self._left())
 
     def _join(
@@ -164,67 +174,8 @@ class PagingBudget:
                 error.minimum_bytes,
             ) from None
 
-    def _close(self, share: Share) -> None:
-        """A model is gone; what it had is anybody's."""
-        with self._lock:
-            self._shares = [each for each in self._shares if each() not in (None, share)]
-
-    def _begin(self, share: Share) -> None:
-        """A pass of a model begins."""
-        with self._lock:
-            share.n_passes += 1
-            last = self._alive()[-1]
-            if last is not share:
-                last.turn, share.n_passes = last.n_passes or None, 1
-                self._close(share)
-                self._shares.append(weakref.ref(share))
-            self._follow()
-            if self._left() < 0:
-                self._ask(-self._left(), besides=share)
-                self._ask(-self._left())
-            else:
-                self._grow(share)
-            self._rebase()
-
-    def _look(self, share: Share, *, goes_on: bool) -> None:
-        """A model is about to use a unit: is memory short?"""
-        gauge = self._gauge
-        if gauge is None or not self._follows:
-            return
-        # A look asks the driver and the allocator. Once passes repeat, one for a unit is enough.
-        if goes_on and gauge.is_sure:
-            return
-        with self._lock:
-            held_bytes, allocated_bytes = self.held_bytes, self._allocated_bytes()
-            gauge.look(allocated_bytes)
-            short_bytes = gauge.short_bytes(allocated_bytes)
-            if not short_bytes:
-                return
-            self._ask(short_bytes - self._ask(short_bytes, besides=share))
-            if self.held_bytes < held_bytes:
-                self._limit_bytes = min(self._limit(), self.held_bytes)
-            self._rebase()
-
-    def _end(self) -> None:
-        """A pass of a model is over."""
-        gauge = self._gauge
-        if gauge is not None and self._is_looking:
-            with self._lock:
-                gauge.look(self._allocated_bytes())
-                gauge.end_pass()
-
-    def _more(self, share: Share, n_bytes: int) -> bool:
-        """Whether a model that can't run without it may have so many bytes."""
-        with self._lock:
-            self._ask(n_bytes - self._left(), besides=share)
-            return n_bytes <= self._left()
-
-    def _gave_back(self) -> None:
-        """One of the models had to give memory back: it is not taken again at once."""
-        with self._lock:
-            self._limit_bytes = min(self._limit(), self.held_bytes)
-            if self._gauge is not None:
-                self._gauge.forget()
+    def _leave(self, share: Share) -> None:
+        self._shares = [each for each in self._shares if each() not in (None, share)]
 
     @property
     def _is_looking(self) -> bool:
@@ -266,29 +217,13 @@ class PagingBudget:
                 # Nothing tells when there is room again, so what was given back stays so.
                 self._cap_bytes = self._limit()
                 return
-        self._gauge.look(self._allocated_bytes())
+        self._gauge.look(self.held_bytes)
         room_bytes = self._gauge.room_bytes
         if self._cap_bytes is not None:
             # What it holds it may hold: a number was asked for.
             room_bytes = max(self._limit(), min(self._cap_bytes, room_bytes))
         if room_bytes < self._limit() or self._gauge.is_sure:
             self._limit_bytes = room_bytes
-
-    def _grow(self, share: Share) -> None:
-        """Have the model that runs take what is its due, from others as well."""
-        *others, _ = self._alive()
-        turn = share.n_passes if share.turn is None else max(share.turn, share.n_passes)
-        is_long = share.turn is None or turn > _SHORT_TURN
-        most_bytes = share.most_bytes if is_long else share.useful_bytes
-        is_slow = share.useful_bytes - share.held_bytes >= share.step_bytes
-        if 0 < share.step_bytes <= most_bytes - share.held_bytes:
-            for each in others:
-                missing_bytes = most_bytes - share.held_bytes - self._left()
-                each.give(min(missing_bytes, each.held_bytes - each.useful_bytes))
-                if is_slow and (is_long or turn > (each.turn or 0)):
-                    missing_bytes = share.useful_bytes - share.held_bytes - self._left()
-                    each.give(min(missing_bytes, each.held_bytes - each.least_bytes))
-        share.take(self._left())
 
     def _ask(self, n_bytes: int, besides: Share | None = None) -> int:
         """Ask models for memory, those first that ran longest ago; what they gave back."""
@@ -298,15 +233,159 @@ class PagingBudget:
                 given_bytes += share.give(n_bytes - given_bytes)
         return given_bytes
 
-    def _rebase(self) -> None:
-        if self._gauge is not None and self._is_looking:
-            self._gauge.rebase()
-
-    def _allocated_bytes(self) -> int:
-        return sum(share.allocated_bytes for share in self._alive())
-
     def _alive(self) -> list[Share]:
         return [share for each in list(self._shares) if (share := each()) is not None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Promise:
+    """What a model is about to allocate, in the place of its room."""
+
+    held_bytes: int
+    lasting_bytes: int
+    most_bytes: int = 0
+    least_step_bytes: int = 0
+
+    def take(self, n_bytes: int) -> int:
+        return 0
+
+
+class Share(Lease):
+    """What one model has of a budget, and what it could give: the budget's side of an engine.
+
+    Nothing here keeps a model or its pages alive; what is gone has nothing to give.
+
+    Args:
+        budget: the budget.
+        promised_bytes: what it is about to allocate.
+
+    Attributes:
+        n_passes: how many it has run in its turn, or in its last one.
+        turn: how many passes its last turn had before another model ran; None before the first.
+    """
+
+    def __init__(self, budget: PagingBudget, promised_bytes: int) -> None:
+        self._budget, self._promise = budget, _Promise(promised_bytes, promised_bytes)
+        self._engine: weakref.ref[Engine] | None = None
+        self._giver: weakref.ref[Giver] | None = None
+        self.n_passes = 0
+        self.turn: int | None = None
+        self._hidden_bytes: float | None = None
+
+    @property
+    def room(self) -> Room | _Promise:
+        """What it has."""
+        engine = None if self._engine is None else self._engine()
+        return self._promise if engine is None else engine.room
+
+    @property
+    def others_bytes(self) -> int:
+        """See `Lease`."""
+        return self._budget.held_bytes - self.room.held_bytes
+
+    @property
+    def useful_bytes(self) -> int:
+        """The bytes that hide its copies behind computation: more is no faster."""
+        return max(self.room.lasting_bytes, int(self.room.most_bytes - (self._hidden_bytes or 0)))
+
+    def serve(self, engine: Engine) -> None:
+        """Be the lease of an engine, which has allocated what was promised."""
+        self._engine = weakref.ref(engine)
+        engine.room.lease = self
+
+    def let_give(self, giver: Giver) -> None:
+        """From now on others may ask for memory."""
+        self._giver = weakref.ref(giver)
+
+    def give(self, n_bytes: int) -> int:
+        """Give memory back, as far as it can be done at once; how much."""
+        giver = None if self._giver is None else self._giver()
+        return 0 if giver is None or n_bytes <= 0 else giver.give_back(n_bytes)
+
+    def begin(self) -> None:
+        """See `Lease`."""
+        self._measure()
+        budget = self._budget
+        with budget._lock:
+            self.n_passes += 1
+            last = budget._alive()[-1]
+            if last is not self:
+                last.turn, self.n_passes = last.n_passes or None, 1
+                budget._leave(self)
+                budget._shares.append(weakref.ref(self))
+            budget._follow()
+            if budget._left() < 0:
+                budget._ask(-budget._left(), besides=self)
+                budget._ask(-budget._left())
+            else:
+                self._grow()
+            if budget._gauge is not None and budget._is_looking:
+                budget._gauge.rebase()
+
+    def look(self, *, goes_on: bool) -> None:
+        """See `Lease`."""
+        budget, gauge = self._budget, self._budget._gauge
+        if gauge is None or not budget._follows:
+            return
+        # A look asks the driver and the allocator. Once passes repeat, one for a unit is enough.
+        if goes_on and gauge.is_sure:
+            return
+        with budget._lock:
+            held_bytes = budget.held_bytes
+            gauge.look(held_bytes)
+            short_bytes = gauge.short_bytes(held_bytes)
+            if not short_bytes:
+                return
+            budget._ask(short_bytes - budget._ask(short_bytes, besides=self))
+            if budget.held_bytes < held_bytes:
+                budget._limit_bytes = min(budget._limit(), budget.held_bytes)
+            gauge.rebase()
+
+    def end(self) -> None:
+        """See `Lease`."""
+        gauge = self._budget._gauge
+        if gauge is not None and self._budget._is_looking:
+            with self._budget._lock:
+                gauge.look(self._budget.held_bytes)
+                gauge.end_pass()
+
+    def gave_back(self) -> None:
+        """See `Lease`; the memory is not taken again at once."""
+        budget = self._budget
+        with budget._lock:
+            budget._limit_bytes = min(budget._limit(), budget.held_bytes)
+            if budget._gauge is not None:
+                budget._gauge.forget()
+
+    def close(self) -> None:
+        """See `Lease`; what it had is anybody's."""
+        with self._budget._lock:
+            self._budget._leave(self)
+
+    def _grow(self) -> None:
+        """Take what is its due, from others as well."""
+        room, left = self.room, self._budget._left
+        *others, _ = self._budget._alive()
+        turn = self.n_passes if self.turn is None else max(self.turn, self.n_passes)
+        is_long = self.turn is None or turn > _SHORT_TURN
+        most_bytes = room.most_bytes if is_long else self.useful_bytes
+        is_slow = self.useful_bytes - room.held_bytes >= room.least_step_bytes
+        if 0 < room.least_step_bytes <= most_bytes - room.held_bytes:
+            for each in others:
+                missing_bytes = most_bytes - room.held_bytes - left()
+                each.give(min(missing_bytes, each.room.held_bytes - each.useful_bytes))
+                if is_slow and (is_long or turn > (each.turn or 0)):
+                    missing_bytes = self.useful_bytes - room.held_bytes - left()
+                    each.give(min(missing_bytes, each.room.held_bytes - each.room.lasting_bytes))
+        room.take(left())
+
+    def _measure(self) -> None:
+        """Note what is copied while a pass computes, where a pass is known to be over."""
+        engine = None if self._engine is None else self._engine()
+        if engine is not None and len(self._budget._shares) > 1:
+            # Once the host waits for it, or a program that never waits would never be measured.
+            measured = engine.hidden_bytes(may_wait=self._hidden_bytes is None)
+            self._hidden_bytes = self._hidden_bytes if measured is None else measured
 
 
 def shared_budget(budget: object, device: torch.device) -> PagingBudget | None:

@@ -1,15 +1,14 @@
 """Training: weights as part of graphs, fetched again for the backward pass; gradients go home.
 
-`_route` is what a graph has of a weight, `_saved` what it keeps; `_homeward` copies gradients, and
-`_activations` what else a graph keeps, both ways.
+`_homeward` takes gradients to the parameters. `_saved` is what a graph keeps of weights, and
+`_activations` copies what else it keeps, both ways.
 """
 
-from ._activation_memory import HostBytes as HostBytes
-from ._activations import Activations as Activations
+from ._activations import LARGEST_PIECES as LARGEST_PIECES
+from ._activations import SMALL_BYTES as SMALL_BYTES
+from ._activations import range_to_move as range_to_move
 from ._homeward import MOST_UNITS as MOST_UNITS
-from ._homeward import Homeward as Homeward
-from ._moved import Moved as Moved
-from ._route import Route as Route
+from ._homeward import Route as Route
 from ._saved import SavedTensors as SavedTensors
 from ._stepping import Stepping as Stepping
 from ._stepping import checked_optimizer as checked_optimizer

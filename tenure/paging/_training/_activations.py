@@ -13,15 +13,16 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, UntypedStorage
 
 from tenure._account import taken
+from tenure._cuda_blocks import up_to
 from tenure._graph_capture import is_capturing
 from tenure._registries import NamedTensor
 from tenure._storages import byte_range, storage_of
@@ -29,14 +30,16 @@ from tenure._torch.quiet import aside
 from tenure._torch.storages import key_of
 from tenure._torch.writes import counts_with, version_of, writes_of
 
-from .._device import PassMeter
+from .._device import ByteRing, Fences, PassMeter
 from .._link import Link
-from ._activation_memory import ACTIVATIONS, ActivationMemory
-from ._moved import Away, Moved, MovedBytes
 
+ACTIVATIONS = "paged: activations"
+"""What reports of memory call activations that are away, and those that came back ahead."""
+_ALIGNMENT_BYTES = 512
+_LEAST_BYTES = 1 << 20
 SMALL_BYTES = 8 << 10
 """What is smaller stays: a copy takes longer to start than these bytes are worth."""
-_LARGEST_PIECES = 2
+LARGEST_PIECES = 2
 """So many of the largest: one that is copied while the next one is computed with."""
 _LOOKED_AT = 64
 """How many of those that were saved before are looked at for what to fetch ahead."""
@@ -44,6 +47,160 @@ _MOST_PART = 2
 """A view of less than one in so many bytes of its storage is copied alone."""
 _Place = tuple[int, int, int]
 """The key of a storage, and where in it bytes begin and end."""
+
+
+class _Slab:
+    """Memory that is made in one piece."""
+
+    def __init__(self, memory: Any, n_bytes: int) -> None:
+        self.memory = torch.frombuffer(memory, dtype=torch.uint8, count=n_bytes)
+        self.ring = ByteRing(n_bytes)
+        self.fences: Fences[Any] = Fences()
+        self._kept = memory
+
+
+class HostBytes(NamedTuple):
+    """Bytes of the host that are in use.
+
+    Attributes:
+        memory: uint8, they.
+        after: the events that who writes to them waits for.
+        slab: what they are cut from.
+        start: where.
+    """
+
+    memory: Tensor
+    after: list[Any]
+    slab: _Slab
+    start: int
+
+
+class ActivationMemory:
+    """Slabs, as many as are needed at the same time.
+
+    Args:
+        make: makes memory of so many bytes.
+    """
+
+    def __init__(self, make: Callable[[int], Any]) -> None:
+        self._make = make
+        self._slabs: list[_Slab] = []
+
+    @property
+    def n_bytes(self) -> int:
+        """What all of it takes."""
+        return sum(slab.memory.nbytes for slab in list(self._slabs))
+
+    def take(self, n_bytes: int) -> HostBytes:
+        """Bytes that nobody else has."""
+        rounded_bytes = up_to(n_bytes, _ALIGNMENT_BYTES)
+        for slab in self._slabs:
+            start = slab.ring.place(rounded_bytes)
+            if start is not None:
+                return self._cut(slab, start, n_bytes)
+        # Half of what there is: few pieces are made, and little is left over at their ends.
+        size = max(rounded_bytes, _LEAST_BYTES, up_to(self.n_bytes // 2, _ALIGNMENT_BYTES))
+        slab = _Slab(self._make(size), size)
+        self._slabs.append(slab)
+        start = slab.ring.place(rounded_bytes)
+        assert start is not None
+        return self._cut(slab, start, n_bytes)
+
+    def give_back(self, given: HostBytes, event: Any) -> None:
+        """They may be given to others.
+
+        Args:
+            given: they.
+            event: after which nothing reads them; None if nothing does.
+        """
+        given.slab.ring.free(given.start)
+        if event is not None:
+            end = given.start + up_to(given.memory.nbytes, _ALIGNMENT_BYTES)
+            given.slab.fences.add(given.start, end, event)
+
+    def named_tensors(self) -> Iterator[NamedTensor]:
+        """The slabs."""
+        for slab in list(self._slabs):
+            yield NamedTensor(slab.memory, "activations", ACTIVATIONS)
+
+    def close(self) -> None:
+        """Forget them; what is in use keeps its slab."""
+        self._slabs.clear()
+
+    def _cut(self, slab: _Slab, start: int, n_bytes: int) -> HostBytes:
+        after = slab.fences.take(start, start + up_to(n_bytes, _ALIGNMENT_BYTES))
+        return HostBytes(slab.memory[start : start + n_bytes], after, slab, start)
+
+
+@dataclass(eq=False, slots=True)
+class MovedBytes:
+    """The bytes of a storage, or a part of it, and where they are.
+
+    Attributes:
+        here: the device's, while they are kept; None if they are away.
+        start: the first one's place in the storage that was saved.
+        n_bytes: how many.
+        on_host: the host's; they are there from ``arrived`` on.
+        stream: where they are used.
+        storage: that of ``here``, whoever keeps it.
+        base: the first one's place in that storage.
+        serial: the higher, the later it was saved, and the sooner it is needed.
+        came_back: whether ``here`` is a copy, and not what was saved.
+        arrived: the copy to the host.
+        pending: the copy from or to them that ``stream`` has not waited for.
+        last_read: the last copy of the host's bytes.
+    """
+
+    here: Tensor | None
+    start: int
+    n_bytes: int
+    on_host: HostBytes
+    stream: Any
+    storage: weakref.ref[UntypedStorage]
+    base: int
+    serial: int = 0
+    came_back: bool = False
+    arrived: Any = None
+    pending: Any = None
+    last_read: Any = None
+
+
+@dataclass(eq=False, slots=True, weakref_slot=True)
+class Away:
+    """Some bytes, for as long as a node keeps one of the tensors over them; then somebody is told.
+
+    Attributes:
+        bytes: they.
+        writes: counts writes to these tensors, which all have one counter.
+        n_writes: how many there were.
+        forget: is told.
+        n_saved: how many nodes keep one of the tensors.
+        n_given: how many have had theirs.
+    """
+
+    bytes: MovedBytes
+    writes: Tensor
+    n_writes: int | None
+    forget: Callable[[MovedBytes], None]
+    n_saved: int = 0
+    n_given: int = 0
+
+    def __del__(self) -> None:
+        self.forget(self.bytes)
+
+
+class Moved(NamedTuple):
+    """A tensor that was saved, over bytes that may be away.
+
+    Attributes:
+        away: the bytes.
+        dtype: of it.
+        form: its offset in its storage, in elements, its size and its strides.
+    """
+
+    away: Away
+    dtype: torch.dtype
+    form: tuple[int, torch.Size, tuple[int, ...]]
 
 
 class Activations:
@@ -94,7 +251,7 @@ class Activations:
         Args:
             tensor: it; in no page.
         """
-        if not self._is_known(tensor) or tensor.device != self._link.device:
+        if type(tensor) is not Tensor or tensor.device != self._link.device:
             return None
         # A leaf that asks for gradients is somebody's parameter.
         if tensor.layout is not torch.strided or (tensor.requires_grad and tensor.is_leaf):
@@ -104,7 +261,7 @@ class Activations:
             return None
         if tensor.is_conj() or tensor.is_neg() or self._is_kept_by_others(storage):
             return None
-        with self._lock, self._unseen():
+        with self._lock, aside():
             away = self._away_of(tensor, storage)
             away.n_saved += 1
             # It is needed again where it was saved last.
@@ -123,9 +280,11 @@ class Activations:
             torch.OutOfMemoryError: the device has no room for it.
         """
         away, stream = moved.away, self._link.current()
-        with self._lock, self._unseen():
+        with self._lock, aside():
             storage, base = self._here(away.bytes, stream)
-            made = self._over(storage, base, moved)
+            offset, size, strides = moved.form
+            at = offset + (base - away.bytes.start) // moved.dtype.itemsize
+            made = self._over(storage, moved.dtype, at, size, strides)
             away.n_given += 1
             if away.n_given >= away.n_saved:
                 # What other nodes saved of it, they have had; in a second pass all begin anew.
@@ -149,57 +308,30 @@ class Activations:
         self._gone.clear()
         self._memory.close()
 
-    def _is_known(self, tensor: Tensor) -> bool:
-        """Whether a tensor is its bytes, and nothing else."""
-        return type(tensor) is Tensor
-
-    def _unseen(self) -> AbstractContextManager[None]:
-        """A block of which no mode, scope or graph of the program knows."""
-        return aside()
-
-    def _writes_of(self, tensor: Tensor) -> Tensor:
-        return writes_of(tensor)
-
-    def _count_together(self, tensor: Tensor, writes: Tensor) -> bool:
-        # The number of writes alone does not tell: what is written through `h.data` counts by
-        # itself, and may have come to the number of `h`.
-        return counts_with(tensor, writes)
-
-    def _new(self, n_bytes: int) -> Tensor:
-        return torch.empty(n_bytes, dtype=torch.uint8, device=self._link.device)
-
-    def _bytes_of(self, tensor: Tensor, storage: UntypedStorage, start: int, end: int) -> Tensor:
-        """Part of a storage, as uint8."""
-        empty: Any = torch.empty(0, dtype=torch.uint8, device=self._link.device)
-        return empty.set_(storage, start, (end - start,), (1,))  # type: ignore[no-any-return]
-
-    def _over(self, storage: UntypedStorage, base: int, moved: Moved) -> Tensor:
-        """What was saved, in a storage in which its bytes begin at ``base``."""
-        offset, size, strides = moved.form
-        at = offset + (base - moved.away.bytes.start) // moved.dtype.itemsize
-        empty: Any = torch.empty(0, dtype=moved.dtype, device=self._link.device)
-        return empty.set_(storage, at, size, strides)  # type: ignore[no-any-return]
+    def _over(self, storage: UntypedStorage, dtype: torch.dtype, *form: Any) -> Tensor:
+        empty: Any = torch.empty(0, dtype=dtype, device=self._link.device)
+        return empty.set_(storage, *form)  # type: ignore[no-any-return]
 
     def _away_of(self, tensor: Tensor, storage: UntypedStorage) -> Away:
         """The bytes of a tensor; those that were saved before, if they are the same."""
-        start, end = byte_range(tensor)
-        if (end - start) * _MOST_PART >= storage.nbytes():
-            start, end = 0, storage.nbytes()
+        start, end = range_to_move(tensor)
         place = key_of(storage), start, end
         known, n_writes = self._at.get(place), version_of(tensor)
         if (
             known is not None
             and known.bytes.storage() is storage
             and known.n_writes == n_writes
-            and self._count_together(tensor, known.writes)
+            # The number of writes alone does not tell: what is written through `h.data` counts by
+            # itself, and may have come to the number of `h`.
+            and counts_with(tensor, known.writes)
         ):
             return known
-        moving = self._move(tensor, storage, start, end)
-        away = Away(moving, self._writes_of(tensor), n_writes, self._forget)
+        moving = self._move(storage, start, end)
+        away = Away(moving, writes_of(tensor), n_writes, self._forget)
         self._at[place] = away
         return away
 
-    def _move(self, tensor: Tensor, storage: UntypedStorage, start: int, end: int) -> MovedBytes:
+    def _move(self, storage: UntypedStorage, start: int, end: int) -> MovedBytes:
         """Begin to copy bytes of a storage to the host; until that is over they are kept."""
         stream = self._link.current()
         self._streams[stream.stream_id] = stream
@@ -208,9 +340,10 @@ class Activations:
             self._largest_bytes = 0
         self._largest_bytes = max(self._largest_bytes, end - start)
         self._make_room(end - start)
-        here = self._bytes_of(tensor, storage, start, end)
+        here = self._over(storage, torch.uint8, start, (end - start,), (1,))
         on_host = self._memory.take(end - start)
-        made = MovedBytes(here, start, end - start, on_host, stream)
+        kept_by = weakref.ref(storage)
+        made = MovedBytes(here, start, end - start, on_host, stream, kept_by, base=start)
         # Synchronization strategy: the kernels that make it run on this stream, and a copy to the
         # device may still read what was in this place of the host's memory before.
         after = [self._link.mark(stream), *on_host.after]
@@ -260,7 +393,8 @@ class Activations:
     def _fetch(self, wanted: MovedBytes, stream: Any) -> None:
         """Begin to copy bytes back."""
         n_bytes = wanted.n_bytes
-        here = taken(lambda: self._new(n_bytes), ACTIVATIONS)
+        device = self._link.device
+        here = taken(lambda: torch.empty(n_bytes, dtype=torch.uint8, device=device), ACTIVATIONS)
         # Synchronization strategy: kernels of this stream may still use the memory that it was
         # given, and the copy to the host may not be over.
         after = [self._link.mark(stream), wanted.arrived]
@@ -273,7 +407,7 @@ class Activations:
 
     @property
     def _most_bytes(self) -> int:
-        return _LARGEST_PIECES * self._largest_bytes
+        return LARGEST_PIECES * self._largest_bytes
 
     @property
     def _kept_bytes(self) -> int:
@@ -334,3 +468,10 @@ class Activations:
     def _is_kept_by_others(self, storage: UntypedStorage) -> bool:
         known = self._others.get(key_of(storage))
         return known is not None and known() is storage
+
+
+def range_to_move(tensor: Tensor) -> tuple[int, int]:
+    """Return the bytes of a storage that are moved if a tensor over it is saved: begin and end."""
+    start, end = byte_range(tensor)
+    n_bytes = tensor.untyped_storage().nbytes()
+    return (0, n_bytes) if (end - start) * _MOST_PART >= n_bytes else (start, end)

@@ -28,8 +28,7 @@ from tenure._torch.writes import version_of
 
 from .._device import Engine, Page
 from .._model import HostTensor, Unit, made_around
-from ._activations import Activations
-from ._moved import Moved
+from ._activations import Activations, Moved
 
 Hooks = tuple[Callable[[Any], Any], Callable[[Any], Any]]
 PageOf = Callable[[Unit], Page]

@@ -7,7 +7,8 @@ weights, so that whoever steps them, through whatever reference, races with none
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from typing import Any
 
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
@@ -20,8 +21,7 @@ from .._device import Copies, Engine, Page, Pass
 from .._host import HostStore
 from .._link import Link
 from .._model import HostTensor, Unit
-from ._activation_memory import ActivationMemory
-from ._activations import Activations
+from ._activations import ActivationMemory, Activations
 from ._gradient_memory import GradientMemory
 from ._homeward import Homeward
 
@@ -111,29 +111,6 @@ class TrainingEngine(Engine):
         if page.is_resident and not page.users and not page.is_held():
             page.last_use = self._copies.marks_of(page)
 
-    def prefetch(self) -> None:
-        """As of an engine; and copy anew, before they are used, what has changed on the host."""
-        if not self._has_to_look() or next(self._now.upcoming(), None) is None:
-            return
-        wanted = self._wanted()
-        for page in list(self.room.idle.free().values()):
-            if page.unit not in wanted:
-                self.room.drop(page)
-        # What comes after it stays if it is here, but is not fetched: an optimizer is to write it.
-        until = None if self._now.records else self._now.n_left
-        for unit in self._ahead(until):
-            here = self.room.pages.get(unit)
-            if here is not None:
-                if not here.users:
-                    self.refresh(here)
-            elif unit in wanted:
-                found = self.room.free_page(unit)
-                if found is None:
-                    return
-                self._fetch(*found)
-            else:
-                return
-
     def close(self) -> None:
         """As of an engine."""
         self._end_watching()
@@ -150,9 +127,19 @@ class TrainingEngine(Engine):
         if self.activations is not None:
             yield from self.activations.named_tensors()
 
-    def _ahead(self, until: int | None) -> dict[Unit, None]:
-        units = list(self._now.upcoming())
-        return dict.fromkeys(units if until is None else units[:until])
+    def _may_prepare(self) -> bool:
+        """As of an engine; what stays is copied anew, too, if it has changed on the host."""
+        return True
+
+    def _ahead(self, wanted: dict[Unit, None]) -> Iterable[Unit]:
+        # What comes after the pass is not fetched: an optimizer is to write it.
+        until = None if self._now.records else self._now.n_left
+        return dict.fromkeys(islice(self._now.upcoming(), until))
+
+    def _prepare(self, page: Page) -> None:
+        """Copy anew, before it is used, what has changed on the host."""
+        if not page.users:
+            self.refresh(page)
 
     def _write_back(self, page: Page, changed: list[HostTensor]) -> None:
         # The copy to the host counts as a write there. A graph must see the writes of the program:

@@ -61,3 +61,56 @@ def test_any_order_of_calls_gives_the_numbers_of_the_plain_model(
             model.layers[bump].weight.data += 0.5
             plain.layers[bump].weight.data += 0.5
     sim.finish()
+
+
+def blocks_of_two():
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)) for _ in range(8)]
+    return nn.Sequential(*blocks).eval()
+
+
+@torch.no_grad()
+def test_what_is_in_use_held_or_kept_is_not_given_back(sim):
+    model, x = blocks_of_two(), torch.randn(2, 16, device=sim.device)
+    plain = copy.deepcopy(model).to(sim.device)
+    unit_bytes = max(unit.n_bytes for unit in plan_paging(model, sim.device, "2500B").units)
+    held, stays = [], []
+    with page(model, sim.device, "2500B", budget=6 * unit_bytes, keep=("7",)) as handle:
+        engine = handle._pager.engine
+        resident = [block for block in model if engine.stays(unit_of(block))]
+        first, second, last = resident[0], resident[1], model[7]
+        first[0].register_forward_hook(lambda module, *_: held.append(module.weight))
+
+        def give_back(*_):
+            engine.room.give_back(10**9)
+            stays[:] = [engine.stays(unit_of(block)) for block in (first, second, last)]
+
+        second[1].register_forward_pre_hook(give_back)
+        assert len(resident) > 3
+        assert torch.equal(model(x), plain(x))
+        assert stays == [True] * 3
+        assert not all(engine.stays(unit_of(block)) for block in resident)
+        held.clear()
+    sim.finish()
+
+
+def unit_of(block):
+    return block[0]._parameters._hosts["weight"].unit
+
+
+@torch.no_grad()
+def test_between_two_modules_of_a_unit_it_stays_while_a_page_is_held(sim):
+    model, x = blocks_of_two(), torch.randn(2, 16, device=sim.device)
+    unit_bytes = max(unit.n_bytes for unit in plan_paging(model, sim.device, "2500B").units)
+    held = []
+    with page(model, sim.device, "2500B", budget=5 * unit_bytes) as handle:
+        passes = next(each for each in model if not handle._pager.engine.stays(unit_of(each)))
+        passes[0].register_forward_hook(lambda module, *_: held.append(module.weight))
+        for _ in range(4):
+            held.clear()
+            model(x)
+        report = handle.report()
+        passing = sum(unit.n_bytes for unit in handle.plan.units if not unit.resident)
+        assert passing
+        assert report.faults == 0
+        held.clear()

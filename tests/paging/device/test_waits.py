@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from tenure.paging import PagingError, _resources, page
-from tenure.paging._device import Lease
 from tenure.paging._device._engine import Engine
 from tenure.paging._functions import carry_out
 from tenure.paging._host._host_buffers import HostBuffers
@@ -29,14 +28,13 @@ WIDTH = 32
 
 WAITERS = {
     *("fill", "refresh", "write_back", "let_compute", "page_in_use", "wait_for_copies"),
-    *("let_host_look", "let_host_read", "save", "release", "take_back", "_let_go", "close"),
-    *("fill_residents", "_give_to_ring", "drop", "_to_stay"),
+    *("let_host_look", "let_host_read", "save", "release", "take_back", "give_back", "close"),
+    *("fill_residents", "reserve", "drop"),
 }
 """The functions of the engine that tell one wait, or one event, from another."""
 WAITS = [
-    "fill for _give_to_ring, place",
+    "fill for reserve, place",
     "fill for drop, place",
-    "fill for _to_stay, place",
     "fill for release, place",
     "fill for write_back < release, place",
     "fill for write_back < release, source",
@@ -57,8 +55,7 @@ WAITS = [
     "let_host_look < let_host_read for write_back < release",
     "let_host_look < save for write_back < save",
     "take_back for all",
-    "_let_go for all",
-    "_let_go < _to_stay for all",
+    "give_back for all",
     "close for all",
 ]
 """Who waits, for what, and for its place or its source where one event may stand for both."""
@@ -205,9 +202,9 @@ def takes_memory_after_what_used_it(sim):
 def writes_buffers_and_reads_them_again(sim):
     torch.manual_seed(0)
     model, x = Written().eval(), torch.randn(4, WIDTH, device=sim.device)
-    for ring_bytes, stays, n_ahead in ((9 << 10, False, 0), (27 << 10, False, 1), (0, True, 0)):
+    for ring_kib, stays, n_ahead in ((9, False, 0), (27, False, 0), (27, False, 1), (0, True, 0)):
         model.count.seen.zero_()
-        with through_ring(sim, model, ring_bytes, stays, n_ahead), torch.no_grad():
+        with through_ring(sim, model, ring_kib << 10, stays, n_ahead), torch.no_grad():
             for n_passes in (1, 2):
                 model(x)
                 assert model.count.seen.eq(6 * n_passes).all()
@@ -240,54 +237,6 @@ def holds_what_it_has_read(sim):
         with through_ring(sim, model, ring_kib << 10, stays=False):
             outputs = [model(x) for _ in range(3)]
         assert all(torch.equal(y.cpu(), expected) for y in outputs)
-
-
-def needs_more_at_once_than_passes(sim):
-    sim(rates=Rates(memory_bytes_per_s=1e9))
-    torch.manual_seed(0)
-    model, x = Early(), torch.randn(4, WIDTH, device=sim.device)
-    planned = make_plan(model, sim.device, 1, "1MiB", ())
-    first, _, *resident = planned.cut.units
-    planned = replace(planned, arrangement=arrange(first.n_bytes, (), resident, sim.device))
-    expected = copy.deepcopy(model).to(sim.device)(x).cpu()
-    link = DeafLink(sim.device)
-    with carry_out(model, planned, link, HostBuffers(sim.device, pin=True), 0):
-        outputs = [model(x) for _ in range(3)]
-    assert all(torch.equal(y.cpu(), expected) for y in outputs)
-
-
-def holds_more_while_a_second_stream_reads_what_goes(sim):
-    sim(rates=Rates(memory_bytes_per_s=1e7))
-    model = nn.Sequential(*[Beside(Side(sim), joins=False) for _ in range(6)]).eval()
-    planned = make_plan(model, sim.device, 1, "1MiB", ())
-    first, second, *resident = planned.cut.units
-    planned = replace(planned, arrangement=arrange(first.n_bytes, (), resident, sim.device))
-    link = DeafLink(sim.device)
-    with carry_out(model, planned, link, HostBuffers(sim.device, pin=True), 0) as handle:
-        model(torch.randn(4, WIDTH, device=sim.device))
-        engine = handle._pager.engine
-        engine.acquire(first)
-        engine.acquire(second)
-
-
-class Generous(Lease):
-    """A budget that always has more."""
-
-    def more(self, n_bytes):
-        return True
-
-
-def takes_more_than_was_planned(sim):
-    sim(rates=Rates(memory_bytes_per_s=1e9))
-    model = linears()
-    with through_ring(sim, model, 5 << 10, stays=False) as handle:
-        engine = handle._pager.engine
-        engine.room.lease = Generous()
-        first, second = (model[i]._parameters._hosts["weight"].unit for i in (0, 5))
-        engine.acquire(first)
-        torch.zeros(1 << 16, device=sim.device).add_(1)  # its memory may be what the pager gets
-        busy_until_s = sim.module.current_stream().ready_s
-        assert engine.acquire(second).ready.at_s > busy_until_s
 
 
 def through_ring(sim, model, ring_bytes, stays, n_ahead=0):
@@ -374,9 +323,6 @@ PROGRAMS = (
     changes_a_weight_that_is_still_there,
     gives_memory_back,
     holds_what_it_has_read,
-    needs_more_at_once_than_passes,
-    holds_more_while_a_second_stream_reads_what_goes,
-    takes_more_than_was_planned,
     is_interrupted_while_it_drops_a_page,
 )
 

@@ -129,7 +129,7 @@ def test_staging_memory_that_can_not_be_unpinned_leaves_no_error_behind(
     sim, tmp_path, model, caplog
 ):
     handle = page(model, sim.device, budget="12KiB", host=tmp_path)
-    slot = handle._resources.engine._link._slots[0]
+    slot = handle._engine._link._staging[0]
     assert sim.module.cudart().cudaHostUnregister(slot.data_ptr()) == 0
     handle.unpage()
     use(sim)

@@ -5,7 +5,7 @@ from contextlib import suppress
 
 import pytest
 import torch
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -164,7 +164,7 @@ def test_what_others_have_left_in_the_cache_adds_no_segment(sim, others, sizes, 
     model = layers(*sizes)
     plan = plan_within(model, sim.device, int(sum(sizes) * MIB) * percent // 100)
     with page(model, sim.device, budget=plan.budget_bytes, host="pageable") as handle:
-        n_slabs = len(handle._resources.engine.room.slab_sizes)
+        n_slabs = len(handle._engine.room.slab_sizes)
         assert sim.allocated_bytes <= plan.budget_bytes + n_slabs * MIB
         assert sim.reserved_bytes <= before_bytes + plan.reserved_bytes
 
@@ -240,57 +240,6 @@ def test_a_batch_that_ran_out_of_memory_fits_in_what_is_given_back(sim):
             assert torch.equal(forward()[0], expected)
     assert [event.kind for event in events] == ["retry"]
     assert events[0].freed_bytes >= 8 * MIB  # what 48 MiB lack where 90 of 130 are taken
-
-
-class Together(nn.Module):
-    """Holds the weights of so many layers at once, which no plan can know."""
-
-    def __init__(self, sizes_in_mib, n_held):
-        super().__init__()
-        self.layers = layers(*sizes_in_mib)
-        self.n_held = n_held
-
-    def forward(self, x):
-        held = []
-        for layer in self.layers:
-            held = [*held[1 - self.n_held :], layer.weight] if self.n_held > 1 else [layer.weight]
-            x = x + torch.stack([each[-2:].sum() for each in held]).sum()
-        return x
-
-
-@pytest.mark.exhaustive
-@settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
-@given(
-    sizes=st.lists(st.sampled_from([0.5, 2, 3, 7, 12]), min_size=5, max_size=10),
-    n_held=st.integers(2, 4),
-)
-@example(sizes=[0.5, 0.5, 2, 3, 7, 7, 2, 12, 12, 12], n_held=2)
-def test_what_is_needed_at_once_takes_the_place_of_neighbours_and_no_more(sim, sizes, n_held):
-    sim(allocator="cuda")
-    model = Together(sizes, n_held).eval()
-    expected = output_of(model, X)
-    plan, found = plan_within(model, sim.device, int(sum(sizes) * MIB * 0.6)), []
-    while not found:
-        with page(model, sim.device, budget=plan.budget_bytes) as handle:
-            found, needed_bytes = outputs_or_needed_bytes(model)
-            sim.module.empty_cache()
-            assert handle._resources.taken.allocated_bytes <= plan.budget_bytes
-            assert sim.allocated_bytes <= plan.budget_bytes + MIB
-            # a segment begun and not filled, and the small one of the batch and of what pins
-            assert sim.reserved_bytes <= plan.budget_bytes + SEGMENT + 2 * MIB
-        assert found or needed_bytes > plan.budget_bytes
-        plan = plan_within(model, sim.device, needed_bytes)
-    assert all(torch.equal(each, expected) for each in found)
-    sim.finish()
-
-
-def outputs_or_needed_bytes(model):
-    try:
-        return [model(X).cpu() for _ in range(3)], 0
-    except PagingError as error:
-        return [], error.minimum_bytes
 
 
 def test_several_models_share_a_device_and_each_gives_all_of_it_back(sim):

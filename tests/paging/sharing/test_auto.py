@@ -108,13 +108,13 @@ def test_weights_go_within_a_pass_before_memory_runs_out(sim):
     x = torch.randn(25, WIDTH)
     expected = copy.deepcopy(model)(x)
     with page(model, sim.device, budget="auto", **FINE) as handle:
-        before_bytes = handle._resources.engine.room.resident_bytes
+        before_bytes = handle._engine.room.resident_bytes
         x = x.to(sim.device)
         # more than is left beside the weights, and little at a time
         assert 40 * x.nbytes > MEMORY - sim.allocated_bytes
         for _ in range(3):
             assert torch.equal(model(x).cpu(), expected)
-        assert handle._resources.engine.room.resident_bytes < before_bytes
+        assert handle._engine.room.resident_bytes < before_bytes
     assert sim.n_ooms == 0
 
 
@@ -259,7 +259,7 @@ def test_after_some_passes_one_asks_for_free_memory_once_a_unit_and_empties_no_c
             asked.clear()
             model(x)
             n_asked.append(len(asked))
-        assert handle._resources.engine.room.resident_bytes > handle.plan.resident_bytes
+        assert handle._engine.room.resident_bytes > handle.plan.resident_bytes
         assert n_asked[1] < 2 * n_blocks
         assert n_asked[-1] <= n_units + 4
     assert emptied == []

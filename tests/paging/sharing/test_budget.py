@@ -154,7 +154,7 @@ def test_a_model_that_runs_on_another_thread_loses_nothing_that_it_uses(sim, two
     thread.start()
     assert inside.wait(20)
     second.run(2)
-    assert first.handle._resources.engine.room.resident_bytes == before_bytes
+    assert first.handle._engine.room.resident_bytes == before_bytes
     done.set()
     thread.join()
     hook.remove()
@@ -244,19 +244,6 @@ def test_weights_on_a_disk_share_a_budget_of_memory(tmp_path):
                 for _ in range(n_passes):
                     assert torch.equal(model(torch.ones(2, WIDTH)), values)
                 assert budget.held_bytes <= budget.limit_bytes
-
-
-def test_a_model_that_holds_its_weights_has_room_from_the_others(sim):
-    model, other = Holds().eval(), linears(12)
-    x = torch.randn(4, WIDTH)
-    expected = copy.deepcopy(model).to(sim.device)(x.to(sim.device)).cpu()
-    budget = PagingBudget(bytes_of(model) + 40_000)
-    with page(other, sim.device, budget=budget, **FINE), page(model, sim.device, budget=budget):
-        other(x)
-        for _ in range(3):
-            assert torch.equal(model(x).cpu(), expected)
-            assert budget.held_bytes <= budget.limit_bytes
-            other(x)
 
 
 def test_a_model_that_holds_more_than_others_leave_is_told_what_they_hold(sim):

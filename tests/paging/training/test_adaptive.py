@@ -65,9 +65,9 @@ def test_the_pager_gives_memory_back_then_the_same_size_runs_then_a_smaller_one(
     both = pair(model)
     sim(budget=int(1.25 * both.weight_bytes))
     with both.page(0.9, activations=activations) as handle:
-        resident_bytes = handle._resources.engine.room.resident_bytes
+        resident_bytes = handle._engine.room.resident_bytes
         found = step(lambda part: model(part).square().mean(), x, model=model, verify=False)
-        assert handle._resources.engine.room.resident_bytes < resident_bytes
+        assert handle._engine.room.resident_bytes < resident_bytes
         kinds = [event.kind for event in told]
         assert kinds[0] == "retry"
         assert "shrink" in kinds
