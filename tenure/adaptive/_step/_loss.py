@@ -60,15 +60,16 @@ class Terms(NamedTuple):
         return {name: term.count is not None for name, term in self.by_name.items()}
 
     def counts(self) -> dict[str, Count]:
-        """The counts of those that have one."""
-        return {n: term.count for n, term in self.by_name.items() if term.count is not None}
+        """Return copies of the counts: a function may count the next chunk in the same tensor."""
+        given = {name: term.count for name, term in self.by_name.items()}
+        copies = {n: c.clone() if isinstance(c, Tensor) else c for n, c in given.items()}
+        return {name: count for name, count in copies.items() if count is not None}
 
     def detached(self) -> Terms:
-        """The same, without their graphs."""
-        return Terms(
-            {name: Term(term.value.detach(), term.count) for name, term in self.by_name.items()},
-            self.named,
-        )
+        """Return the same without graphs, and with copies of counts."""
+        counts = self.counts()
+        terms = {n: Term(term.value.detach(), counts.get(n)) for n, term in self.by_name.items()}
+        return Terms(terms, self.named)
 
 
 def terms_of(returned: object, reduction: Reduction) -> Terms:

@@ -173,6 +173,26 @@ def test_ignored_labels_alone_give_what_the_unsplit_call_gives():
     assert all(torch.equal(got[name], wanted[name]) for name in wanted)
 
 
+@pytest.mark.parametrize("n_terms", [1, 2])
+def test_counts_may_be_made_in_one_tensor_for_all_micro_batches(n_terms):
+    net, batch = made("MLP", 9, 0)
+    count = torch.zeros(())
+
+    def fn(b):
+        out = net(b["x"])
+        pair = out.square().sum(), count.fill_(out.numel())
+        return {"a": pair, "b": (out.exp().sum(), len(out))} if n_terms == 2 else pair
+
+    plain = net(batch["x"])
+    loss = plain.square().mean() + (plain.exp().sum() / 9 if n_terms == 2 else 0)
+    loss.backward()
+    wanted = gradients(net)
+    net.zero_grad()
+    result = step(fn, batch, maximum=5)
+    torch.testing.assert_close(result.loss, loss.detach())
+    assert worst_error(gradients(net), wanted) <= _EXACT
+
+
 def test_a_count_of_zero_gives_what_the_division_gives():
     net, batch = made("MLP", 6, 0)
 
