@@ -71,7 +71,6 @@ _PACKAGES = {
         "_modules",
         "_split",
         "_across",
-        "_check",
         "_verify",
     ),
     ("_cli",): ("_program", "_fleet"),

@@ -2,9 +2,6 @@
 
 from ._at_size import SizedStep as SizedStep
 from ._at_size import step_at_size as step_at_size
-from ._check import SplitDifference as SplitDifference
-from ._check import SplitReport as SplitReport
-from ._check import check_split as check_split
 from ._gradients import IsolatedGradients as IsolatedGradients
 from ._gradients import leaves_of as leaves_of
 from ._loss import Reduction as Reduction
@@ -20,3 +17,6 @@ from ._step import StepOptions as StepOptions
 from ._step import StepResult as StepResult
 from ._step import run_step as run_step
 from ._step import step as step
+from ._verify import SplitDifference as SplitDifference
+from ._verify import SplitReport as SplitReport
+from ._verify import check_split as check_split

@@ -1,3 +1,6 @@
-"""What `step` checks by itself when it splits: a few samples, whole and in parts."""
+"""`check_split()`, and the verification of a step: micro-batches against the whole."""
 
+from ._check_split import check_split as check_split
+from ._compare import SplitDifference as SplitDifference
+from ._compare import SplitReport as SplitReport
 from ._verification import Verification as Verification

@@ -74,49 +74,31 @@ def lowest_counts(divisors: Divisors) -> list[Lowest]:
     return found
 
 
-class CountCheck:
-    """Looks whether a count is clamped.
+def checked_count(subject: Subject, lowest: Lowest) -> tuple[float, Finding | None]:
+    """Return the lowest count that is known not to be clamped, and a count that is clamped."""
+    found = first_that_fits(lambda _: _checked(subject, lowest), (1,))
+    known, finding = found or (lowest.count, None)
+    return min(known, lowest.count), finding
 
-    Args:
-        subject: the step.
 
-    Attributes:
-        finding: the count that is.
-        n_run: the samples that were run.
-    """
+def _checked(subject: Subject, lowest: Lowest) -> tuple[float, Finding | None]:
+    name, chunk, other = lowest.name, _samples(lowest.chunk), _samples(lowest.other)
 
-    def __init__(self, subject: Subject) -> None:
-        self._subject = subject
-        self.finding: Finding | None = None
-        self.n_run = 0
+    def count(indices: Sequence[int]) -> float:
+        return _counts_of(subject, indices, with_terms=name is not None)[name]
 
-    def compare(self, lowest: Lowest) -> float:
-        """Compare it; the lowest count that is known then, which is not clamped above that."""
-        found = first_that_fits(lambda _: self._compare(lowest), (1,))
-        return lowest.count if found is None else min(found, lowest.count)
-
-    def _compare(self, lowest: Lowest) -> float:
-        name, chunk, other = lowest.name, _samples(lowest.chunk), _samples(lowest.other)
-        here = self._count(name, chunk)
-        # samples of one group would get the numbers of those of another one
-        if self._subject.draws_elsewhere:
-            return here
-        middle = len(chunk) // 2
-        if middle:
-            half = min(self._count(name, chunk[:middle]), self._count(name, chunk[middle:]))
-            if half < here:
-                return half
-        there, both = self._count(name, other), self._count(name, [*chunk, *other])
-        if here + there - both > lowest.tolerance:
-            what = "the count" if name in (None, ONLY) else f"the count of {name!r}"
-            error = (here + there) / both - 1 if both else math.inf
-            sizes = len(chunk), len(other)
-            self.finding = Finding(what, both, here + there, error, sizes)
-        return here
-
-    def _count(self, name: str | None, indices: Sequence[int]) -> float:
-        self.n_run += len(indices)
-        return _counts_of(self._subject, indices, with_terms=name is not None)[name]
+    here, middle = count(chunk), len(chunk) // 2
+    # samples of one group would get the numbers of those of another one
+    if subject.draws_elsewhere:
+        return here, None
+    if middle and (half := min(count(chunk[:middle]), count(chunk[middle:]))) < here:
+        return half, None
+    there, both = count(other), count([*chunk, *other])
+    if here + there - both <= lowest.tolerance:
+        return here, None
+    what = "the count" if name in (None, ONLY) else f"the count of {name!r}"
+    error = (here + there) / both - 1 if both else math.inf
+    return here, Finding(what, both, here + there, error, (len(chunk), len(other)))
 
 
 def _samples(chunk: Chunk) -> list[int]:

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..._reachable import named_modules
-from .._check import DECLARED, IT_IS_A_SUM, default_rtol, first_module, mixed_input, observed_run
 from .._loss import ONLY
 from .._split import StepParts
+from ._compare import DECLARED, IT_IS_A_SUM
 from ._count_check import DO_NOT_CLAMP, is_clamped
 from ._loss_check import split_values
+from ._observed import default_rtol, first_module, mixed_input, observed_run
 from ._subject import Subject, chosen_samples, comparable, first_that_fits, spread_samples
 
 # Unequal ones, and an equal one: a mean of means is right for equal parts by accident.
@@ -101,15 +101,11 @@ def advice_for(subject: Subject, parts: StepParts) -> str:
         )
     if is_clamped(subject):
         return DO_NOT_CLAMP
-    declared = first_that_fits(lambda _: _declared(subject, parts), (1,))
-    numbered = _of_transformers(parts, subject)
-    if declared:
-        return f"{declared} {numbered}".rstrip()
+    if declared := first_that_fits(lambda _: _declared(subject, parts), (1,)):
+        return declared
     module = _of_module(subject)
     # outputs of mixed samples are no help
-    if module.startswith(_MIXED):
-        return module
-    return f"{module} {numbered or _OUTPUTS}".lstrip()
+    return module if module.startswith(_MIXED) else f"{module} {_OUTPUTS}".lstrip()
 
 
 def _declared(subject: Subject, parts: StepParts) -> str:
@@ -254,38 +250,3 @@ def _of_module(subject: Subject) -> str:
         return ""
 
     return first_that_fits(look, [min(_N_SAMPLES, subject.n_samples)]) or ""
-
-
-def _of_transformers(parts: StepParts, subject: Subject) -> str:
-    """Models of transformers divide by what they are told, so that sums can be had of them."""
-    for name, module in named_modules(parts.roots):
-        if not _takes_number(module):
-            continue
-        # of Mixtral and its like: see
-        # test_the_router_loss_of_mixtral_is_refused_although_there_is_a_weight
-        if getattr(module.config, "output_router_logits", False):
-            return (
-                f"{type(module).__name__} adds a router loss over all tokens of its batch, which "
-                "no weight makes right: train without output_router_logits, or return the outputs "
-                "and compute both losses in loss=."
-            )
-        labels = next((leaf.path for leaf in subject.tree.leaves if "label" in leaf.path), "")
-        if not labels:
-            return ""
-        # the loss of transformers that shifts labels by one itself; BERT's and T5's do not
-        shifts = getattr(module.loss_function, "__name__", "") == "ForCausalLMLoss"
-        shown = "(batch{0}[:, 1:] != -100).sum()" if shifts else "(batch{0} != -100).sum()"
-        count = shown.format(labels.removeprefix("batch"))
-        return (
-            f"{type(module).__name__} takes num_items_in_batch: return the pair "
-            f"({name}(**batch, num_items_in_batch=1).loss, {count})."
-        )
-    return ""
-
-
-def _takes_number(module: nn.Module) -> bool:
-    """Whether its forward passes what it is told on to its loss."""
-    if not hasattr(module, "config") or not hasattr(type(module), "loss_function"):
-        return False
-    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    return code is not None and "loss_function" in code.co_names

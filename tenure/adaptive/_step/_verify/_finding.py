@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._check import Observed, SplitDifference
 from .._loss import ONLY
+from ._compare import SplitDifference
+from ._observed import Observed
 
 
 @dataclass(frozen=True, slots=True)

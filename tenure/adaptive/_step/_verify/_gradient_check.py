@@ -12,20 +12,12 @@ import torch
 
 from tenure._torch.quiet import without_functions
 
-from .._check import (
-    GRADIENTS,
-    LeafNames,
-    Observed,
-    SplitDifference,
-    buffers_of,
-    differences,
-    is_noise,
-    observed_run,
-)
 from .._modules import coupled_modules
 from .._split import StepParts
+from ._compare import GRADIENTS, SplitDifference, is_noise
 from ._finding import Finding, worst
 from ._modes import RoughRounding
+from ._observed import LeafNames, Observed, buffers_of, differences, observed_run
 from ._subject import Subject, chosen_samples, comparable, first_that_fits, spread_samples
 
 _MOST_SAMPLES = 8
@@ -52,7 +44,6 @@ class GradientCheck:
         # shared by all runs: what the function makes anew in each has no other name
         self._names: LeafNames = {}
         self.loss = 0.0
-        self.n_run = 0
 
     def compare(self) -> bool:
         """Compare them; whether that could be done, with whatever result."""
@@ -135,7 +126,6 @@ class GradientCheck:
         """
         subject = self._subject
         parts = subject.parts_of(indices)
-        self.n_run += len(indices)
         types = subject.types if looks else None
         with comparable(parts, is_random=subject.is_random, rough=rough, types=types) as numbers:
             per_chunk = parts.spec.batchnorm == "per_chunk"

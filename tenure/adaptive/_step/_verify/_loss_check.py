@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._check import EXCHANGED_RTOL, LOSSES, is_noise
 from .._loss import ONLY, combined, finished_loss, terms_of, widened, widened_count
 from .._modules import coupled_modules
 from .._samples import JoinedOutputs, Outputs
 from .._split import Chunk, ChunkTerms, StepOutcome, StepParts
+from ._compare import EXCHANGED_RTOL, LOSSES, is_noise
 from ._finding import Finding, farthest
 from ._modes import RoughRounding
 from ._subject import Subject, comparable, first_that_fits, set_back, spread_samples
@@ -34,71 +34,50 @@ _N_STATES = 3
 Values = dict[str, Tensor]
 
 
-class ExchangeCheck:
-    """Exchanges samples.
+def exchanged(subject: Subject) -> tuple[bool, Finding | None]:
+    """Exchange samples; whether that could be done, and what is no sum over samples."""
+    n = min(_MOST_SAMPLES, subject.n_samples)
+    sizes = [size for size in (n, n // 2) if size > 1]
+    found = first_that_fits(lambda size: [_under_some_states(subject, size)], sizes)
+    return (False, None) if found is None else (True, found[0])
 
-    Args:
-        subject: the step.
 
-    Attributes:
-        finding: what is no sum over samples.
-        n_run: the samples that were run.
-    """
+def _under_some_states(subject: Subject, n: int) -> Finding | None:
+    """Exchange under a few random states: in one of them samples may mix by next to nothing."""
+    # the draw between two states has to come back as well
+    rng = subject.parts_of(range(n)).state.rng
+    rng.begin()
+    try:
+        for _ in range(_N_STATES):
+            if found := _exchange(subject, n):
+                return found
+            rng.draw()
+        return None
+    finally:
+        rng.undo()
 
-    def __init__(self, subject: Subject) -> None:
-        self._subject = subject
-        self.finding: Finding | None = None
-        self.n_run = 0
 
-    def compare(self) -> bool:
-        """Compare; whether that could be done, with whatever result."""
-        n = min(_MOST_SAMPLES, self._subject.n_samples)
-        return bool(first_that_fits(self._compare, [size for size in (n, n // 2) if size > 1]))
-
-    def _compare(self, n: int) -> bool:
-        """Under a few random states: in one of them samples may mix by next to nothing."""
-        # the draw between two states has to come back as well
-        rng = self._subject.parts_of(range(n)).state.rng
-        rng.begin()
-        try:
-            for _ in range(_N_STATES):
-                self._exchange(n)
-                if self.finding is not None:
-                    break
-                rng.draw()
-            return True
-        finally:
-            rng.undo()
-
-    def _exchange(self, n: int) -> None:
-        here = spread_samples(self._subject.tree, self._subject.n_samples, n)
-        others = [i for i in range(self._subject.n_samples) if i not in here]
-        # a small batch is exchanged with itself, in another order
-        there = others[:n] if len(others) >= n else [*here[n // 2 :], *here[: n // 2]]
-        groups = range(n)
-        batches = [
-            [(there if (first if i % 2 else second) else here)[i] for i in groups]
-            for first in (False, True)
-            for second in (False, True)
-        ]
-        values = [self._sums(batch) for batch in batches]
-        for name in values[0]:
-            a, b, c, d = (float(each[name]) for each in values)
-            largest = max(map(abs, (a, b, c, d)))
-            if abs(a - b - c + d) > EXCHANGED_RTOL * largest:
-                what = "the loss" if name == ONLY else f"the term {name!r}"
-                error = abs(a - b - c + d) / largest
-                self.finding = Finding(
-                    f"{what}, summed up with half of its samples exchanged for others,",
-                    d, b + c - a, error, (n // 2, n - n // 2),
-                )  # fmt: skip
-                return
-
-    def _sums(self, indices: list[int]) -> Values:
-        parts = self._subject.parts_of(indices)
-        self.n_run += len(indices)
+def _exchange(subject: Subject, n: int) -> Finding | None:
+    here = spread_samples(subject.tree, subject.n_samples, n)
+    others = [i for i in range(subject.n_samples) if i not in here]
+    # a small batch is exchanged with itself, in another order
+    there = others[:n] if len(others) >= n else [*here[n // 2 :], *here[: n // 2]]
+    values = []
+    for first, second in ((here, here), (here, there), (there, here), (there, there)):
+        parts = subject.parts_of([(first if i % 2 else second)[i] for i in range(n)])
         with comparable(parts, is_random=False), set_back(parts):
-            return _sums(parts)
+            values.append(_sums(parts))
+    for name in values[0]:
+        a, b, c, d = (float(each[name]) for each in values)
+        largest = max(map(abs, (a, b, c, d)))
+        if abs(a - b - c + d) > EXCHANGED_RTOL * largest:
+            what = "the loss" if name == ONLY else f"the term {name!r}"
+            error = abs(a - b - c + d) / largest
+            return Finding(
+                f"{what}, summed up with half of its samples exchanged for others,",
+                d, b + c - a, error, (n // 2, n - n // 2),
+            )  # fmt: skip
+    return None
 
 
 class LossCheck:
@@ -112,7 +91,6 @@ class LossCheck:
 
     Attributes:
         finding: what differs.
-        n_run: the samples that were run.
     """
 
     def __init__(
@@ -128,7 +106,6 @@ class LossCheck:
         self._scale = scale
         self._most = most
         self.finding: Finding | None = None
-        self.n_run = 0
 
     def compare(self) -> bool:
         """Compare them; whether that could be done, with whatever result."""
@@ -188,7 +165,6 @@ class LossCheck:
         """Those of the whole, or of parts; None where statistics can't be turned off."""
         is_whole = n_samples == self._subject.n_samples
         parts = self._subject.parts_of(None if is_whole else range(n_samples))
-        self.n_run += n_samples
         with comparable(parts, is_random=self._subject.is_random, rough=rough):
             if parts.spec.batchnorm == "per_chunk" and coupled_modules(parts.roots):
                 return None

@@ -24,10 +24,10 @@ from tenure.scopes import DisposeScope
 
 from ..._attempt import release
 from ..._reachable import named_modules
-from .._check import without_dropout
 from .._samples import Leaf, SampleTree, cut_off
 from .._split import StepParts
 from ._modes import ConstantNumbers, RoughRounding
+from ._observed import without_dropout
 
 T = TypeVar("T")
 # The share of samples without a label from which on the others are the ones that count.
@@ -50,6 +50,7 @@ class Subject:
         draws_elsewhere: whether it draws others than torch's.
         types: the types of floating point to which its operations round.
         refused: the error for a parameter that the function would write.
+        n_run: the samples that were run.
     """
 
     def __init__(self, parts: StepParts) -> None:
@@ -63,6 +64,7 @@ class Subject:
         self.draws_elsewhere = True
         self.types: set[torch.dtype] = set()
         self.refused: AdaptiveUsageError | None = None
+        self.n_run = 0
         self._parts = parts
         # the same tensors in each run, so that their gradients are known again
         shared = (i for i, leaf in enumerate(self.tree.leaves) if not leaf.is_split)
@@ -79,6 +81,7 @@ class Subject:
         Args:
             indices: which samples; None for all, which are no copies.
         """
+        self.n_run += self.n_samples if indices is None else len(indices)
         last, self._last = self._last, None
         if last is not None and last[0] == indices:
             return last[1]

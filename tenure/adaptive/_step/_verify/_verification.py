@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from torch import Tensor
 
 from tenure._callers import warn_user
@@ -11,11 +9,11 @@ from tenure._errors import AdaptiveUsageError, AdaptiveUsageWarning, SplitMismat
 from tenure._torch.compiler import draws_again_in_backward, not_compiling
 
 from .._split import StepOutcome, StepParts
-from ._count_check import DO_NOT_CLAMP, CountCheck, lowest_counts
+from ._count_check import DO_NOT_CLAMP, checked_count, lowest_counts
 from ._declarations import advice_for
 from ._finding import Finding
 from ._gradient_check import GradientCheck
-from ._loss_check import ExchangeCheck, LossCheck
+from ._loss_check import LossCheck, exchanged
 from ._subject import Subject
 from ._when import Visit
 
@@ -24,26 +22,6 @@ _EVER_NEW = (
     "model or function, or a text that changes. That is right, and takes time. Let the function "
     "hold the same objects in each call; or ask check_split() once, and pass verify=False."
 )
-
-
-class _Looked(NamedTuple):
-    """What the gradients showed.
-
-    Attributes:
-        subject: the step.
-        visit: the call.
-        could_compare: whether that could be done, with whatever result.
-        n_run: the samples that were run.
-        loss: the loss of a few samples.
-        wants_whole: whether the loss of the whole batch tells more.
-    """
-
-    subject: Subject
-    visit: Visit
-    could_compare: bool
-    n_run: int
-    loss: float
-    wants_whole: bool
 
 
 class Verification:
@@ -56,7 +34,10 @@ class Verification:
     def __init__(self, parts: StepParts) -> None:
         self._parts = parts
         self._visit: Visit | None = None
-        self._looked: _Looked | None = None
+        # of a call that is due, until it is delivered
+        self._subject: Subject | None = None
+        self._could_compare = self._wants_whole = False
+        self._loss = 0.0
 
     def before_split(self, size: int) -> None:
         """Compare gradients of a few samples, if it is time; before anything else takes memory.
@@ -81,10 +62,10 @@ class Verification:
         if visit.is_ever_new and self._parts.spec.entry != "lazy":
             warn_user(_EVER_NEW, AdaptiveUsageWarning)
         if visit.is_due:
-            subject = Subject(self._parts)
+            self._subject = Subject(self._parts)
             # a graph for each of its sizes and modes would cost minutes
             with not_compiling():
-                self._looked = self._look(subject, visit, size)
+                self._look(self._subject, size)
 
     def before_delivery(self, outcome: StepOutcome) -> None:
         """Compare the loss of the whole batch, if it is time, before gradients are delivered.
@@ -96,65 +77,55 @@ class Verification:
             SplitMismatchError: it is not what the whole gives.
             AdaptiveUsageError: ``backward=`` has scaled the micro-batches differently.
         """
-        looked, self._looked = self._looked, None
-        self._check_counts(None if looked is None else looked.subject, max(outcome.sizes))
-        if looked is None:
+        visit, parts, size = self._visit, self._parts, max(outcome.sizes)
+        subject, self._subject = self._subject, None
+        if visit is not None and parts.spec.entry != "lazy":
+            self._check_counts(visit, size)
+        if visit is None or subject is None:
             return
-        self._parts.backward.check_linear()
-        could_compare, n_run = looked.could_compare, looked.n_run
+        parts.backward.check_linear()
         # a batch that the micro-batches have written into is no longer the one they ran on
-        if looked.wants_whole and not self._parts.inputs.is_written:
-            n = looked.subject.n_samples
-            may_run_all = looked.visit.is_first or not looked.subject.is_random
-            losses = LossCheck(
-                looked.subject, outcome, scale=looked.loss, most=n if may_run_all else n // 2
-            )
+        if self._wants_whole and not parts.inputs.is_written:
+            n = subject.n_samples
+            most = n if visit.is_first or not subject.is_random else n // 2
+            losses = LossCheck(subject, outcome, scale=self._loss, most=most)
             with not_compiling():
-                could_compare = losses.compare() or could_compare
-                self._refuse(losses.finding, looked.subject, max(outcome.sizes))
-            n_run += losses.n_run
+                self._could_compare |= losses.compare()
+                self._refuse(losses.finding, subject, size)
         # what was wrong once may be wrong again, and nothing tells that it is not
-        if not could_compare and looked.visit.refusal is not None:
-            raise looked.visit.refusal
+        if not self._could_compare and visit.refusal is not None:
+            raise visit.refusal
         # what lazy() splits by is no claim of the user's, who could do nothing about it
-        if not could_compare and self._parts.spec.entry == "step":
+        if not self._could_compare and parts.spec.entry == "step":
             self._warn()
-        looked.visit.note_verified(n_run)
+        visit.note_verified(subject.n_run)
 
-    def _look(self, subject: Subject, visit: Visit, size: int) -> _Looked:
+    def _look(self, subject: Subject, size: int) -> None:
         gradients = GradientCheck(subject)
-        could_compare, n_run = gradients.compare(), gradients.n_run
+        self._could_compare = gradients.compare()
         subject.forget()
         if subject.refused is not None:
             raise subject.refused.with_traceback(None)
         if subject.is_random and self._parts.compiled and draws_again_in_backward():
             raise _drawn_again_error(self._parts.name)
-        if gradients.finding is None or not (gradients.has_unknown or subject.draws_elsewhere):
-            self._refuse(gradients.finding, subject, size)
-            wants_whole = not gradients.is_coupled
-            return _Looked(subject, visit, could_compare, n_run, gradients.loss, wants_whole)
+        finding, self._loss = gradients.finding, gradients.loss
+        self._wants_whole = not gradients.is_coupled
         # other numbers for the parts than for the whole explain any difference
-        exchange = ExchangeCheck(subject)
-        could_compare = exchange.compare()
-        self._refuse(exchange.finding, subject, size)
-        n_run += exchange.n_run
-        return _Looked(subject, visit, could_compare, n_run, gradients.loss, wants_whole=False)
+        if finding is not None and (gradients.has_unknown or subject.draws_elsewhere):
+            self._wants_whole = False
+            self._could_compare, finding = exchanged(subject)
+        self._refuse(finding, subject, size)
 
-    def _check_counts(self, subject: Subject | None, size: int) -> None:
+    def _check_counts(self, visit: Visit, size: int) -> None:
         """Look at counts in each call, because a clamped one is wrong only where it is low."""
-        visit, parts = self._visit, self._parts
-        if visit is None or not parts.divisors or parts.spec.entry == "lazy":
-            return
-        for lowest in filter(visit.wants_count, lowest_counts(parts.divisors)):
-            if subject is None:
-                subject = Subject(parts)
-            if parts.inputs.is_written:
+        for lowest in filter(visit.wants_count, lowest_counts(self._parts.divisors)):
+            if self._parts.inputs.is_written:
                 return
-            check = CountCheck(subject)
+            subject = Subject(self._parts)
             with not_compiling():
-                known = check.compare(lowest)
-            self._refuse(check.finding, subject, size, DO_NOT_CLAMP)
-            visit.note_count(lowest, known, check.n_run)
+                known, finding = checked_count(subject, lowest)
+            self._refuse(finding, subject, size, DO_NOT_CLAMP)
+            visit.note_count(lowest, known, subject.n_run)
 
     def _refuse(
         self, found: Finding | None, subject: Subject, size: int, advice: str | None = None

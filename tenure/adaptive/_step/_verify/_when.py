@@ -15,7 +15,6 @@ from __future__ import annotations
 import functools
 import math
 import threading
-import weakref
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdRef
 
 from tenure._errors import SplitMismatchError
 from tenure.scopes import is_disposed
@@ -289,31 +289,10 @@ def _number(value: Any) -> Any:
     return None
 
 
-class _Identity:
-    """An object by identity, without keeping it; what took its place in memory is another."""
-
-    __slots__ = ("_id", "_reference")
-
-    def __init__(self, value: object) -> None:
-        self._id = id(value)
-        self._reference = weakref.ref(value)
-
-    def __hash__(self) -> int:
-        return self._id
-
-    def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, _Identity)
-            and self._id == other._id
-            and self._reference() is not None
-            and self._reference() is other._reference()
-        )
-
-
 def _identity_of(value: Any) -> Hashable:
     """Return an object by identity, or by its type where it allows no weak reference."""
     if isinstance(value, CodeType) or type(value).__weakrefoffset__:
-        return _Identity(value)
+        return WeakIdRef(value)
     return type(value).__qualname__
 
 

@@ -15,7 +15,7 @@ from tenure.adaptive import (
     memory_budget,
 )
 
-from ..step_cases import LOSSES, MODELS, made, n_valid
+from ..step_cases import LOSSES, MODELS, made, n_valid, samples, small_net
 
 _own = torch.Generator()
 
@@ -447,3 +447,18 @@ def test_a_pair_that_makes_no_mean_is_reported():
     report = check_split(lambda b: (net(b).square().sum(), len(b) + 0.5), x)
     assert report.differences
     assert report.advice is None
+
+
+def test_each_run_finds_the_batch_without_grad_although_the_one_before_let_it_require_grad():
+    net, x, seen = small_net(), samples(8), []
+
+    def penalized(b):
+        seen.append(b.requires_grad)
+        b.requires_grad_()
+        (slope,) = torch.autograd.grad(net(b).sum(), b, create_graph=True)
+        return slope.square().sum(1).mean()
+
+    assert check_split(penalized, x).ok
+    assert len(seen) == 4
+    assert not any(seen)
+    assert not x.requires_grad

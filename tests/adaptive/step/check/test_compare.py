@@ -2,7 +2,7 @@
 
 import pytest
 
-from tenure.adaptive._step._check._compare import is_noise
+from tenure.adaptive._step._verify._compare import is_noise
 
 
 def _linear(n, draw):

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from tenure.adaptive import SplitMismatchError, step
-from tenure.adaptive._step._check._compare import GRADIENTS
+from tenure.adaptive._step._verify._compare import GRADIENTS
 from tenure.adaptive._step._verify._modes import ConstantNumbers, RoughRounding
 
 

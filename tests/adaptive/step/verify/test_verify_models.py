@@ -95,21 +95,6 @@ def test_ignored_labels_are_refused_and_the_weight_is_named_ready_to_paste(name)
             torch.testing.assert_close(p.grad, other, rtol=1e-3, atol=1e-6)
 
 
-def test_a_model_that_takes_the_number_of_items_is_named():
-    model, batch = _made(_llama)
-    error = _refused(lambda batch: model(**batch).loss, batch, model)
-    assert (
-        "LlamaForCausalLM takes num_items_in_batch: return the pair (model(**batch, "
-        "num_items_in_batch=1).loss, (batch['labels'][:, 1:] != -100).sum())." in error.advice
-    )
-
-    def pair(batch):
-        loss = model(**batch, num_items_in_batch=1).loss
-        return loss, (batch["labels"][:, 1:] != -100).sum()
-
-    assert step(pair, batch, model=model, maximum=4).sizes == (4, 4, 4)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SHIFTED)
 def test_a_weight_on_labels_that_are_not_shifted_is_refused(name):
@@ -130,7 +115,7 @@ def test_the_router_loss_of_mixtral_is_refused_although_there_is_a_weight():
     step(lambda batch: model(**batch).loss, batch, model=model, maximum=4, **weight)
     model, batch = _made(lambda: _mixtral(True))
     error = _refused(lambda batch: model(**batch).loss, batch, model, **weight)
-    assert "MixtralForCausalLM adds a router loss over all tokens of its batch" in error.advice
+    assert "pass what is computed of all of them as loss=" in error.advice
 
 
 def _clip():
