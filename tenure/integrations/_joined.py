@@ -10,7 +10,6 @@ import math
 from collections.abc import Mapping, Sequence
 from numbers import Number
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -183,25 +182,12 @@ def detached(value: Any) -> Any:
 
 def log_of(
     joiner: Joiner,
-    owner: Any,
     name: str,
     values: Sequence[Any],
     options: Sequence[Mapping[str, Any]],
-    advice: str,
+    rules: LogRules,
 ) -> tuple[Any, dict[str, Any]]:
-    """Return the value and the options of the whole batch for one `self.log` of each part.
-
-    A number of which nobody has said how it adds up becomes a mean, or a sum if it is whole, such
-    as a count; a warning says so once.
-
-    Args:
-        joiner: joins values of micro-batches.
-        owner: the object that logs; it is warned once for each name.
-        name: what is logged.
-        values: of each micro-batch.
-        options: the options of each.
-        advice: how the user says it.
-    """
+    """Return the value and the options of the whole batch for one `self.log` of each part."""
     of_whole = dict(options[0])
     weights = _batch_sizes(joiner, [each.get("batch_size") for each in options])
     if weights is not None:
@@ -220,23 +206,92 @@ def log_of(
         return _extreme(values, kind), of_whole
     if kind == "sum" or joiner.count_samples(values):
         return joiner.total(values), of_whole
+    # who says what it is has not to be asked
+    if reduction is not None or weights is not None or joiner.has_weight(name):
+        return joiner.mean(values, weights, name), of_whole
+    return rules.joined(joiner, name, values), of_whole
+
+
+class LogRules:
+    """How what a program logs adds up, where nobody has said so: found out with a few samples.
+
+    Args:
+        advice: what the user may do where it can't be.
+    """
+
+    def __init__(self, advice: str) -> None:
+        self._advice = advice
+        # the rules by which parts have made the whole each time
+        self._fitting: dict[str, set[str]] = {}
+        self._told: set[str] = set()
+
+    def learn(self, joiner: Joiner, name: str, values: Sequence[Any], whole: Any) -> None:
+        """Compare what a few samples log with what their parts do."""
+        if not all(isinstance(each, Tensor | Number) for each in (whole, *values)):
+            return
+        if joiner.are_losses(values) or joiner.count_samples(values):
+            return
+        numbers, wanted = [float(each) for each in values], float(whole)
+        # neither the mean over nothing nor zeros tell one rule from another
+        if not math.isfinite(wanted) or not any([wanted, *numbers]):
+            return
+        bound = _rtol_of(whole) * max(map(abs, [wanted, *numbers]))
+        found = _by_rule(joiner, name, numbers)
+        fits = {rule for rule, value in found.items() if abs(float(value) - wanted) <= bound}
+        self._fitting[name] = self._fitting.get(name, fits) & fits
+
+    def joined(self, joiner: Joiner, name: str, values: Sequence[Any]) -> Any:
+        """Return one value for the whole batch; warn if it is not known which."""
+        found = _by_rule(joiner, name, values)
+        fitting = self._fitting.get(name)
+        likely = [rule for rule in found if rule in (fitting or found)]
+        differs = any(map(_differs, values[1:], [values[0]] * (len(values) - 1)))
+        # what all rules make alike can't be told wrong
+        is_unclear = len({float(found[rule]) for rule in likely}) > 1 if fitting else differs
+        if is_unclear and name not in self._told:
+            self._told.add(name)
+            rules = None if fitting is None else sorted(fitting)
+            _warn_of_log(name, likely[0], rules, self._advice)
+        return found[likely[0]]
+
+
+def _differs(value: Any, other: Any) -> bool:
     # nan is the mean over nothing in each
-    differ = any(bool(v != first) and not math.isnan(v) for v in values[1:])
-    is_told = reduction is not None or weights is not None or joiner.has_weight(name)
-    is_sum = differ and not is_told and _are_whole(values)
-    told = _warned.setdefault(owner, set())
-    if differ and not is_told and name not in told:
-        told.add(name)
-        warn_user(
-            f"{name!r} was logged in a batch that runs in micro-batches: the "
-            f"{'sum' if is_sum else 'mean'} of theirs is logged for the batch. {advice}",
-            AdaptiveUsageWarning,
-        )
-    return joiner.total(values) if is_sum else joiner.mean(values, weights, name), of_whole
+    return bool(value != other) and not (math.isnan(value) and math.isnan(other))
 
 
-_warned: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
-"""The names that were warned of, by the object that logs."""
+def _by_rule(joiner: Joiner, name: str, values: Sequence[Any]) -> dict[str, Any]:
+    """Return the joined values by each rule that may hold, the likeliest first."""
+    found = {
+        "mean": joiner.mean(values, None, name),
+        "sum": joiner.total(values),
+        "max": _extreme(values, "max"),
+        "min": _extreme(values, "min"),
+    }
+    # such as right answers; those that are the same in each are no counts
+    if _are_whole(values) and any(bool(value != values[0]) for value in values[1:]):
+        return {"sum": found["sum"], **found}
+    return found
+
+
+def _warn_of_log(name: str, taken: str, fitting: Sequence[str] | None, advice: str) -> None:
+    if fitting is None:
+        why = "nothing could be compared with the whole"
+    elif fitting:
+        why = f"a few samples fit {' and '.join(fitting)} alike"
+    else:
+        why = "of a few samples the whole is no mean, sum, maximum or minimum of its parts"
+    warn_user(
+        f"{name!r} was logged in a batch that runs in micro-batches, and {why}: the "
+        f"{taken} of theirs is told. {advice}",
+        AdaptiveUsageWarning,
+    )
+
+
+def _rtol_of(value: Any) -> float:
+    if isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16):
+        return 2e-2
+    return 2e-2 if any(map(torch.is_autocast_enabled, ("cpu", "cuda"))) else 1e-4
 
 
 def _are_whole(values: Sequence[Any]) -> bool:

@@ -33,6 +33,7 @@ try:
         joined_logs,
         losses_taken,
         mismatch_of,
+        new_rules,
         on_device,
         only_loss,
         refuse_class,
@@ -120,7 +121,7 @@ class AdaptiveTrainerMixin(_Base):
         training_step = super().training_step
 
         def loss_of(batch: dict[str, Any]) -> tuple[Tensor, HeldLogs]:
-            held = HeldLogs()
+            held = HeldLogs(self._rules)
             try:
                 self._held = held
                 # a copy, for a trainer may take labels out of it
@@ -142,13 +143,14 @@ class AdaptiveTrainerMixin(_Base):
         n_items = kwargs.get("num_items_in_batch", args[0] if args else None)
         if self._loss is None:
             self._loss = LossOfBatch(f"{type(self).__name__}.training_step")
+            self._rules = new_rules()
         with self._loss.being(loss_of):
             result = self._step(self._loss, model, inputs, has_n_items=n_items is not None)
         # without what belongs to the batch alone
         self.adaptive_result = replace(result, aux=())
         for callback in self._memory_callbacks():
             callback.adaptive_result = self.adaptive_result
-        for logs, others, named in joined_logs(self, result.aux, result.sizes, result.loss):
+        for logs, others, named in joined_logs(result.aux, result.sizes, result.loss):
             self.log(logs, *others, **named)
         return result.loss
 
@@ -239,6 +241,8 @@ class AdaptiveTrainerMixin(_Base):
                 result = step(self.accelerator, loss_of, inputs, **options, **ways[name])
             except SplitMismatchError as error:
                 mismatches[name] = error
+                # learned with weights that were wrong
+                self._rules = new_rules()
             except RemoteRankError as error:
                 # the rank that has split has found out; all try the next way together
                 kind = error.cause.partition(":")[0]

@@ -11,17 +11,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from tenure._errors import AdaptiveUsageError
 
-from .._joined import Joiner, detached, log_of
+from .._joined import Joiner, LogRules, detached, log_of
 from ._metrics import MetricCall, MetricRecorder, joined_call
 
 T = TypeVar("T")
 _running: ContextVar[Recorder | None] = ContextVar("_running", default=None)
+_rules: WeakKeyDictionary[Any, LogRules] = WeakKeyDictionary()
+"""By the module that logs."""
 _ADVICE = (
     "Say what is right with reduce_fx= ('mean', 'sum', 'max' or 'min'), or log a metric of "
     "torchmetrics, which is told the whole batch."
@@ -142,6 +145,14 @@ def recorder_of(module: object) -> Recorder | None:
     return recorder if recorder is not None and recorder.module is module else None
 
 
+def note_compared(whole: Any, split: Any) -> None:
+    """Find out how logged values add up, from a few samples that ran whole and in parts."""
+    recorder = _running.get()
+    parts = split.aux
+    if recorder is not None and not any(part.is_skipped for part in (*whole.aux, *parts)):
+        Outcome(parts, split.sizes, recorder, split.loss).learn_from(whole.aux[0])
+
+
 class Outcome:
     """What the parts of a step that worked make together.
 
@@ -163,7 +174,7 @@ class Outcome:
         self, parts: Sequence[Part], sizes: Sequence[int], recorder: Recorder, loss: Tensor
     ) -> None:
         self._parts = parts
-        self._module = recorder.module
+        self._rules = _rules.setdefault(recorder.module, LogRules(_ADVICE))
         self._name = f"{type(recorder.module).__name__}.training_step"
         losses = [part.loss for part in parts]
         # sums of micro-batches in half precision are wider than that
@@ -205,7 +216,15 @@ class Outcome:
         self._check_alike(names, "logged")
         for each in zip(*(part.logs for part in self._parts), strict=True):
             name, values, options = each[0][0], [log[1] for log in each], [log[2] for log in each]
-            yield name, *log_of(self._joiner, self._module, name, values, options, _ADVICE)
+            yield name, *log_of(self._joiner, name, values, options, self._rules)
+
+    def learn_from(self, whole: Part) -> None:
+        """Find out how logs add up, where the same samples ran in one piece, too."""
+        logs = [whole.logs, *(part.logs for part in self._parts)]
+        if len({tuple(name for name, _, _ in each) for each in logs}) != 1:
+            return
+        for (name, value, _), *parts in zip(*logs, strict=True):
+            self._rules.learn(self._joiner, name, [log[1] for log in parts], value)
 
     def _check_alike(self, names: Sequence[Sequence[str]], did: str) -> None:
         for other in names[1:]:

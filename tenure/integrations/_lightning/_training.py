@@ -21,7 +21,7 @@ from tenure._errors import AdaptiveUsageError, BatchCoupledError, SplitMismatchE
 from tenure.adaptive import StepResult, step
 
 from ._deferred import DeferredGradients
-from ._recorder import Outcome, Recorder, recorder_of
+from ._recorder import Outcome, Recorder, note_compared, recorder_of
 from ._refused import options_of
 
 
@@ -115,6 +115,7 @@ def _function_of(self: Any, written: Callable[..., Any]) -> Callable[[Any], Any]
     # it runs the code of the class and stands for that: its own is one for all classes
     functools.update_wrapper(training_step, written, assigned=(), updated=())
     training_step.__name__ = f"{type(self).__name__}.training_step"
+    training_step.on_compared = note_compared  # type: ignore[attr-defined]
     return training_step
 
 

@@ -1,68 +1,16 @@
-"""The loss that a trainer would run backward, and what it logs meanwhile.
-
-Invariant: what failed attempts and verifications log is forgotten with them; of the attempt that
-worked all is logged once, as for the whole batch.
-"""
+"""The loss that a trainer would run backward, taken before it does."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
 from tenure._errors import AdaptiveUsageError
 
-from .._joined import Joiner, log_of
-
-_ADVICE = "Log it in a callback, or where the whole batch has run, such as after training_step()."
-_Call = tuple[dict[str, Any], tuple[Any, ...], dict[str, Any]]
-
-
-@dataclass(slots=True)
-class HeldLogs:
-    """What one micro-batch logged.
-
-    Attributes:
-        calls: what `log` got, in order: numbers by name, and the other arguments.
-        loss: of the micro-batch.
-        weight: what that is a mean over; None: its samples.
-    """
-
-    calls: list[_Call] = field(default_factory=list)
-    loss: Tensor | None = None
-    weight: Any = None
-
-
-def joined_logs(
-    trainer: object, parts: Sequence[HeldLogs], sizes: Sequence[int], loss: Tensor
-) -> Iterator[_Call]:
-    """Yield the values to log of a batch.
-
-    Args:
-        trainer: logs it.
-        parts: what its micro-batches logged.
-        sizes: the samples of each.
-        loss: of the batch.
-    """
-    if len({tuple(tuple(logs) for logs, _, _ in part.calls) for part in parts}) > 1:
-        # one that logs for some of its samples alone
-        for part in parts:
-            yield from part.calls
-        return
-    weights = None if parts[0].weight is None else [part.weight for part in parts]
-    joiner = Joiner(sizes, [part.loss for part in parts], loss, weights)
-    for calls in zip(*(part.calls for part in parts), strict=True):
-        first, args, kwargs = calls[0]
-        logs = {
-            name: log_of(
-                joiner, trainer, name, [call[0][name] for call in calls], [{}] * len(calls), _ADVICE
-            )[0]
-            for name in first
-        }
-        yield logs, args, kwargs
+from ._held_logs import HeldLogs, note_compared
 
 
 class LossOfBatch:
@@ -83,6 +31,9 @@ class LossOfBatch:
             yield
         finally:
             del self._loss_of
+
+    # told by who verifies a split
+    on_compared = staticmethod(note_compared)
 
     def __call__(self, batch: Any) -> tuple[Tensor, HeldLogs]:
         # Not by its name: whoever searches a step for modules follows names, and a trainer leads to
