@@ -13,6 +13,8 @@ from tenure._errors import AdaptiveUsageError
 _SUSPENDABLE = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 _KINDS = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
 
+_LAMBDA = "<lambda>"
+
 
 def check_function(entry: str, function: object) -> None:
     """Make sure that what is tried again runs from its call to its return.
@@ -37,9 +39,17 @@ def check_function(entry: str, function: object) -> None:
 
 
 def name_of(function: Any) -> str:
-    """Return the name of a function in errors and events, with its line."""
+    """Return the qualified name of a function, for errors and events."""
     function = _unwrapped(function)
     return str(getattr(function, "__qualname__", None) or type(function).__qualname__)
+
+
+def told_apart(function: Any) -> str:
+    """Return the qualified name of a function, and of a lambda its line too."""
+    name = name_of(function)
+    code = getattr(_unwrapped(function), "__code__", None)
+    # several of one function have the same name
+    return f"{name}:{code.co_firstlineno}" if code is not None and _LAMBDA in name else name
 
 
 def short_name_of(function: Any) -> str:

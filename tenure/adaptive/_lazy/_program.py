@@ -259,7 +259,8 @@ class Program:
 
     def _pair(self, number: int, value: Tensor, count: Any) -> Any:
         kind = self.plan.terms[number].verdict.reduces
-        if kind == "counted":
+        # classes with probabilities have a mean over samples, and no tensor as their count
+        if kind == "counted" and isinstance(count, Tensor):
             # the mean of nothing is nan, and its part of the sum is zero
             return torch.where(count > 0, value * count, 0 * count), count
         # as a mean over samples it adds up to the sum over all

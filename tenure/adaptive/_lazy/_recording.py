@@ -319,8 +319,10 @@ class Walk:
         if kind in _PLAIN:
             key.append((kind, value))
         elif kind is float:
-            # a factor or a rate, which may change with each call; elsewhere it may be a shape
-            key.append(kind if self._has_rates else (kind, value))
+            # A factor or a rate, which may change with each call; elsewhere it may be a shape. A
+            # rate of 0 or 1 may do nothing, as dropout(p=0), which returns its argument.
+            is_rate = self._has_rates and value not in (0.0, 1.0)
+            key.append(kind if is_rate else (kind, value))
         elif isinstance(value, Tensor):
             return self._take_tensor(value)
         elif kind is BatchInt:

@@ -52,7 +52,7 @@ OF_FORWARD = ".forward.<locals>."
 _IN_FRAME = re.compile(r" in (\S+)\(\): local ")
 _CACHE_OF = re.compile(r"lru_cache of ([\w.<>]+)")
 # a chain of objects, each of which refers to the next
-_CHAIN = re.compile(r"(\.\w+)\1+")
+_CHAIN = re.compile(r"(\.\w+)\1+\b")
 # with a graph: it refers to its parameter, and that to it, which no collector sees
 _ORPHAN = re.compile(r"(Parameter|Tensor)\d+\.grad\Z")
 

@@ -37,6 +37,10 @@ LOSSES = {
     "ignored and weights": lambda out, x, y: F.cross_entropy(out, _ignored(y), weight=WEIGHTS),
     "nll": lambda out, x, y: F.nll_loss(F.log_softmax(out, 1), y, weight=WEIGHTS),
     "probabilities": lambda out, x, y: F.cross_entropy(out, F.one_hot(y, 3).double() * 0.9),
+    # not linear in its terms: two passes
+    "probabilities, clamped": lambda out, x, y: F.cross_entropy(
+        out, F.one_hot(y, 3).double() * 0.9
+    ).clamp(max=100),
     "mse": lambda out, x, y: F.mse_loss(out, F.one_hot(y, 3).double()),
     "mse, weighted": lambda out, x, y: F.mse_loss(
         out, F.one_hot(y, 3).double(), weight=torch.rand(8, 1, dtype=torch.float64).expand(8, 3)
@@ -287,3 +291,14 @@ def test_what_does_not_fit_sample_by_sample_says_so():
     with RoomFor(0), pytest.raises(OutOfRetriesError, match="micro-batch 8"):
         model(lazy(x)).sum().backward()
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_dropout_drops_after_a_call_that_dropped_nothing():
+    model = nn.Sequential(nn.Dropout(0.0), nn.Linear(4, 4), nn.Dropout(0.5)).double()
+    x = torch.ones(64, 4, dtype=torch.float64)
+    zeros = (model(lazy(x)) == 0).double().mean().item()
+    assert 0.2 < zeros < 0.8
+    drop = nn.Dropout(0.0)
+    assert (drop(lazy(x)) == 0).sum().item() == 0
+    drop.p = 0.5
+    assert (drop(lazy(x)) == 0).sum().item() > 0

@@ -21,7 +21,7 @@ from tenure._torch.autograd import post_hooks_of
 from tenure._torch.quiet import without_functions
 from tenure._torch.replicas import exchanged_buffers
 
-from ..._callables import name_of
+from ..._callables import told_apart
 from ..._ranks import Ballot, RankCall, Replicated, mark_of
 from .._split import StepOutcome, StepParts, StepSpec
 from ._alike import LossOfAll, asked_by, refuse_other_terms, share_of, weight_of
@@ -123,7 +123,7 @@ class StepRanks:
         spec = self._spec
         brought = [b for each in self._brought() for b in exchanged_buffers(each)]
         asked, shapes = asked_by(spec, per_rank=self._per_rank), shapes_of(self._exchanged)
-        self._mark = mark_of(spec.entry, name_of(spec.fn), asked, shapes, shapes_of(brought))
+        self._mark = mark_of(spec.entry, told_apart(spec.fn), asked, shapes, shapes_of(brought))
         n_elements = sum(buffer.numel() for buffer in brought)
         buffers = f", {len(brought)} buffers of {n_elements} elements" if brought else ""
         self._call.name += f" ({asked}; {len(shapes)} parameters{buffers})"
