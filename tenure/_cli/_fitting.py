@@ -337,4 +337,5 @@ def largest_micro_batch(
         return MicroBatch(size, n_samples, False, needed_bytes, spelled)
     except (AdaptiveUsageError, BatchCoupledError):
         return None
-    return MicroBatch(found.micro_batch, found.n_samples, True, found.needed_bytes, spelled)
+    # maximum=found.micro_batch may leave no last part of one sample, so that parts are smaller
+    return MicroBatch(max(found.sizes), found.n_samples, True, found.needed_bytes, spelled)

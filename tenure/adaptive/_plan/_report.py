@@ -46,12 +46,14 @@ class Plan(Advised, Report):
 
     def _parts(self) -> list[Part]:
         needed, budget = format_bytes(self.needed_bytes), format_bytes(self.budget_bytes)
-        head = (
-            f"{counted(self.n_samples, 'sample')} in {micro_batches(self.sizes)}: "
-            f"{needed} of {budget} on {self.device}"
-        )
+        head = f"{counted(self.n_samples, 'sample')} in {micro_batches(self.sizes)}: "
         if self.needed_bytes > self.budget_bytes:
-            head += ", once the allocator gives back what it caches"
+            head += (
+                f"peak {format_bytes(self.peak_bytes)} of {budget} on {self.device}. The allocator "
+                f"would cache up to {needed}, and gives the rest back when memory runs out"
+            )
+        else:
+            head += f"{needed} of {budget} on {self.device}"
         approximately = [f"approximate: {reason}" for reason in self.reasons]
         lines = [head, f"  {by_category(self.categories)}", *approximately]
         return [Paragraph("", "\n".join(lines))]

@@ -373,9 +373,10 @@ class RecordedLeaks(Report):
         late = {step for step in self.look_steps if step * _LATE >= n_steps}
         n_late = self.n_looks if self.n_steps is None else len(late)
         if n_late < LOOKS or (self.n_steps is not None and n_steps < _STEPS):
+            none = " This program has neither: compare two snapshots." if not n_steps else ""
             return (
                 f"Not enough looks to judge growth: {times}. It takes {LOOKS} in the last seven "
-                f"eighths of at least {_STEPS} steps of an optimizer, or calls of a model."
+                f"eighths of at least {_STEPS} steps of an optimizer, or calls of a model.{none}"
             )
         before = [step for step in self.look_steps if step != n_steps]
         if before and n_steps in self.look_steps:

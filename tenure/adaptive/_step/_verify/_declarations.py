@@ -103,9 +103,24 @@ def advice_for(subject: Subject, parts: StepParts) -> str:
         return DO_NOT_CLAMP
     if declared := first_that_fits(lambda _: _declared(subject, parts), (1,)):
         return declared
+    if router := _of_router(parts):
+        return router
     module = _of_module(subject)
     # outputs of mixed samples are no help
     return module if module.startswith(_MIXED) else f"{module} {_OUTPUTS}".lstrip()
+
+
+def _of_router(parts: StepParts) -> str:
+    """Return the advice for a mixture of experts with a router loss of transformers, or ""."""
+    for _, module in named_modules(parts.roots):
+        config = getattr(module, "config", None)
+        if getattr(config, "output_router_logits", False):
+            return (
+                f"{type(module).__name__} adds a router loss over all tokens of its batch, which "
+                "no weight makes right: train without output_router_logits, or return the outputs "
+                "and compute both losses in loss=."
+            )
+    return ""
 
 
 def _declared(subject: Subject, parts: StepParts) -> str:
