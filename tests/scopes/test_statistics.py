@@ -140,6 +140,16 @@ class TestMadeOutside:
                 assert fact() == (0, 0, 1, 0, 0, 1)
 
 
+def test_a_tensor_that_is_detached_and_attached_again_is_live_once():
+    with NewDisposeScope() as first:
+        t = first.detach(torch.ones(1))
+    with NewDisposeScope() as second:
+        second.attach(t)
+        assert fact() == (1, 0, 1, 1, 0, 1)
+    assert fact() == (1, 1, 1, 1, 0, 0)
+    del t
+
+
 def test_minimal_dispose_works():
     with NewDisposeScope() as scope:
         a1, a2, a3, a4 = (torch.ones(1) for _ in range(4))
