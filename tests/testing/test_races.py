@@ -113,6 +113,14 @@ def test_an_older_read_is_remembered_behind_a_newer_one_of_other_bytes():
         program.write(SIDE, 0, 20)
 
 
+def test_a_read_is_remembered_behind_one_of_another_stream():
+    program = Program()
+    program.read(HOME)
+    program.read(SIDE)
+    with pytest.raises(RaceError, match=r"WAR: stream 1 writes bytes 0 to 100 .* stream 0 reads"):
+        program.write(SIDE)
+
+
 def test_freeing_while_another_stream_works_is_caught():
     program = Program()
     program.read(SIDE)
