@@ -78,7 +78,7 @@ class Segment:
 
 
 @dataclass(slots=True, eq=False)
-class Block:
+class CudaBlock:
     """A part of a segment: allocated, waiting for recorded streams, or free."""
 
     segment: Segment
@@ -87,8 +87,8 @@ class Block:
     requested_bytes: int = 0
     is_allocated: bool = False
     is_active: bool = False
-    before: Block | None = field(default=None, repr=False)
-    after: Block | None = field(default=None, repr=False)
+    before: CudaBlock | None = field(default=None, repr=False)
+    after: CudaBlock | None = field(default=None, repr=False)
 
     @property
     def is_split(self) -> bool:
@@ -101,26 +101,28 @@ class SegmentTable:
 
     def __init__(self, index: int = 0) -> None:
         # the first block of each
-        self._heads: list[Block] = []
+        self._heads: list[CudaBlock] = []
         # of each pool and stream
-        self._free: defaultdict[tuple[bool, int], list[tuple[int, int, Block]]] = defaultdict(list)
+        self._free: defaultdict[tuple[bool, int], list[tuple[int, int, CudaBlock]]] = defaultdict(
+            list
+        )
         self._next_address = _FIRST_ADDRESS * (1 + index)
 
-    def add(self, block_bytes: int, stream_id: int = 0) -> Block:
+    def add(self, block_bytes: int, stream_id: int = 0) -> CudaBlock:
         """Add a segment for a block of this size: one block, not yet among the free ones."""
         n_bytes, address = segment_bytes(block_bytes), self._next_address
         segment = Segment(address, n_bytes, stream_id, is_small(block_bytes))
         self._next_address += n_bytes
-        self._heads.append(Block(segment, address, n_bytes))
+        self._heads.append(CudaBlock(segment, address, n_bytes))
         return self._heads[-1]
 
-    def take(self, n_bytes: int, stream_id: int = 0) -> Block | None:
+    def take(self, n_bytes: int, stream_id: int = 0) -> CudaBlock | None:
         """Return the smallest free block of the pool and stream with room, no longer a free one."""
         free = self._free[is_small(n_bytes), stream_id]
         index = bisect_left(free, (n_bytes,))
         return free.pop(index)[2] if index < len(free) else None
 
-    def cut(self, block: Block, n_bytes: int) -> Block | None:
+    def cut(self, block: CudaBlock, n_bytes: int) -> CudaBlock | None:
         """Keep the first bytes of a block that was taken; return the rest, a free block.
 
         None if the rest is too little for a block of its own.
@@ -128,7 +130,7 @@ class SegmentTable:
         segment, rest_bytes = block.segment, block.n_bytes - n_bytes
         if rest_bytes < BLOCK_BYTES or not (segment.is_small or rest_bytes > _LARGEST_SMALL_BYTES):
             return None
-        rest = Block(segment, block.address + n_bytes, rest_bytes)
+        rest = CudaBlock(segment, block.address + n_bytes, rest_bytes)
         rest.before, rest.after = block, block.after
         if block.after is not None:
             block.after.before = rest
@@ -136,7 +138,7 @@ class SegmentTable:
         self._put(rest)
         return rest
 
-    def give_back(self, block: Block) -> tuple[Block, list[int]]:
+    def give_back(self, block: CudaBlock) -> tuple[CudaBlock, list[int]]:
         """Make a block free, and one with its free neighbours; return it and their sizes."""
         merged, before, after = [], block.before, block.after
         if after is not None and not after.is_active:
@@ -151,7 +153,7 @@ class SegmentTable:
         self._put(block)
         return block, merged
 
-    def drop_unused(self) -> list[Block]:
+    def drop_unused(self) -> list[CudaBlock]:
         """Forget the segments of which nothing is in use; return the one block of each."""
         unused = [head for head in self._heads if not (head.is_active or head.is_split)]
         for head in unused:
@@ -159,7 +161,7 @@ class SegmentTable:
         self._heads = [head for head in self._heads if head.is_active or head.is_split]
         return unused
 
-    def segments(self) -> list[list[Block]]:
+    def segments(self) -> list[list[CudaBlock]]:
         """Return the blocks of each segment, in the order of their addresses."""
         found = [[head] for head in self._heads]
         for blocks in found:
@@ -167,17 +169,17 @@ class SegmentTable:
                 blocks.append(after)
         return found
 
-    def _put(self, block: Block) -> None:
+    def _put(self, block: CudaBlock) -> None:
         pool = self._free[block.segment.is_small, block.segment.stream_id]
         insort(pool, (block.n_bytes, block.address, block))
 
-    def _drop(self, block: Block) -> None:
+    def _drop(self, block: CudaBlock) -> None:
         free = self._free[block.segment.is_small, block.segment.stream_id]
         entry: tuple[Any, ...] = (block.n_bytes, block.address)
         del free[bisect_left(free, entry)]
 
 
-def _join(first: Block, second: Block) -> None:
+def _join(first: CudaBlock, second: CudaBlock) -> None:
     """Give the bytes of a block to the one before it."""
     first.n_bytes += second.n_bytes
     first.after = second.after
@@ -185,7 +187,7 @@ def _join(first: Block, second: Block) -> None:
         second.after.before = first
 
 
-class CachedMemory:
+class CachedBlocks:
     """What blocks take of a device that serves nobody else, on one stream.
 
     Args:
@@ -207,7 +209,7 @@ class CachedMemory:
         self.allocated_peak_bytes = self.reserved_peak_bytes = 0
         self.fits = True
 
-    def allocate(self, requested_bytes: int) -> Block | None:
+    def allocate(self, requested_bytes: int) -> CudaBlock | None:
         """Take the best free block, or a part of it, or of a new segment; None for no bytes."""
         if not requested_bytes:
             return None
@@ -219,14 +221,14 @@ class CachedMemory:
         self.allocated_peak_bytes = max(self.allocated_peak_bytes, self.allocated_bytes)
         return block
 
-    def free(self, block: Block | None) -> None:
+    def free(self, block: CudaBlock | None) -> None:
         """Keep a block for the next that asks."""
         if block is not None:
             self.allocated_bytes -= block.n_bytes
             block.is_active = False
             self._table.give_back(block)
 
-    def _in_new_segment(self, n_bytes: int) -> Block:
+    def _in_new_segment(self, n_bytes: int) -> CudaBlock:
         wanted_bytes = segment_bytes(n_bytes)
         if not self._has_room(wanted_bytes):
             self.reserved_bytes -= sum(block.n_bytes for block in self._table.drop_unused())
@@ -239,9 +241,9 @@ class CachedMemory:
         return self._budget_bytes is None or self.reserved_bytes + n_bytes <= self._budget_bytes
 
 
-def taken_by(sizes: Iterable[int], device: torch.device) -> CachedMemory:
+def taken_by(sizes: Iterable[int], device: torch.device) -> CachedBlocks:
     """Return what blocks of these sizes take, allocated one after the other."""
-    memory = CachedMemory()
+    memory = CachedBlocks()
     if not is_rounding(device):
         memory.allocated_bytes = memory.reserved_bytes = sum(sizes)
         return memory

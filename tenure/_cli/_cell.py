@@ -77,7 +77,7 @@ def tenure_cell(shell: Any, line: str, cell: str) -> None:
     except CommandError as error:
         raise usage_error(f"{_MAGIC}: {error}") from None
     choose_by_default(arguments, all_but_lines=True)
-    lines = _Lines(named)
+    lines = _CellLines(named)
     before = snapshot() if arguments.leaks else None
     measuring = Measuring((_MAGIC, *words), arguments, lines if arguments.lines else None)
     try:
@@ -144,7 +144,7 @@ class CellReport(Shown):
         return parts
 
 
-class _Lines:
+class _CellLines:
     """``--lines`` of a cell, whose functions it may define itself."""
 
     def __init__(self, named: Named) -> None:

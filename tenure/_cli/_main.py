@@ -18,7 +18,7 @@ from tenure._errors import CommandError, TenureError
 from tenure._visible import in_one_line, visible
 
 from ._fit import Fit
-from ._recordings import Diff, Export, Leaks, Report, Tree
+from ._recordings import Diff, Export, LeaksVerb, ReportVerb, Tree
 from ._run import Run
 from ._verb import Verb, whole_number
 
@@ -59,7 +59,7 @@ class Demo(Verb):
         return 0
 
 
-_VERBS = (Demo, Run, Report, Tree, Leaks, Diff, Export, Fit)
+_VERBS = (Demo, Run, ReportVerb, Tree, LeaksVerb, Diff, Export, Fit)
 _USER_ERROR = 2
 _INTERRUPTED = 130
 # what a shell says of a program that the signal for it has ended

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tenure.profiler import Recording
 
 
-class Report(Verb):
+class ReportVerb(Verb):
     """Show the peak memory of a run, how it ended, and which tensors grew.
 
     FILE is a recording of tenure run, or a snapshot of torch.cuda.memory._dump_snapshot(). Several
@@ -60,7 +60,7 @@ class Report(Verb):
         return recordings[0] if len(recordings) == 1 else RecordedRanks.of(recordings)
 
 
-class Tree(Report):
+class Tree(ReportVerb):
     """Show the memory at the peak as a tree of scopes and lines, the largest first.
 
     FILE is a recording of tenure run, or a snapshot of torch.cuda.memory._dump_snapshot(). A
@@ -80,7 +80,7 @@ class Tree(Report):
         return found
 
 
-class Leaks(Report):
+class LeaksVerb(ReportVerb):
     """Show which objects held more from step to step, and which tensors outlived their scopes.
 
     FILE is a recording of tenure run.
@@ -93,7 +93,7 @@ class Leaks(Report):
         return recordings[0].leaks_found()
 
 
-class Diff(Report):
+class Diff(ReportVerb):
     """Compare two runs: which memory is new, gone, or larger in the second.
 
     Both files are recordings of tenure run, or snapshots of torch.cuda.memory._dump_snapshot().

@@ -60,7 +60,7 @@ class Run(Verb):
     def run(self, arguments: argparse.Namespace) -> Callable[[], int]:
         """Check what can be checked, and return what runs the program."""
         # here and below: the help of all verbs is there sooner
-        from ._program import Recorder
+        from ._program import RunRecorder
 
         program = _program(arguments)
         program.check_names()
@@ -71,7 +71,7 @@ class Run(Verb):
         is_new = arguments.output is None
         check_target(path, replace=arguments.force or is_new, force=force)
         choose_by_default(arguments)
-        return Recorder(program, arguments, path).run
+        return RunRecorder(program, arguments, path).run
 
 
 def add_measuring(parser: argparse.ArgumentParser) -> None:

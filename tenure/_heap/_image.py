@@ -38,7 +38,7 @@ _KINDS = (Tensor, nn.Module, Optimizer, UntypedStorage)
 _Reference = tuple[int, Step]
 
 
-class Root(NamedTuple):
+class GraphRoot(NamedTuple):
     """Where a graph begins: a node, and the number of a tensor that leads to it, if any does."""
 
     node: Any
@@ -78,25 +78,25 @@ class Image:
     def __contains__(self, candidate: object) -> bool:
         return id(candidate) in self._ids
 
-    def roots(self) -> list[Root]:
+    def roots(self) -> list[GraphRoot]:
         """Return the nodes that tensors and variables lead to, those of no other node first."""
         # A node can be held without its tensor (by a hook, in a variable), and a tensor's node can
         # be one that Python has no object for yet.
-        found: dict[int, Root] = {}
+        found: dict[int, GraphRoot] = {}
         for owners in (self.tensors, map(gradient_of, self.tensors)):
             for number, t in enumerate(owners):
                 node = None if t is None else read(t, "grad_fn")
                 if node is not None:
-                    found.setdefault(id(node), Root(node, number))
+                    found.setdefault(id(node), GraphRoot(node, number))
         for node in self.nodes:
-            found.setdefault(id(node), Root(node, None))
+            found.setdefault(id(node), GraphRoot(node, None))
         # The tensor at the top of a graph is what has to be dropped: below a loss, every result
         # that a variable still has would be named for its part. See
         # test_what_a_graph_saved_is_told_with_the_tensor_at_its_top.
         nodes = walk_nodes([root.node for root in found.values()], {})
         inner = frozenset(id(inner) for node in nodes for inner in inner_nodes(node))
 
-        def rank(root: Root) -> tuple[bool, bool, bool]:
+        def rank(root: GraphRoot) -> tuple[bool, bool, bool]:
             # A tensor that Python holds first. What another graph has saved may have a graph of its
             # own, as the copy has that an operation in place makes: see the planted "gradients with
             # graphs".

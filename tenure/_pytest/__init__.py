@@ -55,7 +55,7 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     most_bytes = None if limit is None else _markers.limit_of(limit)
     if no_leaks is not None:
         _markers.check_no_arguments(no_leaks)
-    watched = _markers.Watched(
+    watched = _markers.WatchedBlock(
         is_measured=is_measured, finds_leaks=no_leaks is not None, name=item.name
     )
     try:

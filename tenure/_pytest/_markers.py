@@ -22,7 +22,7 @@ _MOST_ROWS = 5
 _OF_SELF = ".item._instance."
 
 
-class Peak(NamedTuple):
+class MeasuredPeak(NamedTuple):
     """The most that the tensors of a test took.
 
     Attributes:
@@ -67,7 +67,7 @@ def _refuse(marker: pytest.Mark, text: str) -> NoReturn:
     pytest.fail(f"@pytest.mark.{marker.name}({', '.join(given)}){text}", pytrace=False)
 
 
-class Watched:
+class WatchedBlock:
     """A block in which a test runs.
 
     Attributes:
@@ -78,7 +78,7 @@ class Watched:
         self._timeline = Timeline() if is_measured else None
         self._scope = NewDisposeScope(name, policy="report") if finds_leaks else None
         self._open = ExitStack()
-        self.peak: Peak | None = None
+        self.peak: MeasuredPeak | None = None
 
     def __enter__(self) -> Self:
         for block in (self._timeline, self._scope):
@@ -132,17 +132,17 @@ def _is_no_leak(record: logging.LogRecord) -> bool:
     )
 
 
-def _peak_of(device: DeviceTimeline) -> Peak:
+def _peak_of(device: DeviceTimeline) -> MeasuredPeak:
     found: Counter[tuple[str, str]] = Counter()
     for row in device.at_peak:
         # what was there before is none of the test's
         if row.stack and not row.was_before:
             found[row.category, row.stack[-1]] += row.n_bytes
     rows = sorted(((n_bytes, *key) for key, n_bytes in found.items()), reverse=True)
-    return Peak(device.device, device.peak_bytes - device.began_bytes, rows)
+    return MeasuredPeak(device.device, device.peak_bytes - device.began_bytes, rows)
 
 
-def _too_much(peak: Peak, most_bytes: int) -> str:
+def _too_much(peak: MeasuredPeak, most_bytes: int) -> str:
     lines = [
         f"the tensors of the test took {format_bytes(peak.n_bytes)} on {peak.device}, and "
         f"{format_bytes(most_bytes)} is its limit; at the peak:"

@@ -43,7 +43,7 @@ def steps(
         yield _nothing
         return
     try:
-        yield _Lines(label, are_counted, patience_s).begin
+        yield _ProgressLines(label, are_counted, patience_s).begin
     finally:
         display.release()
 
@@ -76,7 +76,7 @@ def _nothing(_: object) -> None:
     """Do nothing, because another call shows its progress."""
 
 
-class _Lines:
+class _ProgressLines:
     def __init__(self, label: str, are_counted: bool, patience_s: float) -> None:
         self._label, self._are_counted = label, are_counted
         self._n_steps = 0

@@ -6,8 +6,8 @@ from ._counters import allocated_in as allocated_in
 from ._counters import counters_of as counters_of
 from ._modes import run as run
 from ._modes import storages_in as storages_in
+from ._stream import AllocationStream as AllocationStream
 from ._stream import Consumer as Consumer
-from ._stream import Stream as Stream
 from ._stream import ThisThread as ThisThread
 from ._stream import process as process
 from ._stream import this_stream as this_stream

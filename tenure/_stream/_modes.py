@@ -14,7 +14,7 @@ from tenure._torch.gradient_sums import SUM, adds_plain_in_place
 from tenure._torch.modes import schema_of
 from tenure._torch.quiet import without_dispatch
 
-from ._stream import Stream
+from ._stream import AllocationStream
 
 _PLAIN = frozenset({Tensor, Parameter, Buffer})
 _NUMBER_BYTES = {float: 8, int: 8, bool: 1, complex: 16}
@@ -27,7 +27,7 @@ def run(
     kwargs: Mapping[str, Any],
     *,
     mode: Any,
-    stream: Stream,
+    stream: AllocationStream,
     sums: Callable[[UntypedStorage, UntypedStorage], None],
 ) -> Any:
     """Run an operation in the handler of a mode that measures, and hide what the mode adds to it.

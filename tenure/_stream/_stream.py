@@ -60,7 +60,7 @@ class _Hidden(NamedTuple):
     sum_bytes: int = 0
 
 
-class Stream:
+class AllocationStream:
     """The events of one thread.
 
     Attributes:
@@ -383,16 +383,16 @@ class ThisThread(threading.local):
         return self.__dict__.setdefault("found", made)
 
 
-class _ThisThread(ThisThread):
-    kind = Stream
+class _StreamOfThread(ThisThread):
+    kind = AllocationStream
 
 
-_this_thread = _ThisThread()
+_this_thread = _StreamOfThread()
 
 
-def this_stream() -> Stream:
+def this_stream() -> AllocationStream:
     """Return the stream of this thread."""
-    found: Stream = _this_thread.found
+    found: AllocationStream = _this_thread.found
     return found
 
 

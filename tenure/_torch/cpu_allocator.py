@@ -2,7 +2,7 @@
 
 c10 has a table of them, filled while a flag or a profiler asks for it; a block that is not in it is
 freed unseen. The table is reached in the library itself: a flag, a function and a method that it
-exports, and one number of an object whose place ``_Table`` finds by trial. Where that trial fails
+exports, and one number of an object whose place the table finds by trial. Where that trial fails
 all that is lost is told by ``is_known``: levels of memory, and blocks from before.
 """
 
@@ -34,7 +34,7 @@ _N_WORDS = 14
 _PROBE_BYTES = (12_347, 23_459)
 
 
-class _Table:
+class _NullTable:
     """A table that keeps nothing, for builds of torch that don't let c10's be reached."""
 
     is_known = False
@@ -49,7 +49,7 @@ class _Table:
         """Note a block."""
 
 
-class _C10Table(_Table):
+class _C10Table(_NullTable):
     """c10's ``ProfiledCPUMemoryReporter``.
 
     Source: https://github.com/pytorch/pytorch/blob/main/c10/core/CPUAllocator.h
@@ -108,7 +108,7 @@ def keep_sizes_as_before() -> None:
 
 
 @contextmanager
-def sizes_kept(wanted: bool, table: _Table | None = None) -> Iterator[None]:
+def sizes_kept(wanted: bool, table: _NullTable | None = None) -> Iterator[None]:
     """Return a block in which the sizes of new blocks are kept or not; restored afterwards."""
     flag = (table or _table()).flag
     before, flag.value = flag.value, wanted
@@ -143,15 +143,15 @@ def is_lazily_copied(tensor: Tensor) -> bool:
 
 
 @functools.cache
-def _table() -> _Table:
+def _table() -> _NullTable:
     # to ask a lazy copy for its address would copy it, so none can be entered without this
     if _is_cow_tensor is None:
-        return _Table()
+        return _NullTable()
     try:
         return _C10Table()
     # another build: no such symbols
     except (OSError, AttributeError, ValueError, LookupError):
-        return _Table()
+        return _NullTable()
 
 
 def _counts(word: Any, n_bytes: int) -> bool:

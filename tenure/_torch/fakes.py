@@ -31,11 +31,11 @@ UNKNOWN: type[Exception] = bound(f"{_HOME}.UnsupportedOperatorException", _PREDI
 """What an operation raises of which no shape is known without running it."""
 
 
-class _Nothing:
+class _NoValue:
     pass
 
 
-unrecognised = Patch("torch._subclasses", {"FakeTensor": lambda _: _Nothing}).block
+unrecognised = Patch("torch._subclasses", {"FakeTensor": lambda _: _NoValue}).block
 """A block in which a library that asks for fakes by their name in a package sees none.
 
 transformers takes another way for those, as it does while it is compiled.

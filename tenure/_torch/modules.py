@@ -61,11 +61,11 @@ def is_saving(frame: FrameType) -> bool:
     return frame.f_code is _saving.__code__
 
 
-class _Thread(threading.local):
+class _CallsOfThread(threading.local):
     listeners: tuple[Listener, ...] = ()
 
 
-_this_thread = _Thread()
+_this_thread = _CallsOfThread()
 
 
 @contextmanager

@@ -45,11 +45,11 @@ def timeout_of(group: Any) -> timedelta:
     return max(named, default=default)
 
 
-class _Thread(threading.local):
+class _CollectivesOfThread(threading.local):
     told: Callable[[str], object] | None = None
 
 
-_this_thread = _Thread()
+_this_thread = _CollectivesOfThread()
 
 
 @contextmanager

@@ -30,7 +30,7 @@ from ._link import Link
 from ._planning import (
     DISK,
     Budget,
-    Elsewhere,
+    NoAccelerator,
     Planned,
     check_activations,
     check_training,
@@ -155,7 +155,7 @@ def page(
     check_training(training, device, host)
     check_activations(activations, training=training)
     max_ahead = checked_prefetch(prefetch)
-    chosen = checked_device(device, Elsewhere.of(host, training=training))
+    chosen = checked_device(device, NoAccelerator.of(host, training=training))
     checked_model(model)
     entries = checked_methods(model, methods)
     warn_of_uncounted_writes(model)
@@ -229,7 +229,7 @@ def load_paged(
     """
     host = checked_folder_of_converted(host)
     max_ahead = checked_prefetch(prefetch)
-    chosen = checked_device(device, Elsewhere.CPU)
+    chosen = checked_device(device, NoAccelerator.CPU)
     checked_model(model, has_values=False)
     entries = checked_methods(model, methods)
     checkpoint = open_checkpoint(weights)

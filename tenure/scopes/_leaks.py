@@ -112,7 +112,7 @@ class LeakReport(Report):
             return [Paragraph("", f"{self.summary()}.")]
         note = note_on_shared(record.is_shared for record in self.records)
         rows = list(map(_cells, _grouped(self.records)))
-        return [_Leaks(self.summary(), _COLUMNS, rows, note, by=_STORAGE)]
+        return [_LeakTable(self.summary(), _COLUMNS, rows, note, by=_STORAGE)]
 
     def summary(self) -> str:
         """Return the scope, how many tensors outlived it, and their bytes, in one line."""
@@ -181,7 +181,7 @@ def _record(
     return LeakRecord(shape, dtype, device, n_bytes, site, chains, kind, graph, is_shared)
 
 
-class _Leaks(Table):
+class _LeakTable(Table):
     """Tensors with who holds them below each."""
 
     __slots__ = ()

@@ -12,7 +12,7 @@ from torch import nn
 
 from tenure.integrations._lightning._deferred import DeferredGradients
 from tenure.integrations._lightning._metrics import MetricRecorder
-from tenure.integrations._lightning._recorder import Recorder, recorder_of
+from tenure.integrations._lightning._recorder import StepRecorder, recorder_of
 
 
 @contextmanager
@@ -79,7 +79,7 @@ def test_an_accelerator_runs_backward_again_whenever_it_was_interrupted():
 def test_a_module_logs_to_its_trainer_again_whenever_it_was_interrupted():
     module = nn.Module()
     for moment in count():
-        recorder = Recorder(module, None, (), {}, {})
+        recorder = StepRecorder(module, None, (), {}, {})
         with interrupted_at(moment, "_recorder.py") as told:
             assert recorder.hearing(lambda: recorder_of(module)) is recorder
         assert recorder_of(module) is None

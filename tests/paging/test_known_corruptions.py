@@ -20,7 +20,7 @@ from tenure.paging._forward._pager import Pager
 from tenure.paging._host import _file_store
 from tenure.paging._link._link import Link
 from tenure.paging._training import TrainingEngine
-from tenure.paging._training._gradient_memory import _Buffer
+from tenure.paging._training._gradient_memory import _GradientBuffer
 from tenure.paging._training._homeward import Homeward, _PageIn
 from tenure.paging._training._saved import SavedTensors
 from tenure.testing import RaceError
@@ -218,7 +218,7 @@ def what_a_step_writes_is_fetched_before_it(patch):
 
 @fault_of("gradients_that_are_kept")
 def memory_of_gradients_is_given_out_again_at_once(patch):
-    patch.setattr(_Buffer, "is_free", True)
+    patch.setattr(_GradientBuffer, "is_free", True)
 
 
 @fault_of("gradients_that_are_read_as_soon_as_they_are_there")

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tenure import NewDisposeScope
-from tenure._pytest._markers import Watched
+from tenure._pytest._markers import WatchedBlock
 from tenure.profiler._timeline import _timeline
 from tests.programs import run_program
 
@@ -397,20 +397,20 @@ def test_a_report_that_fails_does_not_mask_the_failure_of_the_test(monkeypatch):
         raise MemoryError("of the report")
 
     monkeypatch.setattr(_timeline, "compose", fail)
-    watched = Watched(is_measured=True, finds_leaks=False, name="test_it")
+    watched = WatchedBlock(is_measured=True, finds_leaks=False, name="test_it")
     with pytest.raises(ValueError, match="of the test"), watched:
         raise ValueError("of the test")
     watched.check(1)
     with (
         pytest.raises(MemoryError, match="of the report"),
-        Watched(is_measured=True, finds_leaks=False, name="test_it"),
+        WatchedBlock(is_measured=True, finds_leaks=False, name="test_it"),
     ):
         pass
 
 
 def test_leaks_of_scopes_are_logged_again_after_a_test_that_asked_for_none(caplog):
     kept = []
-    with Watched(is_measured=False, finds_leaks=True, name="test_it"):
+    with WatchedBlock(is_measured=False, finds_leaks=True, name="test_it"):
         kept.append(torch.ones(1))
     assert caplog.text == ""
     with NewDisposeScope("step", policy="report"):

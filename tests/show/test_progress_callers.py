@@ -35,7 +35,7 @@ class Told:
 @pytest.fixture
 def told(monkeypatch):
     display = Display()
-    monkeypatch.setattr(_progress, "_Lines", display.lines)
+    monkeypatch.setattr(_progress, "_ProgressLines", display.lines)
     yield display.told
     assert not _progress.display.locked()
 

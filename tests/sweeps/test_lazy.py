@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tenure.adaptive import AdaptiveUsageError, LazyTensor, lazy
 from tenure.adaptive._lazy._plan import plan_of
-from tenure.adaptive._lazy._program import Program
+from tenure.adaptive._lazy._program import RecordedProgram
 from tenure.adaptive._lazy._trial import NotSplittableError
 
 from .samples import samples_of
@@ -102,7 +102,7 @@ def _in_parts(tape, found):
     if not tape.entries or any(entry.is_done for entry in tape.entries):
         return {}
     try:
-        split = Program(tape, plan_of(tape, None), None)
+        split = RecordedProgram(tape, plan_of(tape, None), None)
     except NotSplittableError:
         found.n_whole += 1
         return {}

@@ -11,7 +11,7 @@ from tenure._show import Code, Column, Paragraph, Part, Shown, Table, plain, ste
 from tenure._text import counted, format_bytes
 
 from ._bounds import Bound, flops_of
-from ._peaks import Peak, Peaks
+from ._peaks import Peaks, RankPeak
 from ._setup import PAGED, Setup
 
 FORMAT = {"format": "tenure.fit", "version": 1}
@@ -56,7 +56,7 @@ class Case:
     """
 
     ranks: int
-    peak: Peak
+    peak: RankPeak
     memory_bytes: int | None = None
     largest_batch: int | None = None
     remedy: Remedy | None = None

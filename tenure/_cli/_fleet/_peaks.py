@@ -25,7 +25,7 @@ _MOST_SAMPLES = 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class Peak:
+class RankPeak:
     """The peak of the rank that takes most.
 
     Attributes:
@@ -82,7 +82,7 @@ class Peaks:
         show("reading the configuration")
         self.model: Configured = configured(target)
         self._device, self._show = device, show
-        self._known: dict[Setup, Peak] = {}
+        self._known: dict[Setup, RankPeak] = {}
         # made once for all batches: that takes as long as a prediction
         self._made: tuple[Setup, Made] | None = None
         self._stack = ExitStack()
@@ -93,7 +93,7 @@ class Peaks:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def of(self, setup: Setup) -> Peak:
+    def of(self, setup: Setup) -> RankPeak:
         """Predict the first rank: shards differ by what is left over, which it never lacks.
 
         Raises:
@@ -135,11 +135,11 @@ class Peaks:
                 n = guess
         return low
 
-    def _whole(self, setup: Setup) -> Peak:
+    def _whole(self, setup: Setup) -> RankPeak:
         made, batch = self._work_of(setup)
         with self._its_errors():
             found = predict_peak(made.fn, batch, optimizer=made.optimizer, device=self._device)
-        return Peak(found, made.size)
+        return RankPeak(found, made.size)
 
     def _work_of(self, setup: Setup) -> tuple[Made, Batch]:
         alike = replace(setup, batch=1)
@@ -151,11 +151,11 @@ class Peaks:
         with self._its_errors():
             return self._made[1], batch_of(setup, self.model)
 
-    def _paged(self, setup: Setup) -> Peak:
+    def _paged(self, setup: Setup) -> RankPeak:
         model, batch = in_memory(setup, self.model, torch.device("meta"))
         with self._its_errors():
             found = plan_paging(model, self._device, inputs=batch, training=True)
-        return Peak(found, size_of(model, setup))
+        return RankPeak(found, size_of(model, setup))
 
     @contextmanager
     def _its_errors(self) -> Iterator[None]:

@@ -102,7 +102,7 @@ def _made(setup: Setup, found: Configured, mesh: Any) -> Made:
         if mesh is not None and setup.shard == "fsdp2":
             shard(model, mesh, reshards=setup.reshards, offloads=setup.offloads)
         elif mesh is not None:
-            ran = _Replica(model)
+            ran = _ReplicaModel(model)
         optimizer = None
         if trains and setup.optimizer in _OPTIMIZERS:
             params = [p for p in ran.parameters() if p.requires_grad]
@@ -196,7 +196,7 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
     ]
 
 
-class _Replica(nn.Module):
+class _ReplicaModel(nn.Module):
     """A model with what DistributedDataParallel holds besides: gradients once more, in buckets."""
 
     def __init__(self, model: nn.Module) -> None:

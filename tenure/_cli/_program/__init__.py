@@ -7,4 +7,4 @@ from ._main_module import module_program as module_program
 from ._main_module import script_program as script_program
 from ._measuring import Measuring as Measuring
 from ._measuring import rank_of_environment as rank_of_environment
-from ._recorder import Recorder as Recorder
+from ._recorder import RunRecorder as RunRecorder

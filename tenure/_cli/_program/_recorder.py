@@ -30,7 +30,7 @@ from ._measuring import MAIN, Measuring, children_in_words, say
 _RESERVES_BYTES = (72 << 20, 24 << 20)
 
 
-class Recorder:
+class RunRecorder:
     """Records one program in this process.
 
     Args:

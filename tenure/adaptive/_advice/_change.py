@@ -19,7 +19,7 @@ changed."""
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class AdvisedChange:
     """One change.
 
     Attributes:

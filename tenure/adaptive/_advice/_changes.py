@@ -17,7 +17,7 @@ from tenure._torch.storages import key_of
 
 from .._predict import Advice, Work, advise_with
 from .._step import SampleTree, StepSpec, step_at_size
-from ._change import WITH_INNER, Change, entries_set, expression_of, repeated_blocks
+from ._change import WITH_INNER, AdvisedChange, entries_set, expression_of, repeated_blocks
 from ._cross_entropy import chunked_cross_entropy
 
 _logger = logging.getLogger("tenure.adaptive")
@@ -48,7 +48,7 @@ def advise(work: Work, peak_bytes: int, has_backward: bool) -> tuple[Advice, ...
     return tuple(found)
 
 
-def _smaller_micro_batches(work: Work, has_backward: bool) -> Iterator[Change]:
+def _smaller_micro_batches(work: Work, has_backward: bool) -> Iterator[AdvisedChange]:
     """Half of the batch at a time: `plan` says which size fits a budget."""
     is_split = hasattr(work.fn, WITH_INNER)
     if not has_backward or len(work.args) != 1 or work.kwargs or is_split:
@@ -60,7 +60,7 @@ def _smaller_micro_batches(work: Work, has_backward: bool) -> Iterator[Change]:
         return
     size = (n_samples + 1) // 2
     if size < n_samples:
-        yield Change(
+        yield AdvisedChange(
             f"run micro-batches of {size} of the {n_samples} samples (step has the gradients of "
             "the whole, where the loss is a mean over samples)",
             f"tenure.adaptive.step(fn, batch, maximum={size})",
@@ -75,7 +75,7 @@ def _in_micro_batches(size: int, fn: Callable[..., Any]) -> Callable[[Any], None
     return run
 
 
-def _checkpointing(work: Work, has_backward: bool) -> Iterator[Change]:
+def _checkpointing(work: Work, has_backward: bool) -> Iterator[AdvisedChange]:
     """Checkpointing of repeated blocks, the outermost."""
     for container, start, blocks in repeated_blocks(work) if has_backward else ():
         whole = len(blocks) == len(container)
@@ -87,7 +87,7 @@ def _checkpointing(work: Work, has_backward: bool) -> Iterator[Change]:
             {"forward": functools.partial(checkpoint, block.forward, use_reentrant=False)}
             for block in each
         ]
-        yield Change(
+        yield AdvisedChange(
             f"checkpoint the {len(blocks)} {type(blocks[0]).__name__} of {place}",
             f"for block in {place}: block.forward = functools.partial("
             "torch.utils.checkpoint.checkpoint, block.forward, use_reentrant=False)",
@@ -96,7 +96,7 @@ def _checkpointing(work: Work, has_backward: bool) -> Iterator[Change]:
         )
 
 
-def _paged_weights(work: Work, has_backward: bool) -> Iterator[Change]:
+def _paged_weights(work: Work, has_backward: bool) -> Iterator[AdvisedChange]:
     """Paging of a model that is not trained, in what two of its largest parts take."""
     # on the host there is nothing to gain, and weights that are trained are not paged
     if has_backward or work.device.type == "cpu" or len(work.roots) != 1:
@@ -107,7 +107,7 @@ def _paged_weights(work: Work, has_backward: bool) -> Iterator[Change]:
     budget_bytes = 2 * max((_bytes_of(part) for part in _parts(root, blocks)), default=0)
     weight_bytes = _bytes_of(root)
     if budget_bytes < weight_bytes:
-        yield Change(
+        yield AdvisedChange(
             f"page the weights through {budget_bytes} bytes of {work.device}",
             f'tenure.paging.page({expression_of(work, root)}.cpu(), "{work.device}", '
             f"budget={budget_bytes})",
@@ -130,20 +130,20 @@ def _bytes_of(module: nn.Module) -> int:
     return sum({key_of(each): each.nbytes() for each in storages}.values())
 
 
-def _optimizer_steps(work: Work, has_backward: bool) -> Iterator[Change]:
+def _optimizer_steps(work: Work, has_backward: bool) -> Iterator[AdvisedChange]:
     """Yield steps of an optimizer that copy less: one parameter after the other."""
     groups = [] if work.optimizer is None else work.optimizer.param_groups
     options = {"foreach": False, "fused": False}
     if any("foreach" in group for group in groups):
         own = [{key: options[key] for key in options if key in group} for group in groups]
-        yield Change(
+        yield AdvisedChange(
             f"let {type(work.optimizer).__name__} step one parameter after the other",
             "for group in optimizer.param_groups: group.update(foreach=False, fused=False)",
             functools.partial(entries_set, groups, own),
         )
 
 
-def _offloaded(work: Work, has_backward: bool) -> Iterator[Change]:
+def _offloaded(work: Work, has_backward: bool) -> Iterator[AdvisedChange]:
     """Offload the tensors that the backward pass needs to the host until then."""
     # on the host it is there already
     if not has_backward or work.device.type == "cpu":
@@ -154,7 +154,7 @@ def _offloaded(work: Work, has_backward: bool) -> Iterator[Change]:
         model = expression_of(work, next(iter(work.roots.values())))
         told = f'{model}.cpu(), "{work.device}", training=True, activations="host"'
         how += f"  # or, with the weights: tenure.paging.page({told})"
-    yield Change(
+    yield AdvisedChange(
         "keep what the backward pass needs on the host",
         how,
         around=functools.partial(_within, torch.autograd.graph.save_on_cpu),
@@ -162,7 +162,7 @@ def _offloaded(work: Work, has_backward: bool) -> Iterator[Change]:
     )
 
 
-def _autocast(work: Work, has_backward: bool) -> Iterator[Change]:
+def _autocast(work: Work, has_backward: bool) -> Iterator[AdvisedChange]:
     """Matrix products in bfloat16."""
     # torch warns of autocast for a device that is not here, and leaves it off
     if work.target.stands_for is not None:
@@ -170,7 +170,7 @@ def _autocast(work: Work, has_backward: bool) -> Iterator[Change]:
     kind = work.device.type
     has_floats = any(p.dtype is torch.float32 for p in work.parameters)
     if has_floats and work.modules and not torch.is_autocast_enabled(kind):
-        yield Change(
+        yield AdvisedChange(
             "run the forward pass in bfloat16 where autocast does",
             f'with torch.autocast("{kind}", torch.bfloat16): loss = fn(batch)',
             around=functools.partial(
@@ -191,7 +191,7 @@ def _within(
 
 
 # each gets the work, and whether it has a backward pass
-_KNOWN: tuple[Callable[[Work, bool], Iterable[Change]], ...] = (
+_KNOWN: tuple[Callable[[Work, bool], Iterable[AdvisedChange]], ...] = (
     _smaller_micro_batches,
     _checkpointing,
     chunked_cross_entropy,

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from tenure._torch.storages import key_of
 
 from .._predict import Work
-from ._change import Change, expression_of, repeated_blocks
+from ._change import AdvisedChange, expression_of, repeated_blocks
 
 _VIEWS = ("view", "reshape", "flatten", "unflatten", "size", "dim", "__get__", "stride")
 """Functions that read no values, and give a view."""
@@ -26,7 +26,7 @@ _MOST_HEADS = 2
 """So many linear layers are tried, the last that are in no repeated block."""
 
 
-def chunked_cross_entropy(work: Work, has_backward: bool) -> Iterator[Change]:
+def chunked_cross_entropy(work: Work, has_backward: bool) -> Iterator[AdvisedChange]:
     """`F.linear_cross_entropy` in the place of a linear layer and its cross entropy."""
     # torch before 2.13
     if not has_backward or not hasattr(F, "linear_cross_entropy"):
@@ -38,7 +38,7 @@ def chunked_cross_entropy(work: Work, has_backward: bool) -> Iterator[Change]:
     for head in heads[-_MOST_HEADS:]:
         place = expression_of(work, head)
         bias = "" if head.bias is None else f", linear_bias={place}.bias"
-        yield Change(
+        yield AdvisedChange(
             f"compute the logits of {place} a part at a time, within their cross entropy",
             f"F.linear_cross_entropy(hidden, {place}.weight, target{bias}, options="
             f"torch.nn.LinearCrossEntropyOptions()) for F.cross_entropy({place}(hidden), target)",

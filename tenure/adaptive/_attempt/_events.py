@@ -138,12 +138,12 @@ _COUNTED_AS: dict[EventKind, str] = {
 }
 
 
-class _Thread(threading.local):
+class _ListenersOfThread(threading.local):
     def __init__(self) -> None:
         self.statistics = AdaptiveStatistics()
 
 
-_this_thread = _Thread()
+_this_thread = _ListenersOfThread()
 # replaced under the lock and never changed, so that whoever tells an event reads it without one
 _listeners: tuple[OnRetry, ...] = ()
 _lock = threading.Lock()

@@ -27,7 +27,7 @@ from tenure._torch.compiler import never_compiled
 from .._callables import check_function, name_of
 from .._sizes import CacheType, RememberedCall, checked_initial
 from ._options import Options
-from ._run import Chunk, Piece, run_batch, run_pieces
+from ._run import DimensionPart, RangePart, run_batch, run_pieces
 
 _Function = Callable[..., Any]
 
@@ -185,7 +185,7 @@ def call_range(
         ) from None
     return run_pieces(
         name,
-        Piece(function, start, args, kwargs),
+        RangePart(function, start, args, kwargs),
         end,
         initial=_initial(options, "toma_initial_step", toma_initial_step),
         options=options,
@@ -213,7 +213,7 @@ def call_chunked(
     split = tensor, dimension
     return run_pieces(
         name,
-        Chunk(function, tensor, dimension, args, kwargs),
+        DimensionPart(function, tensor, dimension, args, kwargs),
         tensor.shape[dimension],
         initial=_initial(options, "toma_initial_step", toma_initial_step),
         options=options,

@@ -113,7 +113,7 @@ def _warn_of_other_sizes(name: str) -> None:
     )
 
 
-class Piece:
+class RangePart:
     """The part of a range that is worked on next, as a function of its size.
 
     Attributes:
@@ -149,7 +149,7 @@ class Piece:
             self._function = function
 
 
-class Chunk(Piece):
+class DimensionPart(RangePart):
     """The part of a tensor that is worked on next, as a function of its size."""
 
     __slots__ = ("_tensor", "dimension")
@@ -180,7 +180,7 @@ class Chunk(Piece):
 
 def run_pieces(
     name: str,
-    piece: Piece,
+    piece: RangePart,
     end: int,
     *,
     initial: int | None,
@@ -206,7 +206,7 @@ def run_pieces(
     search = AdaptiveSearch(initial, options.limits, remembered, options.reduce, in_pieces=True)
     collector = None if options.new_collector is None else options.new_collector()
     with call_of_ranks(
-        "chunked" if isinstance(piece, Chunk) else "range", name, options.group
+        "chunked" if isinstance(piece, DimensionPart) else "range", name, options.group
     ) as ranks:
         if options.progress:
             with _bar(name, end - piece.start) as advance:
@@ -222,7 +222,7 @@ def run_pieces(
 
 def _run_pieces(
     name: str,
-    piece: Piece,
+    piece: RangePart,
     end: int,
     search: AdaptiveSearch,
     options: Options,

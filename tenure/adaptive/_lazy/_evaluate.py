@@ -28,7 +28,7 @@ from ._parts import (
     values_in_parts,
 )
 from ._replay import replayed, run, written_by
-from ._tape import Entry, Tape, check_unwritten, leaf_of, makers_of
+from ._tape import RecordedCall, Tape, check_unwritten, leaf_of, makers_of
 
 
 def value_of(lazy: Any) -> Tensor:
@@ -66,7 +66,7 @@ def _compute(tape: Tape, number: int, meta: Any, is_data: bool) -> None:
     _consume_if_done(tape)
 
 
-def _run_data(tape: Tape, number: int, pending: list[Entry]) -> bool:
+def _run_data(tape: Tape, number: int, pending: list[RecordedCall]) -> bool:
     """Run what makes a value of the batch alone, without what else waits; False where it can't."""
     if any(entry.shape.changed for entry in pending) or tape.is_split:
         return False

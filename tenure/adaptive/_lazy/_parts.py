@@ -19,13 +19,13 @@ from torch import Tensor
 from tenure._errors import BatchCoupledError, OutOfRetriesError, SplitMismatchError
 from tenure._oom import OomInfo, oom_info
 
-from .._decorators import PLAIN, Piece, run_pieces
+from .._decorators import PLAIN, RangePart, run_pieces
 from .._memory import meter_for
 from .._ranks import has_other_ranks
 from .._sizes import RememberedCall
 from .._step import IsolatedGradients, leaves_of
 from ._plan import SplitPlan, described, mixing_call, plan_of
-from ._program import Program
+from ._program import RecordedProgram
 from ._tape import Tape
 from ._trial import NotSplittableError
 
@@ -161,7 +161,7 @@ def collecting(tape: Tape) -> Iterator[IsolatedGradients]:
 def gradients_in_parts(tape: Tape, number: int, *, predict: bool) -> Gradients:
     """Run a loss backward in micro-batches."""
     with torch.enable_grad():
-        program = Program(tape, _plan_for(tape, number), number)
+        program = RecordedProgram(tape, _plan_for(tape, number), number)
         try:
             with collecting(tape) as isolated:
                 result = program.step(_place_of(tape), predict=predict and tape.predicts)
@@ -185,8 +185,8 @@ def gradients_in_parts(tape: Tape, number: int, *, predict: bool) -> Gradients:
 
 def values_in_parts(tape: Tape) -> dict[int, Tensor]:
     """Run it without gradients; the values that somebody has."""
-    program = Program(tape, _plan_for(tape, None), None)
-    piece = Piece(program.piece, 0, tuple(tape.generators.values()), {})
+    program = RecordedProgram(tape, _plan_for(tape, None), None)
+    piece = RangePart(program.piece, 0, tuple(tape.generators.values()), {})
     try:
         run_pieces(
             "lazy", piece, tape.n_samples, initial=max(1, -(-tape.n_samples // 2)),

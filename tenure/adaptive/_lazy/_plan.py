@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ._meta import names
-from ._tape import Entry, Tape, makers_of
+from ._tape import RecordedCall, Tape, makers_of
 from ._terms import reads_of_count
 from ._trial import NotSplittableError, judge, of_data
 
@@ -34,11 +34,11 @@ class SplitPlan:
         written: the leaves that parts write into, each into its own copy.
     """
 
-    before: list[Entry]
-    chunk: list[Entry]
-    tail: list[Entry]
-    others: list[Entry]
-    terms: dict[int, Entry]
+    before: list[RecordedCall]
+    chunk: list[RecordedCall]
+    tail: list[RecordedCall]
+    others: list[RecordedCall]
+    terms: dict[int, RecordedCall]
     taken: list[int]
     written_first: frozenset[int]
     written: frozenset[int]
@@ -87,19 +87,19 @@ def plan_of(tape: Tape, root: int | None) -> SplitPlan:
     return SplitPlan(before, chunk, tail, others, terms, taken, written_first, written)
 
 
-def mixing_call(entries: Iterable[Entry]) -> Entry | None:
+def mixing_call(entries: Iterable[RecordedCall]) -> RecordedCall | None:
     """The first of some calls that wants all samples, if one does."""
     return next((e for e in entries if e.verdict.kind == "tail" and e.verdict.why), None)
 
 
-def described(entry: Entry) -> str:
+def described(entry: RecordedCall) -> str:
     """A call by name and place."""
     name = getattr(entry.func, "__name__", str(entry.func))
     where = f" at {entry.site}" if entry.site is not None else ""
     return f"{name}(){where}"
 
 
-def _stages(tape: Tape) -> dict[Entry, int]:
+def _stages(tape: Tape) -> dict[RecordedCall, int]:
     """Say when each call runs."""
     alone, views = of_data(tape), tape.views
     # counted before anything runs, so that one pass is enough
@@ -119,7 +119,7 @@ def _stages(tape: Tape) -> dict[Entry, int]:
     }
 
 
-def _refuse_writes(tape: Tape, stages: dict[Entry, int]) -> None:
+def _refuse_writes(tape: Tape, stages: dict[RecordedCall, int]) -> None:
     """Make sure that the order of the stages changes nothing that is written in place.
 
     Each stage has memory of its own: a write reaches nobody who has taken a part, or the whole, at
@@ -145,7 +145,7 @@ def _refuse_writes(tape: Tape, stages: dict[Entry, int]) -> None:
                 last_write[group] = stage
 
 
-def _taken(entries: list[Entry], made: set[int], root: int | None) -> list[int]:
+def _taken(entries: list[RecordedCall], made: set[int], root: int | None) -> list[int]:
     """Return what some calls, and the root, take of what was made before them."""
     reads = [n for entry in entries for n in entry.reads]
     return list(dict.fromkeys(n for n in (*reads, root) if n is not None and n in made))
@@ -163,7 +163,7 @@ _LINEAR = frozenset(
 )
 
 
-def is_linear(tail: list[Entry], terms: Iterable[int]) -> bool:
+def is_linear(tail: list[RecordedCall], terms: Iterable[int]) -> bool:
     """Tell whether the last calls may only add terms up, and multiply them by constants."""
     depend = set(terms)
     for entry in tail:

@@ -22,12 +22,12 @@ from tenure.scopes import persist
 from .._step import StepOptions, StepResult, StepSpec, run_step
 from ._meta import SHARED
 from ._plan import SplitPlan, is_linear
-from ._replay import Replayed, replayed, run, written_by
-from ._tape import Entry, Leaf, Tape, check_unwritten, leaf_of, makers_of
+from ._replay import ReplayPlan, replayed, run, written_by
+from ._tape import PlainValue, RecordedCall, Tape, check_unwritten, leaf_of, makers_of
 from ._terms import count_of, reads_of_count, whole_of, widened
 
 
-class Program:
+class RecordedProgram:
     """What was recorded, as it runs on parts.
 
     Args:
@@ -71,7 +71,7 @@ class Program:
 
     # --- once, on the whole batch
 
-    def _run_before(self) -> dict[int, Leaf]:
+    def _run_before(self) -> dict[int, PlainValue]:
         """Return what parts are made of: leaves, and what is made of the batch alone."""
         data, first = dict(self._tape.leaves), self.plan.written_first
         if not self.plan.before:
@@ -101,7 +101,7 @@ class Program:
 
     def _run(
         self,
-        what: Replayed,
+        what: ReplayPlan,
         env: dict[int, Any],
         length: int | None = None,
         *,
@@ -341,7 +341,7 @@ class _Used(nn.Module):
         constants: the other tensors.
     """
 
-    def __init__(self, entries: list[Entry]) -> None:
+    def __init__(self, entries: list[RecordedCall]) -> None:
         super().__init__()
         for i, tensor in enumerate(written_by(entries)):
             self.register_buffer(f"buffer_{i}", tensor)

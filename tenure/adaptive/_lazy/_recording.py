@@ -34,7 +34,7 @@ from ._shapes import (
     seen_of,
     with_tensors,
 )
-from ._tape import Entry, Modes, Ref, Tape, mark_of, new_number
+from ._tape import Modes, RecordedCall, Ref, Tape, mark_of, new_number
 
 _MANY = 8192
 _ELSEWHERE = 10007
@@ -85,7 +85,7 @@ def record(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     plains = [tensor for tensor in walk.plains if id(tensor) not in refs]
     reads = (*(each._number for each in walk.lazies), *cuts)
     site = capture_site(sys._getframe(2), "site")
-    entry = Entry(new_number(), func, stored, named, modes, (), reads, shape, site=site)
+    entry = RecordedCall(new_number(), func, stored, named, modes, (), reads, shape, site=site)
     # by the first of each: one that is given twice is one tensor
     given = list({each._number: each for each in walk.lazies}.values())
     tensors: list[Tensor] = []
@@ -205,7 +205,7 @@ def _cut(walk: Walk, shape: Shape | None, tape: Tape) -> dict[int, Ref]:
     return {id(plains[i]): Ref(tape.plain_leaf(plains[i], each)) for i, each in labels.items()}
 
 
-def _note_writes(entry: Entry, given: list[Handle], tape: Tape) -> None:
+def _note_writes(entry: RecordedCall, given: list[Handle], tape: Tape) -> None:
     changed = entry.shape.changed
     if not changed:
         return
@@ -229,7 +229,7 @@ def _handles(template: Any, shape: Shape, numbers: list[int], given: list[Any], 
 
 
 def _run_now(
-    entry: Entry, lazies: list[Handle], cuts: list[int], plains: list[Tensor],
+    entry: RecordedCall, lazies: list[Handle], cuts: list[int], plains: list[Tensor],
     tensors: list[Tensor], tape: Tape,
 ) -> Any:  # fmt: skip
     """Run a call whose shape nobody knows; its shape is in the entry if there are tensors."""

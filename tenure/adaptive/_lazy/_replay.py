@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ._meta import BatchInt, at
-from ._tape import Entry, Leaf, Ref
+from ._tape import PlainValue, RecordedCall, Ref
 
 
 def filled(value: Any, get: Callable[[int], Any], n_samples: int | None) -> Any:
@@ -53,7 +53,7 @@ def flat_tensors(value: Any) -> list[Tensor]:
     return []
 
 
-class Replayed(NamedTuple):
+class ReplayPlan(NamedTuple):
     """Calls to be run, and what may be let go after each.
 
     Attributes:
@@ -61,11 +61,11 @@ class Replayed(NamedTuple):
         last: the numbers that are used by a call for the last time, by its place.
     """
 
-    entries: list[Entry]
+    entries: list[RecordedCall]
     last: list[list[int]]
 
 
-def replayed(entries: Iterable[Entry], kept: Iterable[int]) -> Replayed:
+def replayed(entries: Iterable[RecordedCall], kept: Iterable[int]) -> ReplayPlan:
     """Find out when each value is used for the last time.
 
     Args:
@@ -84,16 +84,16 @@ def replayed(entries: Iterable[Entry], kept: Iterable[int]) -> Replayed:
     gone: list[list[int]] = [[] for _ in entries]
     for number, i in last.items():
         gone[i].append(number)
-    return Replayed(entries, gone)
+    return ReplayPlan(entries, gone)
 
 
 def run(
-    what: Replayed,
+    what: ReplayPlan,
     env: dict[int, Any],
     kind: str,
     n_samples: int | None = None,
     *,
-    others: Mapping[int, Leaf] | None = None,
+    others: Mapping[int, PlainValue] | None = None,
     graphs: bool = True,
 ) -> None:
     """Run calls on real tensors.
@@ -125,12 +125,12 @@ def run(
                     env.pop(number, None)
 
 
-def _take(env: dict[int, Any], entry: Entry, out: Any) -> None:
+def _take(env: dict[int, Any], entry: RecordedCall, out: Any) -> None:
     made = zip(entry.outs, flat_tensors(out), strict=True)
     env.update({number: tensor for number, tensor in made if number is not None})
 
 
-def written_by(entries: Iterable[Entry]) -> list[Tensor]:
+def written_by(entries: Iterable[RecordedCall]) -> list[Tensor]:
     """The tensors that were not recorded and that calls write into, such as running statistics."""
     found = [
         tensor

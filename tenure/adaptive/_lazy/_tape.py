@@ -116,7 +116,7 @@ class Verdict(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Entry:
+class RecordedCall:
     """One recorded call.
 
     Attributes:
@@ -171,12 +171,12 @@ class Entry:
 
 
 def makers_of(
-    entries: Iterable[Entry],
+    entries: Iterable[RecordedCall],
     numbers: Iterable[int],
     views: Mapping[int, int],
     *,
     statistics: bool = False,
-) -> list[Entry]:
+) -> list[RecordedCall]:
     """Return those calls that make some values, or write into their memory, in order.
 
     Args:
@@ -195,7 +195,7 @@ def makers_of(
     return found[::-1]
 
 
-class Leaf(NamedTuple):
+class PlainValue(NamedTuple):
     """A value that nothing recorded gives.
 
     Attributes:
@@ -217,13 +217,13 @@ class Leaf(NamedTuple):
         return self.value if self.origin is None else self.value.view_as(self.value)
 
 
-def leaf_of(value: Tensor, label: Label) -> Leaf:
+def leaf_of(value: Tensor, label: Label) -> PlainValue:
     """Return a leaf as it is now."""
     if value.grad_fn is None:
-        return Leaf(value, label, mark_of(value))
+        return PlainValue(value, label, mark_of(value))
     with persist(), torch.inference_mode(False), torch.no_grad():
         cut = value.detach().requires_grad_()
-    return Leaf(cut, label, mark_of(value), value)
+    return PlainValue(cut, label, mark_of(value), value)
 
 
 @dataclass(eq=False)
@@ -253,8 +253,8 @@ class Tape:
 
     n_samples: int
     kind: str
-    entries: list[Entry] = field(default_factory=list)
-    leaves: dict[int, Leaf] = field(default_factory=dict)
+    entries: list[RecordedCall] = field(default_factory=list)
+    leaves: dict[int, PlainValue] = field(default_factory=dict)
     values: dict[int, Tensor] = field(default_factory=dict)
     handles: dict[int, weakref.ref[Any]] = field(default_factory=dict)
     cuts: dict[tuple[int, Label], int] = field(default_factory=dict)
@@ -347,7 +347,7 @@ class Tape:
             labels.update(zip(entry.made, shapes, strict=True))
         return labels
 
-    def pending(self) -> list[Entry]:
+    def pending(self) -> list[RecordedCall]:
         """The calls that have not run on the whole batch."""
         return [entry for entry in self.entries if not entry.is_done]
 
@@ -365,7 +365,7 @@ class Tape:
         for number in [n for n in self.values if n not in needed and n not in self.handles]:
             del self.values[number]
 
-    def drop_all_but(self, kept: list[Entry]) -> None:
+    def drop_all_but(self, kept: list[RecordedCall]) -> None:
         """Forget calls, and what only they needed."""
         self.entries[:] = kept
         self.held = None
@@ -383,7 +383,7 @@ class Tape:
         self.tidy()
 
 
-def check_unwritten(entries: Iterable[Entry], leaves: Mapping[int, Leaf]) -> None:
+def check_unwritten(entries: Iterable[RecordedCall], leaves: Mapping[int, PlainValue]) -> None:
     """Make sure that what recorded calls take is what it was when they were recorded.
 
     Raises:

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from ._meta import Label, names
 from ._replay import filled
-from ._tape import Entry, Ref
+from ._tape import RecordedCall, Ref
 
 Get = Callable[[int], Any]
 
@@ -30,7 +30,7 @@ _LOSSES = frozenset(
 )
 
 
-def reduction_of(entry: Entry, labels: Mapping[int, Label]) -> str:
+def reduction_of(entry: RecordedCall, labels: Mapping[int, Label]) -> str:
     """Return the reduction that a call names: ``"sum"``, ``"mean"``, ``"counted"``, or nothing."""
     metas, name = entry.shape.metas, getattr(entry.func, "__name__", "")
     if len(metas) != 1 or metas[0].shape:
@@ -55,7 +55,7 @@ def reduction_of(entry: Entry, labels: Mapping[int, Label]) -> str:
     return reduction if reduction in ("sum", "mean") else ""
 
 
-def count_of(entry: Entry, reduces: str, get: Get, n_samples: int) -> Any:
+def count_of(entry: RecordedCall, reduces: str, get: Get, n_samples: int) -> Any:
     """Return what a term divides by.
 
     Args:
@@ -78,7 +78,7 @@ def count_of(entry: Entry, reduces: str, get: Get, n_samples: int) -> Any:
         return (weight[torch.where(valid, target, 0)] * valid).sum()
 
 
-def reads_of_count(entry: Entry) -> list[int]:
+def reads_of_count(entry: RecordedCall) -> list[int]:
     """Return the recorded values that its count is made of."""
     if entry.verdict.reduces != "counted":
         return []
@@ -102,5 +102,5 @@ def widened(value: Tensor) -> Tensor:
     return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
 
 
-def _bound(entry: Entry) -> dict[str, Any]:
+def _bound(entry: RecordedCall) -> dict[str, Any]:
     return inspect.signature(entry.func).bind(*entry.args, **entry.kwargs).arguments

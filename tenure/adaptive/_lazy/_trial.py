@@ -19,7 +19,7 @@ from .._undo import RngState
 from ._meta import SHARED, Label, Meta, names
 from ._replay import filled, flat_tensors, replayed
 from ._shapes import with_tensors
-from ._tape import Entry, Ref, Tape, Verdict
+from ._tape import RecordedCall, Ref, Tape, Verdict
 from ._terms import count_of, reduction_of, whole_of
 
 _MANY = 256
@@ -105,7 +105,7 @@ class _Trial:
                 self._env.pop(number, None)
         return found
 
-    def _verdict(self, entry: Entry) -> Verdict:
+    def _verdict(self, entry: RecordedCall) -> Verdict:
         metas = entry.shape.metas
         labels = tuple(meta.label for meta in metas)
         given = {n: self._env[n] for n in entry.reads if n in self._env}
@@ -142,18 +142,18 @@ class _Trial:
                 del self._env[number]
         return Verdict("tail", why, labels)
 
-    def _written(self, entry: Entry) -> list[int]:
+    def _written(self, entry: RecordedCall) -> list[int]:
         reads = list(dict.fromkeys(entry.reads))
         return [reads[i] for i in entry.shape.changed]
 
-    def _take(self, entry: Entry, verdict: Verdict) -> None:
+    def _take(self, entry: RecordedCall, verdict: Verdict) -> None:
         """Run a call for those that follow; what is reduced is not for them."""
         if verdict.kind == "chunk":
             made, _ = self._run(entry, self._env, self._n, verdict.freezes, tries=False)
             self._env.update(zip(entry.made, made, strict=True))
             self._labels.update(zip(entry.made, verdict.labels, strict=True))
 
-    def _values(self, entry: Entry) -> list[Tensor]:
+    def _values(self, entry: RecordedCall) -> list[Tensor]:
         """Values such as a call on the whole batch gives."""
         wanted = [self._any_value(meta) for meta in entry.shape.metas]
         try:
@@ -172,7 +172,9 @@ class _Trial:
         value = torch.zeros(shape, dtype=meta.dtype, device=meta.device)
         return value.normal_() if meta.dtype.is_floating_point else value
 
-    def _compared(self, entry: Entry, given: dict[int, Tensor], freezes: bool) -> Verdict | None:
+    def _compared(
+        self, entry: RecordedCall, given: dict[int, Tensor], freezes: bool
+    ) -> Verdict | None:
         """Return the verdict on a call; None if its parts do not give what the whole gives."""
         ends = ((0, 1), (1, self._n)) if self._n > 1 else ((0, 1),)
         pieces = [{n: self._labels[n].part(t, *each) for n, t in given.items()} for each in ends]
@@ -218,7 +220,7 @@ class _Trial:
         return None
 
     def _draws(
-        self, entry: Entry, given: Mapping[int, Tensor], whole: _Result, freezes: bool
+        self, entry: RecordedCall, given: Mapping[int, Tensor], whole: _Result, freezes: bool
     ) -> bool:
         """Tell whether a call gives something else each time."""
         if getattr(entry.func, "__name__", "") in _UNWRITTEN:
@@ -228,7 +230,7 @@ class _Trial:
         return not all(_alike(one, other) for one, other in pairs)
 
     def _confirmed(
-        self, entry: Entry, given: Mapping[int, Tensor], verdict: Verdict
+        self, entry: RecordedCall, given: Mapping[int, Tensor], verdict: Verdict
     ) -> Verdict | None:
         """The same of numbers at random: those of a few samples may be alike by chance."""
         drawn = {n: _at_random(t) if self._labels[n].is_batch else t for n, t in given.items()}
@@ -241,7 +243,7 @@ class _Trial:
         return again if again is not None and again.kind == verdict.kind else None
 
     def _run(
-        self, entry: Entry, given: Mapping[int, Tensor], length: int, freezes: bool,
+        self, entry: RecordedCall, given: Mapping[int, Tensor], length: int, freezes: bool,
         *, tries: bool = True,
     ) -> _Result:  # fmt: skip
         plains = entry.tensors
@@ -278,7 +280,7 @@ def _at_random(value: Tensor) -> Tensor:
     return torch.rand_like(value) if value.is_floating_point() else value
 
 
-def _goes_by_place(entry: Entry, labels: Mapping[int, Label]) -> bool:
+def _goes_by_place(entry: RecordedCall, labels: Mapping[int, Label]) -> bool:
     """Tell whether a call names places along the samples, of which a few tell nothing."""
     first = entry.args[0] if entry.args else None
     label = labels.get(first.number, SHARED) if isinstance(first, Ref) else SHARED
@@ -339,7 +341,7 @@ def _alike(one: Tensor, other: Tensor) -> bool:
     return torch.allclose(one, other, rtol=tolerance, atol=tolerance * scale, equal_nan=True)
 
 
-def of_data(tape: Tape) -> set[Entry]:
+def of_data(tape: Tape) -> set[RecordedCall]:
     """Return the calls that make something of the batch alone."""
     data = {n for n, leaf in tape.leaves.items() if not leaf.value.requires_grad}
     found = set()

@@ -28,7 +28,7 @@ class LiveStorages:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._entries: dict[int, _Entry] = {}
+        self._entries: dict[int, _CountedStorage] = {}
         # Storages die on any thread, and backward passes of accelerators run on threads of their
         # own; reentrant, because a garbage collection may let one die at any point in here.
         self._lock = RLock()
@@ -103,15 +103,15 @@ class LiveStorages:
         with self._lock:
             self._entries.clear()
 
-    def _enter(self, storage: UntypedStorage, base_bytes: int) -> _Entry:
-        entry = self._entries[key_of(storage)] = _Entry(storage, self._forget)
+    def _enter(self, storage: UntypedStorage, base_bytes: int) -> _CountedStorage:
+        entry = self._entries[key_of(storage)] = _CountedStorage(storage, self._forget)
         entry.key, entry.base_bytes, entry.counted_bytes = key_of(storage), base_bytes, 0
         return entry
 
-    def _measure(self, entry: _Entry, storage: UntypedStorage) -> int:
+    def _measure(self, entry: _CountedStorage, storage: UntypedStorage) -> int:
         return self._count(entry, storage.nbytes())
 
-    def _count(self, entry: _Entry, n_bytes: int) -> int:
+    def _count(self, entry: _CountedStorage, n_bytes: int) -> int:
         counted_bytes = max(0, n_bytes - entry.base_bytes)
         grown_bytes = counted_bytes - entry.counted_bytes
         self.live_bytes += grown_bytes
@@ -124,7 +124,7 @@ class LiveStorages:
                 self.live_bytes -= entry.counted_bytes
 
 
-class _Entry(ref[UntypedStorage]):
+class _CountedStorage(ref[UntypedStorage]):
     """A storage; ``key`` is its address in C++, unique while it lives."""
 
     __slots__ = ("base_bytes", "counted_bytes", "key")

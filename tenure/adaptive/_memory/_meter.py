@@ -20,7 +20,7 @@ from tenure._torch.device_allocator import has_expandable_segments
 from ._counting import CountingMode, counting_on
 
 
-class Held(NamedTuple):
+class HeldBytes(NamedTuple):
     """The bytes that an allocator holds of a device.
 
     Attributes:
@@ -46,7 +46,7 @@ class Held(NamedTuple):
         return self.reserved_bytes - self.active_bytes - self.split_bytes
 
 
-def held_by(module: Any, device: torch.device) -> Held:
+def held_by(module: Any, device: torch.device) -> HeldBytes:
     """Read an allocator.
 
     Raises:
@@ -58,7 +58,7 @@ def held_by(module: Any, device: torch.device) -> Held:
     # test_an_allocator_that_tells_half_of_what_it_holds_has_no_meter.
     if allocated_bytes is None or reserved_bytes is None:
         raise RuntimeError(f"The allocator of {device} does not tell what it holds.")
-    return Held(
+    return HeldBytes(
         allocated_bytes,
         # not every backend counts it
         max(allocated_bytes, counters.active or 0),
@@ -122,8 +122,8 @@ def meter_for(device: str | None) -> MemoryMeter | None:
     """Return the meter of the memory that an OomInfo names; None if it is not known."""
     if device is None:
         return None
-    sources: list[_Source] = [_Budget(mode) for mode in counting_on(device)]
-    sources += [_Host()] if device == "cpu" else _allocator_of(device)
+    sources: list[_Source] = [_BudgetMeter(mode) for mode in counting_on(device)]
+    sources += [_HostMeter()] if device == "cpu" else _allocator_of(device)
     return MemoryMeter(sources) if sources else None
 
 
@@ -177,7 +177,7 @@ class _Allocator:
         return max(needed_bytes, int(reserved_bytes) - self._base_reserved_bytes)
 
 
-class _Budget:
+class _BudgetMeter:
     """A memory budget that counts; the peak that its user reads stays the peak of all its block."""
 
     is_in_segments = False
@@ -197,7 +197,7 @@ class _Budget:
         return self._mode.recent_peak_bytes - self._base_bytes
 
 
-class _Host:
+class _HostMeter:
     """The memory of the machine; what work needed of it can't be told."""
 
     is_in_segments = False

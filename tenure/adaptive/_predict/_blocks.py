@@ -25,7 +25,7 @@ CATEGORIES: tuple[Category, ...] = (
 
 
 @dataclass(slots=True, eq=False)
-class Block:
+class LiveBlock:
     """One storage, while it lives; or the memory that a kernel takes while it runs.
 
     Attributes:
@@ -44,7 +44,7 @@ class Block:
     is_offloaded: bool = False
 
 
-class Event(NamedTuple):
+class BlockEvent(NamedTuple):
     """A change of the bytes of a block.
 
     Attributes:
@@ -53,13 +53,13 @@ class Event(NamedTuple):
         operation: the number of the operation that ran, or had last run.
     """
 
-    block: Block
+    block: LiveBlock
     n_bytes: int
     operation: int
 
 
 @dataclass(slots=True)
-class Peak:
+class PeakMoment:
     """The worst moment.
 
     Attributes:
@@ -70,11 +70,11 @@ class Peak:
 
     n_bytes: int
     operation: int
-    blocks: dict[Block, int]
+    blocks: dict[LiveBlock, int]
 
 
 @dataclass(slots=True)
-class Record:
+class MemoryRecord:
     """All blocks of a piece of work.
 
     Attributes:
@@ -82,15 +82,15 @@ class Record:
         events: what changed, in order.
     """
 
-    existing: dict[Block, int] = field(default_factory=dict)
-    events: list[Event] = field(default_factory=list)
+    existing: dict[LiveBlock, int] = field(default_factory=dict)
+    events: list[BlockEvent] = field(default_factory=list)
 
     @property
     def baseline_bytes(self) -> int:
         """What was there before."""
         return sum(self.existing.values())
 
-    def peak(self) -> Peak:
+    def peak(self) -> PeakMoment:
         """Find the worst moment: the first, if there are several."""
         live_bytes = most_bytes = self.baseline_bytes
         at = -1
@@ -104,9 +104,9 @@ class Record:
                 blocks[event.block] = event.n_bytes
             else:
                 blocks.pop(event.block, None)
-        return Peak(most_bytes, -1 if at < 0 else self.events[at].operation, blocks)
+        return PeakMoment(most_bytes, -1 if at < 0 else self.events[at].operation, blocks)
 
-    def of_a_later_step(self) -> Record | None:
+    def of_a_later_step(self) -> MemoryRecord | None:
         """Run the same work again, with the state that the optimizer's first step made.
 
         The gradients are taken to be let go in between, as ``zero_grad()`` does. None where the
@@ -123,9 +123,9 @@ class Record:
         if all(block.is_of_library for block in state):
             return None
         events = [event for event in self.events if event.block not in state]
-        return Record({**self.existing, **state}, events)
+        return MemoryRecord({**self.existing, **state}, events)
 
-    def _changes(self) -> Iterator[tuple[Event, int]]:
+    def _changes(self) -> Iterator[tuple[BlockEvent, int]]:
         now = dict(self.existing)
         for event in self.events:
             yield event, event.n_bytes - now.get(event.block, 0)

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from tenure._cuda_blocks import Block as Place
-from tenure._cuda_blocks import CachedMemory
+from tenure._cuda_blocks import CachedBlocks, CudaBlock
 
-from ._blocks import Block, Record
+from ._blocks import LiveBlock, MemoryRecord
 
 
-class Replayed(NamedTuple):
+class ReplayedPeak(NamedTuple):
     """What an allocator like CUDA's makes of a record.
 
     Attributes:
@@ -29,7 +28,7 @@ class Replayed(NamedTuple):
     fits: bool
 
 
-def replay(record: Record, budget: int | None = None) -> Replayed:
+def replay(record: MemoryRecord, budget: int | None = None) -> ReplayedPeak:
     """Take and give back all blocks of a record in order.
 
     Args:
@@ -37,8 +36,8 @@ def replay(record: Record, budget: int | None = None) -> Replayed:
         budget: the bytes that may be reserved; what is cached is given back where they do not do,
             as CUDA does. Where that is too little, the figures are those without a refusal.
     """
-    memory = CachedMemory(budget)
-    places: dict[Block, Place | None] = {
+    memory = CachedBlocks(budget)
+    places: dict[LiveBlock, CudaBlock | None] = {
         block: memory.allocate(n_bytes) for block, n_bytes in record.existing.items()
     }
     for block, n_bytes, _ in record.events:
@@ -47,4 +46,4 @@ def replay(record: Record, budget: int | None = None) -> Replayed:
         if n_bytes:
             places[block] = memory.allocate(n_bytes)
         memory.free(before)
-    return Replayed(memory.allocated_peak_bytes, memory.reserved_peak_bytes, memory.fits)
+    return ReplayedPeak(memory.allocated_peak_bytes, memory.reserved_peak_bytes, memory.fits)

@@ -22,7 +22,7 @@ from tenure._torch.sharding import dtensor_class
 from tenure._torch.storages import key_of
 
 from ._assumptions import CAN_NOT, STAND_INS, worked_out
-from ._blocks import Block, Category, Event, Phase, Record
+from ._blocks import BlockEvent, Category, LiveBlock, MemoryRecord, Phase
 from ._exchanges import exchanged
 from ._known import KnownValues, storages_of
 from ._scratch import Inside, inside
@@ -30,7 +30,7 @@ from ._target import Target
 from ._workspaces import Workspaces, taken_inside
 
 
-class Place(NamedTuple):
+class OperationPlace(NamedTuple):
     """Where an operation runs.
 
     Attributes:
@@ -60,17 +60,17 @@ class Operation(NamedTuple):
 
     name: str
     phase: Phase
-    place: Place | None
+    place: OperationPlace | None
     sequence: int
 
 
-class _Entry(ref[UntypedStorage]):
+class _LiveStorage(ref[UntypedStorage]):
     """A storage that is alive, and the block it lies in."""
 
     __slots__ = ("block", "key")
 
     key: int
-    block: Block
+    block: LiveBlock
 
 
 class Observer(DispatchMode):
@@ -99,7 +99,7 @@ class Observer(DispatchMode):
     def __init__(self, target: Target, *, is_counted: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch left it unannotated
         self._is_counted = is_counted
-        self.record, self.offloaded = Record(), Record()
+        self.record, self.offloaded = MemoryRecord(), MemoryRecord()
         self.is_offloading = False
         self.phase: Phase = "forward"
         self.operations: list[Operation] = []
@@ -108,13 +108,13 @@ class Observer(DispatchMode):
         self.workspaces = Workspaces(target.device)
         self.unforeseen: dict[int, tuple[Tensor, Tensor | None]] = {}
         self._target = target
-        self._entries: dict[int, _Entry] = {}
-        self._owners: dict[Block, int] = {}
-        self._real = Block(0, "forward", "temporaries")
+        self._entries: dict[int, _LiveStorage] = {}
+        self._owners: dict[LiveBlock, int] = {}
+        self._real = LiveBlock(0, "forward", "temporaries")
         self._real_live = cpu_allocator.live_counter()
         self._real_before = 0
         # what kernels have taken that let go of it later: a group has two threads for them
-        self._kept = deque(Block(0, "forward", "temporaries") for _ in range(2))
+        self._kept = deque(LiveBlock(0, "forward", "temporaries") for _ in range(2))
         self._is_over = False
         self._shared = dtensor_class()
 
@@ -125,7 +125,7 @@ class Observer(DispatchMode):
                 continue
             for storage in storages_of(tensor):
                 if key_of(storage) not in self._entries:
-                    block = Block(
+                    block = LiveBlock(
                         storage.nbytes(), category=category, is_offloaded=self.is_offloading
                     )
                     self._record_of(block).existing[block] = block.n_bytes
@@ -222,17 +222,17 @@ class Observer(DispatchMode):
                     self._note_result(func, args, storage)
         if not self._is_on_host:
             for n_bytes in self.workspaces.note(func, args, kwargs, result, self.phase):
-                block = Block(n_bytes, self.phase, "temporaries", is_of_library=True)
+                block = LiveBlock(n_bytes, self.phase, "temporaries", is_of_library=True)
                 self._change(block, n_bytes)
             sizes = taken_inside(func, args)
-            blocks = [Block(n_bytes, self.phase, "temporaries") for n_bytes in sizes]
+            blocks = [LiveBlock(n_bytes, self.phase, "temporaries") for n_bytes in sizes]
             for block in blocks:
                 self._change(block, block.n_bytes)
             for block in blocks:
                 self._change(block, 0)
         elif not self._is_counted:
             if taken.n_bytes:
-                block = Block(
+                block = LiveBlock(
                     taken.n_bytes, self.phase, "temporaries", is_offloaded=self.is_offloading
                 )
                 self._change(block, taken.n_bytes)
@@ -267,12 +267,12 @@ class Observer(DispatchMode):
         if taken_over is not None:
             self._enter(storage, taken_over)
             return
-        block = Block(storage.nbytes(), self.phase, is_offloaded=self.is_offloading)
+        block = LiveBlock(storage.nbytes(), self.phase, is_offloaded=self.is_offloading)
         self._enter(storage, block)
         if block.n_bytes:
             self._change(block, block.n_bytes)
 
-    def _block_added_to(self, func: Any, args: Any) -> Block | None:
+    def _block_added_to(self, func: Any, args: Any) -> LiveBlock | None:
         """Return the block of a gradient that autograd adds another to in place.
 
         It does not while a mode looks on, and makes a third.
@@ -289,8 +289,8 @@ class Observer(DispatchMode):
         entry = self._entries.get(key_of(args[0].untyped_storage()))
         return None if entry is None else entry.block
 
-    def _enter(self, storage: UntypedStorage, block: Block) -> None:
-        entry = self._entries[key_of(storage)] = _Entry(storage, self._forget)
+    def _enter(self, storage: UntypedStorage, block: LiveBlock) -> None:
+        entry = self._entries[key_of(storage)] = _LiveStorage(storage, self._forget)
         entry.key, entry.block = key_of(storage), block
         self._owners[block] = self._owners.get(block, 0) + 1
 
@@ -301,12 +301,12 @@ class Observer(DispatchMode):
             del self._owners[entry.block]
             self._change(entry.block, 0)
 
-    def _change(self, block: Block, n_bytes: int) -> None:
+    def _change(self, block: LiveBlock, n_bytes: int) -> None:
         if self._is_over:
             return
-        self._record_of(block).events.append(Event(block, n_bytes, len(self.operations)))
+        self._record_of(block).events.append(BlockEvent(block, n_bytes, len(self.operations)))
 
-    def _record_of(self, block: Block) -> Record:
+    def _record_of(self, block: LiveBlock) -> MemoryRecord:
         return self.offloaded if block.is_offloaded else self.record
 
 
@@ -316,7 +316,7 @@ def _operation(name: str, phase: Phase) -> Operation:
     return Operation(name, phase, _place(sys._getframe(3)), gradient_sums.next_sequence())
 
 
-def _place(frame: FrameType | None) -> Place:
+def _place(frame: FrameType | None) -> OperationPlace:
     module, code, instruction = None, None, -1
     while frame is not None and (module is None or code is None):
         if module is None:
@@ -324,4 +324,4 @@ def _place(frame: FrameType | None) -> Place:
         if code is None and not is_internal(frame):
             code, instruction = frame.f_code, frame.f_lasti
         frame = frame.f_back
-    return Place(None if module is None else ref(module), code, instruction)
+    return OperationPlace(None if module is None else ref(module), code, instruction)

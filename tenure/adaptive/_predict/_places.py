@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ._observer import Operation, Place
+from ._observer import Operation, OperationPlace
 
 
 def describe_place(
@@ -28,7 +28,7 @@ def describe_place(
     return f"{name} ({line})" if name and line else name or line
 
 
-def _made_at(sequence: int, operations: Sequence[Operation]) -> Place | None:
+def _made_at(sequence: int, operations: Sequence[Operation]) -> OperationPlace | None:
     """Return the place of the operation whose node has a number: the next one that is above it."""
     above = [each for each in operations if each.place is not None and each.sequence > sequence]
     return min(above, key=lambda each: each.sequence).place if above else None

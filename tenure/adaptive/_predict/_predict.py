@@ -13,7 +13,7 @@ from tenure._torch.compiler import never_compiled
 
 from .._callables import check_function
 from ._advice_list import Adviser
-from ._blocks import Peak, Record
+from ._blocks import MemoryRecord, PeakMoment
 from ._cached import replay
 from ._places import describe_place
 from ._report import PeakReport
@@ -124,12 +124,12 @@ def report_of(work: Work, *, is_counted: bool = False) -> PeakReport:
         _runs_within=(lambda limit: all(replay(each, limit).fits for each in records))
         if taken
         else None,
-        _held_bytes=replay(Record(record.existing)).reserved_peak if taken else None,
+        _held_bytes=replay(MemoryRecord(record.existing)).reserved_peak if taken else None,
         _adviser=Adviser(work, peak.n_bytes, observer.has_backward),
     )
 
 
-def _categories(peak: Peak) -> dict[str, int]:
+def _categories(peak: PeakMoment) -> dict[str, int]:
     """Return the bytes at the peak, by category."""
     categories: dict[str, int] = {}
     for block, n_bytes in peak.blocks.items():

@@ -34,7 +34,7 @@ _OF_RANKS = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", 
 _ATTENTION_OF_CPU = "_scaled_dot_product_flash_attention_for_cpu"
 
 
-class _Kind(NamedTuple):
+class _OperationKind(NamedTuple):
     """Operations that are alike.
 
     Attributes:
@@ -55,36 +55,38 @@ _SOLVERS = (
     *("solve", "svd"),
 )
 _KINDS = (
-    _Kind(
+    _OperationKind(
         ("convolution", "_convolution", "cudnn_convolution", "slow_conv", "_conv_depthwise"),
         1,
         1,
         "the workspaces of convolutions",
     ),
     # on top of what `taken_inside` returns
-    _Kind(("_cudnn_rnn",), 0, 1, "the workspaces of recurrent layers"),
-    _Kind(("mkldnn_rnn", "_thnn_fused", "lstm", "gru"), 2, 2, "what recurrent layers keep"),
+    _OperationKind(("_cudnn_rnn",), 0, 1, "the workspaces of recurrent layers"),
+    _OperationKind(
+        ("mkldnn_rnn", "_thnn_fused", "lstm", "gru"), 2, 2, "what recurrent layers keep"
+    ),
     # sums in float32
-    _Kind(
+    _OperationKind(
         ("_scaled_dot_product", "_flash_attention", "_efficient_attention"),
         0,
         2,
         "what attention adds up in",
     ),
     # keys and their places, each twice
-    _Kind(
+    _OperationKind(
         ("sort", "topk", "kthvalue", "median", "nanmedian", "mode", "_unique", "unique"),
         8,
         0,
         "what is sorted in",
     ),
-    _Kind(
+    _OperationKind(
         ("index_put", "_index_put", "embedding_dense_backward", "_embedding_bag"),
         3,
         0,
         "what indices are sorted in",
     ),
-    _Kind(
+    _OperationKind(
         ("_linalg", "_fft", "cholesky", "triangular_solve", *(f"linalg_{s}" for s in _SOLVERS)),
         3,
         3,
@@ -201,5 +203,5 @@ def _saved_elsewhere(query: Tensor, key: Tensor) -> int:
 
 
 @functools.cache
-def _kind_of(name: str) -> _Kind | None:
+def _kind_of(name: str) -> _OperationKind | None:
     return next((kind for kind in _KINDS if name.startswith(kind.roots)), None)

@@ -26,7 +26,7 @@ _SHARE_OF_COMPILED = 7 / 8
 much. Where it takes less, the next call is larger by what the first one needed."""
 
 
-class Foreseen(NamedTuple):
+class ForeseenStep(NamedTuple):
     """What was predicted.
 
     Attributes:
@@ -52,7 +52,7 @@ class Foreseen(NamedTuple):
         )
 
 
-def foresee(search: AdaptiveSearch, spec: StepSpec, parts: StepParts) -> Foreseen:
+def foresee(search: AdaptiveSearch, spec: StepSpec, parts: StepParts) -> ForeseenStep:
     """Let a search begin with the largest micro-batch that is predicted to fit.
 
     What is verified is no part of it: where there is no room for that, it gives way.
@@ -68,7 +68,7 @@ def foresee(search: AdaptiveSearch, spec: StepSpec, parts: StepParts) -> Foresee
     forecasts = {str(device): _forecast(step, parts, device) for device in measured}
     free = {str(each): meter.available_bytes() for each, meter in meters.items() if meter}
     search.foresee(forecasts, share=_SHARE_OF_COMPILED if may_compile else 1.0)
-    return Foreseen(forecasts, free)
+    return ForeseenStep(forecasts, free)
 
 
 def _forecast(step: SizedStep, parts: StepParts, device: torch.device) -> Forecast:

@@ -266,11 +266,11 @@ def run_step(spec: StepSpec, options: StepOptions, frame: FrameType) -> StepResu
         if spec.batch is None and ranks is None and is_rank():
             nothing = torch.tensor(0.0 if spec.loss == "sum" else float("nan"))
             return _with_terms_to_read(nothing, {}, 0, (), 0)
-        run = _Run(spec if ranks is None else ranks.own_spec(), options, ranks)
+        run = _StepCall(spec if ranks is None else ranks.own_spec(), options, ranks)
         return run.run(run.search(frame))
 
 
-class _Run:
+class _StepCall:
     """One call of `step`.
 
     Args:

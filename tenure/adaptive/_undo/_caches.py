@@ -36,7 +36,7 @@ _PLAIN = (int, float, complex, str, bytes, bool, type(None), ModuleType)
 _NOTHING = object()
 
 
-class _Place(NamedTuple):
+class _CachePlace(NamedTuple):
     """Something that holds values by key, and what it held.
 
     Attributes:
@@ -83,7 +83,7 @@ class Caches:
     """
 
     def __init__(self, objects: Iterable[Any]) -> None:
-        self._places: dict[int, _Place] = {}
+        self._places: dict[int, _CachePlace] = {}
         # kept, so that an id stands for one object
         self._seen: dict[int, Any] = {}
         objects = [*objects]
@@ -103,7 +103,7 @@ class Caches:
             that run do not count.
         """
         wanted: dict[int, Any] = {id(each): each for each in tensors}
-        reached: dict[int, _Place] = {}
+        reached: dict[int, _CachePlace] = {}
         caches: list[Any] = []
         is_elsewhere = False
         level: list[Any] = [*tensors]
@@ -162,20 +162,20 @@ class Caches:
             return (value.__wrapped__,)
         if kind is CellType:
             held = _attributes(value)
-            self._places[id(value)] = _Place(value, held)
+            self._places[id(value)] = _CachePlace(value, held)
             return held.values()
         if issubclass(kind, type):
             return self._note_class(value) if home_of(value) in self._homes else ()
         if (note := noted_container(value)) is not None:
             if len(note.items) > _MOST_ITEMS and "__name__" not in note.items:
                 return ()
-            self._places[id(value)] = _Place(value, note)
+            self._places[id(value)] = _CachePlace(value, note)
             return [each for _, each in entries(note.items)]
         if not is_library(home_of(kind)) or home_of(kind) in _HOLDING:
             space = instance_attributes(value)
             if (note := noted_container(space)) is not None:
                 # where attributes stand in the object itself, the collector shows that
-                self._places[id(space)] = self._places[id(value)] = _Place(space, note)
+                self._places[id(space)] = self._places[id(value)] = _CachePlace(space, note)
                 return [*space.values()]
         return ()
 
@@ -184,7 +184,7 @@ class Caches:
         # the collector shows the dict of a class, and nobody else does
         for space in gc.get_referents(cls):
             if type(space) is dict and "__module__" in space:
-                self._places[id(space)] = _Place(cls, held)
+                self._places[id(space)] = _CachePlace(cls, held)
         return held.values()
 
 

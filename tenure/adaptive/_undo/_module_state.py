@@ -134,7 +134,7 @@ def modules_below(models: Iterable[nn.Module]) -> list[nn.Module]:
     return list(found.values())
 
 
-class _Noted(NamedTuple):
+class _NotedModule(NamedTuple):
     module: nn.Module
     attributes: dict[str, Any]
 
@@ -156,7 +156,7 @@ class _AttributeState:
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._modules = modules
-        self._noted: list[_Noted] = []
+        self._noted: list[_NotedModule] = []
         self._contents: list[ContainerNote] = []
         self._tensors: list[TensorNote] = []
         # what is noted is kept, so an id stands for one object
@@ -173,7 +173,7 @@ class _AttributeState:
             for module in modules:
                 if not _is_of_torch(type(module).__module__):
                     attributes = _attributes_of(module)
-                    self._noted.append(_Noted(module, attributes))
+                    self._noted.append(_NotedModule(module, attributes))
                     self._note_below(module, attributes)
 
     def finish(self) -> None:
@@ -229,7 +229,7 @@ def _is_of_torch(name: str) -> bool:
     return name.startswith("torch.") or name == "torch"
 
 
-class _Buffer(NamedTuple):
+class _NotedBuffer(NamedTuple):
     module: nn.Module
     name: str
     tensor: Tensor | None
@@ -249,7 +249,7 @@ class BufferState:
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._modules = modules
-        self._buffers: list[_Buffer] = []
+        self._buffers: list[_NotedBuffer] = []
         self._names: list[tuple[nn.Module, frozenset[str]]] = []
 
     def begin(self) -> None:
@@ -273,7 +273,7 @@ class BufferState:
                         note = None
                         if tensor is not None and not is_gone(tensor):
                             note = noted(module, name, tensor)
-                        self._buffers.append(_Buffer(module, name, tensor, note))
+                        self._buffers.append(_NotedBuffer(module, name, tensor, note))
 
     def finish(self) -> None:
         """Keep what the attempt wrote, and drop the copies."""
@@ -285,8 +285,8 @@ class BufferState:
 
         One that has another shape is a cache that grew, and does not count.
         """
-        written: list[_Buffer] = []
-        unsure: list[tuple[_Buffer, tuple[Tensor, Tensor]]] = []
+        written: list[_NotedBuffer] = []
+        unsure: list[tuple[_NotedBuffer, tuple[Tensor, Tensor]]] = []
         for buffer in self._buffers:
             note, now = buffer.note, _buffer(buffer.module, buffer.name)
             if note is None or now is None:

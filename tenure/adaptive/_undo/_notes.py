@@ -123,7 +123,7 @@ def _is_written(owner: nn.Module, name: str) -> bool:
 # --- containers
 
 
-class _Kind(NamedTuple):
+class _ContainerKind(NamedTuple):
     """How containers of a class are read and filled.
 
     Attributes:
@@ -144,11 +144,11 @@ def _fill_in_order(container: OrderedDict[Any, Any], items: dict[Any, Any]) -> N
 
 
 _KINDS = (
-    _Kind(OrderedDict, lambda each: dict(OrderedDict.items(each)), _fill_in_order),
-    _Kind(dict, dict.copy, dict.update),
-    _Kind(list, list.copy, list.extend),
-    _Kind(set, lambda each: list(set.__iter__(each)), set.update),
-    _Kind(deque, lambda each: list(deque.__iter__(each)), deque.extend),
+    _ContainerKind(OrderedDict, lambda each: dict(OrderedDict.items(each)), _fill_in_order),
+    _ContainerKind(dict, dict.copy, dict.update),
+    _ContainerKind(list, list.copy, list.extend),
+    _ContainerKind(set, lambda each: list(set.__iter__(each)), set.update),
+    _ContainerKind(deque, lambda each: list(deque.__iter__(each)), deque.extend),
 )
 _CLASSES = tuple(kind.base for kind in _KINDS)
 
@@ -164,7 +164,7 @@ class ContainerNote(NamedTuple):
     """
 
     container: Any
-    kind: _Kind
+    kind: _ContainerKind
     items: dict[Any, Any] | list[Any]
     attributes: dict[str, Any] | None
 

@@ -15,7 +15,7 @@ from tenure._devices import NO_ACCELERATOR
 from tenure.scopes import persist
 
 
-class _Noted(NamedTuple):
+class _NotedRandom(NamedTuple):
     """A state, and how a generator's is read and set."""
 
     state: Any
@@ -75,7 +75,7 @@ class RngState:
     ) -> None:
         self._devices = tuple(dict.fromkeys(devices))
         self._generators = _with_state(generators)
-        self._noted: list[_Noted] = []
+        self._noted: list[_NotedRandom] = []
 
     def begin(self) -> None:
         """Note all states."""
@@ -148,19 +148,19 @@ def _with_state(generators: Iterable[Generator]) -> list[Generator]:
     return list(found.values())
 
 
-def _cpu() -> _Noted:
+def _cpu() -> _NotedRandom:
     return _now(torch.get_rng_state, torch.set_rng_state)
 
 
-def _python() -> _Noted:
+def _python() -> _NotedRandom:
     return _now(random.getstate, random.setstate)
 
 
-def _numpy(numpy_random: Any) -> _Noted:
+def _numpy(numpy_random: Any) -> _NotedRandom:
     return _now(numpy_random.get_state, numpy_random.set_state)
 
 
-def _generator(generator: Generator) -> _Noted:
+def _generator(generator: Generator) -> _NotedRandom:
     if isinstance(generator, random.Random):
         return _now(generator.getstate, generator.setstate)
     # of NumPy's newer kind
@@ -170,7 +170,7 @@ def _generator(generator: Generator) -> _Noted:
     return _now(generator.get_state, generator.set_state)
 
 
-def _accelerator(device: torch.device) -> _Noted:
+def _accelerator(device: torch.device) -> _NotedRandom:
     module: Any = torch.get_device_module(device)
     # Metal has one device and asks for none
     which = () if device.type == "mps" else (device,)
@@ -179,11 +179,11 @@ def _accelerator(device: torch.device) -> _Noted:
     )
 
 
-def _now(read: Callable[[], Any], write: Callable[[Any], object]) -> _Noted:
-    return _Noted(read(), read, write)
+def _now(read: Callable[[], Any], write: Callable[[Any], object]) -> _NotedRandom:
+    return _NotedRandom(read(), read, write)
 
 
-def _is_of_torch(noted: _Noted) -> bool:
+def _is_of_torch(noted: _NotedRandom) -> bool:
     return isinstance(noted.state, torch.Tensor)
 
 

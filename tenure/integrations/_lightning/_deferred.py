@@ -90,11 +90,11 @@ class DeferredGradients:
         leaves = [leaf for leaf, _ in self._new]
         gradients = [gradient for _, gradient in self._new]
         self._new = []
-        loss: Tensor = _Delivery.apply(value, scale, gradients, *leaves)  # type: ignore[no-untyped-call]
+        loss: Tensor = _DeliverGradients.apply(value, scale, gradients, *leaves)  # type: ignore[no-untyped-call]
         return loss
 
 
-class _Delivery(torch.autograd.Function):
+class _DeliverGradients(torch.autograd.Function):
     """The node of a graph that hands gradients out instead of computing them."""
 
     @staticmethod

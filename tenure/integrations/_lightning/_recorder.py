@@ -22,7 +22,7 @@ from .._joined import Joiner, LogRules, detached, log_of
 from ._metrics import MetricCall, MetricRecorder, joined_call
 
 T = TypeVar("T")
-_running: ContextVar[Recorder | None] = ContextVar("_running", default=None)
+_running: ContextVar[StepRecorder | None] = ContextVar("_running", default=None)
 _rules: WeakKeyDictionary[Any, LogRules] = WeakKeyDictionary()
 """By the module that logs."""
 _ADVICE = (
@@ -32,7 +32,7 @@ _ADVICE = (
 
 
 @dataclass(slots=True)
-class Part:
+class BatchPart:
     """What one micro-batch did.
 
     Attributes:
@@ -52,7 +52,7 @@ class Part:
     extra: dict[str, Any] = field(default_factory=dict)
 
 
-class Recorder:
+class StepRecorder:
     """Runs the `training_step` of a module on its batch, or on parts of it.
 
     Args:
@@ -83,7 +83,7 @@ class Recorder:
         self._returns_loss = not callable(options.get("loss"))
         self.logs_loss = self._returns_loss and not {"then", "once"} & options.keys()
         self._metrics = MetricRecorder(module)
-        self._part: Part | None = None
+        self._part: BatchPart | None = None
 
     def hearing(self, work: Callable[[], T]) -> T:
         """Run work in which the module's `log` comes here."""
@@ -95,9 +95,9 @@ class Recorder:
         finally:
             _running.set(before)
 
-    def run(self, function: Callable[..., Any], batch: Any) -> tuple[Any, Part]:
+    def run(self, function: Callable[..., Any], batch: Any) -> tuple[Any, BatchPart]:
         """Run it on the batch or a part of it; what it returns as its loss, and the rest."""
-        self._part = part = Part()
+        self._part = part = BatchPart()
         # of the batch itself they are called as always, and brought back if that fails
         is_whole = id(batch) == self._whole
         try:
@@ -120,7 +120,7 @@ class Recorder:
             )
         self._part.logs.append((name, detached(value), options))
 
-    def _loss_of(self, returned: Any, part: Part) -> Any:
+    def _loss_of(self, returned: Any, part: BatchPart) -> Any:
         if not self._returns_loss:
             return returned
         if isinstance(returned, Mapping):
@@ -139,7 +139,7 @@ class Recorder:
         return returned
 
 
-def recorder_of(module: object) -> Recorder | None:
+def recorder_of(module: object) -> StepRecorder | None:
     """Return the step of a module that runs now."""
     recorder = _running.get()
     return recorder if recorder is not None and recorder.module is module else None
@@ -171,7 +171,7 @@ class Outcome:
     """
 
     def __init__(
-        self, parts: Sequence[Part], sizes: Sequence[int], recorder: Recorder, loss: Tensor
+        self, parts: Sequence[BatchPart], sizes: Sequence[int], recorder: StepRecorder, loss: Tensor
     ) -> None:
         self._parts = parts
         self._rules = _rules.setdefault(recorder.module, LogRules(_ADVICE))
@@ -218,7 +218,7 @@ class Outcome:
             name, values, options = each[0][0], [log[1] for log in each], [log[2] for log in each]
             yield name, *log_of(self._joiner, name, values, options, self._rules)
 
-    def learn_from(self, whole: Part) -> None:
+    def learn_from(self, whole: BatchPart) -> None:
         """Find out how logs add up, where the same samples ran in one piece, too."""
         logs = [whole.logs, *(part.logs for part in self._parts)]
         if len({tuple(name for name, _, _ in each) for each in logs}) != 1:

@@ -21,7 +21,7 @@ from tenure._errors import AdaptiveUsageError, BatchCoupledError, SplitMismatchE
 from tenure.adaptive import StepResult, step
 
 from ._deferred import DeferredGradients
-from ._recorder import Outcome, Recorder, note_compared, recorder_of
+from ._recorder import Outcome, StepRecorder, note_compared, recorder_of
 from ._refused import options_of
 
 
@@ -50,7 +50,7 @@ def fitting_step(
     """
     batch, *others = args
     options = options_of(module)
-    recorder = Recorder(module, batch, others, kwargs, options)
+    recorder = StepRecorder(module, batch, others, kwargs, options)
     _release_old_gradients(module)
     scaler = getattr(module.trainer.precision_plugin, "scaler", None)
     # asked before the step: a scaler makes its tensors at its first use, and they are no attempt's

@@ -93,7 +93,7 @@ def _dim_of(key: Any, value: Any, in_dims: Any) -> Any:
     )
 
 
-class _Piece(NamedTuple):
+class _PredictedPiece(NamedTuple):
     start: int
     end: int
     loss: Any
@@ -109,7 +109,9 @@ class PredictionInPieces:
     """
 
     def __init__(self, name: str) -> None:
-        def work(start: int, end: int, run: Callable[[int, int], _Piece]) -> _Piece:
+        def work(
+            start: int, end: int, run: Callable[[int, int], _PredictedPiece]
+        ) -> _PredictedPiece:
             return run(start, end)
 
         work.__name__ = work.__qualname__ = name
@@ -135,13 +137,13 @@ class PredictionInPieces:
             SplitMismatchError: the whole can't be told from the pieces.
         """
 
-        def run(start: int, end: int) -> _Piece:
+        def run(start: int, end: int) -> _PredictedPiece:
             if end - start == batch.n_samples:
                 # as the trainer got it
-                return _Piece(start, end, *predict(batch.inputs))
-            return _Piece(start, end, *on_host(predict(batch.part(start, end))))
+                return _PredictedPiece(start, end, *predict(batch.inputs))
+            return _PredictedPiece(start, end, *on_host(predict(batch.part(start, end))))
 
-        pieces: list[_Piece] = self._run(0, batch.n_samples, run)
+        pieces: list[_PredictedPiece] = self._run(0, batch.n_samples, run)
         first = pieces[0]
         if len(pieces) == 1:
             return first.loss, first.logits, first.labels
@@ -158,7 +160,7 @@ class PredictionInPieces:
 
     def _loss(
         self,
-        pieces: Sequence[_Piece],
+        pieces: Sequence[_PredictedPiece],
         predict: Predict,
         batch: Batch,
         weights: Weights,
@@ -178,7 +180,9 @@ class PredictionInPieces:
         like: Tensor = pieces[0].loss
         return torch.tensor(totals[self._possible[0]], dtype=like.dtype, device=like.device)
 
-    def _rule_out(self, piece: _Piece, predict: Predict, batch: Batch, weights: Weights) -> None:
+    def _rule_out(
+        self, piece: _PredictedPiece, predict: Predict, batch: Batch, weights: Weights
+    ) -> None:
         """Compare the loss of a piece with that of its halves, by every weight."""
         assert self._possible is not None
         start, end, whole = piece.start, piece.end, float(piece.loss)

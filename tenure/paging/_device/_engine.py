@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor, nn
 
-from tenure._cuda_blocks import CachedMemory, taken_by
+from tenure._cuda_blocks import CachedBlocks, taken_by
 from tenure._graph_capture import watch_captures
 from tenure._registries import NamedTensor, namers
 from tenure._show import progress
@@ -71,7 +71,7 @@ class Engine:
         return self._link.device
 
     @property
-    def taken(self) -> CachedMemory:
+    def taken(self) -> CachedBlocks:
         """What it takes of the device now."""
         return taken_by(self.room.slab_sizes, self.device)
 

@@ -31,7 +31,7 @@ from ._reader import Reader
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _UnitRange:
     """Bytes of a unit that lie in one piece.
 
     Attributes:
@@ -54,7 +54,7 @@ class _Part:
         else:
             self.file.read_into(address, self.address - self.file.address, self.n_bytes)
 
-    def within(self, low: int, high: int) -> Iterator[_Part]:
+    def within(self, low: int, high: int) -> Iterator[_UnitRange]:
         """What of it lies between two bytes of the unit, counted from the first of them."""
         begin, end = max(low, self.start), min(high, self.start + self.n_bytes)
         if begin < end:
@@ -73,7 +73,7 @@ class UnitBytes:
     """
 
     n_bytes: int
-    parts: tuple[_Part, ...]
+    parts: tuple[_UnitRange, ...]
     trouble: PagingError | None = None
 
     def __getitem__(self, where: slice) -> UnitBytes:
@@ -109,7 +109,7 @@ class FileStore:
     def __init__(self, files: Iterable[MappedFile] = ()) -> None:
         self.reader = Reader()
         self._files = list(files)
-        self._parts: dict[Unit, list[_Part]] = {}
+        self._parts: dict[Unit, list[_UnitRange]] = {}
 
     @property
     def host_bytes(self) -> int:
@@ -149,12 +149,12 @@ class FileStore:
         for file in self._files:
             file.close()
 
-    def _part(self, start: int, n_bytes: int, low_byte: int, storage: UntypedStorage) -> _Part:
+    def _part(self, start: int, n_bytes: int, low_byte: int, storage: UntypedStorage) -> _UnitRange:
         address = storage.data_ptr() + low_byte
         files = (file for file in self._files if file.offset_of(address) is not None)
-        return _Part(start, n_bytes, address, next(files, None), storage)
+        return _UnitRange(start, n_bytes, address, next(files, None), storage)
 
-    def _moved(self, unit: Unit) -> Iterator[_Part]:
+    def _moved(self, unit: Unit) -> Iterator[_UnitRange]:
         """Tensors that were given other memory since, as by ``parameter.data = other``."""
         for host in unit.tensors:
             if host.has_left:

@@ -225,8 +225,8 @@ class _Host:
     def Stream(self, device: torch.device) -> _Host:
         return self
 
-    def Event(self, enable_timing: bool = False) -> _Moment:
-        return _Moment()
+    def Event(self, enable_timing: bool = False) -> _FileMoment:
+        return _FileMoment()
 
     def current_stream(self, device: torch.device) -> _Host:
         return self
@@ -244,7 +244,7 @@ class _Host:
         return nullcontext()
 
 
-class _Moment:
+class _FileMoment:
     """A moment of the host's that is past."""
 
     at_s = 0.0
@@ -258,7 +258,7 @@ class _Moment:
     def synchronize(self) -> None:
         return None
 
-    def elapsed_time(self, end: _Moment) -> float:
+    def elapsed_time(self, end: _FileMoment) -> float:
         return (end.at_s - self.at_s) * 1e3
 
 

@@ -9,7 +9,7 @@ from ._checks import checked_methods as checked_methods
 from ._checks import checked_prefetch as checked_prefetch
 from ._division import arrange as arrange
 from ._division import n_bytes as n_bytes
-from ._model_checks import Elsewhere as Elsewhere
+from ._model_checks import NoAccelerator as NoAccelerator
 from ._model_checks import checked_device as checked_device
 from ._model_checks import checked_model as checked_model
 from ._model_checks import warn_of_uncounted_writes as warn_of_uncounted_writes

@@ -21,7 +21,7 @@ from tenure._cuda_blocks import (
     LARGE_SEGMENT_BYTES,
     OWN_SEGMENT_BYTES,
     SEGMENT_STEP_BYTES,
-    CachedMemory,
+    CachedBlocks,
     is_rounding,
     taken_by,
     whole_block_bytes,
@@ -106,11 +106,11 @@ class Draft:
         return max(each + together, default=0)
 
     @property
-    def least(self) -> CachedMemory:
+    def least(self) -> CachedBlocks:
         """The memory of the least budget for this cut."""
         return self.taken_by(self._arranged(self.least_ring_bytes, []))
 
-    def taken_by(self, arrangement: Arrangement) -> CachedMemory:
+    def taken_by(self, arrangement: Arrangement) -> CachedBlocks:
         """The memory of the device that slabs take."""
         return taken_by(arrangement.sizes, self.device)
 

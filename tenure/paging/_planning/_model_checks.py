@@ -55,7 +55,7 @@ def warn_of_uncounted_writes(model: nn.Module) -> None:
         )
 
 
-class Elsewhere(Enum):
+class NoAccelerator(Enum):
     """What stands in for an accelerator, by the function that is asked; the advice to take it."""
 
     NOTHING = ""
@@ -63,7 +63,7 @@ class Elsewhere(Enum):
     CPU = ", or 'cpu'"
 
     @classmethod
-    def of(cls, host: object, *, training: bool) -> Elsewhere:
+    def of(cls, host: object, *, training: bool) -> NoAccelerator:
         """If weights come from a folder, the CPU will do; else a folder would, but not to train."""
         if isinstance(host, Path):
             return cls.CPU
@@ -72,7 +72,7 @@ class Elsewhere(Enum):
 
 def checked_device(
     device: str | torch.device,
-    elsewhere: Elsewhere = Elsewhere.NOTHING,
+    elsewhere: NoAccelerator = NoAccelerator.NOTHING,
     *,
     may_be_missing: bool = False,
 ) -> torch.device:
@@ -90,7 +90,7 @@ def checked_device(
         chosen = torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise PagingError(f"{device!r} is not a device.") from error
-    if chosen.type == "cpu" and elsewhere is Elsewhere.CPU:
+    if chosen.type == "cpu" and elsewhere is NoAccelerator.CPU:
         return torch.device("cpu")
     if chosen.type in NO_ACCELERATOR:
         raise PagingError(

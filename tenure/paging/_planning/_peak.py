@@ -71,7 +71,7 @@ def predicted_beside(
         nonlocal cache_bytes
         given = [each for each in tensors_in([args, kwargs]) if each.grad_fn is None]
         others = {key_of(each.untyped_storage()) for each in (*_tensors_of(model), *given)}
-        on_host = _OnHost(device, others)
+        on_host = _SimulatedHost(device, others)
         with torch.set_grad_enabled(units is not None):
             with saved_tensors_hooks(on_host.pack, on_host.unpack) if moves else nullcontext():
                 output = model(*args, **kwargs)
@@ -186,7 +186,7 @@ class _Piece:
     n_given: int = 0
 
 
-class _OnHost:
+class _SimulatedHost:
     """What graphs save, coming and going as `Activations` has it; no byte is copied.
 
     Args:

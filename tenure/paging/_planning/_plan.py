@@ -30,7 +30,7 @@ from ._checks import (
     checked_layer_size,
 )
 from ._division import Draft, LinkSpeed, n_bytes, too_small, unit_sizes
-from ._model_checks import Elsewhere, checked_device, checked_model
+from ._model_checks import NoAccelerator, checked_device, checked_model
 from ._peak import predicted_beside
 
 PCIE_4 = LinkSpeed(bytes_per_s=24e9)
@@ -241,7 +241,7 @@ def plan_paging(
     check_training(training, device, host)
     check_activations(activations, training=training)
     checked_model(model, has_values=False)
-    elsewhere = Elsewhere.of(host, training=training)
+    elsewhere = NoAccelerator.of(host, training=training)
     # a budget in bytes says all that a plan has to know of the device
     is_known = isinstance(budget, int | None) or _is_in_bytes(budget)
     chosen = checked_device(device, elsewhere, may_be_missing=is_known)

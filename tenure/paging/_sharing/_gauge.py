@@ -26,7 +26,7 @@ _MARGIN_SHARE = 1 / 32
 """Of the device's memory: what is left free beside what computation was seen to need."""
 
 
-class Reading(NamedTuple):
+class MemoryReading(NamedTuple):
     """The memory of a device at one moment.
 
     Attributes:
@@ -44,7 +44,7 @@ class Reading(NamedTuple):
     peak_bytes: int = 0
 
 
-def read(device: torch.device) -> Reading:
+def read(device: torch.device) -> MemoryReading:
     """Look at a device.
 
     Raises:
@@ -52,7 +52,7 @@ def read(device: torch.device) -> Reading:
     """
     if device.type == "cpu":
         free_bytes = available_bytes(device, free_host_bytes())
-        return Reading(free_bytes, free_bytes)
+        return MemoryReading(free_bytes, free_bytes)
     module = torch.get_device_module(device)
     told = free_memory(module, device)
     if told is None:
@@ -68,7 +68,7 @@ def read(device: torch.device) -> Reading:
     cached_bytes = max(0, reserved.get("current", 0) - now_bytes)
     free_bytes, total_bytes = told
     free_bytes = min(free_bytes, available_bytes(device, free_bytes + cached_bytes))
-    return Reading(free_bytes, total_bytes, cached_bytes, now_bytes, allocated.get("peak", 0))
+    return MemoryReading(free_bytes, total_bytes, cached_bytes, now_bytes, allocated.get("peak", 0))
 
 
 class Gauge:

@@ -166,7 +166,7 @@ class MovedBytes:
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
-class Away:
+class AwayBytes:
     """Some bytes, for as long as a node keeps one of the tensors over them; then somebody is told.
 
     Attributes:
@@ -198,7 +198,7 @@ class Moved(NamedTuple):
         form: its offset in its storage, in elements, its size and its strides.
     """
 
-    away: Away
+    away: AwayBytes
     dtype: torch.dtype
     form: tuple[int, torch.Size, tuple[int, ...]]
 
@@ -214,8 +214,8 @@ class Activations:
 
     def __init__(self, link: Link, memory: ActivationMemory, meter: PassMeter) -> None:
         self._link, self._memory, self._meter = link, memory, meter
-        self._alive: weakref.WeakValueDictionary[int, Away] = weakref.WeakValueDictionary()
-        self._at: weakref.WeakValueDictionary[_Place, Away] = weakref.WeakValueDictionary()
+        self._alive: weakref.WeakValueDictionary[int, AwayBytes] = weakref.WeakValueDictionary()
+        self._at: weakref.WeakValueDictionary[_Place, AwayBytes] = weakref.WeakValueDictionary()
         # Those of which the device has the bytes.
         self._kept: dict[MovedBytes, None] = {}
         self._next = 0
@@ -312,7 +312,7 @@ class Activations:
         empty: Any = torch.empty(0, dtype=dtype, device=self._link.device)
         return empty.set_(storage, *form)  # type: ignore[no-any-return]
 
-    def _away_of(self, tensor: Tensor, storage: UntypedStorage) -> Away:
+    def _away_of(self, tensor: Tensor, storage: UntypedStorage) -> AwayBytes:
         """The bytes of a tensor; those that were saved before, if they are the same."""
         start, end = range_to_move(tensor)
         place = key_of(storage), start, end
@@ -327,7 +327,7 @@ class Activations:
         ):
             return known
         moving = self._move(storage, start, end)
-        away = Away(moving, writes_of(tensor), n_writes, self._forget)
+        away = AwayBytes(moving, writes_of(tensor), n_writes, self._forget)
         self._at[place] = away
         return away
 

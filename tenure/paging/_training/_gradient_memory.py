@@ -23,7 +23,7 @@ GRADIENTS = "paged: gradients"
 """What reports of memory call this memory, where no gradient that is in use lies in it."""
 
 
-class _Buffer:
+class _GradientBuffer:
     """Room for one gradient each of some of a unit's tensors."""
 
     def __init__(self, memory: Any, n_bytes: int) -> None:
@@ -72,8 +72,8 @@ class GradientMemory:
 
     def __init__(self, make: Callable[[int], Any]) -> None:
         self._make = make
-        self._buffers: list[_Buffer] = []
-        self._now: dict[Unit, _Buffer] = {}
+        self._buffers: list[_GradientBuffer] = []
+        self._now: dict[Unit, _GradientBuffer] = {}
 
     @property
     def n_bytes(self) -> int:
@@ -100,7 +100,7 @@ class GradientMemory:
         self._buffers.clear()
         self._now.clear()
 
-    def _for(self, unit: Unit) -> _Buffer:
+    def _for(self, unit: Unit) -> _GradientBuffer:
         starts, n_bytes = {}, 0
         for host in unit.tensors:
             if host.tensor.requires_grad:
@@ -113,7 +113,7 @@ class GradientMemory:
             if buffer.is_free:
                 break
         else:
-            buffer = _Buffer(self._make(n_bytes), n_bytes)
+            buffer = _GradientBuffer(self._make(n_bytes), n_bytes)
             self._buffers.append(buffer)
         buffer.give_to(unit, starts)
         return buffer

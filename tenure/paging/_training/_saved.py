@@ -45,7 +45,7 @@ class _Weight(NamedTuple):
     is_conjugate: bool
 
 
-class _Composed(NamedTuple):
+class _SavedComposed(NamedTuple):
     """A tensor that is made of others, or a view of one, and the weights that its parts are of."""
 
     like: Tensor
@@ -113,7 +113,7 @@ class SavedTensors:
         n_writes = _n_writes(page, hosts)
         return _Weight(page.unit, hosts, n_writes, tensor.dtype, form, tensor.is_conj())
 
-    def packed_composed(self, tensor: Tensor) -> _Composed | None:
+    def packed_composed(self, tensor: Tensor) -> _SavedComposed | None:
         """A tensor that is made of parts of pages; None if it is another."""
         parts: list[_Weight] = []
 
@@ -129,10 +129,10 @@ class SavedTensors:
 
         # A class may refuse anything, in any way; then it is kept, with the bytes that it is of.
         with suppress(Exception), aside_with_subclasses():
-            return _Composed(made_around(tensor, take), parts)
+            return _SavedComposed(made_around(tensor, take), parts)
         return None
 
-    def unpack(self, packed: _Weight | _Composed | _Kept | _Passed | Moved) -> Tensor:
+    def unpack(self, packed: _Weight | _SavedComposed | _Kept | _Passed | Moved) -> Tensor:
         """A saved tensor, as it was.
 
         Raises:
@@ -153,7 +153,7 @@ class SavedTensors:
             return packed.tensor
         if isinstance(packed, Moved):
             return self._back(packed)
-        if isinstance(packed, _Composed):
+        if isinstance(packed, _SavedComposed):
             parts = map(self._unpacked_weight, packed.parts)
             with aside_with_subclasses():
                 return made_around(packed.like, lambda part: next(parts) if part.numel() else part)
@@ -189,7 +189,7 @@ class _Packer:
     def __init__(self, saved: SavedTensors, around: Hooks | None) -> None:
         self.saved, self._around = saved, around
 
-    def pack(self, tensor: Tensor) -> _Weight | _Composed | _Kept | _Passed | Moved:
+    def pack(self, tensor: Tensor) -> _Weight | _SavedComposed | _Kept | _Passed | Moved:
         """What a node keeps in place of a tensor."""
         with without_functions():
             weight = self.saved.packed_weight(tensor)

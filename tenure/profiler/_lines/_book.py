@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from tenure._stream import Allocated, Stats, Stream, allocated_in, counters_of
+from tenure._stream import Allocated, AllocationStream, Stats, allocated_in, counters_of
 from tenure._torch import cpu_allocator as allocator
 
 Key = tuple[int, int]
@@ -70,7 +70,7 @@ class Figures:
 
 
 @dataclass(slots=True)
-class Account:
+class LineAccount:
     """A device, as a profiler measures it.
 
     Attributes:
@@ -84,7 +84,7 @@ class Account:
     lines: dict[Key, Figures]
 
 
-class Visit:
+class LineVisit:
     """A line that a frame is at, once: the claim to what happens until the next one.
 
     Invariant: it has reached at least the peak of what it called.
@@ -92,7 +92,9 @@ class Visit:
 
     __slots__ = ("account", "caller", "figures", "identity", "peak_bytes")
 
-    def __init__(self, identity: int, account: Account, key: Key, caller: Visit | None) -> None:
+    def __init__(
+        self, identity: int, account: LineAccount, key: Key, caller: LineVisit | None
+    ) -> None:
         self.identity = identity
         self.account = account
         # of another device nothing is added up
@@ -115,7 +117,7 @@ class Visit:
         """Have reached a level, as those who called have; one as high before has told them."""
         peak_bytes = level_bytes - self.account.base_bytes
         # a loop and no recursion: a profiled function may be at any depth of its own
-        visit: Visit | None = self
+        visit: LineVisit | None = self
         while visit is not None:
             known, figures = visit.peak_bytes, visit.figures
             if known is None or known < peak_bytes:
@@ -137,15 +139,15 @@ class Frames:
     """
 
     def __init__(self) -> None:
-        self.visits: list[Visit] = []
-        self.leaving: Visit | None = None
+        self.visits: list[LineVisit] = []
+        self.leaving: LineVisit | None = None
 
     @property
     def is_active(self) -> bool:
         """Whether what happens now is a watched line's doing."""
         return bool(self.visits) or self.leaving is not None
 
-    def claim(self, goes_on: bool) -> Visit | None:
+    def claim(self, goes_on: bool) -> LineVisit | None:
         """Return whose the time since the last mark is; None if it is nobody's.
 
         Args:
@@ -158,12 +160,12 @@ class Frames:
             self.leaving = None
         return leaving
 
-    def line(self, identity: int, account: Account, key: Key, hits: int) -> None:
+    def line(self, identity: int, account: LineAccount, key: Key, hits: int) -> None:
         """Begin a line of a frame, or (with no hit) resume one."""
         # one that nobody knows has just begun, or ran before anyone watched
         if self._unwind_to(identity):
             self.visits.pop()
-        visit = Visit(identity, account, key, self.visits[-1] if self.visits else None)
+        visit = LineVisit(identity, account, key, self.visits[-1] if self.visits else None)
         visit.figures.hits += hits
         self.visits.append(visit)
 
@@ -197,7 +199,7 @@ class Book:
         is_metered: whether an accelerator was measured since the profiler was enabled.
     """
 
-    account: Account
+    account: LineAccount
 
     def __init__(self, device: torch.device) -> None:
         self.codes: Codes = {}
@@ -205,7 +207,7 @@ class Book:
         self.lines: dict[torch.device, dict[Key, Figures]] = {}
         self.frames: dict[int, Frames] = {}
         self.is_metered = False
-        self._accounts: dict[torch.device, Account] = {}
+        self._accounts: dict[torch.device, LineAccount] = {}
 
     def begin(self) -> None:
         """Count peaks from what is live now; frames that are known are from before."""
@@ -220,14 +222,14 @@ class Book:
         if account is None:
             meter = None if device.type == "cpu" else DeviceMeter(device)
             base_bytes = allocator.live_bytes() if meter is None else meter.live_bytes
-            account = Account(meter, base_bytes, self.lines.setdefault(device, {}))
+            account = LineAccount(meter, base_bytes, self.lines.setdefault(device, {}))
             self._accounts[device] = account
         elif account.meter is not None:
             account.meter.start()
         self.device, self.account = device, account
         self.is_metered |= account.meter is not None
 
-    def count(self, visit: Visit | None, stream: Stream) -> None:
+    def count(self, visit: LineVisit | None, stream: AllocationStream) -> None:
         """Book what the counters of an accelerator have grown by; not of the host."""
         account = self.account if visit is None else visit.account
         meter, changes = account.meter, None

@@ -16,7 +16,7 @@ from tenure._errors import ProfilerUsageError
 from tenure._torch.autograd import ENGINE_CODE, check_engine_is_seen
 
 from ._book import Codes
-from ._engine import Engine
+from ._engine import LineEngine
 
 monitoring: Any = getattr(sys, "monitoring", None)
 """The module; None before Python 3.12."""
@@ -24,7 +24,7 @@ monitoring: Any = getattr(sys, "monitoring", None)
 _NAME = "tenure.profiler"
 
 
-class Monitor(Engine):
+class Monitor(LineEngine):
     """Reports lines and returns."""
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class Monitor(Engine):
         }
 
     def start(self) -> None:
-        """See `Engine`: the events are those of all threads."""
+        """See `LineEngine`: the events are those of all threads."""
         if self._tool is not None:
             return
         check_engine_is_seen()
@@ -68,7 +68,7 @@ class Monitor(Engine):
         self._set(self.codes.values(), self._lines)
 
     def watch(self, before: Codes) -> None:
-        """See `Engine`."""
+        """See `LineEngine`."""
         # its start has failed
         if self._tool is None:
             return
@@ -78,7 +78,7 @@ class Monitor(Engine):
         self._set(came, self._lines)
 
     def stop(self) -> None:
-        """See `Engine`."""
+        """See `LineEngine`."""
         tool, self._tool = self._tool, None
         if tool is not None:
             monitoring.set_events(tool, monitoring.events.NO_EVENTS)

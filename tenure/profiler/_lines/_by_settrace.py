@@ -15,13 +15,13 @@ from tenure._errors import ProfilerUsageError
 from tenure._torch.autograd import ENGINE_CODE, check_engine_is_seen
 
 from ._book import Codes
-from ._engine import Engine
+from ._engine import LineEngine
 from ._targets import SUSPENDS
 
 _RETURN = dis.opmap["RETURN_VALUE"]
 
 
-class Tracer(Engine):
+class Tracer(LineEngine):
     """Reports lines and returns."""
 
     def start(self) -> None:

@@ -14,13 +14,13 @@ from types import CodeType
 from tenure._stream import ThisThread, process, this_stream
 from tenure._torch import cpu_allocator as allocator
 
-from ._book import Book, Codes, Frames, Usage, Visit, unseen_usage
+from ._book import Book, Codes, Frames, LineVisit, Usage, unseen_usage
 
 TICKS_PER_TURN = 128
 """After how many ticks of a thread its session is read."""
 
 
-class Thread:
+class WatchedThread:
     """The watched frames of one thread: a consumer of its stream.
 
     Attributes:
@@ -62,7 +62,7 @@ class Thread:
         """See `Consumer`."""
         self.mark(self._books, goes_on=True)
 
-    def take(self, claim: list[Visit | None], changes: list[int], level_bytes: int) -> None:
+    def take(self, claim: list[LineVisit | None], changes: list[int], level_bytes: int) -> None:
         """See `Consumer`."""
         usage = None
         # most lines allocate nothing
@@ -79,18 +79,18 @@ class Thread:
             else:
                 visit.add(usage)
 
-    def miss(self, claim: list[Visit | None], was_bytes: int, level_bytes: int) -> None:
+    def miss(self, claim: list[LineVisit | None], was_bytes: int, level_bytes: int) -> None:
         """See `Consumer`."""
         for visit in claim:
             if visit is not None and visit.account.meter is None:
                 visit.add(unseen_usage(was_bytes, level_bytes))
 
 
-class _ThisThread(ThisThread):
-    kind = Thread
+class _LineThread(ThisThread):
+    kind = WatchedThread
 
 
-class Engine(ABC):
+class LineEngine(ABC):
     """The profilers that are open; a subclass reports the lines of some codes, as they run.
 
     Attributes:
@@ -106,12 +106,12 @@ class Engine(ABC):
         self.codes: Codes = {}
         self.on = False
         self._n_following = 0
-        self._local = _ThisThread()
+        self._local = _LineThread()
 
     @property
-    def thread(self) -> Thread:
+    def thread(self) -> WatchedThread:
         """The thread that asks."""
-        found: Thread = self._local.found
+        found: WatchedThread = self._local.found
         return found
 
     # --- what a subclass does
@@ -236,7 +236,7 @@ class Engine(ABC):
                 # as when another thread has closed the last profiler: nobody else could end it
                 self._stop_if_idle(thread)
 
-    def _stop_if_idle(self, thread: Thread) -> bool:
+    def _stop_if_idle(self, thread: WatchedThread) -> bool:
         """Follow the stream no more if no watched line runs; return whether none does."""
         all_frames = [book.frames.get(thread.number) for book in self.books]
         if any(frames and frames.is_active for frames in all_frames):

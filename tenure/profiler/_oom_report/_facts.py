@@ -50,7 +50,7 @@ from .._owners import (
     saved_storages,
     take_census,
 )
-from ._program import Program, is_library
+from ._program import ProgramFiles, is_library
 from ._watch import Watch
 
 # in the text of its errors
@@ -149,7 +149,7 @@ class Facts:
     optimizer: weakref.ref[Optimizer] | None = None
     optimizer_name: str = ""
     containers: dict[str, str] = field(default_factory=dict)
-    program: Program = field(default_factory=Program)
+    program: ProgramFiles = field(default_factory=ProgramFiles)
     carried: list[Carried] = field(default_factory=list)
     past: tuple[str, int] = "", 0
 
@@ -292,7 +292,7 @@ class Facts:
             for name, value in (*found, *_bounded_in(frame)):
                 if kind := _kind_of(value, has_model):
                     self.containers.setdefault(name, kind)
-        self.program = Program(own)
+        self.program = ProgramFiles(own)
 
     def _look_at_graphs(self, own: list[FrameType]) -> None:
         past: dict[str, list[Any]] = {}

@@ -142,7 +142,7 @@ def _idle_bytes(module: nn.Module, device: str, stepped: set[int]) -> int:
 
 
 @dataclass(slots=True)
-class _Pile:
+class _StoragePile:
     """The storages that are kept at one place.
 
     Attributes:
@@ -182,8 +182,8 @@ class _Pile:
 
 def kept_tensors(facts: Facts) -> Iterator[Candidate]:
     """Piles of tensors and graphs, and variables that hold graphs without use."""
-    piles: dict[str, _Pile] = {}
-    joined: dict[str, _Pile] = {}
+    piles: dict[str, _StoragePile] = {}
+    joined: dict[str, _StoragePile] = {}
     # the largest of a pile is the first of its names
     for entry in sorted(facts.entries, key=lambda entry: -entry.owner.n_bytes):
         row, name = entry.owner, _name_of(entry.owner, facts)
@@ -193,7 +193,7 @@ def kept_tensors(facts: Facts) -> Iterator[Candidate]:
         if OF_FORWARD not in name and (is_joined or is_saved or is_kept):
             place = _spelled(place_of(row.name), facts) if is_joined else _place(name, facts)
             place = _CYCLE if _ORPHAN.match(row.graph or "") else place
-            pile = (joined if is_joined else piles).setdefault(place, _Pile(place))
+            pile = (joined if is_joined else piles).setdefault(place, _StoragePile(place))
             (pile.saved if is_saved else pile.own).append(entry)
             pile.names.append(name)
     found = {place: each for place, pile in piles.items() if (each := _of_pile(pile, facts))}
@@ -249,7 +249,7 @@ def _spelled(place: str, facts: Facts) -> str:
     return short(_CHAIN.sub(r"\1.…", members))
 
 
-def _of_pile(pile: _Pile, facts: Facts) -> Candidate | None:
+def _of_pile(pile: _StoragePile, facts: Facts) -> Candidate | None:
     """Why a pile is of no use, in the order of certainty; None for what is wanted."""
     place, n_bytes, largest = pile.place, pile.n_bytes, pile.names[0]
     size = format_bytes(n_bytes)
@@ -285,7 +285,7 @@ def _of_pile(pile: _Pile, facts: Facts) -> Candidate | None:
     return found._replace(cause="results") if remedy in _OF_RESULTS else found
 
 
-def _remedy(pile: _Pile, facts: Facts) -> str:
+def _remedy(pile: _StoragePile, facts: Facts) -> str:
     if pile.place.endswith(".grad"):
         return "Set .grad to None."
     is_of_results = _gathers(pile, facts)
@@ -305,7 +305,7 @@ def _remedy(pile: _Pile, facts: Facts) -> str:
     return f"Bound it, or {less}."
 
 
-def _gathers(pile: _Pile, facts: Facts) -> bool:
+def _gathers(pile: _StoragePile, facts: Facts) -> bool:
     """Return whether a variable gathers results of a model that is not trained.
 
     That shows in lists alone: the rest is out of sight. A mapping of a few lists is a list by
@@ -346,7 +346,7 @@ def _joins(entry: StorageEntry, facts: Facts) -> tuple[int, str]:
     return (0, "") if storage is None else facts.watch.joined.get(storage, (0, ""))
 
 
-def _joined(piles: dict[str, _Pile], facts: Facts) -> Candidate | None:
+def _joined(piles: dict[str, _StoragePile], facts: Facts) -> Candidate | None:
     """Return all that grows by `torch.cat` as one candidate, with the name of its largest place.
 
     The keys and values of a model's layers are many places, and each of them may be small.

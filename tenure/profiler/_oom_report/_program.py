@@ -31,7 +31,7 @@ _DEFINED = (ast.FunctionDef, ast.AsyncFunctionDef)
 _INDEXED = re.compile(r"(\w+)\[…\]")
 
 
-class Program:
+class ProgramFiles:
     """The files of a program.
 
     Args:

@@ -33,7 +33,7 @@ from tenure._text import dtype_name, listed
 from tenure._torch.quiet import quietly
 from tenure._torch.storages import key_of
 
-from ._naming import PARAMETERS, Held, names_of
+from ._naming import PARAMETERS, TensorName, names_of
 from ._parts import device_of, dtype_of, identity_of, is_plain, parts_of, shape_or_empty
 from ._rows import CATEGORIES, GRADIENTS, OTHERS, SAVED, StorageEntry, TensorRow
 from ._saved import SavedStorage, saved_storages
@@ -77,7 +77,7 @@ def take_census(
         return census.entries()
 
 
-class _Member(NamedTuple):
+class _StorageTensor(NamedTuple):
     """One tensor over a storage.
 
     Attributes:
@@ -93,7 +93,7 @@ class _Member(NamedTuple):
     identity: weakref.ref[UntypedStorage] | None
     row: TensorRow
     tensor_bytes: int
-    held: Held
+    held: TensorName
     has_graph: bool = False
 
     @property
@@ -114,11 +114,11 @@ class _Census:
         homes: the storages that lie in another, by the key of each that of the other.
     """
 
-    def __init__(self, names: dict[int, Held], image: Image, homes: dict[int, int]) -> None:
+    def __init__(self, names: dict[int, TensorName], image: Image, homes: dict[int, int]) -> None:
         self._held = names
         self._image = image
         self._homes = homes
-        self._members: defaultdict[int, list[_Member]] = defaultdict(list)
+        self._members: defaultdict[int, list[_StorageTensor]] = defaultdict(list)
         # gradients by identity, each with the number of the tensor by which it is named
         gradients = ((i, gradient_of(t)) for i, t in enumerate(image.tensors))
         self._gradients = {id(gradient): i for i, gradient in gradients if gradient is not None}
@@ -184,8 +184,8 @@ class _Census:
                 row = TensorRow(
                     name, SAVED, record.shape, dtype, device, n_bytes, None, site, graph
                 )
-                held = Held(name, kind="autograd")
-                members.append(_Member(key, identity, row, n_bytes, held))
+                held = TensorName(name, kind="autograd")
+                members.append(_StorageTensor(key, identity, row, n_bytes, held))
 
     def enter_rest(self) -> None:
         """Enter memory that only C++ refers to, and bare storages."""
@@ -200,7 +200,7 @@ class _Census:
                 device = str(storage.device)
                 row = TensorRow(held.name, OTHERS, (n_bytes,), "uint8", device, n_bytes)
                 identity = weakref.ref(storage)
-                members.append(_Member(key_of(storage), identity, row, n_bytes, held))
+                members.append(_StorageTensor(key_of(storage), identity, row, n_bytes, held))
 
     def entries(self) -> list[StorageEntry]:
         """Return the storages in the order of their owners' categories."""
@@ -212,7 +212,7 @@ class _Census:
         found.sort(key=lambda entry: entry[1][0].rank)
         return [_entry(key, members) for key, members in found]
 
-    def _over(self, key: int) -> list[_Member]:
+    def _over(self, key: int) -> list[_StorageTensor]:
         """Return the tensors over a storage, or over the one that its bytes lie in."""
         # A unit of a pager lies in its buffer: its bytes are the buffer's, and counted once there.
         return self._members[self._homes.get(key, key)]
@@ -224,14 +224,14 @@ class _Census:
             tensor = part.tensor
             row = _row(held.name + part.label, category, tensor, site, part.n_bytes)
             shown = element_bytes(tensor)
-            member = _Member(part.key, identity_of(tensor), row, shown, held, has_graph)
+            member = _StorageTensor(part.key, identity_of(tensor), row, shown, held, has_graph)
             self._over(part.key).append(member)
 
     def _stands_alone(self, t: Tensor) -> bool:
         """Return whether a tensor has a name of its own."""
         return id(t) not in self._gradients and id(t) not in self._inner
 
-    def _called(self, t: Tensor) -> Held:
+    def _called(self, t: Tensor) -> TensorName:
         """Return the name of an object, the same for each call."""
         # A gradient in a variable of its own is one still.
         number = self._gradients.get(id(t))
@@ -240,17 +240,17 @@ class _Census:
             return held._replace(name=f"{held.name}.grad")
         return self._itself(t)
 
-    def _itself(self, t: Tensor) -> Held:
+    def _itself(self, t: Tensor) -> TensorName:
         if id(t) not in self._held:
             self._held[id(t)] = self._numbered(type_name(type(t)))
         return self._held[id(t)]
 
-    def _numbered(self, kind: str) -> Held:
+    def _numbered(self, kind: str) -> TensorName:
         """Return a name for one that nothing else tells from the others."""
-        return Held(f"{kind}{next(self._numbers)}", kind="unknown")
+        return TensorName(f"{kind}{next(self._numbers)}", kind="unknown")
 
 
-def _entry(key: int, members: list[_Member]) -> StorageEntry:
+def _entry(key: int, members: list[_StorageTensor]) -> StorageEntry:
     owner = members[0].row
     # of the storage itself, and not of one whose bytes lie in it
     own = (member.identity for member in members if member.key == key)
@@ -278,13 +278,13 @@ def _homes(kept: Iterable[NamedTensor]) -> dict[int, int]:
     return homes
 
 
-def _best(found: Sequence[Holder]) -> Held | None:
+def _best(found: Sequence[Holder]) -> TensorName | None:
     named = [holder for holder in found if holder.named]
     direct = [holder for holder in named if holder.kind not in _BORROWING]
     # a method of torch's own has it as `self`, which says less than any other variable
     told = [holder for holder in direct if not _says_little(holder.chain)]
     best = next(iter(told or direct or named), None)
-    return None if best is None else Held(best.chain, kind=best.kind)
+    return None if best is None else TensorName(best.chain, kind=best.kind)
 
 
 def _says_little(chain: str) -> bool:

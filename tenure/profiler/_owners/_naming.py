@@ -29,7 +29,7 @@ _SEQUENCES = (list, tuple, deque)
 _MAX_DEPTH = 4
 
 
-class Held(NamedTuple):
+class TensorName(NamedTuple):
     """The name of a tensor.
 
     Attributes:
@@ -50,7 +50,7 @@ def names_of(
     found: Sequence[nn.Module],
     optimizers: Iterable[Optimizer],
     kept: Iterable[tuple[nn.Module | None, NamedTensor]],
-) -> dict[int, Held]:
+) -> dict[int, TensorName]:
     """Name the tensors of modules and optimizers, by identity; several names are joined by ``+``.
 
     Args:
@@ -60,7 +60,7 @@ def names_of(
         kept: tensors that stand in no module, each with the model that it is kept for, after which
             it is called; None for one that is gone.
     """
-    names: dict[int, Held] = {}
+    names: dict[int, TensorName] = {}
     # Parts of a given model have names already, and would only get longer ones here.
     known = {id(module) for model in models for _, module in _modules(model)}
     others = [module for module in outermost(found) if id(module) not in known]
@@ -82,14 +82,14 @@ def names_of(
     return names
 
 
-def _add(names: dict[int, Held], t: Tensor, name: str, category: str) -> None:
-    held = names.setdefault(id(t), Held(name, category, len(names)))
+def _add(names: dict[int, TensorName], t: Tensor, name: str, category: str) -> None:
+    held = names.setdefault(id(t), TensorName(name, category, len(names)))
     if name not in held.name.split("+"):
         names[id(t)] = held._replace(name=f"{held.name}+{name}")
 
 
 def _state_of(
-    optimizer: Optimizer, label: str, names: dict[int, Held]
+    optimizer: Optimizer, label: str, names: dict[int, TensorName]
 ) -> Iterator[tuple[str, Tensor]]:
     attributes = instance_attributes(optimizer)
     # by identity: subclasses of tensors may define __eq__

@@ -21,7 +21,7 @@ from tenure._torch.storages import key_of
 _PER_CHANNEL = (torch.per_channel_affine, torch.per_channel_affine_float_qparams)
 
 
-class Part(NamedTuple):
+class TensorPart(NamedTuple):
     """One storage that a tensor needs.
 
     Attributes:
@@ -37,13 +37,13 @@ class Part(NamedTuple):
     n_bytes: int
 
 
-def parts_of(t: Tensor) -> list[Part]:
+def parts_of(t: Tensor) -> list[TensorPart]:
     """Return the parts of a tensor that take memory; none of meta, fake or hollow tensors."""
     # Nearly all tensors are, and for them there is nothing to search.
     if is_plain(t):
         part = _safely(_part, t)
         return [] if part is None else [part]
-    found: list[Part] = []
+    found: list[TensorPart] = []
     seen: set[int] = set()
     waiting = [("", t)]
     while waiting:
@@ -108,7 +108,7 @@ def _inside(t: Tensor) -> list[tuple[str, Tensor]]:
     return [(f".{name}", inner) for name, inner in named_inner_tensors(t)]
 
 
-def _part(t: Tensor) -> Part | None:
+def _part(t: Tensor) -> TensorPart | None:
     storage = storage_of(t)
     # also of sparse tensors, which are no more than the parts inside
     if storage is None:
@@ -118,11 +118,11 @@ def _part(t: Tensor) -> Part | None:
     # bytes.
     if not n_bytes or (not is_plain(t) and is_hollow(storage)) or device_of(t).type == "meta":
         return None
-    return Part("", t, key_of(storage), n_bytes)
+    return TensorPart("", t, key_of(storage), n_bytes)
 
 
-def _opaque(t: Tensor) -> Part | None:
+def _opaque(t: Tensor) -> TensorPart | None:
     """Return the part of an opaque tensor: its elements are counted, and it shares nothing."""
     if is_kind(type(t), Tensor) and str(t.layout) == "torch._mkldnn":
-        return Part("", t, id(t), t.numel() * t.element_size())
+        return TensorPart("", t, id(t), t.numel() * t.element_size())
     return None

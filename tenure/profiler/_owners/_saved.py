@@ -26,7 +26,7 @@ from tenure._storages import storage_key
 from tenure._text import counted, describe, describe_elements, format_bytes, listed
 from tenure._torch.quiet import quietly
 
-from ._parts import Part, device_of, dtype_of, identity_of, parts_of, shape_or_empty
+from ._parts import TensorPart, device_of, dtype_of, identity_of, parts_of, shape_or_empty
 
 _MAX_PLACES = 2
 _STORAGE = "storage"
@@ -173,7 +173,7 @@ def saved_storages(
         image: the image of this moment, if there is one.
     """
     # One storage is often saved several times: by two nodes, or as a tensor and a view of it.
-    by_storage: dict[int, list[tuple[Referent, Part]]] = {}
+    by_storage: dict[int, list[tuple[Referent, TensorPart]]] = {}
     for entry in graphs.tensors:
         for part in parts_of(entry.found):
             by_storage.setdefault(part.key, []).append((entry, part))
@@ -186,7 +186,7 @@ def saved_storages(
     return found
 
 
-def _record(entries: list[tuple[Referent, Part]], is_leaf: bool) -> SavedRecord:
+def _record(entries: list[tuple[Referent, TensorPart]], is_leaf: bool) -> SavedRecord:
     part = entries[0][1]
     places = dict.fromkeys(place + part.label for entry, part in entries for place in entry.places)
     sites = (created_at(t) for entry, part in entries for t in (entry.found, part.tensor))
@@ -203,7 +203,7 @@ def _record(entries: list[tuple[Referent, Part]], is_leaf: bool) -> SavedRecord:
 
 
 def _leaf_storages(
-    by_storage: dict[int, list[tuple[Referent, Part]]], image: Image | None
+    by_storage: dict[int, list[tuple[Referent, TensorPart]]], image: Image | None
 ) -> set[int]:
     leaves, unsure, met = set[int](), set[int](), set[int]()
     for key, entries in by_storage.items():
@@ -222,7 +222,7 @@ def _leaf_storages(
     return leaves
 
 
-def _has_others(entries: list[tuple[Referent, Part]]) -> bool:
+def _has_others(entries: list[tuple[Referent, TensorPart]]) -> bool:
     """Tell whether a leaf that the graph has not saved may show the storage.
 
     Such as x of x.t() or x.detach(); see

@@ -45,7 +45,7 @@ _Span = tuple[int, int, Life]
 """The index of the first moment that a storage counts in, of the first after it, and its life."""
 
 
-class Entry(weakref.ref[UntypedStorage]):
+class TimedStorage(weakref.ref[UntypedStorage]):
     """A storage of which notes are taken.
 
     Attributes:
@@ -64,7 +64,7 @@ class Entry(weakref.ref[UntypedStorage]):
     )  # fmt: skip
 
     key: int
-    account: Account
+    account: TimelineAccount
     n_bytes: int
     place: int
     scope: str
@@ -73,7 +73,7 @@ class Entry(weakref.ref[UntypedStorage]):
     went_in_backward: bool
 
 
-class Account:
+class TimelineAccount:
     """One device, from now on.
 
     Args:
@@ -125,7 +125,7 @@ class Account:
         self._highest_bytes = max(self._highest_bytes, high_bytes)
         return high_bytes
 
-    def tell(self, entry: Entry, end: int) -> None:
+    def tell(self, entry: TimedStorage, end: int) -> None:
         """Put the life of a storage down; with no end it is alive when the recording ends."""
         # All moments before its end are there: most are gone before one of them is kept.
         moments, category = self.series.moments, entry.category
@@ -165,7 +165,7 @@ def _counters_or_none(device: torch.device) -> Allocated | None:
 # --- who had the bytes at each kept moment
 
 
-def compose(account: Account, places: Places) -> DeviceTimeline:
+def compose(account: TimelineAccount, places: Places) -> DeviceTimeline:
     """Return a device's timeline."""
     series = account.series
     levels = [moment.n_bytes for moment in series.moments]

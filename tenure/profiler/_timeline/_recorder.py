@@ -34,7 +34,7 @@ from tenure._torch.storages import key_of
 from tenure.scopes import current_scope
 
 from .._owners import OTHERS
-from ._account import IN_BACKWARD, INPUTS, Account, Entry
+from ._account import IN_BACKWARD, INPUTS, TimedStorage, TimelineAccount
 from ._places import BEFORE, Places
 from ._series import FOREVER, Series
 from ._timeline_report import OUTSIDE, ScopeSpan
@@ -54,10 +54,10 @@ _MOST_SPANS = 4096
 _NS = 1e9
 # The number of the step, its time, and what had died by then. A plain tuple, and no class of one,
 # which takes six times as long to make.
-_Step = tuple[int, int, list[Entry]]
+_Step = tuple[int, int, list[TimedStorage]]
 
 
-class Recorder:
+class TimelineRecorder:
     """Notes what the operations of one thread make, and when it dies.
 
     Args:
@@ -82,7 +82,7 @@ class Recorder:
         self.places = Places()
         self.spans: list[ScopeSpan] = []
         self.n_dropped = 0
-        self.host = Account(torch.device("cpu"))
+        self.host = TimelineAccount(torch.device("cpu"))
         self.accounts = {self.host.device: self.host}
         self.rss = Series(1024)
         self.stream = this_stream()
@@ -92,8 +92,8 @@ class Recorder:
         self._thread = get_ident()
         # by the identity of the scope: its name, the depth, and when it began
         self._open_scopes: dict[int, tuple[str, int, float]] = {}
-        self._entries: dict[int, Entry] = {}
-        self._dead: list[Entry] = []
+        self._entries: dict[int, TimedStorage] = {}
+        self._dead: list[TimedStorage] = []
         # that of the step which has not ended
         self._number = 0
         self._live = allocator.live_counter()
@@ -254,8 +254,8 @@ class Recorder:
             return
         account = self.accounts.get(device)
         if account is None:
-            account = self.accounts[device] = Account(device)
-        entry = Entry(storage, self._died)
+            account = self.accounts[device] = TimelineAccount(device)
+        entry = TimedStorage(storage, self._died)
         entry.key, entry.account, entry.place = key_of(storage), account, place
         entry.scope = self._open_scopes.get(id(current_scope()), (OUTSIDE,))[0]
         entry.category, entry.begin = category, self._number
@@ -270,7 +270,7 @@ class Recorder:
         if entry is reference:
             self._end_life(entry)
 
-    def _end_life(self, entry: Entry) -> None:
+    def _end_life(self, entry: TimedStorage) -> None:
         """End the life that a storage had, with this size; the rest is done as the step is read."""
         del self._entries[entry.key]
         entry.account.known_bytes -= entry.n_bytes
@@ -325,7 +325,7 @@ class OperationMode(EagerMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: TimelineRecorder) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch left it unannotated
         self._recorder = recorder
         prepare()

@@ -28,7 +28,7 @@ from tenure._torch.modes import remove_dispatch
 
 from .._owners import OTHERS, take_census
 from ._account import compose
-from ._recorder import OperationMode, Recorder
+from ._recorder import OperationMode, TimelineRecorder
 from ._timeline_report import HostTimeline, OomMark, TimelineReport
 
 _Status = Literal["not yet open", "open", "closed", "left to the parent process"]
@@ -109,7 +109,7 @@ class Timeline:
         self._ooms: list[OomMark] = []
         self._limited_text: str | None = None
         self._watching = ExitStack()
-        self._recorder = Recorder(self._failed)
+        self._recorder = TimelineRecorder(self._failed)
         self._mode = OperationMode(self._recorder)
         try:
             self._recorder.open()

@@ -11,7 +11,7 @@ Source: `c10/cuda/CUDACachingAllocator.cpp` of PyTorch 2.13, with its default se
 from collections.abc import Callable
 from typing import Any
 
-from tenure._cuda_blocks import Block, SegmentTable, rounded, segment_bytes
+from tenure._cuda_blocks import CudaBlock, SegmentTable, rounded, segment_bytes
 from tenure._text import format_bytes_as_torch as format_size
 
 from .._torch_backend import DEVICE_TYPE
@@ -71,7 +71,7 @@ class CachingPool(MemoryPool):
         with self._entered():
             return [_told(blocks, self.index) for blocks in self._table.segments()]
 
-    def _take(self, requested_bytes: int, stream_id: int) -> Block:
+    def _take(self, requested_bytes: int, stream_id: int) -> CudaBlock:
         """Take the best free block, or a part of it, or of a new segment."""
         n_bytes = rounded(requested_bytes)
         block = self._table.take(n_bytes, stream_id)
@@ -100,7 +100,7 @@ class CachingPool(MemoryPool):
             self._count(block, segment=-1, reserved_bytes=-block.n_bytes)
         return True
 
-    def _release(self, taken: Block) -> None:
+    def _release(self, taken: CudaBlock) -> None:
         super()._release(taken)
         taken.is_active = False
         whole, merged = self._table.give_back(taken)
@@ -109,7 +109,7 @@ class CachingPool(MemoryPool):
             blocks, n_bytes = blocks + 1, n_bytes + whole.n_bytes
         self._count(whole, inactive_split=blocks, inactive_split_bytes=n_bytes)
 
-    def _groups_of(self, taken: Block) -> tuple[str, ...]:
+    def _groups_of(self, taken: CudaBlock) -> tuple[str, ...]:
         return "all", "small_pool" if taken.segment.is_small else "large_pool"
 
     def _failure_text(self, requested_bytes: int) -> str:
@@ -131,7 +131,7 @@ class CachingPool(MemoryPool):
         )
 
 
-def _told(blocks: list[Block], index: int) -> dict[str, Any]:
+def _told(blocks: list[CudaBlock], index: int) -> dict[str, Any]:
     segment = blocks[0].segment
     active = [block for block in blocks if block.is_active]
     return {
@@ -159,7 +159,7 @@ def _told(blocks: list[Block], index: int) -> dict[str, Any]:
     }
 
 
-def _state(block: Block) -> str:
+def _state(block: CudaBlock) -> str:
     if block.is_allocated:
         return "active_allocated"
     return "active_pending_free" if block.is_active else "inactive"

@@ -30,7 +30,7 @@ from ._streams import current_stream
 
 
 @dataclass(slots=True)
-class Block:
+class DeviceBlock:
     """One storage of the device and the host memory that holds its bytes."""
 
     buffer: torch.UntypedStorage
@@ -50,13 +50,13 @@ class Window:
     Its accesses count as those of the block, `low` bytes further on.
     """
 
-    block: Block
+    block: DeviceBlock
     buffer: torch.UntypedStorage
     low: int
     n_bytes: int
 
 
-_blocks: dict[int, Block] = {}
+_blocks: dict[int, DeviceBlock] = {}
 _windows: dict[int, Window] = {}
 
 
@@ -87,7 +87,7 @@ def address_of(storage: torch.UntypedStorage) -> int | None:
     return getattr(block.taken, "address", None) if block is not None else None
 
 
-def live_blocks() -> list[Block]:
+def live_blocks() -> list[DeviceBlock]:
     """Return the blocks whose bytes are allocated on the machine as it was last started."""
     blocks, pools = list(_blocks.values()), [device.pool for device in machine.devices]
     return [b for b in blocks if b.n_bytes and not b.is_empty and b.pool in pools]
@@ -148,7 +148,7 @@ def adopt(buffer: torch.UntypedStorage, taken: Any, index: int) -> torch.Untyped
     stream = current_stream(index)
     key = key_of(storage)
     pool, history = machine.devices[index].pool, History(stream.number)
-    _blocks[key] = Block(buffer, n_bytes, pool, taken, stream, history, machine.detector)
+    _blocks[key] = DeviceBlock(buffer, n_bytes, pool, taken, stream, history, machine.detector)
     weakref.finalize(storage, _release, key).atexit = False
     return storage
 
@@ -243,7 +243,7 @@ def _release(key: int) -> None:
         _free(block)
 
 
-def _free(block: Block) -> None:
+def _free(block: DeviceBlock) -> None:
     taken, block.taken = block.taken, None
     if block.detector is not machine.detector:
         # From before the machine was started afresh: no stream of now can still use it.
@@ -256,7 +256,7 @@ def _free(block: Block) -> None:
     block.pool.free(taken, busy_until_s, machine.clock.host_s)
 
 
-def _check_release(block: Block) -> None:
+def _check_release(block: DeviceBlock) -> None:
     seen = dict(block.home_stream.seen)
     merge_clocks(seen, machine.host_seen)
     # The allocator gives the block to nobody before an event that it records now on each stream

@@ -185,7 +185,7 @@ pinned_memory = PinnedMemory()
 
 
 @dataclass(frozen=True, slots=True)
-class _Copy:
+class _LinkCopy:
     """One copy between a device and pinned memory.
 
     Attributes:
@@ -210,15 +210,15 @@ class HostCopies:
 
     def __init__(self, detector: RaceDetector) -> None:
         self._detector = detector
-        self._outgoing: list[_Copy] = []
-        self._incoming: list[_Copy] = []
+        self._outgoing: list[_LinkCopy] = []
+        self._incoming: list[_LinkCopy] = []
         # A backward pass copies on a thread of its own, while the caller's waits for copies.
         self._lock = threading.RLock()
 
     def send(self, source: torch.Tensor, stream_id: int, seen: VectorClock) -> None:
         """Remember that the newest launch of a stream reads `source`, which is pinned."""
         if self._detector.enabled:
-            copy = _Copy(stream_id, seen[stream_id], source.detach(), _checksum(source))
+            copy = _LinkCopy(stream_id, seen[stream_id], source.detach(), _checksum(source))
             with self._lock:
                 self._outgoing.append(copy)
 
@@ -234,7 +234,7 @@ class HostCopies:
         self._finish_outgoing(seen, destination)
         staged = torch.empty_like(destination).copy_(value)
         with self._lock:
-            copy = _Copy(stream_id, seen[stream_id], destination.detach(), staged)
+            copy = _LinkCopy(stream_id, seen[stream_id], destination.detach(), staged)
             self._incoming.append(copy)
             bytes_of(destination).fill_(POISON)
 
@@ -268,7 +268,7 @@ class HostCopies:
         """Check the copies out of the host that come before `seen`, of overwritten bytes or all."""
         with self._lock:
             waiting, self._outgoing = self._outgoing, []
-            done: list[_Copy] = []
+            done: list[_LinkCopy] = []
             for copy in waiting:
                 (done if copy.comes_before(seen, overwritten) else self._outgoing).append(copy)
             # With the lock: a thread that has waited for the copy may then write these bytes.

@@ -15,7 +15,7 @@ from .._torch_backend import DEVICE_TYPE
 from ._machine import machine
 
 
-class _ThisThread(threading.local):
+class _ChoicesOfThread(threading.local):
     """What a thread has chosen: a device, and by device a stream; and what it had chosen around."""
 
     def __init__(self) -> None:
@@ -24,7 +24,7 @@ class _ThisThread(threading.local):
         self.outer: list[tuple[int, Any]] = []
 
 
-this_thread = _ThisThread()
+this_thread = _ChoicesOfThread()
 
 
 def current_index() -> int:

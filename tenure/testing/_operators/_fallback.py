@@ -68,7 +68,7 @@ def run_as(operator: Any, host_function: Any, args: tuple[Any, ...], kwargs: dic
         RuntimeError: the arguments lie on different devices.
         torch.OutOfMemoryError: a result does not fit.
     """
-    call = _Call(operator)
+    call = _HostCall(operator)
     host_args, host_kwargs = call.to_host(args, kwargs)
     if host_function is operator and call.passes_numbers_as_tensors:
         # Only the packet chooses the overload that takes them.
@@ -102,7 +102,7 @@ def run_as(operator: Any, host_function: Any, args: tuple[Any, ...], kwargs: dic
     return result
 
 
-class _Call:
+class _HostCall:
     """One call: its arguments on both sides, its device, and the bytes that it reads and writes."""
 
     def __init__(self, operator: Any) -> None:

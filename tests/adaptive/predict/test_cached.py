@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tenure.adaptive._predict._blocks import Block, Event, Record
+from tenure.adaptive._predict._blocks import BlockEvent, LiveBlock, MemoryRecord
 from tenure.adaptive._predict._cached import replay
 from tenure.testing._allocator import CachingPool
 
@@ -21,16 +21,16 @@ CHANGES = st.lists(st.tuples(SIZES, st.booleans(), st.integers(0, 1000)), max_si
 
 
 def record_of(existing, changes):
-    record = Record(existing={Block(n_bytes): n_bytes for n_bytes in existing})
+    record = MemoryRecord(existing={LiveBlock(n_bytes): n_bytes for n_bytes in existing})
     blocks = list(record.existing)
     for n_bytes, is_new, which in changes:
         if is_new or not blocks:
-            blocks.append(Block(n_bytes))
-            record.events.append(Event(blocks[-1], n_bytes, 0))
+            blocks.append(LiveBlock(n_bytes))
+            record.events.append(BlockEvent(blocks[-1], n_bytes, 0))
         elif which % 4:
-            record.events.append(Event(blocks.pop(which % len(blocks)), 0, 0))
+            record.events.append(BlockEvent(blocks.pop(which % len(blocks)), 0, 0))
         else:
-            record.events.append(Event(blocks[which % len(blocks)], n_bytes, 0))
+            record.events.append(BlockEvent(blocks[which % len(blocks)], n_bytes, 0))
     return record
 
 
@@ -62,8 +62,12 @@ def test_a_replay_is_the_allocator_to_the_byte(existing, changes, budget):
 
 def test_what_is_cached_is_given_back_before_it_is_too_much():
     record = record_of([], [])
-    first, second = Block(12 * MIB), Block(14 * MIB)
-    record.events += [Event(first, 12 * MIB, 0), Event(first, 0, 0), Event(second, 14 * MIB, 0)]
+    first, second = LiveBlock(12 * MIB), LiveBlock(14 * MIB)
+    record.events += [
+        BlockEvent(first, 12 * MIB, 0),
+        BlockEvent(first, 0, 0),
+        BlockEvent(second, 14 * MIB, 0),
+    ]
     assert replay(record) == (14 * MIB, 26 * MIB, True)
     assert replay(record, 14 * MIB) == (14 * MIB, 14 * MIB, True)
     assert replay(record, 14 * MIB - 1) == (14 * MIB, 14 * MIB, False)
@@ -71,8 +75,8 @@ def test_what_is_cached_is_given_back_before_it_is_too_much():
 
 @pytest.mark.parametrize("n_bytes", [1, 512, MIB, MIB + 1, 10 * MIB])
 def test_storage_that_grows_takes_both_until_it_is_copied(n_bytes):
-    block = Block(2 * n_bytes)
-    record = Record(existing={block: n_bytes}, events=[Event(block, 2 * n_bytes, 0)])
+    block = LiveBlock(2 * n_bytes)
+    record = MemoryRecord(existing={block: n_bytes}, events=[BlockEvent(block, 2 * n_bytes, 0)])
     assert replay(record)[:2] == true_figures(record, None)
     assert record.baseline_bytes == n_bytes
     assert record.peak().n_bytes == 2 * n_bytes

@@ -173,7 +173,7 @@ def test_a_session_that_the_program_ends_itself_costs_the_lines_since_it_was_rea
 def test_where_the_allocators_table_is_out_of_reach_peaks_are_lower_bounds(monkeypatch):
     from tenure._torch import cpu_allocator
 
-    nothing = cpu_allocator._Table()
+    nothing = cpu_allocator._NullTable()
     monkeypatch.setattr(cpu_allocator, "_table", lambda: nothing)
 
     def work():

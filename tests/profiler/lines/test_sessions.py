@@ -54,7 +54,7 @@ def test_a_profiler_whose_last_figures_can_not_be_read_is_off_all_the_same(monke
     profiler.enable()
     work()
     with monkeypatch.context() as patched:
-        patched.setattr(_engine.Thread, "mark", fail)
+        patched.setattr(_engine.WatchedThread, "mark", fail)
         with pytest.raises(MemoryError, match="no memory"):
             profiler.disable()
     assert not profiler.enabled

@@ -24,7 +24,7 @@ from tenure._torch.swap import swap
 from .._target import Target
 
 
-class _Lent(NamedTuple):
+class _LentHandle(NamedTuple):
     """A handle that shows a fake.
 
     Attributes:
@@ -77,9 +77,9 @@ def lent_to_fakes(
         yield pairs
 
 
-def _lend(handle: Any, mode: Any, device: torch.device) -> _Lent:
+def _lend(handle: Any, mode: Any, device: torch.device) -> _LentHandle:
     twin = fake_of(handle, mode, device)
-    lent = _Lent(handle, twin, type(handle), handle.__dict__)
+    lent = _LentHandle(handle, twin, type(handle), handle.__dict__)
     seen = {**lent.attributes, **twin.__dict__}
     _swap(handle, twin, lent.cls)
     handle.__dict__ = seen
@@ -126,7 +126,7 @@ def _swap(handle: Any, twin: Any, cls: type[Tensor]) -> None:
         ) from error
 
 
-def _take_back(lent: _Lent) -> None:
+def _take_back(lent: _LentHandle) -> None:
     with without_functions():
         set_class(lent.twin, FakeTensor)
         swap(lent.handle, lent.twin)

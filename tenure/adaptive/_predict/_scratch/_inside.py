@@ -15,7 +15,7 @@ from tenure._torch.storages import key_of
 from .._exchanges import is_exchange
 from ._layouts import layout_of, mapped
 from ._measured import measured
-from ._run import Run, peak_of
+from ._run import KernelRun, peak_of
 
 _aten = torch.ops.aten
 
@@ -56,7 +56,7 @@ _BY_STRIDES = frozenset({_aten.empty_strided.default, _aten.new_empty_strided.de
 
 _MOST_KNOWN = 4096
 """Signatures that are kept, because sizes that differ in each call would pile up."""
-_known: dict[Any, Run | str] = {}
+_known: dict[Any, KernelRun | str] = {}
 
 
 def inside(func: Any, args: Any, kwargs: Any, result: Any) -> Inside:
@@ -100,7 +100,7 @@ def _is_view(func: Any) -> bool:
     return any(each.alias_info is not None for each in schema.returns)
 
 
-def _measured_once(func: Any, args: Any, kwargs: Any, result: Any) -> Run | str:
+def _measured_once(func: Any, args: Any, kwargs: Any, result: Any) -> KernelRun | str:
     key = (
         func,
         repr(mapped((tuple(args), dict(kwargs)), layout_of)),
@@ -123,7 +123,7 @@ def _measured_once(func: Any, args: Any, kwargs: Any, result: Any) -> Run | str:
     return known
 
 
-def _as_made(run: Run, args: Any, kwargs: Any, result: Any) -> Any:
+def _as_made(run: KernelRun, args: Any, kwargs: Any, result: Any) -> Any:
     """Return the results with the strides and the storages of the real ones."""
     made = zip(run.made, run.made_bytes, strict=True)
     before = {key_of(each.untyped_storage()) for each in passed_tensors((args, kwargs))}

@@ -23,7 +23,7 @@ import torch
 from tenure._torch.quiet import aside
 
 from ._layouts import Layout, Tree, layout_of, layouts, mapped, total_bytes
-from ._run import Run, peak_of, run
+from ._run import KernelRun, peak_of, run
 
 _aten = torch.ops.aten
 _FORWARD, _BACKWARD = _aten.convolution.default, _aten.convolution_backward.default
@@ -93,7 +93,7 @@ class _Problem(NamedTuple):
     excess: Callable[[Sequence[int]], float]
 
 
-def measured(func: Any, args: Any, kwargs: Any, result: Any) -> Run:
+def measured(func: Any, args: Any, kwargs: Any, result: Any) -> KernelRun:
     """Return what the kernel would allocate for this call.
 
     Raises:
@@ -134,7 +134,7 @@ def _shared_bytes(call: Tree, threads: int) -> int:
     return int(copies) + threads * _THREAD_BYTES
 
 
-def _extended(func: Any, problem: _Problem, threads: int) -> Run:
+def _extended(func: Any, problem: _Problem, threads: int) -> KernelRun:
     try:
         axes = _axes(func, problem)
         runs = {}
@@ -147,7 +147,7 @@ def _extended(func: Any, problem: _Problem, threads: int) -> Run:
         return _run(func, problem.resized(problem.sizes), threads)
 
 
-def _run(func: Any, call: Tree, threads: int) -> Run:
+def _run(func: Any, call: Tree, threads: int) -> KernelRun:
     if total_bytes(call) > _MOST_BYTES:
         raise ValueError("it is too large to be run")
     # no index is out of range that is 0; nothing is divided by 0 that is 1
@@ -294,14 +294,14 @@ def _corners(axes: list[_Axis]) -> list[_Corner]:
     return [frozenset(each) for n in range(len(moving) + 1) for each in combinations(moving, n)]
 
 
-def _grown(axes: list[_Axis], runs: dict[_Corner, Run]) -> Run:
+def _grown(axes: list[_Axis], runs: dict[_Corner, KernelRun]) -> KernelRun:
     events = {corner: each.events for corner, each in runs.items()}
     if len({tuple(n_bytes > 0 for n_bytes in each) for each in events.values()}) > 1:
         # a loop over the samples allocates in each turn
         events = {corner: (peak_of(each),) for corner, each in events.items()}
     sizes = {corner: each.made_bytes for corner, each in runs.items()}
     made = runs[frozenset()].made
-    return Run(_all_sizes(axes, events), made, _all_sizes(axes, sizes), is_grown=True)
+    return KernelRun(_all_sizes(axes, events), made, _all_sizes(axes, sizes), is_grown=True)
 
 
 def _all_sizes(axes: list[_Axis], at: dict[_Corner, tuple[int, ...]]) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ from tenure._torch.storages import key_of
 from ._layouts import Layout, layout_of
 
 
-class Run(NamedTuple):
+class KernelRun(NamedTuple):
     """One call of a kernel.
 
     Attributes:
@@ -46,13 +46,13 @@ def peak_of(events: Iterable[int]) -> int:
     return peak
 
 
-def run(func: Any, make: Callable[[], tuple[Any, dict[str, Any]]], threads: int) -> Run:
+def run(func: Any, make: Callable[[], tuple[Any, dict[str, Any]]], threads: int) -> KernelRun:
     """Run an operation on the tensors that ``make`` returns, on so many threads.
 
     Raises:
         Exception: whatever the kernel or ``make`` raised.
     """
-    seen: list[Run | Exception] = []
+    seen: list[KernelRun | Exception] = []
     grad = torch.is_grad_enabled()
 
     def target() -> None:
@@ -91,7 +91,7 @@ def _on_threads(threads: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _run(func: Any, make: Callable[[], tuple[Any, dict[str, Any]]]) -> Run:
+def _run(func: Any, make: Callable[[], tuple[Any, dict[str, Any]]]) -> KernelRun:
     draws = torch.Tag.nondeterministic_seeded in func.tags
     state = torch.random.get_rng_state() if draws else None
     try:
@@ -115,4 +115,4 @@ def _run(func: Any, make: Callable[[], tuple[Any, dict[str, Any]]]) -> Run:
         seen.add(key_of(storage))
         made.append(layout_of(tensor) if is_new else None)
         sizes.append(storage.nbytes() if is_new else 0)
-    return Run(tuple(changes.cpu), tuple(made), tuple(sizes))
+    return KernelRun(tuple(changes.cpu), tuple(made), tuple(sizes))

@@ -30,7 +30,7 @@ from ._exchange import Exchange, multiply, shapes_of
 _WITHOUT_SAMPLES = torch.empty(0, device="cpu")
 
 
-class _Replica(NamedTuple):
+class _ReplicaState(NamedTuple):
     """A replica, and what it would do in a plain step.
 
     Attributes:
@@ -72,7 +72,7 @@ class StepRanks:
         self._per_rank = per_rank
         self._takes_all = takes_all
         self._replicas = [
-            _Replica(each, each.require_backward_grad_sync, each.will_sync_module_buffers())
+            _ReplicaState(each, each.require_backward_grad_sync, each.will_sync_module_buffers())
             for each in shared
         ]
         self._adds_up = spec.loss == "sum"

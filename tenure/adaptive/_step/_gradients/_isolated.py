@@ -25,12 +25,12 @@ from tenure.scopes import persist
 _Hooks = dict[int, Callable[[Tensor], Any]]
 
 
-class _Held(NamedTuple):
+class _HeldGradient(NamedTuple):
     leaf: Tensor
     prior: Tensor | None
 
 
-class _Delivery(NamedTuple):
+class _PendingDelivery(NamedTuple):
     """What is left to do when gradients are delivered; doing it twice changes nothing.
 
     Attributes:
@@ -68,11 +68,11 @@ class IsolatedGradients:
         self._with_old: set[int] = set()
         # by identity: two leaves may hold the same numbers; each is kept, so that its id stays its
         # own
-        self._held: dict[int, _Held] = {}
+        self._held: dict[int, _HeldGradient] = {}
         self._hooks = _HeldHooks()
         # None until the point of no return; a second `finish` goes on where the first was
         # interrupted
-        self._delivery: _Delivery | None = None
+        self._delivery: _PendingDelivery | None = None
 
     @property
     def is_delivered(self) -> bool:
@@ -106,7 +106,7 @@ class IsolatedGradients:
             for leaf in leaves:
                 if id(leaf) not in held:
                     prior = leaf.grad
-                    held[id(leaf)] = _Held(leaf, prior)
+                    held[id(leaf)] = _HeldGradient(leaf, prior)
                     new.append(leaf)
                     if prior is not None:
                         leaf.grad = None
@@ -181,13 +181,13 @@ class IsolatedGradients:
                     leaf.grad = prior
         self._held = {}
 
-    def _planned(self) -> _Delivery:
+    def _planned(self) -> _PendingDelivery:
         """What autograd would leave in ``.grad``: the old objects, unless sparse becomes dense.
 
         Source: ``AccumulateGrad::accumulateGrad`` of torch/csrc/autograd/functions/
         accumulate_grad.h.
         """
-        plan = _Delivery([], [], [])
+        plan = _PendingDelivery([], [], [])
         new = {id(leaf): gradient for leaf, gradient in self.new()}
         for leaf, prior in self._held.values():
             # the new one stands in `.grad` already

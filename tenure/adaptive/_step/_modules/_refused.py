@@ -132,20 +132,20 @@ def refuse_sharded(roots: Mapping[str, nn.Module], n_samples: int, size: int) ->
         )
 
 
-class _Guard(NamedTuple):
+class _OptimizerGuard(NamedTuple):
     """What a block is called, and the identities of what may not move in it; None: anything."""
 
     name: str
     parameters: Container[int] | None
 
 
-class _Thread(threading.local):
-    guard: _Guard | None = None
+class _BlocksOfThread(threading.local):
+    guard: _OptimizerGuard | None = None
 
 
-_this_thread = _Thread()
+_this_thread = _BlocksOfThread()
 # Autograd's own threads, one for each device, see nothing of what `_this_thread` holds.
-_guarded: dict[int, _Guard] = {}
+_guarded: dict[int, _OptimizerGuard] = {}
 """The blocks that are open, by thread."""
 
 
@@ -161,7 +161,7 @@ def no_optimizer_steps(name: str, parameters: Container[int] | None = None) -> I
         AdaptiveUsageError: in the block, from ``optimizer.step()``, before it changes anything.
     """
     _listen()
-    guard = _Guard(name, parameters)
+    guard = _OptimizerGuard(name, parameters)
     before, _this_thread.guard = _this_thread.guard, guard
     _guarded[threading.get_ident()] = guard
     try:
@@ -192,14 +192,14 @@ def _refuse_inside(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         )
 
 
-def _moves(optimizer: Optimizer, guard: _Guard) -> bool:
+def _moves(optimizer: Optimizer, guard: _OptimizerGuard) -> bool:
     if guard.parameters is None:
         return True
     moved = (each for group in optimizer.param_groups for each in group["params"])
     return any(id(each) in guard.parameters for each in moved)
 
 
-def _guard_of_backward() -> _Guard | None:
+def _guard_of_backward() -> _OptimizerGuard | None:
     """On a thread of autograd's own, the block that waits for it; of several, the first."""
     # threads of C++ are dummies to Python; a data loader's or a user's are not
     if not _guarded or not isinstance(threading.current_thread(), threading._DummyThread):

@@ -29,7 +29,7 @@ from ..._reachable import named_modules
 _PLAIN = (Tensor, nn.Parameter)
 
 
-class _Noted(NamedTuple):
+class _NotedWrite(NamedTuple):
     name: str
     parameter: Tensor
     data: Tensor
@@ -50,7 +50,7 @@ class WrittenParameters:
 
     def __init__(self, entry: str, function: str, roots: Mapping[str, nn.Module]) -> None:
         self._entry, self._function, self._roots = entry, function, roots
-        self._noted: list[_Noted] = []
+        self._noted: list[_NotedWrite] = []
         self._asks = False
         self.error: AdaptiveUsageError | None = None
 
@@ -63,7 +63,7 @@ class WrittenParameters:
         self._asks = asks
         with without_functions():
             self._noted = [
-                _Noted(name, each, each.detach(), version_of(each))
+                _NotedWrite(name, each, each.detach(), version_of(each))
                 for name, each in self._parameters()
             ]
 
@@ -73,7 +73,7 @@ class WrittenParameters:
 
     def guarded(self) -> AbstractContextManager[Any]:
         """A block for a call of the function."""
-        return _Guard(self) if self._asks and self._noted else nullcontext()
+        return _WriteGuard(self) if self._asks and self._noted else nullcontext()
 
     def check(self) -> None:
         """Make sure that none was written since they were noted.
@@ -136,7 +136,7 @@ def _has_other_data(parameter: Tensor, data: Tensor) -> bool:
     return kinds[0] == kinds[1] and not torch.equal(parameter, data)
 
 
-class _Guard(EagerMode):
+class _WriteGuard(EagerMode):
     """Raises where an operation is about to write a parameter."""
 
     supports_higher_order_operators = True

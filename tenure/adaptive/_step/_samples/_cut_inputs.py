@@ -38,7 +38,7 @@ class CutInputs:
         self._tree = tree
         self._whole = whole
         self._cuts = [
-            _Cut(leaf)
+            _CutTensor(leaf)
             for leaf in tree.leaves
             if isinstance(leaf.value, Tensor) and leaf.value.requires_grad
         ]
@@ -187,7 +187,7 @@ def used_up_graph_error() -> AdaptiveUsageError:
     )
 
 
-class _Cut:
+class _CutTensor:
     """One tensor of the batch: pieces of it that are leaves, and the gradient they add up to."""
 
     def __init__(self, leaf: Leaf) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from .._loss import ONLY, terms_of
 from .._shares import numbers_by_term, plain_number, read_numbers
 from .._split import Chunk, Divisors
-from ._finding import Finding
+from ._finding import CheckFinding
 from ._loss_check import unseen
 from ._subject import Subject, chosen_samples, comparable, first_that_fits
 
@@ -74,14 +74,14 @@ def lowest_counts(divisors: Divisors) -> list[Lowest]:
     return found
 
 
-def checked_count(subject: Subject, lowest: Lowest) -> tuple[float, Finding | None]:
+def checked_count(subject: Subject, lowest: Lowest) -> tuple[float, CheckFinding | None]:
     """Return the lowest count that is known not to be clamped, and a count that is clamped."""
     found = first_that_fits(lambda _: _checked(subject, lowest), (1,))
     known, finding = found or (lowest.count, None)
     return min(known, lowest.count), finding
 
 
-def _checked(subject: Subject, lowest: Lowest) -> tuple[float, Finding | None]:
+def _checked(subject: Subject, lowest: Lowest) -> tuple[float, CheckFinding | None]:
     name, chunk, other = lowest.name, _samples(lowest.chunk), _samples(lowest.other)
 
     def count(indices: Sequence[int]) -> float:
@@ -98,7 +98,7 @@ def _checked(subject: Subject, lowest: Lowest) -> tuple[float, Finding | None]:
         return here, None
     what = "the count" if name in (None, ONLY) else f"the count of {name!r}"
     error = (here + there) / both - 1 if both else math.inf
-    return here, Finding(what, both, here + there, error, (len(chunk), len(other)))
+    return here, CheckFinding(what, both, here + there, error, (len(chunk), len(other)))
 
 
 def _samples(chunk: Chunk) -> list[int]:

@@ -16,7 +16,7 @@ from ._observed import Observed
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class CheckFinding:
     """A number of the whole, and what the micro-batches make of it.
 
     Attributes:
@@ -41,7 +41,7 @@ class Finding:
         )
 
 
-def worst(found: Iterable[SplitDifference], whole: Observed, split: Observed) -> Finding:
+def worst(found: Iterable[SplitDifference], whole: Observed, split: Observed) -> CheckFinding:
     """The first of several differences: the loss, or a term of it, or the gradient farthest off."""
     # users know their loss; a gradient is named only where the loss hides the difference
     first = max(found, key=lambda each: (each.kind in ("loss", "term"), each.relative_error))
@@ -54,7 +54,7 @@ def worst(found: Iterable[SplitDifference], whole: Observed, split: Observed) ->
     else:
         a, b = whole.outcome.terms[first.name], split.outcome.terms[first.name]
     numbers = farthest(a, b)
-    return Finding(name, *numbers, first.relative_error, split.outcome.sizes)
+    return CheckFinding(name, *numbers, first.relative_error, split.outcome.sizes)
 
 
 def farthest(a: Tensor | None, b: Tensor | None) -> tuple[float, float]:

@@ -15,7 +15,7 @@ from tenure._torch.quiet import without_functions
 from .._modules import coupled_modules
 from .._split import StepParts
 from ._compare import GRADIENTS, SplitDifference, is_noise
-from ._finding import Finding, worst
+from ._finding import CheckFinding, worst
 from ._modes import RoughRounding
 from ._observed import LeafNames, Observed, buffers_of, differences, observed_run
 from ._subject import Subject, chosen_samples, comparable, first_that_fits, spread_samples
@@ -38,7 +38,7 @@ class GradientCheck:
 
     def __init__(self, subject: Subject) -> None:
         self._subject = subject
-        self.finding: Finding | None = None
+        self.finding: CheckFinding | None = None
         self.is_coupled = False
         self.has_unknown = False
         # shared by all runs: what the function makes anew in each has no other name

@@ -24,7 +24,7 @@ from .._modules import coupled_modules
 from .._samples import JoinedOutputs, Outputs
 from .._split import Chunk, ChunkTerms, StepOutcome, StepParts
 from ._compare import EXCHANGED_RTOL, LOSSES, is_noise
-from ._finding import Finding, farthest
+from ._finding import CheckFinding, farthest
 from ._modes import RoughRounding
 from ._subject import Subject, comparable, first_that_fits, set_back, spread_samples
 
@@ -34,7 +34,7 @@ _N_STATES = 3
 Values = dict[str, Tensor]
 
 
-def exchanged(subject: Subject) -> tuple[bool, Finding | None]:
+def exchanged(subject: Subject) -> tuple[bool, CheckFinding | None]:
     """Exchange samples; whether that could be done, and what is no sum over samples."""
     n = min(_MOST_SAMPLES, subject.n_samples)
     sizes = [size for size in (n, n // 2) if size > 1]
@@ -42,7 +42,7 @@ def exchanged(subject: Subject) -> tuple[bool, Finding | None]:
     return (False, None) if found is None else (True, found[0])
 
 
-def _under_some_states(subject: Subject, n: int) -> Finding | None:
+def _under_some_states(subject: Subject, n: int) -> CheckFinding | None:
     """Exchange under a few random states: in one of them samples may mix by next to nothing."""
     # the draw between two states has to come back as well
     rng = subject.parts_of(range(n)).state.rng
@@ -57,7 +57,7 @@ def _under_some_states(subject: Subject, n: int) -> Finding | None:
         rng.undo()
 
 
-def _exchange(subject: Subject, n: int) -> Finding | None:
+def _exchange(subject: Subject, n: int) -> CheckFinding | None:
     here = spread_samples(subject.tree, subject.n_samples, n)
     others = [i for i in range(subject.n_samples) if i not in here]
     # a small batch is exchanged with itself, in another order
@@ -73,7 +73,7 @@ def _exchange(subject: Subject, n: int) -> Finding | None:
         if abs(a - b - c + d) > EXCHANGED_RTOL * largest:
             what = "the loss" if name == ONLY else f"the term {name!r}"
             error = abs(a - b - c + d) / largest
-            return Finding(
+            return CheckFinding(
                 f"{what}, summed up with half of its samples exchanged for others,",
                 d, b + c - a, error, (n // 2, n - n // 2),
             )  # fmt: skip
@@ -105,7 +105,7 @@ class LossCheck:
         self._outcome = outcome
         self._scale = scale
         self._most = most
-        self.finding: Finding | None = None
+        self.finding: CheckFinding | None = None
 
     def compare(self) -> bool:
         """Compare them; whether that could be done, with whatever result."""
@@ -134,7 +134,7 @@ class LossCheck:
             if not error <= rtol:
                 what = "the loss" if name == ONLY else f"the term {name!r}"
                 # also if there is no room for more
-                self.finding = Finding(what, *farthest(value, split[name]), error, sizes)
+                self.finding = CheckFinding(what, *farthest(value, split[name]), error, sizes)
                 if not self._is_explained(name, value, error, n_samples):
                     return True
                 self.finding = None

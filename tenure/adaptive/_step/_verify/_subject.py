@@ -286,7 +286,7 @@ def spread_samples(tree: SampleTree, n_samples: int, most: int) -> list[int]:
     return [*left, *reversed(right)]
 
 
-class _Column(NamedTuple):
+class _SampleColumn(NamedTuple):
     """What the samples have of a leaf.
 
     Attributes:
@@ -298,7 +298,7 @@ class _Column(NamedTuple):
     share: float
 
 
-def _columns(tree: SampleTree) -> Iterator[_Column]:
+def _columns(tree: SampleTree) -> Iterator[_SampleColumn]:
     listed = [leaf.value for leaf in tree.leaves if leaf.dim == "items"]
     counted = (torch.tensor([float(_size_of(item)) for item in items]) for items in listed)
     for amounts in chain(_amounts(tree), counted):
@@ -311,7 +311,7 @@ def _columns(tree: SampleTree) -> Iterator[_Column]:
             scaled = (numbers - values[0]) / (values[-1] - values[0])
             # such as 255 for pixels without a label
             is_high = share > _MASKED and int(counts.argmax()) == len(values) - 1
-            yield _Column(1 - scaled if is_high else scaled, share)
+            yield _SampleColumn(1 - scaled if is_high else scaled, share)
 
 
 def _size_of(item: Any) -> int:

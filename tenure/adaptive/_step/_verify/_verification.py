@@ -11,11 +11,11 @@ from tenure._torch.compiler import draws_again_in_backward, not_compiling
 from .._split import StepOutcome, StepParts
 from ._count_check import DO_NOT_CLAMP, checked_count, lowest_counts
 from ._declarations import advice_for
-from ._finding import Finding
+from ._finding import CheckFinding
 from ._gradient_check import GradientCheck
 from ._loss_check import LossCheck, exchanged
 from ._subject import Subject
-from ._when import Visit
+from ._when import SplitCall
 
 _EVER_NEW = (
     "step() verifies nearly every split, for what its function holds is another each time: a new "
@@ -33,7 +33,7 @@ class Verification:
 
     def __init__(self, parts: StepParts) -> None:
         self._parts = parts
-        self._visit: Visit | None = None
+        self._visit: SplitCall | None = None
         # of a call that is due, until it is delivered
         self._subject: Subject | None = None
         self._could_compare = self._wants_whole = False
@@ -57,7 +57,7 @@ class Verification:
         # one that runs out of memory may, but then no other pass could follow
         if self._parts.exchange.is_sharded:
             return
-        visit = self._visit = Visit(self._parts)
+        visit = self._visit = SplitCall(self._parts)
         # programs of lazy() are ever new, and their user can do nothing about it
         if visit.is_ever_new and self._parts.spec.entry != "lazy":
             warn_user(_EVER_NEW, AdaptiveUsageWarning)
@@ -116,7 +116,7 @@ class Verification:
             self._could_compare, finding = exchanged(subject)
         self._refuse(finding, subject, size)
 
-    def _check_counts(self, visit: Visit, size: int) -> None:
+    def _check_counts(self, visit: SplitCall, size: int) -> None:
         """Look at counts in each call, because a clamped one is wrong only where it is low."""
         for lowest in filter(visit.wants_count, lowest_counts(self._parts.divisors)):
             if self._parts.inputs.is_written:
@@ -128,7 +128,7 @@ class Verification:
             visit.note_count(lowest, known, subject.n_run)
 
     def _refuse(
-        self, found: Finding | None, subject: Subject, size: int, advice: str | None = None
+        self, found: CheckFinding | None, subject: Subject, size: int, advice: str | None = None
     ) -> None:
         if found is None:
             return

@@ -52,7 +52,7 @@ _MOST_SUMMED = 1 << 20
 
 
 @dataclass(slots=True)
-class _Watched:
+class _WatchedNumber:
     """A number that the function holds, as it was in the last call."""
 
     value: Any
@@ -62,21 +62,21 @@ class _Watched:
 
 
 @dataclass(slots=True)
-class _Place:
+class _CallSite:
     """How often a place was split and verified, and its next call to verify."""
 
     n_calls: int = 0
     n_verified: int = 0
     due: int = 1
-    numbers: list[_Watched] = field(default_factory=list)
+    numbers: list[_WatchedNumber] = field(default_factory=list)
     refusal: tuple[Any, ...] | None = None
     lowest: dict[str | None, float] = field(default_factory=dict)
     n_ties: int = 0
 
-    def changed(self, numbers: list[Any]) -> list[_Watched]:
+    def changed(self, numbers: list[Any]) -> list[_WatchedNumber]:
         """Return the numbers that were not verified since they have changed."""
         if self.n_calls == 1:
-            self.numbers = list(map(_Watched, numbers))
+            self.numbers = list(map(_WatchedNumber, numbers))
         for known, value in zip(self.numbers, numbers, strict=True):
             # nan counts as equal to nan
             if known.value != value and (known.value == known.value or value == value):
@@ -97,7 +97,7 @@ class _Place:
 
 
 @dataclass(slots=True)
-class _Code:
+class _CodeCounts:
     """The counts of a piece of code."""
 
     n_calls: int = 0
@@ -105,15 +105,15 @@ class _Code:
     n_samples: int = 0
     n_extra: int = 0
     n_free: int = 0
-    places: OrderedDict[Hashable, _Place] = field(default_factory=OrderedDict)
+    places: OrderedDict[Hashable, _CallSite] = field(default_factory=OrderedDict)
 
 
 # of the process, so that a closure that is new in each call counts on
-_codes: OrderedDict[Hashable, _Code] = OrderedDict()
+_codes: OrderedDict[Hashable, _CodeCounts] = OrderedDict()
 _lock = threading.Lock()
 
 
-class Visit:
+class SplitCall:
     """One split call.
 
     Args:
@@ -129,8 +129,8 @@ class Visit:
         key, numbers = _place(parts)
         # the counts below may be off by one between threads, which costs a verification
         with _lock:
-            self._code = code = _at(_codes, _identity_of(stands_for(parts.spec.fn)), _Code)
-            self._place: _Place = _at(code.places, key, _Place)
+            self._code = code = _at(_codes, _identity_of(stands_for(parts.spec.fn)), _CodeCounts)
+            self._place: _CallSite = _at(code.places, key, _CallSite)
         place = self._place
         place.n_calls += 1
         is_new = place.n_calls == 1
