@@ -71,7 +71,7 @@ def _types(app: Sphinx, domain: str, kind: str, content: nodes.Element) -> None:
 
 
 def setup(app: Sphinx) -> None:
-    """What Sphinx calls with itself."""
+    """Register the hooks of the site with Sphinx."""
     app.connect("autodoc-process-signature", _signature)
     # behind autodoc's own, which adds them
     app.connect("object-description-transform", _types, priority=900)

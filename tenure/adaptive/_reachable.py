@@ -81,12 +81,12 @@ class StepModels:
         self._listeners: list[Listener] = []
 
     def seeing(self) -> AbstractContextManager[None]:
-        """A block in which modules are seen when they run."""
+        """Return a block in which modules are seen when they run."""
         return modules_told(self._see)
 
     @contextmanager
     def telling(self, listener: Listener) -> Iterator[None]:
-        """A block in which ``listener`` gets the modules that nobody knew, before they run."""
+        """Open a block in which ``listener`` gets unknown modules before they run."""
         self._listeners.append(listener)
         try:
             yield
@@ -94,7 +94,7 @@ class StepModels:
             self._listeners.remove(listener)
 
     def take_new_roots(self) -> dict[str, nn.Module]:
-        """The modules that ran and are below no root, by name; each is returned once."""
+        """Return the modules that ran and are below no root, by name; each is returned once."""
         new, self._new = self._new, {}
         return new
 
@@ -130,7 +130,7 @@ class StepModels:
 
 
 def generators_of(objects: Iterable[Any], values: Iterable[object] = ()) -> list[Generator]:
-    """The generators that modules hold, those that code may use, and those among values.
+    """Return the generators that modules hold, those that code may use, and those among values.
 
     Args:
         objects: modules and functions.
@@ -142,7 +142,7 @@ def generators_of(objects: Iterable[Any], values: Iterable[object] = ()) -> list
 
 
 def named_modules(roots: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """Every module at or below the roots, each once, under a name that starts with the root's."""
+    """Yield every module at or below the roots, each once, with its name."""
     seen: set[nn.Module] = set()
     for root_name, root in roots.items():
         for name, module in root.named_modules(memo=seen):
@@ -150,7 +150,7 @@ def named_modules(roots: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Modu
 
 
 def named_parameters(roots: Mapping[str, nn.Module]) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter of the roots, each once."""
+    """Yield every parameter of the roots, each once."""
     seen: set[int] = set()
     for root_name, root in roots.items():
         for name, parameter in root.named_parameters():
@@ -187,7 +187,7 @@ def names_in(code: CodeType) -> CodeNames:
 
 
 def used_by(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    """What the code of a function uses by its own names: captured, named as global, a default."""
+    """Yield the values that a function's code names: captured, global, defaults."""
     if is_of_a_library(function.__module__):
         return
     code, space = function.__code__, function.__globals__
@@ -209,7 +209,7 @@ def used_by(function: FunctionType) -> Iterator[tuple[str, Any]]:
 
 
 def is_of_a_library(module: str | None) -> bool:
-    """Whether a module's name is of torch, NumPy or Python, whose code is not looked into."""
+    """Return whether a module is of torch, NumPy or Python, whose code is not searched."""
     return str(module or "").partition(".")[0] in _LIBRARIES
 
 
@@ -249,13 +249,13 @@ class Reachable:
                 self._visit(short_name_of(function), function, frozenset(), 0)
 
     def visited(self) -> list[Any]:
-        """All that was looked at: modules, functions, and what those name."""
+        """Return all objects that were visited: modules, functions, and what they name."""
         return list(self._seen.values())
 
     def all_generators(
         self, modules: Iterable[nn.Module], values: Iterable[object] = ()
     ) -> list[Generator]:
-        """Those found, those beside the functions in their Python modules, and those of others.
+        """Return the generators found, those of the functions' modules, and default ones.
 
         Args:
             modules: more modules that run.
@@ -264,11 +264,11 @@ class Reachable:
         return [*self.generators, *generators_of([*self.visited(), *modules], values)]
 
     def captured(self) -> list[Tensor]:
-        """The leaves that are no parameters of a module."""
+        """Return the leaves that are no parameters of a module."""
         return [tensor for tensor in self.tensors.values() if tensor.is_leaf]
 
     def computed(self) -> list[str]:
-        """The names of the tensors that come of a computation of before."""
+        """Return the names of the tensors that come of a computation of before."""
         return [name for name, tensor in self.tensors.items() if not tensor.is_leaf]
 
     def _visit(
@@ -307,7 +307,7 @@ class Reachable:
 
 
 def _below(name: str, value: Any, attributes: frozenset[str]) -> Iterator[tuple[str, Any]]:
-    """What a value is made of, one level down."""
+    """Yield the parts of a value, one level down."""
     if isinstance(value, FunctionType):
         yield from used_by(value)
     elif isinstance(value, MethodType):
@@ -329,7 +329,7 @@ def _below(name: str, value: Any, attributes: frozenset[str]) -> Iterator[tuple[
 
 
 def _counts_as_held(value: Any, child: Any) -> bool:
-    """Whether another child makes another function: no item of a history does, and no method."""
+    """Return whether another child makes another function; items of a history do not."""
     if isinstance(value, Mapping | list | tuple | set | frozenset):
         return callable(child)
     return not (isinstance(child, MethodType) and child.__self__ is value)
@@ -341,7 +341,7 @@ def _shown(key: Any) -> str:
 
 
 def _of_object(name: str, value: Any, attributes: frozenset[str]) -> Iterator[tuple[str, Any]]:
-    """The attributes of an object, a class or a Python module that the code names."""
+    """Yield the attributes of an object, a class or a Python module that the code names."""
     is_class, is_module = isinstance(value, type), isinstance(value, ModuleType)
     # `torch.nn.functional` has every name that a loss uses
     if is_of_a_library(value.__module__ if is_class else value.__name__ if is_module else None):
@@ -358,7 +358,7 @@ def _of_object(name: str, value: Any, attributes: frozenset[str]) -> Iterator[tu
 
 
 def _of_class(value: Any, key: str) -> Any:
-    """What a class has for its instances, or for itself, by a name; no code of the user's runs."""
+    """Return a class attribute of a name, without running code of the user."""
     instance, owner = (None, value) if isinstance(value, type) else (value, type(value))
     # `inspect.getattr_static` does the same in ten times the time
     found = next((kind.__dict__[key] for kind in owner.__mro__ if key in kind.__dict__), None)
@@ -384,7 +384,7 @@ def _of_class(value: Any, key: str) -> Any:
 
 
 def _behind(value: Any) -> Any:
-    """The object itself, or what it is a weak proxy of; None once that is gone."""
+    """Return the object itself, or what it is a weak proxy of; None once that is gone."""
     if type(value) not in weakref.ProxyTypes:
         return value
     try:
@@ -400,7 +400,7 @@ def _note(known: dict[str, T], name: str, value: T) -> None:
 
 
 def modules_given(entry: str, model: nn.Module | Iterable[nn.Module]) -> dict[str, nn.Module]:
-    """The modules of the argument ``model`` of ``entry``, by name.
+    """Return the modules of the argument ``model`` of ``entry``, by name.
 
     Raises:
         AdaptiveUsageError: it is something else.

@@ -94,7 +94,7 @@ class ChunkPager(Pager):
         self._on_host: list[Forward] = []
 
     def enter(self, forward: Forward, token: object, units: list[Unit], module: nn.Module) -> bool:
-        """As of a pager; a module of which any weight is on the host is computed there."""
+        """Enter as a pager does; a module with any weight on the host is computed there."""
         there = [unit for unit in units if self.engine.stays(unit)]
         if not super().enter(forward, token, there, module):
             return False
@@ -104,7 +104,7 @@ class ChunkPager(Pager):
         return True
 
     def arguments(self, forward: Forward, given: Any) -> Arguments | None:
-        """As of a pager, or on the host."""
+        """Return the arguments as a pager does, or on the host."""
         if forward not in self._on_host:
             return super().arguments(forward, given)
         arguments = Arguments(given, self.engine.device.type, _HOST)
@@ -112,14 +112,14 @@ class ChunkPager(Pager):
         return arguments
 
     def result(self, forward: Forward, output: Any) -> Any:
-        """As of a pager, and on the device."""
+        """Return the result as a pager does, on the device."""
         safe = super().result(forward, output)
         # Of modules that run on the host one inside the other, only the outermost has an output
         # that a layer on the device may get.
         return moved(safe, "cpu", self.engine.device) if self._on_host == [forward] else safe
 
     def show(self, host: HostTensor) -> Tensor:
-        """As of a pager; a weight that only another module could use is copied for this use."""
+        """Show as a pager does; a weight that only another module could use is copied."""
         if self.is_inside and self._on_host:
             return host.tensor
         # A model that reads the weight of a layer it does not call, as a tied head does, computes
@@ -159,7 +159,7 @@ def _planned(model: nn.Module, device: torch.device, max_capacity: int | str) ->
 
 
 def _arranged(pieces: Cut, max_capacity: int | str, device: torch.device) -> Arrangement:
-    """The units from the first on that fit, as the device's allocator rounds them."""
+    """Return the units from the first on that fit, as the device's allocator rounds them."""
     first = list(_first(pieces, max_capacity))
     while True:
         arrangement = arrange(0, first, (), device)
@@ -171,7 +171,7 @@ def _arranged(pieces: Cut, max_capacity: int | str, device: torch.device) -> Arr
 
 
 def _first(pieces: Cut, max_capacity: int | str) -> Iterable[Unit]:
-    """The units from the first on, as long as they fit."""
+    """Yield the units from the first on, as long as they fit."""
     left = parse_bytes(max_capacity) if isinstance(max_capacity, str) else max_capacity
     if not isinstance(left, int) or isinstance(left, bool) or left < 0:
         raise PagingError(

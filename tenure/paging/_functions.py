@@ -258,7 +258,7 @@ def _planned(
     device: torch.device,
     plan: Callable[[int | str | Budget | None], Planned],
 ) -> Iterator[tuple[Planned, Share | None]]:
-    """A block that carries out a plan within a budget of any kind; if it fails, nobody has it."""
+    """Open a block that carries out a plan in a budget; the share is freed if it fails."""
     shared = shared_budget(budget, device)
     if shared is None:
         assert not isinstance(budget, PagingBudget)

@@ -94,7 +94,7 @@ class PagedModel:
     def optimizer_step(
         self, optimizer: torch.optim.Optimizer, *, max_norm: float | None = None
     ) -> AbstractContextManager[None]:
-        """A block around the last backward pass of a step, which the optimizer steps meanwhile.
+        """Return a block for the last backward pass of a step, during which the optimizer steps.
 
         Each unit's parameters are stepped as soon as their gradients are on the host. The result is
         that of ``optimizer.step()`` after the block, and its hooks run once, when the block ends. A
@@ -121,7 +121,7 @@ class PagedModel:
         return Stepping(checked, self._engine.units, prepare).running()
 
     def report(self) -> PagingReport:
-        """What the last pass moved, how long it waited, and how near to the limit it ran.
+        """Report the bytes that the last pass moved, its waits, and its share of the limit.
 
         Stops the host until that pass has ended.
 
@@ -135,7 +135,7 @@ class PagedModel:
         return make_report(self._engine, self.plan.weight_bytes)
 
     def __enter__(self) -> Self:
-        """The handle itself.
+        """Return the handle itself.
 
         Raises:
             PagingError: the model is unpaged.

@@ -94,7 +94,7 @@ class PagingReport(Report):
             )
 
     def _pageable(self) -> str:
-        """What part of the host's bytes is not pinned; nothing where all of them are, or none."""
+        """Return the share of host bytes that is not pinned, as text; "" for all or none."""
         held_bytes = self.host_bytes + self.staging_bytes
         pageable_bytes = held_bytes - self.pinned_bytes
         return f", of which {format_bytes(pageable_bytes)} not pinned" if pageable_bytes else ""
@@ -148,7 +148,7 @@ def make_report(engine: Engine, weight_bytes: int) -> PagingReport:
 def _helpful_bytes(
     most_bytes: int, passing_bytes: int, ring_bytes: int, hidden_bytes: float
 ) -> int | None:
-    """A ring, and what has to stay for the rest to be copied while the device computes."""
+    """Return a ring, and what has to stay for the rest to be copied while the device computes."""
     # Copies hide behind computation already.
     if passing_bytes <= hidden_bytes:
         return None

@@ -61,7 +61,7 @@ def acquire(
 
 
 def ways_to(device: torch.device, host: str | Path, planned: Planned) -> tuple[Link, HostStore]:
-    """How weights get to a device, and where they are meanwhile."""
+    """Return how weights get to a device, and where they are meanwhile."""
     if isinstance(host, Path):
         files = SpillStore(checked_folder(host), planned.plan.model)
         return file_link(planned, device, files), files
@@ -71,6 +71,6 @@ def ways_to(device: torch.device, host: str | Path, planned: Planned) -> tuple[L
 
 
 def file_link(planned: Planned, device: torch.device, store: FileStore) -> Link:
-    """The link from a store's files to a device, or to where the CPU computes."""
+    """Return the link from a store's files to a device, or to where the CPU computes."""
     largest_bytes = max((unit.n_bytes for unit in planned.cut.units), default=1)
     return FileLink(device, store.reader, largest_bytes)

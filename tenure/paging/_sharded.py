@@ -153,7 +153,7 @@ def _check_arguments(
 
 
 def _blocks(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
-    """The layers: what stands in a list or in a sequence, the outermost of them."""
+    """Yield the layers: what stands in a list or in a sequence, the outermost of them."""
     for key, child in module.named_children():
         path = f"{name}.{key}" if name else key
         # A list is never called, and so can't be one; nor does a layer without weights need to be.

@@ -24,7 +24,7 @@ class Handle(Tensor):
 
     @classmethod
     def _of(cls, tape: Tape, number: int, meta: Meta) -> Self:
-        """A handle of a recorded value."""
+        """Return a handle of a recorded value."""
         made: Any = make_wrapper(
             cls,
             meta.shape,

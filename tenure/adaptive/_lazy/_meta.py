@@ -44,7 +44,7 @@ class Label(NamedTuple):
         return self.outer == self.inner == 1
 
     def size(self, n_samples: int) -> int:
-        """The size of the dimension for so many samples."""
+        """Return the size of the dimension for so many samples."""
         return self.outer * n_samples * self.inner
 
     def apart(self, value: Tensor) -> Tensor:
@@ -114,7 +114,7 @@ class BatchInt(int):
 
 
 def at(value: Any, n_samples: int) -> int:
-    """What a size is for so many samples."""
+    """Return a size for so many samples."""
     result: int = value.at(n_samples) if type(value) is BatchInt else value
     return result
 
@@ -175,14 +175,14 @@ class Meta:
         self.size = torch.Size(sizes)
 
     def like(self, label: Label) -> Meta:
-        """The same with another label."""
+        """Return the same with another label."""
         return _interned(
             self.shape, self.stride, self.dtype, self.device, self.requires_grad, self.is_leaf,
             label,
         )  # fmt: skip
 
     def requiring(self, requires_grad: bool) -> Meta:
-        """The same where it does or does not require grad."""
+        """Return the same where it does or does not require grad."""
         return _interned(
             self.shape, self.stride, self.dtype, self.device, requires_grad, self.is_leaf,
             self.label,
@@ -202,7 +202,7 @@ def _interned(*parts: Any) -> Meta:
 
 
 def meta_of(tensor: Any, label: Label) -> Meta:
-    """What a tensor, or one without data, is."""
+    """Describe a tensor, or one without data."""
     return _interned(
         tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad,
         tensor.is_leaf, label,

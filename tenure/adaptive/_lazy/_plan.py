@@ -88,12 +88,12 @@ def plan_of(tape: Tape, root: int | None) -> SplitPlan:
 
 
 def mixing_call(entries: Iterable[RecordedCall]) -> RecordedCall | None:
-    """The first of some calls that wants all samples, if one does."""
+    """Return the first of some calls that wants all samples, if one does."""
     return next((e for e in entries if e.verdict.kind == "tail" and e.verdict.why), None)
 
 
 def described(entry: RecordedCall) -> str:
-    """A call by name and place."""
+    """Return a call by name and place."""
     name = getattr(entry.func, "__name__", str(entry.func))
     where = f" at {entry.site}" if entry.site is not None else ""
     return f"{name}(){where}"

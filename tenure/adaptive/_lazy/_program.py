@@ -225,7 +225,7 @@ class RecordedProgram:
         return result
 
     def _function(self, name: str, place: str) -> Any:
-        """A method as a function that stands for the program, not for this run of it."""
+        """Return a method as a function that stands for the program, not for this run of it."""
         # a step tells places apart by what functions hold: an object that is new each time would
         # be another place each time, and be verified
         hidden = [self]
@@ -237,7 +237,7 @@ class RecordedProgram:
         return call
 
     def _loss(self, batch: list[Tensor]) -> Any:
-        """The loss of a part, its terms, or what the tail takes of it; and the values of it."""
+        """Return the loss of a part, its terms, or the inputs of its tail; and its values."""
         env, (values, terms) = self._part(batch)
         if self.plan.taken:
             loss: Any = [self._labels[n].apart(env[n]) for n in self.plan.taken]

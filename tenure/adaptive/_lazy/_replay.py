@@ -43,7 +43,7 @@ def filled(value: Any, get: Callable[[int], Any], n_samples: int | None) -> Any:
 
 
 def flat_tensors(value: Any) -> list[Tensor]:
-    """The tensors in what a function of torch returned, in order."""
+    """Return the tensors in what a function of torch returned, in order."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, tuple | list):
@@ -131,7 +131,7 @@ def _take(env: dict[int, Any], entry: RecordedCall, out: Any) -> None:
 
 
 def written_by(entries: Iterable[RecordedCall]) -> list[Tensor]:
-    """The tensors that were not recorded and that calls write into, such as running statistics."""
+    """Return plain tensors that calls write into, such as running statistics."""
     found = [
         tensor
         for entry in entries

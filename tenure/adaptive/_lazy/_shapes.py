@@ -60,7 +60,7 @@ class Shape:
     _before: Shape | None = None
 
     def as_before(self, n_samples: int) -> Shape:
-        """The same where it is made of the batch alone, and so is data like the batch."""
+        """Return the same where it is made of the batch alone, and so is data like the batch."""
         if self._before is None:
             metas = tuple(meta.like(_data_label(meta.shape, n_samples)) for meta in self.metas)
             self._before = replace(self, metas=metas, kind="before", why="")
@@ -167,7 +167,7 @@ class Call:
             return given, [version_of(t) for t in given], self.func(*args, **kwargs)
 
     def _scaled(self, shapes: list[tuple[int, ...]]) -> tuple[list[Label], str, dict[int, Label]]:
-        """How what it gives depends on the number of samples, why it does not, and what is cut."""
+        """Return how results depend on the number of samples, or why not, and what is cut."""
         best: tuple[list[Label], str, dict[int, Label]] | None = None
         why = ""
         for cuts in self._possible_cuts():
@@ -208,7 +208,7 @@ class Call:
         return labels
 
     def _possible_cuts(self) -> list[dict[int, Label]]:
-        """Which plain tensors may have to be cut: none of them, or each that has such a size."""
+        """Return which plain tensors may be cut: none, or each that has such a size."""
         # statistics are none of samples, also where they are as many
         if self._trains_statistics():
             return [{}]
@@ -293,7 +293,7 @@ def with_tensors(value: Any, by_id: dict[int, Any]) -> Any:
 
 
 def template_of(value: Any, places: dict[int, int], outs: list[Any]) -> Any:
-    """What was returned, with an `Out` for each tensor."""
+    """Return the result, with an `Out` for each tensor."""
     if isinstance(value, Tensor):
         place = places.get(id(value))
         if place is not None:
@@ -308,7 +308,7 @@ def template_of(value: Any, places: dict[int, int], outs: list[Any]) -> Any:
 
 
 def numbers_in(template: Any, numbers: list[int]) -> list[int | None]:
-    """The numbers of the tensors in what a call gives; None for one that it was given."""
+    """Return the numbers of the tensors in what a call gives; None for one that it was given."""
     if isinstance(template, Out):
         return [numbers[template] if template >= 0 else None]
     if isinstance(template, dict):
@@ -323,14 +323,14 @@ class Out(int):
 
 
 def rebuilt(like: Any, children: list[Any]) -> Any:
-    """A container like another one."""
+    """Return a container like another one."""
     if hasattr(like, "_fields"):
         return type(like)(*children)
     return type(like)(children)
 
 
 def is_plain_value(value: Any) -> bool:
-    """Whether a call gave something that is no tensor and holds none."""
+    """Return whether a call gave something that is no tensor and holds none."""
     if isinstance(value, tuple | list):
         return all(map(is_plain_value, value))
     return not isinstance(value, Out) and value is not None

@@ -37,7 +37,7 @@ class Ref:
 
 
 def new_number() -> int:
-    """The number of another value, larger than all before."""
+    """Return the number of another value, larger than all before."""
     return next(_numbers)
 
 
@@ -69,7 +69,7 @@ class Modes(NamedTuple):
 
     @contextmanager
     def entered(self, kind: str) -> Iterator[None]:
-        """A block in which they hold."""
+        """Return a block in which they hold."""
         now = Modes.now(kind)
         with ExitStack() as block:
             if now.inference != self.inference:
@@ -90,7 +90,7 @@ Mark = tuple[int | None, int | None]
 
 
 def mark_of(tensor: Tensor) -> Mark:
-    """How often a tensor was written, and the memory that it has."""
+    """Return how often a tensor was written, and the memory that it has."""
     # what is written through ``.data`` counts nowhere; what is assigned to it is other memory
     return version_of(tensor), storage_key(tensor)
 
@@ -211,7 +211,7 @@ class PlainValue(NamedTuple):
     origin: Tensor | None = None
 
     def given(self) -> Tensor:
-        """The tensor as calls get it."""
+        """Return the tensor as calls get it."""
         # no leaf of autograd itself, as what it stands for is none: autocast keeps what it casts
         # of leaves
         return self.value if self.origin is None else self.value.view_as(self.value)
@@ -271,7 +271,7 @@ class Tape:
     predicts: bool = False
 
     def home(self) -> Tape:
-        """What it is a part of by now."""
+        """Return the tape that it is part of by now."""
         tape = self
         while tape.into is not None:
             tape = tape.into
@@ -319,7 +319,7 @@ class Tape:
             self.leaves.pop(number, None)
 
     def note_write(self, number: int, what: str) -> None:
-        """A call writes into a value.
+        """Note that a call writes into a value.
 
         Raises:
             AdaptiveUsageError: it is that of the user's tensor, and somebody has read another view
@@ -348,11 +348,11 @@ class Tape:
         return labels
 
     def pending(self) -> list[RecordedCall]:
-        """The calls that have not run on the whole batch."""
+        """Return the calls that have not run on the whole batch."""
         return [entry for entry in self.entries if not entry.is_done]
 
     def plain_leaf(self, tensor: Tensor, label: Label) -> int:
-        """The number of a plain tensor that is a leaf."""
+        """Return the number of a plain tensor that is a leaf."""
         key = (id(tensor), label)
         if key not in self.cuts:
             number = self.cuts[key] = new_number()

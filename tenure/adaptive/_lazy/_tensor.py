@@ -78,7 +78,7 @@ class LazyTensor(Handle):
         )
 
     def value(self) -> Tensor:
-        """The tensor itself, computed if it was not."""
+        """Return the tensor itself, computed if it was not."""
         refuse_own_function(self)
         value = value_of(self).detach()
         needs = self._meta.requires_grad and torch.is_grad_enabled() and not value.is_inference()
@@ -86,7 +86,7 @@ class LazyTensor(Handle):
         return apply(value.requires_grad_()) if needs else value
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        """What it will be, or what it is, without computing anything."""
+        """Describe it without computing anything."""
         what = f"{describe_elements(self._meta.dtype, self._meta.shape)} on {self._meta.device}"
         done = self._number in self._tape.home().values
         return f"lazy {what}{'' if done else ', not computed yet'}"
@@ -100,11 +100,11 @@ class LazyTensor(Handle):
         return format(self.value(), spec)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Saved as the tensor itself."""
+        """Save it as the tensor itself."""
         return self.value().__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: Any) -> Any:
-        """A tensor that was computed; what has a graph can't be copied, as with any tensor."""
+        """Copy the computed tensor; one with a graph can't be copied, as in plain torch."""
         return self.value().__deepcopy__(memo)
 
 
@@ -115,7 +115,7 @@ _COMPILED = (
 
 
 def lazy_leaf(tensor: Tensor, tape: Tape, label: Any = SHARED) -> LazyTensor:
-    """A handle of a tensor of the user's."""
+    """Return a handle of a tensor of the user's."""
     number = new_number()
     tape.leaves[number] = leaf_of(tensor, label)
     made = LazyTensor._of(tape, number, meta_of(tensor, label))

@@ -232,7 +232,7 @@ class _Trial:
     def _confirmed(
         self, entry: RecordedCall, given: Mapping[int, Tensor], verdict: Verdict
     ) -> Verdict | None:
-        """The same of numbers at random: those of a few samples may be alike by chance."""
+        """Return the same of numbers at random: those of a few samples may be alike by chance."""
         drawn = {n: _at_random(t) if self._labels[n].is_batch else t for n, t in given.items()}
         try:
             again = self._compared(entry, drawn, verdict.freezes)
@@ -311,7 +311,7 @@ def _goes_by_place(entry: RecordedCall, labels: Mapping[int, Label]) -> bool:
 
 
 def _layout(label: Label, whole: Tensor, parts: list[Tensor]) -> Label | None:
-    """How the samples of a tensor lie, if those of parts make the whole."""
+    """Return how the samples of a tensor lie, if those of parts make the whole."""
     if not label.is_batch:
         return label if all(_alike(whole, part) for part in parts) else None
     d, factor = label.dim, label.outer * label.inner

@@ -76,7 +76,7 @@ class SizedStep:
         )
 
     def length(self, size: int) -> int:
-        """The samples that have to run: micro-batches in the middle are one like the other."""
+        """Return the number of samples to run, because middle micro-batches are alike."""
         n = self.n_samples
         n_middle = 0 if self._piles_up else max(n // size - _ENOUGH, 0)
         return n - n_middle * size
@@ -89,7 +89,7 @@ class SizedStep:
         fn: Callable[[Any], Any] | None = None,
         done: Callable[[StepOutcome], None] | None = None,
     ) -> Callable[[Any], None]:
-        """A function of the batch that runs the step on the first of its samples.
+        """Return a function of the batch that runs the step on the first of its samples.
 
         Args:
             size: the samples of a micro-batch.

@@ -43,7 +43,7 @@ class ForeseenStep(NamedTuple):
         return bool(self.forecasts) and not any(each.works for each in self.forecasts.values())
 
     def told(self, size: int) -> str:
-        """What a size was predicted to take, in words; "" where nothing was."""
+        """Return the predicted bytes of a size in words; "" if nothing was predicted."""
         return "; ".join(
             f"predicted were {format_bytes(forecast(size))} of {format_bytes(self.free[device])} "
             f"that were free of {device}, for {size}"

@@ -56,7 +56,7 @@ class Terms(NamedTuple):
     named: bool
 
     def with_counts(self) -> dict[str, bool]:
-        """Which of them have counts."""
+        """Return which of them have counts."""
         return {name: term.count is not None for name, term in self.by_name.items()}
 
     def counts(self) -> dict[str, Count]:
@@ -114,7 +114,7 @@ def check_weight_is_used(terms: Terms, weight: object) -> None:
 
 
 def whole_loss(terms: Terms, then: Callable[..., Any] | None) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of a batch that was not split, and its terms, as the function itself would."""
+    """Return the loss and the terms of an unsplit batch, as the function itself would."""
     values = {
         name: term.value if term.count is None else term.value / term.count
         for name, term in terms.by_name.items()
@@ -125,7 +125,7 @@ def whole_loss(terms: Terms, then: Callable[..., Any] | None) -> tuple[Tensor, d
 def finished_loss(
     totals: dict[str, Tensor], named: bool, then: Callable[..., Any] | None
 ) -> Tensor:
-    """The loss of terms over the whole batch.
+    """Return the loss of terms over the whole batch.
 
     Raises:
         AdaptiveUsageError: ``then`` returned no scalar.
@@ -140,7 +140,7 @@ def finished_loss(
 def combined(
     chunks: Sequence[dict[str, Term]], shares: Shares, reduction: Reduction
 ) -> dict[str, Tensor]:
-    """The terms of the whole batch, of those of its chunks, which are the same for each.
+    """Return the terms of the whole batch, of those of its chunks, which are the same for each.
 
     See Note [Exactness of a split], rule 1.
     """
@@ -177,7 +177,7 @@ def check_same_terms(first: Mapping[str, bool], other: Mapping[str, Term]) -> No
 
 
 def scalar(value: object, what: str) -> Tensor:
-    """A tensor of one number, as one of no dimension.
+    """Return a tensor of one number, as one of no dimension.
 
     Raises:
         AdaptiveUsageError: it is something else.
@@ -248,19 +248,19 @@ def _brief(value: object) -> str:
 
 
 def widened(value: Tensor) -> Tensor:
-    """A scalar in the precision that sums of several are made in."""
+    """Return a scalar in the precision that sums of several are made in."""
     return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
 
 
 def widened_count(count: Tensor | float) -> Tensor | float:
-    """A count in a type that sums of several fit into: in bfloat16, 256 and 1 are 256."""
+    """Return a count in a type that sums of several fit into: in bfloat16, 256 and 1 are 256."""
     if not isinstance(count, Tensor) or count.is_complex():
         return count
     return widened(count) if count.is_floating_point() else count.long()
 
 
 def widest_float(device: torch.device) -> torch.dtype:
-    """The widest type of floating point that a device has."""
+    """Return the widest type of floating point that a device has."""
     # by far the most, and not worth an allocation
     if device.type in ("cpu", "cuda"):
         return torch.float64
@@ -269,7 +269,7 @@ def widest_float(device: torch.device) -> torch.dtype:
 
 @lru_cache(maxsize=64)
 def _has_float64(device: torch.device) -> bool:
-    """Whether a device computes in it, as MPS and some XPUs don't; asked once of each."""
+    """Return whether a device computes in it, as MPS and some XPUs don't; asked once of each."""
     try:
         torch.ones(1, dtype=torch.float64, device=device)
     except (RuntimeError, TypeError) as error:

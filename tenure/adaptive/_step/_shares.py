@@ -40,7 +40,7 @@ class Shares:
                 self._by_name[name] = _normalized(column) or self._by_samples
 
     def of(self, name: str) -> list[float]:
-        """The shares of the chunks in a term; they sum up to 1.
+        """Return the shares of the chunks in a term; they sum up to 1.
 
         Raises:
             AdaptiveUsageError: ``weight`` gave no number for this term.
@@ -57,7 +57,7 @@ class Shares:
 
 
 def numbers_by_term(weight: object) -> dict[str | None, float]:
-    """What ``weight`` returned for some samples, by name; one number for all terms has none.
+    """Return the numbers of ``weight`` by term; one number for all has the name None.
 
     Raises:
         AdaptiveUsageError: it is not a number, or less than zero, or not finite.
@@ -67,7 +67,7 @@ def numbers_by_term(weight: object) -> dict[str | None, float]:
 
 
 def plain_number(value: object) -> int | float | None:
-    """A number of Python or numpy, or an array of one, as one of Python; None for anything else."""
+    """Return a number of Python or NumPy as one of Python; None for anything else."""
     # NumPy's scalars are numbers to Python as well, but its 0-dimensional arrays are none
     if hasattr(value, "__array_interface__") and value.size == 1:  # type: ignore[attr-defined]
         value = value.item()  # type: ignore[attr-defined]
@@ -85,7 +85,7 @@ def _normalized(weights: list[float]) -> list[float]:
 
 
 def _named(weight: object, first: object) -> dict[str | None, object]:
-    """A weight by the names of terms, which are str; one for all terms has the name None."""
+    """Return a weight by the names of terms, which are str; one for all terms has the name None."""
     if isinstance(weight, Mapping) != isinstance(first, Mapping):
         raise AdaptiveUsageError(
             f"weight() returned {_shown(first)} for one micro-batch and {_shown(weight)} for "
@@ -112,7 +112,7 @@ def _weight_of(weights: Mapping[str | None, object], name: str | None) -> object
 
 
 def _numbers(values: list[object]) -> list[float]:
-    """The weights of a term for each chunk."""
+    """Return the weights of a term for each chunk."""
     numbers = []
     for value in read_numbers(values):
         number = plain_number(value)
@@ -127,7 +127,7 @@ def _numbers(values: list[object]) -> list[float]:
 
 
 def read_numbers(values: list[object]) -> list[object]:
-    """The same with the values of tensors of one number, read together by device and type."""
+    """Return the same with numbers for one-element tensors, read together by device."""
     read = list(values)
     # the host waits for a device once, not for each chunk: see
     # test_weights_on_two_devices_are_read_from_each

@@ -85,7 +85,7 @@ class StepResult:
         return f"<StepResult: loss {_in_short(self.loss)}, {figures}, {attempts}>"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """What copies and pickles are made of: a view of a dict can be neither."""
+        """Copy and pickle with plain dicts, because a view of a dict can be neither."""
         values = self.loss, dict(self.terms), self.micro_batch, self.sizes, self.attempts
         return _with_terms_to_read, (*values, self.aux, self.n_samples)
 
@@ -300,7 +300,7 @@ class _StepCall:
         return self._ranks is not None and not self._parts.n_samples
 
     def search(self, frame: FrameType) -> AdaptiveSearch:
-        """Which sizes to try."""
+        """Return which sizes to try."""
         spec, options, parts = self._spec, self._options, self._parts
         limits = SizeLimits(max(checked_size("minimum", options.minimum), parts.smallest))
         # of an empty batch, too: see test_an_empty_batch_does_what_the_plain_call_does

@@ -44,7 +44,7 @@ class _Wanted:
 
 @contextmanager
 def assigned(model: nn.Module, checkpoint: Checkpoint) -> Iterator[None]:
-    """A block at whose begin a model gets its tensors; if it raises, they are taken back.
+    """Return a block at whose begin a model gets its tensors; if it raises, they are taken back.
 
     Raises:
         PagingError: names, shapes or dtypes differ; the model is as before.

@@ -147,7 +147,7 @@ class _KeyMap:
 
 
 def _key_map(model: nn.Module, tensors: dict[str, StoredTensor]) -> _KeyMap | None:
-    """The map that a model offers; None where it offers none."""
+    """Return the map that a model offers; None where it offers none."""
     patterns = getattr(model, "_checkpoint_conversion_mapping", None)
     if isinstance(patterns, dict) and patterns:
         # Transformers before 5.
@@ -165,7 +165,7 @@ def _substituted(name: str, patterns: dict[str, str]) -> str:
 
 
 def _loading_of(model: nn.Module) -> tuple[Any, Any] | None:
-    """The modules of transformers that convert checkpoints, where the model is one of its own."""
+    """Return transformers' modules that convert checkpoints, if the model is of its own."""
     if not any(each.__module__.partition(".")[0] == "transformers" for each in type(model).__mro__):
         return None
     try:

@@ -65,7 +65,7 @@ class StoredTensor:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     def view(self) -> Tensor:
-        """A tensor over the file; writing to it does not reach the file."""
+        """Return a tensor over the file; writing to it does not reach the file."""
         assert isinstance(self.dtype, torch.dtype)
         return self.file.tensor(self.dtype, self.shape, self.offset)
 
@@ -117,7 +117,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
 
 
 def weights_in(folder: Path) -> Path:
-    """The index, or the only file, of the weights in a folder.
+    """Return the index, or the only file, of the weights in a folder.
 
     Raises:
         PagingError: there is none, or more than one that could be meant.
@@ -143,7 +143,7 @@ def weights_in(folder: Path) -> Path:
 
 
 def _shards(path: Path) -> list[tuple[Path, set[str] | None]]:
-    """The files, each with the names that the index says it holds."""
+    """Return the files, each with the names that the index says it holds."""
     if path.suffix != ".json":
         return [(path, None)]
     _check_kind(path)
@@ -225,7 +225,7 @@ def _validate(path: Path) -> None:
 
 
 def _stored(file: MappedFile) -> Iterator[tuple[str, StoredTensor]]:
-    """The entries of a valid file; the library tells shapes, but not where tensors begin."""
+    """Yield the entries of a valid file; the library tells shapes, but not where tensors begin."""
     header_bytes = int.from_bytes(file.copy_of(0, _LENGTH_BYTES), "little")
     header = json.loads(file.copy_of(_LENGTH_BYTES, header_bytes))
     for name, entry in header.items():
@@ -249,7 +249,7 @@ def _usual_names() -> list[str]:
 
 
 def _elsewhere(folder: Path) -> str:
-    """The folders inside that have such files, as a pipeline of several models does."""
+    """Return the folders inside that have such files, as a pipeline of several models does."""
     inside = [each for each in sorted(folder.iterdir()) if each.is_dir()]
     holding = [each for each in inside if any(each.glob(f"*{_FILE}"))]
     return f" There are such files in its folders {_named(holding)}." if holding else ""

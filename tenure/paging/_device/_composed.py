@@ -35,7 +35,7 @@ class Composed:
 
     @never_compiled
     def of(self, host: HostTensor, shown: dict[int, Tensor]) -> Tensor:
-        """What stands for a host tensor.
+        """Return the tensor that replaces a host tensor.
 
         Args:
             host: the tensor.

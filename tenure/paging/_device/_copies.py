@@ -55,7 +55,7 @@ class Copies:
             self._link.let_host(event)
 
     def let_host_read(self) -> None:
-        """The same, once for all."""
+        """Do the same, once for all."""
         self.let_host_look()
         self._unread.clear()
         self._written.clear()
@@ -152,7 +152,7 @@ class Copies:
         return [self._link.mark(stream) for stream in streams.values()]
 
     def uses_of(self, page: Page) -> list[object]:
-        """The events after which nothing reads or writes a page that was let go."""
+        """Return the events after which nothing reads or writes a page that was let go."""
         uses = self.marks_of(page) if page.last_use is None else page.last_use
         written = self._written.get(page.unit)
         return uses if written is None else [*uses, written]
@@ -180,7 +180,7 @@ class Copies:
 
 
 def writable(tensor: Tensor) -> Tensor:
-    """A tensor to write to; one that was made in inference mode is not to be, outside of that."""
+    """Return a tensor to write to, also for one that was made in inference mode."""
     if not tensor.is_inference():
         return tensor
     view = torch.empty(0, dtype=tensor.dtype, device=tensor.device)

@@ -107,7 +107,7 @@ class Engine:
             self._link.check(page.ready)
 
     def begin(self, now: Pass) -> None:
-        """A pass begins on the current stream."""
+        """Begin a pass on the current stream."""
         self.room.take_back()
         self.room.lease.begin()
         self._now = now
@@ -117,14 +117,14 @@ class Engine:
         self.meter.begin(self._link.mark(self._link.current(), timed=True))
 
     def end(self) -> None:
-        """It is over; what follows it is fetched."""
+        """End a pass, and fetch the units that follow it."""
         self.meter.end(self._link.mark(self._link.current(), timed=True))
         self.room.lease.end()
         self._is_settled = False
         self.prefetch()
 
     def measured(self) -> PassRecord | None:
-        """The last pass that ended, when all of it is over: stops the host until then.
+        """Return the last pass that ended, when all of it is over: stops the host until then.
 
         A stream beside that of the pass may go on after it; torch reads no time between events that
         have not both happened.
@@ -137,7 +137,7 @@ class Engine:
         return record
 
     def hidden_bytes(self, *, may_wait: bool) -> float | None:
-        """What the link copies in the time that a pass computes; None where no pass tells that.
+        """Return the bytes that the link copies while a pass computes; None if not known yet.
 
         Args:
             may_wait: whether the host may be stopped until the last pass is over.
@@ -195,12 +195,12 @@ class Engine:
         return page.shown(host)
 
     def stays(self, unit: Unit) -> bool:
-        """Whether a unit stays on the device."""
+        """Return whether a unit stays on the device."""
         page = self.room.pages.get(unit)
         return page is not None and page.is_resident
 
     def page_in_use(self, unit: Unit) -> Page | None:
-        """The page of a unit that is acquired now, for the current stream to read as well."""
+        """Return the page of an acquired unit, for the current stream to read as well."""
         page = self.room.pages.get(unit)
         if page is None or not page.users:
             return None
@@ -299,7 +299,7 @@ class Engine:
         self._store.close()
 
     def named_tensors(self) -> Iterator[NamedTensor]:
-        """The ring, each unit that stays, what the link stages, and the host's memory."""
+        """Yield the ring, each unit that stays, what the link stages, and the host's memory."""
         for keeper in (self.room, self._link, self._store):
             yield from keeper.named_tensors()
 
@@ -314,7 +314,7 @@ class Engine:
         self._copies.write_back(page, changed)
 
     def _has_to_look(self) -> bool:
-        """Whether there may be something to fetch since this was last asked."""
+        """Return whether there may be something to fetch since this was last asked."""
         was_settled, self._is_settled = self._is_settled, True
         return self.room.idle.has_held or not was_settled
 
@@ -326,19 +326,19 @@ class Engine:
         return page
 
     def _may_prepare(self) -> bool:
-        """Whether there is anything to do ahead."""
+        """Return whether there is anything to do ahead."""
         # Without a ring no page comes or goes, except one whose place waits for it.
         return bool(self.room.ring_bytes or self.room.expected)
 
     def _ahead(self, wanted: dict[Unit, None]) -> Iterable[Unit]:
-        """The units to prepare, in order."""
+        """Return the units to prepare, in order."""
         return wanted
 
     def _prepare(self, page: Page) -> None:
         """Do what can be done ahead for a page that is here."""
 
     def _wanted(self) -> dict[Unit, None]:
-        """The units that come next, as many as the ring can hold beside those in use."""
+        """Return the units that come next, as many as the ring can hold beside those in use."""
         pages, idle = self.room.pages, self.room.idle.free()
         room_bytes = self.room.free_bytes + sum(unit.n_bytes for unit in idle)
         wanted: dict[Unit, None] = {}

@@ -137,7 +137,7 @@ class ByteRing:
         return start
 
     def has_room(self, sizes: Iterable[int]) -> bool:
-        """Whether pieces of these sizes could be placed one after the other."""
+        """Return whether pieces of these sizes could be placed one after the other."""
         # Tried out, not added up: what is free may be in pieces.
         trial = ByteRing(self.capacity_bytes)
         trial._ranges, trial._head = self._ranges.copy(), self._head
@@ -158,7 +158,7 @@ class ByteRing:
         return bool(lost)
 
     def _first_fit(self, n_bytes: int, from_byte: int) -> int | None:
-        """The first place that is wide enough, from a byte on that lies inside of no range."""
+        """Return the first gap that is wide enough, from a byte on that no range contains."""
         place = from_byte
         for start, end in self._ranges[bisect_left(self._ranges, (from_byte,)) :]:
             if place + n_bytes <= start:
@@ -177,11 +177,11 @@ class Fences(Generic[_Event]):
         return len(self._fences)
 
     def add(self, start: int, end: int, event: _Event) -> None:
-        """The bytes from ``start`` to ``end`` are in use until ``event``."""
+        """Note that the bytes from ``start`` to ``end`` are in use until ``event``."""
         self._fences.append((start, end, event))
 
     def take(self, start: int, end: int) -> list[_Event]:
-        """The events that a new user of these bytes has to wait for; who asks later need not.
+        """Return and forget the events that a new user of these bytes must wait for.
 
         See Note [Pages, ring and fences], rule 5.
         """

@@ -74,7 +74,7 @@ class Page:
 
     @never_compiled
     def shown(self, host: HostTensor) -> Tensor:
-        """The tensor on the device that stands for a host tensor; the same one each time."""
+        """Return the tensor on the device that stands for a host tensor; the same one each time."""
         found = self._shown.get(host)
         # One object as long as the page is there: who knows a weight by identity finds it again.
         if found is None:
@@ -96,7 +96,7 @@ class Page:
         return found
 
     def alias(self, host: HostTensor, make: Callable[[Tensor], Tensor]) -> Tensor:
-        """What stands for a host tensor in a graph; the same one until ``end_aliases()``.
+        """Return the graph's alias of a host tensor; the same one until ``end_aliases()``.
 
         Args:
             host: the tensor.
@@ -118,17 +118,17 @@ class Page:
         return written
 
     def version_of(self, host: HostTensor) -> int:
-        """How often a tensor was written, on the host and here, as autograd counts it."""
+        """Return how often a tensor was written, on the host and here, as autograd counts it."""
         shown = self._shown.get(host)
         unsaved = 0 if shown is None else counter_of(shown) - self._shown_versions[host]
         return host.version + unsaved
 
     def lends(self, lent: Lent) -> bool:
-        """Whether its tensors lie there."""
+        """Return whether its tensors lie there."""
         return self._lent is lent
 
     def view(self, dtype: torch.dtype, *form: Any) -> Tensor:
-        """A tensor over its bytes that no graph and no mode knows.
+        """Return a tensor over its bytes that no graph and no mode knows.
 
         Args:
             dtype: of it.
@@ -149,7 +149,7 @@ class Page:
         return {} if self._lent is None else self._lent.streams
 
     def is_held(self) -> bool:
-        """Whether anything else holds one of its tensors, or what shares its bytes.
+        """Return whether anything else holds one of its tensors, or what shares its bytes.
 
         See Note [Pages, ring and fences], rule 4.
         """
@@ -165,22 +165,22 @@ class Page:
         return False
 
     def is_held_by_any(self) -> bool:
-        """The same for each of its tensors, because a weak reference may have brought one back."""
+        """Return whether any of its tensors is held; a weak reference may have revived one."""
         self._doubtful.update(dict.fromkeys(self._shown))
         return self.is_held()
 
     def held(self) -> list[str]:
-        """The names of its tensors that something else holds, or what shares their bytes."""
+        """Return the names of its tensors that something else holds, or what shares their bytes."""
         both = self._shown, self._aliases
         names = [host.name for each in both for host in each if is_held(each, host)]
         return names or ([host.name for host in self._shown] if self.is_held() else [])
 
     def stale(self) -> list[HostTensor]:
-        """The tensors that may have changed on the host since they were copied."""
+        """Return the tensors that may have changed on the host since they were copied."""
         return [host for host in self.unit.tensors if self.is_stale(host)]
 
     def is_stale(self, host: HostTensor) -> bool:
-        """Whether one of them may have."""
+        """Return whether one of them may have."""
         return host.touched or host.version != self.host_versions.get(host) or host.has_left
 
     def note_copied(self) -> None:
@@ -195,7 +195,7 @@ class Page:
         self.host_versions = {}
 
     def written(self, *, with_buffers: bool) -> list[HostTensor]:
-        """The tensors that have been written on the device since this was last asked.
+        """Return the tensors that have been written on the device since this was last asked.
 
         Args:
             with_buffers: count every vector that is a buffer and was shown: batch norm's kernels
@@ -221,7 +221,7 @@ class Page:
             self.host_versions[host] = host.version
 
     def _take_unseen(self) -> bool:
-        """Whether an alias was made that is written unseen; asked again as long as there is one."""
+        """Return whether an alias may be written unseen; ask again as long as there is one."""
         if self._lent is None or not self._lent.is_aliased:
             return False
         # `.data`, a detached view or a NumPy array may be written at any time as long as it is
@@ -257,11 +257,11 @@ class IdlePages:
         self._held: dict[Unit, Page] = {}
 
     def add(self, page: Page) -> None:
-        """Nothing uses a page any more; something may hold it."""
+        """Note that no pass uses a page any more; something may still hold it."""
         (self._held if page.is_held() else self._free)[page.unit] = page
 
     def discard(self, page: Page) -> None:
-        """A page is used again, or its place is given back."""
+        """Forget a page that is used again, or whose place is given back."""
         self._free.pop(page.unit, None)
         self._held.pop(page.unit, None)
 
@@ -276,7 +276,7 @@ class IdlePages:
         self._held.clear()
 
     def free(self) -> dict[Unit, Page]:
-        """Those that nothing holds, in the order in which that was found out."""
+        """Return the pages that nothing holds, in the order in which they became free."""
         for page in list(self._held.values()):
             if not page.is_held():
                 del self._held[page.unit]

@@ -32,22 +32,22 @@ class AccessOrder:
         self._last_kind: Hashable = None
 
     def begin(self, kind: Hashable) -> list[Unit]:
-        """A pass of this kind begins; what the last one of its kind used."""
+        """Return a pass of this kind begins; what the last one of its kind used."""
         self._next_kind[self._last_kind] = kind
         self._last_kind = kind
         return self._learned.get(kind, [])
 
     def learn(self, kind: Hashable, used: list[Unit]) -> None:
-        """A pass of this kind has used these units."""
+        """Learn the units that a pass of this kind has used."""
         self._learned[kind] = used
 
     def expect(self, kind: Hashable, first: Pass) -> None:
-        """A pass of this kind will follow one like the first; in its opposite order, at first."""
+        """Expect a pass of this kind after one like the first; at first in opposite order."""
         self._next_kind.setdefault(first.kind, kind)
         self._learned.setdefault(kind, first.used[::-1])
 
     def after(self, kind: Hashable) -> list[Unit]:
-        """What a pass used that followed one of this kind."""
+        """Return the units of the pass that followed one of this kind."""
         return self._learned.get(self._next_kind.get(kind), [])
 
 
@@ -115,11 +115,11 @@ class Pass(Visit):
         self.used: list[Unit] = []
 
     def begin(self) -> None:
-        """It begins: what the last one of its kind used is expected."""
+        """Begin a pass, and expect the units of the last one of its kind."""
         self._predicted = self._order.begin(self.kind)
 
     def note(self, unit: Unit) -> bool:
-        """It begins to use a unit; where that was not expected, the prediction follows.
+        """Note the use of a unit; if it was not expected, correct the prediction.
 
         Returns:
             Whether another unit is expected now.
@@ -139,15 +139,15 @@ class Pass(Visit):
         return self._position != before and not self.expects(unit)
 
     def goes_on(self, unit: Unit) -> bool:
-        """Whether the last use was of this unit, too."""
+        """Return whether the last use was of this unit, too."""
         return bool(self.used and self.used[-1] == unit)
 
     def expects(self, unit: Unit) -> bool:
-        """Whether a unit is the one that comes next."""
+        """Return whether a unit is the one that comes next."""
         return self._predicted[self._position : self._position + 1] == [unit]
 
     def upcoming(self) -> Iterator[Unit]:
-        """The uses to come, in order: the rest of this pass, then the pass that follows it."""
+        """Yield the uses to come: the rest of this pass, then the pass that follows."""
         yield from self._predicted[self._position :]
         yield from self._order.after(self.kind)
 
@@ -157,11 +157,11 @@ class Pass(Visit):
         return len(self._predicted) - self._position
 
     def soon(self) -> dict[Unit, int]:
-        """The units to come, each with how many come before it."""
+        """Return the units to come, each with how many come before it."""
         return {unit: i for i, unit in reversed(list(enumerate(self.upcoming())))}
 
     def end(self, *, completed: bool) -> None:
-        """It is over; only one that ran to its end is learned from."""
+        """End a pass; learn from it only if it ran to its end."""
         if completed:
             self._order.learn(self.kind, self.used)
         self._predicted, self._position = [], 0
@@ -212,7 +212,7 @@ class PassRecord:
         return self.copied_bytes / copy_s if copy_s else 0.0
 
     def ends(self) -> list[Any]:
-        """The events that it all ends with."""
+        """Return the events that it all ends with."""
         spans = [*([] if self.span is None else [self.span]), *self.copies, *self.stalls]
         return [end for _, end in spans]
 
@@ -235,18 +235,18 @@ class PassMeter:
         self.total_faults = 0
 
     def begin(self, event: Any) -> None:
-        """A pass begins with this event."""
+        """Begin a pass with this event."""
         self._began = event
 
     def end(self, event: Any) -> None:
-        """It ends with this one."""
+        """End the pass with this event."""
         self._now.span = self._began, event
         self.total_faults += self._now.faults
         self.passes += 1
         self.last, self._now = self._now, PassRecord()
 
     def note_fault(self) -> None:
-        """A unit is fetched only when it is used."""
+        """Note that a unit was fetched only when it was used."""
         self._now.faults += 1
 
     def note_copy(self, span: Span, n_bytes: int) -> None:
@@ -255,10 +255,10 @@ class PassMeter:
         self._now.copied_bytes += n_bytes
 
     def note_stall(self, span: Span) -> None:
-        """The stream that computes waits for a copy."""
+        """Note that the computing stream waits for a copy."""
         self._now.stalls.append(span)
 
 
 def seconds(spans: Iterable[Span]) -> float:
-    """How long several took together."""
+    """Return how long several took together."""
     return sum(float(begin.elapsed_time(end)) for begin, end in spans) / 1e3

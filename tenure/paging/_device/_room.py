@@ -52,23 +52,23 @@ class Lease:
         return 0
 
     def begin(self) -> None:
-        """A pass begins: give memory back, or take some."""
+        """Begin a pass: give memory back, or take some."""
 
     def look(self, *, goes_on: bool) -> None:
-        """A unit is about to be used: give memory back where it is short.
+        """Give memory back if it is short, before a unit is used.
 
         Args:
             goes_on: whether it is the unit that was used last.
         """
 
     def end(self) -> None:
-        """The pass is over."""
+        """End the pass."""
 
     def gave_back(self) -> None:
         """Memory was given back to whoever had asked for it."""
 
     def close(self) -> None:
-        """The model is unpaged."""
+        """Close it, because the model is unpaged."""
 
 
 class Room:
@@ -184,7 +184,7 @@ class Room:
         return self._link.mark(self._link.current())
 
     def take_back(self) -> None:
-        """Nothing is in use: take back what an interruption kept from being released."""
+        """Release pages that an interruption left in use; no pass runs now."""
         self.idle.clear()
         for page in self.pages.values():
             page.users = 0
@@ -197,14 +197,14 @@ class Room:
             self._link.finish()
 
     def note_here(self, page: Page) -> None:
-        """A page is being filled: it is here from now on."""
+        """Note that a page is being filled: it is resident from now on."""
         self.pages[page.unit] = page
         self.expected.pop(page.unit, None)
         if not page.is_resident:
             self.idle.add(page)
 
     def free_page(self, unit: Unit) -> Found | None:
-        """A page for a unit in the place that waits for it, or where the ring has room."""
+        """Return a page for a unit in the place that waits for it, or where the ring has room."""
         # It waits until the page is here: an interruption between would lose it.
         waiting = self.expected.get(unit)
         if waiting is not None:
@@ -217,7 +217,7 @@ class Room:
         return Page(unit, self._ring_place.memory, start), after
 
     def at_once(self, unit: Unit, now: Pass) -> Found:
-        """A page for a unit that is needed now, at the cost of those that are needed last.
+        """Return a page for a unit that is needed now, at the cost of those that are needed last.
 
         Raises:
             PagingError: what is in use leaves no room for it.
@@ -293,7 +293,7 @@ class Room:
         return taken_bytes
 
     def named_tensors(self) -> Iterator[NamedTensor]:
-        """The ring, and each unit that stays."""
+        """Yield the ring, and each unit that stays."""
         ring = self._ring_place
         if ring.memory.nbytes:
             passing = [storage for page in self._passing() for storage in page.storages]
@@ -313,7 +313,7 @@ class Room:
         self._ring_place = nowhere()
 
     def _missing(self) -> dict[int, SlabPlan]:
-        """The slabs that could come, by their rank."""
+        """Return the slabs that could come, by their rank."""
         return {i: plan for i, plan in self._slab_plans.items() if i not in self._slabs}
 
     def _allocate(self, rank: int, n_bytes: int, what: str) -> Tensor:
@@ -334,7 +334,7 @@ class Room:
         return [(page, page.place) for page in pages if page.place is not None]
 
     def _may_pass(self, page: Page) -> bool:
-        """Whether a unit that stays could pass from now on: nothing uses, holds or keeps it."""
+        """Return whether a resident unit could leave now: nothing uses, holds or keeps it."""
         # A unit that is larger than the ring could never come back.
         fits = page.unit.n_bytes <= self.ring_bytes and page.unit not in self._kept
         return fits and not page.users and not page.is_held_by_any()

@@ -114,12 +114,12 @@ class Arguments:
 
 
 def moved(tree: Any, source: str, device: torch.device) -> Any:
-    """A tree with its tensors moved; see `Arguments`."""
+    """Return a tree with its tensors moved; see `Arguments`."""
     return Arguments(tree, source, device).given
 
 
 def apart_from(lent: Collection[int], output: Any) -> Any:
-    """An output with copies in place of tensors that lie in memory of pages.
+    """Return an output with copies in place of tensors that lie in memory of pages.
 
     Args:
         lent: the ids of the storages of pages, as of ``key_of``.
@@ -136,7 +136,7 @@ def apart_from(lent: Collection[int], output: Any) -> Any:
 
 
 def is_leaf(node: object) -> bool:
-    """Whether a container is an object like any other, which is left alone."""
+    """Return whether a container is an object like any other, which is left alone."""
     # A PackedSequence has a part that stays on the host; what is registered with torch's pytree
     # may be a cache that a forward writes to, which a copy would keep from its owner.
     if type(node) in _PLAIN or isinstance(node, Tensor | PackedSequence):
@@ -150,13 +150,13 @@ def _device_type_of(node: object) -> str | None:
 
 
 def is_about_devices(error: BaseException) -> bool:
-    """Whether torch was given tensors on several devices."""
+    """Return whether torch was given tensors on several devices."""
     is_other = isinstance(error, TenureError | torch.OutOfMemoryError)
     return isinstance(error, RuntimeError) and not is_other and "device" in str(error)
 
 
 def _parameters_of(function: Callable[..., Any], n_args: int) -> list[str]:
-    """The names of a function's first parameters, or their numbers where it has no such names."""
+    """Return the names of a function's first parameters, or their numbers without names."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     try:
         parameters = inspect.signature(function).parameters.values()

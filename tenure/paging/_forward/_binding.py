@@ -45,11 +45,11 @@ class PagedDict(_Entries):
         return self._shown(name, super().__getitem__(name))
 
     def get(self, name: str, default: Any = None) -> Any:
-        """As of a dictionary."""
+        """Return an entry as a dictionary does."""
         return self[name] if name in self else default  # noqa: SIM401  # this is that method
 
     def items(self) -> ItemsView[str, Tensor | None]:  # type: ignore[override]
-        """As of a dictionary, of what is shown; a state dict is of the host wherever it is made."""
+        """Return the shown items; a state dict always gets host tensors."""
         # A checkpoint that a callback saves in the middle of a forward must not have tensors on the
         # device, which are others' a moment later.
         if is_saving(sys._getframe(1)) and self._pager.is_inside:
@@ -57,7 +57,7 @@ class PagedDict(_Entries):
         return {name: self._shown(name, entry) for name, entry in super().items()}.items()
 
     def values(self) -> ValuesView[Tensor | None]:  # type: ignore[override]
-        """As of a dictionary, of what is shown."""
+        """Return the shown values."""
         return dict(self.items()).values()
 
     def __setitem__(self, name: str, entry: Tensor | None) -> None:
@@ -82,14 +82,14 @@ class PagedDict(_Entries):
         return dict, (self._saved(),)
 
     def registered(self) -> _Entries:
-        """The registered objects themselves; what the forward replaced on the device comes home."""
+        """Return the registered objects, with replacements on the device moved back."""
         return {
             name: entry if entry is None or name not in self._hosts else _at_home(entry)
             for name, entry in super().items()
         }
 
     def _saved(self) -> _Entries:
-        """The registered objects with what a forward that runs has written so far."""
+        """Return the registered objects with what a forward that runs has written so far."""
         entries = dict(super().items())
         if self._pager.is_inside:
             assigned = self._pager.save()

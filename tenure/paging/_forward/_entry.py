@@ -99,7 +99,7 @@ class Attached:
                     self._enter(module, [], [], attributes)
 
     def units_inside(self, module: nn.Module) -> list[Unit]:
-        """All that a module and those inside need."""
+        """Return all units that a module and its submodules need."""
         inside = (unit for each in module.modules() for unit in self._units.get(each, ()))
         return list(dict.fromkeys(inside))
 
@@ -349,7 +349,7 @@ def _held_by(value: Any) -> Iterator[object]:
 
 
 def _bracketed(hosts: list[HostTensor]) -> list[Unit]:
-    """The units of a module's own tensors that its forward may hold until it ends."""
+    """Return the units of a module's own tensors that its forward may hold until it ends."""
     units = dict.fromkeys(host.unit for host in hosts)
     return [unit for unit in units if unit is not None and not unit.is_loose]
 

@@ -44,7 +44,7 @@ class Outside:
         self._end_hook = _hook.last_while(self)
 
     def end(self) -> None:
-        """The model is unpaged."""
+        """Close it, because the model is unpaged."""
         _all.discard(self)
         self._end_hook()
 
@@ -84,7 +84,7 @@ class Outside:
 
 
 def _names_at(call: TracebackType) -> Iterator[str]:
-    """The names in the expression that a frame was at."""
+    """Yield the names in the expression that a frame was at."""
     instructions = list(dis.get_instructions(call.tb_frame.f_code))
     at = next((each for each in instructions if each.offset == call.tb_lasti), None)
     if at is None or at.positions is None or at.positions.lineno is None:
@@ -99,7 +99,7 @@ def _names_at(call: TracebackType) -> Iterator[str]:
 
 
 def _values(frame: FrameType, names: Collection[str]) -> Iterator[Any]:
-    """The values of these names in a frame, and the items of values that are containers."""
+    """Yield the values of these names in a frame, and the items of values that are containers."""
     for name in names:
         value = frame.f_locals.get(name, frame.f_globals.get(name))
         yield value

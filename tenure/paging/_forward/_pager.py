@@ -115,7 +115,7 @@ class Pager:
         return now is not None and len(now.forwards) == 1 and not now.is_backward
 
     def enter(self, forward: Forward, token: object, units: list[Unit], module: nn.Module) -> bool:
-        """A forward begins: bring its units.
+        """Return a forward begins: bring its units.
 
         Args:
             forward: it.
@@ -166,12 +166,12 @@ class Pager:
         return arguments
 
     def holds(self, units: list[Unit]) -> bool:
-        """Whether anything holds what was shown of some units, beyond their use."""
+        """Return whether anything holds what was shown of some units, beyond their use."""
         pages = [self.engine.room.pages.get(unit) for unit in units]
         return any(page is not None and not page.users and page.is_held() for page in pages)
 
     def note_mode(self, module: nn.Module) -> None:
-        """A module runs as part of the pass."""
+        """Note that a module runs as part of the pass."""
         if module.training and self._pass is not None:
             # Batch norm's kernels write its statistics without raising their version.
             self._pass.saves_buffers = True
@@ -183,7 +183,7 @@ class Pager:
 
     @never_compiled
     def result(self, forward: Forward, output: Any) -> Any:
-        """What a forward returns, with copies of what lies in memory that others need.
+        """Return the result of forward, with copies of tensors in memory that others need.
 
         That of the outermost one is the user's, and all pages are needed again. Of others, the
         memory of their own units is: a table that the first layer gives out may be used by all.
@@ -198,7 +198,7 @@ class Pager:
 
     @never_compiled
     def leave(self, forward: Forward) -> None:
-        """A forward ends: let go of what it used; nothing the second time."""
+        """Release the units that a forward used, when it ends; a second call does nothing."""
         now = self._pass
         if now is None or now.thread != get_ident():
             return
@@ -212,7 +212,7 @@ class Pager:
 
     @never_compiled
     def show(self, host: HostTensor) -> Tensor:
-        """What stands for a host tensor where the caller is: on the device inside, else itself.
+        """Return the device's tensor for a host tensor inside a pass, else the host tensor.
 
         Raises:
             PagingError: a graph is being captured: it would keep an address, or a wait break it.
@@ -311,7 +311,7 @@ class Pager:
         return given_bytes
 
     def give_back(self, n_bytes: int) -> int:
-        """The same, of any memory; other models that share it do not count it as an error."""
+        """Give back any memory; models that share it do not count it as an error."""
         # Without waiting: the thread inside may be the one that waits for this memory.
         inside, visit = self._turn.visit, Visit()
         is_ours = inside is not None and inside.thread == get_ident()
@@ -409,7 +409,7 @@ class Pager:
 
 
 def _is_same(shown: Tensor, entry: Tensor) -> bool:
-    """Whether two tensors of one form are one, or lie in the same memory in the same order."""
+    """Return whether two tensors of one form are equal, or the same memory in one order."""
     return entry is shown or (
         is_plain(entry)
         and is_plain(shown)

@@ -22,7 +22,7 @@ _later: list[Callable[[], None]] = []
 
 
 def captures(device: torch.device, *, waits: bool = False) -> bool:
-    """Whether a graph is being captured on this thread, on the current device or on this one.
+    """Return whether this thread captures a graph, on the current or on this device.
 
     Args:
         device: this one.
@@ -136,5 +136,5 @@ def check_training(module: nn.Module, hosts: Collection[HostTensor]) -> None:
 
 
 def _asking(hosts: Collection[HostTensor]) -> list[HostTensor]:
-    """The parameters that ask for gradients now: a user may freeze them at any time."""
+    """Return the parameters that ask for gradients now: a user may freeze them at any time."""
     return [host for host in hosts if not host.is_buffer and host.tensor.requires_grad]

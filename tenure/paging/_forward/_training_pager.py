@@ -58,7 +58,7 @@ class TrainingPager(Pager):
         self._joining = RLock()
 
     def enter(self, forward: Forward, token: object, units: list[Unit], module: nn.Module) -> bool:
-        """As of a pager; a forward that a node runs is part of its backward pass."""
+        """Enter as a pager does; a forward that a node runs is part of its backward pass."""
         if self._pass is None and is_running_node():
             self._backward_pass()
         if not super().enter(forward, token, units, module):
@@ -73,7 +73,7 @@ class TrainingPager(Pager):
         return True
 
     def arguments(self, forward: Forward, given: Any) -> Arguments | None:
-        """As of a pager; to move what the caller keeps would free nothing."""
+        """Return the arguments as a pager does; moving tensors of the caller frees nothing."""
         if self._activations is not None and self.is_outermost:
             # What a graph leads to was computed, as what one part of a model gives to the next.
             self._activations.leave(each for each in tensors_in(given) if each.grad_fn is None)
@@ -81,7 +81,7 @@ class TrainingPager(Pager):
 
     @never_compiled
     def show(self, host: HostTensor) -> Tensor:
-        """As of a pager; where a graph is recorded, a weight that asks for it is part of it."""
+        """Show as a pager does; if a graph is recorded, weights that require grad join it."""
         shown = super().show(host)
         now = self._pass
         if now is None or host.unit is None or not (self.is_inside and host.tensor.requires_grad):
@@ -125,7 +125,7 @@ class TrainingPager(Pager):
             raise _unpaged()
 
     def _backward_pass(self) -> Pass:
-        """The pass that a node of autograd runs in; where there is none, it begins."""
+        """Return the pass that a node of autograd runs in; where there is none, it begins."""
         check_capture(self.engine.device, "A backward pass needs weights that are paged")
         with self._joining:
             now = self._pass
@@ -158,7 +158,7 @@ class TrainingPager(Pager):
             self._tasks.add(task)
 
     def end_backward(self, now: Pass, task: int, *, completed: bool) -> None:
-        """A backward pass of autograd's is over; nothing where it was told before."""
+        """End a backward pass; a second call does nothing."""
         # It may be told on another thread than that of the nodes, where the next one begins.
         with self._joining:
             if self._pass is not now or task not in self._tasks:
@@ -201,5 +201,5 @@ def _backward_of(kind: Hashable) -> Hashable:
 
 
 def _waits_for_nodes(now: Pass) -> bool:
-    """Whether the thread of a pass is in autograd's engine, which runs nodes on other threads."""
+    """Return whether the pass's thread waits in autograd's engine for nodes elsewhere."""
     return is_in_engine(sys._current_frames().get(now.thread))

@@ -55,7 +55,7 @@ class _UnitRange:
             self.file.read_into(address, self.address - self.file.address, self.n_bytes)
 
     def within(self, low: int, high: int) -> Iterator[_UnitRange]:
-        """What of it lies between two bytes of the unit, counted from the first of them."""
+        """Yield its parts between two bytes of the unit, counted from the first of these."""
         begin, end = max(low, self.start), min(high, self.start + self.n_bytes)
         if begin < end:
             address = self.address + begin - self.start
@@ -132,7 +132,7 @@ class FileStore:
                 host.remember_home()
 
     def bytes_of(self, unit: Unit) -> UnitBytes:
-        """Where the bytes of a unit are now."""
+        """Return the place of a unit's bytes."""
         try:
             return UnitBytes(unit.n_bytes, (*self._parts[unit], *self._moved(unit)))
         except PagingError as error:
@@ -204,7 +204,7 @@ def _checked(host: HostTensor) -> Tensor:
 
 
 def checked_folder(folder: Path) -> Path:
-    """A folder that files can be made in, made if it is missing.
+    """Return a folder that files can be made in, made if it is missing.
 
     Raises:
         PagingError: it is none, or nothing can be made there.
@@ -240,7 +240,7 @@ def _spill(units: list[Unit], folder: Path, model: str) -> MappedFile:
 
 @contextmanager
 def writing(folder: Path, model: str, n_bytes: int) -> Iterator[None]:
-    """A block that writes a file of a model.
+    """Return a block that writes a file of a model.
 
     Raises:
         PagingError: it can't be written.
@@ -257,7 +257,7 @@ def writing(folder: Path, model: str, n_bytes: int) -> Iterator[None]:
 
 
 def nameless(folder: Path) -> BinaryIO:
-    """A new file in a folder that nobody else can meet."""
+    """Return a new file in a folder that nobody else can meet."""
     return cast(BinaryIO, tempfile.TemporaryFile(dir=folder, prefix="tenure-"))
 
 
@@ -275,7 +275,7 @@ def _write(file: BinaryIO, units: list[Unit]) -> None:
 
 
 def _places(units: list[Unit]) -> Iterator[tuple[Extent, int, int]]:
-    """Every extent, with where its unit begins in the file, and where in the unit it does."""
+    """Yield every extent with the offset of its unit in the file, and its own in the unit."""
     begin = 0
     for unit in units:
         for extent, start in unit.starts():

@@ -76,7 +76,7 @@ class HostBuffers:
             _move(extent, self._part(unit, extent, start), start)
 
     def bytes_of(self, unit: Unit) -> Tensor:
-        """The buffer of a unit, with what was given other memory meanwhile back in it.
+        """Return the buffer of a unit, with what was given other memory meanwhile back in it.
 
         Raises:
             PagingError: a tensor has another type, shape or device than when it was paged.
@@ -92,7 +92,7 @@ class HostBuffers:
         return self._bytes[unit]
 
     def named_tensors(self) -> Iterator[NamedTensor]:
-        """The buffers, and for each the storages of the model's tensors in it."""
+        """Yield the buffers, and for each the storages of the model's tensors in it."""
         for unit, parts in list(self._parts.items()):
             alive = (part() for part in list(parts))
             inside = tuple(storage for storage in alive if storage is not None)
@@ -107,7 +107,7 @@ class HostBuffers:
         self._memory.clear()
 
     def _part(self, unit: Unit, extent: Extent, start: int) -> Tensor:
-        """The bytes of an extent in the buffer of its unit, as a storage of their own."""
+        """Return the bytes of an extent in the buffer of its unit, as a storage of their own."""
         # A storage of its own for each extent: torch.save writes whole storages, and the state dict
         # of a layer would have its whole unit in it.
         memory, n_bytes = self._memory[unit], extent.n_bytes

@@ -66,7 +66,7 @@ class MappedFile:
         self.address = torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr()
 
     def tensor(self, dtype: torch.dtype, shape: Sequence[int], offset: int) -> Tensor:
-        """A tensor over part of the file, in a storage of its own; it keeps the mapping alive."""
+        """Return a tensor over part of the file in its own storage; it keeps the mapping alive."""
         n_elements = torch.Size(shape).numel()
         if not n_elements:
             return torch.empty(shape, dtype=dtype, device="cpu")
@@ -74,7 +74,7 @@ class MappedFile:
         return flat.view(shape)
 
     def bytes_at(self, offset: int, n_bytes: int) -> Tensor:
-        """As ``tensor``: uint8[n_bytes]."""
+        """Return uint8[n_bytes], as ``tensor`` does."""
         return self.tensor(torch.uint8, (n_bytes,), offset)
 
     def copy_of(self, offset: int, n_bytes: int) -> bytes:
@@ -82,7 +82,7 @@ class MappedFile:
         return self._memory[offset : offset + n_bytes]
 
     def offset_of(self, address: int) -> int | None:
-        """Which byte of the file is mapped at an address, if any."""
+        """Return which byte of the file is mapped at an address, if any."""
         offset = address - self.address
         return offset if 0 <= offset < self.n_bytes else None
 
@@ -175,7 +175,7 @@ def _mapped(descriptor: int, n_bytes: int) -> mmap.mmap:
 
 @functools.cache
 def tells_written() -> bool:
-    """Whether this kernel tells a page that was written from one that was only read."""
+    """Return whether this kernel tells a page that was written from one that was only read."""
     if not hasattr(os, "preadv"):
         return False
     try:

@@ -145,7 +145,7 @@ def private_memory(n_bytes: int) -> Memory:
 
 
 def _runtime_of(module: Any) -> Any:
-    """The runtime that pins memory in place; None where a device has none, as XPU."""
+    """Return the runtime that pins memory in place; None where a device has none, as XPU."""
     runtime = module.cudart() if hasattr(module, "cudart") else None
     both = ("cudaHostRegister", "cudaHostUnregister")
     return runtime if all(hasattr(runtime, name) for name in both) else None

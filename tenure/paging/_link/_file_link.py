@@ -79,7 +79,7 @@ class FileLink(Link):
         return 0 if self._pinning is None else self._pinning.n_bytes
 
     def named_tensors(self) -> Iterator[NamedTensor]:
-        """The staging memory."""
+        """Yield the staging memory."""
         for i, memory in enumerate(self._staging):
             yield NamedTensor(memory, f"staging[{i}]", STAGING)
 
@@ -194,7 +194,7 @@ class FileEvent:
         return None if span is None else span[self._at]
 
     def query(self) -> bool:
-        """Whether it has happened."""
+        """Return whether it has happened."""
         return self._read.done() and (self.inner is None or bool(self.inner.query()))
 
     def synchronize(self) -> None:

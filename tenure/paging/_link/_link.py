@@ -47,15 +47,15 @@ class Link:
         return 0
 
     def named_tensors(self) -> Iterator[NamedTensor]:
-        """The staging memory, for reports of memory."""
+        """Return the staging memory, for reports of memory."""
         return iter(())
 
     def current(self) -> Any:
-        """The stream that computes now."""
+        """Return the stream that computes now."""
         return self.module.current_stream(self.device)
 
     def mark(self, stream: Any, *, timed: bool = False) -> Any:
-        """An event after all that a stream was given so far; a timed one costs the device more."""
+        """Return an event after all work of a stream so far; a timed event is more expensive."""
         event = self.module.Event(enable_timing=timed)
         event.record(stream)
         return event
@@ -106,7 +106,7 @@ class Link:
             event.synchronize()
 
     def is_past(self, event: Any) -> bool:
-        """Whether an event has happened, without a stop."""
+        """Return whether an event has happened, without a stop."""
         with self._here():
             return bool(event.query())
 
@@ -121,11 +121,11 @@ class Link:
         stream.wait_event(event)
 
     def _here(self) -> AbstractContextManager[Any]:
-        """A block in which the device is the current one."""
+        """Return a block in which the device is the current one."""
         return self.module.device(self.device)  # type: ignore[no-any-return]
 
     @contextmanager
     def _on(self, stream: Any) -> Iterator[None]:
-        """The same, and a stream of it the current one."""
+        """Return the same, and a stream of it the current one."""
         with self._here(), self.module.stream(stream):
             yield

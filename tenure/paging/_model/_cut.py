@@ -39,7 +39,7 @@ class UnitSize:
     n_parameters: int = 0
 
     def fits(self, table: TensorTable) -> Fits:
-        """The rule, for the modules of a table."""
+        """Return the rule, for the modules of a table."""
         most_bytes = self.n_bytes
         if most_bytes is None:
             return lambda module: sum(p.numel() for p in module.parameters()) < self.n_parameters
@@ -113,7 +113,7 @@ def cut(
 
 
 def sizes_with_own(model: nn.Module, table: TensorTable) -> set[int]:
-    """The bytes of modules inside that, if they are cut further, leave tensors that none brackets.
+    """Return the sizes of modules that have tensors of their own beside their submodules.
 
     A layer of experts that holds their weights itself, beside a router, is one.
     """
@@ -126,13 +126,13 @@ def sizes_with_own(model: nn.Module, table: TensorTable) -> set[int]:
 
 
 def _is_whole(module: nn.Module, table: TensorTable) -> bool:
-    """Whether a module's own tensors are used in its forward alone, or it has none."""
+    """Return whether a module's own tensors are used in its forward alone, or it has none."""
     is_called = type(module).forward is not nn.Module.forward
     return not table.direct[module] or (is_called and not any(module.children()))
 
 
 def n_bytes_in(table: TensorTable, modules: Iterable[nn.Module]) -> int:
-    """The bytes of the extents that modules use."""
+    """Return the bytes of the extents that modules use."""
     return sum(extent.n_bytes for extent in table.extents_of(modules))
 
 
@@ -220,7 +220,7 @@ def _joined(first: _Group, second: _Group) -> _Group:
 
 
 def _leaders(module: nn.Module) -> Iterator[nn.Module]:
-    """The module, or, where it is never called itself, its children."""
+    """Yield the module, or, where it is never called itself, its children."""
     # The blocks of a model of transformers or diffusers stand in a ModuleList: hooks on that would
     # never be called.
     if type(module).forward is not nn.Module.forward:

@@ -21,7 +21,7 @@ _PLAIN = (Tensor, nn.Parameter, nn.Buffer)
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether its bytes in a storage are all there is to it."""
+    """Return whether its bytes in a storage are all there is to it."""
     return (
         # A subclass may be made of several tensors, as quantized weights are, or mean something
         # else by its bytes; a conjugated one is the bytes of another.
@@ -33,7 +33,7 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 def parts_of(tensor: Tensor) -> dict[str, Tensor]:
-    """The plain tensors that a tensor is made of, by path; none where another can't be made."""
+    """Return the plain tensors inside a tensor, by path; none if it can't be rebuilt."""
     # A class may refuse anything, in any way.
     try:
         found = dict(_parts(tensor))
@@ -43,7 +43,7 @@ def parts_of(tensor: Tensor) -> dict[str, Tensor]:
 
 
 def made_around(tensor: Tensor, instead: Callable[[Tensor], Tensor]) -> Tensor:
-    """Another tensor of the same class, made around others than its plain ones.
+    """Return a tensor of the same class around different plain tensors.
 
     Args:
         tensor: as of ``parts_of``, or a view of such a one.
@@ -80,7 +80,7 @@ def _is_leaf(tensor: Tensor) -> bool:
 
 
 def _can_be_made_anew(tensor: Tensor) -> bool:
-    """Whether it comes out the same, but for the device, which must be that of what it is of."""
+    """Return whether rebuilding gives the same tensor, on the device of its parts."""
     places = count(1)
 
     def beside_others(part: Tensor) -> Tensor:

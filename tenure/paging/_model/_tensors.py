@@ -154,14 +154,14 @@ class Unit:
         self.n_bytes = up_to(self.n_bytes, UNIT_ALIGNMENT_BYTES)
 
     def starts(self) -> Iterator[tuple[Extent, int]]:
-        """Its extents, each with the byte of the unit that it begins at."""
+        """Yield its extents, each with its first byte in the unit."""
         start = 0
         for extent in self.extents:
             yield extent, start
             start = up_to(start + extent.n_bytes, EXTENT_ALIGNMENT_BYTES)
 
     def spans_of(self, hosts: Collection[HostTensor]) -> list[tuple[int, int]]:
-        """Where the extents of some of its tensors begin and end; neighbours in one piece."""
+        """Return the first and last bytes of some tensors' extents; neighbours are joined."""
         spans: list[tuple[int, int]] = []
         asked, is_next = frozenset(hosts), False
         for extent, start in self.starts():
@@ -199,7 +199,7 @@ class TensorTable:
         self._extents = self._lay_out()
 
     def extents_of(self, modules: Iterable[nn.Module]) -> list[Extent]:
-        """The extents that the modules themselves use, in the order of their registration."""
+        """Return the extents that the modules use themselves, in order of registration."""
         found = {
             id(extent): extent
             for module in modules

@@ -40,7 +40,7 @@ class Budget:
 
 
 def checked_budget(budget: int | str | None, device: torch.device) -> Budget | None:
-    """The bytes of a budget; ``"80%"`` is that share of what is free on the device now.
+    """Return the bytes of a budget; ``"80%"`` is that share of what is free on the device now.
 
     Raises:
         PagingError: the share can't be read.
@@ -58,7 +58,7 @@ def checked_budget(budget: int | str | None, device: torch.device) -> Budget | N
 
 
 def checked_kept(model: nn.Module, keep: Iterable[str]) -> list[nn.Module]:
-    """The modules of these names.
+    """Return the modules of these names.
 
     Raises:
         PagingError: a name is no module's.
@@ -80,7 +80,7 @@ def checked_kept(model: nn.Module, keep: Iterable[str]) -> list[nn.Module]:
 
 
 def checked_methods(model: nn.Module, methods: Iterable[str]) -> list[Method]:
-    """The methods of these names, each once; of a module inside the model with its path before it.
+    """Return the methods of these names, each once; submodules' with their path.
 
     Raises:
         PagingError: a name is no method's, or the method goes on after it has returned.
@@ -114,7 +114,7 @@ def _checked_method(model: nn.Module, name: object) -> Method:
 
 
 def _methods_of(module: nn.Module) -> list[str]:
-    """The public methods that a module's class adds to those of every module."""
+    """Return the public methods that a module's class adds to those of every module."""
     return [
         name
         for name in dir(type(module))
@@ -125,7 +125,7 @@ def _methods_of(module: nn.Module) -> list[str]:
 
 
 def checked_layer_size(size: object) -> UnitSize | None:
-    """A number of parameters, or of bytes as text; None where -1 leaves the choice to the planner.
+    """Return a number of parameters, or of bytes given as text; None for -1 (the planner).
 
     Raises:
         PagingError: it is neither.
@@ -168,7 +168,7 @@ def checked_host(host: object, *, may_be_file: bool = False) -> str | Path:
 
 
 def checked_folder_of_converted(host: object) -> Path | None:
-    """A folder for converted weights, or None.
+    """Return a folder for converted weights, or None.
 
     Raises:
         PagingError: it is neither.
@@ -205,7 +205,7 @@ def check_seconds_and_speed(link_bytes_per_s: object, compute_s: object) -> None
 
 
 def checked_prefetch(prefetch: object) -> int | None:
-    """The most units to fetch ahead; None for as many as fit.
+    """Return the most units to fetch ahead; None for as many as fit.
 
     Raises:
         PagingError: it is neither ``"auto"`` nor a number.

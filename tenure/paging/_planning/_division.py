@@ -111,11 +111,11 @@ class Draft:
         return self.taken_by(self._arranged(self.least_ring_bytes, []))
 
     def taken_by(self, arrangement: Arrangement) -> CachedBlocks:
-        """The memory of the device that slabs take."""
+        """Return the memory of the device that slabs take."""
         return taken_by(arrangement.sizes, self.device)
 
     def stalled_bytes(self, ring_bytes: int, units: Iterable[Unit]) -> int:
-        """The bytes of units whose copies are not hidden behind computation."""
+        """Return the bytes of units whose copies are not hidden behind computation."""
         return n_bytes(unit for unit in units if self.whole_rings[unit] > ring_bytes)
 
     def divide(self, budget: Budget | None) -> Arrangement | None:
@@ -141,7 +141,7 @@ class Draft:
             room_bytes -= excess_bytes
 
     def _ring_bytes(self, room_bytes: int) -> int | None:
-        """The best ring: each of its bytes is missed elsewhere, and a short one stalls copies."""
+        """Return the bytes of the best ring: a long one takes residents, a short one stalls."""
         least_bytes = self.least_ring_bytes
         sizes = {max(least_bytes, ring_bytes) for ring_bytes in self.whole_rings.values()}
         possible = [n for n in sizes | {least_bytes} if n <= room_bytes]
@@ -151,7 +151,7 @@ class Draft:
         )
 
     def _filled(self, ring_bytes: int, room_bytes: int) -> Arrangement:
-        """A ring of at least these bytes, and the units that have room beside it."""
+        """Return a ring of at least these bytes, and the units that have room beside it."""
         left_bytes = room_bytes - n_bytes(self.kept)
         # All of it: no copies, no ring.
         if n_bytes(self.others) <= left_bytes:
@@ -167,7 +167,7 @@ class Draft:
         return self._arranged(min(ring_bytes + left_bytes, passing_bytes), staying)
 
     def _elastic(self, ring_bytes: int, now_bytes: int) -> Arrangement:
-        """All slabs; of these the ones that are there now, and at least the first."""
+        """Return all slabs, those that exist now, and the least number."""
         whole = self._arranged(ring_bytes, self.others, is_elastic=True)
         ends = accumulate(whole.sizes)
         n_there = max(1, sum(end <= now_bytes for end in ends))
@@ -181,7 +181,7 @@ class Draft:
         return self._arranged(max([self.least_ring_bytes, *runs]), small)
 
     def _excess_bytes(self, found: Arrangement, budget: Budget) -> int:
-        """By what a division exceeds a budget; 0 where it does not."""
+        """Return the bytes by which a division exceeds a budget, or 0."""
         taken = self.taken_by(found)
         excess_bytes = taken.allocated_bytes - budget.n_bytes
         if budget.free_bytes is not None:
@@ -196,7 +196,7 @@ class Draft:
 
 
 def unit_sizes(model: nn.Module, budget: Budget | None, link: LinkSpeed) -> list[UnitSize]:
-    """The sizes that units may have: the best one, and for small budgets those that need less."""
+    """Return the sizes that units may have: the best, then smaller ones for small budgets."""
     table = TensorTable(model)
     weight_bytes = sum(tensor.nbytes for tensor in model.parameters())
     # Large units spare latency, and small ones the ring of two of them: both cost the same here.
@@ -211,7 +211,7 @@ def unit_sizes(model: nn.Module, budget: Budget | None, link: LinkSpeed) -> list
 
 
 def too_small(model: nn.Module, draft: Draft, budget: Budget) -> PagingError:
-    """The error of a budget that no cut fits in.
+    """Return the error of a budget that no cut fits in.
 
     Args:
         model: the model.
@@ -343,5 +343,5 @@ def _whole_rings(sizes: list[int]) -> Iterator[int]:
 
 
 def n_bytes(units: Iterable[Unit]) -> int:
-    """The bytes of units on the device."""
+    """Return the bytes of units on the device."""
     return sum(unit.n_bytes for unit in units)

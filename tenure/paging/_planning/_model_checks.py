@@ -24,7 +24,7 @@ _FOREIGN_HOOKS = {"_hf_hook": "accelerate", "_diffusers_hook": "diffusers"}
 
 
 def checked_model(model: object, *, has_values: bool = True) -> nn.Module:
-    """A module whose tensors can be paged.
+    """Return a module whose tensors can be paged.
 
     Args:
         model: the module.
@@ -76,7 +76,7 @@ def checked_device(
     *,
     may_be_missing: bool = False,
 ) -> torch.device:
-    """An accelerator that is there, with its index; the CPU where weights come from a disk.
+    """Return an accelerator that is there, with its index; the CPU where weights come from a disk.
 
     Args:
         device: what was asked for.

@@ -108,7 +108,7 @@ def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _run_backward(output: Any) -> None:
-    """As after a loss that takes nothing: only its gradient is there."""
+    """Run backward as from a loss without memory of its own: only its gradient exists."""
     loss = getattr(output, "loss", None)
     outputs = [loss] if isinstance(loss, Tensor) else tensors_in([output])
     ends = [each for each in outputs if each.requires_grad]
@@ -119,7 +119,7 @@ def _run_backward(output: Any) -> None:
 
 @contextmanager
 def _gradients_leave(units: list[Unit]) -> Iterator[None]:
-    """A block in which gradients are there as long as they are on their way to the host."""
+    """Return a block in which gradients are there as long as they are on their way to the host."""
     under_way: dict[Unit, list[Tensor]] = {}
 
     def leaving(unit: Unit) -> Callable[[Tensor], None]:
@@ -150,7 +150,7 @@ def _bytes_of_caches(output: Any) -> int:
 
 
 def _tensors_below(value: Any) -> Iterator[Tensor]:
-    """Those of a cache, which may be an object with layers."""
+    """Yield the tensors of a cache, which may be an object with layers."""
     waiting, seen = [value], set()
     while waiting:
         each = waiting.pop()

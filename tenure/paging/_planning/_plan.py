@@ -266,7 +266,7 @@ def _is_in_bytes(budget: object) -> bool:
 def _with_activations(
     planned: Planned, model: nn.Module, inputs: Any, activations: str | None, *, training: bool
 ) -> PagingPlan:
-    """The plan, with what a pass takes beside weights."""
+    """Return the plan, with what a pass takes beside weights."""
     device, units = torch.device(planned.plan.device), planned.cut.units if training else None
     kept = predicted_beside(model, inputs, device, units, moves=False)
     moved = None
@@ -287,7 +287,7 @@ def with_budget(
     device: torch.device,
     plan: Callable[[int | str | Budget | None], Planned],
 ) -> Planned:
-    """A plan within a budget of any kind; of one that is shared, as the next model to be paged."""
+    """Plan within a budget of any kind; in a shared one, as the next model to be paged."""
     shared = shared_budget(budget, device)
     if shared is None:
         assert not isinstance(budget, PagingBudget)
@@ -296,7 +296,7 @@ def with_budget(
 
 
 def speed_of(host: str | Path) -> LinkSpeed:
-    """What copies from a host are assumed to take."""
+    """Return the assumed speed of copies from this host."""
     return DISK if isinstance(host, Path) else PCIE_4
 
 
@@ -309,7 +309,7 @@ def make_plan(
     link: LinkSpeed = PCIE_4,
     compute_s: float | None = None,
 ) -> Planned:
-    """As ``plan_paging``, of a model that is checked, with what carrying it out needs."""
+    """Plan as ``plan_paging`` does for a checked model, with all that paging needs."""
     size = checked_layer_size(max_layer_size)
     allowed = budget if isinstance(budget, Budget) else checked_budget(budget, device)
     kept = checked_kept(model, keep)

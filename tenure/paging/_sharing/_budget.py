@@ -122,7 +122,7 @@ class PagingBudget:
         )
 
     def _fitted(self, device: torch.device, plan: _Plan[_Planned]) -> _Planned:
-        """The plan of another model, without anything being done for it.
+        """Return the plan of another model, without anything being done for it.
 
         Args:
             device: where.
@@ -142,7 +142,7 @@ class PagingBudget:
     def _join(
         self, device: torch.device, plan: _Plan[_Planned], size: Callable[[_Planned], int]
     ) -> tuple[_Planned, Share]:
-        """The plan of another model, and its share, for which others give way as far as needed.
+        """Plan another model and give it a share, for which the others give back memory.
 
         Args:
             device: where.
@@ -163,7 +163,7 @@ class PagingBudget:
             return planned, share
 
     def _planned(self, plan: _Plan[_Planned], most_bytes: int, now_bytes: int) -> _Planned:
-        """What a plan makes of what others leave; its error says so."""
+        """Plan within the memory that the other models leave; the error says so."""
         try:
             return plan(most_bytes, now_bytes)
         except PagingError as error:
@@ -187,7 +187,7 @@ class PagingBudget:
         return self._limit_bytes
 
     def _left(self) -> int:
-        """What nothing has; less than none where the limit has fallen."""
+        """Return the bytes that no model has; negative if the limit has fallen."""
         return self._limit() - self.held_bytes
 
     def _come_to(self, device: torch.device) -> None:
@@ -294,7 +294,7 @@ class Share(Lease):
         engine.room.lease = self
 
     def let_give(self, giver: Giver) -> None:
-        """From now on others may ask for memory."""
+        """Let other models ask for memory from now on."""
         self._giver = weakref.ref(giver)
 
     def give(self, n_bytes: int) -> int:
@@ -389,7 +389,7 @@ class Share(Lease):
 
 
 def shared_budget(budget: object, device: torch.device) -> PagingBudget | None:
-    """The budget that is meant, where it is one that changes: all of ``"auto"`` share a device."""
+    """Return the budget if it is a changing one: all ``"auto"`` of a device share one."""
     if isinstance(budget, PagingBudget):
         return budget
     if budget != AUTO:

@@ -109,7 +109,7 @@ class Gauge:
         return self._space_bytes(0)
 
     def short_bytes(self, held_bytes: int) -> int:
-        """What computation lacks at the last look; 0 as long as half of the margin is there.
+        """Return the bytes that computation lacked at the last check; 0 if half the margin is free.
 
         Where a pass needs more than any that is remembered, as the first one does, what it took
         between two looks it may take once more before the next.

@@ -92,7 +92,7 @@ class ActivationMemory:
         return sum(slab.memory.nbytes for slab in list(self._slabs))
 
     def take(self, n_bytes: int) -> HostBytes:
-        """Bytes that nobody else has."""
+        """Return bytes that nobody else uses."""
         rounded_bytes = up_to(n_bytes, _ALIGNMENT_BYTES)
         for slab in self._slabs:
             start = slab.ring.place(rounded_bytes)
@@ -119,7 +119,7 @@ class ActivationMemory:
             given.slab.fences.add(given.start, end, event)
 
     def named_tensors(self) -> Iterator[NamedTensor]:
-        """The slabs."""
+        """Yield the slabs."""
         for slab in list(self._slabs):
             yield NamedTensor(slab.memory, "activations", ACTIVATIONS)
 
@@ -234,7 +234,7 @@ class Activations:
         return self._memory.n_bytes
 
     def named_tensors(self) -> Iterator[NamedTensor]:
-        """That memory."""
+        """Yield the host memory of activations."""
         yield from self._memory.named_tensors()
 
     def leave(self, tensors: Iterable[Tensor]) -> None:
@@ -274,7 +274,7 @@ class Activations:
         return Moved(away, tensor.dtype, form)
 
     def give(self, moved: Moved) -> Tensor:
-        """A tensor that a node saved, for the current stream to read; fetch what is needed next.
+        """Return a saved tensor for the current stream to read, and fetch the next ones.
 
         Raises:
             torch.OutOfMemoryError: the device has no room for it.
@@ -295,7 +295,7 @@ class Activations:
         return made
 
     def end(self) -> None:
-        """A backward pass is over: keep nothing for it."""
+        """End a backward pass: keep nothing for it."""
         with self._lock:
             for each in list(self._kept):
                 self._let_go(each)
@@ -313,7 +313,7 @@ class Activations:
         return empty.set_(storage, *form)  # type: ignore[no-any-return]
 
     def _away_of(self, tensor: Tensor, storage: UntypedStorage) -> AwayBytes:
-        """The bytes of a tensor; those that were saved before, if they are the same."""
+        """Return the bytes of a tensor; those that were saved before, if they are the same."""
         start, end = range_to_move(tensor)
         place = key_of(storage), start, end
         known, n_writes = self._at.get(place), version_of(tensor)
@@ -352,7 +352,7 @@ class Activations:
         return made
 
     def _here(self, wanted: MovedBytes, stream: Any) -> tuple[UntypedStorage, int]:
-        """A storage on the device that holds some bytes, and the place of their first one in it."""
+        """Return a storage on the device that holds some bytes, and the offset of the first."""
         if wanted.came_back and wanted.stream.stream_id != stream.stream_id:
             # Its memory is the other stream's, which may give it to others before this one is done.
             self._let_go(wanted)
@@ -440,7 +440,7 @@ class Activations:
         kept.pending = None
 
     def _forget(self, gone: MovedBytes) -> None:
-        """No node needs some bytes any more; told wherever the last one went, at any moment."""
+        """Note that no node needs some bytes any more; called anywhere and at any moment."""
         if self._closed:
             return
         self._gone.append(gone)

@@ -44,11 +44,11 @@ class _GradientBuffer:
         self._lent.clear()
 
     def has_room_for(self, host: HostTensor) -> bool:
-        """Whether none was taken for this tensor yet."""
+        """Return whether none was taken for this tensor yet."""
         return host in self._free
 
     def take(self, host: HostTensor) -> Tensor:
-        """A tensor of the form of this one."""
+        """Return a tensor of the form of this one."""
         original = host.tensor
         lent = Lent(self.memory, self._free.pop(host), original.nbytes)
         self._lent.append(lent)
@@ -81,7 +81,7 @@ class GradientMemory:
         return sum(buffer.memory.nbytes for buffer in list(self._buffers))
 
     def take(self, host: HostTensor) -> Tensor:
-        """A tensor for a gradient: of the parameter's shape, dtype and, if dense, strides."""
+        """Return a tensor for a gradient, with the parameter's shape, dtype and dense strides."""
         unit = host.unit
         assert unit is not None
         with aside():
@@ -91,7 +91,7 @@ class GradientMemory:
             return buffer.take(host)
 
     def named_tensors(self) -> Iterator[NamedTensor]:
-        """The buffers."""
+        """Yield the buffers."""
         for buffer in list(self._buffers):
             yield buffer.named()
 

@@ -87,7 +87,7 @@ class Homeward:
         self._link.let_host(event)
 
     def end(self) -> None:
-        """No more will be sent for now."""
+        """Note that no more gradients will be sent for now."""
         while self._under_way:
             self._let_arrive(next(iter(self._under_way)))
 
@@ -97,7 +97,7 @@ class Homeward:
         return self._memory.n_bytes
 
     def named_tensors(self) -> Iterator[NamedTensor]:
-        """The host memory that gradients lie in."""
+        """Yield the host memory that gradients lie in."""
         yield from self._memory.named_tensors()
 
     def close(self) -> None:
@@ -136,7 +136,7 @@ class Route:
         self._event: Any = None
 
     def alias(self, shown: Tensor) -> Tensor:
-        """What a forward is shown: over the bytes and versions of ``shown``, in a graph."""
+        """Return the alias that forward gets: bytes and versions of ``shown``, in a graph."""
         # Also where no graph is recorded now: what is read there may be used where one is.
         with quietly(), torch.inference_mode(False), torch.enable_grad():
             arrive: Any = _Arrive.apply

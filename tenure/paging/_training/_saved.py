@@ -101,7 +101,7 @@ class SavedTensors:
         return hooks.__exit__
 
     def packed_weight(self, tensor: Tensor) -> _Weight | None:
-        """A tensor as part of a page; None if it lies in none."""
+        """Return a tensor as part of a page; None if it lies in none."""
         lent = lent_to(tensor)
         unit = None if lent is None else lent.lender
         page = self._engine.room.pages.get(unit) if isinstance(unit, Unit) else None
@@ -114,7 +114,7 @@ class SavedTensors:
         return _Weight(page.unit, hosts, n_writes, tensor.dtype, form, tensor.is_conj())
 
     def packed_composed(self, tensor: Tensor) -> _SavedComposed | None:
-        """A tensor that is made of parts of pages; None if it is another."""
+        """Return a tensor that is made of parts of pages; None if it is another."""
         parts: list[_Weight] = []
 
         def take(part: Tensor) -> Tensor:
@@ -133,7 +133,7 @@ class SavedTensors:
         return None
 
     def unpack(self, packed: _Weight | _SavedComposed | _Kept | _Passed | Moved) -> Tensor:
-        """A saved tensor, as it was.
+        """Return a saved tensor, as it was.
 
         Raises:
             RuntimeError: it was written since.
@@ -190,7 +190,7 @@ class _Packer:
         self.saved, self._around = saved, around
 
     def pack(self, tensor: Tensor) -> _Weight | _SavedComposed | _Kept | _Passed | Moved:
-        """What a node keeps in place of a tensor."""
+        """Return the object that a node keeps in place of a tensor."""
         with without_functions():
             weight = self.saved.packed_weight(tensor)
         if weight is not None:
@@ -218,7 +218,7 @@ class _Packer:
 
 
 def _hosts_at(unit: Unit, at_bytes: int) -> list[HostTensor]:
-    """The tensors of a unit that lie over one of its bytes."""
+    """Return the tensors of a unit that lie over one of its bytes."""
     found = []
     for host in unit.tensors:
         start, end = byte_range(host.tensor)

@@ -49,7 +49,7 @@ class Stepping:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """A block around the backward pass; when it ends without an error, all are stepped."""
+        """Open a block for the backward pass; if it ends without an error, step the rest."""
         with ExitStack() as hooks:
             for hosts in {id(hosts): hosts for hosts in self._unit_of.values()}.values():
                 self._left |= {id(host.tensor) for host in hosts}
@@ -83,7 +83,7 @@ class Stepping:
 
     @contextmanager
     def _only(self, known: set[int]) -> Iterator[None]:
-        """A block in which the optimizer has these parameters alone, by the ``id`` of each."""
+        """Open a block in which the optimizer has only these parameters, given by ``id``."""
         groups = self._optimizer.param_groups
         whole = [group["params"] for group in groups]
         try:
@@ -97,7 +97,7 @@ class Stepping:
 
 @contextmanager
 def stepped_after(optimizer: optim.Optimizer, max_norm: float | None) -> Iterator[None]:
-    """A block after which all parameters are stepped; with a norm, gradients are clipped before."""
+    """Open a block after which all parameters are stepped; with a norm, clip before."""
     yield
     if max_norm is not None:
         nn.utils.clip_grad_norm_(
@@ -107,7 +107,7 @@ def stepped_after(optimizer: optim.Optimizer, max_norm: float | None) -> Iterato
 
 
 def needs_all_gradients(optimizer: optim.Optimizer) -> bool:
-    """Whether a hook runs before a step: it may look at any gradient, or refuse the step.
+    """Return whether a hook runs before a step: it may look at any gradient, or refuse the step.
 
     Hooks of paged models look at none.
     """
@@ -117,7 +117,7 @@ def needs_all_gradients(optimizer: optim.Optimizer) -> bool:
 
 
 def checked_optimizer(optimizer: object) -> optim.Optimizer:
-    """An optimizer that treats each parameter alone.
+    """Return an optimizer that treats each parameter alone.
 
     Raises:
         PagingError: it does not, or nobody knows.

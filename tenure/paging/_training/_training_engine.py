@@ -49,7 +49,7 @@ def _wait(copies: Copies, optimizer: Optimizer) -> None:
 
 
 class TrainingEngine(Engine):
-    """As of an engine.
+    """Do as an engine does.
 
     Args:
         link: the streams of the device.
@@ -87,12 +87,12 @@ class TrainingEngine(Engine):
         return super().host_bytes + self.homeward.host_bytes + away_bytes
 
     def begin(self, now: Pass) -> None:
-        """As of an engine."""
+        """Do as an engine does."""
         self.room.written_in_graphs.clear()
         super().begin(now)
 
     def end(self) -> None:
-        """As of an engine; after a pass that no backward pass follows, nothing is fetched."""
+        """End a pass as an engine does; fetch nothing if no backward pass follows."""
         super().end()
         for page in self.room.pages.values():
             self.room.written_in_graphs += page.end_aliases()
@@ -105,14 +105,14 @@ class TrainingEngine(Engine):
         _wait(self._copies, optimizer)
 
     def release(self, page: Page) -> None:
-        """As of an engine."""
+        """Do as an engine does."""
         super().release(page)
         # Here, too, the next copy to it need not wait for all that was launched meanwhile.
         if page.is_resident and not page.users and not page.is_held():
             page.last_use = self._copies.marks_of(page)
 
     def close(self) -> None:
-        """As of an engine."""
+        """Do as an engine does."""
         self._end_watching()
         self._end_waiting()
         super().close()
@@ -121,7 +121,7 @@ class TrainingEngine(Engine):
             self.activations.close()
 
     def named_tensors(self) -> Iterator[NamedTensor]:
-        """Those of an engine, and the host memory for gradients and activations."""
+        """Yield the tensors of an engine, and the host memory for gradients and activations."""
         yield from super().named_tensors()
         yield from self.homeward.named_tensors()
         if self.activations is not None:

@@ -22,7 +22,7 @@ class Scaler(Protocol):
     """What `step` uses of a ``torch.amp.GradScaler``."""
 
     def scale(self, outputs: Tensor) -> Any:
-        """The loss times the scale."""
+        """Return the loss times the scale."""
 
 
 class SplitBackward:
@@ -67,7 +67,7 @@ class SplitBackward:
             self._delegated.begin()
 
     def scaled(self, value: Tensor) -> Tensor:
-        """A loss, or a weight of one, times the scale of the scaler."""
+        """Return a loss, or a weight of one, times the scale of the scaler."""
         if self._scaler is None:
             return value
         scaled: Tensor = self._scaler.scale(value)
@@ -199,7 +199,7 @@ class SplitBackward:
 
 
 def _leaves_but(own: Iterable[Tensor], roots: Iterable[Tensor]) -> list[Tensor]:
-    """The leaves of the graphs of ``roots`` that are none of ``own``."""
+    """Return the leaves of the graphs of ``roots`` that are none of ``own``."""
     made = {id(leaf) for leaf in own}
     return [leaf for leaf in leaves_of(roots) if id(leaf) not in made]
 

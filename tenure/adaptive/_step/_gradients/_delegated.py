@@ -79,7 +79,7 @@ class DelegatedBackward:
 
 
 def _scalar_of(pairs: Sequence[Pair]) -> Tensor:
-    """A scalar whose gradient is what the tensors get."""
+    """Return a scalar whose gradient is what the tensors get."""
     tensors, seeds = zip(*pairs, strict=True)
     with torch.enable_grad():
         if len(pairs) == 1 and seeds[0] is None:

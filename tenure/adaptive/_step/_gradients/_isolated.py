@@ -80,7 +80,7 @@ class IsolatedGradients:
         return self._delivery is not None
 
     def are_there_before(self) -> bool:
-        """Whether a leaf that is known before the attempt has a gradient now."""
+        """Return whether a leaf that is known before the attempt has a gradient now."""
         with without_functions():
             return gradients_aside.get() or any(leaf.grad is not None for leaf in self._leaves)
 
@@ -113,17 +113,17 @@ class IsolatedGradients:
         return new
 
     def leaves(self) -> list[Tensor]:
-        """All leaves that are watched."""
+        """Return all leaves that are watched."""
         return [held.leaf for held in self._held.values()]
 
     def new(self) -> list[tuple[Tensor, Tensor]]:
-        """The leaves that this attempt has given a gradient, and that gradient."""
+        """Return the leaves that this attempt has given a gradient, and that gradient."""
         with without_functions():
             pairs = [(held.leaf, held.leaf.grad) for held in self._held.values()]
         return [(leaf, grad) for leaf, grad in pairs if grad is not None]
 
     def old(self, leaf: Tensor) -> Tensor | None:
-        """The gradient that a leaf had before."""
+        """Return the gradient that a leaf had before."""
         return self._held[id(leaf)].prior
 
     def contains_old(self, leaf: Tensor) -> None:
@@ -182,7 +182,7 @@ class IsolatedGradients:
         self._held = {}
 
     def _planned(self) -> _PendingDelivery:
-        """What autograd would leave in ``.grad``: the old objects, unless sparse becomes dense.
+        """Return what autograd would leave in ``.grad``: the old objects, if layouts agree.
 
         Source: ``AccumulateGrad::accumulateGrad`` of torch/csrc/autograd/functions/
         accumulate_grad.h.
@@ -212,7 +212,7 @@ class IsolatedGradients:
 
 
 def _sum_that_allocates(prior: Tensor, new: Tensor) -> Tensor | None:
-    """The sum, where adding in place would allocate; two dense ones are added later.
+    """Return the sum, where adding in place would allocate; two dense ones are added later.
 
     A gradient whose elements share memory can't be added to in place, and one made in inference
     mode counts no versions.
@@ -232,7 +232,7 @@ def _shares_elements(tensor: Tensor) -> bool:
 
 
 def leaves_of(roots: Iterable[Tensor]) -> list[Tensor]:
-    """The leaves of the graphs of ``roots``, each once; of a root that is a leaf, itself.
+    """Return the leaves of the graphs of ``roots``, each once; of a root that is a leaf, itself.
 
     A graph that a node makes only while it runs backward (reentrant checkpoints) is not seen.
     """
@@ -246,7 +246,7 @@ def leaves_of(roots: Iterable[Tensor]) -> list[Tensor]:
 
 
 def nodes_of(roots: Iterable[Tensor]) -> list[Any]:
-    """The nodes of the graphs of ``roots``, each once."""
+    """Return the nodes of the graphs of ``roots``, each once."""
     waiting = list(dict.fromkeys(root.grad_fn for root in roots if root.grad_fn is not None))
     found, seen = [], set(waiting)
     while waiting:

@@ -19,7 +19,7 @@ _Gradients = tuple[Tensor | None, ...]
 
 @contextmanager
 def giving_zeros(weightless: Iterable[Tensor], others: Iterable[Tensor]) -> Iterator[None]:
-    """A block in whose backward passes some roots give zeros to all that they come of.
+    """Return a block in whose backward passes some roots give zeros to all that they come of.
 
     Args:
         weightless: these roots.

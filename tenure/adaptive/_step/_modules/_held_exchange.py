@@ -90,7 +90,7 @@ class GradientExchange:
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """A block in which replicas exchange neither gradients nor buffers with other ranks."""
+        """Open a block in which replicas exchange neither gradients nor buffers."""
         before = self._aside
         with ExitStack() as aside:
             for module in self.shared:
@@ -136,7 +136,7 @@ class GradientExchange:
                 _take_out_of_buckets(module)
 
     def finish(self) -> None:
-        """Nothing is left to do."""
+        """Do nothing: it is done already."""
 
     def undo(self) -> None:
         """Forget what the attempt has begun to exchange."""

@@ -44,7 +44,7 @@ class Coupled(NamedTuple):
 
 
 def coupled_modules(roots: Mapping[str, nn.Module]) -> list[Coupled]:
-    """Those that are known by their type, in the state they are in."""
+    """Yield the modules that couple samples, by their type and state."""
     found = []
     for name, module in named_modules(roots):
         why = _why_coupled(module)
@@ -54,7 +54,7 @@ def coupled_modules(roots: Mapping[str, nn.Module]) -> list[Coupled]:
 
 
 def written_modules(roots: Mapping[str, nn.Module], buffers: BufferState) -> list[Coupled]:
-    """The modules with a buffer that was written since the buffers were noted."""
+    """Return the modules with a buffer that was written since the buffers were noted."""
     # a module that nobody named, such as a metric beside the model, may count what it likes
     names = {module: name for name, module in named_modules(roots)}
     return [
@@ -81,12 +81,12 @@ def refuse_coupled(found: list[Coupled], n_samples: int, size: int) -> None:
 
 
 def wants_more_samples(error: ValueError) -> bool:
-    """Whether a normalization over the samples of a batch got only one, of one value."""
+    """Return whether a normalization over the samples of a batch got only one, of one value."""
     return _ONE_VALUE in str(error)
 
 
 def normalization_error(error: ValueError, n_samples: int, size: int) -> BatchCoupledError:
-    """The error for a function that calls such a normalization itself."""
+    """Return the error for a function that calls such a normalization itself."""
     return BatchCoupledError(
         f"The batch of {n_samples} has to be split into micro-batches of {size}, and the function "
         f"of step() normalizes over the samples of its batch ({error}), so it would give other "
@@ -151,7 +151,7 @@ _guarded: dict[int, _OptimizerGuard] = {}
 
 @contextmanager
 def no_optimizer_steps(name: str, parameters: Container[int] | None = None) -> Iterator[None]:
-    """A block in which an optimizer that steps on this thread, or in a backward pass of it, raises.
+    """Open a block in which optimizers that step, also in its backward passes, raise.
 
     Args:
         name: what the error calls the block.

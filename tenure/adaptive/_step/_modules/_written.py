@@ -72,7 +72,7 @@ class WrittenParameters:
         self._noted = []
 
     def guarded(self) -> AbstractContextManager[Any]:
-        """A block for a call of the function."""
+        """Return a block for a call of the function."""
         return _WriteGuard(self) if self._asks and self._noted else nullcontext()
 
     def check(self) -> None:
@@ -108,7 +108,7 @@ class WrittenParameters:
         raise self.error
 
     def named_storages(self) -> dict[int, str]:
-        """The names of the parameters that were noted, by the keys of their storages."""
+        """Return the names of the parameters that were noted, by the keys of their storages."""
         return {key_of(each.data.untyped_storage()): each.name for each in self._noted}
 
     def _parameters(self) -> Iterable[tuple[str, Tensor]]:

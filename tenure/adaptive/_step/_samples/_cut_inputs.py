@@ -107,14 +107,14 @@ class CutInputs:
             )
 
     def whole(self) -> Any:
-        """The batch itself; a container like it, if something in it requires grad."""
+        """Return the batch itself; a container like it, if something in it requires grad."""
         # the plain step, to the bit: see test_a_batch_that_fits_is_the_plain_step_to_the_bit
         if not self._cuts:
             return self._whole
         return self._tree.with_leaves([self._piece(leaf, None) for leaf in self._tree.leaves])
 
     def expecting_other_sizes(self) -> AbstractContextManager[None]:
-        """A block in which compiled code gets the batch as one of several sizes."""
+        """Return a block in which compiled code gets the batch as one of several sizes."""
         return marked_dynamic(
             (leaf.value, leaf.dim)
             for leaf in self._tree.leaves
@@ -122,7 +122,7 @@ class CutInputs:
         )
 
     def chunk(self, start: int, length: int) -> Any:
-        """A container like the batch, of views of some of its samples."""
+        """Return a container like the batch, of views of some of its samples."""
         where = (start, length)
         return self._tree.with_leaves([self._piece(leaf, where) for leaf in self._tree.leaves])
 
@@ -178,7 +178,7 @@ class CutInputs:
 
 
 def used_up_graph_error() -> AdaptiveUsageError:
-    """The error for a step that failed when its batch's graph had run backward."""
+    """Return the error for a step that failed when its batch's graph had run backward."""
     return AdaptiveUsageError(
         "Memory ran out after the step, in the backward pass of what the batch was computed from, "
         "or in a hook that got the whole gradient. That graph is used up, so it can't be tried "

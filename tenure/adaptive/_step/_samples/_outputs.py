@@ -48,7 +48,7 @@ class Outputs:
         self.tensors = [each for leaf in self.tree.leaves for each in _tensors_of(leaf)]
 
     def detached(self) -> Outputs:
-        """The same, without graphs, so that only values are kept."""
+        """Return the same, without graphs, so that only values are kept."""
         other = copy.copy(self)
         other.tree = self.tree.like([_detached(leaf) for leaf in self.tree.leaves])
         other.tensors = [each for leaf in other.tree.leaves for each in _tensors_of(leaf)]
@@ -82,7 +82,7 @@ class JoinedOutputs:
         self.value = tree.with_leaves(values)
 
     def gradients(self) -> list[list[Tensor | None]]:
-        """The gradients of each chunk's tensors; a shared one gets its whole in the first chunk."""
+        """Yield the gradients of each chunk's tensors; shared ones come with the first chunk."""
         found: list[list[Tensor | None]] = []
         start = 0
         for chunk in self._chunks:
@@ -93,7 +93,7 @@ class JoinedOutputs:
 
 
 def _parts(whole: Leaf, part: Leaf, chunk: Outputs, start: int) -> list[Tensor | None]:
-    """The gradients of the tensors in a leaf of a chunk."""
+    """Return the gradients of the tensors in a leaf of a chunk."""
     # the items of the whole are those of the chunks
     if whole.dim == "items":
         return [tensor.grad for tensor in _tensors_of(part)]
@@ -134,7 +134,7 @@ def _leaves_of_items(leaf: Leaf) -> list[Leaf]:
 
 
 def _tensors_of(leaf: Leaf) -> list[Tensor]:
-    """The tensors of floating point at a leaf, or in its items."""
+    """Return the tensors of floating point at a leaf, or in its items."""
     leaves = _leaves_of_items(leaf) if leaf.dim == "items" else [leaf]
     return [each.value for each in leaves if _is_differentiable(each.value)]
 

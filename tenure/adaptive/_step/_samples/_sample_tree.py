@@ -34,14 +34,14 @@ _SIMPLE = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch
 
 
 def cut_off(value: Any) -> Any:
-    """A tensor that requires grad as a leaf of its own, without its graph; all else as it is."""
+    """Return a tensor that requires grad as its own leaf; anything else as it is."""
     if not isinstance(value, Tensor) or not value.requires_grad:
         return value
     return value.detach().requires_grad_()
 
 
 def has_graph(value: object) -> bool:
-    """Whether it is a tensor that was computed from others that get gradients."""
+    """Return whether it is a tensor that was computed from others that get gradients."""
     return isinstance(value, Tensor) and value.grad_fn is not None
 
 
@@ -72,7 +72,7 @@ class Leaf:
         return int(self.value.shape[self.dim])
 
     def part(self, start: int, length: int) -> Any:
-        """The samples from ``start``, as a view where it is a tensor; all of it if it is shared."""
+        """Return the samples from ``start``, a view of a tensor; all of a shared leaf."""
         if self.dim is None:
             return self.value
         if self.dim == "items":
@@ -135,11 +135,11 @@ class SampleTree:
         return [leaf.path for leaf in self.leaves]
 
     def with_leaves(self, values: list[Any]) -> Any:
-        """A container like this one, of other leaves."""
+        """Return a container like this one, of other leaves."""
         return self._build(iter(values))
 
     def like(self, values: list[Any]) -> SampleTree:
-        """The same, of other leaves."""
+        """Return the same, of other leaves."""
         other = copy.copy(self)
         other.leaves = [
             dataclasses.replace(leaf, value=value)
@@ -148,7 +148,7 @@ class SampleTree:
         return other
 
     def n_samples(self) -> int:
-        """How many samples it has.
+        """Return how many samples it has.
 
         Raises:
             AdaptiveUsageError: its leaves don't agree, or none of them is split.
@@ -319,7 +319,7 @@ class SampleTree:
 
 
 def _holds(value: Any, wanted: Callable[[object], bool], seen: dict[int, Any]) -> bool:
-    """Whether something that is wanted stands at or below a value."""
+    """Return whether something that is wanted stands at or below a value."""
     container = None if isinstance(value, (*_SIMPLE, Tensor)) else level_of(value)
     if container is None:
         return wanted(value)

@@ -44,7 +44,7 @@ class FunctionState(AllOf):
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """A block whose modules are known by running, and noted before they change."""
+        """Return a block whose modules are known by running, and noted before they change."""
         with self._models.seeing(), self._models.telling(self._learn):
             yield
 

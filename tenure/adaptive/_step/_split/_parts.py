@@ -165,7 +165,7 @@ class StepParts:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """A block whose modules are known by running, and noted before they change."""
+        """Return a block whose modules are known by running, and noted before they change."""
         with (
             self.exchange.apart(),
             self.models.seeing(),
@@ -176,7 +176,7 @@ class StepParts:
 
     @contextmanager
     def without_exchange(self) -> Iterator[None]:
-        """A block in which modules exchange no gradients, and after which none wait for that."""
+        """Open a block in which modules exchange no gradients, nor afterwards."""
         held = GradientExchange(self.models.all, is_local=True)
         held.hold_back()
         try:
@@ -186,7 +186,7 @@ class StepParts:
             held.undo()
 
     def rollback(self) -> AllOf:
-        """All that an attempt changes."""
+        """Return the undo of all that an attempt changes."""
         rest = DeliveredTogether(self.exchange, self.gradients, self.state)
         return AllOf((self.inputs, rest))
 
@@ -219,7 +219,7 @@ class StepParts:
         return loss
 
     def once(self) -> Tensor:
-        """What is added once, whatever the split."""
+        """Return the part of the loss that is added once, whatever the split."""
         assert self.spec.once
         extra = scalar(whole_of(self.spec.once()), "once() of step()")
         self.added = extra.detach()
@@ -293,7 +293,7 @@ class StepParts:
         seeds: Sequence[Tensor | None],
         weightless: Sequence[Tensor] = (),
     ) -> None:
-        """The same with a gradient of None for 1.
+        """Run backward, with a gradient of None for 1.
 
         Raises:
             AdaptiveUsageError: there is nothing to run, and other ranks wait for that.
@@ -341,6 +341,6 @@ def parameters_of(modules: Iterable[nn.Module]) -> list[Tensor]:
 
 
 def devices_of(values: list[Any]) -> list[torch.device]:
-    """The devices of the tensors among some values, in order."""
+    """Return the devices of the tensors among some values, in order."""
     with without_functions():
         return list(dict.fromkeys(value.device for value in values if isinstance(value, Tensor)))

@@ -162,7 +162,7 @@ class OutputsPass:
 
 
 def _without_graphs(parts: StepParts) -> AbstractContextManager[Any]:
-    """A block for a pass that needs no graphs."""
+    """Return a block for a pass that needs no graphs."""
     # compiled code would be compiled once more without gradients: there each graph is let go with
     # its outputs, and the second pass has as much alive at once
     return torch.enable_grad() if parts.compiled else torch.no_grad()

@@ -165,7 +165,7 @@ class StepRun:
         return StepOutcome(self._add_once(loss), terms, tuple(length for _, length in chunks))
 
     def _chunks(self, size: int) -> list[Chunk]:
-        """How the batch is split; one sample alone at the end gets a partner.
+        """Return how the batch is split; one sample alone at the end gets a partner.
 
         It has no statistics, and compiled code would be compiled once more for it. The partner
         comes from the chunk before. Where that has only two, a chunk is larger than ``size``, if

@@ -146,7 +146,7 @@ def _check_number(parts: StepParts) -> None:
 
 
 def _first_samples(batch: Any, in_dims: SampleDims, samples: int) -> Any:
-    """The first samples, cut off the graph that they come of: it can run backward only once."""
+    """Return the first samples without their graph, which can run backward only once."""
     tree = SampleTree(batch, in_dims, name="batch", argument="in_dims")
     n_samples = min(samples, tree.n_samples())
     return tree.with_leaves([cut_off(leaf.part(0, n_samples)) for leaf in tree.leaves])

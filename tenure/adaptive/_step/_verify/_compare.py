@@ -36,7 +36,7 @@ class Tolerance:
     minds_autocast: bool = False
 
     def of(self, results: Iterable[Tensor], types: Iterable[torch.dtype] = ()) -> float:
-        """What passes for these results; for none of them the most.
+        """Return the tolerance of these results; without any, the largest.
 
         Args:
             results: numbers that are compared.
@@ -79,7 +79,7 @@ IT_IS_A_SUM = 'It is a sum over samples, not a mean: pass loss="sum".'
 
 
 def is_noise(error: float, noise: Callable[[int, int], float]) -> bool:
-    """Whether a difference is one of rounding, or of what the function draws unseen.
+    """Return whether a difference is one of rounding, or of what the function draws unseen.
 
     It is noise only where rougher rounding makes more of it. What crosses a threshold, such as
     which sample is the hardest, is as far off with one rounding as with many, and hides what a
@@ -103,7 +103,7 @@ def is_noise(error: float, noise: Callable[[int, int], float]) -> bool:
 
 
 def relative_error(a: Tensor, b: Tensor, floor: float = 0.0) -> float:
-    """The largest difference, relative to the largest value of ``b``; NaN where only one is NaN.
+    """Return the largest difference relative to the largest of ``b``; NaN if only one is.
 
     Args:
         a: any tensor.
@@ -123,7 +123,7 @@ def relative_error(a: Tensor, b: Tensor, floor: float = 0.0) -> float:
 
 
 def largest_value(x: Tensor) -> float:
-    """The largest absolute value; 0 for none."""
+    """Return the largest absolute value; 0 for none."""
     return max((float(each.nan_to_num().abs().max()) for each in _slices(x)), default=0.0)
 
 

@@ -52,7 +52,7 @@ class Lowest:
 
 
 def lowest_counts(divisors: Divisors) -> list[Lowest]:
-    """The lowest count of each term; the host waits for a device once."""
+    """Return the lowest count of each term; the host waits for a device once."""
     named = [(name, chunk) for chunk, counts in divisors.items() for name in counts]
     given = [divisors[chunk][name] for name, chunk in named]
     is_coarse = any(isinstance(each, Tensor) and each.dtype in _COARSE for each in given)
@@ -108,7 +108,7 @@ def _samples(chunk: Chunk) -> list[int]:
 def _counts_of(
     subject: Subject, indices: Sequence[int], *, with_terms: bool = True
 ) -> dict[str | None, float]:
-    """What the terms of some samples are divided by."""
+    """Return the divisors of the terms of some samples."""
     parts, found = subject.parts_of(indices), dict[str | None, float]()
     spec, whole = parts.spec, parts.inputs.whole()
     with comparable(parts, is_random=subject.is_random), unseen(parts):
@@ -122,7 +122,7 @@ def _counts_of(
 
 
 def is_clamped(subject: Subject) -> bool:
-    """Whether counts of a few samples add up to more than these samples have together."""
+    """Return whether counts of a few samples add up to more than these samples have together."""
 
     def look(n: int) -> bool:
         indices = chosen_samples(subject.tree, subject.n_samples, n)

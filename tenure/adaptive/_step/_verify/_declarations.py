@@ -91,7 +91,7 @@ class _Runs(NamedTuple):
 
 
 def advice_for(subject: Subject, parts: StepParts) -> str:
-    """What the user can declare, as sentences."""
+    """Return the declarations that may help, as sentences."""
     spec = parts.spec
     # with a loss of outputs only the outputs can be wrong, and so a module or the function
     if callable(spec.loss):
@@ -242,7 +242,7 @@ def _tensors_of(subject: Subject, indices: list[int]) -> Iterator[tuple[str, Ten
 
 
 def _of_module(subject: Subject) -> str:
-    """The first module whose output for a sample depends on others."""
+    """Return the first module whose output for a sample depends on others."""
 
     def look(n: int) -> str:
         indices = chosen_samples(subject.tree, subject.n_samples, n)

@@ -42,7 +42,7 @@ class CheckFinding:
 
 
 def worst(found: Iterable[SplitDifference], whole: Observed, split: Observed) -> CheckFinding:
-    """The first of several differences: the loss, or a term of it, or the gradient farthest off."""
+    """Return the worst difference: of the loss, a term, or the gradient farthest off."""
     # users know their loss; a gradient is named only where the loss hides the difference
     first = max(found, key=lambda each: (each.kind in ("loss", "term"), each.relative_error))
     name = "the loss" if first.name == ONLY else f"the {first.kind} {first.name!r}"
@@ -58,7 +58,7 @@ def worst(found: Iterable[SplitDifference], whole: Observed, split: Observed) ->
 
 
 def farthest(a: Tensor | None, b: Tensor | None) -> tuple[float, float]:
-    """The elements of two tensors of one shape that are farthest apart; of none, zeros."""
+    """Return the elements of two tensors of one shape that are farthest apart; of none, zeros."""
     there: Any = a if a is not None else b
     flat = [
         (torch.zeros_like(there) if each is None else each).detach().to_dense().cpu().flatten()

@@ -56,7 +56,7 @@ class GradientCheck:
         return bool(could or first_that_fits(self._halves, sizes))
 
     def _ends(self, n: int) -> bool:
-        """Samples at the ends of what the batch holds, in two ways: counts may agree in one."""
+        """Choose samples at both ends of the batch's values, because counts may agree in one."""
         indices = chosen_samples(self._subject.tree, self._subject.n_samples, n)
         sizes = dict.fromkeys((min(-(-n * 5 // 8), n - 1), max(n - 2, 1)))
         self._compare_parts(indices, list(sizes))
@@ -66,7 +66,7 @@ class GradientCheck:
         return True
 
     def _halves(self, n: int) -> bool:
-        """The first samples: a function may want pairs, or as many of each kind."""
+        """Return the first samples: a function may want pairs, or as many of each kind."""
         return self._compare_parts(list(range(n - n % 2)), [n // 2])
 
     def _compare_parts(self, indices: list[int], sizes: list[int]) -> bool:
@@ -96,7 +96,7 @@ class GradientCheck:
     def _is_explained(
         self, found: list[SplitDifference], indices: list[int], whole: Observed
     ) -> bool:
-        """Whether rounding, or what the function draws unseen, makes such a difference too."""
+        """Return whether rounding or unseen random numbers make such a difference too."""
         names = self._names
 
         @functools.cache
@@ -150,6 +150,6 @@ class GradientCheck:
 
 
 def _writes(parts: StepParts, result: Observed) -> bool:
-    """Whether a buffer is another after a run."""
+    """Return whether a buffer is another after a run."""
     now = buffers_of(parts)
     return any(not torch.equal(now[name], buffer) for name, buffer in result.buffers.items())

@@ -141,7 +141,7 @@ class LossCheck:
         return True
 
     def _sizes(self, n_samples: int) -> Sequence[int]:
-        """The lengths of the parts of the first samples."""
+        """Return the lengths of the parts of the first samples."""
         left, sizes = n_samples, []
         for size in self._outcome.sizes:
             if left > 0:
@@ -150,7 +150,7 @@ class LossCheck:
         return sizes
 
     def _known(self, n_samples: int) -> Values | None:
-        """What the micro-batches gave, unless they drew random numbers."""
+        """Return the values of micro-batches, unless they drew random numbers."""
         spec = self._subject.spec
         # outputs are added up by another loss here, and once() is no part of what is compared
         if self._subject.is_random or callable(spec.loss) or n_samples < self._subject.n_samples:
@@ -179,7 +179,7 @@ class LossCheck:
         return abs(a - b) / max(abs(a), abs(b), self._scale)
 
     def _is_explained(self, name: str, value: Tensor, error: float, n_samples: int) -> bool:
-        """Whether rounding, or what the function draws unseen, makes such a difference too."""
+        """Return whether rounding or unseen random numbers make such a difference too."""
 
         @functools.cache
         def noise(roughness: int, draw: int) -> float:
@@ -196,7 +196,7 @@ class LossCheck:
 
 @contextmanager
 def unseen(parts: StepParts) -> Iterator[None]:
-    """A block without graphs, whose changes of buffers, attributes and random state are undone."""
+    """Open a block without graphs that undoes changes of buffers, attributes, random state."""
     parts.state.begin()
     try:
         with torch.no_grad(), parts.watching():
@@ -223,7 +223,7 @@ def split_values(parts: StepParts, sizes: Sequence[int]) -> Values:
 
 
 def _sums(parts: StepParts) -> Values:
-    """What is a sum over samples, if the step is declared rightly: the parts of its terms."""
+    """Return the parts of terms that are sums over samples, if declared rightly."""
     with unseen(parts):
         spec, inputs = parts.spec, parts.inputs
         returned = parts.call(inputs.whole())

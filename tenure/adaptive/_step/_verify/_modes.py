@@ -100,7 +100,7 @@ class ConstantNumbers(EagerMode):
 
 
 def _filled(func: Any, given: _Args) -> Tensor:
-    """A tensor full of the one number that an operation draws for a single element."""
+    """Return a tensor full of the one number that an operation draws for a single element."""
     if "size" in given:
         one: Tensor = _call(func, given | {"size": [1]})
         return one.reshape(()).expand(given["size"]).contiguous()
@@ -230,7 +230,7 @@ class RoughRounding(DispatchMode):
 
 
 def _can_be_rounded(made: Tensor, dtype: torch.dtype) -> Tensor:
-    """Which numbers may be rounded ones; larger than these, all numbers of the type are whole."""
+    """Return the numbers that may be rounded; all larger ones of the type are whole."""
     return (made != made.round()) | (made.abs() >= 1 / torch.finfo(dtype).eps)
 
 

@@ -111,7 +111,7 @@ def observed_run(
 
 
 def _gradients(parts: StepParts, nameless: LeafNames) -> dict[str, Tensor]:
-    """Copies of the gradients that a run made, by name.
+    """Copy the gradients that a run made, by name.
 
     Args:
         parts: the step.
@@ -140,7 +140,7 @@ def _parameter_names(roots: dict[str, nn.Module]) -> dict[int, str]:
 
 
 def buffers_of(parts: StepParts) -> dict[str, Tensor]:
-    """Copies of the buffers as they are, by name."""
+    """Copy the buffers as they are, by name."""
     return {
         f"{name}.{key} ({type(module).__name__})": buffer.detach().clone()
         for name, module in named_modules(parts.roots)
@@ -152,7 +152,7 @@ def buffers_of(parts: StepParts) -> dict[str, Tensor]:
 def differences(
     whole: Observed, other: Observed, rtol: float, nameless: LeafNames
 ) -> list[SplitDifference]:
-    """What is off by more than ``rtol``: buffers, the loss and its terms, gradients, in order.
+    """Return the differences above ``rtol``: buffers, the loss and its terms, gradients.
 
     Args:
         whole: a run.
@@ -193,7 +193,7 @@ def _off(
 
 
 def _error(whole: Tensor | None, other: Tensor | None, floor: float) -> float:
-    """How far off; a gradient that is not there counts as zeros."""
+    """Return how far off; a gradient that is not there counts as zeros."""
     if whole is None or other is None:
         there = whole if other is None else other
         return 0.0 if there is None or not bool(there.count_nonzero()) else float("inf")
@@ -203,7 +203,7 @@ def _error(whole: Tensor | None, other: Tensor | None, floor: float) -> float:
 
 
 def first_module(whole: Observed, split: Observed, rtol: float) -> list[SplitDifference]:
-    """The module that mixes samples, if one does; the last calls are those of the chunks."""
+    """Return the module that mixes samples, if one does; the last calls are those of the chunks."""
     found = [
         (call, error)
         for call, error, is_mixed in _differing_calls(whole, split, rtol)
@@ -213,13 +213,13 @@ def first_module(whole: Observed, split: Observed, rtol: float) -> list[SplitDif
 
 
 def mixed_input(whole: Observed, split: Observed, rtol: float) -> str:
-    """The first module that gets samples which are mixed already; "" for none."""
+    """Return the first module that gets samples which are mixed already; "" for none."""
     found = [call for call, _, is_mixed in _differing_calls(whole, split, rtol) if is_mixed]
     return f"{found[0].name} ({found[0].kind})" if found else ""
 
 
 def default_rtol(result: Observed) -> float:
-    """The relative error that rounding explains, by the types of all that the run gave."""
+    """Return the relative error that rounding explains, by the types of all that the run gave."""
     # under autocast modules return coarser types than gradients have
     return CHECKED.of([*result.tensors(), *(call.output for call in result.calls)])
 
@@ -281,7 +281,7 @@ def _recorded(roots: Mapping[str, nn.Module]) -> Iterator[list[ModuleCall]]:
 def _differing_calls(
     whole: Observed, split: Observed, rtol: float
 ) -> Iterator[tuple[ModuleCall, float, bool]]:
-    """The calls whose outputs for the chunks are not those for the whole, and how far off.
+    """Yield the calls whose outputs for the chunks are not those for the whole, and how far off.
 
     With each, whether it got what differs already: then something before it mixes samples.
     """
@@ -309,7 +309,7 @@ def _differing_calls(
 def _is_mixed(
     whole: Tensor | None, parts: list[Tensor], lengths: Sequence[int], rtol: float
 ) -> bool | None:
-    """Whether what a module got for the chunks is not what it got for the whole.
+    """Return whether what a module got for the chunks is not what it got for the whole.
 
     None if that says nothing of the module: the experts of a mixture get the rows that a router
     sends them, as many as these are, and in an order of their own.
@@ -327,7 +327,7 @@ def _is_mixed(
 
 
 def _numbers_of_rows(rows: Tensor) -> Tensor:
-    """A number of each row, by which rows in another order can be known again."""
+    """Return a number of each row, by which rows in another order can be known again."""
     dense = rows.cpu().to_dense()
     real = torch.view_as_real(dense) if dense.is_complex() else dense
     flat = real.reshape(len(rows), -1).double()
@@ -362,7 +362,7 @@ def _first_tensor(output: Any, *, of_floats: bool = True) -> Tensor | None:
 
 
 def _has_samples(whole: Tensor, parts: list[Tensor], lengths: Sequence[int]) -> bool:
-    """Whether the outputs have one row a sample (or a fixed number of rows)."""
+    """Return whether the outputs have one row a sample (or a fixed number of rows)."""
     if (
         len(parts) != len(lengths)
         or whole.dim() == 0

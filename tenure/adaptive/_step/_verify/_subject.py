@@ -74,7 +74,7 @@ class Subject:
         self._sees_writes = not any(hasattr(type(v), "__array_interface__") for v in parts.values)
 
     def parts_of(self, indices: Sequence[int] | None) -> StepParts:
-        """The step on copies of some samples, without their graphs.
+        """Return the step on copies of some samples, without their graphs.
 
         The same again for the samples of the call before, unless the function has written there.
 
@@ -104,7 +104,7 @@ class Subject:
 
 
 def first_that_fits(work: Callable[[int], T], sizes: Iterable[int]) -> T | None:
-    """The work at the first size that fits; None if it fits at none, or can't be done.
+    """Return the work at the first size that fits; None if it fits at none, or can't be done.
 
     What a try that ran out of memory made is let go. What another leaves in a cache of the user's
     stays, as it would after a step.
@@ -140,7 +140,7 @@ def comparable(
     rough: RoughRounding | None = None,
     types: set[torch.dtype] | None = None,
 ) -> Iterator[ConstantNumbers]:
-    """A block in which a step draws the same random numbers for any number of samples.
+    """Return a block in which a step draws the same random numbers for any number of samples.
 
     Numbers that torch does not draw are only set back for each call of the function; those of each
     sample are then others where it stands at another place.
@@ -169,7 +169,7 @@ def comparable(
 
 @contextmanager
 def set_back(parts: StepParts) -> Iterator[None]:
-    """A block in which each call of the function starts from the random state of its beginning."""
+    """Open a block in which each call of the function starts from one random state."""
     spec, start = parts.spec, parts.state.random_now()
     parts.spec = dataclasses.replace(spec, fn=_after(start.undo, spec.fn))
     try:
@@ -206,7 +206,7 @@ def _without_statistics(roots: Mapping[str, nn.Module]) -> Iterator[None]:
 
 
 def _mixed_sum(outputs: Any) -> Tensor:
-    """A loss to which each element of the outputs counts, and each sample differently."""
+    """Return a loss to which each element of the outputs counts, and each sample differently."""
     tree = SampleTree(outputs, None, name="output", argument="out_dims", reaches=lambda _: True)
     total: Any = 0.0
     for tensor in _floats(leaf.value for leaf in tree.leaves):
@@ -232,7 +232,7 @@ def _floats(values: Iterator[Any]) -> Iterator[Tensor]:
 
 
 def chosen_samples(tree: SampleTree, n_samples: int, most: int) -> list[int]:
-    """The indices of at most ``most`` samples: small values first, large ones last.
+    """Return the indices of at most ``most`` samples: small values first, large ones last.
 
     Those at the ends of what each tensor of the batch holds tell most about a loss. One that counts
     valid labels is a mean over samples as long as each has as many: the sample with the most
@@ -257,7 +257,7 @@ def chosen_samples(tree: SampleTree, n_samples: int, most: int) -> list[int]:
 
 
 def spread_samples(tree: SampleTree, n_samples: int, most: int) -> list[int]:
-    """The indices of at most ``most`` samples, with samples that count in each half.
+    """Return the indices of at most ``most`` samples, with samples that count in each half.
 
     A masked mean is as good as a sum while one sample alone is not masked: two that count are
     needed, in different halves. Of a leaf that is mostly the same these are the ones that differ.
@@ -315,7 +315,7 @@ def _columns(tree: SampleTree) -> Iterator[_SampleColumn]:
 
 
 def _size_of(item: Any) -> int:
-    """How many numbers an item of a list holds, such as the boxes of an image."""
+    """Return how many numbers an item of a list holds, such as the boxes of an image."""
     if isinstance(item, Mapping):
         return sum(map(_size_of, item.values()))
     if isinstance(item, Tensor):
@@ -324,7 +324,7 @@ def _size_of(item: Any) -> int:
 
 
 def _part_of(leaf: Leaf, indices: Sequence[int] | None) -> Any:
-    """A copy of some samples of a leaf; of all of them (None) the leaf itself; without graph."""
+    """Copy some samples of a leaf without graph; all of them (None) are the leaf itself."""
     value = leaf.value
     if indices is None or leaf.dim is None:
         # another tensor of the same memory: the function may let it require grad
@@ -340,13 +340,13 @@ def _part_of(leaf: Leaf, indices: Sequence[int] | None) -> Any:
 
 
 def _rankings(tree: SampleTree) -> Iterator[list[int]]:
-    """The samples in order of what each leaf holds that tells them apart; labels first."""
+    """Yield the samples in order of what each leaf holds that tells them apart; labels first."""
     for sums in _amounts(tree):
         yield sums.argsort(stable=True).tolist()
 
 
 def _amounts(tree: SampleTree) -> Iterator[Tensor]:
-    """What each sample amounts to, of each leaf that does not hold the same in each; labels first.
+    """Return a number for each sample of leaves whose samples differ; labels first.
 
     Lists of items are left out.
     """

@@ -155,7 +155,7 @@ class SplitCall:
         return None if found is None else SplitMismatchError(*found)
 
     def allows(self, n_samples: int) -> bool:
-        """Whether so many more samples are no more than the share of all."""
+        """Return whether so many more samples are no more than the share of all."""
         # at these calls it costs little in any share, for so many were not verified
         if self.is_first or self._place.n_calls in (40, 400, 4000):
             return True
@@ -170,7 +170,7 @@ class SplitCall:
         self._place.note_verified()
 
     def wants_count(self, lowest: Lowest) -> bool:
-        """Whether to look at a count: nothing as low was seen, or nothing lower."""
+        """Return whether to look at a count: nothing as low was seen, or nothing lower."""
         known = self._place.lowest.get(lowest.name, math.inf)
         if not 0 < lowest.count <= known:
             self._place.lowest[lowest.name] = min(known, lowest.count)
@@ -256,7 +256,7 @@ def _described(value: Any, numbers: list[Any]) -> Hashable:
 
 
 def _settings(module: nn.Module, numbers: list[Any]) -> Iterator[tuple[str, Hashable]]:
-    """How a criterion is set; a model's own settings cost little."""
+    """Yield how a criterion is set; a model's own settings cost little."""
     for name, value in vars(module).items():
         # a weak proxy of nothing raises where isinstance() asks it
         kind = type(value)
@@ -300,7 +300,7 @@ def _identity_of(value: Any) -> Hashable:
 
 
 def _contents(leaves: Sequence[Leaf]) -> Hashable:
-    """What each leaf is, whether labels in it are ignored, and whether its samples are alike."""
+    """Describe each leaf: its kind, whether labels are ignored, whether samples are alike."""
     counted = [
         (leaf.path, value, leaf.dim) for leaf in leaves if (value := _counted(leaf)) is not None
     ]
@@ -317,7 +317,7 @@ def _kind(leaf: Leaf) -> tuple[Hashable, ...]:
 
 
 def _extent(item: Any) -> Hashable:
-    """How much an item of a list holds, such as the boxes of an image."""
+    """Return how much an item of a list holds, such as the boxes of an image."""
     if isinstance(item, Mapping):
         return tuple(map(_extent, item.values()))
     if hasattr(item, "shape"):
@@ -326,7 +326,7 @@ def _extent(item: Any) -> Hashable:
 
 
 def _counted(leaf: Leaf) -> Tensor | None:
-    """The numbers of a leaf; None where torch finds no least one of them."""
+    """Return the numbers of a leaf; None where torch finds no least one of them."""
     value = leaf.value
     if hasattr(type(value), "__array_interface__") and value.dtype.isnative:
         is_known = getattr(torch, value.dtype.name, None) in _COUNTED
@@ -363,7 +363,7 @@ def _traits(counted: Sequence[tuple[str, Tensor, Any]]) -> list[tuple[int, bool,
 
 
 def _extremes(value: Tensor, dim: Any) -> Tensor:
-    """The least and the largest number of a leaf, and of what each of its samples amounts to."""
+    """Return the least and the largest number of a leaf, and of the sums of its samples."""
     low, high = value.aminmax()
     fewest, most = low, high
     # torch sums small integers in 8 bytes each
