@@ -70,8 +70,8 @@ def test_a_timeline_begins_with_the_cell_and_exports_its_lines(shell, tmp_path):
     assert stacks[4000] == ("Cell In[4], line 2", "Cell In[3], line 2 in make")
     assert stacks[8000] == ("Cell In[4], line 3",)
     report.export(tmp_path / "told.pickle")
-    segments = pickle.loads((tmp_path / "told.pickle").read_bytes())["segments"]
-    frames = [frame for s in segments for block in s["blocks"] for frame in block["frames"]]
+    traces = pickle.loads((tmp_path / "told.pickle").read_bytes())["device_traces"]
+    frames = [frame for trace in traces for event in trace for frame in event["frames"]]
     assert {"filename": "Cell In[3]", "line": 2, "name": "make"} in frames
     assert {"filename": "Cell In[4]", "line": 3, "name": "<module>"} in frames
 

@@ -36,6 +36,8 @@ _can_mark = None not in (_strategy_of, _strategy, _action)
 _compiled_call: Callable[[nn.Module], Any] = getter(
     "torch.nn.Module._compiled_call_impl", "step(), predictions of memory and paging"
 )
+SCRIPTED = tuple(filter(None, (torch.ScriptFunction, optional("torch._C.ScriptMethod"))))
+"""The classes of functions and methods of TorchScript."""
 _set_eval_frame = bound(f"{_EVAL_FRAME}.set_eval_frame", "step() beside compiled code")
 
 

@@ -389,12 +389,12 @@ def test_a_second_signal_waits_for_the_file_of_the_first():
 def test_a_second_interrupt_leaves_the_programs_error_what_it_is():
     program = """
         import os, signal
-        from tenure._cli._program._recorder import Recorder
-        measured = Recorder._measured
+        from tenure._cli._program._recorder import RunRecorder
+        measured = RunRecorder._measured
         def interrupted(*args):
             os.kill(os.getpid(), signal.SIGINT)
             measured(*args)
-        Recorder._measured = interrupted
+        RunRecorder._measured = interrupted
         raise ValueError("mine")
         """
     done = _run(program, code=1)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from tenure._callers import capture_site
 from tenure._errors import AdaptiveUsageError, OutOfRetriesError
 from tenure._oom import oom_of_work
+from tenure._torch.compiler import SCRIPTED
 from tenure._torch.lending import lent_to
 from tenure._torch.writes import version_of
 from tenure.scopes import persist
@@ -45,7 +46,6 @@ _PAGED = (
     "the backward pass of a paged model in micro-batches that fit."
 )
 _SQUEEZES = frozenset({torch.squeeze, Tensor.squeeze, Tensor.squeeze_})
-_SCRIPTED = (torch.ScriptFunction, torch._C.ScriptMethod)
 _PLAIN = frozenset({int, bool, str, type(None), torch.dtype, torch.device, torch.layout,
                     torch.memory_format, type(...), bytes})  # fmt: skip
 _WITH_RATES = frozenset(
@@ -128,7 +128,7 @@ def _check(func: Any, walk: Walk) -> None:
             f"{name}() got a tensor of lazy() inside of an object that is no list, tuple or dict. "
             "Pass it value()."
         )
-    if isinstance(func, _SCRIPTED):
+    if isinstance(func, SCRIPTED):
         raise AdaptiveUsageError(
             f"{name}() of a model in TorchScript got a tensor of lazy(), which can't be recorded. "
             "Call the model that is not scripted, or use step()."

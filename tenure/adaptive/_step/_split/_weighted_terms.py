@@ -6,6 +6,7 @@ in the end, is the slope of the whole loss in the term of its chunk.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,9 +22,9 @@ from .._loss import (
     Term,
     Terms,
     check_same_terms,
-    combined,
     finished_loss,
     terms_of,
+    widened,
     widened_count,
     widest_float,
 )
@@ -58,7 +59,11 @@ class ChunkTerms:
         returned = self.parts.forward(self._chunks[i])
         with without_functions():
             terms = terms_of(returned, self.reduction)
-            self.parts.divisors.setdefault(self._chunks[i], {}).update(terms.counts())
+            counts = terms.counts().items()
+            # a function may count the next chunk in the same tensor
+            self.parts.divisors.setdefault(self._chunks[i], {}).update(
+                (name, n.clone() if isinstance(n, Tensor) else n) for name, n in counts
+            )
             return terms
 
     def _weights(self) -> list[object] | None:
@@ -77,9 +82,6 @@ class ChunkTerms:
 class WeightedTerms:
     """Terms whose gradients are sent back with their weight, or with a part of it, at once.
 
-    A count is known only at the end. `TermsPass` sends several terms with counts to two passes, so
-    a term with a count is the only one here.
-
     Args:
         chunks: the terms of each chunk.
         first: those of the first; the others have to have the same.
@@ -88,29 +90,25 @@ class WeightedTerms:
     def __init__(self, chunks: ChunkTerms, first: Terms) -> None:
         self._chunks = chunks
         self._parts = chunks.parts
+        self._then = chunks.parts.spec.then
         self._named = first.named
         self._with_counts = first.with_counts()
-        self._terms: list[dict[str, Term]] = []
-        (term, *_) = first.by_name.values()
-        n_chunks = self._parts.n_samples / chunks.lengths[0]
-        self._guess = None if term.count is None else _power_of_two_near(term.count, n_chunks)
+        self._totals = {name: _Total(self._guess(term)) for name, term in first.by_name.items()}
 
     def take(self, i: int, terms: Terms) -> None:
         """Send the gradient of one chunk back, and count its terms in."""
         check_same_terms(self._with_counts, terms.by_name)
         values, seeds, weightless = [], [], []
-        factor = self._parts.factor
-        is_whole = self._chunks.reduction == "sum" or self._guess is not None
         # nothing here outlives the step
         with without_functions():
-            self._terms.append(terms.detached().by_name)
             for name, term in terms.by_name.items():
-                share = 1.0 if is_whole else self._chunks.shares.of(name)[i]
+                share = self._share(name, i)
+                total = self._totals[name]
                 # the mean of no elements is nan, which a weight of zero does not undo
-                if share and factor:
-                    # in the type of the term, in which the gradient is computed
-                    seed = torch.full_like(term.value, share * factor)
-                    seed = seed if self._guess is None else self._guess.to(term.value)
+                if share:
+                    total.add(term, share)
+                if share and self._parts.factor:
+                    seed = total.seed(term.value, share * self._parts.factor)
                     values.append(term.value)
                     seeds.append(self._parts.backward.scaled(seed))
                 else:
@@ -119,20 +117,44 @@ class WeightedTerms:
 
     def finish(self) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss and its terms; the gradients get the rest of their weight."""
-        then, chunks = self._parts.spec.then, self._chunks
-        with without_functions():
-            values = combined(self._terms, chunks.shares, chunks.reduction)
-        loss, leaves, factor = None, {}, None
-        if self._guess is not None:
-            ((name, total),) = values.items()
-            count: Any = sum(widened_count(chunk[name].count or 0) for chunk in self._terms)
-            self._parts.counts = {name: count}
-            # in float32, a count above 2 ** 24 and its reciprocal would be rounded
-            count = torch.as_tensor(count, device=total.device).to(widest_float(total.device))
-            factor = 1 / (count * self._guess.to(count.device))
-        if then is not None:
+        values = {name: total.value() for name, total in self._totals.items()}
+        totals = self._totals.items()
+        self._parts.counts = {name: total.count for name, total in totals if total.is_late}
+        return self._rescaled(values), values
+
+    def _share(self, name: str, i: int) -> float:
+        # late ones get their whole weight at the end
+        if self._chunks.reduction == "sum" or self._totals[name].is_late:
+            return 1.0
+        return self._chunks.shares.of(name)[i]
+
+    def _guess(self, term: Term) -> Count | None:
+        """Guess a late weight, so that half-precision gradients stay in range.
+
+        A power of two, so that multiplying by it and dividing by it later is exact.
+        """
+        if term.count is None:
+            return None
+        n_samples, length = self._parts.n_samples, self._chunks.lengths[0]
+        # computed where it is: reading the count would make the host wait for the device
+        if isinstance(term.count, Tensor):
+            finite = term.count.float().nan_to_num(posinf=1.0)
+            expected = finite.clamp(min=1) * (n_samples / length)
+            return torch.exp2(-expected.log2().round())
+        # a count of zero or infinity has no power of two near it, and gives nan or 0 in the end, as
+        # plain torch does: see test_a_count_that_is_not_finite_gives_what_the_division_gives
+        count = term.count if math.isfinite(term.count) else 1
+        return 2.0 ** -round(math.log2(max(count, 1) * n_samples / length))
+
+    def _rescaled(self, values: dict[str, Tensor]) -> Tensor:
+        """Give the gradients the weight that is known now."""
+        (total, *others) = self._totals.values()
+        loss, leaves = None, {}
+        # of several terms none is late here, for `TermsPass` sent those to two passes
+        factor: Tensor | None = None if others else total.factor()
+        if self._then is not None:
             leaves = {name: value.detach().requires_grad_() for name, value in values.items()}
-            loss = finished_loss(leaves, self._named, then)
+            loss = finished_loss(leaves, self._named, self._then)
             slope = _slope(loss, next(iter(leaves.values())))
             factor = slope if factor is None else factor * slope
         # after the last chunk has exchanged gradients, where modules do: a sum over ranks times a
@@ -147,21 +169,60 @@ class WeightedTerms:
                 )
             self._parts.scale(factor)
         # what then() itself is trained by comes after the factor
-        if loss is None:
-            return finished_loss(values, self._named, None), values
-        self._parts.backward.run_to(list(leaves.values()), loss)
-        return loss.detach(), values
+        if loss is not None:
+            self._parts.backward.run_to(list(leaves.values()), loss)
+            return loss.detach()
+        return finished_loss(values, self._named, None)
 
 
-def _power_of_two_near(count: Count, n_chunks: float) -> Tensor:
-    """Return a part of a late weight, which keeps half-precision gradients in range.
+class _Total:
+    """A term summed over the chunks so far.
 
-    Multiplying by a power of two now, and dividing by it later, is exact. A count of zero or
-    infinity has none near it, and gives nan or 0 in the end, as plain torch does.
+    Args:
+        guess: a weight near the right one, if that is known only at the end.
+
+    Attributes:
+        count: the sum of the counts so far.
     """
-    # computed on the device of the count: reading it would make the host wait
-    finite = torch.as_tensor(count).float().nan_to_num(posinf=1.0)
-    return torch.exp2(-(finite.clamp(min=1) * n_chunks).log2().round())
+
+    def __init__(self, guess: Count | None) -> None:
+        self._sum: Tensor | None = None
+        self.count: Any = 0
+        self._guess = guess
+
+    @property
+    def is_late(self) -> bool:
+        """Whether its weight is known only at the end."""
+        return self._guess is not None
+
+    def add(self, term: Term, share: float) -> None:
+        value = widened(term.value.detach()) * share
+        self._sum = value if self._sum is None else self._sum + value
+        if term.count is not None:
+            self.count = self.count + widened_count(term.count)
+
+    def seed(self, value: Tensor, share: float) -> Tensor:
+        """Return the factor of a term's gradient for a chunk, now."""
+        # in the type of the term, in which the gradient is computed
+        if isinstance(self._guess, Tensor):
+            return self._guess.to(value)
+        return torch.full_like(value, share if self._guess is None else self._guess)
+
+    def factor(self) -> Tensor | None:
+        """Return the factor to multiply by later; None for 1."""
+        if self._guess is None:
+            return None
+        assert self._sum is not None
+        device = self._sum.device
+        # in float32, a count above 2 ** 24 and its reciprocal would be rounded
+        count = torch.as_tensor(self.count, device=device).to(widest_float(device))
+        return 1 / (count * self._guess)
+
+    def value(self) -> Tensor:
+        """Return the term of the whole batch."""
+        # shares sum up to 1, so one of them is not zero
+        assert self._sum is not None
+        return self._sum / self.count if self.is_late else self._sum
 
 
 def _slope(loss: Tensor, total: Tensor) -> Tensor:
