@@ -9,7 +9,7 @@ import ctypes
 import functools
 import inspect
 import sys
-from types import FrameType
+from types import CodeType, FrameType
 
 from tenure._errors import TenureError
 from tenure._torch.counting import SOLE
@@ -19,10 +19,10 @@ LENDS = sys.version_info >= (3, 14)
 _WORD = ctypes.sizeof(ctypes.c_void_p)
 # in a frame object, behind its reference count, its class and `f_back`
 _INTERPRETER_FRAME = object.__basicsize__ + _WORD
-# In the frame of the interpreter, in words. Variables are addresses of objects; the lowest bit is
-# set if one adds no reference. Source:
+# In the frame of the interpreter, in words. Variables, and behind them the values in flight, are
+# addresses of objects; the lowest bit is set if one adds no reference. Source:
 # https://github.com/python/cpython/blob/3.14/Include/internal/pycore_interpframe_structs.h
-_FRAME_OBJECT, _VARIABLES = 6, 10
+_FRAME_OBJECT, _STACK_POINTER, _VARIABLES = 6, 8, 10
 _ADDS_NONE = 1
 
 
@@ -40,6 +40,30 @@ def lent_parameters(frame: FrameType) -> frozenset[str]:
     names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount + rest]
     words = _words(frame, _VARIABLES + len(names))[_VARIABLES:]
     return frozenset(name for name, word in zip(names, words, strict=True) if word & _ADDS_NONE)
+
+
+def values_in_flight(frame: FrameType) -> list[int]:
+    """Return the ids of objects that a function holds beside its variables, as arguments of a call.
+
+    Only for a Python with `LENDS`.
+
+    Raises:
+        TenureError: this Python has frames of another layout.
+    """
+    _check_layout()
+    begin = _VARIABLES + _n_variables(frame.f_code)
+    return [
+        word for word in _words(frame, begin + _n_in_flight(frame))[begin:] if not word & _ADDS_NONE
+    ]
+
+
+def _n_variables(code: CodeType) -> int:
+    return len({*code.co_varnames, *code.co_cellvars}) + len(code.co_freevars)
+
+
+def _n_in_flight(frame: FrameType) -> int:
+    end = _words(frame, _VARIABLES)[_STACK_POINTER]
+    return (end - _address(frame)) // _WORD - _VARIABLES - _n_variables(frame.f_code)
 
 
 def _address(frame: FrameType) -> int:
@@ -73,4 +97,6 @@ def _shows(lent: object, given: object) -> bool:
     # the caller's variable is a reference
     is_lent = sys.getrefcount(lent) == SOLE
     shown = words[_FRAME_OBJECT], *words[_VARIABLES:]
-    return shown == (id(sys._getframe()), id(lent) | is_lent * _ADDS_NONE, id(given))
+    return shown == (id(sys._getframe()), id(lent) | is_lent * _ADDS_NONE, id(given)) and (
+        0 <= _n_in_flight(sys._getframe()) <= sys._getframe().f_code.co_stacksize
+    )

@@ -24,7 +24,7 @@ import torch
 from tenure._callers import is_tenure
 from tenure._errors import MissingTorchNameError
 from tenure._storages import storage_of
-from tenure._torch.counting import OF_CPP
+from tenure._torch.counting import OF_CPP, SOLE
 from tenure._torch.quiet import TENSOR_BASE
 from tenure._torch.storages import owners_of_storage, uses_of_tensor
 
@@ -82,6 +82,19 @@ def _counts_of_items(held: list[Any]) -> Iterator[int]:
 def references_beside(held: list[Any]) -> list[int]:
     """Count the references to each item of a list, without that of the list."""
     return [count - _OF_ITEM for count in _counts_of_items(held)]
+
+
+def callers_keep_arguments() -> bool:
+    """Return whether who calls a function holds its arguments until it returns, which has no name.
+
+    Else they are handed over. It is so while torch.compile evaluates the frames of the process:
+    after an error while it compiled, for good.
+    """
+    return _count_of_argument(object()) > SOLE
+
+
+def _count_of_argument(argument: object) -> int:
+    return sys.getrefcount(argument)
 
 
 # --- arrays of NumPy, which is never imported here: the collector sees nothing that they hold

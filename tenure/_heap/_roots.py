@@ -1,18 +1,21 @@
 """What is alive by itself: running frames' variables, modules, classes, the exception in flight."""
 
 import contextvars
+import inspect
 import os
 import sys
 import threading
 import types
 from collections import Counter, defaultdict
-from types import FrameType
+from collections.abc import Iterator
+from types import CodeType, FrameType
 
 from tenure._callers import is_internal, is_tenure
 from tenure._registries import ended_frames
 
-from ._lent import lent_parameters
+from ._lent import LENDS, lent_parameters, values_in_flight
 from ._reading import (
+    callers_keep_arguments,
     class_attributes,
     is_kind,
     is_optimized,
@@ -56,6 +59,7 @@ class Roots:
             if is_kind(type(module), types.ModuleType)
         }
         self._in_flight = id(sys.exc_info()[1])
+        self._callers_keep = callers_keep_arguments()
         self._add_stack(innermost, thread=None)
         for frame in ended_frames:
             self._add_frame(frame, None, silent=False)
@@ -90,6 +94,8 @@ class Roots:
     def _add_frame(self, frame: FrameType, thread: str | None, silent: bool) -> None:
         self.ids.add(id(frame))
         code = frame.f_code
+        if self._callers_keep and LENDS:
+            self.references.update(values_in_flight(frame))
         if not is_optimized(frame):
             # the globals of a module
             if frame.f_locals is frame.f_globals:
@@ -98,8 +104,11 @@ class Roots:
             self.ids.add(id(frame.f_locals))
         cells = {*code.co_cellvars, *code.co_freevars}
         without_reference = cells | lent_parameters(frame)
+        pairs = read_locals(frame)
         of_library = is_internal(frame) or code.co_filename.startswith(_LIBRARY)
-        for name, value in read_locals(frame):
+        if self._callers_keep and not LENDS:
+            self.references.update(map(id, _arguments_of(code, dict(pairs))))
+        for name, value in pairs:
             text = _spell(frame, name, value)
             root = Root(
                 text,
@@ -115,6 +124,14 @@ class Roots:
             self._variables[id(value)].append(root)
             self.references[id(value)] += name not in without_reference
             self.named[id(value)] += name not in cells and not silent
+
+
+def _arguments_of(code: CodeType, variables: dict[str, object]) -> Iterator[object]:
+    """Yield the arguments of a call, as far as the frame's variables still have them."""
+    named, rest, _ = inspect.getargs(code)
+    yield from (variables[name] for name in named if name in variables)
+    packed = variables.get(rest) if rest else None
+    yield from packed if type(packed) is tuple else ()
 
 
 def _spell(frame: FrameType, name: str, value: object) -> str:

@@ -32,6 +32,17 @@ def test_a_parameter_that_gets_a_variable_of_the_caller_is_lent():
     assert next(generator(variable)) == frozenset()
 
 
+def test_arguments_that_wait_for_a_call_are_in_flight():
+    def look(given):
+        return _lent.values_in_flight(sys._getframe(1))
+
+    def caller():
+        return [made := object(), look(object())], id(made)
+
+    (made, found), _ = caller()
+    assert found == [id(made)]
+
+
 def test_a_frame_of_another_layout_is_refused(monkeypatch):
     monkeypatch.setattr(_lent, "_is_as_expected", lambda: False)
     with pytest.raises(TenureError, match=r"Python 3\.\d+.* keeps the variables .* update tenure"):

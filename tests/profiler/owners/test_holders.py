@@ -142,6 +142,24 @@ def test_a_parameter_makes_up_for_no_other_holder():
     assert (found.n_references, found.n_unexplained) == (4, 1)
 
 
+def test_what_callers_keep_where_torch_compile_evaluates_the_frames_is_no_reference():
+    def look(t, *more):
+        return holders(t), holders(more[0])
+
+    def call():
+        t, other = torch.ones(3), torch.ones(3)
+        return [(list(found), found.n_references) for found in look(t, other)]
+
+    assert torch._dynamo.run(call)() == call()
+
+
+def test_what_a_module_keeps_where_torch_compile_evaluates_the_frames_is_no_reference():
+    code = compile("kept = [ones(3)]\nfound = holders(kept[0])", "module", "exec")
+    names = {"holders": holders, "ones": torch.ones}
+    torch._dynamo.run(exec)(code, names)
+    assert (names["found"].n_references, names["found"].n_unexplained) == (1, 0)
+
+
 def test_a_variable_of_another_thread_is_a_reference():
     t, ready, done = torch.ones(3), threading.Event(), threading.Event()
 

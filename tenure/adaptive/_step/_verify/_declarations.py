@@ -117,8 +117,8 @@ def _of_router(parts: StepParts) -> str:
         if getattr(config, "output_router_logits", False):
             return (
                 f"{type(module).__name__} adds a router loss over all tokens of its batch, which "
-                "no weight makes right: train without output_router_logits, or return the outputs of "
-                "samples, and pass what is computed of all of them as loss=."
+                "no weight makes right: train without output_router_logits, or return the outputs "
+                "of samples, and pass what is computed of all of them as loss=."
             )
     return ""
 
