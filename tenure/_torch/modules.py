@@ -62,19 +62,20 @@ def is_saving(frame: FrameType) -> bool:
 
 
 class _CallsOfThread(threading.local):
-    listeners: tuple[Listener, ...] = ()
+    listeners: tuple[tuple[Listener, Listener | None], ...] = ()
 
 
 _this_thread = _CallsOfThread()
 
 
 @contextmanager
-def modules_told(listener: Listener) -> Iterator[None]:
-    """Return a block in which ``listener`` gets each module that this thread calls, before it runs.
+def modules_told(called: Listener, returned: Listener | None = None) -> Iterator[None]:
+    """Return a block in which ``called`` gets each module that this thread calls, before it runs.
 
-    It also gets what the module is called with. Modules that run inside compiled code are not told.
-    Where blocks nest, each is told.
+    It also gets what the module is called with, and ``returned`` what it returns. Modules that run
+    inside compiled code are not told. Where blocks nest, each is told.
     """
+    listener = called, returned
     with _calls.block():
         _this_thread.listeners = (listener, *_this_thread.listeners)
         try:
@@ -97,9 +98,13 @@ def _telling(call: Any) -> Any:
         listeners = _this_thread.listeners
         if not listeners:
             _calls.was_called()
-        for listener in listeners:
-            _tell(listener, self, (args, kwargs))
-        return call(self, *args, **kwargs)
+        for called, _ in listeners:
+            _tell(called, self, (args, kwargs))
+        result = call(self, *args, **kwargs)
+        for _, returned in listeners:
+            if returned is not None:
+                _tell(returned, self, result)
+        return result
 
     return told_call
 

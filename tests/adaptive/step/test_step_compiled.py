@@ -120,7 +120,6 @@ FORMS = {
 
 
 # of the others, what is compiled is a part of one of these, or one of these in other words
-_PARTS = ("blocks in place", "blocks wrapped", "the loss")
 _QUICK = ("the model", "the function", "blocks in place", "the loss")
 _MARKS = {form: [] if form in _QUICK else [pytest.mark.slow] for form in FORMS}
 # older ones run it uncompiled, in plain programs as well
@@ -129,7 +128,6 @@ _MARKS["the loss"].append(needs_torch("2.11", "torch.compile of a function of to
 
 @pytest.mark.parametrize("form", [pytest.param(f, marks=_MARKS[f]) for f in FORMS])
 def test_all_sizes_run_one_graph_and_give_the_gradients_of_the_whole(form, counter):
-    """What gets results of modules is compiled twice: nothing says that their size may change."""
     net, plain, b = net_of(), net_of(), batch_of()
     loss_by(plain)(b).backward()
     wanted = gradients(plain)
@@ -137,7 +135,7 @@ def test_all_sizes_run_one_graph_and_give_the_gradients_of_the_whole(form, count
     for size in SIZES:
         step(fn, b, maximum=size)
         assert far(gradients(net), wanted) <= 1e-10
-    assert counter.frame_count == (2 if form in _PARTS else 1)
+    assert counter.frame_count == 1
 
 
 @pytest.mark.slow
@@ -226,6 +224,21 @@ def test_checkpoints_inside_compiled_code_and_a_compiled_backward_pass_are_exact
             step(fn, b, maximum=size)
             assert far(gradients(net), wanted) <= 1e-10
     assert counter.frame_count == 1
+
+
+def test_what_was_computed_before_the_step_keeps_no_mark(counter):
+    net, b = net_of(), batch_of()
+    for block in net.blocks:
+        block.compile(backend=counter)
+    offset = torch.zeros(33, 1, dtype=torch.float64)
+
+    def fn(b):
+        part = net.blocks[0](offset.expand(33, 6))
+        return F.cross_entropy(net(b["x"]), b["y"]) + 0 * part.sum()
+
+    step(fn, b, maximum=33)
+    assert vars(offset) == {}
+    assert not any(hasattr(p, "_dynamo_weak_dynamic_indices") for p in net.parameters())
 
 
 def test_nothing_is_compiled_to_look_at_a_step(counter):

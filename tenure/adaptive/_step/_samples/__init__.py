@@ -1,5 +1,6 @@
 """Batches whose tensors hold one sample a row: how they are cut, and put together again."""
 
+from ._compiled_inputs import expecting_other_sizes_of as expecting_other_sizes_of
 from ._cut_inputs import CutInputs as CutInputs
 from ._cut_inputs import used_up_graph_error as used_up_graph_error
 from ._outputs import JoinedOutputs as JoinedOutputs

@@ -32,6 +32,7 @@ class CutInputs:
 
     Attributes:
         expects_writes: whether to warn of nothing: it was done, or the batch is a copy for one run.
+        length: the samples that the function was given last.
     """
 
     def __init__(self, tree: SampleTree, whole: Any) -> None:
@@ -54,6 +55,7 @@ class CutInputs:
         ]
         self._is_used_up = False
         self.expects_writes = False
+        self.length = tree.n_samples()
 
     @property
     def is_written(self) -> bool:
@@ -108,6 +110,7 @@ class CutInputs:
 
     def whole(self) -> Any:
         """Return the batch itself; a container like it, if something in it requires grad."""
+        self.length = self._tree.n_samples()
         # the plain step, to the bit: see test_a_batch_that_fits_is_the_plain_step_to_the_bit
         if not self._cuts:
             return self._whole
@@ -124,6 +127,7 @@ class CutInputs:
     def chunk(self, start: int, length: int) -> Any:
         """Return a container like the batch, of views of some of its samples."""
         where = (start, length)
+        self.length = length
         return self._tree.with_leaves([self._piece(leaf, where) for leaf in self._tree.leaves])
 
     def collect(self) -> None:

@@ -34,7 +34,7 @@ from .._modules import (
     wants_more_samples,
     written_modules,
 )
-from .._samples import CutInputs, SampleTree, used_up_graph_error
+from .._samples import CutInputs, SampleTree, expecting_other_sizes_of, used_up_graph_error
 from ._arguments import StepSpec
 from ._notes import tell_of_arguments, tell_of_part
 from ._state import DeliveredTogether, StepState
@@ -127,8 +127,7 @@ class StepParts:
             roots = modules_given(spec.entry, spec.model)
         # modules of the loss see the whole batch, so they are no roots and may mix samples
         if like is None:
-            loss = spec.loss if callable(spec.loss) else None
-            found.look_into(loss, spec.weight, spec.then, spec.once)
+            found.look_into(spec.loss if callable(spec.loss) else None, spec.then, spec.once)
         self.models = StepModels(roots, found.modules.values(), is_given=spec.model is not None)
         self.roots = self.models.roots
         # statistics of one sample are none, and torch refuses them
@@ -171,6 +170,7 @@ class StepParts:
             self.models.seeing(),
             self.models.telling(self.state.learn),
             self.models.telling(self.exchange.learn),
+            expecting_other_sizes_of(self.compiled, lambda: self.inputs.length),
         ):
             yield
 
