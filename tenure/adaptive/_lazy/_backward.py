@@ -80,7 +80,8 @@ def backward_of(tensors: Any, grad_tensors: Any = None, *others: Any, **options:
             "of their sum."
         )
     root: Any = roots[0]
-    backward(root, *gradients, *others, **options)
+    arguments: list[Any] = [*gradients, *others]
+    backward(root, *arguments, **options)
 
 
 def refuse_grad(*_: Any, **__: Any) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -76,7 +76,7 @@ def record(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     # a write into a tensor that was not recorded is seen by who reads it at once
     writes = shape is not None and shape.writes_plain and func not in NORMALIZATIONS
     runs_now = shape is None or writes
-    if not runs_now and shape.is_value:
+    if shape is not None and not writes and shape.is_value:
         return shape.out
     refs = {} if writes else _cut(walk, shape, tape)
     if refs:
@@ -104,7 +104,7 @@ def record(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     tape.values.update(zip(numbers, tensors, strict=False))
     for number, alias in zip(numbers, entry.shape.aliases, strict=True):
         if alias is not None:
-            first = given[alias]._number
+            first = cast("int", given[alias]._number)
             tape.views[number] = tape.views.get(first, first)
     others = [*given, *(tape.leaves[number].value for number in cuts), *plains]
     if not runs_now:
