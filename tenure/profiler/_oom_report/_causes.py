@@ -12,8 +12,9 @@ from typing import Any
 
 from torch import Tensor
 from torch.nn import functional as F
+from torch.optim import Optimizer
 
-from tenure._heap import is_kind, type_name
+from tenure._heap import instances, is_kind, tracked_objects, type_name
 from tenure._text import format_bytes
 
 from .._owners import (
@@ -250,6 +251,9 @@ def _batch(facts: Facts) -> Candidate | None:
             remedy = "squeeze() one if that is not meant."
     elif facts.all_in_eval and saved > n_bytes // 4:
         what, remedy = f"graphs take {format_bytes(saved)} in eval()", "Use torch.no_grad()."
+    elif model := _untrained(facts):
+        what = f"graphs take {format_bytes(saved)}, and no optimizer steps the {model}"
+        remedy = "Call it under torch.no_grad()."
     elif facts.carried and runs_again(facts):
         what = f"{what}, or a state is never cut"
         remedy = f"Use {facts.carried[0].name}.detach()."
@@ -258,6 +262,17 @@ def _batch(facts: Facts) -> Candidate | None:
         at, what, remedy = [], f"{name} alone takes {size}{total}", "Take it in parts."
     found = ": ".join(filter(None, (" in ".join(filter(None, at)), what)))
     return Candidate("batch", n_bytes, f"{found}. {remedy}")
+
+
+def _untrained(facts: Facts) -> str:
+    """Return the class of a model whose graphs no optimizer needs, such as a teacher; else ""."""
+    model = None if facts.model is None else facts.model()
+    if model is None or not (facts.is_recording and facts.has_own_graph):
+        return ""
+    optimizers = instances(tracked_objects(), Optimizer)
+    known = {id(p) for each in optimizers for p in parameters_of(each)}
+    own = {id(p) for p in model.parameters() if p.requires_grad}
+    return type_name(type(model)) if known and own and known.isdisjoint(own) else ""
 
 
 def _largest_variable(facts: Facts) -> TensorRow | None:

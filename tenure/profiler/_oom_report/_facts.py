@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from types import FrameType, ModuleType
+from types import FrameType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -34,7 +34,7 @@ from tenure._heap import (
     walk_nodes,
 )
 from tenure._oom import OomInfo, allowed_bytes_in, free_bytes_in, limit_bytes_in, own_bytes_in
-from tenure._text import format_bytes
+from tenure._text import dtype_name, format_bytes
 from tenure._torch.autograd import OF_A_LEAF, node_number
 
 from .._allocator import allocator_bytes, cached_memory
@@ -104,10 +104,12 @@ class Facts:
         is_recording: autograd recorded what ran.
         names: the functions that ran.
         called_names: all that their code names.
+        autocast_dtype: what autocast casts to and remembers; empty if it remembers nothing.
         module: the innermost module of the program whose forward ran, with its dotted name in the
             outermost; empty where none ran.
         model: the outermost module whose forward ran.
         batch_size: the length of its first argument; 0 where nothing tells.
+        has_own_graph: the graphs in its forward lead to no parameters but its own.
         all_in_eval: every module whose forward ran is in eval mode.
         out_features: of the innermost module whose forward ran; 0 where it is not linear.
         building: the class of the outermost module that was being made, loaded or moved.
@@ -115,7 +117,8 @@ class Facts:
         optimizer: an optimizer whose step ran.
         optimizer_name: the variable or attribute that it is; can be empty.
         containers: variables that are containers: "list" in a function that has a model, and
-            "data" in another; "dict"; "bounded" if it grows no more, also of an attribute.
+            "data" in another; "dict"; "default" of an argument; "bounded" if it grows no more;
+            "deque" if it has a bound that it has not reached, also of an attribute.
         program: the source of the program.
         carried: variables that carry graphs.
         past: a variable with a graph that nothing reads before it is bound anew, and the bytes that
@@ -139,9 +142,11 @@ class Facts:
     is_recording: bool = False
     names: frozenset[str] = frozenset()
     called_names: frozenset[str] = frozenset()
+    autocast_dtype: str = ""
     module: str = ""
     model: weakref.ref[nn.Module] | None = None
     batch_size: int = 0
+    has_own_graph: bool = False
     all_in_eval: bool = False
     out_features: int = 0
     building: str = ""
@@ -247,6 +252,9 @@ class Facts:
         self.is_recording = torch.is_grad_enabled()
         self.names = frozenset(each.f_code.co_name for each in frames)
         self.called_names = frozenset(name for each in frames for name in each.f_code.co_names)
+        kinds = ("cuda", "cpu") if torch.is_autocast_cache_enabled() else ()
+        dtypes = (torch.get_autocast_dtype(k) for k in kinds if torch.is_autocast_enabled(k))
+        self.autocast_dtype = next(map(dtype_name, dtypes), "")
         # code of any kind is read, and graphs of any size: if that fails, the rest is still known
         self.ask(lambda: self._look_at_objects(frames, own), "the modules that ran")
         self.ask(lambda: self._look_at_source(own), "the program")
@@ -281,6 +289,10 @@ class Facts:
         self.out_features = int(getattr(modules[0], "out_features", 0) or 0)
         held: list[Any] = [t for _, t in read_locals(frame) if is_kind(type(t), Tensor)]
         self.batch_size = next((t.shape[0] for t in held if t.dim()), 0)
+        nodes = [node for t in held if (node := read(t, "grad_fn")) is not None]
+        leaves = (getattr(node, "variable", None) for node in walk_nodes(nodes, {}))
+        parameters = {id(p) for p in model.parameters()}
+        self.has_own_graph = all(id(each) in parameters for each in leaves if each is not None)
 
     def _look_at_source(self, own: list[FrameType]) -> None:
         for frame in own:
@@ -289,9 +301,14 @@ class Facts:
             used = (values.get(name) for name in frame.f_code.co_names)
             has_model = any(_is_model(value) for value in (*used, *dict(found).values()))
             found += [(short(f"{module}.{name}"), value) for name, value in [*values.items()]]
-            for name, value in (*found, *_bounded_in(frame)):
+            function = values.get(frame.f_code.co_name)
+            defaults = (function.__defaults__ or ()) if type(function) is FunctionType else ()
+            for name, value in found:
                 if kind := _kind_of(value, has_model):
-                    self.containers.setdefault(name, kind)
+                    is_default = any(value is each for each in defaults)
+                    self.containers.setdefault(name, "default" if is_default else kind)
+            for name, value in _bounded_in(frame):
+                self.containers.setdefault(name, _kind_of(value, has_model))
         self.program = ProgramFiles(own)
 
     def _look_at_graphs(self, own: list[FrameType]) -> None:
@@ -445,7 +462,7 @@ def _kind_of(value: Any, has_model: bool) -> str:
     kind = type(value)
     # by identity: a metaclass may define __eq__
     if kind is deque and value.maxlen is not None:
-        return "bounded" if len(value) == value.maxlen else ""
+        return "bounded" if len(value) == value.maxlen else "deque"
     if kind is list or kind is set or kind is deque:
         return "list" if has_model else "data"
     return "dict" if kind is dict else ""

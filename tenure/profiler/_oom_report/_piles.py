@@ -27,7 +27,7 @@ from .._owners import (
     outermost,
 )
 from .._reports import keyed_place_of, place_of
-from ._facts import Facts, bytes_in, short
+from ._facts import Carried, Facts, bytes_in, short
 
 # Two results are a pair; three of one shape are what a loop has made.
 _FEWEST = 3
@@ -47,12 +47,15 @@ _OF_RESULTS = ("Use chunked(collect=).", "Use torch.no_grad().")
 _HELD, _CYCLE, _TRACEBACK = ", held by ", ", in a reference cycle", "traceback of "
 _UNNAMED = ", which nothing with a name was found to hold"
 _ANONYMOUS, _OF_ANONYMOUS = "a container at ", " […]"
+_FROM_ITERTOOLS = " (inside a cycle)"
+_OF_GATHER, _GATHERED = "(inside a _GatheringFuture)", "what asyncio.gather() gets"
 # Variables of a forward pass hold a part of the batch that runs.
 OF_FORWARD = ".forward.<locals>."
 _IN_FRAME = re.compile(r" in (\S+)\(\): local ")
 _CACHE_OF = re.compile(r"lru_cache of ([\w.<>]+)")
 # a chain of objects, each of which refers to the next
 _CHAIN = re.compile(r"(\.\w+)\1+\b")
+_LINK = re.compile(r"(\.\w+)\.…")
 # with a graph: it refers to its parameter, and that to it, which no collector sees
 _ORPHAN = re.compile(r"(Parameter|Tensor)\d+\.grad\Z")
 
@@ -119,6 +122,8 @@ def kept_models(facts: Facts) -> Iterator[Candidate]:
             keeps = f"{shortened(place)} keeps {format_bytes(n_bytes)} that no step needs"
             text = f"{keeps}. Call zero_grad(set_to_none=True) after its last step."
             yield Candidate("gradients", n_bytes, text)
+    for model in models:
+        yield from _growing(model, facts)
 
 
 def _container(place: str) -> str:
@@ -129,6 +134,20 @@ def _garbage(name: str, n_bytes: int) -> Candidate:
     remedy = "Break it, call gc.collect(), or open a scope around it."
     text = f"{shortened(name)}, {format_bytes(n_bytes)} of garbage. {remedy}"
     return Candidate("cycle", n_bytes, text)
+
+
+def _growing(model: nn.Module, facts: Facts) -> Iterator[Candidate]:
+    """Modules in a model that got parts while the program trained."""
+    for name, module in model.named_modules():
+        # for each part, how many backward passes there had been
+        times = facts.watch.parts.get(module, {})
+        first = min(times.values(), default=0)
+        late = [part for key, part in module.named_children() if times.get(key, 0) > first]
+        if len(set(times.values())) >= _FEWEST and len(late) >= _FEWEST:
+            place = ".".join(filter(None, (type_name(type(model)), name)))
+            n_bytes = sum(bytes_in(part, facts.device) for part in late)
+            remedy = "It got them while it trained: bound it, or move some to the host."
+            yield _leak(place, len(late), "module", n_bytes, remedy)
 
 
 def _state_bytes(optimizer: Any) -> int:
@@ -202,7 +221,7 @@ def kept_tensors(facts: Facts) -> Iterator[Candidate]:
         # what else holds graphs holds mostly that one; a pile that is much larger has its own
         most = _TIMES_ITS_GRAPH * carried.n_bytes
         found = {p: each for p, each in found.items() if p not in graphs or each.n_bytes > most}
-    others = (carried or _past(facts), _joined(joined, facts))
+    others = (carried or _past(facts), _joined(joined, facts), _casts(facts))
     yield from filter(None, (*found.values(), *others))
 
 
@@ -244,6 +263,8 @@ def _spelled(place: str, facts: Facts) -> str:
         inner = outer.partition(_HELD)[0] if is_outside else bound
     if inner.endswith(_UNNAMED):
         return f"{_ANONYMOUS}{line_of(facts.site)}{_OF_ANONYMOUS}"
+    if _OF_GATHER in inner:
+        return f"{_GATHERED} ({line_of(facts.site)}){_OF_ANONYMOUS}"
     # each member of a set is an index, and a chain of attributes one attribute
     members = inner.replace(" (a member)", "[…]").replace(" (a key)", "[…]")
     return short(_CHAIN.sub(r"\1.…", members))
@@ -280,29 +301,47 @@ def _of_pile(pile: _StoragePile, facts: Facts) -> Candidate | None:
     keyed = {_spelled(keyed_place_of(name), facts) for name in pile.names}
     # all of it under one key of a mapping
     name = keyed.pop() if len(keyed) == 1 else place
-    name, remedy = name.removesuffix(_OF_ANONYMOUS), _remedy(pile, facts)
+    name = name.partition(_FROM_ITERTOOLS)[0].removesuffix(_OF_ANONYMOUS)
+    remedy = _remedy_of_graphs(pile, facts) if pile.saved else _remedy_of_tensors(pile, facts)
     found = _leak(name, max(n_alike, n_graphs, n_repeats), pile.noun, n_bytes, remedy)
     return found._replace(cause="results") if remedy in _OF_RESULTS else found
 
 
-def _remedy(pile: _StoragePile, facts: Facts) -> str:
+def _remedy_of_graphs(pile: _StoragePile, facts: Facts) -> str:
+    added = facts.program.added_to(pile.place)
     if pile.place.endswith(".grad"):
         return "Set .grad to None."
-    is_of_results = _gathers(pile, facts)
-    if pile.saved and is_of_results and not pile.is_scalar:
+    if _gathers(pile, facts) and not pile.is_scalar:
         return _OF_RESULTS[1]
-    if pile.saved:
-        plain = ".item()" if pile.is_scalar else ".detach()"
-        return f"Keep {plain} of each, or clear it after backward()."
+    if needed := facts.program.needs(pile.place):
+        return f"Call {needed}.clear() after backward()."
+    if pile.is_scalar:
+        return f"Keep {added}.item()." if added else "Keep .item() of each."
+    return f"Keep {added}.detach(), and bound it."
+
+
+def _remedy_of_tensors(pile: _StoragePile, facts: Facts) -> str:
+    variable = pile.place.partition("[…]")[0]
+    container = facts.containers.get(variable)
     if pile.noun == "view":
         copied = ".copy()" if "numpy array" in pile.names[0] else ".clone()"
         return f"They show {format_bytes(pile.shown_bytes)}: keep {copied} of each."
     if _are_copies([entry.owner for entry in pile.own], facts):
         return f"They are copies of weights or gradients: {_ELSEWHERE}."
-    if is_of_results:
+    if _FROM_ITERTOOLS in pile.place:
+        return "It is an itertools.cycle: use `while True: for batch in loader`."
+    if _gathers(pile, facts):
         return _OF_RESULTS[0]
+    if variable.startswith(_ANONYMOUS):
+        return "Take them one at a time."
+    if container == "default" or any(entry.kind == "default" for entry in pile.own):
+        return f"A default lives for ever: use {variable}=None."
+    if link := _LINK.search(pile.place):
+        return f"Set {link[1]} to None in time."
     less = "reduce each to what is needed" if facts.device == "cpu" else "keep .cpu() of each"
-    return f"Bound it, or {less}."
+    if container == "deque":
+        return f"Lower its maxlen=, or {less}."
+    return f"Bound it, or {'load a part at a time' if container == 'data' else less}."
 
 
 def _gathers(pile: _StoragePile, facts: Facts) -> bool:
@@ -312,7 +351,7 @@ def _gathers(pile: _StoragePile, facts: Facts) -> bool:
     another name.
     """
     variable, _, inside = pile.place.partition("[…]")
-    if variable.startswith(_ANONYMOUS):
+    if variable.startswith((_ANONYMOUS, _GATHERED)):
         return facts.model is not None and not facts.trains
     container = facts.containers.get(variable, "")
     is_list = container == "list" or (container == "dict" and inside == "[…]")
@@ -384,13 +423,19 @@ def _carried(facts: Facts, held: set[str]) -> Candidate | None:
     retained = facts.watch.retained_at
     why = f" (retain_graph=True{at_line(retained)})" if retained else ""
     carries = f"{shortened(best.name)} carries its graph from step to step"
-    remedy = f"Go on with {best.name}.detach()."
-    if "[…]" in best.name:
-        remedy = "Go on with t.detach() of each of its tensors."
-    elif best.is_scalar:
-        remedy = "Use .detach() or .item() of it, or call backward() on each."
-    text = f"{carries}, {format_bytes(best.n_bytes)}{why}. {remedy}"
+    text = f"{carries}, {format_bytes(best.n_bytes)}{why}. {_way_on(best, facts)}"
     return Candidate("leak", best.n_bytes, text)
+
+
+def _way_on(variable: Carried, facts: Facts) -> str:
+    name, plain = variable.name, variable.name.rpartition(".")[2]
+    if "[…]" in name:
+        return "Go on with t.detach() of each of its tensors."
+    if not variable.is_scalar or plain not in facts.program.added:
+        return f"Go on with {name}.detach(){', or .item()' if variable.is_scalar else ''}."
+    if plain in facts.program.needed:
+        return "Call backward() on each, and not on the sum."
+    return f"Use {name} += {facts.program.added_to(name) or '(...)'}.item()."
 
 
 def _past(facts: Facts) -> Candidate | None:
@@ -402,6 +447,24 @@ def _past(facts: Facts) -> Candidate | None:
     holds = f"{name} still holds the graph of the previous step, {format_bytes(n_bytes)}"
     text = f"{holds}. {remedy}, or del {name} first."
     return Candidate("leak", n_bytes, text) if n_bytes else None
+
+
+def _casts(facts: Facts) -> Candidate | None:
+    """Return the casts of weights that autocast alone keeps while its block is open.
+
+    The graph of a cast keeps the weight too, also when its model is gone.
+    """
+    old = [row for row in facts.rows(SAVED) if row.name == "AccumulateGrad.variable"]
+    weights = [*facts.rows(PARAMETERS), *old]
+    shapes = {row.shape for row in weights} | {row.shape[::-1] for row in weights}
+    casts = [row for row in facts.rows(SAVED, OTHERS) if row.dtype == facts.autocast_dtype]
+    n_bytes = sum(row.n_bytes for row in (*casts, *old) if row.shape in shapes)
+    # a training has a block for each step
+    if facts.trains or not casts or not n_bytes:
+        return None
+    size = f"autocast around {line_of(facts.site)} keeps {format_bytes(n_bytes)}"
+    remedy = "Use autocast(cache_enabled=False), or a block for each batch."
+    return Candidate("leak", n_bytes, f"{size} of weights that it has cast. {remedy}")
 
 
 def shortened(name: str) -> str:

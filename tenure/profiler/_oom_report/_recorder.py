@@ -6,14 +6,14 @@ fails in here is told in the report, or nowhere.
 
 from __future__ import annotations
 
-import itertools
 import sys
 import threading
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType, TracebackType
-from typing import ClassVar, Self
+from typing import ClassVar, NamedTuple, Self
+from weakref import ref
 
 from tenure import _host_memory
 from tenure._callers import user_site
@@ -37,10 +37,29 @@ from ._watch import Watch
 _MOST_HANDLED, _MOST_OF_LINE = 8, 2
 # What a look at a large heap takes, or as much of it as there is room for.
 _RESERVES_BYTES = (64 << 20, 16 << 20, 4 << 20)
-# the attribute of an error that was explained: a number, so that it can be pickled anywhere
-_EXPLAINED = "_tenure_explained"
-_numbers = itertools.count()
 _MOST_LINES, _MOST_HOLDERS, _MOST_OF_TEXT = 4, 5, 400
+
+
+class _ExplainedError(NamedTuple):
+    """An error that was explained; its address may be that of another one by now.
+
+    Attributes:
+        address: of the error.
+        text: its text.
+        reference: the error, or None for one without weak references, as a `MemoryError`.
+        report: what was said of it.
+    """
+
+    address: int
+    text: str
+    reference: ref[BaseException] | None
+    report: OomReport
+
+    def is_of(self, error: BaseException) -> bool:
+        """Return whether it is this error."""
+        if (self.address, self.text) != (id(error), str(error)):
+            return False
+        return self.reference is None or self.reference() is error
 
 
 class OomRecorder:
@@ -56,7 +75,7 @@ class OomRecorder:
         self._began_bytes = _host_memory.resident_bytes()
         self._opened_at = str(user_site())
         self._lines: Counter[str] = Counter()
-        self._explained: dict[int, OomReport] = {}
+        self._known: deque[_ExplainedError] = deque(maxlen=_MOST_HANDLED)
         self._shown: OomReport | None = None
         self._lock = threading.Lock()
         self._reserve = Reserve(*_RESERVES_BYTES)
@@ -143,15 +162,14 @@ class OomRecorder:
         # the error of memory, which others may have been raised from
         of_memory = (e for e in chain_of(error) if (i := oom_info(e)) and len(i.chain) == 1)
         root = next(of_memory, error)
-        report = self._explained.get(vars(root).get(_EXPLAINED, -1))
+        report = next((known.report for known in self._known if known.is_of(root)), None)
         if report is None:
             self._reserve.free()
             try:
                 report = self._report_of(error, info, frame)
             finally:
                 self._reserve.take()
-            vars(root)[_EXPLAINED] = number = next(_numbers)
-            self._explained[number] = report
+            self._known.append(_ExplainedError(id(root), str(root), _reference_to(root), report))
         first = self.reports[0] if self.reports else report
         self.reports = (first,) if report is first else (first, report)
         if frame is not None:
@@ -168,6 +186,13 @@ class OomRecorder:
             facts.ask(lambda: facts.look(error, frame), "the error")
             facts.ask(lambda: found.append(judge(facts)), "the cause")
             return build(facts, found[-1])
+
+
+def _reference_to(error: BaseException) -> ref[BaseException] | None:
+    try:
+        return ref(error)
+    except TypeError:
+        return None
 
 
 def _show(report: OomReport) -> None:

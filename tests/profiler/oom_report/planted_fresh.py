@@ -216,6 +216,34 @@ search(500)
 )
 
 fresh(
+    "a tower of experts",
+    "leak",
+    ("experts", "bound"),
+    """
+class Growing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem, self.experts = nn.Linear(32, 192), nn.ModuleList()
+    def grow(self):
+        self.experts.append(nn.Linear(192, 192))
+    def forward(self, x):
+        x = self.stem(x).relu()
+        return sum(expert(x) for expert in self.experts).mean()
+def main():
+    model = Growing()
+    for stage in range(1000):
+        model.grow()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.randn(8, 32)).backward()
+            optimizer.step()
+main()
+""",
+    "10MiB",
+)
+
+fresh(
     "heat maps of key points",
     "batch",
     ("batch", "HeatMaps", "step("),

@@ -276,6 +276,22 @@ main()
 )
 
 plant(
+    "models that are tried under one autocast",
+    "leak",
+    ("autocast", "cache_enabled=False"),
+    """
+def build():
+    return nn.Sequential(nn.Linear(128, 512), nn.ReLU(), nn.Linear(512, 512), nn.Linear(512, 4))
+def main():
+    x, best = torch.randn(16, 128), 0.0
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for _ in range(200):
+            best = max(best, build()(x).float().max().item())
+main()
+""",
+)
+
+plant(
     "results of tasks",
     "leak",
     ("leak: tasks[…]", "bound it"),
@@ -298,7 +314,7 @@ asyncio.run(serve())
 plant(
     "states that know their parents",
     "leak",
-    (".parent.….hidden keeps", "bound it"),
+    (".parent.….hidden keeps", "set .parent to none"),
     """
 class Beam:
     def __init__(self, hidden, parent=None):

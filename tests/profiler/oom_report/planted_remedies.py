@@ -15,7 +15,7 @@ def remedy(name, cause, says, code, size="8MiB", **options):
 remedy(
     "a running loss",
     "leak",
-    ("running_loss carries", ".item() of it"),
+    ("running_loss += loss.item()",),
     """
 def main():
     net = nn.Sequential(nn.Linear(128, 256), nn.ReLU(), nn.Linear(256, 10))
@@ -30,7 +30,7 @@ main()
 remedy(
     "values of validation",
     "leak",
-    ("metrics['val'][…]", "Keep .item() of each"),
+    ("metrics['val'][…]", "Keep val.item()"),
     """
 def main():
     net = nn.Sequential(nn.Linear(64, 2048), nn.ReLU(), nn.Linear(2048, 64))
@@ -48,7 +48,7 @@ main()
 remedy(
     "log-probabilities that backward needs",
     "leak",
-    ("saved_log_probs[…]", "clear it after backward()"),
+    ("saved_log_probs.clear() after backward()",),
     """
 class Agent:
     def __init__(self):
@@ -77,7 +77,7 @@ for episode in range(200):
 remedy(
     "a pool of fakes, which grows without graphs as well",
     "leak",
-    ("fake_pool[…]", "Keep .detach() of each"),
+    ("fake_pool[…]", "fake.detach(), and bound it"),
     """
 def main():
     generator, fake_pool = nn.Linear(32, 512), []
@@ -94,7 +94,7 @@ main()
 remedy(
     "a list that is being made of batches",
     "leak",
-    ("container at train.py:", "bound it"),
+    ("container at train.py:", "one at a time"),
     """
 from torch.utils.data import DataLoader, Dataset
 class Images(Dataset):
@@ -139,6 +139,26 @@ for i in range(5000):
 )
 
 remedy(
+    "a teacher that records",
+    "batch",
+    ("no optimizer steps the Sequential", "torch.no_grad()"),
+    """
+def main():
+    parts = [part for _ in range(12) for part in (nn.Linear(128, 128), nn.ReLU())]
+    teacher, student = nn.Sequential(*parts), nn.Linear(128, 128)
+    optimizer = torch.optim.SGD(student.parameters(), lr=0.1)
+    for _ in range(10):
+        x = torch.randn(1500, 128)
+        target = teacher(x)
+        loss = F.mse_loss(student(x), target)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+main()
+""",
+)
+
+remedy(
     "attention over one text",
     "batch",
     ("shorten its input",),
@@ -158,7 +178,7 @@ Attention()(torch.randn(1, 1024, 64)).sum().backward()
 remedy(
     "a default argument",
     "leak",
-    ("store[…] keeps", "bound it"),
+    ("store[…] keeps", "store=None"),
     """
 def collect(x, store=[]):
     store.append(x)
@@ -175,7 +195,7 @@ main()
 remedy(
     "a data set that is loaded",
     "leak",
-    ("docs[…] keeps", "bound it"),
+    ("docs[…] keeps", "load a part"),
     """
 def load(vocabulary, n):
     docs = []
@@ -290,7 +310,7 @@ main()
 remedy(
     "a replay buffer that is never full",
     "leak",
-    ("buffer.memory[…]", "bound it"),
+    ("buffer.memory[…]", "lower its maxlen="),
     """
 from collections import deque
 class ReplayBuffer:
@@ -323,6 +343,25 @@ def main():
     for _ in range(100):
         x = torch.cat([x, x]).sin() * 2
 main()
+""",
+)
+
+remedy(
+    "answers of requests that are gathered",
+    "results",
+    ("asyncio.gather() gets (", "torch.no_grad()"),
+    """
+import asyncio
+class Service:
+    def __init__(self):
+        self.model = nn.Sequential(nn.Linear(128, 512), nn.ReLU(), nn.Linear(512, 16)).eval()
+    async def infer(self, i):
+        await asyncio.sleep(0)
+        return self.model(torch.full((64, 128), i)).softmax(-1)
+async def main():
+    service = Service()
+    await asyncio.gather(*(service.infer(float(i)) for i in range(200)))
+asyncio.run(main())
 """,
 )
 

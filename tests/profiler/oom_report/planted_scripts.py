@@ -557,7 +557,7 @@ play()
 script(
     "a loader for ever",
     "leak",
-    ("batches", "bound it"),
+    ("batches", "itertools.cycle", "while True"),
     """
 import itertools
 from torch.utils.data import DataLoader, TensorDataset
@@ -622,6 +622,32 @@ main()
 )
 
 # --- what grows inside a model, or inside its optimizer
+
+script(
+    "adapters of tasks",
+    "leak",
+    ("adapters", "bound"),
+    """
+class Continual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.trunk, self.adapters = nn.Linear(64, 256), nn.ModuleDict()
+    def forward(self, x, task):
+        if task not in self.adapters:
+            self.adapters[task] = nn.Linear(256, 256)
+        return self.adapters[task](self.trunk(x).relu())
+def main():
+    model = Continual()
+    optimizer = torch.optim.SGD(model.trunk.parameters(), lr=0.01)
+    for step in range(10_000):
+        loss = model(torch.randn(32, 64), f"task{step}").square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+main()
+""",
+    "8MiB",
+)
 
 script(
     "the history of LBFGS",
@@ -751,6 +777,29 @@ class Giant(nn.Module):
 model = Giant(32)
 model(torch.randn(1, 512))
 """,
+)
+
+script(
+    "casts that autocast keeps",
+    "leak",
+    ("autocast", "cache_enabled=False"),
+    """
+class Deep(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(512, 512) for _ in range(8))
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x).relu()
+        return x
+def evaluate(model):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for _ in range(20):
+            with torch.no_grad():
+                print(model(torch.randn(4, 512)).sum().item())
+evaluate(Deep().eval())
+""",
+    "11MiB",
 )
 
 script(

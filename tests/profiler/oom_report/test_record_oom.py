@@ -591,9 +591,7 @@ def test_an_error_of_a_later_step_that_the_program_handles_is_seen(recorder):
         train()
     assert recorder.report.site.endswith("in train")
     assert recorder.report.first_line.startswith("Leak: history[…] keeps ")
-    assert recorder.report.first_line.endswith(
-        "Keep .item() of each, or clear it after backward()."
-    )
+    assert recorder.report.first_line.endswith("Keep loss.item().")
 
 
 def test_the_steps_of_optimizers_are_as_before_when_it_is_closed():
