@@ -119,7 +119,7 @@ def sizes_kept(wanted: bool, table: _NullTable | None = None) -> Iterator[None]:
 
 
 def live_bytes() -> int:
-    """Bytes of the blocks in the table: differences of it are differences of live memory."""
+    """Return the bytes of the blocks in the table; differences are those of live memory."""
     return int(live_counter().value)
 
 

@@ -86,7 +86,7 @@ def free_block_bytes(segments: list[dict[str, Any]]) -> list[int]:
 
 
 def workspace_bytes(device: torch.device) -> dict[str, int]:
-    """Bytes of one block by library, as torch takes it at the next use; empty where it keeps none.
+    """Return the bytes of a block by library, as torch takes it at the next use.
 
     How many blocks there are is not told. An accelerator that is not in use is not brought to life.
     """

@@ -205,7 +205,7 @@ class Simulator:
         return machine.clock.busy_s[self._index, _known(engine, Engine, "engine")]
 
     def copied_bytes(self, engine: Engine) -> int:
-        """Bytes that went over the link in one direction, `"h2d"` or `"d2h"`."""
+        """Return the bytes that went over the link in one direction, `"h2d"` or `"d2h"`."""
         return machine.clock.copied_bytes[self._index, _known(engine, Engine, "engine")]
 
     def launches(self, engine: Engine) -> int:

@@ -266,7 +266,7 @@ def _run_pieces(
 
 
 def _let_go(result: Any) -> None:
-    """Nobody wants it."""
+    """Do nothing: nobody wants it."""
 
 
 def _random_state(args: _Args, kwargs: _Kwargs) -> RngState:

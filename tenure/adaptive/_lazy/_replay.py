@@ -18,7 +18,7 @@ from ._tape import PlainValue, RecordedCall, Ref
 
 
 def filled(value: Any, get: Callable[[int], Any], n_samples: int | None) -> Any:
-    """Arguments with what was recorded in its place.
+    """Return the arguments with recorded values in their places.
 
     Args:
         value: the arguments as they were stored.

@@ -25,7 +25,7 @@ from ._replay import filled, flat_tensors
 
 
 def _data_label(shape: tuple[int, ...], n_samples: int) -> Label:
-    """Where a tensor of data has the samples: where it has that size."""
+    """Return the dimension with the samples of a data tensor: the one of that size."""
     dims = [d for d, size in enumerate(shape) if size == n_samples]
     return Label(dims[0]) if dims else SHARED
 
@@ -191,7 +191,7 @@ class Call:
     def _labels(
         self, shapes: list[tuple[int, ...]], others: list[tuple[int, ...]]
     ) -> list[Label] | None:
-        """Where tensors of these shapes have the samples, if one more gives the others."""
+        """Return where these shapes have the samples, if one sample more gives the others."""
         if len(shapes) != len(others):
             return None
         labels = []
@@ -273,7 +273,7 @@ def _empty(like: Any, n: int | None, label: Label) -> Any:
 
 
 def _strides(shape: list[int], like: Sequence[int]) -> list[int]:
-    """Dense strides in the order of others."""
+    """Return dense strides in the order of others."""
     strides, step = [0] * len(shape), 1
     for d in sorted(range(len(shape)), key=lambda d: (like[d], -d)):
         if like[d]:
@@ -282,7 +282,7 @@ def _strides(shape: list[int], like: Sequence[int]) -> list[int]:
 
 
 def with_tensors(value: Any, by_id: dict[int, Any]) -> Any:
-    """Arguments with other tensors in place of those that were not recorded."""
+    """Return the arguments with other tensors in place of plain ones."""
     if isinstance(value, Tensor):
         return by_id.get(id(value), value)
     if type(value) in (tuple, list):

@@ -58,7 +58,7 @@ class Modes(NamedTuple):
 
     @staticmethod
     def now(kind: str) -> Modes:
-        """Those of this moment, for the host and one more kind of device."""
+        """Return the modes of this moment, for the host and one more kind of device."""
         kinds = ("cpu",) if kind in NO_ACCELERATOR else ("cpu", kind)
         return Modes(
             torch.is_grad_enabled(),
@@ -300,7 +300,7 @@ class Tape:
             getattr(other, name).clear()
 
     def hold(self, number: int, handle: Any) -> None:
-        """Somebody has a value from now on."""
+        """Note that somebody has a value from now on."""
         home = weakref.ref(self)
 
         def gone(_: Any) -> None:
@@ -311,7 +311,7 @@ class Tape:
         self.handles[number] = weakref.ref(handle, gone)
 
     def forget(self, number: int) -> None:
-        """Nobody has a value any more."""
+        """Forget a value that nobody has any more."""
         self.handles.pop(number, None)
         if not self.pending():
             self.values.pop(number, None)

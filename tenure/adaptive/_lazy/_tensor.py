@@ -92,11 +92,11 @@ class LazyTensor(Handle):
         return f"lazy {what}{'' if done else ', not computed yet'}"
 
     def __str__(self) -> str:
-        """As the tensor itself."""
+        """Do as the tensor itself."""
         return str(self.value())
 
     def __format__(self, spec: str) -> str:
-        """As the tensor itself."""
+        """Do as the tensor itself."""
         return format(self.value(), spec)
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -149,7 +149,7 @@ class KnownValues:
         self.held_bytes -= 0 if real is None else real.nbytes()
 
     def _real_of(self, values: Any) -> Any:
-        """Arguments with values in the place of tensors; None where one is not known."""
+        """Return the arguments with values for tensors; None if one is not known."""
         if is_fake(values):
             return self.value(values)
         if isinstance(values, list | tuple):

@@ -107,7 +107,7 @@ class ActivationMemory:
         return self._cut(slab, start, n_bytes)
 
     def give_back(self, given: HostBytes, event: Any) -> None:
-        """They may be given to others.
+        """Take bytes back, to give them to others.
 
         Args:
             given: they.

@@ -87,7 +87,7 @@ class Homeward:
         self._link.let_host(event)
 
     def end(self) -> None:
-        """Note that no more gradients will be sent for now."""
+        """Note that this pass sends no more gradients."""
         while self._under_way:
             self._let_arrive(next(iter(self._under_way)))
 

@@ -128,7 +128,7 @@ class TrainingEngine(Engine):
             yield from self.activations.named_tensors()
 
     def _may_prepare(self) -> bool:
-        """As of an engine; what stays is copied anew, too, if it has changed on the host."""
+        """Do as an engine; also copy residents again that have changed on the host."""
         return True
 
     def _ahead(self, wanted: dict[Unit, None]) -> Iterable[Unit]:

@@ -174,7 +174,7 @@ class PinnedMemory:
 
 
 def extent_bytes(tensor: torch.Tensor) -> int:
-    """Bytes from the tensor's first element to the end of its last."""
+    """Return the bytes from the tensor's first element to the end of its last."""
     if tensor.numel() == 0:
         return 0
     steps = zip(tensor.shape, tensor.stride(), strict=True)

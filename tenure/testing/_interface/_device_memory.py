@@ -34,12 +34,12 @@ def get_device_name(index: Any = None) -> str:
 
 
 def get_device_properties(index: Any = None) -> DeviceProperties:
-    """Its name and its memory, which is the budget."""
+    """Return the name and the memory of the device, which is the budget."""
     return DeviceProperties("simulated accelerator", _pool(index).total_bytes)
 
 
 def memory_allocated(index: Any = None) -> int:
-    """Bytes of the live tensors."""
+    """Return the bytes of the live tensors."""
     return memory_stats(index)["allocated_bytes.all.current"]
 
 

@@ -47,7 +47,7 @@ class Containers:
                     waiting += note.items.values() if isinstance(note.items, dict) else note.items
 
     def begin(self) -> None:
-        """They are noted."""
+        """Note them."""
 
     def finish(self) -> None:
         """Keep what was put into them."""

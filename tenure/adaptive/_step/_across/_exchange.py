@@ -108,6 +108,8 @@ class _Bunches:
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         self._bunches: list[list[Tensor]] = []
         open_: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        # elements of the open bunch, and of the longest
+        n_open: dict[tuple[torch.device, torch.dtype], int] = {}
         lengths: dict[tuple[torch.device, torch.dtype], int] = {}
         for tensor in tensors:
             if not tensor.numel():
@@ -116,12 +118,13 @@ class _Bunches:
             if tensor.nbytes >= _LARGE_BYTES:
                 self._bunches.append([tensor])
                 continue
-            bunch = open_.get(kind)
-            if bunch is None or sum(each.nbytes for each in (*bunch, tensor)) > _MOST_BYTES:
-                bunch = open_[kind] = []
-                self._bunches.append(bunch)
-            bunch.append(tensor)
-            lengths[kind] = max(lengths.get(kind, 0), sum(each.numel() for each in bunch))
+            n_elements = n_open.get(kind, 0) + tensor.numel()
+            if kind not in open_ or n_elements * tensor.itemsize > _MOST_BYTES:
+                open_[kind], n_elements = [], tensor.numel()
+                self._bunches.append(open_[kind])
+            open_[kind].append(tensor)
+            n_open[kind] = n_elements
+            lengths[kind] = max(lengths.get(kind, 0), n_elements)
         self._buffers = {
             (device, dtype): torch.empty(length, dtype=dtype, device=device)
             for (device, dtype), length in lengths.items()

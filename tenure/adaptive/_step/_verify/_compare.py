@@ -128,7 +128,7 @@ def largest_value(x: Tensor) -> float:
 
 
 def _slices(x: Tensor) -> Iterator[Tensor]:
-    """All elements as float64, some at a time: all at once could be more than the work itself."""
+    """Yield all elements as float64, some at a time: all at once could exceed the work itself."""
     x = x.detach()
     x = x.to_dense() if x.layout is not torch.strided else x
     x = torch.view_as_real(x) if x.is_complex() else x

@@ -119,7 +119,7 @@ class GradientCheck:
         looks: bool = False,
         rough: RoughRounding | None = None,
     ) -> Observed | None:
-        """One run; None where statistics were asked for each micro-batch, and can't be off.
+        """Run once; return None if statistics were asked for and can't be off.
 
         Args:
             indices: the samples.

@@ -162,7 +162,7 @@ class LossCheck:
     def _values(
         self, n_samples: int, sizes: Sequence[int], *, rough: RoughRounding | None = None
     ) -> Values | None:
-        """Those of the whole, or of parts; None where statistics can't be turned off."""
+        """Return the values of the whole, or of parts; None if statistics can't be turned off."""
         is_whole = n_samples == self._subject.n_samples
         parts = self._subject.parts_of(None if is_whole else range(n_samples))
         with comparable(parts, is_random=self._subject.is_random, rough=rough):

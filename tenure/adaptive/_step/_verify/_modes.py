@@ -251,7 +251,7 @@ def _tensors_in(result: Any) -> Iterator[Tensor]:
 
 
 def _eps(func: Any, made: Tensor) -> float:
-    """One rounding of an operation; CUDA may compute products of float32 in TF32."""
+    """Return one rounding of an operation; CUDA may compute float32 products in TF32."""
     if not made.is_floating_point():
         return 0.0
     if made.dtype is torch.float32 and made.device.type == "cuda":

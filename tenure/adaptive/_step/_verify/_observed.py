@@ -55,7 +55,7 @@ class Observed:
     draws: tuple[bool, bool]
 
     def tensors(self) -> list[Tensor]:
-        """All that rounding may have changed: a float64 model may have a loss in float32."""
+        """Yield all that rounding may have changed: a float64 model may have a loss in float32."""
         outcome = self.outcome
         return [*self.gradients.values(), outcome.loss, *outcome.terms.values()]
 

@@ -341,7 +341,7 @@ def _counted(leaf: Leaf) -> Tensor | None:
 
 
 def _traits(counted: Sequence[tuple[str, Tensor, Any]]) -> list[tuple[int, bool, bool]]:
-    """Of each leaf the sign of its least label, whether it is constant, and whether it is even.
+    """Return of each leaf the sign of its least label, whether it is constant, and even.
 
     The sign tells -100 among labels, and 0 in a mask. A leaf is even where each sample has as much
     of a mask, or as many ignored labels.
