@@ -335,3 +335,33 @@ def test_large_and_small_gradients_of_two_types_are_summed_up():
     for found in run_ranks(large_on):
         assert max(error for name, error in found.items() if name[0] != "2") < 1e-5
         assert max(error for name, error in found.items() if name[0] == "2") < 1e-5
+
+
+# --- more than one buffer of small ones
+
+
+class Scales(nn.Module):
+    """Parameters that are small for themselves, and too many for one buffer."""
+
+    def __init__(self, sizes):
+        super().__init__()
+        self.scales = nn.ParameterList(torch.ones(n) for n in sizes)
+
+    def forward(self, x):
+        return sum(x.mean() * scale.mean() for scale in self.scales)
+
+
+def many_small_on(rank):
+    # 28 MiB: a full buffer, and a last one that is shorter
+    sizes = [900_000] * 7 + [600_000] * 2 + [3]
+    net = Scales(sizes)
+    module = Replicated(net)
+    step(lambda x: module(x).square().mean(), torch.full((2, 4), float(rank + 1)))
+    alone = Scales(sizes)
+    wanted = sum(alone(torch.full((2, 4), n)).square().mean() for n in (1.0, 2.0)) / 2
+    wanted.backward()
+    return worst_error(gradients(net), gradients(alone))
+
+
+def test_gradients_that_fill_several_buffers_are_those_of_all_samples():
+    assert max(run_ranks(many_small_on)) < 1e-6
