@@ -69,6 +69,8 @@ matrix-short:
 lint: $(VENV)/.lint
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/lint-imports --no-logo
+	$(BIN)/python -m tests.house_rules
 	$(MAKE) --jobs=2 mypy pyright
 
 # on one core each, so `lint` runs them side by side

@@ -1,15 +1,10 @@
 import subprocess
 import sys
 from importlib import resources
-from pathlib import Path
 
 import pytest
 
 import tenure
-import tenure.adaptive
-import tenure.paging
-import tenure.profiler
-import tenure.testing
 
 
 def _run(code):
@@ -61,16 +56,3 @@ def test_errors_and_warnings_read_as_tenure_names():
         value = getattr(tenure, name)
         if isinstance(value, type) and issubclass(value, Exception):
             assert value.__module__ == "tenure"
-
-
-@pytest.mark.parametrize("room", [tenure.adaptive, tenure.paging, tenure.profiler, tenure.testing])
-def test_the_reference_names_every_error_and_warning_of_a_room(room):
-    reference = (Path(__file__).parents[1] / "docs" / "reference.md").read_text(encoding="utf-8")
-    problems = [
-        name
-        for name, value in vars(room).items()
-        if isinstance(value, type) and issubclass(value, Exception)
-    ]
-    named = {line.rpartition(".")[2] for line in reference.splitlines() if "autoexc" in line}
-    assert problems
-    assert set(problems) <= named
