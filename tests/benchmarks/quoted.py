@@ -101,11 +101,6 @@ QUOTED = {
 
 # Numbers that nobody measured: what a user sets, what torch documents, what a page computes.
 NOT_MEASURED = {
-    "docs/scaling.md": {
-        # a message's time, which the reader puts in; the number of messages times it
-        *("30 us", "0.09 ms", "0.36 ms"),
-        "1.5 times",
-    },
     # rates of the simulated device
     "benchmarks/results/README.md": {"24 GB/s", "8 µs", "6 µs", "8 GB/s"},
 }

@@ -4,8 +4,6 @@ A fault is a line of the engine left out or turned around; the comparison, or th
 has to tell. A fault that nothing tells of would mean that its program proves nothing.
 """
 
-import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -29,8 +27,6 @@ from .known_corruptions import PROGRAMS
 
 # about values, which no allocator changes: once, with the one that has more rules
 pytestmark = pytest.mark.sim_allocator("cuda")
-
-_PAGE = Path(__file__).parents[2] / "docs" / "known-corruptions.md"
 
 FAULTS = {}
 """For each program what plants a fault, given a monkeypatch."""
@@ -243,10 +239,3 @@ def test_the_same_fault_in_ours_is_caught(sim, tmp_path, monkeypatch, name):
 def run_to_its_end(sim, folder, name):
     PROGRAMS[name](sim, folder)
     sim.finish()
-
-
-def test_the_docs_name_each_thread():
-    told = "".join(program.__doc__ for program in PROGRAMS.values())
-    threads = set(re.findall(r"[\w-]+#\d+", told))
-    assert len(threads) > 15
-    assert [thread for thread in sorted(threads) if thread not in _PAGE.read_text()] == []

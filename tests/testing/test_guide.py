@@ -21,16 +21,6 @@ def test_the_page_for_users_is_a_file_of_tests_that_passes(tmp_path):
     assert re.search(r"^\d+ passed", done.stdout.splitlines()[-1])
 
 
-def test_the_examples_of_the_page_run(sim):
-    names = {}
-    for source in re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL):
-        exec(compile(source, str(PAGE), "exec"), names)
-    examples = [value for name, value in names.items() if name.startswith("test_")]
-    assert len(examples) >= 2
-    for example in examples:
-        example(sim())
-
-
 def test_the_page_names_every_figure_that_it_lists(sim):
     listed = re.findall(
         r"`(?:sim\.)?(\w+_bytes|\w+_count|elapsed_s|host_waits|faults)`", PAGE.read_text()
