@@ -4,7 +4,6 @@ A fault is a line of the engine left out or turned around; the comparison, or th
 has to tell. A fault that nothing tells of would mean that its program proves nothing.
 """
 
-
 import pytest
 import torch
 
