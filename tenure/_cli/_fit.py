@@ -16,7 +16,6 @@ _OPTIMIZERS = ("adamw", "adamw-foreach", "sgd", "adafactor", "paged", "none")
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 _SHARDS = ("fsdp2", "ddp")
 _OF_TENSORS = ("tp", "tensor", "tensor-parallel", "tensor_parallel", "tensorparallel")
-_GIGA = 1e9
 
 
 class Fit(Verb):
@@ -146,18 +145,6 @@ class Fit(Verb):
             default=None,
             help="keep shards, gradients and optimizer state in host memory (FSDP2)",
         )
-        group.add_argument(
-            "--tflops",
-            type=_rate,
-            metavar="X",
-            help="peak speed of the device in TFLOP/s, to bound the time of a step",
-        )
-        group.add_argument(
-            "--link",
-            type=_rate,
-            metavar="X",
-            help="bandwidth of a rank in GB/s, to bound the time of a step",
-        )
 
     def run(self, arguments: argparse.Namespace) -> int:
         """Predict the step, and compare."""
@@ -197,25 +184,17 @@ class Fit(Verb):
         if memories is None:
             free_bytes, device = free_memory_of(arguments.device)
             memories = [] if free_bytes is None else [free_bytes]
-        rates = {name: options.pop(name, None) for name in ("tflops", "link")}
         options.pop("train", None)
         reshards = options.pop("reshard_after_forward", "yes") == "yes"
         ranks = options.pop("ranks", [1])
         options["offloads"] = options.pop("cpu_offload", False)
         setup = Setup(arguments.target, reshards=reshards, **options)
-        return answer(
-            setup,
-            ranks,
-            memories,
-            device or "cuda",
-            flops_per_s=rates["tflops"] and rates["tflops"] * 1000 * _GIGA,
-            link_bytes_per_s=rates["link"] and rates["link"] * _GIGA,
-        )
+        return answer(setup, ranks, memories, device or "cuda")
 
 
 _OF_MODELS = frozenset(
     {"batch", "sequence", "images", "dtype", "optimizer", "lora", "checkpointing", "train"}
-    | {"generate", "ranks", "shard", "reshard_after_forward", "cpu_offload", "tflops", "link"}
+    | {"generate", "ranks", "shard", "reshard_after_forward", "cpu_offload"}
 )
 
 
@@ -254,17 +233,6 @@ def _shard(text: str) -> str:
     if text not in _SHARDS:
         raise argparse.ArgumentTypeError(f"{text!r} is not known; write fsdp2 or ddp")
     return text
-
-
-def _rate(text: str) -> float:
-    """Read a speed for argparse."""
-    try:
-        rate = float(text)
-    except ValueError:
-        rate = 0.0
-    if not 0 < rate < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is no speed above 0")
-    return rate
 
 
 def _device_name(text: str) -> str:

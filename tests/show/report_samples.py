@@ -11,7 +11,6 @@ from tenure._cli._cell import CellReport
 from tenure._cli._fitting import Answer, MicroBatch
 from tenure._cli._fleet import FleetAnswer, Setup
 from tenure._cli._fleet._answer import Case, Remedy
-from tenure._cli._fleet._bounds import Bound
 from tenure._cli._fleet._peaks import RankPeak
 from tenure._cli._fleet._work import Size
 from tenure.profiler import (
@@ -323,12 +322,11 @@ def _fleet_answer():
         notes=lambda sequence, images: ["the configuration is for at most 1024 tokens"],
         tokens_in_words=lambda sequence, images: "2048 tokens",
     )
-    peak = RankPeak(_peak_report(), Size(70_600_000_000, 70_600_000_000, 2**38, ("Block",)))
+    peak = RankPeak(_peak_report(), Size(70_600_000_000, 70_600_000_000, ("Block",)))
     # code is not broken, whatever the width
     remedy = Remedy("checkpoints", "import torch\n\nmodel.train()", 2**33)
     cases = [Case(8, peak, 2**34, 0, remedy), Case(1024, peak, 2**37, 12)]
-    bound = Bound(10**15, 2**38, 2.5, 4.1)
-    return FleetAnswer(Setup("llama", ranks=8), SimpleNamespace(model=model), cases, bound)
+    return FleetAnswer(Setup("llama", ranks=8), SimpleNamespace(model=model), cases)
 
 
 REPORTS = {

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 from tenure._show import Code, Column, Paragraph, Part, Shown, Table, plain, steps
 from tenure._text import counted, format_bytes
 
-from ._bounds import Bound, flops_of
 from ._peaks import Peaks, RankPeak
 from ._setup import PAGED, Setup
 
@@ -95,15 +94,12 @@ class FleetAnswer(Shown):
         setup: what was asked about.
         peaks: the predictions.
         cases: each number of ranks on each card.
-        bound: the least time of a step, or None.
     """
 
     _is_spaced = True
 
-    def __init__(
-        self, setup: Setup, peaks: Peaks, cases: Sequence[Case], bound: Bound | None
-    ) -> None:
-        self._setup, self._peaks, self._cases, self._bound = setup, peaks, cases, bound
+    def __init__(self, setup: Setup, peaks: Peaks, cases: Sequence[Case]) -> None:
+        self._setup, self._peaks, self._cases = setup, peaks, cases
         known = [case.fits for case in cases if case.fits is not None]
         self.fits = all(known) if known else None
 
@@ -117,7 +113,6 @@ class FleetAnswer(Shown):
             "model": type(self._peaks.model.config).__name__,
             **first.peak.size._asdict(),
             "cases": [case.facts() for case in self._cases],
-            "bound": None if self._bound is None else self._bound._asdict(),
             "notes": self._peaks.model.notes(self._setup.sequence, self._setup.images),
             "report": plain(first.peak.found),
         }
@@ -136,8 +131,6 @@ class FleetAnswer(Shown):
         if first.fits and (self._setup.ranks > 1 or self._setup.optimizer == PAGED):
             parts.append(Code("These lines do so:", first.peak.recipe(self._setup)))
         parts += first.peak.parts()
-        if self._bound is not None:
-            parts.append(Paragraph("", self._bound.words()))
         notes = self._peaks.model.notes(self._setup.sequence, self._setup.images)
         if self._setup.offloads:
             notes.append(
@@ -173,15 +166,7 @@ class FleetAnswer(Shown):
         return f"{model_type}, {n_parameters}; {samples} of {tokens}: {self._setup.words()}."
 
 
-def answer(
-    setup: Setup,
-    ranks: Sequence[int],
-    memories: Sequence[int],
-    device: str,
-    *,
-    flops_per_s: float | None = None,
-    link_bytes_per_s: float | None = None,
-) -> FleetAnswer:
+def answer(setup: Setup, ranks: Sequence[int], memories: Sequence[int], device: str) -> FleetAnswer:
     """Answer whether a model fits.
 
     Args:
@@ -189,8 +174,6 @@ def answer(
         ranks: the numbers of ranks to answer for.
         memories: the bytes of the cards to answer for; may be empty.
         device: whose memory is meant, as of `predict_peak`.
-        flops_per_s: what a device computes at most; None: no bound of time by that.
-        link_bytes_per_s: what a rank sends at most; None: no bound of time by that.
 
     Raises:
         CommandError: there is no such model, or it can't run so.
@@ -202,12 +185,7 @@ def answer(
     with steps("fit", patience_s=0) as show, Peaks(setup.target, device, show) as peaks:
         peaks.model.check(sequence=setup.sequence, generate=setup.generate, images=setup.images)
         cases = [_case(peaks, each, n_bytes) for each in setups for n_bytes in memories or (None,)]
-        bound = None
-        if flops_per_s is not None or link_bytes_per_s is not None:
-            sent_bytes = cases[0].peak.size.exchanged_bytes
-            flops = flops_of(setups[0], peaks.model, device)
-            bound = Bound.of(flops, sent_bytes, flops_per_s, link_bytes_per_s)
-    return FleetAnswer(setups[0], peaks, cases, bound)
+    return FleetAnswer(setups[0], peaks, cases)
 
 
 def _case(peaks: Peaks, setup: Setup, n_bytes: int | None) -> Case:

@@ -155,7 +155,7 @@ class Peaks:
         model, batch = in_memory(setup, self.model, torch.device("meta"))
         with self._its_errors():
             found = plan_paging(model, self._device, inputs=batch, training=True)
-        return RankPeak(found, size_of(model, setup))
+        return RankPeak(found, size_of(model))
 
     @contextmanager
     def _its_errors(self) -> Iterator[None]:

@@ -77,13 +77,6 @@ def recipe(
         lines += [f'with page(model, "cuda", budget={budget_bytes}, training=True):']
         loop = [f"    {line}" for line in loop]
     lines += loop
-    if maximum is not None and setup.optimizer in _OPTIMIZERS:
-        lines += [
-            "",
-            "# or, in place of the loop, by the Trainer of transformers",
-            *_trainer(setup),
-        ]
-        lines += [f'trainer.adaptive_options = {{"maximum": {maximum}}}', "trainer.train()"]
     return "\n".join(lines)
 
 
@@ -107,27 +100,4 @@ def _sharded(setup: Setup, blocks: tuple[str, ...]) -> list[str]:
         "for module in [*model.modules()][::-1]:",
         "    if module is model or type(module).__name__ in blocks:",
         "        fully_shard(module, **options)",
-    ]
-
-
-def _trainer(setup: Setup) -> list[str]:
-    from transformers import PreTrainedModel
-
-    name = checkpoints_of(PreTrainedModel).removesuffix("_enable")
-    checkpoints = [f"    {name}=True,", f'    {name}_kwargs={{"use_reentrant": False}},']
-    return [
-        "from transformers import TrainingArguments",
-        "from tenure.integrations.transformers import AdaptiveTrainer",
-        "",
-        "arguments = TrainingArguments(",
-        '    output_dir="output",',
-        f"    per_device_train_batch_size={setup.batch},",
-        *(checkpoints if setup.checkpointing else []),
-        ")",
-        "trainer = AdaptiveTrainer(",
-        "    model=model,",
-        "    args=arguments,",
-        "    train_dataset=dataset,",
-        "    optimizers=(optimizer, None),",
-        ")",
     ]

@@ -39,13 +39,11 @@ class Size(NamedTuple):
     Attributes:
         n_parameters: of the whole model.
         n_trained: how many of them are trained.
-        exchanged_bytes: what each rank sends in a step, and gets as much.
         blocks: the classes of the blocks that are sharded one by one.
     """
 
     n_parameters: int
     n_trained: int
-    exchanged_bytes: int
     blocks: tuple[str, ...]
 
 
@@ -97,7 +95,7 @@ def _made(setup: Setup, found: Configured, mesh: Any) -> Made:
     trains = setup.generate is None
     with without_data(has_rows=True):
         model = _model(setup, found)
-        size = size_of(model, setup)
+        size = size_of(model)
         ran = model
         if mesh is not None and setup.shard == "fsdp2":
             shard(model, mesh, reshards=setup.reshards, offloads=setup.offloads)
@@ -223,21 +221,12 @@ def _buckets(model: nn.Module) -> Iterator[Tensor]:
         yield torch.zeros(n_elements, dtype=dtype)
 
 
-def size_of(model: nn.Module, setup: Setup) -> Size:
-    """Count a model that is whole, and what ranks exchange of it in a step, by a ring."""
+def size_of(model: nn.Module) -> Size:
+    """Count a model that is whole."""
     params = list(model.parameters())
-    trained = [p for p in params if p.requires_grad]
-    weights_bytes = sum(p.nbytes for p in params)
-    gradients_bytes = sum(p.nbytes for p in trained) if setup.generate is None else 0
-    if setup.shard == "ddp":
-        exchanged_bytes = 2 * gradients_bytes
-    else:
-        passes = 2 if setup.generate is None and setup.reshards else 1
-        exchanged_bytes = passes * weights_bytes + gradients_bytes
     return Size(
         sum(p.numel() for p in params),
-        sum(p.numel() for p in trained),
-        round(exchanged_bytes * (setup.ranks - 1) / setup.ranks),
+        sum(p.numel() for p in params if p.requires_grad),
         tuple(sorted({type(each).__name__ for each in _blocks(model)})),
     )
 
