@@ -19,6 +19,8 @@ from tenure._containers import level_of, mapped
 from tenure._errors import AdaptiveUsageError, AdaptiveUsageWarning
 from tenure._text import describe_tensor
 
+_ADVICE = "Give tensors or lists with one row a sample in its place."
+
 
 class Joiner:
     """Joins values of micro-batches.
@@ -28,6 +30,7 @@ class Joiner:
         losses: the loss that each returned.
         loss: the loss of the whole batch; None where it is no mean or sum of those.
         weights: what the loss of each is a mean over, or dicts of that by name; None: its samples.
+        rules: how numbers add up of which nobody has said it.
 
     Attributes:
         sizes: the samples of each.
@@ -39,11 +42,13 @@ class Joiner:
         losses: Sequence[Tensor | None],
         loss: Tensor | None,
         weights: Sequence[Any] | None,
+        rules: NumberRules,
     ) -> None:
         self.sizes = sizes
         self._losses = losses
         self._loss = loss
         self._weights = weights
+        self.rules = rules
 
     def joined(self, values: Sequence[Any], place: str) -> Any:
         """Return one value for the whole batch from those of its micro-batches.
@@ -60,13 +65,13 @@ class Joiner:
             return first
         if self.are_losses(values):
             return self.loss_like(first)
-        if all(isinstance(value, Tensor) for value in values):
-            return self._joined_tensors(values, place)
-        if isinstance(first, float):
-            return self.mean(values)
         # as in `metric.update(loss, weight=len(x))`
         if self.count_samples(values):
             return sum(values)
+        if all(map(_is_number, values)):
+            return self.rules.joined(self, f"{place} is a number", values, advice=_ADVICE)
+        if all(isinstance(value, Tensor) for value in values):
+            return self._joined_tensors(values, place)
         if isinstance(first, Number | str | bytes | None) and all(v == first for v in values):
             return first
         if isinstance(first, list) and self._have_rows([len(value) for value in values]):
@@ -81,6 +86,24 @@ class Joiner:
                 for key, each in zip(levels[0].keys, children, strict=True)
             ]
         )
+
+    def learn(self, values: Sequence[Any], whole: Any, place: str) -> None:
+        """Find out how numbers in a container add up, as `joined` finds them.
+
+        Args:
+            values: what the parts of a few samples gave.
+            whole: what these samples gave in one piece.
+            place: what errors call them.
+        """
+        if all(map(_is_number, (whole, *values))):
+            self.rules.learn(self, f"{place} is a number", values, whole)
+            return
+        levels = [level_of(value) for value in (whole, *values)]
+        if levels[0] is None or any(lv is None or lv.keys != levels[0].keys for lv in levels):
+            return
+        children = zip(*(level.children for level in levels if level is not None), strict=True)
+        for key, (child, *others) in zip(levels[0].keys, children, strict=True):
+            self.learn(others, child, f"{place}[{key!r}]")
 
     def are_losses(self, values: Sequence[Any]) -> bool:
         """Return whether each value is the loss of its micro-batch."""
@@ -136,12 +159,9 @@ class Joiner:
         return sum(values[1:], values[0])
 
     def _joined_tensors(self, tensors: Sequence[Tensor], place: str) -> Tensor:
-        if all(tensor.dim() for tensor in tensors):
-            if self._have_rows([tensor.shape[0] for tensor in tensors]):
-                return torch.cat(list(tensors))
-        elif tensors[0].is_floating_point():
-            mean: Tensor = self.mean(tensors)
-            return mean
+        has_rows = all(tensor.dim() for tensor in tensors)
+        if has_rows and self._have_rows([tensor.shape[0] for tensor in tensors]):
+            return torch.cat(list(tensors))
         if all(torch.equal(tensors[0], other) for other in tensors[1:]):
             return tensors[0]
         raise self._refusal(tensors[0], place)
@@ -169,6 +189,13 @@ def _is_loss(value: Any, loss: Tensor | None) -> bool:
     return isinstance(value, float) and value == loss.item()
 
 
+def _is_number(value: Any) -> bool:
+    """Return whether a value may be the mean or the sum of those of parts; a truth is neither."""
+    if isinstance(value, Tensor):
+        return not (value.dim() or value.dtype.is_complex or value.dtype == torch.bool)
+    return type(value) in (int, float)
+
+
 def _wide(value: Any) -> Any:
     if isinstance(value, Tensor) and value.dtype not in (torch.float32, torch.float64):
         return value.float()
@@ -185,9 +212,17 @@ def log_of(
     name: str,
     values: Sequence[Any],
     options: Sequence[Mapping[str, Any]],
-    rules: LogRules,
+    advice: str,
 ) -> tuple[Any, dict[str, Any]]:
-    """Return the value and the options of the whole batch for one `self.log` of each part."""
+    """Return the value and the options of the whole batch for one `self.log` of each part.
+
+    Args:
+        joiner: joins them.
+        name: the name of what is logged.
+        values: what each part logged.
+        options: how.
+        advice: what the user may do where it is not known how they add up.
+    """
     of_whole = dict(options[0])
     weights = _batch_sizes(joiner, [each.get("batch_size") for each in options])
     if weights is not None:
@@ -209,24 +244,39 @@ def log_of(
     # who says what it is has not to be asked
     if reduction is not None or weights is not None or joiner.has_weight(name):
         return joiner.mean(values, weights, name), of_whole
-    return rules.joined(joiner, name, values), of_whole
+    what = _logged(name)
+    return joiner.rules.joined(joiner, what, values, name=name, advice=advice), of_whole
 
 
-class LogRules:
-    """How what a program logs adds up, where nobody has said so: found out with a few samples.
+def learn_log(joiner: Joiner, name: str, values: Sequence[Any], whole: Any) -> None:
+    """Find out how values that are logged add up, by those of a few samples."""
+    joiner.rules.learn(joiner, _logged(name), values, whole, name)
 
-    Args:
-        advice: what the user may do where it can't be.
-    """
 
-    def __init__(self, advice: str) -> None:
-        self._advice = advice
+def _logged(name: str) -> str:
+    return f"{name!r} was logged"
+
+
+class NumberRules:
+    """How numbers of parts add up, where nobody has said so: found out with a few samples."""
+
+    def __init__(self) -> None:
         # the rules by which parts have made the whole each time
         self._fitting: dict[str, set[str]] = {}
         self._told: set[str] = set()
 
-    def learn(self, joiner: Joiner, name: str, values: Sequence[Any], whole: Any) -> None:
-        """Compare what a few samples log with what their parts do."""
+    def learn(
+        self, joiner: Joiner, what: str, values: Sequence[Any], whole: Any, name: str = "loss"
+    ) -> None:
+        """Compare the number of a few samples with those of their parts.
+
+        Args:
+            joiner: joins these.
+            what: they are, in words.
+            values: those of the parts.
+            whole: that of the samples in one piece.
+            name: by which `weight=` may say what they are means over.
+        """
         if not all(isinstance(each, Tensor | Number) for each in (whole, *values)):
             return
         if joiner.are_losses(values) or joiner.count_samples(values):
@@ -238,21 +288,27 @@ class LogRules:
         bound = _rtol_of(whole) * max(map(abs, [wanted, *numbers]))
         found = _by_rule(joiner, name, numbers)
         fits = {rule for rule, value in found.items() if abs(float(value) - wanted) <= bound}
-        self._fitting[name] = self._fitting.get(name, fits) & fits
+        self._fitting[what] = self._fitting.get(what, fits) & fits
 
-    def joined(self, joiner: Joiner, name: str, values: Sequence[Any]) -> Any:
-        """Return one value for the whole batch; warn if it is not known which."""
+    def joined(
+        self, joiner: Joiner, what: str, values: Sequence[Any], *, name: str = "loss", advice: str
+    ) -> Any:
+        """Return one number for the whole batch; warn if it is not known which."""
         found = _by_rule(joiner, name, values)
-        fitting = self._fitting.get(name)
+        fitting = self._fitting.get(what)
         likely = [rule for rule in found if rule in (fitting or found)]
+        if len(likely) == 1:
+            # known, so nothing is compared: reading a number waits for its device
+            return found[likely[0]]
         differs = any(map(_differs, values[1:], [values[0]] * (len(values) - 1)))
         # what all rules make alike can't be told wrong
         is_unclear = len({float(found[rule]) for rule in likely}) > 1 if fitting else differs
-        if is_unclear and name not in self._told:
-            self._told.add(name)
+        if is_unclear and what not in self._told:
+            self._told.add(what)
             rules = None if fitting is None else sorted(fitting)
-            _warn_of_log(name, likely[0], rules, self._advice)
-        return found[likely[0]]
+            _warn(what, likely[0], rules, advice)
+        # a mean of whole numbers is of another type
+        return values[0] if likely[0] == "mean" and not differs else found[likely[0]]
 
 
 def _differs(value: Any, other: Any) -> bool:
@@ -274,7 +330,7 @@ def _by_rule(joiner: Joiner, name: str, values: Sequence[Any]) -> dict[str, Any]
     return found
 
 
-def _warn_of_log(name: str, taken: str, fitting: Sequence[str] | None, advice: str) -> None:
+def _warn(what: str, taken: str, fitting: Sequence[str] | None, advice: str) -> None:
     if fitting is None:
         why = "nothing could be compared with the whole"
     elif fitting:
@@ -282,8 +338,8 @@ def _warn_of_log(name: str, taken: str, fitting: Sequence[str] | None, advice: s
     else:
         why = "of a few samples the whole is no mean, sum, maximum or minimum of its parts"
     warn_user(
-        f"{name!r} was logged in a batch that runs in micro-batches, and {why}: the "
-        f"{taken} of theirs is told. {advice}",
+        f"{what} in a batch that runs in micro-batches, and {why}: the {taken} of theirs is told. "
+        f"{advice}",
         AdaptiveUsageWarning,
     )
 

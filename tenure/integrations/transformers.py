@@ -22,6 +22,7 @@ require_new_enough("transformers")
 try:
     from transformers import Trainer
 
+    from ._joined import NumberRules
     from ._transformers import (
         Batch,
         HeldLogs,
@@ -33,7 +34,6 @@ try:
         joined_logs,
         losses_taken,
         mismatch_of,
-        new_rules,
         on_device,
         only_loss,
         refuse_class,
@@ -143,7 +143,7 @@ class AdaptiveTrainerMixin(_Base):
         n_items = kwargs.get("num_items_in_batch", args[0] if args else None)
         if self._loss is None:
             self._loss = LossOfBatch(f"{type(self).__name__}.training_step")
-            self._rules = new_rules()
+            self._rules = NumberRules()
         with self._loss.being(loss_of):
             result = self._step(self._loss, model, inputs, has_n_items=n_items is not None)
         # without what belongs to the batch alone
@@ -242,7 +242,7 @@ class AdaptiveTrainerMixin(_Base):
             except SplitMismatchError as error:
                 mismatches[name] = error
                 # learned with weights that were wrong
-                self._rules = new_rules()
+                self._rules = NumberRules()
             except RemoteRankError as error:
                 # the rank that has split has found out; all try the next way together
                 kind = error.cause.partition(":")[0]

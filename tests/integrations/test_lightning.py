@@ -431,6 +431,8 @@ class Outputs(Body, LightningModule):
         return {
             "loss": loss, "out": out.detach(), "same": loss.detach(), "mean": out.detach().mean(),
             "nested": {"labels": batch[1], "count": 3, "rows": out.detach()[:, 0].tolist()},
+            "right": (out.argmax(1) == batch[1]).sum(), "total": out.detach().sum(),
+            "highest": out.max().item(),
         }  # fmt: skip
 
 
@@ -645,6 +647,8 @@ class Metrics(Net):
         settings = {"num_classes": 4, "average": "macro"}
         self.accuracy = torchmetrics.classification.MulticlassAccuracy(**settings)
         self.mean = torchmetrics.MeanMetric().set_dtype(torch.float64)
+        self.right = torchmetrics.SumMetric()
+        self.seen = torchmetrics.SumMetric()
         self.several = torchmetrics.MetricCollection(
             {
                 "recall": torchmetrics.classification.MulticlassRecall(**settings),
@@ -657,9 +661,13 @@ class Metrics(Net):
         loss = F.cross_entropy(out, batch[1])
         self.accuracy(out, batch[1])
         self.mean.update(loss)
+        self.right.update((out.argmax(1) == batch[1]).sum().float())
+        self.seen.update(value=torch.tensor(len(out)))
         self.several.update(out, batch[1])
         self.log("accuracy", self.accuracy, on_step=True, on_epoch=True)
         self.log("mean", self.mean, on_step=False, on_epoch=True)
+        self.log("right", self.right, on_step=False, on_epoch=True)
+        self.log("seen", self.seen, on_step=False, on_epoch=True)
         self.log_dict(self.several, on_step=False, on_epoch=True)
         return loss
 
@@ -669,6 +677,21 @@ def test_metrics_end_as_by_the_whole_batch():
     module, _ = compared(Metrics, max_epochs=2)
     assert "forward" not in vars(module.accuracy)
     assert "forward" not in vars(module.several)
+
+
+def test_a_number_for_a_metric_that_nothing_joins_is_told_by_its_place():
+    class Spread(AdaptiveMixin, Metrics):
+        def training_step(self, batch, batch_idx):
+            self.mean.update(batch[0].std())
+            return self.loss_of(batch)
+
+    told = (
+        r"^what Spread\.training_step\(\) gave the metric 'mean\.update'\[0\] is a number in a batch "
+        r"that runs in micro-batches, and nothing could be compared with the whole: the mean of "
+        r"theirs is told\. Give tensors or lists with one row a sample in its place\.$"
+    )
+    with pytest.warns(AdaptiveUsageWarning, match=told):
+        trained(seeded(Spread, verify=False))
 
 
 def test_a_metric_is_not_asked_in_the_middle():
@@ -700,6 +723,8 @@ def test_what_is_refused_leaves_metrics_as_they_were(refused):
     assert not module.accuracy.update_called
 
 
+@pytest.mark.filterwarnings(r"ignore:what Failing.training_step\(\) gave the metric 'right")
+@pytest.mark.filterwarnings(r"ignore:what Failing.training_step\(\) gave the metric 'seen")
 def test_an_attempt_that_fails_leaves_neither_logs_nor_metrics():
     class Failing(AdaptiveMixin, Metrics):
         def training_step(self, batch, batch_idx):

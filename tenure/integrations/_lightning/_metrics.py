@@ -116,11 +116,21 @@ def _bring_back(before: Sequence[tuple[Any, dict[str, Any]]]) -> None:
 
 def joined_call(calls: Sequence[MetricCall], joiner: Joiner, name: str) -> Callable[[], Any]:
     """Return a call of a metric with the joined arguments of its calls for each part."""
-    first = calls[0]
-    place = f"what {name}() gave the metric {first.name!r}"
+    first, place = calls[0], _place_of(calls[0], name)
     args = joiner.joined([call.args for call in calls], place)
     kwargs = joiner.joined([call.kwargs for call in calls], place)
     return functools.partial(first.function, *args, **kwargs)
+
+
+def learn_call(calls: Sequence[MetricCall], whole: MetricCall, joiner: Joiner, name: str) -> None:
+    """Find out how numbers that a metric gets add up, by a call with a few samples in one piece."""
+    place = _place_of(whole, name)
+    joiner.learn([call.args for call in calls], whole.args, place)
+    joiner.learn([call.kwargs for call in calls], whole.kwargs, place)
+
+
+def _place_of(call: MetricCall, name: str) -> str:
+    return f"what {name}() gave the metric {call.name!r}"
 
 
 def _metrics_of(module: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -18,13 +18,13 @@ from torch import Tensor
 
 from tenure._errors import AdaptiveUsageError
 
-from .._joined import Joiner, LogRules, detached, log_of
-from ._metrics import MetricCall, MetricRecorder, joined_call
+from .._joined import Joiner, NumberRules, detached, learn_log, log_of
+from ._metrics import MetricCall, MetricRecorder, joined_call, learn_call
 
 T = TypeVar("T")
 _running: ContextVar[StepRecorder | None] = ContextVar("_running", default=None)
-_rules: WeakKeyDictionary[Any, LogRules] = WeakKeyDictionary()
-"""By the module that logs."""
+_rules: WeakKeyDictionary[Any, NumberRules] = WeakKeyDictionary()
+"""By the module that logs, returns and feeds metrics."""
 _ADVICE = (
     "Say what is right with reduce_fx= ('mean', 'sum', 'max' or 'min'), or log a metric of "
     "torchmetrics, which is told the whole batch."
@@ -174,13 +174,14 @@ class Outcome:
         self, parts: Sequence[BatchPart], sizes: Sequence[int], recorder: StepRecorder, loss: Tensor
     ) -> None:
         self._parts = parts
-        self._rules = _rules.setdefault(recorder.module, LogRules(_ADVICE))
         self._name = f"{type(recorder.module).__name__}.training_step"
         losses = [part.loss for part in parts]
         # sums of micro-batches in half precision are wider than that
         self.loss = loss if losses[0] is None else loss.to(losses[0].dtype)
         weights = None if parts[0].weight is None else [part.weight for part in parts]
-        self._joiner = Joiner(sizes, losses, self.loss if recorder.logs_loss else None, weights)
+        of_batch = self.loss if recorder.logs_loss else None
+        rules = _rules.setdefault(recorder.module, NumberRules())
+        self._joiner = Joiner(sizes, losses, of_batch, weights, rules)
         skipped = [part.is_skipped for part in parts]
         self.is_skipped = all(skipped)
         if any(skipped) and not all(skipped):
@@ -195,11 +196,12 @@ class Outcome:
         """Return the results beside the loss."""
         self._check_alike([list(part.extra) for part in self._parts], "returned the keys")
         return {
-            key: self._joiner.joined(
-                [part.extra[key] for part in self._parts], f"{key!r}, returned by {self._name}(),"
-            )
+            key: self._joiner.joined([part.extra[key] for part in self._parts], self._returned(key))
             for key in self._parts[0].extra
         }
+
+    def _returned(self, key: str) -> str:
+        return f"{key!r}, returned by {self._name}(),"
 
     def metric_calls(self) -> list[Callable[[], Any]]:
         """Return calls of the metrics, one for each call that every part made."""
@@ -216,15 +218,21 @@ class Outcome:
         self._check_alike(names, "logged")
         for each in zip(*(part.logs for part in self._parts), strict=True):
             name, values, options = each[0][0], [log[1] for log in each], [log[2] for log in each]
-            yield name, *log_of(self._joiner, name, values, options, self._rules)
+            yield name, *log_of(self._joiner, name, values, options, _ADVICE)
 
     def learn_from(self, whole: BatchPart) -> None:
-        """Find out how logs add up, where the same samples ran in one piece, too."""
-        logs = [whole.logs, *(part.logs for part in self._parts)]
-        if len({tuple(name for name, _, _ in each) for each in logs}) != 1:
-            return
-        for (name, value, _), *parts in zip(*logs, strict=True):
-            self._rules.learn(self._joiner, name, [log[1] for log in parts], value)
+        """Find out how numbers add up, where the same samples ran in one piece, too."""
+        parts = (whole, *self._parts)
+        if len({tuple(name for name, _, _ in part.logs) for part in parts}) == 1:
+            for (name, value, _), *logs in zip(*(part.logs for part in parts), strict=True):
+                learn_log(self._joiner, name, [log[1] for log in logs], value)
+        if len({tuple(call.name for call in part.calls) for part in parts}) == 1:
+            for call, *calls in zip(*(part.calls for part in parts), strict=True):
+                learn_call(calls, call, self._joiner, self._name)
+        if len({tuple(part.extra) for part in parts}) == 1:
+            for key, value in whole.extra.items():
+                values = [part.extra[key] for part in self._parts]
+                self._joiner.learn(values, value, self._returned(key))
 
     def _check_alike(self, names: Sequence[Sequence[str]], did: str) -> None:
         for other in names[1:]:

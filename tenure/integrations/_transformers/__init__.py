@@ -3,7 +3,6 @@
 from ._callback import MemoryCallback as MemoryCallback
 from ._held_logs import HeldLogs as HeldLogs
 from ._held_logs import joined_logs as joined_logs
-from ._held_logs import new_rules as new_rules
 from ._prediction import Batch as Batch
 from ._prediction import Predict as Predict
 from ._prediction import PredictionInPieces as PredictionInPieces

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .._joined import Joiner, LogRules, log_of
+from .._joined import Joiner, NumberRules, learn_log, log_of
 
 _ADVICE = "Log it in a callback, or where the whole batch has run, such as after training_step()."
 
@@ -28,17 +28,12 @@ class HeldLogs:
         weight: what that is a mean over; None: its samples.
     """
 
-    rules: LogRules
+    rules: NumberRules
     calls: list[tuple[dict[str, Any], tuple[Any, ...], dict[str, Any]]] = field(
         default_factory=list
     )
     loss: Tensor | None = None
     weight: Any = None
-
-
-def new_rules() -> LogRules:
-    """Rules of a trainer that has logged nothing yet."""
-    return LogRules(_ADVICE)
 
 
 def note_compared(whole: Any, split: Any) -> None:
@@ -49,7 +44,7 @@ def note_compared(whole: Any, split: Any) -> None:
     joiner = _joiner_of(split.aux, split.sizes, split.loss)
     for (logs, _, _), *parts in zip(held.calls, *(each.calls for each in split.aux), strict=True):
         for name, value in logs.items():
-            held.rules.learn(joiner, name, [part[0][name] for part in parts], value)
+            learn_log(joiner, name, [part[0][name] for part in parts], value)
 
 
 def joined_logs(
@@ -72,7 +67,7 @@ def joined_logs(
         first, args, kwargs = calls[0]
         options: list[dict[str, Any]] = [{} for _ in calls]
         logs = {
-            name: log_of(joiner, name, [c[0][name] for c in calls], options, parts[0].rules)[0]
+            name: log_of(joiner, name, [c[0][name] for c in calls], options, _ADVICE)[0]
             for name in first
         }
         yield logs, args, kwargs
@@ -80,7 +75,7 @@ def joined_logs(
 
 def _joiner_of(parts: Sequence[HeldLogs], sizes: Sequence[int], loss: Tensor) -> Joiner:
     weights = None if parts[0].weight is None else [part.weight for part in parts]
-    return Joiner(sizes, [part.loss for part in parts], loss, weights)
+    return Joiner(sizes, [part.loss for part in parts], loss, weights, parts[0].rules)
 
 
 def _are_alike(parts: Sequence[HeldLogs]) -> bool:
