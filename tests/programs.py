@@ -8,10 +8,13 @@ import json
 import subprocess
 import sys
 from functools import cache
+from importlib.metadata import entry_points
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
+main = entry_points(group="console_scripts")["tenure"].load()
+"""What the command `tenure` calls."""
 _SERVER = Path(__file__).with_name("program_server.py")
 
 

@@ -4,8 +4,8 @@ import sys
 import pytest
 
 import tenure
-from tenure._cli import main
 from tenure._errors import CommandError, PagingError
+from tests.programs import main
 
 
 def _refused(arguments, capsys):

@@ -8,9 +8,8 @@ import warnings
 import pytest
 import torch
 
-from tenure._cli import main
 from tenure.adaptive import Advice, PeakReport
-from tests.programs import run_program
+from tests.programs import main, run_program
 
 PROGRAM = """
 import copy

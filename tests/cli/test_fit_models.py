@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from tenure._cli import main
 from tenure._cli._fleet import Setup
 from tenure._cli._fleet._configured import configured
 from tenure._cli._fleet._recipe import recipe
@@ -20,6 +19,7 @@ from tenure._torch.fake_ranks import fake_ranks
 from tenure.adaptive import predict_peak
 from tests.adaptive.predict.true_peak import step_of, true_peak_bytes
 from tests.adaptive.ranks.launch import run_ranks
+from tests.programs import main
 
 from .fleet_ranks import (
     measured_replicated,

@@ -9,7 +9,6 @@ import sys
 
 import pytest
 
-from tenure._cli import main
 from tenure.profiler import Recording, RecordingDiff
 from tests.profiler.recording.makers import (
     MIB,
@@ -20,6 +19,7 @@ from tests.profiler.recording.makers import (
     torch_snapshot,
     track,
 )
+from tests.programs import main
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ import textwrap
 
 import pytest
 
-from tenure._cli import main
 from tenure.profiler import Recording
+from tests.programs import main
 
 
 @pytest.fixture(autouse=True)

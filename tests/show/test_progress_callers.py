@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from tenure import adaptive
-from tenure._cli import main
 from tenure._show import _progress
 from tenure.adaptive import check_split, find_batch_size, plan, predict_peak, step
 from tenure.paging import load_paged
 from tenure.testing import for_each_allocation
+from tests.programs import main
 
 
 class Display:
