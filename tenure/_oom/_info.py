@@ -20,6 +20,7 @@ from tenure._devices import free_memory
 from tenure._errors import AdaptiveUsageError, OutOfRetriesError, TenureError
 
 from ._patterns import (
+    MOST_OF_TEXT,
     NEVER_TEXT,
     Oom,
     OomKind,
@@ -38,6 +39,7 @@ _SUPPRESS: Any = vars(BaseException)["__suppress_context__"]
 _MEMBERS: Any = vars(BaseExceptionGroup)["exceptions"]
 _DEVICE = Oom("device")
 _HOST = Oom("host", "cpu")
+_BY_NAME = {"OutOfMemoryError": _DEVICE, "MemoryError": _HOST}
 _BROKEN_GROUP = Oom("device", retry_safe=False)
 # cudaErrorMemoryAllocation and hipErrorOutOfMemory; torch sets error_code where C++ raises.
 # https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__TYPES.html
@@ -46,6 +48,13 @@ _Link = tuple[BaseException, Any]
 """An exception of a chain, and the link of the one above it, through which it was reached."""
 # A build without torch.distributed has no such error.
 _DIST_ERROR: type[RuntimeError] | tuple[()] = getattr(torch.distributed, "DistError", ())
+# An error at the beginning of a line, as Python prints it; torchrun writes the rank before it.
+_MESSAGE = re.compile(
+    r"^(?:\[[^\]\n]{1,40}\]:?[ \t]*)?"
+    r"((?![nr]ccl)[A-Za-z_][\w.]{0,200}(?:Error|Exception))(?::\s|:?$)",
+    re.MULTILINE,
+)
+_NEXT_TRACEBACK = "Traceback (most recent call last):\n"
 _LITTLE_BYTES = 1 << 29
 """What a handle and the kernels that come with it take at the most, generously."""
 _OFTEN_OOM = re.compile(
@@ -82,7 +91,7 @@ class OomInfo:
             attempt, as it does to an NCCL communicator or to a Level Zero context.
         text: the message; of one longer than 16 Ki characters, its beginning and its end.
         chain: types of the exceptions from the one asked about to the one recognised, which is the
-            last.
+            last; of a text the type that it names, if it names one.
     """
 
     kind: OomKind
@@ -93,18 +102,19 @@ class OomInfo:
     chain: tuple[str, ...]
 
 
-def oom_info(exc: BaseException) -> OomInfo | None:
-    """Recognise an out-of-memory error, and say what it tells; None for any other exception.
+def oom_info(error: BaseException | str) -> OomInfo | None:
+    """Recognise an out-of-memory error, and say what it tells; None for any other.
 
     Looks at the exception, the members of exception groups, ``__cause__``, and ``__context__``
     unless it is suppressed. What is never an out-of-memory error hides those below it: an
     interrupt, an illegal memory access, or a failed assertion that came while one was handled.
 
     Args:
-        exc: the exception that an ``except`` clause caught, of any type.
+        error: the exception that an ``except`` clause caught, of any type; or a text, such as a
+            traceback or a log, in which the last message of an out-of-memory error counts.
 
     Raises:
-        AdaptiveUsageError: it is no exception.
+        AdaptiveUsageError: it is neither.
 
     Example:
         >>> import torch
@@ -114,9 +124,27 @@ def oom_info(exc: BaseException) -> OomInfo | None:
         ...     info = oom_info(error)
         >>> info.kind, info.device, info.requested_bytes == 2**60, info.retry_safe
         ('host', 'cpu', True, True)
+        >>> oom_info("torch.OutOfMemoryError: HIP out of memory. GPU 1 has a total ...").device
+        'cuda:1'
     """
-    _check_exception(exc, "oom_info")
-    return oom_of_work(exc, None)
+    if type(error) is str:
+        return _info_of_text(error)
+    return oom_of_work(_checked(error, "oom_info"), None)
+
+
+def _info_of_text(text: str) -> OomInfo | None:
+    """Return what the last message in a text says that is of an out-of-memory error."""
+    # without the name of a type, what stands at the end of a log
+    head, *typed = _MESSAGE.split(text)
+    messages = [("", head[-MOST_OF_TEXT:]), *zip(typed[::2], typed[1::2], strict=True)]
+    for name, message in reversed(messages):
+        message = message[:MOST_OF_TEXT].partition(_NEXT_TRACEBACK)[0].strip()
+        if NEVER_TEXT.search(message):
+            continue
+        named = next((oom for kind, oom in _BY_NAME.items() if name.endswith(kind)), None)
+        if (oom := registered_oom(message) or builtin_oom(message) or named) is not None:
+            return _info(oom, (name,) if name else (), message)
+    return None
 
 
 def oom_of_work(exc: BaseException, outside: BaseException | None) -> OomInfo | None:
@@ -147,7 +175,7 @@ def oom_of_work(exc: BaseException, outside: BaseException | None) -> OomInfo | 
             waiting += [(other, link) for other in _below(one, also_suppressed=False)[::-1]]
         # of several in a group the one after which nothing may be tried again
         elif found is None or (found.retry_safe and not verdict.retry_safe):
-            found = _info(verdict, link, text)
+            found = _info(verdict, _types_of(link), text)
     return found
 
 
@@ -164,31 +192,36 @@ def is_oom(exc: BaseException) -> bool:
         >>> is_oom(MemoryError()), is_oom(ValueError("CUDA out of memory"))
         (True, False)
     """
-    _check_exception(exc, "is_oom")
-    return oom_info(exc) is not None
+    return oom_of_work(_checked(exc, "is_oom"), None) is not None
 
 
-def _info(oom: Oom, link: _Link | None, text: str) -> OomInfo:
+def _types_of(link: _Link | None) -> tuple[str, ...]:
     chain: list[str] = []
     while link is not None:
         chain.append(type_name(link[0]))
         link = link[1]
+    return tuple(chain[::-1])
+
+
+def _info(oom: Oom, chain: tuple[str, ...], text: str) -> OomInfo:
     return OomInfo(
         kind=oom.kind,
         device=device_in(text, oom.device),
         requested_bytes=requested_bytes_in(text),
         retry_safe=oom.retry_safe,
         text=text,
-        chain=tuple(chain[::-1]),
+        chain=chain,
     )
 
 
-def _check_exception(exc: object, call: str) -> None:
+def _checked(exc: Any, call: str) -> BaseException:
     if not issubclass(type(exc), BaseException):
         raise AdaptiveUsageError(
             f"{call}() wants an exception, and got {_described(exc)}. "
             "Pass the one that an except clause caught."
         )
+    found: BaseException = exc
+    return found
 
 
 def _described(value: object) -> str:

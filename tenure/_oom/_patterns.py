@@ -121,6 +121,8 @@ def builtin_oom(text: str) -> Oom | None:
 
 # C++ stack traces follow the message, and a worker's traceback stands before it.
 _KEPT = 8 * 1024
+MOST_OF_TEXT = 2 * _KEPT
+"""The characters of a message that are read."""
 _CUT = "\n[...]\n"
 
 _NUMBER = r"([0-9][0-9,]{0,30}(?:\.[0-9]{0,30})?)"
@@ -170,7 +172,7 @@ def text_of(exc: BaseException) -> str:
     # whatever the exception's own __str__ raises, its type still tells
     except Exception:
         return ""
-    if len(text) <= 2 * _KEPT:
+    if len(text) <= MOST_OF_TEXT:
         return text
     return text[:_KEPT] + _CUT + text[-_KEPT:]
 

@@ -554,6 +554,47 @@ def test_by_default_no_operation_is_watched_and_an_error_that_ends_it_is_explain
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("handled", "code"),
+    [
+        ("with memory_budget('1MiB'): torch.ones(1 << 20)", 0),
+        ("torch.empty(1 << 60, dtype=torch.uint8)", 3),
+    ],
+    ids=["a budget", "an exit"],
+)
+def test_an_error_that_the_program_handled_is_named_with_the_option_that_explains_it(handled, code):
+    program = f"""
+        import sys, torch
+        from tenure.adaptive import memory_budget
+        try:
+            {handled}
+        except RuntimeError:
+            sys.exit({code})
+        """
+    told = "--on-oom: the program has handled an out-of-memory error. Run it with --on-oom to see "
+    done = _run(program, code=code)
+    assert f"tenure run: {told}the cause." in done.stderr
+    found = Recording.load("train.tenure")
+    assert found.oom is None
+    assert f"{told}the cause." in found.notes
+    done = _run(program, "--on-oom", "-f", code=code)
+    assert told not in done.stderr
+    assert Recording.load("train.tenure").oom is not None
+
+
+@pytest.mark.slow
+def test_work_that_step_tries_again_is_no_error_that_the_program_handled():
+    program = """
+        import torch
+        from tenure.adaptive import memory_budget, step
+        model = torch.nn.Linear(64, 64)
+        with memory_budget("160KiB"):
+            assert step(lambda x: model(x).square().mean(), torch.ones(256, 64)).attempts > 1
+        """
+    assert "--on-oom" not in _run(program).stderr
+
+
+@pytest.mark.slow
 def test_the_memory_of_child_processes_is_told():
     program = """
         import torch

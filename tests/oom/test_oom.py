@@ -63,6 +63,15 @@ class TestTexts:
         )
 
     @pytest.mark.parametrize("row", ROWS, ids=[row.name for row in ROWS])
+    @pytest.mark.parametrize(
+        "before", ["", "epoch 1\n[rank0]: RuntimeError: "], ids=["text", "log"]
+    )
+    def test_a_text_or_a_log_tells_as_much_as_the_error(self, row, before):
+        info = oom_info(before + row.text)
+        found = (info.kind, info.device, info.requested_bytes, info.retry_safe)
+        assert found == (row.kind, row.device, row.requested_bytes, row.retry_safe)
+
+    @pytest.mark.parametrize("row", ROWS, ids=[row.name for row in ROWS])
     def test_the_text_alone_is_not_enough_for_other_types(self, row):
         assert not is_oom(ValueError(row.text))
         assert not is_oom(OSError(row.text))
@@ -70,10 +79,22 @@ class TestTexts:
     @pytest.mark.parametrize("text", LOOK_ALIKES.values(), ids=LOOK_ALIKES)
     def test_what_only_looks_like_it_is_not_recognised(self, text):
         assert oom_info(RuntimeError(text)) is None
+        assert oom_info(text) is oom_info(f"RuntimeError: {text}") is None
 
     @pytest.mark.parametrize("text", OTHERS.values(), ids=OTHERS)
     def test_another_error_is_not_recognised(self, text):
         assert oom_info(RuntimeError(text)) is None
+        assert oom_info(text) is None
+
+    def test_of_a_log_the_last_message_of_an_error_of_memory_counts(self):
+        texts = ["torch.OutOfMemoryError: " + CUDA_OOM, "MemoryError", "ValueError: no", "done"]
+        assert oom_info("\n".join(texts)).chain == ("MemoryError",)
+        texts[1] = f"RuntimeError: {LOOK_ALIKES['illegal access']}"
+        info = oom_info("\n".join(texts))
+        assert (info.device, info.text) == ("cuda:1", CUDA_OOM)
+        assert info.chain == ("torch.OutOfMemoryError",)
+        assert oom_info("a line of a log\n" * 10_000 + CUDA_OOM).requested_bytes == 20 * GIB
+        assert oom_info("torch.OutOfMemoryError: pool 3 is empty").kind == "device"
 
     def test_any_number_of_arguments_will_do(self):
         assert is_oom(RuntimeError(CUDA_OOM, "while sampling"))
@@ -434,7 +455,7 @@ class TestInfo:
     @pytest.mark.parametrize(
         ("value", "described"),
         [
-            (CUDA_OOM, "an object of type str"),
+            (b"CUDA out of memory", "an object of type bytes"),
             (None, "an object of type NoneType"),
             (MemoryError, "the class MemoryError"),
         ],

@@ -27,7 +27,7 @@ from tenure._visible import visible
 from ._ends import End
 
 if TYPE_CHECKING:
-    from tenure.profiler import MemReport, OomRecorder, Recording, Snapshot, Timeline
+    from tenure.profiler import MemReport, Recording, Snapshot, Timeline
     from tenure.scopes import LeakReport
 
 MAIN = "__main__"
@@ -35,6 +35,10 @@ _MOST_ROWS, _MOST_REPORTS = 2000, 100
 # what is left of `main()`, and of `sys.exit(main())`
 _OPS = frozenset({"POP_TOP", "PRECALL", "CALL", "LOAD_CONST", "LOAD_SMALL_INT", "NOP"})
 _ENDS = frozenset({"RETURN_VALUE", "RETURN_CONST"})
+_HANDLED = (
+    "--on-oom: the program has handled an out-of-memory error. Run it with --on-oom to see the "
+    "cause."
+)
 _Read = Callable[[Any], dict[str, Any]]
 """Returns fields of a recording, once all options have ended."""
 
@@ -65,7 +69,7 @@ class Measuring:
         self._open: dict[str, tuple[Any, _Read]] = {}
         self._ended: dict[str, tuple[Any, _Read]] = {}
         self._reports: list[LeakReport] = []
-        self._n_reports = 0
+        self._n_reports = self._n_refused = 0
         self._last: FrameType | None = None
 
     def begin(self) -> None:
@@ -84,7 +88,7 @@ class Measuring:
             if wanted.timeline:
                 self._enter("--timeline", tenure.profiler.Timeline, _found_of_timeline)
             if wanted.on_oom:
-                self._enter("--on-oom", self._oom, lambda recorder: {"oom": recorder.report})
+                self._enter("--on-oom", self._oom, self._found_of_oom)
         elif wanted.budget is not None or wanted.timeline or wanted.on_oom:
             # these see the thread alone on which they begin
             told = "--budget, --timeline and --on-oom left out: torch was imported on another "
@@ -102,6 +106,11 @@ class Measuring:
         with self._noted("at the end"), _variables_of(error, self._last):
             self.at_end = tenure.profiler.snapshot()
         self._last = None
+        if isinstance(error, SystemExit):
+            from tenure._oom import chain_of, is_oom
+
+            # it may exit because of an error that it has caught
+            self._n_refused += any(map(is_oom, chain_of(error)))
         how = (None, None, None) if error is None else (type(error), error, error.__traceback__)
         for option in reversed(list(self._open)):
             opened, read = self._open.pop(option)
@@ -173,12 +182,30 @@ class Measuring:
         device = torch.accelerator.current_accelerator(check_available=True)
         return tenure.adaptive.memory_budget(self._wanted.budget, device or "cpu")
 
-    def _oom(self) -> OomRecorder:
-        recorder = tenure.profiler.record_oom()
+    def _oom(self) -> ExitStack:
+        from tenure._registries import refusal_watchers
+
+        opened = ExitStack()
+        self._recorder = opened.enter_context(tenure.profiler.record_oom())
         # to see errors as they are raised costs each call of torch
         if not self._wanted.handled_oom:
-            recorder._watch.set_aside()
-        return recorder
+            self._recorder._watch.set_aside()
+            refusal_watchers.append(self._note_refusal)
+            opened.callback(refusal_watchers.remove, self._note_refusal)
+        return opened
+
+    def _note_refusal(self, _: str) -> None:
+        from tenure._registries import handles_ooms
+
+        self._n_refused += not handles_ooms.get()
+
+    def _found_of_oom(self, _: ExitStack) -> dict[str, Any]:
+        """Return the explanation; without one, a note on an error that the program has handled."""
+        report = self._recorder.report
+        is_news = report is None and not self._wanted.handled_oom
+        if is_news and (self._n_refused or _n_ooms() > tenure.adaptive.statistics().ooms):
+            return {"notes": [_HANDLED]}
+        return {"oom": report}
 
     def _leaks(self) -> ExitStack:
         from tenure._registries import leak_watchers
@@ -236,8 +263,19 @@ def _found_of_budget(budget: Any) -> dict[str, Any]:
     return {"peaks": {str(budget.device): budget.peak_bytes}}
 
 
+def _n_ooms() -> int:
+    """Return how often the allocators of accelerators ran out of memory."""
+    return sum(stats.get("num_ooms", 0) for stats in _of_devices("memory_stats").values())
+
+
 def _peaks() -> dict[str, int]:
     """Return the most that the allocator of each accelerator had in use, if the program used it."""
+    most = _of_devices("max_memory_allocated")
+    return {device: int(n_bytes) for device, n_bytes in most.items() if n_bytes}
+
+
+def _of_devices(name: str) -> dict[str, Any]:
+    """Return what a function of the accelerator's module says of each device, if it was used."""
     import torch
 
     device = torch.accelerator.current_accelerator()
@@ -245,8 +283,8 @@ def _peaks() -> dict[str, int]:
     # asking would set it up, and not every backend counts
     if device is None or not getattr(module, "is_initialized", bool)():
         return {}
-    most = [int(module.max_memory_allocated(i)) for i in range(module.device_count())]
-    return {f"{device.type}:{i}": n_bytes for i, n_bytes in enumerate(most) if n_bytes}
+    ask = getattr(module, name)
+    return {f"{device.type}:{i}": ask(i) for i in range(module.device_count())}
 
 
 @contextmanager

@@ -162,7 +162,8 @@ class RunRecorder:
         notes = children_in_words(self._n_forked)
         recording = self._measuring.recording(end, notes, peak_resident_bytes())
         # a name that was mistaken, and what was not seen, is told at once
-        missing = [f"tenure run: {note}" for note in recording.notes if note.startswith("--lines")]
+        told = ("--lines", "--on-oom")
+        missing = [f"tenure run: {note}" for note in recording.notes if note.startswith(told)]
         return recording.to_dict(), [*missing, *recording.summary().splitlines(), *notes]
 
 

@@ -66,7 +66,6 @@ _TENSORS = (
 _AT_MOST = (Column("device"), bytes_column())
 # a page with more is slow to open, and nobody reads so far
 _MOST_ROWS_OF_PAGE = 1000
-_LINE_COLUMNS = ("hits", "net", "peak")
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -229,9 +228,7 @@ class Recording(Report):
         if leaks := self.leaks_found():
             parts += leaks._parts()
         if self.lines is not None:
-            # the columns that say most; the recording has the others as well
-            columns = tuple(each for each in self.lines.columns if each in _LINE_COLUMNS)
-            parts += RecordsDisplay(self.lines.sections, columns)._parts()
+            parts += self.lines._parts()
         parts += self._memory_parts()
         if self.notes:
             parts.append(Paragraph("Notes", "\n".join(f"- {note}" for note in self.notes)))
