@@ -676,7 +676,6 @@ def paging(model: torch.nn.Module, x: Tensor) -> None:
     told = plan_paging(model, "cuda", inputs=(torch.ones(2),), training=True, activations="host")
     assert_type(told.peak_bytes, int | None)
     assert_type(told.activation_bytes, int | None)
-    assert_type(told.cache_bytes, int | None)
     assert_type(plan.units, tuple[PlannedUnit, ...])
     assert_type(plan.minimum_bytes, int)
     with page(model, torch.device("cuda"), budget="80%", host="pageable", prefetch=2) as handle:

@@ -80,7 +80,6 @@ class PagingPlan(Record):
             where no inputs were given.
         host_activation_bytes: the same where they are on the host; None also where nothing is
             trained.
-        cache_bytes: what of it the model returns for its next call, as models that generate do.
         allowance_bytes: what kernels may take on top, at the most.
     """
 
@@ -101,7 +100,6 @@ class PagingPlan(Record):
     activations: str | None = None
     kept_activation_bytes: int | None = None
     host_activation_bytes: int | None = None
-    cache_bytes: int | None = None
     allowance_bytes: int = 0
 
     @property
@@ -144,9 +142,8 @@ class PagingPlan(Record):
     def _peak_lines(self) -> Iterator[str]:
         if self.activation_bytes is None or self.peak_bytes is None:
             return
-        cache = f", {format_bytes(self.cache_bytes)} of it a cache" if self.cache_bytes else ""
         yield (
-            f"  beside  {format_bytes(self.activation_bytes)} of activations and inputs{cache}: "
+            f"  beside  {format_bytes(self.activation_bytes)} of activations and inputs: "
             f"{format_bytes(self.peak_bytes)} in all at most"
         )
         if self.allowance_bytes:
@@ -277,7 +274,6 @@ def _with_activations(
         activations=activations,
         kept_activation_bytes=kept.n_bytes,
         host_activation_bytes=None if moved is None else moved.n_bytes,
-        cache_bytes=kept.cache_bytes,
         allowance_bytes=kept.allowance_bytes,
     )
 
