@@ -11,7 +11,7 @@ import copy
 import ctypes
 import importlib
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -51,19 +51,19 @@ def convert_names(checkpoint: Checkpoint, model: nn.Module, host: Path | None) -
     if asked.conversions and host is not None:
         n_bytes = _n_bytes(checkpoint, asked.conversions)
         with writing(checked_folder(host), type(model).__name__, n_bytes):
-            asked.renamed.update(_convert(checkpoint, asked.conversions, host))
+            asked.renamed.update(_convert(checkpoint, asked.conversions, model, host))
     checkpoint.tensors.clear()
     checkpoint.tensors.update(asked.renamed)
 
 
 def _convert(
-    checkpoint: Checkpoint, conversions: list[_Conversion], host: Path
+    checkpoint: Checkpoint, conversions: list[_Conversion], model: nn.Module, host: Path
 ) -> dict[str, StoredTensor]:
     made: dict[str, tuple[int, Tensor]] = {}
     n_bytes = _n_bytes(checkpoint, conversions)
     with nameless(host) as file, progress("converting weights", n_bytes, in_bytes=True) as done:
         for conversion in conversions:
-            for name, tensor in _tensors_of(conversion, checkpoint):
+            for name, tensor in _tensors_of(conversion, checkpoint, model):
                 # On meta: the shape is needed, and the values would be all of the model in memory.
                 made[name] = _append(file, tensor), tensor.to("meta")
             done(_n_bytes(checkpoint, [conversion]))
@@ -77,9 +77,14 @@ def _convert(
     }
 
 
-def _tensors_of(conversion: _Conversion, checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
+def _tensors_of(
+    conversion: _Conversion, checkpoint: Checkpoint, model: Any
+) -> Iterator[tuple[str, Tensor]]:
+    target, converter = conversion.target, conversion.converter
     try:
-        yield from conversion.make().items()
+        for name, made in converter.convert(target, model=model, config=model.config).items():
+            # What no operation has joined comes as it was collected, in a list of one.
+            yield name, made[0] if isinstance(made, list) else made
     except (RuntimeError, ValueError, TypeError, IndexError, AssertionError, KeyError) as error:
         raise PagingError(
             f"{checkpoint.name} holds {_told(conversion)}, and they could not be converted: "
@@ -123,14 +128,14 @@ class _Conversion:
     """Tensors of a file that a model has in another form: joined, split, or laid out differently.
 
     Attributes:
-        sources: their names in the file.
         target: the name in the model of the first tensor that is made of them.
-        make: makes the tensors, by their names in the model; reads the file.
+        converter: of transformers; makes the tensors when it is asked, and reads the file then.
+        sources: their names in the file.
     """
 
-    sources: list[str]
     target: str
-    make: Callable[[], dict[str, Tensor]]
+    converter: Any
+    sources: list[str] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -153,7 +158,7 @@ def _key_map(model: nn.Module, tensors: dict[str, StoredTensor]) -> _KeyMap | No
         # Transformers before 5.
         return _KeyMap({_substituted(name, patterns): each for name, each in tensors.items()})
     library = _loading_of(model)
-    return None if library is None else _Asked(model, tensors, *library).map
+    return None if library is None else _asked(model, tensors, *library)
 
 
 def _substituted(name: str, patterns: dict[str, str]) -> str:
@@ -175,8 +180,8 @@ def _loading_of(model: nn.Module) -> tuple[Any, Any] | None:
         return None
 
 
-class _Asked:
-    """One question to transformers, in the steps of its ``convert_and_load_state_dict_in_model``.
+def _asked(model: Any, tensors: dict[str, StoredTensor], mapping: Any, loading: Any) -> _KeyMap:
+    """Ask transformers, in the steps of its ``convert_and_load_state_dict_in_model``.
 
     Args:
         model: a model of transformers.
@@ -184,62 +189,27 @@ class _Asked:
         mapping: its module ``conversion_mapping``.
         loading: its module ``core_model_loading``.
     """
-
-    def __init__(
-        self, model: Any, tensors: dict[str, StoredTensor], mapping: Any, loading: Any
-    ) -> None:
-        self._model, self._loading = model, loading
-        self._state = model.state_dict()
-        transforms = mapping.get_model_conversion_mapping(model)
-        renamings = [each for each in transforms if isinstance(each, loading.WeightRenaming)]
-        converters = [each for each in transforms if isinstance(each, loading.WeightConverter)]
-        self._by_pattern = {
-            pattern: each for each in converters for pattern in each.source_patterns
-        }
-        self._collected: dict[str, tuple[Any, list[str]]] = {}
-        self.map = _KeyMap()
-        # As transformers does: experts are joined in the order in which they come, and the 10th
-        # comes after the 9th.
-        for name in sorted(tensors, key=loading.dot_natural_key):
-            self._take(name, tensors[name], renamings, converters)
-        self.map.conversions = [
-            _Conversion(sources, target, self._making(target, converter))
-            for target, (converter, sources) in self._collected.items()
-        ]
-
-    def _take(
-        self, name: str, stored: StoredTensor, renamings: list[Any], converters: list[Any]
-    ) -> None:
-        target, pattern = self._renamed(name, renamings, converters)
+    state, found = model.state_dict(), _KeyMap()
+    transforms = mapping.get_model_conversion_mapping(model)
+    renamings = [each for each in transforms if isinstance(each, loading.WeightRenaming)]
+    converters = [each for each in transforms if isinstance(each, loading.WeightConverter)]
+    by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
+    prefix, collected = model.base_model_prefix, dict[str, _Conversion]()
+    # As transformers does: experts are joined in the order in which they come, and the 10th comes
+    # after the 9th.
+    for name in sorted(tensors, key=loading.dot_natural_key):
+        target, pattern = loading.rename_source_key(name, renamings, converters, prefix, state)
         # A renaming meant for other checkpoints of the architecture may hit a name that was right.
-        if target not in self._state and name in self._state:
-            target, pattern = self._renamed(name, [], [])
-        if pattern is None or target not in self._state:
-            self.map.renamed[target if target in self._state else name] = stored
-            return
+        if target not in state and name in state:
+            target, pattern = loading.rename_source_key(name, [], [], prefix, state)
+        if pattern is None or target not in state:
+            found.renamed[target if target in state else name] = tensors[name]
+            continue
         # A converter collects the tensors of one target; a pattern stands for many, a layer each.
-        converter, sources = self._collected.setdefault(
-            target, (copy.deepcopy(self._by_pattern[pattern]), [])
-        )
+        if target not in collected:
+            collected[target] = _Conversion(target, copy.deepcopy(by_pattern[pattern]))
         # It is called when it is needed.
-        converter.add_tensor(target, name, pattern, stored.view)
-        sources.append(name)
-
-    def _renamed(
-        self, name: str, renamings: Iterable[Any], converters: Iterable[Any]
-    ) -> tuple[str, str | None]:
-        prefix = self._model.base_model_prefix
-        found: tuple[str, str | None] = self._loading.rename_source_key(
-            name, renamings, converters, prefix, self._state
-        )
-        return found
-
-    def _making(self, target: str, converter: Any) -> Callable[[], dict[str, Tensor]]:
-        def make() -> dict[str, Tensor]:
-            made = converter.convert(target, model=self._model, config=self._model.config)
-            # What no operation has joined comes as it was collected, in a list of one.
-            return {
-                name: each[0] if isinstance(each, list) else each for name, each in made.items()
-            }
-
-        return make
+        collected[target].converter.add_tensor(target, name, pattern, tensors[name].view)
+        collected[target].sources.append(name)
+    found.conversions = list(collected.values())
+    return found
