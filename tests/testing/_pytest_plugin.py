@@ -6,19 +6,20 @@ the tests run as on CUDA's caching allocator, but for those that name one with t
 """
 
 from collections.abc import Iterator
-from typing import get_args
+from typing import Literal
 
 import pytest
 
 from tenure.testing import Simulator, simulated_accelerator
-from tenure.testing._device._machine import Allocator
+
+Allocator = Literal["exact", "cuda"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Let the command choose the allocator of the simulated accelerator."""
     parser.addoption(
         "--sim-allocator",
-        choices=get_args(Allocator),
+        choices=["exact", "cuda"],
         default="exact",
         help="the allocator of the simulated accelerator where a test names none",
     )

@@ -1,14 +1,5 @@
-from operator import attrgetter
-
 import pytest
 import torch
-
-from tenure.testing._interface import _accelerator
-
-
-def test_every_replaced_function_is_in_place(sim):
-    for name, answer in _accelerator.ANSWERS.items():
-        assert attrgetter(name.removeprefix("torch."))(torch) is answer
 
 
 def test_the_accelerator_of_the_process_is_the_simulated_one(sim):

@@ -2,15 +2,6 @@ import pytest
 import torch
 from torch import nn
 
-from tenure.testing._operators._autocast import FLOAT32, FLOAT32_RESULT, LOWER, WIDEST
-from tenure.testing._torch_backend import operator_named
-
-
-def test_every_listed_operator_exists_and_stands_in_one_list(sim):
-    names = [*LOWER, *FLOAT32, *FLOAT32_RESULT, *WIDEST]
-    assert len(names) == len(set(names))
-    assert all(operator_named(name) is not None for name in names)
-
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_products_run_low_and_sums_run_in_float32(sim, dtype):

@@ -5,7 +5,6 @@ import threading
 import pytest
 import torch
 
-from tenure.testing._interface import _backward
 from tests.programs import run_program
 
 
@@ -118,16 +117,6 @@ def test_memory_is_exact_as_soon_as_a_pass_has_ended(sim, retains):
             x.exp().sin().sum().backward(retain_graph=retains)
         x.grad = None
         assert sim.allocated_bytes == resting_bytes
-
-
-@pytest.mark.parametrize("late", [False, True])
-def test_only_a_late_engine_may_let_go_of_the_last_node_a_moment_later(sim, monkeypatch, late):
-    wait, waited = _backward._wait_for_engine, []
-    monkeypatch.setattr(_backward, "_wait_for_engine", lambda run: waited.append(wait(run)))
-    sim(late_engine=late)
-    (leaf(sim) * 2).sum().backward()
-    # whether it does is up to the machine
-    assert waited == ([] if late else [None])
 
 
 def test_threads_that_fail_together_each_raise_an_error_of_a_hook(sim):

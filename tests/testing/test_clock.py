@@ -1,9 +1,11 @@
-from types import SimpleNamespace
+"""Virtual time: the speeds of the device, and threads that launch beside each other."""
 
 import pytest
 import torch
 
-from tenure.testing._device._clock import Clock, Rates
+from tenure.testing import Rates
+
+# The time of the host, which no figure tells.
 from tenure.testing._device._machine import machine
 
 pytestmark = pytest.mark.simdevice
@@ -22,10 +24,6 @@ RATES = Rates(
 )
 
 
-def queue():
-    return SimpleNamespace(ready_s=0.0, device_index=0)
-
-
 def test_a_kernel_takes_the_slowest_of_arithmetic_traffic_and_launch():
     assert RATES.kernel_s(flops=2000, n_bytes=10) == 2.0
     assert RATES.kernel_s(flops=0, n_bytes=3000) == 3.0
@@ -38,44 +36,17 @@ def test_a_copy_takes_its_latency_and_the_speed_of_its_kind():
     assert RATES.copy_s(100, to_device=True, pinned=False) == 11.0
 
 
-def test_work_of_two_streams_on_two_engines_overlaps():
-    clock, compute, copies = Clock(RATES), queue(), queue()
-    clock.launch_kernel(compute, flops=4000, n_bytes=0)
-    clock.launch_copy(copies, "h2d", 100, pinned=True)
-    assert compute.ready_s == 0.25 + 4.0
-    assert copies.ready_s == 0.375 + 2.0
-    assert clock.finished_s() == 4.25
-
-
-def test_work_of_two_streams_on_one_engine_runs_in_launch_order():
-    clock, first, second = Clock(RATES), queue(), queue()
-    clock.launch_copy(first, "h2d", 100, pinned=True)
-    clock.launch_copy(second, "h2d", 100, pinned=True)
-    assert second.ready_s == first.ready_s + 2.0
-
-
-def test_the_host_runs_ahead_until_it_waits():
-    clock, stream = Clock(RATES), queue()
-    clock.launch_kernel(stream, flops=4000, n_bytes=0)
-    assert clock.host_s == 0.25
-    clock.wait(stream.ready_s)
-    assert clock.host_s == 4.25
-    assert clock.host_waits == 1
-
-
-def test_asking_whether_work_is_done_takes_the_host_on():
-    clock = Clock(RATES)
-    answers = [clock.poll(0.125) for _ in range(3)]
-    assert answers == [False, True, True]
-
-
-def test_bytes_and_busy_time_are_counted_by_engine():
-    clock, stream = Clock(RATES), queue()
-    clock.launch_copy(stream, "h2d", 100, pinned=True)
-    clock.launch_copy(stream, "h2d", 50, pinned=True)
-    assert clock.copied_bytes[0, "h2d"] == 150
-    assert clock.busy_s[0, "h2d"] == 3.5
-    assert clock.launches[0, "h2d"] == 2
+def test_work_of_two_streams_on_one_engine_runs_in_launch_order(sim):
+    sim(rates=RATES)
+    hosts = [torch.zeros(n_bytes, dtype=torch.uint8).pin_memory() for n_bytes in (100, 50)]
+    for host in hosts:
+        with sim.module.stream(sim.module.Stream()):
+            host.to(sim.device, non_blocking=True)
+    assert sim.copied_bytes("h2d") == 150
+    assert sim.launches("h2d") == 2
+    assert sim.busy_s("h2d") == 3.5
+    assert sim.elapsed_s == 0.125 + 3.5
+    sim.module.synchronize()
 
 
 @pytest.mark.parametrize(

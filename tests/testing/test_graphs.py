@@ -3,7 +3,6 @@ import contextlib
 import pytest
 import torch
 
-from tenure._graph_capture import is_capturing
 from tenure.testing import RaceError
 
 FORBIDDEN = "CUDA error: operation not permitted when stream is capturing"
@@ -39,14 +38,14 @@ def test_captured_work_runs_at_each_replay_and_not_before(sim):
 def test_only_the_stream_of_the_capture_captures(sim):
     graph, side = sim.module.CUDAGraph(), sim.module.Stream()
     x = torch.zeros(4, device=sim.device)
-    assert not is_capturing(sim.device)
+    assert not sim.module.is_current_stream_capturing()
     with sim.module.graph(graph, stream=side):
-        assert is_capturing(sim.device)
+        assert sim.module.is_current_stream_capturing()
         assert sim.module.current_stream() is side
         with sim.module.stream(sim.module.default_stream()):
-            assert not is_capturing(sim.device)
+            assert not sim.module.is_current_stream_capturing()
             x.add_(1)
-    assert not is_capturing(sim.device)
+    assert not sim.module.is_current_stream_capturing()
     assert x.tolist() == [1] * 4
 
 
@@ -179,5 +178,5 @@ def test_a_graph_is_captured_once_and_on_a_stream_of_its_own(sim):
 def test_a_fresh_start_ends_a_capture(sim):
     sim.module.graph(sim.module.CUDAGraph()).__enter__()
     sim()
-    assert not is_capturing(sim.device)
+    assert not sim.module.is_current_stream_capturing()
     sim.module.synchronize()

@@ -1,164 +1,53 @@
+"""Two uses of the same bytes, one of which writes, are a race where nothing orders them."""
+
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tenure.testing._device._races import History, RaceDetector, RaceError, Span, merge_clocks
+from tenure.testing import RaceError
 
-pytestmark = pytest.mark.simdevice
-
-HOME, SIDE = 0, 1
+N_BYTES = 100
 
 
-class Program:
-    """Two streams over one block of 100 bytes, driven launch by launch."""
-
-    def __init__(self):
-        self.detector = RaceDetector()
-        self.block = History(HOME)
-        self.clocks = {HOME: {}, SIDE: {}}
-
-    def read(self, stream, low=0, high=100):
-        span = Span(self.block, low, high)
-        self.detector.launch("work", stream, self.clocks[stream], [span], [])
-
-    def write(self, stream, low=0, high=100):
-        span = Span(self.block, low, high)
-        self.detector.launch("work", stream, self.clocks[stream], [], [span])
-
-    def wait(self, stream, other):
-        merge_clocks(self.clocks[stream], self.clocks[other])
-
-    def free(self):
-        self.detector.free(self.block, "the block", self.clocks[HOME])
-        return self.detector.faults
+def launch(sim, stream, memory, kind):
+    with sim.module.stream(stream):
+        sim.launch_kernel(0.0, **{kind: [memory]})
 
 
-def test_reading_what_another_stream_writes_is_caught():
-    program = Program()
-    program.write(SIDE)
-    match = "RAW: stream 0 reads bytes 0 to 100 of a tensor that stream 1 writes, and no wait"
-    with pytest.raises(RaceError, match=match):
-        program.read(HOME)
-
-
-def test_writing_what_another_stream_reads_is_caught():
-    program = Program()
-    program.read(HOME)
-    with pytest.raises(RaceError, match=r"WAR: stream 1 writes bytes 0 to 100 .* stream 0 reads"):
-        program.write(SIDE)
-
-
-def test_writing_what_another_stream_writes_is_caught():
-    program = Program()
-    program.write(HOME)
-    with pytest.raises(RaceError, match=r"WAW: stream 1 writes bytes 0 to 100 .* stream 0 writes"):
-        program.write(SIDE)
-
-
-def test_a_fault_is_kept_as_well_as_raised():
-    program = Program()
-    program.write(HOME)
-    with pytest.raises(RaceError, match="WAW"):
-        program.write(SIDE)
-    assert len(program.detector.faults) == 1
-
-
-def test_a_wait_orders_all_three_kinds():
-    program = Program()
-    program.write(SIDE)
-    program.wait(HOME, SIDE)
-    program.read(HOME)
-    program.wait(SIDE, HOME)
-    program.write(SIDE)
-    program.wait(HOME, SIDE)
-    program.write(HOME)
-    assert program.free() == []
-
-
-def test_a_wait_before_the_work_orders_nothing():
-    program = Program()
-    program.wait(HOME, SIDE)
-    program.write(SIDE)
-    with pytest.raises(RaceError, match="RAW"):
-        program.read(HOME)
-
-
-def test_two_reads_need_no_order():
-    program = Program()
-    program.read(HOME)
-    program.read(SIDE)
-    program.wait(HOME, SIDE)
-    assert program.free() == []
-
-
-def test_neighbouring_bytes_need_no_order():
-    program = Program()
-    program.write(HOME, 0, 50)
-    program.write(SIDE, 50, 100)
-
-
-def test_one_shared_byte_is_enough():
-    program = Program()
-    program.write(HOME, 0, 51)
-    with pytest.raises(RaceError, match="bytes 50 to 51"):
-        program.write(SIDE, 50, 100)
-
-
-def test_an_older_read_is_remembered_behind_a_newer_one_of_other_bytes():
-    program = Program()
-    program.read(HOME, 0, 10)
-    program.read(HOME, 90, 100)
-    with pytest.raises(RaceError, match="bytes 0 to 10"):
-        program.write(SIDE, 0, 20)
-
-
-def test_a_read_is_remembered_behind_one_of_another_stream():
-    program = Program()
-    program.read(HOME)
-    program.read(SIDE)
-    with pytest.raises(RaceError, match=r"WAR: stream 1 writes bytes 0 to 100 .* stream 0 reads"):
-        program.write(SIDE)
-
-
-def test_freeing_while_another_stream_works_is_caught():
-    program = Program()
-    program.read(SIDE)
-    [fault] = program.free()
-    assert fault.startswith(
-        "freed while in use: the block of stream 0 was freed while stream 1 may still use it"
-        " (work). Call record_stream(), or make the home stream wait"
+@pytest.mark.parametrize(
+    ("first", "second", "kind"),
+    [("writes", "reads", "RAW"), ("reads", "writes", "WAR"), ("writes", "writes", "WAW")],
+)
+def test_uses_of_which_one_writes_need_an_order(sim, first, second, kind):
+    x = torch.empty(N_BYTES, dtype=torch.uint8, device=sim.device)
+    home, side = sim.module.current_stream(), sim.module.Stream()
+    side.wait_stream(home)
+    launch(sim, home, x, first)
+    launch(sim, side, x[:0], second)
+    told = (
+        rf"^{kind}: stream {side.stream_id} {second} bytes 9 to 10 of a tensor that stream 0 "
+        rf"{first}, and no wait orders the two \(a kernel .* after a kernel .*\)\. Make the later"
     )
+    with pytest.raises(RaceError, match=told):
+        launch(sim, side, x[9:10], second)
+    assert len(sim.take_faults()) == 1
+    side.wait_stream(home)
+    launch(sim, side, x, second)
+    home.wait_stream(side)
 
 
-def test_freeing_after_a_wait_or_with_a_recorded_stream_is_clean():
-    waited, recorded = Program(), Program()
-    waited.read(SIDE)
-    waited.wait(HOME, SIDE)
-    recorded.read(SIDE)
-    recorded.block.recorded_stream_ids.add(SIDE)
-    assert waited.free() == recorded.free() == []
+def test_a_detector_that_is_off_finds_nothing(sim):
+    sim(detect_races=False)
+    x, side = torch.ones(4, device=sim.device), sim.module.Stream()
+    launch(sim, side, x, "writes")
+    del x
+    assert sim.faults == []
 
 
-def test_a_detector_that_is_off_finds_nothing():
-    program = Program()
-    program.detector.enabled = False
-    program.write(HOME)
-    program.write(SIDE)
-    assert program.free() == []
-
-
-def test_an_older_write_is_remembered_behind_a_newer_one_of_other_bytes():
-    program = Program()
-    program.write(HOME, 0, 10)
-    program.write(HOME, 90, 100)
-    with pytest.raises(RaceError, match="bytes 0 to 10"):
-        program.read(SIDE, 0, 20)
-
-
-actions = st.lists(
+ACTIONS = st.lists(
     st.tuples(
-        st.sampled_from(["read", "write", "wait"]),
+        st.sampled_from(["reads", "writes", "wait"]),
         st.integers(0, 2),
         st.integers(0, 60),
         st.integers(1, 10),
@@ -167,31 +56,32 @@ actions = st.lists(
 )
 
 
-@given(actions=actions)
-def test_forgetting_covered_accesses_loses_no_race(actions):
-    detector, block, every = RaceDetector(), History(HOME), []
-    clocks = {stream: {} for stream in range(3)}
-    for kind, stream, low, length in actions:
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(actions=ACTIONS)
+def test_forgetting_covered_accesses_loses_no_race(sim, actions):
+    sim()
+    x = torch.empty(N_BYTES, dtype=torch.uint8, device=sim.device)
+    streams = [sim.module.current_stream(), sim.module.Stream(), sim.module.Stream()]
+    clocks, uses = [[0] * 3 for _ in streams], []
+    for kind, mine, low, length in actions:
         if kind == "wait":
-            merge_clocks(clocks[stream], clocks[low % 3])
+            streams[mine].wait_stream(streams[low % 3])
+            clocks[mine] = list(map(max, clocks[mine], clocks[low % 3]))
             continue
-        is_write = kind == "write"
-        expected = any(conflicts(old, stream, low, low + length, is_write, clocks) for old in every)
-        span = Span(block, low, low + length)
-        spans = ([], [span]) if is_write else ([span], [])
-        if expected:
+        part, span = x[low : low + length], range(low, low + length)
+        clocks[mine][mine] += 1
+        is_race = any(
+            "writes" in (kind, other) and set(span) & set(bytes_) and clocks[mine][theirs] < tick
+            for other, theirs, tick, bytes_ in uses
+        )
+        if is_race:
             with pytest.raises(RaceError, match="no wait orders the two"):
-                detector.launch("work", stream, clocks[stream], *spans)
-            return
-        detector.launch("work", stream, clocks[stream], *spans)
-        every.append((stream, clocks[stream][stream], low, low + length, is_write))
-
-
-def conflicts(old, stream, low, high, is_write, clocks):
-    old_stream, tick, old_low, old_high, was_write = old
-    overlap = low < old_high and old_low < high
-    ordered = old_stream == stream or clocks[stream].get(old_stream, 0) >= tick
-    return overlap and (is_write or was_write) and not ordered
+                launch(sim, streams[mine], part, kind)
+            break
+        launch(sim, streams[mine], part, kind)
+        uses.append((kind, mine, clocks[mine][mine], span))
+    sim.module.synchronize()
+    sim.take_faults()
 
 
 def test_a_race_names_both_operators(sim):

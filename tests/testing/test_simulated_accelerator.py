@@ -175,7 +175,7 @@ def test_the_options_are_those_of_the_simulator_and_are_checked_there():
         *[("devices", value, "a whole number, 1 or more") for value in (0, -1, "2", 1.0, True)],
         *[("round_to_bytes", value, "a whole number, 1 or more") for value in (0, 1.5, True)],
         *[("fail_pinning", value, 'give "all", a size') for value in (0, True, 1.5)],
-        *[("fail_at", value, "are counted from 1") for value in (0, True)],
+        *[("fail_at", value, "are counted from 1") for value in (0, -1, 1.5, "2", True)],
         *[("detect_races", value, "True or False") for value in (0, None, "no")],
         ("late_engine", 1, "True or False"),
         ("rates", 5, r"give Rates\(\.\.\.\)"),
