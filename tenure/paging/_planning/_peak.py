@@ -25,6 +25,7 @@ from tenure._torch.storages import key_of
 from .._model import Unit
 from .._training import LARGEST_PIECES, MOST_UNITS, SMALL_BYTES, range_to_move
 
+
 class Beside(NamedTuple):
     """What is on the device beside weights, at the worst moment.
 

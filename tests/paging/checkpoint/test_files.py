@@ -1,29 +1,58 @@
+"""Which files hold a model's weights, and what is refused of them before anything is loaded."""
+
+import gc
+import importlib
 import json
 import os
 
 import pytest
 import torch
+from torch import nn
 
-from tenure.paging import PagingError
-from tenure.paging._checkpoint import _files as module
-from tenure.paging._checkpoint._files import open_checkpoint
+from tenure.paging import PagingError, load_paged
 
 save_file = pytest.importorskip("safetensors.torch").save_file
 
 TENSORS = {
     "weight": torch.arange(6.0).view(2, 3),
-    "half": torch.ones(5, dtype=torch.bfloat16),
+    "halves": torch.ones(5, dtype=torch.bfloat16),
     "flag": torch.tensor([True, False, True]),
     "scalar": torch.tensor(7),
     "nothing": torch.empty(0, 4),
 }
+USUAL, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+class Holding(nn.Module):
+    def __init__(self, tensors):
+        super().__init__()
+        for name, tensor in tensors.items():
+            self.register_buffer(name, torch.zeros_like(tensor))
+
+
+def assert_holds(path, tensors=TENSORS):
+    model = Holding(tensors)
+    with load_paged(model, path, "cpu"):
+        for name, tensor in tensors.items():
+            assert torch.equal(model.state_dict()[name], tensor)
+
+
+def refused(path, message):
+    with pytest.raises(PagingError, match=message) as caught:
+        load_paged(Holding(TENSORS), path, "cpu")
+    return caught.value
 
 
 @pytest.fixture
 def path(tmp_path):
-    path = tmp_path / "model.safetensors"
+    path = tmp_path / USUAL
     save_file(TENSORS, path, metadata={"format": "pt"})
     return path
+
+
+@pytest.fixture
+def index(tmp_path):
+    return sharded(tmp_path, TENSORS)
 
 
 def sharded(folder, tensors, n_shards=2):
@@ -35,195 +64,192 @@ def sharded(folder, tensors, n_shards=2):
         part = {name: tensors[name] for name in names[number::n_shards]}
         save_file(part, folder / shard)
         weight_map |= dict.fromkeys(part, shard)
-    index = folder / "model.safetensors.index.json"
+    index = folder / INDEX
     index.write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": weight_map}))
     return index
-
-
-def assert_holds(checkpoint, tensors):
-    assert checkpoint.tensors.keys() == tensors.keys()
-    for name, tensor in tensors.items():
-        view = checkpoint.tensors[name].view()
-        assert (view.dtype, view.shape) == (tensor.dtype, tensor.shape)
-        assert view.equal(tensor)
-    checkpoint.close()
 
 
 def write_raw(path, header, n_bytes):
     text = json.dumps(header).encode()
     path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(n_bytes))
+    return path
 
 
-def test_every_tensor_of_a_file_is_found_where_it_lies(path):
-    assert_holds(open_checkpoint(path), TENSORS)
+def test_a_file_may_be_named_by_a_path_by_text_or_by_its_folder(path):
+    path.chmod(0o444)
+    for each in (path, str(path), path.parent):
+        assert_holds(each)
 
 
-def test_a_path_may_be_text(path):
-    assert_holds(open_checkpoint(str(path)), TENSORS)
-
-
-def test_the_tensors_of_all_shards_are_found(tmp_path):
-    assert_holds(open_checkpoint(sharded(tmp_path, TENSORS)), TENSORS)
-
-
-def test_a_folder_stands_for_the_file_in_it(path):
-    assert_holds(open_checkpoint(path.parent), TENSORS)
-
-
-def test_a_folder_stands_for_the_index_in_it(tmp_path):
-    sharded(tmp_path, TENSORS)
-    assert_holds(open_checkpoint(tmp_path), TENSORS)
+def test_an_index_may_be_named_by_itself_or_by_its_folder(index):
+    assert_holds(index)
+    assert_holds(index.parent)
 
 
 def test_a_shard_may_hold_more_than_the_index_names(tmp_path):
     index = sharded(tmp_path, TENSORS, 1)
-    kept = {"weight": "model-1-of-1.safetensors"}
-    index.write_text(json.dumps({"weight_map": kept}))
-    assert_holds(open_checkpoint(index), {"weight": TENSORS["weight"]})
+    index.write_text(json.dumps({"weight_map": {"weight": "model-1-of-1.safetensors"}}))
+    assert_holds(index, {"weight": TENSORS["weight"]})
 
 
-def test_a_dtype_that_torch_lacks_keeps_its_name(tmp_path):
-    path = tmp_path / "small.safetensors"
-    write_raw(path, {"w": {"dtype": "F4", "shape": [4], "data_offsets": [0, 2]}}, 2)
-    checkpoint = open_checkpoint(path)
-    assert checkpoint.tensors["w"].dtype == "F4"
-    checkpoint.close()
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (["diffusion_pytorch_model.safetensors"], 0),
+        (["diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.fp16.safetensors"], 0),
+        (["diffusion_pytorch_model.fp16.safetensors", "config.json"], 0),
+        (["open_clip_model.safetensors", "pytorch_model.bin"], 0),
+    ],
+)
+def test_the_usual_name_or_the_only_file_is_taken(tmp_path, names, expected):
+    for name in names:
+        (tmp_path / name).touch()
+    save_file(TENSORS, tmp_path / names[expected])
+    assert_holds(tmp_path)
 
 
-def test_an_empty_folder_is_refused(tmp_path):
-    message = (
+@pytest.mark.parametrize(
+    ("name", "shard"),
+    [
+        ("diffusion_pytorch_model.safetensors.index.json", "a.safetensors"),
+        ("model.fp16.safetensors.index.json", "model.fp16-1-of-2.safetensors"),
+        (INDEX, USUAL),
+    ],
+)
+def test_of_a_folder_an_index_is_taken_before_a_file(tmp_path, name, shard):
+    save_file(TENSORS, tmp_path / shard)
+    (tmp_path / "b.safetensors").touch()
+    (tmp_path / name).write_text(json.dumps({"weight_map": dict.fromkeys(TENSORS, shard)}))
+    assert_holds(tmp_path)
+
+
+def test_several_files_of_other_names_are_named_and_none_is_taken(tmp_path):
+    for number in range(8):
+        (tmp_path / f"{number}.safetensors").touch()
+    told = (
+        r"is a folder with '0.safetensors', .* '5.safetensors' and 2 more in it, and which of them "
+        r"is meant can't be told. Name one file, or an index of several\.$"
+    )
+    refused(tmp_path, told)
+    for name in "ab":
+        (tmp_path / f"{name}.safetensors.index.json").touch()
+    refused(tmp_path, r"'a.safetensors.index.json', 'b.safetensors.index.json'")
+
+
+def test_an_empty_folder_is_refused_and_a_pipeline_names_its_folders(tmp_path):
+    told = (
         "is a folder with neither model.safetensors.index.json nor model.safetensors in it, nor "
-        "another safetensors file. Name a safetensors file, or the index of several"
+        "another safetensors file.{} Name a safetensors file, or the index of several"
     )
-    with pytest.raises(PagingError, match=message):
-        open_checkpoint(tmp_path)
+    refused(tmp_path, told.format(""))
+    for name in ("unet", "vae", "scheduler"):
+        (tmp_path / name).mkdir()
+    for name in ("unet", "vae"):
+        (tmp_path / name / "diffusion_pytorch_model.safetensors").touch()
+    refused(tmp_path, told.format(" There are such files in its folders 'unet', 'vae'."))
 
 
-@pytest.mark.parametrize("name", ["missing.safetensors", "missing.json"])
-def test_a_missing_file_is_refused(tmp_path, name):
-    message = (
-        rf"The weights '.*{name}' can't be read: No such file or directory. Name a safetensors"
-    )
-    with pytest.raises(PagingError, match=message) as caught:
-        open_checkpoint(tmp_path / name)
-    assert isinstance(caught.value.__cause__, OSError)
-
-
-@pytest.mark.parametrize("name", ["a\0b", "a\0b.json"])
-def test_a_path_that_no_system_takes_is_refused(tmp_path, name):
-    with pytest.raises(PagingError, match=r"^The weights '.*a.x00b.*' can't be read: embedded"):
-        open_checkpoint(tmp_path / name)
-
-
-def test_an_index_that_names_such_a_path_is_refused(tmp_path):
-    index = tmp_path / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": {"weight": "a\0b"}}))
-    with pytest.raises(PagingError, match=r"^The weights '.*a.x00b' can't be read: embedded null"):
-        open_checkpoint(index)
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("missing.safetensors", "No such file or directory. Name a safetensors"),
+        ("missing.json", "No such file or directory. Name a safetensors"),
+        ("a\0b", "embedded"),
+        ("a\0b.json", "embedded"),
+    ],
+)
+def test_a_missing_file_is_refused(tmp_path, name, why):
+    error = refused(tmp_path / name, rf"^The weights '.*' can't be read: {why}")
+    assert isinstance(error.__cause__, OSError | ValueError)
 
 
 def test_what_is_no_path_is_refused():
-    with pytest.raises(PagingError, match=r"^weights=3: write the path of a safetensors file or"):
-        open_checkpoint(3)
+    refused(3, r"^weights=3: write the path of a safetensors file or")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read anything")
 def test_a_file_that_may_not_be_read_is_refused(path):
     path.chmod(0)
-    with pytest.raises(PagingError, match="can't be read: Permission denied"):
-        open_checkpoint(path)
-
-
-def test_a_file_that_may_not_be_written_is_fine(path):
-    path.chmod(0o444)
-    assert_holds(open_checkpoint(path), TENSORS)
+    refused(path, "can't be read: Permission denied")
 
 
 @pytest.mark.parametrize("n_bytes", [0, 5, 100, -1])
 def test_a_file_that_is_cut_short_is_refused(path, n_bytes):
     os.truncate(path, n_bytes if n_bytes >= 0 else path.stat().st_size - 1)
-    message = (
+    refused(
+        path,
         r"model.safetensors is no whole safetensors file \(.+\). It may be cut short or damaged: "
-        "fetch or save it again"
+        "fetch or save it again",
     )
-    with pytest.raises(PagingError, match=message):
-        open_checkpoint(path)
 
 
 def test_a_file_of_another_kind_is_refused(path):
     path.write_bytes(b"PK\3\4 is what torch.save writes")
-    with pytest.raises(PagingError, match="no whole safetensors file"):
-        open_checkpoint(path)
-
-
-def test_tensors_that_reach_past_the_file_are_refused(tmp_path):
-    path = tmp_path / "wrong.safetensors"
+    refused(path, "no whole safetensors file")
     write_raw(path, {"w": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}, 8)
-    with pytest.raises(PagingError, match="no whole safetensors file"):
-        open_checkpoint(path)
+    refused(path, "no whole safetensors file")
+
+
+def test_a_dtype_that_torch_lacks_is_told_by_its_name(path):
+    entry = {"dtype": "F4", "shape": [4], "data_offsets": [0, 2]}
+    refused(write_raw(path, {"weight": entry}, 2), r"'weight' is F4\[4\] in the file, and float32")
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {"a": 1}}'])
 def test_an_index_that_is_none_is_refused(tmp_path, text):
-    index = tmp_path / "model.safetensors.index.json"
-    index.write_text(text)
-    with pytest.raises(PagingError, match="is no index of safetensors files: a JSON object with a"):
-        open_checkpoint(index)
+    (tmp_path / INDEX).write_text(text)
+    refused(tmp_path, "is no index of safetensors files: a JSON object with a")
 
 
-def test_a_missing_shard_is_refused(tmp_path):
-    index = sharded(tmp_path, TENSORS)
-    (tmp_path / "model-2-of-2.safetensors").unlink()
-    with pytest.raises(PagingError, match=r"'.*model-2-of-2.safetensors' can't be read: No such"):
-        open_checkpoint(index)
-
-
-def test_a_shard_that_lacks_what_the_index_promises_is_refused(tmp_path):
-    index = sharded(tmp_path, TENSORS)
-    save_file({"other": torch.ones(1)}, tmp_path / "model-1-of-2.safetensors")
-    message = (
+def test_a_shard_that_lacks_what_the_index_promises_is_refused(index):
+    save_file({"other": torch.ones(1)}, index.with_name("model-1-of-2.safetensors"))
+    refused(
+        index,
         r"model.safetensors.index.json says that model-1-of-2.safetensors holds 'flag', and it "
-        "does not: index and files are not of one save"
+        "does not: index and files are not of one save",
     )
-    with pytest.raises(PagingError, match=message):
-        open_checkpoint(index)
+
+
+def test_a_missing_shard_is_refused(index):
+    index.with_name("model-2-of-2.safetensors").unlink()
+    refused(index, r"'.*model-2-of-2.safetensors' can't be read: No such")
+
+
+def test_a_refusal_leaves_no_file_open(index):
+    index.with_name("model-2-of-2.safetensors").write_bytes(b"")
+    n_files = len(os.listdir("/proc/self/fd"))
+    refused(index, "model-2-of-2.safetensors is no whole safetensors file")
+    gc.collect()  # The traceback of an error leads to what it failed with.
+    assert len(os.listdir("/proc/self/fd")) == n_files
 
 
 def test_without_the_library_it_is_named(path, monkeypatch):
     def absent(name):
         raise ModuleNotFoundError(f"No module named {name!r}")
 
-    monkeypatch.setattr(module.importlib, "import_module", absent)
-    message = (
+    monkeypatch.setattr(importlib, "import_module", absent)
+    refused(
+        path,
         r"Reading model.safetensors takes safetensors and numpy \(No module named 'safetensors'\). "
-        r"Install both with: pip install \"safetensors>=0.5\" numpy\."
+        r"Install both with: pip install \"safetensors>=0.5\" numpy\.",
     )
-    with pytest.raises(PagingError, match=message):
-        open_checkpoint(path)
 
 
-def test_a_refusal_leaves_no_file_open(tmp_path):
-    index = sharded(tmp_path, TENSORS)
-    (tmp_path / "model-2-of-2.safetensors").write_bytes(b"")
-    before = len(os.listdir("/proc/self/fd"))
-    with pytest.raises(PagingError):
-        open_checkpoint(index)
-    assert len(os.listdir("/proc/self/fd")) == before
-
-
-@pytest.mark.parametrize("name", ["model.safetensors", "index.json"])
+@pytest.mark.parametrize("name", [USUAL, "index.json"])
 def test_a_pipe_is_refused_and_not_waited_for(tmp_path, name):
     os.mkfifo(tmp_path / name)
-    with pytest.raises(
-        PagingError, match=rf"{name}' can't be read: it is not a regular file\. Name"
-    ):
-        open_checkpoint(tmp_path / name)
+    refused(tmp_path / name, rf"{name}' can't be read: it is not a regular file\. Name")
 
 
-def test_an_index_that_names_a_pipe_or_a_device_is_refused(tmp_path):
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("pipe.safetensors", "it is not a regular file"),
+        ("/dev/zero", "it is not a regular file"),
+        ("a\0b", "embedded null"),
+    ],
+)
+def test_an_index_that_names_what_is_no_file_is_refused(tmp_path, name, why):
     os.mkfifo(tmp_path / "pipe.safetensors")
-    for name in ("pipe.safetensors", "/dev/zero"):
-        index = tmp_path / "model.safetensors.index.json"
-        index.write_text(json.dumps({"weight_map": {"weight": name}}))
-        with pytest.raises(PagingError, match="can't be read: it is not a regular file"):
-            open_checkpoint(index)
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"weight": name}}))
+    refused(tmp_path, rf"^The weights '.*' can't be read: {why}")

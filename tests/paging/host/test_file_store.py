@@ -3,12 +3,12 @@ import gc
 import itertools
 import os
 import textwrap
+from pathlib import Path
 
 import pytest
 import torch
 
 from tenure.paging import PagingError, page, plan_paging
-from tenure.paging._host import _file_store as module
 
 from ...programs import run_program
 from ..models import mlp
@@ -155,7 +155,7 @@ def test_a_path_that_no_system_takes_is_refused():
     reason = "(mkdir: )?embedded null (byte|character in path)"
     message = rf"No file can be made in host='a.x00b': {reason}\. The model is as before"
     with pytest.raises(PagingError, match=message):
-        page(model, "cpu", host=module.Path("a\0b"))
+        page(model, "cpu", host=Path("a\0b"))
 
 
 @pytest.mark.slow
@@ -192,7 +192,7 @@ def test_a_disk_that_fills_up_while_it_is_written_leaves_the_model_in_memory(tmp
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(module, "_write", full)
+    monkeypatch.setattr("tenure.paging._host._file_store._write", full)
     with pytest.raises(PagingError, match=r"27.0 KiB of Sequential .*: No space left on device; "):
         page(model, "cpu", host=tmp_path)
     assert [each.data_ptr() for each in model.parameters()] == before
@@ -234,7 +234,7 @@ def test_a_word_that_is_no_path_is_refused_and_no_folder_is_made(
 
 
 def test_a_plan_takes_the_path_of_weights_as_text_or_path():
-    for host in ("model.safetensors", module.Path("model.safetensors")):
+    for host in ("model.safetensors", Path("model.safetensors")):
         assert plan_paging(mlp(), "cpu", host=host).device == "cpu"
     with pytest.raises(PagingError, match=r"a folder, or the path of the weights, such as host="):
         plan_paging(mlp(), "cpu", host="weights")

@@ -1,12 +1,12 @@
 """The host's side: the model's bytes are there once, each tensor with a storage of its own."""
 
 import gc
+import mmap
 
 import pytest
 import torch
 
 from tenure.paging import PagingWarning, page
-from tenure.paging._host import _pinning
 
 from ..models import build, mlp
 
@@ -81,15 +81,15 @@ def test_a_model_that_was_made_in_inference_mode_is_paged_outside_of_it(sim):
 
 
 def test_host_memory_that_runs_out_leaves_the_model_as_it_was(sim, monkeypatch):
-    plain, made = _pinning.private_memory, []
+    plain, made = mmap.mmap, []
 
-    def fail_at_the_third(n_bytes):
-        made.append(n_bytes)
+    def fail_at_the_third(*args, **options):
+        made.append(args)
         if len(made) == 3:
             raise MemoryError("no more")
-        return plain(n_bytes)
+        return plain(*args, **options)
 
-    monkeypatch.setattr(_pinning, "private_memory", fail_at_the_third)
+    monkeypatch.setattr(mmap, "mmap", fail_at_the_third)
     model, x = mlp().eval(), torch.ones(1, 32)
     expected = model(x)
     with pytest.raises(MemoryError, match=r"^no more$"):

@@ -1,3 +1,5 @@
+"""The thread that reads files, where Python or the system takes it away."""
+
 import os
 import subprocess
 import sys
@@ -6,21 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+# When a collection runs on its thread, and when Python has no thread left, a program can't choose.
 from tenure.paging._host._reader import Reader
-
-
-def test_reads_are_done_in_the_order_of_asking_on_another_thread():
-    reader, seen = Reader(), []
-
-    def note(number):
-        seen.append((number, threading.get_ident()))
-
-    for number in range(20):
-        reader.submit(lambda number=number: note(number))
-    reader.drain()
-    assert [number for number, _ in seen] == list(range(20))
-    assert {thread for _, thread in seen}.isdisjoint({threading.get_ident()})
-    reader.close()
 
 
 def test_an_error_stands_in_the_result_and_the_thread_goes_on():
@@ -49,11 +38,6 @@ def test_its_own_thread_may_drain_and_close_it():
     reader = Reader()
     done = reader.submit(lambda: (reader.drain(), reader.close()))
     assert done.result(timeout=10).error is None
-
-
-def test_closing_what_never_read_is_nothing():
-    Reader().close()
-    Reader().drain()
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")

@@ -163,8 +163,8 @@ def test_what_others_have_left_in_the_cache_adds_no_segment(sim, others, sizes, 
     before_bytes = sim.reserved_bytes
     model = layers(*sizes)
     plan = plan_within(model, sim.device, int(sum(sizes) * MIB) * percent // 100)
-    with page(model, sim.device, budget=plan.budget_bytes, host="pageable") as handle:
-        n_slabs = len(handle._engine.room.slab_sizes)
+    with page(model, sim.device, budget=plan.budget_bytes, host="pageable"):
+        n_slabs = sim.module.memory_stats()["allocation.all.current"]
         assert sim.allocated_bytes <= plan.budget_bytes + n_slabs * MIB
         assert sim.reserved_bytes <= before_bytes + plan.reserved_bytes
 
