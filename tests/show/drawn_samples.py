@@ -1,19 +1,39 @@
 """A training run as drawings: three steps, a pile that grows, memory that runs out."""
 
-from tenure._show import drawn_page
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from tenure.profiler import (
+    DeviceTimeline,
+    HostTimeline,
+    OomMark,
+    PeakRow,
+    Recording,
+    ScopeSpan,
+    TimelineReport,
+)
 
 MIB = 2**20
 # Not one of them may become markup, reach out of its cell, or hide what stands beside it.
-HOSTILE = (
-    "</script><script>window.broken = 1</script>",
-    "<img src=x onerror='window.broken = 1'>",
-    '"\' onmouseover="window.broken = 1" x=\'',
-    "<!-- ]]> &amp; &#0; %s ${window.broken = 1}",
-    "\u202eright to left\u202d \u05e9\u05dc\u05d5\u05dd",
-    "line\nbreak\ttab\0nul \ud800 \u2028\u2029",
-    "__proto__",
-    "very" * 400 + "long",
-)
+HOSTILE = {
+    name: name
+    for name in (
+        "</script><script>window.broken = 1</script>",
+        "<img src=x onerror='window.broken = 1'>",
+        '"\' onmouseover="window.broken = 1" x=\'',
+        "<!-- ]]> &amp; &#0; %s ${window.broken = 1}",
+        "__proto__",
+        "very" * 400 + "long",
+    )
+} | {
+    "\u202eright to left\u202d \u05e9\u05dc\u05d5\u05dd": (
+        r"\u202eright to left\u202d " + "\u05e9\u05dc\u05d5\u05dd"
+    ),
+    "line\nbreak\ttab\0nul \ud800 \u2028\u2029": (
+        "line\nbreak   tab" + r"\x00nul \ud800 \u2028\u2029"
+    ),
+}
+"""By name how it is shown."""
 CATEGORIES = {
     "parameters": [40] * 12,
     "gradients": [0, 0, 40, 0, 0, 40, 0, 0, 40, 0, 0, 0],
@@ -32,36 +52,29 @@ SPANS = [
 
 
 def row(category, scope, stack, n_bytes, n_storages=2):
-    return {
-        "category": category,
-        "scope": scope,
-        "stack": stack,
-        "n_bytes": n_bytes,
-        "n_storages": n_storages,
-    }
+    return PeakRow(category, scope, tuple(stack), n_bytes, n_storages)
 
 
 def device(times=TIMES, levels=LEVELS, name="cpu", at_peak=(), **by):
     peak = levels.index(max(levels))
-    return {
-        "device": name,
-        "times_s": times,
-        "live_bytes": levels,
-        "peak_bytes": levels[peak],
-        "peak_at_s": times[peak],
-        "at_peak": at_peak,
-        **{f"by_{way}": series for way, series in by.items()},
-    }
+    divided = {f"by_{way}": by.get(way, {}) for way in ("category", "scope", "line")}
+    figures = tuple(times), tuple(levels), levels[peak], times[peak], tuple(at_peak), 0
+    return DeviceTimeline(name, *figures, **divided)
 
 
 def timeline(*devices, spans=(), marks=(), duration_s=3.0):
-    keys = ("name", "depth", "begin_s", "end_s")
-    return {
-        "devices": devices,
-        "scopes": [dict(zip(keys, span, strict=True)) for span in spans],
-        "ooms": [{"at_s": at_s, "text": text} for at_s, text in marks],
-        "duration_s": duration_s,
-    }
+    scopes, ooms = (
+        tuple(ScopeSpan(*each) for each in spans),
+        tuple(OomMark(*each) for each in marks),
+    )
+    return TimelineReport(devices, scopes, ooms, HostTimeline((), ()), 0, duration_s, 0, ())
+
+
+def page_of(drawn, command=("python", "train.py"), ended="exit code 1"):
+    """The page of a recording with this timeline, as text."""
+    recording = Recording(command, "", 1.0, ended, 1, timeline=drawn, seeks_leaks=False)
+    with TemporaryDirectory() as folder:
+        return recording.export(Path(folder, "x.html")).read_text("utf-8")
 
 
 def sample_page():
@@ -74,7 +87,7 @@ def sample_page():
     by = {"category": SERIES, "scope": {"train": half, "step": rest}, "line": {"a.py:1": LEVELS}}
     marks = [(2.6, "torch.OutOfMemoryError: tried to allocate 95.0 MiB")]
     drawn = timeline(device(at_peak=rows, **by), spans=SPANS, marks=marks)
-    return drawn_page("python train.py", drawn, "<pre>exit code 1</pre>")
+    return page_of(drawn)
 
 
 def hostile_page():
@@ -89,4 +102,4 @@ def hostile_page():
         for name in HOSTILE
     ]
     spans, marks = [(name, 0, 0, 3) for name in HOSTILE], [(1, name) for name in HOSTILE]
-    return drawn_page("".join(HOSTILE), timeline(*devices, spans=spans, marks=marks), "")
+    return page_of(timeline(*devices, spans=spans, marks=marks), HOSTILE)

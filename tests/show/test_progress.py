@@ -1,4 +1,7 @@
-"""Lines of work that takes long: when they come, and where."""
+"""Lines of work that takes long: when they come, and where.
+
+The private clock is replaced, because no test waits.
+"""
 
 import io
 import os

@@ -1,38 +1,24 @@
 """Records of many numbers print in a line or two: in a debugger, a failed test, a notebook."""
 
-from dataclasses import dataclass
-
 import pytest
 import torch
 from torch import nn
 
-from tenure._show import Record
 from tenure.paging import plan_paging
-from tenure.profiler import Timeline, snapshot
-from tenure.profiler._recording._tree import folded
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class Sample(Record):
-    name: str
-    found: object
+from tenure.profiler import Branch, HostTimeline, RecordedTree, Timeline, snapshot
 
 
 @pytest.mark.parametrize(
-    ("found", "shown"),
+    ("record", "shown"),
     [
-        ((1, 2.5, "x"), "(1, 2.5, 'x')"),
-        ((), "()"),
-        ({"cpu": 1}, "{'cpu': 1}"),
-        (tuple(range(4)), "<4 items>"),
-        ({"cpu": (1, 2)}, "<1 item>"),
-        ([Sample("inner", None)], "<1 item>"),
-        (torch.device("cpu"), "device(type='cpu')"),
+        (HostTimeline((1, 2.5, None), ()), "times_s=(1, 2.5, None), rss_bytes=()"),
+        (HostTimeline((0,) * 3, {"cpu": 1}), "times_s=(0, 0, 0), rss_bytes={'cpu': 1}"),
+        (HostTimeline((0,) * 4, {"cpu": (1, 2)}), "times_s=<4 items>, rss_bytes=<1 item>"),
+        (HostTimeline([HostTimeline((), ())], ()), "times_s=<1 item>, rss_bytes=()"),
     ],
-    ids=str,
 )
-def test_what_is_long_is_counted(found, shown):
-    assert repr(Sample("all", found)) == f"Sample(name='all', found={shown})"
+def test_what_is_long_is_counted(record, shown):
+    assert repr(record) == f"HostTimeline({shown})"
 
 
 def test_records_of_a_long_run_are_short():
@@ -40,9 +26,9 @@ def test_records_of_a_long_run_are_short():
         kept = [torch.ones(16) for _ in range(300)]
     device = timeline.report.devices[0]
     assert len(device.times_s) > 100
-    (tree,) = folded((("x", f"line {i}", "in f"), 1, 1) for i in range(300))
-    records = [device, timeline.report.host, snapshot().report.devices[0], tree]
-    for record in (*records, tree.branches[0]):
+    tree = Branch("x", 300, 300, (Branch("line 1", 1, 1),) * 300)
+    assert repr(RecordedTree((tree,))) == "<RecordedTree of 1 device>"
+    for record in (device, timeline.report.host, snapshot().report.devices[0], tree):
         assert repr(record).startswith(f"{type(record).__name__}(")
         assert len(repr(record)) < 600, record
     assert "device='cpu', times_s=<" in repr(device)

@@ -1,4 +1,7 @@
-"""Every report fits its terminal, loses no letter, and takes the same arguments."""
+"""Every report fits its terminal, loses no letter, and takes the same arguments.
+
+Tables and paragraphs are made here by their private names, because no report has one of each kind.
+"""
 
 import io
 from pathlib import Path
@@ -202,3 +205,9 @@ def test_wide_characters_stand_in_line():
     table = Table("", (Column("名前"), bytes_column()), rows)
     assert table.text(80) == ("名前      bytes\n------  -------\n重み    1.0 KiB\nweight  2.0 KiB")
     assert Paragraph("", "重み" * 5).text(8) == "重み重み\n重み重み\n重み"
+
+
+def test_a_column_that_is_empty_everywhere_is_left_out_unless_it_is_fixed():
+    columns = [Column("a"), Column("b", ">"), Column("c", ">", is_fixed=True)]
+    table = Table("title", columns, [("x", "", ""), ("yy", "", "")])
+    assert table.text() == "title\na   c\n--  -\nx\nyy"
