@@ -6,16 +6,8 @@ import types
 import pytest
 import torch
 
-from tenure.profiler import MemReporter, _allocator, snapshot
-from tenure.profiler._allocator import (
-    AllocatorBytes,
-    CachedMemory,
-    allocator_bytes,
-    bytes_of_workspaces,
-    cached_memory,
-)
+from tenure.profiler import MemReporter, snapshot
 
-CUDA = torch.device("cuda:0")
 MIB = 1 << 20
 WORKSPACE = 8_519_680  # what torch takes for cuBLAS by default
 
@@ -29,15 +21,14 @@ def segment(*blocks, device=0):
 
 
 @pytest.fixture
-def tells(monkeypatch):
-    """A backend whose allocator tells of these segments."""
+def backend(monkeypatch):
+    """A backend whose module has what a test gives it; returns the report of its device."""
 
-    def install(*segments):
-        module = types.SimpleNamespace(
-            memory_snapshot=lambda: list(segments),
-            is_initialized=lambda: False,  # a torch with CUDA asks before it counts workspaces
-        )
+    def install(kind="cuda", **functions):
+        module = types.SimpleNamespace(device_count=lambda: 1, **functions)
         monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+        (found,) = MemReporter().get_stats(device=f"{kind}:0").devices
+        return found
 
     return install
 
@@ -46,39 +37,109 @@ def tells(monkeypatch):
 def cublas(monkeypatch):
     """A torch that keeps one block for each handle of cuBLAS, and one of cuBLASLt."""
     sizes = {"cuBLAS": WORKSPACE, "cuBLASLt": MIB}
-    monkeypatch.setattr(_allocator, "workspace_bytes", lambda device: sizes)
+    # no public name says what a library that is not here takes
+    monkeypatch.setattr("tenure.profiler._allocator.workspace_bytes", lambda device: sizes)
 
 
-def test_free_blocks_are_told_apart_by_what_lies_beside_them(tells):
-    tells(
+def refusing(*_):
+    raise RuntimeError("not on this backend")
+
+
+STATS = {
+    "allocated_bytes.all.current": 1536,
+    "requested_bytes.all.current": 1100,
+    "reserved_bytes.all.current": 4096,
+}
+
+
+@pytest.mark.parametrize(
+    ("functions", "allocated", "requested", "reserved", "used"),
+    [
+        (
+            {"memory_stats": lambda device: STATS, "mem_get_info": lambda device: (1000, 9000)},
+            *(1536, 1100, 4096, 8000),
+        ),
+        (
+            {"memory_stats": lambda device: {"allocated_bytes.all.current": 1536}},
+            *(1536, 1536, 1536, None),
+        ),
+        (
+            {"memory_stats": lambda device: STATS | {"requested_bytes.all.current": 0}},
+            *(1536, 1536, 4096, None),
+        ),
+        (
+            {"memory_stats": refusing, "memory_allocated": lambda device: 512},
+            *(512, 512, 512, None),
+        ),
+        (
+            {"memory_stats": lambda device: {}, "memory_allocated": lambda device: 512},
+            *(512, 512, 512, None),
+        ),
+        ({"current_allocated_memory": lambda: 256}, *(256, 256, 256, None)),
+        (
+            {
+                "is_initialized": lambda: False,
+                "memory_stats": lambda device: {},
+                "memory_allocated": lambda device: 0,
+                "mem_get_info": lambda device: pytest.fail("a context came to life"),
+            },
+            *(0, 0, 0, None),
+        ),
+    ],
+    ids=["all", "no requests", "no count of them", "no stats", "empty", "one", "not in use"],
+)
+def test_what_a_backend_tells_is_in_its_report(
+    backend, functions, allocated, requested, reserved, used
+):
+    found = backend(**functions)
+    assert found.is_counted
+    assert (found.total_bytes, found.reserved_bytes) == (allocated, reserved)
+    assert found.categories["allocator rounding"] == allocated - requested
+    assert found.device_used_bytes == used
+
+
+@pytest.mark.parametrize(
+    "functions", [{}, {"memory_stats": refusing, "memory_allocated": refusing}]
+)
+def test_a_backend_that_tells_nothing_has_what_tensors_take(backend, functions):
+    found = backend(**functions)
+    assert (found.is_counted, found.total_bytes, found.reserved_bytes) == (False, 0, None)
+
+
+def test_free_blocks_are_told_apart_by_what_lies_beside_them(backend):
+    segments = [
         segment(block(MIB), block(3 * MIB, "inactive"), block(512), block(2 * MIB, "inactive")),
         segment(block(20 * MIB, "inactive")),
         segment(block(4 * MIB, "active_pending_free"), block(MIB, "inactive")),
         segment(block(90 * MIB, "inactive"), device=1),
-    )
-    found = cached_memory(CUDA)
+    ]
+    found = backend(memory_stats=lambda device: STATS, memory_snapshot=lambda: segments)
     assert (found.largest_free_bytes, found.inactive_split_bytes) == (20 * MIB, 6 * MIB)
-    assert found.n_blocks_in_use == {MIB: 1, 512: 1}
+    # CUDA is not in use, and no library of it
+    assert "library workspaces" not in found.categories
 
 
 @pytest.mark.parametrize("entries", [(), ({"device": 0},)])
-def test_an_allocator_that_tells_of_no_blocks_is_not_asked_further(tells, entries):
-    tells(*entries)
-    assert cached_memory(CUDA) is None
-    assert bytes_of_workspaces(CUDA, None, []) is None
+def test_an_allocator_that_tells_of_no_blocks_is_not_asked_further(backend, cublas, entries):
+    found = backend(memory_stats=lambda device: STATS, memory_snapshot=lambda: list(entries))
+    assert (found.largest_free_bytes, found.inactive_split_bytes) == (None, None)
+    assert "library workspaces" not in found.categories
 
 
-def test_blocks_of_a_workspace_that_tensors_have_are_theirs(tells, cublas):
-    tells(segment(*[block(WORKSPACE)] * 3, block(MIB), block(77)))
-    found = cached_memory(CUDA)
-    assert bytes_of_workspaces(CUDA, found, [WORKSPACE, 77]) == 2 * WORKSPACE + MIB
-    assert bytes_of_workspaces(CUDA, found, [WORKSPACE] * 9 + [MIB]) == 0
+@pytest.mark.parametrize(("n_tensors", "n_workspaces"), [(0, 3), (1, 2), (3, 0), (4, 0)])
+def test_blocks_of_a_workspace_that_tensors_have_are_theirs(sim, cublas, n_tensors, n_workspaces):
+    from tenure.testing._device._machine import machine
 
-
-def test_where_no_library_takes_of_the_allocator_there_is_no_category(tells):
-    tells(segment(block(WORKSPACE)))
-    assert bytes_of_workspaces(torch.device("xpu:0"), cached_memory(CUDA), []) is None
-    assert bytes_of_workspaces(CUDA, CachedMemory(0, 0, {}), []) is None  # CUDA is not in use
+    sim(allocator="cuda")
+    gc.collect()
+    kept = [torch.ones(WORKSPACE, dtype=torch.uint8, device=sim.device) for _ in range(n_tensors)]
+    pool = machine.devices[0].pool
+    taken = [pool.allocate(WORKSPACE, 0.0) for _ in range(n_workspaces)]
+    report = MemReporter().report(device=sim.device)
+    for each in taken:
+        pool.free(each)
+    assert report.categories["library workspaces"] == n_workspaces * WORKSPACE
+    assert len(kept) == n_tensors
 
 
 def test_a_report_names_workspaces_and_still_adds_up(sim, cublas):
@@ -158,11 +219,21 @@ def as_xpu():
 @pytest.mark.parametrize(("kind", "module"), [("mps", as_mps()), ("xpu", as_xpu())])
 def test_what_a_backend_lacks_is_left_out_of_the_report(monkeypatch, kind, module):
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
-    device = torch.device(kind, 0)
-    assert allocator_bytes(device) == AllocatorBytes(700, 700, 4096, None)
     report = MemReporter().get_stats(device=kind)
     (found,) = report.devices
     assert (found.device, found.total_bytes, found.reserved_bytes) == (f"{kind}:0", 700, 4096)
+    assert (found.categories["allocator rounding"], found.device_used_bytes) == (0, None)
     assert found.largest_free_bytes is None
     assert "library workspaces" not in found.categories
     assert "of 4.0 KiB that the allocator has reserved" in report.text(width=132)
+
+
+@pytest.mark.parametrize(("allocator", "used_bytes"), [("exact", 512), ("cuda", 2 << 20)])
+def test_the_simulated_device_is_read_like_any_other(sim, allocator, used_bytes):
+    sim(allocator=allocator, round_to_bytes=512, budget="4MiB")
+    gc.collect()
+    kept = torch.ones(3, device=sim.device)
+    (found,) = MemReporter().report(device=sim.device).devices
+    assert (found.total_bytes, found.device_used_bytes) == (512, used_bytes)
+    assert found.categories["allocator rounding"] == 500
+    assert kept.nbytes == 12
