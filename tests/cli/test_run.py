@@ -149,12 +149,13 @@ def test_a_process_that_is_full_writes_its_file():
 
 
 @pytest.mark.slow
-def test_scopes_that_report_are_in_the_recording():
-    program = """
-        import torch
-        from tenure import NewDisposeScope
+@pytest.mark.parametrize("policy", ["report", "raise"])
+def test_scopes_that_report_are_in_the_recording(policy):
+    program = f"""
+        import contextlib, torch
+        from tenure import NewDisposeScope, ScopeLeakError
         kept = []
-        with NewDisposeScope("step", policy="report"):
+        with contextlib.suppress(ScopeLeakError), NewDisposeScope("step", policy="{policy}"):
             kept.append(torch.ones(3))
         """
     _run(program, "-q")
@@ -431,7 +432,7 @@ def test_the_end_says_the_peak_with_its_line_and_what_grew_most():
 def test_a_child_does_not_compose_what_its_parent_records():
     program = """
         import os, torch
-        import tenure.profiler._timeline._timeline as timeline
+        import tenure.profiler._timeline._recorder as timeline
         def never(*args):
             print("composed", flush=True)
         torch.ones(4)
@@ -442,7 +443,7 @@ def test_a_child_does_not_compose_what_its_parent_records():
         """
     patched = program.replace(
         "torch.ones(4)",
-        "timeline.Timeline._composed = never; kept = timeline.take_census\n"
+        "timeline.TimelineRecorder._composed = never; kept = timeline.take_census\n"
         "        timeline.take_census = lambda **k: print('searched') or kept(**k)\n"
         "        parent = os.getpid(); torch.ones(4)",
     )

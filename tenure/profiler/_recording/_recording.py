@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from tenure._errors import ProfilerUsageError, ReportFormatError
 from tenure._heap import collector_paused
-from tenure._report_files import read_facts, write_facts, write_whole
+from tenure._report_files import read_facts, write_facts
 from tenure._show import (
     ADVICE_OF_CUT,
     Amounts,
@@ -39,7 +39,7 @@ from tenure.scopes import LeakReport
 from .._lines import RecordsDisplay
 from .._oom_report import OomReport
 from .._reports import MemReport
-from .._timeline import WRITERS, TimelineReport, Track, check_levels
+from .._timeline import WRITERS, TimelineReport, Track, Writer, check_levels, write_as_named
 from ._growth import LOOKS, Growth
 from ._torch_snapshots import is_pickle, tracks_in
 from ._tree import RecordedTree, folded, tree_at_peak
@@ -183,25 +183,20 @@ class Recording(Report):
             ProfilerUsageError: the extension is another, or there is no timeline.
             OSError: it can't be written.
         """
-        path = Path(path)
-        of_timeline = {_LONGER.get(ending, ending): write for ending, write in WRITERS.items()}
-        writers: dict[str, Callable[[Any], str | bytes]] = {**of_timeline, **_OWN}
-        ending = max(filter(path.name.lower().endswith, writers), key=len, default="")
-        if not ending:
-            raise ProfilerUsageError(
-                f"{path} ends in {path.suffix or 'no extension'}, and a recording is one of "
-                f"{', '.join(writers)}. Name a file that ends so."
-            )
-        source = self if ending in _OWN else self.timeline
-        if source is None:
-            raise ProfilerUsageError(
-                f"{path} asks for live bytes over time, and there is no timeline in this "
-                "recording. Record one with tenure run --timeline."
-            )
-        content = writers[ending](source)
-        # names may have halves of characters
-        data = content if isinstance(content, bytes) else content.encode(errors="backslashreplace")
-        return write_whole(path, data)
+
+        def of_timeline(write: Writer) -> Writer:
+            def written(recording: Recording) -> str | bytes:
+                if recording.timeline is None:
+                    raise ProfilerUsageError(
+                        f"{path} asks for live bytes over time, and there is no timeline in this "
+                        "recording. Record one with tenure run --timeline."
+                    )
+                return write(recording.timeline)
+
+            return written
+
+        writers = {_LONGER.get(end, end): of_timeline(write) for end, write in WRITERS.items()}
+        return write_as_named(self, path, {**writers, **_OWN})
 
     def title(self) -> str:
         """Return the command and, of several ranks, whose it was."""
@@ -402,7 +397,7 @@ def _page(recording: Recording) -> str:
     return drawn_page(recording.title(), facts, in_html(recording.rich(top=_MOST_ROWS_OF_PAGE)))
 
 
-_OWN: dict[str, Callable[[Recording], str]] = {
+_OWN: dict[str, Writer] = {
     ".json": lambda recording: json.dumps(recording.to_dict(), indent=1),
     ".html": _page,
 }

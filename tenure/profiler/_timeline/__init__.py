@@ -1,6 +1,8 @@
 """Live memory over time: recorded, thinned with its maxima kept, written for other tools."""
 
 from ._export import WRITERS as WRITERS
+from ._export import Writer as Writer
+from ._export import write_as_named as write_as_named
 from ._timeline import Timeline as Timeline
 from ._timeline_report import DeviceTimeline as DeviceTimeline
 from ._timeline_report import HostTimeline as HostTimeline

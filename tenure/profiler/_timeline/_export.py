@@ -1,7 +1,6 @@
 """Files of other tools, by the end of a file's name.
 
-A writer gives the text or the bytes of a whole file. Another format is one more entry of
-``WRITERS``, in which a recording writes its timeline as well.
+Another format is one more entry of ``WRITERS``, in which a recording writes its timeline as well.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ import json
 import os
 import pickle
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,22 +32,28 @@ _PROTOCOL = 4
 _FRAME = re.compile(r"(?P<file>.*)(?::|, line )(?P<line>\d+)(?: in (?P<name>.*))?")
 _FIRST_ADDRESS = 1 << 32
 
+Writer = Callable[[Any], str | bytes]
+"""Gives the text or the bytes of a whole file."""
 
-def export(report: TimelineReport, path: Path) -> Path:
-    """Write a timeline in the format that the name of the file asks for.
+
+def write_as_named(source: Any, path: str | Path, writers: Mapping[str, Writer]) -> Path:
+    """Write something in the format that the end of the file's name asks for.
 
     Raises:
         ProfilerUsageError: there is no such format.
         OSError: it can't be written; there is nothing of it then.
     """
-    matching = [extension for extension in WRITERS if path.name.lower().endswith(extension)]
-    if not matching:
+    path = Path(path)
+    ending = max(filter(path.name.lower().endswith, writers), key=len, default="")
+    if not ending:
         raise ProfilerUsageError(
             f"export() got {path.name!r}, and there is no format for that ending; nothing was "
-            f"written. There are {listed(sorted(WRITERS), len(WRITERS))}."
+            f"written. There are {listed(sorted(writers), len(writers))}."
         )
-    content = WRITERS[max(matching, key=len)](report)
-    return write_whole(path, content.encode() if isinstance(content, str) else content)
+    content = writers[ending](source)
+    # names may have halves of characters
+    data = content if isinstance(content, bytes) else content.encode(errors="backslashreplace")
+    return write_whole(path, data)
 
 
 def _csv_table(report: TimelineReport) -> str:
@@ -225,7 +230,6 @@ def _drawn_page(report: TimelineReport) -> str:
     return drawn_page("Memory over time", report.to_dict(), report._repr_html_())
 
 
-Writer = Callable[[TimelineReport], str | bytes]
 WRITERS: dict[str, Writer] = {
     ".pickle": _memory_viz_pickle,
     ".speedscope.json": _speedscope_profile,

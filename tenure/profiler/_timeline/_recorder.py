@@ -12,32 +12,34 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import accumulate
 from threading import get_ident
 from typing import Any
 
 import torch
 from torch import UntypedStorage
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from tenure._host_memory import resident_bytes
-from tenure._registries import scope_watchers
+from tenure._oom import oom_of_work
+from tenure._registries import refusal_watchers, scope_watchers
 from tenure._stream import process, run, storages_in, this_stream
 from tenure._torch import cpu_allocator as allocator
 from tenure._torch.autograd import is_running_node
 from tenure._torch.compiler import never_compiled
 from tenure._torch.gradient_sums import prepare
-from tenure._torch.modes import EagerMode, has_function_modes, schema_of
+from tenure._torch.modes import EagerMode, has_function_modes, remove_dispatch, schema_of
 from tenure._torch.quiet import without_functions
 from tenure._torch.resizing import tell, tell_no_more
 from tenure._torch.storages import key_of
 from tenure.scopes import current_scope
 
-from .._owners import OTHERS
-from ._account import IN_BACKWARD, INPUTS, TimedStorage, TimelineAccount
+from .._owners import OTHERS, take_census
+from ._account import IN_BACKWARD, INPUTS, TimedStorage, TimelineAccount, compose
 from ._places import BEFORE, Places
 from ._series import FOREVER, Series
-from ._timeline_report import OUTSIDE, ScopeSpan
+from ._timeline_report import OUTSIDE, HostTimeline, OomMark, ScopeSpan, TimelineReport
 
 _aten = torch.ops.aten
 _LIFTS = frozenset({_aten.lift_fresh.default, _aten.lift.default})
@@ -51,75 +53,75 @@ _known: dict[Any, int] = {}
 _SAMPLE_NS = 50_000_000
 # of more the longest are kept
 _MOST_SPANS = 4096
+# of more the first are kept
+_MOST_OOMS = 200
+# Who has what is asked for at most so much of the time: a twentieth where something did not fit, as
+# in a program that runs out of memory again and again, and a hundredth after steps.
+_OOM_SHARE, _STEP_SHARE = 20, 100
 _NS = 1e9
 # The number of the step, its time, and what had died by then. A plain tuple, and no class of one,
 # which takes six times as long to make.
 _Step = tuple[int, int, list[TimedStorage]]
 
 
-class TimelineRecorder:
+class TimelineRecorder(EagerMode):
     """Notes what the operations of one thread make, and when it dies.
 
-    Args:
-        failed: called with the error of an operation, whose frames are alive.
+    It is the mode that these operations meet, those of backward passes included.
 
     Attributes:
-        places: where things are made.
-        spans: the stretches in which scopes of the thread were the current ones.
-        n_dropped: how many short ones were left out.
-        host: the account of the host.
-        accounts: the accounts of all devices.
-        rss: the resident memory of the process.
         stream: the allocator's events of the thread.
         is_open: whether it takes notes.
-        n_events: storages that were made, and that died.
-        n_missed: how many marks of the stream had no events before it was started.
-        began_ns: when it was started, by ``time.perf_counter_ns()``.
     """
 
-    def __init__(self, failed: Callable[[Exception], None]) -> None:
-        self.failed = failed
-        self.places = Places()
-        self.spans: list[ScopeSpan] = []
-        self.n_dropped = 0
-        self.host = TimelineAccount(torch.device("cpu"))
-        self.accounts = {self.host.device: self.host}
-        self.rss = Series(1024)
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch left it unannotated
+        prepare()
         self.stream = this_stream()
         self.is_open = False
-        self.n_events = self.n_missed = self.began_ns = 0
-        self._next_sample_ns = 0
+        self._undo: list[Callable[[], object]] = []
         self._thread = get_ident()
+        self._places = Places()
+        self._host = TimelineAccount(torch.device("cpu"))
+        self._accounts = {self._host.device: self._host}
+        # the resident memory of the process
+        self._rss = Series(1024)
+        self._spans: list[ScopeSpan] = []
         # by the identity of the scope: its name, the depth, and when it began
         self._open_scopes: dict[int, tuple[str, int, float]] = {}
+        self._ooms: list[OomMark] = []
+        self._notes: list[str] = []
         self._entries: dict[int, TimedStorage] = {}
         self._dead: list[TimedStorage] = []
         # that of the step which has not ended
         self._number = 0
+        self._n_events = self._n_missed = self._n_dropped = self._began_ns = 0
+        self._next_sample_ns = self._learned_ns = self._learning_ns = 0
+        self._limited_text: str | None = None
         self._live = allocator.live_counter()
         self._host_base = 0
-        self._is_prepared = self._is_looking = False
+        self._is_looking = False
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let torch compile as without it: what runs compiled is told by the allocator alone."""
+        return True
 
     # --- from the beginning to the end
 
     def open(self) -> None:
-        """Begin; what is alive already is told by ``learn`` next, and then it starts."""
+        """Begin, with all live storages known."""
         process.open()
-        self._is_prepared = True
+        self._undo.append(process.close)
         self.stream.follow(self)
+        self._undo.append(lambda: self.stream.leave(self))
         tell(self.resized)
-
-    def learn(self, storage: UntypedStorage, category: str) -> None:
-        """Note what a storage counts as, if it is known; before the start, note it."""
-        entry = self._entries.get(key_of(storage))
-        if entry is None and not self.is_open:
+        self._undo.append(lambda: tell_no_more(self.resized))
+        for storage, category in _census():
             self._enter(storage, BEFORE, category or OTHERS, storage.nbytes())
-        elif entry is not None and category:
-            entry.category = category
-
-    def start(self) -> None:
-        """Start, with all live storages known: the program makes the following events."""
-        self.began_ns = time.perf_counter_ns()
+        self._began_ns = time.perf_counter_ns()
         self.is_open = True
         scope: Any = current_scope()
         around = []
@@ -128,59 +130,134 @@ class TimelineRecorder:
             scope = scope.outer
         for scope in reversed(around):
             self._enter_scope(scope, 0.0)
-        scope_watchers.append(self)
-        self._host_base = self.host.known_bytes - self._live.value
-        self.n_missed, self.n_events = self.stream.n_missed, 0
-        for account in self.accounts.values():
+        self._join(scope_watchers, self)
+        self._join(refusal_watchers, self._limited)
+        self._host_base = self._host.known_bytes - self._live.value
+        self._n_missed, self._n_events = self.stream.n_missed, 0
+        for account in self._accounts.values():
             account.begin()
         self.look()
+        # what passed since it was started is no part of the time on the system's clock
+        self._began_at_ns = time.time_ns() - self._elapsed_ns()
+        # parameters and the state of an optimizer may be gone at the end, with their function
+        self._undo.append(register_optimizer_step_post_hook(self._stepped).remove)
+        self._join(self.stream.modes, self)
+        self._undo.append(lambda: remove_dispatch(self))
+        self.__enter__()  # type: ignore[no-untyped-call]
 
-    def close(self) -> None:
-        """Tell what is still to be told, and leave torch as it was."""
-        if self.is_open:
-            self.look()
-            self.stream.leave(self)
-            self.is_open = False
-            at_ns = self.elapsed_ns()
-            for account in self.accounts.values():
-                account.look(self._number, at_ns, is_last=True)
-            for entry in list(self._entries.values()):
-                entry.account.tell(entry, FOREVER)
+    def _join(self, members: list[Any], member: Any) -> None:
+        def leave() -> None:
+            if member in members:
+                members.remove(member)
+
+        members.append(member)
+        self._undo.append(leave)
+
+    def close(self) -> TimelineReport:
+        """End, and return the report; after an error in here, `abandon` leaves torch as it was."""
+        remove_dispatch(self)
+        duration_s = self._elapsed_ns() / _NS
+        self._learn(0)
+        self.look()
         self.stream.leave(self)
-        tell_no_more(self.resized)
-        if self in scope_watchers:
-            scope_watchers.remove(self)
+        self.is_open = False
+        at_ns = self._elapsed_ns()
+        for account in self._accounts.values():
+            account.look(self._number, at_ns, is_last=True)
+        for entry in list(self._entries.values()):
+            entry.account.tell(entry, FOREVER)
         for identity in list(self._open_scopes):
             self._leave_scope(identity)
-        if self._is_prepared:
-            self._is_prepared = False
-            process.close()
-        self._entries.clear()
+        self.abandon()
+        return self._composed(duration_s)
 
     def abandon(self) -> None:
-        """Take no more notes, at the end of the interpreter and in a forked child."""
-        self.is_open = False
-        self.stream.abandon()
+        """Leave torch as it was: at the end, after an error, and in a forked child."""
+        if self.is_open:
+            self.is_open = False
+            self.stream.abandon()
+        while self._undo:
+            self._undo[-1]()
+            self._undo.pop()
+        self._entries.clear()
 
-    # --- told by the mode
+    def _composed(self, duration_s: float) -> TimelineReport:
+        accounts = self._accounts.values()
+        devices = tuple(compose(account, self._places) for account in accounts)
+        self._notes += [note for account in accounts for note in account.notes()]
+        if self.stream.n_missed > self._n_missed:
+            self._note(
+                "temporaries inside operations were not all seen: another profiler had its thread"
+            )
+        if self._n_dropped:
+            self._note(f"{self._n_dropped} short scopes are left out")
+        rss = self._rss.moments
+        return TimelineReport(
+            devices=devices,
+            scopes=tuple(sorted(self._spans, key=lambda span: (span.begin_s, span.depth))),
+            ooms=tuple(self._ooms),
+            host=HostTimeline(
+                tuple(moment.at_ns / _NS for moment in rss), tuple(each.n_bytes for each in rss)
+            ),
+            n_events=self._n_events,
+            duration_s=duration_s,
+            began_at_ns=self._began_at_ns,
+            notes=tuple(self._notes),
+        )
 
-    def made(self, out: Any, args: tuple[Any, ...], kind: int, caller: Any) -> None:
-        """Note what an operation of a kind has given back."""
-        if has_function_modes():
-            with without_functions():
-                self._note(out, args, kind, caller)
-        else:
-            self._note(out, args, kind, caller)
+    def _note(self, note: str) -> None:
+        if note not in self._notes:
+            self._notes.append(note)
 
-    def sums(self, first: UntypedStorage, total: UntypedStorage) -> None:
-        """Note that ``total`` takes the place of ``first``, to which autograd adds in place."""
-        entry = self._entries.get(key_of(first))
-        # the counters of an accelerator have both at once
-        if not self.is_open or entry is None or entry.account is not self.host:
+    # --- what storages count as, and errors of memory
+
+    def _learn(self, share: int) -> None:
+        """Note what the storages that are alive count as, if the last time was long ago.
+
+        Args:
+            share: how many times as long ago as it took; 0 asks whenever it was.
+        """
+        began_ns = time.perf_counter_ns()
+        if began_ns < self._learned_ns + share * self._learning_ns:
             return
-        if entry.n_bytes == total.nbytes():
-            self._end_life(entry)
-            self.stream.hide_sum(entry.n_bytes)
+        try:
+            for storage, category in _census():
+                entry = self._entries.get(key_of(storage))
+                if entry is not None and category:
+                    entry.category = category
+        # memory may be short just now; the program has an error of its own to handle
+        except Exception as error:
+            self._note(f"who had what could not be asked at some time: {error!r}")
+        self._learned_ns = time.perf_counter_ns()
+        self._learning_ns = self._learned_ns - began_ns
+
+    def _stepped(self, *_: object) -> None:
+        if self.is_open and get_ident() == self._thread:
+            self._learn(_STEP_SHARE)
+
+    def _failed(self, error: Exception) -> None:
+        """Note an error of an operation, whose frames are alive, if it is one of memory."""
+        # the context is an error that the program handles just now, and was noted when it was new
+        info = oom_of_work(error, error.__context__)
+        # a limit below the mode has told of it already
+        if info is not None and info.text != self._limited_text:
+            self._note_oom(info.text)
+        self._limited_text = None
+
+    def _limited(self, text: str) -> None:
+        """Note that a limit has refused an allocation, above the mode or below it."""
+        if self.is_open:
+            self._limited_text = text
+            self._note_oom(text)
+
+    def _note_oom(self, text: str) -> None:
+        self.look()
+        if len(self._ooms) < _MOST_OOMS:
+            self._ooms.append(OomMark(self._elapsed_ns() / _NS, text.partition("\n")[0]))
+        else:
+            self._note(f"memory ran out more than {_MOST_OOMS} times: the first are marked")
+        # who has what is gone when the error is handled
+        self._learn(_OOM_SHARE)
 
     # --- told by scopes
 
@@ -188,7 +265,7 @@ class TimelineRecorder:
         """See `tenure._registries.ScopeWatcher`."""
         if get_ident() == self._thread:
             self.look()
-            self._enter_scope(scope, self.elapsed_ns() / _NS)
+            self._enter_scope(scope, self._elapsed_ns() / _NS)
 
     def ended(self, scope: Any) -> None:
         """See `tenure._registries.ScopeWatcher`."""
@@ -204,22 +281,50 @@ class TimelineRecorder:
         # told once more when it has disposed what it owned
         if (found := self._open_scopes.pop(identity, None)) is None:
             return
-        self.spans.append(ScopeSpan(*found, self.elapsed_ns() / _NS))
-        if len(self.spans) > _MOST_SPANS:
-            self.spans.sort(key=lambda span: span.begin_s - span.end_s)
-            self.n_dropped += len(self.spans) - _MOST_SPANS // 2
-            del self.spans[_MOST_SPANS // 2 :]
+        self._spans.append(ScopeSpan(*found, self._elapsed_ns() / _NS))
+        if len(self._spans) > _MOST_SPANS:
+            self._spans.sort(key=lambda span: span.begin_s - span.end_s)
+            self._n_dropped += len(self._spans) - _MOST_SPANS // 2
+            del self._spans[_MOST_SPANS // 2 :]
 
     # --- what was made
 
-    def _note(self, out: Any, args: tuple[Any, ...], kind: int, caller: Any) -> None:
+    @never_compiled
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run an operation, and note what it made."""
+        kind = _known.get(func)
+        if kind is None:
+            kind = _known[func] = _kind_of(func)
+        try:
+            out = run(func, args, kwargs or {}, mode=self, stream=self.stream, sums=self._sums)
+        except Exception as error:
+            if self.is_open:
+                self._failed(error)
+            raise
+        if kind and self.is_open:
+            # None on a thread of autograd's engine
+            caller = sys._getframe().f_back
+            if has_function_modes():
+                with without_functions():
+                    self._made(out, args, kind, caller)
+            else:
+                self._made(out, args, kind, caller)
+        return out
+
+    def _made(self, out: Any, args: tuple[Any, ...], kind: int, caller: Any) -> None:
         place = -1
         for storage in storages_in(out):
             if self._has(storage, storage.nbytes()):
                 continue
             if place < 0:
-                place = self.places.of(caller)
-            is_input = kind == ADOPTS or self.places.are_inputs[place]
+                place = self._places.of(caller)
+            is_input = kind == ADOPTS or self._places.are_inputs[place]
             if kind == COPIES:
                 is_input |= any(map(self._is_input, storages_in(args)))
             self._enter(storage, place, INPUTS if is_input else OTHERS, storage.nbytes())
@@ -227,10 +332,20 @@ class TimelineRecorder:
             self.look()
             self.stream.resume()
 
+    def _sums(self, first: UntypedStorage, total: UntypedStorage) -> None:
+        """Note that ``total`` takes the place of ``first``, to which autograd adds in place."""
+        entry = self._entries.get(key_of(first))
+        # the counters of an accelerator have both at once
+        if not self.is_open or entry is None or entry.account is not self._host:
+            return
+        if entry.n_bytes == total.nbytes():
+            self._end_life(entry)
+            self.stream.hide_sum(entry.n_bytes)
+
     def resized(self, storage: UntypedStorage, n_bytes: int) -> None:
         """Note that a storage is about to be resized outside operations: `storage.resize_()`."""
         if self.is_open and not self._has(storage, n_bytes):
-            self._enter(storage, self.places.of(sys._getframe(1)), OTHERS, n_bytes)
+            self._enter(storage, self._places.of(sys._getframe(1)), OTHERS, n_bytes)
 
     def _has(self, storage: UntypedStorage, n_bytes: int) -> bool:
         """Return whether a storage is known with this size."""
@@ -252,9 +367,9 @@ class TimelineRecorder:
         # memory of numpy's, of a file, or that another process shares is not the allocator's
         if not n_bytes or device.type == "meta" or not storage.resizable():
             return
-        account = self.accounts.get(device)
+        account = self._accounts.get(device)
         if account is None:
-            account = self.accounts[device] = TimelineAccount(device)
+            account = self._accounts[device] = TimelineAccount(device)
         entry = TimedStorage(storage, self._died)
         entry.key, entry.account, entry.place = key_of(storage), account, place
         entry.scope = self._open_scopes.get(id(current_scope()), (OUTSIDE,))[0]
@@ -262,7 +377,7 @@ class TimelineRecorder:
         entry.n_bytes, entry.went_in_backward = account.taken_by(n_bytes), False
         self._entries[entry.key] = entry
         account.known_bytes += entry.n_bytes
-        self.n_events += 1
+        self._n_events += 1
 
     def _died(self, reference: Any) -> None:
         """Note that a storage died; a finalizer, on any thread and at any moment."""
@@ -286,11 +401,11 @@ class TimelineRecorder:
             return
         self._is_looking = True
         try:
-            number, at_ns = self._number, self.elapsed_ns()
+            number, at_ns = self._number, self._elapsed_ns()
             # Taken before the step is marked: what dies from here on belongs to the next one.
             dead, self._dead = self._dead, []
             self._number += 1
-            for account in list(self.accounts.values()):
+            for account in list(self._accounts.values()):
                 account.look(number, at_ns)
             step: _Step = number, at_ns, dead
             self.stream.mark(self, step)
@@ -298,20 +413,20 @@ class TimelineRecorder:
             self._is_looking = False
         if at_ns >= self._next_sample_ns:
             self._next_sample_ns = at_ns + _SAMPLE_NS
-            self.rss.add(number, at_ns, resident_bytes())
+            self._rss.add(number, at_ns, resident_bytes())
 
-    def elapsed_ns(self) -> int:
+    def _elapsed_ns(self) -> int:
         """Since it was started."""
-        return time.perf_counter_ns() - self.began_ns
+        return time.perf_counter_ns() - self._began_ns
 
     def take(self, claim: _Step, changes: list[int], level_bytes: int) -> None:
         """See `tenure._stream.Consumer`: tell the accounts what has happened in a step."""
         number, at_ns, dead = claim
-        self.n_events += len(dead)
+        self._n_events += len(dead)
         high = level_bytes
         if len(changes) > 1:
             high += max(accumulate(changes)) - sum(changes)
-        self.host.series.add(number, at_ns, self._host_base + high)
+        self._host.series.add(number, at_ns, self._host_base + high)
         for entry in dead:
             entry.account.tell(entry, number)
 
@@ -320,44 +435,12 @@ class TimelineRecorder:
         self.take(claim, [], level_bytes)
 
 
-class OperationMode(EagerMode):
-    """Tells of the operations of the thread that entered it, those of backward passes included."""
-
-    supports_higher_order_operators = True
-
-    def __init__(self, recorder: TimelineRecorder) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch left it unannotated
-        self._recorder = recorder
-        prepare()
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Let torch compile as without it: what runs compiled is told by the allocator alone."""
-        return True
-
-    @never_compiled
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """Run an operation and tell the recorder what it made."""
-        recorder, kind = self._recorder, _known.get(func)
-        if kind is None:
-            kind = _known[func] = _kind_of(func)
-        try:
-            sums = recorder.sums
-            out = run(func, args, kwargs or {}, mode=self, stream=recorder.stream, sums=sums)
-        except Exception as error:
-            if recorder.is_open:
-                recorder.failed(error)
-            raise
-        if kind and recorder.is_open:
-            # None on a thread of autograd's engine
-            recorder.made(out, args, kind, sys._getframe().f_back)
-        return out
+def _census() -> Iterator[tuple[UntypedStorage, str]]:
+    """Return the storages that are alive, and what each counts as; empty where nothing owns it."""
+    for entry in take_census(named=False):
+        storage = entry.identity() if entry.identity is not None else None
+        if storage is not None:
+            yield storage, "" if entry.owner.category == OTHERS else entry.owner.category
 
 
 def _kind_of(func: Any) -> int:

@@ -106,10 +106,5 @@ class Series:
                 self.add(*moment)
 
     def _keep_seen(self) -> None:
-        # the end of what is known: moments that are still to come may fall into these
-        open_from = self.moments[-1].number if self.moments else -1
-        self.lives = [
-            life
-            for life in self.lives
-            if life.end > open_from or self.index(life.begin) < self.index(life.end)
-        ]
+        # each has ended before the moments that are still to come
+        self.lives = [life for life in self.lives if self.index(life.begin) < self.index(life.end)]

@@ -199,9 +199,9 @@ class TimelineReport(Report):
         Raises:
             ProfilerUsageError: there is no such format.
         """
-        from ._export import export
+        from ._export import WRITERS, write_as_named
 
-        return export(self, Path(path))
+        return write_as_named(self, path, WRITERS)
 
     def __repr__(self) -> str:
         return f"<TimelineReport of {self.summary()}>"

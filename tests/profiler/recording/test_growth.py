@@ -7,7 +7,6 @@ import pandas as pd
 import pytest
 import torch
 
-from tenure._registries import leak_watchers
 from tenure.profiler import GrowthWatch, snapshot
 
 N = 64
@@ -153,6 +152,7 @@ def test_an_error_in_a_look_is_none_of_the_program(monkeypatch):
     def fails():
         raise ValueError("broken")
 
+    # a private name, because no program makes a look fail
     monkeypatch.setattr("tenure.profiler._recording._growth_watch.snapshot", fails)
     watch = _trained(lambda i, out, loss: None)
     assert watch.growth() == ()
@@ -182,22 +182,6 @@ def test_looks_keep_no_tensor_alive_and_change_no_bit():
     pairs = zip(plain.parameters(), watched.parameters(), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
     assert all(reference() is None for reference in died)
-
-
-@pytest.mark.parametrize("policy", ["report", "raise"])
-def test_who_watches_for_leaks_is_told_of_scopes(policy):
-    from tenure import NewDisposeScope, ScopeLeakError
-
-    told, kept = [], []
-    leak_watchers.append(told.append)
-    try:
-        with NewDisposeScope("step", policy=policy):
-            kept.append(torch.ones(3))
-    except ScopeLeakError:
-        assert policy == "raise"
-    finally:
-        leak_watchers.remove(told.append)
-    assert [len(report) for report in told] == [1]
 
 
 kept_later = []

@@ -7,6 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+# the allocator's own events, which no public name gives
 from tenure._torch import allocations
 
 
