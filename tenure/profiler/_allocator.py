@@ -26,26 +26,19 @@ class AllocatorBytes(NamedTuple):
         reserved: bytes that the allocator took from the device, in use or cached.
         device_used: bytes in use on the device by all processes, the driver's among them; None
             where the backend does not tell.
+        largest_free: the largest block that it has free; more than that needs a new segment. None
+            where it does not tell of its blocks.
+        inactive_split: free bytes that lie beside blocks in use: ``empty_cache()`` can't give them
+            back; None as above.
+        n_blocks_in_use: by the bytes that were asked for, how many blocks are in use.
     """
 
     allocated: int
     requested: int
     reserved: int
     device_used: int | None
-
-
-class CachedMemory(NamedTuple):
-    """The blocks of one device's caching allocator, as it tells of them.
-
-    Attributes:
-        largest_free_bytes: the largest block that it has free; more than that needs a new segment.
-        inactive_split_bytes: free bytes that lie beside blocks in use: ``empty_cache()`` can't give
-            them back.
-        n_blocks_in_use: by the bytes that were asked for, how many blocks are in use.
-    """
-
-    largest_free_bytes: int
-    inactive_split_bytes: int
+    largest_free: int | None
+    inactive_split: int | None
     n_blocks_in_use: Counter[int]
 
 
@@ -57,10 +50,21 @@ def allocator_bytes(device: torch.device) -> AllocatorBytes | None:
     counters = counters_of(*found)
     if counters.allocated is None:
         return None
-    # some backends leave what was requested at 0
-    requested = counters.requested or counters.allocated
-    reserved = max(counters.allocated, counters.reserved or 0)
-    return AllocatorBytes(counters.allocated, requested, reserved, _device_used(*found))
+    segments = segments_of(*found)
+    all_blocks = [segment["blocks"] for segment in segments if segment.get("blocks")]
+    free = [[b["size"] for b in blocks if b["state"] == FREE] for blocks in all_blocks]
+    pairs = zip(free, all_blocks, strict=True)
+    in_use = (b for blocks in all_blocks for b in blocks if b["state"] == _IN_USE)
+    return AllocatorBytes(
+        counters.allocated,
+        # some backends leave what was requested at 0
+        counters.requested or counters.allocated,
+        max(counters.allocated, counters.reserved or 0),
+        _device_used(*found),
+        max(free_block_bytes(segments), default=0) if all_blocks else None,
+        sum(sum(f) for f, blocks in pairs if len(f) < len(blocks)) if all_blocks else None,
+        Counter(b.get("requested_size", b["size"]) for b in in_use),
+    )
 
 
 def _device_used(module: Any, device: torch.device) -> int | None:
@@ -71,36 +75,19 @@ def _device_used(module: Any, device: torch.device) -> int | None:
     return None if told is None else int(told[1]) - int(told[0])
 
 
-def cached_memory(device: torch.device) -> CachedMemory | None:
-    """Return the cached memory of a device; None if its allocator does not report it."""
-    module: Any = torch.get_device_module(device)
-    found = segments_of(module, device)
-    segments = [segment["blocks"] for segment in found if segment.get("blocks")]
-    if not segments:
-        return None
-    free = [[b["size"] for b in blocks if b["state"] == FREE] for blocks in segments]
-    split = (sum(f) for f, blocks in zip(free, segments, strict=True) if len(f) < len(blocks))
-    in_use = (b for blocks in segments for b in blocks if b["state"] == _IN_USE)
-    return CachedMemory(
-        max(free_block_bytes(found), default=0),
-        sum(split),
-        Counter(b.get("requested_size", b["size"]) for b in in_use),
-    )
-
-
 def bytes_of_workspaces(
-    device: torch.device, cached: CachedMemory | None, storage_bytes: Iterable[int]
+    device: torch.device, counted: AllocatorBytes, storage_bytes: Iterable[int]
 ) -> int | None:
     """Return the bytes of workspaces, as of cuBLAS, in the allocator; None if it has none.
 
     Args:
         device: the device, with its index.
-        cached: its blocks.
+        counted: what its allocator counts.
         storage_bytes: the bytes of each storage that a tensor has.
     """
     # Sizes, each once: handles of cuBLAS and cuBLASLt may ask for blocks of the same.
     sizes = set(workspace_bytes(device).values())
-    if not sizes or cached is None:
+    if not sizes or counted.largest_free is None:
         return None
     n_of_tensors = Counter(storage_bytes)
-    return sum(n * max(0, cached.n_blocks_in_use[n] - n_of_tensors[n]) for n in sizes)
+    return sum(n * max(0, counted.n_blocks_in_use[n] - n_of_tensors[n]) for n in sizes)

@@ -37,7 +37,7 @@ from tenure._oom import OomInfo, allowed_bytes_in, free_bytes_in, limit_bytes_in
 from tenure._text import dtype_name, format_bytes
 from tenure._torch.autograd import OF_A_LEAF, node_number
 
-from .._allocator import allocator_bytes, cached_memory
+from .._allocator import allocator_bytes
 from .._owners import (
     BUFFERS,
     GRADIENTS,
@@ -367,9 +367,8 @@ class Facts:
         # what a fraction leaves out is nobody's
         if total is not None and free is not None and allowed_bytes_in(text) is None:
             self.others_bytes = max(0, total - free - (own_bytes_in(text) or counted.reserved))
-        cached = cached_memory(torch.device(self.device))
-        if cached is not None:
-            self.fragmentation["largest_free_bytes"] = cached.largest_free_bytes
+        if counted.largest_free is not None:
+            self.fragmentation["largest_free_bytes"] = counted.largest_free
 
     def _look_at_host(self) -> None:
         group = _host_memory.tightest_group()

@@ -28,7 +28,7 @@ from tenure._show import (
 )
 from tenure._text import counted, format_bytes
 
-from .._allocator import allocator_bytes, bytes_of_workspaces, cached_memory
+from .._allocator import allocator_bytes, bytes_of_workspaces
 from .._owners import CATEGORIES, StorageEntry, TensorRow
 
 ROUNDING = "allocator rounding"
@@ -188,8 +188,7 @@ def _device_report(name: str, rows: Sequence[TensorRow]) -> DeviceReport:
     # The CPU: torch keeps no count of its bytes, so what was found is the total.
     if told is None:
         return DeviceReport(name, tuple(rows), categories, sum(categories.values()))
-    cached = cached_memory(device)
-    workspaces = bytes_of_workspaces(device, cached, (row.counted_bytes for row in rows))
+    workspaces = bytes_of_workspaces(device, told, (row.counted_bytes for row in rows))
     # cuBLAS's: blocks that torch keeps and no tensor has, which would be unexplained else.
     if workspaces is not None:
         categories[WORKSPACES] = workspaces
@@ -202,8 +201,8 @@ def _device_report(name: str, rows: Sequence[TensorRow]) -> DeviceReport:
         True,
         told.reserved,
         told.device_used,
-        None if cached is None else cached.largest_free_bytes,
-        None if cached is None else cached.inactive_split_bytes,
+        told.largest_free,
+        told.inactive_split,
     )
 
 

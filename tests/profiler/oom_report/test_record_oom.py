@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from torch.optim import sgd
 
-from tenure._heap import collector_paused
 from tenure.adaptive import OutOfRetriesError, memory_budget, step
 from tenure.profiler import OomReport, ProfilerUsageError, record_oom
 from tests.programs import run_program
@@ -154,8 +153,12 @@ def test_tensors_from_before_a_budget_are_not_the_cause_of_its_error(recorder, i
     old.append(old)
     if is_garbage:
         del old
-    with collector_paused(), pytest.raises(torch.OutOfMemoryError):
-        pile_up()
+    gc.disable()
+    try:
+        with pytest.raises(torch.OutOfMemoryError):
+            pile_up()
+    finally:
+        gc.enable()
     assert recorder.report.first_line.startswith("Results pile up: kept[…] keeps 4 tensors")
     assert recorder.report.categories["other tensors"] < 2 << 20
 
@@ -425,14 +428,17 @@ with memory_budget("6MiB"):
 
 
 @pytest.mark.slow
-def test_of_another_thread_what_nobody_handles_is_explained(recorder, monkeypatch):
+def test_of_another_thread_what_nobody_handles_is_explained(monkeypatch):
     def work():
         raise MemoryError("no room")
 
-    monkeypatch.setattr(recorder._watch, "_thread_hook", lambda args: None)
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
+    told = []
+    monkeypatch.setattr(threading, "excepthook", told.append)
+    with record_oom(quiet=True) as recorder:
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    assert len(told) == 1
     assert recorder.report.error.startswith("MemoryError: no room")
 
 
