@@ -281,9 +281,9 @@ def _of_devices(name: str) -> dict[str, Any]:
     device = torch.accelerator.current_accelerator()
     module: Any = None if device is None else torch.get_device_module(device)
     # asking would set it up, and not every backend counts
-    if device is None or not getattr(module, "is_initialized", bool)():
+    ask = getattr(module, name, None)
+    if device is None or ask is None or not getattr(module, "is_initialized", bool)():
         return {}
-    ask = getattr(module, name)
     return {f"{device.type}:{i}": ask(i) for i in range(module.device_count())}
 
 
