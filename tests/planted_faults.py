@@ -306,8 +306,8 @@ FAULTS = (
     ),
     Fault(
         "profiler/_allocator.py",
-        'in_use = (b for blocks in segments for b in blocks if b["state"] == _IN_USE)',
-        "in_use = (b for blocks in segments for b in blocks)",
+        'in_use = (b for blocks in all_blocks for b in blocks if b["state"] == _IN_USE)',
+        "in_use = (b for blocks in all_blocks for b in blocks)",
         "profiler/test_allocator.py",
     ),
     Fault(

@@ -126,6 +126,12 @@ def test_an_allocator_that_tells_of_no_blocks_is_not_asked_further(backend, cubl
     assert "library workspaces" not in found.categories
 
 
+def test_free_blocks_of_the_size_of_a_workspace_are_none(backend, cublas):
+    blocks = [*[block(WORKSPACE)] * 2, block(WORKSPACE, "inactive"), block(MIB), block(77)]
+    found = backend(memory_stats=lambda device: STATS, memory_snapshot=lambda: [segment(*blocks)])
+    assert found.categories["library workspaces"] == 2 * WORKSPACE + MIB
+
+
 @pytest.mark.parametrize(("n_tensors", "n_workspaces"), [(0, 3), (1, 2), (3, 0), (4, 0)])
 def test_blocks_of_a_workspace_that_tensors_have_are_theirs(sim, cublas, n_tensors, n_workspaces):
     from tenure.testing._device._machine import machine
