@@ -248,13 +248,13 @@ FAULTS = (
         "adaptive/_sizes/_limits.py",
         "return size // self.align * self.align or size",
         "return size // self.align * self.align",
-        "adaptive/sizes/test_limits.py",
+        "adaptive/sizes/test_search.py",
     ),
     Fault(
         "adaptive/_sizes/_model.py",
-        "return self._first() if top >= self._low else None",
-        "return self._first()",
-        "adaptive/sizes/test_model.py",
+        "self.bad, self.other = size, Measured(size, needed_bytes)",
+        "self.bad = size",
+        "adaptive/test_find_batch_size.py",
     ),
     Fault(
         "adaptive/_undo/_module_state.py",

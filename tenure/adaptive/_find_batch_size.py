@@ -22,12 +22,22 @@ from ._callables import check_function, name_of
 from ._memory import MemoryMeter, memory_budget, meter_for
 from ._predict import Forecast
 from ._ranks import call_of_ranks
-from ._sizes import Predict, SizeLimits, SizeModel, checked_size
+from ._sizes import (
+    Predict,
+    SizeLimits,
+    SizeModel,
+    SizeRange,
+    checked_size,
+    largest_predicted,
+    with_margin,
+)
 from ._step import FunctionState, no_optimizer_steps, refuse_capture
 from ._undo import Caches
 
 _ENTRY = "find_batch_size"
 _MARGIN = 0.05
+_DOUBT = 4
+"""A prediction that was too low is taken to be so by up to that."""
 _ADVICE = (
     "Not even low=1 fits: free memory, make the model or the sample smaller, or page the model."
 )
@@ -157,10 +167,10 @@ class _Finder:
         predict: the bytes that a size is predicted to need.
 
     Attributes:
-        model: what is known of sizes.
         size: the size to run now.
         ran: the sizes that have run.
         needed_bytes: what the last size that ran to its end needed.
+        limit_bytes: the memory that a size may need; None: nobody can tell.
     """
 
     limited_by = "low= or align="
@@ -172,14 +182,26 @@ class _Finder:
         meter: MemoryMeter | None,
         predict: Predict | None,
     ) -> None:
-        high = limits.aligned(limits.maximum or limits.floor)
-        self.model = SizeModel(limits.floor, high, limits.align, predict)
         self._limits, self._margin = limits, margin
+        self._sizes = SizeRange(limits.floor, limits.aligned(limits.maximum or 0), limits.align)
+        self._model = SizeModel()
+        self._n_ooms = 0
         self._meter = meter if meter is not None and meter.measures else None
+        self.limit_bytes: int | None = None
         self._note_limit()
         self.ran: set[int] = set()
         self.needed_bytes: int | None = None
-        self.size = self.model.next_size() or limits.floor
+        self._predict = predict
+        self.size = self._predicted(1) or limits.floor
+
+    def _predicted(self, factor: int) -> int:
+        """Return the size that fits if predictions are too low by a factor; 0 without any."""
+        low, high, align = self._sizes
+        if self._predict is None or self.limit_bytes is None:
+            return 0
+        high = min(high, self._model.bad or high) // align * align
+        most = largest_predicted(self._predict, low, high, self.limit_bytes / factor, align)
+        return most if most == high else max(low, with_margin(most) // align * align)
 
     @property
     def found(self) -> int:
@@ -188,11 +210,15 @@ class _Finder:
 
     @property
     def _largest(self) -> int:
-        ok, limits = self.model.ok, self._limits
+        ok, limits = self._model.ok, self._limits
         # a limit in bytes has the margin taken off
-        if self.model.is_measured or not ok:
+        if self._is_measured or not ok:
             return ok
         return max(limits.floor, limits.aligned(int(ok * (1 - self._margin))))
+
+    @property
+    def _is_measured(self) -> bool:
+        return self.limit_bytes is not None and self._model.needed_bytes is not None
 
     def restart(self) -> None:
         """Begin to measure what a size needs."""
@@ -202,7 +228,7 @@ class _Finder:
 
     def _note_limit(self) -> None:
         if self._meter is not None:
-            self.model.limit_bytes = int(self._meter.available_bytes() * (1 - self._margin))
+            self.limit_bytes = int(self._meter.available_bytes() * (1 - self._margin))
 
     def measure(self) -> None:
         """Note what the size needed, while what it made is still there."""
@@ -210,8 +236,8 @@ class _Finder:
 
     def go_on(self) -> bool:
         """Choose the size to run next; False if the search is over."""
-        size = self.model.next_size()
-        if size is None and not self.model.is_measured:
+        size = self._next_size()
+        if size is None and not self._is_measured:
             # the one that leaves the margin may not have run
             size = self._largest
         if not size or size in self.ran:
@@ -219,18 +245,39 @@ class _Finder:
         self.size = size
         return True
 
+    def _next_size(self) -> int | None:
+        low, _, align = self._sizes
+        if self._model.ok:
+            return self._model.next_size(self._sizes, self.limit_bytes, self._n_ooms)
+        if self.size == low:
+            return None
+        # another failure is for what is measured then
+        wanted = self._predicted(_DOUBT) if self._n_ooms < 2 else low
+        return max(low, min(wanted, self.size - align))
+
     # --- as attempts use it
 
     def succeeded(self) -> None:
         """Work of this size returned."""
-        if self.size not in self.ran:
-            self.ran.add(self.size)
-            self.model.ran(self.size, self.needed_bytes)
+        size, needed_bytes, model = self.size, self.needed_bytes, self._model
+        if size in self.ran:
+            return
+        self.ran.add(size)
+        if needed_bytes and self.limit_bytes is not None and needed_bytes > self.limit_bytes:
+            model.ran_over(size, needed_bytes)
+            return
+        is_first = not model.ok
+        model.ran(size, needed_bytes)
+        if needed_bytes and is_first and self._predict is not None and size > 1:
+            # what is predicted says how memory grows
+            share = self._predict(size // 2) / max(1, self._predict(size))
+            model.ran_part(size // 2, int(needed_bytes * share))
 
     def shrink(self, info: OomInfo) -> bool:
         """Work of this size ran out of memory; False if no smaller one can be tried."""
-        self.model.ran_out(self.size)
-        self.size = self.model.next_size() or self.model.ok
+        self._n_ooms += 1
+        self._model.ran_out(self.size, self._limits.align)
+        self.size = self._next_size() or self._model.ok
         return self.size > 0
 
     def gave_up(self) -> int:
@@ -319,7 +366,7 @@ def _checked_margin(margin: float) -> float:
 
 def _too_large(name: str, finder: _Finder, low: int, margin: float) -> OutOfRetriesError:
     """Return the error where the smallest size ran, and needs more than it may."""
-    needed_bytes, limit_bytes = finder.needed_bytes or 0, finder.model.limit_bytes or 0
+    needed_bytes, limit_bytes = finder.needed_bytes or 0, finder.limit_bytes or 0
     return OutOfRetriesError(
         f"{name!r} ran at batch size {finder.size}, the smallest that low={low} allows, and needed "
         f"{format_bytes(needed_bytes)}, of {format_bytes(limit_bytes)} that margin={margin:g} "

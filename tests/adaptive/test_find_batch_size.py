@@ -1,11 +1,14 @@
 """The largest batch that fits, found by running it: on the CPU, and on a simulated device."""
 
+import bisect
 import logging
 import random
 import re
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 from tenure import is_disposed
@@ -229,3 +232,120 @@ def test_any_other_error_goes_on_and_leaves_nothing():
     with pytest.raises(KeyError, match="of the user"):
         find_batch_size(train, high=64, budget="16MiB")
     assert all(p.grad is None for p in net.parameters())
+
+
+class Device:
+    """Bytes by size, and the memory that there is."""
+
+    def __init__(self, bytes_at, limit, cut=1.0):
+        self.bytes_at, self.limit, self.cut = bytes_at, limit, cut
+        self.sizes, self.n_failed = [], 0
+
+    def fits(self, size):
+        return self.bytes_at(size) * self.cut <= self.limit
+
+    def largest(self, low, high, align):
+        """The largest size that fits; 0 where none does."""
+        found = bisect.bisect_left(
+            range(low // align, high // align + 1), True, key=lambda n: not self.fits(n * align)
+        )
+        return (low // align + found - 1) * align if found else 0
+
+    def __call__(self, size):
+        self.sizes.append(size)
+        n_bytes = self.bytes_at(size)
+        try:
+            held = [torch.empty(n_bytes, dtype=torch.uint8)]
+            if not self.fits(size):
+                # what fragments add is in no count of what is in use
+                held.append(torch.empty(self.limit - n_bytes + 1, dtype=torch.uint8))
+        except torch.OutOfMemoryError:
+            self.n_failed += 1
+            raise
+
+
+@st.composite
+def devices(draw, kinds=("line", "fixed", "convex", "segments", "rows", "steep"), cuts=(1, 1.3)):
+    """A device on which about ``big`` fit, whatever the memory grows with; and low, high, align."""
+    kind, big = draw(st.sampled_from(kinds)), draw(st.integers(1, 10**5))
+    # segments count in small memories only: a large one has a smaller part of each
+    limit = draw(st.integers(10**6, 4 * 10**8 if kind in ("segments", "rows") else 10**9))
+    fixed = limit * draw(st.floats(0, 0.98 if kind == "fixed" else 0.3))
+    each = (limit - fixed) / (big + draw(st.floats(0.05, 0.95)))
+
+    def line(size):
+        return int(fixed + each * size)
+
+    if kind == "convex":
+        knee, share = int(big * draw(st.floats(0, 1))), draw(st.floats(0, 1))
+
+        def cost(size):
+            return int(max(line(size), line(knee) + share * each * (size - knee)))
+    elif kind == "segments":
+        segment = max(1, int(limit * draw(st.floats(1e-4, 0.3))))
+
+        def cost(size):
+            return -(-line(size) // segment) * segment
+    elif kind == "rows":
+        rows = draw(st.integers(1, 64))
+
+        def cost(size):
+            return line(-(-size // rows) * rows)
+    elif kind == "steep":
+        power = draw(st.floats(1, 2))
+
+        def cost(size):
+            return int(fixed + (limit - fixed) * (size / (big + 0.5)) ** power)
+    else:
+        cost = line
+    align = draw(st.sampled_from([1, 1, 8, 12]))
+    low = -(-draw(st.integers(1, 64)) // align) * align
+    high = max(low, int(big * 2 ** draw(st.floats(-2, 8))) // align * align)
+    return Device(cost, limit, draw(st.sampled_from(cuts))), low, high, align
+
+
+def check_found(case, **options):
+    """Look for the largest size; it has 95 % of that, after three failures at the most."""
+    device, low, high, align = case
+    largest = device.largest(low, high, align)
+    options = {"low": low, "high": high, "align": align, "budget": device.limit} | options
+    if not largest:
+        with pytest.raises(OutOfRetriesError):
+            find_batch_size(device, **options)
+        return
+    found = find_batch_size(device, **options)
+    assert found in device.sizes
+    assert 20 * found >= 19 * largest
+    assert largest < high or found == high
+    assert device.n_failed <= 3
+    assert all(size % align == 0 and low <= size <= high for size in device.sizes)
+    assert len(device.sizes) <= 60
+
+
+@settings(deadline=None, max_examples=150)
+@given(devices())
+def test_whatever_memory_grows_with_95_percent_are_found_with_three_failures(case):
+    check_found(case, margin=0)
+
+
+@settings(deadline=None, max_examples=100)
+@given(devices(), st.floats(0.4, 2.5))
+def test_a_prediction_however_wrong_costs_no_more_failures(case, share):
+    bytes_at = case[0].bytes_at
+    check_found(case, margin=0, predict=lambda size: int(bytes_at(size) * share))
+
+
+@settings(deadline=None, max_examples=50)
+@given(devices(kinds=("line", "steep"), cuts=(1,)))
+def test_a_prediction_that_is_right_gives_95_percent_in_the_first_run(case):
+    device, low, high, align = case
+    check_found(case, margin=0, predict=device.bytes_at)
+    largest = device.largest(low, high, align)
+    assert not largest or device.sizes[0] >= 0.95 * largest - align
+
+
+def test_sizes_grow_eight_times_at_most_and_a_line_takes_few_runs():
+    device = Device(lambda size: (1 << 20) + size * 1000, 600 << 20)
+    assert find_batch_size(device, high=1 << 24, budget=device.limit, margin=0) == 615012
+    assert device.sizes == [1, 8, 64, 512, 4096, 32768, 262144, 615012]
+    assert device.n_failed == 0

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
 from tenure._errors import AdaptiveUsageError
 
 from .._attempt import OnRetry
 from .._sizes import (
-    NO_LIMITS,
     BatchsizeCache,
     Reduce,
     SizeLimits,
@@ -42,7 +41,7 @@ class Options:
     dimension: Any = 0
     cache_type: type[BatchsizeCache] | None = None
     context: Any = None
-    limits: SizeLimits = NO_LIMITS
+    limits: SizeLimits = field(default_factory=SizeLimits)
     reduce: Reduce | None = None
     restore_rng: bool = False
     on_retry: OnRetry | None = None

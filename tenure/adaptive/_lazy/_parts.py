@@ -133,7 +133,7 @@ def note_split(tape: Tape, root: int | None, info: OomInfo) -> None:
             raise BatchCoupledError(text + _MIXING, (error.mixing,)) from None
         advice = "Nothing was changed. Pass a smaller batch, or say with step() what to do."
         raise OutOfRetriesError(text + advice, (tape.n_samples,)) from None
-    _remembered(tape, "whole").new().note_failed(tape.n_samples, 1, info.device, None)
+    _remembered(tape, "whole").new().ran_out(tape.n_samples, 1, info.device)
 
 
 def keep(tape: Tape, values: dict[int, Tensor]) -> None:
@@ -176,9 +176,9 @@ def gradients_in_parts(tape: Tape, number: int, *, predict: bool) -> Gradients:
     record = _remembered(tape, "whole").new()
     # there is more memory than there was, or it was predicted
     if result.micro_batch == tape.n_samples:
-        record.note_ok(tape.n_samples, None, None)
+        record.ran(tape.n_samples)
     elif record.bad is None:
-        record.note_failed(tape.n_samples, 1, tape.kind, None)
+        record.ran_out(tape.n_samples, 1, tape.kind)
     keep(tape, program.values)
     return found
 

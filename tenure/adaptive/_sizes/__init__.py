@@ -1,19 +1,19 @@
 """Sizes of work: which may be tried, which is tried next, and what is remembered of them.
 
-`_search` is the state of one call, `_model` says what it tries next. `_record` is what is known of
-one piece of work, `_learned` all such records and their file, `_remembered` how a call finds its
-own.
+`_search` is the state of one call, `_model` what is known of one piece of work, and which size
+follows. `_learned` has all such models and their file, `_remembered` is how a call finds its own.
 """
 
 from ._learned import load as load
 from ._learned import reset as reset
 from ._learned import save as save
-from ._limits import NO_LIMITS as NO_LIMITS
 from ._limits import SizeLimits as SizeLimits
 from ._limits import checked_initial as checked_initial
 from ._limits import checked_limits as checked_limits
 from ._limits import checked_size as checked_size
 from ._model import SizeModel as SizeModel
+from ._model import SizeRange as SizeRange
+from ._model import with_margin as with_margin
 from ._predicted import Predict as Predict
 from ._predicted import largest_predicted as largest_predicted
 from ._remembered import BatchsizeCache as BatchsizeCache

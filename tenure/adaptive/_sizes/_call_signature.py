@@ -46,19 +46,10 @@ def signature_of(
     return _SEPARATOR.join([_modes() + _ADDING * adds_gradients, *parts])
 
 
-def modes_in(signature: str) -> str:
-    """Return the part of a signature that does not depend on the arguments."""
-    return signature.partition(_SEPARATOR)[0]
-
-
-def with_other_gradients(modes: str) -> str:
-    """Return the same modes, but for whether gradients of before are there."""
-    return modes.removesuffix(_ADDING) if adds_gradients(modes) else modes + _ADDING
-
-
-def adds_gradients(modes: str) -> bool:
-    """Return whether gradients of before are there."""
-    return modes.endswith(_ADDING)
+def circumstances_in(signature: str) -> tuple[str, bool]:
+    """Return the modes in a signature, and whether gradients of before are there."""
+    modes = signature.partition(_SEPARATOR)[0]
+    return modes.removesuffix(_ADDING), modes.endswith(_ADDING)
 
 
 def _modes() -> str:

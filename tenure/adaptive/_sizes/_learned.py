@@ -20,8 +20,8 @@ from typing import Any
 from tenure._errors import AdaptiveUsageError
 from tenure._report_files import write_whole
 
-from ._call_signature import adds_gradients, modes_in, with_other_gradients
-from ._record import SizeRecord
+from ._call_signature import circumstances_in
+from ._model import SizeModel
 
 _FORMAT = "tenure.adaptive sizes"
 _VERSION = 1
@@ -46,50 +46,48 @@ class SizeSite:
 
     name: str
     about: tuple[weakref.ref[object], ...] = ()
-    records: dict[str, SizeRecord] = field(default_factory=dict)
+    records: dict[str, SizeModel] = field(default_factory=dict)
 
     @property
     def is_alive(self) -> bool:
         """Whether what it is about is still there; an identity may be used again later."""
         return all(reference() is not None for reference in self.about)
 
-    def known(self, signature: str) -> SizeRecord | None:
+    def known(self, signature: str) -> SizeModel | None:
         """Return the record of a signature, else a copy of the latest under the same modes."""
         with _lock:
-            record = self.records.pop(signature, None)
-            if record is None:
-                record = self._similar(modes_in(signature))
-                if record is None:
-                    return None
-            # as the latest: the oldest are forgotten first
-            self.records[signature] = record
-            _shorten(self.records, _MOST_SIGNATURES)
+            record = self.records.pop(signature, None) or self._similar(signature)
+            if record is not None:
+                # as the latest: the oldest are forgotten first
+                self.records[signature] = record
+                _shorten(self.records, _MOST_SIGNATURES)
             return record
 
-    def _similar(self, modes: str) -> SizeRecord | None:
+    def _similar(self, signature: str) -> SizeModel | None:
         """Return a copy of the latest record of another shape, as a first guess.
 
         Not of other modes: without gradients far larger ones fit, see
         test_evaluation_does_not_make_training_smaller.
         """
-        for wanted in (modes, with_other_gradients(modes)):
+        modes, adds = circumstances_in(signature)
+        for wanted in ((modes, adds), (modes, not adds)):
             for name in reversed(self.records):
-                if modes_in(name) == wanted:
-                    is_fewer = adds_gradients(modes) and wanted != modes
-                    return self.records[name].copy(has_less_room=is_fewer)
+                if circumstances_in(name) == wanted:
+                    is_fewer = adds and wanted != (modes, adds)
+                    return self.records[name].for_other_work(has_less_room=is_fewer)
         return None
 
-    def new(self, signature: str) -> SizeRecord:
+    def new(self, signature: str) -> SizeModel:
         """Return the record of a signature, empty where there is none."""
         with _lock:
-            record = self.records.setdefault(signature, SizeRecord())
+            record = self.records.setdefault(signature, SizeModel())
             _shorten(self.records, _MOST_SIGNATURES)
             return record
 
 
 _lock = threading.RLock()
 sites: OrderedDict[SiteKey, SizeSite] = OrderedDict()
-from_files: dict[str, dict[str, SizeRecord]] = {}
+from_files: dict[str, dict[str, SizeModel]] = {}
 """What was loaded; where there is something, sites not seen yet are looked up by name."""
 
 
@@ -116,7 +114,9 @@ def add(key: SiteKey, name: str, about: Iterable[object]) -> SizeSite:
         if site is None:
             references = tuple(weakref.ref(each) for each in about)
             # copies: what is learned here is not what the file said, which other sites begin with
-            known = {each: record.copy() for each, record in from_files.get(name, {}).items()}
+            known = {
+                each: record.for_other_work() for each, record in from_files.get(name, {}).items()
+            }
             site = sites[key] = SizeSite(name, references, known)
             _shorten(sites, _MOST_SITES)
     return site
@@ -157,11 +157,17 @@ def save(path: _Path) -> None:
         AdaptiveUsageError: it can't be written, or is no regular file.
     """
     file = _checked_path("save", path)
-    found = entries()
+    found = _entries()
     sizes = [
-        {"site": name, "signature": signature, **_as_json(record)}
-        for (name, signature), record in sorted(found.items(), key=lambda item: item[0])
-        if record.ok or record.bad is not None
+        {
+            "site": name,
+            "signature": signature,
+            "ok": each.ok,
+            "bad": each.bad,
+            "device": each.device,
+        }
+        for (name, signature), each in sorted(found.items(), key=lambda item: item[0])
+        if each.ok or each.bad is not None
     ]
     content = {"format": _FORMAT, "version": _VERSION, "sizes": sizes}
     text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
@@ -191,7 +197,12 @@ def load(path: _Path) -> None:
             f"load() can't use {str(file)!r}: {error}. Nothing was changed. Give it a file that "
             "save() wrote."
         ) from error
-    take(loaded)
+    with _lock:
+        for (name, signature), record in loaded.items():
+            from_files.setdefault(name, {})[signature] = record
+        for site in sites.values():
+            if records := from_files.get(site.name):
+                site.records |= {each: known.for_other_work() for each, known in records.items()}
 
 
 def _checked_path(entry: str, path: _Path) -> Path:
@@ -215,10 +226,6 @@ def _target_of(path: Path) -> Path:
     return target
 
 
-def _as_json(record: SizeRecord) -> dict[str, Any]:
-    return {"ok": record.ok, "bad": record.bad, "device": record.device}
-
-
 def _checked_sizes(content: Any) -> list[Any]:
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
         raise ValueError(f"it does not say that it holds {_FORMAT!r}")
@@ -230,7 +237,7 @@ def _checked_sizes(content: Any) -> list[Any]:
     return sizes
 
 
-def _entry(item: Any) -> tuple[tuple[str, str], SizeRecord]:
+def _entry(item: Any) -> tuple[tuple[str, str], SizeModel]:
     match item:
         case {
             "site": str(site),
@@ -239,13 +246,13 @@ def _entry(item: Any) -> tuple[tuple[str, str], SizeRecord]:
             "bad": (int() | None) as bad,
             "device": (str() | None) as device,
         } if ok >= 0 and (bad is None or ok < bad):
-            return (site, signature), SizeRecord(ok, bad, device=device)
+            return (site, signature), SizeModel(ok, bad, device=device)
     raise ValueError(f"one of its sizes is {item!r:.200}")
 
 
-def entries() -> dict[tuple[str, str], SizeRecord]:
+def _entries() -> dict[tuple[str, str], SizeModel]:
     """Return the known records by site and signature; of two, the one of smaller sizes."""
-    found: dict[tuple[str, str], SizeRecord] = {}
+    found: dict[tuple[str, str], SizeModel] = {}
     with _lock:
         for site in sites.values():
             for signature, shared in site.records.items():
@@ -259,13 +266,3 @@ def entries() -> dict[tuple[str, str], SizeRecord]:
             for signature, record in records.items():
                 found.setdefault((name, signature), record)
     return found
-
-
-def take(loaded: dict[tuple[str, str], SizeRecord]) -> None:
-    """Know what a file told, instead of what was known of the same sites and signatures."""
-    with _lock:
-        for (name, signature), record in loaded.items():
-            from_files.setdefault(name, {})[signature] = record
-        for site in sites.values():
-            if records := from_files.get(site.name):
-                site.records |= {each: record.copy() for each, record in records.items()}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from operator import index
-from typing import Any
 
 from tenure._errors import AdaptiveUsageError
 
@@ -65,13 +64,6 @@ class SizeLimits:
         # a batch that is smaller than a step has to be run, too
         return size // self.align * self.align or size
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and pickle NO_LIMITS as itself, because calls compare its identity."""
-        return checked_limits, (self.minimum, self.maximum, self.align)
-
-
-NO_LIMITS = SizeLimits()
-
 
 def checked_limits(minimum: int, maximum: int | None, align: int) -> SizeLimits:
     """Return the limits that a user gave.
@@ -84,9 +76,6 @@ def checked_limits(minimum: int, maximum: int | None, align: int) -> SizeLimits:
         None if maximum is None else checked_size("maximum", maximum),
         checked_size("align", align),
     )
-    # the same object, which a call knows by `is`: it is spared all arithmetic of limits
-    if limits == NO_LIMITS:
-        return NO_LIMITS
     if limits.maximum is not None and limits.maximum < limits.floor:
         raise AdaptiveUsageError(
             f"maximum={maximum} leaves no size: the smallest allowed is {limits.floor}, by "

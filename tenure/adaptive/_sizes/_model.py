@@ -1,324 +1,385 @@
-"""Choose the next size to run from the sizes that ran: ``SizeModel``, for all searches.
+"""What is known of the sizes of one piece of work, and which size follows: ``SizeModel``.
 
-Invariant: as long as larger sizes need no less memory, a search ends after `MOST_OOMS` failures at
-the most, at a size that worked. It has 95 % of the largest if nothing is measured, and if memory is
-convex in the size or goes up in the segments of an allocator. If memory goes up in larger steps,
-such as a buffer that doubles, measuring may end the search at half of the largest. With a margin it
-goes on after that many failures, with what fits if memory grows with the square of the size.
+Invariant: ``ok`` worked and ``bad``, above it, did not. As long as larger sizes need no less
+memory, a search ends after `MOST_FAILURES` failures at the most, at a size that worked and is at
+least 95 % of the largest: a size follows from the bytes of two others by the line through them, and
+each failure makes the next step smaller.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import threading
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
-from ._predicted import Predict, largest_predicted, with_margin
-from ._record import Measured, SizeRecord, apart
-
-MOST_OOMS = 3
+MOST_FAILURES = 3
+_MARGIN = 48
+"""A size that is computed is made smaller by one part in so many, because memory varies."""
+_STEPS = (2, 4, 20)
+"""After so many failures the next size is larger by one part in so many, at most."""
 _LEAP = 8
-"""A size grows by so much at once, until three sizes have shown what grows.
+"""A size grows by so much at once: the largest layer may take over from the weights, or memory may
+grow with the square of the size."""
+_FINE = 40
+"""A growth below one part in so many is not worth a new size, if no more than that seems to fit."""
+_SEGMENTS_BYTES = 400 << 20
+"""Below this a segment of an allocator, of 20 MiB, is more than a step: see ``kLargeBuffer`` of
+c10/core/AllocatorConfig.h."""
+_FIRST_INTERVAL = 16
+_CLOSED_INTERVAL = 512
+"""Clean calls before what failed is tried again where nothing lies between it and what works."""
+_WITH_LESS_ROOM = 4
+"""Work that finds less memory free begins with one part in so many of what fitted."""
+_RISE_BYTES = 1 << 28
+"""Memory that came free has to be so much to count, where nothing tells what a size needs."""
 
-Memory is convex in the size: the largest layer takes over from the weights, or memory grows with
-the square of the size. What small sizes have shown is too little then.
-"""
-_SEGMENT_BYTES = 20 << 20
-"""What allocators take from a device at once for tensors of a few MiB: memory goes up in steps.
-
-Source: ``kLargeBuffer`` of c10/core/AllocatorConfig.h.
-"""
-_DOUBT = 4
-"""A prediction that was too low is taken to be so by that much more."""
-_WORTH_IT = 100
-"""A growth below one part in so many is not worth a new size."""
-_LEAST_SLOPE = 0.5
-"""At least so much of what a size needs grows with it, whatever two measurements say."""
-_NOISE = 48
-"""The bytes of a size vary by one part in so many."""
-_LEAST_CURVE = 0.05
-"""Slopes that differ by a smaller share are those of one line, of which measurements vary."""
+# one for all: a note is a few assignments, and a lock of its own would outweigh a model
+_lock = threading.RLock()
 
 
+class Measured(NamedTuple):
+    """A size, and the most memory that was in use for it at once."""
+
+    size: int
+    n_bytes: int
+
+
+class SizeRange(NamedTuple):
+    """The sizes from ``low`` to ``high`` that are multiples of ``align``, as both are."""
+
+    low: int
+    high: int
+    align: int = 1
+
+
+@dataclass(slots=True)
 class SizeModel:
-    """What is known of sizes from ``low`` to ``high``, and which to run next.
-
-    Args:
-        low: the smallest size that is allowed, a multiple of ``align``.
-        high: the largest, likewise.
-        align: sizes are multiples of it.
-        predict: gives the size to begin with if it is known how much memory there is.
-        has_margin: whether the size found has to fit again, beside more than was there.
-        record: what is known, which outlives the search; None: nothing.
+    """The memory of one site, for all of its calls; threads may share it.
 
     Attributes:
-        record: what is known.
-        n_ooms: how many sizes ran out of memory in this search.
-        limit_bytes: the memory that a size may need; None: nobody can tell.
+        ok: the largest size that worked since something this small last failed; 0 where none did.
+        bad: the smallest size that is known not to fit; None where none is.
+        needed_bytes: what ``ok`` needs at the most; None where that was not measured.
+        other: a smaller size that was measured, or one that ran and needed more than it should.
+        n_surprises: failures above a size that worked, so that something spoke for them, since
+            more memory was seen to be free.
+        is_guess: whether ``bad`` failed in work of another shape, when less memory was free, or was
+            only predicted to fail.
+        free_bytes: the memory that was free when ``bad`` failed; None where that is not known.
+        least_free_bytes: the least that was free when work of ``ok`` began that returned; None
+            where that is not known.
+        device: the memory that ran out, as torch spells it.
+        n_clean: calls without a failure since the last one.
+        interval: clean calls before a larger size is tried, where nothing is measured.
     """
 
-    __slots__ = (
-        "_align", "_has_margin", "_high", "_known", "_low", "_predict", "_predicted",
-        "limit_bytes", "n_ooms", "record",
-    )  # fmt: skip
+    ok: int = 0
+    bad: int | None = None
+    needed_bytes: int | None = None
+    other: Measured | None = None
+    n_surprises: int = 0
+    is_guess: bool = False
+    free_bytes: int | None = None
+    least_free_bytes: int | None = None
+    device: str | None = None
+    n_clean: int = 0
+    interval: int = _FIRST_INTERVAL
 
-    def __init__(
-        self,
-        low: int,
-        high: int,
-        align: int = 1,
-        predict: Predict | None = None,
-        *,
-        has_margin: bool = False,
-        record: SizeRecord | None = None,
-    ) -> None:
-        self._low, self._high, self._align = low, high, align
-        self._has_margin = has_margin
-        self._predict = predict
-        self._predicted: dict[int, int] = {}
-        self.record = SizeRecord() if record is None else record
-        # the record as one decision finds it
-        self._known = self.record
-        self.n_ooms = 0
-        self.limit_bytes: int | None = None
+    def snapshot(self) -> SizeModel:
+        """Return a consistent copy, whatever other threads note meanwhile."""
+        with _lock:
+            return replace(self)
 
-    @property
-    def ok(self) -> int:
-        """The largest size that worked; 0 if none has yet."""
-        return self.record.ok
+    def for_other_work(self, *, has_less_room: bool = False) -> SizeModel:
+        """Return a copy of the sizes, to begin with in work of another shape.
 
-    @property
-    def is_measured(self) -> bool:
-        """Whether anything is known of what sizes need."""
-        return self.limit_bytes is not None and bool(self.record.points)
+        What a size needs is another then. Clean calls count on, so that sizes grow also where no
+        two calls have the same shape.
+
+        Args:
+            has_less_room: whether that work finds less memory free: it begins with a small size
+                that surely fits, is measured, and tells how large the next may be.
+        """
+        with _lock:
+            ok = max(1, self.ok // _WITH_LESS_ROOM) if self.ok and has_less_room else self.ok
+            known = replace(self, ok=ok, n_surprises=0, is_guess=True)
+        known.needed_bytes = known.other = known.least_free_bytes = None
+        return known
+
+    # --- a call begins
+
+    def start(self, first: int, ceiling: int, align: int) -> int:
+        """Return the size that a call begins with, whatever memory is free.
+
+        Args:
+            first: the size where nothing is known.
+            ceiling: the largest that is allowed.
+            align: sizes are multiples of it.
+        """
+        with _lock:
+            if self.is_due(ceiling):
+                return self._grown(ceiling, align)
+            # larger than all that were tried: nothing speaks against it yet
+            if self.bad is None and self.ok < first:
+                return first
+            if self.ok:
+                return min(self.ok, ceiling)
+            if self.bad is None or first < self.bad:
+                return first
+            return min(first, max(align, self.bad // 2 // align * align))
+
+    def is_due(self, ceiling: int) -> bool:
+        """Tell whether a size above the one that works is worth the risk: measuring would tell."""
+        is_clean = self.needed_bytes is None and self.n_clean >= self.interval
+        return is_clean and 0 < self.ok < ceiling
+
+    def _grown(self, ceiling: int, align: int) -> int:
+        wanted = 2 * self.ok
+        if self.bad is not None:
+            # what failed may have been a last piece, which is no multiple
+            wanted = min(-(-self.bad // align) * align, self.ok + self._step(align))
+        return min(ceiling, max(wanted, self.ok + 1))
+
+    def _step(self, align: int) -> int:
+        return max(align, self.ok // _STEPS[-1] // align * align)
+
+    def has_risen(self, free_bytes: int) -> bool:
+        """Note whether so much more memory is free than when a size failed that it may fit now."""
+        with _lock:
+            then_bytes = self.free_bytes
+            if then_bytes is None or free_bytes - then_bytes <= max(_RISE_BYTES, then_bytes // 8):
+                return False
+            self.free_bytes, self.n_surprises = free_bytes, 0
+            self.n_clean = max(self.n_clean, self.interval)
+            return True
 
     # --- what happened
 
-    def ran(self, size: int, needed_bytes: int | None, free_bytes: int | None = None) -> None:
-        """Note that a size ran to see what it needs, and needed so much; None: nobody can tell."""
-        # a size that needs nothing works elsewhere than on the device that is measured
-        if needed_bytes and self.limit_bytes is not None and needed_bytes > self.limit_bytes:
-            self.record.note_over(size, needed_bytes)
-        else:
-            self.record.note_ok(size, needed_bytes, free_bytes, is_trial=True)
+    def ran(
+        self, size: int, needed_bytes: int | None = None, free_bytes: int | None = None
+    ) -> bool:
+        """Note that work of this size returned; return whether it grew.
 
-    def ran_out(self, size: int, device: str | None = None, free_bytes: int | None = None) -> None:
+        Args:
+            size: the size.
+            needed_bytes: what it needed; None where that is not known.
+            free_bytes: what was free before; None where that is not known.
+        """
+        with _lock:
+            grew = 0 < self.ok < size
+            if size >= self.ok:
+                known_bytes = self.least_free_bytes if size == self.ok else None
+                told = [each for each in (free_bytes, known_bytes) if each is not None]
+                self.least_free_bytes = min(told, default=None)
+                self._measure(size, needed_bytes)
+                self.ok = size
+            elif needed_bytes and self.needed_bytes:
+                least_bytes = -(-needed_bytes * self.ok // size)
+                if least_bytes < self.needed_bytes:
+                    # as if it had made gradients that are there now
+                    self.needed_bytes, self.other = least_bytes, None
+            if self.bad is not None and size >= self.bad:
+                # memory has come free: go on at once, by what was measured if it was, because
+                # memory comes and goes with what a loader fetches ahead, and what failed far above
+                # would fail each time
+                self.n_surprises, self.is_guess = 0, self.needed_bytes is not None
+                self.bad = size + 1 if self.is_guess else None
+                self.n_clean = max(self.n_clean, self.interval)
+            return grew
+
+    def _measure(self, size: int, needed_bytes: int | None) -> None:
+        known_bytes, other = self.needed_bytes, self.other
+        if not needed_bytes:
+            if known_bytes and size > self.ok:
+                # in proportion: an upper bound, whatever part of it is fixed
+                self.needed_bytes, self.other = -(-known_bytes * size // self.ok), None
+            return
+        if known_bytes and size > self.ok:
+            is_far = 4 * self.ok <= 3 * size
+            is_between = other is not None and other.size > size
+            if (is_far or other is None) and not is_between:
+                other = Measured(self.ok, known_bytes)
+        # one that needed more had something beside it, such as what is verified at first
+        if other is not None and other.size < size and other.n_bytes > needed_bytes:
+            other = None
+        self.needed_bytes, self.other = needed_bytes, other
+
+    def ran_part(self, size: int, needed_bytes: int) -> None:
+        """Note that a smaller size than ``ok`` needed so much, which shows what grows."""
+        with _lock:
+            if size < self.ok and needed_bytes < (self.needed_bytes or 0):
+                self.other = Measured(size, needed_bytes)
+
+    def ran_over(self, size: int, needed_bytes: int) -> None:
+        """Note that work of this size returned, and needed more than it should."""
+        with _lock:
+            self.bad, self.other = size, Measured(size, needed_bytes)
+
+    def ran_out(
+        self, size: int, align: int = 1, device: str | None = None, free_bytes: int | None = None
+    ) -> None:
         """Note that work of this size ran out of memory, of which so much is free without it."""
-        self.n_ooms += 1
-        self.record.note_failed(size, self._align, device, free_bytes)
+        with _lock:
+            is_surprise = 0 < self.ok < size
+            if is_surprise:
+                self.n_surprises += 1
+                # failures above what works grow with the logarithm of the calls
+                is_closed = size - self.ok <= self._step(align)
+                self.interval = max(2 * self.interval, _CLOSED_INTERVAL if is_closed else 0)
+            else:
+                self.ok = self.n_surprises = 0
+                self.needed_bytes = self.other = self.least_free_bytes = None
+            self.bad, self.device, self.free_bytes = size, device, free_bytes
+            self.is_guess, self.n_clean = False, 0
+
+    def forget(self) -> None:
+        """Not even the smallest size fits: that says how little memory there was, and of no size.
+
+        A later call has other memory, or fails again; from the smallest size up it would be slow
+        for long.
+        """
+        with _lock:
+            self.ok, self.bad, self.is_guess, self.n_surprises = 0, None, False, 0
+            self.needed_bytes = self.other = self.free_bytes = self.least_free_bytes = None
+
+    def note_predicted(self, too_large: int | None, device: str, free_bytes: int) -> None:
+        """Note that a prediction ruled out this size, when nothing else was known.
+
+        Args:
+            too_large: the size that is predicted to fail; None: all that is allowed fits.
+            device: the memory that would run out.
+            free_bytes: what is free of it.
+        """
+        with _lock:
+            self.forget()
+            self.bad, self.device, self.free_bytes = too_large, device, free_bytes
+            # measuring may show that it fits, as of compiled code that keeps less than was written
+            self.is_guess = too_large is not None
+
+    def note_clean_call(self, ceiling: int) -> None:
+        """Note that a call, or many pieces of one, ended without a failure."""
+        with _lock:
+            self.n_clean = 0 if self.ok >= ceiling else self.n_clean + 1
 
     # --- what is next
 
-    def next_size(self, *, is_trial: bool = True) -> int | None:
-        """Return the size to run now; None: ``ok`` is the one, or if that is 0 there is none.
+    def next_size(
+        self, sizes: SizeRange, limit_bytes: int | None, n_failed: int | None = None
+    ) -> int | None:
+        """Return the size above ``ok`` to run now; None: ``ok`` is the one.
 
         Args:
-            is_trial: whether it runs to tell what sizes need, and not for its result.
+            sizes: those that are allowed.
+            limit_bytes: the memory that a size may need; None: nobody can tell.
+            n_failed: how many sizes have failed in a search that ends after `MOST_FAILURES`; None:
+                what counts are surprises, and after three nothing is tried until more is free.
         """
-        self._known = known = self.record.snapshot()
-        top = self._top()
-        if not known.ok:
-            return self._first() if top >= self._low else None
-        if known.ok >= top or (top < self._high and _is_near(known.ok, top)):
-            return None
-        if is_trial and self._wants_the_fixed_part():
-            return max(self._low, known.ok // 4 // self._align * self._align)
-        wanted = self._wanted(top, is_trial)
+        with _lock:
+            ok, top = self.ok, self._top(sizes, limit_bytes)
+            has_risen = 8 * (limit_bytes or 0) > 9 * (self.free_bytes or limit_bytes or 0)
+            least = self.n_surprises - has_risen if n_failed is None else n_failed
+            is_near = top < sizes.high and 20 * ok >= 19 * top
+            if ok >= top or is_near or least >= MOST_FAILURES:
+                return None
+            if limit_bytes is None or self.needed_bytes is None:
+                wanted: int | None = 2 * ok if self.bad is None else self._stepped(top, least)
+            else:
+                wanted = self._by_line(sizes, limit_bytes, top, least)
+                if n_failed is not None:
+                    wanted = self._searching(wanted, limit_bytes, top, n_failed)
+            if wanted is None:
+                return None
+            return max(min(wanted, top) // sizes.align, ok // sizes.align + 1) * sizes.align
+
+    def _searching(
+        self, wanted: int | None, limit_bytes: int, top: int, n_failed: int
+    ) -> int | None:
+        """Return the size of a search, which is to end near the largest whatever measuring says."""
+        less = self.ok if self.other is None else self.other.size
         if wanted is None:
-            return None
-        return max(min(wanted, top) // self._align, known.ok // self._align + 1) * self._align
-
-    def _top(self) -> int:
-        """Return the largest size that may fit: below the failed one, unless more is free now."""
-        known = self._known
-        if known.bad is None or known.is_guess:
-            return self._high
-        bad = known.bad
-        if known.free_bytes and self.limit_bytes is not None:
-            bad = max(bad, bad * self.limit_bytes // known.free_bytes)
-        return min(self._high, (bad - 1) // self._align * self._align)
-
-    def _first(self) -> int:
-        """Return the size to begin with, or to go on with as long as none has worked."""
-        if self._predict is None or self.limit_bytes is None or self.n_ooms + 1 >= MOST_OOMS:
-            return self._low
-        factor = 1.0
-        bad = self._known.bad
-        if bad is not None:
-            factor = _DOUBT * self.limit_bytes / max(1, self._bytes_at(bad))
-        most = self._largest_predicted(self._low, max(1.0, factor))
-        return max(self._low, most if most >= self._top() else with_margin(most))
-
-    def _wanted(self, top: int, is_trial: bool) -> int | None:
-        """Return a size above the one that works, as far as what is known allows it."""
-        known, limit_bytes, n_left = self._known, self.limit_bytes, MOST_OOMS - self.n_ooms
-        ok, n_surprises = known.ok, known.n_surprises
-        below = [each for each in known.points if each.size <= ok]
-        if limit_bytes is None or not below:
-            if n_left <= 0:
-                return None
-            return 2 * ok if known.bad is None else self._step_up(top, n_left)
-        is_over = n_surprises or self._predict is not None
-        if n_left <= 0 and is_over and not self._has_margin:
-            return None
-        if self._has_margin:
-            is_careful = n_surprises > 0 or n_left <= (1 if is_trial else 0)
-        else:
-            is_careful = n_left <= 1 and self._predict is None and n_surprises < 2
-        most, line, likely = self._fitting(
-            below, limit_bytes, top, is_careful=is_careful, is_trial=is_trial
-        )
-        # measuring is believed if it says that no more fits, unless memory may go up in steps
-        if most < top and _is_near(ok, most):
-            goes_on = not self._has_margin and limit_bytes < 20 * _SEGMENT_BYTES and n_left > 0
-            return self._floors(top)[0] if goes_on else None
-        wanted = top if likely >= top else with_margin(likely)
-        if wanted >= top and self._has_margin and top < self._high:
-            has_risen = 8 * limit_bytes > 9 * (known.free_bytes or limit_bytes)
-            if not is_trial and n_surprises >= MOST_OOMS and not has_risen:
-                # what was measured does not say what fits here, and enough has failed for that
-                return None
-            # what failed was to fit, and may have failed by far
-            wanted = (ok + top) // 2
-        step = max(ok // 40, self._align)
-        # a square may say that hardly more fits: by steps of one the search would never end
-        if is_trial or line >= ok + 2 * step:
-            wanted = max(wanted, ok + step)
-        elif wanted - ok <= ok // _WORTH_IT:
-            return None
-        above = self._above()
-        if above is not None and above.size == known.bad:
-            # it ran beyond the limit: anything below it runs, too
-            return wanted if wanted < top else (ok + top) // 2
-        if len(below) < 3 or below[-1].n_bytes < 2 * below[-2].n_bytes:
-            wanted = min(wanted, _LEAP * ok)
-        if not (is_careful or self._has_margin) and (n_surprises or n_left <= 1):
-            if n_left > 1 and wanted < top:
-                # far from what worked it is a guess, whose failure is not worth what it saves
-                return min(wanted, max(2 * ok, wanted // 2))
-            return min(wanted, self._step_up(top, n_left))
+            # one size does not show what is fixed, nor any what fits if memory goes up in segments
+            is_shown = limit_bytes >= _SEGMENTS_BYTES and 4 * less <= 3 * self.ok
+            return None if is_shown else self._stepped(top, MOST_FAILURES - 1)
+        if n_failed == 1 and less <= self.ok:
+            # far from what worked it is a guess, whose failure is not worth what it saves
+            return min(wanted, max(2 * self.ok, wanted // 2))
         return wanted
 
-    # --- what is measured and predicted
+    def with_fixed_part(self, sizes: SizeRange, limit_bytes: int) -> int | None:
+        """Return a smaller size that shows what of the bytes is fixed, if that matters now."""
+        ok, needed_bytes = self.ok, self.needed_bytes or 0
+        if self.other is not None or ok < 4 * sizes.low or limit_bytes >= 1.5 * needed_bytes:
+            return None
+        return max(sizes.low, ok // 4 // sizes.align * sizes.align)
 
-    def _wants_the_fixed_part(self) -> bool:
-        """Tell whether all that is known is one size, which says that not much more fits."""
-        known = self._known
-        if len(known.points) != 1 or known.bad is None or self._predict is not None:
-            return False
-        return known.ok >= 4 * self._low and (self.limit_bytes or 0) < 1.5 * known.points[0].n_bytes
+    def _top(self, sizes: SizeRange, limit_bytes: int | None) -> int:
+        """Return the largest size that may fit: below the failed one, unless more is free now."""
+        bad = self.bad
+        if bad is None or self.is_guess:
+            return sizes.high
+        if self.free_bytes and limit_bytes is not None:
+            bad = max(bad, bad * limit_bytes // self.free_bytes)
+        return min(sizes.high, (bad - 1) // sizes.align * sizes.align)
 
-    def _fitting(
-        self,
-        below: Sequence[Measured],
-        limit_bytes: int,
-        top: int,
-        *,
-        is_careful: bool,
-        is_trial: bool,
-    ) -> tuple[int, int, int]:
-        """Return a size above which none fits, what fits by a line, and what likely does."""
-        if self._predict is not None:
-            factor = max(each.n_bytes / max(1, self._bytes_at(each.size)) for each in below)
-            most = self._largest_predicted(self._known.ok, factor)
-            # it may be 1 % less than what fits, and `ok` therefore less than 95 % of that
-            floor = self._floors(top)[0]
-            if most < floor and self._bytes_at(floor) * factor <= limit_bytes:
-                most = floor
-            return most, most, most
-        points = apart(below)
-        size, n_bytes = points[-1]
-        room = max(0, limit_bytes - n_bytes)
-        less, less_bytes = points[-2] if len(points) > 1 else Measured(0, 0)
-        if n_bytes <= less_bytes:
-            return top, top, min(top, 2 * size) if is_careful else top
-        each = (n_bytes - less_bytes) / (size - less)
-        if not (less or is_trial) and len(below) > 1:
-            # sizes that lie close show a slope too, if that is taken for steeper than it seems
-            more_bytes = n_bytes - below[0].n_bytes + n_bytes / _NOISE
-            each = min(each, more_bytes / (size - below[0].size))
-        line = size + int(room / each + 1e-9)
-        above = self._above()
-        if above is not None:
-            points = [above, *points[-2:]]
-        if is_careful:
-            # it fits also if memory grows with the square of the size
-            likely = int(math.sqrt(size**2 + room * (size + less) / each) + 1e-9)
-        elif len(points) > 2:
-            likely = size + int(further(points[-3:], room) + 1e-9)
+    def _stepped(self, top: int, n_failed: int) -> int:
+        """Return a size whose failure leaves less to try: at most halfway to what has failed."""
+        if not n_failed:
+            return (self.ok + top) // 2
+        # rounded up, so that the last failure leaves 95 %
+        return min(
+            -(-self.ok * (_STEPS[n_failed] + 1) // _STEPS[n_failed]), (self.ok + top + 1) // 2
+        )
+
+    def _by_line(self, sizes: SizeRange, limit_bytes: int, top: int, n_failed: int) -> int | None:
+        """Return the size that fits by what was measured; None if hardly more does."""
+        ok, other = self.ok, self.other
+        needed_bytes = self.needed_bytes or 0
+        room = limit_bytes - needed_bytes
+        slope, less = needed_bytes / ok, 0
+        if other is not None:
+            rise = (needed_bytes - other.n_bytes) / (ok - other.size)
+            # sizes that lie close show a slope too, if it is taken for steeper than it seems
+            if 3 * ok < 4 * other.size < 4 * ok:
+                rise = min(slope, rise + needed_bytes / _MARGIN / (ok - other.size))
+            slope, less = rise, min(other.size, ok)
+        if slope <= 0:
+            line = likely = top if room >= 0 else ok
         else:
-            likely = line
-        # one size does not tell how much of its memory is fixed
-        return line if less else top, line, min(likely, line)
+            line = likely = ok + math.floor(room / slope + 1e-9)
+            if room > 0 and (self.n_surprises or n_failed >= MOST_FAILURES - 1):
+                # it fits also if memory grows with the square of the size
+                likely = math.floor(math.sqrt(ok**2 + room * (ok + less) / slope) + 1e-9)
+        wanted = top if likely >= top else with_margin(likely)
+        step = max(ok // _FINE, sizes.align)
+        # a square may say that hardly more fits: by steps of one the search would never end
+        if line >= ok + step + ok // _FINE:
+            wanted = max(wanted, ok + step)
+        elif wanted - ok <= ok // 100:
+            return None
+        wanted = min(wanted, _LEAP * ok)
+        # what is below a size that ran beyond the limit runs, too
+        n_steps = 0 if other is not None and other.size > ok else n_failed
+        if n_steps >= MOST_FAILURES - 1 or (wanted >= top and top < sizes.high):
+            # what failed was to fit, so that measuring is not to be believed
+            wanted = min(wanted, self._stepped(top, n_steps))
+        return wanted
 
-    def _above(self) -> Measured | None:
-        """Return the smallest size that ran and needed more than it should."""
-        return next((each for each in self._known.points if each.size > self._known.ok), None)
-
-    def _bytes_at(self, size: int) -> int:
-        assert self._predict is not None
-        if size not in self._predicted:
-            self._predicted[size] = self._predict(size)
-        return self._predicted[size]
-
-    def _largest_predicted(self, low: int, factor: float) -> int:
-        """Return the largest size whose prediction fits, at least ``low``."""
-        assert self.limit_bytes is not None
-        limit_bytes = self.limit_bytes / factor
-        return largest_predicted(self._bytes_at, low, self._top(), limit_bytes, self._align)
-
-    # --- by trying
-
-    def _step_up(self, top: int, n_left: int) -> int:
-        """Return the size whose failure leaves no more to try than the failures left can answer.
-
-        Source: the puzzle of two eggs and a tower; with one egg each floor is tried in turn.
-        """
-        floors = self._floors(top)
-        n_trials = 1
-        while sum(math.comb(n_trials, i) for i in range(1, n_left + 1)) < len(floors):
-            n_trials += 1
-        # below it are as many floors as one failure less can answer in one trial less
-        n_below = sum(math.comb(n_trials - 1, i) for i in range(1, n_left))
-        return floors[min(n_below, len(floors) - 1)]
-
-    def _floors(self, top: int) -> list[int]:
-        """Return sizes of which each is the first that leaves less than 95 % in the one before."""
-        floors, size = [], self._known.ok
-        while not _is_near(size, top):
-            size = (20 * size // 19 // self._align + 1) * self._align
-            floors.append(min(size, top))
-        return floors or [top]
+    def fitting(self, free_bytes: int) -> int | None:
+        """Return the size that fits into less than ``ok`` needs; None if nothing was measured."""
+        if self.needed_bytes is None:
+            return None
+        size, n_bytes, other = self.ok, self.needed_bytes, self.other
+        each = n_bytes / size
+        if other is not None:
+            # the flatter of both lines takes more away, which is the careful way
+            each = min(each, max(each / 2, (n_bytes - other.n_bytes) / (size - other.size)))
+        reached = size - max(0, n_bytes - free_bytes) / each
+        # If not even nothing would fit, what two sizes share is not needed by all, as where an
+        # allocator rounds both up to one segment. A failure costs less than the smallest size.
+        return int((reached if reached >= 1 else size * free_bytes / n_bytes) + 1e-9)
 
 
-def fitting(points: Sequence[Measured], free_bytes: int) -> int:
-    """Return the largest size that fits into less than the last one needs, by what was measured."""
-    *before, (size, n_bytes) = apart(points)
-    each = n_bytes / size
-    if before:
-        # the flatter of both lines takes more away, which is the careful way
-        less, less_bytes = before[-1]
-        each = min(each, max(_LEAST_SLOPE * each, (n_bytes - less_bytes) / (size - less)))
-    reached = size - max(0, n_bytes - free_bytes) / each
-    # If not even nothing would fit, what two sizes share is not needed by all, as where an
-    # allocator rounds both up to one segment. A failure costs less than the smallest size.
-    return int((reached if reached >= 1 else size * free_bytes / n_bytes) + 1e-9)
-
-
-def further(points: Sequence[Measured], room: float) -> float:
-    """Return how much larger the last size may be, by the parabola through three sizes.
-
-    Args:
-        points: the sizes; the first may be the largest.
-        room: the bytes that are left beside the last one.
-    """
-    (first, first_bytes), (less, less_bytes), (size, n_bytes) = points
-    slope = (n_bytes - less_bytes) / (size - less)
-    curve = (slope - (less_bytes - first_bytes) / (less - first)) / (size - first)
-    if curve * abs(size - first) <= _LEAST_CURVE * slope:
-        return room / slope
-    slope_there = slope + curve * (size - less)
-    return (math.sqrt(slope_there**2 + 4 * curve * room) - slope_there) / (2 * curve)
-
-
-def _is_near(size: int, largest: int) -> bool:
-    return 20 * size >= 19 * largest
+def with_margin(size: int) -> int:
+    """Return a size that measuring or predicting says fits, as one that surely does."""
+    return size - size // _MARGIN

@@ -12,6 +12,8 @@ from typing import NamedTuple, Protocol
 
 from tenure._show import steps
 
+from ._model import with_margin
+
 Predict = Callable[[int], int]
 """The bytes that a size is predicted to need."""
 
@@ -29,25 +31,12 @@ class Foresight(Protocol):
         ...
 
 
-_MARGIN = 48
-"""A size that is computed is made smaller by one part in so many, for what rounding takes."""
 _CLOSE = 100
 """A growth below one part in so many is not worth another prediction."""
-_MOST_MISSED = 2
-"""So often a line may have missed, before the sizes that are left are halved."""
-_HALVED = 5
-"""So often they are halved whatever the line has told, in case that what is predicted is none."""
-_FAR = 4
-"""Sizes that lie so many times apart are halved by their ratio, and others by their difference."""
 
 
 class Foreseen(NamedTuple):
-    """What predictions come to.
-
-    Attributes:
-        size: the size to run.
-        each_bytes: what one more needs; None where only one size could be asked.
-    """
+    """The size to run, and the bytes of one more; None where only one size could be asked."""
 
     size: int
     each_bytes: float | None
@@ -89,10 +78,9 @@ def foreseen(
 
 
 def _slope(known: dict[int, int]) -> float | None:
-    (more, more_bytes), (less, less_bytes) = max(known.items()), min(known.items())
-    parts = {size: n_bytes for size, n_bytes in known.items() if size < more}
-    if len(parts) > 1:
-        (more, more_bytes), (less, less_bytes) = max(parts.items()), min(parts.items())
+    parts = dict(sorted(known.items())[:-1])
+    (more, more_bytes) = max((parts if len(parts) > 1 else known).items())
+    (less, less_bytes) = min(known.items())
     return (more_bytes - less_bytes) / (more - less) if less < more else None
 
 
@@ -119,51 +107,26 @@ def largest_predicted(
     def close(n: int) -> int:
         return 1 if is_exact else max(1, n // _CLOSE)
 
-    fits, fails = low // align, high // align + 1
-    if fits + 1 >= fails:
+    fits, fails = low // align, high // align
+    if fits >= fails:
         return low
-    known: dict[int, int] = {}
-
-    def is_fitting(n: int) -> bool:
-        known[n] = bytes_at(n * align)
-        return known[n] <= limit_bytes
-
-    fails -= 1
-    if is_fitting(fails):
+    n, n_bytes = fails, bytes_at(high)
+    if n_bytes <= limit_bytes:
         return high
-    n_asked, n_missed, has_met = 0, 0, False
+    less = less_bytes = turn = 0
     while fails - fits > close(fits):
-        n_asked += 1
-        is_by_line = not has_met and n_missed < _MOST_MISSED and n_asked % _HALVED != 0
-        if is_by_line:
-            # a curve is above the line that continues it, so that all by the line may fail
-            n = min(_reaching(limit_bytes, known), fails - close(fails))
+        turn += 1
+        if turn % 3 and n_bytes != less_bytes:
+            # a line through the last two: most memory is a fixed part and one in proportion
+            reached = int(n + (limit_bytes - n_bytes) * (n - less) / (n_bytes - less_bytes))
         else:
-            # where the line was right, one more step ends it
-            n = fits + close(fits) if has_met else _middle(fits, fails)
-        n = min(max(n, fits + 1), fails - 1)
-        if is_fitting(n):
-            fits, n_missed, has_met = n, 0, is_by_line
-        else:
-            fails, n_missed, has_met = n, n_missed + 1 if is_by_line else 0, False
+            # sizes that lie far apart are halved by their ratio
+            is_far = fails > 4 * max(1, fits)
+            reached = int((max(1, fits) * fails) ** 0.5) if is_far else (fits + fails) // 2
+        less, less_bytes = n, n_bytes
+        # A curve is above the line that continues it, so that all by the line may fail. Where the
+        # line was right, one step more ends it.
+        n = max(fits + close(fits), min(reached, fails - close(fails)))
+        n_bytes = bytes_at(n * align)
+        fits, fails = (n, fails) if n_bytes <= limit_bytes else (fits, n)
     return max(low, fits * align)
-
-
-def _reaching(limit_bytes: float, known: dict[int, int]) -> int:
-    """Return the size at which a line through the last two reaches so much."""
-    (n, n_bytes), *before = reversed(known.items())
-    # most memory is a fixed part and one in proportion: one prediction can't tell them apart
-    less, less_bytes = before[0] if before else (0, 0)
-    if n_bytes == less_bytes:
-        return n
-    return int(n + (limit_bytes - n_bytes) * (n - less) / (n_bytes - less_bytes))
-
-
-def _middle(fits: int, fails: int) -> int:
-    far = fails > _FAR * max(1, fits)
-    return int((max(1, fits) * fails) ** 0.5) if far else (fits + fails) // 2
-
-
-def with_margin(size: int) -> int:
-    """Return a size that measuring or predicting says fits, as one that surely does."""
-    return size - size // _MARGIN

@@ -20,7 +20,7 @@ from tenure._errors import AdaptiveUsageError
 
 from ._call_signature import signature_of
 from ._learned import SiteKey, SizeSite, add, find, from_files, sites
-from ._record import SizeRecord
+from ._model import SizeModel
 
 _ROOM = "tenure.adaptive"
 _Split = tuple[Tensor, int]
@@ -139,7 +139,7 @@ class RememberedCall:
         self._function, self._split = function, split
         self._arguments = args, kwargs, adds_gradients
 
-    def known(self) -> SizeRecord | None:
+    def known(self) -> SizeModel | None:
         """Return the record of this call; None where nothing is known."""
         # by far the most: nothing has failed in this process, and so nothing is known
         if not (sites or from_files) or self._cache_type.remembered_for == "nothing":
@@ -151,10 +151,10 @@ class RememberedCall:
             site = self._add()
         return site.known(self._signature())
 
-    def new(self) -> SizeRecord:
+    def new(self) -> SizeModel:
         """Return the record of this call, an empty one where nothing is known."""
         if self._cache_type.remembered_for == "nothing":
-            return SizeRecord()
+            return SizeModel()
         return self._add().new(self._signature())
 
     def _key(self) -> SiteKey:

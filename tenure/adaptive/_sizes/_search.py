@@ -1,7 +1,7 @@
 """The state of one call: its sizes, and what it measures. The table of docs/sizes.md says it.
 
 Invariant: after a failure the size is strictly smaller, allowed, and a size known to work where
-there is one; the state of the search is local, what it learns goes to the record of its site.
+there is one; the state of the search is local, what it learns goes to the model of its site.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ from tenure._errors import AdaptiveUsageError
 from tenure._oom import OomInfo
 
 from .._memory import MemoryMeter, meter_for
-from ._limits import NO_LIMITS, SizeLimits
-from ._model import SizeModel, fitting
-from ._predicted import Foresight, foreseen, with_margin
-from ._record import SizeRecord
+from ._limits import SizeLimits
+from ._model import SizeModel, SizeRange, with_margin
+from ._predicted import Foresight, foreseen
 from ._remembered import RememberedCall
 
 Reduce = Callable[[int, OomInfo], int]
@@ -26,10 +25,9 @@ _PIECES_OF_A_CALL = 64
 """So many pieces of work that fit count like one call, for loops that are called once."""
 _MOST_TRIALS = 8
 """So many parts of the work are run to be measured, and taken back, in a call at the most."""
-_FIRST_TRIAL = 8
-"""The first trial has one part in so many of a size that failed and of which nothing is known."""
-_N_HALVED = 3
-"""So many failures in a row are answered by half where the size stays what it comes to."""
+_FIRST_TRIAL, _FIRST_PIECE, _HALF = 8, 4, 2
+"""The part of a size that failed which is tried, if nothing else is known: a trial need not be
+large, a piece is followed by a larger one, and other work keeps the size that it comes to."""
 _LITTLE = 8
 """A size that worked before and fails is made smaller by one part in so many, at least."""
 _KINDS_OF_BYTES = ("device", "host")
@@ -56,9 +54,9 @@ class AdaptiveSearch:
     """
 
     __slots__ = (
-        "_base", "_ceiling", "_free_bytes", "_grown", "_had_worked", "_has_trials", "_in_pieces",
+        "_each_bytes", "_free_bytes", "_had_worked", "_has_failed", "_has_trials", "_in_pieces",
         "_initial", "_limits", "_meter", "_model", "_n_pieces", "_n_trials", "_predict",
-        "_reduce", "_remembered", "_works", "is_trial", "room", "size",
+        "_reduce", "_remembered", "_sizes", "_works", "is_trial", "room", "size",
     )  # fmt: skip
 
     def __init__(
@@ -72,47 +70,34 @@ class AdaptiveSearch:
         has_trials: bool = False,
         predict: Foresight | None = None,
     ) -> None:
-        self._initial = initial
-        self._limits = limits
-        self._remembered = remembered
-        self._reduce = reduce
-        self._in_pieces = in_pieces
+        self._initial, self._limits, self._remembered = initial, limits, remembered
+        self._reduce, self._predict = reduce, predict
+        self._in_pieces, self._has_trials = in_pieces, has_trials
         # it measures what is tried now; None: nobody has to know
         self._meter: MemoryMeter | None = None
         self.room: MemoryMeter | None = None
-        self._had_worked = 0
         # what was free when what is tried now began; None where nobody has asked
         self._free_bytes: int | None = None
-        self._n_pieces = 0
-        # whether anything of this call has worked since the last failure
-        self._works = True
-        self._has_trials = has_trials
-        # None: nothing has ever failed here
-        self._model: SizeModel | None = None
-        self._n_trials = 0
-        self._predict = predict
-        # a smaller size than one that was predicted, and what it is predicted to need less
-        self._grown: tuple[int, int] | None = None
+        self._had_worked = self._n_pieces = self._n_trials = 0
+        # whether anything of this call has worked since the last failure, and has failed
+        self._works, self._has_failed = True, False
+        # what one more is predicted to need, until the size that was predicted has run
+        self._each_bytes: float | None = None
         self.is_trial = False
-        if limits is NO_LIMITS:
-            self._ceiling = self._base = self.size = initial
-        else:
-            self._ceiling = limits.ceiling(initial)
-            self._base = self.size = limits.first(initial)
-        record = remembered.known()
-        if record is None and limits.maximum is not None:
+        self.size = limits.first(initial)
+        self._sizes = SizeRange(limits.floor, limits.ceiling(initial), limits.align)
+        # None: nothing has ever failed here
+        self._model = remembered.known()
+        if self._model is None and limits.maximum is not None:
             # with a maximum it may grow without ever having failed: its calls have to be counted
-            record = remembered.new()
-        if record is not None:
-            self._begin(self._learn(record))
+            self._model = remembered.new()
+        if self._model is not None:
+            self._begin(self._model)
 
-    def _learn(self, record: SizeRecord | None = None) -> SizeModel:
-        """Return what chooses sizes from now on, by a record, which is kept for later calls."""
+    def _learn(self) -> SizeModel:
+        """Return what is known of sizes, which is kept for later calls from now on."""
         if self._model is None:
-            limits, record = self._limits, record or self._remembered.new()
-            self._model = SizeModel(
-                limits.floor, self._ceiling, limits.align, has_margin=True, record=record
-            )
+            self._model = self._remembered.new()
         return self._model
 
     def at_most(self, n_left: int) -> None:
@@ -128,25 +113,22 @@ class AdaptiveSearch:
 
     def _begin(self, model: SizeModel) -> None:
         """Choose the first size by what is known of the site."""
-        record = model.record
-        self.size = self._start(record)
-        known = record.snapshot()
+        self.size = self._start(model)
+        known = model.snapshot()
         # in work of another shape it says nothing of this one
         self._had_worked = 0 if known.is_guess else known.ok
-        self._base = self._limits.aligned(known.ok) or self.size
-        if known.device is None or (known.bad is None and not known.points):
-            return
-        meter = meter_for(known.device)
+        is_measured = known.needed_bytes is not None
+        meter = None if known.bad is None and not is_measured else meter_for(known.device)
         if meter is None:
             return
         self._free_bytes = free_bytes = meter.available_bytes()
         self.room = meter if self._in_pieces and meter.measures else None
-        if known.points:
+        if is_measured:
             self.size = self._again(model, known, self.size, free_bytes)
-        elif self.size < self._ceiling and record.has_risen(free_bytes):
-            self.size = self._start(record)
+        elif self.size < self._sizes.high and model.has_risen(free_bytes):
+            self.size = self._start(model)
         # a size that was measured is not measured again: that would restart the user's peak
-        if self.size > known.ok or self.size < self._base or not known.points:
+        if self.size != self._limits.aligned(known.ok) or not is_measured:
             self._measure(meter)
 
     def go_on(self, room: MemoryMeter) -> None:
@@ -156,14 +138,13 @@ class AdaptiveSearch:
         result is with its user, or gone.
         """
         model = self._model
-        if model is None or self.size > model.record.ok:
+        if model is None or self.size > model.ok or model.needed_bytes is None:
             return
-        known = model.record.snapshot()
-        if known.points:
-            ok = self._limits.aligned(min(known.ok, self._ceiling))
-            self.size = self._again(model, known, ok, room.available_bytes())
-            if self.size > ok:
-                self._measure(room)
+        known = model.snapshot()
+        ok = self._limits.aligned(min(known.ok, self._sizes.high))
+        self.size = self._again(model, known, ok, room.available_bytes())
+        if self.size > ok:
+            self._measure(room)
 
     @property
     def is_unknown(self) -> bool:
@@ -173,9 +154,9 @@ class AdaptiveSearch:
         """
         if self._model is None:
             return True
-        known = self._model.record.snapshot()
+        known = self._model.snapshot()
         if known.is_guess:
-            return not known.points
+            return known.needed_bytes is None
         return known.bad is None and known.ok < self.size
 
     def stay(self) -> None:
@@ -183,12 +164,12 @@ class AdaptiveSearch:
 
         For work that can't be tried again.
         """
-        known = None if self._model is None else self._model.record.snapshot()
+        known = None if self._model is None else self._model.snapshot()
         if known is None or self.is_unknown:
-            self.size = self._base = self._ceiling
+            self.size = self._sizes.high
         elif known.bad is not None:
             most = min(self.size, known.ok or known.bad // 2)
-            self.size = self._base = max(self._limits.floor, most)
+            self.size = max(self._limits.floor, most)
 
     def remember(self) -> None:
         """Let what works be known to later calls, though nothing has failed."""
@@ -202,7 +183,7 @@ class AdaptiveSearch:
             share: how much of what is free a prediction may fill.
         """
         high, limits = self.size, self._limits
-        short: tuple[str, MemoryMeter, int, float | None] | None = None
+        short: tuple[str, MemoryMeter, int] | None = None
         for device, predict in devices.items():
             meter = meter_for(device)
             assert meter is not None
@@ -213,46 +194,34 @@ class AdaptiveSearch:
                 self.size = high
                 return
             if short is None or found.size < self.size:
-                short = device, meter, free_bytes, found.each_bytes
+                short, self._each_bytes = (device, meter, free_bytes), found.each_bytes
             self.size = found.size
         if short is not None:
-            self._begin_foreseen(high, *short)
+            device, meter, free_bytes = short
+            self._learn().note_predicted(high if self.size < high else None, device, free_bytes)
+            # the next call goes by what this one needs, and not by what was predicted
+            self._measure(meter)
 
-    def _begin_foreseen(
-        self, high: int, device: str, meter: MemoryMeter, free_bytes: int, each_bytes: float | None
-    ) -> None:
-        """Begin with a size that is predicted to fit where memory is shortest."""
-        size = self._base = self.size
-        self._learn().record.note_predicted(high if size < high else None, device, free_bytes)
-        less = max(self._limits.floor, size // 2)
-        if less < size and each_bytes is not None:
-            self._grown = less, int(each_bytes * (size - less))
-        # the next call goes by what this one needs, and not by what was predicted
-        self._measure(meter)
-
-    def _start(self, record: SizeRecord) -> int:
+    def _start(self, model: SizeModel) -> int:
         limits = self._limits
         first = limits.first(self._initial)
-        start = record.start(first, self._ceiling, limits.align)
+        start = model.start(first, self._sizes.high, limits.align)
         # what is known may be of other limits
         return max(limits.aligned(start), min(first, limits.floor))
 
-    def _again(self, model: SizeModel, known: SizeRecord, size: int, free_bytes: int) -> int:
+    def _again(self, model: SizeModel, known: SizeModel, size: int, free_bytes: int) -> int:
         """Return the size instead of one that works, by what was measured and what is free now."""
-        limits, ok, n_bytes = self._limits, min(known.ok, self._ceiling), known.points[-1].n_bytes
+        ok, n_bytes = min(known.ok, self._sizes.high), known.needed_bytes or 0
         if known.least_free_bytes is not None:
             # Free memory between tensors of before is not told, and part of the work fits there.
             # So what `ok` needs was there when it began, and only what went since is missing.
             free_bytes = max(free_bytes, n_bytes + free_bytes - known.least_free_bytes)
-        fits = fitting(known.points, free_bytes)
-        if fits < size <= ok:
+        fits = known.fitting(free_bytes)
+        if fits is not None and fits < size <= ok:
             # memory has gone, for the state of an optimizer, results that pile up, another program
-            return limits.below(size, with_margin(fits)) or size
-        if limits.aligned(ok) <= size < self._ceiling:
-            model.limit_bytes = free_bytes
-            larger = model.next_size(is_trial=False)
-            if larger is not None and larger <= self._ceiling:
-                return larger
+            return self._limits.below(size, with_margin(fits)) or size
+        if self._limits.aligned(ok) <= size < self._sizes.high:
+            return model.next_size(self._sizes, free_bytes) or size
         return size
 
     # --- it worked
@@ -263,22 +232,16 @@ class AdaptiveSearch:
         # by far the most: nothing has ever failed here
         if model is None:
             return None
-        size, record = self.size, model.record
+        size, before = self.size, model.ok
         meter, self._meter = self._meter, None
         needed_bytes = meter.needed_bytes() if meter is not None else None
-        if self._has_trials and size == self._initial < record.ok:
-            # a small batch that is whole: in parts it would have gradients of others beside it
-            needed_bytes = None
-        if self._grown is not None and needed_bytes:
+        grew = model.ran(size, needed_bytes, self._free_bytes)
+        each_bytes, self._each_bytes = self._each_bytes, None
+        less = max(self._limits.floor, size // 2)
+        if each_bytes is not None and needed_bytes and less < size:
             # or all of it would pass for what a smaller size does not need: see
             # test_what_is_remembered_is_not_predicted_again
-            less, grown_bytes = self._grown
-            record.note_ok(less, max(1, needed_bytes - grown_bytes), self._free_bytes)
-        self._grown = None
-        grew = record.note_ok(size, needed_bytes, self._free_bytes) and size != self._base
-        before = self._base if grew else None
-        if grew:
-            self._base = size
+            model.ran_part(less, max(1, needed_bytes - int(each_bytes * (size - less))))
         self._n_pieces += 1
         self._works = True
         if self._in_pieces and needed_bytes:
@@ -286,8 +249,8 @@ class AdaptiveSearch:
             # is what the next piece has
             self.room = meter
         elif self._in_pieces:
-            self._climb(record)
-        return before
+            self._climb(model)
+        return before if grew else None
 
     def tried(self) -> None:
         """Choose the size after a trial of this size, which returned and was undone."""
@@ -296,28 +259,34 @@ class AdaptiveSearch:
         assert model is not None
         assert meter is not None
         needed_bytes = meter.needed_bytes()
-        model.limit_bytes = max(meter.available_bytes(), needed_bytes or 0)
-        model.ran(size, needed_bytes, self._free_bytes)
+        limit_bytes = max(meter.available_bytes(), needed_bytes or 0)
+        if size < model.ok:
+            model.ran_part(size, needed_bytes or 0)
+        else:
+            model.ran(size, needed_bytes, self._free_bytes)
         self._works = True
         self._n_trials += 1
-        larger = model.next_size() if needed_bytes and self._n_trials < _MOST_TRIALS else None
+        larger = None
+        if needed_bytes and self._n_trials < _MOST_TRIALS:
+            larger = model.with_fixed_part(self._sizes, limit_bytes)
+            larger = larger or model.next_size(self._sizes, limit_bytes)
         self.is_trial = larger is not None
-        self.size = self._base = larger or model.ok
+        self.size = larger or model.ok
         self._measure(meter)
 
     def finished(self) -> None:
         """Note that the call has returned."""
-        if self._model is not None and not self._model.n_ooms and self._n_pieces:
-            self._model.record.note_clean_call(self._base, self._ceiling)
+        if self._model is not None and not self._has_failed and self._n_pieces:
+            self._model.note_clean_call(self._sizes.high)
 
-    def _climb(self, record: SizeRecord) -> None:
+    def _climb(self, model: SizeModel) -> None:
         """In a loop of many pieces: count them like calls, and go up a step where that is due."""
         if self._n_pieces % _PIECES_OF_A_CALL == 0:
-            record.note_clean_call(self._base, self._ceiling)
-        is_ok = self.size == self._limits.aligned(record.ok)
-        if is_ok and record.is_due(self._ceiling):
-            self.size = self._start(record)
-            if (meter := meter_for(record.device)) is not None:
+            model.note_clean_call(self._sizes.high)
+        is_ok = self.size == self._limits.aligned(model.ok)
+        if is_ok and model.is_due(self._sizes.high):
+            self.size = self._start(model)
+            if (meter := meter_for(model.device)) is not None:
                 self._measure(meter)
 
     def _measure(self, meter: MemoryMeter) -> None:
@@ -334,64 +303,63 @@ class AdaptiveSearch:
         meter = self._meter or meter_for(info.device)
         free_bytes = None if meter is None else meter.available_bytes()
         is_measured = meter is not None and meter.measures
-        # the record forgets what worked where that fails
-        known = model.record.snapshot()
-        # it worked before, so that not much is missing
-        had_room = bool(known.points) and self._works
+        # the model forgets what worked where that fails
+        known = model.snapshot()
         was_trial, self.is_trial = self.is_trial, False
-        self._n_pieces, self._works, self._grown = 0, False, None
-        model.ran_out(size, info.device, free_bytes)
-        wanted = self._wanted(known, info, free_bytes, had_room, is_measured)
-        is_blind = free_bytes is not None and not (had_room or 0 < known.ok < size)
-        if is_blind and self._reduce is None:
-            wanted = self._predicted(size, free_bytes) or wanted
+        fits = None if free_bytes is None else self._fitting(known, free_bytes)
+        self._n_pieces, self._works, self._has_failed, self._each_bytes = 0, False, True, None
+        model.ran_out(size, limits.align, info.device, free_bytes)
         if known.ok >= size and not was_trial:
             # the part that was measured fits, and the whole does not: it tells nothing
             self._has_trials = False
-        if is_measured and self._has_trials:
-            smaller = self._tried_out(free_bytes, wanted, is_blind=is_blind)
+        if is_measured and self._has_trials and model.needed_bytes is not None:
+            smaller: int | None = model.next_size(self._sizes, free_bytes) or model.ok
+            self.is_trial = smaller != model.ok
         else:
+            wanted = self._wanted(known, info, free_bytes, fits, is_measured=is_measured)
             smaller = limits.below(size, wanted)
+            self.is_trial = is_measured and self._has_trials and smaller is not None
         if smaller is None:
             return False
-        self.size = self._base = smaller
+        self.size = smaller
         if meter is not None:
             self._measure(meter)
             self.room = meter if self._in_pieces and is_measured else None
         return True
 
+    def _fitting(self, known: SizeModel, free_bytes: int) -> int | None:
+        """Return what fits instead of a size that failed, if what is known says something of it."""
+        fits = known.fitting(free_bytes)
+        if fits is None or known.ok < self.size:
+            return fits
+        # it worked before, so that not much is missing
+        little = self.size - -(-self.size // _LITTLE)
+        return min(with_margin(fits), little) if self._works else None
+
     def _wanted(
         self,
-        known: SizeRecord,
+        known: SizeModel,
         info: OomInfo,
         free_bytes: int | None,
-        had_room: bool,
+        fits: int | None,
+        *,
         is_measured: bool,
     ) -> int:
         """Return the size to try after one that failed, before it is made one that is allowed."""
-        size, reduce, fits = self.size, self._reduce, None
-        if known.points and free_bytes is not None:
-            fits = fitting(known.points, free_bytes)
+        size, reduce = self.size, self._reduce
         if 0 < known.ok < size:
-            if fits is None or reduce is not None or fits >= known.ok:
-                return known.ok
-            return with_margin(fits)
+            is_enough = fits is None or reduce is not None or fits >= known.ok
+            return known.ok if is_enough else with_margin(fits or 0)
         if reduce is not None:
             return checked_reduced(reduce(size, info))
+        if fits is not None:
+            return fits
         if free_bytes is None:
-            return size // 2
-        if fits is not None and had_room:
-            return min(with_margin(fits), size - -(-size // _LITTLE))
-        # A quarter where the call can measure it and go on with a larger one: 64 times too much is
-        # three failures. Else 1/2 1/4 1/8, then 1/32 1/128: the first run of `batch` keeps half of
-        # the largest size from 8 times too much, and comes to a quarter from 60 times with five
-        # failures at the most. Halving on would cost six, quartering at once would lose half of
-        # what fits from 2 times too much. See
-        # test_the_first_call_of_one_piece_comes_to_no_less_than_a_quarter, and the test before it.
-        assert self._model is not None
-        is_mended = self._in_pieces or self._has_trials
-        is_halved = not is_measured or (self._model.n_ooms <= _N_HALVED and not is_mended)
-        wanted = size // (2 if is_halved else 4)
+            return size // _HALF
+        if (predicted := self._predicted(size, free_bytes)) is not None:
+            return predicted
+        part = _FIRST_TRIAL if self._has_trials else _FIRST_PIECE if self._in_pieces else _HALF
+        wanted = size // (part if is_measured else _HALF)
         wanted_bytes = info.requested_bytes or 0
         if info.kind in _KINDS_OF_BYTES and wanted_bytes > free_bytes:
             # what is asked for at once is taken to grow with the size
@@ -400,33 +368,18 @@ class AdaptiveSearch:
 
     def gave_up(self) -> int:
         """Give up: no allowed size fits; return the largest that worked before, or 0."""
-        self._learn().record.forget()
+        self._learn().forget()
         return self._had_worked
 
-    def _predicted(self, size: int, free_bytes: int | None) -> int | None:
+    def _predicted(self, size: int, free_bytes: int) -> int | None:
         """Return the size that is predicted to fit; None where nobody is asked, or not believed."""
         # once: a size that was predicted to fit and did not says that predictions are too low
         predict, self._predict = self._predict, None
         limits = self._limits
-        if predict is None or free_bytes is None or size <= limits.floor:
-            return None
-        if predict(size) <= free_bytes:
+        if predict is None or size <= limits.floor or predict(size) <= free_bytes:
             return None
         found = foreseen(predict, limits.floor, limits.aligned(size), free_bytes, limits.align)
         return None if found is None else found.size
-
-    def _tried_out(self, free_bytes: int | None, wanted: int, *, is_blind: bool) -> int | None:
-        """Return the size that a trial is to show to fit, or has; None if none is left."""
-        model, size = self._learn(), self.size
-        model.limit_bytes = free_bytes
-        if model.is_measured:
-            found: int | None = model.next_size() or model.ok
-        else:
-            # a trial need not be large, but it has to fit: its size is not what the call comes to
-            wanted = min(wanted, size // _FIRST_TRIAL) if is_blind else wanted
-            found = self._limits.below(size, wanted)
-        self.is_trial = found is not None and not (model.is_measured and found == model.ok)
-        return found
 
 
 def checked_reduced(size: object) -> int:

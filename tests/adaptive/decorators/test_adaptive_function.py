@@ -166,11 +166,6 @@ def test_a_function_without_a_place_is_copied_and_pickled_as_functions_are():
         pickle.dumps(f)
 
 
-def test_a_copy_without_limits_costs_what_the_original_does(duplicate):
-    f = adaptive.batch(initial_batchsize=8)(functools.partial(bare))
-    assert duplicate(f).args[0].limits is f.args[0].limits
-
-
 # --- who calls
 
 

@@ -1,7 +1,6 @@
 """What is remembered, for what, and for how long."""
 
-import contextlib
-import gc
+import functools
 import json
 import os
 import subprocess
@@ -16,10 +15,6 @@ from torch import nn
 
 from tenure import adaptive
 from tenure.adaptive import AdaptiveUsageError, GlobalBatchsizeCache, explicit, memory_budget
-from tenure.adaptive._sizes import _learned
-from tenure.adaptive._sizes._call_signature import signature_of
-from tenure.adaptive._sizes._record import SizeRecord
-from tenure.adaptive._sizes._remembered import RememberedCall, stands_for
 
 pytestmark = pytest.mark.usefixtures("forgetful")
 
@@ -45,6 +40,25 @@ class Limited:
 LEARNING = [64, 32, 16]
 
 
+def failing_once():
+    """A function of chunks, which runs out of memory at first."""
+    turns = iter([True])
+
+    def f(*args, **kwargs):
+        if next(turns, False):
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    return f
+
+
+def signatures(tmp_path):
+    """What is known of, as a file has it."""
+    adaptive.save(tmp_path / "known.json")
+    return [
+        each["signature"] for each in json.loads((tmp_path / "known.json").read_text())["sizes"]
+    ]
+
+
 def decorated(limited, **options):
     return adaptive.batch(initial_batchsize=64, cache_type=GlobalBatchsizeCache, **options)(limited)
 
@@ -52,27 +66,32 @@ def decorated(limited, **options):
 # --- circumstances
 
 
-def test_a_signature_tells_modes_and_arguments_without_the_first_dimension():
-    x = torch.ones(8, 3, dtype=torch.float16)
-    model = nn.Linear(2, 2)
-    assert signature_of((x, 5, model), {"y": x[0], "n": 1}, torch.ones(4, 9), 1) == (
-        "grad | float32[4, *] on cpu | float16[*, 3] on cpu | Linear in training | "
-        "y=float16[*] on cpu"
-    )
+def test_a_signature_tells_modes_and_arguments_without_the_first_dimension(tmp_path):
+    x, model = torch.ones(8, 3, dtype=torch.float16), nn.Linear(2, 2)
+    chunked = adaptive.chunked(initial_step=4, dimension=1)(failing_once())
+    chunked(torch.ones(4, 9), x, 5, model, y=x[0], n=1)
+    found = decorated(Limited(), context="one")
     with torch.no_grad():
-        assert signature_of((model.eval(),), {}) == "no grad | Linear in evaluation"
+        found(model.eval())
     with torch.inference_mode():
-        assert signature_of((), {}) == "inference"
+        found()
     with torch.autocast("cpu", torch.bfloat16):
-        assert signature_of((), {}) == "grad, autocast cpu bfloat16"
+        found()
+    assert sorted(signatures(tmp_path)) == [
+        "grad | float32[4, *] on cpu | float16[*, 3] on cpu | Linear in training | "
+        "y=float16[*] on cpu",
+        "grad, autocast cpu bfloat16",
+        "inference",
+        "no grad | Linear in evaluation",
+    ]
 
 
 @pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")
 @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature:UserWarning")
-def test_arguments_without_a_shape_are_no_hindrance():
+def test_arguments_without_a_shape_are_no_hindrance(tmp_path):
     for value in (torch.nested.nested_tensor([torch.ones(2)] * 3), nn.LazyLinear(3).weight):
-        assert signature_of((value,), {}) == "grad | float32[*] on cpu"
-        assert decorated(Limited())(value) == 16
+        assert decorated(Limited(), context="one")(value) == 16
+    assert signatures(tmp_path) == ["grad | float32[*] on cpu"]
 
 
 def test_evaluation_does_not_make_training_smaller():
@@ -103,56 +122,29 @@ def test_another_shape_under_the_same_modes_begins_with_the_size_of_the_last():
     assert limited.tried() == [16, 8, 4, 16]
 
 
-def test_gradients_of_before_are_a_circumstance_that_begins_with_a_quarter():
-    there = [False]
+def test_gradients_of_before_are_a_circumstance_that_begins_with_a_quarter(tmp_path):
+    limited, weight = Limited(), torch.ones(1, requires_grad=True)
 
-    def known(shape, adds):
-        there[0] = adds
-        args = (torch.ones(8, shape),)
-        frame = sys._getframe()
-        return RememberedCall(
-            "function", frame, "a place", None, args, {}, adds_gradients=lambda: there[0]
-        )
+    def run(width=1, *, adds):
+        weight.grad = torch.ones(1) if adds else None
 
-    known(3, adds=False).new().note_ok(100)
-    beside = known(3, adds=True).known()
-    assert (beside.ok, beside.is_guess) == (25, True)
-    beside.note_ok(40)
-    assert known(3, adds=True).known().ok == 40
-    assert known(3, adds=False).known().ok == 100
+        def loss(batch):
+            return weight.sum() * limited(len(batch))
+
+        adaptive.step(loss, torch.ones(64, width), loss="sum", verify=False, context="step")
+        return limited.tried()[0]
+
+    run(adds=False)
+    assert (run(adds=True), run(adds=True), run(adds=False)) == (4, 4, 16)
     # another shape begins with what was learned beside gradients, where something was
-    assert known(5, adds=True).known().ok == 40
-    known(3, adds=True).known()
-    assert known(5, adds=False).known().ok == 100
-
-
-def test_what_was_learned_beside_gradients_is_where_to_begin_without_them():
-    def known(adds):
-        frame = sys._getframe()
-        return RememberedCall(
-            "function", frame, "a place", None, (), {}, adds_gradients=lambda: adds
-        )
-
-    known(True).new().note_ok(1)
-    assert known(False).known().ok == 1
-    adaptive.reset()
-    known(False).new().note_ok(2)
-    assert known(True).known().ok == 1
-
-
-def test_what_was_learned_beside_gradients_is_written_and_read(tmp_path):
-    def known(adds):
-        frame = sys._getframe()
-        return RememberedCall(
-            "function", frame, "a place", None, (), {}, adds_gradients=lambda: adds
-        )
-
-    known(False).new().note_ok(100)
-    known(True).known().note_ok(30)
+    assert (run(2, adds=True), run(2, adds=False)) == (4, 16)
     adaptive.save(tmp_path / "sizes.json")
     adaptive.reset()
     adaptive.load(tmp_path / "sizes.json")
-    assert (known(False).known().ok, known(True).known().ok) == (100, 30)
+    assert (run(adds=False), run(adds=True)) == (16, 4)
+    adaptive.reset()
+    run(adds=True)
+    assert run(adds=False) == 16
 
 
 def test_clean_calls_count_for_their_site_where_each_has_another_shape():
@@ -183,20 +175,24 @@ def test_another_shape_is_measured_on_its_first_call():
 
 
 def test_functions_that_share_their_code_share_their_size_and_other_callables_do_not():
-    def made(largest):
+    limited = Limited()
+
+    def made(_):
         def f(batchsize):
-            return batchsize, largest
+            limited(batchsize)
 
         return f
 
-    assert stands_for(made(1)) is stands_for(made(2))
-    assert stands_for(made) is not stands_for(made(1))
-    assert stands_for(torch.no_grad()(made)) is stands_for(made)
-    assert stands_for(Limited) is Limited
-    limited = Limited()
-    assert stands_for(limited) is limited
-    assert stands_for(limited.tried) is Limited.tried.__code__
-    assert stands_for((1).__add__) is type((1).__add__)
+    def tried(function):
+        explicit.batch(function, 64, toma_cache_type=GlobalBatchsizeCache)
+        return limited.tried()
+
+    assert tried(made(1)) == LEARNING
+    assert tried(made(2)) == tried(torch.no_grad()(made(3))) == [16]
+    assert tried(functools.partial(made(4))) == [16]
+    assert tried(limited) == LEARNING
+    assert tried(limited) == [16]
+    assert tried(limited.__call__) == LEARNING
 
 
 def test_two_decorated_functions_share_nothing():
@@ -291,38 +287,39 @@ def test_a_context_is_not_kept_alive():
 
 
 def test_an_identity_that_is_used_again_is_no_acquaintance():
-    class Mortal:
-        pass
-
-    mortal = Mortal()
-    key = ("key",)
-    _learned.add(key, "", [mortal]).new("grad").ok = 7
-    assert _learned.find(key) is not None
-    del mortal
-    gc.collect()
-    assert _learned.find(key) is None
-    assert _learned.add(key, "", []).records == {}
+    limited, n_known = Limited(), 0
+    for _ in range(20):
+        # each takes the place of the one before
+        decorated(limited, context=Key())()
+        n_known += limited.tried() == [16]
+    assert n_known == 0
 
 
-def test_the_oldest_sites_and_signatures_are_forgotten_first(monkeypatch):
-    monkeypatch.setattr(_learned, "_MOST_SITES", 3)
-    monkeypatch.setattr(_learned, "_MOST_SIGNATURES", 2)
-    for name in "abc":
-        _learned.add((name,), name, [])
-    assert _learned.find(("a",)) is not None
-    site = _learned.add(("d",), "d", [])
-    assert [name for name in "abcd" if _learned.find((name,))] == ["a", "c", "d"]
-    for signature in "xyz":
-        site.new(signature)
-    assert list(site.records) == ["y", "z"]
+def test_the_sites_that_were_not_used_for_longest_are_forgotten_first(monkeypatch):
+    monkeypatch.setattr("tenure.adaptive._sizes._learned._MOST_SITES", 3)
+    limited = Limited()
+
+    def is_known(name):
+        decorated(limited, context=name)()
+        return limited.tried() == [16]
+
+    assert [is_known(name) for name in "abcad"] == [False, False, False, True, False]
+    assert [is_known(name) for name in "acdb"] == [True, True, True, False]
 
 
-def test_nothing_is_noted_where_everything_fits():
+def test_the_signatures_that_were_not_used_for_longest_are_forgotten_first(monkeypatch, tmp_path):
+    monkeypatch.setattr("tenure.adaptive._sizes._learned._MOST_SIGNATURES", 2)
+    f = decorated(Limited(), context="one")
+    for width in (1, 2, 1, 3):
+        f(torch.ones(5, width))
+    assert signatures(tmp_path) == [f"grad | float32[*, {width}] on cpu" for width in (1, 3)]
+
+
+def test_nothing_is_noted_where_everything_fits(tmp_path):
     for _ in range(3):
         decorated(Limited(largest=100))()
         adaptive.explicit.batch(Limited(largest=100), 64)
-    assert _learned.entries() == {}
-    assert not _learned.sites
+    assert signatures(tmp_path) == []
 
 
 def test_reset_forgets():
@@ -512,7 +509,7 @@ def test_a_file_that_can_not_be_used_changes_nothing(tmp_path, content, reason):
     message = rf"^load\(\) can't use '.*sizes\.json': .*{reason}.*\. Nothing was changed\. Give it"
     with pytest.raises(AdaptiveUsageError, match=message):
         adaptive.load(path)
-    assert _learned.entries() == {}
+    assert signatures(tmp_path) == []
 
 
 def test_a_file_that_can_not_be_written_is_an_error_and_leaves_nothing(tmp_path):
@@ -525,57 +522,23 @@ def test_a_file_that_can_not_be_written_is_an_error_and_leaves_nothing(tmp_path)
     assert [each.name for each in tmp_path.iterdir()] == ["folder"]
 
 
-def test_threads_that_come_first_get_one_site(monkeypatch):
-    meeting = threading.Barrier(2, timeout=5)
-    plain = _learned.find
-
-    def slow(key):
-        found = plain(key)
-        with contextlib.suppress(threading.BrokenBarrierError):
-            meeting.wait(0.2)
-        return found
-
-    monkeypatch.setattr(_learned, "find", slow)
-    made = []
-    threads = [
-        threading.Thread(target=lambda: made.append(_learned.add(("key",), "", [])))
-        for _ in range(2)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert made[0] is made[1]
+def test_a_size_that_was_loaded_without_a_known_failure_is_kept(tmp_path):
+    limited, path = Limited(100), tmp_path / "sizes.json"
+    f = decorated(limited, context="step", maximum=200)
+    content = save_of(path, f)
+    assert [(each["ok"], each["bad"]) for each in content["sizes"]] == [(64, None)]
+    adaptive.load(path)
+    assert f() == 64
 
 
-def test_what_is_saved_is_what_was_known_at_one_moment():
-    record = _learned.add(("key",), "a", []).new("grad")
-    record.note_failed(8, 1, None)
-    entry = _learned.entries()["a", "grad"]
-    record.note_ok(4)
-    assert (entry.ok, entry.bad) == (0, 8)
-
-
-def test_a_size_that_was_loaded_without_a_known_failure_is_kept():
-    _learned.take({("a", "grad"): SizeRecord(ok=5)})
-    assert _learned.from_files
-    site = _learned.add(("key",), "a", [])
-    assert site.known("grad").ok == 5
-
-
-def test_a_cache_of_nothing_looks_nowhere():
-    frame = sys._getframe()
-    memory = RememberedCall(None, frame, None, adaptive.NoBatchsizeCache, (), {})
-    assert memory.known() is None
-    assert memory.new() is not memory.new()
-
-
-def test_batches_of_rows_of_other_lengths_have_one_signature():
+def test_batches_of_rows_of_other_lengths_have_one_signature(tmp_path):
     def jagged(*lengths):
         rows = [torch.ones(length, 5) for length in lengths]
         return torch.nested.nested_tensor(rows, layout=torch.jagged)
 
-    assert signature_of((jagged(2, 3),), {}) == "grad | float32[*, ragged, 5] on cpu"
-    assert signature_of((jagged(4, 1, 2),), {}) == "grad | float32[*, ragged, 5] on cpu"
-    assert signature_of((torch.tensor(1.0),), {}) == "grad | float32[] on cpu"
-    assert signature_of((), {}, torch.ones(2, 3), 1) == "grad | float32[2, *] on cpu"
+    limited = Limited()
+    f = decorated(limited, context="one")
+    f(jagged(2, 3), torch.tensor(1.0))
+    f(jagged(4, 1, 2), torch.tensor(2.0))
+    assert limited.tried() == [*LEARNING, 16]
+    assert signatures(tmp_path) == ["grad | float32[*, ragged, 5] on cpu | float32[] on cpu"]
