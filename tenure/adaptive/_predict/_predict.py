@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,9 +13,8 @@ from tenure._torch.compiler import never_compiled
 
 from .._callables import check_function
 from ._advice_list import Adviser
-from ._blocks import MemoryRecord, PeakMoment
-from ._cached import replay
-from ._places import describe_place
+from ._blocks import MemoryRecord, PeakMoment, replay
+from ._observer import Operation, OperationPlace
 from ._report import PeakReport
 from ._work import Work
 
@@ -111,7 +110,7 @@ def report_of(work: Work, *, is_counted: bool = False) -> PeakReport:
         categories=_categories(peak),
         phase=operation.phase if operation else "forward",
         operation=operation.name if operation else "",
-        place=describe_place(operation, observer.operations, work.names),
+        place=_described(operation, observer.operations, work.names),
         device=str(work.device),
         approximate=bool(reasons),
         reasons=(*reasons, *observer.workspaces.notes()),
@@ -139,3 +138,30 @@ def _categories(peak: PeakMoment) -> dict[str, int]:
             category = "activations" if kept else "temporaries"
         categories[category] = categories.get(category, 0) + n_bytes
     return categories
+
+
+def _described(
+    operation: Operation | None, operations: Sequence[Operation], names: Mapping[int, str]
+) -> str:
+    """Return the module and the line, as ``encoder.layers.3 (train.py:12)``, or "".
+
+    Args:
+        operation: one of a backward pass belongs where its node was made.
+        operations: all of them.
+        names: of modules, by identity.
+    """
+    if operation is None:
+        return ""
+    place = operation.place or _made_at(operation.sequence, operations)
+    if place is None:
+        return ""
+    module = None if place.module is None else place.module()
+    name = "" if module is None else names.get(id(module), type(module).__name__)
+    line = place.line()
+    return f"{name} ({line})" if name and line else name or line
+
+
+def _made_at(sequence: int, operations: Sequence[Operation]) -> OperationPlace | None:
+    """Return the place of the operation whose node has a number: the next one that is above it."""
+    above = [each for each in operations if each.place is not None and each.sequence > sequence]
+    return min(above, key=lambda each: each.sequence).place if above else None

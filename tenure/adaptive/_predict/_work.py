@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import Optimizer, SparseAdam
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -33,18 +34,9 @@ from .._interrupts import Interrupts
 from .._ranks import has_other_replicas, kept_apart
 from .._reachable import Reachable
 from .._undo import AllOf, ModuleState, RngState, modules_below
-from ._brought_back import (
-    Containers,
-    FakesLeft,
-    OptimizerState,
-    check_between_passes,
-    gradients_kept,
-    holders_in,
-    lent_to_fakes,
-    mode_for,
-    parts_of,
-    settings_kept,
-)
+from ._kept import Containers, holders_in, settings_kept
+from ._left import FakesLeft
+from ._lent import check_between_passes, gradients_kept, lent_to_fakes, mode_for, parts_of
 from ._observer import Observer
 from ._target import target_of
 
@@ -88,14 +80,14 @@ class Work:
         self.buffers = _unique(
             b for module in self.modules for b in module._buffers.values() if b is not None
         )
-        self.state = OptimizerState(optimizer)
+        self.state = _OptimizerState(optimizer)
         self.parameters = _unique([*self.parameters, *self.state.parameters])
         self.inputs = _unique(tensors_in([args, kwargs]))
         held = tensors_in([vars(module) for module in self.modules])
         self.shards = Shards(self.modules)
         self.others = _unique([*held, *reached.constants.values(), *self.shards.hidden()])
         self.visited = reached.visited()
-        self.holders = holders_in([*self.modules, *self.visited, *self.shards.objects])
+        self.holders = holders_in([*self.modules, *self.visited, *self.shards.objects, optimizer])
         self.is_compiled = any(map(is_compiled, (fn, *self.visited, *self.modules)))
         self.target = target_of(device, (*self.parameters, *self.inputs))
         self.leaves_fakes = False
@@ -165,7 +157,6 @@ class Work:
             for fake, real in stack.enter_context(lent_to_fakes(tensors, mode, self.target)):
                 observer.known.learn(fake, real)
             self.shards.begin_anew()
-            stack.enter_context(self.state.kept())
             # on an accelerator that is here, devices tell it
             offloaded = self.shards.offloaded() if self.target.stands_for else []
             observer.is_offloading = bool(offloaded)
@@ -278,6 +269,51 @@ class Work:
         return [
             p.grad for p in (*self.parameters, *self.inputs) if p.is_leaf and p.grad is not None
         ]
+
+
+class _OptimizerState:
+    """Parameters and state of an optimizer, or of none."""
+
+    def __init__(self, optimizer: Optimizer | None) -> None:
+        self._optimizer: Any = optimizer
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """What it steps."""
+        groups = [] if self._optimizer is None else self._optimizer.param_groups
+        return [p for group in groups for p in group["params"]]
+
+    def tensors(self) -> list[Tensor]:
+        """Return the tensors that it keeps for its parameters."""
+        if self._optimizer is None:
+            return []
+        known = {id(p) for p in self.parameters}
+        kept = tensors_in([dict(self._optimizer.state), *self._plain_attributes()])
+        return [tensor for tensor in kept if id(tensor) not in known]
+
+    def _plain_attributes(self) -> list[Any]:
+        return [v for k, v in vars(self._optimizer).items() if k not in ("state", "param_groups")]
+
+    def step(self, closure: Callable[[], Any]) -> None:
+        """Step it, if there is one; one that wants a closure gets that of the work.
+
+        Raises:
+            PredictionError: it is SparseAdam, whose step works on rows of sparse gradients.
+        """
+        if self._optimizer is None:
+            return
+        # without data a sparse gradient has no rows, and the step takes nothing for them
+        if isinstance(self._optimizer, SparseAdam):
+            raise PredictionError(
+                "The memory of a step of SparseAdam can't be predicted: how many rows its "
+                "gradients have depends on values. Predict without optimizer=. Then add its state, "
+                "twice its parameters, and for the step about seven times the gradients."
+            )
+        wanted = signature(self._optimizer.step).parameters.get("closure")
+        if wanted is not None and wanted.default is wanted.empty:
+            self._optimizer.step(closure)
+        else:
+            self._optimizer.step()
 
 
 def losses_in(result: Any) -> list[Tensor]:

@@ -5,8 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tenure.adaptive._predict._blocks import BlockEvent, LiveBlock, MemoryRecord
-from tenure.adaptive._predict._cached import replay
+from tenure.adaptive._predict._blocks import BlockEvent, LiveBlock, MemoryRecord, replay
 from tenure.testing._allocator import CachingPool
 
 MIB = 2**20

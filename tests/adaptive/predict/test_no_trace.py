@@ -135,16 +135,16 @@ def interruptible():
 @pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("where", ["_lend", "_take_back"])
 def test_an_interrupt_waits_until_all_tensors_have_their_data(monkeypatch, where):
-    from tenure.adaptive._predict._brought_back import _fakes
+    from tenure.adaptive._predict import _lent
 
-    original = getattr(_fakes, where)
+    original = getattr(_lent, where)
 
     def interrupted(*args):
         os.kill(os.getpid(), signal.SIGINT)
         return original(*args)
 
     model, handler = nn.Linear(4, 4), signal.getsignal(signal.SIGINT)
-    monkeypatch.setattr(_fakes, where, interrupted)
+    monkeypatch.setattr(_lent, where, interrupted)
     with pytest.raises(KeyboardInterrupt):
         predict_peak(model, torch.ones(2, 4))
     assert {type(p) for p in model.parameters()} == {nn.Parameter}

@@ -18,7 +18,7 @@ from tenure._text import describe_tensor, listed
 from tenure._torch.fakes import FakeTensor, mode_of
 from tenure.scopes import dispose
 
-from ..._undo import Caches
+from .._undo import Caches
 
 
 class FakesLeft:

@@ -1,4 +1,4 @@
-"""Containers as they were: what work puts into them on tensors without data is taken out again.
+"""Containers and settings of torch as they were before work ran on tensors without data.
 
 Invariant: a container that nothing was put into or taken from is not touched, so that a thread that
 reads it meanwhile, as one that calls a module, is not disturbed.
@@ -7,14 +7,16 @@ reads it meanwhile, as one that calls a module, is not disturbed.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from types import FunctionType, ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..._undo import ContainerNote, noted_container
+from .._undo import ContainerNote, noted_container
 
 _LEAVES = (Tensor, nn.Module, Optimizer)
 _MOST_ITEMS = 100_000
@@ -76,3 +78,60 @@ def holders_in(values: Iterable[Any]) -> list[Any]:
         if isinstance(space, dict):
             found.append(space)
     return found
+
+
+@contextmanager
+def settings_kept() -> Iterator[None]:
+    """Return a block after which these are as they were.
+
+    Default device and type, whether gradients are recorded, anomaly detection, deterministic
+    algorithms, and autocast of the CPU, of CUDA and of the accelerator of this machine.
+    """
+    before = _settings()
+    try:
+        yield
+    finally:
+        after = _settings()
+        # only what differs: setting the default device makes a mode of it
+        for name, (value, put_back) in before.items():
+            if after[name][0] != value:
+                put_back(value)
+
+
+def _settings() -> dict[str, tuple[Any, Callable[[Any], object]]]:
+    """Return the settings by name, each with what sets it."""
+    found: dict[str, tuple[Any, Callable[[Any], object]]] = {
+        "device": (torch.get_default_device(), _set_device),
+        "dtype": (torch.get_default_dtype(), torch.set_default_dtype),
+        "gradients": (torch.is_grad_enabled(), torch.set_grad_enabled),
+        "anomaly": (
+            (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
+            lambda value: torch.autograd.set_detect_anomaly(*value),
+        ),
+        "deterministic": (
+            (
+                torch.are_deterministic_algorithms_enabled(),
+                torch.is_deterministic_algorithms_warn_only_enabled(),
+            ),
+            lambda value: torch.use_deterministic_algorithms(value[0], warn_only=value[1]),
+        ),
+    }
+    accelerator = torch.accelerator.current_accelerator()
+    kinds = {"cpu", "cuda", *([] if accelerator is None else [accelerator.type])}
+    for kind in sorted(kinds):
+        found[f"autocast {kind}"] = (
+            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)),
+            _set_autocast,
+        )
+    return found
+
+
+def _set_device(device: torch.device) -> None:
+    # that of the host is the default without any
+    torch.set_default_device(None if device == torch.device("cpu") else device)
+
+
+def _set_autocast(value: tuple[str, bool, torch.dtype]) -> None:
+    kind, is_enabled, dtype = value
+    torch.set_autocast_enabled(kind, is_enabled)
+    torch.set_autocast_dtype(kind, dtype)

@@ -16,12 +16,14 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from tenure._errors import PredictionError, TenureError
+from tenure._storages import inner_tensors
 from tenure._torch.autograd import carry_hooks_over, require_hooks
 from tenure._torch.fakes import FakeTensor, fake_of, is_fake, mode_of, new_mode
 from tenure._torch.quiet import set_class, without_functions
+from tenure._torch.sharding import Shards, is_dtensor
 from tenure._torch.swap import swap
 
-from .._target import Target
+from ._target import Target
 
 
 class _LentHandle(NamedTuple):
@@ -137,3 +139,49 @@ def _take_back(lent: _LentHandle) -> None:
 def _put_gradient(tensor: Tensor, gradient: Tensor | None) -> None:
     if tensor.is_leaf:
         tensor.grad = gradient
+
+
+# --- tensors of which each rank has a part
+
+
+def parts_of(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return tensors with data: parts instead of those that are shared, and of their gradients.
+
+    Of a shared tensor each rank has a part, and the whole keeps its class: operations come to the
+    class first, which does them with the parts, on every rank alone.
+    """
+    found: dict[int, Tensor] = {}
+    for tensor in tensors:
+        parts = [tensor]
+        if is_dtensor(tensor):
+            parts = inner_tensors(tensor)
+            # that of a plain tensor is lent with it
+            if tensor.is_leaf and tensor.grad is not None:
+                parts += parts_of([tensor.grad])
+        found |= {id(part): part for part in parts}
+    return list(found.values())
+
+
+@contextmanager
+def gradients_kept(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Return a block after which shared leaves have the gradients that they had."""
+    before = [(each, each.grad) for each in tensors if is_dtensor(each) and each.is_leaf]
+    try:
+        yield
+    finally:
+        for leaf, gradient in before:
+            leaf.grad = gradient
+
+
+def check_between_passes(shards: Shards) -> None:
+    """Make sure that nothing of a pass is left, in which what is predicted would be added.
+
+    Raises:
+        PredictionError: a module of ``fully_shard`` waits for an exchange.
+    """
+    if shards.is_exchanging:
+        raise PredictionError(
+            "The memory of this work can't be predicted: a module of fully_shard has gradients or "
+            "parameters that wait for an exchange with other ranks. Predict before the first pass, "
+            "or after a backward pass that exchanges."
+        )
