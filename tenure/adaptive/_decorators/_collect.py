@@ -32,21 +32,40 @@ class Reducer(Protocol):
 Collect = Literal["list", "cat", "host"] | Reducer | Callable[[list[Any]], Any]
 
 
-class Collector(Protocol):
-    """Takes the results of the pieces of one call."""
+_PILED_UP = (
+    "Not even 1 fits beside the results of the pieces before, which collect= keeps where they are: "
+    'collect="host" takes each from an accelerator, and a metric keeps none. Else free memory, '
+    "make the model or the sample smaller, or page the model."
+)
 
-    @property
-    def advice(self) -> str | None:
-        """What to do where no piece fits beside the results kept; None: they leave the device."""
+
+class Collector:
+    """Takes the results of the pieces of one call, and gives a function the list of them.
+
+    Args:
+        join: the function.
+
+    Attributes:
+        advice: what to do where no piece fits beside the results kept; None: they leave the device.
+    """
+
+    advice: str | None = _PILED_UP
+
+    def __init__(self, join: Callable[[list[Any]], Any] = list) -> None:
+        self._join = join
+        self._results: list[Any] = []
 
     def land(self, result: Any) -> Any:
         """Return the part of a result to keep; part of the attempt, and retried with it."""
+        return result
 
     def add(self, landed: Any) -> None:
         """Take what has landed: its attempt has succeeded."""
+        self._results.append(landed)
 
     def collected(self, dimension: int) -> Any:
         """Return the joined results that were split along a dimension."""
+        return self._join(self._results)
 
 
 def collector_for(collect: Collect | None) -> Callable[[], Collector] | None:
@@ -71,55 +90,22 @@ def collector_for(collect: Collect | None) -> Callable[[], Collector] | None:
     elif isinstance(collect, Reducer) and not isinstance(collect, type):
         return functools.partial(_Reduced, collect)
     elif callable(collect):
-        return functools.partial(_Given, collect)
+        return functools.partial(Collector, collect)
     raise AdaptiveUsageError(
         f'collect={collect!r} is none of "list", "cat", "host", a function of the list of results, '
         "an object with an update() method, or None."
     )
 
 
-_PILED_UP = (
-    "Not even 1 fits beside the results of the pieces before, which collect= keeps where they are: "
-    'collect="host" takes each from an accelerator, and a metric keeps none. Else free memory, '
-    "make the model or the sample smaller, or page the model."
-)
-
-
-class _Given:
-    """The results are given to a function, as a list."""
-
-    advice = _PILED_UP
-
-    def __init__(self, function: Callable[[list[Any]], Any]) -> None:
-        self._function = function
-        self._results: list[Any] = []
-
-    def land(self, result: Any) -> Any:
-        return result
-
-    def add(self, landed: Any) -> None:
-        self._results.append(landed)
-
-    def collected(self, dimension: int) -> Any:
-        return self._function(self._results)
-
-
-class _Concatenated:
+class _Concatenated(Collector):
     """The results are put together where they are."""
 
-    advice: str | None = _PILED_UP
     _name = "cat"
-
-    def __init__(self) -> None:
-        self._results: list[Any] = []
 
     def land(self, result: Any) -> Any:
         if not self._results:
             _check(result)
         return result
-
-    def add(self, landed: Any) -> None:
-        self._results.append(landed)
 
     def collected(self, dimension: int) -> Any:
         if not self._results:
@@ -160,16 +146,13 @@ class _OnHost(_Concatenated):
             self._coming = None
 
 
-class _Reduced:
+class _Reduced(Collector):
     """The results go into an object of the user's, which outlives the call."""
 
     advice = None
 
     def __init__(self, reducer: Reducer) -> None:
         self._reducer = reducer
-
-    def land(self, result: Any) -> Any:
-        return result
 
     def add(self, landed: Any) -> None:
         # What it makes is a part of itself: a scope of this call would dispose of that.
@@ -186,7 +169,7 @@ class _Reduced:
 
 
 _NAMED: dict[str, Callable[[], Collector]] = {
-    "list": functools.partial(_Given, list),
+    "list": Collector,
     "cat": _Concatenated,
     "host": _OnHost,
 }
