@@ -8,27 +8,15 @@ sizes of work that is cut up cost most, so that they are asked for last.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from tenure._show import steps
 
+from .._predict import Forecast
 from ._model import with_margin
 
 Predict = Callable[[int], int]
 """The bytes that a size is predicted to need."""
-
-
-class Foresight(Protocol):
-    """Predicts sizes, as far as it can."""
-
-    @property
-    def works(self) -> bool:
-        """Whether all predictions so far succeeded."""
-        ...
-
-    def __call__(self, size: int) -> int:
-        """Return the bytes that a size is predicted to need."""
-        ...
 
 
 _CLOSE = 100
@@ -43,7 +31,7 @@ class Foreseen(NamedTuple):
 
 
 def foreseen(
-    predict: Foresight, low: int, high: int, free_bytes: int, align: int = 1
+    predict: Forecast, low: int, high: int, free_bytes: int, align: int = 1
 ) -> Foreseen | None:
     """Return the predicted size to run: the largest that fits, less a margin.
 

@@ -13,9 +13,10 @@ from tenure._errors import AdaptiveUsageError
 from tenure._oom import OomInfo
 
 from .._memory import MemoryMeter, meter_for
+from .._predict import Forecast
 from ._limits import SizeLimits
 from ._model import SizeModel, SizeRange, with_margin
-from ._predicted import Foresight, foreseen
+from ._predicted import foreseen
 from ._remembered import RememberedCall
 
 Reduce = Callable[[int, OomInfo], int]
@@ -68,7 +69,7 @@ class AdaptiveSearch:
         *,
         in_pieces: bool = False,
         has_trials: bool = False,
-        predict: Foresight | None = None,
+        predict: Forecast | None = None,
     ) -> None:
         self._initial, self._limits, self._remembered = initial, limits, remembered
         self._reduce, self._predict = reduce, predict
@@ -175,7 +176,7 @@ class AdaptiveSearch:
         """Let what works be known to later calls, though nothing has failed."""
         self._learn()
 
-    def foresee(self, devices: Mapping[str, Foresight], *, share: float = 1.0) -> None:
+    def foresee(self, devices: Mapping[str, Forecast], *, share: float = 1.0) -> None:
         """Begin with the size that is predicted to fit on all devices, where one is predicted.
 
         Args:
