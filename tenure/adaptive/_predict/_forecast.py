@@ -7,15 +7,9 @@ left in a cache; and an optimizer has stepped nothing: its state would be that o
 from __future__ import annotations
 
 import logging
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-
-from tenure._errors import PredictionError
 
 from .._memory import counting_on, meter_for
 from ._predict import report_of
@@ -77,8 +71,8 @@ class Forecast:
             work = Work(ignoring, (size, *self._given), {}, None, self._device)
             # what a budget counts is what it refuses
             is_counted = bool(counting_on(str(work.device)))
-            with _no_steps():
-                report = report_of(work, is_counted=is_counted)
+            work.may_step = False
+            report = report_of(work, is_counted=is_counted)
         # of the work, which may do anything, or of what has no fakes
         except Exception as error:
             # a cache that keeps tensors without data has to be emptied before anything trains
@@ -111,21 +105,3 @@ def _bytes_beside(report: PeakReport) -> int:
 def _runs_in(report: PeakReport, free_bytes: int) -> bool:
     limit_bytes = (report._held_bytes or 0) + free_bytes - report.allowance_bytes
     return report._runs_within is not None and report._runs_within(limit_bytes)
-
-
-@contextmanager
-def _no_steps() -> Iterator[None]:
-    thread = threading.get_ident()
-
-    def refuse(*_: Any) -> None:
-        if threading.get_ident() == thread:
-            raise PredictionError(
-                "An optimizer steps inside the work: what it keeps can't be predicted and then "
-                "taken back."
-            )
-
-    handle = register_optimizer_step_pre_hook(refuse)
-    try:
-        yield
-    finally:
-        handle.remove()

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from inspect import signature
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -51,6 +52,7 @@ class Work:
     """A function, what it is given, and the tensors that it may reach.
 
     Attributes:
+        may_step: whether an optimizer may step in it.
         leaves_fakes: whether something has kept a tensor without data, so that nothing may train.
     """
 
@@ -90,6 +92,7 @@ class Work:
         self.holders = holders_in([*self.modules, *self.visited, *self.shards.objects, optimizer])
         self.is_compiled = any(map(is_compiled, (fn, *self.visited, *self.modules)))
         self.target = target_of(device, (*self.parameters, *self.inputs))
+        self.may_step = True
         self.leaves_fakes = False
 
     @property
@@ -171,7 +174,7 @@ class Work:
             observer.enter_existing(self.gradients(), "gradients")
             observer.enter_existing(self.state.tensors(), "optimizer state")
             observer.enter_existing([*self.inputs, *self.others], "inputs")
-            stack.enter_context(_steps_told(observer, is_offloaded=bool(offloaded)))
+            stack.enter_context(self._steps_told(observer, is_offloaded=bool(offloaded)))
             steps_as = None if offloaded else self.target.stands_for
             stack.enter_context(stepping_fakes(cpu_as=steps_as))
             stack.enter_context(_no_compiling())
@@ -264,6 +267,32 @@ class Work:
         finally:
             torch.backends.mha.set_fastpath_enabled(before)
 
+    @contextmanager
+    def _steps_told(self, observer: Observer, *, is_offloaded: bool) -> Iterator[None]:
+        before: list[Any] = []
+        thread = get_ident()
+
+        def begin(*_: Any) -> None:
+            if not self.may_step and get_ident() == thread:
+                raise PredictionError(
+                    "An optimizer steps inside the work: what it keeps can't be predicted and then "
+                    "taken back."
+                )
+            before.append(observer.phase)
+            observer.phase = "optimizer step"
+            observer.is_offloading = is_offloaded
+
+        def end(*_: Any) -> None:
+            observer.phase = before.pop()
+            observer.is_offloading = False
+
+        handles = [register_optimizer_step_pre_hook(begin), register_optimizer_step_post_hook(end)]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
     def gradients(self) -> list[Tensor]:
         """Return the gradients that exist now."""
         return [
@@ -322,27 +351,6 @@ def losses_in(result: Any) -> list[Tensor]:
     if isinstance(loss, Tensor):
         result = loss
     return [each for each in tensors_in([result]) if each.requires_grad]
-
-
-@contextmanager
-def _steps_told(observer: Observer, *, is_offloaded: bool) -> Iterator[None]:
-    before: list[Any] = []
-
-    def begin(*_: Any) -> None:
-        before.append(observer.phase)
-        observer.phase = "optimizer step"
-        observer.is_offloading = is_offloaded
-
-    def end(*_: Any) -> None:
-        observer.phase = before.pop()
-        observer.is_offloading = False
-
-    handles = [register_optimizer_step_pre_hook(begin), register_optimizer_step_post_hook(end)]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _put_gradients(observer: Observer) -> None:
