@@ -449,3 +449,31 @@ def test_memory_that_an_operation_enlarges_in_place_is_counted(grow):
     with torch.no_grad():
         report = predict_peak(fn, torch.empty(2**20))
     assert report.peak_bytes == 2 * 4 * 2**20
+
+
+@pytest.fixture
+def threads():
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("n_threads", [1, 2, 4])
+@pytest.mark.parametrize(("n_samples", "width"), [(4, 16), (64, 32), (64, 64)])
+def test_convolutions_take_what_was_predicted_on_any_number_of_threads(
+    threads, n_threads, n_samples, width
+):
+    """Threads that share a gradient may each have one: the prediction is never too low."""
+    threads(n_threads)
+    net = nn.Sequential(
+        *(nn.Conv2d(3, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 32, 3, stride=2, padding=1)),
+        *(nn.ReLU(), nn.Conv2d(32, 64, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten()),
+    )
+    x = torch.randn(n_samples, 3, width, width)
+
+    def loss(batch):
+        return net(batch).logsumexp(1).mean()
+
+    predicted = predict_peak(loss, x)
+    true_bytes = predicted.baseline_bytes + true_peak_bytes(step_of(loss, x, None))
+    assert true_bytes <= predicted.peak_bytes <= 1.02 * true_bytes
