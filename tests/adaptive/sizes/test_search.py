@@ -1,6 +1,7 @@
 """Which size is tried next: after a failure, after a success, and in the next call."""
 
 import contextlib
+import itertools
 import logging
 import math
 
@@ -269,6 +270,16 @@ def test_failures_grow_with_the_logarithm_of_the_calls(initial, share, n_calls):
     n_first = math.ceil(math.log2(initial / largest)) if largest < initial else 0
     n_failed = sum(size > largest for size in work.sizes)
     assert n_failed <= n_first + 2 + math.log2(max(1, n_calls / 16))
+
+
+def test_each_failure_doubles_the_calls_before_the_next():
+    work = walled(20)
+    call = batch_of(work, 64, cache_type=GlobalBatchsizeCache)
+    for _ in range(4000):
+        call()
+    failed = [i for i, size in enumerate(work.sizes) if size > 20]
+    assert len(failed) == 6
+    assert all(b - a >= 512 << i for i, (a, b) in enumerate(itertools.pairwise(failed[2:])))
 
 
 @MANY
