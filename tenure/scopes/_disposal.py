@@ -58,19 +58,21 @@ def disposable(survivors: Survivors, thread: ThreadScopes) -> Survivors:
     return mine
 
 
-def dispose_all(owned: Survivors, cause: Cause, thread: ThreadScopes, opener: Opener) -> None:
-    """Dispose tensors that have been taken from the ledger of a scope; ``owned`` ends empty.
+def dispose_all(
+    owned: Survivors, cause: Cause, thread: ThreadScopes, opener: Opener | None
+) -> None:
+    """Dispose tensors that no ledger of a scope has any more; ``owned`` ends empty.
 
     None of them may be a CUDA graph's.
 
     Args:
         owned: the tensors, of any shape, dtype, device and class.
         cause: what disposes them.
-        thread: the thread of the scope, which counts them.
-        opener: what opened the scope.
+        thread: the thread, which counts them.
+        opener: what opened the scope; None for tensors that no scope owned.
     """
     if inside_operation(opener):
-        thread.disposed += len(owned)
+        _count(len(owned), thread, opener)
         thread.waiting += [(reference, cause) for _, reference in owned]
         owned.clear()
         return
@@ -82,10 +84,10 @@ def dispose_all(owned: Survivors, cause: Cause, thread: ThreadScopes, opener: Op
         for tensor, reference in owned:
             try:
                 is_new = dispose_tensor(tensor, cause, site_of(reference), twins)
-                if is_new is None:
+                if is_new:
+                    _count(1, thread, opener)
+                elif is_new is None and opener is not None:
                     thread.hand_out(reference)
-                else:
-                    thread.disposed += is_new
             # Ctrl-C, or a log handler that raises: the rest goes all the same
             # (see test_an_exception_while_one_tensor_is_disposed_stops_no_other)
             except BaseException as error:
@@ -93,6 +95,13 @@ def dispose_all(owned: Survivors, cause: Cause, thread: ThreadScopes, opener: Op
     owned.clear()
     if interruptions:
         raise interruptions[-1]
+
+
+def _count(n_disposed: int, thread: ThreadScopes, opener: Opener | None) -> None:
+    if opener is None:
+        thread.disposed_outside += n_disposed
+    else:
+        thread.disposed += n_disposed
 
 
 def site_of(reference: Reference) -> Site | None:
@@ -133,21 +142,14 @@ def dispose_waiting(thread: ThreadScopes) -> None:
     waiting, thread.waiting = thread.waiting, []
     for reference, cause in waiting:
         tensor = reference()
-        if tensor is not None:
-            dispose_one(tensor, cause, site_of(reference))
+        # a CUDA graph's would come out of the next replay as well
+        if tensor is not None and not belongs_to_graph(tensor):
+            twins: list[Tensor] = []
+            with without_functions():
+                dispose_tensor(tensor, cause, site_of(reference), twins)
 
 
 # --- one handle
-
-
-def dispose_one(tensor: Tensor, cause: Cause, created: Site | None = None) -> bool:
-    """Dispose one handle, unless it is a CUDA graph's; return whether it is disposed by this."""
-    # it would come out of the next replay as well
-    if belongs_to_graph(tensor):
-        return False
-    twins: list[Tensor] = []
-    with without_functions():
-        return bool(dispose_tensor(tensor, cause, created, twins))
 
 
 def dispose_tensor(

@@ -11,7 +11,7 @@ from tenure._errors import ScopeUsageError, ScopeUsageWarning
 from tenure._text import describe_tensor
 from tenure._torch.compiler import belongs_to_graph, is_dynamo_compiling, never_compiled
 
-from ._disposal import dispose_all, dispose_one, inside_operation, is_disposed
+from ._disposal import dispose_all, inside_operation, is_disposed
 from ._disposed import Cause
 from ._ledger import take
 from ._scope import DisposeScope, checked_target, current_scope
@@ -167,18 +167,13 @@ def _dispose(tensors: list[Tensor]) -> None:
         tensors = [tensor for tensor in tensors if not belongs_to_graph(tensor)]
     thread, site = this_thread(), user_site()
     for tensor in tensors:
-        if (owner := thread.owner_of(tensor)) is not None:
+        if (owner := thread.owner_of(tensor)) is None:
+            reference = take(thread.handed_out, tensor) or ref(tensor)
+            dispose_all([(tensor, reference)], Cause(None, None, "dispose", site), thread, None)
+        else:
             cause = Cause(owner.label, owner.site, "dispose", site)
             owned = [(tensor, owner._ledger.pop(id(tensor)))]
             dispose_all(owned, cause, thread, owner._opener)
-            continue
-        cause = Cause(None, None, "dispose", site)
-        reference = take(thread.handed_out, tensor) or ref(tensor)
-        if inside_operation(None):
-            thread.waiting.append((reference, cause))
-            thread.disposed_outside += 1
-        else:
-            thread.disposed_outside += dispose_one(tensor, cause)
     stuck = [tensor for tensor in tensors if not is_disposed(tensor)]
     if stuck and not inside_operation(None):
         raise ScopeUsageError(

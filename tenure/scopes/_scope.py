@@ -190,7 +190,7 @@ class DisposeScope:
             # where warnings are errors no __exit__ follows
             # (see test_a_warning_that_is_an_error_leaves_no_scope_open)
             except BaseException:
-                self._unlink()
+                self._leave()
                 raise
         return self
 
@@ -214,8 +214,7 @@ class DisposeScope:
         try:
             if thread.thread_id != get_ident():
                 check_thread(self, "close")
-            self._give_way()
-            thread.open.pop(id(self), None)
+            self._leave()
             if self._ledger or self.policy != "dispose":
                 self._settle(take_all(self._ledger), exc)
             if thread.waiting:
@@ -226,7 +225,7 @@ class DisposeScope:
         # as in _open (see test_an_interrupt_while_closing_leaves_no_scope_open)
         except BaseException:
             if thread.thread_id == get_ident():
-                self._unlink()
+                self._leave()
             raise
 
     @never_compiled
@@ -268,43 +267,29 @@ class DisposeScope:
         # Ctrl-C or the recursion limit: no __exit__ will follow
         # (see test_the_recursion_limit_leaves_no_scope_open)
         except BaseException:
-            self._unlink()
+            self._leave()
             raise
 
-    def _give_way(self) -> None:
-        """Make the scope around the current one; what is made from now on is not this scope's."""
+    def _leave(self) -> None:
+        """Make the scope around the current one; what is made from now on is not this scope's.
+
+        Called again after an interruption, it does the rest, and nothing of this scope stays on the
+        thread: see Note [Lifetimes and the tracker], rule 7.
+        """
         self._gate = None
         self._status = CLOSED
-        if scope_watchers:
-            _tell_end(self)
-        world, self._world = self._world, None
-        assert world is not None
-        world.n_scopes -= 1
+        thread, world = self._thread, self._world
+        self._world = None
+        if world is not None:
+            world.n_scopes -= 1
+        thread.open.pop(id(self), None)
         # a block that ends out of turn, as ExitStack or asyncio may have it, is not the current one
         if current.get() is self:
             outer = self._outer
             current.set(outer if outer is None or outer._status is OPEN else self.outer)
-        # last: recursion may be near its limit, and _unlink ends what that interrupts
-        if world.n_scopes == 0:
-            self._thread.tracker.leave_world()
-
-    def _unlink(self) -> None:
-        """Finish what an exception interrupted: nothing of this scope stays on the thread.
-
-        See Note [Lifetimes and the tracker], rule 7.
-        """
-        self._gate = None
-        self._status = CLOSED
-        world, self._world = self._world, None
-        if world is not None:
-            world.n_scopes -= 1
-        thread, tracker = self._thread, self._thread.tracker
-        thread.open.pop(id(self), None)
-        if current.get() is self:
-            current.set(self._outer)
-        # also a world that was entered and not yet counted in
-        if tracker.world is not None and tracker.world.n_scopes == 0:
-            remove(tracker)
+        # as in Tracker.leave_world(), which is one call deeper: recursion may be near its limit
+        tracker = thread.tracker
+        if tracker.world is not None and tracker.world.n_scopes == 0 and remove(tracker):
             tracker.world = tracker.world.outer
         # last: what interrupts it interrupts nothing else
         if scope_watchers:

@@ -16,8 +16,9 @@ from tenure import (
     is_disposed,
     scoped,
 )
+
+# private: nothing public can be interrupted in the midst of opening and closing
 from tenure.scopes import _scope
-from tenure.scopes._thread import this_thread
 from tenure.scopes._tracker import Tracker
 
 
@@ -26,7 +27,6 @@ def nothing_stays_on_the_thread():
     yield
     assert current_scope() is None
     assert torch._C._len_torch_function_stack() == 0
-    assert not this_thread().open
 
 
 def interrupt(*_):
@@ -76,7 +76,6 @@ def test_a_block_whose_scope_a_backward_hook_has_closed_ends_like_any_other():
         product = close_in_a_backward_hook(scope)
         assert scope.closed
     assert is_disposed(product)
-    assert this_thread().tracker.world is None
 
 
 def test_the_next_scope_takes_over_what_a_backward_hook_could_not_clear():

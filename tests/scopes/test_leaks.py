@@ -10,8 +10,8 @@ import weakref
 import pytest
 import torch
 
-from tenure.scopes import _leaks
-from tenure.scopes._leaks import LeakRecord, LeakReport, build_leak_report
+from tenure import NewDisposeScope
+from tenure.scopes import LeakRecord, LeakReport
 
 CACHE = []
 SCOPE = "<DisposeScope 'step'>"
@@ -23,9 +23,8 @@ def _empty_cache():
     CACHE.clear()
 
 
-def report_on(*refs):
-    """Report on tensors by weak reference, so that nothing here holds them."""
-    return build_leak_report([(ref(), "train.py:17") for ref in refs], scope=SCOPE)
+def reporting():
+    return NewDisposeScope("step", policy="report")
 
 
 def record(**changes):
@@ -41,126 +40,123 @@ def record(**changes):
     return LeakRecord(**(fields | changes))
 
 
-def test_no_survivors_no_heap_scan(monkeypatch):
-    monkeypatch.setattr(_leaks, "find_holders", lambda *args, **kwargs: pytest.fail("searched"))
-    report = build_leak_report([], scope=SCOPE)
-    assert not report
-    assert str(report) == "<DisposeScope 'step'>: no tensors leaked."
-
-
-def test_variables_of_running_functions_are_no_leak():
-    t = torch.ones(3)
-    assert not report_on(weakref.ref(t))
-    assert not build_leak_report([(t, None)], scope=SCOPE)
-
-
-def test_survivors_that_only_the_caller_lists_are_no_leak():
-    own = [torch.ones(3)]
-    assert not build_leak_report([(own[0], None)], scope=SCOPE, ignore=(own,))
-
-
 def test_list_in_a_local_is_a_leak():
-    history = [torch.ones(3)]
-    (found,) = report_on(weakref.ref(history[0])).records
-    assert found == LeakRecord(
-        shape=(3,),
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-        nbytes=12,
-        created_at="train.py:17",
-        holders=("test_list_in_a_local_is_a_leak.<locals>.history[0]",),
-        kind="container",
-    )
+    history = []
+    with reporting() as scope:
+        history.append(torch.ones(3))
+    (found,) = scope.leaks
+    place = "test_list_in_a_local_is_a_leak.<locals>.history[0]"
+    assert (found.shape, found.dtype, str(found.device)) == ((3,), torch.float32, "cpu")
+    assert (found.nbytes, found.kind, found.holders) == (12, "container", (place,))
+    assert found.created_at.startswith("tests/scopes/test_leaks.py:")
 
 
 def test_leak_beside_a_variable_names_only_the_leak():
-    t = torch.ones(3)
-    CACHE.append(t)
-    (found,) = report_on(weakref.ref(t)).records
+    with reporting() as scope:
+        t = torch.ones(3)
+        CACHE.append(t)
+    (found,) = scope.leaks
     assert (found.kind, found.holders) == ("global", (f"{__name__}.CACHE[0]",))
 
 
+def test_variables_of_running_functions_are_no_leak():
+    with reporting() as scope:
+        x = torch.ones(6).view(2, 3)
+        pair = (torch.ones(2), (x * 2,))
+        best = torch.ones(3, 2).max(0)
+    assert not scope.leaks
+    assert str(scope.leaks) == "<DisposeScope 'step'>: no tensors leaked."
+    assert len(pair) == len(best) == 2
+
+
 def test_reshaped_local_is_no_leak():
-    x = torch.ones(6)
-    ref, x = weakref.ref(x), x.view(2, 3)
-    assert not report_on(ref, weakref.ref(x))
+    with reporting() as scope:
+        x = torch.ones(6)
+        x = x.view(2, 3)
+    assert not scope.leaks
+    assert x.shape == (2, 3)
 
 
 def test_graph_of_a_local_loss_is_no_leak_of_a_local_but_one_of_temporaries():
-    hidden = torch.ones(3, requires_grad=True) * 2
-    product = hidden * hidden
-    ref, loss = weakref.ref(product), product.sin().sum()
-    assert not report_on(weakref.ref(hidden))
-    del product
-    assert [r.kind for r in report_on(ref).records] == ["autograd"]
+    leaf = torch.ones(3, requires_grad=True)
+    with reporting() as scope:
+        hidden = leaf * 2
+        loss = (hidden * hidden).sin().sum()
+    (found,) = scope.leaks
+    assert found.kind == "autograd"
+    assert "SinBackward0 (saved self) in the graph of " in found.holders[0]
     assert loss.requires_grad
 
 
 def test_value_on_its_way_out_of_a_function_is_no_leak():
-    reports = []
-
-    class Watch:
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *exc):
-            reports.append(report_on(self.ref))
+    scopes = []
 
     def make():
-        with Watch() as watch:
+        with reporting() as scope:
+            scopes.append(scope)
             t = torch.ones(3)
-            watch.ref = weakref.ref(t)
             return t
 
     make()
-    assert [len(report) for report in reports] == [0]
+    assert len(scopes[0].leaks) == 0
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("whole_heap")
 def test_reference_without_a_name_is_said_only_where_no_name_is():
-    t = torch.ones(3)
-    ref = weakref.ref(t)
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(t))
-    del t
-    (alone,) = report_on(ref).records
-    CACHE.append(ref())
-    (beside,) = report_on(ref).records
-    ctypes.pythonapi.Py_DecRef(ctypes.py_object(ref()))
+    with reporting() as scope:
+        t = torch.ones(3)
+        CACHE.append(torch.zeros(3))
+        refs = weakref.ref(t), weakref.ref(CACHE[0])
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(t))
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(CACHE[0]))
+        del t
+    for ref in refs:
+        ctypes.pythonapi.Py_DecRef(ctypes.py_object(ref()))
+    alone, beside = scope.leaks
     text = "1 reference without a name: a value on its way, or an extension module"
     assert (alone.kind, alone.holders) == ("unknown", (text,))
     assert (beside.kind, beside.holders) == ("global", (f"{__name__}.CACHE[0]",))
 
 
 def test_one_storage_counts_once():
-    whole = torch.ones(1024)
-    CACHE.extend([whole, whole[:1]])
-    report = report_on(weakref.ref(whole), weakref.ref(CACHE[1]))
+    with reporting() as scope:
+        CACHE.append(torch.ones(1024))
+        CACHE.append(CACHE[0][:1])
+    report = scope.leaks
     assert [r.nbytes for r in report.records] == [4096, 4096]
     assert [r.is_shared for r in report.records] == [False, True]
     assert report.total_bytes == 4096
     assert "(4.0 KiB)" in str(report)
-    assert report.total_bytes == 4096
-
-
-def test_report_keeps_no_tensor_alive():
-    CACHE.append(torch.ones(3))
-    ref = weakref.ref(CACHE[0])
-    report = report_on(ref)
-    CACHE.clear()
-    assert ref() is None
-    assert len(report) == 1
 
 
 def test_building_a_report_leaves_no_garbage():
-    CACHE.append(torch.ones(3))
     gc.collect()
     gc.disable()
     try:
-        report_on(weakref.ref(CACHE[0]))
+        with reporting():
+            CACHE.append(torch.ones(3))
         assert gc.collect() == 0
     finally:
         gc.enable()
+
+
+def test_report_keeps_no_tensor_alive():
+    with reporting() as scope:
+        CACHE.append(torch.ones(3))
+    ref = weakref.ref(CACHE.pop())
+    assert ref() is None
+    assert len(scope.leaks) == 1
+
+
+def test_only_what_a_single_graph_alone_holds_has_its_name():
+    leaf = torch.ones(3, requires_grad=True)
+    with reporting() as scope:
+        x, y, z = leaf * 2, leaf * 3, leaf * 4
+        CACHE.extend([x.sin().sum(), (y * y).sum(), y.sin().sum(), (z.sin().sum(), z)])
+        del x, y, z
+    graphs = [found.graph for found in scope.leaks if found.shape == (3,) and not found.is_shared]
+    assert graphs == [f"{__name__}.CACHE[0]", "", ""]
 
 
 def test_text_names_scope_tensors_sites_and_the_first_holders():
@@ -216,29 +212,6 @@ def test_text_has_one_line_for_what_one_graph_saved():
     assert len(report) == 7
 
 
-def test_only_what_a_single_graph_alone_holds_has_its_name():
-    leaf = torch.ones(3, requires_grad=True)
-    x, y = leaf * 2, leaf * 3
-    CACHE.extend([x.sin().sum(), (y * y).sum(), y.sin().sum()])
-    refs = weakref.ref(x), weakref.ref(y)
-    del x, y
-    graphs = [found.graph for found in report_on(*refs).records]
-    assert graphs == [f"{__name__}.CACHE[0]", ""]
-    CACHE.append(refs[0]())
-    assert [found.graph for found in report_on(*refs).records] == ["", ""]
-
-
-def test_one_tensor_is_spelled_in_the_singular():
-    assert LeakReport((record(),), scope="'s'").summary() == "'s': 1 tensor leaked, 64.0 KiB"
-
-
-def test_report_is_a_sequence_of_records_that_cannot_be_changed():
-    report = LeakReport((record(),), scope=SCOPE)
-    assert (len(report), bool(report), list(report)) == (1, True, [record()])
-    with pytest.raises(AttributeError, match="kind"):
-        report.records[0].kind = "other"
-
-
 def test_rich_prints_the_same_lines():
     console = pytest.importorskip("rich.console").Console(file=io.StringIO(), width=84)
     report = LeakReport((record(),), scope=SCOPE)
@@ -262,6 +235,17 @@ def test_tables_have_one_row_for_what_one_graph_saved():
     assert page.count("128.0 KiB") == 2
 
 
+def test_one_tensor_is_spelled_in_the_singular():
+    assert LeakReport((record(),), scope="'s'").summary() == "'s': 1 tensor leaked, 64.0 KiB"
+
+
+def test_report_is_a_sequence_of_records_that_cannot_be_changed():
+    report = LeakReport((record(),), scope=SCOPE)
+    assert (len(report), bool(report), list(report)) == (1, True, [record()])
+    with pytest.raises(AttributeError, match="kind"):
+        report.records[0].kind = "other"
+
+
 def test_html_is_escaped():
     hostile = record(holders=("f.<locals>.table['<script>']", "b"), created_at=None)
     text = LeakReport((hostile,), scope="<s>")._repr_html_()
@@ -272,5 +256,5 @@ def test_html_is_escaped():
 
 @pytest.mark.slow
 def test_rich_is_not_imported_before_it_is_asked_to_render():
-    code = "import sys, tenure.scopes._leaks; sys.exit('rich' in sys.modules)"
+    code = "import sys, tenure.scopes; sys.exit('rich' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -2,7 +2,6 @@
 
 import collections
 import dataclasses
-import weakref
 from typing import Any, NamedTuple
 
 import pytest
@@ -20,8 +19,6 @@ from tenure import (
     is_disposed,
     move_to_outer,
 )
-from tenure.scopes._ledger import enter
-from tenure.scopes._trees import given_back, required_tensors, tensors_in
 
 
 class Pair(NamedTuple):
@@ -67,8 +64,18 @@ def registered():
     _pytree.SUPPORTED_NODES.pop(Registered)
 
 
-def same(found, expected):
-    return [id(t) for t in found] == [id(t) for t in expected]
+def found_in(tree):
+    """The tensors that a scope takes with a tree, by identity and in order."""
+    with NewDisposeScope() as scope:
+        assert scope.attach(tree) is tree
+        found = list(map(id, scope.owned()))
+        scope.detach(tree)
+        assert len(scope) == 0
+    return found
+
+
+def ids(*tensors):
+    return list(map(id, tensors))
 
 
 A, B = torch.ones(1), torch.zeros(1)
@@ -91,40 +98,39 @@ A, B = torch.ones(1), torch.zeros(1)
     ids=lambda tree: type(tree).__name__,
 )
 def test_each_tensor_is_found_once_and_in_order(tree):
-    assert same(tensors_in((tree,)), [A, B])
+    assert found_in(tree) == ids(A, B)
 
 
 def test_a_registered_container_is_taken_apart(registered):
-    assert same(tensors_in((registered([A, registered(B)]),)), [A, B])
+    assert found_in(registered([A, registered(B)])) == ids(A, B)
 
 
 def test_a_packed_sequence_is_found_whole():
     packed = torch.nn.utils.rnn.pack_sequence([torch.ones(3), torch.ones(2)])
-    assert same(tensors_in((packed,)), [packed.data, packed.batch_sizes])
+    assert found_in(packed) == ids(packed.data, packed.batch_sizes)
 
 
 def test_a_wrapper_brings_its_inner_tensors():
     wrapper = Wrapper(A)
-    assert same(tensors_in((wrapper,)), [wrapper, A])
+    assert found_in(wrapper) == ids(wrapper, A)
 
 
 def test_a_module_stands_for_its_parameters_and_buffers():
     norm = torch.nn.BatchNorm1d(2)
-    assert same(tensors_in((norm,)), [*norm.parameters(), *norm.buffers()])
+    assert found_in(norm) == ids(*norm.parameters(), *norm.buffers())
 
 
 def test_a_cycle_ends():
     tree: list[Any] = [A]
-    tree.append(tree)
-    tree.append({"back": tree, "b": B})
-    assert {id(t) for t in tensors_in((tree,))} == {id(A), id(B)}
+    tree += [tree, {"back": tree, "b": B}]
+    assert found_in(tree) == ids(A, B)
 
 
 def test_depth_does_not_matter():
     tree: Any = A
     for _ in range(100_000):
         tree = [tree]
-    assert same(tensors_in((tree,)), [A])
+    assert found_in(tree) == ids(A)
 
 
 class RaisingMapping(collections.UserDict):
@@ -164,12 +170,7 @@ def test_a_container_whose_code_raises_is_named_and_nothing_is_changed(make, ver
 
 
 def test_a_wrapper_that_cannot_be_taken_apart_can_be_asked_about():
-    wrapper = RaisingWrapper(torch.ones(1))
-    assert not is_disposed(wrapper)
-    with NewDisposeScope() as scope:
-        enter(scope._ledger, weakref.ref(wrapper))
-        assert scope.live_bytes == 0
-    assert is_disposed(wrapper)
+    assert not is_disposed(RaisingWrapper(torch.ones(1)))
 
 
 def test_hostile_objects_are_leaves():
@@ -185,9 +186,9 @@ def test_hostile_objects_are_leaves():
 
         __hash__ = None  # type: ignore[assignment]
 
-    assert same(tensors_in(([Hostile(), A],)), [A])
+    assert found_in([Hostile(), A]) == ids(A)
     with pytest.raises(ScopeUsageError, match="got a Hostile, which holds no tensor"):
-        required_tensors((Hostile(),), "call()")
+        move_to_outer(Hostile())
 
 
 def test_an_object_whose_type_has_no_hash_is_a_leaf():
@@ -198,9 +199,9 @@ def test_an_object_whose_type_has_no_hash_is_a_leaf():
     class Odd(metaclass=Meta):
         pass
 
-    assert same(tensors_in(([Odd(), A],)), [A])
+    assert found_in([Odd(), A]) == ids(A)
     with pytest.raises(ScopeUsageError, match="got a Odd, which holds no tensor"):
-        required_tensors((Odd(),), "call()")
+        move_to_outer(Odd())
 
 
 trees = st.recursive(
@@ -213,11 +214,5 @@ trees = st.recursive(
 
 @given(trees)
 def test_what_is_found_is_what_pytree_finds(tree):
-    leaves = [leaf for leaf in _pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-    assert {id(t) for t in tensors_in((tree,))} == {id(leaf) for leaf in leaves}
-
-
-def test_one_argument_is_given_back_alone():
-    assert given_back((A,)) is A
-    assert given_back((A, B)) == (A, B)
-    assert given_back(()) == ()
+    leaves = {id(leaf) for leaf in _pytree.tree_leaves([A, tree]) if isinstance(leaf, torch.Tensor)}
+    assert set(found_in([A, tree])) == leaves
