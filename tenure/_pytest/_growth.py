@@ -59,7 +59,13 @@ class TensorGrowth:
             ByteSizeError: the limit is no size.
         """
         most_bytes = parse_bytes(limit)
-        n_steps = len(items) if steps is None else steps  # type: ignore[arg-type]  # it raises
+        try:
+            n_steps = len(items) if steps is None else steps  # type: ignore[arg-type]  # it raises
+        except TypeError:
+            raise TypeError(
+                f"tensor_growth() got a {type(items).__name__}, which does not say how many items "
+                "it has. Say how many steps to take of it, as in tensor_growth(loader, steps=20)."
+            ) from None
         if warmup < 0:
             raise ValueError(f"warmup is {warmup}, and no number of steps. Give 0 or more.")
         if n_steps - warmup < 2:

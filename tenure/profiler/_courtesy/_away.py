@@ -50,8 +50,9 @@ _READABLE = frozenset(
 )
 _SPELLING = frozenset({Tensor.__repr__, Tensor.__format__})
 
-all_away: dict[int, Away] = {}
-"""What is away, by identity: it must come back, even if nobody keeps its Courtesy."""
+all_away: weakref.WeakKeyDictionary[UntypedStorage, Away] = weakref.WeakKeyDictionary()
+"""What is away: it must come back, even if nobody keeps its Courtesy. The bytes of a storage that
+dies meanwhile are freed with it."""
 
 
 class Away:
@@ -71,7 +72,6 @@ class Away:
         self.device = holding.storage.device
         self._hooks: list[Any] = []
         self._handles = [weakref.ref(handle) for handle in holding.tensors.values()]
-        self._storage = weakref.ref(holding.storage, partial(_forget, weakref.ref(self)))
 
     def __str__(self) -> str:
         return f"{format_bytes(self.n_bytes)} on {self.device}"
@@ -79,7 +79,7 @@ class Away:
     def leave(self, holding: Any) -> None:
         """Make every use raise an error, then free the device memory."""
         # First: an interrupt in the middle of this must find it.
-        all_away[id(self)] = self
+        all_away[holding.storage] = self
         # Handles first, nodes next, memory last: whatever fails between, no use reads freed bytes;
         # see test_an_interrupt_while_leaving_brings_back_what_had_left.
         for handle in holding.tensors.values():
@@ -94,15 +94,14 @@ class Away:
         # test_what_passes_python_by_is_trapped_meanwhile.
         trap.arm(holding.storage, f"{self}: {_TRAP}")
 
-    def allocate(self) -> None:
-        """Give the storage its memory back, whose bytes are undefined yet; nothing to a dead one.
+    def allocate(self, storage: UntypedStorage) -> None:
+        """Give the storage its memory back, whose bytes are undefined yet.
 
         Raises:
             RuntimeError: there is no memory for it, and it stays as it was.
         """
-        storage = self._storage()
         # An interrupted call may have come this far.
-        if storage is not None and storage.nbytes() != self.n_bytes:
+        if storage.nbytes() != self.n_bytes:
             trap.disarm(storage)
             try:
                 storage.resize_(self.n_bytes)
@@ -111,12 +110,11 @@ class Away:
                 trap.arm(storage, f"{self}: {_TRAP}")
                 raise
 
-    def come_back(self) -> None:
+    def come_back(self, storage: UntypedStorage) -> None:
         """Let the tensors and graphs be used again, with the bytes they had."""
-        storage, host = self._storage(), self.host
         # Without bytes of the host it is back, and an interrupt came before all tensors knew.
-        if storage is not None and host is not None:
-            bytes_in(storage).copy_(host)
+        if self.host is not None:
+            bytes_in(storage).copy_(self.host)
         # before any tensor can be written to: these bytes must not come a second time
         self.host = None
         for hook in self._hooks:
@@ -126,7 +124,7 @@ class Away:
             if type(handle) is AwayTensor:
                 set_class(handle, _attributes(handle)[_GUARD][0])
                 del _attributes(handle)[_GUARD]
-        all_away.pop(id(self), None)
+        all_away.pop(storage, None)
 
 
 @contextmanager
@@ -151,13 +149,6 @@ def bytes_in(storage: UntypedStorage) -> Tensor:
     empty: Any = torch.empty(0, dtype=torch.uint8, device=storage.device)
     over: Tensor = empty.set_(storage)
     return over
-
-
-def _forget(reference: weakref.ref[Away], _: Any) -> None:
-    """Free the host memory of a storage that has died."""
-    if (away := reference()) is not None:
-        away.host = None
-        all_away.pop(id(away), None)
 
 
 def _refuse_backward(reference: weakref.ref[Away], node: str, _: tuple[Tensor, ...]) -> None:

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any, ClassVar, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 from tenure._callers import warn_user
 from tenure._errors import CourtesyError, CourtesyWarning
@@ -118,10 +118,10 @@ class Courtesy:
     @property
     def away_bytes(self) -> int:
         """Bytes that wait in host memory now."""
-        return sum(away.n_bytes for away in self._all_away())
+        return sum(away.n_bytes for _, away in self._all_away())
 
-    def _all_away(self) -> list[Away]:
-        return [away for away in list(all_away.values()) if away.courtesy is self]
+    def _all_away(self) -> list[tuple[UntypedStorage, Away]]:
+        return [entry for entry in list(all_away.items()) if entry[1].courtesy is self]
 
     def yield_memory(self) -> CourtesyReport:
         """Move what lies on the device to host memory; what is away already stays away.
@@ -176,14 +176,14 @@ class Courtesy:
                 nothing was brought back.
         """
         with _turn, aside():
-            self._refuse_capture({away.device for away in self._all_away()}, "brought back")
-            for away in self._all_away():
+            self._refuse_capture({away.device for _, away in self._all_away()}, "brought back")
+            for storage, away in self._all_away():
                 with settled(away.device):
                     try:
-                        away.allocate()
+                        away.allocate(storage)
                     except RuntimeError as error:
-                        there = [each for each in self._all_away() if each.device == away.device]
-                        n_bytes = sum(each.n_bytes for each in there)
+                        left = [each for _, each in self._all_away()]
+                        n_bytes = sum(e.n_bytes for e in left if e.device == away.device)
                         raise CourtesyError(
                             f"{away.device} has no memory for {format_bytes(n_bytes)} that "
                             "belong there. They are safe in host memory. Make room, then call "
@@ -191,7 +191,7 @@ class Courtesy:
                             "CourtesyError, as any use of these tensors raises one.",
                             self,
                         ) from error
-                    away.come_back()
+                    away.come_back(storage)
 
     def __enter__(self) -> Self:
         """Move what lies on the device, as ``yield_memory()``.

@@ -4,6 +4,7 @@ import functools
 import io
 import json
 import linecache
+import os
 import subprocess
 import sys
 
@@ -11,12 +12,11 @@ import pytest
 import torch
 from rich.console import Console
 
-from tenure._callers import line_in
 from tenure.profiler import LineProfiler, LineRecord, ProfilerUsageError, RecordsDisplay
 
 from ...programs import run_program
 
-HERE = line_in(__file__, 1).removesuffix(":1")
+HERE = os.path.relpath(__file__)
 
 
 def work(n):
