@@ -5,7 +5,7 @@ Invariant: a layer is computed where its weights are. Between layers, activation
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -18,7 +18,8 @@ from tenure._text import parse_bytes
 from tenure._torch.quiet import aside_with_subclasses
 
 from ._device import RESIDENT, Arrangement, Engine, Forward, in_place_of
-from ._forward import Arguments, Attached, Pager, moved
+from ._forward import Arguments, Pager, moved
+from ._functions import carry_out
 from ._handle import PagedModel
 from ._host import HostBuffers
 from ._link import Link
@@ -33,7 +34,6 @@ from ._planning import (
     checked_model,
     n_bytes,
 )
-from ._resources import acquire
 
 _HOST = torch.device("cpu")
 
@@ -66,18 +66,15 @@ def chunk(
     """
     checked_model(model)
     chosen = checked_device(device)
-    planned = _planned(model, chosen, max_capacity)
-    resident = planned.arrangement.units
-    link = Link(chosen)
-    store = HostBuffers(chosen, pin=True)
-    # The store takes up what goes to the device alone: weights that are computed with on the host
-    # stay the model's own, neither copied nor pinned.
-    units = [unit for unit in planned.cut.units if unit in resident]
-    engine = Engine(link, store, 0)
-    acquire(planned, engine, link, store, units)
-    pager = ChunkPager(engine, planned.table.hosts.values())
-    attached = Attached(model, planned.table, planned.cut, pager)
-    return PagedModel(model, planned.plan, pager, attached)
+
+    def make_pager(planned: Planned) -> Pager:
+        store = HostBuffers(chosen, pin=True)
+        engine = Engine(Link(chosen), store, planned.cut.units, 0)
+        return ChunkPager(engine, planned.table.hosts.values())
+
+    return carry_out(
+        model, chosen, None, lambda _: _planned(model, chosen, max_capacity), make_pager
+    )
 
 
 class ChunkPager(Pager):
@@ -159,30 +156,25 @@ def _planned(model: nn.Module, device: torch.device, max_capacity: int | str) ->
 
 
 def _arranged(pieces: Cut, max_capacity: int | str, device: torch.device) -> Arrangement:
-    """Return the units from the first on that fit, as the device's allocator rounds them."""
-    first = list(_first(pieces, max_capacity))
-    while True:
-        arrangement = arrange(0, first, (), device)
-        allocated_bytes = taken_by(arrangement.sizes, device).allocated_bytes
-        if not isinstance(max_capacity, str) or allocated_bytes <= parse_bytes(max_capacity):
-            return arrangement
-        # What the allocator rounds up counts: text names bytes of the device.
-        first.pop()
-
-
-def _first(pieces: Cut, max_capacity: int | str) -> Iterable[Unit]:
-    """Yield the units from the first on, as long as they fit."""
-    left = parse_bytes(max_capacity) if isinstance(max_capacity, str) else max_capacity
-    if not isinstance(left, int) or isinstance(left, bool) or left < 0:
+    """Return the units from the first on that fit."""
+    is_text = isinstance(max_capacity, str)
+    capacity = parse_bytes(max_capacity) if isinstance(max_capacity, str) else max_capacity
+    if not isinstance(capacity, int) or isinstance(capacity, bool) or capacity < 0:
         raise PagingError(
             f"max_capacity={max_capacity!r}: write a number of parameters, or of bytes such as "
             '"6GiB".'
         )
+    fitting: list[Unit] = []
+    arrangement = arrange(0, (), (), device)
     for unit in pieces.units:
-        left -= unit.n_bytes if isinstance(max_capacity, str) else _n_parameters(unit)
-        if left < 0:
-            return
-        yield unit
+        fitting.append(unit)
+        longer = arrange(0, fitting, (), device)
+        # What the allocator rounds up counts: text names bytes of the device.
+        n_bytes = taken_by(longer.sizes, device).allocated_bytes
+        if (n_bytes if is_text else sum(map(_n_parameters, fitting))) > capacity:
+            break
+        arrangement = longer
+    return arrangement
 
 
 def _n_parameters(unit: Unit) -> int:

@@ -6,8 +6,8 @@ was. Weights of a checkpoint are never all in memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, overload
 
@@ -25,8 +25,8 @@ from ._forward import (
     TrainingPager,
 )
 from ._handle import PagedModel
-from ._host import FileStore, HostBuffers, HostStore
-from ._link import Link
+from ._host import FileStore, HostBuffers, SpillStore, checked_folder
+from ._link import FileLink, Link
 from ._planning import (
     DISK,
     Budget,
@@ -44,9 +44,8 @@ from ._planning import (
     speed_of,
     warn_of_uncounted_writes,
 )
-from ._resources import acquire, file_link, ways_to
 from ._sharded import ShardedModel, shard
-from ._sharing import PagingBudget, Share, shared_budget
+from ._sharing import PagingBudget, shared_budget
 from ._training import TrainingEngine
 
 if TYPE_CHECKING:
@@ -163,13 +162,22 @@ def page(
     def plan(allowed: int | str | Budget | None) -> Planned:
         return make_plan(model, chosen, max_layer_size, allowed, keep, speed_of(host))
 
-    with _planned(budget, chosen, plan) as (planned, share):
-        link, store = ways_to(chosen, host, planned)
+    def make_pager(planned: Planned) -> Pager:
+        units, hosts = planned.cut.units, planned.table.hosts.values()
+        if isinstance(host, Path):
+            files = SpillStore(checked_folder(host), planned.plan.model)
+            return Pager(Engine(_file_link(planned, chosen, files), files, units, max_ahead), hosts)
+        link, advice = Link(chosen), '; or say host="pageable"'
+        store = HostBuffers(chosen, pin=host == "pinned", advice=advice)
+        if not training:
+            return Pager(Engine(link, store, units, max_ahead), hosts)
         moves = activations == "host"
-        return carry_out(
-            model, planned, link, store, max_ahead, entries, share,
-            trains=training, moves_activations=moves,
-        )  # fmt: skip
+        engine = TrainingEngine(
+            link, store, units, max_ahead, store.memory, moves_activations=moves
+        )
+        return TrainingPager(engine, hosts)
+
+    return carry_out(model, chosen, budget, plan, make_pager, entries)
 
 
 def load_paged(
@@ -242,71 +250,77 @@ def load_paged(
             def plan(allowed: int | str | Budget | None) -> Planned:
                 return make_plan(model, chosen, max_layer_size, allowed, keep, DISK)
 
-            with _planned(budget, chosen, plan) as (planned, share):
+            def make_pager(planned: Planned) -> Pager:
                 store = FileStore(checkpoint.files)
-                link = file_link(planned, chosen, store)
-                return carry_out(model, planned, link, store, max_ahead, entries, share)
+                link, units = _file_link(planned, chosen, store), planned.cut.units
+                return Pager(Engine(link, store, units, max_ahead), planned.table.hosts.values())
+
+            return carry_out(model, chosen, budget, plan, make_pager, entries)
     except BaseException:
         # An interruption, too: until there is a handle, nobody else closes the files.
         checkpoint.close()
         raise
 
 
-@contextmanager
-def _planned(
-    budget: int | str | PagingBudget | None,
-    device: torch.device,
-    plan: Callable[[int | str | Budget | None], Planned],
-) -> Iterator[tuple[Planned, Share | None]]:
-    """Open a block that carries out a plan in a budget; the share is freed if it fails."""
-    shared = shared_budget(budget, device)
-    if shared is None:
-        assert not isinstance(budget, PagingBudget)
-        yield plan(budget), None
-        return
-    planned, share = shared._join(
-        device,
-        lambda most, now: plan(Budget(most, now_bytes=now)),
-        lambda planned: planned.plan.allocated_bytes,
-    )
-    try:
-        yield planned, share
-    except BaseException:
-        share.close()
-        raise
-
-
 def carry_out(
     model: nn.Module,
-    planned: Planned,
-    link: Link,
-    store: HostStore,
-    max_ahead: int | None,
+    device: torch.device,
+    budget: int | str | PagingBudget | None,
+    plan: Callable[[int | str | Budget | None], Planned],
+    make_pager: Callable[[Planned], Pager],
     methods: Iterable[Method] = (),
-    share: Share | None = None,
-    *,
-    trains: bool = False,
-    moves_activations: bool = False,
 ) -> PagedModel:
-    """Page a model by a plan."""
-    hosts, units = planned.table.hosts.values(), planned.cut.units
-    engine: Engine
-    if trains and isinstance(store, HostBuffers):
-        engine = TrainingEngine(
-            link, store, max_ahead, store.memory, moves_activations=moves_activations
-        )
-    else:
-        engine = Engine(link, store, max_ahead)
-    acquire(planned, engine, link, store, units, share)
-    if isinstance(engine, TrainingEngine):
-        pager: Pager = TrainingPager(engine, hosts)
-    else:
-        pager = Pager(engine, hosts)
-    table, pieces = planned.table, planned.cut
-    attached = Attached(model, table, pieces, pager, methods)
+    """Plan, and page a model by the plan: all memory is allocated, or none.
+
+    Args:
+        model: the model.
+        device: where it computes.
+        budget: the bytes that weights may take.
+        plan: makes the plan within a budget.
+        make_pager: makes the pager that carries it out.
+        methods: those beside the forward.
+
+    Raises:
+        PagingError: it does not fit, or files can't be written or read; nothing is allocated.
+        torch.OutOfMemoryError: the device has no room; nothing is allocated.
+    """
+    shared, share = shared_budget(budget, device), None
+    with ExitStack() as undoing:
+        if shared is None:
+            assert not isinstance(budget, PagingBudget)
+            planned = plan(budget)
+        else:
+            planned, share = shared._join(
+                device,
+                lambda most, now: plan(Budget(most, now_bytes=now)),
+                lambda planned: planned.plan.allocated_bytes,
+            )
+            undoing.callback(share.close)
+        pager, arrangement = make_pager(planned), planned.arrangement
+        engine, units = pager.engine, planned.cut.units
+        undoing.callback(engine.close)
+        # What else is in the budget, for who names one
+        spare_bytes = 0 if share else planned.plan.budget_bytes - sum(arrangement.sizes)
+        # The device first, for that is what may fail; to move weights on the host takes long.
+        reserved = engine.room.reserve(arrangement, planned.kept, spare_bytes)
+        if share is not None:
+            share.serve(engine)
+        # In the order of the model: so they are used, and so reports list them.
+        stay = [unit for unit in units if unit in reserved]
+        # Weights that are computed with on the host stay the model's own, not copied nor pinned.
+        engine.adopt(stay if planned.plan.computes_on_host else units)
+        engine.fill_residents({unit: reserved[unit] for unit in stay})
+        undoing.pop_all()
+    attached = Attached(model, planned.table, planned.cut, pager, methods)
     handle = PagedModel(model, planned.plan, pager, attached)
     # Last: from now on another model's retry may ask for memory, at any time.
     shrinkables.add(pager)
     if share is not None:
         share.let_give(pager)
     return handle
+
+
+def _file_link(planned: Planned, device: torch.device, store: FileStore) -> FileLink:
+    """Return the link from a store's files to a device, or to where the CPU computes."""
+    largest_bytes = max((unit.n_bytes for unit in planned.cut.units), default=1)
+    return FileLink(device, store.reader, largest_bytes)

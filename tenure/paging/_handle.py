@@ -15,13 +15,14 @@ from torch import nn
 
 from tenure._errors import PagingError
 from tenure._registries import shrinkables
-from tenure._text import format_bytes
+from tenure._text import describe_tensor, format_bytes
 
 from ._forward import (
     Attached,
     Pager,
     after_captures,
     check_capture,
+    is_about_devices,
 )
 from ._planning import (
     PagingPlan,
@@ -89,7 +90,6 @@ class PagedModel:
         self._attached.undo()
         self._engine.close()
         self._collected.detach()
-        self._pager.outside.end()
 
     def optimizer_step(
         self, optimizer: torch.optim.Optimizer, *, max_norm: float | None = None
@@ -152,14 +152,18 @@ class PagedModel:
     ) -> None:
         """Unpage the model; an exception of the block goes on unmasked.
 
-        Raises:
-            PagingError: the block used a parameter of the model with tensors on the device, outside
-                of the forward. The error of torch is its cause.
+        One about tensors on two devices gets a note, if a parameter was read outside of a forward.
         """
-        explained = None if self.closed else self._pager.outside.explained(exc)
+        host, there = self._pager.read_outside, str(self._engine.device)
+        if host is not None and is_about_devices(exc) and not self.closed:
+            exc.add_note(
+                "Parameters of a paged model are on the host outside of its forward, and "
+                f"{host.name!r}, {describe_tensor(host.tensor)}, was the last that was read there. "
+                f"To use one with tensors on {there}, take a copy, such as weight.to({there!r}), "
+                "whose gradient arrives at the parameter; or compute it in the forward, or in a "
+                "method that you name: page(..., methods=)."
+            )
         self.unpage()
-        if explained is not None:
-            raise explained
 
     def __reduce__(self) -> NoReturn:
         """Refuse to be pickled or copied.

@@ -15,7 +15,6 @@ from ._page import Page as Page
 from ._page import in_place_of as in_place_of
 from ._pass import Forward as Forward
 from ._pass import Pass as Pass
-from ._pass import PassMeter as PassMeter
 from ._pass import Visit as Visit
 from ._room import Lease as Lease
 from ._room import Room as Room

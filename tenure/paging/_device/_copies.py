@@ -13,12 +13,12 @@ from torch import Tensor
 
 from tenure._errors import PagingError
 from tenure._torch.quiet import aside
+from tenure._torch.writes import set_version
 
 from .._host import HostStore
 from .._link import Link
 from .._model import HostTensor, Unit
 from ._page import Page
-from ._pass import PassMeter
 
 
 class Copies:
@@ -27,11 +27,10 @@ class Copies:
     Args:
         link: the streams of the device.
         store: the host bytes.
-        meter: whom to tell of copies and of waits for them.
     """
 
-    def __init__(self, link: Link, store: HostStore, meter: PassMeter) -> None:
-        self._link, self._store, self._meter = link, store, meter
+    def __init__(self, link: Link, store: HostStore) -> None:
+        self._link, self._store = link, store
         # The last copy to the device of each unit; until then, the host must not change its bytes.
         self._copied: dict[Unit, object] = {}
         # The last copy of each unit to the host, until one back, or the host, has waited for it.
@@ -110,11 +109,16 @@ class Copies:
         # Synchronization strategy: the copy waits for the kernels that write, and so do the next
         # ones for the copy: `ready` is now its event, and nobody has waited for that yet.
         shown = [page.shown(host) for host in changed]
+        # The copy is no write of the program's: a graph would refuse each backward pass after
+        # those of batch norm, which its kernels make without a version.
+        versions = [page.version_of(host) for host in changed]
         with aside():
             pairs = [
                 (writable(host.tensor), tensor) for host, tensor in zip(changed, shown, strict=True)
             ]
             event = self._link.page_out(pairs, self.marks_of(page))
+        for host, version in zip(changed, versions, strict=True):
+            set_version(host.tensor, version)
         self._written[page.unit] = event
         self._unread.append(event)
         page.ready = event
@@ -135,7 +139,7 @@ class Copies:
         # later is after that; else a kernel would read the unit that had the place before.
         if stream.stream_id not in page.waited:
             try:
-                self._meter.note_stall(self._link.let_compute(stream, page.ready))
+                self._link.let_compute(stream, page.ready)
             except PagingError:
                 # A disk that failed when the file was read ahead may be well by now.
                 page.forget_copied()
@@ -163,16 +167,13 @@ class Copies:
             self.wait_for_copies(unit)
         return self._store.bytes_of(unit)
 
-    def _copy_in(
-        self, unit: Unit, pairs: list[tuple[Tensor, Tensor]], after: list[object]
-    ) -> object:
+    def _copy_in(self, unit: Unit, pairs: list[tuple[Tensor, Tensor]], after: list[object]) -> Any:
         # Synchronization strategy: the unit was written on the device, dropped, and is back before
         # its values have reached the host: the copy would read those from before it was written.
         if unit in self._written:
             after = [*after, self._written.pop(unit)]
         with aside():
-            before, event = self._link.page_in(pairs, after)
-        self._meter.note_copy((before, event), sum(to.nbytes for to, _ in pairs))
+            event = self._link.page_in(pairs, after)
         # The last one stands last.
         self._copied.pop(unit, None)
         self._copied[unit] = event

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator
+from itertools import islice
 
 import torch
 from torch import Tensor, nn
@@ -21,12 +22,12 @@ from tenure._torch.lending import note_while
 from tenure._torch.quiet import aside_with_subclasses
 
 from .._host import HostStore
-from .._link import Link
+from .._link import Link, PassRecord
 from .._model import HostTensor, Unit
 from ._copies import Copies, writable
 from ._memory import Place
 from ._page import Page
-from ._pass import AccessOrder, Pass, PassMeter, PassRecord
+from ._pass import AccessOrder, Pass
 from ._room import Room
 
 
@@ -36,20 +37,26 @@ class Engine:
     Args:
         link: the streams of the device.
         store: the host bytes.
+        units: all units of the plan; what else refers to them does so weakly.
         max_ahead: how many units may be fetched ahead; None for as many as fit.
 
     Attributes:
+        trains: whether weights change between passes, and gradients go home.
         access_order: what passes use.
         meter: what was moved.
         room: where the pages are.
-        units: all units of the plan; what else refers to them does so weakly.
+        units: as above.
         closed: whether all memory is given back.
     """
 
-    def __init__(self, link: Link, store: HostStore, max_ahead: int | None = None) -> None:
+    trains = False
+
+    def __init__(
+        self, link: Link, store: HostStore, units: list[Unit], max_ahead: int | None = None
+    ) -> None:
         self.access_order = AccessOrder()
-        self.meter = PassMeter()
-        self._copies = Copies(link, store, self.meter)
+        self.meter = link.meter
+        self._copies = Copies(link, store)
         self.room = Room(link, self._copies)
         self._link, self._store, self._max_ahead = link, store, max_ahead
         # The pass that runs, or the last one: what follows it is fetched as soon as it has ended.
@@ -59,7 +66,7 @@ class Engine:
         self._fresh: set[Unit] = set()
         # Whether nothing has happened since the last prefetch that could lead to another one.
         self._is_settled = False
-        self.units: list[Unit] = []
+        self.units = units
         self.closed = False
         self._model: weakref.ref[nn.Module] | None = None
         self._end_noting = note_while(self)
@@ -89,6 +96,14 @@ class Engine:
     def pinned_bytes(self) -> int:
         """How much of it, and of what is between files and the device, is pinned."""
         return self._store.pinned_bytes + self._link.pinned_bytes
+
+    def adopt(self, units: list[Unit]) -> None:
+        """Take the host's bytes of units.
+
+        Raises:
+            PagingError: files can't be written; the model's tensors are where they were.
+        """
+        self._store.adopt(units)
 
     def fill_residents(self, reserved: dict[Unit, Place]) -> None:
         """Fill the memory of units that stay.
@@ -216,6 +231,9 @@ class Engine:
         page.last_use = None
         self._save(page)
         if page.is_resident:
+            if self.trains and not page.is_held():
+                # The next copy to it need not wait for all that is launched until then.
+                page.last_use = self._copies.marks_of(page)
             return
         self.room.idle.add(page)
         # The next module of the unit comes at once.
@@ -235,7 +253,11 @@ class Engine:
 
     def prefetch(self) -> None:
         """Let go of pages that are not wanted soon, and fetch those that are."""
-        if not (self._may_prepare() and self._has_to_look()):
+        # Without a ring no page comes or goes, except one whose place waits for it.
+        if not (self.trains or self.room.ring_bytes or self.room.expected):
+            return
+        was_settled, self._is_settled = self._is_settled, True
+        if was_settled and not self.room.idle.has_held:
             return
         # In the first pass nobody knows what comes: what is here may be that.
         if next(self._now.upcoming(), None) is None:
@@ -244,10 +266,16 @@ class Engine:
         for page in list(self.room.idle.free().values()):
             if page.unit not in wanted:
                 self.room.drop(page)
-        for unit in self._ahead(wanted):
+        ahead: Iterable[Unit] = wanted
+        if self.trains:
+            # Residents, too, which change; but nothing after the pass: an optimizer is to write it.
+            until = None if self._now.records else self._now.n_left
+            ahead = dict.fromkeys(islice(self._now.upcoming(), until))
+        for unit in ahead:
             here = self.room.pages.get(unit)
             if here is not None:
-                self._prepare(here)
+                if self.trains and not here.users:
+                    self.refresh(here)
                 continue
             found = self.room.free_page(unit) if unit in wanted else None
             # Not the next one that fits: it would take the place of one that is needed before.
@@ -307,16 +335,8 @@ class Engine:
         """Write what was written to a page back to the host."""
         changed = page.written(with_buffers=self._now.saves_buffers)
         if changed:
-            self._write_back(page, changed)
+            self._copies.write_back(page, changed)
         page.note_saved(changed)
-
-    def _write_back(self, page: Page, changed: list[HostTensor]) -> None:
-        self._copies.write_back(page, changed)
-
-    def _has_to_look(self) -> bool:
-        """Return whether there may be something to fetch since this was last asked."""
-        was_settled, self._is_settled = self._is_settled, True
-        return self.room.idle.has_held or not was_settled
 
     def _fetch(self, page: Page, after: list[object]) -> Page:
         """Fill a page, after these events, and only then count it among those that are here."""
@@ -324,18 +344,6 @@ class Engine:
         self._fresh.add(page.unit)
         self.room.note_here(page)
         return page
-
-    def _may_prepare(self) -> bool:
-        """Return whether there is anything to do ahead."""
-        # Without a ring no page comes or goes, except one whose place waits for it.
-        return bool(self.room.ring_bytes or self.room.expected)
-
-    def _ahead(self, wanted: dict[Unit, None]) -> Iterable[Unit]:
-        """Return the units to prepare, in order."""
-        return wanted
-
-    def _prepare(self, page: Page) -> None:
-        """Do what can be done ahead for a page that is here."""
 
     def _wanted(self) -> dict[Unit, None]:
         """Return the units that come next, as many as the ring can hold beside those in use."""

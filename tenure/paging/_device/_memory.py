@@ -145,7 +145,7 @@ class ByteRing:
 
     def free(self, start: int) -> None:
         """Give the range that begins at ``start`` back."""
-        self._ranges.remove((start, dict(self._ranges)[start]))
+        del self._ranges[bisect_left(self._ranges, (start,))]
         if not self._ranges:
             # So that equal passes use equal places.
             self._head = 0

@@ -8,16 +8,22 @@ of its weights is copied, for their memory is where other weights pass.
 from __future__ import annotations
 
 import inspect
-from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from itertools import islice
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from tenure._containers import Survey, entries_of, is_mutable, set_entries
+from tenure._containers import (
+    Survey,
+    contents_of,
+    entries_of,
+    is_mutable,
+    set_entries,
+    tensors_in,
+)
 from tenure._errors import TenureError
 from tenure._storages import all_storages_of
 from tenure._text import describe_tensor, listed
@@ -25,7 +31,6 @@ from tenure._torch.storages import key_of
 
 _PLAIN = frozenset({bool, int, float, str, type(None)})
 _N_NAMED = 3
-_N_SEARCHED = 2000
 
 
 class Arguments:
@@ -85,15 +90,19 @@ class Arguments:
     def _name_misplaced(self, function: Callable[..., Any], error: BaseException) -> None:
         """Add to an error which arguments are elsewhere than on the device."""
         args, kwargs = self.given
-        roots = {**dict(zip(_parameters_of(function, len(args)), args, strict=True)), **kwargs}
+        try:
+            roots = inspect.signature(function).bind(*args, **kwargs).arguments
+        except (TypeError, ValueError):
+            # Some functions of C have no signature.
+            roots = {"args": args, **kwargs}
         found = list(islice(_misplaced(roots, self._device), _N_NAMED))
         if found:
-            named = "; ".join(f"{name} is {describe_tensor(tensor)}" for name, tensor in found)
+            named = ", ".join(f"{name} ({describe_tensor(tensor)})" for name, tensor in found)
             error.add_note(
-                f"The model is paged to {self._device}, and of its arguments {named}. Tensors on "
-                "the host are moved there in lists, tuples, dictionaries and dataclasses; other "
-                f"objects are left as they are. Move these to {str(self._device)!r} before the "
-                "call."
+                f"The model is paged to {self._device}, and tensors in its arguments are "
+                f"elsewhere: {named}. Tensors on the host are moved in lists, tuples, dictionaries "
+                "and dataclasses; other objects are left as they are. Move these to "
+                f"{str(self._device)!r} before the call."
             )
 
     def _name_strangers(
@@ -149,52 +158,28 @@ def _device_type_of(node: object) -> str | None:
     return tensor.device.type if isinstance(tensor, Tensor) else None
 
 
-def is_about_devices(error: BaseException) -> bool:
+def is_about_devices(error: BaseException | None) -> TypeGuard[RuntimeError]:
     """Return whether torch was given tensors on several devices."""
     is_other = isinstance(error, TenureError | torch.OutOfMemoryError)
     return isinstance(error, RuntimeError) and not is_other and "device" in str(error)
 
 
-def _parameters_of(function: Callable[..., Any], n_args: int) -> list[str]:
-    """Return the names of a function's first parameters, or their numbers without names."""
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):
-        # Some functions of C have no signature.
-        return [f"argument {i}" for i in range(n_args)]
-    names = [each.name for each in parameters if each.kind in kinds]
-    return [names[i] if i < len(names) else f"argument {i}" for i in range(n_args)]
-
-
 def _misplaced(roots: dict[str, Any], device: torch.device) -> Iterator[tuple[str, Tensor]]:
-    """Tensors elsewhere than on a device, with what they are called; also inside other objects."""
-    waiting = deque(roots.items())
-    seen: set[int] = set()
-    while waiting and len(seen) < _N_SEARCHED:
-        name, node = waiting.popleft()
-        if id(node) in seen:
-            continue
-        seen.add(id(node))
-        if isinstance(node, PackedSequence):
-            node = node.data
-        if isinstance(node, Tensor):
-            if node.device != device and node.dim():
-                # Numbers may be anywhere.
-                yield name, node
-        else:
-            waiting += [(name + key, child) for key, child in _inside(node)]
+    """Tensors elsewhere than on a device, with the argument that leads to each."""
+    for name, root in roots.items():
+        for tensor in tensors_in([root], _below):
+            # Numbers may be anywhere.
+            if tensor.device != device and tensor.dim():
+                yield name, tensor
 
 
-def _inside(node: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(node, nn.Module | type):
-        return
-    if isinstance(node, list | deque | tuple):
-        yield from ((f"[{i}]", child) for i, child in enumerate(node))
-    elif isinstance(node, dict):
-        yield from ((f"[{key!r}]", child) for key, child in dict.items(node))
-    else:
-        yield from ((f".{key}", child) for key, child in getattr(node, "__dict__", {}).items())
+def _below(node: Any) -> list[Any]:
+    """Return what an argument leads to, also inside of objects that are left alone."""
+    if isinstance(node, nn.Module | type | Tensor):
+        return []
+    if isinstance(node, PackedSequence):
+        return [node.data]
+    return contents_of(node) or list(getattr(node, "__dict__", {}).values())
 
 
 def _is_in(lent: Collection[int], tensor: Tensor) -> bool:

@@ -10,17 +10,19 @@ from __future__ import annotations
 import copy
 import sys
 import weakref
-from collections.abc import ItemsView, ValuesView
+from collections.abc import ItemsView, Iterator, ValuesView
 from typing import Any
 
 from torch import Tensor, nn
 
+from tenure._containers import mapped, tensors_in
 from tenure._torch.modules import is_saving
 
 from .._model import HostTensor, TensorTable
 from ._pager import Pager
 
 _Entries = dict[str, Tensor | None]
+_OWN_NAMES = frozenset(vars(nn.Module()))
 REGISTRIES = ("_parameters", "_buffers")
 """The dictionaries of a module that hold its tensors."""
 
@@ -105,8 +107,11 @@ class PagedDict(_Entries):
         return self._pager.show(host)
 
 
-class Binding:
-    """A module with its dictionaries replaced, until it is undone.
+class PagedModule:
+    """A module that shows its tensors where they are read, until that is undone.
+
+    Its lists and dictionaries that hold parameters, as those of recurrent layers do, hold what the
+    pager shows while its forward runs.
 
     Args:
         module: the module.
@@ -115,25 +120,51 @@ class Binding:
     """
 
     def __init__(self, module: nn.Module, table: TensorTable, pager: Pager) -> None:
-        self._module = weakref.ref(module)
+        self._module, self._hosts, self._pager = weakref.ref(module), table.hosts, pager
         self._originals: dict[str, _Entries] = {}
+        self._names = []
+        for name, value in vars(module).items():
+            found = [] if name in _OWN_NAMES else tensors_in([value])
+            hosts = [host for each in found if (host := self.host_of(each)) is not None]
+            if hosts:
+                self._names.append(name)
+            for host in hosts:
+                host.is_shared = True
         for registry in REGISTRIES:
             entries = module.__dict__[registry]
-            hosts = {
-                name: table.hosts[id(tensor)]
-                for name, tensor in entries.items()
-                if tensor is not None
-            }
-            if hosts:
+            own = {name: table.hosts[id(t)] for name, t in entries.items() if t is not None}
+            if own:
                 self._originals[registry] = entries
-                module.__dict__[registry] = PagedDict(entries, hosts, pager)
+                module.__dict__[registry] = PagedDict(entries, own, pager)
+
+    def show(self, module: nn.Module) -> None:
+        """Show parameters in lists and dictionaries on the device until the forward ends."""
+        if self._names:
+            saved = {name: vars(module)[name] for name in self._names if name in vars(module)}
+            self._pager.on_leave(lambda: vars(module).update(saved))
+            for name, value in saved.items():
+                # torch's recurrent layers keep `_flat_weights`, a list, beside their parameters,
+                # and hand that to the kernel.
+                vars(module)[name] = mapped(self._shown, value)
+
+    def strangers(self, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        """Return what a module and those inside have registered since the model was paged."""
+        for prefix, inside in module.named_modules():
+            for registry in REGISTRIES:
+                for name, tensor in dict.items(vars(inside)[registry]):
+                    if tensor is not None and self.host_of(tensor) is None:
+                        yield f"{prefix}.{name}".lstrip("."), tensor
+
+    def host_of(self, value: Tensor) -> HostTensor | None:
+        """Return the host tensor that a tensor is."""
+        host = self._hosts.get(id(value))
+        return host if host is not None and host.tensor is value else None
 
     def undo(self) -> None:
         """Put the module's own dictionaries back, with all that was registered meanwhile."""
         module = self._module()
-        if module is None:
-            return
-        for registry, original in self._originals.items():
+        while module is not None and self._originals:
+            registry, original = next(iter(self._originals.items()))
             paged = module.__dict__[registry]
             # Somebody may have put a dictionary of their own there meanwhile: then that stays.
             if isinstance(paged, PagedDict):
@@ -142,6 +173,11 @@ class Binding:
                 original.clear()
                 original.update(entries)
                 module.__dict__[registry] = original
+            del self._originals[registry]
+
+    def _shown(self, value: Tensor) -> Tensor:
+        host = self.host_of(value)
+        return value if host is None else self._pager.show(host)
 
 
 def _at_home(entry: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ import inspect
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeGuard
 
 from torch import Tensor, nn
@@ -29,14 +29,13 @@ from tenure._torch.writes import counter_of
 from .._device import Forward
 from .._model import Cut, HostTensor, TensorTable, Unit
 from ._arguments import Arguments
-from ._binding import REGISTRIES, Binding, PagedDict
+from ._binding import REGISTRIES, PagedDict, PagedModule
 from ._pager import Pager
 
 _CALL = "_call_impl"
 _COMPILED_CALL = "_compiled_call_impl"
 _CALLS = (_CALL, _COMPILED_CALL)
 _N_COMPILED = 2
-_OWN_NAMES = frozenset(vars(nn.Module()))
 
 
 class Method(NamedTuple):
@@ -70,22 +69,20 @@ class Attached:
         self.pager = pager
         # Weakly, here and below: entries hold this, and must not keep the model or each other.
         self._entries: list[weakref.ref[Entry]] = []
-        self._others: list[tuple[weakref.ref[nn.Module], Attributes]] = []
+        self._modules: list[PagedModule] = []
+        self._others: list[tuple[weakref.ref[nn.Module], PagedModule]] = []
         self._units: weakref.WeakKeyDictionary[nn.Module, list[Unit]] = weakref.WeakKeyDictionary()
         for module, hosts in table.direct.items():
             self._units[module] = [unit for host in hosts for unit in host.units]
-        for module in model.modules():
             # A module that leads no unit may still read tensors of its own beside its children's.
-            units = pieces.needs.get(module) or _bracketed(table.direct[module])
-            attributes = Attributes(module, table.hosts, pager)
-            if units or table.direct[module] or module in wanted:
+            units = pieces.needs.get(module) or _bracketed(hosts)
+            paged = PagedModule(module, table, pager)
+            self._modules.append(paged)
+            if units or hosts or module in wanted:
                 names = [method.name for method in methods if method.module is module]
-                self._enter(module, names, units, attributes)
+                self._enter(module, names, units, paged)
             else:
-                self._others.append((weakref.ref(module), attributes))
-        self._bindings = [
-            Binding(module, table, pager) for module, hosts in table.direct.items() if hosts
-        ]
+                self._others.append((weakref.ref(module), paged))
         self.look()
 
     def look(self) -> None:
@@ -93,10 +90,10 @@ class Attached:
         # If dynamo is not loaded, nothing is compiled.
         if has_compiled():
             for other in list(self._others):
-                module, attributes = other[0](), other[1]
+                module, paged = other[0](), other[1]
                 if module is not None and is_compiled(module):
                     self._others.remove(other)
-                    self._enter(module, [], [], attributes)
+                    self._enter(module, [], [], paged)
 
     def units_inside(self, module: nn.Module) -> list[Unit]:
         """Return all units that a module and its submodules need."""
@@ -111,16 +108,16 @@ class Attached:
             if entry is not None:
                 entry.remove()
             self._entries.pop()
-        while self._bindings:
-            self._bindings[-1].undo()
-            self._bindings.pop()
+        while self._modules:
+            self._modules[-1].undo()
+            self._modules.pop()
 
     def _enter(
-        self, module: nn.Module, methods: list[str], units: list[Unit], attributes: Attributes
+        self, module: nn.Module, methods: list[str], units: list[Unit], paged: PagedModule
     ) -> None:
         compiled = [_COMPILED_CALL] if vars(module).get(_COMPILED_CALL) else []
         for name in (_CALL, *compiled, *methods):
-            entry = Entry(module, name, units, self, attributes)
+            entry = Entry(module, name, units, self, paged)
             self._entries.append(weakref.ref(entry))
 
 
@@ -132,7 +129,7 @@ class Entry:
         name: the method.
         units: what it needs.
         attached: what it is part of.
-        attributes: what the module holds of its parameters elsewhere.
+        paged: the module, as it shows its tensors.
     """
 
     def __init__(
@@ -141,9 +138,9 @@ class Entry:
         name: str,
         units: list[Unit],
         attached: Attached,
-        attributes: Attributes,
+        paged: PagedModule,
     ) -> None:
-        self.attributes = attributes
+        self.paged = paged
         self._module, self._name = weakref.ref(module), name
         self._attached, self._pager, self._units = attached, attached.pager, units
         self._own = vars(module).get(name)
@@ -183,7 +180,7 @@ class Entry:
         except RuntimeError as error:
             if arguments is not None:
                 function = module.forward if self._name in _CALLS else call
-                arguments.explain(error, function, self.attributes.strangers(module))
+                arguments.explain(error, function, self.paged.strangers(module))
             raise
         if forward.is_compiled:
             self._collect(module)
@@ -215,7 +212,7 @@ class Entry:
         if forward.is_compiled:
             self._show_plainly(module)
         else:
-            self.attributes.show(module)
+            self.paged.show(module)
         return self._pager.arguments(forward, given)
 
     def _show_plainly(self, module: nn.Module) -> None:
@@ -225,7 +222,7 @@ class Entry:
             own = vars(each)
             entry = own.get(_CALL)
             if isinstance(entry, Entry):
-                entry.attributes.show(each)
+                entry.paged.show(each)
             for name in _CALLS:
                 if isinstance(own.get(name), Entry):
                     self._pager.on_leave(_without_entry(each, name))
@@ -278,55 +275,6 @@ class LeftBehind:
         return LeftBehind, (self._module(), self._name)
 
 
-class Attributes:
-    """Lists and dictionaries of a module that hold its parameters, as those of recurrent layers.
-
-    While its forward runs, they hold what the pager shows.
-    """
-
-    def __init__(self, module: nn.Module, hosts: dict[int, HostTensor], pager: Pager) -> None:
-        self._hosts, self._pager = hosts, pager
-        self._names = []
-        for name, value in vars(module).items():
-            found = (
-                [] if name in _OWN_NAMES else [*filter(None, map(self._host_of, _held_by(value)))]
-            )
-            if found:
-                self._names.append(name)
-            for host in found:
-                host.is_shared = True
-
-    def show(self, module: nn.Module) -> None:
-        """Show them on the device until the forward ends."""
-        if self._names:
-            saved = {name: vars(module)[name] for name in self._names if name in vars(module)}
-            self._pager.on_leave(lambda: vars(module).update(saved))
-            for name, value in saved.items():
-                vars(module)[name] = self._shown(value)
-
-    def strangers(self, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-        """Return what a module and those inside have registered since the model was paged."""
-        for prefix, inside in module.named_modules():
-            for entries in (inside._parameters, inside._buffers):
-                for name, tensor in dict.items(entries):
-                    if tensor is not None and self._host_of(tensor) is None:
-                        yield f"{prefix}.{name}".lstrip("."), tensor
-
-    def _host_of(self, value: object) -> HostTensor | None:
-        host = self._hosts.get(id(value))
-        return host if host is not None and host.tensor is value else None
-
-    def _shown(self, value: Any) -> Any:
-        # torch's recurrent layers keep `_flat_weights`, a list, beside their parameters, and hand
-        # that to the kernel.
-        if isinstance(value, dict):
-            return {key: self._shown(each) for key, each in value.items()}
-        if isinstance(value, list | tuple):
-            return type(value)(map(self._shown, value))
-        host = self._host_of(value)
-        return value if host is None else self._pager.show(host)
-
-
 def _alive(reference: weakref.ref[nn.Module], name: str) -> nn.Module:
     module = reference()
     if module is None:
@@ -335,17 +283,6 @@ def _alive(reference: weakref.ref[nn.Module], name: str) -> nn.Module:
             "not keep it. Keep the model, or its handle, as long as it is called."
         )
     return module
-
-
-def _held_by(value: Any) -> Iterator[object]:
-    if type(value) is dict:
-        for each in value.values():
-            yield from _held_by(each)
-    elif type(value) in (list, tuple):
-        for each in value:
-            yield from _held_by(each)
-    else:
-        yield value
 
 
 def _bracketed(hosts: list[HostTensor]) -> list[Unit]:

@@ -24,7 +24,6 @@ from tenure._torch.storages import key_of
 from .._device import Composed, Engine, Forward, Page, Pass, Visit, in_place_of
 from .._model import HostTensor, Unit, is_plain
 from ._arguments import Arguments, apart_from
-from ._outside import Outside
 from ._refusals import captures, check_capture, check_inference, check_trace
 
 _LONG_WAIT_S = 4.0
@@ -84,12 +83,12 @@ class Pager:
         hosts: the model's tensors.
 
     Attributes:
-        outside: explains errors about parameters that were read outside of the forward.
+        read_outside: the last host tensor that was read since a pass began, but in none.
     """
 
     def __init__(self, engine: Engine, hosts: Collection[HostTensor]) -> None:
         self.engine = engine
-        self.outside = Outside(hosts, engine.device)
+        self.read_outside: HostTensor | None = None
         self._hosts, self._has_warned = hosts, False
         self._composed = Composed(engine.device)
         self._turn = Turn()
@@ -223,7 +222,7 @@ class Pager:
             # Whoever reads a parameter outside of the forward may write to it, as optimizers and
             # load_state_dict do, and no version tells of `.data`.
             self.engine.let_host_write(host)
-            self.outside.note(host)
+            self.read_outside = host
             return host.tensor
         if host in now.assigned:
             return now.assigned[host]
@@ -345,7 +344,7 @@ class Pager:
         return not (now.forwards or now.is_backward)
 
     def _begin(self, now: Pass, module: nn.Module) -> None:
-        self.outside.forget()
+        self.read_outside = None
         self.engine.begin(now)
         check_trace(module)
         if torch.is_grad_enabled():

@@ -12,12 +12,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Hashable
 from threading import RLock, get_ident
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tenure._containers import tensors_in
 from tenure._errors import PagingError
 from tenure._torch.autograd import (
     at_end_of_backward,
@@ -30,7 +28,6 @@ from tenure._torch.compiler import never_compiled
 from .._device import Forward, Page, Pass
 from .._model import HostTensor, Unit
 from .._training import Route, SavedTensors, TrainingEngine
-from ._arguments import Arguments
 from ._pager import Pager
 from ._refusals import check_capture, check_training
 
@@ -72,13 +69,6 @@ class TrainingPager(Pager):
                 self.on_leave(end)
         return True
 
-    def arguments(self, forward: Forward, given: Any) -> Arguments | None:
-        """Return the arguments as a pager does; moving tensors of the caller frees nothing."""
-        if self._activations is not None and self.is_outermost:
-            # What a graph leads to was computed, as what one part of a model gives to the next.
-            self._activations.leave(each for each in tensors_in(given) if each.grad_fn is None)
-        return super().arguments(forward, given)
-
     @never_compiled
     def show(self, host: HostTensor) -> Tensor:
         """Show as a pager does; if a graph is recorded, weights that require grad join it."""
@@ -96,6 +86,8 @@ class TrainingPager(Pager):
 
     def _begin(self, now: Pass, module: nn.Module) -> None:
         now.records = torch.is_grad_enabled()
+        if self._activations is not None:
+            self._activations.note_stream()
         super()._begin(now, module)
 
     def _check_gradients(self, module: nn.Module) -> None:

@@ -2,4 +2,4 @@
 
 from ._file_link import FileLink as FileLink
 from ._link import Link as Link
-from ._link import Span as Span
+from ._meter import PassRecord as PassRecord

@@ -26,12 +26,14 @@ from tenure._registries import NamedTensor
 from tenure._torch.quiet import aside
 
 from .._host import Done, Pinning, Reader, raise_anew
-from ._link import Link, Span
+from ._link import Link
+from ._meter import Span
 
 STAGING = "paged: staging"
 """What reports of memory call the host memory between files and a device."""
 _N_SLOTS = 4
 _SLOT_BYTES = 16 * 2**20
+"""The most that is read at once for a device; as much is staged a few times."""
 _CAPTURE_S = 0.001
 
 _Pairs = list[tuple[Tensor, Any]]
@@ -44,19 +46,12 @@ class FileLink(Link):
         device: the device, with its index, or the CPU.
         reader: the thread to read files on.
         largest_bytes: the most that is copied at once.
-        slot_bytes: the most that is read at once for a device; as much is staged a few times.
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        reader: Reader,
-        largest_bytes: int,
-        slot_bytes: int = _SLOT_BYTES,
-    ) -> None:
+    def __init__(self, device: torch.device, reader: Reader, largest_bytes: int) -> None:
         super().__init__(device, _Host() if device.type == "cpu" else None)
         self._reader = reader
-        self._slot_bytes = max(1, min(slot_bytes, largest_bytes))
+        self._slot_bytes = max(1, min(_SLOT_BYTES, largest_bytes))
         self._pinning = None if device.type == "cpu" else Pinning(device)
         # Only the reader's thread takes one, and puts it back with the event of the copy from it.
         self._slots: deque[tuple[Tensor, Any]] = deque()
@@ -83,12 +78,13 @@ class FileLink(Link):
         for i, memory in enumerate(self._staging):
             yield NamedTensor(memory, f"staging[{i}]", STAGING)
 
-    def page_in(
-        self, pairs: Iterable[tuple[Tensor, Any]], after: Iterable[Any]
-    ) -> tuple[FileEvent, FileEvent]:
+    def page_in(self, pairs: list[tuple[Tensor, Any]], after: Iterable[Any]) -> FileEvent:
         """Have files read, and what is read copied, on the reader's thread."""
-        read = self._reader.submit(partial(self._copy, list(pairs), list(after)))
-        return FileEvent(read, 0), FileEvent(read, 1)
+        n_bytes = sum(to.nbytes for to, _ in pairs)
+        read = self._reader.submit(partial(self._copy, pairs, list(after)))
+        ready = FileEvent(read, 1)
+        self.meter.note_copy((FileEvent(read, 0), ready), n_bytes)
+        return ready
 
     def page_out(self, pairs: Iterable[tuple[Tensor, Tensor]], after: Iterable[Any]) -> Any:
         """Copy at once: the thread that reads the host knows no events of the device."""
@@ -123,7 +119,7 @@ class FileLink(Link):
         if self._pinning is not None:
             self._pinning.undo()
 
-    def _let_wait(self, stream: Any, event: Any) -> None:
+    def let_wait(self, stream: Any, event: Any) -> None:
         """Wait until a read is over, and let a stream wait for the copies from it.
 
         Raises:

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from tenure._registries import NamedTensor
 
-Span = tuple[Any, Any]
-"""The timed events before something and after it."""
+from ._meter import PassMeter
 
 
 class Link:
@@ -28,10 +27,13 @@ class Link:
     Args:
         device: the device, with its index.
         module: the device's; None for torch's own.
+
+    Attributes:
+        meter: is told of copies to the device, and of waits for copies.
     """
 
     def __init__(self, device: torch.device, module: Any = None) -> None:
-        self.device = device
+        self.device, self.meter = device, PassMeter()
         self.module: Any = module or torch.get_device_module(device)
         self._in = self.module.Stream(device=device)
         self._out = self.module.Stream(device=device)
@@ -60,8 +62,8 @@ class Link:
         event.record(stream)
         return event
 
-    def page_in(self, pairs: Iterable[tuple[Tensor, Tensor]], after: Iterable[Any]) -> Span:
-        """Copy host bytes into device bytes; the timed events before the copies and after them.
+    def page_in(self, pairs: list[tuple[Tensor, Tensor]], after: Iterable[Any]) -> Any:
+        """Copy host bytes into device bytes; the event after the copies.
 
         Args:
             pairs: each a destination on the device and its source on the host.
@@ -75,7 +77,9 @@ class Link:
         with self._on(self._in):
             for to, source in pairs:
                 to.copy_(source, non_blocking=True)
-        return before, self.mark(self._in, timed=True)
+        ready = self.mark(self._in, timed=True)
+        self.meter.note_copy((before, ready), sum(to.nbytes for to, _ in pairs))
+        return ready
 
     def page_out(self, pairs: Iterable[tuple[Tensor, Tensor]], after: Iterable[Any]) -> Any:
         """Copy device tensors to host tensors; the event after which the host may read them."""
@@ -87,15 +91,15 @@ class Link:
                 to.copy_(source, non_blocking=True)
         return self.mark(self._out)
 
-    def let_compute(self, stream: Any, event: Any) -> Span:
-        """Let what a stream is given from now on wait for an event.
-
-        Returns:
-            The timed events before the wait and after it.
-        """
+    def let_compute(self, stream: Any, event: Any) -> None:
+        """Let what a stream is given from now on wait for an event, and measure the wait."""
         before = self.mark(stream, timed=True)
-        self._let_wait(stream, event)
-        return before, self.mark(stream, timed=True)
+        self.let_wait(stream, event)
+        self.meter.note_stall((before, self.mark(stream, timed=True)))
+
+    def let_wait(self, stream: Any, event: Any) -> None:
+        """Let what a stream is given from now on wait for an event."""
+        stream.wait_event(event)
 
     def check(self, event: Any) -> None:
         """Raise what kept a copy from its source; of memory, nothing does."""
@@ -116,9 +120,6 @@ class Link:
     def finish(self) -> None:
         """Stop the host until the device has nothing left to do."""
         self.module.synchronize(self.device)
-
-    def _let_wait(self, stream: Any, event: Any) -> None:
-        stream.wait_event(event)
 
     def _here(self) -> AbstractContextManager[Any]:
         """Return a block in which the device is the current one."""

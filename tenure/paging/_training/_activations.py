@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from threading import Lock
 from typing import Any, NamedTuple
@@ -22,21 +22,19 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from tenure._account import taken
-from tenure._cuda_blocks import up_to
 from tenure._graph_capture import is_capturing
-from tenure._registries import NamedTensor
 from tenure._storages import byte_range, storage_of
 from tenure._torch.quiet import aside
 from tenure._torch.storages import key_of
 from tenure._torch.writes import counts_with, version_of, writes_of
 
-from .._device import ByteRing, Fences, PassMeter
 from .._link import Link
+from ._host_slabs import HostBytes, HostSlabs
 
 ACTIVATIONS = "paged: activations"
 """What reports of memory call activations that are away, and those that came back ahead."""
-_ALIGNMENT_BYTES = 512
-_LEAST_BYTES = 1 << 20
+LEAST_BYTES = 1 << 20
+"""The host memory that is allocated at once, at the least."""
 SMALL_BYTES = 8 << 10
 """What is smaller stays: a copy takes longer to start than these bytes are worth."""
 LARGEST_PIECES = 2
@@ -47,89 +45,6 @@ _MOST_PART = 2
 """A view of less than one in so many bytes of its storage is copied alone."""
 _Place = tuple[int, int, int]
 """The key of a storage, and where in it bytes begin and end."""
-
-
-class _Slab:
-    """Memory that is made in one piece."""
-
-    def __init__(self, memory: Any, n_bytes: int) -> None:
-        self.memory = torch.frombuffer(memory, dtype=torch.uint8, count=n_bytes)
-        self.ring = ByteRing(n_bytes)
-        self.fences: Fences[Any] = Fences()
-        self._kept = memory
-
-
-class HostBytes(NamedTuple):
-    """Bytes of the host that are in use.
-
-    Attributes:
-        memory: uint8, they.
-        after: the events that who writes to them waits for.
-        slab: what they are cut from.
-        start: where.
-    """
-
-    memory: Tensor
-    after: list[Any]
-    slab: _Slab
-    start: int
-
-
-class ActivationMemory:
-    """Slabs, as many as are needed at the same time.
-
-    Args:
-        make: makes memory of so many bytes.
-    """
-
-    def __init__(self, make: Callable[[int], Any]) -> None:
-        self._make = make
-        self._slabs: list[_Slab] = []
-
-    @property
-    def n_bytes(self) -> int:
-        """What all of it takes."""
-        return sum(slab.memory.nbytes for slab in list(self._slabs))
-
-    def take(self, n_bytes: int) -> HostBytes:
-        """Return bytes that nobody else uses."""
-        rounded_bytes = up_to(n_bytes, _ALIGNMENT_BYTES)
-        for slab in self._slabs:
-            start = slab.ring.place(rounded_bytes)
-            if start is not None:
-                return self._cut(slab, start, n_bytes)
-        # Half of what there is: few pieces are made, and little is left over at their ends.
-        size = max(rounded_bytes, _LEAST_BYTES, up_to(self.n_bytes // 2, _ALIGNMENT_BYTES))
-        slab = _Slab(self._make(size), size)
-        self._slabs.append(slab)
-        start = slab.ring.place(rounded_bytes)
-        assert start is not None
-        return self._cut(slab, start, n_bytes)
-
-    def give_back(self, given: HostBytes, event: Any) -> None:
-        """Take bytes back, to give them to others.
-
-        Args:
-            given: they.
-            event: after which nothing reads them; None if nothing does.
-        """
-        given.slab.ring.free(given.start)
-        if event is not None:
-            end = given.start + up_to(given.memory.nbytes, _ALIGNMENT_BYTES)
-            given.slab.fences.add(given.start, end, event)
-
-    def named_tensors(self) -> Iterator[NamedTensor]:
-        """Yield the slabs."""
-        for slab in list(self._slabs):
-            yield NamedTensor(slab.memory, "activations", ACTIVATIONS)
-
-    def close(self) -> None:
-        """Forget them; what is in use keeps its slab."""
-        self._slabs.clear()
-
-    def _cut(self, slab: _Slab, start: int, n_bytes: int) -> HostBytes:
-        after = slab.fences.take(start, start + up_to(n_bytes, _ALIGNMENT_BYTES))
-        return HostBytes(slab.memory[start : start + n_bytes], after, slab, start)
 
 
 @dataclass(eq=False, slots=True)
@@ -144,11 +59,10 @@ class MovedBytes:
         stream: where they are used.
         storage: that of ``here``, whoever keeps it.
         base: the first one's place in that storage.
-        serial: the higher, the later it was saved, and the sooner it is needed.
-        came_back: whether ``here`` is a copy, and not what was saved.
         arrived: the copy to the host.
         pending: the copy from or to them that ``stream`` has not waited for.
-        last_read: the last copy of the host's bytes.
+        serial: the higher, the later it was saved, and the sooner it is needed.
+        came_back: whether ``here`` is a copy, and not what was saved.
     """
 
     here: Tensor | None
@@ -158,11 +72,10 @@ class MovedBytes:
     stream: Any
     storage: weakref.ref[UntypedStorage]
     base: int
+    arrived: Any
+    pending: Any
     serial: int = 0
     came_back: bool = False
-    arrived: Any = None
-    pending: Any = None
-    last_read: Any = None
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
@@ -209,11 +122,10 @@ class Activations:
     Args:
         link: the streams of the device.
         memory: the host's.
-        meter: whom to tell of copies and of waits for them.
     """
 
-    def __init__(self, link: Link, memory: ActivationMemory, meter: PassMeter) -> None:
-        self._link, self._memory, self._meter = link, memory, meter
+    def __init__(self, link: Link, memory: HostSlabs) -> None:
+        self._link, self._memory = link, memory
         self._alive: weakref.WeakValueDictionary[int, AwayBytes] = weakref.WeakValueDictionary()
         self._at: weakref.WeakValueDictionary[_Place, AwayBytes] = weakref.WeakValueDictionary()
         # Those of which the device has the bytes.
@@ -221,29 +133,15 @@ class Activations:
         self._next = 0
         self._largest_bytes = 0
         self._streams: dict[int, Any] = {}
-        # What others keep: to move it would free nothing. By the key of each storage.
-        self._others: dict[int, weakref.ref[UntypedStorage]] = {}
         self._lock = Lock()
         # Of nodes that are gone, by whatever thread let go of them, until the lock is free.
         self._gone: deque[MovedBytes] = deque()
         self._closed = False
 
-    @property
-    def host_bytes(self) -> int:
-        """The host memory that activations wait in."""
-        return self._memory.n_bytes
-
-    def named_tensors(self) -> Iterator[NamedTensor]:
-        """Yield the host memory of activations."""
-        yield from self._memory.named_tensors()
-
-    def leave(self, tensors: Iterable[Tensor]) -> None:
-        """Leave these where they are: somebody keeps them anyway, as a caller does its inputs."""
-        # A tensor allocated here may be saved on a side stream: this one must wait for the copy.
+    def note_stream(self) -> None:
+        """Note that the current stream computes, and may free what is saved on another one."""
         stream = self._link.current()
         self._streams[stream.stream_id] = stream
-        found = (storage_of(tensor) for tensor in tensors if tensor.device == self._link.device)
-        self._note_kept_by_others(*(storage for storage in found if storage is not None))
 
     def take(self, tensor: Tensor) -> Moved | None:
         """Begin to move what a node saves to the host; None if it is to stay.
@@ -259,7 +157,7 @@ class Activations:
         storage = storage_of(tensor)
         if storage is None or tensor.numel() * tensor.element_size() < SMALL_BYTES:
             return None
-        if tensor.is_conj() or tensor.is_neg() or self._is_kept_by_others(storage):
+        if tensor.is_conj() or tensor.is_neg():
             return None
         with self._lock, aside():
             away = self._away_of(tensor, storage)
@@ -306,7 +204,6 @@ class Activations:
         self._closed = True
         self._kept.clear()
         self._gone.clear()
-        self._memory.close()
 
     def _over(self, storage: UntypedStorage, dtype: torch.dtype, *form: Any) -> Tensor:
         empty: Any = torch.empty(0, dtype=dtype, device=self._link.device)
@@ -333,8 +230,8 @@ class Activations:
 
     def _move(self, storage: UntypedStorage, start: int, end: int) -> MovedBytes:
         """Begin to copy bytes of a storage to the host; until that is over they are kept."""
+        self.note_stream()
         stream = self._link.current()
-        self._streams[stream.stream_id] = stream
         if not self._alive:
             # An attempt before it may have had larger ones.
             self._largest_bytes = 0
@@ -342,12 +239,12 @@ class Activations:
         self._make_room(end - start)
         here = self._over(storage, torch.uint8, start, (end - start,), (1,))
         on_host = self._memory.take(end - start)
-        kept_by = weakref.ref(storage)
-        made = MovedBytes(here, start, end - start, on_host, stream, kept_by, base=start)
         # Synchronization strategy: the kernels that make it run on this stream, and a copy to the
         # device may still read what was in this place of the host's memory before.
         after = [self._link.mark(stream), *on_host.after]
-        made.arrived = made.pending = self._link.page_out([(on_host.memory, here)], after)
+        arrived = self._link.page_out([(on_host.memory, here)], after)
+        kept_by, n_bytes = weakref.ref(storage), end - start
+        made = MovedBytes(here, start, n_bytes, on_host, stream, kept_by, start, arrived, arrived)
         self._kept[made] = None
         return made
 
@@ -361,10 +258,8 @@ class Activations:
             if storage is not None:
                 if wanted.came_back:
                     self._wait(wanted)
-                elif wanted.here is None:
-                    self._note_kept_by_others(storage)
                 return storage, wanted.base
-        self._meter.note_fault()
+        self._link.meter.note_fault()
         self._fetch(wanted, stream)
         self._wait(wanted)
         assert wanted.here is not None
@@ -398,10 +293,10 @@ class Activations:
         # Synchronization strategy: kernels of this stream may still use the memory that it was
         # given, and the copy to the host may not be over.
         after = [self._link.mark(stream), wanted.arrived]
-        span = self._link.page_in([(here, wanted.on_host.memory)], after)
-        self._meter.note_copy(span, n_bytes)
+        arriving = self._link.page_in([(here, wanted.on_host.memory)], after)
         wanted.here, wanted.came_back, wanted.base, wanted.stream = here, True, 0, stream
-        wanted.pending = wanted.last_read = span[1]
+        wanted.pending = arriving
+        wanted.on_host.add_read(arriving)
         wanted.storage = weakref.ref(here.untyped_storage())
         self._kept[wanted] = None
 
@@ -431,12 +326,12 @@ class Activations:
             return
         # Synchronization strategy: who gets this memory next writes it on this stream, after the
         # copy that reads it, or reads it after the copy that writes it.
-        self._meter.note_stall(self._link.let_compute(kept.stream, kept.pending))
+        self._link.let_compute(kept.stream, kept.pending)
         others = [each for key, each in self._streams.items() if key != kept.stream.stream_id]
         for stream in others:
             # The memory may have been made on any of them, and be in use on another.
             for event in (kept.pending, self._link.mark(kept.stream)):
-                self._link.let_compute(stream, event)
+                self._link.let_wait(stream, event)
         kept.pending = None
 
     def _forget(self, gone: MovedBytes) -> None:
@@ -452,22 +347,12 @@ class Activations:
         # Whoever has the lock does this when it has done with it.
         while self._gone and not self._closed and self._lock.acquire(blocking=False):
             try:
-                gone = self._gone.popleft()
-                self._let_go(gone)
-                self._memory.give_back(gone.on_host, gone.last_read)
+                self._let_go(self._gone.popleft())
             except IndexError:
                 # Another thread has taken the last one.
                 pass
             finally:
                 self._lock.release()
-
-    def _note_kept_by_others(self, *storages: UntypedStorage) -> None:
-        alive = {key: each for key, each in self._others.items() if each() is not None}
-        self._others = {**alive, **{key_of(each): weakref.ref(each) for each in storages}}
-
-    def _is_kept_by_others(self, storage: UntypedStorage) -> bool:
-        known = self._others.get(key_of(storage))
-        return known is not None and known() is storage
 
 
 def range_to_move(tensor: Tensor) -> tuple[int, int]:

@@ -11,22 +11,22 @@ those of two units are under way. The host waits for a copy where it is read fir
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from tenure._registries import NamedTensor
+from tenure._cuda_blocks import up_to
 from tenure._torch.autograd import is_batch_of_gradients
 from tenure._torch.quiet import aside, quietly
 
-from .._device import PassMeter
 from .._link import Link
-from .._model import HostTensor, Unit, is_plain
-from ._gradient_memory import GradientMemory
+from .._model import UNIT_ALIGNMENT_BYTES, HostTensor, Unit, is_plain
+from ._host_slabs import HostSlabs
 
+GRADIENTS = "paged: gradients"
+"""What reports of memory call this memory, where no gradient that is in use lies in it."""
 MOST_UNITS = 2
 """Of so many units gradients are under way at most, and one that is computed."""
 
@@ -43,16 +43,11 @@ class Homeward:
     Args:
         link: the streams of the device.
         memory: the host memory that they are copied to.
-        meter: whom to tell of waits.
-
-    Attributes:
-        copied_bytes: what went to the host.
     """
 
-    def __init__(self, link: Link, memory: GradientMemory, meter: PassMeter) -> None:
-        self._link, self._memory, self._meter = link, memory, meter
+    def __init__(self, link: Link, memory: HostSlabs) -> None:
+        self._link, self._memory = link, memory
         self._under_way: dict[Unit | None, list[_Sent]] = {}
-        self.copied_bytes = 0
 
     def send(self, host: HostTensor, gradient: Tensor) -> tuple[Tensor, Any]:
         """Begin to copy a gradient; the tensor that it will be, and the event from when on it is.
@@ -69,15 +64,14 @@ class Homeward:
                 return gradient.to("cpu"), None
         self._let_others_arrive(host.unit)
         stream = self._link.current()
-        there = self._memory.take(host)
         with aside():
+            there = self._place_for(host, host.unit)
             if gradient.stride() != there.stride():
                 # A copy that also reorders would stop the host.
                 form = gradient.size(), there.stride()
                 gradient = gradient.new_empty_strided(*form).copy_(gradient)
             # Synchronization strategy: the kernels that compute it run on this stream.
             event = self._link.page_out([(there, gradient)], [self._link.mark(stream)])
-        self.copied_bytes += gradient.nbytes
         self._under_way.setdefault(host.unit, []).append(_Sent(gradient, stream, event))
         return there, event
 
@@ -91,19 +85,20 @@ class Homeward:
         while self._under_way:
             self._let_arrive(next(iter(self._under_way)))
 
-    @property
-    def host_bytes(self) -> int:
-        """The host memory that gradients lie in."""
-        return self._memory.n_bytes
-
-    def named_tensors(self) -> Iterator[NamedTensor]:
-        """Yield the host memory that gradients lie in."""
-        yield from self._memory.named_tensors()
-
     def close(self) -> None:
-        """Let go of it all; gradients that are in use keep their memory."""
+        """Let go of it all."""
         self._under_way.clear()
-        self._memory.close()
+
+    def _place_for(self, host: HostTensor, unit: Unit) -> Tensor:
+        """Return a tensor for a gradient, with the parameter's shape, dtype and dense strides."""
+        original = host.tensor
+        asking = (each.tensor.nbytes for each in unit.tensors if each.tensor.requires_grad)
+        unit_bytes = sum(up_to(n_bytes, UNIT_ALIGNMENT_BYTES) for n_bytes in asking)
+        storage = self._memory.take(original.nbytes, unit_bytes).memory.untyped_storage()
+        # With these autograd takes it for the parameter's `grad` as it is, and copies none.
+        strides = torch.empty_like(original, device="meta").stride()
+        made: Any = torch.empty(0, dtype=original.dtype, device="cpu")
+        return made.set_(storage, 0, original.size(), strides)  # type: ignore[no-any-return]
 
     def _let_others_arrive(self, unit: Unit) -> None:
         if unit not in self._under_way:
@@ -118,7 +113,7 @@ class Homeward:
         under_way = self._under_way.pop(unit)
         last = {sent.stream.stream_id: sent for sent in under_way}
         for sent in last.values():
-            self._meter.note_stall(self._link.let_compute(sent.stream, sent.event))
+            self._link.let_compute(sent.stream, sent.event)
 
 
 class Route:

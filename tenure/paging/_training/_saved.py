@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, NamedTuple, NoReturn
+from functools import partial
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -32,38 +33,8 @@ from ._activations import Activations, Moved
 
 Hooks = tuple[Callable[[Any], Any], Callable[[Any], Any]]
 PageOf = Callable[[Unit], Page]
-
-
-class _Weight(NamedTuple):
-    """Part of a unit's bytes, and how often the tensors there had been written."""
-
-    unit: Unit
-    hosts: list[HostTensor]
-    n_writes: int
-    dtype: torch.dtype
-    form: tuple[Any, ...]
-    is_conjugate: bool
-
-
-class _SavedComposed(NamedTuple):
-    """A tensor that is made of others, or a view of one, and the weights that its parts are of."""
-
-    like: Tensor
-    parts: list[_Weight]
-
-
-class _Kept(NamedTuple):
-    """A tensor over the bytes and the version of the one that was saved."""
-
-    tensor: Tensor
-    n_writes: int | None
-
-
-class _Passed(NamedTuple):
-    """What the hooks around made of a tensor."""
-
-    unpack: Callable[[Any], Any]
-    packed: Any
+Packed = Callable[[], Tensor]
+"""What a node keeps in place of a tensor: gives it back."""
 
 
 class SavedTensors:
@@ -84,7 +55,7 @@ class SavedTensors:
         begin: Callable[[], object],
     ) -> None:
         self._engine, self._page_of = engine, page_of
-        self._begin, self.activations = begin, activations
+        self._begin, self._activations = begin, activations
 
     def watch(self) -> Callable[[], object] | None:
         """Stand before all other hooks of this thread from now on.
@@ -93,46 +64,33 @@ class SavedTensors:
             What ends that; None where these hooks were the first already.
         """
         around = hooks_of_saved()
-        packer = None if around is None else getattr(around[0], "__self__", None)
-        if isinstance(packer, _Packer) and packer.saved is self:
+        if around is not None and getattr(around[0], "func", None) == self._pack:
             return None
-        hooks = saved_tensors_hooks(_Packer(self, around).pack, self.unpack)
+        hooks = saved_tensors_hooks(partial(self._pack, around), self._unpack)
         hooks.__enter__()
         return hooks.__exit__
 
-    def packed_weight(self, tensor: Tensor) -> _Weight | None:
-        """Return a tensor as part of a page; None if it lies in none."""
-        lent = lent_to(tensor)
-        unit = None if lent is None else lent.lender
-        page = self._engine.room.pages.get(unit) if isinstance(unit, Unit) else None
-        if lent is None or page is None or not page.lends(lent) or tensor.is_neg():
-            return None
-        offset = int(tensor.storage_offset())
-        form = offset, tensor.size(), tensor.stride()
-        hosts = _hosts_at(page.unit, offset * tensor.element_size())
-        n_writes = _n_writes(page, hosts)
-        return _Weight(page.unit, hosts, n_writes, tensor.dtype, form, tensor.is_conj())
+    def _pack(self, around: Hooks | None, tensor: Tensor) -> Packed:
+        with without_functions():
+            weight = self._weight(tensor)
+        if weight is None and hasattr(type(tensor), "__tensor_flatten__"):
+            weight = self._composed(tensor)
+        if weight is not None:
+            return weight
+        if around is not None:
+            pack, unpack = around
+            return partial(unpack, pack(tensor))
+        if self._activations is not None:
+            with without_functions():
+                moved = self._activations.take(tensor)
+            if moved is not None:
+                return partial(self._back, moved)
+        # Not itself: an output that its own node keeps would keep the node, and neither ever goes.
+        with quietly() if type(tensor) is Tensor else without_functions():
+            kept = tensor.detach()
+        return partial(_unwritten, kept, version_of(kept))
 
-    def packed_composed(self, tensor: Tensor) -> _SavedComposed | None:
-        """Return a tensor that is made of parts of pages; None if it is another."""
-        parts: list[_Weight] = []
-
-        def take(part: Tensor) -> Tensor:
-            if not part.numel():
-                return part
-            weight = self.packed_weight(part)
-            if weight is None:
-                raise LookupError
-            parts.append(weight)
-            # Its form alone, which holds no bytes
-            return torch.empty_like(part, device="meta")
-
-        # A class may refuse anything, in any way; then it is kept, with the bytes that it is of.
-        with suppress(Exception), aside_with_subclasses():
-            return _SavedComposed(made_around(tensor, take), parts)
-        return None
-
-    def unpack(self, packed: _Weight | _SavedComposed | _Kept | _Passed | Moved) -> Tensor:
+    def _unpack(self, packed: Packed) -> Tensor:
         """Return a saved tensor, as it was.
 
         Raises:
@@ -144,77 +102,82 @@ class SavedTensors:
             # weights either. The engine takes the hooks back when the node that asks has run; who
             # looks at what a node saved, outside of one, would be left with them.
             self.watch()
-        if isinstance(packed, _Passed):
-            return packed.unpack(packed.packed)  # type: ignore[no-any-return]
-        if isinstance(packed, _Kept):
-            n_writes = version_of(packed.tensor)
-            if n_writes != packed.n_writes:
-                _refuse(describe_tensor(packed.tensor), n_writes, packed.n_writes)
-            return packed.tensor
-        if isinstance(packed, Moved):
-            return self._back(packed)
-        if isinstance(packed, _SavedComposed):
-            parts = map(self._unpacked_weight, packed.parts)
-            with aside_with_subclasses():
-                return made_around(packed.like, lambda part: next(parts) if part.numel() else part)
-        return self._unpacked_weight(packed)
+        return packed()
 
-    def _unpacked_weight(self, packed: _Weight) -> Tensor:
-        page = self._page_of(packed.unit)
-        n_writes = _n_writes(page, packed.hosts)
-        if n_writes != packed.n_writes:
-            _refuse(
-                " or ".join(repr(host.name) for host in packed.hosts), n_writes, packed.n_writes
-            )
-        found = page.view(packed.dtype, *packed.form)
-        if packed.is_conjugate:
-            with quietly():
-                return found.conj()
-        return found
+    def _weight(self, tensor: Tensor) -> Packed | None:
+        """Return a tensor as part of a page; None if it lies in none."""
+        lent = lent_to(tensor)
+        unit = None if lent is None else lent.lender
+        page = self._engine.room.pages.get(unit) if isinstance(unit, Unit) else None
+        if lent is None or page is None or not page.lends(lent) or tensor.is_neg():
+            return None
+        offset = int(tensor.storage_offset())
+        form = offset, tensor.size(), tensor.stride()
+        hosts = _hosts_at(page.unit, offset * tensor.element_size())
+        n_writes = _n_writes(page, hosts)
+        weight = partial(self._weight_back, page.unit, hosts, n_writes, tensor.dtype, form)
+        return partial(_conjugate, weight) if tensor.is_conj() else weight
+
+    def _weight_back(
+        self,
+        unit: Unit,
+        hosts: list[HostTensor],
+        expected: int,
+        dtype: torch.dtype,
+        form: tuple[Any, ...],
+    ) -> Tensor:
+        page = self._page_of(unit)
+        n_writes = _n_writes(page, hosts)
+        if n_writes != expected:
+            _refuse(" or ".join(repr(host.name) for host in hosts), n_writes, expected)
+        return page.view(dtype, *form)
+
+    def _composed(self, tensor: Tensor) -> Packed | None:
+        """Return a tensor that is made of parts of pages, or a view of one; None if another."""
+        parts: list[Packed] = []
+
+        def take(part: Tensor) -> Tensor:
+            if not part.numel():
+                return part
+            weight = self._weight(part)
+            if weight is None:
+                raise LookupError
+            parts.append(weight)
+            # Its form alone, which holds no bytes
+            return torch.empty_like(part, device="meta")
+
+        # A class may refuse anything, in any way; then it is kept, with the bytes that it is of.
+        with suppress(Exception), aside_with_subclasses():
+            return partial(_composed_back, made_around(tensor, take), parts)
+        return None
 
     def _back(self, moved: Moved) -> Tensor:
-        assert self.activations is not None
+        assert self._activations is not None
         n_writes = version_of(moved.away.writes)
         if n_writes != moved.away.n_writes:
             size, device = moved.form[1], moved.away.writes.device
             n_bytes = size.numel() * moved.dtype.itemsize
             _refuse(describe(moved.dtype, size, device, n_bytes), n_writes, moved.away.n_writes)
         self._begin()
-        return self.activations.give(moved)
+        return self._activations.give(moved)
 
 
-class _Packer:
-    """Packs what nodes save, with these hooks around."""
+def _composed_back(like: Tensor, parts: list[Packed]) -> Tensor:
+    found = (part() for part in parts)
+    with aside_with_subclasses():
+        return made_around(like, lambda part: next(found) if part.numel() else part)
 
-    def __init__(self, saved: SavedTensors, around: Hooks | None) -> None:
-        self.saved, self._around = saved, around
 
-    def pack(self, tensor: Tensor) -> _Weight | _SavedComposed | _Kept | _Passed | Moved:
-        """Return the object that a node keeps in place of a tensor."""
-        with without_functions():
-            weight = self.saved.packed_weight(tensor)
-        if weight is not None:
-            return weight
-        if hasattr(type(tensor), "__tensor_flatten__"):
-            composed = self.saved.packed_composed(tensor)
-            if composed is not None:
-                return composed
-        if self._around is not None:
-            pack, unpack = self._around
-            return _Passed(unpack, pack(tensor))
-        if self.saved.activations is not None:
-            with without_functions():
-                moved = self.saved.activations.take(tensor)
-            if moved is not None:
-                return moved
-        # Not itself: an output that its own node keeps would keep the node, and neither ever goes.
-        if type(tensor) is Tensor:
-            with quietly():
-                kept = tensor.detach()
-        else:
-            with without_functions():
-                kept = tensor.detach()
-        return _Kept(kept, version_of(kept))
+def _conjugate(packed: Packed) -> Tensor:
+    with quietly():
+        return packed().conj()
+
+
+def _unwritten(kept: Tensor, expected: int | None) -> Tensor:
+    n_writes = version_of(kept)
+    if n_writes != expected:
+        _refuse(describe_tensor(kept), n_writes, expected)
+    return kept
 
 
 def _hosts_at(unit: Unit, at_bytes: int) -> list[HostTensor]:

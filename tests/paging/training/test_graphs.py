@@ -130,46 +130,54 @@ def test_autograd_grad_of_parameters_and_of_inputs(sim, halved):
     assert all(p.grad is None for p in halved.host.parameters())
 
 
+@either_way
 def test_the_graph_of_some_parameters_alone(sim, halved):
-    x = inputs(sim)[0]
+    x = inputs(sim, 1, LARGE)[0]
 
     def run(model):
-        model(x).sum().backward(inputs=[model[2].up.weight])
+        loss = model(x).sum()
+        loss.backward(inputs=[model[4].up.weight], retain_graph=True)
+        loss.backward(inputs=[model[2].up.weight])
 
     halved.run(run)
     assert halved.gradients_differ() == []
     assert halved.host[2].down.weight.grad is None
 
 
-def test_gradients_of_gradients(sim, pair):
+@pytest.mark.parametrize("activations", [None, "host"])
+def test_gradients_of_gradients(sim, pair, activations):
     both = pair(
         nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in "12345"])
     )
 
     def penalty(model):
-        x = inputs(sim)[0].requires_grad_()
-        loss = model(x).square().sum()
+        x = inputs(sim, 1, LARGE)[0].requires_grad_()
+        loss = model(x).square().mean()
         own = torch.autograd.grad(loss, [x, *model.parameters()], create_graph=True)
         (loss + sum(each.square().sum().to(loss.device) for each in own)).backward()
 
     for share in (0.7, 2):
-        with both.page(share):
+        both.host.zero_grad()
+        both.there.zero_grad()
+        with both.page(share, activations=activations):
             both.run(penalty)
             assert hooks_of_saved() is None
         pairs = zip(both.host.parameters(), both.there.parameters(), strict=True)
-        assert all(torch.allclose(p.grad, q.grad.cpu(), rtol=1e-4, atol=1e-5) for p, q in pairs)
+        # sums of several gradients are of another order, on the host
+        assert all(torch.allclose(p.grad, q.grad.cpu(), rtol=1e-4, atol=1e-6) for p, q in pairs)
 
 
 @pytest.mark.exhaustive
+@either_way
 def test_several_forwards_before_one_backward(sim, halved):
-    x, y, z = inputs(sim, 3)
+    x, y, z = inputs(sim, 3, LARGE)
 
     def run(model):
-        (model(x).sum() + model(model(y)).square().sum() * model(z).mean()).backward()
+        (model(x).mean() + model(model(y)).square().mean() * model(z).mean()).backward()
 
     halved.run(run)
     pairs = zip(halved.host.parameters(), halved.there.parameters(), strict=True)
-    assert all(torch.allclose(p.grad, q.grad.cpu(), rtol=1e-4, atol=1e-4) for p, q in pairs)
+    assert all(torch.allclose(p.grad, q.grad.cpu(), rtol=1e-4, atol=1e-6) for p, q in pairs)
 
 
 @pytest.mark.exhaustive
@@ -260,10 +268,10 @@ def test_functional_reads_and_shared_blocks(sim, pair):
 
 def test_a_graph_keeps_no_weight_and_no_model(sim, pair):
     both = pair()
-    with both.page() as handle:
-        loss = both.host(inputs(sim)[0]).sum()
-        assert not any(page.is_held() for page in handle._pager.engine.room.pages.values())
-        del loss
+    with both.page():
+        # a graph that held weights would leave no room for those of the next
+        losses = [both.host(inputs(sim)[0]).sum() for _ in range(3)]
+        losses.clear()
     model = transformer()
     gone = weakref.ref(model)
     x = inputs(sim)[0]

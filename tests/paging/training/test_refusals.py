@@ -167,15 +167,6 @@ def test_threads_that_train_parts_take_turns(sim, pair):
     assert all(torch.allclose(p.grad, q.grad.cpu(), rtol=1e-4, atol=1e-4) for p, q in pairs)
 
 
-def test_without_training_a_call_that_would_train_names_the_remedy(sim):
-    model = transformer()
-    with page(model, sim.device):
-        with pytest.raises(PagingError, match=r"to train, page it with training=True\.$"):
-            model(inputs(sim)[0])
-        with pytest.warns(PagingWarning, match=r"to train them, page it with training=True\.$"):
-            model.eval()(inputs(sim)[0])
-
-
 def test_host_memory_that_can_not_be_pinned_still_takes_gradients(sim, pair):
     both = pair()
     sim.fail_pinning("all")

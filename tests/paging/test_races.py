@@ -1,0 +1,221 @@
+"""Programs in which each wait of the pager matters: their values are right, and no race is found.
+
+`tests.planted_faults` leaves the waits out one by one.
+"""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from tenure.paging import PagingBudget, page
+from tenure.testing import Rates
+
+from .models import WIDTH
+from .training.blocks import LARGE, inputs, transformer
+
+# about values, which no allocator changes: once, with the one that has more rules
+pytestmark = pytest.mark.sim_allocator("cuda")
+
+UNIT_BYTES = 4 * WIDTH * (WIDTH + 1) + 128
+
+
+def linears(n=6):
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(n)]).eval()
+
+
+def random(sim):
+    torch.manual_seed(1)
+    return torch.randn(4, WIDTH, device=sim.device)
+
+
+def count_call(module, args, output):
+    module.seen.add_(1)
+
+
+class Written(nn.Module):
+    """Writes a buffer and comes back to it, after others took its place."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = nn.Linear(WIDTH, WIDTH)
+        self.count.register_buffer("seen", torch.zeros(WIDTH, WIDTH))
+        self.count.register_forward_hook(count_call)
+        self.others = nn.ModuleList([nn.Linear(WIDTH, 2 * WIDTH) for _ in range(3)])
+
+    def forward(self, x):
+        for layer in self.others:
+            x = self.count(layer(self.count(x))[:, :WIDTH])
+        return x
+
+
+def writes_buffers_and_reads_them_again(sim):
+    torch.manual_seed(0)
+    model, x = Written().eval(), random(sim)
+    for kib, prefetch in ((18, 0), (27, 0), (27, 1), (100, 0)):
+        sim(rates=Rates(d2h_bytes_per_s=1e7))
+        model.count.seen.zero_()
+        with page(model, sim.device, budget=kib << 10, prefetch=prefetch):
+            for n_passes in (1, 2):
+                model(x)
+                assert model.count.seen.eq(6 * n_passes).all()
+
+
+def is_unpaged_while_it_computes(sim):
+    model, x = linears(), random(sim)
+    with page(model, sim.device, budget="15KiB"):
+        model(x)
+
+
+def takes_memory_after_what_used_it(sim):
+    sim(rates=Rates(memory_bytes_per_s=1e8))
+    model, x = linears(), random(sim)
+    for budget in ("9KiB", "100KiB"):
+        sim.module.synchronize()
+        torch.zeros(1 << 16, device=sim.device).add_(1)  # its memory may be what the pager gets
+        busy_until_s = sim.module.current_stream().ready_s
+        with page(model, sim.device, budget=budget) as handle:
+            model[5](x)
+            # nothing else tells when a copy ran: the device runs one kernel after the other
+            pages = handle._pager.engine.room.pages.values()
+            assert all(each.ready.at_s > busy_until_s for each in pages)
+
+
+class Early(nn.Module):
+    """Reads weights before the rest runs, and uses them after."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers, self.kept = linears(), []
+        self.layers[0].register_forward_hook(self.keep)
+
+    def keep(self, module, args, output):
+        self.kept.append(module.weight.detach())
+
+    def forward(self, x):
+        x = self.layers(x) @ self.kept.pop()
+        weight = self.layers[1].weight.detach()
+        x = self.layers[2:](x) @ weight
+        del weight
+        return self.layers[1:](x)
+
+
+def holds_what_it_has_read(sim):
+    model, x = Early(), random(sim)
+    expected = copy.deepcopy(model).to(sim.device)(x)
+    for n_units in (3, 4):
+        with page(model, sim.device, 1, budget=n_units * UNIT_BYTES, prefetch=0):
+            for _ in range(3):
+                assert torch.equal(model(x), expected)
+
+
+def changes_weights_between_passes(sim):
+    model, x = linears(), random(sim)
+    for budget in ("15KiB", "1MiB"):
+        plain, outputs = copy.deepcopy(model).to(sim.device), []
+        with page(model, sim.device, budget=budget):
+            for _ in range(3):
+                # looked at when all is launched: that waits for the device
+                outputs.append((model(x), plain(x)))
+                for layer, twin in zip(model, plain, strict=True):
+                    layer.weight.data += 0.1
+                    twin.weight.data += 0.1
+        assert all(torch.equal(*both) for both in outputs)
+
+
+def changes_a_weight_that_is_still_there(sim):
+    model, x = linears(), random(sim)
+    with page(model, sim.device, budget="15KiB"):
+        model(x)
+        model[5].weight.data += 0.1
+        expected = copy.deepcopy(model[5]).to(sim.device)(x)
+        assert torch.equal(model[5](x), expected)
+
+
+def gives_memory_back(sim):
+    x = random(sim)
+    for n_passes in (0, 1):
+        model, other, budget = linears(), linears(8), PagingBudget("40KiB")
+        twin, other_twin = (copy.deepcopy(each).to(sim.device) for each in (model, other))
+        with page(model, sim.device, budget=budget):
+            for _ in range(n_passes):
+                model(x)
+            with page(other, sim.device, budget=budget):
+                for _ in range(4):
+                    assert torch.equal(other(x), other_twin(x))
+                assert torch.equal(model(x), twin(x))
+
+
+class Saved(nn.Module):
+    """Writes a buffer before and after it takes a state dict, which it reads at once."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("seen", torch.zeros(WIDTH, WIDTH))
+        self.found = []
+
+    def forward(self, x):
+        for _ in range(2):
+            self.seen.add_(1)
+            self.found.append(self.state_dict()["seen"].sum().item())
+        return self.linear(x)
+
+
+def takes_a_state_dict_in_its_forward(sim):
+    model, x = Saved().eval(), random(sim)
+    with page(model, sim.device, "1MiB", budget="1MiB"):
+        model(x)
+    assert model.found == [WIDTH * WIDTH, 2 * WIDTH * WIDTH]
+
+
+def trains_and_evaluates(sim, activations=None):
+    """Steps, a gradient that is added to, and a forward that no backward pass follows."""
+    sim(rates=Rates(d2h_bytes_per_s=1e8 if activations else 1e9, h2d_bytes_per_s=1e9))
+    torch.manual_seed(0)
+    model = transformer()
+    plain = copy.deepcopy(model).to(sim.device)
+    optimizers = [torch.optim.SGD(each.parameters(), 0.1) for each in (model, plain)]
+    budget = sum(p.nbytes for p in model.parameters()) // 2
+    with (
+        torch.enable_grad(),
+        page(model, sim.device, budget=budget, training=True, activations=activations),
+    ):
+        for x in inputs(sim, 3, LARGE if activations else 2):
+            for each, optimizer in zip((model, plain), optimizers, strict=True):
+                torch.manual_seed(2)
+                sim.module.manual_seed_all(2)
+                for _ in range(2):
+                    each(x).square().mean().backward()
+                each(x)
+                optimizer.step()
+                optimizer.zero_grad()
+            for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+                assert torch.equal(mine, theirs.cpu())
+
+
+def trains_with_activations_on_the_host(sim):
+    trains_and_evaluates(sim, "host")
+
+
+PROGRAMS = (
+    writes_buffers_and_reads_them_again,
+    is_unpaged_while_it_computes,
+    takes_memory_after_what_used_it,
+    holds_what_it_has_read,
+    changes_weights_between_passes,
+    changes_a_weight_that_is_still_there,
+    gives_memory_back,
+    takes_a_state_dict_in_its_forward,
+    trains_and_evaluates,
+    trains_with_activations_on_the_host,
+)
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+def test_it_has_the_values_of_the_plain_model_and_no_race(sim, program):
+    with torch.no_grad():
+        program(sim)
+    sim.finish()
