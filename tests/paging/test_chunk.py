@@ -8,10 +8,9 @@ from torch import nn
 
 from tenure import ByteSizeError
 from tenure.paging import PagingError, PagingWarning, chunk
-from tenure.paging._forward._arguments import moved
 
 from .models import ZOO, build, mlp
-from .test_zoo import home
+from .test_zoo import home, on_device
 
 pytestmark = pytest.mark.usefixtures("without_gradients")
 
@@ -27,7 +26,7 @@ def test_outputs_equal_the_plain_ones_and_are_on_the_device(sim, name):
         for _ in range(2):
             output = model(*args, **kwargs)
             torch.testing.assert_close(home(output), expected)
-        there = moved((args, kwargs), "cpu", sim.device)
+        there = on_device((args, kwargs), sim.device)
         torch.testing.assert_close(home(model(*there[0], **there[1])), expected)
         del output
     assert sim.requested_bytes == sum(x.nbytes for x in _tensors(there))

@@ -4,7 +4,6 @@ import copy
 import gc
 import io
 import pickle
-import threading
 
 import pytest
 import torch
@@ -168,33 +167,6 @@ def test_a_state_dict_in_the_middle_of_a_forward_is_the_hosts(sim, x, is_trainin
             assert model.seen.eq(plain.seen.cpu()).all()
 
 
-def test_a_loaded_state_dict_is_what_the_next_pass_uses(sim, model, x):
-    torch.manual_seed(5)
-    other = mlp().eval()
-    expected = on_device_whole(sim, other, x)
-    with paged(sim, model):
-        model(x)
-        model.load_state_dict(other.state_dict())
-        assert torch.equal(model(x).cpu(), expected)
-
-
-@pytest.mark.parametrize("percent", [40, 100])
-def test_an_adapter_can_be_merged_and_taken_out_again(sim, model, x, percent):
-    """As LoRA libraries do: through `.data`, which leaves the version of the weight alone."""
-    expected = on_device_whole(sim, model, x)
-    delta = torch.ones(WIDTH, WIDTH)
-    with paged(sim, model, percent):
-        model(x)
-        version = model[2].weight._version
-        model[2].weight.data += delta
-        assert model[2].weight._version == version
-        merged = on_device_whole(sim, model, x)
-        assert torch.equal(model(x).cpu(), merged)
-        assert not torch.equal(merged, expected)
-        model[2].weight.data -= delta
-        torch.testing.assert_close(model(x).cpu(), expected)
-
-
 @pytest.mark.parametrize("percent", [40, 100])
 def test_a_write_through_a_reference_from_before_is_seen_by_its_version(sim, model, x, percent):
     weight = model[4].weight
@@ -250,18 +222,6 @@ def test_a_model_that_changed_its_type_is_refused_until_it_is_unpaged(sim, model
         model(x)
     handle.unpage()
     assert model(x.half()).dtype is torch.float16
-
-
-def test_batch_norm_in_training_mode_updates_the_buffers_on_the_host(sim):
-    torch.manual_seed(0)
-    model = nn.Sequential(*[nn.BatchNorm1d(WIDTH) for _ in range(5)], nn.Linear(WIDTH, WIDTH))
-    plain, batch = copy.deepcopy(model), torch.randn(16, WIDTH)
-    with paged(sim, model, 60):
-        for _ in range(3):
-            model(batch)
-            plain(batch)
-            for name, buffer in plain.named_buffers():
-                torch.testing.assert_close(model.get_buffer(name), buffer)
 
 
 def test_inference_mode_works_with_buffers_that_change(sim):
@@ -470,27 +430,6 @@ def test_when_model_and_handle_are_gone_the_device_is_empty(sim, x):
         assert sim.allocated_bytes == 0
     finally:
         gc.enable()
-
-
-def test_a_second_thread_waits_for_the_first(sim, model, x):
-    expected = on_device_whole(sim, model, x)
-    with paged(sim, model):
-        found, errors = [], []
-
-        def work():
-            try:
-                with torch.no_grad():
-                    found.extend(model(x).cpu() for _ in range(5))
-            except BaseException as error:
-                errors.append(error)
-
-        threads = [threading.Thread(target=work) for _ in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert errors == []
-    assert all(torch.equal(each, expected) for each in found)
 
 
 def test_training_mode_with_gradients_is_refused_before_anything_runs(sim, model, x):

@@ -7,7 +7,6 @@ import torch
 from torch.utils._pytree import tree_map
 
 from tenure.paging import PagingError, page, plan_paging
-from tenure.paging._forward._arguments import moved
 
 from .models import ZOO, build
 
@@ -16,12 +15,16 @@ def home(tree):
     return tree_map(lambda x: x.cpu() if isinstance(x, torch.Tensor) else x, tree)
 
 
+def on_device(tree, device):
+    return tree_map(lambda x: x.to(device) if isinstance(x, torch.Tensor) else x, tree)
+
+
 def on_whole_device(sim, model, args, kwargs):
     """The output of a copy that is on the device whole, and the most that all else took there."""
     whole = copy.deepcopy(model).to(sim.device)
     sim.reset_peak()
     before_bytes = sim.allocated_bytes
-    args, kwargs = moved((args, kwargs), "cpu", sim.device)
+    args, kwargs = on_device((args, kwargs), sim.device)
     with torch.no_grad():
         output = whole(*args, **kwargs)
     return home(output), sim.peak_bytes - before_bytes

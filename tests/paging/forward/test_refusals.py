@@ -12,7 +12,6 @@ from torch.nn import functional as F
 
 from tenure._registries import ask_to_shrink
 from tenure.paging import PagingError, chunk, load_paged, page, plan_paging
-from tenure.paging._forward import after_captures
 
 from ..models import WIDTH, mlp
 
@@ -172,18 +171,6 @@ def test_a_capture_on_the_device_of_the_model_counts_wherever_the_call_is_made(s
         with there, sim.module.graph(graph), here:
             refused(model, x)
         assert torch.equal(model(x), expected)
-
-
-def test_an_error_of_what_gives_memory_back_is_raised_and_is_not_taken_for_the_end_of_the_list():
-    given = []
-
-    def fail():
-        raise IndexError("its own")
-
-    with pytest.raises(IndexError, match="its own"):
-        after_captures(torch.device("cpu"), fail)
-    after_captures(torch.device("cpu"), lambda: given.append(1))
-    assert given == [1]
 
 
 def test_the_class_of_graphs_is_as_before_when_no_model_is_paged(sim, model):

@@ -9,7 +9,7 @@ import weakref
 import pytest
 import torch
 
-from tenure.paging import PagingError, load_paged, page
+from tenure.paging import PagingError, load_paged
 from tenure.paging._host import _mapped_file as mapped_file
 
 from ..models import WIDTH, mlp
@@ -229,22 +229,3 @@ def test_a_read_only_file_in_a_read_only_folder_is_enough(path):
             assert_equal(model(X), plain(X))
     finally:
         path.parent.chmod(0o755)
-
-
-def test_training_mode_with_gradients_is_refused_as_of_any_paged_model(path):
-    model = mlp()
-    with (
-        page(model, "cpu", host=path.parent, budget="8KiB"),
-        pytest.raises(PagingError, match="they would get no gradients"),
-    ):
-        model(X)
-    assert model(X).requires_grad
-
-
-def test_an_exception_of_the_forward_leaves_a_model_that_computes(path):
-    model = mlp().eval()
-    with torch.no_grad(), load_paged(model, saved(model, path), "cpu", budget="8KiB"):
-        expected = model(X)
-        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-            model(torch.ones(4, 3))
-        assert_equal(model(X), expected)

@@ -12,7 +12,6 @@ from torch import nn
 from tenure._registries import ask_to_shrink
 from tenure.adaptive import memory_budget
 from tenure.paging import load_paged, page
-from tenure.paging._host import _mapped_file as mapped_file
 
 from ..models import WIDTH, mlp
 from ..test_zoo import assert_equal
@@ -138,45 +137,3 @@ def test_where_the_hosts_memory_runs_short_units_that_stayed_pass(tmp_path):
         assert 0 < given_bytes <= stayed_bytes
         for _ in range(2):
             assert_equal(model(X), expected)
-
-
-class Waits(nn.Module):
-    """A layer that notes what is read, once nothing is being read any more."""
-
-    def __init__(self, note):
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
-        self.note = note
-
-    def forward(self, x):
-        self.note()
-        return self.layer(x)
-
-
-@torch.no_grad()
-def test_the_next_unit_is_read_while_a_unit_computes(tmp_path, monkeypatch):
-    whole, reads, seen = mapped_file.MappedFile.read_into, [], []
-
-    def counted(file, address, offset, n_bytes):
-        whole(file, address, offset, n_bytes)
-        reads.append(offset)
-
-    def note():
-        handle._pager.engine._link.finish()
-        seen.append(len(reads))
-
-    model = nn.Sequential(*[Waits(note) for _ in range(6)])
-    handle = page(model, "cpu", 1, prefetch=1, host=tmp_path)
-    assert not any(unit.resident for unit in handle.plan.units)
-    for _ in range(3):
-        model(X)
-    handle._pager.engine._link.finish()
-    monkeypatch.setattr(mapped_file.MappedFile, "read_into", counted)
-    seen.clear()
-    model(X)
-    assert handle.report().faults == 0
-    # each unit is a weight and a bias; the first one was read when the pass before had ended
-    assert seen == [2 * number for number in range(6)]
-    handle._pager.engine._link.finish()
-    assert len(reads) == len(set(reads)) == 12
-    handle.unpage()

@@ -59,24 +59,3 @@ def test_a_report_waits_for_streams_beside_that_of_the_pass(sim, monkeypatch):
         for _ in range(2):
             model(x)
             handle.report()
-
-
-def test_only_what_is_measured_has_events_with_a_time(sim, monkeypatch):
-    made = []
-
-    def make(enable_timing=False):
-        made.append(enable_timing)
-        return event_class(enable_timing=enable_timing)
-
-    event_class = sim.module.Event
-    model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(6)]).eval()
-    x = torch.randn(4, WIDTH, device=sim.device)
-    with page(model, sim.device, budget="15KiB") as handle:
-        for _ in range(2):
-            model(x)
-        monkeypatch.setattr(sim.module, "Event", make)
-        model(x)
-        last = handle._pager.engine.meter.last
-    n_timed = 2 * (1 + len(last.stalls)) + 2 * len(last.copies)
-    assert made.count(True) == n_timed
-    assert made.count(False) > 0
