@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from tenure.adaptive import BatchCoupledError, OutOfRetriesError, lazy, memory_budget, reset
-from tenure.adaptive._step._verify import _loss_check
+from tenure.adaptive._step._verify import _comparison
 
 from .programs import RoomFor, assert_same_gradients, batch, mlp
 
@@ -253,14 +253,14 @@ def test_nothing_is_warned_of_that_nobody_can_act_on(room, recwarn):
 def test_a_verification_of_a_split_has_memory_for_no_graph(monkeypatch):
     """What was recorded with gradients on runs without, where whoever runs it wants none."""
     model, (x, y), made = mlp(), batch(), []
-    plain = _loss_check.split_values
+    plain = _comparison.split_values
 
     def noted(*args):
         values = plain(*args)
-        made.append(any(value.requires_grad for value in values.values()))
+        made.append(any(each.requires_grad for each in (values.loss, *values.terms.values())))
         return values
 
-    monkeypatch.setattr(_loss_check, "split_values", noted)
+    monkeypatch.setattr(_comparison, "split_values", noted)
     with RoomFor(5):
         F.cross_entropy(model(lazy(x, predict=True)), y).backward()
     assert made

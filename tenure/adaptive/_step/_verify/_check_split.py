@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
@@ -17,17 +15,12 @@ from ..._sizes import checked_size
 from .._gradients import Scaler
 from .._loss import Reduction
 from .._modules import coupled_modules
-from .._samples import SampleDims, SampleTree, cut_off
+from .._samples import SampleDims
 from .._split import StepParts, StepSpec
-from ._compare import IT_IS_A_SUM, SplitDifference, SplitReport, relative_error
-from ._observed import (
-    LeafNames,
-    default_rtol,
-    differences,
-    first_module,
-    observed_run,
-    without_dropout,
-)
+from ._compare import CHECKED, SplitDifference, SplitReport
+from ._declarations import declaration_for
+from ._observed import Observed, differences, first_module
+from ._subject import Subject
 
 Batch = TypeVar("Batch")
 
@@ -50,9 +43,9 @@ def check_split(
     """Say whether `step` gives the same in micro-batches, and which module or parameter differs.
 
     Runs forward and backward on the first samples of the batch, in one piece and in two (of unequal
-    length, except of 2 or 4 samples), and compares loss, terms, gradients and buffers. Dropout
-    modules are off meanwhile. Gradients, buffers, random state and the modes of modules are as
-    before afterwards.
+    length, except of 2 or 4 samples), and compares loss, terms, gradients and buffers. Random
+    numbers of torch are constant meanwhile, and dropout keeps everything. Gradients, buffers and
+    random state are as before afterwards.
 
     Args:
         fn: as for `step`, and so are ``batch`` and the arguments up to ``out_dims``.
@@ -88,70 +81,43 @@ def check_split(
         model=model, batchnorm="per_chunk", scaler=scaler, in_dims=in_dims, out_dims=out_dims,
     )  # fmt: skip
     spec.check()
-    part = _first_samples(batch, in_dims, checked_size("n_samples", n_samples))
-    parts = StepParts(dataclasses.replace(spec, batch=part))
-    _check_number(parts)
-    # unequal parts: where both are as long, a mean of means is the mean, and hides a wrong weight
-    size = min(-(-parts.n_samples * 5 // 8), parts.n_samples - 1)
-    # In no scope: a cache that the model fills meanwhile is the user's, and goes on being used.
-    # Compiled code shows no modules, and would be compiled for each of the sizes and modes.
-    with (
-        not_compiling(),
-        without_dropout(parts.roots),
-        steps(f"check_split({parts.name})") as show,
-    ):
-        names: LeafNames = {}
-        show("in one piece")
-        whole = observed_run(parts, parts.n_samples, names=names)
-        # where the whole does not agree with itself, no comparison with parts tells anything
-        show("in one piece, with other random numbers")
-        again = observed_run(parts, parts.n_samples, other_numbers=True, names=names)
-        show("in two pieces")
-        split = observed_run(parts, size, names=names)
-        rtol = default_rtol(whole) if rtol is None else rtol
-        sizes = split.outcome.sizes
-        if by_chance := differences(whole, again, rtol, names):
-            return SplitReport(sizes, rtol, (_random(parts, by_chance),))
-        found = first_module(whole, split, rtol), differences(whole, split, rtol, names)
-        different, advice = (*found[0], *found[1]), None
-        # no weight goes with a sum
-        if different and loss == "mean" and weight is None:
-            show("in two pieces, as a sum")
-            summed = StepParts(dataclasses.replace(spec, batch=part, loss="sum"))
-            # a pair can't be a sum
-            with suppress(AdaptiveUsageError):
-                split = observed_run(summed, size, names=names)
-                # a masked mean is a sum as well if one part alone has samples that count
-                first = dataclasses.replace(spec, batch=_first_samples(part, in_dims, size))
-                alone = observed_run(StepParts(first), size, names=names).outcome.loss
-                counts_apart = relative_error(alone, whole.outcome.loss) > rtol and bool(alone)
-                if counts_apart and not differences(whole, split, rtol, names):
-                    advice = IT_IS_A_SUM
-        return SplitReport(sizes, rtol, different, advice)
-
-
-def _check_number(parts: StepParts) -> None:
-    """Make sure that both parts have samples enough.
-
-    Raises:
-        AdaptiveUsageError: they don't.
-    """
-    fewest = 2 * parts.smallest
-    if parts.n_samples < fewest:
+    parts = StepParts(spec)
+    n = min(checked_size("n_samples", n_samples), parts.n_samples)
+    if n < (fewest := 2 * parts.smallest):
         needs = f", 2 in each part for {coupled_modules(parts.roots)[0]}" if fewest > 2 else ""
         raise AdaptiveUsageError(
-            f"check_split() got {parts.n_samples} sample(s), and a split needs {fewest} at "
-            f"least{needs}."
+            f"check_split() got {n} sample(s), and a split needs {fewest} at least{needs}."
         )
+    # the first samples without their graph, which can run backward only once
+    parts = Subject(parts, is_asked=True).parts_of(range(n))
+    subject = Subject(parts, is_asked=True)
 
+    def run(size: int) -> Observed:
+        found = subject.observe([*range(n)], size, looks=True, watches=True)
+        assert found is not None
+        return found
 
-def _first_samples(batch: Any, in_dims: SampleDims, samples: int) -> Any:
-    """Return the first samples without their graph, which can run backward only once."""
-    tree = SampleTree(batch, in_dims, name="batch", argument="in_dims")
-    n_samples = min(samples, tree.n_samples())
-    return tree.with_leaves([cut_off(leaf.part(0, n_samples)) for leaf in tree.leaves])
-
-
-def _random(parts: StepParts, found: list[SplitDifference]) -> SplitDifference:
-    worst = max(difference.relative_error for difference in found)
-    return SplitDifference("random", parts.name, worst)
+    # In no scope: a cache that the model fills meanwhile is the user's, and goes on being used.
+    # Compiled code shows no modules, and would be compiled for each of the sizes and modes.
+    with not_compiling(), steps(f"check_split({parts.name})") as show:
+        show("in one piece")
+        whole = run(n)
+        # unequal parts: where both are as long, a mean of means is the mean, and hides a wrong
+        # weight
+        show("in two pieces")
+        split = run(min(-(-n * 5 // 8), n - 1))
+        if rtol is None:
+            rtol = CHECKED.of([*whole.tensors(), *(call.output for call in whole.calls)])
+        found = differences(whole, split, rtol, subject.names)
+        modules, advice = first_module(whole, split, rtol), None
+        if found:
+            # where the whole does not agree with itself, no comparison with parts tells anything
+            show("in one piece again")
+            by_chance = differences(whole, run(n), rtol, subject.names)
+            if by_chance or subject.has_others:
+                error = max(each.relative_error for each in by_chance or found)
+                found, modules = [SplitDifference("random", parts.name, error)], []
+            elif not modules:
+                show("with other declarations")
+                advice = declaration_for(subject, parts)
+        return SplitReport(split.outcome.sizes, rtol, (*modules, *found), advice)

@@ -7,10 +7,10 @@ the results, and by what rounding makes of them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
-from typing import ClassVar, Literal
+from itertools import groupby
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,22 +18,18 @@ from torch import Tensor
 from tenure._show import Column, Paragraph, Part, Report, Table
 
 
-@dataclass(frozen=True, slots=True)
-class Tolerance:
+class Tolerance(NamedTuple):
     """The largest relative error that passes, by the coarsest type of floating point on the way.
 
     Attributes:
         float64: where nothing was coarser than that.
         float32: the same.
         coarser: for half precision, and for what is none of these.
-        minds_autocast: whether autocast around the call counts as half precision, although no
-            result shows it.
     """
 
     float64: float
     float32: float
     coarser: float
-    minds_autocast: bool = False
 
     def of(self, results: Iterable[Tensor], types: Iterable[torch.dtype] = ()) -> float:
         """Return the tolerance of these results; without any, the largest.
@@ -42,21 +38,21 @@ class Tolerance:
             results: numbers that are compared.
             types: what else rounded on the way.
         """
-        if self.minds_autocast and any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
+        # around the call it counts although no result shows it
+        if any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
             return self.coarser
         known = {torch.float64: self.float64, torch.float32: self.float32}
-        on_the_way = chain((each.dtype for each in results), types)
-        passing = (known.get(dtype, self.coarser) for dtype in on_the_way)
-        return max(passing, default=self.coarser)
+        on_the_way = {*types, *(each.dtype for each in results)}
+        return max((known.get(dtype, self.coarser) for dtype in on_the_way), default=self.coarser)
 
 
 # `check_split` asks nobody else: float32 gets what a deep network loses, and bfloat16, with 8 bits,
 # the 5 % that its gradients are off in whole networks. The numbers stand in its docstring.
 CHECKED = Tolerance(1e-9, 1e-4, 5e-2)
 # What is farther off is no error yet: `is_noise` decides, by runs that cost time.
-GRADIENTS = Tolerance(1e-9, 1e-4, 2e-2, minds_autocast=True)
+GRADIENTS = Tolerance(1e-9, 1e-4, 2e-2)
 # A loss is a sum of many, without the cancellation that gradients have.
-LOSSES = Tolerance(1e-9, 2e-5, 1e-2, minds_autocast=True)
+LOSSES = Tolerance(1e-9, 2e-5, 1e-2)
 # Losses that were put together of two and went through a logarithm or a root.
 DECLARED = Tolerance(1e-8, 2e-5, 1e-2)
 # Sums of four runs that cancel; relative to the largest, in each of the four.
@@ -73,9 +69,6 @@ _LEAST_GROWTH = 2
 # One number, such as a loss in float32, stays what it was in many a rough run, and in others is off
 # by as much with one rounding as with many: see test_a_loss_that_is_rounded_on_the_way_is_right.
 _DRAWS = 6
-
-
-IT_IS_A_SUM = 'It is a sum over samples, not a mean: pass loss="sum".'
 
 
 def is_noise(error: float, noise: Callable[[int, int], float]) -> bool:
@@ -146,8 +139,8 @@ _ADVICE = {
     'replace it, or accept that with batchnorm="per_chunk"',
     "loss": "no module differs, so the loss itself mixes samples, or its weight is wrong: see "
     "weight=, and pass a loss on outputs as loss=",
-    "random": "the function draws random numbers outside of dropout modules, so that no two runs "
-    "agree: check it with those turned off",
+    "random": "no two runs agree, or Python or NumPy draws random numbers for each sample: check "
+    "it with those turned off",
 }
 
 
@@ -158,7 +151,8 @@ class SplitDifference:
     Attributes:
         kind: ``"module"``: the first module whose output for a sample depends on other samples;
             ``"buffer"``; ``"loss"`` or one ``"term"`` of it; ``"gradient"`` of a parameter or of a
-            tensor of the batch; ``"random"``: two runs on the whole batch differ already.
+            tensor of the batch; ``"random"``: two runs on the whole batch differ already, or the
+            function draws numbers that can't be the same for parts.
         name: which one, such as ``"net.1 (BatchNorm1d)"``.
         relative_error: the largest difference divided by the largest value.
     """
@@ -211,3 +205,49 @@ class SplitReport(Report):
             cause = next((kind for kind in kinds if kind in _ADVICE), None)
             meaning = f"{_ADVICE[cause]}." if cause else None
         return [table, *([] if meaning is None else [Paragraph("", f"That means: {meaning}")])]
+
+
+# --- what a verification tells
+
+
+@dataclass(frozen=True, slots=True)
+class CheckFinding:
+    """A number of the whole, and what the micro-batches make of it.
+
+    Attributes:
+        what: what the number is, such as ``"the gradient of 'net.0.weight'"``.
+        whole: it, of the samples in one piece.
+        split: it, of their parts.
+        relative_error: how far all such numbers are apart at most.
+        sizes: the samples of each part.
+    """
+
+    what: str
+    whole: float
+    split: float
+    relative_error: float
+    sizes: Sequence[int]
+
+    def __str__(self) -> str:
+        runs = [(size, len(list(group))) for size, group in groupby(self.sizes)]
+        parts = " + ".join(str(size) if n == 1 else f"{n} x {size}" for size, n in runs)
+        error = self.relative_error
+        off = f"{100 * error:.2g} %" if error < 10 else f"{error:.2g} times its size"
+        return (
+            f"{self.what} for {sum(self.sizes)} samples is {self.whole:.6g} in one piece and "
+            f"{self.split:.6g} as {parts} ({off} off)"
+        )
+
+
+def farthest(a: Tensor | None, b: Tensor | None) -> tuple[float, float]:
+    """Return the elements of two tensors of one shape that are farthest apart; of none, zeros."""
+    there: Any = a if a is not None else b
+    flat = [
+        (torch.zeros_like(there) if each is None else each).detach().to_dense().cpu().flatten()
+        for each in (a, b)
+    ]
+    first, second = (torch.view_as_real(x).flatten() if x.is_complex() else x for x in flat)
+    # a nan that only one of them has is as far off as can be
+    gap = (first.double() - second.double()).abs().nan_to_num(nan=float("inf"))
+    place = int(gap.argmax())
+    return float(first[place]), float(second[place])

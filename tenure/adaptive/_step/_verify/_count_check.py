@@ -17,9 +17,9 @@ from torch import Tensor
 from .._loss import ONLY, terms_of
 from .._shares import numbers_by_term, plain_number, read_numbers
 from .._split import Chunk, Divisors
-from ._finding import CheckFinding
-from ._loss_check import unseen
-from ._subject import Subject, chosen_samples, comparable, first_that_fits
+from ._compare import CheckFinding
+from ._comparison import unseen
+from ._subject import Subject, chosen_samples, first_that_fits
 
 _COARSE = (torch.float16, torch.bfloat16)
 _RTOL = (1e-4, 2e-2)
@@ -77,17 +77,19 @@ def lowest_counts(divisors: Divisors) -> list[Lowest]:
 def checked_count(subject: Subject, lowest: Lowest) -> tuple[float, CheckFinding | None]:
     """Return the lowest count that is known not to be clamped, and a count that is clamped."""
     found = first_that_fits(lambda _: _checked(subject, lowest), (1,))
-    known, finding = found or (lowest.count, None)
-    return min(known, lowest.count), finding
+    return found or (lowest.count, None)
 
 
 def _checked(subject: Subject, lowest: Lowest) -> tuple[float, CheckFinding | None]:
-    name, chunk, other = lowest.name, _samples(lowest.chunk), _samples(lowest.other)
+    name = lowest.name
+    chunk, other = (
+        list(range(each.start, each.start + each.length)) for each in (lowest.chunk, lowest.other)
+    )
 
     def count(indices: Sequence[int]) -> float:
         return _counts_of(subject, indices, with_terms=name is not None)[name]
 
-    here, middle = count(chunk), len(chunk) // 2
+    here, middle = min(count(chunk), lowest.count), len(chunk) // 2
     # samples of one group would get the numbers of those of another one
     if subject.draws_elsewhere:
         return here, None
@@ -101,17 +103,13 @@ def _checked(subject: Subject, lowest: Lowest) -> tuple[float, CheckFinding | No
     return here, CheckFinding(what, both, here + there, error, (len(chunk), len(other)))
 
 
-def _samples(chunk: Chunk) -> list[int]:
-    return list(range(chunk.start, chunk.start + chunk.length))
-
-
 def _counts_of(
     subject: Subject, indices: Sequence[int], *, with_terms: bool = True
 ) -> dict[str | None, float]:
     """Return the divisors of the terms of some samples."""
     parts, found = subject.parts_of(indices), dict[str | None, float]()
     spec, whole = parts.spec, parts.inputs.whole()
-    with comparable(parts, is_random=subject.is_random), unseen(parts):
+    with subject.comparable(parts), unseen(parts):
         if spec.weight is not None:
             found.update(numbers_by_term(spec.weight(whole)))
         if with_terms and not callable(spec.loss):

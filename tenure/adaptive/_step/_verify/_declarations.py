@@ -11,13 +11,12 @@ import torch
 from torch import Tensor
 
 from ..._reachable import named_modules
-from .._loss import ONLY
 from .._split import StepParts
-from ._compare import DECLARED, IT_IS_A_SUM
+from ._compare import CHECKED, DECLARED
+from ._comparison import split_values
 from ._count_check import DO_NOT_CLAMP, is_clamped
-from ._loss_check import split_values
-from ._observed import default_rtol, first_module, mixed_input, observed_run
-from ._subject import Subject, chosen_samples, comparable, first_that_fits, spread_samples
+from ._observed import first_module, mixed_input
+from ._subject import Subject, chosen_samples, first_that_fits, spread_samples
 
 # Unequal ones, and an equal one: a mean of means is right for equal parts by accident.
 _SPLITS = ((5, 3), (3, 5), (4, 4))
@@ -101,7 +100,7 @@ def advice_for(subject: Subject, parts: StepParts) -> str:
         )
     if is_clamped(subject):
         return DO_NOT_CLAMP
-    if declared := first_that_fits(lambda _: _declared(subject, parts), (1,)):
+    if declared := declaration_for(subject, parts):
         return declared
     if router := _of_router(parts):
         return router
@@ -123,8 +122,12 @@ def _of_router(parts: StepParts) -> str:
     return ""
 
 
+def declaration_for(subject: Subject, parts: StepParts) -> str | None:
+    """Return the declaration that makes the samples that were looked at right, if one does."""
+    return first_that_fits(lambda _: _declared(subject, parts), (1,)) or None
+
+
 def _declared(subject: Subject, parts: StepParts) -> str:
-    """Return the declaration that makes the samples that were looked at right; "" for none."""
     spec, n = parts.spec, min(_N_SAMPLES, subject.n_samples)
     indices = chosen_samples(subject.tree, subject.n_samples, n)
     runs = _runs_of(subject, indices)
@@ -135,7 +138,7 @@ def _declared(subject: Subject, parts: StepParts) -> str:
         # a masked mean is one as well while one part alone has samples that count
         spread = _runs_of(subject, spread_samples(subject.tree, subject.n_samples, n))
         if spread and spread.add_up(None) and (runs.count_apart or spread.count_apart):
-            return IT_IS_A_SUM
+            return 'It is a sum over samples, not a mean: pass loss="sum".'
     equal = torch.ones(n)
     if (spec.weight is not None or spec.loss == "sum") and runs.add_up(equal):
         told = "weight=" if spec.weight is not None else 'loss="sum"'
@@ -182,12 +185,12 @@ def _runs_of(subject: Subject, indices: list[int]) -> _Runs | None:
 
 def _loss_of(subject: Subject, indices: list[int]) -> Tensor:
     parts = subject.parts_of(indices)
-    with comparable(parts, is_random=subject.is_random):
-        values = split_values(parts, [parts.n_samples])
-    if len(values) > 1:
+    with subject.comparable(parts):
+        outcome = split_values(parts, [parts.n_samples])
+    if len(outcome.terms) > 1:
         # each may need a weight of its own
         raise ValueError("several terms")
-    return values[ONLY]
+    return outcome.loss
 
 
 def _counts(subject: Subject, indices: list[int]) -> Iterator[tuple[str, Tensor]]:
@@ -246,14 +249,13 @@ def _of_module(subject: Subject) -> str:
 
     def look(n: int) -> str:
         indices = chosen_samples(subject.tree, subject.n_samples, n)
-        calls = []
         # unequal parts again, and the whole in the same way, with the same numbers
-        for size in (n, -(-n * 5 // 8)):
-            parts = subject.parts_of(indices)
-            with comparable(parts, is_random=subject.is_random):
-                calls.append(observed_run(parts, size, names={}))
-        whole, split = calls
-        rtol = default_rtol(whole)
+        whole, split = (
+            subject.observe(indices, size, watches=True) for size in (n, -(-n * 5 // 8))
+        )
+        if whole is None or split is None:
+            return ""
+        rtol = CHECKED.of([*whole.tensors(), *(call.output for call in whole.calls)])
         if found := first_module(whole, split, rtol):
             name = found[0].name
             return f"{name} mixes the samples of its batch: freeze it with eval(), or replace it."

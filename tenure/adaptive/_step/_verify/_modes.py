@@ -14,12 +14,13 @@ type alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from tenure._containers import passed_tensors
 from tenure._torch.modes import DispatchMode, EagerMode, schema_of
 
 _Args = dict[str, Any]
@@ -72,7 +73,7 @@ class ConstantNumbers(EagerMode):
         else:
             result = func(*args, **(kwargs or {}))
         if self._types is not None:
-            made = {each.dtype for each in _tensors_in(result) if each.is_floating_point()}
+            made = {each.dtype for each in passed_tensors(result) if each.is_floating_point()}
             # few are new, and asking takes longer
             if made - self._types and _rounds(func, args):
                 self._types |= made
@@ -209,7 +210,7 @@ class RoughRounding(DispatchMode):
         """Run an operation, and change what it made."""
         result = func(*args, **(kwargs or {}))
         if _rounds(func, args):
-            for made in _tensors_in(result):
+            for made in passed_tensors(result):
                 self._change(made, self._n_roundings * _eps(func, made))
         return result
 
@@ -242,12 +243,6 @@ def _rounds(func: Any, args: tuple[Any, ...]) -> bool:
     if any(returned.alias_info is not None for returned in schema.returns):
         return False
     return any(isinstance(arg, Tensor) and arg.is_floating_point() for arg in args)
-
-
-def _tensors_in(result: Any) -> Iterator[Tensor]:
-    for each in result if isinstance(result, tuple | list) else (result,):
-        if isinstance(each, Tensor):
-            yield each
 
 
 def _eps(func: Any, made: Tensor) -> float:

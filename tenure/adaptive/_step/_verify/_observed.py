@@ -1,20 +1,20 @@
 """A step that is run to be looked at: what it left is noted and taken back; and two compared.
 
-The one home of what `check_split` and the verification of `step` call the same. Of each module is
-noted what it returned, to find the first that mixes the samples of its batch.
+Of each module is noted what it returned, to find the first that mixes the samples of its batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from tenure._torch.modules import Dropout
+from tenure._containers import passed_tensors
 from tenure._torch.quiet import without_functions
 
 from ..._callables import unused
@@ -24,10 +24,11 @@ from .._loss import ONLY
 from .._modules import no_optimizer_steps
 from .._split import StepOutcome, StepParts, StepRun
 from ._compare import (
-    CHECKED,
     GRADIENT_FLOOR,
+    CheckFinding,
     DifferenceKind,
     SplitDifference,
+    farthest,
     largest_value,
     relative_error,
 )
@@ -36,8 +37,7 @@ LeafNames = dict[int, tuple[Tensor, str]]
 """Leaves without a name by identity, kept so that it stays theirs, and what they are called."""
 
 
-@dataclass(frozen=True, slots=True)
-class Observed:
+class Observed(NamedTuple):
     """What one run left.
 
     Attributes:
@@ -49,25 +49,26 @@ class Observed:
     """
 
     outcome: StepOutcome
-    gradients: dict[str, Tensor]
-    buffers: dict[str, Tensor]
-    calls: list[ModuleCall]
-    draws: tuple[bool, bool]
+    gradients: dict[str, Tensor] = {}  # noqa: RUF012  # nobody writes there
+    buffers: dict[str, Tensor] = {}  # noqa: RUF012
+    calls: Sequence[ModuleCall] = ()
+    draws: tuple[bool, bool] = (False, False)
+
+    def by_name(self) -> dict[DifferenceKind, dict[str, Tensor]]:
+        """Return all numbers that are compared, by kind and name."""
+        # a single term is the loss, and would be told twice
+        terms = self.outcome.terms if len(self.outcome.terms) > 1 else {}
+        loss = {ONLY: self.outcome.loss}
+        return {"buffer": self.buffers, "loss": loss, "term": terms, "gradient": self.gradients}
 
     def tensors(self) -> list[Tensor]:
-        """Yield all that rounding may have changed: a float64 model may have a loss in float32."""
+        """Return all that rounding may have changed: a float64 model may have a loss in float32."""
         outcome = self.outcome
         return [*self.gradients.values(), outcome.loss, *outcome.terms.values()]
 
 
 def observed_run(
-    parts: StepParts,
-    size: int,
-    *,
-    watch: bool = True,
-    asks: bool = True,
-    other_numbers: bool = False,
-    names: LeafNames,
+    parts: StepParts, size: int, *, watch: bool, asks: bool, names: LeafNames
 ) -> Observed:
     """Run the step at a size, note what it left, and take it back.
 
@@ -76,7 +77,6 @@ def observed_run(
         size: the samples of a micro-batch.
         watch: look at buffers and at what modules return too; their copies take memory.
         asks: refuse to write a parameter before it is written, and see what numbers are drawn.
-        other_numbers: let it draw other random numbers.
         names: what leaves without a name are called, in other runs too; gets new ones.
     """
     state: Rollback = AllOf((parts.state, parts.gradients))
@@ -87,8 +87,6 @@ def observed_run(
     with parts.without_exchange(), watched as calls, no_optimizer_steps(parts.spec.entry):
         state.begin()
         try:
-            if other_numbers:
-                parts.state.rng.draw()
             # no hook of the user's sees a gradient that is thrown away
             leaves = [leaf for leaf in parts.gradients.leaves() if leaf.requires_grad]
             parts.backward.let_hooks_wait(leaves)
@@ -150,7 +148,7 @@ def buffers_of(parts: StepParts) -> dict[str, Tensor]:
 
 
 def differences(
-    whole: Observed, other: Observed, rtol: float, nameless: LeafNames
+    whole: Observed, other: Observed, rtol: float, nameless: LeafNames, scale: float = 0.0
 ) -> list[SplitDifference]:
     """Return the differences above ``rtol``: buffers, the loss and its terms, gradients.
 
@@ -160,36 +158,37 @@ def differences(
         rtol: what may be off.
         nameless: leaves without a name, of both runs. What only one of them has was made by the
             function itself, and nobody sees its gradient.
+        scale: a loss or term that is much smaller counts as nothing.
     """
-    losses = {ONLY: whole.outcome.loss}, {ONLY: other.outcome.loss}
-    terms = whole.outcome.terms, other.outcome.terms
-    # a single term is the loss, and would be told twice
-    if len(terms[0]) == 1:
-        terms = {}, {}
-    own = {name for _, name in nameless.values()} & (
+    found: list[SplitDifference] = []
+    made = {name for _, name in nameless.values()} & (
         whole.gradients.keys() ^ other.gradients.keys()
     )
-    one, two = (
-        {name: value for name, value in each.gradients.items() if name not in own}
-        for each in (whole, other)
-    )
-    return [
-        *_off("buffer", whole.buffers, other.buffers, rtol),
-        *_off("loss", *losses, rtol),
-        *_off("term", *terms, rtol),
-        *_off("gradient", one, two, rtol),
-    ]
+    two = other.by_name()
+    for kind, one in whole.by_name().items():
+        floor = 0.0 if kind == "buffer" else scale
+        # such as that of a bias before a normalization, which is rounding alone
+        if kind == "gradient":
+            floor = GRADIENT_FLOOR * max(map(largest_value, one.values()), default=0.0)
+        for name in dict.fromkeys([*one, *two[kind]]):
+            error = _error(one.get(name), two[kind].get(name), floor)
+            if not error <= rtol and not (kind == "gradient" and name in made):
+                found.append(SplitDifference(kind, name, error))
+    return found
 
 
-def _off(
-    kind: DifferenceKind, whole: dict[str, Tensor], other: dict[str, Tensor], rtol: float
-) -> list[SplitDifference]:
-    names = dict.fromkeys([*whole, *other])
-    largest = max((largest_value(value) for value in whole.values()), default=0.0)
-    # such as that of a bias before a normalization, which is rounding alone
-    floor = largest * GRADIENT_FLOOR if kind == "gradient" else 0.0
-    errors = [(name, _error(whole.get(name), other.get(name), floor)) for name in names]
-    return [SplitDifference(kind, name, error) for name, error in errors if not error <= rtol]
+def worst(found: Iterable[SplitDifference], whole: Observed, split: Observed) -> CheckFinding:
+    """Return the worst difference: of the loss, a term, or the gradient farthest off."""
+    # users know their loss; a gradient is named only where the loss hides the difference
+    first = max(found, key=lambda each: (each.kind in ("loss", "term"), each.relative_error))
+    a, b = (run.by_name()[first.kind].get(first.name) for run in (whole, split))
+    what = f"the gradient of {first.name!r}" if first.kind == "gradient" else told_of(first.name)
+    return CheckFinding(what, *farthest(a, b), first.relative_error, split.outcome.sizes)
+
+
+def told_of(name: str) -> str:
+    """Return what a term is called in errors."""
+    return "the loss" if name == ONLY else f"the term {name!r}"
 
 
 def _error(whole: Tensor | None, other: Tensor | None, floor: float) -> float:
@@ -202,62 +201,16 @@ def _error(whole: Tensor | None, other: Tensor | None, floor: float) -> float:
     return relative_error(other, whole, floor)
 
 
-def first_module(whole: Observed, split: Observed, rtol: float) -> list[SplitDifference]:
-    """Return the module that mixes samples, if one does; the last calls are those of the chunks."""
-    found = [
-        (call, error)
-        for call, error, is_mixed in _differing_calls(whole, split, rtol)
-        if not is_mixed
-    ][:1]
-    return [SplitDifference("module", f"{call.name} ({call.kind})", error) for call, error in found]
-
-
-def mixed_input(whole: Observed, split: Observed, rtol: float) -> str:
-    """Return the first module that gets samples which are mixed already; "" for none."""
-    found = [call for call, _, is_mixed in _differing_calls(whole, split, rtol) if is_mixed]
-    return f"{found[0].name} ({found[0].kind})" if found else ""
-
-
-def default_rtol(result: Observed) -> float:
-    """Return the relative error that rounding explains, by the types of all that the run gave."""
-    # under autocast modules return coarser types than gradients have
-    return CHECKED.of([*result.tensors(), *(call.output for call in result.calls)])
-
-
-@contextmanager
-def without_dropout(roots: Mapping[str, nn.Module]) -> Iterator[bool]:
-    """Turn dropout off in modules, and back on at the end of the block; whether any was on."""
-    modules = [module for _, module in named_modules(roots)]
-    training = [m for m in modules if isinstance(m, Dropout | nn.RReLU) and m.training]
-    # these draw inside of one operation, by a rate of their own, and their mode means more
-    rated: list[Any] = [m for m in modules if isinstance(m, nn.MultiheadAttention | nn.RNNBase)]
-    rates = [each.dropout for each in rated]
-    try:
-        for module in training:
-            module.training = False
-        for each in rated:
-            each.dropout = 0.0
-        is_on = any(each.training and rate for each, rate in zip(rated, rates, strict=True))
-        yield bool(training) or is_on
-    finally:
-        for module in training:
-            module.training = True
-        for each, rate in zip(rated, rates, strict=True):
-            each.dropout = rate
-
-
 class ModuleCall(NamedTuple):
     """A call of a module.
 
     Attributes:
-        name: the module, as its root and its path below that.
-        kind: its type.
+        name: the module, as its root and its path below that, and its type.
         given: a copy of the first tensor that it got; None for none.
         output: a copy of the first tensor of floating point that it returned.
     """
 
     name: str
-    kind: str
     given: Tensor | None
     output: Tensor
 
@@ -268,9 +221,8 @@ def _recorded(roots: Mapping[str, nn.Module]) -> Iterator[list[ModuleCall]]:
     calls: list[ModuleCall] = []
     handles = []
     for name, module in named_modules(roots):
-        before, after = _recorders(name, calls)
-        handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
-        handles.append(module.register_forward_hook(after))
+        hook = functools.partial(_record, name, calls)
+        handles.append(module.register_forward_hook(hook, with_kwargs=True))
     try:
         yield calls
     finally:
@@ -278,10 +230,22 @@ def _recorded(roots: Mapping[str, nn.Module]) -> Iterator[list[ModuleCall]]:
             handle.remove()
 
 
+def first_module(whole: Observed, split: Observed, rtol: float) -> list[SplitDifference]:
+    """Return the module that mixes samples, if one does."""
+    found = (each for each, is_given in _differing_calls(whole, split, rtol) if not is_given)
+    return [*itertools.islice(found, 1)]
+
+
+def mixed_input(whole: Observed, split: Observed, rtol: float) -> str:
+    """Return the first module that gets samples which are mixed already; "" for none."""
+    found = (each.name for each, is_given in _differing_calls(whole, split, rtol) if is_given)
+    return next(found, "")
+
+
 def _differing_calls(
     whole: Observed, split: Observed, rtol: float
-) -> Iterator[tuple[ModuleCall, float, bool]]:
-    """Yield the calls whose outputs for the chunks are not those for the whole, and how far off.
+) -> Iterator[tuple[SplitDifference, bool]]:
+    """Yield the calls whose outputs for the chunks are not those for the whole.
 
     With each, whether it got what differs already: then something before it mixes samples.
     """
@@ -293,37 +257,37 @@ def _differing_calls(
     if any(len(chunk) != n_calls for chunk in chunks):
         return
     for call, *parts in zip(whole.calls, *chunks, strict=True):
-        outputs = [part.output for part in parts]
+        rows = _rows([part.output for part in parts], call.output, lengths)
         # a loss, or a table of all positions, is nothing for samples
-        if not _has_samples(call.output, outputs, lengths):
+        if rows is None or relative_error(rows, call.output) <= rtol:
             continue
-        error = relative_error(torch.cat(outputs), call.output)
-        # NaN is off as well
-        if not error <= rtol:
-            given = [part.given for part in parts if part.given is not None]
-            is_mixed = _is_mixed(call.given, given, lengths, rtol)
-            if is_mixed is not None:
-                yield call, error, is_mixed
+        error, is_mixed = relative_error(rows, call.output), False
+        given = [part.given for part in parts if part.given is not None]
+        # nothing, or what all samples share
+        if call.given is not None and any(part.shape != call.given.shape for part in given):
+            rows = _rows(given, call.given, lengths)
+            is_mixed = rows is None or not relative_error(rows, call.given) <= rtol
+            # the experts of a mixture get as many rows as a router sends them, in its order
+            if rows is None or (is_mixed and _are_in_another_order(rows, call.given, rtol)):
+                continue
+        yield SplitDifference("module", call.name, error), is_mixed
 
 
-def _is_mixed(
-    whole: Tensor | None, parts: list[Tensor], lengths: Sequence[int], rtol: float
-) -> bool | None:
-    """Return whether what a module got for the chunks is not what it got for the whole.
+def _rows(parts: Sequence[Tensor], whole: Tensor, lengths: Sequence[int]) -> Tensor | None:
+    """Return the rows of parts if there are as many for each sample, as in the whole.
 
-    None if that says nothing of the module: the experts of a mixture get the rows that a router
-    sends them, as many as these are, and in an order of their own.
+    Attention folds heads into the first dimension, and so do patches.
     """
-    # nothing, or what all samples share
-    if whole is None or all(part.shape == whole.shape for part in parts):
-        return False
-    if not _has_samples(whole, parts, lengths):
+    n_rows, is_odd = divmod(len(whole) if whole.dim() else 0, sum(lengths))
+    shapes = [(n_rows * length, *whole.shape[1:]) for length in lengths]
+    if is_odd or not n_rows or [tuple(part.shape) for part in parts] != shapes:
         return None
-    rows = torch.cat(parts)
-    if relative_error(rows, whole) <= rtol:
-        return False
+    return torch.cat([*parts])
+
+
+def _are_in_another_order(rows: Tensor, whole: Tensor, rtol: float) -> bool:
     in_order, whole_in_order = (_numbers_of_rows(each).sort().values for each in (rows, whole))
-    return None if relative_error(in_order, whole_in_order) <= rtol else True
+    return relative_error(in_order, whole_in_order) <= rtol
 
 
 def _numbers_of_rows(rows: Tensor) -> Tensor:
@@ -335,46 +299,14 @@ def _numbers_of_rows(rows: Tensor) -> Tensor:
     return flat @ torch.arange(flat.shape[1], dtype=torch.float64).cos()
 
 
-def _recorders(name: str, calls: list[ModuleCall]) -> tuple[Any, Any]:
-    # copies: this module or the next one may write in place, such as ReLU(inplace=True)
-    waiting: list[Tensor | None] = []
-
-    def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-        given = _first_tensor([*args, *kwargs.values()], of_floats=False)
-        waiting.append(None if given is None else given.detach().clone())
-
-    def after(module: nn.Module, args: Any, output: Any) -> None:
-        given, first = waiting.pop(), _first_tensor(output)
-        if first is not None:
-            calls.append(ModuleCall(name, type(module).__name__, given, first.detach().clone()))
-
-    return before, after
-
-
-def _first_tensor(output: Any, *, of_floats: bool = True) -> Tensor | None:
-    if isinstance(output, Tensor):
-        return output if output.is_floating_point() or not of_floats else None
-    children = output.values() if isinstance(output, Mapping) else output
-    if isinstance(children, tuple | list) or isinstance(output, Mapping):
-        found = (_first_tensor(child, of_floats=of_floats) for child in children)
-        return next((each for each in found if each is not None), None)
-    return None
-
-
-def _has_samples(whole: Tensor, parts: list[Tensor], lengths: Sequence[int]) -> bool:
-    """Return whether the outputs have one row a sample (or a fixed number of rows)."""
-    if (
-        len(parts) != len(lengths)
-        or whole.dim() == 0
-        or whole.shape[0] == 0
-        or whole.shape[0] % sum(lengths)
-    ):
-        return False
-    # attention folds heads into the first dimension, and patches do
-    per_sample = whole.shape[0] // sum(lengths)
-    return all(
-        part.dim() == whole.dim()
-        and part.shape[0] == per_sample * length
-        and part.shape[1:] == whole.shape[1:]
-        for part, length in zip(parts, lengths, strict=True)
-    )
+def _record(
+    name: str, calls: list[ModuleCall], module: nn.Module, args: Any, kwargs: Any, output: Any
+) -> None:
+    # copies: the next module may write in place, such as ReLU(inplace=True)
+    given = next(passed_tensors([args, kwargs]), None)
+    floats = (each for each in passed_tensors(output) if each.is_floating_point())
+    first = next(floats, None)
+    if first is not None:
+        named = f"{name} ({type(module).__name__})"
+        kept = None if given is None else given.detach().clone()
+        calls.append(ModuleCall(named, kept, first.detach().clone()))

@@ -10,7 +10,7 @@ import dataclasses
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import ExitStack, contextmanager
-from itertools import chain, zip_longest
+from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -24,10 +24,11 @@ from tenure.scopes import DisposeScope
 
 from ..._attempt import release
 from ..._reachable import named_modules
+from .._modules import coupled_modules
 from .._samples import Leaf, SampleTree, cut_off
 from .._split import StepParts
 from ._modes import ConstantNumbers, RoughRounding
-from ._observed import without_dropout
+from ._observed import LeafNames, Observed, buffers_of, observed_run
 
 T = TypeVar("T")
 # The share of samples without a label from which on the others are the ones that count.
@@ -39,6 +40,7 @@ class Subject:
 
     Args:
         parts: the call that is verified.
+        is_asked: for `check_split`: the step as it was declared, also statistics of a part.
 
     Attributes:
         spec: what is verified: no scaler and no ``backward=``, which would see what is taken back,
@@ -48,21 +50,27 @@ class Subject:
         n_samples: how many it has.
         is_random: whether it draws random numbers.
         draws_elsewhere: whether it draws others than torch's.
+        has_unknown: whether numbers were drawn that differ for parts.
         types: the types of floating point to which its operations round.
+        names: what leaves without a name are called, in all runs.
         refused: the error for a parameter that the function would write.
         n_run: the samples that were run.
     """
 
-    def __init__(self, parts: StepParts) -> None:
-        spec = parts.spec
-        self.spec = dataclasses.replace(spec, scaler=None, backward=None)
-        if callable(spec.loss):
-            self.spec = dataclasses.replace(self.spec, loss=_mixed_sum, once=None)
+    def __init__(self, parts: StepParts, *, is_asked: bool = False) -> None:
+        self.spec = parts.spec
+        if not is_asked:
+            self.spec = dataclasses.replace(self.spec, scaler=None, backward=None)
+            if callable(self.spec.loss):
+                self.spec = dataclasses.replace(self.spec, loss=_mixed_sum, once=None)
+        # those of a micro-batch may be wanted, and are left out then
+        self.without_statistics = not is_asked and self.spec.batchnorm == "per_chunk"
         self.tree, self.n_samples = parts.tree, parts.n_samples
         # until it was looked at: taken for random, it is compared with more care
-        self.is_random = True
-        self.draws_elsewhere = True
+        self.is_random = self.draws_elsewhere = True
+        self.has_unknown = False
         self.types: set[torch.dtype] = set()
+        self.names: LeafNames = {}
         self.refused: AdaptiveUsageError | None = None
         self.n_run = 0
         self._parts = parts
@@ -72,6 +80,11 @@ class Subject:
         self._last: tuple[list[int], StepParts] | None = None
         # a write into an array of NumPy is not seen
         self._sees_writes = not any(hasattr(type(v), "__array_interface__") for v in parts.values)
+
+    @property
+    def has_others(self) -> bool:
+        """Whether parts may get other random numbers than the whole."""
+        return self.has_unknown or self.draws_elsewhere
 
     def parts_of(self, indices: Sequence[int] | None) -> StepParts:
         """Return the step on copies of some samples, without their graphs.
@@ -93,10 +106,76 @@ class Subject:
         parts.inputs.expects_writes = True
         return parts
 
-    def keep(self, indices: Sequence[int], parts: StepParts) -> None:
-        """Keep the parts of some samples for the next run on these."""
+    def observe(
+        self,
+        indices: list[int],
+        size: int,
+        *,
+        looks: bool = False,
+        watches: bool = False,
+        rough: RoughRounding | None = None,
+    ) -> Observed | None:
+        """Run once; return None if statistics are to be left out and can't be.
+
+        Args:
+            indices: the samples.
+            size: how many of them in a part.
+            looks: see what numbers are drawn, what types operations round to, and what is written.
+            watches: see buffers, and what modules return.
+            rough: how much worse each operation rounds.
+        """
+        parts = self.parts_of(indices)
+        types, leaves_out = self.types if looks else None, self.without_statistics
+        with self.comparable(parts, rough=rough, types=types) as numbers:
+            if leaves_out and coupled_modules(parts.roots):
+                return None
+            try:
+                watch = watches or leaves_out
+                result = observed_run(parts, size, watch=watch, asks=looks, names=self.names)
+            finally:
+                self.refused = self.refused or parts.writes.error
+        # an operation that may draw numbers, and has not: nothing is unknown
+        self.has_unknown |= numbers.has_unknown and (not looks or result.draws[0])
+        if looks:
+            self.is_random, self.draws_elsewhere = result.draws
+            self.is_random |= numbers.has_drawn
         is_same = self._sees_writes and not parts.inputs.is_written
-        self._last = ([*indices], parts) if is_same else None
+        self._last = (indices, parts) if is_same else None
+        # modules that write their own buffers mix samples as well
+        now = buffers_of(parts) if leaves_out else {}
+        is_written = any(not torch.equal(now[name], result.buffers[name]) for name in now)
+        return None if is_written else result
+
+    @contextmanager
+    def comparable(
+        self,
+        parts: StepParts,
+        *,
+        rough: RoughRounding | None = None,
+        types: set[torch.dtype] | None = None,
+    ) -> Iterator[ConstantNumbers]:
+        """Return a block in which a step draws the same numbers for any number of samples.
+
+        Numbers that torch does not draw are only set back for each call of the function; those of
+        each sample are then others where it stands at another place.
+
+        Args:
+            parts: the step.
+            rough: how much worse each operation rounds.
+            types: gets the types of floating point that operations round to.
+        """
+        numbers = ConstantNumbers(types)
+        with ExitStack() as block:
+            if self.without_statistics:
+                block.enter_context(_without_statistics(parts.roots))
+            # below the constant numbers, for it draws some of its own
+            if rough is not None:
+                block.enter_context(rough)
+            if self.is_random:
+                block.enter_context(_set_back(parts))
+            if self.is_random or types is not None:
+                block.enter_context(numbers)
+            yield numbers
 
     def forget(self) -> None:
         """Keep no samples."""
@@ -133,58 +212,20 @@ def first_that_fits(work: Callable[[int], T], sizes: Iterable[int]) -> T | None:
 
 
 @contextmanager
-def comparable(
-    parts: StepParts,
-    *,
-    is_random: bool,
-    rough: RoughRounding | None = None,
-    types: set[torch.dtype] | None = None,
-) -> Iterator[ConstantNumbers]:
-    """Return a block in which a step draws the same random numbers for any number of samples.
-
-    Numbers that torch does not draw are only set back for each call of the function; those of each
-    sample are then others where it stands at another place.
-
-    Args:
-        parts: the step.
-        is_random: whether it draws random numbers.
-        rough: how much worse each operation rounds.
-        types: gets the types of floating point that operations round to.
-    """
-    numbers = ConstantNumbers(types)
-    with ExitStack() as block:
-        # off and not constant: a rate that is there scales what is kept
-        numbers.has_drawn = block.enter_context(without_dropout(parts.roots))
-        if parts.spec.batchnorm == "per_chunk":
-            block.enter_context(_without_statistics(parts.roots))
-        # below the constant numbers, for it draws some of its own
-        if rough is not None:
-            block.enter_context(rough)
-        if is_random:
-            block.enter_context(set_back(parts))
-        if is_random or types is not None:
-            block.enter_context(numbers)
-        yield numbers
-
-
-@contextmanager
-def set_back(parts: StepParts) -> Iterator[None]:
+def _set_back(parts: StepParts) -> Iterator[None]:
     """Open a block in which each call of the function starts from one random state."""
     spec, start = parts.spec, parts.state.random_now()
-    parts.spec = dataclasses.replace(spec, fn=_after(start.undo, spec.fn))
+
+    def from_start(batch: Any) -> Any:
+        start.undo()
+        return spec.fn(batch)
+
+    parts.spec = dataclasses.replace(spec, fn=from_start)
     try:
         yield
     finally:
         parts.spec = spec
         start.undo()
-
-
-def _after(first: Callable[[], None], fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    def both(batch: Any) -> Any:
-        first()
-        return fn(batch)
-
-    return both
 
 
 @contextmanager
@@ -209,7 +250,11 @@ def _mixed_sum(outputs: Any) -> Tensor:
     """Return a loss to which each element of the outputs counts, and each sample differently."""
     tree = SampleTree(outputs, None, name="output", argument="out_dims", reaches=lambda _: True)
     total: Any = 0.0
-    for tensor in _floats(leaf.value for leaf in tree.leaves):
+    for tensor in (leaf.value for leaf in tree.leaves):
+        if not isinstance(tensor, Tensor) or not (
+            tensor.is_floating_point() or tensor.is_complex()
+        ):
+            continue
         # other factors would be another loss in the next run
         numbers = torch.Generator().manual_seed(0)
         # these are not the function's own, and constant ones would weigh samples alike
@@ -222,12 +267,6 @@ def _mixed_sum(outputs: Any) -> Tensor:
     return total
 
 
-def _floats(values: Iterator[Any]) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()):
-            yield value
-
-
 # --- which samples
 
 
@@ -238,22 +277,10 @@ def chosen_samples(tree: SampleTree, n_samples: int, most: int) -> list[int]:
     valid labels is a mean over samples as long as each has as many: the sample with the most
     ignored labels and the one with the fewest go to different ends, and so to different parts.
     """
-    # all of them, but in this order: ends count although nothing is left out
-    if n_samples <= most:
-        most = n_samples
-    small: list[int] = []
-    large: list[int] = []
-    rankings = list(_rankings(tree))
-    for pairs in zip_longest(*(zip(each, reversed(each), strict=True) for each in rankings)):
-        for low, high in filter(None, pairs):
-            for index, end in ((low, small), (high, large)):
-                if len(small) + len(large) < most and index not in small and index not in large:
-                    end.append(index)
-    known = {*small, *large}
-    evenly = [i * n_samples // most for i in range(most)]
-    rest = [i for i in dict.fromkeys([*evenly, *range(n_samples)]) if i not in known]
-    middle = rest[: most - len(known)]
-    return [*small, *middle, *reversed(large)]
+    orders = [sums.argsort(stable=True).tolist() for sums in _amounts(tree)]
+    return _in_halves(
+        ((order[i], order[-1 - i]) for i in range(most) for order in orders), n_samples, most
+    )
 
 
 def spread_samples(tree: SampleTree, n_samples: int, most: int) -> list[int]:
@@ -265,23 +292,23 @@ def spread_samples(tree: SampleTree, n_samples: int, most: int) -> list[int]:
     columns = sorted(_columns(tree), key=lambda each: each.share, reverse=True)
     # a loss may count only those that several masks let through
     shared: Any = sum(each.scaled for each in columns if each.share >= _MASKED)
-    most_first, least_first = [], []
-    for each in columns:
-        order = (each.scaled + 1e-6 * shared).argsort(stable=True).tolist()
-        most_first.append((order[-1], order[-2]))
-        least_first.append((order[0], order[1]))
+    orders = [(each.scaled + 1e-6 * shared).argsort(stable=True).tolist() for each in columns]
+    ends = [*((order[-1], order[-2]) for order in orders), *(order[:2] for order in orders)]
+    return _in_halves(ends, n_samples, most)
+
+
+def _in_halves(pairs: Iterable[Sequence[int]], n_samples: int, most: int) -> list[int]:
+    """Return samples with the first of pairs, others, and then the second of pairs."""
     left: list[int] = []
     right: list[int] = []
     n_left = -(-most // 2)
-    for a, b in [*most_first, *least_first]:
-        pair = (b, a) if b in left or a in right else (a, b)
-        for index, side, room in zip(pair, (left, right), (n_left, most - n_left), strict=True):
+    for a, b in pairs:
+        for index, side, room in zip((a, b), (left, right), (n_left, most - n_left), strict=True):
             if len(side) < room and index not in left and index not in right:
                 side.append(index)
-    known = {*left, *right}
     evenly = (i * n_samples // most for i in range(most))
     for index in dict.fromkeys([*evenly, *range(min(n_samples, 2 * most))]):
-        if index not in known and len(left) + len(right) < most:
+        if index not in left and index not in right and len(left) + len(right) < most:
             (left if len(left) < n_left else right).append(index)
     return [*left, *reversed(right)]
 
@@ -337,12 +364,6 @@ def _part_of(leaf: Leaf, indices: Sequence[int] | None) -> Any:
             picked = value.index_select(leaf.dim, torch.tensor(indices, device=value.device))
         return picked.requires_grad_() if value.requires_grad else picked
     return value.take(indices, axis=leaf.dim)
-
-
-def _rankings(tree: SampleTree) -> Iterator[list[int]]:
-    """Yield the samples in order of what each leaf holds that tells them apart; labels first."""
-    for sums in _amounts(tree):
-        yield sums.argsort(stable=True).tolist()
 
 
 def _amounts(tree: SampleTree) -> Iterator[Tensor]:

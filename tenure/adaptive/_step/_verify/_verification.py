@@ -9,19 +9,12 @@ from tenure._errors import AdaptiveUsageError, AdaptiveUsageWarning, SplitMismat
 from tenure._torch.compiler import draws_again_in_backward, not_compiling
 
 from .._split import StepOutcome, StepParts
+from ._compare import CheckFinding
+from ._comparison import SplitComparison, exchanged
 from ._count_check import DO_NOT_CLAMP, checked_count, lowest_counts
 from ._declarations import advice_for
-from ._finding import CheckFinding
-from ._gradient_check import GradientCheck
-from ._loss_check import LossCheck, exchanged
 from ._subject import Subject
 from ._when import SplitCall
-
-_EVER_NEW = (
-    "step() verifies nearly every split, for what its function holds is another each time: a new "
-    "model or function, or a text that changes. That is right, and takes time. Let the function "
-    "hold the same objects in each call; or ask check_split() once, and pass verify=False."
-)
 
 
 class Verification:
@@ -35,9 +28,8 @@ class Verification:
         self._parts = parts
         self._visit: SplitCall | None = None
         # of a call that is due, until it is delivered
-        self._subject: Subject | None = None
+        self._due: tuple[Subject, SplitComparison] | None = None
         self._could_compare = self._wants_whole = False
-        self._loss = 0.0
 
     def before_split(self, size: int) -> None:
         """Compare gradients of a few samples, if it is time; before anything else takes memory.
@@ -48,24 +40,22 @@ class Verification:
         Raises:
             SplitMismatchError: the micro-batches don't give what the whole gives.
         """
+        parts = self._parts
         # another attempt of this call splits in another way, as right
-        if self._visit is not None or not 1 < self._parts.n_samples > size:
+        if self._visit is not None or not 1 < parts.n_samples > size:
             return
-        # without numbers there is nothing to compare
-        if any(isinstance(v, Tensor) and v.is_meta for v in self._parts.values):
+        # without numbers there is nothing to compare; and a run of sharded modules may run out of
+        # memory, but then no other pass could follow
+        has_none = any(isinstance(value, Tensor) and value.is_meta for value in parts.values)
+        if has_none or parts.exchange.is_sharded:
             return
-        # one that runs out of memory may, but then no other pass could follow
-        if self._parts.exchange.is_sharded:
-            return
-        visit = self._visit = SplitCall(self._parts)
-        # programs of lazy() are ever new, and their user can do nothing about it
-        if visit.is_ever_new and self._parts.spec.entry != "lazy":
-            warn_user(_EVER_NEW, AdaptiveUsageWarning)
-        if visit.is_due:
-            self._subject = Subject(self._parts)
+        self._visit = SplitCall(parts)
+        if self._visit.is_due:
+            subject = Subject(parts)
+            self._due = subject, SplitComparison(subject)
             # a graph for each of its sizes and modes would cost minutes
             with not_compiling():
-                self._look(self._subject, size)
+                self._look(*self._due, size)
 
     def before_delivery(self, outcome: StepOutcome) -> None:
         """Compare the loss of the whole batch, if it is time, before gradients are delivered.
@@ -78,40 +68,39 @@ class Verification:
             AdaptiveUsageError: ``backward=`` has scaled the micro-batches differently.
         """
         visit, parts, size = self._visit, self._parts, max(outcome.sizes)
-        subject, self._subject = self._subject, None
+        due, self._due = self._due, None
         if visit is not None and parts.spec.entry != "lazy":
             self._check_counts(visit, size)
-        if visit is None or subject is None:
+        if visit is None or due is None:
             return
+        subject, comparison = due
         parts.backward.check_linear()
         # a batch that the micro-batches have written into is no longer the one they ran on
         if self._wants_whole and not parts.inputs.is_written:
             n = subject.n_samples
             most = n if visit.is_first or not subject.is_random else n // 2
-            losses = LossCheck(subject, outcome, scale=self._loss, most=most)
             with not_compiling():
-                self._could_compare |= losses.compare()
-                self._refuse(losses.finding, subject, size)
+                self._could_compare |= comparison.losses(outcome, most)
+                self._refuse(comparison.finding, subject, size)
         # what was wrong once may be wrong again, and nothing tells that it is not
-        if not self._could_compare and visit.refusal is not None:
-            raise visit.refusal
+        if not self._could_compare and visit.place.refusal is not None:
+            raise SplitMismatchError(*visit.place.refusal)
         # what lazy() splits by is no claim of the user's, who could do nothing about it
         if not self._could_compare and parts.spec.entry == "step":
             self._warn()
         visit.note_verified(subject.n_run)
 
-    def _look(self, subject: Subject, size: int) -> None:
-        gradients = GradientCheck(subject)
-        self._could_compare = gradients.compare()
+    def _look(self, subject: Subject, comparison: SplitComparison, size: int) -> None:
+        self._could_compare = comparison.samples()
         subject.forget()
         if subject.refused is not None:
             raise subject.refused.with_traceback(None)
         if subject.is_random and self._parts.compiled and draws_again_in_backward():
             raise _drawn_again_error(self._parts.name)
-        finding, self._loss = gradients.finding, gradients.loss
-        self._wants_whole = not gradients.is_coupled
+        finding = comparison.finding
+        self._wants_whole = not comparison.is_coupled
         # other numbers for the parts than for the whole explain any difference
-        if finding is not None and (gradients.has_unknown or subject.draws_elsewhere):
+        if finding is not None and subject.has_others:
             self._wants_whole = False
             self._could_compare, finding = exchanged(subject)
         self._refuse(finding, subject, size)
@@ -132,8 +121,9 @@ class Verification:
     ) -> None:
         if found is None:
             return
+        assert self._visit is not None
         advice = advice_for(subject, self._parts) if advice is None else advice
-        error = (
+        self._visit.place.refusal = (
             f"The batch of {subject.n_samples} has to be split into micro-batches of {size}, and "
             f"{self._parts.name!r} would give other results then: {found}. Nothing was changed. "
             f"{advice}",
@@ -141,9 +131,7 @@ class Verification:
             found.split,
             advice,
         )
-        assert self._visit is not None
-        self._visit.note_refused(*error)
-        raise SplitMismatchError(*error)
+        raise SplitMismatchError(*self._visit.place.refusal)
 
     def _warn(self) -> None:
         warn_user(

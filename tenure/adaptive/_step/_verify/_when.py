@@ -18,6 +18,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
+from itertools import count
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -25,7 +26,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdRef
 
-from tenure._errors import SplitMismatchError
 from tenure.scopes import is_disposed
 
 from ..._reachable import is_of_a_library, named_modules
@@ -40,8 +40,6 @@ _SHARE = 0.02
 _MOST_PLACES = 1024
 _MOST_FREE = 64
 """How often a piece of code is verified without a count of samples, beside new places."""
-_MANY_NEW = 512
-"""New places of a piece of code after which it is told, if most of its calls were at one."""
 _MAX_ITEMS = 32
 # torch looks for the least of no uint16, no quantized number, and none of 8 bits
 _COUNTED = frozenset(
@@ -69,6 +67,7 @@ class _CallSite:
     n_verified: int = 0
     due: int = 1
     numbers: list[_WatchedNumber] = field(default_factory=list)
+    # what the error was made of, which holds no frame
     refusal: tuple[Any, ...] | None = None
     lowest: dict[str | None, float] = field(default_factory=dict)
     n_ties: int = 0
@@ -88,9 +87,7 @@ class _CallSite:
         self.n_verified += 1
         self.due = self.n_calls + 1
         if self.n_verified >= _FIRST:
-            self.due = 40
-            while self.due <= self.n_calls:
-                self.due *= 10
+            self.due = next(n for i in count() if (n := 40 * 10**i) > self.n_calls)
         for each in self.numbers:
             each.n_verified += each.is_due
             each.is_due = False
@@ -100,8 +97,6 @@ class _CallSite:
 class _CodeCounts:
     """The counts of a piece of code."""
 
-    n_calls: int = 0
-    n_new: int = 0
     n_samples: int = 0
     n_extra: int = 0
     n_free: int = 0
@@ -120,9 +115,9 @@ class SplitCall:
         parts: the step.
 
     Attributes:
+        place: what is known of it.
         is_due: whether it is to be verified.
         is_first: whether it is one of the first, that may cost what they do.
-        is_ever_new: whether the place is another one in most calls; said once of a piece of code.
     """
 
     def __init__(self, parts: StepParts) -> None:
@@ -130,34 +125,23 @@ class SplitCall:
         # the counts below may be off by one between threads, which costs a verification
         with _lock:
             self._code = code = _at(_codes, _identity_of(stands_for(parts.spec.fn)), _CodeCounts)
-            self._place: _CallSite = _at(code.places, key, _CallSite)
-        place = self._place
+            self.place: _CallSite = _at(code.places, key, _CallSite)
+        place = self.place
         place.n_calls += 1
-        is_new = place.n_calls == 1
         code.n_samples += parts.n_samples
-        code.n_calls += 1
-        code.n_new += is_new
         changed = place.changed(numbers)
         is_early = place.n_verified < _FIRST or any(each.n_verified < _FIRST for each in changed)
         # another model or loss may be wrong where many were right before it, and a place that was
         # refused stays so until the function is another one
         is_open = not place.n_verified or place.refusal is not None
         self.is_first = is_open or (is_early and code.n_free < _MOST_FREE)
-        seldom_known = code.n_calls < 2 * code.n_new
-        self.is_ever_new = is_new and seldom_known and code.n_new == _MANY_NEW
         is_wanted = place.n_calls >= place.due or bool(changed) or is_open
         self.is_due = is_wanted and (self.is_first or self.allows(2 * parts.n_samples))
-
-    @property
-    def refusal(self) -> SplitMismatchError | None:
-        """The error that has refused the place, in this call or before."""
-        found = self._place.refusal
-        return None if found is None else SplitMismatchError(*found)
 
     def allows(self, n_samples: int) -> bool:
         """Return whether so many more samples are no more than the share of all."""
         # at these calls it costs little in any share, for so many were not verified
-        if self.is_first or self._place.n_calls in (40, 400, 4000):
+        if self.is_first or self.place.n_calls in (40, 400, 4000):
             return True
         return bool(self._code.n_extra + n_samples <= _SHARE * self._code.n_samples)
 
@@ -167,28 +151,24 @@ class SplitCall:
             self._code.n_free += 1
         else:
             self._code.n_extra += n_samples
-        self._place.note_verified()
+        self.place.note_verified()
 
     def wants_count(self, lowest: Lowest) -> bool:
         """Return whether to look at a count: nothing as low was seen, or nothing lower."""
-        known = self._place.lowest.get(lowest.name, math.inf)
+        known = self.place.lowest.get(lowest.name, math.inf)
         if not 0 < lowest.count <= known:
-            self._place.lowest[lowest.name] = min(known, lowest.count)
+            self.place.lowest[lowest.name] = min(known, lowest.count)
             return False
         if lowest.count == known:
-            self._place.n_ties += 1
-            if self._place.n_ties > _FIRST and not self.allows(4 * lowest.chunk.length):
+            self.place.n_ties += 1
+            if self.place.n_ties > _FIRST and not self.allows(4 * lowest.chunk.length):
                 return False
         return True
 
     def note_count(self, lowest: Lowest, known: float, n_samples: int) -> None:
         """Note the lowest count that is known to be none that was clamped."""
-        self._place.lowest[lowest.name] = known
+        self.place.lowest[lowest.name] = known
         self._code.n_extra += n_samples
-
-    def note_refused(self, *error: Any) -> None:
-        """Note what the error was made of."""
-        self._place.refusal = error
 
 
 def _at(known: OrderedDict[Hashable, Any], key: Hashable, make: type) -> Any:
@@ -301,19 +281,20 @@ def _identity_of(value: Any) -> Hashable:
 
 def _contents(leaves: Sequence[Leaf]) -> Hashable:
     """Describe each leaf: its kind, whether labels are ignored, whether samples are alike."""
-    counted = [
-        (leaf.path, value, leaf.dim) for leaf in leaves if (value := _counted(leaf)) is not None
-    ]
-    traits = dict(zip((path for path, *_ in counted), _traits(counted), strict=True))
-    return tuple((leaf.path, *_kind(leaf), traits.get(leaf.path)) for leaf in leaves)
+    counted = {leaf.path: _traits(leaf, value) for leaf in leaves for value in _counted(leaf.value)}
+    traits: dict[str, Hashable] = {}
+    # the host waits for each device once, not for each leaf
+    for device in {each.device for each in counted.values()}:
+        there = {path: each for path, each in counted.items() if each.device == device}
+        numbers = torch.stack([*there.values()]).tolist()
+        traits.update(zip(there, map(tuple, numbers), strict=True))
+    return tuple((leaf.path, _kind(leaf), traits.get(leaf.path)) for leaf in leaves)
 
 
-def _kind(leaf: Leaf) -> tuple[Hashable, ...]:
-    if isinstance(leaf.value, Tensor):
-        return (leaf.value.dtype,)
+def _kind(leaf: Leaf) -> Hashable:
     if leaf.dim == "items":
-        return "items", len(set(map(_extent, leaf.value))) <= 1
-    return (type(leaf.value).__name__,)
+        return len(set(map(_extent, leaf.value))) <= 1
+    return getattr(leaf.value, "dtype", type(leaf.value).__name__)
 
 
 def _extent(item: Any) -> Hashable:
@@ -325,50 +306,33 @@ def _extent(item: Any) -> Hashable:
     return len(item) if isinstance(item, Sized) else str(item)
 
 
-def _counted(leaf: Leaf) -> Tensor | None:
-    """Return the numbers of a leaf; None where torch finds no least one of them."""
-    value = leaf.value
+def _counted(value: Any) -> list[Tensor]:
+    """Return the numbers of a leaf; none where torch finds no least one of them."""
     if hasattr(type(value), "__array_interface__") and value.dtype.isnative:
         is_known = getattr(torch, value.dtype.name, None) in _COUNTED
         value = torch.tensor(value) if is_known else None
     if not isinstance(value, Tensor) or value.dtype not in _COUNTED or value.is_meta:
-        return None
+        return []
     # a tensor whose class has operations of its own may have none of these
     if type(value).__dict__.get("__torch_dispatch__") is not None and type(value) is not Tensor:
-        return None
+        return []
     is_plain = value.layout is torch.strided and not value.is_nested
-    return value.detach() if is_plain and value.numel() else None
+    return [value.detach()] if is_plain and value.numel() else []
 
 
-def _traits(counted: Sequence[tuple[str, Tensor, Any]]) -> list[tuple[int, bool, bool]]:
-    """Return of each leaf the sign of its least label, whether it is constant, and even.
+def _traits(leaf: Leaf, value: Tensor) -> Tensor:
+    """Return the sign of the least label, whether all are the same, and whether samples are even.
 
     The sign tells -100 among labels, and 0 in a mask. A leaf is even where each sample has as much
     of a mask, or as many ignored labels.
-
-    The host waits for each device once, not for each leaf.
     """
-    # a few numbers of each on its device, and then one transfer
-    numbers = [_extremes(value, dim) for _, value, dim in counted]
-    found: dict[torch.device, list[list[float]]] = {}
-    for device in dict.fromkeys(each.device for each in numbers):
-        there = [each for each in numbers if each.device == device]
-        found[device] = torch.stack(there).tolist()[::-1]
-    traits = []
-    for (_, value, _), each in zip(counted, numbers, strict=True):
-        low, high, fewest, most = found[each.device].pop()
-        sign = 0 if value.is_floating_point() else (low > 0) - (low < 0)
-        traits.append((sign, low == high, fewest == most))
-    return traits
-
-
-def _extremes(value: Tensor, dim: Any) -> Tensor:
-    """Return the least and the largest number of a leaf, and of the sums of its samples."""
+    dim, is_measured = leaf.dim, value.is_floating_point()
     low, high = value.aminmax()
     fewest, most = low, high
     # torch sums small integers in 8 bytes each
     if isinstance(dim, int) and (value.element_size() > 2 or value.numel() <= _MOST_SUMMED):
-        amounts = value if value.is_floating_point() else value == low
+        amounts = value if is_measured else value == low
         others = [i for i in range(value.dim()) if i != dim % value.dim()]
         fewest, most = (amounts.sum(others) if others else amounts).aminmax()
-    return torch.stack([low, high, fewest, most]).float()
+    sign = torch.zeros_like(low) if is_measured else low
+    return torch.stack([sign.float().sign(), low == high, fewest == most])

@@ -1,22 +1,14 @@
 """A split that changes a loss is refused before it delivers; every other one is left alone."""
 
 import random
-from collections import OrderedDict
 
 import pytest
 import torch
 
 from tenure.adaptive import NoBatchsizeCache, SplitMismatchError, step
-from tenure.adaptive._step._verify import _when
 
 from ...attempt.failures import out_of_memory_above
 from .verify_cases import RIGHT, WRONG
-
-
-@pytest.fixture(autouse=True)
-def no_place_is_known(monkeypatch):
-    """Each test is verified, however many of the same code came before it."""
-    monkeypatch.setattr(_when, "_codes", OrderedDict())
 
 
 def traces(net):
