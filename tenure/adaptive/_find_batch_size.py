@@ -111,7 +111,7 @@ def find_batch_size(
     with ExitStack() as stack:
         name = name_of(fn)
         # first: what is refused here is an error on all ranks
-        ranks = stack.enter_context(call_of_ranks(_ENTRY, name, group))
+        ranks = stack.enter_context(call_of_ranks(_ENTRY, name, fn, group))
         check_function(_ENTRY, fn)
         low, high = _checked_range(low, high, checked_size("align", align))
         margin = _checked_margin(margin)

@@ -56,7 +56,10 @@ def run_batch(
     def fallback() -> Any:
         return on_cpu(function, search.size, *args, **kwargs)
 
-    with call_of_ranks("batch", name, options.group) as ranks, DisposeScope(name) as scope:
+    with (
+        call_of_ranks("batch", name, function, options.group) as ranks,
+        DisposeScope(name) as scope,
+    ):
         attempts = Attempts(
             name,
             scope,
@@ -119,17 +122,18 @@ class RangePart:
     Attributes:
         start: the first number.
         end: the number after the last; known once the work began.
+        function: does the work.
         dimension: along which results are put together.
         args: what the function gets besides the piece.
         kwargs: the same by name.
     """
 
-    __slots__ = ("_function", "args", "end", "kwargs", "start")
+    __slots__ = ("args", "end", "function", "kwargs", "start")
 
     dimension = 0
 
     def __init__(self, function: _Function, start: int, args: _Args, kwargs: _Kwargs) -> None:
-        self._function = function
+        self.function = function
         self.args = args
         self.kwargs = kwargs
         self.start = self.end = start
@@ -137,16 +141,16 @@ class RangePart:
     def __call__(self, size: int) -> Any:
         """Work on so many."""
         self.end = self.start + size
-        return self._function(self.start, self.end, *self.args, **self.kwargs)
+        return self.function(self.start, self.end, *self.args, **self.kwargs)
 
     def on_cpu(self, size: int) -> Any:
         """Work on so many, with the arguments on the CPU."""
-        function = self._function
-        self._function = functools.partial(on_cpu, function)
+        function = self.function
+        self.function = functools.partial(on_cpu, function)
         try:
             return self(size)
         finally:
-            self._function = function
+            self.function = function
 
 
 class DimensionPart(RangePart):
@@ -175,7 +179,7 @@ class DimensionPart(RangePart):
         else:
             chunk = tensor.narrow(self.dimension, start, size)
         mark_dynamic(chunk, self.dimension)
-        return self._function(chunk, start, end, *self.args, **self.kwargs)
+        return self.function(chunk, start, end, *self.args, **self.kwargs)
 
 
 def run_pieces(
@@ -205,9 +209,8 @@ def run_pieces(
         initial = max(end - piece.start, options.limits.floor)
     search = AdaptiveSearch(initial, options.limits, remembered, options.reduce, in_pieces=True)
     collector = None if options.new_collector is None else options.new_collector()
-    with call_of_ranks(
-        "chunked" if isinstance(piece, DimensionPart) else "range", name, options.group
-    ) as ranks:
+    entry = "chunked" if isinstance(piece, DimensionPart) else "range"
+    with call_of_ranks(entry, name, piece.function, options.group) as ranks:
         if options.progress:
             with _bar(name, end - piece.start) as advance:
                 _run_pieces(name, piece, end, search, options, collector, advance)

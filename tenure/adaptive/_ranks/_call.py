@@ -18,6 +18,7 @@ from tenure._errors import AdaptiveUsageError, RemoteRankError
 from tenure._torch.modules import modules_told
 from tenure._torch.replicas import told_of_collectives
 
+from .._callables import told_apart
 from .._interrupts import Interrupts
 from ._errors import elsewhere_error, failed_rank_error, failure_of
 from ._group import RankGroup, has_other_ranks, rank_group
@@ -40,6 +41,7 @@ class RankCall:
     Attributes:
         group: the ranks.
         name: what errors call the call; may be set to say more of it.
+        mark: what has to be the same on all ranks besides the name.
         has_voted: whether the others know how the call went here.
     """
 
@@ -50,6 +52,7 @@ class RankCall:
         self._interrupts = interrupts
         self._after = after
         self.name = name
+        self.mark = ""
         self.has_voted = False
 
     def __enter__(self) -> Self:
@@ -102,7 +105,7 @@ class RankCall:
         """
         # no batch is larger; a number of more bits can't be sent
         size = min(size, sys.maxsize)
-        found = self.vote(Ballot(mark_of(self.name), n_with_data=1, size=size))
+        found = self.vote(Ballot(mark_of(self.name, self.mark), n_with_data=1, size=size))
         return found.size, found.is_one_size
 
     def go_on(self) -> None:
@@ -126,22 +129,27 @@ class RankCall:
 _ALONE: AbstractContextManager[None] = nullcontext()
 
 
-def call_of_ranks(entry: str, name: str, group: Any) -> AbstractContextManager[RankCall | None]:
+def call_of_ranks(
+    entry: str, name: str, function: Any, group: Any
+) -> AbstractContextManager[RankCall | None]:
     """Return a block whose work is each rank's own, and that votes with `RankCall.smallest`.
 
     Args:
         entry: what the entry point is called.
-        name: the function that it runs.
+        name: what errors call the function that it runs.
+        function: that function, which has to be the same on all ranks.
         group: the process group that was named, or None.
 
     Returns:
         The call; None where there are no other ranks to vote with.
     """
-    return _ALONE if group is None or not has_other_ranks() else _call_of(entry, name, group)
+    if group is None or not has_other_ranks():
+        return _ALONE
+    return _call_of(entry, name, told_apart(function), group)
 
 
 @contextmanager
-def _call_of(entry: str, name: str, group: Any) -> Iterator[RankCall | None]:
+def _call_of(entry: str, name: str, mark: str, group: Any) -> Iterator[RankCall | None]:
     def refuse(module: nn.Module, values: object) -> None:
         if has_other_replicas(module) or is_sharded(module):
             raise AdaptiveUsageError(
@@ -162,6 +170,7 @@ def _call_of(entry: str, name: str, group: Any) -> Iterator[RankCall | None]:
             modules_told(refuse),
             without_collectives(entry, name, "Call it after, with what the function returned"),
         ):
+            call.mark = mark
             yield call
 
 

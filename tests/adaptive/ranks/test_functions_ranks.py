@@ -222,6 +222,32 @@ def test_ranks_in_different_functions_find_it_out():
         assert "range('elsewhere_on.<locals>.<lambda>') on rank 1" in text
 
 
+def lambdas_on(rank):
+    """Ranks in calls of one name, whose lambdas stand on different lines."""
+    work = [
+        lambda *_: torch.ones(1),
+        lambda *_: torch.zeros(1),
+    ][rank]
+    group, told = dist.group.WORLD, []
+    for call in (
+        lambda: execute.batch(8, group=group)(work),
+        lambda: execute.range(0, 8, 4, group=group)(work),
+        lambda: execute.chunked(torch.ones(8), 4, group=group)(work),
+        lambda: adaptive.find_batch_size(work, high=8, group=group),
+    ):
+        try:
+            call()
+        except adaptive.AdaptiveUsageError as error:
+            told.append(str(error))
+    return told
+
+
+def test_lambdas_of_two_calls_are_told_apart():
+    for told in run_ranks(lambdas_on):
+        assert len(told) == 4
+        assert all("different calls, by other functions of one name" in text for text in told)
+
+
 def test_a_process_alone_asks_for_no_group():
     assert execute.batch(8, group=None)(lambda n: n) == 8
     assert execute.range(0, 4, 2, group="any", collect="list")(lambda a, b: b) == [2, 4]
