@@ -13,5 +13,6 @@ from ._modules import has_other_replicas as has_other_replicas
 from ._modules import is_first_fsdp as is_first_fsdp
 from ._modules import is_sharded as is_sharded
 from ._modules import kept_apart as kept_apart
+from ._vote import MOST_TERMS as MOST_TERMS
 from ._vote import Ballot as Ballot
 from ._vote import mark_of as mark_of

@@ -1,7 +1,7 @@
 """A group of ranks, and all that they say to each other.
 
-Invariant: every collective goes through a `RankGroup`, which counts it, and gives any failure of
-one the same error: a rank has died, or did not come. What ranks say goes over connections of its
+Invariant: every collective goes through a `RankGroup`, which gives any failure of one the same
+error: a rank has died, or did not come. What ranks say goes over connections of its
 own, so that it never meets a collective of the user's, or of a module, that another rank is in.
 """
 
@@ -11,7 +11,6 @@ import json
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -38,67 +37,88 @@ def has_other_ranks() -> bool:
     return is_rank() and bool(torch.distributed.get_world_size() > 1)
 
 
-@dataclass(slots=True)
-class Traffic:
-    """What is kept of a process group from call to call.
-
-    Attributes:
-        votes: a group of the same ranks for what they say; None once one of them was lost.
-        members: the process of each rank.
-        store: where ranks say that they have lost one.
-        n_made: how many groups were made for votes.
-        has_ended: whether a rank has ended, and will never come again.
-        n_collectives: how many collectives were begun.
-        n_bytes: the bytes of their tensors on this rank.
-    """
-
-    votes: Any = None
-    members: tuple[Member, ...] = ()
-    store: Any = None
-    n_made: int = 0
-    has_ended: bool = False
-    n_collectives: int = 0
-    n_bytes: int = 0
-
-
 class RankGroup:
-    """The ranks of a process group.
+    """The ranks of a process group, kept from call to call.
 
     Args:
         group: a process group of torch that this process belongs to.
-        traffic: what is kept of it.
 
     Attributes:
-        group: the process group.
-        traffic: what is kept of it.
         size: how many ranks there are.
         rank: which of them this process is, from 0.
         patience_s: how long a vote waits for the others; None: as long as their group.
     """
 
-    def __init__(self, group: Any, traffic: Traffic) -> None:
+    def __init__(self, group: Any) -> None:
         distributed: Any = torch.distributed
-        self.group = group
-        self.traffic = traffic
+        # one that was destroyed has to end
+        self._group = weakref.ref(group)
         self.size: int = distributed.get_world_size(group)
         self.rank: int = distributed.get_rank(group)
         self.patience_s: float | None = None
+        # a group of the same ranks for what they say; None once one of them was lost
+        self._votes: Any = None
+        self._members: tuple[Member, ...] = ()
+        # where ranks say that they have lost one
+        self._store: Any = None
+        self._n_connected = 0
+        # a rank that has ended will never come again
+        self._has_ended = False
+
+    @property
+    def group(self) -> Any:
+        """The process group."""
+        return self._group()
+
+    def connect(self, entry: str) -> None:
+        """Connect to the other ranks, which do so, too, unless all are connected.
+
+        By hand and not by ``new_group``, to which all processes of the program would have to come,
+        also those that are in no step of this group.
+
+        Args:
+            entry: what errors call the call.
+
+        Raises:
+            AdaptiveUsageError: torch was built without gloo.
+            RemoteRankError: another rank did not come.
+        """
+        distributed: Any = torch.distributed
+        # a rank that was late comes here, too, once it has seen that others did not wait
+        if self._votes is not None or self._has_ended:
+            return
+        if not distributed.is_gloo_available():
+            raise AdaptiveUsageError(
+                f"{entry}() has to ask other ranks, which it does through gloo, and torch "
+                f"{torch.__version__} was built without. Install one that has it."
+            )
+        try:
+            # each group has a part of the store to itself, and what is made anew one of its own
+            name, store = f"tenure {self._n_connected}", self.group.get_group_store()
+            self._store = distributed.PrefixStore(name, store)
+            self._store.set(f"member {self.rank}", own_member())
+            self._votes = distributed.ProcessGroupGloo(
+                self._store, self.rank, self.size, timeout_of(self.group)
+            )
+            told = self._store.multi_get([f"member {each}" for each in range(self.size)])
+            self._members = tuple(map(member_of, told))
+            self._n_connected += 1
+        except Exception as error:
+            raise lost_rank_error(error, self.size) from error
 
     def sum(self, tensor: Tensor) -> None:
         """Replace a tensor by the sum of those of all ranks, in place."""
-        distributed: Any = torch.distributed
-        self._run(tensor.nbytes, distributed.all_reduce, tensor, group=self.group)
+        self._run(torch.distributed.all_reduce, tensor, group=self.group)
 
     def copy_from(self, rank: int, tensor: Tensor) -> None:
         """Replace a tensor by that of one rank, in place."""
-        distributed: Any = torch.distributed
-        self._run(
-            tensor.nbytes, distributed.broadcast, tensor, group=self.group, group_src=rank
-        )  # fmt: skip
+        self._run(torch.distributed.broadcast, tensor, group=self.group, group_src=rank)
 
     def vote(self, tensor: Tensor, of_two: Callable[[Tensor, Tensor], Tensor] = torch.add) -> None:
         """Replace a tensor of the CPU by the sum, or another result, of those of all ranks."""
-        self._run(tensor.nbytes, self._vote, tensor, of_two)
+        # with patience it is the last that is said: who has not come by then can't be reached
+        patience = None if self.patience_s is None else timedelta(seconds=self.patience_s)
+        self._run(lambda: combine(self._connected(), tensor, of_two, patience))
 
     def smallest(self, numbers: Sequence[int]) -> list[int]:
         """Return the smallest of each of some numbers that all ranks have."""
@@ -116,24 +136,17 @@ class RankGroup:
         )
         return [json.loads(bytes(each.tolist())) for each in texts]
 
-    def _vote(self, tensor: Tensor, of_two: Callable[[Tensor, Tensor], Tensor]) -> None:
-        # with patience it is the last that is said: who has not come by then can't be reached
-        patience = None if self.patience_s is None else timedelta(seconds=self.patience_s)
-        combine(self._votes(), tensor, of_two, patience)
-
     def _gathered(self, tensor: Tensor) -> list[Tensor]:
         found = [torch.empty_like(tensor) for _ in range(self.size)]
-        self._run(tensor.nbytes, lambda: self._votes().allgather([found], [tensor]).wait())
+        self._run(lambda: self._connected().allgather([found], [tensor]).wait())
         return found
 
-    def _votes(self) -> Any:
-        if self.traffic.votes is None:
+    def _connected(self) -> Any:
+        if self._votes is None:
             raise RuntimeError("a rank was lost in a call before")
-        return self.traffic.votes
+        return self._votes
 
-    def _run(self, n_bytes: int, collective: Callable[..., object], *args: Any, **how: Any) -> None:
-        self.traffic.n_collectives += 1
-        self.traffic.n_bytes += n_bytes
+    def _run(self, collective: Callable[..., object], *args: Any, **how: Any) -> None:
         try:
             # no scope owns, and no budget counts, what a collective takes for itself
             with aside(), told_of_collectives(None):
@@ -142,31 +155,24 @@ class RankGroup:
             raise self._lost(error) from error
 
     def _lost(self, error: Exception) -> RemoteRankError:
-        traffic = self.traffic
         # before the next line: others are told by that, and then read this
         with suppress(Exception):
-            traffic.store.set(f"has lost one {self.rank}", "")
+            self._store.set(f"has lost one {self.rank}", "")
         # it closes the connections of this rank: who waits in a vote for one that has seen the
         # loss, and not for the one that is lost, would wait until this process ends
-        traffic.votes = None
-        ended = ended_ranks(traffic.members)
+        self._votes = None
+        ended = ended_ranks(self._members)
+        self._has_ended = self._has_ended or bool(ended)
         if len(ended) > 1:
-            ended = self._lost_first(ended)
-        traffic.has_ended = traffic.has_ended or bool(ended)
+            # those that ended first, not because another had; the store may have gone with its rank
+            with suppress(Exception):
+                check = self._store.check
+                first = {r: name for r, name in ended.items() if not check([f"has lost one {r}"])}
+                ended = first or ended
         return lost_rank_error(error, self.size, ended)
 
-    def _lost_first(self, ended: dict[int, str]) -> dict[int, str]:
-        """Return the ranks that ended first, not because another had."""
-        # the store may have gone with the rank that had it
-        with suppress(Exception):
-            check = self.traffic.store.check
-            first = {r: name for r, name in ended.items() if not check([f"has lost one {r}"])}
-            return first or ended
-        return ended
 
-
-# Weakly, and nothing there holds the group: one that was destroyed has to end.
-_known: weakref.WeakKeyDictionary[Any, Traffic] = weakref.WeakKeyDictionary()
+_known: weakref.WeakKeyDictionary[Any, RankGroup] = weakref.WeakKeyDictionary()
 
 
 def rank_group(entry: str, group: Any) -> RankGroup | None:
@@ -191,34 +197,10 @@ def rank_group(entry: str, group: Any) -> RankGroup | None:
         )
     if distributed.get_world_size(group) < 2:
         return None
-    traffic = _known.setdefault(group, Traffic())
-    # a rank that was late comes here, too, once it has seen that others did not wait
-    if traffic.votes is None and not traffic.has_ended:
-        if not distributed.is_gloo_available():
-            raise AdaptiveUsageError(
-                f"{entry}() has to ask other ranks, which it does through gloo, and torch "
-                f"{torch.__version__} was built without. Install one that has it."
-            )
-        try:
-            _connect(group, traffic)
-        except Exception as error:
-            n_ranks = distributed.get_world_size(group)
-            raise lost_rank_error(error, n_ranks) from error
-    return RankGroup(group, traffic)
-
-
-def _connect(group: Any, traffic: Traffic) -> None:
-    """Connect to the other ranks, which do so, too.
-
-    By hand and not by ``new_group``, to which all processes of the program would have to come,
-    also those that are in no step of this group.
-    """
-    distributed: Any = torch.distributed
-    rank, n_ranks = distributed.get_rank(group), distributed.get_world_size(group)
-    # each group has a part of the store to itself, and what is made anew one of its own
-    store = distributed.PrefixStore(f"tenure {traffic.n_made}", group.get_group_store())
-    store.set(f"member {rank}", own_member())
-    traffic.votes = distributed.ProcessGroupGloo(store, rank, n_ranks, timeout_of(group))
-    told = store.multi_get([f"member {each}" for each in range(n_ranks)])
-    traffic.members, traffic.store = tuple(map(member_of, told)), store
-    traffic.n_made += 1
+    ranks = _known.get(group)
+    if ranks is None:
+        ranks = _known[group] = RankGroup(group)
+    # a call before may have failed
+    ranks.patience_s = None
+    ranks.connect(entry)
+    return ranks

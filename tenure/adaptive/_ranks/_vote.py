@@ -9,6 +9,7 @@ from __future__ import annotations
 import struct
 import sys
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +19,9 @@ from ._group import RankGroup
 
 _N_COMPARED = 7
 """How many numbers of a vote are compared; the rest are summed up."""
+MOST_TERMS = 16
+"""A rank without samples has room for so many: it can't know how many terms the others have."""
+_N_VALUES = 2 * (1 + MOST_TERMS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +38,7 @@ class Ballot:
         size: a number that ranks with samples have to say alike; of all ranks the least.
         shapes: a number that all ranks have to say alike, for the shapes of buffers.
         first: the rank, if it has samples; of all ranks the first that has.
+        values: numbers that are summed up.
         is_one_call: whether all are in the same call.
         is_one_size: whether all that have samples say the same ``size``.
         is_one_shape: whether all say the same ``shapes``.
@@ -48,6 +53,7 @@ class Ballot:
     size: int = 0
     shapes: int = 0
     first: int = sys.maxsize
+    values: Sequence[float] = ()
     is_one_call: bool = True
     is_one_size: bool = True
     is_one_shape: bool = True
@@ -64,6 +70,7 @@ def tally(group: RankGroup, ballot: Ballot) -> Ballot:
     mark, shapes = ballot.mark, ballot.shapes
     sums = (
         ballot.n_failed, ballot.n_with_data, ballot.n_samples, ballot.weight, ballot.n_missing,
+        *ballot.values, *[0.0] * (_N_VALUES - len(ballot.values)),
     )  # fmt: skip
     # made at once: an operation that allocates could run out of memory when all have agreed
     bits = struct.unpack(f"{len(sums)}q", struct.pack(f"{len(sums)}d", *sums))
@@ -71,7 +78,8 @@ def tally(group: RankGroup, ballot: Ballot) -> Ballot:
     vector = torch.tensor(numbers, dtype=torch.int64, device="cpu")
     group.vote(vector, _of_two)
     mark, less_mark, size, less_size, shapes, less_shapes, first = vector[:_N_COMPARED].tolist()
-    failed, with_data, samples, weight, missing = vector[_N_COMPARED:].view(torch.float64).tolist()
+    summed = vector[_N_COMPARED:].view(torch.float64).tolist()
+    failed, with_data, samples, weight, missing, *values = summed
     return Ballot(
         mark=mark,
         n_failed=int(failed),
@@ -82,6 +90,7 @@ def tally(group: RankGroup, ballot: Ballot) -> Ballot:
         size=size,
         shapes=shapes,
         first=first,
+        values=values,
         is_one_call=mark == -less_mark,
         is_one_size=not with_data or size == -less_size,
         is_one_shape=shapes == -less_shapes,

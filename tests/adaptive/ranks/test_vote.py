@@ -1,32 +1,40 @@
-"""What ranks say in a vote: the same is found on all of them."""
+"""What ranks say in a vote: the same is found on all of them, however many there are."""
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tenure.adaptive._ranks import rank_group
+from tenure.adaptive import AdaptiveUsageError, execute, step
 
 from .launch import run_ranks
 
 
+def idle(*sizes):
+    """Work that takes no memory."""
+
+
 def voted_on(rank):
-    """Sums and smallest of several votes one after the other; sums have the same bits on all."""
-    n = dist.get_world_size()
-    group = rank_group("step", dist.group.WORLD)
+    """The loss of all to the last bit, their samples, the smallest of their sizes, their names."""
+    weight, group = torch.ones(4, dtype=torch.float64, requires_grad=True), dist.group.WORLD
+    torch.manual_seed(rank)
+    x = torch.randn(rank + 1, 4, dtype=torch.float64) * 1e16 ** (-1) ** rank
     found = []
-    for i in range(3):
-        numbers = torch.tensor([rank + 1, 0.1 * rank * (i + 1), 1e16 * (-1) ** rank]).double()
-        group.vote(numbers)
-        assert abs(float(numbers[1]) - 0.1 * (i + 1) * n * (n - 1) / 2) < 1e-6
-        least = group.smallest([rank + i, -rank])
-        found.append([float(numbers[0]), *least, *group.gather(["rank", rank])[-1]])
-        everywhere = [torch.empty_like(numbers) for _ in range(n)]
-        dist.all_gather(everywhere, numbers)
-        assert all(torch.equal(each, numbers) for each in everywhere)
+    for _ in range(2):
+        result = step(lambda b: (b * weight).square().sum(1).mean(), x, group=group)
+        least = execute.batch(8 + rank, group=group)(lambda size: size)
+        found.append([result.loss.item().hex(), result.n_samples, least])
+    try:
+        (execute.range(0, 4, 2, group=group) if rank else execute.batch(8, group=group))(idle)
+    except AdaptiveUsageError as error:
+        found.append(str(error))
     return found
 
 
 @pytest.mark.parametrize("n", [2, 3, 4, 5, 7])
 def test_a_vote_is_the_same_on_all_ranks_however_many_there_are(n):
-    wanted = [[n * (n + 1) / 2, i, 1 - n, "rank", n - 1] for i in range(3)]
-    assert run_ranks(voted_on, n) == [wanted] * n
+    first, *others = run_ranks(voted_on, n)
+    assert others == [first] * (n - 1)
+    *found, told = first
+    assert [each[1:] for each in found] == [[n * (n + 1) // 2, 8]] * 2
+    ranks = ", ".join(map(str, range(1, n)))
+    assert f"batch('idle') on rank 0, range('idle') on rank {ranks}." in told

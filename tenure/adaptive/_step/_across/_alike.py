@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import torch
@@ -12,12 +13,9 @@ import torch
 from tenure._errors import AdaptiveUsageError
 from tenure._torch.quiet import without_functions
 
-from ..._ranks import Ballot, RankGroup
+from ..._ranks import MOST_TERMS, Ballot
 from .._shares import numbers_by_term
 from .._split import StepOutcome, StepParts, StepSpec
-
-_MOST_TERMS = 16
-"""A rank without samples has room for so many: it can't know how many terms the others have."""
 
 
 def asked_by(spec: StepSpec, *, per_rank: bool) -> str:
@@ -81,29 +79,37 @@ class LossOfAll:
             like = next((leaf for leaf in parts.trained if leaf.is_floating_point()), None)
             loss = torch.zeros(()) if like is None else like.new_zeros(())
             outcome = StepOutcome(loss.detach() if parts.added is None else parts.added, {}, ())
-        if len(outcome.terms) > _MOST_TERMS:
+        if len(outcome.terms) > MOST_TERMS:
             raise AdaptiveUsageError(
                 f"The function of step() returned {len(outcome.terms)} terms, and ranks can agree "
-                f"on {_MOST_TERMS} at most. Nothing was changed. Return fewer terms."
+                f"on {MOST_TERMS} at most. Nothing was changed. Return fewer terms."
             )
         self.own = outcome
         # made here, for nothing may be allocated once ranks have agreed
-        self._summed = torch.zeros(1 + _MOST_TERMS, dtype=torch.float64, device="cpu")
         self._loss = torch.empty_like(outcome.loss)
         self._terms = {name: torch.empty_like(term) for name, term in outcome.terms.items()}
 
-    def over(self, group: RankGroup, share: float) -> StepOutcome:
-        """Sum the outcomes of all ranks, each times its share."""
+    def times(self, *factors: float) -> list[float]:
+        """Return the loss and the terms of this rank times each factor, to be summed in a vote."""
+        with without_functions():
+            numbers = [float(each) for each in (self.own.loss, *self.own.terms.values())]
+        numbers += [0.0] * (1 + MOST_TERMS - len(numbers))
         # the mean of nothing is nan, which zero times it would stay
-        if share:
-            with without_functions():
-                for i, value in enumerate((self.own.loss, *self.own.terms.values())):
-                    self._summed[i] = float(value) * share
-        group.vote(self._summed)
-        return self.filled(self._summed.tolist())
+        return [number * factor if factor else 0.0 for factor in factors for number in numbers]
 
-    def filled(self, values: list[float]) -> StepOutcome:
-        """Return the outcome of this rank with another loss and other terms."""
+    def of_all(self, tally: Ballot, *, is_sum: bool) -> StepOutcome:
+        """Return the outcome of this rank with the loss and the terms of all.
+
+        Args:
+            tally: the vote, with those of each rank times its weight, and times its samples.
+            is_sum: whether they are sums already.
+        """
+        # without any samples nothing is added once
+        values = tally.values if tally.n_with_data else [0.0] * len(tally.values)
+        divisor = 1.0 if is_sum else tally.weight
+        if not divisor:
+            # the mean over what all weighs nothing has no value; as on one rank samples stand in
+            values, divisor = values[1 + MOST_TERMS :], tally.n_samples or math.nan
         for tensor, value in zip((self._loss, *self._terms.values()), values, strict=False):
-            tensor.fill_(value)
+            tensor.fill_(value / divisor)
         return replace(self.own, loss=self._loss, terms=self._terms)

@@ -56,8 +56,6 @@ class PlannedRanks:
 
     def __init__(self, call: RankCall, spec: StepSpec, shards: Shards, *, per_rank: bool) -> None:
         self._call = call
-        # a call before may have failed, and others may be slow
-        call.group.patience_s = None
         self._spec = spec
         self._shards = shards
         self._per_rank = per_rank
@@ -202,9 +200,10 @@ class PlannedRanks:
             return outcome
         self._refuse_late()
         loss = LossOfAll(self._parts, outcome)
-        tally = self._call.vote(Ballot(self._mark, n_with_data=1, size=mark_of(*outcome.terms)))
+        values, terms = loss.times(self._share), mark_of(*outcome.terms)
+        tally = self._call.vote(Ballot(self._mark, n_with_data=1, size=terms, values=values))
         refuse_other_terms(tally)
-        return loss.over(self._call.group, self._share)
+        return loss.of_all(tally, is_sum=True)
 
     @contextmanager
     def _noting_direct(self) -> Iterator[None]:

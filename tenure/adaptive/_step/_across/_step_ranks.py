@@ -150,8 +150,7 @@ class StepRanks:
         exchange = Exchange(group, parts.gradients, self._exchanged, self._brought())
         weight = self._own_weight(outcome)
         loss = LossOfAll(parts, outcome)
-        # nothing may fail from here on: see Note [Votes], rule 2
-        tally = self._vote(outcome, exchange, weight)
+        tally = self._vote(loss, exchange, weight)
         self.n_samples = tally.n_samples
         share = self._share(weight, tally)
         self._scale_own(share)
@@ -164,10 +163,7 @@ class StepRanks:
             replica.module.require_forward_param_sync = replica.exchanges
         if self._per_rank:
             return loss.own
-        if tally.n_with_data:
-            return loss.over(group, share)
-        # of no samples at all
-        return loss.filled([0.0 if self._adds_up else math.nan])
+        return loss.of_all(tally, is_sum=self._adds_up)
 
     def _parameters(self) -> list[Tensor]:
         """Return the parameters whose gradients are exchanged, in one order on all ranks."""
@@ -194,21 +190,25 @@ class StepRanks:
             for parameter in replica.module.parameters()
         ]
 
-    def _vote(self, outcome: StepOutcome | None, exchange: Exchange, weight: float) -> Ballot:
+    def _vote(self, loss: LossOfAll, exchange: Exchange, weight: float) -> Ballot:
         names: list[str] = []
-        if outcome is not None and not self._per_rank:
-            names = [*outcome.terms, "counts", *self._parts.counts]
-        has_data = outcome is not None
+        values: list[float] = []
+        n_samples = self._parts.n_samples
+        if not self._per_rank:
+            names = [*loss.own.terms, "counts", *self._parts.counts]
+            values = loss.times(1.0 if self._adds_up else weight, n_samples)
+        # nothing may fail from here on: see Note [Votes], rule 2
         tally = self._call.vote(
             Ballot(
                 self._mark,
-                n_with_data=int(has_data),
-                n_samples=self._parts.n_samples,
+                n_with_data=int(n_samples > 0),
+                n_samples=n_samples,
                 weight=weight,
                 n_missing=exchange.n_missing,
                 size=mark_of(*names),
                 shapes=exchange.mark_of_buffers,
-                first=self._call.group.rank if has_data else sys.maxsize,
+                first=self._call.group.rank if n_samples else sys.maxsize,
+                values=values,
             )
         )
         refuse_other_terms(tally)
