@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -119,12 +119,6 @@ class RankGroup:
         # with patience it is the last that is said: who has not come by then can't be reached
         patience = None if self.patience_s is None else timedelta(seconds=self.patience_s)
         self._run(lambda: combine(self._connected(), tensor, of_two, patience))
-
-    def smallest(self, numbers: Sequence[int]) -> list[int]:
-        """Return the smallest of each of some numbers that all ranks have."""
-        vector = torch.tensor(numbers, dtype=torch.int64, device="cpu")
-        self.vote(vector, torch.minimum)
-        return [int(number) for number in vector.tolist()]
 
     def gather(self, value: object) -> list[Any]:
         """Gather a JSON value of each rank; for rare messages."""

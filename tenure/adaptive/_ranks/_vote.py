@@ -37,7 +37,7 @@ class Ballot:
         n_missing: how many parameters have no gradient here.
         size: a number that ranks with samples have to say alike; of all ranks the least.
         shapes: a number that all ranks have to say alike, for the shapes of buffers.
-        first: the rank, if it has samples; of all ranks the first that has.
+        least: a number; of all ranks the least.
         values: numbers that are summed up.
         is_one_call: whether all are in the same call.
         is_one_size: whether all that have samples say the same ``size``.
@@ -52,7 +52,7 @@ class Ballot:
     n_missing: int = 0
     size: int = 0
     shapes: int = 0
-    first: int = sys.maxsize
+    least: int = sys.maxsize
     values: Sequence[float] = ()
     is_one_call: bool = True
     is_one_size: bool = True
@@ -74,10 +74,10 @@ def tally(group: RankGroup, ballot: Ballot) -> Ballot:
     )  # fmt: skip
     # made at once: an operation that allocates could run out of memory when all have agreed
     bits = struct.unpack(f"{len(sums)}q", struct.pack(f"{len(sums)}d", *sums))
-    numbers = [mark, -mark, *sizes, shapes, -shapes, ballot.first, *bits]
+    numbers = [mark, -mark, *sizes, shapes, -shapes, ballot.least, *bits]
     vector = torch.tensor(numbers, dtype=torch.int64, device="cpu")
     group.vote(vector, _of_two)
-    mark, less_mark, size, less_size, shapes, less_shapes, first = vector[:_N_COMPARED].tolist()
+    mark, less_mark, size, less_size, shapes, less_shapes, least = vector[:_N_COMPARED].tolist()
     summed = vector[_N_COMPARED:].view(torch.float64).tolist()
     failed, with_data, samples, weight, missing, *values = summed
     return Ballot(
@@ -89,7 +89,7 @@ def tally(group: RankGroup, ballot: Ballot) -> Ballot:
         n_missing=int(missing),
         size=size,
         shapes=shapes,
-        first=first,
+        least=least,
         values=values,
         is_one_call=mark == -less_mark,
         is_one_size=not with_data or size == -less_size,

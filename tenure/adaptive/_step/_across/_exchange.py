@@ -87,7 +87,7 @@ class Exchange:
             for parameter, new, is_used in zip(self._parameters, self._new, used, strict=True):
                 if is_used:
                     parameter.grad = new
-            self._buffers.run(lambda buffer: self._group.copy_from(tally.first, buffer))
+            self._buffers.run(lambda buffer: self._group.copy_from(tally.least, buffer))
 
     def _scale(self, share: float, used: list[bool]) -> None:
         gradients = self._gradients

@@ -95,11 +95,10 @@ class PlannedRanks:
         asked, n = asked_by(spec, per_rank=self._per_rank), len(parts.trained)
         self._mark = mark_of(spec.entry, asked, n)
         self._call.name += f" ({asked}; {n} parameters)"
-        tally = self._call.vote(
+        tally = self._vote(
             Ballot(self._mark, n_with_data=1, n_samples=parts.n_samples, weight=weight)
         )
         _refuse_settings(spec.entry, self._shards, per_rank=self._per_rank)
-        self._call.go_on()
         self.n_samples = tally.n_samples
         if self._per_rank:
             return
@@ -121,16 +120,13 @@ class PlannedRanks:
             AdaptiveUsageError: a rank has too few samples for that.
             RemoteRankError: another rank has failed.
         """
-        parts, call = self._parts, self._call
-        n, size = parts.n_samples, search.size
-        call.vote(Ballot(self._mark))
-        call.go_on()
+        parts, n = self._parts, self._parts.n_samples
         # what fits on all, then the most micro-batches, and the fewest samples; a batch that fits
         # as a whole says nothing of larger ones
-        (least,) = call.group.smallest([size if size < n else sys.maxsize])
-        n_own = -(-n // least)
-        less, fewest = call.group.smallest([-n_own, n])
-        n_parts = -less
+        size = search.size if search.size < n else sys.maxsize
+        size = self._vote(Ballot(self._mark, n_with_data=1, size=size)).size
+        tally = self._vote(Ballot(self._mark, n_with_data=1, size=-n // size, least=n))
+        n_parts, fewest = -tally.size, tally.least
         if n_parts > 1 and fewest // n_parts < parts.smallest:
             raise AdaptiveUsageError(
                 f"The batch has to be split into {n_parts} micro-batches on every rank, because "
@@ -139,6 +135,12 @@ class PlannedRanks:
             )
         parts.n_parts = n_parts
         search.at_most(-(-n // n_parts))
+
+    def _vote(self, ballot: Ballot) -> Ballot:
+        """Vote, and work on."""
+        tally = self._call.vote(ballot)
+        self._call.go_on()
+        return tally
 
     def run(
         self, search: AdaptiveSearch, work: Callable[[int], StepOutcome], told: str

@@ -207,7 +207,8 @@ class StepRanks:
                 n_missing=exchange.n_missing,
                 size=mark_of(*names),
                 shapes=exchange.mark_of_buffers,
-                first=self._call.group.rank if n_samples else sys.maxsize,
+                # the first that has samples
+                least=self._call.group.rank if n_samples else sys.maxsize,
                 values=values,
             )
         )
