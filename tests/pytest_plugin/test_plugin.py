@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from tenure._pytest._markers import WatchedBlock
-from tenure.profiler._timeline import _timeline
+
+# private: nothing public makes a report fail
+from tenure.profiler._timeline._recorder import TimelineRecorder
 from tests.programs import run_program
 
 _LEAKS = """import pytest
@@ -397,7 +399,7 @@ def test_a_report_that_fails_does_not_mask_the_failure_of_the_test(monkeypatch):
     def fail(*_):
         raise MemoryError("of the report")
 
-    monkeypatch.setattr(_timeline, "compose", fail)
+    monkeypatch.setattr(TimelineRecorder, "close", fail)
     watched = WatchedBlock(is_measured=True, finds_leaks=False, name="test_it")
     with pytest.raises(ValueError, match="of the test"), watched:
         raise ValueError("of the test")
