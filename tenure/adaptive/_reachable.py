@@ -15,7 +15,7 @@ import dis
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from itertools import chain
 from types import CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any, NamedTuple, TypeVar
@@ -80,13 +80,20 @@ class StepModels:
         self._new: dict[str, nn.Module] = {}
         self._listeners: list[Listener] = []
 
-    def seeing(self) -> AbstractContextManager[None]:
-        """Return a block in which modules are seen when they run."""
-        return modules_told(self._see)
+    @contextmanager
+    def seeing(self, *listeners: Listener) -> Iterator[None]:
+        """Open a block in which modules are seen; listeners get unknown ones before they run."""
+        self._listeners += listeners
+        try:
+            with modules_told(self._see):
+                yield
+        finally:
+            for listener in listeners:
+                self._listeners.remove(listener)
 
     @contextmanager
     def telling(self, listener: Listener) -> Iterator[None]:
-        """Open a block in which ``listener`` gets unknown modules before they run."""
+        """Open a block in such a block that has one more listener."""
         self._listeners.append(listener)
         try:
             yield

@@ -24,6 +24,7 @@ from tenure._text import counted, format_bytes
 from tenure._torch.compiler import never_compiled
 from tenure.scopes import DisposeScope
 
+from .._interrupts import Interrupts
 from .._undo import Caches, Rollback
 from ._events import AdaptiveEvent, EventKind, OnRetry, memory_of, statistics, tell
 from ._release import forget_traceback, release
@@ -201,8 +202,10 @@ class Attempts:
                 self._is_noted = True
             result = work(size)
             if state is not None:
-                state.finish()
-                self._is_noted = False
+                # an interrupt finds all changes made, or none
+                with Interrupts():
+                    state.finish()
+                    self._is_noted = False
         except BaseException as error:
             # Within the block only what needs the moment of the error: all else would run with the
             # error as its context, and while the frames below still hold the memory.

@@ -15,6 +15,7 @@ from tenure._errors import AdaptiveUsageError
 from tenure._oom import OomInfo, oom_info, oom_of_work
 
 from .._attempt import release
+from .._interrupts import Interrupts
 from .._step import IsolatedGradients, leaves_of
 from ._evaluate import begin, consume, graph_of, run_whole, start_over
 from ._handle import Handle, refuse_own_function
@@ -171,13 +172,12 @@ def _deliver(tape: Tape, found: Gradients, keeps: bool, inputs: Any) -> None:
                 leaf.grad = gradient
         while reached := [leaf for leaf in cuts.values() if leaf.value.grad is not None]:
             _run_behind(reached, keeps or tape.is_joined, inputs)
-        isolated.finish()
-    except BaseException:
+        isolated.run_hooks()
         # an interrupt finds all delivered or nothing
-        if isolated.is_delivered:
+        with Interrupts():
             isolated.finish()
-        else:
-            isolated.undo()
+    except BaseException:
+        isolated.undo()
         raise
 
 

@@ -1,19 +1,29 @@
-"""A step at a given size, once: what a prediction runs on tensors without data."""
+"""A step at a given size, once, as predictions run it; and the size that a step begins with.
+
+Invariant: a prediction changes nothing, and one that fails leaves the step to begin as without it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
+from tenure._errors import PredictionError
+from tenure._text import format_bytes
 from tenure.scopes import DisposeScope
 
+from .._memory import counting_on, meter_for
+from .._predict import Forecast
+from .._sizes import AdaptiveSearch
+from ._arguments import StepSpec
 from ._modules import no_optimizer_steps
+from ._parts import StepParts
 from ._samples import SampleTree
-from ._split import StepOutcome, StepParts, StepRun, StepSpec
+from ._split import StepOutcome, StepRun
 
 # the first, one beside its gradients, one more, and the last with a partner of the one before
 _ENOUGH = 5
@@ -33,11 +43,7 @@ def step_at_size(spec: StepSpec, size: int) -> StepOutcome:
     spec.check()
     parts = StepParts(spec)
     state = parts.rollback()
-    # other processes know nothing of what is only predicted
-    quiet: AbstractContextManager[Any] = (
-        nullcontext() if spec.is_planned else parts.without_exchange()
-    )
-    with quiet, DisposeScope("step") as scope, no_optimizer_steps(spec.entry):
+    with DisposeScope("step") as scope, no_optimizer_steps(spec.entry):
         state.begin()
         try:
             outcome = StepRun(parts).run(size)
@@ -114,3 +120,65 @@ class SizedStep:
 
     def _tree(self, batch: Any) -> SampleTree:
         return SampleTree(batch, self._spec.in_dims, name="batch", argument="in_dims")
+
+
+_MOST_MICRO_BATCHES = 64
+"""A step of more than that is not predicted as a whole: it takes as long as running it."""
+_SHARE_OF_COMPILED = 7 / 8
+"""What predictions of eager code may fill where it is compiled: that was seen to take 1.07 times as
+much. Where it takes less, the next call is larger by what the first one needed."""
+
+
+class ForeseenStep(NamedTuple):
+    """What was predicted.
+
+    Attributes:
+        forecasts: for each device that can be measured.
+        free: the bytes that were free.
+    """
+
+    forecasts: dict[str, Forecast]
+    free: dict[str, int]
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether no prediction of a device that can be measured worked."""
+        return bool(self.forecasts) and not any(each.works for each in self.forecasts.values())
+
+    def told(self, size: int) -> str:
+        """Return the predicted bytes of a size in words; "" if nothing was predicted."""
+        return "; ".join(
+            f"predicted were {format_bytes(forecast(size))} of {format_bytes(self.free[device])} "
+            f"that were free of {device}, for {size}"
+            for device, forecast in self.forecasts.items()
+            if forecast.works
+        )
+
+
+def foresee(search: AdaptiveSearch, spec: StepSpec, parts: StepParts) -> ForeseenStep:
+    """Let a search begin with the largest micro-batch that is predicted to fit.
+
+    What is verified is no part of it: where there is no room for that, it gives way.
+    """
+    # a scaler would keep a scale without data, and a function of the user's is given losses of real
+    # steps alone; neither takes memory to speak of
+    step = SizedStep(replace(spec, scaler=None, backward=None))
+    # of a device that can't be measured nothing says what is free
+    meters = {device: meter_for(str(device)) for device in parts.devices}
+    measured = [device for device, meter in meters.items() if meter is not None and meter.measures]
+    # in a budget nothing is compiled
+    may_compile = bool(parts.compiled) and not any(counting_on(str(each)) for each in measured)
+    forecasts = {str(device): _forecast(step, parts, device) for device in measured}
+    free = {str(each): meter.available_bytes() for each, meter in meters.items() if meter}
+    search.foresee(forecasts, share=_SHARE_OF_COMPILED if may_compile else 1.0)
+    return ForeseenStep(forecasts, free)
+
+
+def _forecast(step: SizedStep, parts: StepParts, device: torch.device) -> Forecast:
+    def run(size: int, batch: Any, _reached: Any = step.reached) -> None:
+        length = step.length(size)
+        if length > _MOST_MICRO_BATCHES * size:
+            raise PredictionError(f"It would have {length // size} micro-batches.")
+        step.at(size, length)(batch)
+
+    return Forecast(parts.name, run, parts.spec.batch, device=device)

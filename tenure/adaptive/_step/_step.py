@@ -30,18 +30,14 @@ from .._sizes import (
 )
 from .._undo import Caches
 from ._across import PlannedRanks, StepRanks, taking_part
-from ._foresee import foresee
+from ._arguments import BatchNormPolicy, StepSpec
+from ._at_size import foresee
 from ._gradients import Backward, Scaler
 from ._loss import Reduction
 from ._modules import no_optimizer_steps
+from ._parts import StepParts
 from ._samples import SampleDims
-from ._split import (
-    BatchNormPolicy,
-    StepOutcome,
-    StepParts,
-    StepRun,
-    StepSpec,
-)
+from ._split import StepOutcome, StepRun
 from ._verify import Verification
 
 Batch = TypeVar("Batch")
@@ -174,7 +170,7 @@ def step(
             factor is known.
         in_dims: the dimension of the samples in ``batch``; None for tensors that all samples share;
             ``"items"`` for a list with one item for each sample; or a container of these.
-        out_dims: the same for outputs.
+        out_dims: the dimension of the samples in outputs, which are tensors; or None.
         minimum: the fewest samples in a micro-batch.
         maximum: the most samples in a micro-batch. With ``batchnorm="per_chunk"``, a BatchNorm,
             micro-batches of 2 and an odd number of samples, the last one has 3.
@@ -355,9 +351,10 @@ class _StepCall:
             )
             try:
                 outcome = attempts.run(search, attempt)
-            finally:
-                # an error holds this frame, and must not hold copies
+            except BaseException:
+                # it holds this frame, and must not hold copies
                 parts.state.finish()
+                raise
         search.finished()
         n_samples = parts.n_samples if ranks is None else ranks.n_samples
         return _result(outcome, attempts.n_begun, n_samples)
@@ -384,7 +381,10 @@ class _StepCall:
 
     def _outcome(self, size: int) -> StepOutcome:
         if not isinstance(self._ranks, StepRanks):
-            return self._steps.run(size)
+            outcome = self._steps.run(size)
+            # they are the user's: Ctrl-C may end them, and not what delivers gradients then
+            self._parts.gradients.run_hooks()
+            return outcome
         if not self._is_idle:
             return self._ranks.agree(self._steps.run(size))
         self._parts.begin(is_split=False)

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from tenure.adaptive import lazy, memory_budget
-from tenure.adaptive._step import _foresee
+from tenure.adaptive._step import _at_size
 
 from .programs import assert_same_gradients
 
@@ -39,14 +39,14 @@ def _transformer():
 @pytest.fixture
 def predictions(monkeypatch):
     """The sizes that are predicted."""
-    asked, plain = [], _foresee.Forecast
+    asked, plain = [], _at_size.Forecast
 
     class Counted(plain):
         def __call__(self, size):
             asked.append(size)
             return super().__call__(size)
 
-    monkeypatch.setattr(_foresee, "Forecast", Counted)
+    monkeypatch.setattr(_at_size, "Forecast", Counted)
     return asked
 
 

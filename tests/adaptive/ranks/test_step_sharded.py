@@ -315,7 +315,7 @@ def test_a_rank_that_waits_for_one_that_failed_hears_of_it_when_that_ends(tmp_pa
 # --- what is known too late
 
 
-def late_on(rank, how):
+def late_on(rank):
     kind = next(iter(EXACT))
     net, x = net_of(kind, torch.float64), batch_of(rank, kind)
 
@@ -323,16 +323,26 @@ def late_on(rank, how):
         each = F.cross_entropy(net(b).flatten(0, 1), b.flatten(), reduction="none")
         return each.sum(), each.numel()
 
-    fn, given = (counted, {}) if how == "a count" else (mean(net), {"then": torch.sqrt})
     try:
-        step(fn, x, per_rank=True, maximum=3, **given)
+        step(counted, x, per_rank=True, maximum=3)
     except AdaptiveUsageError as error:
         return str(error), all(p.grad is None for p in net.parameters())
     return None
 
 
-@pytest.mark.parametrize("how", ["a count", "then"])
-def test_a_factor_that_comes_after_the_exchange_is_refused(how):
-    for text, is_untouched in run_ranks(late_on, 2, timeout=60, how=how):
+def test_a_factor_that_comes_after_the_exchange_is_refused():
+    for text, is_untouched in run_ranks(late_on, 2, timeout=60):
         assert "sharded modules have exchanged gradients by then" in text
         assert is_untouched
+
+
+def root_on(rank):
+    plain = whole().double()
+    (sum(mean(plain)(batch_of(each)).sqrt() for each in range(2)) / 2).backward()
+    net = sharded(whole().double())
+    step(mean(net), batch_of(rank), then=torch.sqrt, per_rank=True, maximum=3)
+    return differs(net, {name: p.grad for name, p in plain.named_parameters()})
+
+
+def test_a_function_of_the_mean_of_each_rank_takes_two_passes():
+    assert max(run_ranks(root_on, 2)) < RTOL

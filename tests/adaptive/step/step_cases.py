@@ -10,9 +10,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tenure.adaptive._step._split._parts import Chunk
-from tenure.adaptive._step._split._run import StepRun
-
 N_CLASSES = 5
 CLASS_WEIGHTS = torch.tensor([0.2, 1.0, 3.0, 0.5, 2.0], dtype=torch.float64)
 IGNORED = -100
@@ -217,13 +214,6 @@ def worst_error(got, wanted):
         float((got[name] - w).abs().max()) / max(float(w.abs().max()), 1e-3 * scale, 1e-300)
         for name, w in wanted.items()
     )
-
-
-def split_as(monkeypatch, lengths):
-    """Let every split step use micro-batches of these lengths."""
-    starts = [sum(lengths[:i]) for i in range(len(lengths))]
-    chunks = [Chunk(start, length) for start, length in zip(starts, lengths, strict=True)]
-    monkeypatch.setattr(StepRun, "_chunks", lambda self, size: chunks)
 
 
 def small_net():

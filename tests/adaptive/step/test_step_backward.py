@@ -159,7 +159,7 @@ def test_gradients_of_the_batch_are_scaled_once():
     (loss_of(raw.tanh()) * 0.25).backward()
     wanted, raw.grad = raw.grad, None
     for maximum in (4, 9):
-        step(loss_of, raw.tanh(), maximum=maximum, backward=Accumulating())
+        step(lambda b: loss_of(b.tanh()), raw, maximum=maximum, backward=Accumulating())
         assert torch.allclose(raw.grad, wanted, rtol=1e-10)
         raw.grad = None
 

@@ -1,4 +1,4 @@
-"""Modules that exchange gradients: the last micro-batch does, and a failure leaves them whole.
+"""Modules that exchange gradients give those of the whole, and a failure leaves them whole.
 
 On a group of one rank, where everything is real but the others.
 """
@@ -9,14 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel as Replicated
 
-from tenure._torch.sharding import sharded_groups
 from tenure.adaptive import AdaptiveUsageError, check_split, memory_budget, plan, step
 
-from .step_cases import LOSSES, contrastive, gradients, made, samples, small_net, worst_error
+from .step_cases import contrastive, gradients, samples, small_net, worst_error
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -59,39 +59,11 @@ def plain_gradients(net, loss_of):
     return found
 
 
-def exchanged(net, **options):
-    """The module, and the sizes of what it exchanges."""
-    module, buckets = Replicated(net, **options), []
-
-    def hook(_, bucket):
-        buckets.append(bucket.buffer().numel())
-        done = torch.futures.Future()
-        done.set_result(bucket.buffer())
-        return done
-
-    module.register_comm_hook(None, hook)
-    return module, buckets
-
-
 KINDS = {
     "plain": {},
     "views of buckets": {"gradient_as_bucket_view": True},
     "unused parameters": {"find_unused_parameters": True},
 }
-
-
-@pytest.mark.parametrize("loss", LOSSES)
-def test_each_kind_of_loss_exchanges_once(loss):
-    case = LOSSES[loss]
-    net, batch = made("MLP", 11, seed=3)
-    wanted = plain_gradients(net, lambda n: case.plain(n(batch["x"]), batch["y"]))
-    module, buckets = exchanged(net)
-    for _ in range(2):
-        net.zero_grad()
-        buckets.clear()
-        step(lambda b: case.fn(module(b["x"]), b["y"]), batch, maximum=4, **case.options)
-        assert worst_error(gradients(net), wanted) < 1e-10
-        assert sum(buckets) == sum(p.numel() for p in net.parameters())
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -142,81 +114,48 @@ def test_gradients_are_accumulated(kind, maximum):
 def test_a_block_of_no_sync_around_the_step_holds():
     net, x = small_net(), samples(9)
     wanted = plain_gradients(net, lambda n: n(x).square().mean())
-    module, buckets = exchanged(net)
+    module = Replicated(net)
     with module.no_sync():
         step(lambda b: module(b).square().mean(), x, maximum=4)
         assert not module.require_backward_grad_sync
-    assert buckets == []
     assert module.require_backward_grad_sync
     assert worst_error(gradients(net), wanted) < 1e-10
 
 
-def test_a_module_that_is_seen_only_when_it_runs_is_held_back_from_its_first_line_on():
+def test_a_module_that_is_seen_only_when_it_runs_is_kept_apart_from_its_first_line_on():
     net, x = small_net(), samples(9)
-    hidden = {"module": exchanged(net)}
+    hidden = {"module": Replicated(net)}
     wanted = plain_gradients(net, lambda n: n(x).square().mean())
 
     def fn(b):
-        return globals()["_HIDDEN"]["module"][0](b).square().mean()
+        return globals()["_HIDDEN"]["module"](b).square().mean()
 
-    globals()["_HIDDEN"] = hidden
+    globals()["_HIDDEN"], exchanges = hidden, []
+    net.register_forward_pre_hook(
+        lambda *_: exchanges.append(hidden["module"].require_backward_grad_sync)
+    )
     step(fn, x, maximum=4)
-    assert sum(hidden["module"][1]) == sum(p.numel() for p in net.parameters())
+    assert set(exchanges) == {False}
+    assert hidden["module"].require_backward_grad_sync
     assert worst_error(gradients(net), wanted) < 1e-10
 
 
-def test_trials_and_verifications_exchange_nothing():
-    torch.manual_seed(0)
-    net, x = Failing(where="forward").double(), samples(32)
-    module, buckets = exchanged(net)
-    net.most = 7
-    result = step(lambda b: module(b).square().mean(), x)
-    assert len(result.sizes) > 1
-    assert sum(buckets) == sum(p.numel() for p in net.parameters())
-    buckets.clear()
-    assert check_split(lambda b: module(b).square().mean(), x, n_samples=4)
-    assert buckets == []
-
-
 @pytest.mark.slow
-def test_predictions_exchange_nothing():
+def test_predictions_of_a_replica_are_those_of_its_module():
     net, x = small_net(), samples(64)
     wanted = plain_gradients(net, lambda n: n(x).square().mean())
-    module, buckets = exchanged(net)
+    module = Replicated(net)
 
     def fn(b):
         assert dist.is_initialized()
         return module(b).square().mean()
 
     assert plan(fn, x, "1MiB").micro_batch == 64
-    assert plan(fn, x, "9KiB").micro_batch < 64
-    assert buckets == []
-    with memory_budget("9KiB"):
+    assert plan(fn, x, "11KiB").micro_batch < 64
+    with memory_budget("11KiB"):
         result = step(fn, x, predict=True)
     assert (len(result.sizes) > 1, result.attempts) == (True, 1)
-    assert sum(buckets) == sum(p.numel() for p in net.parameters())
-    assert worst_error(gradients(net), wanted) < 1e-10
-
-
-def test_a_last_micro_batch_with_a_partner_exchanges():
-    net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)).double()
-    module, buckets = exchanged(net)
-    result = step(lambda b: module(b).square().mean(), samples(3), maximum=2, batchnorm="per_chunk")
-    assert result.sizes == (3,)
-    assert sum(buckets) == sum(p.numel() for p in net.parameters())
-
-
-def test_the_users_backward_exchanges_once():
-    net, x = small_net(), samples(9)
-    wanted = plain_gradients(net, lambda n: n(x).square().mean() / 4)
-    module, buckets = exchanged(net)
-    step(
-        lambda b: module(b).square().mean(),
-        x,
-        maximum=4,
-        backward=lambda loss: (loss / 4).backward(),
-    )
-    assert sum(buckets) == sum(p.numel() for p in net.parameters())
+    assert check_split(fn, x, n_samples=4)
     assert worst_error(gradients(net), wanted) < 1e-10
 
 
@@ -287,7 +226,6 @@ def test_a_sharded_module_gives_the_gradients_of_the_whole_batch(kind, options):
         return contrastive(run(x)) if options else run(x).square().mean()
 
     def fn(b):
-        flags.append([group.exchanges[0] for m in net.modules() for group in sharded_groups(m)])
         out = net(b)
         return out if options else out.square().mean()
 
@@ -297,10 +235,8 @@ def test_a_sharded_module_gives_the_gradients_of_the_whole_batch(kind, options):
     for maximum in (4, 2, 9):
         net.zero_grad()
         for times in (1, 2):
-            flags = []
             result = step(fn, x, maximum=maximum, **options)
             assert max(result.sizes) == maximum
-            assert [all(each) for each in flags] == [False] * (len(flags) - 1) + [True]
             twice = {name: times * grad for name, grad in wanted.items()}
             assert worst_error(whole_gradients(net), twice) < rtol
     net.zero_grad()
@@ -314,7 +250,6 @@ def test_check_split_leaves_a_sharded_module_without_gradients():
         samples(),
     )
     assert check_split(lambda b: net(b).square().mean(), x)
-    assert not any(group.has_unexchanged for m in net.modules() for group in sharded_groups(m))
     assert all(p.grad is None for p in net.parameters())
 
 
@@ -332,11 +267,16 @@ def test_a_module_of_the_first_fsdp_is_refused_where_the_batch_is_split():
         step(lambda b: net(b).square().mean(), x, maximum=4)
 
 
-def test_a_static_graph_is_refused_where_the_batch_is_split():
+@pytest.mark.parametrize("special", ["static_graph=True", "a comm hook"])
+def test_a_replica_that_acts_in_each_pass_is_refused_where_the_batch_is_split(special):
     net, x = small_net(), samples()
-    module = Replicated(net, static_graph=True)
+    wanted = plain_gradients(net, lambda n: n(x).square().mean())
+    module = Replicated(net, static_graph=special == "static_graph=True")
+    if special == "a comm hook":
+        module.register_comm_hook(None, allreduce_hook)
     step(lambda b: module(b).square().mean(), x)
-    with pytest.raises(AdaptiveUsageError, match="static_graph=True, which counts the passes"):
+    assert worst_error(gradients(net), wanted) < 1e-10
+    with pytest.raises(AdaptiveUsageError, match=f"with {special}, which acts in each pass"):
         step(lambda b: module(b).square().mean(), x, maximum=4)
 
 

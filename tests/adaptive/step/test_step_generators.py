@@ -1,4 +1,4 @@
-"""Generators that the code of a model uses from the globals of its file draw the same again."""
+"""Generators of the user's own draw the same numbers again."""
 
 import random
 
@@ -55,14 +55,25 @@ def encoder(request):
     generator = None
 
 
-def test_both_passes_of_a_loss_of_outputs_draw_the_same(encoder, request):
+@pytest.mark.parametrize("where", ["global", "attribute", "captured"])
+def test_both_passes_of_a_loss_of_outputs_draw_the_same(encoder, request, where):
     global generator
+    make = KINDS[request.node.callspec.params["encoder"]]
+    captured = make()
+
+    def forward(x):
+        global generator
+        # as if the code named it there, and nowhere else
+        generator = {"global": generator, "attribute": encoder.random, "captured": captured}[where]
+        return encoder(x)
+
+    encoder.random = make()
     x = torch.randn(30, 8, dtype=torch.float64)
-    _contrast(torch.cat([encoder(part) for part in x.split(10)])).backward()
+    _contrast(torch.cat([forward(part) for part in x.split(10)])).backward()
     expected, after = encoder.linear.weight.grad.clone(), _draw(3)
     encoder.zero_grad()
-    generator = KINDS[request.node.callspec.params["encoder"]]()
-    step(encoder, x, loss=_contrast, maximum=10)
+    generator, captured, encoder.random = make(), make(), make()
+    step(forward, x, loss=_contrast, maximum=10)
     torch.testing.assert_close(encoder.linear.weight.grad, expected)
     assert torch.equal(_draw(3), after)
 

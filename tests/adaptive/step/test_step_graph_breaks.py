@@ -62,13 +62,6 @@ class Asks(Whole):
         return self.last(x if x.sum().item() < 1e9 else -x)
 
 
-class Prints(Whole):
-    def forward(self, x):
-        x = torch.tanh(self.first(x))
-        print("the first layer is done")
-        return self.last(x)
-
-
 class Yields(Whole):
     def forward(self, x):
         def layers():
@@ -104,18 +97,6 @@ def breaking_loss(net):
         out = net(b["x"])
         torch._dynamo.graph_break()
         return F.cross_entropy(out, b["y"])
-
-    return loss
-
-
-def nested_loss(net):
-    def loss(b):
-        def inner(x):
-            out = net(x)
-            torch._dynamo.graph_break()
-            return out
-
-        return F.cross_entropy(inner(b["x"]), b["y"])
 
     return loss
 
@@ -156,9 +137,8 @@ def far(net, wanted):
 
 
 CASES = [
-    *((kind, plain_loss) for kind in (Breaks, Asks, Prints, Yields, Recomputes, Around)),
+    *((kind, plain_loss) for kind in (Breaks, Asks, Yields, Recomputes, Around)),
     (Around, breaking_loss),
-    (Breaks, nested_loss),
     (Breaks, generated_loss),
 ]
 

@@ -9,9 +9,7 @@ from torch import nn
 from transformers.modeling_outputs import BaseModelOutput
 
 from tenure import NewDisposeScope, dispose
-from tenure._torch.writes import lazy_copy
 from tenure.adaptive import NoBatchsizeCache, memory_budget, step
-from tenure.adaptive._undo import _notes
 
 from .step_cases import OwnBatchNorm, samples
 
@@ -279,26 +277,6 @@ def test_a_large_buffer_that_nobody_writes_is_not_copied(maximum):
     assert net.table.data_ptr() == address
 
 
-def test_no_copy_of_a_buffer_is_made_at_once_unless_it_is_written(monkeypatch):
-    net, copied = Table(64), []
-    real = _notes.noted
-
-    def noted(owner, name, tensor):
-        note = real(owner, name, tensor)
-        copied.append((name, note.is_lazy))
-        return note
-
-    monkeypatch.setattr("tenure.adaptive._undo._module_state.noted", noted)
-    x = torch.randn(8, 4)
-    step(lambda b: net(b).square().mean(), x)
-    norm = nn.BatchNorm1d(4)
-    step(lambda b: norm(b).square().mean(), x)
-    step(lambda b: norm.eval()(b).square().mean(), x)
-    step(lambda b: norm(b).square().mean(), x)
-    assert copied[0] == ("table", True)
-    assert [is_lazy for name, is_lazy in copied if name == "running_mean"] == [False, False, True]
-
-
 def test_a_buffer_that_was_written_stays_where_it_is_from_then_on():
     net = Counting().double()
     net.register_buffer("total", torch.zeros(4))
@@ -316,14 +294,6 @@ def test_a_buffer_that_was_written_stays_where_it_is_from_then_on():
 
 
 def test_memory_that_others_have_the_address_of_is_not_moved():
-    shared = torch.zeros(4)
-    array = shared.numpy()
-    assert lazy_copy(shared) is None
-    rows = torch.zeros(8)
-    half = rows[2:]
-    assert lazy_copy(half) is None
-    assert lazy_copy(torch.from_numpy(array)) is None
-    assert lazy_copy(torch.zeros(2, device="meta")) is None
     net = Table(4)
     array = net.table.numpy()
 

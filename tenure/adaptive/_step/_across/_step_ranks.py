@@ -114,7 +114,7 @@ class StepRanks:
         self._parts = parts
         self._exchanged = self._parameters()
         _refuse_hooks(self._exchanged)
-        if parts.inputs.has_graph:
+        if parts.inputs.computed:
             raise AdaptiveUsageError(
                 "step() got a batch that was computed with gradients, on several ranks: what it "
                 "comes of would get them before ranks have agreed. Nothing was changed. Compute it "

@@ -24,7 +24,7 @@ from tenure._torch.quiet import without_functions
 
 from .._loss import ONLY, combined, finished_loss, terms_of, widened, widened_count
 from .._modules import coupled_modules
-from .._samples import JoinedOutputs, Outputs
+from .._outputs import JoinedOutputs, Outputs
 from .._split import Chunk, ChunkTerms, StepOutcome, StepParts
 from ._compare import (
     EXCHANGED_RTOL,

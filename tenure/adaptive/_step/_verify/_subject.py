@@ -248,7 +248,7 @@ def _without_statistics(roots: Mapping[str, nn.Module]) -> Iterator[None]:
 
 def _mixed_sum(outputs: Any) -> Tensor:
     """Return a loss to which each element of the outputs counts, and each sample differently."""
-    tree = SampleTree(outputs, None, name="output", argument="out_dims", reaches=lambda _: True)
+    tree = SampleTree(outputs, None, name="output", argument="out_dims", is_deep=True)
     total: Any = 0.0
     for tensor in (leaf.value for leaf in tree.leaves):
         if not isinstance(tensor, Tensor) or not (

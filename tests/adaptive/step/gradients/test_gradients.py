@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from tenure.adaptive import step
+from tenure.adaptive import AdaptiveUsageError, step
 
 from ..step_cases import (
     IGNORED,
@@ -19,7 +19,6 @@ from ..step_cases import (
     gradients,
     made,
     n_valid,
-    split_as,
     worst_error,
 )
 
@@ -28,24 +27,24 @@ _EXACT = 1e-10
 
 @st.composite
 def partitions(draw):
-    """A number of samples as a sum of at least two uneven parts."""
-    return draw(st.lists(st.integers(1, 5), min_size=2, max_size=5))
+    """A number of samples, and a smaller one of micro-batches."""
+    n_samples = draw(st.integers(2, 17))
+    return n_samples, draw(st.integers(1, n_samples - 1))
 
 
-def compare(model, loss, lengths, seed):
-    """Run the step plainly and as micro-batches of these lengths; the error of the gradients."""
-    net, batch = made(model, sum(lengths), seed)
+def compare(model, loss, partition, seed):
+    """Run the step plainly and in micro-batches; the error of the gradients."""
+    n_samples, maximum = partition
+    net, batch = made(model, n_samples, seed)
     case = LOSSES[loss]
     plain = case.plain(net(batch["x"]), batch["y"])
     plain.backward()
     wanted = gradients(net)
     net.zero_grad()
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        split_as(monkeypatch, lengths)
-        result = step(
-            lambda b: case.fn(net(b["x"]), b["y"]), batch, maximum=sum(lengths) - 1, **case.options
-        )
-    assert result.sizes == tuple(lengths)
+    result = step(lambda b: case.fn(net(b["x"]), b["y"]), batch, maximum=maximum, **case.options)
+    # a last sample alone gets a partner of the micro-batch before
+    assert sum(result.sizes) == n_samples
+    assert maximum - 1 <= max(result.sizes) <= maximum
     torch.testing.assert_close(result.loss, plain.detach(), rtol=_EXACT, atol=_EXACT)
     return worst_error(gradients(net), wanted)
 
@@ -54,17 +53,17 @@ def compare(model, loss, lengths, seed):
 @settings(
     max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
 )
-@given(lengths=partitions(), seed=st.integers(0, 2**16))
-def test_each_loss_has_the_gradients_of_the_unsplit_step(loss, lengths, seed):
-    assert compare("MLP", loss, lengths, seed) <= _EXACT
+@given(partition=partitions(), seed=st.integers(0, 2**16))
+def test_each_loss_has_the_gradients_of_the_unsplit_step(loss, partition, seed):
+    assert compare("MLP", loss, partition, seed) <= _EXACT
 
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("loss", ["ignored labels", "terms with a count each", "contrastive"])
 @settings(max_examples=3, deadline=None, derandomize=True)
-@given(lengths=partitions(), seed=st.integers(0, 2**16))
-def test_each_model_has_the_gradients_of_the_unsplit_step(model, loss, lengths, seed):
-    assert compare(model, loss, lengths, seed) <= _EXACT
+@given(partition=partitions(), seed=st.integers(0, 2**16))
+def test_each_model_has_the_gradients_of_the_unsplit_step(model, loss, partition, seed):
+    assert compare(model, loss, partition, seed) <= _EXACT
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -89,7 +88,7 @@ def test_a_batch_that_fits_is_the_plain_step_to_the_bit(loss):
     assert worst_error(gradients(net), wanted) <= 1e-15
 
 
-@pytest.mark.parametrize("sizes", [(8, 1), (4, 4, 1)])
+@pytest.mark.parametrize("maximum", [8, 4])
 @pytest.mark.parametrize(
     ("plain", "fn", "options"),
     [
@@ -106,7 +105,7 @@ def test_a_batch_that_fits_is_the_plain_step_to_the_bit(loss):
         (lambda o, y: o.sum() ** 2, lambda o, y: o.sum(), {"then": lambda s: s**2}),
     ],
 )
-def test_the_losses_that_koila_gets_wrong_are_right(sizes, plain, fn, options, monkeypatch):
+def test_the_losses_that_koila_gets_wrong_are_right(maximum, plain, fn, options):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Flatten(), nn.Linear(36, 16), nn.ReLU(), nn.Linear(16, 10)).double()
     x, y = torch.randn(9, 6, 6, dtype=torch.float64), torch.randint(10, (9,))
@@ -115,9 +114,8 @@ def test_the_losses_that_koila_gets_wrong_are_right(sizes, plain, fn, options, m
     plain(net(x), y).backward()
     wanted = gradients(net)
     net.zero_grad()
-    split_as(monkeypatch, list(sizes))
     options = {"loss": "sum", **options} if "then" in options else options
-    step(lambda b: fn(net(b["x"]), b["y"]), {"x": x, "y": y}, maximum=8, **options)
+    step(lambda b: fn(net(b["x"]), b["y"]), {"x": x, "y": y}, maximum=maximum, **options)
     assert worst_error(gradients(net), wanted) <= _EXACT
 
 
@@ -149,14 +147,13 @@ def test_a_penalty_on_parameters_counts_once():
         torch.testing.assert_close(result.loss, (fn(batch) + penalty()).detach())
 
 
-def test_a_chunk_of_ignored_labels_alone_adds_nothing(monkeypatch):
+def test_a_chunk_of_ignored_labels_alone_adds_nothing():
     net, batch = made("MLP", 6, 0)
-    batch["y"] = torch.tensor([1, IGNORED, IGNORED, 2, 0, IGNORED])
+    batch["y"] = torch.tensor([1, 2, IGNORED, IGNORED, 0, IGNORED])
     ce(net(batch["x"]), batch["y"]).backward()
     wanted = gradients(net)
     net.zero_grad()
-    split_as(monkeypatch, [1, 2, 3])
-    result = step(lambda b: ce(net(b["x"]), b["y"]), batch, weight=n_valid, maximum=3)
+    result = step(lambda b: ce(net(b["x"]), b["y"]), batch, weight=n_valid, maximum=2)
     assert not result.loss.isnan()
     assert worst_error(gradients(net), wanted) <= _EXACT
 
@@ -299,16 +296,14 @@ def test_inputs_that_require_grad_get_the_gradient_of_the_whole(maximum, loss):
     torch.testing.assert_close(leaf.grad, wanted_x + 1, rtol=_EXACT, atol=_EXACT)
 
 
-@pytest.mark.parametrize("maximum", [9, 4])
-def test_what_the_batch_was_computed_from_runs_backward_once(maximum):
+@pytest.mark.parametrize("shares", [False, True])
+def test_a_batch_that_was_computed_with_gradients_fits_or_is_refused(shares):
     net, batch = made("MLP", 9, 0)
     encoder = nn.Linear(6, 6).double()
-    n_passes = []
 
     def features():
-        x = encoder(batch["x"]).exp()
-        x.register_hook(n_passes.append)
-        return {"x": x, "scale": (encoder.weight.exp().sum() / 36).reshape(1)}
+        scale = (encoder.weight.exp().sum() / 36).reshape(1)
+        return {"x": batch["x"] if shares else encoder(batch["x"]).exp(), "scale": scale}
 
     def fn(b):
         return (net(b["x"]) * b["scale"]).square().mean()
@@ -317,10 +312,12 @@ def test_what_the_batch_was_computed_from_runs_backward_once(maximum):
     wanted = gradients(net) | {f"e.{k}": g for k, g in gradients(encoder).items()}
     net.zero_grad()
     encoder.zero_grad()
-    n_passes.clear()
-    step(fn, features(), in_dims={"scale": None}, maximum=maximum)
+    step(fn, features(), in_dims={"scale": None}, maximum=9)
     got = gradients(net) | {f"e.{k}": g for k, g in gradients(encoder).items()}
-    assert len(n_passes) == 1
+    assert worst_error(got, wanted) <= _EXACT
+    with pytest.raises(AdaptiveUsageError, match=r"got .*batch\['scale'\], computed from tensors"):
+        step(fn, features(), in_dims={"scale": None}, maximum=4)
+    got = gradients(net) | {f"e.{k}": g for k, g in gradients(encoder).items()}
     assert worst_error(got, wanted) <= _EXACT
 
 

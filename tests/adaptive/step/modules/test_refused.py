@@ -3,6 +3,8 @@
 import _thread
 import functools
 import threading
+import types
+import weakref
 
 import pytest
 import torch
@@ -18,7 +20,7 @@ from tenure.adaptive import (
 )
 
 from ...attempt.failures import out_of_memory_above
-from ..step_cases import samples, small_net, split_as
+from ..step_cases import samples, small_net
 
 
 class Trainer:
@@ -159,33 +161,130 @@ def test_per_chunk_keeps_the_maximum_where_no_module_needs_two_samples(maximum, 
     assert (result.sizes, result.micro_batch) == (sizes, maximum)
 
 
-@pytest.mark.parametrize(
-    "how", ["closure", "global", "partial", "method", "lambda of self", "helper", "list", "module"]
-)
-def test_modules_are_found_however_the_function_reaches_them(how):
+class _Slotted:
+    __slots__ = ("net", "unset")
+
+    def __init__(self, net):
+        self.net = net
+
+    def loss(self, b):
+        return self.net(b) + self.unset
+
+
+class _Properties:
+    def __init__(self, net):
+        self._net = net
+
+    @property
+    def net(self):
+        return self.cached
+
+    @functools.cached_property
+    def cached(self):
+        return self._net
+
+    def loss(self, b):
+        return self.net(b)
+
+
+def _of_class(net):
+    class OfClass:
+        model, other = net, nn.BatchNorm1d(1)
+
+        @classmethod
+        def by_class(cls, b):
+            return cls.model(b)
+
+        @staticmethod
+        def by_name(b):
+            return OfClass.model(b)
+
+        def by_object(self, b):
+            return self.model(b)
+
+    return OfClass
+
+
+def _executed(code, **space):
+    exec(code, space)
+    return space["loss"]
+
+
+def _python_module(**space):
+    module = types.ModuleType("models")
+    vars(module).update(space)
+    return module
+
+
+def _with_defaults(net, extra=None):
+    def fn(b, *, head=net):
+        return head(b)
+
+    @functools.wraps(fn)
+    def wrapper(*args):
+        return fn(*args)
+
+    return functools.partial(wrapper, extra=extra)
+
+
+def _in_a_loop(net):
+    loop = []
+    loop.append(loop)
+
+    def fn(b):
+        return later(loop, fn, net, b)
+
+    return fn
+
+    def later(*_):
+        return None
+
+
+REACHED = {
+    "closure": (lambda n, _: lambda b: n(b), "n"),
+    "global": (lambda n, s: _executed("def loss(b): return net(b)", net=n, len=s, spare=s), "net"),
+    "partial": (lambda n, _: functools.partial(lambda m, b: m(b), n), "<lambda> argument 1"),
+    "method": (lambda n, s: Trainer(n, s).loss, "self.net"),
+    "lambda of self": (lambda n, s: (lambda t: lambda b: t.loss(b))(Trainer(n, s)), "self.net"),
+    "helper": (lambda n, _: (lambda f: lambda b: f(b))(lambda b: n(b)), "n"),
+    "list": (lambda n, _: (lambda m: lambda b: m["a"][0](b))({"a": [n]}), "m['a'][0]"),
+    "module": (lambda n, _: nn.Sequential(n, _Mean()), "Sequential.0"),
+    "python module": (
+        lambda n, s: _executed(
+            "def loss(b): return models.net(b)", models=_python_module(net=n, other=s)
+        ),
+        "models.net",
+    ),
+    "default": (lambda n, _: _with_defaults(n), "head"),
+    "slot": (lambda n, _: _Slotted(n).loss, "self.net"),
+    "properties": (lambda n, _: _Properties(n).loss, "self._net"),
+    "class method": (lambda n, _: _of_class(n).by_class, "self.model"),
+    "static method": (lambda n, _: _of_class(n).by_name, "OfClass.model"),
+    "class attribute": (lambda n, _: _of_class(n)().by_object, "self.model"),
+    "cache": (lambda n, _: (lambda get: lambda b: get()(b))(functools.cache(lambda: n)), "n"),
+    "weak reference": (lambda n, _: (lambda ref: lambda b: ref()(b))(weakref.ref(n)), "ref"),
+    "cycle": (lambda n, _: _in_a_loop(n), "net"),
+}
+
+
+@pytest.mark.parametrize("how", REACHED)
+def test_modules_are_found_before_they_run_and_others_are_not(how):
+    make, name = REACHED[how]
     norm, spare = nn.BatchNorm1d(4), nn.BatchNorm1d(4)
-    models = {"a": [norm]}
-    space = {"net": norm, "spare": spare, "len": spare}
-    exec("def loss(b):\n    return net(b).square().mean()", space)
-    trainer = Trainer(norm, spare)
-
-    def helper(b):
-        return norm(b).square().mean()
-
-    fn, name = {
-        "closure": (lambda b: norm(b).square().mean(), "norm"),
-        "global": (space["loss"], "net"),
-        "partial": (functools.partial(lambda m, b: m(b).square().mean(), norm), "argument 1"),
-        "method": (trainer.loss, "self.net"),
-        "lambda of self": (lambda b: trainer.loss(b), "net"),
-        "helper": (lambda b: helper(b), "norm"),
-        "list": (lambda b: models["a"][0](b).square().mean(), "models"),
-        "module": (nn.Sequential(norm, _Mean()), "Sequential.0"),
-    }[how]
     with pytest.raises(BatchCoupledError) as caught:
-        step(fn, torch.randn(9, 4), maximum=4)
-    (found,) = caught.value.names
-    assert name in found
+        step(make(norm, spare), torch.randn(9, 4), maximum=4)
+    assert caught.value.names == (name,)
+    assert not norm.num_batches_tracked
+
+
+def test_a_variable_of_the_same_name_as_an_attribute_is_not_reached():
+    class Batch(dict):
+        __getattr__ = dict.get
+
+    net, spare = small_net(), nn.BatchNorm1d(4)
+    fn = _executed("def loss(b): return b.model(b.x).mean()", model=spare)
+    batch = Batch(x=samples(), model=net)
+    assert len(step(fn, batch, in_dims={"model": None}, maximum=4).sizes) == 3
 
 
 class _Mean(nn.Module):
@@ -204,22 +303,6 @@ def test_model_names_the_modules_that_no_search_finds():
 
     with pytest.raises(BatchCoupledError, match=r"model\[0\] \(BatchNorm1d"):
         step(Opaque(), torch.randn(9, 4), model=hidden, maximum=4)
-
-
-def test_modules_that_talk_to_other_ranks_are_refused(monkeypatch):
-    class FSDPLinear(nn.Linear):
-        """Named as FSDP names what it wraps."""
-
-    net = nn.Sequential(FSDPLinear(4, 3).double())
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
-    step(lambda b: net(b).mean(), samples())
-    with pytest.raises(
-        AdaptiveUsageError, match=r"on this rank, and net\.0 \(FSDPLinear\) asks other"
-    ):
-        step(lambda b: net(b).mean(), samples(), maximum=4)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
-    assert len(step(lambda b: net(b).mean(), samples(), maximum=4).sizes) == 3
 
 
 def test_a_hook_that_steps_inside_backward_is_refused_when_the_batch_is_split():
@@ -346,12 +429,11 @@ def test_checkpointed_models_are_split_too():
         torch.testing.assert_close(net[0].weight.grad, wanted)
 
 
-def test_steps_in_a_scope_leave_their_gradients_and_their_loss(monkeypatch):
+def test_steps_in_a_scope_leave_their_gradients_and_their_loss():
     from tenure import NewDisposeScope
 
     net, x = small_net(), samples()
     with NewDisposeScope() as scope:
-        split_as(monkeypatch, [2, 7])
         result = step(lambda b: (net(b).sum(), len(b)), x, maximum=4)
         kept = scope.move_to_outer(result.loss)
     assert float(kept) == float(kept)

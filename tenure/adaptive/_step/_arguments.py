@@ -11,10 +11,10 @@ from torch import nn
 from tenure._errors import AdaptiveUsageError
 from tenure._graph_capture import accelerator_is_capturing
 
-from ..._callables import is_suspendable
-from .._gradients import Backward, Scaler
-from .._loss import Reduction
-from .._samples import SampleDims
+from .._callables import is_suspendable
+from ._gradients import Backward, Scaler
+from ._loss import Reduction
+from ._samples import SampleDims
 
 BatchNormPolicy = Literal["refuse", "per_chunk"]
 

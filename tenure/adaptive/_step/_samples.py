@@ -1,25 +1,33 @@
-"""Containers whose tensors hold one sample a row: what `step` splits, and what it concatenates.
+"""Batches whose tensors hold one sample a row, taken apart, and their chunks.
 
-Invariant: a tensor without a declared dimension is never passed on whole by accident; what can't be
-told is refused by its path. What all samples share is passed on itself, unless a tensor in it has
-to be reached.
+Invariant: a tensor of samples is never passed on whole by accident; what can't be told is refused
+by its path. What all samples share is passed on itself. Nobody gets unwarned, in another attempt or
+pass, what was written into the batch by the one before.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from tenure._containers import Level, is_record, level_of
-from tenure._errors import AdaptiveUsageError
-from tenure._text import describe_tensor
+from tenure._callers import warn_user
+from tenure._containers import Level, is_record, level_of, tensors_in
+from tenure._errors import AdaptiveUsageError, AdaptiveUsageWarning
+from tenure._text import describe_tensor, listed
+from tenure._torch.compiler import is_compiled, mark_dynamic, marked_dynamic
+from tenure._torch.modules import modules_told
 from tenure._torch.quiet import without_functions
+from tenure._torch.writes import version_of
+from tenure.scopes import owner_of
+
+from ._gradients import leaves_of
 
 SampleDims: TypeAlias = (
     int | Literal["items"] | Mapping[Any, Any] | list[Any] | tuple[Any, ...] | None
@@ -38,11 +46,6 @@ def cut_off(value: Any) -> Any:
     if not isinstance(value, Tensor) or not value.requires_grad:
         return value
     return value.detach().requires_grad_()
-
-
-def has_graph(value: object) -> bool:
-    """Return whether it is a tensor that was computed from others that get gradients."""
-    return isinstance(value, Tensor) and value.grad_fn is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +99,7 @@ class SampleTree:
         dims: where the samples are.
         name: what errors call the tree.
         argument: what errors call the argument that ``dims`` comes from.
-        reaches: which values have to be leaves of their own; containers that all samples share are
-            taken apart only where they hold one.
+        is_deep: whether containers that all samples share are taken apart, too.
 
     Attributes:
         leaves: what it holds, in order.
@@ -113,10 +115,10 @@ class SampleTree:
         *,
         name: str,
         argument: str,
-        reaches: Callable[[object], bool] = has_graph,
+        is_deep: bool = False,
     ) -> None:
         self.leaves: list[Leaf] = []
-        self._reaches = reaches
+        self._is_deep = is_deep
         # the containers that stand around the place: one may hold itself
         self._around: set[int] = set()
         self._name = name
@@ -231,10 +233,8 @@ class SampleTree:
             )
 
     def _shared(self, value: Any, container: Level | None, path: str) -> _Build:
-        # passed on itself, where nothing in it has a graph: a tokenizer or a config may not survive
-        # a copy
-        is_within_itself = id(value) in self._around
-        if container is None or is_within_itself or not _holds(value, self._reaches, {}):
+        # of a batch it is passed on itself: a tokenizer or a config may not survive a copy
+        if container is None or not self._is_deep or id(value) in self._around:
             return self._leaf(value, None, path)
         self._around.add(id(value))
         build = self._inner(value, container, None, path)
@@ -318,18 +318,6 @@ class SampleTree:
         )
 
 
-def _holds(value: Any, wanted: Callable[[object], bool], seen: dict[int, Any]) -> bool:
-    """Return whether something that is wanted stands at or below a value."""
-    container = None if isinstance(value, (*_SIMPLE, Tensor)) else level_of(value)
-    if container is None:
-        return wanted(value)
-    if id(value) in seen:
-        return False
-    # kept, so that nothing else gets its id
-    seen[id(value)] = value
-    return any(_holds(child, wanted, seen) for child in container.children)
-
-
 def _are_tensors(values: list[Any] | tuple[Any, ...]) -> bool:
     return bool(values) and all(isinstance(each, Tensor) for each in values)
 
@@ -354,3 +342,132 @@ def _counted(leaf: Leaf) -> str:
 
 def _listed(keys: list[Any]) -> str:
     return ", ".join(map(repr, keys[:8])) + (", ..." if len(keys) > 8 else "") or "nothing"
+
+
+class CutInputs:
+    """The chunks of a batch.
+
+    Args:
+        tree: the batch.
+        whole: the batch as the user passed it.
+
+    Attributes:
+        leaves: the leaves that its tensors are, or are computed from.
+        computed: the paths of tensors that are computed from others with gradients.
+        n_samples: the samples of the batch.
+        expects_writes: whether to warn of nothing: it was done, or the batch is a copy for one run.
+        length: the samples that the function was given last.
+    """
+
+    def __init__(self, tree: SampleTree, whole: Any) -> None:
+        self._tree = tree
+        self._whole = whole
+        found = [(leaf.path, leaf.value) for leaf in tree.leaves if isinstance(leaf.value, Tensor)]
+        # versions count writes, so that nothing has to be copied to notice one
+        self._versions = [(t, version_of(t)) for _, t in found]
+        self._frozen = [t for _, t in found if not t.requires_grad and t.is_floating_point()]
+        self.leaves = leaves_of(t for _, t in found)
+        self.computed = [path for path, t in found if t.grad_fn is not None]
+        self.expects_writes = False
+        self.n_samples = self.length = tree.n_samples()
+
+    @property
+    def is_written(self) -> bool:
+        """Whether the batch is no longer what it was."""
+        return any(version_of(tensor) != version for tensor, version in self._versions)
+
+    def begin(self) -> None:
+        """Warn, once, if the batch is no longer what the function was given the last time."""
+        written = [t for t, version in self._versions if version_of(t) != version]
+        if written and not self.expects_writes:
+            # once: a warning for each chunk tells nothing new
+            self.expects_writes = True
+            warn_user(
+                "step() runs its function again, which has written into "
+                f"{describe_tensor(written[0])} of the batch. Where writing twice is not the same "
+                "as once, as with x.div_(255), the gradients are wrong: write into a copy, as in "
+                "x = x / 255.",
+                AdaptiveUsageWarning,
+            )
+
+    def undo(self) -> None:
+        """Turn ``requires_grad`` off where a failed attempt turned it on, as for a penalty."""
+        for tensor in self._frozen:
+            if tensor.requires_grad and tensor.is_leaf:
+                tensor.requires_grad_(False)
+                tensor.grad = None
+
+    def finish(self) -> None:
+        """Keep what the attempt has set."""
+
+    def check_splittable(self) -> None:
+        """Make sure that it is clear what a sample is, and that no graph would run twice.
+
+        Raises:
+            AdaptiveUsageError: it is not, or a tensor was computed with gradients.
+        """
+        self._tree.refuse_ambiguous()
+        if self.computed:
+            raise AdaptiveUsageError(
+                f"step() has to split the batch, and got {listed(self.computed, most=3)}, computed "
+                "from tensors that require grad: each micro-batch would run that graph backward "
+                "again. Nothing was changed. Compute it in the function of step(), or detach() it."
+            )
+
+    def whole(self) -> Any:
+        """Return the batch itself."""
+        self.length = self.n_samples
+        return self._whole
+
+    def expecting_other_sizes(self) -> AbstractContextManager[None]:
+        """Return a block in which compiled code gets the batch as one of several sizes."""
+        return marked_dynamic(
+            (leaf.value, leaf.dim)
+            for leaf in self._tree.leaves
+            if isinstance(leaf.value, Tensor) and isinstance(leaf.dim, int)
+        )
+
+    def chunk(self, start: int, length: int) -> Any:
+        """Return a container like the batch, of views of some of its samples."""
+        self.length = length
+        pieces = [leaf.part(start, length) for leaf in self._tree.leaves]
+        for leaf, piece in zip(self._tree.leaves, pieces, strict=True):
+            # else compiled code would be compiled again for each size that is tried
+            if isinstance(piece, Tensor) and isinstance(leaf.dim, int):
+                mark_dynamic(piece, leaf.dim)
+        return self._tree.with_leaves(pieces)
+
+
+def expecting_other_sizes_of(
+    compiled: Collection[object], length: Callable[[], int]
+) -> AbstractContextManager[None]:
+    """Open a block in which inputs of compiled code are marked as changing in size.
+
+    Args:
+        compiled: the compiled modules and functions that are known.
+        length: how many samples the function runs on now.
+    """
+    if not compiled:
+        return nullcontext()
+    has_functions = any(not isinstance(each, nn.Module) for each in compiled)
+
+    def given(module: nn.Module, values: Any) -> None:
+        if is_compiled(module):
+            _mark(values, length())
+
+    def returned(module: nn.Module, values: Any) -> None:
+        _mark(values, length())
+
+    return modules_told(given, returned if has_functions else None)
+
+
+def _mark(values: Any, length: int) -> None:
+    # of one sample nothing says which dimension it is, and it is compiled by itself
+    if length < 2:
+        return
+    for tensor in tensors_in([values]):
+        # one dimension: two that are marked and of one size are taken to be the same
+        dim = next((i for i, size in enumerate(tensor.shape) if size == length), None)
+        # what was there before the step would keep the mark
+        if dim is not None and (tensor.grad_fn is not None or owner_of(tensor) is not None):
+            mark_dynamic(tensor, dim)

@@ -1,6 +1,6 @@
-"""The parts of one step, and what every way to run it does with them.
+"""The parts of one step, what every way to run it does with them, and what an attempt changes.
 
-Invariant: nothing here knows how a step is run; the passes and the run stand on it.
+Invariant: nothing here knows how a step is run.
 """
 
 from __future__ import annotations
@@ -13,31 +13,73 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from tenure._errors import AdaptiveUsageError
+from tenure._errors import AdaptiveUsageError, TenureError
 from tenure._oom import oom_info
+from tenure._text import describe_tensor, listed, shape_of
 from tenure._torch.compiler import has_compiled, is_compiled
 from tenure._torch.quiet import without_functions
 from tenure._torch.sharding import whole_of
 
-from ..._callables import short_name_of
-from ..._reachable import Reachable, StepModels, modules_given
-from ..._undo import AllOf
-from .._gradients import IsolatedGradients, SplitBackward, without_autocast
-from .._loss import scalar
-from .._modules import (
+from .._callables import short_name_of
+from .._reachable import Reachable, StepModels, generators_of, modules_given
+from .._undo import AllOf, Generator, GradMode, ModuleState, RngState
+from ._arguments import StepSpec
+from ._gradients import IsolatedGradients, SplitBackward
+from ._loss import scalar
+from ._modules import (
     GradientExchange,
     WrittenParameters,
     coupled_modules,
-    normalization_error,
     refuse_coupled,
-    refuse_sharded,
-    wants_more_samples,
     written_modules,
 )
-from .._samples import CutInputs, SampleTree, expecting_other_sizes_of, used_up_graph_error
-from ._arguments import StepSpec
-from ._notes import tell_of_arguments, tell_of_part
-from ._state import DeliveredTogether, StepState
+from ._samples import CutInputs, SampleTree, expecting_other_sizes_of
+
+
+class StepState(AllOf):
+    """Random state and the state of modules.
+
+    Args:
+        models: the modules that are known now; `learn` notes those that are seen later.
+        devices: where the work is done.
+        generators: generators of random numbers that are known now.
+
+    Attributes:
+        generators: generators of the user's own.
+        mode: whether gradients are recorded.
+        rng: random state.
+        modules: the state of modules.
+    """
+
+    __slots__ = ("_devices", "generators", "mode", "modules", "rng")
+
+    def __init__(
+        self,
+        models: StepModels,
+        devices: Sequence[torch.device],
+        generators: list[Generator],
+    ) -> None:
+        self._devices = devices
+        self.generators = generators
+        self.rng = RngState(devices, self.generators)
+        self.modules = ModuleState(models.all)
+        self.mode = GradMode()
+        # the mode is undone last: to undo the others takes blocks without gradients, too
+        super().__init__((self.mode, self.rng, self.modules))
+
+    def learn(self, new: list[nn.Module]) -> None:
+        """Note modules that were seen in the middle of an attempt."""
+        generators = generators_of(new)
+        # the list of the attempt, so that a later `random_now` has them too
+        self.generators += generators
+        self.rng.add(generators)
+        self.modules.add(new)
+
+    def random_now(self) -> RngState:
+        """Random state as it is at this moment, to come back to in the middle of an attempt."""
+        now = RngState(self._devices, self.generators)
+        now.begin()
+        return now
 
 
 class Chunk(NamedTuple):
@@ -82,7 +124,6 @@ class StepParts:
         writes: whether the function writes parameters.
         compiled: the compiled modules and functions that it runs.
         leaf_names: names of tensors that are no parameters of a module, by id.
-        outside: tensors of any shape that the function takes from elsewhere, by name.
         aux: what the function returned beside its loss in this attempt, by the first sample.
         counts: what the sums of terms were divided by in this attempt, by name.
         divisors: what the means of each chunk of this attempt divide by.
@@ -97,37 +138,27 @@ class StepParts:
     def __init__(
         self, spec: StepSpec, like: StepParts | None = None, values: Sequence[Any] = ()
     ) -> None:
-        self.spec = spec
         self.name = short_name_of(spec.fn)
-        self.tree: SampleTree
-        self.found: Reachable
         self.models: StepModels
         self.state: StepState
+        self.exchange: GradientExchange
         if like is None:
+            self.spec = spec
             self.tree = SampleTree(spec.batch, spec.in_dims, name="batch", argument="in_dims")
+            self.found = Reachable(spec.fn)
+            roots = self._roots()
+            # modules of the loss see the whole batch: they are no roots and may mix samples
+            self.found.look_into(spec.loss if callable(spec.loss) else None, spec.then, spec.once)
         else:
             self.tree = like.tree.like([*values])
             self.spec = replace(spec, batch=self.tree.with_leaves([*values]))
-        tree = self.tree
+            self.found = like.found
+            roots = dict(like.models.found)
+        tree, found = self.tree, self.found
         self.leaves = tree.leaves
         self.values = tuple(leaf.value for leaf in tree.leaves)
-        self.n_samples = tree.n_samples()
         self.inputs = CutInputs(tree, self.spec.batch)
-        found = Reachable(spec.fn) if like is None else like.found
-        self.found = found
-        if like is not None:
-            roots = dict(like.models.found)
-        elif spec.model is None:
-            roots = dict(found.modules)
-            # a model may come with the batch, as in a population that is trained: see
-            # test_modules_in_the_batch_are_found
-            given = ((leaf.path, leaf.value) for leaf in tree.leaves)
-            roots |= {path: value for path, value in given if isinstance(value, nn.Module)}
-        else:
-            roots = modules_given(spec.entry, spec.model)
-        # modules of the loss see the whole batch, so they are no roots and may mix samples
-        if like is None:
-            found.look_into(spec.loss if callable(spec.loss) else None, spec.then, spec.once)
+        self.n_samples = self.inputs.n_samples
         self.models = StepModels(roots, found.modules.values(), is_given=spec.model is not None)
         self.roots = self.models.roots
         # statistics of one sample are none, and torch refuses them
@@ -139,9 +170,13 @@ class StepParts:
         known = None if like is None else like.state.generators
         generators = known or found.all_generators(self.models.all, self.values)
         self.state = StepState(self.models, self.devices, [*generators])
-        self.exchange = GradientExchange(self.models.all)
+        self.exchange = GradientExchange(self.models.all) if like is None else like.exchange
         self.gradients = IsolatedGradients(leaves)
-        self.backward = SplitBackward(self.gradients, spec.scaler, spec.backward, found.computed)
+        # no cycle with this object: what a failed step holds is freed without the collector
+        computed = self.inputs.computed
+        self.backward = SplitBackward(
+            self.gradients, spec.scaler, spec.backward, lambda: [*computed, *found.computed()]
+        )
         self.aux: dict[int, Any] = {}
         self.counts: dict[str, Any] = {}
         self.divisors: Divisors = {}
@@ -153,42 +188,39 @@ class StepParts:
         self.reached = (spec.fn, *found.visited(), *self.models.all)
         self.writes = WrittenParameters(spec.entry, self.name, self.roots)
         self.compiled = [*filter(is_compiled, self.reached)] if has_compiled() else []
-        self.outside = found.constants | found.tensors
         self.leaf_names = {id(tensor): name for name, tensor in found.tensors.items()}
-        # one that the function itself lets require grad has a gradient of no interest
-        self.leaf_names |= {
-            id(leaf.value): leaf.path
-            for leaf in tree.leaves
-            if isinstance(leaf.value, Tensor) and leaf.value.requires_grad
-        }
+        # now: one that the function itself lets require grad has a gradient of no interest
+        for leaf in tree.leaves:
+            if isinstance(leaf.value, Tensor) and leaf.value.requires_grad:
+                self.leaf_names[id(leaf.value)] = leaf.path
+
+    @property
+    def outside(self) -> dict[str, Tensor]:
+        """Tensors of any shape that the function takes from elsewhere, by name."""
+        return self.found.constants | self.found.tensors
+
+    def _roots(self) -> dict[str, nn.Module]:
+        """Return the modules that the function is known to run, by name."""
+        if self.spec.model is not None:
+            return modules_given(self.spec.entry, self.spec.model)
+        # a model may come with the batch, as in a population that is trained
+        given = ((leaf.path, leaf.value) for leaf in self.tree.leaves)
+        in_batch = {path: value for path, value in given if isinstance(value, nn.Module)}
+        return self.found.modules | in_batch
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Return a block whose modules are known by running, and noted before they change."""
         with (
             self.exchange.apart(),
-            self.models.seeing(),
-            self.models.telling(self.state.learn),
-            self.models.telling(self.exchange.learn),
+            self.models.seeing(self.state.learn, self.exchange.learn),
             expecting_other_sizes_of(self.compiled, lambda: self.inputs.length),
         ):
             yield
 
-    @contextmanager
-    def without_exchange(self) -> Iterator[None]:
-        """Open a block in which modules exchange no gradients, nor afterwards."""
-        held = GradientExchange(self.models.all, is_local=True)
-        held.hold_back()
-        try:
-            with held.apart(), self.models.telling(held.learn):
-                yield
-        finally:
-            held.undo()
-
     def rollback(self) -> AllOf:
         """Return the undo of all that an attempt changes."""
-        rest = DeliveredTogether(self.exchange, self.gradients, self.state)
-        return AllOf((self.inputs, rest))
+        return AllOf((self.inputs, self.exchange, self.gradients, self.state))
 
     def begin(self, *, is_split: bool, is_trial: bool = False) -> None:
         """Start an attempt from the beginning; nothing of an earlier one counts."""
@@ -232,7 +264,9 @@ class StepParts:
             BatchCoupledError: a module mixes samples.
             AdaptiveUsageError: other processes would wait, or a hook would see parts.
         """
-        self.inputs.refuse_ambiguous()
+        self.inputs.check_splittable()
+        if not self.spec.is_planned:
+            self.exchange.check_splittable()
         self._refuse_mixing(self.roots, size)
         self.backward.let_hooks_wait([p for p in self.gradients.leaves() if p.requires_grad])
 
@@ -242,11 +276,9 @@ class StepParts:
         try:
             returned = self.call(self.inputs.chunk(start, length), start)
         except Exception as error:
-            # a module that was seen to run is named; else the function itself calls the
-            # normalization
-            if isinstance(error, ValueError) and wants_more_samples(error):
+            # such as BatchNorm of a single sample
+            if isinstance(error, ValueError):
                 self._refuse_new(length)
-                raise normalization_error(error, self.n_samples, length) from error
             if length < self.n_samples:
                 tell_of_part(error, length, self.n_samples, self.outside)
             raise
@@ -260,40 +292,24 @@ class StepParts:
 
     def _refuse_new(self, size: int) -> None:
         """Judge the modules that nobody knew before they ran."""
-        if new := self.models.take_new_roots():
-            self._refuse_mixing(new, size)
+        self._refuse_mixing(self.models.take_new_roots(), size)
 
     def _refuse_mixing(self, roots: Mapping[str, nn.Module], size: int) -> None:
-        if not self.spec.is_planned:
-            refuse_sharded(roots, self.n_samples, size)
         if self.spec.batchnorm == "refuse":
             refuse_coupled(coupled_modules(roots), self.n_samples, size)
 
     def send_back(
         self,
-        tensors: Sequence[Tensor],
-        gradients: Sequence[Tensor | None],
-        weightless: Sequence[Tensor] = (),
-    ) -> None:
-        """Run one chunk backward from some of its tensors.
-
-        Args:
-            tensors: the tensors.
-            gradients: the gradient that each gets.
-            weightless: those that have no weight; they run where other ranks wait for that.
-        """
-        # an output that the loss does not use gets none
-        pairs = [(t, g) for t, g in zip(tensors, gradients, strict=True) if g is not None]
-        roots, seeds = [tensor for tensor, _ in pairs], [gradient for _, gradient in pairs]
-        self.run_back(roots, seeds, weightless)
-
-    def run_back(
-        self,
         roots: Sequence[Tensor],
         seeds: Sequence[Tensor | None],
         weightless: Sequence[Tensor] = (),
     ) -> None:
-        """Run backward, with a gradient of None for 1.
+        """Run backward.
+
+        Args:
+            roots: tensors of any shape.
+            seeds: the gradient that each gets; None for 1.
+            weightless: those that have no weight; they run where other ranks wait for that.
 
         Raises:
             AdaptiveUsageError: there is nothing to run, and other ranks wait for that.
@@ -301,7 +317,6 @@ class StepParts:
         is_planned = self.spec.is_planned
         with self.around_backward():
             has_run = self.backward.run(roots, seeds, weightless=weightless if is_planned else ())
-        self.inputs.collect()
         if is_planned and not has_run:
             raise AdaptiveUsageError(
                 f"The function of {self.spec.entry}() returned a loss that does not require grad, "
@@ -311,36 +326,95 @@ class StepParts:
                 "samples are; where nothing counts, let weight= return 0."
             )
 
-    def scale(self, factor: Tensor) -> None:
-        """Multiply all gradients of the attempt so far."""
-        self.gradients.scale(factor)
-        self.inputs.scale(factor)
-
-    def deliver_to_batch(self) -> None:
-        """Send the gradients of the batch's own tensors on to what these were computed from."""
-        if not self.inputs.get_gradients:
-            return
-        # these leaves were hidden behind the cut from every backward pass so far
-        self.backward.watch(self.inputs.leaves)
-        try:
-            # that graph ran forward before the step, maybe outside of autocast: see
-            # test_the_graph_of_the_batch_runs_backward_at_the_precision_of_its_forward
-            with without_autocast(self.devices):
-                self.inputs.deliver()
-        except Exception as error:
-            # any other error of that graph is the user's to see as it is
-            if oom_info(error) is None or not self.inputs.has_graph:
-                raise
-            raise used_up_graph_error() from error
-
 
 def parameters_of(modules: Iterable[nn.Module]) -> list[Tensor]:
     """Their own parameters, each once; not those of modules below them."""
-    found = (p for module in modules for p in module._parameters.values() if p is not None)
-    return list({id(parameter): parameter for parameter in found}.values())
+    found = {id(p): p for module in modules for p in module._parameters.values() if p is not None}
+    return list(found.values())
 
 
 def devices_of(values: list[Any]) -> list[torch.device]:
     """Return the devices of the tensors among some values, in order."""
     with without_functions():
-        return list(dict.fromkeys(value.device for value in values if isinstance(value, Tensor)))
+        return list(dict.fromkeys([each.device for each in values if isinstance(each, Tensor)]))
+
+
+class FunctionState(AllOf):
+    """Gradients, random state and the state of the modules that a function reaches.
+
+    Args:
+        fn: the function; what its code names is known before it runs.
+
+    Attributes:
+        devices: those of the tensors that it reaches.
+        reached: what the function uses.
+        parameters: the identities of the leaves that were there before it ran; they live as long.
+    """
+
+    __slots__ = ("_gradients", "_leaves", "_models", "_state", "devices", "parameters", "reached")
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        found = Reachable(fn)
+        self._models = StepModels(dict(found.modules), (), is_given=False)
+        self.reached = [fn, *found.visited(), *self._models.all]
+        self._leaves = [*parameters_of(self._models.all), *found.captured()]
+        self.devices: list[torch.device] = devices_of(list(self._leaves))
+        self.parameters = frozenset(map(id, self._leaves))
+        generators = found.all_generators(self._models.all)
+        self._state = StepState(self._models, self.devices, generators)
+        self._gradients = IsolatedGradients(self._leaves)
+        super().__init__((self._gradients, self._state))
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Return a block whose modules are known by running, and noted before they change."""
+        with self._models.seeing(self._learn):
+            yield
+
+    def _learn(self, new: list[nn.Module]) -> None:
+        self._state.learn(new)
+        self._gradients.watch(parameters_of(new))
+
+
+_MOST_NAMED = 3
+_CALL_OF_MODULES = "_call_impl"
+"""The function of torch in which a module calls its ``forward``."""
+
+
+def tell_of_part(
+    error: Exception, length: int, n_samples: int, outside: Mapping[str, Tensor]
+) -> None:
+    """Note on an error that the function ran on a part of the batch, where it is not told already.
+
+    Args:
+        error: what the function raised.
+        length: the samples that it got.
+        n_samples: the samples of the batch.
+        outside: tensors of any shape that it takes from elsewhere than the batch, by name.
+    """
+    if isinstance(error, TenureError) or oom_info(error) is not None:
+        return
+    found = [
+        f"{name} ({describe_tensor(each)})"
+        for name, each in outside.items()
+        if shape_of(each)[:1] == (n_samples,)
+    ]
+    named = f": {listed(found, _MOST_NAMED)}" if found else ""
+    error.add_note(
+        f"step() ran the function on {length} of {n_samples} samples. Tensors that it takes from "
+        f"outside were not split{named}. Pass them in the batch, as in step(fn, (x, y))."
+    )
+
+
+def tell_of_arguments(error: TypeError, entry: str) -> None:
+    """Note on an error of the call itself, as of a function of two arguments, what is passed."""
+    at, depth = error.__traceback__, 0
+    while at is not None and at.tb_next is not None:
+        at, depth = at.tb_next, depth + 1
+    # one of a frame farther in is of the user's own code, or of code that it calls
+    if at is None or (depth and at.tb_frame.f_code.co_name != _CALL_OF_MODULES):
+        return
+    error.add_note(
+        f"The function of {entry}() gets one argument, the batch, as it was passed: let it take "
+        "that apart, as in step(lambda batch: loss(model(batch[0]), batch[1]), (x, y))."
+    )

@@ -1,0 +1,486 @@
+"""What a step can't just run in parts: modules that mix samples, exchange gradients, are written.
+
+Modules that mix the samples of a batch are known in two ways: by type, before anything runs; and by
+a buffer that a forward pass of the first chunk has written, as running statistics, observers and
+power iterations do. Optimizers are refused, because what they move can't be put back.
+
+Invariant: a replica exchanges nothing while an attempt runs, for it may fail on one rank: see
+`_across`. So a replica that no other rank has exchanges nothing at all, which changes no gradient.
+A sharded module that runs here alone exchanges with each micro-batch. What an attempt that failed
+has begun to exchange is forgotten, or else the next one would wait for its end; where torch can't
+forget, nothing is tried again.
+
+Invariant: in a run that verifies, an operation that would write a parameter raises before it runs.
+A parameter that got other data by ``.data =`` gets its own back.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Container, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from tenure._containers import passed_tensors
+from tenure._errors import AdaptiveUsageError, BatchCoupledError
+from tenure._text import listed
+from tenure._torch.modes import EagerMode, schema_of
+from tenure._torch.modules import BatchNorm, InstanceNorm
+from tenure._torch.quiet import without_functions
+from tenure._torch.replicas import reset_reducer, specialities_of
+from tenure._torch.sharding import ShardedGroup, Shards, sharded_groups
+from tenure._torch.storages import key_of
+from tenure._torch.writes import version_of
+
+from .._ranks import (
+    Replicated,
+    has_other_replicas,
+    is_first_fsdp,
+    is_rank,
+    kept_apart,
+)
+from .._reachable import named_modules
+from .._undo import BufferState
+
+
+class GradientExchange:
+    """Keeps replicas from exchanging gradients; a part of what an attempt changes.
+
+    Args:
+        modules: those of the step that are known before it runs; other ranks wait for what a
+            replica exchanges, so that those with others have to be known then.
+    """
+
+    __slots__ = (
+        "_aside", "_first_fsdp", "_groups", "_is_broken", "_is_ready", "_is_split", "_known",
+        "_replicas", "_special",
+    )  # fmt: skip
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._known: set[int] = set()
+        self._replicas: list[Replicated] = []
+        self._special: list[Replicated] = []
+        self._groups: list[ShardedGroup] = []
+        self._first_fsdp: list[nn.Module] = []
+        self._aside: ExitStack | None = None
+        self._is_broken = self._is_split = self._is_ready = False
+        self.learn(modules)
+        self._is_ready = True
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether a module of ``fully_shard`` is known."""
+        return bool(self._groups)
+
+    def learn(self, modules: Iterable[nn.Module]) -> None:
+        """Count modules in, before they run for the first time."""
+        # without processes there is nobody to exchange with, and most programs have none
+        if not is_rank():
+            return
+        for module in modules:
+            if id(module) not in self._known:
+                self._learn(module)
+                self._known.add(id(module))
+        if self._is_split:
+            self.check_splittable()
+
+    def _learn(self, module: nn.Module) -> None:
+        groups = sharded_groups(module)
+        self._refuse_unexchanged(groups)
+        self._groups += groups
+        is_shared = has_other_replicas(module)
+        if self._is_ready and is_shared:
+            raise _not_found(f"a DistributedDataParallel of {type(module.module).__name__}", "tell")
+        if self._is_ready and Shards([module]).n_ranks > 1:
+            raise _not_found(f"a sharded module, {type(module).__name__},", "plan with")
+        if isinstance(module, Replicated) and not is_shared and specialities_of(module):
+            self._special.append(module)
+        elif isinstance(module, Replicated):
+            self._replicas.append(module)
+            # one that is learned of in the middle is about to run
+            if self._aside is not None:
+                self._aside.enter_context(kept_apart(module))
+        elif is_first_fsdp(module):
+            self._first_fsdp.append(module)
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Open a block in which replicas exchange neither gradients nor buffers."""
+        # a verification in the middle of a step: what it learns of stays apart until that ends
+        if self._aside is not None:
+            yield
+            return
+        with ExitStack() as aside:
+            self._aside = aside
+            try:
+                for module in self._replicas:
+                    aside.enter_context(kept_apart(module))
+                yield
+            finally:
+                self._aside = None
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Open a block in which sharded modules exchange nothing, nor afterwards."""
+        before = [(group, group.exchanges) for group in self._groups]
+        try:
+            for group in self._groups:
+                group.exchanges = False, False
+            yield
+        finally:
+            for group, exchanges in before:
+                group.drop_unexchanged()
+                group.exchanges = exchanges
+
+    def check_splittable(self) -> None:
+        """Make sure that modules may run several times before gradients are exchanged.
+
+        Raises:
+            AdaptiveUsageError: one of them may not.
+        """
+        self._is_split = True
+        if self._special:
+            found = specialities_of(self._special[0])
+            raise AdaptiveUsageError(
+                "step() has to split the batch, and got a DistributedDataParallel with "
+                f"{' and '.join(found)}, which acts in each pass. Nothing was "
+                "changed. Leave it out, or pass a batch that fits."
+            )
+        if self._first_fsdp:
+            raise AdaptiveUsageError(
+                "step() has to split the batch, and got a module of FullyShardedDataParallel, "
+                "which keeps gradients where none of a failed attempt can be told from others. "
+                "Nothing was changed. Shard it by fully_shard, or pass a batch that fits."
+            )
+
+    def begin(self) -> None:
+        """Prepare for an attempt.
+
+        Raises:
+            AdaptiveUsageError: gradients of before wait for an exchange, in which new ones can't be
+                told from them; or an attempt failed that can't be undone.
+        """
+        self._is_split = False
+        if self._is_broken:
+            raise AdaptiveUsageError(
+                "step() ran out of memory in a module of fully_shard, which torch can't bring back "
+                "to what it was. Gradients are as before, but the module is to be made anew. Split "
+                "from the beginning: pass maximum=, such as what plan() says for the model without "
+                "fully_shard."
+            )
+        self._refuse_unexchanged(self._groups)
+        for module in (*self._special, *self._replicas):
+            if module.gradient_as_bucket_view:
+                _take_out_of_buckets(module)
+
+    def finish(self) -> None:
+        """Do nothing: it is done already."""
+
+    def undo(self) -> None:
+        """Forget what the attempt has begun to exchange."""
+        for module in self._special:
+            reset_reducer(module)
+        for group in self._groups:
+            group.drop_unexchanged()
+        self._is_broken = self.is_sharded
+
+    def _refuse_unexchanged(self, groups: list[ShardedGroup]) -> None:
+        if any(group.has_unexchanged for group in groups):
+            raise AdaptiveUsageError(
+                "step() got a module of fully_shard with gradients that a backward pass without "
+                "exchange has left, and that no other can be told from. Nothing was changed. Pass "
+                "the samples of both passes to one step(), which accumulates by itself."
+            )
+
+
+def _not_found(what: str, do: str) -> AdaptiveUsageError:
+    return AdaptiveUsageError(
+        f"step() runs {what} that it has not found through its function, and would have to {do} "
+        "other ranks before anything runs. Nothing was changed. Pass the model as model=."
+    )
+
+
+def _take_out_of_buckets(module: Replicated) -> None:
+    """Copy gradients that stand in the buckets of a module, where new ones are written."""
+    for parameter in module.parameters():
+        gradient = parameter.grad
+        if gradient is not None:
+            parameter.grad = gradient.clone()
+
+
+class Coupled(NamedTuple):
+    """A module that mixes samples."""
+
+    name: str
+    kind: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.kind}, {self.why})"
+
+
+def coupled_modules(roots: Mapping[str, nn.Module]) -> list[Coupled]:
+    """Yield the modules that couple samples, by their type and state."""
+    found = []
+    for name, module in named_modules(roots):
+        why = _why_coupled(module)
+        if why is not None:
+            found.append(Coupled(name, type(module).__name__, why))
+    return found
+
+
+def written_modules(roots: Mapping[str, nn.Module], buffers: BufferState) -> list[Coupled]:
+    """Return the modules with a buffer that was written since the buffers were noted."""
+    # a module that nobody named, such as a metric beside the model, may count what it likes
+    names = {module: name for name, module in named_modules(roots)}
+    return [
+        Coupled(names[module], type(module).__name__, f"each call updates its buffer {key!r}")
+        for module, key in buffers.written()
+        if module in names
+    ]
+
+
+def refuse_coupled(found: list[Coupled], n_samples: int, size: int) -> None:
+    """Make sure that nothing mixes the samples.
+
+    Raises:
+        BatchCoupledError: something does.
+    """
+    if found:
+        raise BatchCoupledError(
+            f"The batch of {n_samples} has to be split into micro-batches of {size}, and "
+            f"{listed([*map(str, found)], most=6)} would give other results then. Nothing was "
+            "changed. Freeze them with eval(), use LayerNorm or GroupNorm, or accept statistics "
+            'of each micro-batch with batchnorm="per_chunk".',
+            tuple(each.name for each in found),
+        )
+
+
+def _why_coupled(module: nn.Module) -> str | None:
+    if isinstance(module, BatchNorm):
+        if module.training:
+            return "training with the statistics of its batch"
+        # frozen, it normalizes with constants: see
+        # test_batchnorm_may_stay_when_the_batch_fits_or_it_is_frozen
+        has_none = module.running_mean is None
+        return "without running statistics, so it uses those of its batch" if has_none else None
+    # each sample is normalized alone, but running statistics are a mean over the batch
+    if isinstance(module, InstanceNorm) and module.training and module.track_running_stats:
+        return "training its running statistics"
+    return None
+
+
+class _OptimizerGuard(NamedTuple):
+    """What a block is called, and the identities of what may not move in it; None: anything."""
+
+    name: str
+    parameters: Container[int] | None
+
+
+class _BlocksOfThread(threading.local):
+    guard: _OptimizerGuard | None = None
+
+
+_this_thread = _BlocksOfThread()
+# Autograd's own threads, one for each device, see nothing of what `_this_thread` holds.
+_guarded: dict[int, _OptimizerGuard] = {}
+"""The blocks that are open, by thread."""
+
+
+@contextmanager
+def no_optimizer_steps(name: str, parameters: Container[int] | None = None) -> Iterator[None]:
+    """Open a block in which optimizers that step, also in its backward passes, raise.
+
+    Args:
+        name: what the error calls the block.
+        parameters: the identities of those that may not move; None: no optimizer may step.
+
+    Raises:
+        AdaptiveUsageError: in the block, from ``optimizer.step()``, before it changes anything.
+    """
+    _listen()
+    guard = _OptimizerGuard(name, parameters)
+    before, _this_thread.guard = _this_thread.guard, guard
+    _guarded[threading.get_ident()] = guard
+    try:
+        yield
+    finally:
+        _this_thread.guard = before
+        # a step inside a step is still inside the outer one, whose guard holds again
+        if before is None:
+            del _guarded[threading.get_ident()]
+        else:
+            _guarded[threading.get_ident()] = before
+
+
+@functools.cache
+def _listen() -> None:
+    # once and for good: outside of blocks, the hook costs a step of an optimizer one look
+    register_optimizer_step_pre_hook(_refuse_inside)
+
+
+def _refuse_inside(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    guard = _this_thread.guard or _guard_of_backward()
+    if guard is not None and _moves(optimizer, guard):
+        name = guard.name
+        raise AdaptiveUsageError(
+            f"{type(optimizer).__name__}.step() was called inside {name}(), which may have to run "
+            "its function again: an update can't be taken back. Nothing was updated. Call the "
+            f"optimizer after {name}()."
+        )
+
+
+def _moves(optimizer: Optimizer, guard: _OptimizerGuard) -> bool:
+    if guard.parameters is None:
+        return True
+    moved = (each for group in optimizer.param_groups for each in group["params"])
+    return any(id(each) in guard.parameters for each in moved)
+
+
+def _guard_of_backward() -> _OptimizerGuard | None:
+    """On a thread of autograd's own, the block that waits for it; of several, the first."""
+    # threads of C++ are dummies to Python; a data loader's or a user's are not
+    if not _guarded or not isinstance(threading.current_thread(), threading._DummyThread):
+        return None
+    return next(iter(_guarded.copy().values()), None)
+
+
+_PLAIN = (Tensor, nn.Parameter)
+
+
+class _NotedWrite(NamedTuple):
+    name: str
+    parameter: Tensor
+    data: Tensor
+    version: int | None
+
+
+class WrittenParameters:
+    """Whether a function writes parameters.
+
+    Args:
+        entry: what was called.
+        function: what errors call the function.
+        roots: the modules that it runs, by name.
+
+    Attributes:
+        error: the last error that was raised.
+    """
+
+    def __init__(self, entry: str, function: str, roots: Mapping[str, nn.Module]) -> None:
+        self._entry, self._function, self._roots = entry, function, roots
+        self._noted: list[_NotedWrite] = []
+        self._asks = False
+        self.error: AdaptiveUsageError | None = None
+
+    def begin(self, *, asks: bool) -> None:
+        """Note them as they are.
+
+        Args:
+            asks: whether the run is taken back anyway, so that nothing may be written in it.
+        """
+        self._asks = asks
+        with without_functions():
+            self._noted = [
+                _NotedWrite(name, each, each.detach(), version_of(each))
+                for name, each in self._parameters()
+            ]
+
+    def guarded(self) -> AbstractContextManager[Any]:
+        """Return a block for a call of the function."""
+        return _WriteGuard(self) if self._asks and self._noted else nullcontext()
+
+    def check(self) -> None:
+        """Make sure that none was written since they were noted.
+
+        Raises:
+            AdaptiveUsageError: one was.
+        """
+        names = []
+        with without_functions(), torch.no_grad():
+            for name, parameter, data, version in self._noted:
+                if _has_other_data(parameter, data):
+                    parameter.data = data
+                    names.append(name)
+                elif version != version_of(parameter):
+                    names.append(name)
+        self._noted = []
+        if names:
+            self.refuse(names)
+
+    def refuse(self, names: list[str]) -> None:
+        """Say that these would be written.
+
+        Raises:
+            AdaptiveUsageError: always.
+        """
+        self.error = AdaptiveUsageError(
+            f"{self._function!r} writes the parameter {listed(names, most=3)}. Where "
+            f"{self._entry}() splits the batch, each micro-batch would do so again, and so would "
+            "each run that verifies the split. No gradient was delivered. Move a teacher, or clip "
+            f"weights, after {self._entry}() or before it."
+        )
+        raise self.error
+
+    def named_storages(self) -> dict[int, str]:
+        """Return the names of the parameters that were noted, by the keys of their storages."""
+        return {key_of(each.data.untyped_storage()): each.name for each in self._noted}
+
+    def _parameters(self) -> Iterable[tuple[str, Tensor]]:
+        seen: set[int] = set()
+        for name, module in named_modules(self._roots):
+            # looking rows up renormalizes them, again to the same
+            if getattr(module, "max_norm", None) is not None:
+                continue
+            for key, each in module._parameters.items():
+                # of other classes nobody knows what a write is: sharded, quantized, without data
+                if each is None or type(each) not in _PLAIN or is_lazy(each):
+                    continue
+                if id(each) not in seen:
+                    seen.add(id(each))
+                    yield f"{name}.{key}", each
+
+
+def _has_other_data(parameter: Tensor, data: Tensor) -> bool:
+    if type(parameter) not in _PLAIN or parameter.is_meta:
+        return False
+    if parameter.data_ptr() == data.data_ptr():
+        return False
+    # a pager moves parameters, and a quantized layer lays them out anew
+    kinds = [(each.shape, each.dtype, each.device, each.layout) for each in (parameter, data)]
+    return kinds[0] == kinds[1] and not torch.equal(parameter, data)
+
+
+class _WriteGuard(EagerMode):
+    """Raises where an operation is about to write a parameter."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, written: WrittenParameters) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch left it unannotated
+        self._written = written
+        self._names = written.named_storages()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        schema = schema_of(func)
+        if schema is not None and schema.is_mutable:
+            given = {**dict(zip((a.name for a in schema.arguments), args, strict=False)), **kwargs}
+            written = [
+                given.get(each.name)
+                for each in schema.arguments
+                if each.alias_info is not None and each.alias_info.is_write
+            ]
+            for tensor in passed_tensors(written):
+                if type(tensor) in _PLAIN and tensor.layout is torch.strided:
+                    name = self._names.get(key_of(tensor.untyped_storage()))
+                    if name is not None:
+                        self._written.refuse([name])
+        return func(*args, **kwargs)

@@ -1,0 +1,463 @@
+"""One step at a given micro-batch: forward and backward of every chunk, gradients exact.
+
+Invariant: a run starts the step from the beginning and depends on nothing that an earlier run did,
+and at most one chunk's graph is alive.
+
+A loss that is a mean or a sum over samples runs in one pass, if the weights of its terms are known,
+or if it is one sum with a count: then the gradients are multiplied at the end by what is known only
+there. Any other loss takes two. The first, without graphs, gives the terms, or the outputs; the
+loss of all gives the gradient of each; the second runs each chunk again, with the random numbers it
+had, and sends that gradient back. Buffers, attributes and random state end as after the first pass
+and the loss, as if nothing had run twice.
+Source: GradCache, Gao et al. 2021, https://arxiv.org/abs/2101.06983.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from tenure._errors import AdaptiveUsageError
+from tenure._torch.quiet import without_functions
+
+from .._reachable import generators_of
+from .._undo import ModuleState, RngState
+from ._arguments import BatchNormPolicy as BatchNormPolicy
+from ._arguments import StepSpec as StepSpec
+from ._arguments import refuse_capture as refuse_capture
+from ._loss import (
+    ONLY,
+    Count,
+    Reduction,
+    Term,
+    Terms,
+    check_same_terms,
+    check_weight_is_used,
+    combined,
+    finished_loss,
+    scalar,
+    terms_of,
+    whole_loss,
+    widened_count,
+    widest_float,
+)
+from ._modules import coupled_modules
+from ._outputs import JoinedOutputs, Outputs
+from ._parts import Chunk as Chunk
+from ._parts import Divisors as Divisors
+from ._parts import FunctionState as FunctionState
+from ._parts import StepParts as StepParts
+from ._shares import Shares
+
+Kept = TypeVar("Kept")
+Result = tuple[Tensor, dict[str, Tensor]]
+"""A loss, and its terms."""
+
+
+class ChunkTerms:
+    """The terms of each chunk.
+
+    Args:
+        parts: the step.
+        chunks: how it is split.
+
+    Attributes:
+        reduction: what the function returns for its samples.
+        shares: how much the chunks weigh in a mean.
+    """
+
+    def __init__(self, parts: StepParts, chunks: Sequence[Chunk]) -> None:
+        assert not callable(parts.spec.loss)
+        self.reduction: Reduction = parts.spec.loss
+        self._parts, self._chunks = parts, chunks
+        self.shares = Shares([chunk.length for chunk in chunks], self._weights())
+
+    def of(self, i: int) -> Terms:
+        """Run the function on a chunk."""
+        returned = self._parts.forward(self._chunks[i])
+        with without_functions():
+            terms = terms_of(returned, self.reduction)
+            self._parts.divisors.setdefault(self._chunks[i], {}).update(terms.counts())
+            return terms
+
+    def _weights(self) -> list[object] | None:
+        weight, inputs = self._parts.spec.weight, self._parts.inputs
+        if weight is None:
+            return None
+        with torch.no_grad():
+            weights = [weight(inputs.chunk(*chunk)) for chunk in self._chunks]
+        for chunk, each in zip(self._chunks, weights, strict=True):
+            named = each.items() if isinstance(each, Mapping) else ()
+            by_name: dict[str | None, object] = {str(name): n for name, n in named}
+            self._parts.divisors[chunk] = by_name or {None: each}
+        return weights
+
+
+def run_chunks(parts: StepParts, chunks: Sequence[Chunk]) -> Result:
+    """Run all chunks forward and backward."""
+    if callable(parts.spec.loss):
+        return _run_outputs(parts, chunks)
+    terms = ChunkTerms(parts, chunks)
+    result = None if parts.spec.then is not None else _run_terms(parts, terms, chunks)
+    return result or _run_terms_twice(parts, terms, len(chunks))
+
+
+def _run_terms(parts: StepParts, of: ChunkTerms, chunks: Sequence[Chunk]) -> Result | None:
+    """Run each chunk once, with its weight, or with a guess of it that is mended at the end.
+
+    Returns:
+        None if several terms have each a weight that is known at the end.
+    """
+    named, guess = False, None
+    with_counts: dict[str, bool] = {}
+    seen: list[dict[str, Term]] = []
+    for i in range(len(chunks)):
+        terms = of.of(i)
+        if not i:
+            check_weight_is_used(terms, parts.spec.weight)
+            named, with_counts = terms.named, terms.with_counts()
+            if len(with_counts) > 1 and any(with_counts.values()):
+                # it starts over
+                parts.inputs.begin()
+                parts.state.undo()
+                return None
+        check_same_terms(with_counts, terms.by_name)
+        # nothing here outlives the step
+        with without_functions():
+            seen.append(terms.detached().by_name)
+            if guess is None and any(with_counts.values()):
+                (first,) = seen[0].values()
+                guess = _guessed(first, parts.n_samples / chunks[0].length)
+            roots = _weighted(parts, of, i, terms, guess)
+        # its graph must not be there beside the next one
+        del terms
+        parts.send_back(*roots)
+        del roots
+    totals = combined(seen, of.shares, of.reduction)
+    if guess is not None:
+        (name,) = with_counts
+        counts = [chunk[name].count for chunk in seen]
+        parts.counts = {name: sum(widened_count(count) for count in counts if count is not None)}
+        _refuse_late_factor(parts)
+        # in float32, a count above 2 ** 24 and its reciprocal would be rounded
+        count = _as_tensor(parts.counts[name], totals[name]).to(widest_float(guess.device))
+        parts.gradients.scale(1 / (count * guess))
+    return finished_loss(totals, named, None), totals
+
+
+def _weighted(
+    parts: StepParts, of: ChunkTerms, i: int, terms: Terms, guess: Tensor | None
+) -> tuple[list[Tensor], list[Tensor | None], list[Tensor]]:
+    """Return the terms of a chunk that weigh something, the gradient of each, and the others."""
+    values: list[Tensor] = []
+    seeds: list[Tensor | None] = []
+    weightless = []
+    for name, term in terms.by_name.items():
+        factor = parts.factor * (of.shares.of(name)[i] if of.reduction == "mean" else 1.0)
+        if guess is not None:
+            # in the type of the term, in which the gradient is computed
+            seed = guess.to(term.value)
+        elif factor:
+            seed = torch.full_like(term.value, factor)
+        else:
+            # the mean of no elements is nan, which a weight of zero does not undo
+            weightless.append(term.value)
+            continue
+        values.append(term.value)
+        seeds.append(parts.backward.scaled(seed))
+    return values, seeds, weightless
+
+
+def _refuse_late_factor(parts: StepParts) -> None:
+    # after the last chunk, because other ranks wait in each; a sum over ranks times a factor is
+    # right only if all have the same, so a count has to be that of all ranks
+    if parts.spec.is_planned:
+        raise AdaptiveUsageError(
+            "The loss of step() is multiplied by what is known only when all has run (a count), "
+            "and sharded modules have exchanged gradients by then. Nothing was delivered. Return "
+            "a mean, and give what it divides by, from labels alone, as weight=; or pass batches "
+            "that fit."
+        )
+
+
+def _as_tensor(count: Count, like: Tensor) -> Tensor:
+    if isinstance(count, Tensor):
+        return count.to(like.device)
+    # filled where it is: a copy from the host would make it wait
+    return torch.full((), count, dtype=widest_float(like.device), device=like.device)
+
+
+def _guessed(term: Term, factor: float) -> Tensor:
+    """Guess a weight that is known at the end, so that half-precision gradients stay in range.
+
+    A power of two, so that multiplying by it and dividing by it later is exact. A count of zero or
+    infinity has none near it, and gives nan or 0 in the end, as plain torch does.
+    """
+    assert term.count is not None
+    finite = _as_tensor(term.count, term.value).float().nan_to_num(posinf=1.0).clamp(min=1)
+    return torch.exp2(-(finite * factor).log2().round())
+
+
+def _run_terms_twice(parts: StepParts, of: ChunkTerms, n_chunks: int) -> Result:
+    """Run terms whose weights are known only when all chunks have run."""
+    first: list[Terms] = []
+
+    def forward(i: int) -> tuple[dict[str, Term], list[Tensor]]:
+        terms = of.of(i)
+        if not first:
+            check_weight_is_used(terms, parts.spec.weight)
+            first.append(terms.detached())
+            parts.counts = dict.fromkeys(terms.counts(), float("nan"))
+        with_counts = first[0].with_counts()
+        check_same_terms(with_counts, terms.by_name)
+        return terms.detached().by_name, [terms.by_name[name].value for name in with_counts]
+
+    def loss_of(chunks: list[dict[str, Term]]) -> tuple[Result, list[list[Tensor | None]]]:
+        with torch.enable_grad():
+            # the formula of the whole, differentiated at the numbers of the first pass
+            leaves = [term.value.requires_grad_() for chunk in chunks for term in chunk.values()]
+            values = combined(chunks, of.shares, of.reduction)
+            loss = finished_loss(values, first[0].named, parts.spec.then)
+            parts.backward.run_to(leaves, loss)
+        result = loss.detach(), {name: value.detach() for name, value in values.items()}
+        return result, [[chunk[name].value.grad for name in first[0].by_name] for chunk in chunks]
+
+    return _two_passes(parts, n_chunks, forward, loss_of)
+
+
+def _run_outputs(parts: StepParts, chunks: Sequence[Chunk]) -> Result:
+    """Run a loss of the outputs of all chunks."""
+    spec = parts.spec
+
+    def forward(i: int) -> tuple[Outputs, list[Tensor]]:
+        outputs = Outputs(parts.forward(chunks[i]), spec.out_dims, chunks[i].length)
+        return outputs.detached(), outputs.tensors
+
+    def loss_of(each: list[Outputs]) -> tuple[Result, list[list[Tensor | None]]]:
+        assert callable(spec.loss)
+        joined = JoinedOutputs(each)
+        loss = scalar(spec.loss(joined.value), "loss() of step()")
+        with torch.enable_grad():
+            parts.backward.run_to(joined.roots, loss)
+        value = loss.detach()
+        return (value, {ONLY: value}), joined.gradients()
+
+    return _two_passes(parts, len(chunks), forward, loss_of)
+
+
+def _two_passes(
+    parts: StepParts,
+    n_chunks: int,
+    forward: Callable[[int], tuple[Kept, Sequence[Tensor]]],
+    loss_of: Callable[[list[Kept]], tuple[Result, Sequence[Sequence[Tensor | None]]]],
+) -> Result:
+    """Run both passes.
+
+    Args:
+        parts: the step.
+        n_chunks: how many there are.
+        forward: runs chunk i; what ``loss_of`` gets of it, and the tensors that get gradients.
+        loss_of: runs the loss backward to the outputs, and gives it, its terms, and the gradients
+            of each chunk's tensors; None for a tensor that gets none.
+    """
+    models, state = parts.models, parts.state
+    drawn: list[RngState] = []
+    outputs: list[Kept] = []
+    # modes are no matter of the passes: a function sets in the second what it set in the first
+    at_start = ModuleState(models.all, with_modes=False)
+    at_end = ModuleState(models.all, with_modes=False)
+    at_start.begin()
+    # compiled code would be compiled once more without gradients: there each graph is let go with
+    # its outputs, and the second pass has as much alive at once
+    with (
+        torch.enable_grad() if parts.compiled else torch.no_grad(),
+        models.telling(at_start.add),
+        models.telling(lambda new: drawn[-1].add(generators_of(new))),
+    ):
+        for i in range(n_chunks):
+            drawn.append(state.random_now())
+            outputs.append(forward(i)[0])
+    # Older versions of torch keep weights that were cast without a graph in autocast's cache, and
+    # these get no gradient in the second pass: https://github.com/pytorch/pytorch/issues/158232.
+    torch.clear_autocast_cache()
+    parts.inputs.begin()
+    # outside of `no_grad` and of the listeners: the loss runs once, and its state is kept
+    result, gradients = loss_of(outputs)
+    # the gradients are as large, and both need not be there beside a graph
+    del outputs
+    end = state.random_now()
+    at_end.begin()
+    # the second pass finds the buffers that the first one found
+    at_start.undo()
+    # a chunk that the loss does not depend on has nothing to learn
+    learning = [i for i, each in enumerate(gradients) if any(g is not None for g in each)]
+    # but other ranks may wait for it in modules
+    for i in range(n_chunks) if parts.spec.is_planned else learning:
+        drawn[i].undo()
+        tensors = forward(i)[1]
+        # an output that the loss does not use gets none
+        pairs = [(t, g) for t, g in zip(tensors, gradients[i], strict=True) if g is not None]
+        roots, seeds = [root for root, _ in pairs], [seed for _, seed in pairs]
+        parts.send_back(roots, seeds, () if i in learning else tensors)
+        del tensors, pairs, roots
+    at_end.undo()
+    end.undo()
+    return result
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutcome:
+    """What a run gives.
+
+    Attributes:
+        loss: of no dimension, without graph; with what ``once`` adds.
+        terms: the same by name, without that.
+        sizes: the samples of each micro-batch.
+        aux: what the function returned beside its loss for each.
+    """
+
+    loss: Tensor
+    terms: dict[str, Tensor]
+    sizes: tuple[int, ...]
+    aux: tuple[Any, ...] = ()
+
+
+class Verifier(Protocol):
+    """Looks at a split run, and may raise."""
+
+    def before_split(self, size: int) -> None:
+        """Before the first micro-batch runs."""
+
+    def before_delivery(self, outcome: StepOutcome) -> None:
+        """Before any gradient leaves the run."""
+
+
+class StepRun:
+    """Runs a step at one micro-batch after another, until one fits.
+
+    Args:
+        parts: the step.
+        verifier: looks at split runs.
+    """
+
+    def __init__(self, parts: StepParts, verifier: Verifier | None = None) -> None:
+        self._parts = parts
+        self._verifier = verifier
+
+    def run(self, size: int) -> StepOutcome:
+        """Run the whole step in micro-batches of ``size`` samples."""
+        parts = self._parts
+        is_split = size < parts.n_samples
+        parts.begin(is_split=is_split)
+        with parts.watching():
+            outcome = self._split(size) if is_split else self._whole()
+        parts.backward.check_ran()
+        if is_split and self._verifier is not None:
+            self._verifier.before_delivery(outcome)
+        return replace(outcome, aux=tuple(parts.aux[start] for start in sorted(parts.aux)))
+
+    def try_out(self, size: int) -> None:
+        """Run micro-batches of a size, to see what they need; the state is to be undone then.
+
+        Two of them, because the second finds the gradients of the first beside it.
+        """
+        parts = self._parts
+        parts.begin(is_split=True, is_trial=True)
+        with parts.watching():
+            parts.check_splittable(size)
+            for chunk in self._chunks(size)[:2]:
+                self._try_chunk(chunk)
+
+    def _try_chunk(self, chunk: Chunk) -> None:
+        spec, returned = self._parts.spec, self._parts.forward(chunk)
+        # what the loss will be is not known for one chunk, and ones take as much memory
+        if callable(spec.loss):
+            tensors = Outputs(returned, spec.out_dims, chunk.length).tensors
+        else:
+            tensors = [term.value for term in terms_of(returned, spec.loss).by_name.values()]
+        self._parts.send_back(tensors, [torch.ones_like(tensor) for tensor in tensors])
+
+    def _whole(self) -> StepOutcome:
+        parts = self._parts
+        backward = parts.backward
+        loss, terms = self._whole_loss()
+        if parts.spec.once is not None:
+            loss = loss + parts.once()
+        if parts.factor == 1:
+            parts.send_back([backward.scaled(loss)], [None])
+        elif parts.factor:
+            with without_functions():
+                seed = torch.full_like(loss, parts.factor)
+            parts.send_back([loss], [backward.scaled(seed)])
+        else:
+            # it may be nan, which zero does not undo
+            parts.send_back([], [], [loss])
+        detached = {name: value.detach() for name, value in terms.items()}
+        return StepOutcome(loss.detach(), detached, (parts.n_samples,))
+
+    def _add_once(self, loss: Tensor) -> Tensor:
+        """Run what is added once.
+
+        Last, so that its graph is never there beside that of a chunk.
+        """
+        parts = self._parts
+        if parts.spec.once is None:
+            return loss
+        extra = parts.once()
+        parts.backward.run([parts.backward.scaled(extra)], [None])
+        return loss + extra.detach()
+
+    def _whole_loss(self) -> tuple[Tensor, dict[str, Tensor]]:
+        """Run the function on the batch; the loss, and its terms."""
+        spec, inputs = self._parts.spec, self._parts.inputs
+        # compiled code is compiled for a size that may change, before it has to be for a smaller
+        # one
+        with inputs.expecting_other_sizes():
+            returned = self._parts.call(inputs.whole())
+        if callable(spec.loss):
+            loss = scalar(spec.loss(returned), "loss() of step()")
+            return loss, {ONLY: loss}
+        with without_functions():
+            terms = terms_of(returned, spec.loss)
+        check_weight_is_used(terms, spec.weight)
+        self._parts.counts = terms.counts()
+        return whole_loss(terms, spec.then)
+
+    def _split(self, size: int) -> StepOutcome:
+        parts = self._parts
+        parts.check_splittable(size)
+        # before the first chunk: its graph and gradients would stand beside those of the samples
+        if self._verifier is not None:
+            self._verifier.before_split(size)
+        chunks = self._chunks(size)
+        loss, terms = run_chunks(parts, chunks)
+        return StepOutcome(self._add_once(loss), terms, tuple(length for _, length in chunks))
+
+    def _chunks(self, size: int) -> list[Chunk]:
+        """Return how the batch is split; one sample alone at the end gets a partner.
+
+        It has no statistics, and compiled code would be compiled once more for it. The partner
+        comes from the chunk before. Where that has only two, a chunk is larger than ``size``, if
+        a module is known that can't run on one sample.
+        """
+        parts = self._parts
+        if parts.n_parts is not None:
+            ends = [i * parts.n_samples // parts.n_parts for i in range(parts.n_parts + 1)]
+            return [Chunk(start, end - start) for start, end in pairwise(ends)]
+        starts = range(0, parts.n_samples, size)
+        chunks = [Chunk(start, min(size, parts.n_samples - start)) for start in starts]
+        # with size 1 all are alone, and there is no partner to give
+        if size == 1 or chunks[-1].length > 1:
+            return chunks
+        *others, before, last = chunks
+        if size > 2:
+            return [*others, Chunk(before.start, size - 1), Chunk(last.start - 1, 2)]
+        # asked again, for modules that were seen meanwhile count too
+        if parts.spec.batchnorm == "per_chunk" and coupled_modules(parts.roots):
+            return [*others, Chunk(before.start, size + 1)]
+        return chunks
