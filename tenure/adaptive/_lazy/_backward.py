@@ -5,30 +5,25 @@ Invariant: gradients are delivered all at once, or none is.
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tenure._errors import AdaptiveUsageError
-from tenure._oom import OomInfo, oom_info, oom_of_work
+from tenure._oom import oom_info
 
-from .._attempt import release
 from .._interrupts import Interrupts
 from .._step import IsolatedGradients, leaves_of
-from ._evaluate import begin, consume, graph_of, run_whole, start_over
-from ._handle import Handle, refuse_own_function
-from ._parts import (
-    Gradients,
-    collecting,
-    gradients_in_parts,
-    is_known_to_fail,
-    is_predicted,
-    note_split,
-    origins_in,
+from ._evaluate import (
+    consume,
+    graph_of,
+    pending_of,
+    run_whole,
+    whole_or_parts,
 )
-from ._tape import Tape
+from ._parts import Gradients, collecting, gradients_in_parts, origins_in
+from ._tape import Handle, Tape, Value, inputs_of, refuse_own_function
 
 _TWICE = (
     "Trying to backward through the graph a second time (or directly access saved tensors after "
@@ -54,19 +49,26 @@ def backward(self: Handle, gradient: Any = None, retain_graph: Any = None,
     if create_graph:
         raise AdaptiveUsageError(_SECOND.format("backward(create_graph=True)"))
     root: Any = _scalar(self, gradient)
-    tape: Tape = root._tape.home()
-    number: int = root._number
-    if graph_of(tape, number) & tape.spent:
+    tape, value = root._tape.home(), root._value
+    if any(each.is_spent for each in graph_of(tape, value)):
         raise RuntimeError(_TWICE)
     keeps = bool(retain_graph)
     (held, found), tape.held = tape.held or (None, []), None
-    # what was read in parts has its gradients: see
-    # test_gradients_that_wait_are_used_when_there_is_more_memory_by_then
-    if held != number:
-        found = _gradients(tape, number, root._meta, keeps)
-    _deliver(tape, found, keeps, inputs)
+    try:
+        # what was read in parts has its gradients: see
+        # test_gradients_that_wait_are_used_when_there_is_more_memory_by_then
+        if held is not value:
+            found = whole_or_parts(
+                tape, value,
+                lambda: _of_the_whole(tape, value, keeps),
+                lambda: gradients_in_parts(tape, value),
+            )  # fmt: skip
+        _deliver(tape, found, keeps, inputs)
+    except BaseException:
+        tape.failed.add(value)
+        raise
     if not keeps:
-        consume(tape, number)
+        consume(tape, value)
 
 
 def backward_of(tensors: Any, grad_tensors: Any = None, *others: Any, **options: Any) -> None:
@@ -113,44 +115,15 @@ def _scalar(root: Any, gradient: Any) -> Any:
         return (root * gradient).sum()
 
 
-def _gradients(tape: Tape, number: int, meta: Any, keeps: bool) -> Gradients:
-    is_known = is_known_to_fail(tape, number, meta)
-    if not is_known and not is_predicted(tape, number, meta):
-        found = _of_the_whole(tape, number, keeps)
-        if not isinstance(found, OomInfo):
-            return found
-        note_split(tape, number, found)
-    if any(entry.is_done for entry in tape.entries):
-        start_over(tape)
-    begin(tape)
-    try:
-        return gradients_in_parts(tape, number, predict=not is_known)
-    except BaseException:
-        start_over(tape)
-        raise
-
-
-def _of_the_whole(tape: Tape, number: int, keeps: bool) -> Gradients | OomInfo:
-    """Return the gradients; or what ran out of memory, with all as before."""
-    outside = sys.exception()
+def _of_the_whole(tape: Tape, value: Value, keeps: bool) -> Gradients:
     if tape.is_split:
-        start_over(tape)
-    info = run_whole(tape) if tape.pending() else None
-    if info is not None:
-        return info
-    try:
-        with collecting(tape) as isolated:
-            torch.autograd.backward(tape.values[number], retain_graph=keeps or tape.is_joined)
-            return isolated.new()
-    except Exception as error:
-        info = oom_of_work(error, outside)
-        if info is None or not info.retry_safe:
-            raise
-        failure = error
-    release(failure, outside)
-    del failure
-    start_over(tape)
-    return info
+        tape.start_over()
+    pending = pending_of(tape, value)
+    if pending:
+        run_whole(tape, pending)
+    with collecting(tape) as isolated:
+        torch.autograd.backward(value.cut(), retain_graph=keeps or tape.is_joined)
+        return isolated.new()
 
 
 def _deliver(tape: Tape, found: Gradients, keeps: bool, inputs: Any) -> None:
@@ -161,16 +134,18 @@ def _deliver(tape: Tape, found: Gradients, keeps: bool, inputs: Any) -> None:
     """
     if inputs is not None:
         inputs = [_real(t) for t in ([inputs] if isinstance(inputs, Tensor) else inputs)]
-    cuts = {id(leaf.value): leaf for leaf in tape.leaves.values() if leaf.origin is not None}
+    cuts: list[tuple[Any, Value]] = [
+        (value.tensor, value) for value in inputs_of(tape.entries) if value.origin is not None
+    ]
     behind = leaves_of(origins_in(tape))
     isolated = IsolatedGradients([*(leaf for leaf, _ in found), *behind])
     isolated.begin()
     isolated.hold_hooks(behind)
     try:
         for leaf, gradient in found:
-            if id(leaf) in cuts or inputs is None or any(leaf is each for each in inputs):
+            if inputs is None or any(leaf is each for each in (*inputs, *dict(cuts))):
                 leaf.grad = gradient
-        while reached := [leaf for leaf in cuts.values() if leaf.value.grad is not None]:
+        while reached := [(cut, v.origin) for cut, v in cuts if cut.grad is not None]:
             _run_behind(reached, keeps or tape.is_joined, inputs)
         isolated.run_hooks()
         # an interrupt finds all delivered or nothing
@@ -182,20 +157,20 @@ def _deliver(tape: Tape, found: Gradients, keeps: bool, inputs: Any) -> None:
 
 
 def _real(tensor: Any) -> Tensor:
-    if isinstance(tensor, Handle):
-        leaf = tensor._tape.home().leaves[tensor._number]
-        return leaf.value if leaf.origin is None else leaf.origin
-    return tensor  # type: ignore[no-any-return]
+    found: Tensor | None = tensor._value.given if isinstance(tensor, Handle) else tensor
+    if found is None:
+        raise AdaptiveUsageError(_SECOND.format("backward(inputs=) of a recorded tensor"))
+    return found
 
 
-def _run_behind(reached: list[Any], keeps: bool, inputs: Any) -> None:
-    gradients = [leaf.value.grad for leaf in reached]
-    for leaf in reached:
-        leaf.value.grad = None
+def _run_behind(reached: list[tuple[Any, Any]], keeps: bool, inputs: Any) -> None:
+    gradients = [cut.grad for cut, _ in reached]
+    for cut, _ in reached:
+        cut.grad = None
     try:
         # all at once: two of them may come of one graph, which runs backward only once
         torch.autograd.backward(
-            [leaf.origin for leaf in reached], gradients, retain_graph=keeps, inputs=inputs
+            [origin for _, origin in reached], gradients, retain_graph=keeps, inputs=inputs
         )
     except Exception as error:
         if oom_info(error) is None:

@@ -7,7 +7,8 @@ recorded, in whatever order values are read; where it fails, everything is as if
 from __future__ import annotations
 
 import sys
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,121 +18,135 @@ from tenure.scopes import persist
 
 from .._attempt import release
 from .._undo import RngState
-from ._meta import SHARED
-from ._parts import (
-    gradients_in_parts,
-    is_known_to_fail,
-    is_predicted,
-    keep,
-    note_split,
-    root_of,
-    values_in_parts,
+from ._parts import begins_in_parts, gradients_in_parts, is_loss, note_split, values_in_parts
+from ._tape import (
+    Handle,
+    RecordedCall,
+    Tape,
+    Value,
+    check_unwritten,
+    inputs_of,
+    makers_of,
+    run,
+    written_by,
 )
-from ._replay import replayed, run, written_by
-from ._tape import RecordedCall, Tape, check_unwritten, leaf_of, makers_of
+
+_Found = TypeVar("_Found")
 
 
-def value_of(lazy: Any) -> Tensor:
+def value_of(lazy: Handle) -> Tensor:
     """Return the tensor that a recorded one stands for, computed if it was not."""
-    tape: Tape = lazy._tape.home()
-    number: int = lazy._number
-    _compute(tape, number, lazy._meta, lazy._is_data)
-    return tape.values[number] if number in tape.values else tape.leaves[number].given()
+    tape, value = lazy._tape.home(), lazy._value
+    try:
+        _compute(tape, value)
+    except BaseException:
+        tape.failed.add(value)
+        raise
+    tape.failed.discard(value)
+    found: Tensor = value.cut()
+    return found
 
 
-def _compute(tape: Tape, number: int, meta: Any, is_data: bool) -> None:
-    pending = tape.pending()
-    is_there = number in tape.values or (number in tape.leaves and number not in tape.written)
+def pending_of(tape: Tape, value: Value) -> list[RecordedCall]:
+    """Return the calls that have to run for a value, and what else somebody has."""
+    pending = tape.pending(value)
+    # what they take may be gone, if they failed before
+    if any(each.tensor is None for each in inputs_of(pending)):
+        tape.start_over()
+        pending = tape.pending(value)
+    return pending
+
+
+def _compute(tape: Tape, value: Value) -> None:
+    pending = pending_of(tape, value)
     # a call that has not run yet may write into it
-    if is_there and not any(entry.shape.changed for entry in pending):
+    if value.tensor is not None and not any(entry.shape.changed for entry in pending):
         return
-    if not pending or (is_data and _run_data(tape, number, pending)):
+    if not pending:
         return
-    is_known = is_known_to_fail(tape, number, meta)
-    if not is_known and not is_predicted(tape, number, meta):
-        info = run_whole(tape)
+    # what is made of the batch alone does not need what else waits
+    if value.is_data and not tape.is_split and not any(entry.shape.changed for entry in pending):
+        alone = makers_of(pending, [value])
+        check_unwritten(alone)
+        info = unless_too_large(tape, lambda: run_whole(tape, alone))
         if info is None:
             return
-        note_split(tape, root_of(tape, number, meta), info)
-    begin(tape)
-    try:
+        note_split(tape, value, info)
+
+    def in_parts() -> None:
         # a loss is read with its gradients, which wait
-        if root_of(tape, number, meta) is not None:
-            tape.held = number, gradients_in_parts(tape, number, predict=not is_known)
+        if is_loss(tape, value):
+            tape.held = value, gradients_in_parts(tape, value)
         else:
-            keep(tape, values_in_parts(tape))
-    except BaseException:
-        start_over(tape)
-        raise
+            values_in_parts(tape, value)
+
+    whole_or_parts(tape, value, lambda: run_whole(tape, pending_of(tape, value)), in_parts)
     _consume_if_done(tape)
 
 
-def _run_data(tape: Tape, number: int, pending: list[RecordedCall]) -> bool:
-    """Run what makes a value of the batch alone, without what else waits; False where it can't."""
-    if any(entry.shape.changed for entry in pending) or tape.is_split:
-        return False
-    found = makers_of(pending, [number], tape.views)
-    read = {number, *(n for entry in found for n in entry.reads)}
-    check_unwritten(found, {n: tape.leaves[n] for n in read if n in tape.leaves})
-    begin(tape)
-    made = [n for entry in found for n in entry.made]
-    with persist():
-        run(replayed(found, [*made, *tape.values]), tape.values, tape.kind, others=tape.leaves)
-    for entry in found:
-        entry.is_done = True
-    tape.tidy()
-    return True
-
-
-def run_whole(tape: Tape) -> OomInfo | None:
-    """Run what has not run yet on all samples; what ran out of memory, with all as before."""
-    pending = tape.pending()
-    check_unwritten(pending, tape.leaves)
-    outside = sys.exception()
-    begin(tape)
-    env: dict[int, Any] = tape.values
-    for number in tape.written:
-        if number not in env:
-            with persist():
-                env[number] = tape.leaves[number].given().clone()
-    what = replayed(pending, [*tape.handles, *env])
+def whole_or_parts(
+    tape: Tape, value: Value, whole: Callable[[], _Found | OomInfo], parts: Callable[[], _Found]
+) -> _Found:
+    """Return what is wanted of a value, of the whole where it fits."""
+    check_unwritten(tape.pending(value))
+    if not begins_in_parts(tape, value):
+        found = unless_too_large(tape, whole)
+        if not isinstance(found, OomInfo):
+            return found
+        note_split(tape, value, found)
+    if any(entry.is_done for entry in tape.entries):
+        tape.start_over()
+    begin(tape, tape.wanted(value))
     try:
-        with persist():
-            run(what, env, tape.kind, others=tape.leaves)
-    except Exception as error:
+        return parts()
+    except BaseException:
+        tape.start_over()
+        raise
+
+
+def unless_too_large(tape: Tape, work: Callable[[], _Found]) -> _Found | OomInfo:
+    """Return what work gives; or what ran out of memory, with all as before."""
+    outside = sys.exception()
+    try:
+        return work()
+    except BaseException as error:
         info = oom_of_work(error, outside)
         if info is None or not info.retry_safe:
-            start_over(tape)
+            tape.start_over()
             raise
         failure = error
-    else:
-        for entry in pending:
-            entry.is_done = True
-        tape.tidy()
-        _consume_if_done(tape)
-        return None
     release(failure, outside)
     del failure
-    start_over(tape)
+    tape.start_over()
     return info
+
+
+def run_whole(tape: Tape, pending: list[RecordedCall]) -> None:
+    """Run calls on all samples."""
+    begin(tape, pending)
+    env: dict[Value, Any] = {}
+    # the others wait on
+    waiting = {entry for entry in tape.entries if not entry.is_done}.difference(pending)
+    kept = [*tape.alive(), *(value for entry in waiting for value in entry.reads)]
+    with persist():
+        run(pending, env, kept, tape.kind)
+    tape.note_done(pending, env)
 
 
 class Beginning:
     """What running changes besides values, as it was before the first call ran."""
 
     def __init__(self, tape: Tape) -> None:
-        self._generators = dict(tape.generators)
-        devices = () if tape.kind == "cpu" else {leaf.value.device for leaf in tape.leaves.values()}
-        self._rng = RngState(list(devices), self._generators.values())
+        values = [value for entry in tape.entries for value in entry.reads]
+        devices = {v.meta.device for v in values} if tape.kind != "cpu" else ()
+        self._rng = RngState(devices)
         self._rng.begin()
         self._buffers: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def note(self, tape: Tape) -> None:
+    def note(self, tape: Tape, entries: list[RecordedCall]) -> None:
         """Note what calls that wait will change besides."""
-        new = {i: each for i, each in tape.generators.items() if i not in self._generators}
-        self._generators |= new
-        self._rng.add(new.values())
-        for tensor in written_by(tape.pending()):
+        self._rng.add(tape.generators.values())
+        for tensor in written_by(entries):
             if id(tensor) not in self._buffers:
                 with torch.no_grad(), persist():
                     self._buffers[id(tensor)] = (tensor, tensor.clone())
@@ -144,65 +159,50 @@ class Beginning:
                 tensor.copy_(before)
 
 
-def begin(tape: Tape) -> None:
-    """Note what running changes, before any call runs that has not run."""
+def begin(tape: Tape, entries: list[RecordedCall]) -> None:
+    """Note what calls will change, before any that has not run."""
     if tape.start is None:
         tape.start = Beginning(tape)
-    tape.start.note(tape)
-
-
-def start_over(tape: Tape) -> None:
-    """Make it as if nothing had run."""
-    tape.values.clear()
-    for entry in tape.entries:
-        entry.is_done = False
-    tape.is_split = False
-    if tape.start is not None:
-        tape.start.undo()
-        tape.start = None
+    tape.start.note(tape, entries)
 
 
 def _consume_if_done(tape: Tape) -> None:
-    """Without a graph nothing will run again."""
-    if not any(meta.requires_grad for entry in tape.entries for meta in entry.shape.metas):
+    """Forget calls without a graph, which nothing will run again."""
+    if not any(entry.trains for entry in tape.entries):
         consume(tape)
 
 
-def consume(tape: Tape, root: int | None = None) -> None:
+def consume(tape: Tape, root: Value | None = None) -> None:
     """Drop what a root was made of, or all; what somebody has of it is data from now on."""
-    labels, spent = tape.labels(), graph_of(tape, root)
-    metas = {n: m for e in tape.entries for n, m in zip(e.made, e.shape.metas, strict=True)}
-    trained = {n for n in tape.handles if n in metas and metas[n].requires_grad}
-    others = trained - spent
-    kept = []
-    if root is not None and others:
+    made = {value for entry in tape.entries for value in entry.made}
+    alive = tape.alive()
+    spent = made if root is None else graph_of(tape, root)
+    for value in spent:
+        value.is_spent |= value.meta.requires_grad
+    # values that were not computed are those that failed
+    others = [v for v in alive if v in made and v.tensor is None]
+    others += [v for v in alive if v in made and v.meta.requires_grad and v not in spent]
+    kept: list[RecordedCall] = []
+    if others:
         writes = any(entry.shape.changed for entry in tape.entries)
         # what writes in place is a part of what it writes into
-        kept = list(tape.entries) if writes else makers_of(tape.entries, others, tape.views)
-    tape.spent |= trained - others
-    tape.spent |= {n for entry in kept for n in entry.made if n in spent}
-    tape.drop_all_but(kept)
-    made = {n for entry in kept for n in entry.made}
-    for number in list(tape.values):
-        # what is written by calls that may run again is written once
-        if number not in made and number not in tape.written:
-            value = tape.values.pop(number).detach()
-            tape.leaves[number] = leaf_of(value, labels.get(number, SHARED))
+        kept = tape.entries if writes else makers_of(tape.entries, others)
+    tape.forget(kept)
+    still = {value for entry in kept for value in entry.made}
+    for value in alive:
+        if value in made and value not in still:
+            value.settle()
 
 
-def graph_of(tape: Tape, root: int | None) -> set[int]:
-    """Return the values that the gradient of a root flows through; of no root all of them."""
-    if root is None:
-        return {n for entry in tape.entries for n in entry.made}
-    views = tape.views
+def graph_of(tape: Tape, root: Value) -> set[Value]:
+    """Return the values that the gradient of a root flows through."""
     # views share memory, and a detached one shares no graph: they tell what was written alone
-    wanted, shared = {root}, {views.get(root, root)}
+    wanted, shared = {root}, {root.root}
     found = {root}
     for entry in reversed(tape.entries):
-        metas = (*entry.shape.metas, *entry.shape.changed.values())
-        gives = wanted.intersection(entry.made) or entry.written(views) & shared
-        if gives and any(meta.requires_grad for meta in metas):
+        gives = wanted.intersection(entry.made) or entry.written() & shared
+        if gives and entry.trains:
             found.update(entry.made)
             wanted.update(entry.reads)
-            shared.update(views.get(n, n) for n in entry.reads)
-    return found | (wanted & tape.spent)
+            shared.update(value.root for value in entry.reads)
+    return found | {value for value in wanted if value.is_spent}

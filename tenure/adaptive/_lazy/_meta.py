@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -109,9 +111,6 @@ class BatchInt(int):
     def __neg__(self) -> BatchInt:
         return BatchInt(-int(self), lambda n: -self.at(n))
 
-    def __pos__(self) -> BatchInt:
-        return self
-
 
 def at(value: Any, n_samples: int) -> int:
     """Return a size for so many samples."""
@@ -136,9 +135,7 @@ for _name in ("add", "sub", "mul", "floordiv", "mod"):
         setattr(BatchInt, f"__{_prefix}{_name}__", _method)
 
 
-_MANY = 8192
-
-
+@dataclass(frozen=True, eq=False, slots=True)
 class Meta:
     """What is known of a tensor without its data; the same object for equal ones.
 
@@ -147,64 +144,36 @@ class Meta:
         stride: how its elements lie.
         dtype: its type.
         device: where it is.
-        requires_grad: whether it does.
-        is_leaf: whether it was not computed.
+        requires_grad: as of a tensor.
+        is_leaf: as of a tensor.
         label: where it has the samples.
-        size: its shape, with sizes that know how they depend on the batch.
     """
 
-    __slots__ = (
-        "device", "dtype", "is_leaf", "label", "requires_grad", "shape", "size", "stride",
-    )  # fmt: skip
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+    is_leaf: bool
+    label: Label
 
-    def __init__(
-        self,
-        shape: tuple[int, ...],
-        stride: tuple[int, ...],
-        dtype: torch.dtype,
-        device: torch.device,
-        requires_grad: bool,
-        is_leaf: bool,
-        label: Label,
-    ) -> None:
-        self.shape, self.stride, self.dtype, self.device = shape, stride, dtype, device
-        self.requires_grad, self.is_leaf, self.label = requires_grad, is_leaf, label
-        sizes = list(shape)
+    @property
+    def size(self) -> torch.Size:
+        """The shape, with sizes that know how they depend on the batch."""
+        sizes, label = list(self.shape), self.label
         if label.is_batch:
             sizes[label.dim] = BatchInt(sizes[label.dim], label.size)
-        self.size = torch.Size(sizes)
-
-    def like(self, label: Label) -> Meta:
-        """Return the same with another label."""
-        return _interned(
-            self.shape, self.stride, self.dtype, self.device, self.requires_grad, self.is_leaf,
-            label,
-        )  # fmt: skip
-
-    def requiring(self, requires_grad: bool) -> Meta:
-        """Return the same where it does or does not require grad."""
-        return _interned(
-            self.shape, self.stride, self.dtype, self.device, requires_grad, self.is_leaf,
-            self.label,
-        )  # fmt: skip
+        return torch.Size(sizes)
 
 
-_metas: dict[Any, Meta] = {}
-
-
-def _interned(*parts: Any) -> Meta:
-    found = _metas.get(parts)
-    if found is None:
-        if len(_metas) > _MANY:
-            _metas.clear()
-        found = _metas[parts] = Meta(*parts)
-    return found
+_interned = lru_cache(8192)(Meta)
 
 
 def meta_of(tensor: Any, label: Label) -> Meta:
-    """Describe a tensor, or one without data."""
+    """Describe a tensor, or another description, with the samples in a dimension."""
+    stride = tensor.stride if isinstance(tensor, Meta) else tensor.stride()
     return _interned(
-        tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad,
+        tuple(tensor.shape), stride, tensor.dtype, tensor.device, tensor.requires_grad,
         tensor.is_leaf, label,
     )  # fmt: skip
 

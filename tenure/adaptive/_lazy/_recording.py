@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any, cast
+from itertools import zip_longest
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,20 +23,19 @@ from tenure._torch.writes import version_of
 from tenure.scopes import persist
 
 from ._evaluate import begin, value_of
-from ._handle import Handle, refuse_own_function
-from ._meta import SHARED, BatchInt, meta_of, names
-from ._replay import filled, flat_tensors
-from ._shapes import (
-    NORMALIZATIONS,
-    Call,
-    Out,
-    Shape,
-    numbers_in,
-    rebuilt,
-    seen_of,
-    with_tensors,
+from ._meta import SHARED, BatchInt, Label, Meta, meta_of, names
+from ._shapes import NORMALIZATIONS, Out, Shape, ShapeTrial, outs_in, seen_of
+from ._tape import (
+    Handle,
+    Modes,
+    RecordedCall,
+    Tape,
+    Value,
+    call,
+    mark_of,
+    refuse_own_function,
+    replaced,
 )
-from ._tape import Modes, RecordedCall, Ref, Tape, mark_of, new_number
 
 _MANY = 8192
 _ELSEWHERE = 10007
@@ -65,55 +65,57 @@ _known: dict[Any, Shape] = {}
 def record(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Note a call; what it gives, as tensors to be computed later."""
     if func in _SQUEEZES and len(args) == 1 and not kwargs:
-        args = (args[0], _squeezed_dims(args[0]))
+        args = (args[0], _squeezed_dims(args[0]._value.meta))
     walk = Walk(func)
     stored, named = walk.take(args), walk.take(kwargs)
     _check(func, walk)
     tape = _home_of(walk.lazies)
     tape.generators.update({id(each): each for each in walk.generators})
-    modes = Modes.now(tape.kind)
-    shape: Any = _shape_of(func, walk, stored, named, modes, tape)
+    reads = [each._value for each in walk.lazies]
+    entry = RecordedCall(
+        func, stored, named, Modes.now(tape.kind), reads, walk.plains,
+        capture_site(sys._getframe(2), "site"), None,
+    )  # fmt: skip
+    entry.shape = shape = _shape_of(entry, walk, tape)
     # a write into a tensor that was not recorded is seen by who reads it at once
-    writes = shape is not None and shape.writes_plain and func not in NORMALIZATIONS
-    runs_now = shape is None or writes
-    if shape is not None and not writes and shape.is_value:
+    runs_now = shape is None or (shape.writes_plain and func not in NORMALIZATIONS)
+    if shape is not None and not runs_now and shape.is_value:
         return shape.out
-    refs = {} if writes else _cut(walk, shape, tape)
-    if refs:
-        stored, named = with_tensors(stored, refs), with_tensors(named, refs)
-    cuts = [ref.number for ref in refs.values()]
-    plains = [tensor for tensor in walk.plains if id(tensor) not in refs]
-    reads = (*(each._number for each in walk.lazies), *cuts)
-    site = capture_site(sys._getframe(2), "site")
-    entry = RecordedCall(new_number(), func, stored, named, modes, (), reads, shape, site=site)
-    # by the first of each: one that is given twice is one tensor
-    given = list({each._number: each for each in walk.lazies}.values())
+    if not (runs_now and shape is not None):
+        _cut(entry, {} if shape is None else shape.cuts, tape)
     tensors: list[Tensor] = []
     if runs_now:
-        out = _run_now(entry, given, cuts, plains, tensors, tape)
+        out = _run_now(entry, tensors, tape)
         if entry.shape is None:
             return out
-    is_data = _is_of_data(walk, entry.shape)
-    if is_data and not entry.shape.changed and _is_of_all(walk, entry.shape):
-        entry.shape = entry.shape.as_before(tape.n_samples)
-    entry.plains = tuple([(tensor, mark_of(tensor)) for tensor in plains])
-    numbers = [new_number() for _ in entry.shape.metas]
-    entry.outs = tuple(numbers_in(entry.shape.out, numbers))
-    _note_writes(entry, given, tape)
+    shape = entry.shape
+    entry.is_data = (
+        all(each.is_data for each in reads)
+        and not any(t.requires_grad or isinstance(t, nn.Parameter) for t in walk.plains)
+        and not entry.trains
+    )
+    if entry.is_data and not shape.changed and _is_of_all(reads, shape):
+        entry.shape = shape = shape.as_before(tape.n_samples)
+    entry.marks = [mark_of(tensor) for tensor in entry.tensors]
+    made = [Value(meta) for meta in shape.metas]
+    for value, alias, tensor in zip_longest(made, shape.aliases, tensors):
+        value.base = None if alias is None else reads[alias].root
+        value.tensor = tensor
+        if value.base is None:
+            value.is_data = entry.is_data
+    entry.outs = outs_in(shape.out, made)
+    _note_writes(entry, tape)
     tape.entries.append(entry)
-    tape.values.update(zip(numbers, tensors, strict=False))
-    for number, alias in zip(numbers, entry.shape.aliases, strict=True):
-        if alias is not None:
-            first = cast("int", given[alias]._number)
-            tape.views[number] = tape.views.get(first, first)
-    others = [*given, *(tape.leaves[number].value for number in cuts), *plains]
-    if not runs_now:
-        others = [*given, *walk.plains]
-    made = _handles(entry.shape.out, entry.shape, numbers, others, tape)
-    each: Any
-    for each in flat_tensors(made) if is_data else ():
-        each._is_data = True
-    return made
+    handles = [type(walk.lazies[0])._of(tape, value) for value in made]
+    others: list[Any] = [*walk.lazies, *walk.plains]
+    if runs_now:
+        others = [*walk.lazies, *(v.tensor for v in entry.reads[len(reads) :]), *entry.tensors]
+    return replaced(
+        shape.out,
+        lambda each: (
+            each if type(each) is not Out else handles[each] if each >= 0 else others[-1 - each]
+        ),
+    )
 
 
 def _check(func: Any, walk: Walk) -> None:
@@ -139,11 +141,10 @@ def _check(func: Any, walk: Walk) -> None:
         refuse_own_function(each)
 
 
-def _squeezed_dims(tensor: Handle) -> tuple[int, ...]:
+def _squeezed_dims(meta: Meta) -> tuple[int, ...]:
     """Return the dimensions of size 1, which another number of samples has too."""
-    label = tensor._meta.label
-    kept = label.dim if label.is_batch else -1
-    return tuple([d for d, n in enumerate(tensor._meta.shape) if n == 1 and d != kept])
+    kept = meta.label.dim if meta.label.is_batch else -1
+    return tuple([d for d, n in enumerate(meta.shape) if n == 1 and d != kept])
 
 
 def _home_of(lazies: list[Handle]) -> Tape:
@@ -156,33 +157,20 @@ def _home_of(lazies: list[Handle]) -> Tape:
     return first
 
 
-def _is_of_data(walk: Walk, shape: Shape) -> bool:
-    """Tell whether a call makes something of the batch alone."""
-    return (
-        all(each._is_data for each in walk.lazies)
-        and not any(t.requires_grad or isinstance(t, nn.Parameter) for t in walk.plains)
-        and not any(meta.requires_grad for meta in shape.metas)
-    )
-
-
-def _is_of_all(walk: Walk, shape: Shape) -> bool:
+def _is_of_all(reads: list[Value], shape: Shape) -> bool:
     """Tell whether the result of a call on samples has no part for each."""
-    reads_samples = any(each._meta.label.is_batch for each in walk.lazies)
+    reads_samples = any(each.meta.label.is_batch for each in reads)
     scales = any(meta.label.is_batch for meta in shape.metas)
-    return shape.kind == "tail" or (reads_samples and not scales)
+    return bool(shape.why) or (reads_samples and not scales)
 
 
-def _shape_of(
-    func: Any, walk: Walk, stored: Any, named: Any, modes: Modes, tape: Tape
-) -> Shape | None:
-    key = (func, modes, tape.n_samples, *walk.key)
+def _shape_of(entry: RecordedCall, walk: Walk, tape: Tape) -> Shape | None:
+    key = (entry.func, entry.modes, tape.n_samples, *walk.key)
     shape = _known.get(key) if walk.is_known else None
     if shape is not None:
         return shape
-    metas = {each._number: each._meta for each in walk.lazies}
-    call = Call(func, stored, named, metas, walk.plains, tape.n_samples, walk.has_sizes)
     try:
-        shape = call.shape()
+        shape = ShapeTrial(entry, tape.n_samples, has_sizes=walk.has_sizes).shape()
     except AdaptiveUsageError:
         raise
     except Exception:
@@ -195,51 +183,64 @@ def _shape_of(
     return shape
 
 
-def _cut(walk: Walk, shape: Shape | None, tape: Tape) -> dict[int, Ref]:
-    """Return leaves in place of plain tensors that are cut with the batch or have a graph."""
-    labels = dict.fromkeys(
-        [i for i, t in enumerate(walk.plains) if t.requires_grad and not t.is_leaf], SHARED
-    )
-    labels |= {} if shape is None else shape.cuts
-    plains = walk.plains
-    return {id(plains[i]): Ref(tape.plain_leaf(plains[i], each)) for i, each in labels.items()}
-
-
-def _note_writes(entry: RecordedCall, given: list[Handle], tape: Tape) -> None:
-    changed = entry.shape.changed
-    if not changed:
+def _cut(entry: RecordedCall, cuts: dict[int, Label], tape: Tape) -> None:
+    """Record plain tensors that are cut with the batch, or have a graph."""
+    plains = entry.tensors
+    labels = {i: SHARED for i, t in enumerate(plains) if t.requires_grad and not t.is_leaf} | cuts
+    if not labels:
         return
-    tape.held = None
-    for i in changed:
-        tape.note_write(given[i]._number, getattr(entry.func, "__name__", ""))
+    values = {id(plains[i]): tape.plain_value(plains[i], label) for i, label in labels.items()}
+
+    def cut(each: Any) -> Any:
+        return values.get(id(each), each)
+
+    entry.args, entry.kwargs = replaced(entry.args, cut), replaced(entry.kwargs, cut)
+    entry.reads = [*entry.reads, *values.values()]
+    entry.tensors = [tensor for tensor in plains if id(tensor) not in values]
+
+
+def _note_writes(entry: RecordedCall, tape: Tape) -> None:
+    changed = entry.shape.changed
+    if changed:
+        tape.held = None
     for i, meta in changed.items():
-        given[i]._become(meta)
+        value = entry.reads[i]
+        tape.check_write(value, getattr(entry.func, "__name__", ""))
+        _clone_first(value, tape)
+        value.root._is_data &= entry.is_data
+        value.become(meta)
 
 
-def _handles(template: Any, shape: Shape, numbers: list[int], given: list[Any], tape: Tape) -> Any:
-    if isinstance(template, Out):
-        if template >= 0:
-            return type(given[0])._of(tape, numbers[template], shape.metas[template])
-        return given[-1 - template]
-    if isinstance(template, tuple | list):
-        return rebuilt(template, [_handles(t, shape, numbers, given, tape) for t in template])
-    if isinstance(template, dict):
-        return {k: _handles(t, shape, numbers, given, tape) for k, t in template.items()}
-    return template
+def _clone_first(value: Value, tape: Tape) -> None:
+    """Let calls take a clone of a tensor that no call makes: the user's is not written."""
+    first = value.root if value.root.mark is not None else value
+    if first.mark is None:
+        return
+    source = Value(first.meta)
+    first.base = first.given = None
+    for name in ("tensor", "origin", "mark"):
+        setattr(source, name, getattr(first, name))
+        setattr(first, name, None)
+    source.is_data = first.is_data
+    shape = Shape(Out(0), (first.meta,), {}, (None,), {})
+    shape = _known.setdefault((torch.clone, first.meta), shape)
+    modes = Modes(grad=True, inference=False, autocast=(), caches=True)
+    clone = RecordedCall(
+        torch.clone, (source,), {}, modes, [source], [], None, shape, [first],
+        is_data=first.is_data, number=-1,
+    )  # fmt: skip
+    tape.entries.insert(0, clone)
 
 
-def _run_now(
-    entry: RecordedCall, lazies: list[Handle], cuts: list[int], plains: list[Tensor],
-    tensors: list[Tensor], tape: Tape,
-) -> Any:  # fmt: skip
+def _run_now(entry: RecordedCall, tensors: list[Tensor], tape: Tape) -> Any:
     """Run a call whose shape nobody knows; its shape is in the entry if there are tensors."""
-    values = {each._number: value_of(each) for each in lazies}
-    begin(tape)
-    trains = torch.is_grad_enabled() and any(each._meta.requires_grad for each in lazies)
+    reads = entry.reads
+    values = {v: v.cut() if v.handle() is None else value_of(v.handle()) for v in reads}
+    begin(tape, [])
+    trains = torch.is_grad_enabled() and any(v.meta.requires_grad for v in reads)
     if tape.is_split:
-        values = {each._number: _as_recorded(values[each._number], each) for each in lazies}
-    values |= {n: tape.leaves[n].given() for n in cuts}
-    given = [*values.values(), *plains]
+        values = {v: _as_recorded(tensor, v) for v, tensor in values.items()}
+    given = [*values.values(), *entry.tensors]
     versions = [version_of(tensor) for tensor in given]
     if tape.is_split and trains and entry.shape is not None:
         raise AdaptiveUsageError(
@@ -248,26 +249,24 @@ def _run_now(
             "x.new_zeros(...), or use step()."
         )
     outside = sys.exception()
-    get = values.__getitem__
     try:
         with persist():
-            out = entry.func(*filled(entry.args, get, None), **filled(entry.kwargs, get, None))
+            out = call(entry, values.__getitem__, None)
     except Exception as error:
         info = oom_of_work(error, outside)
         if info is None:
             raise
-        name = getattr(entry.func, "__name__", str(entry.func))
         raise OutOfRetriesError(
-            f"{name}() at {entry.site} ran out of memory on all {tape.n_samples} samples, and "
+            f"{entry} ran out of memory on all {tape.n_samples} samples, and "
             "can't be split: lazy() runs it where it is written, as what it gives is only known by "
             "running it (packed sequences are such). Nothing was recorded of it. Pass a smaller "
             "batch, mask what is padded in place of packing it, or use step().",
             (tape.n_samples,), info,
         ) from error  # fmt: skip
     # what it was written of runs backward once more by it
-    tape.is_joined |= any(tensor.grad_fn is not None for tensor in plains)
+    tape.is_joined |= any(tensor.grad_fn is not None for tensor in entry.tensors)
     template, made, written = seen_of(given, out, versions)
-    changed = {i: meta_of(given[i], lazies[i]._meta.label) for i in written if i < len(lazies)}
+    changed = {i: meta_of(given[i], reads[i].meta.label) for i in written if i < len(reads)}
     # what wrote into a tensor that was not recorded has done so
     if not made and not changed:
         entry.shape = None
@@ -275,15 +274,15 @@ def _run_now(
     tensors += [tensor.detach() if tape.is_split else tensor for tensor in made]
     metas = tuple(meta_of(tensor, SHARED) for tensor in made)
     why = "what it gives depends on data"
-    entry.shape = Shape(template, metas, changed, (None,) * len(made), {}, "tail", why)
+    entry.shape = Shape(template, metas, changed, (None,) * len(made), {}, why)
     entry.is_done = True
     return out
 
 
-def _as_recorded(value: Tensor, lazy: Any) -> Tensor:
-    """Return a value without graph as one that requires grad where the recorded one does."""
-    needs = lazy._meta.requires_grad and not value.requires_grad
-    return value.detach().requires_grad_() if needs else value
+def _as_recorded(tensor: Tensor, value: Value) -> Tensor:
+    """Return a tensor without graph as one that requires grad where the recorded one does."""
+    needs = value.meta.requires_grad and not tensor.requires_grad
+    return tensor.detach().requires_grad_() if needs else tensor
 
 
 class Walk:
@@ -295,7 +294,7 @@ class Walk:
     Attributes:
         key: what is equal for two calls that are alike.
         is_known: whether that can be told; an object of another kind may be anything.
-        lazies: the recorded tensors, as often as they are given.
+        lazies: the recorded tensors, each once.
         plains: the others, each once.
         generators: the random generators.
         has_sizes: whether a size of the batch is among them.
@@ -314,7 +313,7 @@ class Walk:
         self.generators: list[torch.Generator] = []
 
     def take(self, value: Any) -> Any:
-        """Return what is stored of an argument, with a `Ref` for each recorded tensor in it."""
+        """Return what is stored of an argument, with a `Value` for each recorded tensor."""
         kind, key = type(value), self.key
         if kind in _PLAIN:
             key.append((kind, value))
@@ -331,7 +330,9 @@ class Walk:
         elif isinstance(value, tuple | list):
             key.append((kind, len(value)))
             children = [self.take(each) for each in value]
-            return tuple(children) if kind is torch.Size else rebuilt(value, children)
+            if kind is torch.Size:
+                return tuple(children)
+            return kind(*children) if hasattr(value, "_fields") else kind(children)
         elif kind is dict:
             key.append((kind, *value))
             return {name: self.take(each) for name, each in value.items()}
@@ -348,12 +349,14 @@ class Walk:
         return value
 
     def _take_tensor(self, value: Tensor) -> Any:
+        is_new = id(value) not in self._places
         place = self._places.setdefault(id(value), len(self._places))
         if isinstance(value, Handle):
-            self.key.append((value._meta, place))
-            self.lazies.append(value)
-            return Ref(value._number)
-        if all(value is not other for other in self.plains):
+            self.key.append((value._value.meta, place))
+            if is_new:
+                self.lazies.append(value)
+            return value._value
+        if is_new:
             self.plains.append(value)
         self.key.append((type(value) is Tensor, value.shape, value.stride(), value.dtype,
                          value.device, value.requires_grad, value.is_leaf, place))  # fmt: skip

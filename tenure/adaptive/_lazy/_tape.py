@@ -1,6 +1,8 @@
-"""What was recorded and belongs together: calls in order, what they begin with, what is known.
+"""What was recorded and belongs together: calls in order, and the values that they take and make.
 
-Invariant: a value is kept for a call that waits or for who has a handle, and no longer.
+Invariant: a tensor is kept for a call that waits or for who has a handle, and no longer. A replay
+calls the same functions in the same order, in the modes they were called in, so that what they
+share, write and draw comes out as in the program that was recorded.
 """
 
 from __future__ import annotations
@@ -9,36 +11,163 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from itertools import count
-from typing import Any, NamedTuple
+from itertools import count, groupby
+from operator import attrgetter
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
+from tenure._containers import passed_tensors
 from tenure._devices import NO_ACCELERATOR
 from tenure._errors import AdaptiveUsageError
 from tenure._storages import storage_key
 from tenure._text import describe_tensor
+from tenure._torch.swap import make_wrapper, recorded_by_autograd, require_grad
 from tenure._torch.writes import version_of
 from tenure.scopes import persist
 
-from ._meta import Label
+from ._meta import BatchInt, Label, Meta, at, meta_of
 
 _numbers = count()
 
 
-class Ref:
-    """A recorded value among arguments."""
+class Value:
+    """A tensor of the program that was recorded, and what stands for it in recorded arguments.
 
-    __slots__ = ("number",)
+    Args:
+        meta: what is known of it without its data.
 
-    def __init__(self, number: int) -> None:
-        self.number = number
+    Attributes:
+        meta: as given; replaced when it is written.
+        label: where it has the samples.
+        base: an earlier value that it is a view of.
+        tensor: it, on the whole batch, as far as that is known.
+        given: the tensor of the user's that it stands for.
+        origin: the tensor with a graph that ``tensor`` was cut off, which gets its gradient.
+        mark: what it was, if no call makes it: see `mark_of`.
+        handle: refers to its handle.
+        is_spent: whether its graph was used up.
+    """
+
+    __slots__ = (
+        "__weakref__", "_is_data", "base", "given", "handle", "is_spent", "label", "mark", "meta",
+        "origin", "tensor",
+    )  # fmt: skip
+
+    def __init__(self, meta: Meta) -> None:
+        self.meta, self.label = meta, meta.label
+        self.base: Value | None = None
+        self.tensor: Tensor | None = None
+        self.given: Tensor | None = None
+        self.origin: Tensor | None = None
+        self.mark: _Mark | None = None
+        self.handle: Callable[[], Any] = _nobody
+        self.is_spent = False
+        self._is_data = False
+
+    @classmethod
+    def known(cls, tensor: Tensor, label: Label) -> Self:
+        """Return the value of a tensor that no call makes."""
+        made = cls(meta_of(tensor, label))
+        made.tensor, made.mark = tensor, mark_of(tensor)
+        made.is_data = not tensor.requires_grad
+        if tensor.grad_fn is not None:
+            with persist(), torch.inference_mode(False), torch.no_grad():
+                made.tensor, made.origin = tensor.detach().requires_grad_(), tensor
+        return made
+
+    @property
+    def root(self) -> Value:
+        """The first value that has its memory."""
+        return self.base or self
+
+    @property
+    def is_data(self) -> bool:
+        """Whether it is made of the batch alone."""
+        return self.root._is_data
+
+    @is_data.setter
+    def is_data(self, is_data: bool) -> None:
+        self.root._is_data = is_data
+
+    def cut(self) -> Any:
+        """Return it as calls get it."""
+        # no leaf of autograd itself, as what it stands for is none: autocast keeps what it casts
+        # of leaves
+        return self.tensor if self.origin is None or self.tensor is None else _view(self.tensor)
+
+    def become(self, meta: Meta) -> None:
+        """Take another description, as of a tensor that was written; autograd is told, too."""
+        self.meta = meta
+        # it would record no function of its own of a tensor that requires no grad
+        require_grad(self.handle(), meta.requires_grad)
+
+    def settle(self) -> None:
+        """Make it a value that no call makes, without the graph that it came with."""
+        assert self.tensor is not None
+        self.tensor, self.origin = self.tensor.detach(), None
+        self.mark = mark_of(self.tensor)
 
 
-def new_number() -> int:
-    """Return the number of another value, larger than all before."""
-    return next(_numbers)
+def _nobody() -> None:
+    """Return what stands for the handle of a value that nobody has."""
+
+
+def _view(tensor: Tensor) -> Tensor:
+    return tensor.view_as(tensor)
+
+
+_Mark = tuple[int | None, int | None]
+
+
+def mark_of(tensor: Tensor) -> _Mark:
+    """Return how often a tensor was written, and the memory that it has."""
+    # what is written through ``.data`` counts nowhere; what is assigned to it is other memory
+    return version_of(tensor), storage_key(tensor)
+
+
+class Handle(Tensor):
+    """A tensor that was recorded, as the recording sees it."""
+
+    _tape: Tape
+    _value: Value
+
+    @classmethod
+    def _of(cls, tape: Tape, value: Value) -> Self:
+        """Return a handle of a recorded value."""
+        meta = value.meta
+        made: Any = make_wrapper(
+            cls,
+            meta.shape,
+            strides=meta.stride,
+            dtype=meta.dtype,
+            device=meta.device,
+            requires_grad=meta.requires_grad,
+        )
+        made._tape, made._value = tape, value
+        value.handle = weakref.ref(made)
+        tape.values.add(value)
+        found: Self = made
+        return found
+
+
+def refuse_own_function(tensor: Handle) -> None:
+    """Make sure that no function of autograd has made a tensor, past the recording.
+
+    Raises:
+        AdaptiveUsageError: one has.
+    """
+    node = recorded_by_autograd(tensor)
+    if node is None:
+        return
+    name = type(node).__name__
+    raise AdaptiveUsageError(
+        f"A tensor of lazy() came out of {name.removesuffix('Backward')!r}, a function with a "
+        "backward pass of its own (torch.autograd.Function; hooks of modules that run backward and "
+        "reentrant checkpoints are such, too): its calls can't be recorded, and its gradient would "
+        "be lost. Use step() for this model, or checkpoint with use_reentrant=False."
+    )
 
 
 class Modes(NamedTuple):
@@ -86,15 +215,6 @@ class Modes(NamedTuple):
             yield
 
 
-Mark = tuple[int | None, int | None]
-
-
-def mark_of(tensor: Tensor) -> Mark:
-    """Return how often a tensor was written, and the memory that it has."""
-    # what is written through ``.data`` counts nowhere; what is assigned to it is other memory
-    return version_of(tensor), storage_key(tensor)
-
-
 class Verdict(NamedTuple):
     """What a call is in a split.
 
@@ -120,110 +240,89 @@ class RecordedCall:
     """One recorded call.
 
     Attributes:
-        seq: where it stands among all.
         func: the function.
-        args: its arguments, with `Ref` for recorded values.
+        args: its arguments, with a `Value` for each recorded tensor.
         kwargs: the same by name.
         modes: the modes it was called in.
-        outs: the numbers of the tensors it gives; None for one that it was given.
-        reads: the numbers that it takes.
+        reads: the values that it takes, each once.
+        tensors: the tensors that it takes and that were not recorded.
+        site: where the user's program called it.
         shape: what is known of such calls.
-        plains: the tensors that it takes and that were not recorded, with what each was: see
-            `mark_of`.
-        site: where the user's program called it, where that may have to be told.
+        outs: the values of the tensors that it gives; None for one that it was given.
+        marks: what each of its tensors was: see `mark_of`.
+        is_data: whether it makes something of the batch alone.
         is_done: whether it has run on the whole batch.
         verdict: what it is in a split, once that was tried.
+        number: where it stands among all.
     """
 
-    seq: int
     func: Callable[..., Any]
     args: Any
     kwargs: Any
     modes: Modes
-    outs: tuple[int | None, ...]
-    reads: tuple[int, ...]
+    reads: list[Value]
+    tensors: list[Tensor]
+    site: Any
     shape: Any
-    plains: tuple[tuple[Tensor, Mark], ...] = ()
-    site: Any = None
+    outs: list[Value | None] = field(default_factory=list)
+    marks: list[_Mark] = field(default_factory=list)
+    is_data: bool = False
     is_done: bool = False
     verdict: Any = None
+    number: int = field(default_factory=lambda: next(_numbers))
+
+    def __str__(self) -> str:
+        name = getattr(self.func, "__name__", str(self.func))
+        return f"{name}() at {self.site}" if self.site is not None else f"{name}()"
 
     @property
-    def made(self) -> list[int]:
-        """The numbers of the tensors that it makes."""
-        return [number for number in self.outs if number is not None]
+    def made(self) -> list[Value]:
+        """The values of the tensors that it makes."""
+        return [value for value in self.outs if value is not None]
 
     @property
-    def tensors(self) -> list[Tensor]:
-        """The tensors that it takes and that were not recorded."""
-        return [tensor for tensor, _ in self.plains]
+    def trains(self) -> bool:
+        """Whether something that it makes or writes gets gradients."""
+        return any(meta.requires_grad for meta in (*self.shape.metas, *self.shape.changed.values()))
 
-    def written(self, views: Mapping[int, int]) -> set[int]:
+    def written(self) -> set[Value]:
         """Return what it writes into, as the first values that have that memory."""
-        if not self.shape.changed:
-            return set()
-        given: list[int] = list(dict.fromkeys(self.reads))
-        return {views.get(given[i], given[i]) for i in self.shape.changed if i < len(given)}
+        return {self.reads[i].root for i in self.shape.changed if i < len(self.reads)}
 
-    def touched(self, views: Mapping[int, int]) -> set[int]:
+    def touched(self) -> set[Value]:
         """Return what it reads, makes or writes, as the first values that have that memory."""
-        return {views.get(n, n) for n in (*self.reads, *self.made)}
+        return {value.root for value in (*self.reads, *self.made)}
 
 
 def makers_of(
-    entries: Iterable[RecordedCall],
-    numbers: Iterable[int],
-    views: Mapping[int, int],
-    *,
-    statistics: bool = False,
+    entries: Iterable[RecordedCall], values: Iterable[Value], *, statistics: bool = False
 ) -> list[RecordedCall]:
     """Return those calls that make some values, or write into their memory, in order.
 
     Args:
         entries: the calls.
-        numbers: the values.
-        views: for values that share the memory of an earlier one the first of those.
+        values: what is wanted.
         statistics: whether also those that write into what was not recorded.
     """
-    wanted = {views.get(n, n) for n in numbers}
+    wanted = {value.root for value in values}
     found = []
     for entry in reversed(list(entries)):
-        gives = {views.get(n, n) for n in entry.made} | entry.written(views)
+        gives = {value.root for value in entry.made} | entry.written()
         if gives & wanted or (statistics and entry.shape.writes_plain):
             found.append(entry)
-            wanted |= {views.get(n, n) for n in entry.reads}
+            wanted |= {value.root for value in entry.reads}
     return found[::-1]
 
 
-class PlainValue(NamedTuple):
-    """A value that nothing recorded gives.
-
-    Attributes:
-        value: the tensor; cut off the graph that it came with, if it came with one.
-        label: where it has the samples.
-        mark: what it was: see `mark_of`.
-        origin: the tensor that came with a graph, which gets the gradient of the value.
-    """
-
-    value: Tensor
-    label: Label
-    mark: Mark
-    origin: Tensor | None = None
-
-    def given(self) -> Tensor:
-        """Return the tensor as calls get it."""
-        # no leaf of autograd itself, as what it stands for is none: autocast keeps what it casts
-        # of leaves
-        return self.value if self.origin is None else self.value.view_as(self.value)
-
-
-def leaf_of(value: Tensor, label: Label) -> PlainValue:
-    """Return a leaf as it is now."""
-    if value.grad_fn is None:
-        return PlainValue(value, label, mark_of(value))
-    with persist(), torch.inference_mode(False), torch.no_grad():
-        cut = value.detach().requires_grad_()
-    return PlainValue(cut, label, mark_of(value), value)
+def inputs_of(entries: Iterable[RecordedCall]) -> list[Value]:
+    """Return what calls take and none of them makes, in order."""
+    found: dict[Value, bool] = {}
+    for entry in entries:
+        for value in entry.reads:
+            found.setdefault(value, True)
+        for value in entry.made:
+            found.setdefault(value, False)
+    return [value for value, is_input in found.items() if is_input]
 
 
 @dataclass(eq=False)
@@ -234,41 +333,31 @@ class Tape:
         n_samples: how many samples the batch has.
         kind: the kind of device that it is on.
         entries: the calls.
-        leaves: what they begin with, by number.
-        values: what is known on the whole batch, by number.
-        handles: who still has a value.
-        cuts: the numbers of plain tensors that are cut with the batch.
-        written: the leaves that a call writes into.
-        views: for values that share the memory of an earlier one the first of those.
-        spent: the numbers of values whose graph was used up.
+        values: those that had a handle, as long as anything refers to them.
+        cuts: the values of plain tensors that are cut with the batch, or have a graph.
         coupled: what says that it can't be split at all.
         into: what it became a part of.
         generators: those of the user's own that calls draw from.
         start: what running changes besides values, as it was before the first call ran.
         held: a loss that was run for its value, and its gradients, which nobody asked for yet.
+        failed: those whose computation has failed, which are computed only if they are asked for.
         is_split: whether values are those of parts, without graph.
         is_joined: whether a plain tensor has a graph that leads to values.
-        predicts: whether a new program begins with the size that is predicted to fit.
     """
 
     n_samples: int
     kind: str
     entries: list[RecordedCall] = field(default_factory=list)
-    leaves: dict[int, PlainValue] = field(default_factory=dict)
-    values: dict[int, Tensor] = field(default_factory=dict)
-    handles: dict[int, weakref.ref[Any]] = field(default_factory=dict)
-    cuts: dict[tuple[int, Label], int] = field(default_factory=dict)
-    written: set[int] = field(default_factory=set)
-    views: dict[int, int] = field(default_factory=dict)
-    spent: set[int] = field(default_factory=set)
+    values: weakref.WeakSet[Value] = field(default_factory=weakref.WeakSet)
+    cuts: dict[tuple[int, Label], Value] = field(default_factory=dict)
     coupled: str | None = None
     into: Tape | None = None
     generators: dict[int, torch.Generator] = field(default_factory=dict)
     start: Any = None
     held: Any = None
+    failed: weakref.WeakSet[Value] = field(default_factory=weakref.WeakSet)
     is_split: bool = False
     is_joined: bool = False
-    predicts: bool = False
 
     def home(self) -> Tape:
         """Return the tape that it is part of by now."""
@@ -284,119 +373,108 @@ class Tape:
                 f"lazy() was given batches of {self.n_samples} and of {other.n_samples} samples "
                 "that meet"
             )
-        self.coupled = self.coupled or other.coupled
-        self.entries = sorted([*self.entries, *other.entries], key=lambda entry: entry.seq)
-        for name in ("leaves", "values", "handles", "cuts", "views", "generators"):
+        self.entries = sorted([*self.entries, *other.entries], key=attrgetter("number"))
+        for name in ("values", "cuts", "generators", "failed"):
             getattr(self, name).update(getattr(other, name))
-        self.written |= other.written
-        self.spent |= other.spent
         # what runs first was noted first
-        self.start = self.start or other.start
-        self.held = self.held or other.held
-        self.is_joined = self.is_joined or other.is_joined
-        self.predicts = self.predicts or other.predicts
+        for name in ("coupled", "start", "held", "is_joined"):
+            setattr(self, name, getattr(self, name) or getattr(other, name))
         other.into = self
-        for name in ("leaves", "values", "handles", "cuts", "entries"):
-            getattr(other, name).clear()
+        other.cuts, other.entries = {}, []
 
-    def hold(self, number: int, handle: Any) -> None:
-        """Note that somebody has a value from now on."""
-        home = weakref.ref(self)
-
-        def gone(_: Any) -> None:
-            tape = home()
-            if tape is not None:
-                tape.home().forget(number)
-
-        self.handles[number] = weakref.ref(handle, gone)
-
-    def forget(self, number: int) -> None:
-        """Forget a value that nobody has any more."""
-        self.handles.pop(number, None)
-        if not self.pending():
-            self.values.pop(number, None)
-        if not self.entries:
-            self.leaves.pop(number, None)
-
-    def note_write(self, number: int, what: str) -> None:
-        """Note that a call writes into a value.
-
-        Raises:
-            AdaptiveUsageError: it is that of the user's tensor, and somebody has read another view
-                of it, which would not be written.
-        """
-        first = self.views.get(number, number)
-        if first not in self.leaves or first in self.written:
-            return
-        for other, base in self.views.items():
-            is_read = other in self.values or other in self.leaves
-            if base == first and is_read and other in self.handles:
-                raise AdaptiveUsageError(
-                    f"{what}() writes into a tensor of lazy() that another one is a view of, and "
-                    "the value of one of them was read before: the write would not reach both. "
-                    "clone() it first, or write before you read."
-                )
-        self.written.add(first)
-
-    def labels(self) -> dict[int, Label]:
-        """Return where all values have their samples."""
-        labels = {number: leaf.label for number, leaf in self.leaves.items()}
-        for entry in self.entries:
-            found = entry.verdict and entry.verdict.labels
-            shapes = found or [meta.label for meta in entry.shape.metas]
-            labels.update(zip(entry.made, shapes, strict=True))
-        return labels
-
-    def pending(self) -> list[RecordedCall]:
-        """Return the calls that have not run on the whole batch."""
-        return [entry for entry in self.entries if not entry.is_done]
-
-    def plain_leaf(self, tensor: Tensor, label: Label) -> int:
-        """Return the number of a plain tensor that is a leaf."""
+    def plain_value(self, tensor: Tensor, label: Label) -> Value:
+        """Return the value of a plain tensor."""
         key = (id(tensor), label)
         if key not in self.cuts:
-            number = self.cuts[key] = new_number()
-            self.leaves[number] = leaf_of(tensor, label)
+            self.cuts[key] = Value.known(tensor, label)
         return self.cuts[key]
 
-    def tidy(self) -> None:
-        """Let go of values that nobody needs any more."""
-        needed = {number for entry in self.pending() for number in entry.reads}
-        for number in [n for n in self.values if n not in needed and n not in self.handles]:
-            del self.values[number]
+    def alive(self) -> list[Value]:
+        """Return the values that somebody has."""
+        return [value for value in self.values if value.handle() is not None]
 
-    def drop_all_but(self, kept: list[RecordedCall]) -> None:
-        """Forget calls, and what only they needed."""
-        self.entries[:] = kept
-        self.held = None
-        needed = {n for entry in kept for n in entry.reads} | self.handles.keys()
-        self.leaves = {n: leaf for n, leaf in self.leaves.items() if n in needed}
-        self.cuts = {key: n for key, n in self.cuts.items() if n in self.leaves}
-        # the value of what was written is what it is from now on
-        self.written &= self.leaves.keys() if kept else set()
-        alive = {n for entry in kept for n in entry.made} | self.handles.keys()
-        self.views = {n: first for n, first in self.views.items() if n in alive}
+    def wanted(self, root: Value) -> list[RecordedCall]:
+        """Return the calls that make a value, and what else somebody has; forget all others.
+
+        Statistics are written whether or not anybody has what comes of it.
+        """
+        # the graph of a plain tensor leads to values that nobody has
+        if self.is_joined:
+            return self.entries
+        alive = self.alive()
+        self.entries = makers_of(self.entries, [root, *alive], statistics=True)
+        if not self.failed:
+            return self.entries
+        asked = [root, *(value for value in alive if value not in self.failed)]
+        return makers_of(self.entries, asked, statistics=True)
+
+    def pending(self, root: Value) -> list[RecordedCall]:
+        """Return those of them that have not run on the whole batch."""
+        return [entry for entry in self.wanted(root) if not entry.is_done]
+
+    def note_done(self, entries: list[RecordedCall], values: Mapping[Value, Any]) -> None:
+        """Keep what calls gave on the whole batch, as far as somebody has it or a call needs it."""
+        for entry in entries:
+            entry.is_done = True
+        needed = {v for entry in self.entries if not entry.is_done for v in entry.reads}
+        for value in [value for entry in self.entries for value in entry.made]:
+            if value not in needed and value.handle() is None:
+                value.tensor = None
+            elif value in values:
+                value.tensor = values[value]
+
+    def start_over(self) -> None:
+        """Make it as if nothing had run."""
+        for entry in self.entries:
+            entry.is_done = False
+            for value in entry.made:
+                value.tensor = None
+        self.is_split, self.held = False, None
+        if self.start is not None:
+            self.start.undo()
+            self.start = None
+
+    def check_write(self, value: Value, what: str) -> None:
+        """Make sure that a write reaches all that shares memory with a value.
+
+        Raises:
+            AdaptiveUsageError: somebody has read another view of it, which would not be written.
+        """
+        read = [v for v in self.alive() if v.root is value.root and v.tensor is not None]
+        is_shared = len(read) > 1 or value.root.mark is not None
+        if is_shared and any(each.base is not None for each in read):
+            raise AdaptiveUsageError(
+                f"{what}() writes into a tensor of lazy() that another one is a view of, and "
+                "the value of one of them was read before: the write would not reach both. "
+                "clone() it first, or write before you read."
+            )
+
+    def forget(self, kept: list[RecordedCall]) -> None:
+        """Forget calls but some."""
+        self.entries, self.held = kept, None
+        needed = {value for entry in kept for value in entry.reads}
+        self.cuts = {key: value for key, value in self.cuts.items() if value in needed}
         if not kept:
             self.start = None
             self.generators.clear()
             self.is_split = self.is_joined = False
-        self.tidy()
 
 
-def check_unwritten(entries: Iterable[RecordedCall], leaves: Mapping[int, PlainValue]) -> None:
+def check_unwritten(entries: list[RecordedCall]) -> None:
     """Make sure that what recorded calls take is what it was when they were recorded.
 
     Raises:
         AdaptiveUsageError: a tensor was written to since.
     """
-    taken = [
-        (leaf.origin if leaf.origin is not None else leaf.value, leaf.mark)
-        for leaf in leaves.values()
+    taken: list[tuple[Any, _Mark | None]] = [
+        (value.tensor if value.origin is None else value.origin, value.mark)
+        for value in inputs_of(entries)
+        if value.mark is not None
     ]
     for entry in entries:
         # it writes into some of them itself
         if not entry.shape.writes_plain:
-            taken += entry.plains
+            taken += zip(entry.tensors, entry.marks, strict=True)
     for tensor, mark in taken:
         if mark_of(tensor) != mark:
             raise AdaptiveUsageError(
@@ -405,3 +483,106 @@ def check_unwritten(entries: Iterable[RecordedCall], leaves: Mapping[int, PlainV
                 "other memory: the result would be another one. Compute what was recorded first: "
                 "read it, call value() or backward(), or let go of it."
             )
+
+
+def replaced(value: Any, function: Callable[[Any], Any]) -> Any:
+    """Return arguments, or a result, with what a function gives for each object in containers."""
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return kind([replaced(each, function) for each in value])
+    if kind is dict:
+        return {key: replaced(each, function) for key, each in value.items()}
+    if kind is slice:
+        return slice(*[replaced(each, function) for each in (value.start, value.stop, value.step)])
+    if isinstance(value, tuple | list):
+        children = [replaced(each, function) for each in value]
+        return kind(*children) if hasattr(value, "_fields") else kind(children)
+    return function(value)
+
+
+def call(
+    entry: RecordedCall,
+    get: Callable[[Value], Any],
+    n_samples: int | None,
+    plains: Mapping[int, Any] | None = None,
+) -> Any:
+    """Run a call on other tensors.
+
+    Args:
+        entry: the call.
+        get: gives the tensor of a value.
+        n_samples: how many samples there are; None: as many as when it was recorded.
+        plains: tensors in place of those that were not recorded, by id.
+    """
+
+    def real(value: Any) -> Any:
+        kind = type(value)
+        if kind is Value:
+            return get(value)
+        if kind is BatchInt:
+            return int(value) if n_samples is None else at(value, n_samples)
+        return plains.get(id(value), value) if plains else value
+
+    return entry.func(*replaced(entry.args, real), **replaced(entry.kwargs, real))
+
+
+def run(
+    entries: list[RecordedCall],
+    env: dict[Value, Any],
+    kept: Iterable[Value],
+    kind: str,
+    n_samples: int | None = None,
+    *,
+    graphs: bool = True,
+) -> None:
+    """Run calls on real tensors, each of which goes when it was used for the last time.
+
+    Args:
+        entries: the calls.
+        env: tensors by value; gets those that are computed.
+        kept: the values that stay.
+        kind: the kind of device.
+        n_samples: how many samples there are; None: as many as when it was recorded.
+        graphs: whether calls that were recorded with gradients make graphs.
+    """
+    last = last_uses(entries, kept)
+
+    def get(value: Value) -> Any:
+        found = env.get(value)
+        return value.cut() if found is None else found
+
+    for modes, group in groupby(entries, key=attrgetter("modes")):
+        with modes._replace(grad=modes.grad and graphs).entered(kind):
+            for entry in group:
+                is_frozen = entry.verdict is not None and entry.verdict.freezes
+                out = call(entry, get, None if is_frozen else n_samples)
+                made = zip(entry.outs, passed_tensors(out), strict=True)
+                env.update({value: tensor for value, tensor in made if value is not None})
+                del out, made
+                for value in last[entry]:
+                    env.pop(value, None)
+
+
+def last_uses(
+    entries: list[RecordedCall], kept: Iterable[Value]
+) -> dict[RecordedCall, list[Value]]:
+    """Return what each call uses for the last time, but some values."""
+    last = {value: entry for entry in entries for value in (*entry.reads, *entry.made)}
+    for value in kept:
+        last.pop(value, None)
+    gone: dict[RecordedCall, list[Value]] = {entry: [] for entry in entries}
+    for value, entry in last.items():
+        gone[entry].append(value)
+    return gone
+
+
+def written_by(entries: Iterable[RecordedCall]) -> list[Tensor]:
+    """Return plain tensors that calls write into, such as running statistics."""
+    found = [
+        tensor
+        for entry in entries
+        if entry.shape.writes_plain
+        for tensor in entry.tensors
+        if not tensor.requires_grad
+    ]
+    return list({id(tensor): tensor for tensor in found}.values())

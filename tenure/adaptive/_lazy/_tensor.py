@@ -12,17 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tenure._containers import mapped
 from tenure._errors import AdaptiveUsageError
 from tenure._text import describe_elements, describe_tensor
 from tenure._torch.compiler import is_dynamo_compiling, never_compiled
 
 from ._answers import ANSWERS, PROPERTIES
 from ._evaluate import value_of
-from ._handle import Handle, refuse_own_function
-from ._meta import SHARED, Label, meta_of
+from ._meta import SHARED, Label
 from ._recording import record
-from ._shapes import rebuilt
-from ._tape import Tape, leaf_of, new_number
+from ._tape import Handle, Tape, Value, refuse_own_function
 
 
 class Read(torch.autograd.Function):
@@ -81,23 +80,20 @@ class LazyTensor(Handle):
         """Return the tensor itself, computed if it was not."""
         refuse_own_function(self)
         value = value_of(self).detach()
-        needs = self._meta.requires_grad and torch.is_grad_enabled() and not value.is_inference()
+        trains = self._value.meta.requires_grad and torch.is_grad_enabled()
         apply: Any = Read.apply
-        return apply(value.requires_grad_()) if needs else value
+        return apply(value.requires_grad_()) if trains and not value.is_inference() else value
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         """Describe it without computing anything."""
-        what = f"{describe_elements(self._meta.dtype, self._meta.shape)} on {self._meta.device}"
-        done = self._number in self._tape.home().values
+        meta = self._value.meta
+        what = f"{describe_elements(meta.dtype, meta.shape)} on {meta.device}"
+        done = self._value.tensor is not None
         return f"lazy {what}{'' if done else ', not computed yet'}"
 
     def __str__(self) -> str:
         """Do as the tensor itself."""
         return str(self.value())
-
-    def __format__(self, spec: str) -> str:
-        """Do as the tensor itself."""
-        return format(self.value(), spec)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Save it as the tensor itself."""
@@ -114,25 +110,13 @@ _COMPILED = (
 )
 
 
-def lazy_leaf(tensor: Tensor, tape: Tape, label: Any = SHARED) -> LazyTensor:
-    """Return a handle of a tensor of the user's."""
-    number = new_number()
-    tape.leaves[number] = leaf_of(tensor, label)
-    made = LazyTensor._of(tape, number, meta_of(tensor, label))
-    made._is_data, made._is_given = not tensor.requires_grad, True
-    return made
-
-
 @never_compiled
-def lazy(*values: Any, batch: int | None = 0, predict: bool = False) -> Any:
+def lazy(*values: Any, batch: int | None = 0) -> Any:
     """Record what is done with tensors, and run it in micro-batches where it does not fit.
 
     Args:
         *values: tensors, or lists, tuples and dicts of them; other things come back as they are.
         batch: the dimension that has the samples; None: all samples share these tensors.
-        predict: begin a program that is new with the size that `predict_peak` says fits, where
-            memory can be measured; as for `step`. In the meantime the parameters have no data, for
-            other threads as well. Otherwise it begins with the whole batch.
 
     Returns:
         The same with a recorded tensor for each; a tuple where several were given.
@@ -154,25 +138,15 @@ def lazy(*values: Any, batch: int | None = 0, predict: bool = False) -> Any:
         torch.Size([1, 4])
     """
     tapes: dict[int, Tape] = {}
-    made = tuple(_recorded(value, batch, tapes) for value in values)
-    for tape in tapes.values():
-        tape.predicts = predict
+
+    def recorded(tensor: Tensor) -> Tensor:
+        return tensor if isinstance(tensor, LazyTensor) else _handle_of(tensor, batch, tapes)
+
+    made = tuple(mapped(recorded, value) for value in values)
     return made[0] if len(made) == 1 else made
 
 
-def _recorded(value: Any, batch: int | None, tapes: dict[int, Tape]) -> Any:
-    if isinstance(value, LazyTensor):
-        return value
-    if isinstance(value, Tensor):
-        return _leaf(value, batch, tapes)
-    if isinstance(value, list | tuple):
-        return rebuilt(value, [_recorded(each, batch, tapes) for each in value])
-    if isinstance(value, dict):
-        return type(value)({key: _recorded(each, batch, tapes) for key, each in value.items()})
-    return value
-
-
-def _leaf(tensor: Tensor, batch: int | None, tapes: dict[int, Tape]) -> LazyTensor:
+def _handle_of(tensor: Tensor, batch: int | None, tapes: dict[int, Tape]) -> LazyTensor:
     if tensor.layout is not torch.strided or tensor.is_nested:
         raise AdaptiveUsageError(
             f"lazy() got a tensor that is not dense, {describe_tensor(tensor)}. Pass a dense one, "
@@ -188,4 +162,6 @@ def _leaf(tensor: Tensor, batch: int | None, tapes: dict[int, Tape]) -> LazyTens
         dim = batch % tensor.dim()
         label, n_samples = Label(dim), tensor.shape[dim]
     tape = tapes.setdefault(n_samples, Tape(n_samples, tensor.device.type))
-    return lazy_leaf(tensor, tape, label)
+    value = Value.known(tensor, label)
+    value.given = tensor
+    return LazyTensor._of(tape, value)

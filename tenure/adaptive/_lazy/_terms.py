@@ -11,10 +11,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ._meta import Label, names
-from ._replay import filled
-from ._tape import RecordedCall, Ref
+from ._tape import RecordedCall, Value
 
-Get = Callable[[int], Any]
+Get = Callable[[Value], Any]
 
 _COUNTED = (F.cross_entropy, F.nll_loss)
 _LOSSES = frozenset(
@@ -30,7 +29,7 @@ _LOSSES = frozenset(
 )
 
 
-def reduction_of(entry: RecordedCall, labels: Mapping[int, Label]) -> str:
+def reduction_of(entry: RecordedCall, labels: Mapping[Value, Label]) -> str:
     """Return the reduction that a call names: ``"sum"``, ``"mean"``, ``"counted"``, or nothing."""
     metas, name = entry.shape.metas, getattr(entry.func, "__name__", "")
     if len(metas) != 1 or metas[0].shape:
@@ -49,7 +48,7 @@ def reduction_of(entry: RecordedCall, labels: Mapping[int, Label]) -> str:
     if given.get("weight") is not None:
         return ""
     if reduction == "batchmean":
-        label = labels[given["input"].number] if type(given["input"]) is Ref else Label()
+        label = labels.get(given["input"], Label())
         # it divides by the size of the first dimension, which may be one of time
         return "mean" if label.dim == 0 else "sum"
     return reduction if reduction in ("sum", "mean") else ""
@@ -61,13 +60,18 @@ def count_of(entry: RecordedCall, reduces: str, get: Get, n_samples: int) -> Any
     Args:
         entry: the call.
         reduces: its reduction.
-        get: gives a recorded value by its number.
+        get: gives the tensor of a value.
         n_samples: how many samples there are.
     """
     if reduces != "counted":
         return n_samples
     given = _bound(entry)
-    target, weight = (filled(given.get(name), get, n_samples) for name in ("target", "weight"))
+    target: Any
+    weight: Any
+    target, weight = (
+        get(each) if type(each) is Value else each
+        for each in (given.get("target"), given.get("weight"))
+    )
     # classes with probabilities: a mean over samples
     if target.is_floating_point():
         return n_samples
@@ -78,13 +82,13 @@ def count_of(entry: RecordedCall, reduces: str, get: Get, n_samples: int) -> Any
         return (weight[torch.where(valid, target, 0)] * valid).sum()
 
 
-def reads_of_count(entry: RecordedCall) -> list[int]:
+def reads_of_count(entry: RecordedCall) -> list[Value]:
     """Return the recorded values that its count is made of."""
     if entry.verdict.reduces != "counted":
         return []
     given = _bound(entry)
     values = (given.get("target"), given.get("weight"))
-    return [value.number for value in values if type(value) is Ref]
+    return [value for value in values if type(value) is Value]
 
 
 def whole_of(reduces: str, values: list[Tensor], counts: list[Any]) -> Tensor:

@@ -6,20 +6,20 @@ what the calls write or draw is undone.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from tenure._containers import passed_tensors
 from tenure._oom import oom_info
 from tenure.scopes import persist
 
 from .._undo import RngState
 from ._meta import SHARED, Label, Meta, names
-from ._replay import filled, flat_tensors, replayed
-from ._shapes import with_tensors
-from ._tape import RecordedCall, Ref, Tape, Verdict
+from ._tape import RecordedCall, Tape, Value, Verdict, call, inputs_of, last_uses
 from ._terms import count_of, reduction_of, whole_of
 
 _MANY = 256
@@ -41,33 +41,36 @@ class NotSplittableError(Exception):
         self.mixing = mixing
 
 
-def judge(tape: Tape) -> None:
+def judge(tape: Tape, entries: list[RecordedCall]) -> None:
     """Say of each call what it is in a split: see `Verdict`.
 
     Raises:
         NotSplittableError: no memory is left to try that.
     """
-    entries = tape.entries
     if all(entry.verdict is not None for entry in entries):
         return
-    place = {n: i for i, n in enumerate(n for e in entries for n in e.made)}
-    key = tuple([(e.shape, *[place.get(n, -1) for n in e.reads]) for e in entries])
+    place = {value: i for i, value in enumerate(v for e in entries for v in e.made)}
+    key = tuple([(e.shape, e.is_data, *[place.get(v, -1) for v in e.reads]) for e in entries])
     if key not in _known:
         if len(_known) >= _MANY:
             _known.clear()
-        _known[key] = _tried(tape)
+        _known[key] = _tried(tape, entries)
     for entry, verdict in zip(entries, _known[key], strict=True):
         entry.verdict = verdict
+        for value, label in zip(entry.made, verdict.labels, strict=True):
+            value.label = label
 
 
-def _tried(tape: Tape) -> list[Verdict]:
-    devices = {leaf.value.device for leaf in tape.leaves.values()} if tape.kind != "cpu" else ()
+def _tried(tape: Tape, entries: list[RecordedCall]) -> list[Verdict]:
+    devices = {value.meta.device for value in inputs_of(entries)} if tape.kind != "cpu" else ()
     for n_samples in (_FEW, 2):
         rng = RngState(devices, tape.generators.values())
         rng.begin()
         try:
-            with torch.no_grad(), persist():
-                return _Trial(tape, min(n_samples, tape.n_samples)).verdicts()
+            with torch.no_grad(), persist(), warnings.catch_warnings():
+                # of a deviation of one sample, for one
+                warnings.simplefilter("ignore")
+                return _Trial(entries, min(n_samples, tape.n_samples), tape.kind).verdicts()
         except Exception as error:
             if oom_info(error) is None:
                 raise
@@ -76,164 +79,134 @@ def _tried(tape: Tape) -> list[Verdict]:
     raise NotSplittableError("two samples of it, tried without gradients, do not fit either")
 
 
-class _Result(NamedTuple):
-    """What a call gave, and what it wrote into, in order."""
-
-    made: list[Tensor]
-    written: list[Tensor]
-
-
 class _Trial:
-    """A recorded program on a few samples."""
+    """Recorded calls on a few samples."""
 
-    def __init__(self, tape: Tape, n_samples: int) -> None:
-        self._tape, self._n = tape, n_samples
-        self._labels = {n: leaf.label for n, leaf in tape.leaves.items()}
-        self._env: dict[int, Tensor] = {}
-        for n, leaf in tape.leaves.items():
-            few = leaf.label.part(leaf.value.detach(), 0, n_samples)
-            self._env[n] = few.clone() if n in tape.written else few
-        self._alone = of_data(tape)
+    def __init__(self, entries: list[RecordedCall], n_samples: int, kind: str) -> None:
+        self._entries, self._n, self._kind = entries, n_samples, kind
+        inputs = inputs_of(entries)
+        self._labels = {value: value.label for value in inputs}
+        self._env: dict[Value, Tensor] = {
+            value: value.label.part(value.cut().detach(), 0, n_samples) for value in inputs
+        }
 
     def verdicts(self) -> list[Verdict]:
         """Try all calls in order."""
         found = []
-        what = replayed(self._tape.entries, ())
-        for entry, last in zip(what.entries, what.last, strict=True):
+        last = last_uses(self._entries, ())
+        for entry in self._entries:
             found.append(self._verdict(entry))
-            for number in last:
-                self._env.pop(number, None)
+            for value in last[entry]:
+                self._env.pop(value, None)
         return found
 
     def _verdict(self, entry: RecordedCall) -> Verdict:
-        metas = entry.shape.metas
-        labels = tuple(meta.label for meta in metas)
-        given = {n: self._env[n] for n in entry.reads if n in self._env}
-        kind, why = entry.shape.kind, entry.shape.why
+        labels = tuple(meta.label for meta in entry.shape.metas)
+        given = {v: self._env[v] for v in entry.reads if v in self._env}
+        why = entry.shape.why
         if getattr(entry.func, "__name__", "") in _UNCHECKED:
-            kind, why = "tail", "it does not check indices, so that it is not tried"
+            why = "it does not check indices, so that it is not tried"
         elif _goes_by_place(entry, self._labels):
-            kind, why = "tail", "it names places among the samples"
-        if len(given) == len(set(entry.reads)) and kind != "tail":
-            why = ""
-            for freezes in (False, True):
-                try:
-                    verdict = self._compared(entry, given, freezes)
-                except Exception as error:
-                    if oom_info(error) is not None:
-                        raise
-                    why = why or f"it does not run on a few samples ({str(error)[:120]})"
-                    continue
-                if verdict is not None and not (kind and verdict.kind != "chunk"):
-                    verdict = self._confirmed(entry, given, verdict)
-                if verdict is not None and not (kind and verdict.kind != "chunk"):
-                    self._take(entry, verdict)
-                    return verdict
-            why = why or "it mixes the samples"
-        if entry in self._alone and not entry.shape.changed:
+            why = "it names places among the samples"
+        is_known = len(given) == len(entry.reads)
+        for freezes in (False, True) if is_known and not why else ():
+            try:
+                verdict = self._compared(entry, given, freezes)
+            except Exception as error:
+                if oom_info(error) is not None:
+                    raise
+                why = why or f"it does not run on a few samples ({str(error)[:120]})"
+                continue
+            # what is made of the batch alone is reduced at once
+            if verdict is None or (entry.is_data and verdict.kind == "term"):
+                continue
+            if (verdict := self._confirmed(entry, given, verdict)) is not None:
+                # what is reduced is not for those that follow
+                if verdict.kind == "chunk":
+                    made = self._run(entry, self._env, self._n, freezes, tries=False)
+                    self._take(entry, made[: len(labels)], verdict.labels)
+                return verdict
+        if entry.is_data and not entry.shape.changed:
             # it will run on the whole batch, so that any values do here
-            self._env.update(zip(entry.made, self._values(entry), strict=True))
-            self._labels.update(zip(entry.made, labels, strict=True))
+            self._take(entry, [self._any_value(meta) for meta in entry.shape.metas], labels)
             return Verdict("before", "", labels)
-        if entry not in self._alone:
-            views = self._tape.views
-            groups = entry.written(views)
-            for number in [n for n in self._env if views.get(n, n) in groups]:
-                del self._env[number]
-        return Verdict("tail", why, labels)
+        if not entry.is_data:
+            for value in [value for value in self._env if value.root in entry.written()]:
+                del self._env[value]
+        return Verdict("tail", why or ("it mixes the samples" if is_known else ""), labels)
 
-    def _written(self, entry: RecordedCall) -> list[int]:
-        reads = list(dict.fromkeys(entry.reads))
-        return [reads[i] for i in entry.shape.changed]
-
-    def _take(self, entry: RecordedCall, verdict: Verdict) -> None:
-        """Run a call for those that follow; what is reduced is not for them."""
-        if verdict.kind == "chunk":
-            made, _ = self._run(entry, self._env, self._n, verdict.freezes, tries=False)
-            self._env.update(zip(entry.made, made, strict=True))
-            self._labels.update(zip(entry.made, verdict.labels, strict=True))
-
-    def _values(self, entry: RecordedCall) -> list[Tensor]:
-        """Values such as a call on the whole batch gives."""
-        wanted = [self._any_value(meta) for meta in entry.shape.metas]
-        try:
-            made, _ = self._run(entry, self._env, self._n, freezes=False)
-        except Exception as error:
-            if oom_info(error) is not None:
-                raise
-            return wanted
-        shapes = [each.shape for each in wanted]
-        return made if [each.shape for each in made] == shapes else wanted
+    def _take(self, entry: RecordedCall, made: list[Tensor], labels: tuple[Label, ...]) -> None:
+        """Keep what a call gave for those that follow."""
+        self._env.update(zip(entry.made, made, strict=True))
+        self._labels.update(zip(entry.made, labels, strict=True))
 
     def _any_value(self, meta: Meta) -> Tensor:
         shape = list(meta.shape)
         if meta.label.is_batch:
             shape[meta.label.dim] = meta.label.size(self._n)
         value = torch.zeros(shape, dtype=meta.dtype, device=meta.device)
-        return value.normal_() if meta.dtype.is_floating_point else value
+        # a logarithm has them, and they are probabilities
+        return value.uniform_() if meta.dtype.is_floating_point else value
 
     def _compared(
-        self, entry: RecordedCall, given: dict[int, Tensor], freezes: bool
+        self, entry: RecordedCall, given: dict[Value, Tensor], freezes: bool
     ) -> Verdict | None:
         """Return the verdict on a call; None if its parts do not give what the whole gives."""
-        ends = ((0, 1), (1, self._n)) if self._n > 1 else ((0, 1),)
-        pieces = [{n: self._labels[n].part(t, *each) for n, t in given.items()} for each in ends]
-        whole = self._run(entry, given, self._n, freezes)
-        parts = [
-            self._run(entry, piece, end - start, freezes)
-            for piece, (start, end) in zip(pieces, ends, strict=True)
+        ends = [(0, self._n), (0, 1), (1, self._n)][: min(self._n, 2) + 1]
+        pieces = [{v: self._labels[v].part(t, *each) for v, t in given.items()} for each in ends]
+        lengths = [end - start for start, end in ends]
+        whole, *parts = (
+            self._run(entry, *each, freezes) for each in zip(pieces, lengths, strict=True)
+        )
+        n_made = len(entry.shape.metas)
+        labels = [meta.label for meta in entry.shape.metas]
+        labels += [self._labels[entry.reads[i]] for i in entry.shape.changed]
+        layouts = [
+            _layout(label, value, [part[i] for part in parts])
+            for i, (label, value) in enumerate(zip(labels, whole, strict=True))
         ]
-        wanted = [meta.label for meta in entry.shape.metas]
-        writes = [self._labels[n] for n in self._written(entry)]
-        labels = [
-            _layout(label, value, [part.made[i] for part in parts])
-            for i, (label, value) in enumerate(zip(wanted, whole.made, strict=True))
-        ]
-        same = [
-            _layout(label, value, [part.written[i] for part in parts]) == label
-            for i, (label, value) in enumerate(zip(writes, whole.written, strict=True))
-        ]
-        found = tuple(label for label in labels if label is not None)
-        reads_samples = any(self._labels[n].is_batch for n in given)
-        scales = all(label.is_batch for label in (*wanted, *writes))
+        found = [label for label in layouts if label is not None]
+        reads_samples = any(self._labels[v].is_batch for v in given)
         # equal values may be by chance: what has no part for each sample is reduced over them
-        may = scales or not reads_samples or entry.func.__name__.startswith("new_")
+        may = (
+            all(label.is_batch for label in labels)
+            or not reads_samples
+            or entry.func.__name__.startswith("new_")
+        )
         # statistics of parts are others
         may &= not (reads_samples and entry.shape.writes_plain)
-        if may and all(same) and len(found) == len(labels):
-            return Verdict("chunk", "", found, freezes)
+        if may and len(found) == len(labels) and found[n_made:] == labels[n_made:]:
+            return Verdict("chunk", "", tuple(found[:n_made]), freezes)
         reduces = reduction_of(entry, self._labels)
         if reduces and not entry.shape.changed:
             counts = [
-                count_of(entry, reduces, piece.__getitem__, end - start)
-                for piece, (start, end) in zip(pieces, ends, strict=True)
+                count_of(entry, reduces, piece.__getitem__, length)
+                for piece, length in zip(pieces[1:], lengths[1:], strict=True)
             ]
-            values = [part.made[0] for part in parts]
-            if _alike(whole.made[0], whole_of(reduces, values, counts)):
+            if _alike(whole[0], whole_of(reduces, [part[0] for part in parts], counts)):
                 return Verdict("term", "", (SHARED,), freezes, reduces)
         sized = all(
             not label.is_batch or value.shape[label.dim :][:1] == (label.size(self._n),)
-            for label, value in zip((*wanted, *writes), (*whole.made, *whole.written), strict=True)
+            for label, value in zip(labels, whole, strict=True)
         )
         if may and sized and self._draws(entry, given, whole, freezes):
-            return Verdict("chunk", "", tuple(wanted), freezes)
+            return Verdict("chunk", "", tuple(labels[:n_made]), freezes)
         return None
 
     def _draws(
-        self, entry: RecordedCall, given: Mapping[int, Tensor], whole: _Result, freezes: bool
+        self, entry: RecordedCall, given: Mapping[Value, Tensor], whole: list[Tensor], freezes: bool
     ) -> bool:
         """Tell whether a call gives something else each time."""
         if getattr(entry.func, "__name__", "") in _UNWRITTEN:
             return True
         again = self._run(entry, given, self._n, freezes)
-        pairs = zip((*whole.made, *whole.written), (*again.made, *again.written), strict=True)
-        return not all(_alike(one, other) for one, other in pairs)
+        return not all(map(_alike, whole, again))
 
     def _confirmed(
-        self, entry: RecordedCall, given: Mapping[int, Tensor], verdict: Verdict
+        self, entry: RecordedCall, given: Mapping[Value, Tensor], verdict: Verdict
     ) -> Verdict | None:
         """Return the same of numbers at random: those of a few samples may be alike by chance."""
-        drawn = {n: _at_random(t) if self._labels[n].is_batch else t for n, t in given.items()}
+        drawn = {v: _at_random(t) if self._labels[v].is_batch else t for v, t in given.items()}
         try:
             again = self._compared(entry, drawn, verdict.freezes)
         except Exception as error:
@@ -243,35 +216,30 @@ class _Trial:
         return again if again is not None and again.kind == verdict.kind else None
 
     def _run(
-        self, entry: RecordedCall, given: Mapping[int, Tensor], length: int, freezes: bool,
+        self, entry: RecordedCall, given: Mapping[Value, Tensor], length: int, freezes: bool,
         *, tries: bool = True,
-    ) -> _Result:  # fmt: skip
-        plains = entry.tensors
-        used = {n: given[n] for n in dict.fromkeys(entry.reads)}
-        swap: dict[int, Tensor] = {}
+    ) -> list[Tensor]:  # fmt: skip
+        """Return what a call gives, and what it writes into, in order."""
+        used = {value: given[value] for value in entry.reads}
+        plains = {id(tensor): tensor for tensor in entry.tensors}
         modes = entry.modes._replace(grad=False)
         integers = any(
             not (t.is_floating_point() or t.is_complex() or t.dtype is torch.bool)
-            for t in (*used.values(), *plains)
+            for t in (*used.values(), *entry.tensors)
         )
-        if tries and integers and self._tape.kind != "cpu":
+        if tries and integers and self._kind != "cpu":
             # on a device an index out of range ends the process
-            used = {n: tensor.cpu() for n, tensor in used.items()}
-            swap = {id(tensor): tensor.cpu() for tensor in plains}
+            used = {value: tensor.cpu() for value, tensor in used.items()}
+            plains = {key: tensor.cpu() for key, tensor in plains.items()}
             modes = modes._replace(autocast=())
         if entry.shape.writes_plain:
-            swap = {id(tensor): tensor.clone() for tensor in plains}
+            plains = {key: tensor.clone() for key, tensor in plains.items()}
         if tries and (entry.shape.changed or entry.shape.writes_plain):
-            used = {n: tensor.clone() for n, tensor in used.items()}
-        size = None if freezes else length
-        with modes.entered(self._tape.kind):
-            args, kwargs = (
-                with_tensors(filled(each, used.__getitem__, size), swap)
-                for each in (entry.args, entry.kwargs)
-            )
-            out = flat_tensors(entry.func(*args, **kwargs))
-        made = [t for n, t in zip(entry.outs, out, strict=True) if n is not None]
-        return _Result(made, [used[n] for n in self._written(entry)])
+            used = {value: tensor.clone() for value, tensor in used.items()}
+        with modes.entered(self._kind):
+            out = call(entry, used.__getitem__, None if freezes else length, plains)
+        made = [t for v, t in zip(entry.outs, passed_tensors(out), strict=True) if v is not None]
+        return made + [used[entry.reads[i]] for i in entry.shape.changed]
 
 
 def _at_random(value: Tensor) -> Tensor:
@@ -280,10 +248,10 @@ def _at_random(value: Tensor) -> Tensor:
     return torch.rand_like(value) if value.is_floating_point() else value
 
 
-def _goes_by_place(entry: RecordedCall, labels: Mapping[int, Label]) -> bool:
+def _goes_by_place(entry: RecordedCall, labels: Mapping[Value, Label]) -> bool:
     """Tell whether a call names places along the samples, of which a few tell nothing."""
     first = entry.args[0] if entry.args else None
-    label = labels.get(first.number, SHARED) if isinstance(first, Ref) else SHARED
+    label = labels.get(first, SHARED) if isinstance(first, Value) else SHARED
     name = getattr(entry.func, "__name__", "")
     if not label.is_batch:
         return False
@@ -339,22 +307,3 @@ def _alike(one: Tensor, other: Tensor) -> bool:
     # masks are far larger than what they are added to
     scale = float(sizes.kthvalue(1 + sizes.numel() // 4).values) if sizes.numel() else 0.0
     return torch.allclose(one, other, rtol=tolerance, atol=tolerance * scale, equal_nan=True)
-
-
-def of_data(tape: Tape) -> set[RecordedCall]:
-    """Return the calls that make something of the batch alone."""
-    data = {n for n, leaf in tape.leaves.items() if not leaf.value.requires_grad}
-    found = set()
-    for entry in tape.entries:
-        metas = (*entry.shape.metas, *entry.shape.changed.values())
-        plains = entry.tensors
-        if (
-            data.issuperset(entry.reads)
-            and not any(meta.requires_grad for meta in metas)
-            and not any(t.requires_grad or isinstance(t, nn.Parameter) for t in plains)
-        ):
-            found.add(entry)
-            data.update(entry.made)
-        elif written := entry.written(tape.views):
-            data = {n for n in data if tape.views.get(n, n) not in written}
-    return found

@@ -4,9 +4,9 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import nn
+from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tenure._torch.fakes import is_fake
 from tenure.adaptive import lazy
 
 WIDE = 48
@@ -32,7 +32,7 @@ class RoomFor(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         wide = isinstance(out, torch.Tensor) and out.dim() > 1 and out.shape[-1] == WIDE
         # inference mode takes no product apart
-        if wide and not is_fake(out) and func in _PRODUCTS:
+        if wide and not isinstance(out, FakeTensor) and func in _PRODUCTS:
             if out.shape[0] > self._most:
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
             self.rows.append(out.shape[0])

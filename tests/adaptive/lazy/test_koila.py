@@ -5,6 +5,7 @@ Source: tests of koila 0.1.1, https://github.com/rentruewang/koila, by behaviour
 
 import math
 import operator
+from collections import UserDict, defaultdict
 
 import pytest
 import torch
@@ -88,6 +89,10 @@ def test_other_things_come_back_as_they_are():
     made = lazy({"x": A, "n": [B, 1]})
     assert isinstance(made["x"], LazyTensor)
     assert isinstance(made["n"][0], LazyTensor)
+    made = lazy(UserDict(x=A), defaultdict(list, x=[A]))
+    assert isinstance(made[0]["x"], LazyTensor)
+    assert isinstance(made[1]["x"][0], LazyTensor)
+    assert made[1]["y"] == []
     again = lazy(lazy(A), batch=0)
     assert again.shape == (2, 3)
 

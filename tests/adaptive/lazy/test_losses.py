@@ -6,7 +6,6 @@ from torch import nn
 from torch.nn import functional as F
 
 from tenure.adaptive import BatchCoupledError, OutOfRetriesError, lazy, memory_budget, reset
-from tenure.adaptive._step._verify import _comparison
 
 from .programs import RoomFor, assert_same_gradients, batch, mlp
 
@@ -237,6 +236,18 @@ def test_a_result_that_does_not_fit_says_so():
         net(lazy(x)).softmax(1).numpy()
 
 
+@pytest.mark.parametrize("room", ["3MiB", "7MiB"])
+def test_a_named_intermediate_that_does_not_fit_says_so(room):
+    net, x = nn.Linear(4, 1024), torch.randn(1024, 4)
+    with memory_budget(room):
+        hidden = net(lazy(x))
+        with pytest.raises(
+            OutOfRetriesError, match=r"[Rr]esults .*: float32\[1024, 1024\], .* \(4.0 MiB"
+        ):
+            hidden.square().mean().backward()
+    assert all(p.grad is None for p in net.parameters())
+
+
 @pytest.mark.parametrize("room", ["3600KiB", "2200KiB", "1200KiB"])
 def test_nothing_is_warned_of_that_nobody_can_act_on(room, recwarn):
     """A few samples are compared without graphs, and in what memory there is."""
@@ -250,21 +261,16 @@ def test_nothing_is_warned_of_that_nobody_can_act_on(room, recwarn):
     assert not recwarn.list
 
 
-def test_a_verification_of_a_split_has_memory_for_no_graph(monkeypatch):
+def test_the_first_of_two_passes_keeps_no_graph():
     """What was recorded with gradients on runs without, where whoever runs it wants none."""
-    model, (x, y), made = mlp(), batch(), []
-    plain = _comparison.split_values
-
-    def noted(*args):
-        values = plain(*args)
-        made.append(any(each.requires_grad for each in (values.loss, *values.terms.values())))
-        return values
-
-    monkeypatch.setattr(_comparison, "split_values", noted)
-    with RoomFor(5):
-        F.cross_entropy(model(lazy(x, predict=True)), y).backward()
-    assert made
-    assert not any(made)
+    torch.manual_seed(0)
+    net, x = nn.Sequential(nn.Linear(4, 1024), nn.Tanh(), nn.Linear(1024, 4)), torch.randn(1024, 4)
+    net(x).std(0).sum().backward()
+    expected = [p.grad for p in net.parameters()]
+    net.zero_grad()
+    with memory_budget("3MiB"):
+        net(lazy(x)).std(0).sum().backward()
+    torch.testing.assert_close([p.grad for p in net.parameters()], expected)
 
 
 def test_batch_norm_writes_its_statistics_once_whatever_is_read():

@@ -2,15 +2,15 @@
 
 import gc
 import warnings
-from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tenure import TenureError
 from tenure.adaptive import lazy, memory_budget, reset, statistics
-from tenure.adaptive._lazy import _program
 
 from .programs import RoomFor, gradients, mlp
 
@@ -117,14 +117,7 @@ def peak_of(make, program):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("program", [read_after, read_before, values_alone, beside_the_loss])
 @pytest.mark.parametrize("make", [norm, norm_that_nothing_trains, spectral, counting, images])
-def test_buffers_are_written_once_for_each_step(make, program, monkeypatch):
-    run_step = _program.run_step
-
-    def without_prediction(spec, options, frame):
-        return run_step(spec, replace(options, predict=False), frame)
-
-    # it would spare the failures
-    monkeypatch.setattr(_program, "run_step", without_prediction)
+def test_buffers_are_written_once_for_each_step(make, program):
     if program is beside_the_loss and make in (norm_that_nothing_trains, images):
         pytest.skip("has no such part")
     expected = {n_steps: trained(make, program, n_steps) for n_steps in (1, 6)}
@@ -197,6 +190,28 @@ def test_where_nothing_fits_all_is_as_before(read):
     assert not gradients(model)
     # and it can be read where there is room
     assert loss.item() > 0
+
+
+class Stops(TorchDispatchMode):
+    """Somebody presses Ctrl-C in the middle of the program."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.tanh.default and not isinstance(args[0], FakeTensor):
+            raise KeyboardInterrupt
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("read", [torch.Tensor.backward, torch.Tensor.item])
+def test_an_interrupt_leaves_all_as_before(read):
+    model, x = nn.BatchNorm1d(4).double(), torch.randn(8, 4, dtype=torch.float64)
+    loss = model(lazy(x)).tanh().square().mean()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with Stops(), pytest.raises(KeyboardInterrupt):
+        read(loss)
+    assert all(torch.equal(model.state_dict()[name], before[name]) for name in before)
+    read(loss)
+    assert model.num_batches_tracked == 1
+    torch.testing.assert_close(model.running_mean, 0.1 * x.mean(0))
 
 
 @pytest.mark.parametrize("trains", [True, False])

@@ -87,6 +87,36 @@ def test_a_program_runs_once_however_much_of_it_is_read():
     assert room.rows == [8]
 
 
+def test_calls_whose_results_nobody_has_do_not_run():
+    model, (x, _) = mlp(), batch()
+    with RoomFor(8) as room:
+        a = lazy(x)
+        abandoned = model(a)
+        model(a).sum().backward()
+        assert room.rows == [8, 8]
+        del abandoned
+        model(a)
+        assert model(a * 2).sum().item() != 0
+    assert room.rows == [8, 8, 8]
+
+
+@pytest.mark.parametrize("room", [8, 3])
+def test_a_loss_that_failed_does_not_fail_the_next_one_on_the_same_outputs(room):
+    model, (x, y) = mlp(), batch()
+    F.cross_entropy(model(x), y).backward()
+    expected = gradients(model)
+    model.zero_grad()
+    with RoomFor(room):
+        out = model(lazy(x))
+        failed = F.cross_entropy(out, y + 3)
+        with pytest.raises(IndexError):
+            failed.backward()
+        F.cross_entropy(out, y).backward()
+        torch.testing.assert_close(gradients(model), expected)
+        with pytest.raises(IndexError):
+            failed.item()
+
+
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_inference_is_split_and_put_together(mode):
     model, (x, y) = mlp(), batch()
