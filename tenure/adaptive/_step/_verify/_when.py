@@ -194,6 +194,9 @@ def _place(parts: StepParts) -> tuple[Hashable, list[Any]]:
         # the numbers of torch's own say how it is built
         if not is_of_a_library(type(module).__module__):
             numbers += [n for n in vars(module).values() if type(n) in (int, float)]
+    # a text may select another loss, and differs in each call where it names a sample
+    plain = (leaf.value for leaf in parts.leaves)
+    numbers += [value for value in plain if isinstance(value, bool | int | float | str)]
     modes = hash(tuple(module.training for module in modules)), len(numbers)
     asked = [type(each) for each in (spec.weight, spec.then, spec.once)]
     loss = None if callable(spec.loss) else spec.loss
@@ -292,6 +295,8 @@ def _contents(leaves: Sequence[Leaf]) -> Hashable:
 
 
 def _kind(leaf: Leaf) -> Hashable:
+    if isinstance(leaf.value, Tensor):
+        return leaf.value.dtype, leaf.value.dim()
     if leaf.dim == "items":
         return len(set(map(_extent, leaf.value))) <= 1
     return getattr(leaf.value, "dtype", type(leaf.value).__name__)

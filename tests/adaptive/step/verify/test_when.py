@@ -170,6 +170,28 @@ def test_another_declaration_mode_or_kind_of_label_is_verified_anew(change):
         step(fn, batch, maximum=4, **options)
 
 
+@pytest.mark.parametrize("change", ["dimensions", "text", "number"])
+def test_a_batch_that_selects_another_loss_is_verified_anew(change):
+    net = nn.Linear(4, 3)
+    batch = {"x": torch.randn(12, 4), "kind": "mean", "power": 1}
+
+    def fn(b):
+        out = net(b["x"])
+        if b["x"].dim() > 2 or b["kind"] == "sum" or b["power"] > 1:
+            return out.sum()
+        return out.mean()
+
+    for _ in range(66):  # so that a share of the samples is left for what is new
+        step(fn, batch, maximum=4)
+    batch |= {
+        "dimensions": {"x": torch.randn(12, 5, 4)},
+        "text": {"kind": "sum"},
+        "number": {"power": 2},
+    }[change]
+    with pytest.raises(SplitMismatchError):
+        step(fn, batch, maximum=4)
+
+
 def rooted(net):
     def fn(b):
         return F.mse_loss(net(b), b[:, :3]).sqrt()
