@@ -47,7 +47,7 @@ from .._ranks import (
     kept_apart,
 )
 from .._reachable import named_modules
-from .._undo import BufferState
+from .._undo import ModuleState
 
 
 class GradientExchange:
@@ -236,13 +236,13 @@ def coupled_modules(roots: Mapping[str, nn.Module]) -> list[Coupled]:
     return found
 
 
-def written_modules(roots: Mapping[str, nn.Module], buffers: BufferState) -> list[Coupled]:
-    """Return the modules with a buffer that was written since the buffers were noted."""
+def written_modules(roots: Mapping[str, nn.Module], state: ModuleState) -> list[Coupled]:
+    """Return the modules with a buffer that was written since it was noted."""
     # a module that nobody named, such as a metric beside the model, may count what it likes
     names = {module: name for name, module in named_modules(roots)}
     return [
         Coupled(names[module], type(module).__name__, f"each call updates its buffer {key!r}")
-        for module, key in buffers.written()
+        for module, key in state.written()
         if module in names
     ]
 

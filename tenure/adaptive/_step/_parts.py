@@ -286,7 +286,7 @@ class StepParts:
         self._refuse_new(length)
         # the first chunk tells: what a buffer collects, it collects of each
         if not start and self.spec.batchnorm == "refuse":
-            written = written_modules(self.roots, self.state.modules.buffers)
+            written = written_modules(self.roots, self.state.modules)
             refuse_coupled(written, self.n_samples, length)
         return returned
 

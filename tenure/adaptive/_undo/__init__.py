@@ -2,7 +2,6 @@
 
 from ._caches import Caches as Caches
 from ._homes import used_variables as used_variables
-from ._module_state import BufferState as BufferState
 from ._module_state import ModuleState as ModuleState
 from ._module_state import modules_below as modules_below
 from ._notes import ContainerNote as ContainerNote

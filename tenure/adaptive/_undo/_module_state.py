@@ -26,87 +26,92 @@ from ._notes import (
     noted_container,
     remember_written,
 )
-from ._rollback import AllOf
 
 _Hooks = dict[int, Any]
 _NO_HOOKS: _Hooks = {}
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _PLAIN = frozenset((int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device))
-_NO_NAMES: frozenset[str] = frozenset()
 
 
-class ModuleState(AllOf):
+class _NotedBuffer(NamedTuple):
+    module: nn.Module
+    name: str
+    tensor: Tensor | None
+    note: TensorNote | None
+
+
+class ModuleState:
     """Attributes and buffers of some modules, and how they are set.
+
+    How they are set is training or evaluation, the hooks of forward passes, and which parameters
+    get gradients: a function that sets one and puts it back at its end doesn't, if it runs out of
+    memory between.
+
+    A tensor that a failed attempt keeps on a module, as a cache for calls to come, is let go with
+    the attempt: the attribute gets back what it held, and so do the numbers beside it. Dicts,
+    lists, sets and deques get their items back, also inside each other, and tensors that were
+    written in place their values. Modules of torch's own classes keep nothing there. Buffers that
+    were not there are taken away.
 
     Args:
         modules: all modules that the work runs, those below others too; what is added to them
             later counts from the next ``begin`` on, and `add` notes it at once.
         with_modes: whether how they are set is noted as well.
-
-    Attributes:
-        buffers: the buffers.
     """
 
-    __slots__ = ("_kinds", "buffers")
+    __slots__ = (
+        "_attributes", "_buffers", "_contents", "_frozen", "_hooks", "_modules", "_names", "_seen",
+        "_tensors", "_training", "_with_modes",
+    )  # fmt: skip
 
     def __init__(self, modules: Iterable[nn.Module], *, with_modes: bool = True) -> None:
-        self.buffers = BufferState(modules)
-        kinds = (_AttributeState(modules), self.buffers)
-        self._kinds = (_ModeState(modules), *kinds) if with_modes else kinds
-        super().__init__(self._kinds)
-
-    def add(self, modules: Iterable[nn.Module]) -> None:
-        """Note more modules, while an attempt is on its way and before they run in it."""
-        for kind in self._kinds:
-            kind.add(modules)
-
-
-class _ModeState:
-    """How some modules are set.
-
-    That is training or evaluation, the hooks of forward passes, and which parameters get gradients.
-    A function that sets one and puts it back at its end doesn't, if it runs out of memory between.
-
-    Args:
-        modules: the modules that the work runs.
-    """
-
-    __slots__ = ("_frozen", "_hooks", "_modules", "_training")
-
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._modules = modules
-        self.finish()
+        self._modules, self._with_modes = modules, with_modes
+        self._forget()
 
     def begin(self) -> None:
         """Note them."""
+        # the copies of the attempt before go first
         self.finish()
         self.add(self._modules)
 
     def add(self, modules: Iterable[nn.Module]) -> None:
-        """Note more of them."""
+        """Note more modules, while an attempt is on its way and before they run in it."""
         # a mode would see each attribute of a tensor that is read
-        with without_functions():
+        with without_functions(), persist(), torch.no_grad():
             for module in modules:
-                self._note(module)
-
-    def _note(self, module: nn.Module) -> None:
-        self._training.append((module, module.training))
-        pre_hooks, hooks = module._forward_pre_hooks, module._forward_hooks
-        self._hooks.append((pre_hooks, pre_hooks.copy() if pre_hooks else _NO_HOOKS))
-        self._hooks.append((hooks, hooks.copy() if hooks else _NO_HOOKS))
-        if module._parameters:
-            self._frozen += [
-                (p, p.requires_grad) for p in module._parameters.values() if p is not None
-            ]
+                if self._with_modes:
+                    self._note_modes(module)
+                if not _is_of_torch(type(module).__module__):
+                    attributes = _attributes_of(module)
+                    self._attributes.append((module, attributes))
+                    self._note_below(module, attributes)
+                self._note_buffers(module)
 
     def finish(self) -> None:
-        """Keep what the attempt set."""
-        self._training: list[tuple[nn.Module, bool]] = []
-        self._hooks: list[tuple[_Hooks, _Hooks]] = []
-        self._frozen: list[tuple[Tensor, bool]] = []
+        """Keep what the attempt set and wrote, and drop the copies."""
+        notes = (buffer.note for buffer in self._buffers if buffer.note is not None)
+        remember_written((*self._tensors, *notes))
+        self._forget()
 
     def undo(self) -> None:
-        """Set them as they were."""
+        """Set them as they were, and put back values, and what is no longer there."""
+        for module, names in self._names:
+            for name in set(module._buffers.keys()) - names:
+                delattr(module, name)
+        for module, name, tensor, note in self._buffers:
+            module._buffers[name] = tensor
+            if note is not None:
+                note.undo()
+        for module, attributes in self._attributes:
+            space = vars(module)
+            # what every module has, its dicts of parameters and hooks among it, is others' to undo
+            for name in space.keys() - attributes.keys() - _OF_EVERY_MODULE:
+                del space[name]
+            space.update(attributes)
+        for contents in self._contents:
+            contents.undo()
+        for each in self._tensors:
+            each.undo()
         for module, training in self._training:
             if module.training != training:
                 module.training = training
@@ -118,167 +123,6 @@ class _ModeState:
         for parameter, requires_grad in self._frozen:
             if parameter.requires_grad != requires_grad:
                 parameter.requires_grad_(requires_grad)
-
-
-def modules_below(models: Iterable[nn.Module]) -> list[nn.Module]:
-    """Return the models and all modules below them, each once, the upper ones first."""
-    found: dict[int, nn.Module] = {}
-    waiting = [*models][::-1]
-    while waiting:
-        module = waiting.pop()
-        if id(module) not in found:
-            found[id(module)] = module
-            below = module._modules
-            if below:
-                waiting += [child for child in below.values() if child is not None][::-1]
-    return list(found.values())
-
-
-class _NotedModule(NamedTuple):
-    module: nn.Module
-    attributes: dict[str, Any]
-
-
-class _AttributeState:
-    """What the attributes of some modules hold.
-
-    A tensor that a failed attempt keeps on a module, as a cache for calls to come, is let go with
-    the attempt: the attribute gets back what it held, and so do the numbers beside it. Dicts,
-    lists, sets and deques get their items back, also inside each other, and tensors that were
-    written in place their values. Modules of torch's own classes keep nothing there, and are left
-    out.
-
-    Args:
-        modules: the modules that the work runs.
-    """
-
-    __slots__ = ("_contents", "_modules", "_noted", "_seen", "_tensors")
-
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._modules = modules
-        self._noted: list[_NotedModule] = []
-        self._contents: list[ContainerNote] = []
-        self._tensors: list[TensorNote] = []
-        # what is noted is kept, so an id stands for one object
-        self._seen: set[int] = set()
-
-    def begin(self) -> None:
-        """Note them."""
-        self.finish()
-        self.add(self._modules)
-
-    def add(self, modules: Iterable[nn.Module]) -> None:
-        """Note those of more modules."""
-        with persist(), torch.no_grad():
-            for module in modules:
-                if not _is_of_torch(type(module).__module__):
-                    attributes = _attributes_of(module)
-                    self._noted.append(_NotedModule(module, attributes))
-                    self._note_below(module, attributes)
-
-    def finish(self) -> None:
-        """Keep what the attempt set."""
-        remember_written(self._tensors)
-        self._noted, self._contents, self._tensors, self._seen = [], [], [], set()
-
-    def undo(self) -> None:
-        """Put back what is no longer there, and take away what is new."""
-        for module, attributes in self._noted:
-            space = vars(module)
-            # what every module has, its dicts of parameters and hooks among it, is others' to undo
-            for name in space.keys() - attributes.keys() - _OF_EVERY_MODULE:
-                del space[name]
-            space.update(attributes)
-        for contents in self._contents:
-            contents.undo()
-        for note in self._tensors:
-            note.undo()
-
-    def _note_below(self, module: nn.Module, attributes: dict[str, Any]) -> None:
-        waiting = [item for item in attributes.items() if type(item[1]) not in _PLAIN]
-        while waiting:
-            name, value = waiting.pop()
-            if id(value) in self._seen:
-                continue
-            if issubclass(type(value), Tensor):
-                self._seen.add(id(value))
-                if not (is_gone(value) or value.requires_grad):
-                    self._tensors.append(noted(module, name, value))
-            elif issubclass(type(value), tuple):
-                self._seen.add(id(value))
-                waiting += _changeable(name, tuple.__iter__(value))
-            elif (contents := noted_container(value)) is not None:
-                self._seen.add(id(value))
-                self._contents.append(contents)
-                waiting += _changeable(name, contents.items)
-
-
-def _attributes_of(module: nn.Module) -> dict[str, Any]:
-    """Return the attributes of a module beside those of every module."""
-    return {k: v for k, v in vars(module).items() if k not in _OF_EVERY_MODULE}
-
-
-def _changeable(name: str, items: Iterable[Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the entries of a container that may change, with a name each."""
-    # by number: the text of a key may be that of a whole model, and keys may be others each time
-    numbered = enumerate(each for _, each in entries(items))
-    return ((f"{name}[{i}]", each) for i, each in numbered if type(each) not in _PLAIN)
-
-
-def _is_of_torch(name: str) -> bool:
-    return name.startswith("torch.") or name == "torch"
-
-
-class _NotedBuffer(NamedTuple):
-    module: nn.Module
-    name: str
-    tensor: Tensor | None
-    note: TensorNote | None
-
-
-class BufferState:
-    """Every buffer of some modules: its values, and which tensor it is.
-
-    Buffers that were not there are taken away.
-
-    Args:
-        modules: the modules that the work runs.
-    """
-
-    __slots__ = ("_buffers", "_modules", "_names")
-
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._modules = modules
-        self._buffers: list[_NotedBuffer] = []
-        self._names: list[tuple[nn.Module, frozenset[str]]] = []
-
-    def begin(self) -> None:
-        """Note the buffers."""
-        # the copies of the attempt before go first
-        self.finish()
-        self.add(self._modules)
-
-    def add(self, modules: Iterable[nn.Module]) -> None:
-        """Note those of more modules."""
-        with persist(), torch.no_grad():
-            for module in modules:
-                buffers = module._buffers
-                if not buffers:
-                    self._names.append((module, _NO_NAMES))
-                    continue
-                self._names.append((module, frozenset(buffers.keys())))
-                for name, tensor in buffers.items():
-                    # a first call that fails may leave a lazy buffer with a shape
-                    if tensor is None or not is_lazy(tensor):
-                        note = None
-                        if tensor is not None and not is_gone(tensor):
-                            note = noted(module, name, tensor)
-                        self._buffers.append(_NotedBuffer(module, name, tensor, note))
-
-    def finish(self) -> None:
-        """Keep what the attempt wrote, and drop the copies."""
-        remember_written(buffer.note for buffer in self._buffers if buffer.note is not None)
-        self._buffers, self._names = [], []
 
     def written(self) -> list[tuple[nn.Module, str]]:
         """Return the buffers, by module and name, that have other values than when they were noted.
@@ -304,15 +148,82 @@ class BufferState:
         written += [buffer for (buffer, _), differs in zip(unsure, answers, strict=True) if differs]
         return [(buffer.module, buffer.name) for buffer in written]
 
-    def undo(self) -> None:
-        """Write back the values, and put back the tensors, that are no longer there."""
-        for module, names in self._names:
-            for name in set(module._buffers.keys()) - names:
-                delattr(module, name)
-        for module, name, tensor, note in self._buffers:
-            module._buffers[name] = tensor
-            if note is not None:
-                note.undo()
+    def _forget(self) -> None:
+        self._training: list[tuple[nn.Module, bool]] = []
+        self._hooks: list[tuple[_Hooks, _Hooks]] = []
+        self._frozen: list[tuple[Tensor, bool]] = []
+        self._attributes: list[tuple[nn.Module, dict[str, Any]]] = []
+        self._contents: list[ContainerNote] = []
+        self._tensors: list[TensorNote] = []
+        # what is noted is kept, so an id stands for one object
+        self._seen: set[int] = set()
+        self._buffers: list[_NotedBuffer] = []
+        self._names: list[tuple[nn.Module, set[str]]] = []
+
+    def _note_modes(self, module: nn.Module) -> None:
+        self._training.append((module, module.training))
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            self._hooks.append((hooks, hooks.copy() if hooks else _NO_HOOKS))
+        self._frozen += [(p, p.requires_grad) for p in module._parameters.values() if p is not None]
+
+    def _note_below(self, module: nn.Module, attributes: dict[str, Any]) -> None:
+        waiting = [item for item in attributes.items() if type(item[1]) not in _PLAIN]
+        while waiting:
+            name, value = waiting.pop()
+            if id(value) in self._seen:
+                continue
+            if issubclass(type(value), Tensor):
+                self._seen.add(id(value))
+                if not (is_gone(value) or value.requires_grad):
+                    self._tensors.append(noted(module, name, value))
+            elif issubclass(type(value), tuple):
+                self._seen.add(id(value))
+                waiting += _changeable(name, tuple.__iter__(value))
+            elif (contents := noted_container(value)) is not None:
+                self._seen.add(id(value))
+                self._contents.append(contents)
+                waiting += _changeable(name, contents.items)
+
+    def _note_buffers(self, module: nn.Module) -> None:
+        buffers = module._buffers
+        self._names.append((module, set(buffers.keys())))
+        for name, tensor in buffers.items():
+            # a first call that fails may leave a lazy buffer with a shape
+            if tensor is None or not is_lazy(tensor):
+                note = None
+                if tensor is not None and not is_gone(tensor):
+                    note = noted(module, name, tensor)
+                self._buffers.append(_NotedBuffer(module, name, tensor, note))
+
+
+def modules_below(models: Iterable[nn.Module]) -> list[nn.Module]:
+    """Return the models and all modules below them, each once, the upper ones first."""
+    found: dict[int, nn.Module] = {}
+    waiting = [*models][::-1]
+    while waiting:
+        module = waiting.pop()
+        if id(module) not in found:
+            found[id(module)] = module
+            below = module._modules
+            if below:
+                waiting += [child for child in below.values() if child is not None][::-1]
+    return list(found.values())
+
+
+def _attributes_of(module: nn.Module) -> dict[str, Any]:
+    """Return the attributes of a module beside those of every module."""
+    return {k: v for k, v in vars(module).items() if k not in _OF_EVERY_MODULE}
+
+
+def _changeable(name: str, items: Iterable[Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the entries of a container that may change, with a name each."""
+    # by number: the text of a key may be that of a whole model, and keys may be others each time
+    numbered = enumerate(each for _, each in entries(items))
+    return ((f"{name}[{i}]", each) for i, each in numbered if type(each) not in _PLAIN)
+
+
+def _is_of_torch(name: str) -> bool:
+    return name.startswith("torch.") or name == "torch"
 
 
 def _buffer(module: nn.Module, name: str) -> Tensor | None:

@@ -7,6 +7,7 @@ Invariant: between ``begin`` and the end of an attempt, ``undo`` brings back wha
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from typing import Protocol
 
 import torch
@@ -58,15 +59,12 @@ class AllOf:
 
     def begin(self) -> None:
         """Note each state; if one fails, those noted before it are brought back."""
-        # a state may run out of memory while it is noted, as copies of buffers do
-        begun: list[Rollback] = []
-        try:
+        with ExitStack() as begun:
+            # a state may run out of memory while it is noted, as copies of buffers do
             for part in self._parts:
                 part.begin()
-                begun.append(part)
-        except BaseException:
-            _undo(begun)
-            raise
+                begun.callback(part.undo)
+            begun.pop_all()
 
     def finish(self) -> None:
         """Let each make its change last."""
@@ -74,17 +72,8 @@ class AllOf:
             part.finish()
 
     def undo(self) -> None:
-        """Bring each state back, whatever becomes of another; the first error goes on."""
-        _undo(self._parts)
-
-
-def _undo(parts: Sequence[Rollback]) -> None:
-    # each, though one fails: half of a state brought back is worse than none, and harder to see
-    failure: BaseException | None = None
-    for part in reversed(parts):
-        try:
-            part.undo()
-        except BaseException as error:
-            failure = failure or error
-    if failure is not None:
-        raise failure
+        """Bring each state back, whatever becomes of another."""
+        # half of a state brought back is worse than none, and harder to see
+        with ExitStack() as stack:
+            for part in self._parts:
+                stack.callback(part.undo)

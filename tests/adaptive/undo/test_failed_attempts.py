@@ -1,0 +1,176 @@
+"""The state that a failed attempt changes, brought back."""
+
+import random
+from collections import OrderedDict
+
+import numpy.random
+import pytest
+import torch
+from torch import nn
+
+from tenure.adaptive import NoBatchsizeCache, batch, step
+
+from ..attempt.failures import oom
+
+
+def draw(generator):
+    return (
+        torch.rand(3).tolist(),
+        random.random(),
+        numpy.random.rand(),
+        torch.rand(2, generator=generator).tolist(),
+    )
+
+
+@pytest.fixture
+def found():
+    return []
+
+
+def attempts(draws, found):
+    """A function that draws, and fits at 1 of 4."""
+
+    @batch(initial_batchsize=4, restore_rng=True, cache_type=NoBatchsizeCache)
+    def work(size, *generators):
+        found.append(draws())
+        if size > 1:
+            oom()
+
+    return work
+
+
+def test_all_generators_draw_the_same_numbers_in_each_attempt(found):
+    generator = torch.Generator().manual_seed(5)
+    attempts(lambda: draw(generator), found)(generator, random.SystemRandom())
+    assert found == found[:1] * 3
+    assert draw(generator) != found[0]
+
+
+def test_the_generator_of_the_device_is_restored(sim, found):
+    attempts(lambda: torch.rand(4, device="sim").cpu().tolist(), found)()
+    assert found == found[:1] * 3
+
+
+def fail(model, change):
+    """Make a change in a step that fails."""
+
+    def fn(x):
+        change(x)
+        raise KeyError("stop")
+
+    with pytest.raises(KeyError, match="stop"):
+        step(fn, torch.ones(4, 3), model=model)
+
+
+def test_buffers_get_their_values_and_their_tensors_back():
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.Module())
+    model[1].register_buffer("table", torch.ones(3))
+    model[1].register_buffer("nothing", None)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    tensors = dict(model.named_buffers())
+
+    def change(x):
+        model[0](x)
+        model[1].table = torch.zeros(3)
+        model[1].nothing = torch.zeros(1)
+
+    fail(model, change)
+    assert dict(model.named_buffers()) == tensors
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name])
+
+
+def test_a_graph_of_before_the_attempt_can_still_go_backward():
+    model = nn.Module()
+    model.register_buffer("scale", torch.tensor([2.0, 3.0]))
+    weight = torch.ones(2, requires_grad=True)
+    loss = (weight * model.scale).sum()
+    fail(model, lambda x: model.scale.zero_())
+    loss.backward()
+    assert weight.grad.tolist() == [2.0, 3.0]
+
+
+def test_buffers_made_in_inference_mode_are_restored():
+    model = nn.Module()
+    with torch.inference_mode():
+        model.register_buffer("count", torch.zeros(2))
+
+    def change(x):
+        with torch.inference_mode():
+            model.count.add_(1)
+
+    fail(model, change)
+    assert model.count.tolist() == [0, 0]
+
+
+class Keeps(nn.Module):
+    """Keeps what it computed as plain attributes."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.mask = None
+        self.by_length = {}
+        self.seen = [1]
+        self.n_calls = 0
+
+    def forward(self, x):
+        n = len(x)
+        if self.mask is None or len(self.mask) < n:
+            self.mask, self.late = torch.ones(n, 1), torch.ones(1)
+            self.register_buffer("scale", torch.ones(3), persistent=False)
+        if n not in self.by_length:
+            self.by_length[n] = torch.ones(n, 1)
+        self.seen.append(n)
+        self.n_calls += 1
+        return self.linear(x) * self.mask[:n] * self.by_length[n] * self.scale * self.late
+
+
+def test_attributes_get_back_what_they_held():
+    model = nn.Sequential(Keeps())
+    keeps = model[0]
+    by_length, seen = keeps.by_length, keeps.seen
+    fail(model, model)
+    assert (keeps.mask, keeps.by_length, keeps.seen, keeps.n_calls) == (None, {}, [1], 0)
+    assert keeps.by_length is by_length
+    assert keeps.seen is seen
+    assert not hasattr(keeps, "late")
+    assert not hasattr(keeps, "scale")
+    assert "scale" not in keeps._non_persistent_buffers_set
+    model(torch.ones(4, 3))
+    mask, late = keeps.mask, keeps.late
+    fail(model, lambda x: model(torch.ones(6, 3)))
+    assert keeps.mask is mask
+    assert keeps.late is late
+    assert (list(keeps.by_length), keeps.n_calls) == ([4], 1)
+    assert keeps.linear.weight is dict(model.named_parameters())["0.linear.weight"]
+
+
+class Refusing(OrderedDict):
+    """A dictionary as transformers returns them."""
+
+    def update(self, *args, **kwargs):
+        raise TypeError("You cannot use update on it")
+
+    def copy(self):
+        raise TypeError("You cannot use copy on it")
+
+
+class NoName:
+    def __repr__(self):
+        raise AssertionError("a key may be a whole model")
+
+
+def test_containers_with_methods_and_keys_of_their_own_get_their_items_back():
+    keeps, key = Keeps(), NoName()
+    keeps.last = Refusing(first=torch.ones(2), second=1)
+    keeps.by_object = {key: torch.ones(2)}
+
+    def change(x):
+        keeps.last["third"] = keeps.last.pop("first").add_(1)
+        keeps.by_object[key].add_(1)
+
+    fail(keeps, change)
+    assert list(keeps.last) == ["first", "second"]
+    assert keeps.last["first"].tolist() == [1, 1]
+    assert keeps.by_object[key].tolist() == [1, 1]
