@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import logging
+import random
 import re
 import sys
 import weakref
@@ -11,58 +12,22 @@ import pytest
 import torch
 
 from tenure import NewDisposeScope, is_disposed, owner_of
-from tenure._registries import shrinkables
-from tenure.adaptive import OutOfRetriesError, add_listener, remove_listener, statistics
-from tenure.adaptive._attempt import _attempts
-from tenure.adaptive._attempt._attempts import Attempts
+from tenure.adaptive import (
+    NoBatchsizeCache,
+    OutOfRetriesError,
+    add_listener,
+    batch,
+    remove_listener,
+    statistics,
+)
 
 OOM = "CUDA out of memory. Tried to allocate 2.00 GiB."
 
 
-class Halving:
-    """The simplest search: down by halves to a floor."""
-
-    limited_by = "minimum="
-
-    def __init__(self, size, floor=1):
-        self.size = size
-        self.floor = floor
-        self.n_succeeded = 0
-
-    def succeeded(self):
-        self.n_succeeded += 1
-
-    def gave_up(self):
-        return 0
-
-    def shrink(self, info):
-        if self.size // 2 < self.floor:
-            return False
-        self.size //= 2
-        return True
-
-
 def run(work, size=4, floor=1, **options):
-    fallback = options.pop("fallback", None)
-    name = options.pop("name", "work")
-    with NewDisposeScope("test") as scope:
-        return Attempts(name, scope, **options).run(Halving(size, floor), work, fallback)
-
-
-class Recorder:
-    """A state that notes what is asked of it."""
-
-    def __init__(self):
-        self.calls = []
-
-    def begin(self):
-        self.calls.append("begin")
-
-    def finish(self):
-        self.calls.append("finish")
-
-    def undo(self):
-        self.calls.append("undo")
+    work.__qualname__ = work.__name__
+    decorate = batch(initial_batchsize=size, minimum=floor, cache_type=NoBatchsizeCache, **options)
+    return decorate(work)()
 
 
 @pytest.fixture
@@ -190,8 +155,9 @@ def test_bytes_of_the_failed_attempt_are_gone_although_the_callee_kept_its_tenso
         return torch.ones(size * 5 << 18, device="sim").sum().item()
 
     sim.budget_bytes = 24 << 20
-    assert run(work) == 2 * 5 << 18
-    assert live == [0, 0]
+    assert 0 < run(work) <= 2 * 5 << 18
+    assert live == [0] * len(live)
+    assert len(live) > 1
 
 
 def test_what_a_success_makes_belongs_to_the_scope_around():
@@ -235,8 +201,8 @@ def test_giving_up_says_what_was_tried_and_comes_from_the_last_error():
     with pytest.raises(OutOfRetriesError) as caught:
         run(refuse_above(0, "sim:9 out of memory. Tried to allocate 3.1 GiB"))
     assert str(caught.value) == (
-        "3 attempts of 'work' ran out of sim:9 memory (size 4, 2, 1; needed 3.1 GiB). Not even 1 "
-        "fits: free memory, make the model or the sample smaller, or page the model."
+        "3 attempts of 'work' ran out of sim:9 memory (batch size 4, 2, 1; needed 3.1 GiB). Not "
+        "even 1 fits: free memory, make the model or the sample smaller, or page the model."
     )
     assert caught.value.sizes == (4, 2, 1)
     assert caught.value.info.device == "sim:9"
@@ -246,10 +212,10 @@ def test_giving_up_says_what_was_tried_and_comes_from_the_last_error():
 def test_giving_up_above_one_advises_a_smaller_minimum():
     with pytest.raises(
         OutOfRetriesError,
-        match=r"^1 attempt of 'work' ran out of cuda memory \(chunk 4; needed 2.0 GiB\)\. "
-        r"Allow less than 4 with minimum=",
+        match=r"^2 attempts of 'work' ran out of cuda memory \(batch size 4, 3; needed 2.0 GiB\)\. "
+        r"Allow less than 3 with minimum=",
     ):
-        run(refuse_above(0), floor=3, unit="chunk")
+        run(refuse_above(0), floor=3)
 
 
 def test_the_last_error_still_shows_its_lines_and_holds_no_tensor():
@@ -266,7 +232,7 @@ def test_the_last_error_still_shows_its_lines_and_holds_no_tensor():
     while tb is not None:
         names.append(tb.tb_frame.f_code.co_name)
         tb = tb.tb_next
-    assert names == ["_attempt", "work"]
+    assert names[-1] == "work"
     assert [ref() for ref in made] == [None, None, None]
 
 
@@ -277,56 +243,102 @@ def test_giving_up_can_be_nested_the_outer_work_shrinks_then():
     assert run(outer, size=8) == 1
 
 
-def test_another_error_goes_on_and_the_state_is_undone():
-    state, kept = Recorder(), []
+@pytest.mark.parametrize(
+    ("error", "in_oom"),
+    [
+        (ValueError, False),
+        (KeyboardInterrupt, False),
+        (KeyboardInterrupt, True),
+        (SystemExit, True),
+    ],
+)
+def test_another_error_goes_on_and_what_was_drawn_is_undone(error, in_oom):
+    kept = []
 
     def work(size):
-        kept.append(torch.ones(2))
-        raise ValueError("of the user")
+        kept.append(torch.rand(2))
+        try:
+            if in_oom:
+                raise torch.OutOfMemoryError(OOM)
+        finally:
+            raise error
 
-    with pytest.raises(ValueError, match="of the user"):
-        run(work, state=state)
-    assert state.calls == ["begin", "undo"]
+    before = torch.get_rng_state()
+    with pytest.raises(error):
+        run(work, restore_rng=True)
+    assert torch.equal(torch.get_rng_state(), before)
     assert not is_disposed(kept[0])
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
-def test_an_interrupt_during_the_handling_of_an_oom_goes_on(error):
-    def work(size):
-        try:
-            raise torch.OutOfMemoryError(OOM)
-        except torch.OutOfMemoryError:
-            raise error from None
-
-    state = Recorder()
-    with pytest.raises(error):
-        run(work, state=state)
-    assert state.calls == ["begin", "undo"]
-
-
-@pytest.mark.parametrize("place", ["unused_bytes_at", "release"])
-def test_an_interrupt_after_an_attempt_that_failed_finds_its_state_undone(place, monkeypatch):
-    def interrupted(*args):
+def test_an_interrupt_while_a_failure_is_handled_finds_what_was_drawn_undone(monkeypatch):
+    def interrupted(device):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(_attempts, place, interrupted)
-    state = Recorder()
+    def work(size):
+        torch.rand(2)
+        # asked for the memory of the device
+        monkeypatch.setattr(torch, "get_device_module", interrupted)
+        raise torch.OutOfMemoryError(OOM)
+
+    before = torch.get_rng_state()
     with pytest.raises(KeyboardInterrupt):
-        run(refuse_above(2), state=state)
-    assert state.calls == ["begin", "undo"]
+        run(work, restore_rng=True)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+class Numbers(random.Random):
+    """A generator that fails once when its state is read, or set."""
+
+    def __init__(self, where=None, error=None):
+        super().__init__(5)
+        self.where, self.error = where, error
+
+    def _fail(self, where):
+        if self.where == where:
+            self.where = None
+            raise self.error
+
+    def getstate(self):
+        self._fail("get")
+        return super().getstate()
+
+    def setstate(self, state):
+        self._fail("set")
+        return super().setstate(state)
+
+
+def draw(numbers, largest=1):
+    """The numbers that each attempt draws, and the error that ended them."""
+    drawn = []
+
+    @batch(initial_batchsize=4, restore_rng=True, cache_type=NoBatchsizeCache)
+    def work(size, numbers):
+        drawn.append(numbers.random())
+        refuse_above(largest)(size)
+
+    try:
+        work(numbers)
+    except (KeyboardInterrupt, KeyError) as error:
+        return drawn, type(error)
+    return drawn, None
 
 
 def test_an_undoing_that_is_interrupted_is_done_again():
-    class Interrupted(Recorder):
-        def undo(self):
-            super().undo()
-            if self.calls.count("undo") == 1:
-                raise KeyboardInterrupt
+    numbers = Numbers("set", KeyboardInterrupt)
+    drawn, error = draw(numbers)
+    assert error is KeyboardInterrupt
+    assert drawn == [Numbers().random()] == [numbers.random()]
 
-    state = Interrupted()
-    with pytest.raises(KeyboardInterrupt):
-        run(refuse_above(2), state=state)
-    assert state.calls == ["begin", "undo", "undo"]
+
+def test_a_state_that_runs_out_of_memory_when_it_is_noted_is_noted_again():
+    drawn, error = draw(Numbers("get", torch.OutOfMemoryError(OOM)), largest=4)
+    assert (drawn, error) == ([Numbers().random()], None)
+
+
+def test_a_state_that_can_not_be_noted_is_not_undone():
+    numbers = Numbers("get", KeyError("no such buffer"))
+    assert draw(numbers) == ([], KeyError)
+    assert numbers.random() == Numbers().random()
 
 
 def test_an_error_that_broke_more_than_the_attempt_is_not_retried():
@@ -340,108 +352,40 @@ def test_an_error_that_broke_more_than_the_attempt_is_not_retried():
     assert sizes == [4]
 
 
-def test_the_state_is_noted_before_and_finished_or_undone_after_each_attempt():
-    state = Recorder()
-    assert run(refuse_above(2), state=state) == 2
-    assert state.calls == ["begin", "undo", "begin", "finish"]
+def test_each_attempt_draws_the_same_and_what_the_last_one_drew_stays():
+    drawn = []
 
+    def work(size):
+        drawn.append(torch.rand(2).tolist())
+        refuse_above(1)(size)
 
-def test_a_state_that_runs_out_of_memory_in_finish_is_undone_and_tried_again():
-    class Tight(Recorder):
-        def finish(self):
-            super().finish()
-            if self.calls.count("finish") == 1:
-                raise torch.OutOfMemoryError(OOM)
-
-    state = Tight()
-    assert run(refuse_above(4), state=state) == 2
-    assert state.calls == ["begin", "finish", "undo", "begin", "finish"]
-
-
-def test_a_state_that_runs_out_of_memory_in_begin_is_noted_again_and_not_undone():
-    class Short(Recorder):
-        def begin(self):
-            super().begin()
-            if len(self.calls) == 1:
-                raise torch.OutOfMemoryError(OOM)
-
-    state = Short()
-    assert run(lambda size: size, state=state) == 2
-    assert state.calls == ["begin", "begin", "finish"]
-
-
-def test_a_state_that_fails_in_begin_is_not_undone():
-    class Broken(Recorder):
-        def begin(self):
-            super().begin()
-            raise KeyError("no such buffer")
-
-    state = Broken()
-    with pytest.raises(KeyError):
-        run(lambda size: size, state=state)
-    assert state.calls == ["begin"]
+    run(work, restore_rng=True)
+    assert drawn == drawn[:1] * 3
+    assert torch.rand(2).tolist() != drawn[0]
 
 
 def test_the_fallback_runs_once_when_no_size_is_left():
-    calls = []
+    sizes = []
 
-    def fallback():
-        calls.append("cpu")
+    def work(size):
+        sizes.append(size)
+        refuse_above(0 if len(sizes) < 4 else 1)(size)
         return "done"
 
-    assert run(refuse_above(0), fallback=fallback) == "done"
-    assert calls == ["cpu"]
+    assert run(work, cpu_fallback=True) == "done"
+    assert sizes == [4, 2, 1, 1]
 
 
 def test_a_fallback_that_runs_out_too_ends_the_retries():
-    def fallback():
-        raise MemoryError
-
-    with pytest.raises(OutOfRetriesError) as caught:
-        run(refuse_above(0), fallback=fallback, size=1)
-    assert isinstance(caught.value.__cause__, MemoryError)
-
-
-class Pager:
-    def __init__(self, *gives):
-        self.gives = list(gives)
-        self.asked = []
-
-    def shrink(self, device, n_bytes):
-        self.asked.append((device, n_bytes))
-        return self.gives.pop(0) if self.gives else 0
-
-
-def test_a_pager_is_asked_before_the_size_shrinks():
-    pager = Pager(2 << 30)
-    shrinkables.add(pager)
-    assert run(refuse_above(2)) == 2
-    assert pager.asked == [("cuda", 2 << 30), ("cuda", 2 << 30)]
-
-
-def test_a_size_limit_asks_nobody_for_memory():
-    pager = Pager(1 << 20)
-    shrinkables.add(pager)
-    assert run(refuse_above(2, "Invalid buffer size: 24.00 GiB")) == 2
-    assert pager.asked == []
-
-
-def test_a_pager_that_fails_is_logged_and_the_size_shrinks(caplog):
-    class Broken:
-        def shrink(self, device, n_bytes):
-            raise ValueError("broken pager")
-
-    broken = Broken()
-    shrinkables.add(broken)
-    assert run(refuse_above(2)) == 2
-    assert "broken pager" in caplog.text
+    with pytest.raises(OutOfRetriesError, match="2 attempts"):
+        run(refuse_above(0), cpu_fallback=True, size=1)
 
 
 def test_each_new_size_is_logged_in_one_line_and_told_to_listeners(caplog):
     heard, mine = [], []
     add_listener(heard.append)
     try:
-        run(refuse_above(1), on_retry=mine.append, unit="batch size")
+        run(refuse_above(1), on_retry=mine.append)
     finally:
         remove_listener(heard.append)
     assert [record.getMessage() for record in caplog.records] == [
@@ -541,15 +485,32 @@ def on_sim(n_bytes):
     return torch.empty(n_bytes, dtype=torch.uint8, device="sim")
 
 
-def test_giving_up_tells_how_the_memory_was_cut_up(sim):
+@pytest.mark.parametrize(
+    ("settings", "facts", "advice"),
+    [
+        (
+            "",
+            "needed 20.0 MiB, free 0 B",
+            ": set PYTORCH_ALLOC_CONF=expandable_segments:True before the program starts",
+        ),
+        # free parts of segments that expand can be given back
+        (
+            "max_split_size_mb:100,expandable_segments:True",
+            "held 80.0 MiB of the 80.0 MiB it had, and needed 20.0 MiB more",
+            "",
+        ),
+    ],
+)
+def test_giving_up_tells_how_the_memory_was_cut_up(sim, monkeypatch, settings, facts, advice):
+    name = "_accelerator_getAllocatorSettings"
+    monkeypatch.setattr(torch._C, name, lambda: settings, raising=False)
     sim(allocator="cuda", budget="100MiB")
     kept = [on_sim(4 << 20) for _ in range(25)][::5]
     with pytest.raises(OutOfRetriesError) as caught:
         run(lambda size: on_sim(size * 20 << 20), size=2)
     assert str(caught.value) == (
-        "2 attempts of 'work' ran out of sim:0 memory (size 2, 1; needed 20.0 MiB, free 0 B). At "
-        "the last, 80.0 MiB were reserved and not allocated, in pieces: set "
-        "PYTORCH_ALLOC_CONF=expandable_segments:True before the program starts. Not even 1 fits: "
+        f"2 attempts of '<lambda>' ran out of sim:0 memory (batch size 2, 1; {facts}). At the "
+        f"last, 80.0 MiB were reserved and not allocated, in pieces{advice}. Not even 1 fits: "
         "free memory, make the model or the sample smaller, or page the model."
     )
     del kept
@@ -563,8 +524,7 @@ def test_giving_up_says_nothing_of_pieces_where_the_memory_was_in_use(sim):
     del kept
 
 
-@pytest.mark.parametrize("name", ["<lambda>", "lazy"])
-def test_what_has_no_name_of_its_own_is_logged_with_the_line_that_called(caplog, name):
-    run(refuse_above(2), name=name)
+def test_what_has_no_name_of_its_own_is_logged_with_the_line_that_called(caplog):
+    run(lambda size: refuse_above(2)(size))
     (record,) = caplog.records
-    assert re.match(rf"tenure: '{name}' at \S*test_attempts\.py:\d+ ran out", record.getMessage())
+    assert re.match(r"tenure: '<lambda>' at \S*test_attempts\.py:\d+ ran out", record.getMessage())

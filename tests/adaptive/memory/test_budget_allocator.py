@@ -9,6 +9,8 @@ import torch
 
 from tenure._torch.modes import open_modes
 from tenure.adaptive import AdaptiveUsageError, memory_budget
+
+# private: nobody else can be interrupted exactly where a budget opens
 from tenure.adaptive._memory._counting import CountingMode, counting_on
 
 MIB = 1 << 20

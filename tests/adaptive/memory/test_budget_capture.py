@@ -1,11 +1,12 @@
 """While a graph is captured: what is refused by name, what runs as it is, what is left alone."""
 
+import gc
+
 import pytest
 import torch
 from torch import nn
 
 from tenure import adaptive
-from tenure._graph_capture import accelerator_is_capturing
 from tenure.adaptive import (
     AdaptiveUsageError,
     OutOfRetriesError,
@@ -14,7 +15,6 @@ from tenure.adaptive import (
     statistics,
     step,
 )
-from tenure.adaptive._attempt import _relief
 
 pytestmark = pytest.mark.usefixtures("forgetful")
 
@@ -94,14 +94,14 @@ def out_of_memory(sim):
     with capturing(sim, sim.module.CUDAGraph()):
         with pytest.raises(torch.OutOfMemoryError, match=r"^sim:0 out of memory") as caught:
             f()
-        assert accelerator_is_capturing()
+        assert sim.module.is_current_stream_capturing()
     return caught.value
 
 
 def test_an_out_of_memory_error_goes_on_untouched_and_nothing_is_tried(sim, graph, monkeypatch):
     for name in ("synchronize", "empty_cache", "memory_snapshot"):
-        monkeypatch.setattr(sim.module, name, guarded(getattr(sim.module, name)), raising=True)
-    monkeypatch.setattr(_relief.gc, "collect", guarded(_relief.gc.collect))
+        monkeypatch.setattr(sim.module, name, guarded(sim, getattr(sim.module, name)))
+    monkeypatch.setattr(gc, "collect", guarded(sim, gc.collect))
     statistics().reset()
     error = out_of_memory(sim)
     assert error.__cause__ is None
@@ -109,41 +109,27 @@ def test_an_out_of_memory_error_goes_on_untouched_and_nothing_is_tried(sim, grap
     assert (statistics().attempts, statistics().retries, statistics().shrinks) == (1, 0, 0)
 
 
-def guarded(function):
+def guarded(sim, function):
     def call(*args, **kwargs):
-        assert not accelerator_is_capturing()
+        assert not sim.module.is_current_stream_capturing()
         return function(*args, **kwargs)
 
     return call
 
 
-class _State:
-    """Random state that can't be set during a capture."""
-
-    def begin(self):
-        pass
-
-    def finish(self):
-        pass
-
-    def undo(self):
+def test_a_capture_that_an_attempt_left_open_hides_no_error(sim, graph, monkeypatch):
+    def refused(*args):
         raise RuntimeError("CUDAGeneratorImpl::set_current_seed can be called during")
 
+    @adaptive.batch(initial_batchsize=2, restore_rng=True)
+    def work(size):
+        monkeypatch.setattr(sim.module, "set_rng_state", refused)
+        graph.capture_begin()
+        on_sim(1 << 30)
 
-def test_a_capture_that_an_attempt_left_open_hides_no_error(sim, graph):
-    from tenure import NewDisposeScope
-    from tenure.adaptive._attempt._attempts import Attempts
-
-    from ..attempt.test_attempts import Halving
-
-    with sim.module.stream(sim.module.Stream()), NewDisposeScope("test") as scope:
-
-        def work(size):
-            graph.capture_begin()
-            on_sim(1 << 30)
-
+    with sim.module.stream(sim.module.Stream()):
         with pytest.raises(torch.OutOfMemoryError):
-            Attempts("work", scope, state=_State()).run(Halving(2), work)
+            work()
         graph.capture_end()
 
 

@@ -1,5 +1,6 @@
 """How much may be used and how much was needed, measured on budgets of the CPU and on a device."""
 
+import re
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -7,8 +8,12 @@ import pytest
 import torch
 
 from tenure import adaptive
-from tenure.adaptive import GlobalBatchsizeCache, memory_budget
-from tenure.adaptive._memory._meter import meter_for
+from tenure.adaptive import (
+    GlobalBatchsizeCache,
+    NoBatchsizeCache,
+    OutOfRetriesError,
+    memory_budget,
+)
 
 MIB = 1 << 20
 
@@ -25,72 +30,74 @@ def made_by_another_thread(n_bytes, device):
         return executor.submit(made, n_bytes, device).result()
 
 
-def test_a_device_that_is_not_there_has_no_meter():
-    assert meter_for(None) is None
-    assert meter_for("nowhere:0") is None
-    assert torch.cuda.is_available() or meter_for("cuda:0") is None
+def told_free(device, text=None):
+    """The free memory that an error tells of a device, if it tells any."""
+
+    @adaptive.batch(initial_batchsize=1, cache_type=NoBatchsizeCache)
+    def work(size):
+        raise RuntimeError(text or f"{device} out of memory. Tried to allocate 9.00 GiB")
+
+    with pytest.raises(OutOfRetriesError) as caught:
+        work()
+    found = re.search(r"free (.*?)\)", str(caught.value))
+    return found and found[1]
 
 
-def test_the_host_tells_what_is_free_and_not_what_was_needed():
-    meter = meter_for("cpu")
-    assert meter.available_bytes() > 0
-    meter.restart()
-    assert meter.needed_bytes() is None
-    assert not meter.measures
+def test_the_host_tells_what_is_free_and_a_device_that_is_not_there_tells_nothing():
+    text = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 1099511627776 bytes."
+    assert told_free("cpu", text).endswith("GiB")
+    assert told_free("nowhere:0") is None
 
 
-def test_a_budget_is_measured_and_its_own_peak_stays():
+def test_a_budget_keeps_its_own_peak_while_calls_are_measured():
     with memory_budget(1000) as budget:
         kept = made(100)
         made(500)
-        meter = meter_for("cpu")
-        assert meter.available_bytes() == 900
-        meter.restart()
-        made(200)
-        assert meter.needed_bytes() == 200
+        adaptive.batch(initial_batchsize=200)(lambda n: made(n).numel())()
         assert (budget.live_bytes, budget.peak_bytes) == (100, 600)
     del kept
 
 
-def test_of_nested_budgets_the_tighter_one_counts():
-    with memory_budget(1000), memory_budget(300):
-        assert meter_for("cpu").available_bytes() == 300
-
-
 @pytest.mark.sim_allocator("exact")
-def test_a_device_is_measured_by_its_allocator(sim):
+def test_of_a_device_and_nested_budgets_the_tightest_counts(sim):
     sim(budget=1000)
     kept = made(100, sim.device)
-    meter = meter_for("sim:0")
-    assert meter.available_bytes() == 900
-    meter.restart()
-    made(300, sim.device)
-    assert meter.needed_bytes() == 300
+    assert told_free("sim:0") == "900 B"
     with memory_budget(500, sim.device):
-        assert meter_for("sim").available_bytes() == 500
+        assert told_free("sim:0") == "500 B"
+        with memory_budget(800, sim.device), memory_budget(300, sim.device):
+            assert told_free("sim:0") == "300 B"
     del kept
 
 
-def test_the_free_parts_of_segments_in_use_are_not_available(sim):
+@pytest.fixture
+def fragmented(sim):
+    """100 blocks of 4 MiB, of which every fifth is in use, of a GiB."""
     sim(allocator="cuda", budget="1GiB")
     kept = [made(4 * MIB, "sim") for _ in range(100)][::5]
-    meter = meter_for("sim:0")
-    assert meter.available_bytes() == 624 * MIB
+    yield sim
+    del kept
+
+
+def test_the_free_parts_of_segments_in_use_are_not_available(fragmented):
+    assert told_free("sim:0") == "624.0 MiB"
     made(300 * MIB, "sim")  # goes to the cache, as a segment of its own
-    assert sim.reserved_bytes == 700 * MIB
-    assert meter.available_bytes() == 624 * MIB
-    del kept
+    assert fragmented.reserved_bytes == 700 * MIB
+    assert told_free("sim:0") == "624.0 MiB"
 
 
-def test_available_is_what_the_fraction_leaves_beside_what_is_reserved(sim):
-    sim(allocator="cuda", budget="1GiB")
-    kept = [made(4 * MIB, "sim") for _ in range(100)][::5]
-    made(100 * MIB, "sim")
-    sim.module.set_per_process_memory_fraction(0.5)
-    assert meter_for("sim:0").available_bytes() == 112 * MIB
-    sim.module.set_per_process_memory_fraction(0.125)  # below what is reserved: the cache is left
-    assert meter_for("sim:0").available_bytes() == 100 * MIB
-    del kept
+def test_available_is_what_the_fraction_leaves_beside_what_is_reserved(fragmented):
+    fragmented.module.set_per_process_memory_fraction(0.5)
+    assert told_free("sim:0") == "112.0 MiB"
+    fragmented.module.set_per_process_memory_fraction(0.125)  # below what is reserved
+    assert told_free("sim:0") == "0 B"
+
+
+def test_free_parts_can_be_given_back_where_segments_expand(fragmented, monkeypatch):
+    settings = "expandable_segments: True"
+    name = "_accelerator_getAllocatorSettings"
+    monkeypatch.setattr(torch._C, name, lambda: settings, raising=False)
+    assert told_free("sim:0") == "944.0 MiB"
 
 
 def test_a_budget_leaves_what_it_counts_whatever_other_threads_take(sim):
@@ -98,28 +105,8 @@ def test_a_budget_leaves_what_it_counts_whatever_other_threads_take(sim):
     with memory_budget("50MiB", "sim"):
         kept = made(20 * MIB, "sim")
         others = made_by_another_thread(120 * MIB, "sim")
-        assert meter_for("sim:0").available_bytes() == 30 * MIB
+        assert told_free("sim:0") == "30.0 MiB"
     del kept, others
-
-
-def test_free_parts_can_be_given_back_where_segments_expand(sim, monkeypatch):
-    sim(allocator="cuda", budget="1GiB")
-    kept = [made(4 * MIB, "sim") for _ in range(100)][::5]
-    settings = "expandable_segments: True"
-    name = "_accelerator_getAllocatorSettings"
-    monkeypatch.setattr(torch._C, name, lambda: settings, raising=False)
-    assert meter_for("sim:0").available_bytes() == (624 + 320) * MIB
-    del kept
-
-
-@pytest.mark.parametrize(
-    ("kind", "names"),
-    [("mps", ("current_allocated_memory", "driver_allocated_memory")), ("hpu", ())],
-)
-def test_a_device_without_statistics_has_no_meter(monkeypatch, kind, names):
-    module = SimpleNamespace(**dict.fromkeys(names, lambda: 1), current_device=lambda: 0)
-    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
-    assert meter_for(kind) is None
 
 
 class OfXpu:
@@ -127,13 +114,13 @@ class OfXpu:
 
     def __init__(self):
         self.fraction = 1.0
+        self.stats = {"allocated_bytes": 10, "active_bytes": 12, "reserved_bytes": 20}
 
     def current_device(self):
         return 0
 
     def memory_stats(self, device):
-        now = {"allocated_bytes": 10, "active_bytes": 12, "reserved_bytes": 20}
-        return {f"{name}.all.current": n * MIB for name, n in now.items()}
+        return {f"{name}.all.current": n * MIB for name, n in self.stats.items()}
 
     def max_memory_allocated(self, device):
         return 15 * MIB
@@ -167,31 +154,22 @@ def test_xpu_is_measured_by_what_it_counts(monkeypatch):
     fake = OfXpu()
     assert all(hasattr(torch.xpu, name) for name in vars(OfXpu) if not name.startswith("_"))
     monkeypatch.setattr(torch, "get_device_module", lambda device: fake)
-    meter = meter_for("xpu")
-    assert meter.available_bytes() == 108 * MIB
+    assert told_free("xpu:0") == "108.0 MiB"
     fake.fraction = 0.25
-    assert meter.available_bytes() == 38 * MIB
-    meter.restart()
-    assert meter.needed_bytes() == 5 * MIB
+    assert told_free("xpu:0") == "38.0 MiB"
+    fake.fraction = 1.0
+    del fake.stats["active_bytes"], fake.stats["reserved_bytes"]
+    assert told_free("xpu:0") == "110.0 MiB"
 
 
-def test_a_driver_that_tells_no_free_memory_leaves_no_meter(monkeypatch):
+def test_a_driver_that_tells_no_free_memory_is_not_measured(monkeypatch):
     def mem_get_info(device):
         raise RuntimeError("The device (...) doesn't support querying the available free memory.")
 
     fake = OfXpu()
     fake.mem_get_info = mem_get_info
     monkeypatch.setattr(torch, "get_device_module", lambda device: fake)
-    assert meter_for("xpu") is None
-
-
-def test_an_allocator_that_tells_half_of_what_it_holds_has_no_meter(monkeypatch):
-    fake = OfXpu()
-    fake.memory_stats = lambda device: {"allocated_bytes.all.current": 10 * MIB}
-    monkeypatch.setattr(torch, "get_device_module", lambda device: fake)
-    assert meter_for("xpu").available_bytes() == 110 * MIB
-    monkeypatch.delattr(OfXpu, "memory_reserved")
-    assert meter_for("xpu") is None
+    assert told_free("xpu:0") is None
 
 
 def load(n_rows, device, unit=1024):

@@ -103,6 +103,29 @@ def test_buffers_made_in_inference_mode_are_restored():
     assert model.count.tolist() == [0, 0]
 
 
+class Stuck(random.Random):
+    """A generator whose state can be read and not set."""
+
+    def setstate(self, state):
+        raise ValueError("stuck")
+
+
+def test_every_kind_of_state_is_undone_although_one_fails():
+    model, numbers = nn.BatchNorm1d(3), Stuck(5)
+    before = model.weight.grad = torch.ones(3)
+
+    def fn(x):
+        model(x)
+        numbers.random()
+        raise KeyError("stop")
+
+    with pytest.raises(ValueError, match="stuck"):
+        step(fn, torch.ones(4, 3), model=model)
+    assert model.num_batches_tracked == 0
+    assert model.running_mean.tolist() == [0, 0, 0]
+    assert model.weight.grad is before
+
+
 class Keeps(nn.Module):
     """Keeps what it computed as plain attributes."""
 
