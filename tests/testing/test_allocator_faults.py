@@ -138,6 +138,12 @@ def test_a_snapshot_tells_where_a_storage_lies(sim):
     assert tensor.untyped_storage().data_ptr() == segment["blocks"][0]["address"]
     assert tensor[5:].data_ptr() == tensor.data_ptr() + 5 == segment["address"] + 5
     assert [block["state"] for block in segment["blocks"]] == ["active_allocated", "inactive"]
+    tensor.untyped_storage().resize_(0)
+    assert sim.allocated_bytes == 0
+    other = taken(sim, 3)  # on the default stream, so in another segment
+    tensor.untyped_storage().resize_(3 * MIB)
+    assert sim.reserved_bytes == 40 * MIB
+    assert other.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr()
 
 
 def test_memory_is_told_as_torch_cuda_tells_it(sim):

@@ -81,12 +81,72 @@ def test_a_storage_is_made_on_the_device_and_copied_to_the_host(sim):
     assert torch.UntypedStorage(16).device.type == "cpu"
 
 
-@pytest.mark.parametrize("n_bytes", [0, 800])
-def test_a_storage_is_not_resized_in_place(sim, n_bytes):
-    storage = torch.zeros(100, device=sim.device).untyped_storage()
-    with pytest.raises(NotImplementedError, match=r"on sim:0 cannot be resized in place"):
-        storage.resize_(n_bytes)
-    assert storage.nbytes() == 400
+def test_a_storage_is_not_resized_in_place(sim):
+    storage = torch.zeros(4, device=sim.device).untyped_storage()
+    with pytest.raises(
+        NotImplementedError, match=r"cannot be resized in place but .* Tensor\.resize_ works"
+    ):
+        storage.resize_(8)
+    assert torch.UntypedStorage(4).resize_(8).nbytes() == 8
+
+
+def test_an_emptied_storage_is_freed_and_every_use_of_it_is_loud(sim):
+    x = torch.ones(4, device=sim.device)
+    view = x[2:]
+    assert x.untyped_storage().resizable()
+    assert x.untyped_storage().resize_(0).nbytes() == 0
+    assert sim.allocated_bytes == 0
+    for use, used in ((torch.neg, x), (torch.zero_, view), (torch.Tensor.cpu, x)):
+        with pytest.raises(RuntimeError, match=r"illegal memory access: .* resized to 0 bytes"):
+            use(used)
+    x.untyped_storage().resize_(0)  # a second time changes nothing
+    del x, view, used
+    assert sim.allocated_bytes == 0
+
+
+def test_a_refilled_storage_is_the_same_one_with_undefined_bytes(sim):
+    x = torch.ones(4, device=sim.device)
+    storage = x.untyped_storage()
+    key = storage._cdata
+    assert storage.resize_(0).resize_(16) is storage
+    assert (storage.nbytes(), storage.size(), storage._cdata) == (16, 16, key)
+    assert sim.allocated_bytes == 16
+    assert x.isnan().all()
+    x[1:].fill_(3)
+    assert x[1:].tolist() == [3, 3, 3]
+    del x, storage
+    assert sim.allocated_bytes == 0
+
+
+def test_a_refill_that_does_not_fit_leaves_the_storage_empty(sim):
+    storage = torch.ones(4, device=sim.device).untyped_storage().resize_(0)
+    sim.budget_bytes = 15
+    with pytest.raises(torch.OutOfMemoryError):
+        storage.resize_(16)
+    assert storage.nbytes() == sim.allocated_bytes == 0
+    sim.budget_bytes = 16
+    assert storage.resize_(16).nbytes() == 16
+
+
+def test_a_refilled_storage_belongs_to_the_stream_of_the_refill(sim):
+    x, side = torch.ones(4, device=sim.device), sim.module.Stream()
+    x.untyped_storage().resize_(0)
+    with sim.module.stream(side):
+        x.untyped_storage().resize_(16)
+    (segment,) = sim.module.memory_snapshot()
+    assert segment["stream"] == side.stream_id
+    assert segment["address"] == x.data_ptr()
+    assert sim.module.ExternalStream(segment["stream"]) is side
+
+
+def test_emptying_a_storage_in_use_on_another_stream_is_a_race(sim):
+    x, side = torch.ones(4, device=sim.device), sim.module.Stream()
+    side.wait_stream(sim.module.current_stream())
+    with sim.module.stream(side):
+        x.sum()
+    x.untyped_storage().resize_(0)
+    (fault,) = sim.take_faults()
+    assert "was freed while stream" in fault
 
 
 def test_a_tensor_without_elements_survives_plain_pickling(sim):

@@ -23,7 +23,7 @@ from .._torch_backend import (
     tensor_key,
     tensor_over,
 )
-from ._host_memory import extent_bytes
+from ._host_memory import POISON, bytes_in, extent_bytes
 from ._machine import machine
 from ._races import History, RaceDetector, Span, merge_clocks
 from ._streams import current_stream
@@ -40,6 +40,7 @@ class DeviceBlock:
     home_stream: Any
     history: History
     detector: RaceDetector
+    is_empty: bool = False
 
 
 @dataclass(slots=True)
@@ -74,6 +75,12 @@ def has_block(storage: torch.UntypedStorage) -> bool:
     return key_of(storage) in _blocks
 
 
+def n_bytes_of(storage: torch.UntypedStorage) -> int | None:
+    """Return `storage.nbytes()` if C++ does not know it: 0 for an emptied block."""
+    block = _blocks.get(key_of(storage))
+    return 0 if block is not None and block.is_empty else None
+
+
 def address_of(storage: torch.UntypedStorage) -> int | None:
     """Return the place of a storage in the caching allocator; None in exact mode."""
     block = _blocks.get(key_of(storage))
@@ -83,7 +90,32 @@ def address_of(storage: torch.UntypedStorage) -> int | None:
 def live_blocks() -> list[DeviceBlock]:
     """Return the blocks whose bytes are allocated on the machine as it was last started."""
     blocks, pools = list(_blocks.values()), [device.pool for device in machine.devices]
-    return [b for b in blocks if b.n_bytes and b.pool in pools]
+    return [b for b in blocks if b.n_bytes and not b.is_empty and b.pool in pools]
+
+
+def empty_block(storage: torch.UntypedStorage) -> None:
+    """Let go of the bytes of a storage that lives on; using them raises until `refill_block`."""
+    block = _blocks[key_of(storage)]
+    if not block.is_empty:
+        _free(block)
+        block.is_empty = True
+        bytes_in(block.buffer).fill_(POISON)
+
+
+def refill_block(storage: torch.UntypedStorage) -> None:
+    """Allocate the bytes of an emptied storage again, on the current stream; they are undefined.
+
+    Raises:
+        torch.OutOfMemoryError: they do not fit, and the storage stays empty.
+    """
+    block = _blocks[key_of(storage)]
+    if block.is_empty:
+        index = storage.device.index
+        (block.taken,) = reserve([block.n_bytes], index)
+        block.pool, block.detector = machine.devices[index].pool, machine.detector
+        block.home_stream = current_stream(index)
+        block.history = History(block.home_stream.number)
+        block.is_empty = False
 
 
 def reserve(sizes: Iterable[int], index: int) -> list[Any]:
@@ -133,7 +165,7 @@ def allocate_bytes(n_bytes: int, index: int) -> torch.UntypedStorage:
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
     """Return a host tensor over the bytes of a device tensor: the same memory, size and stride."""
-    storage = _window_of(tensor).buffer
+    storage = _filled_window_of(tensor).buffer
     alias = torch.empty(0, dtype=tensor.dtype, device="cpu")
     alias.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
     if tensor.is_conj():
@@ -149,7 +181,7 @@ def on_device(alias: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tenso
 
 def span_of(tensor: torch.Tensor) -> Span:
     """Return the bytes of its block that a device tensor touches, from its first to its last."""
-    window = _window_of(tensor)
+    window = _filled_window_of(tensor)
     block = window.block
     if block.detector is not machine.detector:
         # From before the machine was started afresh: the streams in its history are gone.
@@ -157,6 +189,16 @@ def span_of(tensor: torch.Tensor) -> Span:
         block.history = History(block.home_stream.number)
     low = window.low + int(tensor.storage_offset()) * tensor.element_size()
     return Span(block.history, low, low + extent_bytes(tensor))
+
+
+def _filled_window_of(tensor: torch.Tensor) -> Window:
+    window = _window_of(tensor)
+    if window.block.is_empty and tensor.numel():
+        raise RuntimeError(
+            f"{tensor.device}: illegal memory access: the storage of a {list(tensor.shape)} tensor"
+            " was resized to 0 bytes."
+        )
+    return window
 
 
 def _window_of(tensor: torch.Tensor) -> Window:
@@ -197,6 +239,11 @@ def _lent(storage: torch.UntypedStorage) -> Window:
 
 def _release(key: int) -> None:
     block = _blocks.pop(key)
+    if not block.is_empty:
+        _free(block)
+
+
+def _free(block: DeviceBlock) -> None:
     taken, block.taken = block.taken, None
     if block.detector is not machine.detector:
         # From before the machine was started afresh: no stream of now can still use it.

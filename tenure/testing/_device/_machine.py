@@ -30,12 +30,6 @@ Allocator = Literal["exact", "cuda"]
 # As torch's own default seed: c10/core/GeneratorImpl.h.
 _DEFAULT_SEED = 67280421310721
 
-# CUDACachingAllocator.cpp of torch 2.13, in whose words the cache is not emptied in a capture.
-_EMPTIED = (
-    '!is_capture_context() INTERNAL ASSERT FAILED at "c10/cuda/CUDACachingAllocator.cpp":4291,'
-    " please report a bug to PyTorch. "
-)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
@@ -223,13 +217,6 @@ class Machine:
         for stream in streams:
             merge_clocks(seen, stream.seen)
         self.host_waits(max((stream.ready_s for stream in streams), default=0.0), seen)
-
-    def empty_cache(self) -> None:
-        """Give back what the allocators of all devices hold and do not use."""
-        if self.capture is not None:
-            raise RuntimeError(_EMPTIED)
-        for device in self.devices:
-            device.pool.empty_cache(self.clock.host_s)
 
     def _host_passes(self, seen: VectorClock) -> None:
         # Another one: a thread of autograd's may be reading what it was.

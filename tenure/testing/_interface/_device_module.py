@@ -4,16 +4,12 @@ Every function that takes a device accepts `sim`, `sim:0`, 0 or None, the curren
 refuses an index that does not exist. Statistics bring no context to life; asking the driver does.
 """
 
-from collections import OrderedDict
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from .._allocator import CachingPool, MemoryPool
 from .._allocator._runtime import error_string
-from .._device._blocks import live_blocks
 from .._device._host_memory import pinned_memory
 from .._device._machine import machine
 from .._device._streams import Event as Event
@@ -24,6 +20,20 @@ from .._device._streams import set_stream as set_stream
 from .._device._streams import stream as stream
 from .._device._which import current_index, index_of, made_current, turn_to
 from .._torch_backend import sim_device
+from ._device_memory import empty_cache as empty_cache
+from ._device_memory import fraction_function
+from ._device_memory import get_device_name as get_device_name
+from ._device_memory import get_device_properties as get_device_properties
+from ._device_memory import max_memory_allocated as max_memory_allocated
+from ._device_memory import max_memory_reserved as max_memory_reserved
+from ._device_memory import mem_get_info as mem_get_info
+from ._device_memory import memory_allocated as memory_allocated
+from ._device_memory import memory_reserved as memory_reserved
+from ._device_memory import memory_snapshot as memory_snapshot
+from ._device_memory import memory_stats as memory_stats
+from ._device_memory import memory_stats_as_nested_dict as memory_stats_as_nested_dict
+from ._device_memory import reset_accumulated_memory_stats as reset_accumulated_memory_stats
+from ._device_memory import reset_peak_memory_stats as reset_peak_memory_stats
 from ._graphs import CUDAGraph as CUDAGraph
 from ._graphs import graph as graph
 from ._graphs import is_current_stream_capturing as is_current_stream_capturing
@@ -164,134 +174,8 @@ def cudart() -> _Runtime:
     return _Runtime()
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceProperties:
-    """As much of the properties of a CUDA device as this one has."""
-
-    name: str
-    total_memory: int
-
-
-def get_device_name(index: Any = None) -> str:
-    """Return the name of the device."""
-    return get_device_properties(index).name
-
-
-def get_device_properties(index: Any = None) -> DeviceProperties:
-    """Return the name and the memory of the device, which is the budget."""
-    return DeviceProperties("simulated accelerator", _pool(index).total_bytes)
-
-
-def memory_allocated(index: Any = None) -> int:
-    """Return the bytes of the live tensors."""
-    return memory_stats(index)["allocated_bytes.all.current"]
-
-
-def max_memory_allocated(index: Any = None) -> int:
-    """Return the most that was allocated since the peak was last reset."""
-    return memory_stats(index)["allocated_bytes.all.peak"]
-
-
-def memory_reserved(index: Any = None) -> int:
-    """Return the bytes that the allocator holds of the device's memory."""
-    return memory_stats(index)["reserved_bytes.all.current"]
-
-
-def max_memory_reserved(index: Any = None) -> int:
-    """Return the most that the allocator held since the peak was last reset."""
-    return memory_stats(index)["reserved_bytes.all.peak"]
-
-
-def memory_stats(index: Any = None) -> OrderedDict[str, int]:
-    """Statistics with the names of `torch.cuda.memory_stats`."""
-    return OrderedDict(sorted(_pool(index).statistics(machine.clock.host_s).items()))
-
-
-def memory_stats_as_nested_dict(index: Any = None) -> dict[str, Any]:
-    """`memory_stats` with a dictionary for each part of a name."""
-    nested: dict[str, Any] = {}
-    for name, value in memory_stats(index).items():
-        *path, last = name.split(".")
-        place = nested
-        for part in path:
-            place = place.setdefault(part, {})
-        place[last] = value
-    return nested
-
-
-def memory_snapshot() -> list[dict[str, Any]]:
-    """Return segments like `torch.cuda.memory_snapshot`; in exact mode each block is one."""
-    pools = [device.pool for device in machine.devices]
-    caching = [pool for pool in pools if isinstance(pool, CachingPool)]
-    if caching:
-        return [segment for pool in caching for segment in pool.snapshot()]
-    return [
-        {
-            "device": block.pool.index,
-            "address": block.buffer.data_ptr(),
-            "total_size": block.n_bytes,
-            "stream": block.home_stream.stream_id,
-            "segment_pool_id": (0, 0),
-        }
-        for block in live_blocks()
-    ]
-
-
-def mem_get_info(index: Any = None) -> tuple[int, int]:
-    """Free and total bytes; the total is the budget."""
-    machine.devices[index_of(index)].has_context = True
-    return _pool(index).free_bytes, _pool(index).total_bytes
-
-
-def reset_peak_memory_stats(index: Any = None) -> None:
-    """Start all peaks from the current values."""
-    _pool(index).reset_peaks()
-
-
-def reset_accumulated_memory_stats(index: Any = None) -> None:
-    """Start the running totals from zero."""
-    _pool(index).reset_totals()
-
-
-def empty_cache() -> None:
-    """Give back what the allocators of all devices hold and do not use."""
-    machine.empty_cache()
-
-
-def _set_fraction(fraction: float, index: Any = None) -> None:
-    """Bound what may be reserved; looked at where a new segment is taken, and nowhere else."""
-    pool = _caching_pool(index)
-    if not isinstance(fraction, float):
-        raise TypeError("Invalid type for fraction argument, must be `float`")
-    if fraction < 0 or fraction > 1:
-        raise ValueError(f"Invalid fraction value: {fraction}. Allowed range: 0~1")
-    pool.fraction = fraction
-
-
-def _get_fraction(index: Any = None) -> float:
-    """Return the fraction that was set, of the memory that the device has now; 1 before that."""
-    return _caching_pool(index).fraction
-
-
-def _caching_pool(index: Any) -> CachingPool:
-    pool = _pool(index)
-    if not isinstance(pool, CachingPool):
-        raise RuntimeError("the device was started afresh, with an allocator without a fraction.")
-    return pool
-
-
-def _pool(index: Any) -> MemoryPool:
-    return machine.devices[index_of(index)].pool
-
-
-# With the caching allocator alone: a program that asks whether there is one is told the truth.
-_FRACTION_FUNCTIONS = {
-    "set_per_process_memory_fraction": _set_fraction,
-    "get_per_process_memory_fraction": _get_fraction,
-}
-
-
 def __getattr__(name: str) -> Any:
-    if name not in _FRACTION_FUNCTIONS or not isinstance(_pool(0), CachingPool):
+    found = fraction_function(name)
+    if found is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return _FRACTION_FUNCTIONS[name]
+    return found

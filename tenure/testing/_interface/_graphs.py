@@ -13,6 +13,7 @@ from .._device._machine import machine
 from .._device._races import Span
 from .._device._streams import Stream, current_stream, default_stream, stream
 from .._device._which import current_index
+from ._device_memory import empty_cache
 
 
 def is_current_stream_capturing() -> bool:
@@ -120,7 +121,7 @@ class graph:
 
     def __enter__(self) -> None:
         machine.synchronize(current_index())
-        machine.empty_cache()
+        empty_cache()
         self._context = stream(self._chosen or Stream())
         self._context.__enter__()
         self._graph.capture_begin()

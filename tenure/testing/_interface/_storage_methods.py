@@ -2,32 +2,43 @@
 
 `copy.deepcopy`, `torch.load` and pickle come through here. Python has no allocator to give to torch
 (`torch.UntypedStorage(n, device="sim")` ends the process), so what makes a storage is led to the
-device's own, and a storage can't be resized in place.
+device's own; in place a storage can only be emptied and, later, filled again.
 
 `data_ptr()` agrees with `memory_snapshot()`: the caching allocator knows addresses as numbers, and
 these are the answer, while C++ sees the host memory that stands for them, the answer where exact.
 """
 
 from collections.abc import Callable
-from typing import Any, NoReturn
+from functools import partial
+from typing import Any
 
 import torch
 
 from tenure._torch.python_backend import StorageBase
 
-from .._device._blocks import address_of, allocate_bytes, has_block, is_on_device
+from .._device._blocks import (
+    address_of,
+    allocate_bytes,
+    empty_block,
+    has_block,
+    is_on_device,
+    n_bytes_of,
+    refill_block,
+)
 from .._device._which import index_of
 from .._torch_backend import DEVICE_TYPE
 
 
 def install() -> None:
-    """Replace the constructor, `new`, `clone`, `resize_` and `data_ptr`."""
+    """Replace the constructor, `new`, `clone`, `resize_`, and what tells of sizes and addresses."""
     storages: Any = torch.UntypedStorage
     storages.__new__ = _constructor()
     storages.new = _on_device(_new, storages.new)
     StorageBase.clone = _on_device(_clone, StorageBase.clone)
-    storages.resize_ = _on_device(_resize, storages.resize_)
+    storages.resize_ = _on_device(partial(_resize, storages.nbytes), storages.resize_)
     storages.resizable = _known(lambda storage: has_block(storage) or None, storages.resizable)
+    for name in ("nbytes", "size"):
+        setattr(storages, name, _known(n_bytes_of, getattr(storages, name)))
     storages.data_ptr = _known(address_of, storages.data_ptr)
     torch.Tensor.data_ptr = _tensor_locator()  # type: ignore[method-assign]
 
@@ -73,11 +84,18 @@ def _clone(storage: torch.UntypedStorage) -> torch.UntypedStorage:
     return torch.UntypedStorage(storage.nbytes(), device=storage.device).copy_(storage)
 
 
-def _resize(storage: torch.UntypedStorage, n_bytes: int) -> NoReturn:
-    raise NotImplementedError(
-        f"a storage on {storage.device} cannot be resized in place (torch gives a Python device no"
-        " hook for it); Tensor.resize_ works, with a new storage where it grows."
-    )
+def _resize(full_size: Any, storage: torch.UntypedStorage, n_bytes: int) -> torch.UntypedStorage:
+    if n_bytes == 0:
+        empty_block(storage)
+    elif n_bytes == full_size(storage):
+        refill_block(storage)
+    else:
+        raise NotImplementedError(
+            f"a storage on {storage.device} cannot be resized in place but to 0 bytes and back"
+            " (torch gives a Python device no hook for it); Tensor.resize_ works, with a new"
+            " storage where it grows."
+        )
+    return storage
 
 
 def _tensor_locator() -> Any:
