@@ -36,6 +36,7 @@ _TELLING = (
     "generator",
     "closure",
     "default",
+    "partial",
     "method",
     "cache",
     "context",
@@ -67,7 +68,7 @@ class Holder:
 
     Attributes:
         kind: the most telling of what is on the chain: "autograd", "view", "numpy", "traceback",
-            "generator" (coroutines too), "closure", "default", "method" (bound), "cache"
+            "generator" (coroutines too), "closure", "default", "partial", "method" (bound), "cache"
             (`functools.lru_cache`), "context" (`contextvars`), "thread", "global", "attribute",
             "container", "frame-local"; or "cycle" for garbage that waits for the collector, and
             "unknown" where a reference has no name.

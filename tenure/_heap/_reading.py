@@ -116,11 +116,11 @@ def referents_of(*holders: object) -> list[object]:
     """Return what objects refer to, as often as they do."""
     held: list[object] = gc.get_referents(*holders)
     for array in filter(is_array, holders):
-        held += _referents_of_array(array)
+        held += referents_of_array(array)
     return held
 
 
-def _referents_of_array(array: Any) -> list[object]:
+def referents_of_array(array: Any) -> list[object]:
     """Return the objects in an array, but for those in named fields; or the array that has them."""
     # past what a subclass defines
     cls: Any = array_class()

@@ -9,6 +9,7 @@ frame that is running is never read here; `Roots` knows its variables.
 
 import functools
 import gc
+import threading
 import types
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
@@ -20,12 +21,15 @@ import torch
 from tenure._torch.quiet import TENSOR_BASE
 
 from ._reading import (
+    array_class,
     class_attributes,
     instance_attributes,
+    is_array,
     is_kind,
     mro_of,
     read_locals,
     referents_of,
+    referents_of_array,
     type_name,
 )
 from ._words import (
@@ -35,7 +39,9 @@ from ._words import (
     Wanted,
     attribute,
     inside,
+    items,
     module_attribute,
+    nothing,
     spell_key,
     variables,
 )
@@ -72,6 +78,8 @@ def slots_of(holder: object, wanted: Wanted) -> Iterator[tuple[int, Step]]:
 
 
 def _named_slots(holder: object, wanted: Wanted) -> Iterator[Slot]:
+    if wanted and is_array(holder):
+        yield from _array_slots(holder)
     for cls in mro_of(type(holder)) if wanted else ():
         reader = _READERS.get(id(cls))
         # an object that is being built or torn down may lack what its type promises
@@ -104,9 +112,8 @@ def _instance_slots(holder: object, wanted: Wanted) -> Iterator[Slot]:
                     continue
 
 
-def _class_slots(holder: type, wanted: Wanted) -> Iterator[Slot]:
-    """Return the dictionary of a class, which only the collector shows."""
-    step = Step("", "attribute", namer=attribute)
+def _dicts_of(step: Step, holder: object, wanted: Wanted) -> Iterator[Slot]:
+    """Return the dictionaries of a class or a `threading.local`, which only the collector shows."""
     return ((held, step) for held in gc.get_referents(holder) if type(held) is dict)
 
 
@@ -131,10 +138,21 @@ def _tuple_slots(holder: tuple[object, ...], wanted: Wanted) -> Iterator[Slot]:
     return _numbered(values, wanted, frozen=True)
 
 
+def _array_slots(holder: Any) -> Iterator[Slot]:
+    cls: Any = array_class()
+    base = cls.base.__get__(holder)
+    for index, value in enumerate(referents_of_array(holder)):
+        yield value, Step(".base" if value is base else f".flat[{index}]")
+
+
 def _numbered(values: Iterable[object], wanted: Wanted, *, frozen: bool = False) -> Iterator[Slot]:
     for index, value in enumerate(list(values)):
         if id(value) in wanted:
             yield value, Step(f"[{index}]", key=index, frozen=frozen)
+
+
+def _member_slots(cls: Any, holder: object, wanted: Wanted) -> Iterator[Slot]:
+    return ((value, Step(" (a member)")) for value in list(cls.__iter__(holder)))
 
 
 def _dict_slots(holder: dict[object, object], wanted: Wanted) -> Iterator[Slot]:
@@ -165,10 +183,23 @@ def _cell_slots(holder: types.CellType, wanted: Wanted) -> Iterator[Slot]:
     yield holder.cell_contents, Step("", "closure")
 
 
-def _method_slots(holder: types.MethodType, wanted: Wanted) -> Iterator[Slot]:
+def _method_slots(
+    holder: types.MethodType | types.BuiltinMethodType, wanted: Wanted
+) -> Iterator[Slot]:
     of_self = holder.__self__
     anchor = type_name(type(of_self))
     yield of_self, Step("", "method", anchor=anchor, link=", held by the bound method ")
+
+
+def _partial_slots(holder: "functools.partial[object]", wanted: Wanted) -> Iterator[Slot]:
+    # past the attributes of a subclass
+    read: Any = functools.partial
+    func = read.func.__get__(holder)
+    anchor = f"partial of {_name_of(func)}"
+    yield func, Step(": func", "partial", anchor=anchor)
+    for name in ("args", "keywords"):
+        value = getattr(read, name).__get__(holder)
+        yield value, Step("", "partial", anchor=anchor, namer=items(name))
 
 
 def _cache_slots(holder: object, wanted: Wanted) -> Iterator[Slot]:
@@ -236,13 +267,18 @@ _READERS_OF_CLASSES: tuple[tuple[type, Reader], ...] = (
     (list, partial(_item_slots, list)),
     (deque, partial(_item_slots, deque)),
     (tuple, _tuple_slots),
+    (set, partial(_member_slots, set)),
+    (frozenset, partial(_member_slots, frozenset)),
     (dict, _dict_slots),
     (object, _instance_slots),
-    (type, _class_slots),
+    (type, partial(_dicts_of, Step("", "attribute", namer=attribute))),
+    (threading.local, partial(_dicts_of, Step("", "thread", namer=nothing))),
     (torch.Tensor, _tensor_slots),
     (types.FunctionType, _function_slots),
     (types.CellType, _cell_slots),
     (types.MethodType, _method_slots),
+    (types.BuiltinMethodType, _method_slots),
+    (functools.partial, _partial_slots),
     (_CACHE, _cache_slots),
     (types.GeneratorType, _suspended_slots),
     (types.CoroutineType, _suspended_slots),

@@ -108,9 +108,19 @@ def module_attribute(key: Key) -> tuple[str, Namer | None]:
     return ("", _registered) if key in _REGISTRIES else (f".{key}", None)
 
 
+def nothing(key: Key) -> tuple[str, Namer | None]:
+    """Leave the next key out."""
+    return "", None
+
+
 def variables(names: tuple[str, ...], prefix: str = "") -> Namer:
     """Spell an index as the variable or argument at that position, and a name as itself."""
     return lambda key: (f": {prefix}{names[key] if isinstance(key, int) else key}", None)
+
+
+def items(label: str) -> Namer:
+    """Spell a key as an item of a labelled sequence or mapping."""
+    return lambda key: (f": {label}[{key!r}]", None)
 
 
 def _registered(key: Key) -> tuple[str, Namer | None]:

@@ -27,7 +27,7 @@ RECORD = "_tenure_record"
 """Where in its ``__dict__`` a disposed handle says what it was."""
 _HOLDER = "_tenure_holder"
 # of the kinds of holders those that a user has stored something in; the rest is on its way
-_LASTING = frozenset({"attribute", "container", "global", "closure", "default", "cache"})
+_LASTING = frozenset({"attribute", "container", "global", "closure", "default", "partial", "cache"})
 _ADVICE = (
     "Keep it with move_to_outer() or detach_from_scope(), make it inside persist() if it is a "
     "cache, or use it inside."

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 import torch
 
+from tenure._heap._reading import read_locals
 from tenure.profiler import snapshot
 
 
@@ -28,11 +29,6 @@ def stopping_in(function, act):
         yield
     finally:
         sys.settrace(before)
-
-
-def read(_):
-    """Read the variables of all frames."""
-    snapshot()
 
 
 def step():
@@ -63,19 +59,20 @@ def count():
 
 
 def test_variables_outlive_a_report_from_inside_a_trace_function():
-    with stopping_in(step, read):
+    with stopping_in(step, lambda _: snapshot()):
         assert step().tolist() == [3, 3, 3]
 
 
 def test_captured_and_unset_variables_outlive_a_reading():
-    with stopping_in(look, read):
+    with stopping_in(look, read_locals):
         assert look(1) == 3
 
 
 def test_variables_of_a_generator_outlive_a_reading():
     running = count()
-    with stopping_in(count, read):
+    with stopping_in(count, read_locals):
         assert [next(running), next(running)] == [1, 2]
+    assert ("n", 2) in read_locals(running.gi_frame)
     assert next(running) == 3
 
 
@@ -97,7 +94,7 @@ def test_variables_of_a_thread_outlive_a_reading_while_its_trace_function_runs()
         while frame is not None and frame.f_code is not step.__code__:
             frame = frame.f_back
         if frame is not None:
-            snapshot()
+            read_locals(frame)
         go.set()
     thread.join()
     assert found[0].tolist() == [3, 3, 3]
@@ -106,7 +103,7 @@ def test_variables_of_a_thread_outlive_a_reading_while_its_trace_function_runs()
 def test_a_debugger_that_holds_the_variables_can_still_set_them():
     def edit(frame):
         mine = frame.f_locals
-        snapshot()
+        read_locals(frame)
         if "x" in mine:
             mine["x"] = torch.zeros(3)
 
@@ -115,7 +112,8 @@ def test_a_debugger_that_holds_the_variables_can_still_set_them():
 
 
 def test_nothing_of_a_frame_is_kept_by_reading_it():
+    here = sys._getframe()
     kept = torch.ones(3)
     n_references = sys.getrefcount(kept)
-    snapshot()
+    read_locals(here)
     assert sys.getrefcount(kept) == n_references

@@ -337,6 +337,7 @@ def reporting(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     assert_type(report.devices, tuple[DeviceReport, ...])
     assert_type(report.rows, tuple[TensorRow, ...])
     assert_type(report.to_dict(), dict[str, object])
+    assert_type(MemReporter().report_group(), dict[int, MemReport])
 
 
 def recording_memory() -> None:

@@ -50,8 +50,8 @@ class HolderList(list[str], Shown):
         """For each name its kind, empty for a name that was added to the list.
 
         One of "frame-local", "global", "attribute", "container", "closure", "default", "generator",
-        "thread", "traceback", "method", "cache", "context", "numpy", "view", "autograd", "cycle"
-        and "unknown".
+        "thread", "traceback", "partial", "method", "cache", "context", "numpy", "view", "autograd",
+        "cycle" and "unknown".
         """
         return tuple(self._kinds.get(name, "") for name in self)
 
@@ -70,9 +70,9 @@ def holders(target: Tensor | nn.Module) -> HolderList:
     """Name everything that keeps a tensor or a module alive, with a few passes over the heap.
 
     Local variables of every running function and thread, globals, attributes, containers,
-    closures, defaults, generators, tracebacks, context variables, NumPy arrays, views and graphs of
-    autograd are named; of other holders the type, as in ``pool (inside a set)``. No operation runs,
-    no unpack hook, and no code of the objects that are read.
+    closures, defaults, generators, tracebacks, partials, context variables, NumPy arrays (of
+    objects too), views and graphs of autograd are named. No operation runs, no unpack hook, and no
+    code of the objects that are read.
 
     Args:
         target: a tensor of any shape, dtype, layout and device, also one that a scope let go; or a

@@ -1,4 +1,4 @@
-"""Reports of memory: of a model, of one moment, of the time between two."""
+"""Reports of memory: of a model, of a group of ranks, of one moment, of the time between two."""
 
 from ._findings import ADVICE_OF_GROWTH as ADVICE_OF_GROWTH
 from ._findings import Finding as Finding

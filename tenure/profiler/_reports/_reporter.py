@@ -10,15 +10,18 @@ import gc
 import weakref
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
 from tenure._devices import indexed
 from tenure._errors import ProfilerUsageError
 from tenure._heap import is_kind
+from tenure._text import format_bytes
+from tenure._torch.quiet import without_functions
 
 from .._owners import StorageEntry, take_census
-from ._mem_report import MemReport, build_report
+from ._mem_report import UNEXPLAINED, MemReport, build_report
 
 
 class MemReporter:
@@ -142,6 +145,49 @@ class MemReporter:
         report = self.get_stats(verbose, device)
         print(report.text(top=top, sort=sort))
         return report
+
+    def report_group(
+        self,
+        group: dist.ProcessGroup | None = None,
+        *,
+        verbose: bool = False,
+        device: torch.device | str | int | None = None,
+    ) -> dict[int, MemReport]:
+        """Report every rank of a process group; each of them must call it.
+
+        Args:
+            group: the group; None for all ranks.
+            verbose: as for `report`.
+            device: as for `report`.
+
+        Returns:
+            On every rank, the reports of all by their rank within the group. The first rank prints
+            a line for each.
+
+        Raises:
+            ProfilerUsageError: no process group has been set up, or the device can't be read.
+        """
+        if not (dist.is_available() and dist.is_initialized()):
+            raise ProfilerUsageError(
+                "A report over ranks needs a process group, and none has been set up. Call "
+                "torch.distributed.init_process_group() first, or report() for this process alone."
+            )
+        self.collect_tensor()
+        report = self.get_stats(verbose, device)
+        gathered: list[MemReport] = [report] * dist.get_world_size(group)
+        # The exchange makes tensors of its own, which no override of the program should see.
+        with without_functions():
+            dist.all_gather_object(gathered, report, group=group)
+        if dist.get_rank(group) == 0:
+            lines = [f"rank {rank}: {_summary_of(each)}" for rank, each in enumerate(gathered)]
+            print("\n".join(lines))
+        return dict(enumerate(gathered))
+
+
+def _summary_of(report: MemReport) -> str:
+    amounts = (*report.categories.items(), (UNEXPLAINED, report.unexplained_bytes))
+    parts = ", ".join(f"{name} {format_bytes(n_bytes)}" for name, n_bytes in amounts if n_bytes)
+    return f"{format_bytes(report.total_bytes)}: {parts or 'nothing'}"
 
 
 def _device_of(device: torch.device | str | int | None) -> torch.device | None:

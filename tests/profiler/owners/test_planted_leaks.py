@@ -151,7 +151,7 @@ def in_a_queue(t):
 def in_an_array_of_objects(t):
     STORE["rows"] = np.empty((2, 2), object)
     STORE["rows"][0, 1] = t
-    return f"{HERE}.STORE['rows'] (inside a ndarray)"
+    return f"{HERE}.STORE['rows'].flat[1]"
 
 
 PLANTS = [value for name, value in list(globals().items()) if name.startswith("in_")]

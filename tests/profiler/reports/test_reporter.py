@@ -741,6 +741,7 @@ def test_a_device_whose_module_knows_no_current_one_is_the_first():
         (lambda: MemReporter().add_optimizer(3), r"wants a torch\.optim\.Optimizer, and got int"),
         (lambda: MemReporter().report(device="gpu"), r"'gpu' is no device that this torch knows"),
         (lambda: MemReporter().report(device=[]), r"\[\] is no device that this torch knows"),
+        (lambda: MemReporter().report_group(), r"needs a process group, and none has been set up"),
     ],
 )
 def test_what_it_cannot_use_is_refused(ask, message):
