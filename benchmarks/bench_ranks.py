@@ -13,7 +13,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,6 @@ from benchmarks._record import Row, publish
 from tenure.adaptive import memory_budget, reset, step
 from tenure.adaptive import statistics as attempts_so_far
 from tenure.adaptive._ranks import Ballot, RankGroup, _group, rank_group
-from tenure.adaptive._ranks._group import Traffic
 from tenure.adaptive._ranks._vote import tally
 
 _WORLDS = (8, 64, 512, 4096)
@@ -60,12 +59,12 @@ def _as_if_all_said_the_same(world: int) -> Iterator[None]:
         for _ in range(world.bit_length() - 1):
             tensor.copy_(of_two(tensor, tensor))
 
-    def as_if_all_were_there(_: Any, traffic: Traffic) -> None:
-        traffic.votes = object()
+    def as_if_all_were_there(group: RankGroup, entry: str) -> None:
+        group._votes = object()
 
     with (
         patch.object(dist, "all_reduce", all_reduce),
-        patch.object(_group, "_connect", as_if_all_were_there),
+        patch.object(RankGroup, "connect", as_if_all_were_there),
         patch.object(_group, "combine", combine),
     ):
         yield
@@ -74,13 +73,16 @@ def _as_if_all_said_the_same(world: int) -> Iterator[None]:
 def _counted(world: int) -> dict[str, int]:
     """Collectives and bytes of one step, and how often it was begun."""
     dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
-    votes = {"n": 0, "bytes": 0}
-    vote = RankGroup.vote
+    sent: dict[str, list[int]] = {"vote": [], "sum": [], "copy_from": []}
 
-    def counted(self: RankGroup, tensor: torch.Tensor, *how: Any) -> None:
-        votes["n"] += 1
-        votes["bytes"] += tensor.nbytes
-        vote(self, tensor, *how)
+    def counted(name: str) -> Any:
+        plain = getattr(RankGroup, name)
+
+        def method(self: RankGroup, *args: Any) -> None:
+            sent[name] += [each.nbytes for each in args if isinstance(each, torch.Tensor)]
+            plain(self, *args)
+
+        return patch.object(RankGroup, name, method)
 
     try:
         module, x = _model(), torch.randn(_N_SAMPLES, 16, _WIDTH)
@@ -91,22 +93,19 @@ def _counted(world: int) -> dict[str, int]:
         begun = attempts_so_far().attempts
         limit = int(whole.peak_bytes * 0.4)
         reset()
-        with (
-            _as_if_all_said_the_same(world),
-            patch.object(RankGroup, "vote", counted),
-            memory_budget(limit),
-        ):
-            group = rank_group("step", dist.group.WORLD)
-            assert group is not None
-            before = group.traffic.n_collectives, group.traffic.n_bytes
+        with ExitStack() as stack:
+            stack.enter_context(_as_if_all_said_the_same(world))
+            for name in sent:
+                stack.enter_context(counted(name))
+            stack.enter_context(memory_budget(limit))
             result = step(lambda b: model(b).square().mean(), x, verify=False)
         assert result.n_samples == world * _N_SAMPLES
         return {
             "attempts": attempts_so_far().attempts - begun,
-            "votes": votes["n"],
-            "vote_bytes": votes["bytes"],
-            "collectives": group.traffic.n_collectives - before[0],
-            "bytes": group.traffic.n_bytes - before[1],
+            "votes": len(sent["vote"]),
+            "vote_bytes": sum(sent["vote"]),
+            "collectives": len(sent["sum"]) + len(sent["copy_from"]),
+            "bytes": sum(sent["sum"]) + sum(sent["copy_from"]),
             "parameters": sum(p.nbytes for p in model.parameters()),
         }
     finally:
@@ -124,12 +123,10 @@ def counted_rows() -> Iterator[Row]:
             reached=found["votes"] == 1 < found["attempts"],
             note=f"{found['vote_bytes']} bytes",
         )
-        others = found["collectives"] - found["votes"]
         yield Row(
-            f"world {world}: collectives for gradients and loss",
-            str(others),
-            note=f"{found['bytes'] - found['vote_bytes']} bytes, of {found['parameters']} bytes of "
-            "parameters",
+            f"world {world}: collectives for gradients",
+            str(found["collectives"]),
+            note=f"{found['bytes']} bytes, of {found['parameters']} bytes of parameters",
         )
 
 

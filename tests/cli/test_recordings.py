@@ -124,7 +124,10 @@ def test_export_writes_by_extension_and_overwrites_when_told(files, capsys):
         (["tree", "b.tenure"], "The recording tells of no memory"),
         (["leaks", "text.txt"], "text.txt is no file of tenure"),
         (["diff", "a.tenure", "text.txt"], "text.txt is no file of tenure"),
-        (["export", "a.tenure", "-o", "x.xlsx"], "x.xlsx ends in .xlsx"),
+        (
+            ["export", "a.tenure", "-o", "x.xlsx"],
+            "export() got 'x.xlsx', and there is no format for that",
+        ),
         (["export", "a.tenure", "-o", "no/x.html"], "There is no folder no. Make it"),
         (["export", "a.tenure", "-f", "-o", "pipe"], "pipe is a device or a pipe, and was left"),
         (["export", "a.tenure", "-o", "to_pipe"], "to_pipe is a device or a pipe, and was left"),

@@ -103,9 +103,9 @@ def test_a_check_says_which_of_its_runs(told):
     (shown,) = told.values()
     assert shown == [
         "in one piece",
-        "in one piece, with other random numbers",
         "in two pieces",
-        "in two pieces, as a sum",
+        "in one piece again",
+        "with other declarations",
     ]
 
 

@@ -13,7 +13,7 @@ from tenure import TenureError, adaptive
 from tenure.paging import load_paged
 from tenure.profiler import Recording
 
-from ..show.test_reports import WITH_TIMELINE
+from ..show.report_samples import RUN
 
 
 class Damage:
@@ -77,7 +77,7 @@ def _weights(path):
 
 
 def _recording(path):
-    WITH_TIMELINE.save(path)
+    RUN.save(path)
 
     def read():
         return json.dumps(Recording.load(path).to_dict())

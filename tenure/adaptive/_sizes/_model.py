@@ -288,6 +288,9 @@ class SizeModel:
                 wanted = self._by_line(sizes, limit_bytes, top, least)
                 if n_failed is not None:
                     wanted = self._searching(wanted, limit_bytes, top, n_failed)
+                elif wanted is None and self.other is None and ok < 2 * sizes.low:
+                    # no smaller size shows what is fixed, and a failure costs least here
+                    wanted = 2 * ok
             if wanted is None:
                 return None
             return max(min(wanted, top) // sizes.align, ok // sizes.align + 1) * sizes.align
@@ -309,7 +312,7 @@ class SizeModel:
     def with_fixed_part(self, sizes: SizeRange, limit_bytes: int) -> int | None:
         """Return a smaller size that shows what of the bytes is fixed, if that matters now."""
         ok, needed_bytes = self.ok, self.needed_bytes or 0
-        if self.other is not None or ok < 4 * sizes.low or limit_bytes >= 1.5 * needed_bytes:
+        if self.other is not None or ok < 2 * sizes.low or limit_bytes >= 1.5 * needed_bytes:
             return None
         return max(sizes.low, ok // 4 // sizes.align * sizes.align)
 

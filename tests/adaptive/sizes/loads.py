@@ -13,6 +13,7 @@ class Load:
         limit: the bytes of the budget it is called in.
         power: how the bytes of all pieces grow with the size.
         vary: gives the share by which they differ from run to run.
+        own: the bytes besides, for what a step keeps: the gradient, the loss of each micro-batch.
         cut: what fragments add, which no count of what is in use shows.
         sizes: those that were run.
     """
@@ -20,7 +21,7 @@ class Load:
     def __init__(self, limit, piece, fixed=0, n_layers=1, power=1.0, cut=1.0, vary=float):
         self.limit, self.piece, self.fixed = limit, piece, fixed
         self.n_layers, self.power, self.cut, self.vary = n_layers, power, cut, vary
-        self.sizes, self.failed = [], []
+        self.sizes, self.failed, self.own = [], [], 0
 
     def bytes_at(self, size):
         """The bytes of a layer of a size."""
@@ -40,7 +41,7 @@ class Load:
             parts = [self.fixed, *[of_layer] * self.n_layers]
             held = [torch.empty(n_bytes, dtype=torch.uint8) for n_bytes in parts]
             if total * self.cut > self.limit:
-                held.append(torch.empty(self.limit - total + 1, dtype=torch.uint8))
+                held.append(torch.empty(self.limit + self.own - total + 1, dtype=torch.uint8))
         except torch.OutOfMemoryError:
             self.failed.append(size)
             raise
@@ -48,7 +49,7 @@ class Load:
 
     def budget(self):
         """A block in which this is the memory."""
-        return memory_budget(self.limit)
+        return memory_budget(self.limit + self.own)
 
 
 def walled(largest):
@@ -74,4 +75,5 @@ def loads(draw, most=60.0, most_fixed=0.3, powers=(1.0, 1.0), cuts=(1.0,)):
     largest = draw(st.integers(20, 10**4)) + draw(st.floats(0.1, 0.9))
     piece = (limit / cut - fixed) / n_layers / largest**power
     load = Load(limit, piece, fixed, n_layers, power, cut)
+    load.own = 512
     return load, max(1, int(load.largest * draw(st.floats(1.0, most))))

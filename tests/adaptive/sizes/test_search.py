@@ -493,3 +493,14 @@ def test_a_budget_of_another_call_does_not_shrink_what_fits_whole():
     with memory_budget("1MiB"):
         call = batch_of(Load(1 << 20, 1024), 64, cache_type=GlobalBatchsizeCache)
         assert [call() for _ in range(3)] == [64] * 3
+
+
+@pytest.mark.parametrize(("largest", "initial"), [(20, 200), (20, 180), (7, 64), (3, 24)])
+def test_a_small_size_grows_though_most_of_its_memory_is_fixed(largest, initial):
+    """One size does not show what is fixed: a smaller one does, or one more sample."""
+    load = Load(10**6, 250_000 / (largest + 0.5), 750_000)
+    assert load.largest == largest
+    with load.budget():
+        found = step_of(load, initial)()
+    assert found >= 0.95 * largest - 1
+    assert len(set(load.failed)) <= 3

@@ -365,3 +365,14 @@ def test_outputs_of_the_whole_batch_that_do_not_fit_are_told_to_be_the_trouble()
     with memory_budget("800KiB"):
         result = step(lambda b: net(b).square().mean(), x)
     assert result.attempts > 1
+
+
+def test_a_number_with_the_memory_of_all_elements_leaves_none_of_it_behind():
+    """As torch's mse_loss returns it: each chunk would leave its outputs to the next ones."""
+    torch.manual_seed(0)
+    net, rows = nn.Linear(64, 64), torch.randn(4000, 64)
+    kept = F.mse_loss(torch.ones(10), torch.zeros(10)).untyped_storage().nbytes()
+    assert kept > 4  # else this tests nothing
+    with memory_budget("80KiB"):
+        result = step(lambda b: F.mse_loss(net(b), b), rows, verify=False)
+    assert len(result.sizes) > 40

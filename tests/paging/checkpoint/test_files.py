@@ -217,6 +217,7 @@ def test_a_missing_shard_is_refused(index):
 
 def test_a_refusal_leaves_no_file_open(index):
     index.with_name("model-2-of-2.safetensors").write_bytes(b"")
+    gc.collect()  # Files of tests before this one.
     n_files = len(os.listdir("/proc/self/fd"))
     refused(index, "model-2-of-2.safetensors is no whole safetensors file")
     gc.collect()  # The traceback of an error leads to what it failed with.
