@@ -5,6 +5,7 @@ Invariant: unpaging, in whatever way the block ended, puts everything back.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from contextlib import AbstractContextManager
 from types import TracebackType
@@ -16,6 +17,7 @@ from torch import nn
 from tenure._errors import PagingError
 from tenure._registries import shrinkables
 from tenure._text import describe_tensor, format_bytes
+from tenure._torch.patches import Patch
 
 from ._forward import (
     Attached,
@@ -62,6 +64,9 @@ class PagedModel:
         self._collected = weakref.finalize(pager, after_captures, self._engine.device, close)
         self._collected.atexit = False
         self._attached = attached
+        # a program that pages for good has no block which an error leaves
+        _open.add(self)
+        self._end_hook = _hook.last_while(self)
 
     @property
     def closed(self) -> bool:
@@ -87,6 +92,7 @@ class PagedModel:
         self._pager.close(self._undo)
 
     def _undo(self) -> None:
+        self._end_hook()
         self._attached.undo()
         self._engine.close()
         self._collected.detach()
@@ -154,16 +160,22 @@ class PagedModel:
 
         One about tensors on two devices gets a note, if a parameter was read outside of a forward.
         """
-        host, there = self._pager.read_outside, str(self._engine.device)
-        if host is not None and is_about_devices(exc) and not self.closed:
-            exc.add_note(
-                "Parameters of a paged model are on the host outside of its forward, and "
-                f"{host.name!r}, {describe_tensor(host.tensor)}, was the last that was read there. "
+        self._explain(exc)
+        self.unpage()
+
+    def _explain(self, error: BaseException | None) -> None:
+        """Add a note to an error about two devices, if a parameter was used out of a forward."""
+        if self.closed or not is_about_devices(error):
+            return
+        host, there = self._pager.used_outside(error.__traceback__), str(self._engine.device)
+        if host is not None:
+            error.add_note(
+                "Parameters of a paged model are on the host outside of its forward, as is "
+                f"{host.name!r}, {describe_tensor(host.tensor)}, which was used or read there. "
                 f"To use one with tensors on {there}, take a copy, such as weight.to({there!r}), "
                 "whose gradient arrives at the parameter; or compute it in the forward, or in a "
                 "method that you name: page(..., methods=)."
             )
-        self.unpage()
 
     def __reduce__(self) -> NoReturn:
         """Refuse to be pickled or copied.
@@ -180,3 +192,18 @@ class PagedModel:
         allocated_bytes = self._engine.taken.allocated_bytes
         state = "unpaged" if self.closed else f"{format_bytes(allocated_bytes)} in use"
         return f"<PagedModel {self.plan.model} on {self.plan.device}, {state}>"
+
+
+def _explaining(before: Any) -> Any:
+    def explain(
+        kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+    ) -> None:
+        for handle in list(_open):
+            handle._explain(error)
+        before(kind, error, traceback)
+
+    return explain
+
+
+_open: weakref.WeakSet[PagedModel] = weakref.WeakSet()
+_hook = Patch(sys, {"excepthook": _explaining})

@@ -10,6 +10,8 @@ import threading
 from collections.abc import Callable, Collection
 from queue import Empty, SimpleQueue
 from threading import get_ident
+from traceback import walk_tb
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -81,14 +83,12 @@ class Pager:
     Args:
         engine: the pages.
         hosts: the model's tensors.
-
-    Attributes:
-        read_outside: the last host tensor that was read since a pass began, but in none.
     """
 
     def __init__(self, engine: Engine, hosts: Collection[HostTensor]) -> None:
         self.engine = engine
-        self.read_outside: HostTensor | None = None
+        # the last host tensor that was read since a pass began, but in none
+        self._read_outside: HostTensor | None = None
         self._hosts, self._has_warned = hosts, False
         self._composed = Composed(engine.device)
         self._turn = Turn()
@@ -209,6 +209,18 @@ class Pager:
             if self._is_over(now):
                 self._turn.release(now)
 
+    def used_outside(self, traceback: TracebackType | None) -> HostTensor | None:
+        """Return the host tensor that an error outside of a forward may be about.
+
+        That is a variable of a function that failed, else the last one that was read.
+        """
+        known = {id(host.tensor): host for host in self._hosts}
+        for frame, _ in reversed([*walk_tb(traceback)]):
+            for value in frame.f_locals.values():
+                if id(value) in known:
+                    return known[id(value)]
+        return self._read_outside
+
     @never_compiled
     def show(self, host: HostTensor) -> Tensor:
         """Return the device's tensor for a host tensor inside a pass, else the host tensor.
@@ -222,7 +234,7 @@ class Pager:
             # Whoever reads a parameter outside of the forward may write to it, as optimizers and
             # load_state_dict do, and no version tells of `.data`.
             self.engine.let_host_write(host)
-            self.read_outside = host
+            self._read_outside = host
             return host.tensor
         if host in now.assigned:
             return now.assigned[host]
@@ -344,7 +356,7 @@ class Pager:
         return not (now.forwards or now.is_backward)
 
     def _begin(self, now: Pass, module: nn.Module) -> None:
-        self.read_outside = None
+        self._read_outside = None
         self.engine.begin(now)
         check_trace(module)
         if torch.is_grad_enabled():

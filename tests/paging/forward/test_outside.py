@@ -1,6 +1,7 @@
 """A parameter that is used outside of its model's forward: what works, and what the error says."""
 
 import copy
+import sys
 
 import pytest
 import torch
@@ -63,8 +64,11 @@ def by_a_variable(model, y):
 @pytest.mark.parametrize(
     ("use", "named"),
     [
-        (direct, "'head.weight', float32[10, 16] on cpu, 640 B, was the last"),
-        (by_a_variable, "'body.0.weight', float32[16, 16] on cpu, 1.0 KiB, was the last"),
+        (direct, "'head.weight', float32[10, 16] on cpu, 640 B, which was used"),
+        (
+            by_a_variable,
+            "'body.0.weight', float32[16, 16] on cpu, 1.0 KiB, which was used",
+        ),
     ],
 )
 def test_the_error_names_the_parameter_and_says_what_to_do(sim, net, use, named):
@@ -75,6 +79,33 @@ def test_the_error_names_the_parameter_and_says_what_to_do(sim, net, use, named)
     assert named in note
     assert ".to('sim:0')" in note
     assert net(torch.zeros(1, WIDTH)).shape == (1, WIDTH)
+
+
+def test_a_parameter_that_was_read_before_the_model_was_paged_is_named_too(sim, net):
+    net.requires_grad_(False)
+    head = net.head.weight
+    with pytest.raises(RuntimeError) as caught, page(net, sim.device):
+        F.linear(draw(sim), head)
+    assert "'head.weight', " in caught.value.__notes__[0]
+
+
+def test_an_error_that_ends_a_program_without_a_block_has_the_note_and_the_hook_goes(sim, net):
+    net.requires_grad_(False)
+    before, told = sys.excepthook, []
+    sys.excepthook = lambda *error: told.append(error)
+    try:
+        handle = page(net, sim.device)
+        try:
+            direct(net, net(draw(sim)))
+        except RuntimeError as error:
+            sys.excepthook(type(error), error, error.__traceback__)
+        handle.unpage()
+        sys.excepthook(ValueError, ValueError(), None)
+    finally:
+        sys.excepthook = before
+    (note,) = told[0][1].__notes__
+    assert "'head.weight', float32[10, 16] on cpu" in note
+    assert len(told) == 2
 
 
 def another_error(model, y):
