@@ -66,8 +66,9 @@ class Terms(NamedTuple):
         return {name: count for name, count in copies.items() if count is not None}
 
     def detached(self) -> Terms:
-        """Return the same without graphs, and with copies of counts."""
+        """Return copies without graphs."""
         counts = self.counts()
+        # copies: what losses of torch return still has the memory of all their elements
         terms = {
             n: Term(term.value.detach().clone(), counts.get(n)) for n, term in self.by_name.items()
         }
