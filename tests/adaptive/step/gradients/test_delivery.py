@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import tenure
+from tenure import current_scope
 from tenure.adaptive import step
 
 _OURS = tenure.__path__[0]
@@ -92,6 +93,9 @@ def test_an_interrupt_finds_all_gradients_delivered_or_none(kind):
                 lambda b: net(b).square().mean(), x, batchnorm="per_chunk", maximum=3, verify=False
             )
         handle.remove()
+        # as Ctrl-C may leave any block: the next scope would close it
+        if (left := current_scope()) is not None:
+            left.close()
         return before, state_of(net), block.is_over
 
     _, after, _ = run(1_000_000)
