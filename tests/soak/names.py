@@ -9,7 +9,7 @@ from rich.console import Console
 
 from tenure import ReportFormatError
 
-from ..show.test_reports import REPORTS
+from ..show.test_reports import WRITTEN
 
 HOSTILE = {
     "markup": "</td><script>alert(1)</script><img src=x onerror=alert(1)>",
@@ -85,7 +85,7 @@ def run(most_places):
     """Put each hostile name in at most so many places of each report: shown, refused, and wrong."""
     shown = refused = 0
     wrong = []
-    for kind, report in REPORTS.items():
+    for kind, report in WRITTEN.items():
         facts = json.loads(json.dumps(report.to_dict()))
         reference = report._repr_html_()
         places = [path for path in _places(facts) if path[0] != "format"]
