@@ -205,11 +205,13 @@ class SizeModel:
             other = None
         self.needed_bytes, self.other = needed_bytes, other
 
-    def ran_part(self, size: int, needed_bytes: int) -> None:
-        """Note that a smaller size than ``ok`` needed so much, which shows what grows."""
+    def ran_part(self, size: int, needed_bytes: int) -> bool:
+        """Note what a smaller size than ``ok`` needed; return whether it shows what grows."""
         with _lock:
-            if size < self.ok and needed_bytes < (self.needed_bytes or 0):
+            is_less = size < self.ok and needed_bytes < (self.needed_bytes or 0)
+            if is_less:
                 self.other = Measured(size, needed_bytes)
+            return is_less
 
     def ran_over(self, size: int, needed_bytes: int) -> None:
         """Note that work of this size returned, and needed more than it should."""
@@ -315,6 +317,14 @@ class SizeModel:
         if self.other is not None or ok < 2 * sizes.low or limit_bytes >= 1.5 * needed_bytes:
             return None
         return max(sizes.low, ok // 4 // sizes.align * sizes.align)
+
+    def a_step_above(self, sizes: SizeRange, limit_bytes: int) -> int | None:
+        """Return the next size where a smaller one needed no less: most of its memory is fixed."""
+        top = self._top(sizes, limit_bytes)
+        if limit_bytes <= (self.needed_bytes or 0) or top <= self.ok:
+            return None
+        wanted = max(self._stepped(top, 1), self.ok + 1)
+        return min(top, max(wanted // sizes.align, self.ok // sizes.align + 1) * sizes.align)
 
     def _top(self, sizes: SizeRange, limit_bytes: int | None) -> int:
         """Return the largest size that may fit: below the failed one, unless more is free now."""

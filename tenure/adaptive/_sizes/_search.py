@@ -261,16 +261,18 @@ class AdaptiveSearch:
         assert meter is not None
         needed_bytes = meter.needed_bytes()
         limit_bytes = max(meter.available_bytes(), needed_bytes or 0)
-        if size < model.ok:
-            model.ran_part(size, needed_bytes or 0)
-        else:
+        told = size >= model.ok or model.ran_part(size, needed_bytes or 0)
+        if size >= model.ok:
             model.ran(size, needed_bytes, self._free_bytes)
         self._works = True
         self._n_trials += 1
         larger = None
         if needed_bytes and self._n_trials < _MOST_TRIALS:
-            larger = model.with_fixed_part(self._sizes, limit_bytes)
-            larger = larger or model.next_size(self._sizes, limit_bytes)
+            if told:
+                larger = model.with_fixed_part(self._sizes, limit_bytes)
+                larger = larger or model.next_size(self._sizes, limit_bytes)
+            else:
+                larger = model.a_step_above(self._sizes, limit_bytes)
         self.is_trial = larger is not None
         self.size = larger or model.ok
         self._measure(meter)

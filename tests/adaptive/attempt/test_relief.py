@@ -240,6 +240,7 @@ def test_a_cache_cut_up_by_older_tensors_promises_nothing(sim):
     del kept
 
 
+@pytest.mark.sim_allocator("exact")  # it counts bytes
 def test_casts_of_weights_are_let_go_before_giving_up(sim):
     weight = torch.ones(512, 512, device=sim.device, requires_grad=True)
     with torch.autocast("sim", dtype=torch.bfloat16):
@@ -248,6 +249,7 @@ def test_casts_of_weights_are_let_go_before_giving_up(sim):
         assert kinds_of(lambda size: on_sim(weight.nbytes // 2), 1) == ["retry"]
 
 
+@pytest.mark.sim_allocator("exact")  # it counts bytes
 def test_older_cycles_on_the_device_are_collected_before_the_size_shrinks(sim):
     class Cycle:
         def __init__(self):

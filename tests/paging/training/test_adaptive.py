@@ -75,7 +75,7 @@ def test_the_pager_gives_memory_back_then_the_same_size_runs_then_a_smaller_one(
         assert told[0].freed_bytes >= told[0].info.requested_bytes
         assert [event.size for event in told] == sorted((e.size for e in told), reverse=True)
         # activations on the host leave room for several times the samples
-        assert (found.micro_batch >= 10) is (activations == "host")
+        assert (found.micro_batch >= 8) is (activations == "host")
         assert abs(found.loss.item() - whole.item()) < 1e-12
         for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-10, atol=1e-10)
