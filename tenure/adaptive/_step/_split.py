@@ -27,9 +27,6 @@ from tenure._torch.quiet import without_functions
 
 from .._reachable import generators_of
 from .._undo import ModuleState, RngState
-from ._arguments import BatchNormPolicy as BatchNormPolicy
-from ._arguments import StepSpec as StepSpec
-from ._arguments import refuse_capture as refuse_capture
 from ._loss import (
     ONLY,
     Count,
@@ -48,10 +45,7 @@ from ._loss import (
 )
 from ._modules import coupled_modules
 from ._outputs import JoinedOutputs, Outputs
-from ._parts import Chunk as Chunk
-from ._parts import Divisors as Divisors
-from ._parts import FunctionState as FunctionState
-from ._parts import StepParts as StepParts
+from ._parts import Chunk, StepParts
 from ._shares import Shares
 
 Kept = TypeVar("Kept")

@@ -14,8 +14,10 @@ from tenure._errors import AdaptiveUsageError
 from tenure._torch.quiet import without_functions
 
 from ..._ranks import MOST_TERMS, Ballot
+from .._arguments import StepSpec
+from .._parts import StepParts
 from .._shares import numbers_by_term
-from .._split import StepOutcome, StepParts, StepSpec
+from .._split import StepOutcome
 
 
 def asked_by(spec: StepSpec, *, per_rank: bool) -> str:

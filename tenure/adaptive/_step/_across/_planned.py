@@ -28,7 +28,9 @@ from tenure._torch.sharding import Shards, is_dtensor
 from ..._attempt import memory_of, release
 from ..._ranks import Ballot, RankCall, lost_rank_error, mark_of
 from ..._sizes import AdaptiveSearch
-from .._split import StepOutcome, StepParts, StepSpec
+from .._arguments import StepSpec
+from .._parts import StepParts
+from .._split import StepOutcome
 from ._alike import LossOfAll, asked_by, refuse_other_terms, share_of, weight_of
 
 _PATIENCE_S = 10.0

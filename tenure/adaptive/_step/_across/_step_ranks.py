@@ -23,7 +23,9 @@ from tenure._torch.replicas import exchanged_buffers
 
 from ..._callables import told_apart
 from ..._ranks import Ballot, RankCall, Replicated, mark_of
-from .._split import StepOutcome, StepParts, StepSpec
+from .._arguments import StepSpec
+from .._parts import StepParts
+from .._split import StepOutcome
 from ._alike import LossOfAll, asked_by, refuse_other_terms, share_of, weight_of
 from ._exchange import Exchange, multiply, shapes_of
 

@@ -32,7 +32,7 @@ from ..._ranks import (
 )
 from ..._reachable import Reachable, modules_given
 from ..._undo import modules_below
-from .._split import StepSpec
+from .._arguments import StepSpec
 from ._planned import PlannedRanks, refuse_group
 from ._step_ranks import StepRanks
 

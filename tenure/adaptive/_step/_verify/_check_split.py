@@ -12,11 +12,12 @@ from tenure._show import steps
 from tenure._torch.compiler import not_compiling
 
 from ..._sizes import checked_size
+from .._arguments import StepSpec
 from .._gradients import Scaler
 from .._loss import Reduction
 from .._modules import coupled_modules
+from .._parts import StepParts
 from .._samples import SampleDims
-from .._split import StepParts, StepSpec
 from ._compare import CHECKED, SplitDifference, SplitReport
 from ._declarations import declaration_for
 from ._observed import Observed, differences, first_module

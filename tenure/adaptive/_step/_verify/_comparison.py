@@ -25,7 +25,8 @@ from tenure._torch.quiet import without_functions
 from .._loss import ONLY, combined, finished_loss, terms_of, widened, widened_count
 from .._modules import coupled_modules
 from .._outputs import JoinedOutputs, Outputs
-from .._split import Chunk, ChunkTerms, StepOutcome, StepParts
+from .._parts import Chunk, StepParts
+from .._split import ChunkTerms, StepOutcome
 from ._compare import (
     EXCHANGED_RTOL,
     GRADIENTS,

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from .._loss import ONLY, terms_of
+from .._parts import Chunk, Divisors
 from .._shares import numbers_by_term, plain_number, read_numbers
-from .._split import Chunk, Divisors
 from ._compare import CheckFinding
 from ._comparison import unseen
 from ._subject import Subject, chosen_samples, first_that_fits

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..._reachable import named_modules
-from .._split import StepParts
+from .._parts import StepParts
 from ._compare import CHECKED, DECLARED
 from ._comparison import split_values
 from ._count_check import DO_NOT_CLAMP, is_clamped

@@ -22,7 +22,8 @@ from ..._reachable import named_modules, named_parameters
 from ..._undo import AllOf, Rollback
 from .._loss import ONLY
 from .._modules import no_optimizer_steps
-from .._split import StepOutcome, StepParts, StepRun
+from .._parts import StepParts
+from .._split import StepOutcome, StepRun
 from ._compare import (
     GRADIENT_FLOOR,
     CheckFinding,

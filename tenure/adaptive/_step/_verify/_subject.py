@@ -25,8 +25,8 @@ from tenure.scopes import DisposeScope
 from ..._attempt import release
 from ..._reachable import named_modules
 from .._modules import coupled_modules
+from .._parts import StepParts
 from .._samples import Leaf, SampleTree, cut_off
-from .._split import StepParts
 from ._modes import ConstantNumbers, RoughRounding
 from ._observed import LeafNames, Observed, buffers_of, observed_run
 

@@ -8,7 +8,8 @@ from tenure._callers import warn_user
 from tenure._errors import AdaptiveUsageError, AdaptiveUsageWarning, SplitMismatchError
 from tenure._torch.compiler import draws_again_in_backward, not_compiling
 
-from .._split import StepOutcome, StepParts
+from .._parts import StepParts
+from .._split import StepOutcome
 from ._compare import CheckFinding
 from ._comparison import SplitComparison, exchanged
 from ._count_check import DO_NOT_CLAMP, checked_count, lowest_counts

@@ -30,8 +30,8 @@ from tenure.scopes import is_disposed
 
 from ..._reachable import is_of_a_library, named_modules
 from ..._sizes import stands_for
+from .._parts import StepParts
 from .._samples import Leaf
-from .._split import StepParts
 from ._count_check import Lowest
 
 _FIRST = 3
