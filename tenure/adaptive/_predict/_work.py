@@ -286,12 +286,8 @@ class Work:
             observer.phase = before.pop()
             observer.is_offloading = False
 
-        handles = [register_optimizer_step_pre_hook(begin), register_optimizer_step_post_hook(end)]
-        try:
+        with register_optimizer_step_pre_hook(begin), register_optimizer_step_post_hook(end):
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def gradients(self) -> list[Tensor]:
         """Return the gradients that exist now."""

@@ -336,7 +336,7 @@ class SplitBackward:
             pairs = [(r, s) for r, s in zip(roots, seeds, strict=True) if r.requires_grad]
             empty = [root for root in weightless if root.requires_grad]
             others = [root for root, _ in pairs]
-            zeros = giving_zeros(empty, others) if empty else nullcontext()
+            zeros = _giving_zeros(empty, others) if empty else nullcontext()
             pairs += [(root, torch.zeros_like(root)) for root in empty]
             if not pairs:
                 return False
@@ -502,7 +502,7 @@ _Gradients = tuple[Tensor | None, ...]
 
 
 @contextmanager
-def giving_zeros(weightless: Iterable[Tensor], others: Iterable[Tensor]) -> Iterator[None]:
+def _giving_zeros(weightless: Iterable[Tensor], others: Iterable[Tensor]) -> Iterator[None]:
     """Return a block in whose backward passes some roots give zeros to all that they come of.
 
     Args:
@@ -513,12 +513,10 @@ def giving_zeros(weightless: Iterable[Tensor], others: Iterable[Tensor]) -> Iter
     shared = set(nodes_of(others)) if nodes else set()
     # to what is shared they add zeros
     own: list[Any] = [node for node in nodes if node not in shared and node.next_functions]
-    handles = [node.register_hook(_zeros) for node in own]
-    try:
+    with ExitStack() as hooks:
+        for node in own:
+            hooks.enter_context(node.register_hook(_zeros))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _zeros(gradients: _Gradients, _: _Gradients) -> _Gradients:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, TypeGuard
 
@@ -222,12 +222,10 @@ class PlannedRanks:
 
         # autograd runs them, and not the module that brings a gradient that was averaged
         trained = [shard for shard in self._shards.shards() if shard.requires_grad]
-        handles = [shard.register_hook(note) for shard in trained]
-        try:
+        with ExitStack() as hooks:
+            for shard in trained:
+                hooks.enter_context(shard.register_hook(note))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _refuse_late(self) -> None:
         """Make sure that all gradients that are there are those of all ranks."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -220,15 +220,11 @@ class ModuleCall(NamedTuple):
 def _recorded(roots: Mapping[str, nn.Module]) -> Iterator[list[ModuleCall]]:
     """Note each call of each module in the block, innermost first."""
     calls: list[ModuleCall] = []
-    handles = []
-    for name, module in named_modules(roots):
-        hook = functools.partial(_record, name, calls)
-        handles.append(module.register_forward_hook(hook, with_kwargs=True))
-    try:
+    with ExitStack() as hooks:
+        for name, module in named_modules(roots):
+            hook = functools.partial(_record, name, calls)
+            hooks.enter_context(module.register_forward_hook(hook, with_kwargs=True))
         yield calls
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def first_module(whole: Observed, split: Observed, rtol: float) -> list[SplitDifference]:
