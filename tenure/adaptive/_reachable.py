@@ -83,22 +83,18 @@ class StepModels:
     @contextmanager
     def seeing(self, *listeners: Listener) -> Iterator[None]:
         """Open a block in which modules are seen; listeners get unknown ones before they run."""
-        self._listeners += listeners
-        try:
-            with modules_told(self._see):
-                yield
-        finally:
-            for listener in listeners:
-                self._listeners.remove(listener)
+        with self.telling(*listeners), modules_told(self._see):
+            yield
 
     @contextmanager
-    def telling(self, listener: Listener) -> Iterator[None]:
-        """Open a block in such a block that has one more listener."""
-        self._listeners.append(listener)
+    def telling(self, *listeners: Listener) -> Iterator[None]:
+        """Open a block in such a block that has more listeners."""
+        self._listeners += listeners
         try:
             yield
         finally:
-            self._listeners.remove(listener)
+            for listener in listeners:
+                self._listeners.remove(listener)
 
     def take_new_roots(self) -> dict[str, nn.Module]:
         """Return the modules that ran and are below no root, by name; each is returned once."""

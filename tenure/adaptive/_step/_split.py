@@ -270,8 +270,7 @@ def _two_passes(
     # its outputs, and the second pass has as much alive at once
     with (
         torch.enable_grad() if parts.compiled else torch.no_grad(),
-        models.telling(at_start.add),
-        models.telling(lambda new: drawn[-1].add(generators_of(new))),
+        models.telling(at_start.add, lambda new: drawn[-1].add(generators_of(new))),
     ):
         for i in range(n_chunks):
             drawn.append(state.random_now())
