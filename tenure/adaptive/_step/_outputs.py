@@ -44,14 +44,14 @@ class Outputs:
                     "sample. Say with out_dims= which dimension has the samples, or None where "
                     "all samples share the output."
                 )
-        self.tensors = _differentiable(self.tree)
+        self.tensors = differentiable(self.tree)
 
     def detached(self) -> Outputs:
         """Return the same, without graphs, so that only values are kept."""
         other = copy.copy(self)
         values = [leaf.value for leaf in self.tree.leaves]
         other.tree = self.tree.like([v.detach() if isinstance(v, Tensor) else v for v in values])
-        other.tensors = _differentiable(other.tree)
+        other.tensors = differentiable(other.tree)
         return other
 
 
@@ -77,7 +77,7 @@ class JoinedOutputs:
         tree = first.like([_joined(list(column)) for column in columns])
         self._lengths = [chunk.n_samples for chunk in chunks]
         self._dims = [leaf.dim for leaf in tree.leaves if _is_differentiable(leaf.value)]
-        self.roots = [tensor.requires_grad_() for tensor in _differentiable(tree)]
+        self.roots = [tensor.requires_grad_() for tensor in differentiable(tree)]
         self.value = tree.with_leaves([leaf.value for leaf in tree.leaves])
 
     def gradients(self) -> list[list[Tensor | None]]:
@@ -154,7 +154,8 @@ def _check_structure(first: SampleTree, other: SampleTree) -> None:
         )
 
 
-def _differentiable(tree: SampleTree) -> list[Tensor]:
+def differentiable(tree: SampleTree) -> list[Tensor]:
+    """Return the tensors that may get gradients, of floating point or complex, in order."""
     return [leaf.value for leaf in tree.leaves if _is_differentiable(leaf.value)]
 
 

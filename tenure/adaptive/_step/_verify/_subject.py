@@ -25,6 +25,7 @@ from tenure.scopes import DisposeScope
 from ..._attempt import release
 from ..._reachable import named_modules
 from .._modules import coupled_modules
+from .._outputs import differentiable
 from .._parts import StepParts
 from .._samples import Leaf, SampleTree, cut_off
 from ._modes import ConstantNumbers, RoughRounding
@@ -250,11 +251,7 @@ def _mixed_sum(outputs: Any) -> Tensor:
     """Return a loss to which each element of the outputs counts, and each sample differently."""
     tree = SampleTree(outputs, None, name="output", argument="out_dims", is_deep=True)
     total: Any = 0.0
-    for tensor in (leaf.value for leaf in tree.leaves):
-        if not isinstance(tensor, Tensor) or not (
-            tensor.is_floating_point() or tensor.is_complex()
-        ):
-            continue
+    for tensor in differentiable(tree):
         # other factors would be another loss in the next run
         numbers = torch.Generator().manual_seed(0)
         # these are not the function's own, and constant ones would weigh samples alike
