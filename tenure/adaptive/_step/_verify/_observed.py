@@ -256,9 +256,9 @@ def _differing_calls(
     for call, *parts in zip(whole.calls, *chunks, strict=True):
         rows = _rows([part.output for part in parts], call.output, lengths)
         # a loss, or a table of all positions, is nothing for samples
-        if rows is None or relative_error(rows, call.output) <= rtol:
+        if rows is None or (error := relative_error(rows, call.output)) <= rtol:
             continue
-        error, is_mixed = relative_error(rows, call.output), False
+        is_mixed = False
         given = [part.given for part in parts if part.given is not None]
         # nothing, or what all samples share
         if call.given is not None and any(part.shape != call.given.shape for part in given):
