@@ -37,22 +37,28 @@ class RankCall:
         after: what holds where it has failed.
         interrupts: keeps Ctrl-C since before the group was known; lets it through from when the
             call begins until it votes.
+        mark: what has to be the same on all ranks besides the name, for `smallest`.
 
     Attributes:
         group: the ranks.
         name: what errors call the call; may be set to say more of it.
-        mark: what has to be the same on all ranks besides the name.
         has_voted: whether the others know how the call went here.
     """
 
     def __init__(
-        self, group: RankGroup, name: str, interrupts: Interrupts, after: str = _NO_RESULT
+        self,
+        group: RankGroup,
+        name: str,
+        interrupts: Interrupts,
+        after: str = _NO_RESULT,
+        *,
+        mark: str = "",
     ) -> None:
         self.group = group
         self._interrupts = interrupts
         self._after = after
+        self._mark = mark
         self.name = name
-        self.mark = ""
         self.has_voted = False
 
     def __enter__(self) -> Self:
@@ -105,7 +111,7 @@ class RankCall:
         """
         # no batch is larger; a number of more bits can't be sent
         size = min(size, sys.maxsize)
-        found = self.vote(Ballot(mark_of(self.name, self.mark), n_with_data=1, size=size))
+        found = self.vote(Ballot(mark_of(self.name, self._mark), n_with_data=1, size=size))
         return found.size, found.is_one_size
 
     def go_on(self) -> None:
@@ -166,11 +172,10 @@ def _call_of(entry: str, name: str, mark: str, group: Any) -> Iterator[RankCall 
             yield None
             return
         with (
-            RankCall(ranks, f"{entry}({name!r})", interrupts) as call,
+            RankCall(ranks, f"{entry}({name!r})", interrupts, mark=mark) as call,
             modules_told(refuse),
             without_collectives(entry, name, "Call it after, with what the function returned"),
         ):
-            call.mark = mark
             yield call
 
 
