@@ -164,12 +164,12 @@ def foresee(search: AdaptiveSearch, spec: StepSpec, parts: StepParts) -> Foresee
     # steps alone; neither takes memory to speak of
     step = SizedStep(replace(spec, scaler=None, backward=None))
     # of a device that can't be measured nothing says what is free
-    meters = {device: meter_for(str(device)) for device in parts.devices}
-    measured = [device for device, meter in meters.items() if meter is not None and meter.measures]
+    known = ((device, meter_for(str(device))) for device in parts.devices)
+    meters = {device: meter for device, meter in known if meter is not None and meter.measures}
     # in a budget nothing is compiled
-    may_compile = bool(parts.compiled) and not any(counting_on(str(each)) for each in measured)
-    forecasts = {str(device): _forecast(step, parts, device) for device in measured}
-    free = {str(each): meter.available_bytes() for each, meter in meters.items() if meter}
+    may_compile = bool(parts.compiled) and not any(counting_on(str(each)) for each in meters)
+    forecasts = {str(device): _forecast(step, parts, device) for device in meters}
+    free = {str(device): meter.available_bytes() for device, meter in meters.items()}
     search.foresee(forecasts, share=_SHARE_OF_COMPILED if may_compile else 1.0)
     return ForeseenStep(forecasts, free)
 
