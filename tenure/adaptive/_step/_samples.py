@@ -281,7 +281,7 @@ class SampleTree:
         return dim
 
     def _dim_in_range(self, value: Any, n_dims: int, dims: Any, path: str) -> _Dim:
-        dim = _whole_if_scalar(dims, n_dims)
+        dim = None if n_dims == 0 else dims
         is_int = isinstance(dim, int) and not isinstance(dim, bool)
         if dim is None or (is_int and -n_dims <= dim < n_dims):
             return cast("int | None", dim)
@@ -325,10 +325,6 @@ def _are_tensors(values: list[Any] | tuple[Any, ...]) -> bool:
 def _path_below(path: str, value: Any, key: Any) -> str:
     is_named = dataclasses.is_dataclass(value) and not isinstance(value, Mapping)
     return f"{path}.{key}" if is_named else f"{path}[{key!r}]"
-
-
-def _whole_if_scalar(dims: Any, n_dims: int) -> Any:
-    return None if n_dims == 0 else dims
 
 
 def _array_of(value: Any) -> str:
