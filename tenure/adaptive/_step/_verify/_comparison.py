@@ -55,14 +55,14 @@ class SplitComparison:
     Attributes:
         finding: what differs.
         is_coupled: whether modules mix samples, as was allowed, and can't be kept from it.
-        scale: the size of the loss of a few samples; what is much smaller counts as nothing.
     """
 
     def __init__(self, subject: Subject) -> None:
         self._subject = subject
         self.finding: CheckFinding | None = None
         self.is_coupled = False
-        self.scale = 0.0
+        # of the loss of a few samples; what is much smaller counts as nothing
+        self._scale = 0.0
 
     def samples(self) -> bool:
         """Compare gradients of a few samples; whether that could be done, with whatever result."""
@@ -98,12 +98,12 @@ class SplitComparison:
             # of a function that tells more than its loss, such as what a trainer logs
             if on_compared := getattr(subject.spec.fn, "on_compared", None):
                 on_compared(whole.outcome, split.outcome)
-            self.scale = 0.0
+            self._scale = 0.0
             if not self._agree(
                 whole, split, GRADIENTS, lambda rough: subject.observe(indices, n, rough=rough)
             ):
                 break
-            self.scale = float(whole.outcome.loss.detach().abs().nan_to_num())
+            self._scale = float(whole.outcome.loss.detach().abs().nan_to_num())
         return True
 
     def losses(self, outcome: StepOutcome, most: int) -> bool:
@@ -155,7 +155,7 @@ class SplitComparison:
 
     def _agree(self, whole: Observed, split: Observed, tolerance: Tolerance, again: _Run) -> bool:
         """Return whether nothing differs but by rounding, or by unseen random numbers."""
-        names, scale = self._subject.names, self.scale
+        names, scale = self._subject.names, self._scale
 
         @functools.cache
         def noise(roughness: int, draw: int) -> dict[str, float]:
