@@ -51,7 +51,7 @@ _IMPLIED = frozenset({"__call__", "__wrapped__"})
 
 
 class StepModels:
-    """What is known of the modules so far.
+    """The modules that are known so far.
 
     Args:
         roots: the modules that the function runs, by name.
@@ -163,7 +163,7 @@ def named_parameters(roots: Mapping[str, nn.Module]) -> Iterator[tuple[str, Tens
 
 
 class CodeNames(NamedTuple):
-    """What a piece of code names, the code written inside it included.
+    """The names in a piece of code, the code written inside it included.
 
     Attributes:
         globals: the globals and builtins that it reads.
@@ -217,7 +217,7 @@ def is_of_a_library(module: str | None) -> bool:
 
 
 class Reachable:
-    """What some functions use.
+    """The modules, tensors and generators that some functions use.
 
     Attributes:
         modules: the modules found, by the name under which the code has them.

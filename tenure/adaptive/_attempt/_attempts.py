@@ -36,7 +36,7 @@ TAKEN_BACK = (
     "every attempt: return it instead, beside the loss with has_aux=True of step(), or as a result "
     "with collect= of chunked() and range()."
 )
-"""What to do about a tensor that an attempt has put where it outlives it."""
+"""The advice about a tensor that an attempt has put where it outlives it."""
 
 
 _LEAK = (
@@ -72,7 +72,7 @@ class SizeSearch(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Failure:
-    """What is kept of an attempt that ran out of memory; `error` until it has been let go."""
+    """An attempt that ran out of memory; `error` is kept until it has been released."""
 
     error: BaseException
     info: OomInfo

@@ -1,4 +1,4 @@
-"""What a retry does, told while it happens: to callbacks, to the log and to the statistics.
+"""The events of a retry, for callbacks, the log and the statistics, while it happens.
 
 An event holds plain values, so that keeping it keeps no tensor alive.
 """
@@ -96,7 +96,7 @@ def _needed(info: OomInfo | None) -> str:
 
 @dataclass(slots=True)
 class AdaptiveStatistics:
-    """How often work was tried, ran out of memory, and what came of it, on one thread.
+    """Counts of attempts on one thread, of those that ran out of memory, and of their outcomes.
 
     Attributes:
         attempts: pieces of work begun.

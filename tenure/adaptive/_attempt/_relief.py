@@ -27,7 +27,7 @@ _HOST = (None, "cpu")
 _OUTSIDE_THE_ALLOCATOR = ("workspace", "driver")
 """Kinds of memory that a library or the driver wanted, and that torch's cache may have taken."""
 _NOISE_BYTES = 1 << 20
-"""What the resident memory of a process may change by itself."""
+"""The resident memory of a process may change by so much by itself."""
 _ADVICE = "set PYTORCH_ALLOC_CONF=expandable_segments:True before the program starts"
 
 

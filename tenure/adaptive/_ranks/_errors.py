@@ -1,4 +1,4 @@
-"""What is said where ranks don't agree: who failed and of what, who is lost, who is elsewhere."""
+"""Errors of ranks that don't agree: one has failed, is lost, or is in a different call."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from ._group import RankGroup
 
 _N_COMPARED = 7
-"""How many numbers of a vote are compared; the rest are summed up."""
+"""So many numbers of a vote are compared; the rest are summed up."""
 MOST_TERMS = 16
 """A rank without samples has room for so many: it can't know how many terms the others have."""
 _N_VALUES = 2 * (1 + MOST_TERMS)
@@ -26,7 +26,7 @@ _N_VALUES = 2 * (1 + MOST_TERMS)
 
 @dataclass(frozen=True, slots=True)
 class Ballot:
-    """What one rank says; or, from `tally`, what all ranks say together.
+    """The vote of one rank; or, from `tally`, the votes of all ranks together.
 
     Attributes:
         mark: which call the rank is in: see `mark_of`; of all ranks the least.

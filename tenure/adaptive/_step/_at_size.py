@@ -125,12 +125,12 @@ class SizedStep:
 _MOST_MICRO_BATCHES = 64
 """A step of more than that is not predicted as a whole: it takes as long as running it."""
 _SHARE_OF_COMPILED = 7 / 8
-"""What predictions of eager code may fill where it is compiled: that was seen to take 1.07 times as
-much. Where it takes less, the next call is larger by what the first one needed."""
+"""The share of free memory that a prediction of eager code may fill if the code is compiled.
+Compiled code was seen to take 1.07 times as much. If it takes less, the next call is larger."""
 
 
 class ForeseenStep(NamedTuple):
-    """What was predicted.
+    """The predictions of a step.
 
     Attributes:
         forecasts: for each device that can be measured.
@@ -142,7 +142,7 @@ class ForeseenStep(NamedTuple):
 
     @property
     def has_failed(self) -> bool:
-        """Whether no prediction of a device that can be measured worked."""
+        """True if no prediction of a device that can be measured worked."""
         return bool(self.forecasts) and not any(each.works for each in self.forecasts.values())
 
     def told(self, size: int) -> str:

@@ -256,7 +256,7 @@ def _weighted(tensor: Tensor, seed: Tensor | None) -> Tensor:
 
 
 class Scaler(Protocol):
-    """What `step` uses of a ``torch.amp.GradScaler``."""
+    """The part of a ``torch.amp.GradScaler`` that `step` uses."""
 
     def scale(self, outputs: Tensor) -> Any:
         """Return the loss times the scale."""

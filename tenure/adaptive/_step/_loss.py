@@ -1,4 +1,4 @@
-"""What a step's function returned: the terms of a loss, and how those of chunks make the whole.
+"""The terms of a loss, as a step's function returned them, and the loss of the whole batch.
 
 Invariant: the loss of the whole batch is one formula, used both for its value and, by autograd, for
 the weight that the gradient of each chunk gets.
@@ -45,7 +45,7 @@ class Term:
 
 
 class Terms(NamedTuple):
-    """What the function returned for some samples, in one form.
+    """The terms that the function returned for some samples, in one form.
 
     Attributes:
         by_name: the terms.

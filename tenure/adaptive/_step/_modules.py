@@ -1,4 +1,4 @@
-"""What a step can't just run in parts: modules that mix samples, exchange gradients, are written.
+"""Modules that a step can't just run in parts: they mix samples, exchange gradients, are written.
 
 Modules that mix the samples of a batch are known in two ways: by type, before anything runs; and by
 a buffer that a forward pass of the first chunk has written, as running statistics, observers and
@@ -76,7 +76,7 @@ class GradientExchange:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether a module of ``fully_shard`` is known."""
+        """True if a module of ``fully_shard`` is known."""
         return bool(self._groups)
 
     def learn(self, modules: Iterable[nn.Module]) -> None:
@@ -278,7 +278,7 @@ def _why_coupled(module: nn.Module) -> str | None:
 
 
 class _OptimizerGuard(NamedTuple):
-    """What a block is called, and the identities of what may not move in it; None: anything."""
+    """The name of a block, and the identities of parameters that may not move in it; None: all."""
 
     name: str
     parameters: Container[int] | None
@@ -363,7 +363,7 @@ class _NotedWrite(NamedTuple):
 
 
 class WrittenParameters:
-    """Whether a function writes parameters.
+    """A check that a function writes no parameter.
 
     Args:
         entry: what was called.

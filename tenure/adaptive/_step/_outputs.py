@@ -16,7 +16,7 @@ from ._samples import Leaf, SampleDims, SampleTree
 
 
 class Outputs:
-    """What the function returned for one chunk.
+    """The outputs that the function returned for one chunk.
 
     Args:
         returned: a tensor, or a container of tensors and plain values.

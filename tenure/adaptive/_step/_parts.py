@@ -90,7 +90,7 @@ class Chunk(NamedTuple):
 
 
 Divisors = dict[Chunk, dict[str | None, object]]
-"""What ``weight`` and the counts of terms were for each chunk, by term; None: of all terms."""
+"""The ``weight`` and the counts of terms of each chunk, by term; None: of all terms."""
 
 
 class StepParts:

@@ -32,8 +32,8 @@ from ._gradients import leaves_of
 SampleDims: TypeAlias = (
     int | Literal["items"] | Mapping[Any, Any] | list[Any] | tuple[Any, ...] | None
 )
-"""Where the samples are: a dimension; None for what all samples share; ``"items"`` for a list with
-one item a sample; or a container of these, shaped like the outer levels of the tree."""
+"""The place of the samples: a dimension; None for what all samples share; ``"items"`` for a list
+with one item a sample; or a container of these, shaped like the outer levels of the tree."""
 
 _Dim = int | None | Literal["items"]
 _Build = Callable[[Iterator[Any]], Any]
@@ -50,7 +50,7 @@ def cut_off(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """What stands at one place of a tree.
+    """A value at one place of a tree.
 
     Attributes:
         path: the place, as an expression.
@@ -64,12 +64,12 @@ class Leaf:
 
     @property
     def is_split(self) -> bool:
-        """Whether it has a part for each sample."""
+        """True if it has a part for each sample."""
         return self.dim is not None
 
     @property
     def n_samples(self) -> int:
-        """How many samples it has; only where it is split."""
+        """The number of its samples; only if it is split."""
         if self.dim == "items":
             return len(self.value)
         return int(self.value.shape[self.dim])
@@ -369,7 +369,7 @@ class CutInputs:
 
     @property
     def is_written(self) -> bool:
-        """Whether the batch is no longer what it was."""
+        """True if the batch is no longer what it was."""
         return any(version_of(tensor) != version for tensor, version in self._versions)
 
     def begin(self) -> None:

@@ -1,4 +1,4 @@
-"""How much each chunk of a batch weighs in a mean over all of it.
+"""The share of each chunk in a mean over all of a batch.
 
 Invariant: the shares of a term are finite, not negative, and sum up to 1.
 """
@@ -17,7 +17,7 @@ from tenure._text import describe_tensor
 
 
 class Shares:
-    """How much each chunk weighs in a mean over the whole batch.
+    """The share of each chunk in a mean over the whole batch.
 
     Args:
         lengths: the number of samples of each chunk.

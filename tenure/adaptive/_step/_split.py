@@ -305,7 +305,7 @@ def _two_passes(
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """What a run gives.
+    """The result of a run.
 
     Attributes:
         loss: of no dimension, without graph; with what ``once`` adds.

@@ -51,7 +51,7 @@ _OUTPUTS_HAVE_TO_FIT = (
 
 @dataclass(frozen=True, slots=True, repr=False)
 class StepResult:
-    """What a step did. The gradients are in the ``.grad`` of the parameters.
+    """The result of a step. The gradients are in the ``.grad`` of the parameters.
 
     Attributes:
         loss: the loss of the whole batch, of no dimension, to read: its gradients are there
@@ -292,7 +292,7 @@ class _StepCall:
 
     @property
     def _is_idle(self) -> bool:
-        """Whether other ranks have samples, and this one has none to run."""
+        """True if other ranks have samples, and this one has none to run."""
         return self._ranks is not None and not self._parts.n_samples
 
     def search(self, frame: FrameType) -> AdaptiveSearch:

@@ -1,4 +1,4 @@
-"""What both kinds of steps agree on: what is asked for, shares of ranks, and the loss of all.
+"""Ranks agree in both kinds of steps: on the arguments, the share of each, and the loss of all.
 
 `StepRanks` tries again, and `PlannedRanks` runs once.
 """

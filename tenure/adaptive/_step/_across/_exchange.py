@@ -27,7 +27,7 @@ _LARGE_BYTES = 4 * 2**20
 
 
 class Exchange:
-    """What ranks exchange once all have succeeded.
+    """The gradients and buffers that ranks exchange once all have succeeded.
 
     Args:
         group: the ranks.

@@ -1,4 +1,4 @@
-"""What a step does for other ranks: its weight beside theirs, one vote, and the sum of gradients.
+"""A step with other ranks: its weight beside theirs, one vote, and the sum of gradients.
 
 Invariant: what may fail or run out of memory comes before the vote, inside the attempt; after the
 vote ranks only exchange. Each gradient is multiplied by the share of its rank and summed up, so

@@ -1,4 +1,4 @@
-"""Who takes part in a step: the ranks of its replicas, or those of a group that is named.
+"""The ranks that take part in a step: of its replicas, or of a group that is named.
 
 Invariant: a rank that belongs to a group votes, whatever becomes of its call; what can't be done
 by several ranks is refused before anything runs, on all of them.
@@ -86,7 +86,7 @@ def taking_part(
 
 
 class _Found(NamedTuple):
-    """What a step is known to run.
+    """The modules that a step is known to run.
 
     Attributes:
         modules: all modules.

@@ -1,4 +1,4 @@
-"""How far apart two results may be that are the same, and what is told of those that are not.
+"""Tolerances for results that count as the same, and reports of those that differ.
 
 The one home of every tolerance of `check_split` and of the verification of `step`: by the types of
 the results, and by what rounding makes of them.
@@ -167,7 +167,7 @@ class SplitDifference:
 
 @dataclass(frozen=True, slots=True)
 class SplitReport(Report):
-    """Whether a step gives the same result in micro-batches; true if it does.
+    """A comparison of a step with the same in micro-batches; true if both give the same result.
 
     Attributes:
         sizes: the samples in each micro-batch of the split run, in order.
@@ -185,7 +185,7 @@ class SplitReport(Report):
 
     @property
     def ok(self) -> bool:
-        """Whether nothing differs."""
+        """True if nothing differs."""
         return not self.differences
 
     def __bool__(self) -> bool:

@@ -1,4 +1,4 @@
-"""What to declare instead: tried out on a few samples, so that what is named does make it right."""
+"""Declarations that make a loss right: each is tried out on a few samples before it is named."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class _Runs(NamedTuple):
 
     @property
     def count_apart(self) -> bool:
-        """Whether both parts of some run count."""
+        """True if both parts of some run count."""
         values = self.values
         return any(values[0, a] and values[a, a + b] for a, b in self.splits)
 

@@ -39,7 +39,7 @@ LeafNames = dict[int, tuple[Tensor, str]]
 
 
 class Observed(NamedTuple):
-    """What one run left.
+    """The results of one run.
 
     Attributes:
         outcome: its losses, and the sizes it ran in.

@@ -84,7 +84,7 @@ class Subject:
 
     @property
     def has_others(self) -> bool:
-        """Whether parts may get other random numbers than the whole."""
+        """True if parts may get different random numbers from the whole."""
         return self.has_unknown or self.draws_elsewhere
 
     def parts_of(self, indices: Sequence[int] | None) -> StepParts:
@@ -311,7 +311,7 @@ def _in_halves(pairs: Iterable[Sequence[int]], n_samples: int, most: int) -> lis
 
 
 class _SampleColumn(NamedTuple):
-    """What the samples have of a leaf.
+    """A leaf as one number for each sample.
 
     Attributes:
         scaled: from 0 to 1, and 0 for the commonest if most have that.

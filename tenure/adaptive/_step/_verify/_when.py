@@ -39,7 +39,7 @@ _FIRST = 3
 _SHARE = 0.02
 _MOST_PLACES = 1024
 _MOST_FREE = 64
-"""How often a piece of code is verified without a count of samples, beside new places."""
+"""A piece of code is verified so often without a count of samples, beside new places."""
 _MAX_ITEMS = 32
 # torch looks for the least of no uint16, no quantized number, and none of 8 bits
 _COUNTED = frozenset(
@@ -61,7 +61,7 @@ class _WatchedNumber:
 
 @dataclass(slots=True)
 class _CallSite:
-    """How often a place was split and verified, and its next call to verify."""
+    """The counts of a place, split and verified, and its next call to verify."""
 
     n_calls: int = 0
     n_verified: int = 0
