@@ -16,3 +16,8 @@ def out_of_memory_above(size):
             oom()
 
     return check
+
+
+def on_sim(n_bytes):
+    """Memory of the simulated device."""
+    return torch.empty(n_bytes, dtype=torch.uint8, device="sim")

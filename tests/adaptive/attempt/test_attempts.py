@@ -21,6 +21,8 @@ from tenure.adaptive import (
     statistics,
 )
 
+from .failures import on_sim
+
 OOM = "CUDA out of memory. Tried to allocate 2.00 GiB."
 
 
@@ -479,10 +481,6 @@ def test_an_oom_of_the_attempt_counts_also_inside_a_handler_and_under_another_er
 
 
 # --- memory in pieces
-
-
-def on_sim(n_bytes):
-    return torch.empty(n_bytes, dtype=torch.uint8, device="sim")
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,8 @@ from tenure.adaptive import NoBatchsizeCache, OutOfRetriesError, batch
 # private: only CUDA has such workspaces
 from tenure.adaptive._attempt import _relief
 
+from .failures import on_sim
+
 MIB = 1 << 20
 TEXT = "CUDA out of memory. Tried to allocate 2.00 MiB. GPU 0 has a total capacity of 8.00 GiB"
 
@@ -216,10 +218,6 @@ def test_workspaces_of_libraries_are_let_go_once_before_giving_up(
     events = retries(fake)
     assert [kind for kind, _ in events] == [*kinds, "give_up"]
     assert fake.calls.count("clear") == 1
-
-
-def on_sim(n_bytes):
-    return torch.empty(n_bytes, dtype=torch.uint8, device="sim")
 
 
 def kinds_of(work, size):

@@ -16,11 +16,9 @@ from tenure.adaptive import (
     step,
 )
 
+from ..attempt.failures import on_sim
+
 pytestmark = pytest.mark.usefixtures("forgetful")
-
-
-def on_sim(n_bytes):
-    return torch.empty(n_bytes, dtype=torch.uint8, device="sim")
 
 
 @pytest.fixture

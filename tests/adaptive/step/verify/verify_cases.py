@@ -71,7 +71,6 @@ def right(name, fn, model=net, /, **options):
 # --- wrong: what the mean divides by
 
 CLASS_WEIGHTS = torch.tensor([0.2, 1.0, 3.0, 0.5, 2.0])
-CHOSEN = [0, 3]
 
 
 def out(m, b):
