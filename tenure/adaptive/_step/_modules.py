@@ -284,14 +284,8 @@ class _OptimizerGuard(NamedTuple):
     parameters: Container[int] | None
 
 
-class _BlocksOfThread(threading.local):
-    guard: _OptimizerGuard | None = None
-
-
-_this_thread = _BlocksOfThread()
-# Autograd's own threads, one for each device, see nothing of what `_this_thread` holds.
 _guarded: dict[int, _OptimizerGuard] = {}
-"""The blocks that are open, by thread."""
+"""The blocks that are open, by thread, so that autograd's own threads find them, too."""
 
 
 @contextmanager
@@ -306,18 +300,16 @@ def no_optimizer_steps(name: str, parameters: Container[int] | None = None) -> I
         AdaptiveUsageError: in the block, from ``optimizer.step()``, before it changes anything.
     """
     _listen()
-    guard = _OptimizerGuard(name, parameters)
-    before, _this_thread.guard = _this_thread.guard, guard
-    _guarded[threading.get_ident()] = guard
+    thread = threading.get_ident()
+    before, _guarded[thread] = _guarded.get(thread), _OptimizerGuard(name, parameters)
     try:
         yield
     finally:
-        _this_thread.guard = before
         # a step inside a step is still inside the outer one, whose guard holds again
         if before is None:
-            del _guarded[threading.get_ident()]
+            del _guarded[thread]
         else:
-            _guarded[threading.get_ident()] = before
+            _guarded[thread] = before
 
 
 @functools.cache
@@ -327,7 +319,7 @@ def _listen() -> None:
 
 
 def _refuse_inside(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    guard = _this_thread.guard or _guard_of_backward()
+    guard = _guarded.get(threading.get_ident()) or _guard_of_backward()
     if guard is not None and _moves(optimizer, guard):
         name = guard.name
         raise AdaptiveUsageError(
