@@ -16,19 +16,11 @@ from torch import nn
 
 from tenure._errors import PagingError
 from tenure._registries import shrinkables
-from tenure._text import describe_tensor, format_bytes
+from tenure._text import format_bytes
 from tenure._torch.patches import Patch
 
-from ._forward import (
-    Attached,
-    Pager,
-    after_captures,
-    check_capture,
-    is_about_devices,
-)
-from ._planning import (
-    PagingPlan,
-)
+from ._forward import Attached, Pager, after_captures, check_capture
+from ._planning import PagingPlan
 from ._report import PagingReport, make_report
 from ._training import (
     Stepping,
@@ -64,9 +56,9 @@ class PagedModel:
         self._collected = weakref.finalize(pager, after_captures, self._engine.device, close)
         self._collected.atexit = False
         self._attached = attached
-        # a program that pages for good has no block which an error leaves
-        _open.add(self)
-        self._end_hook = _hook.last_while(self)
+        # A program that pages for good has no block which an error leaves, and may keep no handle.
+        _pagers.add(pager)
+        self._end_hook = _hook.last_while(pager)
 
     @property
     def closed(self) -> bool:
@@ -160,22 +152,8 @@ class PagedModel:
 
         One about tensors on two devices gets a note, if a parameter was read outside of a forward.
         """
-        self._explain(exc)
+        self._pager.explain(exc)
         self.unpage()
-
-    def _explain(self, error: BaseException | None) -> None:
-        """Add a note to an error about two devices, if a parameter was used out of a forward."""
-        if self.closed or not is_about_devices(error):
-            return
-        host, there = self._pager.used_outside(error.__traceback__), str(self._engine.device)
-        if host is not None:
-            error.add_note(
-                "Parameters of a paged model are on the host outside of its forward, as is "
-                f"{host.name!r}, {describe_tensor(host.tensor)}, which was used or read there. "
-                f"To use one with tensors on {there}, take a copy, such as weight.to({there!r}), "
-                "whose gradient arrives at the parameter; or compute it in the forward, or in a "
-                "method that you name: page(..., methods=)."
-            )
 
     def __reduce__(self) -> NoReturn:
         """Refuse to be pickled or copied.
@@ -198,12 +176,12 @@ def _explaining(before: Any) -> Any:
     def explain(
         kind: type[BaseException], error: BaseException, traceback: TracebackType | None
     ) -> None:
-        for handle in list(_open):
-            handle._explain(error)
+        for pager in list(_pagers):
+            pager.explain(error)
         before(kind, error, traceback)
 
     return explain
 
 
-_open: weakref.WeakSet[PagedModel] = weakref.WeakSet()
+_pagers: weakref.WeakSet[Pager] = weakref.WeakSet()
 _hook = Patch(sys, {"excepthook": _explaining})

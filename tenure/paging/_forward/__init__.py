@@ -4,7 +4,6 @@
 """
 
 from ._arguments import Arguments as Arguments
-from ._arguments import is_about_devices as is_about_devices
 from ._arguments import moved as moved
 from ._binding import PagedDict as PagedDict
 from ._entry import Attached as Attached

@@ -19,13 +19,14 @@ from torch import Tensor, nn
 
 from tenure._callers import warn_user
 from tenure._errors import PagingWarning
+from tenure._text import describe_tensor
 from tenure._torch.compiler import never_compiled
 from tenure._torch.quiet import aside
 from tenure._torch.storages import key_of
 
 from .._device import Composed, Engine, Forward, Page, Pass, Visit, in_place_of
 from .._model import HostTensor, Unit, is_plain
-from ._arguments import Arguments, apart_from
+from ._arguments import Arguments, apart_from, is_about_devices
 from ._refusals import captures, check_capture, check_inference, check_trace
 
 _LONG_WAIT_S = 4.0
@@ -114,7 +115,7 @@ class Pager:
         return now is not None and len(now.forwards) == 1 and not now.is_backward
 
     def enter(self, forward: Forward, token: object, units: list[Unit], module: nn.Module) -> bool:
-        """Return a forward begins: bring its units.
+        """Note that a forward begins, and bring its units.
 
         Args:
             forward: it.
@@ -209,17 +210,19 @@ class Pager:
             if self._is_over(now):
                 self._turn.release(now)
 
-    def used_outside(self, traceback: TracebackType | None) -> HostTensor | None:
-        """Return the host tensor that an error outside of a forward may be about.
-
-        That is a variable of a function that failed, else the last one that was read.
-        """
-        known = {id(host.tensor): host for host in self._hosts}
-        for frame, _ in reversed([*walk_tb(traceback)]):
-            for value in frame.f_locals.values():
-                if id(value) in known:
-                    return known[id(value)]
-        return self._read_outside
+    def explain(self, error: BaseException | None) -> None:
+        """Add a note to an error about two devices, if a parameter was used out of a forward."""
+        if self._closed or not is_about_devices(error):
+            return
+        host, there = self._used_outside(error.__traceback__), str(self.engine.device)
+        if host is not None:
+            error.add_note(
+                "Parameters of a paged model are on the host outside of its forward, as is "
+                f"{host.name!r}, {describe_tensor(host.tensor)}, which was used or read there. "
+                f"To use one with tensors on {there}, take a copy, such as weight.to({there!r}), "
+                "whose gradient arrives at the parameter; or compute it in the forward, or in a "
+                "method that you name: page(..., methods=)."
+            )
 
     @never_compiled
     def show(self, host: HostTensor) -> Tensor:
@@ -334,6 +337,18 @@ class Pager:
             return 0 if self._closed else self.engine.room.give_back(n_bytes)
         finally:
             self._turn.release(visit)
+
+    def _used_outside(self, traceback: TracebackType | None) -> HostTensor | None:
+        """Return the host tensor that an error outside of a forward may be about.
+
+        That is a variable of a function that failed, else the last one that was read.
+        """
+        known = {id(host.tensor): host for host in self._hosts}
+        for frame, _ in reversed([*walk_tb(traceback)]):
+            for value in frame.f_locals.values():
+                if id(value) in known:
+                    return known[id(value)]
+        return self._read_outside
 
     def _empty(self, host: HostTensor) -> Tensor:
         """Return a tensor without elements, which no page has."""

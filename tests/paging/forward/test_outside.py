@@ -1,6 +1,7 @@
 """A parameter that is used outside of its model's forward: what works, and what the error says."""
 
 import copy
+import gc
 import sys
 
 import pytest
@@ -89,23 +90,44 @@ def test_a_parameter_that_was_read_before_the_model_was_paged_is_named_too(sim, 
     assert "'head.weight', " in caught.value.__notes__[0]
 
 
-def test_an_error_that_ends_a_program_without_a_block_has_the_note_and_the_hook_goes(sim, net):
-    net.requires_grad_(False)
-    before, told = sys.excepthook, []
-    sys.excepthook = lambda *error: told.append(error)
+@pytest.fixture
+def told(monkeypatch):
+    """Return the errors that end a program."""
+    told = []
+    monkeypatch.setattr(sys, "excepthook", lambda *error: told.append(error))
+    return told
+
+
+def end_by_an_error(net, sim):
     try:
-        handle = page(net, sim.device)
-        try:
-            direct(net, net(draw(sim)))
-        except RuntimeError as error:
-            sys.excepthook(type(error), error, error.__traceback__)
-        handle.unpage()
-        sys.excepthook(ValueError, ValueError(), None)
-    finally:
-        sys.excepthook = before
+        direct(net, net(draw(sim)))
+    except RuntimeError as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+
+
+def test_an_error_that_ends_a_program_without_a_block_has_the_note_and_the_hook_goes(
+    sim, net, told
+):
+    net.requires_grad_(False)
+    handle = page(net, sim.device)
+    end_by_an_error(net, sim)
+    handle.unpage()
+    sys.excepthook(ValueError, ValueError(), None)
     (note,) = told[0][1].__notes__
     assert "'head.weight', float32[10, 16] on cpu" in note
     assert len(told) == 2
+
+
+def test_the_hook_stays_as_long_as_the_model_if_nobody_keeps_the_handle(sim, told):
+    before, net = sys.excepthook, Net().requires_grad_(False)
+    page(net, sim.device)
+    gc.collect()
+    end_by_an_error(net, sim)
+    (note,) = told.pop()[1].__notes__
+    assert "'head.weight', float32[10, 16] on cpu" in note
+    del net
+    gc.collect()
+    assert sys.excepthook is before
 
 
 def another_error(model, y):
