@@ -1,4 +1,4 @@
-"""Who can give device memory back, who names tensors, who is told of scopes and of refusals.
+"""Lists of those who give device memory back, name tensors, or are told of scopes and errors.
 
 Invariant: being registered keeps nothing alive, and asking never raises for one of those asked.
 """
@@ -110,6 +110,8 @@ scope_watchers: list[ScopeWatcher] = []
 """Who is told which scopes are current; mostly nobody."""
 refusal_watchers: list[Callable[[str], None]] = []
 """Who is told, with its text, that tenure itself raises an out-of-memory error; mostly nobody."""
+retry_watchers: list[Callable[[], object]] = []
+"""Functions to call when a retry has caught an out-of-memory error of its work; mostly none."""
 leak_watchers: list[Callable[[Any], None]] = []
 """What is given the report of each scope that tensors outlived, as it is logged."""
 ended_frames: list[FrameType] = []

@@ -596,6 +596,38 @@ def test_work_that_step_tries_again_is_no_error_that_the_program_handled():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("work", "is_named"),
+    [
+        ("thread = threading.Thread(target=train); thread.start(); thread.join()", False),
+        ("train(); statistics().reset()", False),
+        ("train(); allocate_too_much()", True),
+    ],
+    ids=["a thread", "statistics", "its own"],
+)
+def test_of_the_errors_of_an_accelerator_those_that_step_handles_are_left_out(work, is_named):
+    program = f"""
+        import contextlib, threading, torch
+        from tenure.adaptive import statistics, step
+        from tenure.testing import simulated_accelerator
+
+        def train():
+            assert step(lambda x: model(x).square().mean(), batch).attempts > 1
+
+        def allocate_too_much():
+            with contextlib.suppress(torch.OutOfMemoryError):
+                torch.empty(1 << 30, device=sim.device)
+
+        with simulated_accelerator(budget="4MiB", allocator="cuda") as sim:
+            model = torch.nn.Linear(64, 64).to(sim.device)
+            batch = torch.ones(4096, 64, device=sim.device)
+            {work}
+            assert sim.n_ooms > 0
+        """
+    assert ("--on-oom" in _run(program).stderr) == is_named
+
+
+@pytest.mark.slow
 def test_the_memory_of_child_processes_is_told():
     program = """
         import torch

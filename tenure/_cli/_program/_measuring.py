@@ -69,7 +69,7 @@ class Measuring:
         self._open: dict[str, tuple[Any, _Read]] = {}
         self._ended: dict[str, tuple[Any, _Read]] = {}
         self._reports: list[LeakReport] = []
-        self._n_reports = self._n_refused = 0
+        self._n_reports = self._n_refused = self._n_retried = 0
         self._last: FrameType | None = None
 
     def begin(self) -> None:
@@ -183,7 +183,7 @@ class Measuring:
         return tenure.adaptive.memory_budget(self._wanted.budget, device or "cpu")
 
     def _oom(self) -> ExitStack:
-        from tenure._registries import refusal_watchers
+        from tenure._registries import refusal_watchers, retry_watchers
 
         opened = ExitStack()
         self._recorder = opened.enter_context(tenure.profiler.record_oom())
@@ -192,6 +192,8 @@ class Measuring:
             self._recorder._watch.set_aside()
             refusal_watchers.append(self._note_refusal)
             opened.callback(refusal_watchers.remove, self._note_refusal)
+            retry_watchers.append(self._note_retry)
+            opened.callback(retry_watchers.remove, self._note_retry)
         return opened
 
     def _note_refusal(self, _: str) -> None:
@@ -199,14 +201,14 @@ class Measuring:
 
         self._n_refused += not handles_ooms.get()
 
+    def _note_retry(self) -> None:
+        self._n_retried += 1
+
     def _found_of_oom(self, _: ExitStack) -> dict[str, Any]:
         """Return the explanation; without one, a note on an error that the program has handled."""
         report = self._recorder.report
         is_news = report is None and not self._wanted.handled_oom
-        # not imported here: code that it runs as text would hide from Python that Ctrl-C ended it
-        adaptive = sys.modules.get("tenure.adaptive")
-        n_of_ours = 0 if adaptive is None else adaptive.statistics().ooms
-        if is_news and (self._n_refused or _n_ooms() > n_of_ours):
+        if is_news and (self._n_refused or _n_ooms() > self._n_retried):
             return {"notes": [_HANDLED]}
         return {"oom": report}
 

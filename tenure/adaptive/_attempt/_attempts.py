@@ -19,7 +19,7 @@ from typing import NoReturn, Protocol, TypeVar
 from tenure._errors import OutOfRetriesError
 from tenure._graph_capture import accelerator_is_capturing
 from tenure._oom import OomInfo, free_bytes_in, oom_of_work
-from tenure._registries import handles_ooms
+from tenure._registries import handles_ooms, retry_watchers
 from tenure._text import counted, format_bytes
 from tenure._torch.compiler import never_compiled
 from tenure.scopes import DisposeScope
@@ -251,6 +251,8 @@ class Attempts:
     def _let_go(self, failure: _Failure, size: int) -> None:
         """Free what the attempt made, whoever keeps its exception or its tensors."""
         self._statistics.ooms += 1
+        for watcher in tuple(retry_watchers):
+            watcher()
         # The frames too, not the scope alone: their locals may be the last to hold what no scope
         # owns, such as the graph of a loss. See Note [Retry and undo], rule 4.
         release(failure.error, self._outside)
