@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tenure._callers import warn_user
-from tenure._containers import level_of, mapped
+from tenure._containers import Level, level_of, mapped
 from tenure._errors import AdaptiveUsageError, AdaptiveUsageWarning
 from tenure._text import describe_tensor
 
@@ -76,10 +76,10 @@ class Joiner:
             return first
         if isinstance(first, list) and self._have_rows([len(value) for value in values]):
             return [item for value in values for item in value]
-        levels = [level_of(value) for value in values]
-        if levels[0] is None or any(lv is None or lv.keys != levels[0].keys for lv in levels):
+        levels = _levels_of(values)
+        if not levels:
             raise self._refusal(first, place)
-        children = zip(*(level.children for level in levels if level is not None), strict=True)
+        children = zip(*(level.children for level in levels), strict=True)
         return levels[0].make(
             [
                 self.joined(each, f"{place}[{key!r}]")
@@ -98,10 +98,10 @@ class Joiner:
         if all(map(_is_number, (whole, *values))):
             self.rules.learn(self, f"{place} is a number", values, whole)
             return
-        levels = [level_of(value) for value in (whole, *values)]
-        if levels[0] is None or any(lv is None or lv.keys != levels[0].keys for lv in levels):
+        levels = _levels_of((whole, *values))
+        if not levels:
             return
-        children = zip(*(level.children for level in levels if level is not None), strict=True)
+        children = zip(*(level.children for level in levels), strict=True)
         for key, (child, *others) in zip(levels[0].keys, children, strict=True):
             self.learn(others, child, f"{place}[{key!r}]")
 
@@ -176,6 +176,13 @@ class Joiner:
             "one way to make that of the whole batch of them. Give tensors or lists with one row a "
             "sample, means of floating point, or what is the same for every micro-batch."
         )
+
+
+def _levels_of(values: Sequence[Any]) -> list[Level]:
+    """Return one level of containers that have the same keys; none if they differ."""
+    levels = [level for value in values if (level := level_of(value)) is not None]
+    is_alike = len(levels) == len(values) and all(lv.keys == levels[0].keys for lv in levels)
+    return levels if is_alike else []
 
 
 def _is_loss(value: Any, loss: Tensor | None) -> bool:
