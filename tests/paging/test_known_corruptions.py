@@ -1,4 +1,4 @@
-"""What other pagers computed wrongly is right here, and no race is found."""
+"""Programs that other pagers compute wrongly are right here, and no race is found."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What a drawn page is made of, before any browser: data that nothing breaks out of; colours."""
+"""The parts of a drawn page, before any browser: data that nothing breaks out of; colours."""
 
 import base64
 import hashlib

@@ -1,4 +1,4 @@
-"""What passes moved and awaited; it stops nobody: events are read only when a report asks."""
+"""Count what passes move and wait for. It stops nobody: only a report reads the events."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class PassMeter:
         self._now.faults += 1
 
     def note_copy(self, span: Span, n_bytes: int) -> None:
-        """So many bytes are copied to the device."""
+        """Note a copy of so many bytes to the device."""
         self._now.copies.append(span)
         self._now.copied_bytes += n_bytes
 

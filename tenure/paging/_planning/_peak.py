@@ -134,7 +134,7 @@ def _gradients_leave(units: list[Unit]) -> Iterator[None]:
 
 
 class _SimulatedHost:
-    """What graphs save, away from the moment that it is saved until a node asks for it.
+    """Holds what graphs save, away from the device until a node asks for it.
 
     In truth the largest pieces stay for a while, and come back ahead: the caller adds them.
 

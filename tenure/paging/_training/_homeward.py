@@ -26,7 +26,7 @@ from .._model import UNIT_ALIGNMENT_BYTES, HostTensor, Unit, is_plain
 from ._host_slabs import HostSlabs
 
 GRADIENTS = "paged: gradients"
-"""What reports of memory call this memory, where no gradient that is in use lies in it."""
+"""The name of this memory in reports, where no gradient that is in use lies in it."""
 MOST_UNITS = 2
 """Of so many units gradients are under way at most, and one that is computed."""
 

@@ -67,7 +67,7 @@ class HostSlabs:
 
     @property
     def n_bytes(self) -> int:
-        """What all of it takes."""
+        """The bytes of all slabs."""
         return sum(slab.memory.nbytes for slab in list(self._slabs))
 
     def take(self, n_bytes: int, slab_bytes: int = 0) -> HostBytes:

@@ -34,7 +34,7 @@ from ._activations import Activations, Moved
 Hooks = tuple[Callable[[Any], Any], Callable[[Any], Any]]
 PageOf = Callable[[Unit], Page]
 Packed = Callable[[], Tensor]
-"""What a node keeps in place of a tensor: gives it back."""
+"""A node keeps it in place of a tensor; it gives the tensor back."""
 
 
 class SavedTensors:

@@ -51,8 +51,8 @@ _READABLE = frozenset(
 _SPELLING = frozenset({Tensor.__repr__, Tensor.__format__})
 
 all_away: weakref.WeakKeyDictionary[UntypedStorage, Away] = weakref.WeakKeyDictionary()
-"""What is away: it must come back, even if nobody keeps its Courtesy. The bytes of a storage that
-dies meanwhile are freed with it."""
+"""Storages that are away: they must come back, even if nobody keeps their Courtesy. If one dies
+meanwhile, its bytes are freed with it."""
 
 
 class Away:

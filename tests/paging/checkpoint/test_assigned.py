@@ -40,7 +40,7 @@ def on_meta(make):
 
 
 def refused(model, path, message):
-    """That a file is refused with a message, and the model stays what it is."""
+    """Check that a file is refused with a message, and the model stays as it is."""
     before = [(id(each), each.device.type, each.data_ptr()) for each in model.parameters()]
     with pytest.raises(PagingError, match=message):
         load(model, path)

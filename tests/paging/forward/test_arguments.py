@@ -93,7 +93,7 @@ class Taking(nn.Module):
 
 @pytest.fixture
 def given(sim):
-    """What the forward of a paged model gets of an argument, and may change there."""
+    """Return a function that calls a paged model, whose forward may change what it gets."""
     model = Taking().eval().requires_grad_(False)
 
     def call(tree, change=lambda tree: None):
