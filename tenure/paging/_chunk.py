@@ -6,6 +6,7 @@ Invariant: a layer is computed where its weights are. Between layers, activation
 from __future__ import annotations
 
 from collections.abc import Collection
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -164,17 +165,14 @@ def _arranged(pieces: Cut, max_capacity: int | str, device: torch.device) -> Arr
             f"max_capacity={max_capacity!r}: write a number of parameters, or of bytes such as "
             '"6GiB".'
         )
-    fitting: list[Unit] = []
-    arrangement = arrange(0, (), (), device)
-    for unit in pieces.units:
-        fitting.append(unit)
-        longer = arrange(0, fitting, (), device)
+    sizes = accumulate(unit.n_bytes if is_text else _n_parameters(unit) for unit in pieces.units)
+    n_fitting = sum(size <= capacity for size in sizes)
+    while True:
+        arrangement = arrange(0, pieces.units[:n_fitting], (), device)
         # What the allocator rounds up counts: text names bytes of the device.
-        n_bytes = taken_by(longer.sizes, device).allocated_bytes
-        if (n_bytes if is_text else sum(map(_n_parameters, fitting))) > capacity:
-            break
-        arrangement = longer
-    return arrangement
+        if not is_text or taken_by(arrangement.sizes, device).allocated_bytes <= capacity:
+            return arrangement
+        n_fitting -= 1
 
 
 def _n_parameters(unit: Unit) -> int:
