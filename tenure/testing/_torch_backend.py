@@ -1,8 +1,8 @@
 """The functions of torch that make a device out of Python, each behind a plain name.
 
-The private names are in `tenure/_torch/python_backend.py`, and `test_torch_backend.py` says which
-of them a release of torch has changed. The functions that replace those of torch are elsewhere,
-one module for each purpose: storages, `.data`, backward passes, the accelerator.
+The private names are in `tenure/_torch/python_backend.py`. The functions that replace those of
+torch are elsewhere, one module for each purpose: storages, `.data`, backward passes, the
+accelerator.
 
 Python kernels are registered here, too. One that raises leaves no reference behind: a C++ kernel's
 frame holds no tensor once it has failed, so the Python frames that stand for it must not hold any

@@ -241,7 +241,7 @@ class Engine:
             return
         self._is_settled = False
         # Of a page that something still holds, the last use is yet to come: it is marked when
-        # the page is dropped. See holds_what_it_has_read in test_waits.
+        # the page is dropped. See holds_what_it_has_read in test_races.
         if page.unit in self.room.idle.free():
             page.last_use = self._copies.marks_of(page)
 

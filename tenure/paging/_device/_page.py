@@ -248,8 +248,7 @@ class IdlePages:
     """Passing pages between the end of their use and the end of their place.
 
     Looking whether something holds one takes time, and so only those that were held are looked at
-    again: a page in ``free`` was held by nothing when it was last looked at. See
-    test_a_page_is_asked_a_few_times_a_pass_whether_it_is_held.
+    again: a page in ``free`` was held by nothing when it was last looked at.
     """
 
     def __init__(self) -> None:

@@ -128,8 +128,7 @@ class Pass(Visit):
         # The modules of a unit come one by one: it may be one more than the last time.
         elif not is_more:
             # A mixture of experts leaves some out, or comes to them in another order: what was
-            # predicted behind this use still stands. See
-            # test_after_a_step_that_was_not_expected_the_prediction_follows.
+            # predicted behind this use still stands.
             position, n = self._position, len(self._predicted)
             order = (*range(position, n), *range(position))
             self._position = next((i + 1 for i in order if self._predicted[i] == unit), position)
