@@ -281,8 +281,7 @@ class Reachable:
         value = _behind(value)
         function = value.__func__ if isinstance(value, MethodType) else value
         if isinstance(function, FunctionType):
-            # of its own code, not of the caller's: see
-            # test_attributes_that_the_method_does_not_name_are_not_reached
+            # of its own code, not of the caller's
             attributes = names_in(function.__code__).attributes
         is_held = is_held and depth < _HELD_DEPTH
         key = (id(value), attributes, is_held)

@@ -54,8 +54,7 @@ def held_by(module: Any, device: torch.device) -> HeldBytes:
     """
     counters = counters_of(module, device)
     allocated_bytes, reserved_bytes = counters.allocated, counters.reserved
-    # A cache that is not told must not pass for an empty one, see
-    # test_an_allocator_that_tells_half_of_what_it_holds_has_no_meter.
+    # A cache that is not told must not pass for an empty one.
     if allocated_bytes is None or reserved_bytes is None:
         raise RuntimeError(f"The allocator of {device} does not tell what it holds.")
     return HeldBytes(
