@@ -405,9 +405,10 @@ def test_memory_that_is_steeper_and_varies_fails_three_times_at_the_most(given_l
     assert found >= 0.8 * min(initial, load.largest) - 1
 
 
-def test_measured_memory_that_comes_free_is_used_at_once():
+@pytest.mark.parametrize(("initial", "maximum"), [(1 << 20, None), (1024, 1 << 20)])
+def test_measured_memory_that_comes_free_is_used_at_once(initial, maximum):
     load = Load(10_000, 10)
-    call = batch_of(load, 1 << 20, cache_type=GlobalBatchsizeCache)
+    call = batch_of(load, initial, maximum=maximum, cache_type=GlobalBatchsizeCache)
     with load.budget():
         call()
     load.limit *= 3
@@ -442,6 +443,38 @@ def test_sizes_that_were_to_fit_and_failed_are_enough_until_more_is_free(given_l
         assert found[-1] >= 0.95 * min(initial, load.largest)
         assert [call() for _ in range(20)] == [found[-1]] * 20
         assert len(load.failed) == n_failed
+
+
+def test_after_failures_of_sizes_that_were_to_fit_larger_ones_are_tried_when_more_is_free():
+    load = Load(10_000, 10, cut=1.3)
+    call = batch_of(load, 1024, maximum=1 << 20, cache_type=GlobalBatchsizeCache)
+    with load.budget():
+        found = [call() for _ in range(12)]
+    assert found[-5:] == [found[-1]] * 5
+    load.limit = load.limit * 5 // 4
+    assert found[-1] < 0.8 * load.largest
+    with load.budget():
+        found = [call() for _ in range(12)]
+    assert found[-1] >= 0.95 * load.largest
+
+
+@pytest.mark.parametrize(
+    ("calls", "tried"),
+    [
+        # a smaller size that needed more says nothing of what grows
+        ([(1024, 2400), (1024, 0), (1024, 0)], [1024, 512, 666, 980]),
+        # a smaller size that needs less says that this one does, too
+        ([(1024, 1500), (1024, 300), (100, 0), (1024, 0)], [1024, 512, 757, 100, 980]),
+    ],
+)
+def test_memory_that_only_the_first_calls_needed_does_not_count_later(calls, tried):
+    load = Load(10_000, 10)
+    call = batch_of(load, 1024, cache_type=GlobalBatchsizeCache)
+    with load.budget():
+        for initial, first_only in calls:
+            load.fixed = first_only
+            call(toma_initial_batchsize=initial)
+    assert load.sizes == tried
 
 
 def test_a_smaller_piece_of_memory_makes_the_size_smaller_before_it_fails():
