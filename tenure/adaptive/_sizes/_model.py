@@ -267,7 +267,12 @@ class SizeModel:
     # --- what is next
 
     def next_size(
-        self, sizes: SizeRange, limit_bytes: int | None, n_failed: int | None = None
+        self,
+        sizes: SizeRange,
+        limit_bytes: int | None,
+        n_failed: int | None = None,
+        *,
+        is_flat: bool = False,
     ) -> int | None:
         """Return the size above ``ok`` to run now; None: ``ok`` is the one.
 
@@ -276,6 +281,7 @@ class SizeModel:
             limit_bytes: the memory that a size may need; None: nobody can tell.
             n_failed: how many sizes have failed in a search that ends after `MOST_FAILURES`; None:
                 what counts are surprises, and after three nothing is tried until more is free.
+            is_flat: whether a smaller size needed no less memory.
         """
         with _lock:
             ok, top = self.ok, self._top(sizes, limit_bytes)
@@ -290,9 +296,13 @@ class SizeModel:
                 wanted = self._by_line(sizes, limit_bytes, top, least)
                 if n_failed is not None:
                     wanted = self._searching(wanted, limit_bytes, top, n_failed)
-                elif wanted is None and self.other is None and ok < 2 * sizes.low:
-                    # no smaller size shows what is fixed, and a failure costs least here
-                    wanted = 2 * ok
+                elif (
+                    self.other is None
+                    and (is_flat or ok < 2 * sizes.low)
+                    and limit_bytes > self.needed_bytes
+                ):
+                    # no smaller size shows what is fixed: a larger one does
+                    wanted = max(wanted or 0, self._stepped(top, 1))
             if wanted is None:
                 return None
             return max(min(wanted, top) // sizes.align, ok // sizes.align + 1) * sizes.align
@@ -317,14 +327,6 @@ class SizeModel:
         if self.other is not None or ok < 2 * sizes.low or limit_bytes >= 1.5 * needed_bytes:
             return None
         return max(sizes.low, ok // 4 // sizes.align * sizes.align)
-
-    def a_step_above(self, sizes: SizeRange, limit_bytes: int) -> int | None:
-        """Return the next size where a smaller one needed no less: most of its memory is fixed."""
-        top = self._top(sizes, limit_bytes)
-        if limit_bytes <= (self.needed_bytes or 0) or top <= self.ok:
-            return None
-        wanted = max(self._stepped(top, 1), self.ok + 1)
-        return min(top, max(wanted // sizes.align, self.ok // sizes.align + 1) * sizes.align)
 
     def _top(self, sizes: SizeRange, limit_bytes: int | None) -> int:
         """Return the largest size that may fit: below the failed one, unless more is free now."""

@@ -270,9 +270,7 @@ class AdaptiveSearch:
         if needed_bytes and self._n_trials < _MOST_TRIALS:
             if told:
                 larger = model.with_fixed_part(self._sizes, limit_bytes)
-                larger = larger or model.next_size(self._sizes, limit_bytes)
-            else:
-                larger = model.a_step_above(self._sizes, limit_bytes)
+            larger = larger or model.next_size(self._sizes, limit_bytes, is_flat=not told)
         self.is_trial = larger is not None
         self.size = larger or model.ok
         self._measure(meter)
