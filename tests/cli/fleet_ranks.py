@@ -13,7 +13,7 @@ from tenure._cli._fleet._work import batch_of, in_memory, making, shard
 from tenure.adaptive import memory_budget
 from tenure.adaptive._predict import Work
 from tenure.adaptive._predict._predict import report_of
-from tests.adaptive.predict.true_peak import step_of, true_peak_bytes
+from tests.true_peak import step_of, true_peak_bytes
 
 
 def measured_sharded(rank, setup):

@@ -17,9 +17,9 @@ from tenure._cli._fleet._recipe import recipe
 from tenure._cli._fleet._work import batch_of, in_memory, making
 from tenure._torch.fake_ranks import fake_ranks
 from tenure.adaptive import predict_peak
-from tests.adaptive.predict.true_peak import step_of, true_peak_bytes
 from tests.adaptive.ranks.launch import run_ranks
 from tests.programs import main
+from tests.true_peak import step_of, true_peak_bytes
 
 from .fleet_ranks import (
     measured_replicated,

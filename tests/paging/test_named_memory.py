@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from tenure._registries import ask_to_shrink
 from tenure.paging import chunk, page
 from tenure.profiler import MemReporter, snapshot
 from tests.paging.models import build
+from tests.paging.shrinking import ask_to_shrink
 
 pytestmark = [
     pytest.mark.usefixtures("without_gradients"),

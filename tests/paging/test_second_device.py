@@ -5,8 +5,8 @@ import gc
 import pytest
 import torch
 
-from tenure._registries import ask_to_shrink
 from tenure.paging import PagingWarning, chunk, page, plan_paging
+from tests.paging.shrinking import ask_to_shrink
 
 from .models import build, mlp
 

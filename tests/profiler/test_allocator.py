@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tenure.profiler import MemReporter, snapshot
+from tests.profiler.library_memory import library_pool
 
 MIB = 1 << 20
 WORKSPACE = 8_519_680  # what torch takes for cuBLAS by default
@@ -134,12 +135,10 @@ def test_free_blocks_of_the_size_of_a_workspace_are_none(backend, cublas):
 
 @pytest.mark.parametrize(("n_tensors", "n_workspaces"), [(0, 3), (1, 2), (3, 0), (4, 0)])
 def test_blocks_of_a_workspace_that_tensors_have_are_theirs(sim, cublas, n_tensors, n_workspaces):
-    from tenure.testing._device._machine import machine
-
     sim(allocator="cuda")
     gc.collect()
     kept = [torch.ones(WORKSPACE, dtype=torch.uint8, device=sim.device) for _ in range(n_tensors)]
-    pool = machine.devices[0].pool
+    pool = library_pool()
     taken = [pool.allocate(WORKSPACE, 0.0) for _ in range(n_workspaces)]
     report = MemReporter().report(device=sim.device)
     for each in taken:
@@ -149,12 +148,10 @@ def test_blocks_of_a_workspace_that_tensors_have_are_theirs(sim, cublas, n_tenso
 
 
 def test_a_report_names_workspaces_and_still_adds_up(sim, cublas):
-    from tenure.testing._device._machine import machine
-
     sim(allocator="cuda")
     gc.collect()
     kept = torch.ones(3 * MIB, device=sim.device)
-    pool = machine.devices[0].pool
+    pool = library_pool()
     taken = [pool.allocate(n_bytes, 0.0) for n_bytes in (WORKSPACE, WORKSPACE, 1000)]
     report = MemReporter().report(device=sim.device)
     seen = snapshot().report.devices

@@ -6,9 +6,9 @@ from torch import nn
 
 from tenure.adaptive import memory_budget
 from tenure.profiler import LineProfiler, Timeline
+from tests.true_peak import true_peak_bytes
 
 from .lines.truth import sums_of, truth_of
-from .timeline.programs import host_peak
 from .timeline.test_truth import check_sums
 
 
@@ -45,7 +45,7 @@ def alone(work):
 
 
 def test_a_line_profiler_in_a_timeline_in_a_budget_are_all_exact(work):
-    plain, truth, peak = alone(work), truth_of(work), host_peak(work)
+    plain, truth, peak = alone(work), truth_of(work), true_peak_bytes(work)
     profiler, timeline = LineProfiler(step, nn.Linear.forward, device="cpu"), Timeline()
     with memory_budget("1GiB") as budget:
         work()
@@ -63,7 +63,7 @@ def test_a_line_profiler_in_a_timeline_in_a_budget_are_all_exact(work):
 
 @pytest.mark.parametrize("is_inside", [False, True])
 def test_a_line_profiler_beside_a_timeline_has_the_bytes_that_it_has_alone(work, is_inside):
-    plain, peak = alone(work), host_peak(work)
+    plain, peak = alone(work), true_peak_bytes(work)
     profiler, timeline = LineProfiler(step, nn.Linear.forward, device="cpu"), Timeline()
     first, second = (profiler, timeline) if is_inside else (timeline, profiler)
     with first, second:

@@ -13,8 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import tenure
 from tenure.adaptive import plan, predict_peak, statistics
 from tests.needs import needs_torch
-
-from ..predict.true_peak import step_of, true_peak_bytes
+from tests.true_peak import step_of, true_peak_bytes
 
 IN_PARTS = needs_torch("2.13", "F.linear_cross_entropy")
 # scalars that kernels make of numbers are seen or not

@@ -16,8 +16,7 @@ from tenure.adaptive import (
     statistics,
     step,
 )
-
-from ..predict.true_peak import true_peak_bytes
+from tests.true_peak import true_peak_bytes
 
 
 def mlp(width=48, depth=5, n_classes=10):

@@ -7,8 +7,7 @@ from torch import nn
 from tenure.adaptive import PredictionError, predict_peak
 from tenure.adaptive._predict._assumptions import STAND_INS
 from tenure.adaptive._predict._workspaces import taken_inside
-
-from .true_peak import step_of
+from tests.true_peak import step_of
 
 
 def mlp():

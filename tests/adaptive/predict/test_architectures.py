@@ -7,8 +7,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from tenure.adaptive import predict_peak
-
-from .true_peak import step_of, true_peak_bytes
+from tests.true_peak import step_of, true_peak_bytes
 
 pytestmark = pytest.mark.slow
 

@@ -8,8 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tenure.adaptive import predict_peak
 from tenure.adaptive._predict._assumptions import STAND_INS
 from tenure.adaptive._predict._scratch import inside
-
-from .true_peak import step_of, true_peak_bytes
+from tests.true_peak import step_of, true_peak_bytes
 
 aten = torch.ops.aten
 LAYOUTS = {

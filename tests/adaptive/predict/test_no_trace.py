@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from tenure.adaptive import PredictionError, predict_peak
-
-from .true_peak import step_of, true_peak_bytes
+from tests.true_peak import step_of, true_peak_bytes
 
 
 class Growing(nn.Module):

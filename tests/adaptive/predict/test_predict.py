@@ -10,8 +10,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from tenure.adaptive import AdaptiveUsageError, PredictionError, memory_budget, predict_peak
-
-from .true_peak import step_of, true_peak_bytes
+from tests.true_peak import step_of, true_peak_bytes
 
 
 class Residual(nn.Module):

@@ -93,7 +93,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 sys.path.insert(0, {root!r})
 from tenure.adaptive import predict_peak
-from tests.adaptive.predict.true_peak import true_peak_bytes
+from tests.true_peak import true_peak_bytes
 
 def made(kind):
     mesh = init_device_mesh(kind, (4,))

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tenure._registries import ask_to_shrink
 from tenure.paging import PagingError, chunk, load_paged, page, plan_paging
+from tests.paging.shrinking import ask_to_shrink
 
 from ..models import WIDTH, mlp
 

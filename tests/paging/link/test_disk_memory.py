@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from tenure._registries import ask_to_shrink
 from tenure.adaptive import memory_budget
 from tenure.paging import load_paged, page
+from tests.paging.shrinking import ask_to_shrink
 
 from ..models import WIDTH, mlp
 from ..test_zoo import assert_equal

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from tenure._registries import ask_to_shrink
 from tenure.adaptive import AdaptiveUsageError, add_listener, lazy, remove_listener, reset, step
 from tenure.paging import page
+from tests.paging.shrinking import ask_to_shrink
 
 from .blocks import LARGE, WIDTH, inputs, transformer
 

@@ -5,9 +5,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tenure._registries import ask_to_shrink
 from tenure._torch.lending import lent_to
 from tenure.paging import PagingError
+from tests.paging.shrinking import ask_to_shrink
 
 from .blocks import LARGE, WIDTH, inputs, transformer
 from .conftest import either_way

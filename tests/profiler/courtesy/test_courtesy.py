@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import tenure
 from tenure.profiler import AwayTensorError, Courtesy, CourtesyError, CourtesyWarning
 from tests.compiling import forget_compiled
+from tests.profiler.library_memory import library_pool
 from tests.small_heap import hide
 
 
@@ -1015,10 +1016,8 @@ def test_the_weights_that_autocast_has_cast_are_let_go(sim):
 
 
 def test_the_workspaces_of_libraries_go_before_the_cache_is_emptied(sim, monkeypatch):
-    from tenure.testing._device._machine import machine
-
     sim(allocator="cuda")
-    pool, x = machine.devices[0].pool, torch.ones(4, device=sim.device)
+    pool, x = library_pool(), torch.ones(4, device=sim.device)
     workspaces = [pool.allocate(8 << 20, 0.0)]
     monkeypatch.setattr(
         "tenure.profiler._courtesy._courtesy.clear_workspaces",

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tenure import NewDisposeScope
 from tenure.profiler import DeviceReport, MemReport, MemReporter, ProfilerUsageError, TensorRow
-from tenure.testing._device._machine import machine
+from tests.profiler.library_memory import library_pool
 
 from ...programs import run_program
 
@@ -89,9 +89,9 @@ def test_categories_are_the_total_of_the_allocator(sim, build, shape, round_to_b
 def test_what_no_tensor_accounts_for_is_unexplained(sim):
     kept = torch.ones(256, device=sim.device)
     # as a library takes its workspace
-    workspace = machine.devices[0].pool.allocate(1024, 0.0)
+    workspace = library_pool().allocate(1024, 0.0)
     report = report_on(device=sim.device)
-    machine.devices[0].pool.free(workspace)
+    library_pool().free(workspace)
     assert report.unexplained_bytes == 1024
     assert report.total_bytes == kept.nbytes + 1024
 

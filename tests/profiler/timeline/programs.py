@@ -1,14 +1,9 @@
-"""Training steps to record, each built anew from the same seed; and the allocator's own truth."""
-
-from itertools import accumulate
+"""Training steps to record, each built anew from the same seed."""
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-
-# the allocator's own events, which no public name gives
-from tenure._torch import allocations
 
 
 class Cube(torch.autograd.Function):
@@ -134,12 +129,3 @@ def training(name, steps=2, device="cpu"):
         return [p.detach().clone() for p in model.parameters()]
 
     return train
-
-
-def host_peak(run):
-    """What the host's allocator says that a function took at the most, above what there was."""
-    allocations.begin()
-    kept = run()
-    changes = allocations.end()
-    del kept
-    return max(accumulate(changes.cpu, initial=0))

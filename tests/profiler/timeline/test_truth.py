@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from tenure.profiler import Timeline
+from tests.true_peak import true_peak_bytes
 
-from .programs import CASES, host_peak, training
+from .programs import CASES, training
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +39,7 @@ def check_sums(report):
 @pytest.mark.parametrize("name", CASES)
 def test_the_peak_of_a_training_step_is_that_of_the_allocator(name):
     training(name)()
-    truth = host_peak(training(name))
+    truth = true_peak_bytes(training(name))
     report = recorded(training(name))
     host = report.devices[0]
     assert host.peak_bytes - host.live_bytes[0] == truth
