@@ -9,7 +9,7 @@ import pytest
 from .programs import run_program
 
 _EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
-_PAGE = Path(__file__).parent.parent / "docs" / "examples.md"
+_PAGE = Path(__file__).parent.parent / "docs" / "demo.md"
 # as long as it takes to see that they run
 _ARGUMENTS = {"lightning_digits": ["1"], "trainer": ["--steps", "4", "--length", "32"]}
 _ON_RANKS = {"ddp_adaptive": ["-m", "torch.distributed.run", "--nproc-per-node", "2"]}

@@ -17,9 +17,6 @@ QUOTED = {
     ("docs/adaptive.md", "7 µs"): ("costs", "an operation in a memory_budget"),
     ("docs/adaptive.md", "1.06 times"): ("costs", _IN_BUDGET),
     ("docs/lazy.md", "470 µs"): ("costs", "a lazy step of three layers"),
-    ("docs/scopes.md", "0.1 µs"): ("costs", "the end of a block with a survivor, each module"),
-    ("docs/simulated-device.md", "125 µs"): ("costs", f"an operation {_SIMULATED}"),
-    ("docs/simulated-device.md", "2 µs"): ("costs", f"a view {_SIMULATED}"),
     ("docs/performance.md", "1.00 times"): (
         "scopes",
         "training step in a scope / plain: transformer",
@@ -30,14 +27,6 @@ QUOTED = {
     ),
     ("docs/performance.md", "1.17 times"): ("scopes", "tracked op / bare mode: a + b (8 floats)"),
     ("docs/performance.md", "1.9 times"): ("adaptive", _BARE_MODE),
-    ("docs/performance.md", "1.10 times"): (
-        "adaptive",
-        "toma's benchmark, (128, 256, 256): tenure simple / native",
-    ),
-    ("docs/performance.md", "2.6 times"): (
-        "adaptive",
-        "toma's benchmark, (128, 16, 16): tenure simple / native",
-    ),
     ("docs/performance.md", "1.01 times"): ("adaptive", f"{_STEP}transformer, 8 in 4"),
     ("docs/performance.md", "1.05 times"): ("adaptive", f"{_STEP}ResNet-18 (frozen norms), 8 in 4"),
     ("docs/performance.md", "2.1 times"): (

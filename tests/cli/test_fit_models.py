@@ -388,9 +388,8 @@ def test_bad_input_is_refused_in_one_sentence(tmp_path, llama, capsys, arguments
         ("nothing of this", 1, False),
     ],
 )
-def test_the_prolog_of_the_docs_holds_what_does_not_fit(tmp_path, comment, code, is_held):
-    page = (Path(__file__).parents[2] / "docs" / "fit.md").read_text()
-    script = re.search(r"```sh\n(#!/bin/sh\n.*?)```", page, re.DOTALL)[1]
+def test_the_prolog_of_the_examples_holds_what_does_not_fit(tmp_path, comment, code, is_held):
+    script = Path(__file__).parents[2] / "examples" / "prolog_slurmctld.sh"
     for name, ends in (("tenure", code), ("scontrol", 0)):
         stand_in = tmp_path / name
         stand_in.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/{name}.called\nexit {ends}\n')
@@ -400,7 +399,7 @@ def test_the_prolog_of_the_docs_holds_what_does_not_fit(tmp_path, comment, code,
         "SLURM_JOB_ID": "7",
         "SLURM_JOB_COMMENT": comment,
     }
-    subprocess.run(["sh", "-c", script], env=environment, check=True)
+    subprocess.run(["sh", script], env=environment, check=True)
     called = {path.name: path.read_text() for path in tmp_path.glob("*.called")}
     is_asked = comment.startswith("fit ") and ":" not in comment
     assert called.get("tenure.called") == (f"{comment}\n" if is_asked else None)
