@@ -77,7 +77,19 @@ class AdaptiveMixin:
             written(name, value, *args, **kwargs)
             return
         by_position = list(inspect.signature(written).parameters)[2:]
-        recorder.log(name, value, dict(zip(by_position, args, strict=False)) | kwargs)
+        options = dict(zip(by_position, args, strict=False)) | kwargs
+        # None is what each option is that nobody has given
+        recorder.log(name, value, {k: v for k, v in options.items() if v is not None})
+
+    @never_compiled
+    def log_dict(self, dictionary: Any, *args: Any, **kwargs: Any) -> None:
+        """Log values; inside of `training_step` as `log` does."""
+        written = super().log_dict  # type: ignore[misc]
+        if recorder_of(self) is not None:
+            # its default would come to `log` as a mean that the user has asked for
+            given = inspect.signature(written).bind(dictionary, *args, **kwargs).arguments
+            kwargs = {"reduce_fx": None, **kwargs} if "reduce_fx" not in given else kwargs
+        written(dictionary, *args, **kwargs)
 
 
 def _check_order(cls: type) -> None:

@@ -372,6 +372,8 @@ def test_a_scaler_scales_once():
     assert plain.get_scale() == split.get_scale() == 2.0**11
 
 
+# of the samples to compare with the whole, more fail than not
+@pytest.mark.filterwarnings("ignore:'accuracy' was logged .* nothing could be compared")
 def test_a_scaler_survives_a_failure_in_its_first_step():
     def too_large(gradient):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
@@ -474,6 +476,23 @@ def test_what_is_logged_is_found_out_to_be_a_sum_a_mean_or_the_largest():
     with warnings.catch_warnings():
         warnings.simplefilter("error", AdaptiveUsageWarning)
         compared(Numbers)
+
+
+class Listed(Body, LightningModule):
+    """The same in a dict, whose options of `log` are those of Lightning."""
+
+    def training_step(self, batch, batch_idx):
+        out = self.net(batch[0])
+        right = (out.argmax(1) == batch[1]).double()
+        self.log_dict({"right": right.sum(), "highest": out.max(), "accuracy": right.mean()})
+        self.log_dict({"said": right.sum()}, reduce_fx="sum", on_step=False, on_epoch=True)
+        return F.cross_entropy(out, batch[1])
+
+
+def test_what_is_logged_in_a_dict_is_found_out_too():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", AdaptiveUsageWarning)
+        compared(Listed)
 
 
 class Scored(Body):
@@ -678,6 +697,31 @@ def test_metrics_end_as_by_the_whole_batch():
     module, _ = compared(Metrics, max_epochs=2)
     assert "forward" not in vars(module.accuracy)
     assert "forward" not in vars(module.several)
+
+
+class Kept(Net):
+    """Metrics that a plain list and a dict of dicts hold."""
+
+    def __init__(self):
+        super().__init__()
+        self.means = [torchmetrics.MeanMetric().set_dtype(torch.float64)]
+        self.scores = {"train": {"right": torchmetrics.SumMetric()}}
+
+    def training_step(self, batch, batch_idx):
+        out = self.net(batch[0])
+        loss = F.cross_entropy(out, batch[1])
+        self.means[0].update(loss)
+        self.scores["train"]["right"].update((out.argmax(1) == batch[1]).sum())
+        return loss
+
+    def on_train_epoch_end(self):
+        self.log("mean", self.means[0].compute())
+        self.log("right", self.scores["train"]["right"].compute())
+
+
+def test_metrics_in_plain_containers_end_as_by_the_whole_batch():
+    module, _ = compared(Kept, max_epochs=2)
+    assert module.means[0]._update_count == 6
 
 
 def test_a_number_for_a_metric_that_nothing_joins_is_told_by_its_place():

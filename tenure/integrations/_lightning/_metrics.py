@@ -24,6 +24,9 @@ from .._joined import Joiner, detached
 T = TypeVar("T")
 _METHODS = ("forward", "update", "compute", "reset")
 """Those of a metric that do something else while parts run."""
+_CONTAINERS = (dict, list, tuple)
+# more items are data: they would be read for each micro-batch
+_MAX_ITEMS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,17 +141,28 @@ def _metrics_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
     # without it there are none
     library = sys.modules.get("torchmetrics")
     kinds = () if library is None else (library.Metric, library.MetricCollection)
-    waiting = list(module.named_children())
+    waiting: list[tuple[str, Any]] = [*_held_by(module)]
     seen: set[int] = set()
     while waiting:
-        name, child = waiting.pop()
-        if id(child) in seen:
+        name, held = waiting.pop()
+        if id(held) in seen:
             continue
-        seen.add(id(child))
-        if isinstance(child, kinds):
-            yield name, child
+        seen.add(id(held))
+        if isinstance(held, kinds):
+            yield name, held
         else:
-            waiting += [(f"{name}.{below}", each) for below, each in child.named_children()]
+            waiting += [(f"{name}.{below}", each) for below, each in _held_by(held)]
+
+
+def _held_by(node: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield the children of a module and its attributes, or the items of a short container."""
+    if isinstance(node, nn.Module):
+        yield from node.named_children()
+        # a plain list or dict of metrics is no child
+        attributes = vars(node).items()
+        yield from [(k, v) for k, v in attributes if k != "_modules" and isinstance(v, _CONTAINERS)]
+    elif isinstance(node, _CONTAINERS) and len(node) <= _MAX_ITEMS:
+        yield from node.items() if isinstance(node, dict) else enumerate(node)
 
 
 def _empty_copy(metric: Any) -> Any:
