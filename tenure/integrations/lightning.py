@@ -35,7 +35,8 @@ class AdaptiveMixin:
 
     Put it first: ``class Net(AdaptiveMixin, LightningModule)``. Where `training_step` runs out of
     memory, it runs again in micro-batches, by `tenure.adaptive.step`, which verifies itself. What
-    it logs, returns and gives to metrics is told once, as of the whole batch.
+    it logs, returns and gives to metrics is told once, as of the whole batch. The Tuner's
+    ``scale_batch_size`` finds no limit, because batches are split.
 
     Attributes:
         adaptive_options: arguments of `step`, such as ``weight``, ``batchnorm``, ``minimum``,

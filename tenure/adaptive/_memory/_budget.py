@@ -36,7 +36,8 @@ class memory_budget(ContextDecorator):
 
     What counts are the bytes of the storages that were made since the block began and are alive,
     each once, whoever holds them; what was there before counts only by what it grows. An operation
-    whose results don't fit raises ``torch.OutOfMemoryError``, and its results are gone.
+    whose results don't fit raises ``torch.OutOfMemoryError``, and its results are gone. It has run:
+    its writes in place stay, and random generators have moved on.
 
     The operations of the thread that opened the block are counted, those of its backward passes
     included, and what paging takes there. The count is exact between operations: what one allocates
