@@ -88,7 +88,8 @@ class Fit(Verb):
             "--images",
             type=whole_number(0),
             metavar="N",
-            help="images in the text of a sample, for models that take both (default: 1)",
+            help="images in the text of a sample, for models that take both (default: 1; of 448 x "
+            "448 pixels if the model takes images of any size)",
         )
         group.add_argument(
             "--dtype",

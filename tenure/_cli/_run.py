@@ -54,7 +54,11 @@ class Run(Verb):
         what.add_argument("-m", dest="module", nargs=rest, help="run a module with its arguments")
         what.add_argument("-c", dest="code", nargs=rest, help="run code with its arguments")
         parser.add_argument(
-            "program", nargs=rest, metavar="SCRIPT", help="run a script with its arguments"
+            "program",
+            nargs=rest,
+            metavar="SCRIPT",
+            help="run a script with its arguments; also a folder or zip file with a __main__.py, "
+            "or - for stdin",
         )
 
     def run(self, arguments: argparse.Namespace) -> Callable[[], int]:

@@ -30,7 +30,7 @@ class MemReporter:
     Parameters, buffers, gradients and optimizer state are called by their names in the model;
     other tensors after the variable, attribute or container that holds them; and what only
     autograd holds after the node that saved it. Models and optimizers that are not given are found,
-    and their names then begin with the name of their class.
+    and their names then begin with the name of their class. Tensors on ``meta`` are not listed.
 
     Args:
         model: the module whose dotted names are used.
