@@ -1,7 +1,10 @@
 """What a failed attempt has changed, noted before it runs and brought back after."""
 
 from ._caches import Caches as Caches
+from ._homes import home_of as home_of
+from ._homes import is_library as is_library
 from ._homes import used_variables as used_variables
+from ._module_state import OF_EVERY_MODULE as OF_EVERY_MODULE
 from ._module_state import ModuleState as ModuleState
 from ._module_state import modules_below as modules_below
 from ._notes import ContainerNote as ContainerNote

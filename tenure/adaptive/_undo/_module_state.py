@@ -29,7 +29,7 @@ from ._notes import (
 
 _Hooks = dict[int, Any]
 _NO_HOOKS: _Hooks = {}
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _PLAIN = frozenset((int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device))
 
 
@@ -105,7 +105,7 @@ class ModuleState:
         for module, attributes in self._attributes:
             space = vars(module)
             # what every module has, its dicts of parameters and hooks among it, is others' to undo
-            for name in space.keys() - attributes.keys() - _OF_EVERY_MODULE:
+            for name in space.keys() - attributes.keys() - OF_EVERY_MODULE:
                 del space[name]
             space.update(attributes)
         for contents in self._contents:
@@ -212,7 +212,7 @@ def modules_below(models: Iterable[nn.Module]) -> list[nn.Module]:
 
 def _attributes_of(module: nn.Module) -> dict[str, Any]:
     """Return the attributes of a module beside those of every module."""
-    return {k: v for k, v in vars(module).items() if k not in _OF_EVERY_MODULE}
+    return {k: v for k, v in vars(module).items() if k not in OF_EVERY_MODULE}
 
 
 def _changeable(name: str, items: Iterable[Any]) -> Iterator[tuple[str, Any]]:

@@ -1,8 +1,8 @@
 """When a step is verified: at calls 1, 2, 3 and 40 of a place, and then ever more rarely.
 
 A place is code, the values that it holds, the declaration, the modes of modules, and the kind of
-the batch. Within it, numbers that have changed are verified too. A place that was refused once is
-verified in each call.
+the batch. Within it, numbers and texts that have changed are verified too. A place that was refused
+once is verified in each call.
 
 Invariant: nothing here holds a function, a model or a tensor; a place that was not verified yet is
 verified, however many there were, and a call that failed or was refused counts for nothing; and
@@ -15,21 +15,34 @@ from __future__ import annotations
 import functools
 import math
 import threading
-from collections import OrderedDict
-from collections.abc import Hashable, Iterator, Mapping, Sequence, Sized
+from collections import OrderedDict, deque
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import count
-from types import CodeType, FunctionType, MethodType, ModuleType
+from enum import Enum
+from itertools import chain, count, islice
+from types import (
+    CellType,
+    CodeType,
+    FunctionType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+    SimpleNamespace,
+)
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdRef
 
+from tenure._heap import instance_attributes
+from tenure._torch.quiet import without_functions
 from tenure.scopes import is_disposed
 
 from ..._reachable import is_of_a_library, named_modules
 from ..._sizes import stands_for
+from ..._undo import OF_EVERY_MODULE, home_of, is_library
 from .._parts import StepParts
 from .._samples import Leaf
 from ._count_check import Lowest
@@ -41,6 +54,15 @@ _MOST_PLACES = 1024
 _MOST_FREE = 64
 """A piece of code is verified so often without a count of samples, beside new places."""
 _MAX_ITEMS = 32
+"""So much is looked at of a container or an object."""
+_MOST_VALUES = 512
+"""So much is looked at that stands in what the function, the modules and the batch hold."""
+_PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device)
+_SEVERAL: Any = (list, tuple, set, frozenset, deque)
+_LOSSES = nn.MSELoss.__module__
+_BY_CONTENTS = (int, float, list, tuple, MethodType, functools.partial)
+_HOLDING = ("argparse", "collections", "types")
+"""The modules of Python with classes whose objects are settings or containers."""
 # torch looks for the least of no uint16, no quantized number, and none of 8 bits
 _COUNTED = frozenset(
     {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
@@ -50,10 +72,9 @@ _MOST_SUMMED = 1 << 20
 
 
 @dataclass(slots=True)
-class _WatchedNumber:
-    """A number that the function holds, as it was in the last call."""
+class _Changes:
+    """The changes of a number or a text that the function or the batch holds."""
 
-    value: Any
     # how many of its values were verified; the first counts as one
     n_verified: int = 1
     is_due: bool = False
@@ -66,21 +87,26 @@ class _CallSite:
     n_calls: int = 0
     n_verified: int = 0
     due: int = 1
-    numbers: list[_WatchedNumber] = field(default_factory=list)
+    # of the last call, by path
+    values: dict[Hashable, Any] = field(default_factory=dict)
+    changes: dict[Hashable, _Changes] = field(default_factory=dict)
     # what the error was made of, which holds no frame
     refusal: tuple[Any, ...] | None = None
     lowest: dict[str | None, float] = field(default_factory=dict)
     n_ties: int = 0
 
-    def changed(self, numbers: list[Any]) -> list[_WatchedNumber]:
-        """Return the numbers that were not verified since they have changed."""
-        if self.n_calls == 1:
-            self.numbers = list(map(_WatchedNumber, numbers))
-        for known, value in zip(self.numbers, numbers, strict=True):
+    def changed(self, values: dict[Hashable, Any]) -> list[_Changes]:
+        """Return the changes of the values that were not verified since."""
+        before, self.values = self.values, values
+        for path, value in values.items():
+            known = before.get(path, value)
             # nan counts as equal to nan
-            if known.value != value and (known.value == known.value or value == value):
-                known.value, known.is_due = value, True
-        return [each for each in self.numbers if each.is_due]
+            if known is not value and known != value and (known == known or value == value):
+                self.changes.setdefault(path, _Changes()).is_due = True
+        # a value that came or went has changed what holds it
+        for path in self.changes.keys() - values.keys():
+            del self.changes[path]
+        return [each for each in self.changes.values() if each.is_due]
 
     def note_verified(self) -> None:
         """Set the next call, after the first ones 40, 400 and so on."""
@@ -88,7 +114,7 @@ class _CallSite:
         self.due = self.n_calls + 1
         if self.n_verified >= _FIRST:
             self.due = next(n for i in count() if (n := 40 * 10**i) > self.n_calls)
-        for each in self.numbers:
+        for each in self.changes.values():
             each.n_verified += each.is_due
             each.is_due = False
 
@@ -121,7 +147,7 @@ class SplitCall:
     """
 
     def __init__(self, parts: StepParts) -> None:
-        key, numbers = _place(parts)
+        key, values = _place(parts)
         # the counts below may be off by one between threads, which costs a verification
         with _lock:
             self._code = code = _at(_codes, _identity_of(stands_for(parts.spec.fn)), _CodeCounts)
@@ -129,7 +155,7 @@ class SplitCall:
         place = self.place
         place.n_calls += 1
         code.n_samples += parts.n_samples
-        changed = place.changed(numbers)
+        changed = place.changed(values)
         is_early = place.n_verified < _FIRST or any(each.n_verified < _FIRST for each in changed)
         # another model or loss may be wrong where many were right before it, and a place that was
         # refused stays so until the function is another one
@@ -184,47 +210,39 @@ def _at(known: OrderedDict[Hashable, Any], key: Hashable, make: type) -> Any:
     return found
 
 
-def _place(parts: StepParts) -> tuple[Hashable, list[Any]]:
-    """Return what tells a place from others, and the numbers in it, which may change."""
-    spec = parts.spec
-    numbers: list[Any] = []
-    held = tuple(_described(each, numbers) for each in parts.found.held)
+def _place(parts: StepParts) -> tuple[Hashable, dict[Hashable, Any]]:
+    """Return what tells a place from others, and the values in it, which may change."""
+    spec, held = parts.spec, parts.found.held
     modules = [module for _, module in named_modules(parts.roots)]
-    for module in modules:
-        # the numbers of torch's own say how it is built
-        if not is_of_a_library(type(module).__module__):
-            numbers += [n for n in vars(module).values() if type(n) in (int, float)]
+    # the numbers of torch's own say how it is built, those of its losses what they compute
+    homes = ((module, type(module).__module__) for module in modules)
+    own = [module for module, home in homes if is_of_a_library(home) and home != _LOSSES]
     # a text may select another loss, and differs in each call where it names a sample
-    plain = (leaf.value for leaf in parts.leaves)
-    numbers += [value for value in plain if isinstance(value, bool | int | float | str)]
-    modes = hash(tuple(module.training for module in modules)), len(numbers)
+    shared = [leaf.value for leaf in parts.leaves if not leaf.is_split]
+    with without_functions():
+        values = _values([*held, *modules, *shared, spec.weight], own)
+    modes = hash(tuple(module.training for module in modules))
     asked = [type(each) for each in (spec.weight, spec.then, spec.once)]
     loss = None if callable(spec.loss) else spec.loss
     options = spec.batchnorm, torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
-    return (held, modes, *asked, loss, options, _contents(parts.leaves)), numbers
+    kinds = tuple(map(_kind_of, held))
+    return (kinds, modes, *asked, loss, options, _contents(parts.leaves)), values
 
 
 # --- what a function holds
 
 
-def _described(value: Any, numbers: list[Any]) -> Hashable:
-    """Describe a value so that one with another loss differs, apart from its numbers.
-
-    Args:
-        value: anything that a function holds.
-        numbers: gets the numbers that stand in it.
-    """
+def _kind_of(value: Any) -> Hashable:
+    """Describe a value so that one with another loss differs, apart from what may change in it."""
     if isinstance(value, bool | str | bytes | torch.dtype):
         return value
-    number = _number(value)
-    if number is not None:
-        numbers.append(number)
     if isinstance(value, Tensor):
-        kind = () if is_disposed(value) else (value.dtype, value.dim())
-        return "Tensor", number is None, *kind
+        return "Tensor", () if is_disposed(value) else (value.dtype, value.dim())
     # by identity: another model of the same class may have another criterion
     if isinstance(value, nn.Module):
-        return _identity_of(value), tuple(_settings(value, numbers))
+        set_to = [item for item in vars(value).items() if type(item[1]) in (bool, str)]
+        without = [name for name, buffer in value._buffers.items() if buffer is None]
+        return _identity_of(value), *set_to, *without
     if isinstance(value, dict):
         items = list(value.items())[:_MAX_ITEMS]
         return tuple((repr(key), text) for key, text in items if isinstance(text, str))
@@ -233,43 +251,119 @@ def _described(value: Any, numbers: list[Any]) -> Hashable:
         return _identity_of(value.__code__)
     if isinstance(value, type | ModuleType):
         return value.__name__
-    if number is not None or isinstance(value, MethodType | functools.partial):
+    if isinstance(value, _BY_CONTENTS):
         return type(value).__name__
     return _identity_of(value)
 
 
-def _settings(module: nn.Module, numbers: list[Any]) -> Iterator[tuple[str, Hashable]]:
-    """Yield how a criterion is set; a model's own settings cost little."""
-    for name, value in vars(module).items():
-        # a weak proxy of nothing raises where isinstance() asks it
-        kind = type(value)
-        if issubclass(kind, bool | str | int | float | Tensor) and name != "training":
-            yield name, _described(value, numbers)
-        elif issubclass(kind, dict | list | tuple) and value:
-            numbers.append(_number(value))
-            yield name, kind.__name__
-    for name, buffer in module._buffers.items():
-        yield name, buffer is None
+def _values(roots: Sequence[Any], known: Iterable[Any]) -> dict[Hashable, Any]:
+    """Return the numbers, the texts and the kinds of objects at and below some, by path.
 
+    The nearest come first, because a history or a data set may stand below any of them.
 
-def _number(value: Any) -> Any:
-    """Return a number, or the numbers that stand in a container; None for anything else.
-
-    Those of a container are one, so that a history, which grows, makes no other place.
+    Args:
+        roots: the objects.
+        known: what is not looked into.
     """
-    if isinstance(value, int | float):
-        return value
-    if isinstance(value, list | tuple):
-        return tuple(each for each in value[:_MAX_ITEMS] if isinstance(each, int | float))
-    if isinstance(value, dict):
-        items = list(value.items())[:_MAX_ITEMS]
-        return tuple((repr(key), each) for key, each in items if isinstance(each, int | float))
-    # one of NumPy, or a tensor that no device has to be waited for
-    is_array = hasattr(type(value), "__array_interface__") and value.size == 1
+    found: dict[Hashable, Any] = {}
+    # it keeps what it had, so that an id is that of no other, and gets more
+    waiting: list[tuple[Hashable, Any]] = [*enumerate(roots)]
+    n_roots, most = len(waiting), 0
+    seen: dict[int, Hashable] = {id(each): -1 - i for i, each in enumerate(known)}
+    for i, (path, value) in enumerate(waiting):
+        if i == n_roots:
+            most = len(found) + _MOST_VALUES
+        if i >= n_roots and len(found) >= most:
+            break
+        if type(value) in _PLAIN:
+            found[path] = value
+        elif id(value) in seen:
+            # which of several it is tells as much as what it holds
+            found[path] = seen[id(value)]
+        else:
+            seen[id(value)] = path
+            found[path], parts = _taken_apart(value)
+            for key, each in islice(parts, _MAX_ITEMS):
+                below = hash((path, key))
+                if type(each) in _PLAIN:
+                    found[below] = each
+                else:
+                    waiting.append((below, each))
+    return found
+
+
+def _taken_apart(value: Any) -> tuple[Hashable, Iterable[tuple[Hashable, Any]]]:
+    """Return what kind of object it is, and what it holds, without running code of the user's."""
+    # isinstance() asks a weak proxy, and one of nothing raises
+    kind = type(value)
+    name = kind.__qualname__
+    if issubclass(kind, Tensor):
+        return _of_tensor(value)
+    if issubclass(kind, nn.Module):
+        parts = ((k, v) for k, v in vars(value).items() if k not in OF_EVERY_MODULE)
+        return _identity_of(value), chain(parts, value._modules.items())
+    if issubclass(kind, dict):
+        return _by_key(name, value)
+    for base in _SEVERAL:
+        if issubclass(kind, base):
+            items = [*islice(base.__iter__(value), _MAX_ITEMS)]
+            # the numbers are one value, so that each that a history gets is none of its own
+            plain = [each for each in items if type(each) in _PLAIN]
+            return (name, len(items), *plain), (
+                (i, each) for i, each in enumerate(items) if type(each) not in _PLAIN
+            )
+    if kind is FunctionType:
+        defaults = value.__defaults__ or (), value.__kwdefaults__ or {}
+        return _identity_of(value.__code__), enumerate((*(value.__closure__ or ()), *defaults))
+    if kind is CellType:
+        try:
+            return "", [("", value.cell_contents)]
+        except ValueError:
+            # it has no value yet
+            return "", ()
+    if kind is MethodType:
+        return "", [("function", value.__func__), ("self", value.__self__)]
+    if issubclass(kind, functools.partial):
+        return "", [("function", value.func), ("args", value.args), ("keywords", value.keywords)]
+    if issubclass(kind, type | ModuleType):
+        return value.__name__, ()
+    if issubclass(kind, Enum):
+        return (name, value._name_), ()
+    if hasattr(kind, "__array_interface__"):
+        return (value.dtype.str, value.ndim), [("", value.item())] if value.size == 1 else ()
+    for plain_base in _PLAIN[:5]:
+        if issubclass(kind, plain_base):
+            return (name, plain_base.__repr__(value)), ()
+    if is_library(home_of(kind)) and home_of(kind) not in _HOLDING:
+        return name, ()
+    space = vars(value) if kind is SimpleNamespace else instance_attributes(value)
+    return _by_key(name, space | dict(_slots_of(value)))
+
+
+def _slots_of(value: Any) -> Iterator[tuple[str, Any]]:
+    spaces = [vars(kind) for kind in type(value).__mro__]
+    for name, slot in chain(*[space.items() for space in spaces if "__slots__" in space]):
+        # one without a value yet raises
+        if type(slot) is MemberDescriptorType:
+            with suppress(AttributeError):
+                yield name, slot.__get__(value)
+
+
+def _by_key(name: str, items: dict[Any, Any]) -> tuple[Hashable, Iterable[tuple[Hashable, Any]]]:
+    # the hash of a tensor, or of an object of the user's, may be another in each call
+    first = islice(enumerate(dict.items(items)), _MAX_ITEMS)
+    parts = [(key if type(key) in _PLAIN else i, each) for i, (key, each) in first]
+    return (name, dict.__len__(items), hash(tuple([key for key, _ in parts]))), parts
+
+
+def _of_tensor(value: Tensor) -> tuple[Hashable, Iterable[tuple[Hashable, Any]]]:
+    if is_disposed(value):
+        return "", ()
+    # the number is read if no device has to be waited for
     is_ready = type(value) is Tensor and not value.requires_grad and value.device.type == "cpu"
-    if is_array or (is_ready and not value.dim() and value.layout is torch.strided):
-        return value.item()
-    return None
+    is_number = is_ready and not value.dim() and value.layout is torch.strided
+    kind = value.dtype, value.dim(), value.requires_grad
+    return kind, [("", value.item())] if is_number else ()
 
 
 def _identity_of(value: Any) -> Hashable:
@@ -296,7 +390,7 @@ def _contents(leaves: Sequence[Leaf]) -> Hashable:
 
 def _kind(leaf: Leaf) -> Hashable:
     if isinstance(leaf.value, Tensor):
-        return leaf.value.dtype, leaf.value.dim()
+        return leaf.value.dtype, leaf.value.dim(), leaf.value.requires_grad
     if leaf.dim == "items":
         return len(set(map(_extent, leaf.value))) <= 1
     return getattr(leaf.value, "dtype", type(leaf.value).__name__)

@@ -1,6 +1,9 @@
 """When a step is verified, what it costs, and what it says."""
 
 import pickle
+from dataclasses import dataclass
+from enum import Enum
+from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -257,6 +260,16 @@ class Holder:
     share = 1.0
 
 
+@dataclass(slots=True)
+class Settings:
+    share: float = 1.0
+
+
+class Kind(Enum):
+    ALL = 1
+    HARDEST = 2
+
+
 class Hardest(nn.Module):
     """A loss of the hardest samples."""
 
@@ -321,9 +334,58 @@ def in_a_module_below():
     return lambda e: loss(e), lambda: setattr(loss[1], "share", 0.25)
 
 
+def in_a_dict_in_a_dict():
+    held = {"loss": {"share": 1.0}}
+    return lambda e: hardest(e, held["loss"]["share"]), lambda: held["loss"].update(share=0.25)
+
+
+def in_a_tuple_in_a_list():
+    held = [(1.0, None)]
+    return lambda e: hardest(e, held[0][0]), lambda: held.__setitem__(0, (0.25, None))
+
+
+def in_a_namespace_of_a_module():
+    class Settled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.settings = SimpleNamespace(losses=[Settings()])
+
+        def forward(self, errors):
+            return hardest(errors, self.settings.losses[0].share)
+
+    held = Settled()
+    return held, lambda: setattr(held.settings.losses[0], "share", 0.25)
+
+
+def in_an_object_whose_method_reads_it():
+    class Loss:
+        def __init__(self):
+            self.share = 1.0
+
+        def of(self, errors):
+            return hardest(errors, self.share)
+
+        def __call__(self, errors):
+            return self.of(errors)
+
+    held = Loss()
+    return held, lambda: setattr(held, "share", 0.25)
+
+
+def in_a_choice():
+    held = SimpleNamespace(kind=Kind.ALL)
+    shares = {Kind.ALL: 1.0, Kind.HARDEST: 0.25}
+
+    def change():
+        held.kind = Kind.HARDEST
+
+    return lambda e: hardest(e, shares[vars(held)["kind"]]), change
+
+
 HELD = [
     in_a_closure, in_an_attribute, in_a_class, in_a_dict, in_a_list, in_a_number_of_numpy,
-    in_a_tensor, in_a_module_below,
+    in_a_tensor, in_a_module_below, in_a_dict_in_a_dict, in_a_tuple_in_a_list,
+    in_a_namespace_of_a_module, in_an_object_whose_method_reads_it, in_a_choice,
 ]  # fmt: skip
 
 
@@ -342,6 +404,94 @@ def test_a_number_that_the_function_holds_makes_it_verified_anew_when_it_changes
     for _ in range(3):
         with pytest.raises(SplitMismatchError):
             step(fn, samples(16), maximum=4)
+
+
+def test_a_function_that_is_an_object_is_verified_anew_when_its_attributes_change():
+    class Loss:
+        def __init__(self):
+            self.net, self.kind = small_net(), "mean"
+
+        def __call__(self, b):
+            return getattr(self.net(b).square().sum(1), self.kind)()
+
+    fn = Loss()
+    for _ in range(4):
+        step(fn, samples(16), maximum=4)
+    fn.kind = "sum"
+    with pytest.raises(SplitMismatchError):
+        step(fn, samples(16), maximum=4)
+
+
+def test_a_criterion_below_a_model_that_is_set_to_a_sum_is_verified_anew():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net, self.criterion = small_net(), nn.MSELoss()
+
+        def forward(self, b):
+            return self.criterion(self.net(b), b[:, :3])
+
+    net = Net()
+
+    def fn(b):
+        return net(b)
+
+    for _ in range(4):
+        step(fn, samples(16), maximum=4)
+    net.criterion.reduction = "sum"
+    with pytest.raises(SplitMismatchError):
+        step(fn, samples(16), maximum=4)
+
+
+def test_a_weight_that_changes_is_verified_anew():
+    net, is_by_mask = small_net(), True
+
+    def fn(b):
+        return (net(b["x"]).square().sum(1) * b["mask"]).sum() / b["mask"].sum()
+
+    def weight(b):
+        return b["mask"].sum() if is_by_mask else len(b["x"])
+
+    batch = {"x": samples(16), "mask": torch.rand(16).double()}
+    for _ in range(4):
+        step(fn, batch, maximum=4, weight=weight)
+    is_by_mask = False
+    with pytest.raises(SplitMismatchError):
+        step(fn, batch, maximum=4, weight=weight)
+
+
+def test_a_tensor_of_the_batch_that_comes_to_require_grad_is_verified_anew():
+    net, batch = small_net(), {"x": samples(16), "goal": samples(16)}
+
+    def fn(b):
+        errors = net(b["x"]).square()
+        return errors.sum() if b["goal"].requires_grad else errors.mean()
+
+    for _ in range(4):
+        step(fn, batch, maximum=4)
+    batch["goal"].requires_grad_()
+    with pytest.raises(SplitMismatchError):
+        step(fn, batch, maximum=4)
+
+
+@pytest.mark.slow
+def test_an_object_that_keeps_a_history_is_not_verified_for_ever():
+    class Trainer:
+        def __init__(self):
+            self.net, self.n_steps, self.losses, self.log = small_net(), 0, [], {"now": "step 0"}
+            self.n_run = []
+
+        def loss(self, b):
+            self.n_run[-1] += len(b)
+            return self.net(b).square().mean()
+
+    trainer = Trainer()
+    for i in range(300):
+        trainer.n_run.append(-32)
+        trainer.n_steps, trainer.log = i, {"now": f"step {i}", "of": trainer}
+        step(trainer.loss, samples(32), maximum=16)
+        trainer.losses.append({"loss": float(i)})
+    assert sum(trainer.n_run[3:]) <= 0.03 * 32 * 297
 
 
 def test_a_number_that_changes_is_seen_beside_one_that_changes_in_each_call():
