@@ -163,8 +163,9 @@ class Copies:
 
     def _host_bytes(self, unit: Unit) -> Any:
         if any(host.has_left for host in unit.tensors):
-            # Before it is brought back to where copies read.
+            # Before it is brought back to where copies read, or what copies write is moved.
             self.wait_for_copies(unit)
+            self.let_host_look()
         return self._store.bytes_of(unit)
 
     def _copy_in(self, unit: Unit, pairs: list[tuple[Tensor, Tensor]], after: list[object]) -> Any:

@@ -16,7 +16,9 @@ from tenure._account import moved
 from tenure._errors import PagingError
 from tenure._registries import NamedTensor
 from tenure._show import progress
+from tenure._storages import byte_range
 from tenure._text import describe_tensor
+from tenure._torch.storages import key_of
 
 from .._model import Extent, HostTensor, Unit
 from ._pinning import Memory, Pinning, private_memory
@@ -69,34 +71,80 @@ class HostBuffers:
                 done(unit.n_bytes)
 
     def _adopt(self, unit: Unit) -> None:
-        memory = self._memory[unit] = self.memory(unit.n_bytes)
-        self._parts[unit] = []
-        self._bytes[unit] = torch.frombuffer(memory, dtype=torch.uint8, count=unit.n_bytes)
+        """Move the tensors of a unit into a new buffer; if interrupted, the next use does it."""
+        memory = self.memory(unit.n_bytes)
+        before = self._memory.get(unit)
+        self._bytes.pop(unit, None)
+        self._memory[unit], self._parts[unit] = memory, []
         for extent, start in unit.starts():
-            _move(extent, self._part(unit, extent, start), start)
+            part = self._part(unit, extent, start)
+            if extent.tensors[0].has_left:
+                _bring_back(extent.tensors[0], part, start)
+            else:
+                _move(extent, part, start)
+        self._bytes[unit] = torch.frombuffer(memory, dtype=torch.uint8, count=unit.n_bytes)
+        if self._pinning is not None and before is not None:
+            self._pinning.release(before)
 
     def bytes_of(self, unit: Unit) -> Tensor:
         """Return the buffer of a unit, with what was given other memory meanwhile back in it.
 
         Raises:
-            PagingError: a tensor has another type, shape or device than when it was paged.
+            PagingError: a tensor has another type, shape or device than when it was paged, or has
+                memory of another one.
         """
-        for extent, start in unit.starts():
-            for host in extent.tensors:
-                if host.has_left:
-                    _check_form(host, extent)
-                    part = self._part(unit, extent, start)
-                    moved(host.tensor, part)
-                    with torch.no_grad():
-                        _point(host, part, start, keep_values=True)
+        left = {
+            host: (extent, start)
+            for extent, start in unit.starts()
+            for host in extent.tensors
+            if host.has_left
+        }
+        for host, (extent, _) in left.items():
+            _check_form(host, extent)
+        if left:
+            self._refuse_ties(left)
+        if unit not in self._bytes or self._are_held(unit, [start for _, start in left.values()]):
+            # Who has kept what was there, or has swapped two weights, finds it unchanged.
+            self._adopt(unit)
+        for host, (extent, start) in left.items():
+            if host.has_left:
+                _bring_back(host, self._part(unit, extent, start), start)
         return self._bytes[unit]
+
+    def _are_held(self, unit: Unit, starts: list[int]) -> bool:
+        """Return whether anything lies in parts of a buffer that begin at these bytes."""
+        first = self._bytes[unit].data_ptr()
+        places = {first + start for start in starts}
+        parts = (part() for part in self._parts[unit]) if places else ()
+        return any(part is not None and part.data_ptr() in places for part in parts)
+
+    def _refuse_ties(self, left: Iterable[HostTensor]) -> None:
+        """Refuse tensors with memory of others: in buffers they would come apart.
+
+        Raises:
+            PagingError: there is one.
+        """
+        places: dict[int, list[tuple[HostTensor, int, int]]] = {}
+        for host in left:
+            key = key_of(host.tensor.untyped_storage())
+            places.setdefault(key, []).append((host, *byte_range(host.tensor)))
+        for other in (each for unit in self._parts for each in unit.tensors):
+            there = places.get(key_of(other.tensor.untyped_storage()), ())
+            low, high = byte_range(other.tensor) if there else (0, 0)
+            for host, start, end in there:
+                if host is not other and start < high and low < end:
+                    raise PagingError(
+                        f"{host.name!r} was given the memory of {other.name!r} while it is paged, "
+                        "and would be separated from it. Call unpage(), tie them, and page the "
+                        "model again; or give it a clone()."
+                    )
 
     def named_tensors(self) -> Iterator[NamedTensor]:
         """Yield the buffers, and for each the storages of the model's tensors in it."""
-        for unit, parts in list(self._parts.items()):
-            alive = (part() for part in list(parts))
+        for unit, memory in list(self._bytes.items()):
+            alive = (part() for part in list(self._parts[unit]))
             inside = tuple(storage for storage in alive if storage is not None)
-            yield NamedTensor(self._bytes[unit], unit.name, HOST, inside)
+            yield NamedTensor(memory, unit.name, HOST, inside)
 
     def close(self) -> None:
         """Unpin the buffers; the tensors of the model keep them as ordinary memory."""
@@ -155,6 +203,13 @@ def _point(host: HostTensor, part: Tensor, start: int, *, keep_values: bool = Fa
         # The object stays: optimizers, hooks and tied modules refer to it.
         tensor.data = there
     host.remember_home()
+
+
+def _bring_back(host: HostTensor, part: Tensor, start: int) -> None:
+    """Copy a tensor that was given other memory into its part of a buffer, and let it lie there."""
+    moved(host.tensor, part)
+    with torch.no_grad():
+        _point(host, part, start, keep_values=True)
 
 
 def _check_form(host: HostTensor, extent: Extent) -> None:

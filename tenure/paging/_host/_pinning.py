@@ -64,16 +64,28 @@ class Pinning:
         with self._module.device(self._device):
             return self._in_place(n_bytes) if self._runtime else self._by_allocator(n_bytes)
 
+    def release(self, memory: Memory) -> None:
+        """Unpin memory that no copy reads any more; who uses it keeps it as ordinary memory."""
+        address = _address_of(memory)
+        if address in self._pinned:
+            self._unpin([address])
+        # by torch's allocator it is pinned as long as somebody has it
+        elif hasattr(memory, "tensor"):
+            self.n_bytes -= len(memory)
+
     def undo(self) -> None:
         """Unpin all of it that was pinned in place; it may be on any thread, for garbage."""
+        self._unpin([*self._pinned])
+        self.n_bytes = 0
+
+    def _unpin(self, addresses: list[int]) -> None:
         failed_code = 0
         with self._module.device(self._device):
-            while self._pinned:
-                address, _ = self._pinned.popitem()
+            for address in addresses:
+                self.n_bytes -= len(self._pinned.pop(address))
                 # On with the others, whatever one of them says: what stays locked is lost to the
                 # machine.
                 failed_code = int(self._runtime.cudaHostUnregister(address)) or failed_code
-        self.n_bytes = 0
         if failed_code:
             self._take_error()
             _logger.warning(
@@ -86,7 +98,7 @@ class Pinning:
 
     def _in_place(self, n_bytes: int) -> Memory:
         memory = private_memory(n_bytes)
-        address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+        address = _address_of(memory)
         code = int(self._runtime.cudaHostRegister(address, n_bytes, 0))
         if code == 0:
             self._pinned[address] = memory
@@ -142,6 +154,10 @@ def private_memory(n_bytes: int) -> Memory:
     if hasattr(mmap, "MAP_PRIVATE"):
         return mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return (ctypes.c_ubyte * n_bytes)()
+
+
+def _address_of(memory: Memory) -> int:
+    return torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
 
 
 def _runtime_of(module: Any) -> Any:

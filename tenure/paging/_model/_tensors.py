@@ -86,9 +86,11 @@ class HostTensor:
 
     @property
     def has_left(self) -> bool:
-        """Whether it was given other memory: ``parameter.data = other`` does that."""
+        """Whether it was given other memory, or its own in another layout, through ``.data``."""
         # `half()`, `to()` and quantizers set `.data`, of which no version tells.
-        return self.home != 0 and self.tensor.data_ptr() != self.home
+        return self.home != 0 and (
+            self.tensor.data_ptr() != self.home or self.tensor.stride() != self.home_strides
+        )
 
     @property
     def form(self) -> tuple[object, ...]:
