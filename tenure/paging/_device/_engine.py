@@ -57,7 +57,7 @@ class Engine:
         self.access_order = AccessOrder()
         self.meter = link.meter
         self._copies = Copies(link, store)
-        self.room = Room(link, self._copies)
+        self.room = Room(link, self._copies, in_graphs=not self.trains)
         self._link, self._store, self._max_ahead = link, store, max_ahead
         # The pass that runs, or the last one: what follows it is fetched as soon as it has ended.
         self._now = Pass(self.access_order)

@@ -77,6 +77,7 @@ class Room:
     Args:
         link: the streams of the device.
         copies: what goes between the host and the pages.
+        in_graphs: whether graphs of autograd hold weights.
 
     Attributes:
         pages: the units that are on the device.
@@ -88,11 +89,11 @@ class Room:
             as part of a graph.
     """
 
-    def __init__(self, link: Link, copies: Copies) -> None:
+    def __init__(self, link: Link, copies: Copies, *, in_graphs: bool) -> None:
         self.pages: dict[Unit, Page] = {}
         self.idle = IdlePages()
         self.expected: dict[Unit, tuple[Place, object]] = {}
-        self._link, self._copies = link, copies
+        self._link, self._copies, self._in_graphs = link, copies, in_graphs
         self._kept: frozenset[Unit] = frozenset()
         self._spare_bytes = 0
         self._ring = ByteRing(0)
@@ -369,7 +370,7 @@ class Room:
         told = [_told(page) for page in sorted(pages, key=lambda page: -page.unit.n_bytes)]
         is_held = any(page.held() for page in pages)
         advice = _ADVICE if is_held else "What runs needs all of these at once: "
-        if is_held and torch.is_grad_enabled():
+        if is_held and self._in_graphs and torch.is_grad_enabled():
             advice = f"A graph of autograd holds weights: run under torch.no_grad(). {advice}"
         raise PagingError(
             f"{unit.name!r} ({format_bytes(unit.n_bytes)}) has no room on {self._link.device}: "

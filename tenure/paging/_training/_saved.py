@@ -35,6 +35,9 @@ Hooks = tuple[Callable[[Any], Any], Callable[[Any], Any]]
 PageOf = Callable[[Unit], Page]
 Packed = Callable[[], Tensor]
 """A node keeps it in place of a tensor; it gives the tensor back."""
+_CHECKPOINT = "torch.utils.checkpoint"
+_NOTHING = torch.empty(0, device="cpu")
+"""What hooks of a checkpoint get in the place of a weight."""
 
 
 class SavedTensors:
@@ -75,11 +78,14 @@ class SavedTensors:
             weight = self._weight(tensor)
         if weight is None and hasattr(type(tensor), "__tensor_flatten__"):
             weight = self._composed(tensor)
-        if weight is not None:
-            return weight
         if around is not None:
             pack, unpack = around
-            return partial(unpack, pack(tensor))
+            if weight is None:
+                return partial(unpack, pack(tensor))
+            if getattr(pack, "__module__", None) == _CHECKPOINT:
+                return partial(_recomputed, partial(unpack, pack(_NOTHING)), weight)
+        if weight is not None:
+            return weight
         if self._activations is not None:
             with without_functions():
                 moved = self._activations.take(tensor)
@@ -160,6 +166,13 @@ class SavedTensors:
             _refuse(describe(moved.dtype, size, device, n_bytes), n_writes, moved.away.n_writes)
         self._begin()
         return self._activations.give(moved)
+
+
+def _recomputed(recompute: Packed, weight: Packed) -> Tensor:
+    # A checkpoint recomputes all of its modules when a node first asks for what it saved. A node
+    # that had its weight by then would hold it beside each of theirs.
+    recompute()
+    return weight()
 
 
 def _composed_back(like: Tensor, parts: list[Packed]) -> Tensor:

@@ -4,9 +4,10 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from tenure._torch.lending import lent_to
-from tenure.paging import PagingError
+from tenure.paging import PagingError, page
 from tests.paging.shrinking import ask_to_shrink
 
 from .blocks import LARGE, WIDTH, inputs, transformer
@@ -42,6 +43,10 @@ def test_an_activation_that_is_written_in_place_raises_torchs_words(sim, halved)
             loss.backward()
 
     halved.run(run)
+
+
+def selective():
+    return create_selective_checkpoint_contexts([torch.ops.aten.gelu.default])
 
 
 class Writing(nn.Module):
@@ -222,3 +227,53 @@ def test_a_checkpoint_of_a_segment_that_is_larger_than_the_budget(sim, pair):
         for _ in range(2):
             both.run(lambda model: model(inputs(sim)[0]).sum().backward())
             assert both.gradients_differ() == []
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+@pytest.mark.parametrize("n_in_one", [1, 2, 4])
+@pytest.mark.parametrize("context_fn", [None, selective])
+def test_checkpoints_need_no_more_than_the_least_budget(
+    sim, pair, n_in_one, early_stop, context_fn
+):
+    # without a bias, the node asks for the weight before the input, which is recomputed
+    def block():
+        return nn.Sequential(nn.LayerNorm(WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH, bias=False))
+
+    options = {"use_reentrant": False, "early_stop": early_stop}
+    if context_fn is not None:
+        options["context_fn"] = context_fn
+
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.Sequential(*[block() for _ in range(4)]).double()
+
+        def forward(self, x):
+            for i in range(0, 4, n_in_one):
+                x = checkpoint(self.blocks[i : i + n_in_one], x, **options)
+            return x
+
+    both = pair(Checkpointed())
+    x = inputs(sim)[0].double().requires_grad_()
+    with pytest.raises(PagingError, match=r"the least is") as caught:
+        both.page(0, max_layer_size=1)
+    with page(both.host, sim.device, 1, budget=caught.value.minimum_bytes, training=True):
+        for _ in range(2):
+            both.run(lambda model: model(x).square().sum().backward())
+            assert both.gradients_differ() == []
+
+
+def test_a_weight_that_the_forward_holds_is_not_said_to_be_held_by_a_graph(sim):
+    class Holding(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
+
+        def forward(self, x):
+            weight = self.first.weight
+            return self.second(x @ weight)
+
+    model, text = Holding(), r"for 'first.weight' or .* is held. What holds"
+    paged = page(model, sim.device, 1, budget=WIDTH * WIDTH * 4, training=True)
+    with paged, pytest.raises(PagingError, match=text):
+        model(inputs(sim)[0])
