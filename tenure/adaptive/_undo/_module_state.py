@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
 
 from tenure._torch.quiet import without_functions
@@ -27,6 +28,7 @@ from ._notes import (
     remember_written,
 )
 
+_LAYERS = ("torch.nn.modules.", "torch.nn.utils.")
 _Hooks = dict[int, Any]
 _NO_HOOKS: _Hooks = {}
 OF_EVERY_MODULE = frozenset(vars(nn.Module()))
@@ -50,8 +52,8 @@ class ModuleState:
     A tensor that a failed attempt keeps on a module, as a cache for calls to come, is let go with
     the attempt: the attribute gets back what it held, and so do the numbers beside it. Dicts,
     lists, sets and deques get their items back, also inside each other, and tensors that were
-    written in place their values. Modules of torch's own classes keep nothing there. Buffers that
-    were not there are taken away.
+    written in place their values. So do layers of torch, on which hooks keep such things; torch's
+    wrappers and lazy layers set their own. Buffers that were not there are taken away.
 
     Args:
         modules: all modules that the work runs, those below others too; what is added to them
@@ -81,7 +83,7 @@ class ModuleState:
             for module in modules:
                 if self._with_modes:
                     self._note_modes(module)
-                if not _is_of_torch(type(module).__module__):
+                if not _is_set_by_torch(type(module)):
                     attributes = _attributes_of(module)
                     self._attributes.append((module, attributes))
                     self._note_below(module, attributes)
@@ -162,8 +164,10 @@ class ModuleState:
 
     def _note_modes(self, module: nn.Module) -> None:
         self._training.append((module, module.training))
-        for hooks in (module._forward_pre_hooks, module._forward_hooks):
-            self._hooks.append((hooks, hooks.copy() if hooks else _NO_HOOKS))
+        # a lazy layer removes its own in its first call, with its class
+        if not issubclass(type(module), LazyModuleMixin):
+            for hooks in (module._forward_pre_hooks, module._forward_hooks):
+                self._hooks.append((hooks, hooks.copy() if hooks else _NO_HOOKS))
         self._frozen += [(p, p.requires_grad) for p in module._parameters.values() if p is not None]
 
     def _note_below(self, module: nn.Module, attributes: dict[str, Any]) -> None:
@@ -222,8 +226,12 @@ def _changeable(name: str, items: Iterable[Any]) -> Iterator[tuple[str, Any]]:
     return ((f"{name}[{i}]", each) for i, each in numbered if type(each) not in _PLAIN)
 
 
-def _is_of_torch(name: str) -> bool:
-    return name.startswith("torch.") or name == "torch"
+def _is_set_by_torch(kind: type[nn.Module]) -> bool:
+    """Return whether it is a wrapper, such as of ranks or compiled code, or a lazy layer."""
+    name = kind.__module__
+    if not name.startswith(_LAYERS):
+        return name.startswith("torch.") or name == "torch"
+    return issubclass(kind, LazyModuleMixin)
 
 
 def _buffer(module: nn.Module, name: str) -> Tensor | None:

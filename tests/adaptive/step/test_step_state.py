@@ -65,6 +65,30 @@ def test_tensors_and_containers_in_attributes_are_taken_back():
     assert (net.seen is seen, net.by_name["train"] is inner) == (True, True)
 
 
+def test_what_hooks_keep_on_layers_of_torch_is_taken_back():
+    layer = nn.Linear(4, 3).double()
+    layer.n, layer.lengths, layer.total, layer.made = 0, [], torch.zeros(()), torch.zeros(())
+
+    def count(layer, inputs, outputs):
+        layer.n += len(outputs)
+        layer.lengths.append(len(outputs))
+        layer.total += len(outputs)
+        layer.made = layer.made + len(outputs)
+
+    layer.register_forward_hook(count)
+    fn = failing_once(lambda b: layer(b).square().mean())
+    step(fn, samples(16), cache_type=NoBatchsizeCache)
+    assert (layer.n, layer.lengths) == (16, [8, 8])
+    assert (float(layer.total), float(layer.made)) == (16.0, 16.0)
+
+
+def test_a_lazy_layer_that_a_failed_attempt_has_made_is_used_by_the_next():
+    net = nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d()).eval().double()
+    step(failing_once(lambda b: net(b).square().mean()), samples(8), cache_type=NoBatchsizeCache)
+    assert (type(net[0]), net[0].in_features, net[1].num_features) == (nn.Linear, 4, 3)
+    assert net[0].weight.grad.shape == (3, 4)
+
+
 def test_how_modules_are_set_is_as_before_when_a_failed_attempt_begins_again():
     net = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 3)).double()
     seen = []
