@@ -91,7 +91,7 @@ tables: $(VENV)/.test
 soak: $(VENV)/.test
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.soak
 
-# sixty faults are planted one by one, and each must fail a test: some twenty minutes
+# 131 faults are planted one by one, and each must fail a test: some forty minutes
 faults: $(VENV)/.test
 	$(BIN)/python -m tests.planted_faults $(ONLY)
 

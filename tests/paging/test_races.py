@@ -38,25 +38,30 @@ def count_call(module, args, output):
 class Written(nn.Module):
     """Writes a buffer and comes back to it, after others took its place."""
 
-    def __init__(self):
+    def __init__(self, widths, used):
         super().__init__()
         self.count = nn.Linear(WIDTH, WIDTH)
         self.count.register_buffer("seen", torch.zeros(WIDTH, WIDTH))
         self.count.register_forward_hook(count_call)
-        self.others = nn.ModuleList([nn.Linear(WIDTH, 2 * WIDTH) for _ in range(3)])
+        self.others = nn.ModuleList([nn.Linear(WIDTH, width * WIDTH) for width in widths])
+        self.used = used
 
     def forward(self, x):
-        for layer in self.others:
-            x = self.count(layer(self.count(x))[:, :WIDTH])
+        for which in self.used:
+            x = self.count(self.others[which](self.count(x))[:, :WIDTH])
         return x
 
 
 def writes_buffers_and_reads_them_again(sim):
-    torch.manual_seed(0)
-    model, x = Written().eval(), random(sim)
-    for kib, prefetch in ((18, 0), (27, 0), (27, 1), (100, 0)):
+    x = random(sim)
+    for widths, used, kib, prefetch in (
+        *[((2, 2, 2), (0, 1, 2), *each) for each in ((18, 0), (27, 0), (27, 1), (100, 0))],
+        # it comes back to another place, while its own is free
+        ((2, 3, 3), (0, 0, 0), 27, 1),
+    ):
+        torch.manual_seed(0)
+        model = Written(widths, used).eval()
         sim(rates=Rates(d2h_bytes_per_s=1e7))
-        model.count.seen.zero_()
         with page(model, sim.device, budget=kib << 10, prefetch=prefetch):
             for n_passes in (1, 2):
                 model(x)

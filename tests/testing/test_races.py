@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from tenure.testing import RaceError
@@ -58,6 +58,9 @@ ACTIONS = st.lists(
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(actions=ACTIONS)
+# a read stands for no write, nor for the read of another stream
+@example([("writes", 0, 0, 5), ("wait", 1, 0, 1), ("reads", 1, 0, 5), ("reads", 2, 0, 5)])
+@example([("reads", 0, 0, 5), ("reads", 1, 0, 5), ("wait", 2, 1, 1), ("writes", 2, 0, 5)])
 def test_forgetting_covered_accesses_loses_no_race(sim, actions):
     sim()
     x = torch.empty(N_BYTES, dtype=torch.uint8, device=sim.device)

@@ -182,8 +182,9 @@ def load(n_rows, device, unit=1024):
 LARGEST = (1024 - 4) // 3
 
 
+@pytest.mark.parametrize("kept_bytes", [0, MIB // 2])
 @pytest.mark.parametrize("initial", [350, 600, 1000, 5000, 20_000])
-def test_calls_under_a_budget_find_95_percent_with_three_failures(initial):
+def test_calls_under_a_budget_find_95_percent_with_three_failures(initial, kept_bytes):
     sizes = []
 
     @adaptive.batch(initial_batchsize=initial, cache_type=GlobalBatchsizeCache)
@@ -191,9 +192,11 @@ def test_calls_under_a_budget_find_95_percent_with_three_failures(initial):
         sizes.append(batchsize)
         load(batchsize, "cpu")
 
-    with memory_budget("1MiB"):
+    with memory_budget(MIB + kept_bytes):
+        kept = made(kept_bytes)
         for _ in range(10):
             f()
+        del kept
     assert sum(size > LARGEST for size in sizes) <= 3
     assert LARGEST * 0.95 <= sizes[-1] <= LARGEST
 
