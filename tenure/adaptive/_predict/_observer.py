@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import replace
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 from weakref import ref
@@ -28,6 +29,13 @@ from ._known import KnownValues, storages_of
 from ._scratch import Inside, inside
 from ._target import Target
 from ._workspaces import Workspaces, taken_inside
+
+# Formulas of autograd that ask whether a tensor is of a subclass, which is so while a mode is open,
+# and then work in another way: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/autograd/
+# FunctionsManual.cpp. Of the others that ask, the way without data takes more.
+_SPREADING = frozenset({"MaxBackward1", "MinBackward1", "MedianBackward0", "NanmedianBackward0"})
+_OF_DATA_ALONE = frozenset({"LinalgHouseholderProductBackward0"})
+_BY_DATA = "{} works in another way on tensors with data"
 
 
 class OperationPlace(NamedTuple):
@@ -191,6 +199,7 @@ class Observer(DispatchMode):
         taken = Inside(0, result)
         if self._is_on_host:
             taken = inside(func, args, kwargs, result)
+            taken = replace(taken, n_bytes=taken.n_bytes + _beside_mask(func, args))
         self.known.follow(func, args, kwargs, taken.result)
         self._note(func, args, kwargs, taken)
         return taken.result
@@ -203,6 +212,8 @@ class Observer(DispatchMode):
                 for entry in list(self._entries.values()):
                     entry.block.outlived_forward = True
             self.phase = phase
+            if phase == "backward" and gradient_sums.current_node().name() in _OF_DATA_ALONE:
+                self.reasons.setdefault(_BY_DATA.format(gradient_sums.current_node().name()))
 
     def _note_unforeseen(self, *arguments: Any) -> None:
         """Notice a leaf with data: autograd is about to give it a gradient that has none."""
@@ -314,6 +325,18 @@ def _operation(name: str, phase: Phase) -> Operation:
     if gradient_sums.current_node() is not None:
         return Operation(name, phase, None, gradient_sums.sequence_of_node())
     return Operation(name, phase, _place(sys._getframe(3)), gradient_sums.next_sequence())
+
+
+def _beside_mask(func: Any, args: Any) -> int:
+    """Return by how much more stands beside the sum of a mask, on tensors with data."""
+    if func is not torch.ops.aten.sum.default or args[0].dtype is not torch.bool:
+        return 0
+    node = gradient_sums.current_node()
+    if node is None or node.name() not in _SPREADING:
+        return 0
+    # zeros to fill, but not the two further masks that there are without data
+    n_bytes: int = args[0].numel() * (node._input_metadata[0].dtype.itemsize - 2)
+    return n_bytes
 
 
 def _place(frame: FrameType | None) -> OperationPlace:
