@@ -18,7 +18,7 @@ from tenure._errors import AdaptiveUsageError
 from tenure._oom import is_oom
 from tenure._text import describe_tensor
 
-from ._shares import Shares, plain_number
+from ._shares import Shares, copied, plain_number
 
 Reduction = Literal["mean", "sum"]
 Count = Tensor | float
@@ -62,8 +62,7 @@ class Terms(NamedTuple):
     def counts(self) -> dict[str, Count]:
         """Return copies of the counts: a function may count the next chunk in the same tensor."""
         given = {name: term.count for name, term in self.by_name.items()}
-        copies = {n: c.clone() if isinstance(c, Tensor) else c for n, c in given.items()}
-        return {name: count for name, count in copies.items() if count is not None}
+        return {name: copied(count) for name, count in given.items() if count is not None}
 
     def detached(self) -> Terms:
         """Return copies without graphs."""

@@ -13,6 +13,7 @@ from tenure._errors import AdaptiveUsageError
 from tenure._text import describe_tensor
 
 from ._samples import Leaf, SampleDims, SampleTree
+from ._shares import copied
 
 
 class Outputs:
@@ -47,10 +48,12 @@ class Outputs:
         self.tensors = differentiable(self.tree)
 
     def detached(self) -> Outputs:
-        """Return the same, without graphs, so that only values are kept."""
+        """Return copies without graphs: the function may compute the next ones in the same memory.
+
+        A parameter, which nothing writes meanwhile, is not copied.
+        """
         other = copy.copy(self)
-        values = [leaf.value for leaf in self.tree.leaves]
-        other.tree = self.tree.like([v.detach() if isinstance(v, Tensor) else v for v in values])
+        other.tree = self.tree.like([_kept(leaf.value) for leaf in self.tree.leaves])
         other.tensors = differentiable(other.tree)
         return other
 
@@ -63,7 +66,7 @@ class JoinedOutputs:
 
     Attributes:
         value: a container like that of one chunk; its tensors of floating point require grad.
-        roots: these tensors.
+        roots: the leaves that get their gradients.
 
     Raises:
         AdaptiveUsageError: the chunks differ in structure, or in what they share.
@@ -78,7 +81,11 @@ class JoinedOutputs:
         self._lengths = [chunk.n_samples for chunk in chunks]
         self._dims = [leaf.dim for leaf in tree.leaves if _is_differentiable(leaf.value)]
         self.roots = [tensor.requires_grad_() for tensor in differentiable(tree)]
-        self.value = tree.with_leaves([leaf.value for leaf in tree.leaves])
+        with torch.enable_grad():
+            values = [leaf.value for leaf in tree.leaves]
+            apply: Any = _HandOn.apply
+            handed = [apply(v) if _is_differentiable(v) else v for v in values]
+        self.value = tree.with_leaves(handed)
 
     def gradients(self) -> list[list[Tensor | None]]:
         """Return the gradients of each chunk's tensors; shared ones come with the first chunk."""
@@ -93,6 +100,23 @@ class JoinedOutputs:
                     each.append(root.grad.narrow(dim, start, length))
                 start += length
         return found
+
+
+def _kept(value: Any) -> Any:
+    is_trained = isinstance(value, Tensor) and value.requires_grad and value.is_leaf
+    return value.detach() if is_trained else copied(value)
+
+
+class _HandOn(torch.autograd.Function):
+    """Hands a leaf on as what a function has computed, which a loss may write in place."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor) -> Tensor:
+        return leaf.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
 
 
 def _joined(column: list[Leaf]) -> Any:

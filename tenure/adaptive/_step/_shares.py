@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -75,6 +76,15 @@ def plain_number(value: object) -> int | float | None:
     if isinstance(value, bool) or not isinstance(value, Real):
         return None
     return int(value) if isinstance(value, Integral) else float(value)
+
+
+def copied(number: Any) -> Any:
+    """Copy numbers: what returned them may compute the next ones in the same memory."""
+    if isinstance(number, Mapping):
+        return {name: copied(each) for name, each in number.items()}
+    if isinstance(number, Tensor):
+        return number.detach().clone()
+    return number.copy() if hasattr(number, "__array_interface__") else number
 
 
 def _normalized(weights: list[float]) -> list[float]:

@@ -46,7 +46,7 @@ from ._loss import (
 from ._modules import coupled_modules
 from ._outputs import JoinedOutputs, Outputs
 from ._parts import Chunk, StepParts
-from ._shares import Shares
+from ._shares import Shares, copied
 
 Kept = TypeVar("Kept")
 Result = tuple[Tensor, dict[str, Tensor]]
@@ -84,7 +84,7 @@ class ChunkTerms:
         if weight is None:
             return None
         with torch.no_grad():
-            weights = [weight(inputs.chunk(*chunk)) for chunk in self._chunks]
+            weights = [copied(weight(inputs.chunk(*chunk))) for chunk in self._chunks]
         for chunk, each in zip(self._chunks, weights, strict=True):
             named = each.items() if isinstance(each, Mapping) else ()
             by_name: dict[str | None, object] = {str(name): n for name, n in named}
@@ -238,7 +238,7 @@ def _run_outputs(parts: StepParts, chunks: Sequence[Chunk]) -> Result:
         loss = scalar(spec.loss(joined.value), "loss() of step()")
         with torch.enable_grad():
             parts.backward.run_to(joined.roots, loss)
-        value = loss.detach()
+        value = copied(loss)
         return (value, {ONLY: value}), joined.gradients()
 
     return _two_passes(parts, len(chunks), forward, loss_of)
@@ -390,8 +390,10 @@ class StepRun:
         else:
             # it may be nan, which zero does not undo
             parts.send_back([], [], [loss])
-        detached = {name: value.detach() for name, value in terms.items()}
-        return StepOutcome(loss.detach(), detached, (parts.n_samples,))
+        # copies: the function may compute its next loss in the same memory
+        value = copied(loss)
+        by_name = {name: value if each is loss else copied(each) for name, each in terms.items()}
+        return StepOutcome(value, by_name, (parts.n_samples,))
 
     def _add_once(self, loss: Tensor) -> Tensor:
         """Run what is added once.

@@ -26,6 +26,7 @@ from .._loss import ONLY, combined, finished_loss, terms_of, widened, widened_co
 from .._modules import coupled_modules
 from .._outputs import JoinedOutputs, Outputs
 from .._parts import Chunk, StepParts
+from .._shares import copied
 from .._split import ChunkTerms, StepOutcome
 from ._compare import (
     EXCHANGED_RTOL,
@@ -248,15 +249,18 @@ def split_values(parts: StepParts, sizes: Sequence[int]) -> StepOutcome:
         chunks = [Chunk(sum(sizes[:i]), size) for i, size in enumerate(sizes)]
         if callable(spec.loss):
             outputs = [
-                Outputs(parts.call(parts.inputs.chunk(*chunk)), spec.out_dims, chunk.length)
+                Outputs(
+                    parts.call(parts.inputs.chunk(*chunk)), spec.out_dims, chunk.length
+                ).detached()
                 for chunk in chunks
             ]
-            joined = JoinedOutputs([each.detached() for each in outputs])
-            return StepOutcome(spec.loss(joined.value), {}, tuple(sizes))
+            joined = JoinedOutputs(outputs)
+            return StepOutcome(copied(spec.loss(joined.value)), {}, tuple(sizes))
         split = ChunkTerms(parts, chunks)
         each = [split.of(i).detached() for i in range(len(chunks))]
         terms = combined([one.by_name for one in each], split.shares, split.reduction)
-        return StepOutcome(finished_loss(terms, each[0].named, spec.then), terms, tuple(sizes))
+        loss = copied(finished_loss(terms, each[0].named, spec.then))
+        return StepOutcome(loss, terms, tuple(sizes))
 
 
 def _sums(parts: StepParts) -> dict[str, Tensor]:

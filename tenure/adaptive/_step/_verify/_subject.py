@@ -198,12 +198,12 @@ def first_that_fits(work: Callable[[int], T], sizes: Iterable[int]) -> T | None:
                 result = work(size)
             except Exception as error:
                 failure = error
-            else:
-                # caches that a model filled meanwhile are the user's
-                if made := scope.owned():
-                    scope.move_to_outer(made)
+            info = None if failure is None else oom_of_work(failure, outside)
+            # caches that a model filled meanwhile are the user's
+            if info is None and (made := scope.owned()):
+                scope.move_to_outer(made)
+            if failure is None:
                 return result
-            info = oom_of_work(failure, outside)
             release(failure, outside)
         failure = None
         # a function that can't run on so few samples
