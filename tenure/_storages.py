@@ -62,18 +62,6 @@ def n_bytes_of(t: Tensor) -> int:
     return element_bytes(t) if n_bytes is None else n_bytes
 
 
-def byte_range(tensor: Tensor) -> tuple[int, int]:
-    """Return the byte range of a strided tensor in its storage: the first byte, and the end.
-
-    It has at least one element.
-    """
-    with without_functions():
-        steps = zip(tensor.shape, tensor.stride(), strict=True)
-        reach = sum((n - 1) * step for n, step in steps)
-        first, n_bytes = int(tensor.storage_offset()), tensor.element_size()
-        return first * n_bytes, (first + int(reach) + 1) * n_bytes
-
-
 def total_bytes(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of the storages of ``tensors``, shared ones once."""
     found = {key_of(each): each for tensor in tensors for each in all_storages_of(tensor)}

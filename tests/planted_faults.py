@@ -167,7 +167,7 @@ FAULTS = (
         "show/test_reports.py",
     ),
     Fault(
-        "_storages.py",
+        "_torch/storages.py",
         "return first * n_bytes, (first + int(reach) + 1) * n_bytes",
         "return first * n_bytes, (first + int(reach)) * n_bytes",
         "test_storages.py",

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tenure._storages import byte_range
+from tenure._torch.storages import byte_range
 
 BASE = torch.arange(24, dtype=torch.int32).view(4, 6)
 

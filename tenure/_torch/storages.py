@@ -15,6 +15,7 @@ from torch import Tensor, UntypedStorage
 
 from . import bound, getter
 from .modes import DispatchMode
+from .quiet import without_functions
 
 _ALL = "everything that tells storages apart"
 key_of: Callable[[UntypedStorage], int] = getter("torch.UntypedStorage._cdata", _ALL)
@@ -51,6 +52,18 @@ def uses_of_tensor(tensor: Tensor) -> int:
 def coo_parts(tensor: Tensor) -> list[Tensor]:
     """Return the indices and values of a COO tensor, also where it is not coalesced."""
     return [_indices(tensor), _values(tensor)]
+
+
+def byte_range(tensor: Tensor) -> tuple[int, int]:
+    """Return the byte range of a strided tensor in its storage: the first byte, and the end.
+
+    It has at least one element.
+    """
+    with without_functions():
+        steps = zip(tensor.shape, tensor.stride(), strict=True)
+        reach = sum((n - 1) * step for n, step in steps)
+        first, n_bytes = int(tensor.storage_offset()), tensor.element_size()
+        return first * n_bytes, (first + int(reach) + 1) * n_bytes
 
 
 def shared_keys() -> frozenset[int]:

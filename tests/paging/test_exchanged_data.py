@@ -195,3 +195,85 @@ def test_what_is_interrupted_between_two_tensors_is_done_by_the_next_call(sim, m
         assert_same(model, plain, sim)
         del kept
         assert_same(model, plain, sim)
+
+
+class Exchanging(nn.Module):
+    """Gives its weights other data in the forward."""
+
+    def __init__(self, exchange):
+        super().__init__()
+        self.layers, self.exchange = layers().double(), exchange
+
+    def forward(self, x):
+        with torch.no_grad():
+            kept = self.exchange(*self.layers[:2])
+        x = self.layers(x)
+        if kept is not None:
+            self.layers[0].weight.data = kept
+        return x
+
+
+def swap_data(a, b):
+    a.weight.data, b.weight.data = b.weight.data, a.weight.data
+
+
+def set_other_values(a, _):
+    a.weight.data = a.weight.data.clamp(-1, 1) * 0.5
+
+
+def set_in_the_presence_of_an_alias(a, _):
+    values = a.weight.data
+    a.weight.data = values + 1
+    a.weight.data = values * 3
+
+
+def round_and_restore(a, _):
+    kept = a.weight.data
+    a.weight.data = kept * 2
+    return kept
+
+
+FORWARDS = [swap_data, set_other_values, set_in_the_presence_of_an_alias, round_and_restore]
+
+
+@pytest.mark.parametrize("budget", [None, "auto", 1 << 20])
+@trained
+@pytest.mark.parametrize("size", [1, 1 << 20], ids=["a unit each", "one unit"])
+@pytest.mark.parametrize("exchange", FORWARDS)
+def test_values_exchanged_in_a_forward(sim, budget, training, size, exchange):
+    model = Exchanging(exchange)
+    plain = copy.deepcopy(model).to(sim.device)
+    x = torch.ones(2, WIDTH, dtype=torch.float64, device=sim.device)
+    with page(model, sim.device, size, budget=budget, training=training):
+        for _ in range(3):
+            with torch.set_grad_enabled(training):
+                outputs = model(x), plain(x)
+            assert outputs[0].equal(outputs[1])
+            for mine, others in zip(model.parameters(), plain.parameters(), strict=True):
+                assert mine.equal(others.cpu())
+            if training and exchange is not round_and_restore:
+                for each in outputs:
+                    each.sum().backward()
+                for mine, others in zip(model.parameters(), plain.parameters(), strict=True):
+                    assert mine.grad.equal(others.grad.cpu())
+
+
+def test_data_set_in_a_forward_while_a_view_shows_it_is_refused(sim):
+    def exchange(a, _):
+        view = a.weight.detach()
+        a.weight.data = view * 2
+
+    model = Exchanging(exchange)
+    expected = model.layers[0].weight.clone()
+    with page(model, sim.device, 1), torch.no_grad():
+        with pytest.raises(PagingError, match=r"^'layers\.0\.weight' was given other values"):
+            model(torch.ones(2, WIDTH, dtype=torch.float64, device=sim.device))
+        assert model.layers[0].weight.equal(expected)
+
+
+def test_handles_swapped_in_a_forward_are_refused(sim):
+    model = Exchanging(lambda a, b: torch.utils.swap_tensors(a.weight, b.weight))
+    x = torch.ones(2, WIDTH, dtype=torch.float64, device=sim.device)
+    refused = pytest.raises(RuntimeError, match="Cannot swap t1")
+    with page(model, sim.device, 1), torch.no_grad(), refused:
+        model(x)

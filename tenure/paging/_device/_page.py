@@ -82,7 +82,7 @@ class Page:
                 found = self._show(host)
             self._shown_versions[host] = counter_of(found)
             self._shown[host] = found
-            self._lent.tensors[id(found)] = host.name  # type: ignore[union-attr]
+            self._lend().show(found, host.name)
         # Some kernels choose their way by this flag, also where no graph is recorded. Where one is,
         # the weights must not be part of it: it would hold their bytes. Autocast keeps a copy of
         # each weight that asks for gradients: it would fill the device.
@@ -106,6 +106,7 @@ class Page:
         if found is None:
             found = self._aliases[host] = make(self.shown(host))
             self._nodes[host] = found.grad_fn
+            self._lend().show(found, host.name)
         return found
 
     def end_aliases(self) -> list[HostTensor]:
@@ -113,6 +114,8 @@ class Page:
         aliases, nodes = self._aliases, self._nodes
         # Written in place where a graph is recorded, it has become what another node gave.
         written = [host for host in aliases if aliases[host].grad_fn is not nodes[host]]
+        for alias in aliases.values():
+            self._lend().tensors.pop(id(alias), None)
         aliases.clear()
         nodes.clear()
         return written

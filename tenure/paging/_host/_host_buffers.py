@@ -16,9 +16,8 @@ from tenure._account import moved
 from tenure._errors import PagingError
 from tenure._registries import NamedTensor
 from tenure._show import progress
-from tenure._storages import byte_range
 from tenure._text import describe_tensor
-from tenure._torch.storages import key_of
+from tenure._torch.storages import byte_range, key_of
 
 from .._model import Extent, HostTensor, Unit
 from ._pinning import Memory, Pinning, private_memory

@@ -14,8 +14,9 @@ from itertools import count
 import torch
 from torch import Tensor, nn
 
-from tenure._storages import byte_range, named_inner_tensors
+from tenure._storages import named_inner_tensors
 from tenure._torch.quiet import aside_with_subclasses
+from tenure._torch.storages import byte_range
 
 _PLAIN = (Tensor, nn.Parameter, nn.Buffer)
 

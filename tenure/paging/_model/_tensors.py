@@ -16,9 +16,8 @@ from torch import Tensor, nn
 
 from tenure._cuda_blocks import up_to
 from tenure._errors import PagingError
-from tenure._storages import byte_range
 from tenure._text import describe_tensor
-from tenure._torch.storages import key_of
+from tenure._torch.storages import byte_range, key_of
 from tenure._torch.writes import version_of
 
 from ._kinds import is_plain, parts_of

@@ -23,9 +23,9 @@ from torch import Tensor, UntypedStorage
 
 from tenure._account import taken
 from tenure._graph_capture import is_capturing
-from tenure._storages import byte_range, storage_of
+from tenure._storages import storage_of
 from tenure._torch.quiet import aside
-from tenure._torch.storages import key_of
+from tenure._torch.storages import byte_range, key_of
 from tenure._torch.writes import counts_with, version_of, writes_of
 
 from .._link import Link

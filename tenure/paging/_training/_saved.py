@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from tenure._storages import byte_range
 from tenure._text import describe, describe_tensor
 from tenure._torch.autograd import hooks_of_saved, is_running_node
 from tenure._torch.lending import lent_to
 from tenure._torch.quiet import aside_with_subclasses, quietly, without_functions
+from tenure._torch.storages import byte_range
 from tenure._torch.writes import version_of
 
 from .._device import Engine, Page
