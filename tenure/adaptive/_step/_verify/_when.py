@@ -329,7 +329,8 @@ def _taken_apart(value: Any) -> tuple[Hashable, Iterable[tuple[Hashable, Any]]]:
         return value.__name__, ()
     if issubclass(kind, Enum):
         return (name, value._name_), ()
-    if hasattr(kind, "__array_interface__"):
+    # an image of Pillow has the first alone
+    if hasattr(kind, "__array_interface__") and hasattr(kind, "dtype"):
         return (value.dtype.str, value.ndim), [("", value.item())] if value.size == 1 else ()
     for plain_base in _PLAIN[:5]:
         if issubclass(kind, plain_base):

@@ -422,6 +422,16 @@ def test_a_function_that_is_an_object_is_verified_anew_when_its_attributes_chang
         step(fn, samples(16), maximum=4)
 
 
+def test_an_image_in_reach_is_no_array():
+    class Image:
+        size = (2, 2)
+        __array_interface__ = None
+
+    net, held = small_net(), {"shown": Image()}
+    result = step(lambda b: net(b).square().mean() + 0 * len(held), samples(16), maximum=4)
+    assert result.sizes == (4, 4, 4, 4)
+
+
 def test_a_criterion_below_a_model_that_is_set_to_a_sum_is_verified_anew():
     class Net(nn.Module):
         def __init__(self):
