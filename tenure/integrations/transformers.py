@@ -37,6 +37,7 @@ try:
         on_device,
         only_loss,
         refuse_class,
+        refuse_divided,
         refuse_training,
         ways_of,
         weights_of,
@@ -221,6 +222,7 @@ class AdaptiveTrainerMixin(_Base):
         has_n_items: bool,
     ) -> StepResult:
         options = {"context": self, "model": model, "has_aux": True, **self.adaptive_options}
+        refuse_divided(self, options, has_n_items=has_n_items)
         self._weight = options.get("weight")
         if _REDUCTION & options.keys():
             return step(self.accelerator, loss_of, inputs, **options)

@@ -495,6 +495,37 @@ def test_what_does_not_verify_has_to_say_how_its_loss_adds_up(tmp_path):
     trained(AdaptiveTrainer, tmp_path, gpt2(), texts(), options=options, steps=1).assert_same(plain)
 
 
+class Outputs(AdaptiveTrainerMixin, Trainer):
+    """What it returns is no loss yet."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return model(input_ids=inputs["input_ids"]).logits.mean(1)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"loss": lambda out: out.std(0).sum()},
+        {"then": torch.sqrt},
+        {"once": lambda: torch.ones(())},
+    ],
+    ids=["loss", "then", "once"],
+)
+def test_accumulation_that_would_divide_outputs_is_refused(tmp_path, option):
+    data = [{"input_ids": each["input_ids"]} for each in texts()]
+    name = next(iter(option))
+    arguments = {"gradient_accumulation_steps": 2}
+    with pytest.raises(AdaptiveUsageError, match=rf"has {name}=, .*accumulation_steps=2 before"):
+        trained(Outputs, tmp_path, llama(), data, options=option, arguments=arguments)
+
+
+def test_accumulation_that_divides_nothing_takes_a_loss_of_outputs(tmp_path):
+    options = {"loss": lambda out: out.std(0).sum(), "maximum": 5}
+    arguments = {"gradient_accumulation_steps": 2, "optim": "sgd"}
+    run = trained(Outputs, tmp_path, llama(), texts(), options=options, arguments=arguments)
+    assert run.trainer.adaptive_result.sizes == (5, 5, 4, 2)
+
+
 def test_a_trainer_that_runs_backward_itself_is_refused(tmp_path):
     class Base(Trainer):
         def training_step(self, model, inputs, num_items_in_batch=None):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -55,6 +55,38 @@ def losses_taken(accelerator: Any, work: Callable[[], object]) -> list[Tensor]:
         else:
             accelerator.backward = before
     return losses
+
+
+def refuse_divided(trainer: Any, options: Mapping[str, Any], *, has_n_items: bool) -> None:
+    """Make sure that the Trainer divides a loss, and not the outputs that `step` makes one of.
+
+    Args:
+        trainer: divides what `compute_loss` returns by the batches that it accumulates.
+        options: those of `step`.
+        has_n_items: whether a count of all these batches was made, by which the loss divides.
+
+    Raises:
+        AdaptiveUsageError: it would divide outputs or terms, or no penalty.
+    """
+    names = [name for name in ("then", "once") if name in options]
+    names += ["loss"] if callable(options.get("loss")) else []
+    n_batches = trainer.args.gradient_accumulation_steps
+    if not names or n_batches == 1:
+        return
+    # as in Trainer.training_step(), whose versions differ: one that is here divides in none
+    is_scaled = getattr(trainer, "loss_is_scaled_for_ga", None)
+    if is_scaled is None:
+        is_scaled = trainer.compute_loss_func is not None or (
+            trainer.model_accepts_loss_kwargs and has_n_items
+        )
+    if not is_scaled:
+        raise AdaptiveUsageError(
+            f"{type(trainer).__name__}.adaptive_options has {names[0]}=, and the Trainer divides "
+            f"what compute_loss() returns by gradient_accumulation_steps={n_batches} before, so "
+            "that it would be another loss. Nothing was changed. Set gradient_accumulation_steps=1 "
+            "and a larger per_device_train_batch_size, which is split if it does not fit; or call "
+            "tenure.integrations.accelerate.step() in a loop of your own."
+        )
 
 
 def only_loss(losses: list[Tensor], trainer: object) -> Tensor:
