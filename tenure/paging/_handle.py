@@ -6,6 +6,7 @@ Invariant: unpaging, in whatever way the block ended, puts everything back.
 from __future__ import annotations
 
 import sys
+import threading
 import weakref
 from contextlib import AbstractContextManager
 from types import TracebackType
@@ -58,7 +59,7 @@ class PagedModel:
         self._attached = attached
         # A program that pages for good has no block which an error leaves, and may keep no handle.
         _pagers.add(pager)
-        self._end_hook = _hook.last_while(pager)
+        self._end_hooks = [hook.last_while(pager) for hook in _hooks]
 
     @property
     def closed(self) -> bool:
@@ -84,7 +85,8 @@ class PagedModel:
         self._pager.close(self._undo)
 
     def _undo(self) -> None:
-        self._end_hook()
+        for end_hook in self._end_hooks:
+            end_hook()
         self._attached.undo()
         self._engine.close()
         self._collected.detach()
@@ -173,15 +175,16 @@ class PagedModel:
 
 
 def _explaining(before: Any) -> Any:
-    def explain(
-        kind: type[BaseException], error: BaseException, traceback: TracebackType | None
-    ) -> None:
+    """Return a hook for what ends a program, or a thread, which gets its error as an attribute."""
+
+    def explain(*given: Any) -> None:
+        error = given[0].exc_value if len(given) == 1 else given[1]
         for pager in list(_pagers):
             pager.explain(error)
-        before(kind, error, traceback)
+        before(*given)
 
     return explain
 
 
 _pagers: weakref.WeakSet[Pager] = weakref.WeakSet()
-_hook = Patch(sys, {"excepthook": _explaining})
+_hooks = [Patch(module, {"excepthook": _explaining}) for module in (sys, threading)]

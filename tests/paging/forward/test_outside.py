@@ -3,6 +3,7 @@
 import copy
 import gc
 import sys
+import threading
 
 import pytest
 import torch
@@ -116,6 +117,24 @@ def test_an_error_that_ends_a_program_without_a_block_has_the_note_and_the_hook_
     (note,) = told[0][1].__notes__
     assert "'head.weight', float32[10, 16] on cpu" in note
     assert len(told) == 2
+
+
+def test_an_error_that_ends_a_thread_has_the_note(sim, monkeypatch):
+    told, net = [], Net().requires_grad_(False)
+    monkeypatch.setattr(threading, "excepthook", lambda args: told.append(args.exc_value))
+    before = threading.excepthook
+
+    def run():
+        direct(net, net(draw(sim)))
+
+    handle = page(net, sim.device)
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    (note,) = told[0].__notes__
+    assert "'head.weight', float32[10, 16] on cpu" in note
+    handle.unpage()
+    assert threading.excepthook is before
 
 
 def test_the_hook_stays_as_long_as_the_model_if_nobody_keeps_the_handle(sim, told):
