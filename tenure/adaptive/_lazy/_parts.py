@@ -164,7 +164,7 @@ def _explained(tape: Tape, program: RecordedProgram) -> Iterator[None]:
     except OutOfRetriesError as error:
         if plan.root is None:
             raise _too_large(tape, program, error.info) from error
-        if plan.taken and (call := mixing_call(plan.tail)) is not None:
+        if plan.taken and (call := mixing_call([*plan.before, *plan.tail])) is not None:
             raise _coupled(tape, call) from error
         if not program.keeps:
             raise

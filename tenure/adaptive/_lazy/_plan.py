@@ -83,7 +83,8 @@ def plan_of(tape: Tape, entries: list[RecordedCall], root: Value | None) -> Spli
 
 def mixing_call(entries: Iterable[RecordedCall]) -> RecordedCall | None:
     """Return the first of some calls that wants all samples, if one does."""
-    return next((e for e in entries if e.verdict.kind == "tail" and e.verdict.why), None)
+    kinds = "tail", "before"
+    return next((e for e in entries if e.verdict.kind in kinds and e.verdict.why), None)
 
 
 def _stages(entries: list[RecordedCall]) -> dict[RecordedCall, int]:

@@ -6,8 +6,9 @@ what the calls write or draw is undone.
 
 from __future__ import annotations
 
+import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -63,6 +64,7 @@ def judge(tape: Tape, entries: list[RecordedCall]) -> None:
 
 def _tried(tape: Tape, entries: list[RecordedCall]) -> list[Verdict]:
     devices = {value.meta.device for value in inputs_of(entries)} if tape.kind != "cpu" else ()
+    found: list[Verdict] = []
     for n_samples in (_FEW, 2):
         rng = RngState(devices, tape.generators.values())
         rng.begin()
@@ -70,12 +72,22 @@ def _tried(tape: Tape, entries: list[RecordedCall]) -> list[Verdict]:
             with torch.no_grad(), persist(), warnings.catch_warnings():
                 # of a deviation of one sample, for one
                 warnings.simplefilter("ignore")
-                return _Trial(entries, min(n_samples, tape.n_samples), tape.kind).verdicts()
+                found.clear()
+                # those before an error stay
+                found.extend(_Trial(entries, min(n_samples, tape.n_samples), tape.kind).verdicts())
+                return found
         except Exception as error:
             if oom_info(error) is None:
                 raise
         finally:
             rng.undo()
+    for entry, verdict in zip(entries, found, strict=False):
+        if verdict.kind == "before" and verdict.why:
+            raise NotSplittableError(
+                f"{entry} wants all samples ({verdict.why}), and what is computed from there on "
+                "does not fit",
+                str(entry),
+            )
     raise NotSplittableError("two samples of it, tried without gradients, do not fit either")
 
 
@@ -90,15 +102,13 @@ class _Trial:
             value: value.label.part(value.cut().detach(), 0, n_samples) for value in inputs
         }
 
-    def verdicts(self) -> list[Verdict]:
+    def verdicts(self) -> Iterator[Verdict]:
         """Try all calls in order."""
-        found = []
         last = last_uses(self._entries, ())
         for entry in self._entries:
-            found.append(self._verdict(entry))
+            yield self._verdict(entry)
             for value in last[entry]:
                 self._env.pop(value, None)
-        return found
 
     def _verdict(self, entry: RecordedCall) -> Verdict:
         labels = tuple(meta.label for meta in entry.shape.metas)
@@ -129,11 +139,18 @@ class _Trial:
         if entry.is_data and not entry.shape.changed:
             # it will run on the whole batch, so that any values do here
             self._take(entry, [self._any_value(meta) for meta in entry.shape.metas], labels)
-            return Verdict("before", "", labels)
+            is_whole = self._gives_all_samples(entry)
+            return Verdict("before", (why or "it mixes the samples") if is_whole else "", labels)
         if not entry.is_data:
             for value in [value for value in self._env if value.root in entry.written()]:
                 del self._env[value]
         return Verdict("tail", why or ("it mixes the samples" if is_known else ""), labels)
+
+    def _gives_all_samples(self, entry: RecordedCall) -> bool:
+        """Return whether a call gives most of what it reads in a form that has no samples."""
+        made = sum(math.prod(m.shape) for m in entry.shape.metas if not m.label.is_batch)
+        read = sum(math.prod(v.meta.shape) for v in entry.reads if self._labels[v].is_batch)
+        return bool(2 * made >= read > 0)
 
     def _take(self, entry: RecordedCall, made: list[Tensor], labels: tuple[Label, ...]) -> None:
         """Keep what a call gave for those that follow."""
@@ -238,7 +255,10 @@ class _Trial:
             used = {value: tensor.clone() for value, tensor in used.items()}
         with modes.entered(self._kind):
             out = call(entry, used.__getitem__, None if freezes else length, plains)
-        made = [t for v, t in zip(entry.outs, passed_tensors(out), strict=True) if v is not None]
+        outs = [*passed_tensors(out)]
+        if len(outs) != len(entry.outs):
+            raise ValueError(f"it gives {len(outs)} tensors then, and {len(entry.outs)} of all")
+        made = [t for v, t in zip(entry.outs, outs, strict=True) if v is not None]
         return made + [used[entry.reads[i]] for i in entry.shape.changed]
 
 

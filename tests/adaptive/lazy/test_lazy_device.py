@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tenure.adaptive import OutOfRetriesError, lazy, reset
+from tenure.adaptive import BatchCoupledError, OutOfRetriesError, lazy, reset
 
 pytestmark = pytest.mark.usefixtures("forgetful")
 SAMPLES = 4096
@@ -89,3 +89,22 @@ def test_a_batch_that_does_not_fit_by_samples_leaves_all_as_it_was(sim):
     del taken
     assert all(p.grad is None for p in model.parameters())
     assert sim.allocated_bytes == resting_bytes
+
+
+BY_NUMBER = {
+    "view": lambda x, model: model(x.view(SAMPLES // 4, 4, 16)).square().mean(),
+    "split": lambda x, model: sum(model(part).square().mean() for part in x.split(SAMPLES // 8)),
+    "chunk": lambda x, model: (model(x.chunk(2)[0]) * model(x.chunk(2)[1])).mean(),
+    "__getitem__": lambda x, model: (model(x[: SAMPLES // 2]) * model(x[SAMPLES // 2 :])).mean(),
+}
+
+
+@pytest.mark.parametrize("name", BY_NUMBER)
+def test_a_call_that_takes_samples_by_number_is_named_if_what_follows_does_not_fit(sim, name):
+    sim()
+    model, x, _ = _on(sim.device)
+    sim.budget_bytes = sim.allocated_bytes + (1 << 20)
+    text = rf"ran out of memory, .*: {name}\(\) at .* wants all samples \(it "
+    with pytest.raises(BatchCoupledError, match=text):
+        BY_NUMBER[name](lazy(x), model).backward()
+    assert all(p.grad is None for p in model.parameters())
