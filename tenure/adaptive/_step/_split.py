@@ -218,7 +218,7 @@ def _run_terms_twice(parts: StepParts, of: ChunkTerms, n_chunks: int) -> Result:
             values = combined(chunks, of.shares, of.reduction)
             loss = finished_loss(values, first[0].named, parts.spec.then)
             parts.backward.run_to(leaves, loss)
-        result = loss.detach(), {name: value.detach() for name, value in values.items()}
+        result = copied(loss), {name: value.detach() for name, value in values.items()}
         return result, [[chunk[name].value.grad for name in first[0].by_name] for chunk in chunks]
 
     return _two_passes(parts, n_chunks, forward, loss_of)

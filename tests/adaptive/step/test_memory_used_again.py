@@ -93,6 +93,21 @@ def test_losses_in_one_memory_are_compared_and_returned_as_they_were(verify):
     torch.testing.assert_close(results, [each.detach() for each in wanted])
 
 
+def test_a_function_of_the_mean_in_one_memory_is_returned_as_it_was():
+    net, held = small_net(), torch.zeros((), dtype=torch.float64)
+
+    def loss_of(b):
+        return net(b).square().mean()
+
+    def then(mean):
+        return held.detach_().copy_(mean.sqrt())
+
+    batches = [samples(16), 2 * samples(16)]
+    results = [step(loss_of, batch, then=then, maximum=4).loss for batch in batches]
+    wanted = [loss_of(batch).sqrt().detach() for batch in batches]
+    torch.testing.assert_close(results, wanted)
+
+
 @pytest.mark.parametrize("verify", [True, False])
 def test_a_loss_that_writes_the_outputs_in_place_can_be_split(verify):
     net, x = small_net(), samples(16)
