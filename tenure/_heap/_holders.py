@@ -50,6 +50,9 @@ _ENDINGS = {
     "cycle": ", in a reference cycle",
     "unknown": ", which nothing with a name was found to hold",
 }
+# A chain of more steps, as through a linked list, is spelled from the object that it has come to:
+# the whole of it takes time and memory by the square of the list.
+_MAX_STEPS = 500
 # plumbing between an object and what it is made of; a chain does not begin there
 _PLUMBING = (dict, tuple, types.CellType)
 
@@ -186,6 +189,12 @@ class _Way(NamedTuple):
         return self.fleeting, self.cost, self.root.text
 
 
+def _begun_anew(way: _Way) -> _Way:
+    name = way.root.text.removesuffix("…")
+    root = way.root._replace(text=f"{name}…", namer=None, cost=way.cost)
+    return _Way(root, way.cost, None, None, way.fleeting)
+
+
 # ordered by cost, root's text and number; the fourth is unique, so that ways are never compared
 _Entry = tuple[int, str, int, int, _Way]
 
@@ -271,6 +280,8 @@ class Chains:
                 self._ways[place] = way
                 for held, edge in children.get(n, ()):
                     further = self._further(place, way, edge)
+                    if further.cost - further.root.cost >= _MAX_STEPS:
+                        further = _begun_anew(further)
                     heapq.heappush(entries, (further.cost, text, held, next(ties), further))
 
     def _is_news(self, n: int, way: _Way) -> bool:

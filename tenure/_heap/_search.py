@@ -36,6 +36,8 @@ from ._words import Root, Step
 
 _MAX_LEVELS = 24
 _MAX_OBJECTS = 50_000
+# As many are followed for each of the objects: each may have some containers of its own.
+_MAX_OBJECTS_OF_EACH = 8
 _SHARES = Step("", "numpy", anchor="numpy array", link=" ", shares=True)
 # the list of the search, and the variable that is asked about
 _OWN_REFERENCES = 1 + SOLE
@@ -135,8 +137,9 @@ class Search:
         return sys.getrefcount(found) - own
 
     def _run(self, level: list[int]) -> None:
+        most = _MAX_OBJECTS + _MAX_OBJECTS_OF_EACH * len(level)
         for _ in range(_MAX_LEVELS):
-            if not level or len(self.alive) > _MAX_OBJECTS:
+            if not level or len(self.alive) > most:
                 break
             level = self._expand(level)
         self.complete = not level

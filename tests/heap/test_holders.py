@@ -8,6 +8,7 @@ import ctypes
 import dataclasses
 import functools
 import gc
+import re
 import sys
 import threading
 import types
@@ -1191,3 +1192,19 @@ def test_a_tuple_that_is_still_being_filled_is_read_as_far_as_it_is():
 
     assert len((lambda *args: args)(*items())) == 2
     assert [holder.kind for holder in found[0]][:1] == ["generator"] or found[0]
+
+
+class Link:
+    def __init__(self, tensor, rest):
+        self.tensor, self.rest = tensor, rest
+
+
+def test_a_long_list_of_links_is_spelled_from_its_middle_on():
+    first, tensors = None, []
+    for _ in range(800):
+        tensors.append(torch.ones(3))
+        first = Link(tensors[-1], first)
+    ((last, *_), *_, (newest, *_)) = find_holders(tensors, ignore=[tensors])
+    assert newest.chain.endswith("<locals>.first.tensor")
+    assert re.fullmatch(r"test_\w+\.<locals>\.first…(\.rest)*\.tensor", last.chain)
+    assert (last.kind, len(last.chain) < 4000) == ("attribute", True)

@@ -38,9 +38,8 @@ from ._parts import device_of, dtype_of, identity_of, is_plain, parts_of, shape_
 from ._rows import CATEGORIES, GRADIENTS, OTHERS, SAVED, StorageEntry, TensorRow
 from ._saved import SavedStorage, saved_storages
 
-# A search costs some microseconds for each tensor; a process with a million small ones would wait
-# for names that nobody reads.
-_MAX_SEARCHED = 5000
+# A search takes some 100 microseconds and 3 KiB for each tensor.
+_MAX_SEARCHED = 100_000
 # Kinds of holders that hold a tensor's memory on somebody else's behalf: a name of its own is
 # better.
 _BORROWING = frozenset({"view", "autograd", "numpy"})

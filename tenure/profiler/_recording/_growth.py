@@ -156,12 +156,27 @@ def _places_of(entry: StorageEntry) -> Iterator[str]:
         yield _GRAPH + place_of(entry.owner.graph or _UNNAMED)
     if entry.kind not in _NO_VARIABLE:
         yield place_of(name)
+    elif entry.kind == "unknown":
+        yield _UNNAMED
     elif not entry.kind and category in (PARAMETERS, BUFFERS):
-        parts = name.split(".")
-        yield from (".".join(parts[:n]) for n in range(1, len(parts) + 1))
+        yield from _around(name)
+        yield name
+        # of many models, the class grows
+        if (model_class := _class_of(name)) != name.partition(".")[0]:
+            yield model_class
     # the state of a parameter is there after its first step; a list in it is a history
     elif not entry.kind and category == OPTIMIZER_STATE and name.endswith("]"):
         yield place_of(name)
+
+
+def _around(name: str) -> Iterator[str]:
+    """Yield the modules around a tensor, or a module, of a model."""
+    return (name[:i] for i, letter in enumerate(name) if letter == ".")
+
+
+def _class_of(name: str) -> str:
+    """Return the class of the model of a name, for `Linear#2.weight` the same as for the first."""
+    return name.partition(".")[0].partition("#")[0]
 
 
 def _pile(step: int, place: str, entries: list[StorageEntry], before: Look | None) -> Pile:
@@ -202,7 +217,12 @@ def grown(looks: Sequence[Look]) -> dict[str, Growth]:
     graphs = {place: look for place, look in rising.items() if place.startswith(_GRAPH)}
     values = {place: look for place, look in rising.items() if place not in graphs}
     # without the modules around a module or buffer that grows
-    outer = {place[:i] for place in values for i, letter in enumerate(place) if letter == "."}
+    outer = {
+        each
+        for place in values
+        for module in _around(place)
+        for each in (module, _class_of(module))
+    }
     found = {
         place: _growth(place, first, last, is_of_values=True)
         for place, first in values.items()
@@ -274,6 +294,8 @@ def _is_filling(steps: list[int], piles: Sequence[Pile], first: int) -> bool:
     """Return whether little came in the second half of the time beside the first."""
     middle = (steps[first] + steps[-1]) / 2
     half = max(i for i in range(first, len(piles)) if steps[i] <= middle)
-    is_counted = piles[-1].n > piles[first].n
-    figures = [each.n if is_counted else each.n_bytes for each in piles]
-    return (figures[-1] - figures[half]) * _FILLING <= figures[half] - figures[first]
+    # a tensor that is replaced by larger ones fills nothing, though it stays one
+    return all(
+        (each[-1] - each[half]) * _FILLING <= each[half] - each[first]
+        for each in ([pile.n for pile in piles], [pile.n_bytes for pile in piles])
+    )

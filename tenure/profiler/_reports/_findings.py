@@ -19,8 +19,11 @@ FindingKind = Literal["growth", "graph", "cycle", "view"]
 # a view of less than half of a storage that is worth mentioning
 _MIN_WASTED_BYTES = 4096
 _MAX_ROOTS = 3
-_INDEX = re.compile(r"\[[^\]]*\]")
+# of a container, and of a thread without a name of its own
+_INDEX = re.compile(r"\[[^\]]*\]|(?<=thread Thread-)\d+")
 _NUMBER = re.compile(r"\[(?!')[^\]]*\]")
+# the way along a linked list, or down a tree
+_REPEATED = re.compile(r"(\.\w+(?:\.\w+|\[…\])*?)\1{2,}")
 ADVICE_OF_GROWTH = "Bound it, or keep numbers instead of tensors."
 _ADVICE = {
     "growth": ADVICE_OF_GROWTH,
@@ -104,8 +107,8 @@ def _ranked(found: list[Finding]) -> tuple[Finding, ...]:
 
 
 def place_of(name: str) -> str:
-    """Return the place that a name tells of, its indices left out."""
-    return _INDEX.sub("[…]", name)
+    """Return the place that a name tells of, its indices and repetitions left out."""
+    return _REPEATED.sub(r"\1.…", _INDEX.sub("[…]", name))
 
 
 def keyed_place_of(name: str) -> str:

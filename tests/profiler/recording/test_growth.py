@@ -2,6 +2,7 @@ import collections
 import copy
 import logging
 import logging.handlers
+import threading
 
 import pandas as pd
 import pytest
@@ -429,6 +430,78 @@ def test_the_end_is_a_look_of_a_loop_that_looks_itself():
     assert watch.growth() == ()
     (found,) = (each for each in watch.growth(snapshot()) if "answers" in each.name)
     assert (found.n_before, found.n_tensors, watch.n_looks) == (0, 2, 2)
+
+
+class _Link:
+    def __init__(self, rest=None):
+        self.tensor, self.rest = torch.ones(N), rest
+
+
+def _of_list(kept):
+    kept.append(copy.deepcopy(kept[0]) if kept else torch.nn.Linear(N, N))
+
+
+def _of_cat(kept):
+    kept[:] = [torch.cat([*kept, torch.ones(1, N)])]
+
+
+def _of_links(kept):
+    kept[:] = [_Link(*kept)]
+
+
+def _of_storages(kept):
+    kept.append(torch.ones(N).untyped_storage())
+
+
+@pytest.mark.parametrize(
+    ("grow", "name"),
+    [
+        (_of_list, "Linear"),
+        (_of_cat, "kept"),
+        (_of_links, "kept[…].rest.….tensor"),
+        (_of_storages, "something without a name"),
+    ],
+)
+def test_one_place_grows_of(grow, name):
+    kept, watch = [], GrowthWatch()
+    for step in range(16):
+        watch.look(step)
+        grow(kept)
+    (found,) = watch.growth(snapshot())
+    assert found.name.endswith(name)
+    assert found.last_step == 15
+
+
+def test_threads_without_a_name_are_one_place():
+    end, watch, threads = threading.Event(), GrowthWatch(), []
+
+    def wait():
+        kept = torch.ones(N)
+        begun.set()
+        end.wait()
+        return kept
+
+    for step in range(6):
+        watch.look(step)
+        begun = threading.Event()
+        threads.append(threading.Thread(target=wait))
+        threads[-1].start()
+        begun.wait()
+    found = watch.growth(snapshot())
+    end.set()
+    for thread in threads:
+        thread.join()
+    assert [each.name.rpartition(".")[2] for each in found] == ["kept"]
+
+
+def test_a_list_of_thousands_of_tensors_is_seen_to_grow_on():
+    answers, watch = [], GrowthWatch()
+    for step in (0, 1, 2, 4, 6, 8, 10):
+        watch.look(step)
+        answers.extend(torch.ones(1) for _ in range(1000 * (1 + (step > 1))))
+    (found,) = watch.growth()
+    assert found.name.endswith(".answers")
+    assert found.n_tensors == 10_000
 
 
 def test_batches_of_many_sizes_are_no_growth():
