@@ -349,3 +349,18 @@ def test_sizes_grow_eight_times_at_most_and_a_line_takes_few_runs():
     assert find_batch_size(device, high=1 << 24, budget=device.limit, margin=0) == 615012
     assert device.sizes == [1, 8, 64, 512, 4096, 32768, 262144, 615012]
     assert device.n_failed == 0
+
+
+@pytest.mark.parametrize("more_bytes", [100_000, 200_000, 300_000])
+def test_a_size_that_runs_beyond_its_margin_shows_where_the_next_ones_are(more_bytes):
+    """As where a kernel takes a workspace from a size on, which no line foretells."""
+    sizes = []
+
+    def work(size):
+        sizes.append(size)
+        torch.empty(100 * size + more_bytes * (size >= 5000), dtype=torch.uint8)
+
+    found = find_batch_size(work, high=1 << 20, budget="2MiB", margin=0.5)
+    largest = ((1 << 20) - more_bytes) // 100
+    assert 0.95 * largest <= found <= largest
+    assert len(sizes) <= 9

@@ -72,7 +72,7 @@ _MOST_SUMMED = 1 << 20
 
 
 @dataclass(slots=True)
-class _Changes:
+class _ChangesAtPath:
     """The changes of a number or a text that the function or the batch holds."""
 
     # how many of its values were verified; the first counts as one
@@ -89,20 +89,20 @@ class _CallSite:
     due: int = 1
     # of the last call, by path
     values: dict[Hashable, Any] = field(default_factory=dict)
-    changes: dict[Hashable, _Changes] = field(default_factory=dict)
+    changes: dict[Hashable, _ChangesAtPath] = field(default_factory=dict)
     # what the error was made of, which holds no frame
     refusal: tuple[Any, ...] | None = None
     lowest: dict[str | None, float] = field(default_factory=dict)
     n_ties: int = 0
 
-    def changed(self, values: dict[Hashable, Any]) -> list[_Changes]:
+    def changed(self, values: dict[Hashable, Any]) -> list[_ChangesAtPath]:
         """Return the changes of the values that were not verified since."""
         before, self.values = self.values, values
         for path, value in values.items():
             known = before.get(path, value)
             # nan counts as equal to nan
             if known is not value and known != value and (known == known or value == value):
-                self.changes.setdefault(path, _Changes()).is_due = True
+                self.changes.setdefault(path, _ChangesAtPath()).is_due = True
         # a value that came or went has changed what holds it
         for path in self.changes.keys() - values.keys():
             del self.changes[path]
