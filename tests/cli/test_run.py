@@ -555,6 +555,23 @@ def test_by_default_no_operation_is_watched_and_an_error_that_ends_it_is_explain
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("again", ["raise", "raise error"])
+def test_the_line_of_an_error_that_was_raised_again_is_that_of_the_call(again):
+    program = f"""
+        import torch
+        def train():
+            try:
+                torch.empty(1 << 60, dtype=torch.uint8)
+            except RuntimeError as error:
+                print("it is full")
+                {again}
+        train()
+        """
+    _run(program, code=1)
+    assert Recording.load("train.tenure").oom.site == "train.py:5 in train"
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("handled", "code"),
     [

@@ -242,13 +242,17 @@ class Facts:
     # --- what ran
 
     def _look_at_frames(self, error: BaseException, frame: FrameType | None) -> None:
-        inside = [each for each, _ in traceback.walk_tb(error.__traceback__)][::-1][:_MOST_FRAMES]
+        # in a frame that has caught it and raised it again, the line that failed
+        lines = dict(traceback.walk_tb(error.__traceback__))
+        inside = list(lines)[::-1][:_MOST_FRAMES]
         around = traceback.walk_stack(frame) if frame is not None else ()
         # the frame that saw it is in the traceback as well
         frames = inside + [each for each, _ in islice(around, _MOST_FRAMES) if each not in inside]
         own = [each for each in frames if not is_library(each)]
         self.raised_in = frozenset(each.f_code.co_qualname for each in inside)
-        self.site = line_and_function(own[0].f_code, own[0].f_lineno) if own else ""
+        self.site = ""
+        if own:
+            self.site = line_and_function(own[0].f_code, lines.get(own[0], own[0].f_lineno))
         self.is_recording = torch.is_grad_enabled()
         self.names = frozenset(each.f_code.co_name for each in frames)
         self.called_names = frozenset(name for each in frames for name in each.f_code.co_names)
