@@ -230,6 +230,11 @@ def test_what_fits_ends_with_0_and_says_the_largest_batch_first(llama, capsys):
     assert any(line.endswith(f"{needed} MiB in all.") for line in " ".join(others).split("  "))
 
 
+def test_a_peak_in_the_loss_is_at_the_model(llama, capsys):
+    main(["fit", llama, "--batch", "8", "--sequence", "64", "--optimizer", "none"])
+    assert "in the backward pass, at model (" in " ".join(capsys.readouterr().out.split())
+
+
 def test_weights_that_are_not_counted_as_quantized_are_named(tmp_path):
     folder = saved_config(tmp_path, quantization_config={"quant_method": "gptq", "bits": 4})
     notes = configured(folder).notes(8, None)

@@ -96,24 +96,23 @@ def _made(setup: Setup, found: Configured, mesh: Any) -> Made:
     with without_data(has_rows=True):
         model = _model(setup, found)
         size = size_of(model)
-        ran = model
         if mesh is not None and setup.shard == "fsdp2":
             shard(model, mesh, reshards=setup.reshards, offloads=setup.offloads)
         elif mesh is not None:
-            ran = _ReplicaModel(model)
+            model = _ReplicaModel(model)
         optimizer = None
         if trains and setup.optimizer in _OPTIMIZERS:
-            params = [p for p in ran.parameters() if p.requires_grad]
+            params = [p for p in model.parameters() if p.requires_grad]
             optimizer = _OPTIMIZERS[setup.optimizer](params)
 
     def train(batch: Batch) -> Tensor:
         # what else the model returns is let go of before the backward pass, as trainers do
-        loss: Tensor = ran(**batch).loss
+        loss: Tensor = model(**batch).loss
         return loss
 
     def generate(batch: Batch) -> None:
         assert setup.generate is not None
-        _generate(ran, batch, setup.generate)
+        _generate(model, batch, setup.generate)
 
     fn = train if trains else generate
     return Made(fn, optimizer, size)
