@@ -25,7 +25,7 @@ from tenure._text import describe_tensor
 from tenure._torch.compiler import never_compiled
 
 from .._callables import check_function, name_of
-from .._sizes import CacheType, RememberedCall, checked_initial
+from .._sizes import CacheType, RememberedCall, checked_initial, stands_for
 from ._options import Options
 from ._run import DimensionPart, RangePart, run_batch, run_pieces
 
@@ -33,7 +33,7 @@ _Function = Callable[..., Any]
 
 
 class _Owner:
-    """The key of the sizes of a decorated function; it does not keep the function alive."""
+    """The key of the sizes of a decorated object; it does not keep the object alive."""
 
     def __init__(self, function: _Function) -> None:
         self.__module__ = getattr(function, "__module__", "")
@@ -59,9 +59,11 @@ def decorated(call: _Function, options: Options, function: Any) -> Any:
             f"write {_entry(call)}({initial}={function!r})."
         )
     check_function(_entry(call), function)
-    options = dataclasses.replace(options, owner=_Owner(function))
     if not isinstance(function, FunctionType):
+        options = dataclasses.replace(options, owner=_Owner(function))
         return functools.update_wrapper(functools.partial(call, options, function), function)
+    # what is defined in another function is new in each call of that, and knows the size
+    options = dataclasses.replace(options, owner=stands_for(function))
     code = inspect.unwrap(function).__code__
     is_method = code.co_varnames[: min(code.co_argcount, 1)] in (("self",), ("cls",))
 

@@ -202,6 +202,23 @@ def test_two_decorated_functions_share_nothing():
     assert limited.tried() == LEARNING * 2
 
 
+@pytest.mark.parametrize("cache_type", [None, GlobalBatchsizeCache])
+def test_a_function_that_is_decorated_in_each_call_of_another_knows_its_size(cache_type):
+    limited = Limited()
+
+    def evaluate():
+        @adaptive.batch(initial_batchsize=64, cache_type=cache_type)
+        @torch.no_grad()
+        def run(batchsize):
+            limited(batchsize)
+
+        run()
+
+    evaluate()
+    evaluate()
+    assert limited.tried() == [*LEARNING, 16]
+
+
 def test_a_method_called_through_its_class_is_remembered_for_the_call():
     limited = Limited()
 
@@ -475,8 +492,8 @@ def test_sites_are_the_same_in_another_process_and_after_changes_elsewhere(tmp_p
 
     assert run("") == [64, 32, 16] * 3
     assert [size["site"] for size in json.loads(path.read_text())["sizes"]] == [
-        "StacktraceMemoryBatchsizeCache | __main__:g | train:main+2:4",
         "StacktraceMemoryBatchsizeCache | train:f | train:main+1:4",
+        "StacktraceMemoryBatchsizeCache | train:g | train:main+2:4",
         "StacktraceMemoryBatchsizeCache | train:main+3:4",
     ]
     assert run("# another line\nimport os", "load") == [16] * 3
