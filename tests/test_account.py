@@ -91,7 +91,7 @@ def test_a_budget_counts_what_is_taken_and_refuses_more():
         assert str(caught.value) == (
             "cpu out of memory. Tried to allocate 41 B (41 bytes) in the ring. memory_budget has a "
             "limit of 100 B (100 bytes) on cpu of which 40 B (40 bytes) is free; 60 B (60 bytes) "
-            "is in use by what was made in its block. Make less at a time, let go of tensors, or "
+            "is in use by what was made in its block. Make less at a time, free tensors, or "
             "raise the limit."
         )
         assert available_bytes(CPU, 10**9) == 40

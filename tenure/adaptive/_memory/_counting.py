@@ -219,7 +219,7 @@ class CountingMode(DispatchMode):
             f"{self._device} out of memory. Tried to allocate {_exactly(requested_bytes)} in "
             f"{what}. memory_budget has a limit of {_exactly(self._limit_bytes)} on "
             f"{self._device} of which {_exactly(free_bytes)} is free; {_exactly(live_bytes)} is in "
-            "use by what was made in its block. Make less at a time, let go of tensors, or raise "
+            "use by what was made in its block. Make less at a time, free tensors, or raise "
             "the limit."
         )
         for watcher in tuple(refusal_watchers):

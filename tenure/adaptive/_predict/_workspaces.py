@@ -41,13 +41,13 @@ class _OperationKind(NamedTuple):
         roots: what their names begin with.
         of_given: how much they take, in bytes of what they are given.
         of_made: and of what they make.
-        purpose: what for, in words.
+        name: what they are, in words.
     """
 
     roots: tuple[str, ...]
     of_given: int
     of_made: int
-    purpose: str
+    name: str
 
 
 _SOLVERS = (
@@ -59,38 +59,36 @@ _KINDS = (
         ("convolution", "_convolution", "cudnn_convolution", "slow_conv", "_conv_depthwise"),
         1,
         1,
-        "the workspaces of convolutions",
+        "convolutions",
     ),
     # on top of what `taken_inside` returns
-    _OperationKind(("_cudnn_rnn",), 0, 1, "the workspaces of recurrent layers"),
-    _OperationKind(
-        ("mkldnn_rnn", "_thnn_fused", "lstm", "gru"), 2, 2, "what recurrent layers keep"
-    ),
+    _OperationKind(("_cudnn_rnn",), 0, 1, "recurrent layers"),
+    _OperationKind(("mkldnn_rnn", "_thnn_fused", "lstm", "gru"), 2, 2, "recurrent layers"),
     # sums in float32
     _OperationKind(
         ("_scaled_dot_product", "_flash_attention", "_efficient_attention"),
         0,
         2,
-        "what attention adds up in",
+        "attention",
     ),
     # keys and their places, each twice
     _OperationKind(
         ("sort", "topk", "kthvalue", "median", "nanmedian", "mode", "_unique", "unique"),
         8,
         0,
-        "what is sorted in",
+        "sorting",
     ),
     _OperationKind(
         ("index_put", "_index_put", "embedding_dense_backward", "_embedding_bag"),
         3,
         0,
-        "what indices are sorted in",
+        "embeddings and writes by index",
     ),
     _OperationKind(
         ("_linalg", "_fft", "cholesky", "triangular_solve", *(f"linalg_{s}" for s in _SOLVERS)),
         3,
         3,
-        "the workspaces of solvers and Fourier transforms",
+        "solvers and Fourier transforms",
     ),
 )
 
@@ -172,7 +170,7 @@ class Workspaces:
             return
         given, made = _bytes_of((args, kwargs)), _bytes_of(result)
         self._most_bytes = max(self._most_bytes, kind.of_given * given + kind.of_made * made)
-        self.reasons.setdefault(f"there is an allowance only for {kind.purpose}")
+        self.reasons.setdefault(f"the memory inside {kind.name} is estimated")
         if name == _ATTENTION_OF_CPU:
             self._saved_bytes += _saved_elsewhere(*args[:2])
 

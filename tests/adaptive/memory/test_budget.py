@@ -74,7 +74,7 @@ def test_the_error_gives_every_size_exactly():
         "cpu out of memory. Tried to allocate 2.0 KiB (2000 bytes) in aten.ones.default. "
         "memory_budget has a limit of 4.0 KiB (4096 bytes) on cpu of which 1.1 KiB (1096 bytes) is "
         "free; 2.9 KiB (3000 bytes) is in use by what was made in its block. Make less at a time, "
-        "let go of tensors, or raise the limit."
+        "free tensors, or raise the limit."
     )
     assert budget.live_bytes == kept.nbytes
 

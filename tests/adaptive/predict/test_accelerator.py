@@ -197,7 +197,7 @@ def test_kernels_of_which_nothing_is_known_get_an_allowance(sim):
     n_given = 8 * 8 * 30 + 8 * 64 * 32 + 8 * 64 * 3
     assert report.allowance_bytes == 4 * (n_given + 8 * 64 * 3 + 8)
     assert report.approximate
-    assert report.reasons == ("there is an allowance only for the workspaces of convolutions",)
+    assert report.reasons == ("the memory inside convolutions is estimated",)
     step_of(squared(conv), batch, None)()
     assert report.reserved_bytes + report.allowance_bytes >= sim.reserved_bytes
 
