@@ -41,7 +41,8 @@ class HostBuffers:
     def __init__(self, device: torch.device, *, pin: bool, advice: str = "") -> None:
         self._bytes: dict[Unit, Tensor] = {}
         self._memory: dict[Unit, Memory] = {}
-        self._parts: dict[Unit, list[weakref.ref[UntypedStorage]]] = {}
+        # by unit, and the byte of its buffer at which they begin
+        self._parts: dict[Unit, dict[int, weakref.ref[UntypedStorage]]] = {}
         self._pinning = Pinning(device, advice) if pin else None
 
     @property
@@ -74,7 +75,7 @@ class HostBuffers:
         memory = self.memory(unit.n_bytes)
         before = self._memory.get(unit)
         self._bytes.pop(unit, None)
-        self._memory[unit], self._parts[unit] = memory, []
+        self._memory[unit], self._parts[unit] = memory, {}
         for extent, start in unit.starts():
             part = self._part(unit, extent, start)
             if extent.tensors[0].has_left:
@@ -102,20 +103,14 @@ class HostBuffers:
             _check_form(host, extent)
         if left:
             self._refuse_ties(left)
-        if unit not in self._bytes or self._are_held(unit, [start for _, start in left.values()]):
+        parts = self._parts[unit]
+        if unit not in self._bytes or any(parts[at]() is not None for _, at in left.values()):
             # Who has kept what was there, or has swapped two weights, finds it unchanged.
             self._adopt(unit)
         for host, (extent, start) in left.items():
             if host.has_left:
                 _bring_back(host, self._part(unit, extent, start), start)
         return self._bytes[unit]
-
-    def _are_held(self, unit: Unit, starts: list[int]) -> bool:
-        """Return whether anything lies in parts of a buffer that begin at these bytes."""
-        first = self._bytes[unit].data_ptr()
-        places = {first + start for start in starts}
-        parts = (part() for part in self._parts[unit]) if places else ()
-        return any(part is not None and part.data_ptr() in places for part in parts)
 
     def _refuse_ties(self, left: Iterable[HostTensor]) -> None:
         """Refuse tensors with memory of others: in buffers they would come apart.
@@ -141,7 +136,7 @@ class HostBuffers:
     def named_tensors(self) -> Iterator[NamedTensor]:
         """Yield the buffers, and for each the storages of the model's tensors in it."""
         for unit, memory in list(self._bytes.items()):
-            alive = (part() for part in list(self._parts[unit]))
+            alive = (part() for part in list(self._parts[unit].values()))
             inside = tuple(storage for storage in alive if storage is not None)
             yield NamedTensor(memory, unit.name, HOST, inside)
 
@@ -159,8 +154,7 @@ class HostBuffers:
         # of a layer would have its whole unit in it.
         memory, n_bytes = self._memory[unit], extent.n_bytes
         part = torch.frombuffer(memory, dtype=torch.uint8, count=n_bytes, offset=start)
-        known = [each for each in self._parts[unit] if each() is not None]
-        self._parts[unit] = [*known, weakref.ref(part.untyped_storage())]
+        self._parts[unit][start] = weakref.ref(part.untyped_storage())
         return part
 
 
