@@ -199,7 +199,8 @@ class Observer(DispatchMode):
         taken = Inside(0, result)
         if self._is_on_host:
             taken = inside(func, args, kwargs, result)
-            taken = replace(taken, n_bytes=taken.n_bytes + _beside_mask(func, args))
+            if n_beside := _beside_mask(func, args):
+                taken = replace(taken, n_bytes=taken.n_bytes + n_beside)
         self.known.follow(func, args, kwargs, taken.result)
         self._note(func, args, kwargs, taken)
         return taken.result
@@ -207,13 +208,14 @@ class Observer(DispatchMode):
     def _note_pass(self) -> None:
         """Notice that a backward pass has begun, or ended: the work may run several."""
         if self.phase != "optimizer step":
-            phase: Phase = "forward" if gradient_sums.current_node() is None else "backward"
+            node = gradient_sums.current_node()
+            phase: Phase = "forward" if node is None else "backward"
             if phase != self.phase == "forward":
                 for entry in list(self._entries.values()):
                     entry.block.outlived_forward = True
             self.phase = phase
-            if phase == "backward" and gradient_sums.current_node().name() in _OF_DATA_ALONE:
-                self.reasons.setdefault(_BY_DATA.format(gradient_sums.current_node().name()))
+            if node is not None and node.name() in _OF_DATA_ALONE:
+                self.reasons.setdefault(_BY_DATA.format(node.name()))
 
     def _note_unforeseen(self, *arguments: Any) -> None:
         """Notice a leaf with data: autograd is about to give it a gradient that has none."""
