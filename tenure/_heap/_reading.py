@@ -53,8 +53,10 @@ def class_attributes(cls: type) -> types.MappingProxyType[str, object]:
 def instance_attributes(holder: object) -> dict[str, object]:
     """Return the instance dictionary itself; an empty one for an object that has none."""
     for cls in mro_of(type(holder)):
-        found = class_attributes(cls).get("__dict__")
-        if type(found) is types.GetSetDescriptorType:
+        found: Any = class_attributes(cls).get("__dict__")
+        # a member of a SimpleNamespace; that of a Python module has its variables
+        is_member = type(found) is types.MemberDescriptorType and cls is not types.ModuleType
+        if is_member or type(found) is types.GetSetDescriptorType:
             return cast("dict[str, object]", found.__get__(holder))
     return {}
 

@@ -350,6 +350,17 @@ def test_slots():
     assert held(weakref.ref(pair.second)) == [("attribute", name)]
 
 
+class Settings(types.SimpleNamespace):
+    pass
+
+
+@pytest.mark.parametrize("kind", [types.SimpleNamespace, Settings])
+def test_a_namespace(kind):
+    space = kind(t=torch.ones(3))
+    name = "test_a_namespace.<locals>.space.t"
+    assert held(weakref.ref(space.t)) == [("attribute", name)]
+
+
 def test_class_attribute():
     class Registry:
         cache = {"k": torch.ones(3)}  # noqa: RUF012 -- the point of the test

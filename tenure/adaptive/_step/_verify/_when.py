@@ -21,15 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import chain, count, islice
-from types import (
-    CellType,
-    CodeType,
-    FunctionType,
-    MemberDescriptorType,
-    MethodType,
-    ModuleType,
-    SimpleNamespace,
-)
+from types import CellType, CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -337,8 +329,7 @@ def _taken_apart(value: Any) -> tuple[Hashable, Iterable[tuple[Hashable, Any]]]:
             return (name, plain_base.__repr__(value)), ()
     if is_library(home_of(kind)) and home_of(kind) not in _HOLDING:
         return name, ()
-    space = vars(value) if kind is SimpleNamespace else instance_attributes(value)
-    return _by_key(name, space | dict(_slots_of(value)))
+    return _by_key(name, instance_attributes(value) | dict(_slots_of(value)))
 
 
 def _slots_of(value: Any) -> Iterator[tuple[str, Any]]:

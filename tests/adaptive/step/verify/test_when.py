@@ -357,6 +357,14 @@ def in_a_namespace_of_a_module():
     return held, lambda: setattr(held.settings.losses[0], "share", 0.25)
 
 
+def in_a_namespace_of_a_class_of_its_own():
+    class Shares(SimpleNamespace):
+        pass
+
+    held = Shares(share=1.0)
+    return lambda e: hardest(e, vars(held)["share"]), lambda: setattr(held, "share", 0.25)
+
+
 def in_an_object_whose_method_reads_it():
     class Loss:
         def __init__(self):
@@ -385,7 +393,8 @@ def in_a_choice():
 HELD = [
     in_a_closure, in_an_attribute, in_a_class, in_a_dict, in_a_list, in_a_number_of_numpy,
     in_a_tensor, in_a_module_below, in_a_dict_in_a_dict, in_a_tuple_in_a_list,
-    in_a_namespace_of_a_module, in_an_object_whose_method_reads_it, in_a_choice,
+    in_a_namespace_of_a_module, in_a_namespace_of_a_class_of_its_own,
+    in_an_object_whose_method_reads_it, in_a_choice,
 ]  # fmt: skip
 
 
