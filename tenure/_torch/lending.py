@@ -77,12 +77,12 @@ class Lent:
         return [alias for alias in found if lent_to(alias) is self]
 
     def is_shared(self, n_others: int = 0) -> bool:
-        """Return whether more tensors than those noted lie in the storage, or something holds it.
+        """Return whether tensors that are not noted lie in the storage, or something holds it.
 
         Whatever shows its bytes counts: tensors of any class, arrays of NumPy, capsules.
 
         Args:
-            n_others: how many tensors that are not noted don't count.
+            n_others: the number of further tensors that don't count.
         """
         n_uses, n_holders = self._counts()
         n_known = self._n_uses + len(self.tensors) + n_others

@@ -53,7 +53,8 @@ _OF_GATHER, _GATHERED = "(inside a _GatheringFuture)", "what asyncio.gather() ge
 OF_FORWARD = ".forward.<locals>."
 _IN_FRAME = re.compile(r" in (\S+)\(\): local ")
 _CACHE_OF = re.compile(r"lru_cache of ([\w.<>]+)")
-# a chain of objects, each of which refers to the next
+# A chain of objects, each of which refers to the next. Two links count as well, because a short
+# chain may fill the memory; `place_of` shortens three or more.
 _CHAIN = re.compile(r"(\.\w+)\1+\b")
 _LINK = re.compile(r"(\.\w+)\.…")
 # with a graph: it refers to its parameter, and that to it, which no collector sees
