@@ -13,12 +13,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from tenure._containers import level_of
 from tenure._errors import AdaptiveUsageError, TenureError
 from tenure._oom import oom_info
 from tenure._text import describe_tensor, listed, shape_of
 from tenure._torch.compiler import has_compiled, is_compiled
 from tenure._torch.quiet import without_functions
 from tenure._torch.sharding import whole_of
+from tenure._torch.writes import version_of
 
 from .._callables import short_name_of
 from .._reachable import Reachable, StepModels, generators_of, modules_given
@@ -282,6 +284,8 @@ class StepParts:
             if length < self.n_samples:
                 tell_of_part(error, length, self.n_samples, self.outside)
             raise
+        if start in self.aux:
+            self.aux[start] = _lasting(self.aux[start])
         # after it ran, for modules are known only then; nothing was delivered yet
         self._refuse_new(length)
         # the first chunk tells: what a buffer collects, it collects of each
@@ -418,3 +422,13 @@ def tell_of_arguments(error: TypeError, entry: str) -> None:
         f"The function of {entry}() gets one argument, the batch, as it was passed: let it take "
         "that apart, as in step(lambda batch: loss(model(batch[0]), batch[1]), (x, y))."
     )
+
+
+def _lasting(value: Any) -> Any:
+    """Copy containers, arrays and tensors that were written: the function may use them again."""
+    if isinstance(value, Tensor):
+        return value.clone() if version_of(value) else value
+    if hasattr(type(value), "__array_interface__"):
+        return value.copy()
+    level = level_of(value)
+    return value if level is None else level.make([*map(_lasting, level.children)])

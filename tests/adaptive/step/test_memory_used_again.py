@@ -132,3 +132,31 @@ def test_a_cache_that_is_filled_while_a_comparison_fails_can_be_used():
     with pytest.warns(UserWarning, match="could not verify"):
         step(fn, samples(16), maximum=4)
     assert step(fn, samples(16), maximum=4, verify=False).sizes == (4, 4, 4, 4)
+
+
+def in_an_output(held, predicted):
+    return {"predicted": torch.mul(predicted, 1, out=held[: len(predicted)])}
+
+
+def in_rows_of_an_array(held, predicted):
+    rows = held.numpy()[: len(predicted)]
+    rows[:] = predicted.numpy()
+    return {"predicted": rows}
+
+
+def in_a_list(held, predicted, known=[]):  # noqa: B006  # the same in each call
+    known[:] = [held[: len(predicted)].copy_(predicted)]
+    return known
+
+
+@pytest.mark.parametrize("fill", [in_an_output, in_rows_of_an_array, in_a_list])
+def test_what_is_returned_beside_the_loss_in_one_memory_is_that_of_each_micro_batch(fill):
+    net, held, x = small_net(), torch.zeros(16, 3, dtype=torch.float64), samples(16)
+
+    def fn(b):
+        out = net(b)
+        return out.square().mean(), fill(held, out.detach())
+
+    aux = step(fn, x, maximum=6, has_aux=True).aux
+    found = [torch.as_tensor([*(a.values() if isinstance(a, dict) else a)][0]) for a in aux]
+    torch.testing.assert_close(torch.cat(found), net(x).detach())
