@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tenure._errors import AdaptiveUsageError
+from tenure._storages import storage_of
 from tenure._text import describe_tensor
+from tenure._torch.storages import byte_range, key_of
+from tenure._torch.writes import version_of
 
 from ._samples import Leaf, SampleDims, SampleTree
 from ._shares import copied
@@ -46,6 +49,7 @@ class Outputs:
                     "all samples share the output."
                 )
         self.tensors = differentiable(self.tree)
+        self.alike = _in_memory_of_others(self.tree)
 
     def detached(self) -> Outputs:
         """Return copies without graphs: the function may compute the next ones in the same memory.
@@ -86,6 +90,26 @@ class JoinedOutputs:
             apply: Any = _HandOn.apply
             handed = [apply(v) if _is_differentiable(v) else v for v in values]
         self.value = tree.with_leaves(handed)
+        self._alike = [(tree.leaves[i].path, handed[i]) for i in chunks[0].alike]
+
+    def loss_by(self, loss: Callable[[Any], Tensor]) -> Tensor:
+        """Return the loss of the outputs.
+
+        Raises:
+            AdaptiveUsageError: the loss has written into an output that lies in the memory of
+                another one: here each has its own.
+        """
+        versions = [version_of(tensor) for _, tensor in self._alike]
+        value = loss(self.value)
+        for (path, tensor), version in zip(self._alike, versions, strict=True):
+            if version_of(tensor) != version:
+                raise AdaptiveUsageError(
+                    f"loss= of step() has written in place into {path}, which the function "
+                    "returned in the memory of another output. Of a batch that is split, each "
+                    "output has its own, so the other one would keep its values. Nothing was "
+                    "changed. Write into a clone()."
+                )
+        return value
 
     def gradients(self) -> list[list[Tensor | None]]:
         """Return the gradients of each chunk's tensors; shared ones come with the first chunk."""
@@ -100,6 +124,25 @@ class JoinedOutputs:
                     each.append(root.grad.narrow(dim, start, length))
                 start += length
         return found
+
+
+def _in_memory_of_others(tree: SampleTree) -> list[int]:
+    """Return the leaves that lie in the memory of another one."""
+    there: dict[int, list[tuple[int, int, int]]] = {}
+    for i, leaf in enumerate(tree.leaves):
+        if isinstance(leaf.value, Tensor) and (storage := storage_of(leaf.value)) is not None:
+            start, end = byte_range(leaf.value) if leaf.value.numel() else (0, 0)
+            there.setdefault(key_of(storage), []).append((start, end, i))
+    found: set[int] = set()
+    for places in there.values():
+        # the one that reaches farthest of those before
+        last, reached = -1, 0
+        for start, end, i in sorted(places):
+            if start < reached and start < end:
+                found |= {last, i}
+            if end > reached:
+                last, reached = i, end
+    return sorted(found)
 
 
 def _kept(value: Any) -> Any:

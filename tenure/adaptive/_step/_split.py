@@ -235,7 +235,7 @@ def _run_outputs(parts: StepParts, chunks: Sequence[Chunk]) -> Result:
     def loss_of(each: list[Outputs]) -> tuple[Result, list[list[Tensor | None]]]:
         assert callable(spec.loss)
         joined = JoinedOutputs(each)
-        loss = scalar(spec.loss(joined.value), "loss() of step()")
+        loss = scalar(joined.loss_by(spec.loss), "loss() of step()")
         with torch.enable_grad():
             parts.backward.run_to(joined.roots, loss)
         value = copied(loss)

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from tenure.adaptive import step
+from tenure.adaptive import AdaptiveUsageError, step
 
 from .step_cases import gradients, samples, small_net, worst_error
 
@@ -119,6 +119,41 @@ def test_a_loss_that_writes_the_outputs_in_place_can_be_split(verify):
     whole = gradients(net)
     net.zero_grad()
     step(lambda b: net(b), x, loss=loss, maximum=4, verify=verify)
+    assert worst_error(gradients(net), whole) < _EXACT
+
+
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize("view", [lambda out: out, torch.ravel])
+def test_a_loss_that_writes_into_one_of_two_outputs_in_one_memory_is_refused(view, verify):
+    net, x = small_net(), samples(16)
+
+    def outputs(b):
+        out = net(b)
+        return {"out": out, "view": view(out).reshape(len(b), -1)}
+
+    def loss(outputs):
+        outputs["out"].add_(1)
+        return (outputs["view"].square().mean()).sqrt()
+
+    with pytest.raises(AdaptiveUsageError, match=r"written in place into .*out.*clone\(\)"):
+        step(outputs, x, loss=loss, maximum=4, verify=verify)
+    assert all(each.grad is None for each in net.parameters())
+
+
+def test_outputs_that_share_memory_without_a_common_element_may_be_written():
+    net, x = small_net(), samples(16)
+
+    def outputs(b):
+        out = net(b).T.contiguous()
+        return out[0], out[1]
+
+    def loss(outputs):
+        return (outputs[0].mul_(2) * outputs[1]).square().mean().sqrt()
+
+    loss(outputs(x)).backward()
+    whole = gradients(net)
+    net.zero_grad()
+    step(outputs, x, loss=loss, maximum=4)
     assert worst_error(gradients(net), whole) < _EXACT
 
 

@@ -255,7 +255,7 @@ def split_values(parts: StepParts, sizes: Sequence[int]) -> StepOutcome:
                 for chunk in chunks
             ]
             joined = JoinedOutputs(outputs)
-            return StepOutcome(copied(spec.loss(joined.value)), {}, tuple(sizes))
+            return StepOutcome(copied(joined.loss_by(spec.loss)), {}, tuple(sizes))
         split = ChunkTerms(parts, chunks)
         each = [split.of(i).detached() for i in range(len(chunks))]
         terms = combined([one.by_name for one in each], split.shares, split.reduction)
