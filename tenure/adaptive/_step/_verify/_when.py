@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import math
 import threading
+import weakref
 from collections import OrderedDict, deque
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import suppress
@@ -22,11 +23,10 @@ from dataclasses import dataclass, field
 from enum import Enum
 from itertools import chain, count, islice
 from types import CellType, CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdRef
 
 from tenure._heap import instance_attributes
 from tenure._torch.quiet import without_functions
@@ -358,10 +358,31 @@ def _of_tensor(value: Tensor) -> tuple[Hashable, Iterable[tuple[Hashable, Any]]]
     return kind, [("", value.item())] if is_number else ()
 
 
+class _ById(weakref.ref[Any]):
+    """A weak reference that is equal to another one of the same object, while that is alive."""
+
+    # that of torch asks the object for an attribute, which a class of the user's may answer
+    __slots__ = ("_id",)
+    _id: int
+
+    def __new__(cls, value: Any) -> Self:
+        reference = super().__new__(cls, value)
+        reference._id = id(value)
+        return reference
+
+    def __hash__(self) -> int:
+        return self._id
+
+    def __eq__(self, other: object) -> bool:
+        if self is other or not isinstance(other, _ById):
+            return self is other
+        return self() is other() and self() is not None
+
+
 def _identity_of(value: Any) -> Hashable:
     """Return an object by identity, or by its type where it allows no weak reference."""
     if isinstance(value, CodeType) or type(value).__weakrefoffset__:
-        return WeakIdRef(value)
+        return _ById(value)
     return type(value).__qualname__
 
 

@@ -431,6 +431,32 @@ def test_a_function_that_is_an_object_is_verified_anew_when_its_attributes_chang
         step(fn, samples(16), maximum=4)
 
 
+class Answering:
+    """A configuration that answers each name that it does not have."""
+
+    def __getattr__(self, name):
+        return self.__dict__.get(name)
+
+
+class Raising:
+    """One whose missing names are errors of a dict."""
+
+    def __getattr__(self, name):
+        return self.__dict__[name]
+
+
+@pytest.mark.parametrize("kind", [Answering, Raising])
+def test_an_object_is_not_asked_for_attributes_that_it_does_not_have(kind):
+    net, config = small_net(), kind()
+    config.scale = 2.0
+
+    def fn(b):
+        return config.scale * net(b).square().mean()
+
+    for _ in range(2):
+        assert step(fn, samples(16), maximum=8).sizes == (8, 8)
+
+
 def test_an_image_in_reach_is_no_array():
     class Image:
         size = (2, 2)
