@@ -13,6 +13,7 @@ from ._memory import SlabPlan as SlabPlan
 from ._page import RESIDENT as RESIDENT
 from ._page import Page as Page
 from ._page import in_place_of as in_place_of
+from ._page import share_attributes as share_attributes
 from ._pass import Forward as Forward
 from ._pass import Pass as Pass
 from ._pass import Visit as Visit

@@ -116,6 +116,8 @@ class Page:
         written = [host for host in aliases if aliases[host].grad_fn is not nodes[host]]
         for alias in aliases.values():
             self._lend().tensors.pop(id(alias), None)
+            # it was set on the model's own tensor, too, where it would be saved
+            vars(alias).pop("_is_param", None)
         aliases.clear()
         nodes.clear()
         return written
@@ -296,12 +298,20 @@ class IdlePages:
 
 @never_compiled
 def in_place_of(original: Tensor, copy: Tensor) -> Tensor:
-    """Make a copy pass for the original: its class, and what was set on it as attributes.
-
-    What the copy has itself stays: the tensors that a subclass is made of are attributes, too.
-    """
+    """Make a copy pass for the original: its class, and its attributes, which either may set."""
     if isinstance(original, nn.Parameter) and not isinstance(copy, nn.Parameter):
         copy = nn.Parameter(copy, requires_grad=False)
+    share_attributes(original, copy)
+    return copy
+
+
+def share_attributes(original: Tensor, copy: Tensor) -> None:
+    """Let a copy have the attributes of the original, also those that are set on either later.
+
+    If the copy has some itself, it gets the others as they are now: the tensors that a subclass is
+    made of are attributes, too.
+    """
+    if not vars(copy):
+        copy.__dict__ = vars(original)
     for name, value in vars(original).items():
         vars(copy).setdefault(name, value)
-    return copy

@@ -21,6 +21,7 @@ from tenure._cuda_blocks import up_to
 from tenure._torch.autograd import is_batch_of_gradients
 from tenure._torch.quiet import aside, quietly
 
+from .._device import share_attributes
 from .._link import Link
 from .._model import UNIT_ALIGNMENT_BYTES, HostTensor, Unit, is_plain
 from ._host_slabs import HostSlabs
@@ -137,8 +138,7 @@ class Route:
             arrive: Any = _Arrive.apply
             page_in: Any = _PageIn.apply
             alias: Any = page_in(arrive(self._host.tensor, self), self, (shown,))
-        for name, value in vars(shown).items():
-            vars(alias).setdefault(name, value)
+        share_attributes(shown, alias)
         # What `isinstance(weight, nn.Parameter)` asks a tensor of another class.
         alias._is_param = True
         return alias  # type: ignore[no-any-return]
