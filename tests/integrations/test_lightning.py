@@ -711,7 +711,8 @@ class Kept(Net):
         out = self.net(batch[0])
         loss = F.cross_entropy(out, batch[1])
         self.means[0].update(loss)
-        self.scores["train"]["right"].update((out.argmax(1) == batch[1]).sum())
+        # called, it also gives the value of the batch
+        self.scores["train"]["right"]((out.argmax(1) == batch[1]).sum())
         return loss
 
     def on_train_epoch_end(self):

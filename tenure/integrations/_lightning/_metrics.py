@@ -60,7 +60,7 @@ class MetricRecorder:
 
     def recording(self, calls: list[MetricCall], work: Callable[[], T]) -> T:
         """Run work in which metrics are not called, but their calls noted."""
-        metrics = dict(_metrics_of(self._module))
+        metrics = dict(metrics_of(self._module))
         for metric in metrics.values():
             if id(metric) not in self._stand_ins:
                 self._stand_ins[id(metric)] = _empty_copy(metric)
@@ -136,7 +136,7 @@ def _place_of(call: MetricCall, name: str) -> str:
     return f"what {name}() gave the metric {call.name!r}"
 
 
-def _metrics_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
+def metrics_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield the metrics of a module by name; of those inside another one, only the outer one."""
     # without it there are none
     library = sys.modules.get("torchmetrics")
