@@ -113,7 +113,8 @@ def _function_of(self: Any, written: Callable[..., Any]) -> Callable[[Any], Any]
 
     def training_step(batch: Any) -> Any:
         recorder = recorder_of(self)
-        assert recorder is not None and metrics is not None
+        assert recorder is not None
+        assert metrics is not None
         return recorder.run(function, batch)
 
     # it runs the code of the class and stands for that: its own is one for all classes
