@@ -66,14 +66,15 @@ def walled(largest):
 
 
 @st.composite
-def loads(draw, most=60.0, most_fixed=0.3, powers=(1.0, 1.0), cuts=(1.0,)):
+def loads(draw, most_initial=60.0, most_fixed=0.3, powers=(1.0, 1.0), cuts=(1.0,)):
     """A load, and an initial size of up to so many times what fits."""
     limit, cut = draw(st.integers(10**6, 10**8)), draw(st.sampled_from(cuts))
     fixed = int(limit / cut * draw(st.floats(0, most_fixed)))
     power, n_layers = draw(st.floats(*powers)), draw(st.integers(1, 8))
-    # what is left over is too little for one more
-    largest = draw(st.integers(20, 10**4)) + draw(st.floats(0.1, 0.9))
+    # what is left over is too little for one more, and so is what a step is given for its own
+    most = min(10**4, int(limit / cut - fixed) // 1024)
+    largest = draw(st.integers(20, most)) + draw(st.floats(0.1, 0.9))
     piece = (limit / cut - fixed) / n_layers / largest**power
     load = Load(limit, piece, fixed, n_layers, power, cut)
     load.own = 512
-    return load, max(1, int(load.largest * draw(st.floats(1.0, most))))
+    return load, max(1, int(load.largest * draw(st.floats(1.0, most_initial))))

@@ -367,7 +367,7 @@ def test_with_measured_memory_95_percent_are_found_with_three_failures_in_few_pi
 
 
 @MANY
-@given(loads(most=8.0))
+@given(loads(most_initial=8.0))
 def test_with_measured_memory_95_percent_are_found_with_three_failures_in_few_calls(given_load):
     adaptive.reset()
     load, initial = given_load
@@ -394,7 +394,7 @@ def test_the_first_call_comes_to_95_percent_where_it_can_go_on(make, most, most_
 
 
 @MANY
-@given(loads(powers=(1.0, 2.0), most=8.0, most_fixed=0.9), st.randoms(use_true_random=False))
+@given(loads(powers=(1.0, 2.0), most_initial=8.0, most_fixed=0.9), st.randoms(use_true_random=False))
 def test_memory_that_is_steeper_and_varies_fails_three_times_at_the_most(given_load, draw):
     adaptive.reset()
     load, initial = given_load
@@ -430,7 +430,7 @@ def test_memory_that_breathes_does_not_bring_back_what_failed_far_above(make):
 
 
 @MANY
-@given(loads(most=8.0, cuts=(1.3,)))
+@given(loads(most_initial=8.0, cuts=(1.3,)))
 def test_sizes_that_were_to_fit_and_failed_are_enough_until_more_is_free(given_load):
     adaptive.reset()
     load, initial = given_load
