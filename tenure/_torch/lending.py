@@ -33,7 +33,7 @@ _lent: weakref.WeakValueDictionary[int, Lent] = weakref.WeakValueDictionary()
 
 
 class Lent:
-    """Bytes of a plain uint8 tensor, in their own storage that keeps it alive.
+    """Return some bytes of a plain uint8 tensor, in their own storage that keeps it alive.
 
     Args:
         memory: the tensor, which is contiguous.
@@ -76,17 +76,13 @@ class Lent:
         found = [alias for known in self.aliases if (alias := known()) is not None]
         return [alias for alias in found if lent_to(alias) is self]
 
-    def is_shared(self, n_others: int = 0) -> bool:
-        """Return whether tensors that are not noted lie in the storage, or something holds it.
+    def is_shared(self, n_tensors: int) -> bool:
+        """Return whether more than so many tensors lie in the storage, or something holds it.
 
         Whatever shows its bytes counts: tensors of any class, arrays of NumPy, capsules.
-
-        Args:
-            n_others: the number of further tensors that don't count.
         """
         n_uses, n_holders = self._counts()
-        n_known = self._n_uses + len(self.tensors) + n_others
-        return n_uses > n_known or n_holders > self._n_holders
+        return n_uses > self._n_uses + n_tensors or n_holders > self._n_holders
 
     def _counts(self) -> tuple[int, int]:
         return n_uses(self._holder[0]), n_holders(self._holder, 0)
@@ -127,22 +123,22 @@ class _Noting:
         if tensor is None:
             # subclasses know the operations by these objects
             return self._original
-        lent, found = lent_to(tensor), self._original.__get__(tensor, owner)
+        lent = lent_to(tensor)
         if lent is not None:
-            self._note(lent, found)
-        return found
-
-    def _note(self, lent: Lent, found: Any) -> None:
-        lent.is_aliased = True
+            lent.is_aliased = True
+        return self._original.__get__(tensor, owner)
 
 
 class _NotingData(_Noting):
     """The same of ``.data``, which can be set."""
 
-    def _note(self, lent: Lent, found: Any) -> None:
-        super()._note(lent, found)
-        alive = [known for known in lent.aliases if known() is not None]
-        lent.aliases = [*alive, weakref.ref(found)]
+    def __get__(self, tensor: Tensor | None, owner: Any = None) -> Any:
+        found = super().__get__(tensor, owner)
+        lent = None if tensor is None else lent_to(found)
+        if lent is not None:
+            alive = [known for known in lent.aliases if known() is not None]
+            lent.aliases = [*alive, weakref.ref(found)]
+        return found
 
     def __set__(self, tensor: Tensor, value: Tensor) -> None:
         lent = lent_to(tensor)
@@ -171,7 +167,7 @@ class _NotingData(_Noting):
                 self._original.__set__(alias, alias.clone())
         others = [*lent.live_aliases(), *([value] if lent_to(value) is lent else [])]
         lent.aliases = [weakref.ref(alias) for alias in others]
-        if lent.is_shared(len({id(each) for each in others})):
+        if lent.is_shared(len(lent.tensors) + len({id(each) for each in others})):
             raise PagingError(
                 f"{name!r} was given other values through .data in the forward of a paged model, "
                 "while a view, an array or another tensor shows its memory, and would have them, "

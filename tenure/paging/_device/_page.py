@@ -160,7 +160,7 @@ class Page:
         """
         if self._lent is None:
             return False
-        if self._lent.is_shared():
+        if self._lent.is_shared(len(self._shown) + len(self._aliases)):
             return True
         for host in list(self._doubtful):
             if any(host in each and is_held(each, host) for each in (self._shown, self._aliases)):
