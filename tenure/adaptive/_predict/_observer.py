@@ -337,7 +337,7 @@ def _beside_mask(func: Any, args: Any) -> int:
     if node is None or node.name() not in _SPREADING:
         return 0
     # zeros to fill, but not the two further masks that there are without data
-    n_bytes: int = args[0].numel() * (node._input_metadata[0].dtype.itemsize - 2)
+    n_bytes: int = args[0].numel() * (gradient_sums.dtype_of(node).itemsize - 2)
     return n_bytes
 
 

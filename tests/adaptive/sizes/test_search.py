@@ -394,7 +394,9 @@ def test_the_first_call_comes_to_95_percent_where_it_can_go_on(make, most, most_
 
 
 @MANY
-@given(loads(powers=(1.0, 2.0), most_initial=8.0, most_fixed=0.9), st.randoms(use_true_random=False))
+@given(
+    loads(powers=(1.0, 2.0), most_initial=8.0, most_fixed=0.9), st.randoms(use_true_random=False)
+)
 def test_memory_that_is_steeper_and_varies_fails_three_times_at_the_most(given_load, draw):
     adaptive.reset()
     load, initial = given_load

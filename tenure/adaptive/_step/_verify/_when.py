@@ -64,15 +64,6 @@ _MOST_SUMMED = 1 << 20
 
 
 @dataclass(slots=True)
-class _ChangesAtPath:
-    """The changes of a number or a text that the function or the batch holds."""
-
-    # how many of its values were verified; the first counts as one
-    n_verified: int = 1
-    is_due: bool = False
-
-
-@dataclass(slots=True)
 class _CallSite:
     """The counts of a place, split and verified, and its next call to verify."""
 
@@ -81,24 +72,28 @@ class _CallSite:
     due: int = 1
     # of the last call, by path
     values: dict[Hashable, Any] = field(default_factory=dict)
-    changes: dict[Hashable, _ChangesAtPath] = field(default_factory=dict)
+    # how many values were verified of what has changed since; the first one counts
+    n_verified_at: dict[Hashable, int] = field(default_factory=dict)
+    unverified: set[Hashable] = field(default_factory=set)
     # what the error was made of, which holds no frame
     refusal: tuple[Any, ...] | None = None
     lowest: dict[str | None, float] = field(default_factory=dict)
     n_ties: int = 0
 
-    def changed(self, values: dict[Hashable, Any]) -> list[_ChangesAtPath]:
-        """Return the changes of the values that were not verified since."""
+    def changed(self, values: dict[Hashable, Any]) -> list[int]:
+        """Return how many values were verified of each that has changed since."""
         before, self.values = self.values, values
         for path, value in values.items():
             known = before.get(path, value)
             # nan counts as equal to nan
             if known is not value and known != value and (known == known or value == value):
-                self.changes.setdefault(path, _ChangesAtPath()).is_due = True
+                self.n_verified_at.setdefault(path, 1)
+                self.unverified.add(path)
         # a value that came or went has changed what holds it
-        for path in self.changes.keys() - values.keys():
-            del self.changes[path]
-        return [each for each in self.changes.values() if each.is_due]
+        for path in self.n_verified_at.keys() - values.keys():
+            del self.n_verified_at[path]
+            self.unverified.discard(path)
+        return [self.n_verified_at[path] for path in self.unverified]
 
     def note_verified(self) -> None:
         """Set the next call, after the first ones 40, 400 and so on."""
@@ -106,9 +101,9 @@ class _CallSite:
         self.due = self.n_calls + 1
         if self.n_verified >= _FIRST:
             self.due = next(n for i in count() if (n := 40 * 10**i) > self.n_calls)
-        for each in self.changes.values():
-            each.n_verified += each.is_due
-            each.is_due = False
+        for path in self.unverified:
+            self.n_verified_at[path] += 1
+        self.unverified.clear()
 
 
 @dataclass(slots=True)
@@ -148,7 +143,7 @@ class SplitCall:
         place.n_calls += 1
         code.n_samples += parts.n_samples
         changed = place.changed(values)
-        is_early = place.n_verified < _FIRST or any(each.n_verified < _FIRST for each in changed)
+        is_early = place.n_verified < _FIRST or any(n < _FIRST for n in changed)
         # another model or loss may be wrong where many were right before it, and a place that was
         # refused stays so until the function is another one
         is_open = not place.n_verified or place.refusal is not None
