@@ -158,8 +158,8 @@ class _HandOn(torch.autograd.Function):
         return leaf.detach()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        return grad_outputs[0]
 
 
 def _joined(column: list[Leaf]) -> Any:

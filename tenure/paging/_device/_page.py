@@ -312,6 +312,6 @@ def share_attributes(original: Tensor, copy: Tensor) -> None:
     made of are attributes, too.
     """
     if not vars(copy):
-        copy.__dict__ = vars(original)
+        copy.__dict__ = vars(original)  # pyright: ignore[reportAttributeAccessIssue]  # it can be set
     for name, value in vars(original).items():
         vars(copy).setdefault(name, value)

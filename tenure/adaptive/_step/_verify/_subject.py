@@ -193,6 +193,7 @@ def first_that_fits(work: Callable[[int], T], sizes: Iterable[int]) -> T | None:
     outside = sys.exception()
     for size in sizes:
         failure: Exception | None = None
+        result = None
         with DisposeScope("verification of step") as scope:
             try:
                 result = work(size)
