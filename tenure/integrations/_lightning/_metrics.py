@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -25,7 +25,7 @@ T = TypeVar("T")
 _METHODS = ("forward", "update", "compute", "reset")
 """Those of a metric that do something else while parts run."""
 _CONTAINERS = (dict, list, tuple)
-# more items are data: they would be read for each micro-batch
+# more items are data, which would be read in each step
 _MAX_ITEMS = 256
 
 
@@ -47,20 +47,16 @@ class MetricCall:
 
 
 class MetricRecorder:
-    """Keeps the calls of a module's metrics.
+    """Keeps the calls of metrics."""
 
-    Args:
-        module: has the metrics as attributes, or in modules among those.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
+    def __init__(self) -> None:
         # by identity: the hash of a metric changes with its state
         self._stand_ins: dict[int, Any] = {}
 
-    def recording(self, calls: list[MetricCall], work: Callable[[], T]) -> T:
-        """Run work in which metrics are not called, but their calls noted."""
-        metrics = dict(metrics_of(self._module))
+    def recording(
+        self, metrics: Mapping[str, Any], calls: list[MetricCall], work: Callable[[], T]
+    ) -> T:
+        """Run work in which metrics, by name, are not called, but their calls noted."""
         for metric in metrics.values():
             if id(metric) not in self._stand_ins:
                 self._stand_ins[id(metric)] = _empty_copy(metric)

@@ -108,14 +108,13 @@ def _function_of(self: Any, written: Callable[..., Any]) -> Callable[[Any], Any]
     compiled = self._compiler_ctx
     # Those in a plain list or dict are no modules of the module, and `step` is to know them before
     # parts run: then their methods are others, which no undo may bring back.
-    metrics = [metric for _, metric in metrics_of(self)]
+    metrics = dict(metrics_of(self))
     function = written if compiled is None else compiled["dynamo_ctx"](written)
 
     def training_step(batch: Any) -> Any:
         recorder = recorder_of(self)
         assert recorder is not None
-        assert metrics is not None
-        return recorder.run(function, batch)
+        return recorder.run(function, batch, metrics)
 
     # it runs the code of the class and stands for that: its own is one for all classes
     functools.update_wrapper(training_step, written, assigned=(), updated=())
