@@ -37,6 +37,7 @@ _UNSAVED = "torch.nn.Module._non_persistent_buffers_set"
 _calling: CodeType | None = getattr(optional(_CALL), "__code__", None)
 _wrapping = bound("torch.nn.Module._wrapped_call_impl", "paging")
 _saving = bound("torch.nn.Module._save_to_state_dict", "state_dict() of a paged model")
+_loading = bound("torch.nn.Module._load_from_state_dict", "load_state_dict() of a paged model")
 
 
 def module_called_by(frame: FrameType) -> nn.Module | None:
@@ -59,6 +60,16 @@ def is_called_by_module(frame: FrameType | None) -> bool:
 def is_saving(frame: FrameType) -> bool:
     """Return whether a frame is that of a module that enters its own tensors into a state dict."""
     return frame.f_code is _saving.__code__
+
+
+def is_assigning(frame: FrameType) -> bool:
+    """Return whether a frame is that of a module that is to register tensors of a state dict.
+
+    It will not be so in a next call: torch notes it in the state dict, for all calls to come.
+    """
+    if frame.f_code is not _loading.__code__:
+        return False
+    return bool(frame.f_locals["local_metadata"].pop("assign_to_params_buffers", False))
 
 
 class _CallsOfThread(threading.local):

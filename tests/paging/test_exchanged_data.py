@@ -277,3 +277,73 @@ def test_handles_swapped_in_a_forward_are_refused(sim):
     refused = pytest.raises(RuntimeError, match="Cannot swap t1")
     with page(model, sim.device, 1), torch.no_grad(), refused:
         model(x)
+
+
+class Signs(nn.Linear):
+    """Computes with the signs of its weight, and gives it its numbers back."""
+
+    def __init__(self, compute):
+        super().__init__(WIDTH, WIDTH)
+        self.compute = compute
+
+    def forward(self, x):
+        numbers = self.weight.data.clone()
+        self.weight.data = numbers.sign()
+        x = self.compute(x, self.weight, self.bias)
+        self.weight.data = numbers
+        return x
+
+
+def with_a_clone(x, weight, bias):
+    return nn.functional.linear(x, weight.clone(), bias)
+
+
+def signs(compute):
+    torch.manual_seed(0)
+    return nn.Sequential(*[Signs(compute) for _ in range(4)])
+
+
+@ways
+def test_data_given_back_after_its_use_in_a_graph_is_refused_and_a_clone_will_do(sim, budget):
+    x = torch.randn(2, WIDTH, device=sim.device)
+    model = signs(nn.functional.linear)
+    expected = copy.deepcopy(model.state_dict())
+    with page(model, sim.device, 1, budget=budget, training=True):
+        with pytest.raises(PagingError, match=r"^'1\.weight' was .* Compute with weight\.clone"):
+            model(x)
+        assert all(value.equal(expected[name]) for name, value in model.state_dict().items())
+        with torch.no_grad():
+            model(x)
+    model, plain = signs(with_a_clone), signs(nn.functional.linear).to(sim.device)
+    with page(model, sim.device, 1, budget=budget, training=True):
+        for _ in range(2):
+            for each in (model, plain):
+                each(x).square().sum().backward()
+            for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+                assert mine.equal(theirs.cpu())
+                assert mine.grad.equal(theirs.grad.cpu())
+
+
+@ways
+def test_data_set_between_a_forward_and_its_backward_pass_raises(sim, budget):
+    model, x = layers(), torch.ones(2, WIDTH, device=sim.device)
+    with page(model, sim.device, 1, budget=budget, training=True):
+        loss = model(x).sum()
+        model[1].weight.data = model[1].weight.data * 2
+        with pytest.raises(RuntimeError, match=r"^one of the variables .* '1\.weight' is at vers"):
+            loss.backward()
+        model(x).sum().backward()
+
+
+@ways
+def test_data_that_is_given_back_before_the_backward_pass(sim, budget):
+    model, x = layers(), torch.ones(2, WIDTH, device=sim.device)
+    plain = copy.deepcopy(model).to(sim.device)
+    with page(model, sim.device, 1, budget=budget, training=True):
+        for each in (model, plain):
+            loss, kept = each(x).sum(), each[1].weight.data
+            each[1].weight.data = kept * 2
+            each[1].weight.data = kept
+            loss.backward()
+        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            assert mine.grad.equal(theirs.grad.cpu())

@@ -167,6 +167,19 @@ def test_a_state_dict_in_the_middle_of_a_forward_is_the_hosts(sim, x, is_trainin
             assert model.seen.eq(plain.seen.cpu()).all()
 
 
+def test_a_state_dict_whose_tensors_are_to_be_assigned_is_refused(sim, model, x):
+    expected, other = on_device_whole(sim, model, x), mlp().state_dict()
+    before = [*model.parameters()]
+    with paged(sim, model):
+        with pytest.raises(PagingError, match=r"^load_state_dict\(assign=True\) was called of a"):
+            model.load_state_dict(other, assign=True)
+        assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
+        assert model(x).cpu().equal(expected)
+        model.load_state_dict(other)
+        assert model(x).cpu().equal(on_device_whole(sim, model, x))
+    model.load_state_dict(other, assign=True)
+
+
 @pytest.mark.parametrize("percent", [40, 100])
 def test_a_write_through_a_reference_from_before_is_seen_by_its_version(sim, model, x, percent):
     weight = model[4].weight

@@ -118,6 +118,8 @@ class Page:
             self._lend().tensors.pop(id(alias), None)
             # it was set on the model's own tensor, too, where it would be saved
             vars(alias).pop("_is_param", None)
+        if self._lent is not None:
+            self._lent.saved.clear()
         aliases.clear()
         nodes.clear()
         return written

@@ -16,7 +16,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from tenure._containers import mapped, tensors_in
-from tenure._torch.modules import is_saving
+from tenure._errors import PagingError
+from tenure._torch.modules import is_assigning, is_saving
 
 from .._model import HostTensor, TensorTable
 from ._pager import Pager
@@ -51,10 +52,21 @@ class PagedDict(_Entries):
         return self[name] if name in self else default  # noqa: SIM401  # this is that method
 
     def items(self) -> ItemsView[str, Tensor | None]:  # type: ignore[override]
-        """Return the shown items; a state dict always gets host tensors."""
+        """Return the shown items; a state dict always gets host tensors.
+
+        Raises:
+            PagingError: ``load_state_dict(assign=True)`` asks; nothing was loaded.
+        """
+        caller = sys._getframe(1)
+        if is_assigning(caller):
+            raise PagingError(
+                "load_state_dict(assign=True) was called of a model that is paged: the parameters "
+                "that it registers would not be. Nothing was loaded. Leave assign=True out, which "
+                "copies the values, or call unpage() first."
+            )
         # A checkpoint that a callback saves in the middle of a forward must not have tensors on the
         # device, which are others' a moment later.
-        if is_saving(sys._getframe(1)) and self._pager.is_inside:
+        if is_saving(caller) and self._pager.is_inside:
             return self._saved().items()
         return {name: self._shown(name, entry) for name, entry in super().items()}.items()
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from tenure._errors import PagingError
 from tenure._torch.autograd import (
     at_end_of_backward,
+    hooks_of_saved,
     is_in_engine,
     is_running_node,
     running_task,
@@ -27,7 +28,7 @@ from tenure._torch.compiler import never_compiled
 
 from .._device import Forward, Page, Pass
 from .._model import HostTensor, Unit
-from .._training import Route, SavedTensors, TrainingEngine
+from .._training import Route, SavedTensors, TrainingEngine, is_of_checkpoint
 from ._pager import Pager
 from ._refusals import check_capture, check_training
 
@@ -53,6 +54,8 @@ class TrainingPager(Pager):
         # The backward passes of autograd's that the one that is inside is for.
         self._tasks: set[int] = set()
         self._joining = RLock()
+        # What a forward has read in a checkpoint around no module: none is called to recompute it.
+        self._checkpointed: set[HostTensor] = set()
 
     def enter(self, forward: Forward, token: object, units: list[Unit], module: nn.Module) -> bool:
         """Enter as a pager does; a forward that a node runs is part of its backward pass."""
@@ -72,16 +75,23 @@ class TrainingPager(Pager):
     @never_compiled
     def show(self, host: HostTensor) -> Tensor:
         """Show as a pager does; if a graph is recorded, weights that require grad join it."""
+        is_checkpointed, is_inside = is_of_checkpoint(hooks_of_saved()), self.is_inside
+        if is_checkpointed and not is_inside and host in self._checkpointed and is_running_node():
+            assert host.unit is not None
+            page = self._page_of(host.unit, self._backward_pass())
+            return self._in_graph(page, host) if host.tensor.requires_grad else page.shown(host)
         shown = super().show(host)
         now = self._pass
-        if now is None or host.unit is None or not (self.is_inside and host.tensor.requires_grad):
+        if now is None or host.unit is None or not is_inside or host in now.assigned:
             return shown
-        if host in now.assigned:
-            return shown
+        if is_checkpointed:
+            self._checkpointed.add(host)
         # What is read without gradients in a forward that has them may be used with them.
-        if not (now.records or torch.is_grad_enabled()):
+        if not (host.tensor.requires_grad and (now.records or torch.is_grad_enabled())):
             return shown
-        page = self.engine.room.pages[host.unit]
+        return self._in_graph(self.engine.room.pages[host.unit], host)
+
+    def _in_graph(self, page: Page, host: HostTensor) -> Tensor:
         return page.alias(host, Route(host, self.engine.homeward).alias)
 
     def _begin(self, now: Pass, module: nn.Module) -> None:

@@ -201,6 +201,7 @@ def _point(host: HostTensor, part: Tensor, start: int, *, keep_values: bool = Fa
 def _bring_back(host: HostTensor, part: Tensor, start: int) -> None:
     """Copy a tensor that was given other memory into its part of a buffer, and let it lie there."""
     moved(host.tensor, part)
+    host.n_given += 1
     with torch.no_grad():
         _point(host, part, start, keep_values=True)
 

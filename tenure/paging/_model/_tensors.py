@@ -44,6 +44,7 @@ class HostTensor:
         home: the address of its bytes in the pager's memory; 0 while they are the model's own.
         home_form: its form there.
         home_strides: its strides there.
+        n_given: how often it was brought back there, as it had been given other memory.
         parts: the plain tensors that it is made of, which are paged in its place.
         around: the tensors that it is a part of.
         is_shared: whether the model has its memory, or the object, under another name as well.
@@ -57,6 +58,7 @@ class HostTensor:
     home: int = 0
     home_form: tuple[object, ...] = ()
     home_strides: tuple[int, ...] = ()
+    n_given: int = 0
     parts: list[HostTensor] = field(default_factory=list)
     around: list[Tensor] = field(default_factory=list)
     is_shared: bool = False

@@ -10,6 +10,7 @@ from ._activations import range_to_move as range_to_move
 from ._homeward import MOST_UNITS as MOST_UNITS
 from ._homeward import Route as Route
 from ._saved import SavedTensors as SavedTensors
+from ._saved import is_of_checkpoint as is_of_checkpoint
 from ._stepping import Stepping as Stepping
 from ._stepping import checked_optimizer as checked_optimizer
 from ._stepping import needs_all_gradients as needs_all_gradients

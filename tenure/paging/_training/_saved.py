@@ -82,7 +82,7 @@ class SavedTensors:
             pack, unpack = around
             if weight is None:
                 return partial(unpack, pack(tensor))
-            if getattr(pack, "__module__", None) == _CHECKPOINT:
+            if is_of_checkpoint(around):
                 return partial(_recomputed, partial(unpack, pack(_NOTHING)), weight)
         if weight is not None:
             return weight
@@ -121,6 +121,7 @@ class SavedTensors:
         form = offset, tensor.size(), tensor.stride()
         hosts = _hosts_at(page.unit, offset * tensor.element_size())
         n_writes = _n_writes(page, hosts)
+        lent.saved.update(host.name for host in hosts)
         weight = partial(self._weight_back, page.unit, hosts, n_writes, tensor.dtype, form)
         return partial(_conjugate, weight) if tensor.is_conj() else weight
 
@@ -168,6 +169,11 @@ class SavedTensors:
         return self._activations.give(moved)
 
 
+def is_of_checkpoint(hooks: Hooks | None) -> bool:
+    """Return whether hooks are those of a checkpoint, as it computes or recomputes."""
+    return hooks is not None and getattr(hooks[0], "__module__", None) == _CHECKPOINT
+
+
 def _recomputed(recompute: Packed, weight: Packed) -> Tensor:
     # A checkpoint recomputes all of its modules when a node first asks for what it saved. A node
     # that had its weight by then would hold it beside each of theirs.
@@ -204,7 +210,8 @@ def _hosts_at(unit: Unit, at_bytes: int) -> list[HostTensor]:
 
 
 def _n_writes(page: Page, hosts: list[HostTensor]) -> int:
-    return sum(map(page.version_of, hosts))
+    # `.data` that is set raises no version.
+    return sum(page.version_of(host) + host.n_given for host in hosts)
 
 
 def _refuse(what: str, n_writes: int | None, expected: int | None) -> NoReturn:

@@ -1,5 +1,7 @@
 """What graphs keep of a paged model: weights by their place, and what was written since raises."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -209,6 +211,39 @@ def test_a_checkpoint_of_the_whole_model(sim, halved):
 
     halved.run(run)
     assert halved.gradients_differ() == []
+
+
+class Scaled(nn.Module):
+    """A layer with a parameter and a buffer beside its submodule."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.scale = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.rand(WIDTH))
+        self.register_buffer("shift", torch.rand(WIDTH))
+
+    def forward(self, x):
+        return self.linear(x).tanh() * self.scale.exp() / self.shift
+
+
+@pytest.mark.parametrize("share", [0.5, 2])
+def test_checkpoints_of_forwards_that_are_patched_in_while_a_model_is_paged(sim, pair, share):
+    torch.manual_seed(0)
+    both = pair(nn.Sequential(*[Scaled() for _ in range(6)]))
+    x = inputs(sim)[0]
+    with both.page(share):
+        for model in (both.host, both.there):
+            for each in (*model, model[0].linear):
+                each.forward = partial(checkpoint, each.forward, use_reentrant=False)
+
+        def step(model):
+            def loss(y):
+                return (y @ model[0].linear.weight.to(y.device)).square().sum()
+
+            checkpoint(loss, model(x), use_reentrant=False).backward()
+
+        for _ in range(2):
+            both.run(step)
+            assert both.gradients_differ() == []
 
 
 def test_a_checkpoint_of_a_segment_that_is_larger_than_the_budget(sim, pair):
