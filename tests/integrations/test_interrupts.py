@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from tenure.integrations._lightning._deferred import DeferredGradients
-from tenure.integrations._lightning._metrics import MetricRecorder, metrics_of
+from tenure.integrations._lightning._metrics import MetricRecorder
 from tenure.integrations._lightning._recorder import StepRecorder, recorder_of
 
 
@@ -94,10 +94,9 @@ def test_metrics_count_again_whenever_they_were_interrupted():
     module.mean = torchmetrics.MeanMetric()
     for moment in count():
         calls = []
-        recorder = MetricRecorder()
+        recorder = MetricRecorder(module)
         with interrupted_at(moment, "_metrics.py") as told:
-            metrics = dict(metrics_of(module))
-            recorder.recording(metrics, calls, lambda: module.mean.update(torch.ones(2)))
+            recorder.run(calls, lambda: module.mean.update(torch.ones(2)))
         module.mean.reset()
         module.mean.update(torch.full((2,), 3.0))
         assert module.mean.compute() == 3

@@ -725,6 +725,80 @@ def test_metrics_in_plain_containers_end_as_by_the_whole_batch():
     assert module.means[0]._update_count == 6
 
 
+class Tracker:
+    """An object of the program's own."""
+
+    def __init__(self):
+        self.mean = torchmetrics.MeanMetric().set_dtype(torch.float64)
+
+
+_right = torchmetrics.SumMetric()
+_seen = torchmetrics.SumMetric()
+
+
+class Elsewhere(Net):
+    """Metrics that no module, list or dict of the module holds."""
+
+    def __init__(self):
+        super().__init__()
+        self.tracker = Tracker()
+
+    def training_step(self, batch, batch_idx):
+        out = self.net(batch[0])
+        loss = F.cross_entropy(out, batch[1])
+        self.tracker.mean.update(loss)
+        _right((out.argmax(1) == batch[1]).sum())
+        _seen.update(torch.tensor(len(out)))
+        return loss
+
+    def on_train_epoch_end(self):
+        self.log("mean", self.tracker.mean.compute())
+        for name, metric in (("right", _right), ("seen", _seen)):
+            self.log(name, metric.compute())
+            metric.reset()
+
+
+def test_metrics_that_no_module_holds_end_as_by_the_whole_batch():
+    module, _ = compared(Elsewhere, max_epochs=2)
+    assert module.tracker.mean.update_count == 6
+
+
+@pytest.mark.filterwarnings(r"ignore:what Failing.training_step\(\) gave the metric 'SumMetric")
+def test_an_attempt_that_fails_leaves_no_metric_that_no_module_holds_updated():
+    class Failing(AdaptiveMixin, Elsewhere):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            if len(batch[0]) > 4:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+            return loss
+
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            counts.append((self.tracker.mean.update_count, _right.update_count))
+            seen.append(_seen.compute().item())
+
+    counts, seen = [], []
+    trained(seeded(Failing, maximum=None))
+    assert counts == [(1, 1), (2, 2), (3, 3)]
+    assert seen == [8, 16, 24]
+
+
+def test_a_metric_updated_by_a_method_that_was_kept_is_refused():
+    class Keeping(AdaptiveMixin, Elsewhere):
+        def __init__(self):
+            super().__init__()
+            self.add = self.tracker.mean.update
+
+        def training_step(self, batch, batch_idx):
+            loss = self.loss_of(batch)
+            self.add(loss)
+            return loss
+
+    module = seeded(Keeping)
+    with pytest.raises(AdaptiveUsageError, match="was updated by a method that was kept"):
+        trained(module)
+    assert not module.tracker.mean.update_called
+
+
 def test_a_number_for_a_metric_that_nothing_joins_is_told_by_its_place():
     class Spread(AdaptiveMixin, Metrics):
         def training_step(self, batch, batch_idx):

@@ -2,7 +2,8 @@
 
 A metric counts its calls, keeps the value of the last one, and averages what it is given: updated
 for each micro-batch, an average of losses would depend on the split. Invariant: while the parts of
-a batch run, no metric of the module changes; then each is called as often as one part called it.
+a batch run, no metric changes, however the step found it; then each is called as often as one part
+called it.
 """
 
 from __future__ import annotations
@@ -10,23 +11,29 @@ from __future__ import annotations
 import copy
 import functools
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 from torch import nn
 
 from tenure._containers import tensors_in
 from tenure._errors import AdaptiveUsageError
+from tenure._torch.patches import Patch
 
 from .._joined import Joiner, detached
 
 T = TypeVar("T")
-_METHODS = ("forward", "update", "compute", "reset")
-"""Those of a metric that do something else while parts run."""
-_CONTAINERS = (dict, list, tuple)
-# more items are data, which would be read in each step
-_MAX_ITEMS = 256
+_COUNT = "_update_count"
+"""What each update of a metric reads."""
+_METHODS = ("forward", "update", "compute", "reset", _COUNT)
+"""The attributes of a metric that do something else while parts run."""
+_listening: ContextVar[MetricRecorder | None] = ContextVar("_listening", default=None)
+_outside: WeakValueDictionary[str, Any] = WeakValueDictionary()
+"""The metrics that no module holds, by the name by which it is known how their numbers add up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,70 +54,141 @@ class MetricCall:
 
 
 class MetricRecorder:
-    """Keeps the calls of metrics."""
+    """Keeps the calls of metrics.
 
-    def __init__(self) -> None:
+    Args:
+        module: the one whose step runs; it names them.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
         # by identity: the hash of a metric changes with its state
+        self._told: dict[int, Any] = {}
+        self._names: dict[int, tuple[Any, str]] = {}
         self._stand_ins: dict[int, Any] = {}
+        self._calls: list[MetricCall] | None = None
 
-    def recording(
-        self, metrics: Mapping[str, Any], calls: list[MetricCall], work: Callable[[], T]
-    ) -> T:
-        """Run work in which metrics, by name, are not called, but their calls noted."""
-        for metric in metrics.values():
-            if id(metric) not in self._stand_ins:
-                self._stand_ins[id(metric)] = _empty_copy(metric)
-        before = [(metric, dict(vars(metric))) for metric in metrics.values()]
-        # as DeferredGradients.making()
-        try:
-            for name, metric in metrics.items():
-                vars(metric).update(self._recording_methods(name, metric, calls))
-            return work()
-        finally:
-            try:
-                _bring_back(before)
-            except KeyboardInterrupt:
-                _bring_back(before)
-                raise
+    def run(self, calls: list[MetricCall] | None, work: Callable[[], T]) -> T:
+        """Run work in which metrics are not called, but their calls noted.
 
-    def _recording_methods(
-        self, name: str, metric: Any, calls: list[MetricCall]
-    ) -> dict[str, Callable[..., Any]]:
-        stand_in = self._stand_ins[id(metric)]
+        Args:
+            calls: gets them; None: they are called, and `step` notes each before it changes.
+            work: what runs.
+        """
+        self._calls = calls
+        with ExitStack() as stack:
+            for kind in _kinds():
+                stack.enter_context(_patch_of(kind).block())
+            return _heard_by(self, work)
 
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            calls.append(MetricCall(name, metric, detached(args), detached(kwargs)))
-            # the value that this part alone has
+    def attribute(self, metric: Any, name: str, read: Callable[[Any, str], Any]) -> Any:
+        """Return what the program gets as an attribute of a metric."""
+        if self._calls is None:
+            if id(metric) not in self._told:
+                self._told[id(metric)] = metric
+                _tell(metric)
+            return read(metric, name)
+        if name == "forward":
+            return functools.partial(self._forward, metric)
+        if name == "update":
+            return functools.partial(self._note, metric, ".update", read(metric, name))
+        raise _refused(self._name_of(metric), name)
+
+    def _forward(self, metric: Any, *args: Any, **kwargs: Any) -> Any:
+        self._note(metric, "", metric, *args, **kwargs)
+
+        def alone() -> Any:
+            stand_in = self._stand_ins.get(id(metric))
+            if stand_in is None:
+                stand_in = self._stand_ins[id(metric)] = _empty_copy(metric)
             stand_in.reset()
             return stand_in.forward(*args, **kwargs)
 
-        def update(*args: Any, **kwargs: Any) -> None:
-            calls.append(
-                MetricCall(
-                    f"{name}.update",
-                    # its own again by then; now this is what it finds under that name
-                    lambda *a, **k: metric.update(*a, **k),
-                    detached(args),
-                    detached(kwargs),
-                )
-            )
+        # the value that this part alone has
+        return _heard_by(None, alone)
 
-        def refused(*args: Any, **kwargs: Any) -> None:
-            raise AdaptiveUsageError(
-                f"compute() or reset() of the metric {name!r} was called in a training_step that "
-                "runs in micro-batches, where the metric gets its numbers at the end, once for the "
-                f"whole batch. Log the metric itself, self.log({name!r}, self.{name}), or call "
-                "these in on_train_batch_end() or later."
-            )
+    def _note(
+        self, metric: Any, method: str, function: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> None:
+        assert self._calls is not None
+        name = self._name_of(metric) + method
+        self._calls.append(MetricCall(name, function, detached(args), detached(kwargs)))
 
-        return {"forward": forward, "update": update, "compute": refused, "reset": refused}
+    def _name_of(self, metric: Any) -> str:
+        """Return its name in the module, else one by its class that it keeps."""
+        if id(metric) not in self._names:
+            # no generators: in them, Python drops Ctrl-C
+            known = [*self._module.named_modules(), *_outside.items()]
+            names = [name for name, each in known if each is metric]
+            self._names[id(metric)] = metric, names[0] if names else _new_name(metric)
+        return self._names[id(metric)][1]
 
 
-def _bring_back(before: Sequence[tuple[Any, dict[str, Any]]]) -> None:
-    for metric, space in before:
-        for method in _METHODS:
-            vars(metric).pop(method, None)
-        vars(metric).update({m: space[m] for m in _METHODS if m in space})
+def _new_name(metric: Any) -> str:
+    kind, number = type(metric).__name__, 1
+    while f"{kind} {number}" in _outside:
+        number += 1
+    _outside[f"{kind} {number}"] = metric
+    return f"{kind} {number}"
+
+
+def _refused(name: str, attribute: str) -> AdaptiveUsageError:
+    if attribute == _COUNT:
+        did = (
+            f"The metric {name!r} was updated by a method that was kept from before, or asked how "
+            "often it was updated,"
+        )
+    else:
+        did = f"compute() or reset() of the metric {name!r} was called"
+    return AdaptiveUsageError(
+        f"{did} in a training_step that runs in micro-batches, where the metric gets its numbers "
+        "at the end, once for the whole batch. Log the metric itself, "
+        f"self.log({name!r}, metric), or call these in on_train_batch_end() or later."
+    )
+
+
+def _heard_by(recorder: MetricRecorder | None, work: Callable[[], T]) -> T:
+    before = _listening.get()
+    # as StepRecorder.hearing()
+    try:
+        _listening.set(recorder)
+        return work()
+    finally:
+        _listening.set(before)
+
+
+def _kinds() -> tuple[type, ...]:
+    # without it there are none
+    library = sys.modules.get("torchmetrics")
+    return () if library is None else (library.Metric, library.MetricCollection)
+
+
+@functools.cache
+def _patch_of(kind: type) -> Patch:
+    """Return what shows recorders who reads which attribute of a metric.
+
+    A search would miss the metrics that a global or an object of the program's own holds.
+    """
+
+    def listening(read: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
+        def __getattribute__(metric: Any, name: str) -> Any:
+            recorder = _listening.get() if name in _METHODS else None
+            if recorder is not None:
+                return recorder.attribute(metric, name, read)
+            patch.was_called()
+            return read(metric, name)
+
+        return __getattribute__
+
+    patch = Patch(kind, {"__getattribute__": listening}, lingers=True)
+    return patch
+
+
+def _tell(metric: Any) -> None:
+    """Have `step` note a metric before it changes: modules that are called are seen, with these."""
+    holder = nn.Identity()
+    holder.metric = metric
+    holder(None)
 
 
 def joined_call(calls: Sequence[MetricCall], joiner: Joiner, name: str) -> Callable[[], Any]:
@@ -130,35 +208,6 @@ def learn_call(calls: Sequence[MetricCall], whole: MetricCall, joiner: Joiner, n
 
 def _place_of(call: MetricCall, name: str) -> str:
     return f"what {name}() gave the metric {call.name!r}"
-
-
-def metrics_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the metrics of a module by name; of those inside another one, only the outer one."""
-    # without it there are none
-    library = sys.modules.get("torchmetrics")
-    kinds = () if library is None else (library.Metric, library.MetricCollection)
-    waiting: list[tuple[str, Any]] = [*_held_by(module)]
-    seen: set[int] = set()
-    while waiting:
-        name, held = waiting.pop()
-        if id(held) in seen:
-            continue
-        seen.add(id(held))
-        if isinstance(held, kinds):
-            yield name, held
-        else:
-            waiting += [(f"{name}.{below}", each) for below, each in _held_by(held)]
-
-
-def _held_by(node: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield the children of a module and its attributes, or the items of a short container."""
-    if isinstance(node, nn.Module):
-        yield from node.named_children()
-        # a plain list or dict of metrics is no child
-        attributes = vars(node).items()
-        yield from [(k, v) for k, v in attributes if k != "_modules" and isinstance(v, _CONTAINERS)]
-    elif isinstance(node, _CONTAINERS) and len(node) <= _MAX_ITEMS:
-        yield from node.items() if isinstance(node, dict) else enumerate(node)
 
 
 def _empty_copy(metric: Any) -> Any:

@@ -82,7 +82,7 @@ class StepRecorder:
         self._weight = options.get("weight")
         self._returns_loss = not callable(options.get("loss"))
         self.logs_loss = self._returns_loss and not {"then", "once"} & options.keys()
-        self._metrics = MetricRecorder()
+        self._metrics = MetricRecorder(module)
         self._part: BatchPart | None = None
 
     def hearing(self, work: Callable[[], T]) -> T:
@@ -95,16 +95,14 @@ class StepRecorder:
         finally:
             _running.set(before)
 
-    def run(
-        self, function: Callable[..., Any], batch: Any, metrics: Mapping[str, Any]
-    ) -> tuple[Any, BatchPart]:
+    def run(self, function: Callable[..., Any], batch: Any) -> tuple[Any, BatchPart]:
         """Run it on the batch or a part of it; what it returns as its loss, and the rest."""
         self._part = part = BatchPart()
         # of the batch itself they are called as always, and brought back if that fails
         is_whole = id(batch) == self._whole
         try:
             run = functools.partial(function, self.module, batch, *self._others, **self._named)
-            returned = run() if is_whole else self._metrics.recording(metrics, part.calls, run)
+            returned = self._metrics.run(None if is_whole else part.calls, run)
         finally:
             self._part = None
         if self._weight is not None and not is_whole:

@@ -21,7 +21,6 @@ from tenure._errors import AdaptiveUsageError, BatchCoupledError, SplitMismatchE
 from tenure.adaptive import StepResult, step
 
 from ._deferred import DeferredGradients
-from ._metrics import metrics_of
 from ._recorder import Outcome, StepRecorder, note_compared, recorder_of
 from ._refused import options_of
 
@@ -106,15 +105,12 @@ def _function_of(self: Any, written: Callable[..., Any]) -> Callable[[Any], Any]
     the names that the user's code has.
     """
     compiled = self._compiler_ctx
-    # Those in a plain list or dict are no modules of the module, and `step` is to know them before
-    # parts run: then their methods are others, which no undo may bring back.
-    metrics = dict(metrics_of(self))
     function = written if compiled is None else compiled["dynamo_ctx"](written)
 
     def training_step(batch: Any) -> Any:
         recorder = recorder_of(self)
         assert recorder is not None
-        return recorder.run(function, batch, metrics)
+        return recorder.run(function, batch)
 
     # it runs the code of the class and stands for that: its own is one for all classes
     functools.update_wrapper(training_step, written, assigned=(), updated=())
