@@ -354,6 +354,21 @@ def test_what_is_of_one_thread_is_left_out_where_another_one_imports_torch():
     assert found.timeline is None
 
 
+def test_a_thread_that_outlives_the_code_of_the_program_is_recorded():
+    program = (
+        LEAK.replace("{extra}", "import threading, time")
+        + """
+    threading.Thread(target=lambda: (time.sleep(0.5), train())).start()
+    """
+    )
+    _run(program.replace("\n    train()", ""), "--leaks", "--timeline")
+    found = Recording.load("train.tenure")
+    assert (found.ended, found.n_steps) == ("exit code 0", 8)
+    # its variables are gone when Python calls exit handlers, and the looks have seen them
+    assert found.growth[0].name.endswith("losses")
+    assert found.timeline.duration_s > 0.5
+
+
 @pytest.mark.parametrize("number", ["SIGTERM", "SIGINT"])
 def test_a_signal_that_comes_while_the_file_is_written_waits(number):
     program = """

@@ -12,6 +12,7 @@ import importlib.abc
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -92,14 +93,22 @@ class RunRecorder:
         if self._end is None and os.getpid() == self._pid:
             with self._deaths.held():
                 self._end = end_of(error)
-                self._measured(error)
+                if _goes_on(error):
+                    # Python waits for the threads of the program, and then calls this first
+                    atexit.register(self._threads_ended)
+                else:
+                    self._measured(error)
+
+    def _threads_ended(self) -> None:
+        with self._deaths.held():
+            self._measured()
 
     def _is_imported(self, module: str) -> None:
         self.lines.on_module(module)
         if module == "torch":
             self._measuring.begin()
 
-    def _measured(self, error: BaseException | None) -> None:
+    def _measured(self, error: BaseException | None = None) -> None:
         """End all measuring, once."""
         if not self._measuring.has_ended:
             self._imports.end()
@@ -121,7 +130,7 @@ class RunRecorder:
 
     def _die(self, number: int) -> None:
         """Write the recording before a signal ends the process without its exit handlers."""
-        if self._end is None:
+        if not self._measuring.has_ended:
             self._end = End(signal.Signals(number).name, 128 + number)
         self._write()
 
@@ -133,7 +142,7 @@ class RunRecorder:
         if self._is_written or os.getpid() != self._pid:
             return
         with self._deaths.held():
-            self._measured(None)
+            self._measured()
             self._is_written = True
             try:
                 facts, summary = self._facts()
@@ -165,6 +174,12 @@ class RunRecorder:
         told = ("--lines", "--on-oom")
         missing = [f"tenure run: {note}" for note in recording.notes if note.startswith(told)]
         return recording.to_dict(), [*missing, *recording.summary().splitlines(), *notes]
+
+
+def _goes_on(error: BaseException | None) -> bool:
+    """Return whether a program whose code has ended still runs on threads."""
+    others = {*threading.enumerate()} - {threading.main_thread()}
+    return isinstance(error, SystemExit | None) and not all(each.daemon for each in others)
 
 
 def _main_names(program: Program) -> tuple[str, ...]:
