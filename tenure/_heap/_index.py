@@ -103,8 +103,10 @@ class _Identities:
 
     def ordered(self) -> Sequence[int]:
         """Return the identities by size."""
-        found: Sequence[int] = (sorted if self._numpy is None else self._numpy.sort)(self._numbers)
-        return found
+        if self._numpy is None:
+            return sorted(self._numbers)
+        # an array would make an object of NumPy's for each number that is compared
+        return memoryview(self._numpy.sort(self._numbers))
 
     def where(self, wanted: frozenset[int]) -> list[int]:
         """Return the positions of the objects that are wanted."""

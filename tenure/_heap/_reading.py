@@ -13,8 +13,8 @@ import sys
 import types
 from collections import deque
 from collections.abc import Callable, Iterator
-from functools import partial
-from itertools import compress, count
+from functools import cache, partial
+from itertools import compress, count, repeat
 from operator import call
 from types import FrameType
 from typing import Any, cast
@@ -30,6 +30,7 @@ from tenure._torch.storages import owners_of_storage, uses_of_tensor
 
 _QUALNAME = type.__dict__["__qualname__"].__get__
 _MRO = type.__dict__["__mro__"].__get__
+_IS_SUBCLASS = type.__subclasscheck__
 _NAMESPACE = type.__dict__["__dict__"].__get__
 # references to a snapshot that only its frame, our variable and the argument of getrefcount hold
 _UNSHARED = 3
@@ -64,7 +65,7 @@ def instance_attributes(holder: object) -> dict[str, object]:
 def is_kind(cls: type, *bases: type) -> bool:
     """Return whether the MRO of a class has one of the bases, whatever the class claims."""
     # in C, past a metaclass
-    return any(type.__subclasscheck__(base, cls) for base in bases)
+    return any(map(_IS_SUBCLASS, bases, repeat(cls)))
 
 
 # --- references
@@ -148,9 +149,15 @@ def read(t: torch.Tensor, name: str) -> Any:
     """Return an attribute as the base class has it; None where this kind of tensor has none."""
     # undefined, sparse, nested, fake and functorch tensors raise errors of many types here
     try:
-        return getattr(TENSOR_BASE, name).__get__(t)
+        return _reader(name)(t)
     except Exception:
         return None
+
+
+@cache
+def _reader(name: str) -> Callable[[torch.Tensor], Any]:
+    reader: Callable[[torch.Tensor], Any] = getattr(TENSOR_BASE, name).__get__
+    return reader
 
 
 def gradient_of(t: torch.Tensor) -> torch.Tensor | None:
