@@ -25,3 +25,4 @@ from ._reading import read as read
 from ._reading import read_locals as read_locals
 from ._reading import storage_uses as storage_uses
 from ._reading import type_name as type_name
+from ._words import without_repetitions as without_repetitions

@@ -11,7 +11,6 @@ import sys
 import types
 from collections import deque
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from tenure._text import counted
@@ -22,7 +21,7 @@ from ._image import Image
 from ._reading import is_kind, type_name
 from ._roots import Roots
 from ._search import Balance, Edge, Search
-from ._words import Namer, Root, Step, inside
+from ._words import Namer, Root, Step, inside, without_repetitions
 
 # kinds whose holder may be a plain variable itself, with as many steps as that takes
 _BORROWED = {"view": 1, "autograd": 1, "numpy": 1, "closure": 3}
@@ -50,9 +49,12 @@ _ENDINGS = {
     "cycle": ", in a reference cycle",
     "unknown": ", which nothing with a name was found to hold",
 }
-# A chain of more steps, as through a linked list, is spelled from the object that it has come to:
-# the whole of it takes time and memory by the square of the list.
-_MAX_STEPS = 500
+# A chain of more steps, as through a linked list, begins anew with its name so far, unless that is
+# long: the whole of it takes time and memory by the square of the list.
+_MAX_STEPS = 64
+_MAX_CHARACTERS = 400
+# a chain of fewer steps shows each of them
+_MANY_STEPS = 8
 # plumbing between an object and what it is made of; a chain does not begin there
 _PLUMBING = (dict, tuple, types.CellType)
 
@@ -60,8 +62,7 @@ _PLUMBING = (dict, tuple, types.CellType)
 _Place = tuple[int, bool]
 
 
-@dataclass(frozen=True, slots=True)
-class Holder:
+class Holder(NamedTuple):
     """One reference that keeps a tensor alive, named from something that is alive by itself.
 
     A local variable is spelled ``train.<locals>.history`` with the qualified name of its function,
@@ -130,7 +131,9 @@ def _holders_of(n: int, search: Search, chains: Chains) -> list[Holder]:
     found = [Chain(root, ()) for root in search.roots[n] if not root.silent]
     held = (chains.through(edge, n) or chains.loose(edge) for edge in search.parents[n])
     found += filter(None, held)
-    found.sort(key=_rank)
+    # of most tensors there is one, and to rank it is to spell it once more
+    if len(found) > 1:
+        found.sort(key=_rank)
     variables = [chain for chain in found if _is_variable(chain)]
     holders = [
         Holder(chain.kind, str(chain), _is_running(chain, variables), chain.graph)
@@ -140,7 +143,7 @@ def _holders_of(n: int, search: Search, chains: Chains) -> list[Holder]:
         count = counted(n_unnamed, "reference")
         text = f"{count} without a name: a value on its way, or an extension module"
         holders.append(Holder("unknown", text, running=False, named=False))
-    return list(dict.fromkeys(holders))
+    return list(dict.fromkeys(holders)) if len(holders) > 1 else holders
 
 
 def _rank(chain: Chain) -> tuple[bool, int, bool, str]:
@@ -155,9 +158,10 @@ def _is_variable(chain: Chain) -> bool:
 
 
 def _is_running(chain: Chain, variables: list[Chain]) -> bool:
-    steps = _unfrozen(chain)
-    if not chain.root.running or not steps:
-        return chain.root.running
+    if not chain.root.running:
+        return False
+    if not (steps := _unfrozen(chain)):
+        return True
     first = steps[0]
     if _BORROWED.get(first.kind) != len(steps):
         return False
@@ -189,12 +193,6 @@ class _Way(NamedTuple):
         return self.fleeting, self.cost, self.root.text
 
 
-def _begun_anew(way: _Way) -> _Way:
-    name = way.root.text.removesuffix("…")
-    root = way.root._replace(text=f"{name}…", namer=None, cost=way.cost)
-    return _Way(root, way.cost, None, None, way.fleeting)
-
-
 # ordered by cost, root's text and number; the fourth is unique, so that ways are never compared
 _Entry = tuple[int, str, int, int, _Way]
 
@@ -206,7 +204,8 @@ class Chain(NamedTuple):
     steps: tuple[Step, ...]
 
     def __str__(self) -> str:
-        return _spell(self.root, self.steps) + _ENDINGS.get(self.root.kind, "")
+        text, held_by, _ = _spell(self.root, self.steps)
+        return text + held_by + _ENDINGS.get(self.root.kind, "")
 
     @property
     def kind(self) -> str:
@@ -281,8 +280,15 @@ class Chains:
                 for held, edge in children.get(n, ()):
                     further = self._further(place, way, edge)
                     if further.cost - further.root.cost >= _MAX_STEPS:
-                        further = _begun_anew(further)
+                        further = self._begun_anew(further)
                     heapq.heappush(entries, (further.cost, text, held, next(ties), further))
+
+    def _begun_anew(self, way: _Way) -> _Way:
+        text, held_by, namer = _spell(way.root, [edge.step for edge in self._edges_of(way)])
+        if len(text) > _MAX_CHARACTERS:
+            text = f"{way.root.text.removesuffix('…')}…"
+        root = way.root._replace(text=text, held_by=held_by, namer=namer, cost=way.cost)
+        return _Way(root, way.cost, None, None, way.fleeting)
 
     def _is_news(self, n: int, way: _Way) -> bool:
         if (n, False) in self._ways or (n, way.fleeting) in self._ways:
@@ -327,8 +333,9 @@ class Chains:
         return above
 
 
-def _spell(root: Root, steps: tuple[Step, ...]) -> str:
-    text, held_by, module = root.text, "", ""
+def _spell(root: Root, steps: Sequence[Step]) -> tuple[str, str, Namer | None]:
+    """Return a chain in words, what holds its beginning, and who spells the next step."""
+    text, held_by, module = root.text, root.held_by, ""
     namer: Namer | None = root.namer
     for step in steps:
         anchor = step.anchor or (step.module if not module else "")
@@ -337,7 +344,9 @@ def _spell(root: Root, steps: tuple[Step, ...]) -> str:
             text, module = anchor, step.module
         piece, namer = step.spelled(namer)
         text += piece
-    return text + held_by
+    if len(steps) >= _MANY_STEPS or "…" in root.text:
+        text = without_repetitions(text)
+    return text, held_by, namer
 
 
 def _held_by(anchor: str, link: str, holder: str) -> str:

@@ -24,7 +24,8 @@ from ._reading import (
 )
 from ._words import Root, attribute
 
-# a variable of the program is a better name than one of torch's, or of copy.deepcopy's
+FAR = 1 << 20
+"""The cost of a variable of torch's, or of copy.deepcopy's: any other name is a better one."""
 _LIBRARY = os.path.dirname(os.__file__)
 # an exception that a variable holds as well is better named by the variable
 _IN_FLIGHT = Root("", "traceback", cost=2)
@@ -116,11 +117,11 @@ class Roots:
                 running=True,
                 # variables of the compiler, such as the iterator of a comprehension, are no names
                 silent=silent or not name.isidentifier(),
-                cost=int(of_library),
+                cost=FAR * of_library,
                 captured=name in cells,
             )
             if thread is not None:
-                root = Root(f"thread {thread}: {text}", "thread")
+                root = Root(f"thread {thread}: {text}", "thread", cost=root.cost)
             self._variables[id(value)].append(root)
             self.references[id(value)] += name not in without_reference
             self.named[id(value)] += name not in cells and not silent

@@ -30,7 +30,7 @@ from ._reading import (
     storage_uses,
     take_out_emptied,
 )
-from ._roots import Roots
+from ._roots import FAR, Roots
 from ._slots import frame_of, slots_of
 from ._words import Root, Step
 
@@ -150,15 +150,20 @@ class Search:
         wanted = {id(self.alive[n]): n for n in level}
         for n in level:
             self._add_cpp_holders(n)
+        # what all holders are known of is not asked about again, as counting takes most of the time
         if missing := [n for n in level if self._misses_holders(n)]:
-            self._ask_near(missing, wanted)
+            missing = self._ask_near(missing, wanted)
         met: set[int] = set()
-        if left := [n for n in missing if self._misses_holders(n)]:
-            self._ask(self._heap, [id(self.alive[n]) for n in left], wanted, met)
-        if any(map(self._may_be_hidden, level)):
+        if missing:
+            self._ask(self._heap, [id(self.alive[n]) for n in missing], wanted, met)
+            missing = [n for n in missing if self._misses_holders(n)]
+        # a running frame has the cells of its captured variables, and nobody stores them elsewhere
+        if any(type(self.alive[n]) is not types.CellType for n in missing):
             self._ask(self._hidden, wanted, wanted, met)
+            missing = [n for n in missing if self._misses_holders(n)]
+        without = frozenset(missing)
         for n in level:
-            self._add_arrays(n)
+            self._add_arrays(n, n in without)
         return [n for n in range(before, len(self.alive)) if self._is_open(n)]
 
     def _is_open(self, n: int) -> bool:
@@ -173,7 +178,9 @@ class Search:
 
     def _left(self, n: int) -> int:
         """Return the references to an object that neither the holders found nor C++ account for."""
-        return self._references(n) - self._explained[n] - cpp_references(self.alive[n])
+        left = self._references(n) - self._explained[n]
+        # to ask C++ takes longer than all else here
+        return left - cpp_references(self.alive[n]) if left > 0 else left
 
     @cached_property
     def _near(self) -> Index:
@@ -199,8 +206,8 @@ class Search:
         self._indexes.append(index)
         return index
 
-    def _ask_near(self, missing: list[int], wanted: dict[int, int]) -> None:
-        """Link what is near to the variables; what that accounts for is wanted no more."""
+    def _ask_near(self, missing: list[int], wanted: dict[int, int]) -> list[int]:
+        """Link what is near to the variables; return what that does not account for."""
         near = self._near
         # before anything of this function refers to one of them
         left = {n: self._left(n) for n in missing}
@@ -218,6 +225,7 @@ class Search:
                 self._explained[n] += 1
                 self._link(self._add(holder), n, step)
                 wanted.pop(id(self.alive[n]), None)
+        return [n for n in missing if left[n]]
 
     def _ask(
         self, index: Index, asked: Iterable[int], wanted: dict[int, int], met: set[int]
@@ -255,9 +263,11 @@ class Search:
         self._children.append([])
         self.roots.append(self._roots.of(found))
         for root in self.roots[number]:
-            if root.running and not root.silent:
+            if root.silent or root.cost >= FAR:
+                continue
+            if root.running:
                 self._in_variable.add(number)
-            elif not root.silent:
+            else:
                 self._resolve(number)
         return number
 
@@ -281,10 +291,10 @@ class Search:
 
     def _add_cpp_holders(self, n: int) -> None:
         held = self.alive[n]
-        if is_node(held):
-            self._add_owners(n, held)
-        elif is_kind(type(held), torch.Tensor):
+        if is_kind(type(held), torch.Tensor):
             self._add_tensor_holders(n, held)  # type: ignore[arg-type]
+        elif is_node(held):
+            self._add_owners(n, held)
 
     def _add_tensor_holders(self, n: int, t: torch.Tensor) -> None:
         if cpp_uses(t) > 1:
@@ -306,25 +316,18 @@ class Search:
         self._ignored.update(map(id, image.lists))
         return image
 
-    def _add_arrays(self, n: int) -> None:
+    def _add_arrays(self, n: int, misses_holders: bool) -> None:
         is_tensor = n in self._target_numbers and is_kind(type(self.alive[n]), torch.Tensor)
-        if is_tensor and self._may_be_an_array(n):
+        # an array keeps the handle, or another one
+        if is_tensor and (misses_holders or self._may_be_an_array(n)):
             key = storage_key(self.alive[n])  # type: ignore[arg-type]
             for position in self._arrays.get(key, ()):
                 self._link(self._add(self._hidden.objects[position]), n, _SHARES)
 
     def _may_be_an_array(self, n: int) -> bool:
-        """Return whether nothing known holds the handle, or another one, as an array keeps one."""
-        # before a variable of this function refers to one of the handles
-        if self._misses_holders(n):
-            return True
+        """Return whether nothing known holds another handle."""
         t: torch.Tensor = self.alive[n]  # type: ignore[assignment]
         if storage_uses(t) <= 1:
             return False
         others = [self._number.get(id(other)) for other in self._the_image().handles_over(t)]
         return any(number is None or self._misses_holders(number) for number in others)
-
-    def _may_be_hidden(self, n: int) -> bool:
-        """Return whether an object has references left that the collector does not show."""
-        # a running frame has the cells of its captured variables, and nobody stores them elsewhere
-        return type(self.alive[n]) is not types.CellType and self._misses_holders(n)

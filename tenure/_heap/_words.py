@@ -4,6 +4,7 @@ The words of each kind of holder stand where that is read, as in `_slots` and `_
 here is text and numbers, so that a chain keeps nothing alive.
 """
 
+import re
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple
 
@@ -20,6 +21,8 @@ _REGISTRIES = frozenset({"_parameters", "_buffers", "_modules"})
 # by identity: a metaclass may define __hash__ and __eq__
 _PLAIN_KEYS = frozenset(map(id, (str, bytes, int, float, bool, type(None))))
 _MAX_KEY_CHARACTERS = 40
+# three times, or once more after it was said once
+_REPEATED = re.compile(r"(\.\w+(?:\.\w+|\[…\])*?)(?:\1{2,}|\.…\1+)")
 _MAX_KEY_ITEMS = 4
 
 
@@ -72,8 +75,10 @@ class Root(NamedTuple):
         namer: how to spell the first step.
         running: the root is a local variable of a frame of this thread.
         silent: the root is tenure's own, and no news.
-        cost: steps that this root counts for when chains are compared.
+        cost: steps that this root counts for when chains are compared; of a variable of a library
+            more than any chain has, because each name of the program says more.
         captured: the root is a variable that an inner function shares.
+        held_by: the words behind the chain, if a longer one begins anew here.
     """
 
     text: str
@@ -83,6 +88,7 @@ class Root(NamedTuple):
     silent: bool = False
     cost: int = 0
     captured: bool = False
+    held_by: str = ""
 
 
 # an object that is referred to, and how
@@ -125,6 +131,11 @@ def items(label: str) -> Namer:
 
 def _registered(key: Key) -> tuple[str, Namer | None]:
     return (f"[{key}]" if str(key).isdigit() else f".{key}"), None
+
+
+def without_repetitions(name: str) -> str:
+    """Return a name with what it repeats said once, as along a linked list or down a tree."""
+    return _REPEATED.sub(r"\1.…", name)
 
 
 def spell_key(key: object) -> str:

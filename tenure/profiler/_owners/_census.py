@@ -21,6 +21,7 @@ from tenure._cells import is_of_shell
 from tenure._heap import (
     Holder,
     Image,
+    collector_paused,
     find_holders,
     gradient_of,
     is_kind,
@@ -43,7 +44,6 @@ _MAX_SEARCHED = 100_000
 # Kinds of holders that hold a tensor's memory on somebody else's behalf: a name of its own is
 # better.
 _BORROWING = frozenset({"view", "autograd", "numpy"})
-_SELVES = ("Tensor", "Parameter")
 
 
 def take_census(
@@ -57,7 +57,8 @@ def take_census(
         named: whether variables are searched for the names of other tensors, which takes most of
             the time; their categories are known without.
     """
-    with quietly():
+    # thousands of objects are made for each thousand of tensors, among which there is no garbage
+    with quietly(), collector_paused():
         # First, so that the handles a pager makes for this answer are among the tensors found.
         kept = [
             (namer.served_model(), named)
@@ -118,6 +119,7 @@ class _Census:
         self._image = image
         self._homes = homes
         self._members: defaultdict[int, list[_StorageTensor]] = defaultdict(list)
+        self._entered: set[int] = set()
         # gradients by identity, each with the number of the tensor by which it is named
         gradients = ((i, gradient_of(t)) for i, t in enumerate(image.tensors))
         self._gradients = {id(gradient): i for i, gradient in gradients if gradient is not None}
@@ -189,7 +191,7 @@ class _Census:
     def enter_rest(self) -> None:
         """Enter memory that only C++ refers to, and bare storages."""
         for t in self._image.tensors:
-            if not all(self._over(part.key) for part in parts_of(t)):
+            if id(t) not in self._entered and not all(self._over(p.key) for p in parts_of(t)):
                 self._enter(t, OTHERS)
         for storage in self._image.storages:
             n_bytes, members = storage.nbytes(), self._over(key_of(storage))
@@ -203,11 +205,10 @@ class _Census:
 
     def entries(self) -> list[StorageEntry]:
         """Return the storages in the order of their owners' categories."""
-        found = [
-            (key, sorted(members, key=lambda member: member.rank))
-            for key, members in self._members.items()
-            if members
-        ]
+        found = [(key, members) for key, members in self._members.items() if members]
+        for _, members in found:
+            if len(members) > 1:
+                members.sort(key=lambda member: member.rank)
         found.sort(key=lambda entry: entry[1][0].rank)
         return [_entry(key, members) for key, members in found]
 
@@ -218,6 +219,7 @@ class _Census:
 
     def _enter(self, t: Tensor, category: str) -> None:
         """Enter each part of a tensor."""
+        self._entered.add(id(t))
         held, site, has_graph = self._called(t), created_at(t), read(t, "grad_fn") is not None
         for part in parts_of(t):
             tensor = part.tensor
@@ -280,14 +282,9 @@ def _homes(kept: Iterable[NamedTensor]) -> dict[int, int]:
 def _best(found: Sequence[Holder]) -> TensorName | None:
     named = [holder for holder in found if holder.named]
     direct = [holder for holder in named if holder.kind not in _BORROWING]
-    # a method of torch's own has it as `self`, which says less than any other variable
-    told = [holder for holder in direct if not _says_little(holder.chain)]
+    told = [holder for holder in direct if not is_of_shell(holder.chain)]
     best = next(iter(told or direct or named), None)
     return None if best is None else TensorName(best.chain, kind=best.kind)
-
-
-def _says_little(chain: str) -> bool:
-    return chain in _SELVES or is_of_shell(chain)
 
 
 def _inner_of(t: Tensor) -> list[Tensor]:

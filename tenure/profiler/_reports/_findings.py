@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from tenure._heap import without_repetitions
 from tenure._text import counted, format_bytes
 
 from .._owners import SAVED, StorageEntry
@@ -22,8 +23,6 @@ _MAX_ROOTS = 3
 # of a container, and of a thread without a name of its own
 _INDEX = re.compile(r"\[[^\]]*\]|(?<=thread Thread-)\d+")
 _NUMBER = re.compile(r"\[(?!')[^\]]*\]")
-# the way along a linked list, or down a tree
-_REPEATED = re.compile(r"(\.\w+(?:\.\w+|\[…\])*?)\1{2,}")
 ADVICE_OF_GROWTH = "Bound it, or keep numbers instead of tensors."
 _ADVICE = {
     "growth": ADVICE_OF_GROWTH,
@@ -108,7 +107,7 @@ def _ranked(found: list[Finding]) -> tuple[Finding, ...]:
 
 def place_of(name: str) -> str:
     """Return the place that a name tells of, its indices and repetitions left out."""
-    return _REPEATED.sub(r"\1.…", _INDEX.sub("[…]", name))
+    return without_repetitions(_INDEX.sub("[…]", name))
 
 
 def keyed_place_of(name: str) -> str:

@@ -8,6 +8,7 @@ import pandas as pd
 import pytest
 import torch
 
+from tenure._heap import collector_paused
 from tenure.profiler import GrowthWatch, snapshot
 
 N = 64
@@ -502,6 +503,33 @@ def test_a_list_of_thousands_of_tensors_is_seen_to_grow_on():
     (found,) = watch.growth()
     assert found.name.endswith(".answers")
     assert found.n_tensors == 10_000
+
+
+def test_a_list_of_hundreds_of_links_is_one_place():
+    first, watch = None, GrowthWatch()
+    for step in range(4):
+        for _ in range(200):
+            first = _Link(first)
+        watch.look(step)
+    (found,) = watch.growth()
+    assert found.name.endswith("<locals>.first.rest.….tensor")
+    # but for the first three, of which none is said to repeat itself
+    assert (found.n_before, found.n_tensors) == (197, 797)
+    assert max(len(row.name) for row in snapshot().records) < 200
+
+
+def test_an_optimizer_of_each_step_that_waits_for_the_collector_counts():
+    """Its scheduler refers to it, and it to that."""
+    outputs, model = [], torch.nn.Linear(N, N)
+    with GrowthWatch() as watch, collector_paused():
+        for _ in range(12):
+            optimizer = torch.optim.SGD(model.parameters())
+            torch.optim.lr_scheduler.StepLR(optimizer, 1)
+            outputs.append(model(torch.ones(N, N)).detach())
+            model(torch.ones(N, N)).mean().backward()
+            optimizer.step()
+    (found,) = watch.growth(snapshot())
+    assert (found.n_tensors, found.last_step) == (12, 12)
 
 
 def test_batches_of_many_sizes_are_no_growth():

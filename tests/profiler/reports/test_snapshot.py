@@ -212,6 +212,26 @@ def test_the_last_tensor_of_the_heap_is_named_like_the_others():
 # findings
 
 
+def test_what_a_function_of_torch_has_too_is_named_as_the_program_has_it():
+    seen = []
+    layer = nn.Linear(4, 4)
+
+    def look(*given):
+        del given
+        seen.extend(snapshot().records)
+
+    def evaluate():
+        splits = {"train": {"inputs": [torch.ones(3, 4)]}}
+        layer(splits["train"]["inputs"][0])
+
+    layer.register_forward_pre_hook(look)
+    evaluate()
+    names = [row.name for row in seen if row.shape == (3, 4)]
+    assert [name.partition(".<locals>.evaluate.")[2] for name in names] == [
+        "<locals>.splits['train']['inputs'][0]"
+    ]
+
+
 def test_a_list_that_grows_with_every_step_is_found():
     before = snapshot()
     HISTORY.extend(torch.ones(256) for _ in range(3))
