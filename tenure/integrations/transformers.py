@@ -7,6 +7,7 @@ nothing of the library itself is changed, only methods of the trainer's own obje
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -36,8 +37,8 @@ try:
         mismatch_of,
         on_device,
         only_loss,
+        outputs_taken,
         refuse_class,
-        refuse_divided,
         refuse_training,
         ways_of,
         weights_of,
@@ -58,6 +59,8 @@ else:
 __all__ = ["AdaptiveTrainer", "AdaptiveTrainerMixin", "MemoryCallback"]
 # the options that say how a loss adds up; with one of them nothing is found out
 _REDUCTION = frozenset({"loss", "weight", "then"})
+# those that make a loss, or add to one, after `compute_loss`
+_MAKERS = ("loss", "then", "once")
 _OF_RANKS = (
     "Ranks exchange counts of labels in each prediction step, so that one with pieces would wait "
     "for the others. Evaluate with a per_device_eval_batch_size that fits on each."
@@ -93,6 +96,8 @@ class AdaptiveTrainerMixin(_Base):
     # what the micro-batch that runs logs, and what its loss is a mean over
     _held: HeldLogs | None = None
     _weight: Callable[[Any], Any] | None = None
+    # what the Trainer multiplies its loss by: 1, or its share in the batches that it accumulates
+    _factor = 1.0
     _prediction: PredictionInPieces | None = None
     # what the evaluation that runs does to logits
     _preprocess: Callable[[Any, Any], Any] | None = None
@@ -120,20 +125,27 @@ class AdaptiveTrainerMixin(_Base):
     ) -> Tensor:
         """Run a training step as the Trainer does, in micro-batches if necessary."""
         training_step = super().training_step
+        # with these, the loss is not what `compute_loss` returns
+        makers = [name for name in _MAKERS if callable(self.adaptive_options.get(name))]
 
         def loss_of(batch: dict[str, Any]) -> tuple[Tensor, HeldLogs]:
             held = HeldLogs(self._rules)
+
+            def run() -> None:
+                # a copy, for a trainer may take labels out of it
+                training_step(model, copy.copy(batch), *args, **kwargs)
+
             try:
                 self._held = held
-                # a copy, for a trainer may take labels out of it
-                losses = losses_taken(
-                    self.accelerator,
-                    lambda: training_step(model, copy.copy(batch), *args, **kwargs),
-                )
+                if makers:
+                    loss, self._factor = outputs_taken(self, run)
+                else:
+                    loss = only_loss(losses_taken(self.accelerator, run), self)
+                    held.loss = loss.detach()
             finally:
                 self._held = None
-            loss = only_loss(losses, self)
-            held.loss = loss.detach()
+            if makers == ["once"]:
+                loss = loss * self._factor
             if held.calls and self._weight is not None:
                 with torch.no_grad():
                     held.weight = self._weight(batch)
@@ -222,7 +234,7 @@ class AdaptiveTrainerMixin(_Base):
         has_n_items: bool,
     ) -> StepResult:
         options = {"context": self, "model": model, "has_aux": True, **self.adaptive_options}
-        refuse_divided(self, options, has_n_items=has_n_items)
+        options |= {n: self._scaled(options[n]) for n in _MAKERS if callable(options.get(n))}
         self._weight = options.get("weight")
         if _REDUCTION & options.keys():
             return step(self.accelerator, loss_of, inputs, **options)
@@ -254,6 +266,15 @@ class AdaptiveTrainerMixin(_Base):
                 self._way = name
                 return result
         raise mismatch_of(type(self).__name__, mismatches)
+
+    def _scaled(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """Return a function whose result the Trainer's division has reached."""
+
+        @functools.wraps(function)
+        def scaled(*args: Any) -> Tensor:
+            return function(*args) * self._factor
+
+        return scaled
 
     def _memory_callbacks(self) -> list[MemoryCallback]:
         callbacks = self.callback_handler.callbacks

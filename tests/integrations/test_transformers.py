@@ -502,21 +502,56 @@ class Outputs(AdaptiveTrainerMixin, Trainer):
         return model(input_ids=inputs["input_ids"]).logits.mean(1)
 
 
-@pytest.mark.parametrize(
-    "option",
-    [
-        {"loss": lambda out: out.std(0).sum()},
-        {"then": torch.sqrt},
-        {"once": lambda: torch.ones(())},
-    ],
-    ids=["loss", "then", "once"],
-)
-def test_accumulation_that_would_divide_outputs_is_refused(tmp_path, option):
+def spread(out):
+    return out.std(0).sum()
+
+
+def squares(out):
+    return out.square().mean()
+
+
+# what `compute_loss` returns, the option, and the loss that both make
+_MADE_LATER = {
+    "loss": (lambda out: out, lambda model: {"loss": spread}, lambda out, model: spread(out)),
+    "then": (squares, lambda model: {"then": torch.sqrt}, lambda out, model: squares(out).sqrt()),
+    "once": (
+        squares,
+        lambda model: {"once": lambda: model.lm_head.weight.square().sum()},
+        lambda out, model: squares(out) + model.lm_head.weight.square().sum(),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", _MADE_LATER)
+def test_accumulation_divides_the_loss_and_not_what_it_is_made_of(tmp_path, name):
+    part, option, whole = _MADE_LATER[name]
+
+    class Plain(Trainer):
+        def compute_loss(self, model, inputs, **kwargs):
+            out = model(input_ids=inputs["input_ids"]).logits.mean(1)
+            self.log({"told": float(squares(out.detach()))})
+            return whole(out, model)
+
+    class Later(Outputs):
+        def compute_loss(self, model, inputs, **kwargs):
+            out = super().compute_loss(model, inputs, **kwargs)
+            self.log({"told": float(squares(out.detach()))})
+            return part(out)
+
     data = [{"input_ids": each["input_ids"]} for each in texts()]
-    name = next(iter(option))
-    arguments = {"gradient_accumulation_steps": 2}
-    with pytest.raises(AdaptiveUsageError, match=rf"has {name}=, .*accumulation_steps=2 before"):
-        trained(Outputs, tmp_path, llama(), data, options=option, arguments=arguments)
+    # the second step has one batch: the epoch ends
+    settings = {"arguments": {"gradient_accumulation_steps": 3, "optim": "sgd"}, "steps": 2}
+    plain = trained(Plain, tmp_path, llama(), data, **settings)
+    model = llama()
+    options = {"maximum": 5, **option(model)}
+    fitted = trained(Later, tmp_path, model, data, options=options, **settings)
+    fitted.assert_same(plain)
+    assert fitted.trainer.adaptive_result.sizes == (5, 5, 4, 2)
+    # of what the loss is made of, and not the loss
+    histories = [run.trainer.state.log_history for run in (plain, fitted)]
+    mine, theirs = [[each["told"] for each in log if "told" in each] for log in histories]
+    assert len(mine) == 4
+    assert mine == pytest.approx(theirs, rel=1e-6)
 
 
 def test_accumulation_that_divides_nothing_takes_a_loss_of_outputs(tmp_path):

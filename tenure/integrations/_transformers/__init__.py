@@ -13,7 +13,7 @@ from ._refused import refuse_training as refuse_training
 from ._taken import LossOfBatch as LossOfBatch
 from ._taken import losses_taken as losses_taken
 from ._taken import only_loss as only_loss
-from ._taken import refuse_divided as refuse_divided
+from ._taken import outputs_taken as outputs_taken
 from ._ways import mismatch_of as mismatch_of
 from ._ways import ways_of as ways_of
 from ._ways import weights_of as weights_of

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from tenure._errors import AdaptiveUsageError
 
 from ._held_logs import HeldLogs, note_compared
+
+T = TypeVar("T")
 
 
 class LossOfBatch:
@@ -44,52 +47,46 @@ class LossOfBatch:
 
 def losses_taken(accelerator: Any, work: Callable[[], object]) -> list[Tensor]:
     """Return the losses that an accelerator gets while work runs; none is run backward."""
-    before, losses = vars(accelerator).get("backward"), []
-    # no context manager: Ctrl-C may come as its end begins, and nothing would run backward again
-    try:
-        accelerator.backward = lambda loss, **_: losses.append(loss)
-        work()
-    finally:
-        if before is None:
-            del accelerator.backward
-        else:
-            accelerator.backward = before
+    losses: list[Tensor] = []
+    _with_method(accelerator, "backward", lambda loss, **_: losses.append(loss), work)
     return losses
 
 
-def refuse_divided(trainer: Any, options: Mapping[str, Any], *, has_n_items: bool) -> None:
-    """Make sure that the Trainer divides a loss, and not the outputs that `step` makes one of.
+def outputs_taken(trainer: Any, work: Callable[[], object]) -> tuple[Any, float]:
+    """Return what `compute_loss` gives while work runs, and what the Trainer multiplies it by.
 
-    Args:
-        trainer: divides what `compute_loss` returns by the batches that it accumulates.
-        options: those of `step`.
-        has_n_items: whether a count of all these batches was made, by which the loss divides.
-
-    Raises:
-        AdaptiveUsageError: it would divide outputs or terms, or no penalty.
+    The Trainer divides it by the batches that it accumulates, unless it was divided already. What
+    is no loss yet must not be divided: so the Trainer gets a one in its place.
     """
-    names = [name for name in ("then", "once") if name in options]
-    names += ["loss"] if callable(options.get("loss")) else []
-    n_batches = trainer.args.gradient_accumulation_steps
-    if not names or n_batches == 1:
-        return
-    # as in Trainer.training_step(), whose versions differ: one that is here divides in none
-    is_scaled = getattr(trainer, "loss_is_scaled_for_ga", None)
-    if is_scaled is None:
-        is_scaled = trainer.compute_loss_func is not None or (
-            trainer.model_accepts_loss_kwargs and has_n_items
-        )
-    if not is_scaled:
-        raise AdaptiveUsageError(
-            f"{type(trainer).__name__}.adaptive_options has {names[0]}=, and the Trainer divides "
-            f"what compute_loss() returns by gradient_accumulation_steps={n_batches} before, so "
-            "that it would be another loss. Nothing was changed. Set gradient_accumulation_steps=1 "
-            "and a larger per_device_train_batch_size, which is split if it does not fit; or call "
-            "tenure.integrations.accelerate.step() in a loop of your own."
-        )
+    outputs: list[Any] = []
+    compute_loss = trainer.compute_loss
+
+    def noted(*args: Any, **kwargs: Any) -> Tensor:
+        outputs.append(compute_loss(*args, **kwargs))
+        return torch.ones((), dtype=torch.float64)
+
+    def taken() -> float:
+        return float(only_loss(losses_taken(trainer.accelerator, work), trainer))
+
+    factor = _with_method(trainer, "compute_loss", noted, taken)
+    return only_loss(outputs, trainer, "compute_loss()"), factor
 
 
-def only_loss(losses: list[Tensor], trainer: object) -> Tensor:
+def _with_method(owner: Any, name: str, method: Callable[..., Any], work: Callable[[], T]) -> T:
+    """Run work while an object has another method."""
+    before = vars(owner).get(name)
+    # no context manager: Ctrl-C may come as its end begins, and nothing would run backward again
+    try:
+        setattr(owner, name, method)
+        return work()
+    finally:
+        if before is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
+
+
+def only_loss(losses: list[Any], trainer: object, called: str = "accelerator.backward()") -> Any:
     """Return the one loss that was taken.
 
     Raises:
@@ -97,7 +94,7 @@ def only_loss(losses: list[Tensor], trainer: object) -> Tensor:
     """
     if len(losses) != 1:
         raise AdaptiveUsageError(
-            f"{type(trainer).__name__}.training_step() called accelerator.backward() "
+            f"{type(trainer).__name__}.training_step() called {called} "
             f"{len(losses)} times, so there is no one loss to split. Let it call that once for "
             "each batch, or train with a Trainer that is not adaptive."
         )
