@@ -26,6 +26,10 @@ current_node: Any = bound("torch._C._current_autograd_node", _PREDICTION)
 """The node that the engine runs on this thread, or has last run; None outside of the engine."""
 next_sequence: Any = bound("torch._C._autograd._get_sequence_nr", _PREDICTION)
 """The number that the next node of this thread gets."""
+IN_PLACE = frozenset({SUM, torch.ops.aten.mul.Tensor, torch.ops.aten.sub.Tensor})
+"""Operations that torch may have done in place if no mode looked on."""
+_ONLY_IN_PLACE = "BinaryCrossEntropyWithLogitsBackward0"
+"""A node whose formula does `mul` and `sub` in place, unless a mode looks on."""
 _FORMULAS = (
     "Aminmax", "Atan2", "Cholesky", "CholeskyInverse", "CholeskySolve", "LinalgCholeskyEx",
     "LinalgDet", "LinalgLstsq", "LinalgLu", "LinalgLuFactorEx", "LinalgLuSolve", "LinalgPinv",
@@ -77,6 +81,21 @@ def adds_in_place(gradient: Tensor, frame: FrameType | None, n_modes_above: int 
     if not _is_called_by_engine(frame, n_modes_above):
         return False
     return _has_one_owner(gradient, n_modes_above) and _is_dense(gradient)
+
+
+def writes_in_place(func: Any, operand: Tensor, frame: FrameType | None) -> bool:
+    """Return whether the engine, or a formula of torch, would write a result into an operand.
+
+    Args:
+        func: one of `IN_PLACE`, in whose handler this is asked.
+        operand: its first one.
+        frame: the caller of the handler.
+    """
+    if func is SUM:
+        return adds_in_place(operand, frame)
+    node = current_node()
+    is_formula = node is not None and node.name() == _ONLY_IN_PLACE
+    return is_formula and _is_called_by_engine(frame, 0) and _has_one_owner(operand, 0)
 
 
 def adds_plain_in_place(gradient: Tensor, frame: FrameType | None, n_modes_above: int = 0) -> bool:

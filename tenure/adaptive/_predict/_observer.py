@@ -32,10 +32,15 @@ from ._workspaces import Workspaces, taken_inside
 
 # Formulas of autograd that ask whether a tensor is of a subclass, which is so while a mode is open,
 # and then work in another way: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/autograd/
-# FunctionsManual.cpp. Of the others that ask, the way without data takes more.
+# FunctionsManual.cpp. Of the others that ask, the way without data takes as much or more.
 _SPREADING = frozenset({"MaxBackward1", "MinBackward1", "MedianBackward0", "NanmedianBackward0"})
-_OF_DATA_ALONE = frozenset({"LinalgHouseholderProductBackward0"})
-_BY_DATA = "{} works in another way on tensors with data"
+_WITH_ZERO = "a factor of a product is taken to be 0"
+_BY_DATA = {
+    "LinalgHouseholderProductBackward0": (
+        "LinalgHouseholderProductBackward0 works in another way on tensors with data"
+    ),
+    **dict.fromkeys(("ProdBackward0", "ProdBackward1", "CumprodBackward0"), _WITH_ZERO),
+}
 
 
 class OperationPlace(NamedTuple):
@@ -214,8 +219,8 @@ class Observer(DispatchMode):
                 for entry in list(self._entries.values()):
                     entry.block.outlived_forward = True
             self.phase = phase
-            if node is not None and node.name() in _OF_DATA_ALONE:
-                self.reasons.setdefault(_BY_DATA.format(node.name()))
+            if node is not None and node.name() in _BY_DATA:
+                self.reasons.setdefault(_BY_DATA[node.name()])
 
     def _note_unforeseen(self, *arguments: Any) -> None:
         """Notice a leaf with data: autograd is about to give it a gradient that has none."""
@@ -286,18 +291,18 @@ class Observer(DispatchMode):
             self._change(block, block.n_bytes)
 
     def _block_added_to(self, func: Any, args: Any) -> LiveBlock | None:
-        """Return the block of a gradient that autograd adds another to in place.
+        """Return the block of an operand that autograd writes a result into.
 
         It does not while a mode looks on, and makes a third.
         """
-        if func is not gradient_sums.SUM or self.phase != "backward":
+        if func not in gradient_sums.IN_PLACE or self.phase != "backward":
             return None
         frame: FrameType | None = sys._getframe()
         # Called for a result, for an operation, by the handler, by the caller of the sum: a frame
         # that a thread of autograd's engine may not have.
         for _ in range(4):
             frame = frame and frame.f_back
-        if not gradient_sums.adds_in_place(args[0], frame):
+        if not gradient_sums.writes_in_place(func, args[0], frame):
             return None
         entry = self._entries.get(key_of(args[0].untyped_storage()))
         return None if entry is None else entry.block

@@ -298,6 +298,61 @@ def test_a_gradient_of_one_element_of_all_is_not_too_low(name, dtype):
     assert not report.approximate
 
 
+_LOSSES = {
+    "plain": {},
+    "with weights": {"weight": torch.rand(64, 128)},
+    "with weights of classes": {"pos_weight": torch.rand(128)},
+    "with both, each": {"weight": torch.rand(128), "pos_weight": torch.rand(64, 128)},
+    "not reduced": {"pos_weight": torch.rand(128), "reduction": "none"},
+}
+
+
+@pytest.mark.parametrize("name", _LOSSES)
+def test_a_loss_that_works_in_place_is_predicted_so(name):
+    weight, target = torch.ones(64, 128, requires_grad=True), torch.rand(64, 128)
+
+    def fn(x):
+        logits = x * weight
+        return F.binary_cross_entropy_with_logits(logits, target, **_LOSSES[name]).square().sum()
+
+    batch = torch.randn(64, 128)
+    report = predict_peak(fn, batch)
+    true_bytes = report.baseline_bytes + true_peak_bytes(step_of(fn, batch, None))
+    assert 0 <= report.peak_bytes - true_bytes <= 256
+
+
+def test_a_loss_that_works_in_place_is_not_taken_for_the_functions_of_its_checkpoint():
+    weight, target = torch.ones(64, 128, requires_grad=True), torch.rand(64, 128)
+
+    def loss_of(x):
+        # run again in the node of the loss, and not in place
+        gains = ((x * weight).sigmoid() * weight * 2 - weight).detach()
+        return F.binary_cross_entropy_with_logits(x * weight, target, pos_weight=gains)
+
+    def fn(x):
+        return checkpoint(loss_of, x, use_reentrant=False)
+
+    batch = torch.randn(64, 128)
+    report = predict_peak(fn, batch)
+    true_bytes = report.baseline_bytes + true_peak_bytes(step_of(fn, batch, None))
+    assert 0 <= report.peak_bytes - true_bytes <= 256
+
+
+@pytest.mark.parametrize("call", [torch.prod, lambda x: x.prod(1), lambda x: x.cumprod(1)])
+def test_a_gradient_of_a_product_is_that_of_one_with_a_zero(call):
+    weight = torch.ones(64, 128, requires_grad=True)
+
+    def fn(x):
+        return call(x * weight).sum()
+
+    batch = torch.randn(64, 128)
+    batch[1, 2] = 0
+    report = predict_peak(fn, batch)
+    true_bytes = report.baseline_bytes + true_peak_bytes(step_of(fn, batch, None))
+    assert report.peak_bytes == pytest.approx(true_bytes, rel=0.03)
+    assert report.reasons == ("a factor of a product is taken to be 0",)
+
+
 def test_a_gradient_of_reflectors_is_approximate():
     factors = torch.ones(8)
     report = predict_peak(
