@@ -6,6 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.mem_tracker import MemTracker
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -75,6 +77,29 @@ def test_a_step_takes_what_was_predicted(name, optimizer):
     # scalars that kernels make of numbers are seen or not, by some bytes each
     assert 0 <= report.peak_bytes - true_bytes <= 256
     assert not report.approximate
+
+
+@pytest.mark.parametrize("n_samples", [512, 4], ids=["peak in backward", "peak in the step"])
+def test_torchs_own_tracker_finds_the_same_in_each_category(n_samples):
+    def made():
+        model = mlp()
+        return model, torch.optim.Adam(model.parameters()), torch.randn(n_samples, 64)
+
+    model, optimizer, batch = made()
+    said = predict_peak(lambda x: model(x).square().mean(), batch, optimizer=optimizer).categories
+    with FakeTensorMode():
+        model, optimizer, batch = made()
+        tracker = MemTracker()
+        tracker.track_external(model, optimizer, batch)
+        with tracker:
+            step_of(lambda x: model(x).square().mean(), batch, optimizer)()
+    (found,) = tracker.get_tracker_snapshot("peak").values()
+    found = {getattr(kind, "name", kind): n_bytes for kind, n_bytes in found.items()}
+    names = {"PARAM": "parameters", "GRAD": "gradients", "ACT": "activations", "OTH": "inputs"}
+    assert {key: found[key] for key in names} == {key: said[names[key]] for key in names}
+    # it counts what the step makes and frees as state, and no numbers that kernels make
+    in_step = said["optimizer state"] + said["temporaries"] - found["OPT"] - found["TEMP"]
+    assert 0 <= in_step <= 64
 
 
 def test_nothing_is_left_of_a_prediction():
