@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from inspect import signature
 from typing import Any
 
 import torch
@@ -101,39 +102,20 @@ class _InParts(TorchFunctionMode):
     def _known_in(self, values: list[Any]) -> tuple[Tensor, Tensor | None, Tensor] | None:
         if not self._left_out:
             return None
-        for value in values:
-            if isinstance(value, Tensor):
-                known = self._left_out.get(key_of(value.untyped_storage()))
-                if known is not None:
-                    return known
-        return None
+        storages = (each.untyped_storage() for each in values if isinstance(each, Tensor))
+        found = (self._left_out.get(key_of(storage)) for storage in storages)
+        return next(filter(None, found), None)
 
-    def _replace(
-        self,
-        known: Any,
-        logits: Tensor,
-        target: Tensor,
-        weight: Tensor | None = None,
-        size_average: Any = None,
-        ignore_index: int = -100,
-        reduce: Any = None,
-        reduction: str = "mean",
-        label_smoothing: float = 0.0,
-    ) -> Any:
+    def _replace(self, known: Any, *args: Any, **kwargs: Any) -> Any:
         hidden, bias, stand_in = known
+        given = signature(F.cross_entropy).bind(*args, **kwargs).arguments
+        logits, target = given.pop("input"), given.pop("target")
         # any other order of the samples is another function
         is_other = logits.dim() != 2 or logits.numel() != stand_in.numel() or target.dim() != 1
-        if is_other or size_average is not None or reduce is not None:
+        is_old = any(given.pop(name, None) is not None for name in ("size_average", "reduce"))
+        if is_other or is_old:
             raise _NotThisWayError
         self.n_replaced += 1
-        return F.linear_cross_entropy(
-            hidden.reshape(-1, hidden.shape[-1]),
-            self._weight,
-            target,
-            linear_bias=bias,
-            options=nn.LinearCrossEntropyOptions(),
-            weight=weight,
-            ignore_index=ignore_index,
-            reduction=reduction,
-            label_smoothing=label_smoothing,
-        )
+        rows, options = hidden.reshape(-1, hidden.shape[-1]), nn.LinearCrossEntropyOptions()
+        given = {"ignore_index": -100, "linear_bias": bias, "options": options, **given}
+        return F.linear_cross_entropy(rows, self._weight, target, **given)

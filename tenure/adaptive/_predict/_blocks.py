@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from tenure._cuda_blocks import CachedBlocks, CudaBlock
 
@@ -15,15 +15,7 @@ Category = Literal[
 what the work made and let go in between is temporary."""
 Phase = Literal["forward", "backward", "optimizer step"]
 
-CATEGORIES: tuple[Category, ...] = (
-    "parameters",
-    "buffers",
-    "gradients",
-    "optimizer state",
-    "inputs",
-    "activations",
-    "temporaries",
-)
+CATEGORIES: tuple[Category, ...] = get_args(Category)
 
 
 @dataclass(slots=True, eq=False)

@@ -97,11 +97,8 @@ def _bytes_beside(report: PeakReport) -> int:
     needed_bytes = max(0, reserved_bytes - held_bytes) + report.allowance_bytes
     # an allocator that is short of memory gives back what it caches, and may need no more then
     free_bytes = meter.available_bytes()
-    return (
-        free_bytes if needed_bytes > free_bytes and _runs_in(report, free_bytes) else needed_bytes
-    )
-
-
-def _runs_in(report: PeakReport, free_bytes: int) -> bool:
-    limit_bytes = (report._held_bytes or 0) + free_bytes - report.allowance_bytes
-    return report._runs_within is not None and report._runs_within(limit_bytes)
+    runs_within = report._runs_within
+    if needed_bytes > free_bytes and runs_within is not None:
+        limit_bytes = held_bytes + free_bytes - report.allowance_bytes
+        return free_bytes if runs_within(limit_bytes) else needed_bytes
+    return needed_bytes

@@ -80,6 +80,46 @@ def holders_in(values: Iterable[Any]) -> list[Any]:
     return found
 
 
+def _set_device(device: torch.device) -> None:
+    # that of the host is the default without any
+    torch.set_default_device(None if device == torch.device("cpu") else device)
+
+
+def _autocast() -> list[tuple[str, bool, torch.dtype]]:
+    accelerator = torch.accelerator.current_accelerator()
+    kinds = {"cpu", "cuda", *([] if accelerator is None else [accelerator.type])}
+    return [
+        (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+        for kind in sorted(kinds)
+    ]
+
+
+def _set_autocast(values: list[tuple[str, bool, torch.dtype]]) -> None:
+    for kind, is_enabled, dtype in values:
+        torch.set_autocast_enabled(kind, is_enabled)
+        torch.set_autocast_dtype(kind, dtype)
+
+
+_SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
+    (torch.get_default_device, _set_device),
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch.is_grad_enabled, torch.set_grad_enabled),
+    (
+        lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
+        lambda value: torch.autograd.set_detect_anomaly(*value),
+    ),
+    (
+        lambda: (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        ),
+        lambda value: torch.use_deterministic_algorithms(value[0], warn_only=value[1]),
+    ),
+    (_autocast, _set_autocast),
+)
+"""The settings of torch: what reads each, and what sets it."""
+
+
 @contextmanager
 def settings_kept() -> Iterator[None]:
     """Return a block after which these are as they were.
@@ -87,51 +127,11 @@ def settings_kept() -> Iterator[None]:
     Default device and type, whether gradients are recorded, anomaly detection, deterministic
     algorithms, and autocast of the CPU, of CUDA and of the accelerator of this machine.
     """
-    before = _settings()
+    before = [read() for read, _ in _SETTINGS]
     try:
         yield
     finally:
-        after = _settings()
         # only what differs: setting the default device makes a mode of it
-        for name, (value, put_back) in before.items():
-            if after[name][0] != value:
+        for (read, put_back), value in zip(_SETTINGS, before, strict=True):
+            if read() != value:
                 put_back(value)
-
-
-def _settings() -> dict[str, tuple[Any, Callable[[Any], object]]]:
-    """Return the settings by name, each with what sets it."""
-    found: dict[str, tuple[Any, Callable[[Any], object]]] = {
-        "device": (torch.get_default_device(), _set_device),
-        "dtype": (torch.get_default_dtype(), torch.set_default_dtype),
-        "gradients": (torch.is_grad_enabled(), torch.set_grad_enabled),
-        "anomaly": (
-            (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
-            lambda value: torch.autograd.set_detect_anomaly(*value),
-        ),
-        "deterministic": (
-            (
-                torch.are_deterministic_algorithms_enabled(),
-                torch.is_deterministic_algorithms_warn_only_enabled(),
-            ),
-            lambda value: torch.use_deterministic_algorithms(value[0], warn_only=value[1]),
-        ),
-    }
-    accelerator = torch.accelerator.current_accelerator()
-    kinds = {"cpu", "cuda", *([] if accelerator is None else [accelerator.type])}
-    for kind in sorted(kinds):
-        found[f"autocast {kind}"] = (
-            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)),
-            _set_autocast,
-        )
-    return found
-
-
-def _set_device(device: torch.device) -> None:
-    # that of the host is the default without any
-    torch.set_default_device(None if device == torch.device("cpu") else device)
-
-
-def _set_autocast(value: tuple[str, bool, torch.dtype]) -> None:
-    kind, is_enabled, dtype = value
-    torch.set_autocast_enabled(kind, is_enabled)
-    torch.set_autocast_dtype(kind, dtype)

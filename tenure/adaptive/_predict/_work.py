@@ -177,7 +177,7 @@ class Work:
             stack.enter_context(self._steps_told(observer, is_offloaded=bool(offloaded)))
             steps_as = None if offloaded else self.target.stands_for
             stack.enter_context(stepping_fakes(cpu_as=steps_as))
-            stack.enter_context(_no_compiling())
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(unrecognised())
             stack.enter_context(self._no_fast_path(observer))
             stack.enter_context(self.target.shown())
@@ -353,12 +353,6 @@ def _put_gradients(observer: Observer) -> None:
     """Give leaves that were no part of what was lent the gradients that they had."""
     for leaf, gradient in observer.unforeseen.values():
         leaf.grad = gradient
-
-
-@contextmanager
-def _no_compiling() -> Iterator[None]:
-    with torch.compiler.set_stance("force_eager"):
-        yield
 
 
 def _unique(tensors: Iterable[Tensor]) -> list[Tensor]:
