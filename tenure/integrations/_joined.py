@@ -26,10 +26,10 @@ class Joiner:
     """Joins values of micro-batches.
 
     Args:
+        parts: the micro-batches. Each has the ``loss`` that it returned, and a ``weight``: what
+            that is a mean over, or a dict of that by name; None: its samples.
         sizes: the samples of each.
-        losses: the loss that each returned.
-        loss: the loss of the whole batch; None where it is no mean or sum of those.
-        weights: what the loss of each is a mean over, or dicts of that by name; None: its samples.
+        loss: the loss of the whole batch; None where it is no mean or sum of theirs.
         rules: how numbers add up of which nobody has said it.
 
     Attributes:
@@ -37,17 +37,12 @@ class Joiner:
     """
 
     def __init__(
-        self,
-        sizes: Sequence[int],
-        losses: Sequence[Tensor | None],
-        loss: Tensor | None,
-        weights: Sequence[Any] | None,
-        rules: NumberRules,
+        self, parts: Sequence[Any], sizes: Sequence[int], loss: Tensor | None, rules: NumberRules
     ) -> None:
         self.sizes = sizes
-        self._losses = losses
+        self._losses: list[Tensor | None] = [part.loss for part in parts]
         self._loss = loss
-        self._weights = weights
+        self._weights = None if parts[0].weight is None else [part.weight for part in parts]
         self.rules = rules
 
     def joined(self, values: Sequence[Any], place: str) -> Any:
@@ -71,12 +66,15 @@ class Joiner:
         if all(map(_is_number, values)):
             return self.rules.joined(self, f"{place} is a number", values, advice=_ADVICE)
         if all(isinstance(value, Tensor) for value in values):
-            return self._joined_tensors(values, place)
+            joined = joined_rows(values, self.sizes)
+            if joined is None:
+                raise self._refusal(first, place)
+            return joined
         if isinstance(first, Number | str | bytes | None) and all(v == first for v in values):
             return first
         if isinstance(first, list) and self._have_rows([len(value) for value in values]):
             return [item for value in values for item in value]
-        levels = _levels_of(values)
+        levels = levels_of(values)
         if not levels:
             raise self._refusal(first, place)
         children = zip(*(level.children for level in levels), strict=True)
@@ -98,7 +96,7 @@ class Joiner:
         if all(map(_is_number, (whole, *values))):
             self.rules.learn(self, f"{place} is a number", values, whole)
             return
-        levels = _levels_of((whole, *values))
+        levels = levels_of((whole, *values))
         if not levels:
             return
         children = zip(*(level.children for level in levels), strict=True)
@@ -158,14 +156,6 @@ class Joiner:
         """Return the sum, of the type of the first."""
         return sum(values[1:], values[0])
 
-    def _joined_tensors(self, tensors: Sequence[Tensor], place: str) -> Tensor:
-        has_rows = all(tensor.dim() for tensor in tensors)
-        if has_rows and self._have_rows([tensor.shape[0] for tensor in tensors]):
-            return torch.cat(list(tensors))
-        if all(torch.equal(tensors[0], other) for other in tensors[1:]):
-            return tensors[0]
-        raise self._refusal(tensors[0], place)
-
     def _have_rows(self, lengths: Sequence[int]) -> bool:
         return list(lengths) == list(self.sizes)
 
@@ -178,7 +168,32 @@ class Joiner:
         )
 
 
-def _levels_of(values: Sequence[Any]) -> list[Level]:
+def joined_rows(
+    tensors: Sequence[Tensor], sizes: Sequence[int], padding: int | None = None
+) -> Tensor | None:
+    """Return the rows of all tensors, or what is the same in each; None if it is neither.
+
+    Args:
+        tensors: of any shape.
+        sizes: the rows of each.
+        padding: fills sequences up to the longest; None: all have one length.
+    """
+    first = tensors[0]
+    if [tuple(each.shape[:1]) for each in tensors] != [(size,) for size in sizes]:
+        # such as a matrix of the model's own
+        return first if all(torch.equal(first, each) for each in tensors[1:]) else None
+    if len({each.shape[1:] for each in tensors}) == 1:
+        return torch.cat(list(tensors))
+    if padding is None or len({(each.dim(), each.shape[2:]) for each in tensors}) != 1:
+        return None
+    length = max(each.shape[1] for each in tensors)
+    joined = first.new_full((sum(sizes), length, *first.shape[2:]), padding)
+    for each, rows in zip(tensors, joined.split(list(sizes)), strict=True):
+        rows[:, : each.shape[1]] = each
+    return joined
+
+
+def levels_of(values: Sequence[Any]) -> list[Level]:
     """Return one level of containers that have the same keys; none if they differ."""
     levels = [level for value in values if (level := level_of(value)) is not None]
     is_alike = len(levels) == len(values) and all(lv.keys == levels[0].keys for lv in levels)

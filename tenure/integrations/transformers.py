@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from tenure._containers import mapped
 from tenure._errors import AdaptiveUsageError, RemoteRankError, SplitMismatchError
 from tenure._extras import install_command, require_new_enough
 from tenure.adaptive import StepResult, is_oom
@@ -29,13 +31,11 @@ try:
         HeldLogs,
         LossOfBatch,
         MemoryCallback,
-        Predict,
         PredictionInPieces,
         UncuttableError,
         joined_logs,
         losses_taken,
         mismatch_of,
-        on_device,
         only_loss,
         outputs_taken,
         refuse_class,
@@ -61,6 +61,12 @@ __all__ = ["AdaptiveTrainer", "AdaptiveTrainerMixin", "MemoryCallback"]
 _REDUCTION = frozenset({"loss", "weight", "then"})
 # those that make a loss, or add to one, after `compute_loss`
 _MAKERS = ("loss", "then", "once")
+_NOT_CUT = "The batch was not cut into pieces. "
+_PILED_UP = (
+    "The outputs of an evaluation pile up on the device. Bring them to the host with "
+    "eval_accumulation_steps=1, make them smaller with preprocess_logits_for_metrics=, or keep "
+    "numbers alone with batch_eval_metrics=True."
+)
 _OF_RANKS = (
     "Ranks exchange counts of labels in each prediction step, so that one with pieces would wait "
     "for the others. Evaluate with a per_device_eval_batch_size that fits on each."
@@ -199,19 +205,23 @@ class AdaptiveTrainerMixin(_Base):
             return loss, logits, labels
 
         if self.args.world_size > 1:
-            return _whole(predict, inputs, _OF_RANKS)
+            with _noting(_NOT_CUT + _OF_RANKS):
+                return predict(inputs)
         if self._prediction is None:
             self._prediction = PredictionInPieces(f"{type(self).__name__}.prediction_step")
         in_dims = self.adaptive_options.get("in_dims", 0)
         try:
             batch = Batch(inputs, in_dims)
         except UncuttableError as error:
-            return _whole(predict, inputs, str(error))
+            with _noting(f"{_NOT_CUT}{error}"):
+                return predict(inputs)
         outputs = self._prediction(predict, batch, lambda: weights_of(self, inputs, in_dims))
         # outputs of batches pile up in one place; with one that is emptied each time, on the host
         if self.args.eval_accumulation_steps == 1:
             return outputs
-        return _back(outputs, self.args.device)
+        with _noting(_PILED_UP):
+            back: tuple[Any, Any, Any] = mapped(lambda t: t.to(self.args.device), outputs)
+        return back
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log as the Trainer does, with the figures of `MemoryCallback`, for all callbacks.
@@ -292,24 +302,12 @@ def _switch_to_training(model: nn.Module, optimizer: Any) -> None:
         train()
 
 
-def _whole(predict: Predict, inputs: Any, reason: str) -> tuple[Any, Any, Any]:
+@contextmanager
+def _noting(text: str) -> Iterator[None]:
+    """Open a block whose errors of memory have a note."""
     try:
-        return predict(inputs)
+        yield
     except Exception as error:
         if is_oom(error):
-            error.add_note(f"The batch was not cut into pieces. {reason}")
+            error.add_note(text)
         raise
-
-
-def _back(outputs: tuple[Any, Any, Any], device: torch.device) -> tuple[Any, Any, Any]:
-    try:
-        loss, logits, labels = on_device(outputs, device)
-    except Exception as error:
-        if is_oom(error):
-            error.add_note(
-                "The outputs of an evaluation pile up on the device. Bring them to the host with "
-                "eval_accumulation_steps=1, make them smaller with preprocess_logits_for_metrics=, "
-                "or keep numbers alone with batch_eval_metrics=True."
-            )
-        raise
-    return loss, logits, labels

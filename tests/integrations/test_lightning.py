@@ -443,10 +443,13 @@ def test_outputs_are_those_of_the_whole_batch():
     compared(Outputs)
 
 
-def test_outputs_that_cannot_be_joined_are_refused():
+@pytest.mark.parametrize(
+    "odd", [lambda x: x.T, lambda x: x[:, : len(x)]], ids=["turned", "lengths"]
+)
+def test_outputs_that_cannot_be_joined_are_refused(odd):
     class Odd(AdaptiveMixin, Body, LightningModule):
         def training_step(self, batch, batch_idx):
-            return {"loss": self.loss_of(batch), "odd": batch[0].T}
+            return {"loss": self.loss_of(batch), "odd": odd(batch[0])}
 
     with pytest.raises(
         AdaptiveUsageError, match=r"'odd', returned by Odd.training_step\(\), is fl"

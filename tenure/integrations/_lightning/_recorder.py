@@ -175,13 +175,11 @@ class Outcome:
     ) -> None:
         self._parts = parts
         self._name = f"{type(recorder.module).__name__}.training_step"
-        losses = [part.loss for part in parts]
         # sums of micro-batches in half precision are wider than that
-        self.loss = loss if losses[0] is None else loss.to(losses[0].dtype)
-        weights = None if parts[0].weight is None else [part.weight for part in parts]
+        self.loss = loss if parts[0].loss is None else loss.to(parts[0].loss.dtype)
         of_batch = self.loss if recorder.logs_loss else None
         rules = _rules.setdefault(recorder.module, NumberRules())
-        self._joiner = Joiner(sizes, losses, of_batch, weights, rules)
+        self._joiner = Joiner(parts, sizes, of_batch, rules)
         skipped = [part.is_skipped for part in parts]
         self.is_skipped = all(skipped)
         if any(skipped) and not all(skipped):

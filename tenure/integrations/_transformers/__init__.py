@@ -4,10 +4,8 @@ from ._callback import MemoryCallback as MemoryCallback
 from ._held_logs import HeldLogs as HeldLogs
 from ._held_logs import joined_logs as joined_logs
 from ._prediction import Batch as Batch
-from ._prediction import Predict as Predict
 from ._prediction import PredictionInPieces as PredictionInPieces
 from ._prediction import UncuttableError as UncuttableError
-from ._prediction import on_device as on_device
 from ._refused import refuse_class as refuse_class
 from ._refused import refuse_training as refuse_training
 from ._taken import LossOfBatch as LossOfBatch

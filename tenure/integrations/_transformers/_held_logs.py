@@ -41,7 +41,7 @@ def note_compared(whole: Any, split: Any) -> None:
     (held,) = whole.aux
     if not held.calls or not _are_alike([held, *split.aux]):
         return
-    joiner = _joiner_of(split.aux, split.sizes, split.loss)
+    joiner = Joiner(split.aux, split.sizes, split.loss, held.rules)
     for (logs, _, _), *parts in zip(held.calls, *(each.calls for each in split.aux), strict=True):
         for name, value in logs.items():
             learn_log(joiner, name, [part[0][name] for part in parts], value)
@@ -62,7 +62,7 @@ def joined_logs(
         for part in parts:
             yield from part.calls
         return
-    joiner = _joiner_of(parts, sizes, loss)
+    joiner = Joiner(parts, sizes, loss, parts[0].rules)
     for calls in zip(*(part.calls for part in parts), strict=True):
         first, args, kwargs = calls[0]
         options: list[dict[str, Any]] = [{} for _ in calls]
@@ -71,11 +71,6 @@ def joined_logs(
             for name in first
         }
         yield logs, args, kwargs
-
-
-def _joiner_of(parts: Sequence[HeldLogs], sizes: Sequence[int], loss: Tensor) -> Joiner:
-    weights = None if parts[0].weight is None else [part.weight for part in parts]
-    return Joiner(sizes, [part.loss for part in parts], loss, weights, parts[0].rules)
 
 
 def _are_alike(parts: Sequence[HeldLogs]) -> bool:

@@ -18,6 +18,8 @@ from tenure._containers import mapped
 from tenure._errors import SplitMismatchError
 from tenure._text import describe_tensor
 
+from .._joined import joined_rows, levels_of
+
 Weight = Callable[[Any], Any]
 """Gets a part of a batch, and returns how much it counts in a mean."""
 Weights = Mapping[str, Weight | None]
@@ -141,7 +143,7 @@ class PredictionInPieces:
             if end - start == batch.n_samples:
                 # as the trainer got it
                 return _PredictedPiece(start, end, *predict(batch.inputs))
-            return _PredictedPiece(start, end, *on_host(predict(batch.part(start, end))))
+            return _PredictedPiece(start, end, *mapped(Tensor.cpu, predict(batch.part(start, end))))
 
         pieces: list[_PredictedPiece] = self._run(0, batch.n_samples, run)
         first = pieces[0]
@@ -231,16 +233,6 @@ def _mismatch(whole: float, found: Sequence[float]) -> SplitMismatchError:
 # --- outputs
 
 
-def on_host(outputs: Any) -> Any:
-    """Return the same containers, of tensors on the host."""
-    return mapped(Tensor.cpu, outputs)
-
-
-def on_device(outputs: Any, device: torch.device) -> Any:
-    """Return the same containers, of tensors on a device."""
-    return mapped(lambda tensor: tensor.to(device), outputs)
-
-
 def _joined(column: Sequence[Any], lengths: Sequence[int]) -> Any:
     """Return the outputs of a batch, of those of its pieces.
 
@@ -248,39 +240,18 @@ def _joined(column: Sequence[Any], lengths: Sequence[int]) -> Any:
         SplitMismatchError: there is something in them that has not one row for each sample.
     """
     first = column[0]
-    if isinstance(first, Tensor):
-        return _joined_tensors(column, lengths)
-    if isinstance(first, tuple | list):
-        return type(first)(_joined(each, lengths) for each in zip(*column, strict=True))
-    if isinstance(first, Mapping):
-        made = {key: _joined([each[key] for each in column], lengths) for key in first}
-        return type(first)(made)  # type: ignore[call-arg]  # as the Trainer itself makes it
+    if all(isinstance(each, Tensor) for each in column):
+        # sequences of other lengths, as generated ones are, are padded as between batches
+        joined = joined_rows(column, lengths, _PADDING)
+        if joined is None:
+            raise _not_by_samples(describe_tensor(first))
+        return joined
+    if levels := levels_of(column):
+        children = zip(*(level.children for level in levels), strict=True)
+        return levels[0].make([_joined(each, lengths) for each in children])
     if all(type(each) is type(first) and each == first for each in column):
         return first
     raise _not_by_samples(f"a {type(first).__name__}")
-
-
-def _joined_tensors(column: Sequence[Tensor], lengths: Sequence[int]) -> Tensor:
-    first = column[0]
-    if any(each.dim() != first.dim() for each in column):
-        raise _not_by_samples(describe_tensor(first))
-    rows = [each.shape[0] if each.dim() else None for each in column]
-    if rows != list(lengths):
-        # such as a matrix of the model's own
-        if all(torch.equal(each, first) for each in column):
-            return first
-        raise _not_by_samples(describe_tensor(first))
-    if len({each.shape[1:] for each in column}) == 1:
-        return torch.cat(list(column))
-    if len({each.shape[2:] for each in column}) != 1:
-        raise _not_by_samples(describe_tensor(first))
-    # sequences of other lengths, as generated ones are: padded as between batches
-    joined = first.new_full(
-        (sum(lengths), max(e.shape[1] for e in column), *first.shape[2:]), _PADDING
-    )
-    for each, rows_of_it in zip(column, joined.split(list(lengths)), strict=True):
-        rows_of_it[:, : each.shape[1]] = each
-    return joined
 
 
 def _not_by_samples(what: str) -> SplitMismatchError:
