@@ -10,7 +10,7 @@ import pytest
 from tenure import _host_memory as host_memory
 from tenure._host_memory import GroupMemory, free_host_bytes
 from tenure.adaptive._memory import meter_for
-from tenure.paging._planning._checks import _free_bytes
+from tenure.paging._checks import _free_bytes
 
 MACHINE = 1000
 

@@ -1,37 +1,34 @@
-"""The functions that page a model.
+"""The functions that page a model, or compute a part of it on the host.
 
 Invariant: the model is the same object before and after, and where it can't be paged it is as it
-was. Weights of a checkpoint are never all in memory.
+was. Weights of a checkpoint are never all in memory. With `chunk` a layer is computed where its
+weights are, and between layers activations are on the device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import ExitStack
+from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from tenure._account import taken
+from tenure._cuda_blocks import taken_by
+from tenure._errors import PagingError
 from tenure._registries import shrinkables
+from tenure._text import parse_bytes
+from tenure._torch.quiet import aside_with_subclasses
 
-from ._checkpoint import assigned, convert_names, open_checkpoint
-from ._device import Engine
-from ._forward import (
-    Attached,
-    Method,
-    Pager,
-    TrainingPager,
-)
-from ._handle import PagedModel
-from ._host import FileStore, HostBuffers, SpillStore, checked_folder
-from ._link import FileLink, Link
-from ._planning import (
-    DISK,
+from ._arguments import Arguments, moved
+from ._budget import PagingBudget, shared_budget
+from ._checkpoint import assigned, open_checkpoint
+from ._checks import (
     Budget,
     NoAccelerator,
-    Planned,
     check_activations,
     check_training,
     checked_device,
@@ -40,13 +37,27 @@ from ._planning import (
     checked_methods,
     checked_model,
     checked_prefetch,
-    make_plan,
-    speed_of,
     warn_of_uncounted_writes,
 )
+from ._converted import convert_names
+from ._cut import Cut, cut
+from ._division import arrange, n_bytes
+from ._engine import Engine
+from ._entry import Attached, Method
+from ._file_link import FileLink
+from ._files import FileStore, SpillStore, checked_folder
+from ._handle import PagedModel
+from ._host_buffers import HostBuffers
+from ._link import Link
+from ._memory import Arrangement
+from ._page import RESIDENT, in_place_of
+from ._pager import Pager
+from ._pass import Forward
+from ._plan import DISK, PCIE_4, PagingPlan, Planned, PlannedUnit, make_plan, speed_of
 from ._sharded import ShardedModel, shard
-from ._sharing import PagingBudget, shared_budget
+from ._tensors import HostTensor, TensorTable, Unit
 from ._training import TrainingEngine
+from ._training_pager import TrainingPager
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -324,3 +335,146 @@ def _file_link(planned: Planned, device: torch.device, store: FileStore) -> File
     """Return the link from a store's files to a device, or to where the CPU computes."""
     largest_bytes = max((unit.n_bytes for unit in planned.cut.units), default=1)
     return FileLink(device, store.reader, largest_bytes)
+
+
+_HOST = torch.device("cpu")
+
+
+def chunk(
+    model: nn.Module,
+    device: str | torch.device = "cuda",
+    max_capacity: int | str = 10**9,
+) -> PagedModel:
+    """Compute the first layers of a model on a device and the rest on the host; no weight moves.
+
+    For a model that is called so seldom, or with so few samples, that moving its weights would
+    take longer than to compute on the host. Inputs may be on the host; outputs are on the device.
+
+    Args:
+        model: a model in host memory.
+        device: the accelerator.
+        max_capacity: how many parameters the device may hold, or how many bytes of them such as
+            ``"6GiB"``. Layers are taken in the order of their registration, as long as they fit.
+
+    Returns:
+        The handle, as of ``page``.
+
+    Raises:
+        PagingError: the model can't be moved, or the capacity is none; the model is as before.
+        ByteSizeError: the capacity is no number of bytes.
+        torch.OutOfMemoryError: the device has less free than that; the model is as before.
+
+    Source: ``chunk`` of pytorch-optimem.
+    """
+    checked_model(model)
+    chosen = checked_device(device)
+
+    def make_pager(planned: Planned) -> Pager:
+        store = HostBuffers(chosen, pin=True)
+        engine = Engine(Link(chosen), store, planned.cut.units, 0)
+        return ChunkPager(engine, planned.table.hosts.values())
+
+    return carry_out(
+        model, chosen, None, lambda _: _planned(model, chosen, max_capacity), make_pager
+    )
+
+
+class ChunkPager(Pager):
+    """Shows the device's weights, except to a module that is computed on the host.
+
+    Args:
+        engine: as of a pager.
+        hosts: as of a pager.
+    """
+
+    def __init__(self, engine: Engine, hosts: Collection[HostTensor]) -> None:
+        super().__init__(engine, hosts)
+        # Those that are computed on the host, one inside the other.
+        self._on_host: list[Forward] = []
+
+    def enter(self, forward: Forward, token: object, units: list[Unit], module: nn.Module) -> bool:
+        """Enter as a pager does; a module with any weight on the host is computed there."""
+        there = [unit for unit in units if self.engine.stays(unit)]
+        if not super().enter(forward, token, there, module):
+            return False
+        if len(there) < len(units):
+            self._on_host.append(forward)
+            self.on_leave(self._on_host.pop)
+        return True
+
+    def arguments(self, forward: Forward, given: Any) -> Arguments | None:
+        """Return the arguments as a pager does, or on the host."""
+        if forward not in self._on_host:
+            return super().arguments(forward, given)
+        arguments = Arguments(given, self.engine.device.type, _HOST)
+        self.on_leave(arguments.hand_back)
+        return arguments
+
+    def result(self, forward: Forward, output: Any) -> Any:
+        """Return the result as a pager does, on the device."""
+        safe = super().result(forward, output)
+        # Of modules that run on the host one inside the other, only the outermost has an output
+        # that a layer on the device may get.
+        return moved(safe, "cpu", self.engine.device) if self._on_host == [forward] else safe
+
+    def show(self, host: HostTensor) -> Tensor:
+        """Show as a pager does; a weight that only another module could use is copied."""
+        if self.is_inside and self._on_host:
+            return host.tensor
+        # A model that reads the weight of a layer it does not call, as a tied head does, computes
+        # on the device with a weight of the host's.
+        if not self.is_inside or all(map(self.engine.stays, host.units)):
+            return super().show(host)
+        with aside_with_subclasses():
+            copy = taken(lambda: host.tensor.detach().to(self.engine.device), RESIDENT)
+            return in_place_of(host.tensor, copy)
+
+
+def _planned(model: nn.Module, device: torch.device, max_capacity: int | str) -> Planned:
+    table = TensorTable(model)
+    # As small as can be: a unit is computed on one side as a whole, and room on the device that is
+    # too small for a block may do for its attention.
+    pieces = cut(model, table, lambda module: False)
+    arrangement = _arranged(pieces, max_capacity, device)
+    resident = arrangement.units
+    needed = taken_by(arrangement.sizes, device)
+    plan = PagingPlan(
+        model=type(model).__name__,
+        device=str(device),
+        units=tuple(PlannedUnit(u.name, u.n_bytes, u in resident) for u in pieces.units),
+        weight_bytes=n_bytes(pieces.units),
+        resident_bytes=arrangement.resident_bytes,
+        ring_bytes=0,
+        allocated_bytes=needed.allocated_bytes,
+        reserved_bytes=needed.reserved_bytes,
+        budget_bytes=needed.allocated_bytes,
+        minimum_bytes=0,
+        link_bytes_per_s=PCIE_4.bytes_per_s,
+        limit_s=0.0,
+        predicted_s=0.0,
+        computes_on_host=True,
+    )
+    return Planned(plan, table, pieces, arrangement, resident)
+
+
+def _arranged(pieces: Cut, max_capacity: int | str, device: torch.device) -> Arrangement:
+    """Return the units from the first on that fit."""
+    is_text = isinstance(max_capacity, str)
+    capacity = parse_bytes(max_capacity) if isinstance(max_capacity, str) else max_capacity
+    if not isinstance(capacity, int) or isinstance(capacity, bool) or capacity < 0:
+        raise PagingError(
+            f"max_capacity={max_capacity!r}: write a number of parameters, or of bytes such as "
+            '"6GiB".'
+        )
+    sizes = accumulate(unit.n_bytes if is_text else _n_parameters(unit) for unit in pieces.units)
+    n_fitting = sum(size <= capacity for size in sizes)
+    while True:
+        arrangement = arrange(0, pieces.units[:n_fitting], (), device)
+        # What the allocator rounds up counts: text names bytes of the device.
+        if not is_text or taken_by(arrangement.sizes, device).allocated_bytes <= capacity:
+            return arrangement
+        n_fitting -= 1
+
+
+def _n_parameters(unit: Unit) -> int:
+    return sum(host.tensor.numel() for host in unit.tensors if not host.is_buffer)

@@ -20,16 +20,12 @@ from tenure._registries import shrinkables
 from tenure._text import format_bytes
 from tenure._torch.patches import Patch
 
-from ._forward import Attached, Pager, after_captures, check_capture
-from ._planning import PagingPlan
+from ._entry import Attached
+from ._pager import Pager, after_captures, check_capture
+from ._plan import PagingPlan
 from ._report import PagingReport, make_report
-from ._training import (
-    Stepping,
-    TrainingEngine,
-    checked_optimizer,
-    needs_all_gradients,
-    stepped_after,
-)
+from ._stepping import Stepping, checked_optimizer, needs_all_gradients, stepped_after
+from ._training import TrainingEngine
 
 
 class PagedModel:

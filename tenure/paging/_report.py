@@ -14,7 +14,7 @@ from tenure._errors import PagingError
 from tenure._show import Paragraph, Part, Report
 from tenure._text import counted, format_bytes
 
-from ._device import Engine
+from ._engine import Engine
 
 Bound = Literal["link", "compute"]
 _NAMES = {"link": "link", "compute": "computation"}

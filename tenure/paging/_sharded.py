@@ -16,7 +16,7 @@ from torch import nn
 
 from tenure._errors import PagingError
 
-from ._planning import checked_model
+from ._checks import checked_model
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tenure.paging import PagingError, PagingWarning, page, plan_paging
-from tenure.paging._host._pinning import Pinning
-from tenure.paging._planning._model_checks import checked_device
+from tenure.paging._checks import checked_device
+from tenure.paging._host_buffers import Pinning
 
 from .models import mlp
 

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tenure.paging._device._memory import ByteRing, Fences
+from tenure.paging._memory import ByteRing, Fences
 
 SIZES = st.integers(1, 40)
 MOVES = st.lists(st.tuples(st.booleans(), SIZES, st.integers(0, 10)), max_size=60)

@@ -132,7 +132,7 @@ def test_who_waits_for_weights_to_be_converted_is_shown_how_much_is_done(tmp_pat
         yield done.append
         shown.append((label, total, sum(done), in_bytes))
 
-    monkeypatch.setattr("tenure.paging._checkpoint._converted.progress", progress)
+    monkeypatch.setattr("tenure.paging._converted.progress", progress)
     build("MixtralForCausalLM", 0).save_pretrained(tmp_path)
     with load_paged(build("MixtralForCausalLM", 1), tmp_path, "cpu", host=tmp_path):
         pass
@@ -198,7 +198,7 @@ def test_a_folder_that_is_full_is_said_and_the_model_is_as_before(tmp_path, monk
     build("MixtralForCausalLM", 0).save_pretrained(tmp_path)
     model, n_files = build("MixtralForCausalLM", 1), open_files()
     before = values_of(model)
-    monkeypatch.setattr("tenure.paging._checkpoint._converted._append", full)
+    monkeypatch.setattr("tenure.paging._converted._append", full)
     with pytest.raises(PagingError, match=r"^192.0 KiB of MixtralForCausalLM could not be written"):
         load_paged(model, tmp_path, "cpu", host=tmp_path)
     assert_same(model.state_dict(), before)

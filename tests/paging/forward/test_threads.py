@@ -31,7 +31,7 @@ class Slow(nn.Module):
 
 def test_a_long_wait_for_another_forward_is_said_once_and_goes_on(x, tmp_path, monkeypatch):
     # four seconds otherwise
-    monkeypatch.setattr("tenure.paging._forward._pager._LONG_WAIT_S", 0.01)
+    monkeypatch.setattr("tenure.paging._pager._LONG_WAIT_S", 0.01)
     model = Slow().eval()
     with page(model, "cpu", host=tmp_path), ThreadPoolExecutor(1, "other") as pool:
         other = pool.submit(torch.no_grad()(model), x)

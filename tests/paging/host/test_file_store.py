@@ -192,7 +192,7 @@ def test_a_disk_that_fills_up_while_it_is_written_leaves_the_model_in_memory(tmp
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("tenure.paging._host._file_store._write", full)
+    monkeypatch.setattr("tenure.paging._files._write", full)
     with pytest.raises(PagingError, match=r"27.0 KiB of Sequential .*: No space left on device; "):
         page(model, "cpu", host=tmp_path)
     assert [each.data_ptr() for each in model.parameters()] == before

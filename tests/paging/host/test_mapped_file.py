@@ -21,7 +21,7 @@ def in_parts(monkeypatch):
 
 def untold(monkeypatch):
     """A system that does not tell which pages were written, as any other than Linux."""
-    monkeypatch.setattr("tenure.paging._host._mapped_file.tells_written", lambda: False)
+    monkeypatch.setattr("tenure.paging._files.tells_written", lambda: False)
 
 
 def linears():

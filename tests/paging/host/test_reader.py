@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 # When a collection runs on its thread, and when Python has no thread left, a program can't choose.
-from tenure.paging._host._reader import Reader
+from tenure.paging._file_link import Reader
 
 
 def test_an_error_stands_in_the_result_and_the_thread_goes_on():

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tenure.paging import PagingError, load_paged
-from tenure.paging._host import _mapped_file as mapped_file
+from tenure.paging import _files as mapped_file
 
 from ..models import WIDTH, mlp
 from ..test_zoo import assert_equal

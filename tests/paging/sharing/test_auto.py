@@ -221,7 +221,7 @@ def test_on_the_host_it_follows_what_the_machine_has_free(monkeypatch, tmp_path)
     model, x = linears(12), torch.ones(2, WIDTH)
     expected = model(x)
     free = {"bytes": 400_000}
-    monkeypatch.setattr("tenure.paging._sharing._gauge.free_host_bytes", lambda: free["bytes"])
+    monkeypatch.setattr("tenure.paging._budget.free_host_bytes", lambda: free["bytes"])
     with page(model, "cpu", budget="auto", host=tmp_path) as handle:
         assert torch.equal(model(x), expected)
         whole = handle.report().resident_bytes

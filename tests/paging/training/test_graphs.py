@@ -35,7 +35,7 @@ _QUICK = ("attention", "gru", "shared")
 def test_models_of_every_kind_get_the_gradients_of_a_plain_one(
     sim, pair, monkeypatch, name, activations
 ):
-    monkeypatch.setattr("tenure.paging._training._activations.SMALL_BYTES", 1)
+    monkeypatch.setattr("tenure.paging._activations.SMALL_BYTES", 1)
     model, args, kwargs = build(name)
     model.train()
     both = pair(model)

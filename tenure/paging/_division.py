@@ -1,0 +1,348 @@
+"""How a model is cut and a budget divided: what stays, in which slabs, and how large the ring is.
+
+Invariant: all of it, as the allocator rounds it, is within the budget; the ring holds whatever one
+forward needs at once; and whichever slabs are there, the units that pass are spread evenly over the
+model. The first slab, with the ring and with what must stay, is there from the start to the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from math import isqrt
+from typing import Self
+
+import torch
+from torch import nn
+
+from tenure._cuda_blocks import (
+    BLOCK_BYTES,
+    LARGE_SEGMENT_BYTES,
+    OWN_SEGMENT_BYTES,
+    SEGMENT_STEP_BYTES,
+    CachedBlocks,
+    is_rounding,
+    taken_by,
+    whole_block_bytes,
+)
+from tenure._errors import PagingError
+from tenure._text import format_bytes
+
+from ._checks import Budget
+from ._cut import Cut, UnitSize, cut, sizes_with_own
+from ._memory import Arrangement, SlabPlan
+from ._tensors import TensorTable, Unit
+
+_RUN = 4
+"""Without a budget, the ring has room for so many units in a row."""
+_MOST_UNIT = 1 / 16
+"""Of the weights: what one unit may take."""
+_SMALL_SHARE = 1 / 64
+"""A unit below this share of the largest one stays if it can: its copy is mostly latency."""
+_ABOUT_AS_LARGE = 3 / 4
+
+_N_SLABS = (16, 8, 4, 2)
+"""How many there are to be, about: the more there are, the less is given back for nothing."""
+_LOSS = 1 / 100
+"""The share of all bytes that rounding may cost for that."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinkSpeed:
+    """The assumed time of copies to the device.
+
+    Attributes:
+        bytes_per_s: of a large copy.
+        latency_s: added to each.
+    """
+
+    bytes_per_s: float
+    latency_s: float = 30e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A model cut in one way.
+
+    Attributes:
+        device: where it is paged to.
+        table: its tensors.
+        cut: its units.
+        kept: the units that must stay: what was asked for, and what no forward brackets, for it may
+            be in use beside any other unit. A mask that the first layer gives out is, to the last.
+        others: the other units, in the order in which they come to stay.
+        whole_rings: for each unit the ring in which its copy is hidden behind computation.
+    """
+
+    device: torch.device
+    table: TensorTable
+    cut: Cut
+    kept: frozenset[Unit]
+    others: list[Unit]
+    whole_rings: dict[Unit, int]
+
+    @classmethod
+    def of(
+        cls, model: nn.Module, device: torch.device, size: UnitSize, kept: list[nn.Module]
+    ) -> Self:
+        """Cut a model into units of a size."""
+        table = TensorTable(model)
+        pieces = cut(model, table, size.fits(table), merge_bytes=size.n_bytes or 0, apart=kept)
+        inside = table.extents_of(each for module in kept for each in module.modules())
+        staying = frozenset(
+            unit
+            for unit in pieces.units
+            if unit.is_loose or any(extent in inside for extent in unit.extents)
+        )
+        others = [unit for unit in pieces.units if unit not in staying]
+        rings = dict(zip(others, _whole_rings([unit.n_bytes for unit in others]), strict=True))
+        return cls(device, table, pieces, staying, _spread(others), rings)
+
+    @property
+    def least_ring_bytes(self) -> int:
+        """The most that one forward needs of units that may pass."""
+        each = [unit.n_bytes for unit in self.others]
+        together = [n_bytes(set(needed) - self.kept) for needed in self.cut.needs.values()]
+        return max(each + together, default=0)
+
+    @property
+    def least(self) -> CachedBlocks:
+        """The memory of the least budget for this cut."""
+        return self.taken_by(self._arranged(self.least_ring_bytes, []))
+
+    def taken_by(self, arrangement: Arrangement) -> CachedBlocks:
+        """Return the memory of the device that slabs take."""
+        return taken_by(arrangement.sizes, self.device)
+
+    def stalled_bytes(self, ring_bytes: int, units: Iterable[Unit]) -> int:
+        """Return the bytes of units whose copies are not hidden behind computation."""
+        return n_bytes(unit for unit in units if self.whole_rings[unit] > ring_bytes)
+
+    def divide(self, budget: Budget | None) -> Arrangement | None:
+        """Divide a budget; without one, take what keeps the link busy. None if it is too small."""
+        if budget is None:
+            return self._without_budget()
+        room_bytes = budget.n_bytes
+        while True:
+            # At whole steps, for between two of them all is rounded to the same.
+            if is_rounding(self.device):
+                is_in_steps = room_bytes >= OWN_SEGMENT_BYTES
+                room_bytes -= room_bytes % (SEGMENT_STEP_BYTES if is_in_steps else BLOCK_BYTES)
+            ring_bytes = self._ring_bytes(room_bytes - n_bytes(self.kept))
+            if ring_bytes is None:
+                return None
+            if budget.now_bytes is None:
+                found = self._filled(ring_bytes, room_bytes)
+            else:
+                found = self._elastic(ring_bytes, budget.now_bytes)
+            excess_bytes = self._excess_bytes(found, budget)
+            if not excess_bytes:
+                return found
+            room_bytes -= excess_bytes
+
+    def _ring_bytes(self, room_bytes: int) -> int | None:
+        """Return the bytes of the best ring: a long one takes residents, a short one stalls."""
+        least_bytes = self.least_ring_bytes
+        sizes = {max(least_bytes, ring_bytes) for ring_bytes in self.whole_rings.values()}
+        possible = [n for n in sizes | {least_bytes} if n <= room_bytes]
+        # A copy that is not hidden waits for about half of its time: nobody knows the computation.
+        return min(
+            possible, key=lambda n: (n + self.stalled_bytes(n, self.others) / 2, n), default=None
+        )
+
+    def _filled(self, ring_bytes: int, room_bytes: int) -> Arrangement:
+        """Return a ring of at least these bytes, and the units that have room beside it."""
+        left_bytes = room_bytes - n_bytes(self.kept)
+        # All of it: no copies, no ring.
+        if n_bytes(self.others) <= left_bytes:
+            return self._arranged(0, self.others)
+        left_bytes -= ring_bytes
+        staying = []
+        for unit in self.others:
+            if unit.n_bytes <= left_bytes:
+                staying.append(unit)
+                left_bytes -= unit.n_bytes
+        # No more than passes: the rest would never be used.
+        passing_bytes = n_bytes(self.others) - n_bytes(staying)
+        return self._arranged(min(ring_bytes + left_bytes, passing_bytes), staying)
+
+    def _elastic(self, ring_bytes: int, now_bytes: int) -> Arrangement:
+        """Return all slabs, those that exist now, and the least number."""
+        whole = self._arranged(ring_bytes, self.others, is_elastic=True)
+        ends = accumulate(whole.sizes)
+        n_there = max(1, sum(end <= now_bytes for end in ends))
+        return Arrangement(whole.ring_bytes, whole.slabs[:n_there], whole.slabs[n_there:])
+
+    def _without_budget(self) -> Arrangement:
+        small, passing = _by_size([*self.whole_rings])
+        sizes = [unit.n_bytes for unit in passing]
+        last = range(min(_RUN, len(sizes)))
+        runs = [sum(sizes[i - n] for n in last) for i in range(len(sizes))]
+        return self._arranged(max([self.least_ring_bytes, *runs]), small)
+
+    def _excess_bytes(self, found: Arrangement, budget: Budget) -> int:
+        """Return the bytes by which a division exceeds a budget, or 0."""
+        taken = self.taken_by(found)
+        excess_bytes = taken.allocated_bytes - budget.n_bytes
+        if budget.free_bytes is not None:
+            excess_bytes = max(excess_bytes, taken.reserved_bytes - budget.free_bytes)
+        return max(0, excess_bytes)
+
+    def _arranged(
+        self, ring_bytes: int, staying: Sequence[Unit], *, is_elastic: bool = False
+    ) -> Arrangement:
+        kept = [unit for unit in self.cut.units if unit in self.kept]
+        return arrange(ring_bytes, kept, staying, self.device, is_elastic=is_elastic)
+
+
+def unit_sizes(model: nn.Module, budget: Budget | None, link: LinkSpeed) -> list[UnitSize]:
+    """Return the sizes that units may have: the best, then smaller ones for small budgets."""
+    table = TensorTable(model)
+    weight_bytes = sum(tensor.nbytes for tensor in model.parameters())
+    # Large units spare latency, and small ones the ring of two of them: both cost the same here.
+    latency_bytes = int(link.latency_s * link.bytes_per_s)
+    best_bytes = min(isqrt(weight_bytes * latency_bytes // 2), int(weight_bytes * _MOST_UNIT))
+    if budget is None:
+        return [UnitSize(best_bytes)]
+    # A mixture of experts that is cut below its layers leaves weights that no forward brackets, and
+    # these would all have to stay: units as large as a layer need less.
+    own_sizes = sorted(sizes_with_own(model, table), reverse=True)
+    return [UnitSize(n) for n in (best_bytes, *own_sizes, 0)]
+
+
+def too_small(model: nn.Module, draft: Draft, budget: Budget) -> PagingError:
+    """Return the error of a budget that no cut fits in.
+
+    Args:
+        model: the model.
+        draft: the cut that needs the least.
+        budget: the budget.
+    """
+    stays_bytes = n_bytes(draft.kept)
+    stays = f", beside {format_bytes(stays_bytes)} that stay" if stays_bytes else ""
+    name, least = type(model).__name__, draft.least
+    minimum_bytes = least.allocated_bytes
+    if budget.free_bytes is not None and minimum_bytes <= budget.n_bytes:
+        return PagingError(
+            f"{name} can't be paged on {draft.device}, where {format_bytes(budget.free_bytes)} are "
+            f"free: the least is {format_bytes(minimum_bytes)}, for which the allocator reserves "
+            f"{format_bytes(least.reserved_bytes)}. Free memory of the device, or name a budget in "
+            "bytes, if what is reserved already has room for it.",
+            minimum_bytes,
+        )
+    return PagingError(
+        f"{name} can't be paged within {format_bytes(budget.n_bytes)}: the "
+        f"least is {format_bytes(minimum_bytes)} ({minimum_bytes} bytes), because "
+        f"{format_bytes(draft.least_ring_bytes)} of its weights are needed at once{stays}. "
+        "Allow a larger budget.",
+        minimum_bytes,
+    )
+
+
+def arrange(
+    ring_bytes: int,
+    kept: Sequence[Unit],
+    others: Sequence[Unit],
+    device: torch.device,
+    *,
+    is_elastic: bool = False,
+) -> Arrangement:
+    """Arrange in slabs the units that stay.
+
+    Args:
+        ring_bytes: the least ring; it gets what the first slab has to spare.
+        kept: the units that stay whatever happens.
+        others: those that may pass later, the first ones last.
+        device: where.
+        is_elastic: whether slabs come and go.
+    """
+    all_bytes = ring_bytes + n_bytes(kept) + n_bytes(others)
+    alone = _slabs(ring_bytes, [[*kept], *([unit] for unit in others)], device)
+    is_large = all_bytes >= LARGE_SEGMENT_BYTES
+    if not is_rounding(device) or (is_elastic and not is_large):
+        return alone
+
+    def poured(least_bytes: int) -> Arrangement:
+        first_bytes = 0 if is_elastic else OWN_SEGMENT_BYTES
+        groups = _poured(ring_bytes, kept, others, first_bytes, least_bytes)
+        return _slabs(ring_bytes, groups, device)
+
+    # Small slabs share segments: many may be as good as one.
+    finest_first = [alone, poured(all_bytes)]
+    if is_large:
+        finest_first = [poured(max(all_bytes // n, OWN_SEGMENT_BYTES)) for n in _N_SLABS]
+    reserved = [taken_by(each.sizes, device).reserved_bytes for each in finest_first]
+    most_bytes = min(reserved) + all_bytes * _LOSS
+    return next(e for e, n in zip(finest_first, reserved, strict=True) if n <= most_bytes)
+
+
+def _poured(
+    ring_bytes: int,
+    kept: Sequence[Unit],
+    others: Sequence[Unit],
+    first_bytes: int,
+    least_bytes: int,
+) -> list[list[Unit]]:
+    """Units in slabs of at least so many bytes, in their order; what never leaves in the first."""
+    # What could not pass through the ring does not leave either.
+    fixed = [*kept, *(unit for unit in others if unit.n_bytes > ring_bytes)]
+    groups, in_last_bytes, enough_bytes = [fixed], ring_bytes + n_bytes(fixed), first_bytes
+    for unit in others:
+        if unit.n_bytes > ring_bytes:
+            continue
+        if in_last_bytes >= enough_bytes:
+            groups.append([])
+            in_last_bytes, enough_bytes = 0, least_bytes
+        groups[-1].append(unit)
+        in_last_bytes += unit.n_bytes
+    if groups[1:] and in_last_bytes < OWN_SEGMENT_BYTES:
+        groups[-2:] = [[*groups[-2], *groups[-1]]]
+    return groups
+
+
+def _slabs(ring_bytes: int, groups: list[list[Unit]], device: torch.device) -> Arrangement:
+    """Slabs for these units, the first ones behind the ring, which gets what its slab spares."""
+    if not ring_bytes:
+        groups = [group for group in groups if group]
+    before = [ring_bytes, *[0] * len(groups)]
+    needed = [n_bytes(group) + at for group, at in zip(groups, before, strict=False)]
+    sizes = [whole_block_bytes(n, device) for n in needed]
+    if ring_bytes:
+        ring_bytes += sizes[0] - needed[0]
+    slabs = (SlabPlan(tuple(group), size) for group, size in zip(groups, sizes, strict=True))
+    return Arrangement(ring_bytes, tuple(slabs))
+
+
+def _spread(units: list[Unit]) -> list[Unit]:
+    """Small ones first; then an order of which each beginning is spread evenly over the model."""
+    small, rest = _by_size(units)
+    width = len(rest).bit_length()
+    # The lowest bit counts most: all even numbers come first, and of these every other one.
+    order = sorted(range(len(rest)), key=lambda i: f"{i:0{width}b}"[::-1])
+    return [*small, *(rest[i] for i in order)]
+
+
+def _by_size(units: list[Unit]) -> tuple[list[Unit], list[Unit]]:
+    """Units that stay if they can, and the rest."""
+    most_bytes = max((unit.n_bytes for unit in units), default=0) * _SMALL_SHARE
+    small = [unit for unit in units if unit.n_bytes <= most_bytes]
+    return small, [unit for unit in units if unit.n_bytes > most_bytes]
+
+
+def _whole_rings(sizes: list[int]) -> Iterator[int]:
+    """For each unit in a row of passes, its bytes and those before it that hide its copy."""
+    for i, size in enumerate(sizes):
+        before_bytes, n_before = 0, 0
+        # As long as the one before computes this one is copied; a large one needs several.
+        while before_bytes < size * _ABOUT_AS_LARGE and n_before < len(sizes) - 1:
+            n_before += 1
+            before_bytes += sizes[i - n_before]
+        # Several do not lie side by side in the ring as soon as the last use of one is over.
+        more_bytes = sizes[i - n_before - 1] if 1 < n_before < len(sizes) - 1 else 0
+        yield size + before_bytes + more_bytes
+
+
+def n_bytes(units: Iterable[Unit]) -> int:
+    """Return the bytes of units on the device."""
+    return sum(unit.n_bytes for unit in units)
