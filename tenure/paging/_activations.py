@@ -59,7 +59,7 @@ class _HostSlab:
     def __init__(self, memory: Any, n_bytes: int) -> None:
         self.memory = torch.frombuffer(memory, dtype=torch.uint8, count=n_bytes)
         self.ring = ByteRing(n_bytes)
-        self.fences: Fences[Any] = Fences()
+        self.fences = Fences()
 
 
 class HostSlabs:
@@ -355,7 +355,7 @@ class Activations:
                 if wanted.came_back:
                     self._wait(wanted)
                 return storage, wanted.base
-        self._link.meter.note_fault()
+        self._link.meter.now.faults += 1
         self._fetch(wanted, stream)
         self._wait(wanted)
         assert wanted.here is not None

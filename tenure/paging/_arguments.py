@@ -115,11 +115,6 @@ class Arguments:
             )
 
 
-def moved(tree: Any, source: str, device: torch.device) -> Any:
-    """Return a tree with its tensors moved; see `Arguments`."""
-    return Arguments(tree, source, device).given
-
-
 def apart_from(lent: Collection[int], output: Any) -> Any:
     """Return an output with copies in place of tensors that lie in memory of pages.
 

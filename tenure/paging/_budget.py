@@ -119,10 +119,6 @@ class Gauge:
         """What weights may have so that the next pass has what the last ones needed."""
         return max(0, min([*self._rooms, self._left_bytes]) - self._margin_bytes)
 
-    def free_bytes(self) -> int:
-        """Return the bytes that are free for the first weights."""
-        return self._space_bytes(0)
-
     def short_bytes(self, held_bytes: int) -> int:
         """Return the bytes that computation lacked at the last check; 0 if half the margin is free.
 
@@ -152,7 +148,7 @@ class Gauge:
             self._moment_bytes = max(self._moment_bytes, moment_bytes)
         self._last = now
         self._is_in_segments |= now.cached_bytes > 0
-        room_bytes = self._space_bytes(held_bytes)
+        room_bytes = self.space_bytes(held_bytes)
         if self._looks:
             self._stride_bytes = max(self._stride_bytes, self._looks[-1] - room_bytes)
         self._looks.append(room_bytes)
@@ -181,7 +177,7 @@ class Gauge:
         """The bytes that the pass has left for weights so far."""
         return min(self._looks) - self._moment_bytes
 
-    def _space_bytes(self, held_bytes: int) -> int:
+    def space_bytes(self, held_bytes: int) -> int:
         """Return the room for weights at the last look: of the cache, the part not in fragments."""
         now = self._last
         used_bytes = max(0, now.allocated_bytes - held_bytes)
@@ -367,7 +363,7 @@ class PagingBudget:
         if self._asked_bytes is None:
             self._gauge = Gauge(device)
             share = self._asked_share or _FIRST_SHARE
-            self._limit_bytes = int(self._gauge.free_bytes() * share)
+            self._limit_bytes = int(self._gauge.space_bytes(0) * share)
         self._cap_bytes = None if self._follows else self._limit_bytes
 
     def _follow(self) -> None:

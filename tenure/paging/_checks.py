@@ -7,7 +7,6 @@ import math
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -316,24 +315,20 @@ def warn_of_uncounted_writes(model: nn.Module) -> None:
         )
 
 
-class NoAccelerator(Enum):
-    """What stands in for an accelerator, by the function that is asked; the advice to take it."""
+CPU = ", or 'cpu'"
+"""The advice of `checked_device` where the CPU will do as well."""
 
-    NOTHING = ""
-    FOLDER = ", or 'cpu' with a folder: host=Path(...)"
-    CPU = ", or 'cpu'"
 
-    @classmethod
-    def of(cls, host: object, *, training: bool) -> NoAccelerator:
-        """If weights come from a folder, the CPU will do; else a folder would, but not to train."""
-        if isinstance(host, Path):
-            return cls.CPU
-        return cls.NOTHING if training else cls.FOLDER
+def instead_of_accelerator(host: object, *, training: bool) -> str:
+    """If weights come from a folder, the CPU will do; else a folder would, but not to train."""
+    if isinstance(host, Path):
+        return CPU
+    return "" if training else ", or 'cpu' with a folder: host=Path(...)"
 
 
 def checked_device(
     device: str | torch.device,
-    elsewhere: NoAccelerator = NoAccelerator.NOTHING,
+    elsewhere: str = "",
     *,
     may_be_missing: bool = False,
 ) -> torch.device:
@@ -341,7 +336,7 @@ def checked_device(
 
     Args:
         device: what was asked for.
-        elsewhere: what the user may name in its place; with ``CPU`` that is one as well.
+        elsewhere: what the user may name in its place, as advice; with ``CPU`` that will do.
         may_be_missing: whether it need not be here, as for a plan.
 
     Raises:
@@ -351,12 +346,12 @@ def checked_device(
         chosen = torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise PagingError(f"{device!r} is not a device.") from error
-    if chosen.type == "cpu" and elsewhere is NoAccelerator.CPU:
+    if chosen.type == "cpu" and elsewhere == CPU:
         return torch.device("cpu")
     if chosen.type in NO_ACCELERATOR:
         raise PagingError(
             f"A model in host memory can't be paged to {chosen.type!r}: there is nothing to gain. "
-            f"Name an accelerator, such as 'cuda'{elsewhere.value}."
+            f"Name an accelerator, such as 'cuda'{elsewhere}."
         )
     module = getattr(torch, chosen.type, None)
     if module is None or not module.is_available():
@@ -364,7 +359,7 @@ def checked_device(
             return chosen
         raise PagingError(
             f"There is no {chosen.type!r} device here that a model could be paged to. Name one "
-            f"that is there{elsewhere.value}."
+            f"that is there{elsewhere}."
         )
     _check_streams(chosen, module)
     # With an index from here on: what is current may be another device when the model is called.

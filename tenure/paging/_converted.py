@@ -46,14 +46,14 @@ def convert_names(checkpoint: Checkpoint, model: nn.Module, host: Path | None) -
     asked = _key_map(model, checkpoint.tensors)
     if asked is None:
         return
-    if asked.conversions and host is None:
-        raise _without_folder(checkpoint, model, asked.conversions)
-    if asked.conversions and host is not None:
-        n_bytes = _n_bytes(checkpoint, asked.conversions)
-        with writing(checked_folder(host), type(model).__name__, n_bytes):
-            asked.renamed.update(_convert(checkpoint, asked.conversions, model, host))
+    renamed, conversions = asked
+    if conversions:
+        if host is None:
+            raise _without_folder(checkpoint, model, conversions)
+        with writing(checked_folder(host), type(model).__name__, _n_bytes(checkpoint, conversions)):
+            renamed |= _convert(checkpoint, conversions, model, host)
     checkpoint.tensors.clear()
-    checkpoint.tensors.update(asked.renamed)
+    checkpoint.tensors.update(renamed)
 
 
 def _convert(
@@ -138,17 +138,8 @@ class _Conversion:
     sources: list[str] = field(default_factory=list)
 
 
-@dataclass(slots=True)
-class _KeyMap:
-    """How the names of a file become those of a model.
-
-    Attributes:
-        renamed: the tensors that are the same, by their names in the model.
-        conversions: the others.
-    """
-
-    renamed: dict[str, StoredTensor] = field(default_factory=dict)
-    conversions: list[_Conversion] = field(default_factory=list)
+_KeyMap = tuple[dict[str, StoredTensor], list[_Conversion]]
+"""The tensors that are the same, by their names in the model; and how the others are made."""
 
 
 def _key_map(model: nn.Module, tensors: dict[str, StoredTensor]) -> _KeyMap | None:
@@ -156,7 +147,7 @@ def _key_map(model: nn.Module, tensors: dict[str, StoredTensor]) -> _KeyMap | No
     patterns = getattr(model, "_checkpoint_conversion_mapping", None)
     if isinstance(patterns, dict) and patterns:
         # Transformers before 5.
-        return _KeyMap({_substituted(name, patterns): each for name, each in tensors.items()})
+        return {_substituted(name, patterns): each for name, each in tensors.items()}, []
     library = _loading_of(model)
     return None if library is None else _asked(model, tensors, *library)
 
@@ -189,7 +180,7 @@ def _asked(model: Any, tensors: dict[str, StoredTensor], mapping: Any, loading: 
         mapping: its module ``conversion_mapping``.
         loading: its module ``core_model_loading``.
     """
-    state, found = model.state_dict(), _KeyMap()
+    state, renamed = model.state_dict(), dict[str, StoredTensor]()
     transforms = mapping.get_model_conversion_mapping(model)
     renamings = [each for each in transforms if isinstance(each, loading.WeightRenaming)]
     converters = [each for each in transforms if isinstance(each, loading.WeightConverter)]
@@ -203,7 +194,7 @@ def _asked(model: Any, tensors: dict[str, StoredTensor], mapping: Any, loading: 
         if target not in state and name in state:
             target, pattern = loading.rename_source_key(name, [], [], prefix, state)
         if pattern is None or target not in state:
-            found.renamed[target if target in state else name] = tensors[name]
+            renamed[target if target in state else name] = tensors[name]
             continue
         # A converter collects the tensors of one target; a pattern stands for many, a layer each.
         if target not in collected:
@@ -211,5 +202,4 @@ def _asked(model: Any, tensors: dict[str, StoredTensor], mapping: Any, loading: 
         # It is called when it is needed.
         collected[target].converter.add_tensor(target, name, pattern, tensors[name].view)
         collected[target].sources.append(name)
-    found.conversions = list(collected.values())
-    return found
+    return renamed, list(collected.values())

@@ -59,10 +59,6 @@ class Copies:
         self._unread.clear()
         self._written.clear()
 
-    def clear(self) -> None:
-        """Forget what was under way."""
-        self._unread.clear()
-
     def wait_for_copies(self, unit: Unit) -> None:
         """Stop the host until no copy reads a unit's host bytes."""
         copied = self._copied.pop(unit, None)

@@ -11,7 +11,6 @@ import weakref
 from collections.abc import Iterable, Iterator
 from itertools import islice
 
-import torch
 from torch import Tensor, nn
 
 from tenure._cuda_blocks import CachedBlocks, taken_by
@@ -42,6 +41,8 @@ class Engine:
 
     Attributes:
         trains: whether weights change between passes, and gradients go home.
+        device: where the pages are.
+        staging_bytes: host memory between files and the device.
         access_order: what passes use.
         meter: what was moved.
         room: where the pages are.
@@ -55,7 +56,7 @@ class Engine:
         self, link: Link, store: HostStore, units: list[Unit], max_ahead: int | None = None
     ) -> None:
         self.access_order = AccessOrder()
-        self.meter = link.meter
+        self.device, self.meter, self.staging_bytes = link.device, link.meter, link.staging_bytes
         self._copies = Copies(link, store)
         self.room = Room(link, self._copies, in_graphs=not self.trains)
         self._link, self._store, self._max_ahead = link, store, max_ahead
@@ -73,19 +74,9 @@ class Engine:
         self._end_watching_captures = watch_captures(link.device, self)
 
     @property
-    def device(self) -> torch.device:
-        """Where the pages are."""
-        return self._link.device
-
-    @property
     def taken(self) -> CachedBlocks:
         """What it takes of the device now."""
         return taken_by(self.room.slab_sizes, self.device)
-
-    @property
-    def staging_bytes(self) -> int:
-        """Host memory between files and the device."""
-        return self._link.staging_bytes
 
     @property
     def host_bytes(self) -> int:
@@ -186,7 +177,7 @@ class Engine:
             self._is_settled = False
         if page is None:
             self._is_settled = False
-            self.meter.note_fault()
+            self.meter.now.faults += 1
             page = self._fetch(*self.room.at_once(unit, self._now))
         self.refresh(page)
         self._copies.let_compute(page, may_retry=was_fetched)
@@ -321,7 +312,6 @@ class Engine:
         # when others get it; whatever the model did is over then, on all streams.
         self._link.finish()
         self._link.close()
-        self._copies.clear()
         self.room.close()
         self._end_watching_captures()
         self._store.close()

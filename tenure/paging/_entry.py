@@ -144,10 +144,13 @@ class PagedModule:
         module: the module.
         table: the tensors of its model.
         pager: what shows them.
+
+    Attributes:
+        module: refers to it.
     """
 
     def __init__(self, module: nn.Module, table: TensorTable, pager: Pager) -> None:
-        self._module, self._hosts, self._pager = weakref.ref(module), table.hosts, pager
+        self.module, self._hosts, self._pager = weakref.ref(module), table.hosts, pager
         self._originals: dict[str, _Entries] = {}
         self._names = []
         for name, value in vars(module).items():
@@ -189,7 +192,7 @@ class PagedModule:
 
     def undo(self) -> None:
         """Put the module's own dictionaries back, with all that was registered meanwhile."""
-        module = self._module()
+        module = self.module()
         while module is not None and self._originals:
             registry, original = next(iter(self._originals.items()))
             paged = module.__dict__[registry]
@@ -251,7 +254,7 @@ class Attached:
         # Weakly, here and below: entries hold this, and must not keep the model or each other.
         self._entries: list[weakref.ref[Entry]] = []
         self._modules: list[PagedModule] = []
-        self._others: list[tuple[weakref.ref[nn.Module], PagedModule]] = []
+        self._others: list[PagedModule] = []
         self._units: weakref.WeakKeyDictionary[nn.Module, list[Unit]] = weakref.WeakKeyDictionary()
         for module, hosts in table.direct.items():
             self._units[module] = [unit for host in hosts for unit in host.units]
@@ -263,17 +266,17 @@ class Attached:
                 names = [method.name for method in methods if method.module is module]
                 self._enter(module, names, units, paged)
             else:
-                self._others.append((weakref.ref(module), paged))
+                self._others.append(paged)
         self.look()
 
     def look(self) -> None:
         """Give an entry to what was compiled since the last look."""
         # If dynamo is not loaded, nothing is compiled.
         if has_compiled():
-            for other in list(self._others):
-                module, paged = other[0](), other[1]
+            for paged in list(self._others):
+                module = paged.module()
                 if module is not None and is_compiled(module):
-                    self._others.remove(other)
+                    self._others.remove(paged)
                     self._enter(module, [], [], paged)
 
     def units_inside(self, module: nn.Module) -> list[Unit]:

@@ -175,17 +175,9 @@ class FileLink(Link):
             except BaseException:
                 self._pinning.undo()
                 raise
+            self.pinned_bytes = self._pinning.n_bytes
         self._staging = [slot for slot, _ in self._slots]
-
-    @property
-    def staging_bytes(self) -> int:
-        """Host memory between files and the device."""
-        return sum(slot.nbytes for slot in self._staging)
-
-    @property
-    def pinned_bytes(self) -> int:
-        """How much of it is pinned."""
-        return 0 if self._pinning is None else self._pinning.n_bytes
+        self.staging_bytes = sum(slot.nbytes for slot in self._staging)
 
     def named_tensors(self) -> Iterator[NamedTensor]:
         """Yield the staging memory."""

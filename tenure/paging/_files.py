@@ -301,22 +301,16 @@ class FileStore:
 
     Attributes:
         reader: the thread to read them on.
+        host_bytes: host memory that holds weights: none, but for what was written to them.
+        pinned_bytes: none of it.
     """
+
+    host_bytes = pinned_bytes = 0
 
     def __init__(self, files: Iterable[MappedFile] = ()) -> None:
         self.reader = Reader()
         self._files = list(files)
         self._parts: dict[Unit, list[_UnitRange]] = {}
-
-    @property
-    def host_bytes(self) -> int:
-        """Host memory that holds weights: none, but for what was written to them."""
-        return 0
-
-    @property
-    def pinned_bytes(self) -> int:
-        """None of it."""
-        return 0
 
     def adopt(self, units: Iterable[Unit]) -> None:
         """Take units as they lie: over the files, or in memory."""

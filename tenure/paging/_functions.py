@@ -23,12 +23,12 @@ from tenure._registries import shrinkables
 from tenure._text import parse_bytes
 from tenure._torch.quiet import aside_with_subclasses
 
-from ._arguments import Arguments, moved
+from ._arguments import Arguments
 from ._budget import PagingBudget, shared_budget
 from ._checkpoint import assigned, open_checkpoint
 from ._checks import (
+    CPU,
     Budget,
-    NoAccelerator,
     check_activations,
     check_training,
     checked_device,
@@ -37,11 +37,12 @@ from ._checks import (
     checked_methods,
     checked_model,
     checked_prefetch,
+    instead_of_accelerator,
     warn_of_uncounted_writes,
 )
 from ._converted import convert_names
 from ._cut import Cut, cut
-from ._division import arrange, n_bytes
+from ._division import arrange
 from ._engine import Engine
 from ._entry import Attached, Method
 from ._file_link import FileLink
@@ -53,7 +54,7 @@ from ._memory import Arrangement
 from ._page import RESIDENT, in_place_of
 from ._pager import Pager
 from ._pass import Forward
-from ._plan import DISK, PCIE_4, PagingPlan, Planned, PlannedUnit, make_plan, speed_of
+from ._plan import DISK, PCIE_4, Planned, make_plan, planned_as, speed_of
 from ._sharded import ShardedModel, shard
 from ._tensors import HostTensor, TensorTable, Unit
 from ._training import TrainingEngine
@@ -165,7 +166,7 @@ def page(
     check_training(training, device, host)
     check_activations(activations, training=training)
     max_ahead = checked_prefetch(prefetch)
-    chosen = checked_device(device, NoAccelerator.of(host, training=training))
+    chosen = checked_device(device, instead_of_accelerator(host, training=training))
     checked_model(model)
     entries = checked_methods(model, methods)
     warn_of_uncounted_writes(model)
@@ -248,7 +249,7 @@ def load_paged(
     """
     host = checked_folder_of_converted(host)
     max_ahead = checked_prefetch(prefetch)
-    chosen = checked_device(device, NoAccelerator.CPU)
+    chosen = checked_device(device, CPU)
     checked_model(model, has_values=False)
     entries = checked_methods(model, methods)
     checkpoint = open_checkpoint(weights)
@@ -415,7 +416,8 @@ class ChunkPager(Pager):
         safe = super().result(forward, output)
         # Of modules that run on the host one inside the other, only the outermost has an output
         # that a layer on the device may get.
-        return moved(safe, "cpu", self.engine.device) if self._on_host == [forward] else safe
+        is_outer = self._on_host == [forward]
+        return Arguments(safe, "cpu", self.engine.device).given if is_outer else safe
 
     def show(self, host: HostTensor) -> Tensor:
         """Show as a pager does; a weight that only another module could use is copied."""
@@ -436,25 +438,14 @@ def _planned(model: nn.Module, device: torch.device, max_capacity: int | str) ->
     # too small for a block may do for its attention.
     pieces = cut(model, table, lambda module: False)
     arrangement = _arranged(pieces, max_capacity, device)
-    resident = arrangement.units
-    needed = taken_by(arrangement.sizes, device)
-    plan = PagingPlan(
-        model=type(model).__name__,
-        device=str(device),
-        units=tuple(PlannedUnit(u.name, u.n_bytes, u in resident) for u in pieces.units),
-        weight_bytes=n_bytes(pieces.units),
-        resident_bytes=arrangement.resident_bytes,
-        ring_bytes=0,
-        allocated_bytes=needed.allocated_bytes,
-        reserved_bytes=needed.reserved_bytes,
-        budget_bytes=needed.allocated_bytes,
+    return planned_as(
+        table, pieces, arrangement, arrangement.units, model, device,
         minimum_bytes=0,
         link_bytes_per_s=PCIE_4.bytes_per_s,
         limit_s=0.0,
         predicted_s=0.0,
         computes_on_host=True,
-    )
-    return Planned(plan, table, pieces, arrangement, resident)
+    )  # fmt: skip
 
 
 def _arranged(pieces: Cut, max_capacity: int | str, device: torch.device) -> Arrangement:

@@ -78,6 +78,7 @@ class PassMeter:
     """Is told what goes over a link, and keeps it pass by pass.
 
     Attributes:
+        now: the pass that runs, or the next one.
         last: the last pass that ended; None before the first.
         passes: how many have ended.
         total_faults: of all passes that ended.
@@ -85,7 +86,7 @@ class PassMeter:
 
     def __init__(self) -> None:
         # Opened where the pass before it ends: what is fetched for a pass before it begins is its.
-        self._now = PassRecord()
+        self.now = PassRecord()
         self._began: Any = None
         self.last: PassRecord | None = None
         self.passes = 0
@@ -97,23 +98,15 @@ class PassMeter:
 
     def end(self, event: Any) -> None:
         """End the pass with this event."""
-        self._now.span = self._began, event
-        self.total_faults += self._now.faults
+        self.now.span = self._began, event
+        self.total_faults += self.now.faults
         self.passes += 1
-        self.last, self._now = self._now, PassRecord()
-
-    def note_fault(self) -> None:
-        """Note that a unit was fetched only when it was used."""
-        self._now.faults += 1
+        self.last, self.now = self.now, PassRecord()
 
     def note_copy(self, span: Span, n_bytes: int) -> None:
         """Note a copy of so many bytes to the device."""
-        self._now.copies.append(span)
-        self._now.copied_bytes += n_bytes
-
-    def note_stall(self, span: Span) -> None:
-        """Note that a computing stream waits for a copy."""
-        self._now.stalls.append(span)
+        self.now.copies.append(span)
+        self.now.copied_bytes += n_bytes
 
 
 def seconds(spans: Iterable[Span]) -> float:
@@ -130,6 +123,8 @@ class Link:
 
     Attributes:
         meter: is told of copies to the device, and of waits for copies.
+        staging_bytes: host memory between files and the device: none, where weights are in memory.
+        pinned_bytes: how much of it is pinned.
     """
 
     def __init__(self, device: torch.device, module: Any = None) -> None:
@@ -137,16 +132,7 @@ class Link:
         self.module: Any = module or torch.get_device_module(device)
         self._in = self.module.Stream(device=device)
         self._out = self.module.Stream(device=device)
-
-    @property
-    def staging_bytes(self) -> int:
-        """Host memory between files and the device: none, weights are in memory."""
-        return 0
-
-    @property
-    def pinned_bytes(self) -> int:
-        """How much of it is pinned."""
-        return 0
+        self.staging_bytes = self.pinned_bytes = 0
 
     def named_tensors(self) -> Iterator[NamedTensor]:
         """Return the staging memory, for reports of memory."""
@@ -195,7 +181,7 @@ class Link:
         """Let what a stream is given from now on wait for an event, and measure the wait."""
         before = self.mark(stream, timed=True)
         self.let_wait(stream, event)
-        self.meter.note_stall((before, self.mark(stream, timed=True)))
+        self.meter.now.stalls.append((before, self.mark(stream, timed=True)))
 
     def let_wait(self, stream: Any, event: Any) -> None:
         """Let what a stream is given from now on wait for an event."""

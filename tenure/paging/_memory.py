@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -18,8 +18,6 @@ from torch import Tensor, UntypedStorage
 from tenure._torch.lending import in_own_storage
 
 from ._tensors import Unit
-
-_Event = TypeVar("_Event")
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,20 +165,20 @@ class ByteRing:
         return place if place + n_bytes <= self.capacity_bytes else None
 
 
-class Fences(Generic[_Event]):
+class Fences:
     """For byte ranges, the events after which their last use is over."""
 
     def __init__(self) -> None:
-        self._fences: list[tuple[int, int, _Event]] = []
+        self._fences: list[tuple[int, int, Any]] = []
 
     def __len__(self) -> int:
         return len(self._fences)
 
-    def add(self, start: int, end: int, event: _Event) -> None:
+    def add(self, start: int, end: int, event: Any) -> None:
         """Note that the bytes from ``start`` to ``end`` are in use until ``event``."""
         self._fences.append((start, end, event))
 
-    def take(self, start: int, end: int) -> list[_Event]:
+    def take(self, start: int, end: int) -> list[Any]:
         """Return and forget the events that a new user of these bytes must wait for.
 
         See Note [Pages, ring and fences], rule 5.

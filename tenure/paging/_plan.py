@@ -13,14 +13,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from tenure._containers import tensors_in
-from tenure._cuda_blocks import rounded
+from tenure._cuda_blocks import rounded, taken_by
 from tenure._errors import PagingError
 from tenure._show import Record
 from tenure._text import counted, format_bytes, parse_share
@@ -30,7 +30,6 @@ from ._activations import LARGEST_PIECES, SMALL_BYTES, range_to_move
 from ._budget import AUTO, PagingBudget, shared_budget
 from ._checks import (
     Budget,
-    NoAccelerator,
     check_activations,
     check_seconds_and_speed,
     check_training,
@@ -40,6 +39,7 @@ from ._checks import (
     checked_kept,
     checked_layer_size,
     checked_model,
+    instead_of_accelerator,
 )
 from ._cut import Cut
 from ._division import Draft, LinkSpeed, n_bytes, too_small, unit_sizes
@@ -48,22 +48,10 @@ from ._tensors import TensorTable, Unit
 from ._training import MOST_UNITS
 
 
-class Beside(NamedTuple):
-    """What is on the device beside weights, at the worst moment.
-
-    Attributes:
-        n_bytes: activations, inputs, gradients on their way, and what operations take meanwhile.
-        allowance_bytes: what kernels may take on top, of which only the device could tell.
-    """
-
-    n_bytes: int
-    allowance_bytes: int
-
-
 def predicted_beside(
     model: nn.Module, inputs: Any, device: torch.device, units: list[Unit] | None, *, moves: bool
-) -> Beside:
-    """Predict what a pass takes.
+) -> tuple[int, int]:
+    """Predict what a pass takes beside weights, and what kernels may take on top of that.
 
     Args:
         model: on the host, or on meta.
@@ -101,7 +89,7 @@ def predicted_beside(
         n_bytes = report.peak_bytes - sum(sizes)
     else:
         n_bytes = report.allocated_bytes - sum(map(rounded, sizes))
-    return Beside(n_bytes + LARGEST_PIECES * largest_bytes, report.allowance_bytes)
+    return n_bytes + LARGEST_PIECES * largest_bytes, report.allowance_bytes
 
 
 def _tensors_of(model: nn.Module) -> Iterator[Tensor]:
@@ -395,7 +383,7 @@ def plan_paging(
     check_training(training, device, host)
     check_activations(activations, training=training)
     checked_model(model, has_values=False)
-    elsewhere = NoAccelerator.of(host, training=training)
+    elsewhere = instead_of_accelerator(host, training=training)
     # a budget in bytes says all that a plan has to know of the device
     is_known = isinstance(budget, int | None) or _is_in_bytes(budget)
     chosen = checked_device(device, elsewhere, may_be_missing=is_known)
@@ -422,16 +410,16 @@ def _with_activations(
 ) -> PagingPlan:
     """Return the plan, with what a pass takes beside weights."""
     device, units = torch.device(planned.plan.device), planned.cut.units if training else None
-    kept = predicted_beside(model, inputs, device, units, moves=False)
-    moved = None
+    kept_bytes, allowance_bytes = predicted_beside(model, inputs, device, units, moves=False)
+    moved_bytes = None
     if training:
-        moved = predicted_beside(model, inputs, device, units, moves=True)
+        moved_bytes, _ = predicted_beside(model, inputs, device, units, moves=True)
     return replace(
         planned.plan,
         activations=activations,
-        kept_activation_bytes=kept.n_bytes,
-        host_activation_bytes=None if moved is None else moved.n_bytes,
-        allowance_bytes=kept.allowance_bytes,
+        kept_activation_bytes=kept_bytes,
+        host_activation_bytes=moved_bytes,
+        allowance_bytes=allowance_bytes,
     )
 
 
@@ -476,25 +464,43 @@ def make_plan(
         smallest = drafts[least.index(min(least))]
         raise too_small(model, smallest, allowed or Budget(0))
     draft, arrangement = min(possible, key=lambda each: _pass_s(each[0], each[1], link, None))
-    taken = draft.taken_by(arrangement)
-    units, resident = draft.cut.units, arrangement.units
-    passing_bytes = n_bytes(units) - n_bytes(resident)
-    plan = PagingPlan(
-        model=type(model).__name__,
-        device=str(device),
-        units=tuple(PlannedUnit(u.name, u.n_bytes, u in resident) for u in units),
-        weight_bytes=n_bytes(units),
-        resident_bytes=arrangement.resident_bytes,
-        ring_bytes=arrangement.ring_bytes,
-        allocated_bytes=taken.allocated_bytes,
-        reserved_bytes=taken.reserved_bytes,
-        budget_bytes=taken.allocated_bytes if allowed is None else allowed.n_bytes,
+    passing_bytes = n_bytes(draft.cut.units) - n_bytes(arrangement.units)
+    return planned_as(
+        draft.table, draft.cut, arrangement, draft.kept, model, device,
+        budget_bytes=None if allowed is None else allowed.n_bytes,
         minimum_bytes=min(least),
         link_bytes_per_s=link.bytes_per_s,
         limit_s=max(passing_bytes / link.bytes_per_s, compute_s or 0.0),
         predicted_s=_pass_s(draft, arrangement, link, compute_s or 0.0),
+    )  # fmt: skip
+
+
+def planned_as(
+    table: TensorTable,
+    cut: Cut,
+    arrangement: Arrangement,
+    kept: frozenset[Unit],
+    model: nn.Module,
+    device: torch.device,
+    *,
+    budget_bytes: int | None = None,
+    **figures: Any,
+) -> Planned:
+    """Return a plan and what carries it out; without a budget, that is what it takes."""
+    taken, resident = taken_by(arrangement.sizes, device), arrangement.units
+    plan = PagingPlan(
+        model=type(model).__name__,
+        device=str(device),
+        units=tuple(PlannedUnit(u.name, u.n_bytes, u in resident) for u in cut.units),
+        weight_bytes=n_bytes(cut.units),
+        resident_bytes=arrangement.resident_bytes,
+        ring_bytes=arrangement.ring_bytes,
+        allocated_bytes=taken.allocated_bytes,
+        reserved_bytes=taken.reserved_bytes,
+        budget_bytes=taken.allocated_bytes if budget_bytes is None else budget_bytes,
+        **figures,
     )
-    return Planned(plan, draft.table, draft.cut, arrangement, draft.kept)
+    return Planned(plan, table, cut, arrangement, kept)
 
 
 def _pass_s(

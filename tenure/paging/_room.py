@@ -97,7 +97,7 @@ class Room:
         self._kept: frozenset[Unit] = frozenset()
         self._spare_bytes = 0
         self._ring = ByteRing(0)
-        self._fences: Fences[object] = Fences()
+        self._fences = Fences()
         self._ring_place = nowhere()
         self.lease = Lease()
         self.written_in_graphs: list[HostTensor] = []
