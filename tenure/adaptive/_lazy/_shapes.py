@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tenure._containers import passed_tensors
@@ -197,17 +197,23 @@ class ShapeTrial:
         # statistics are none of samples, also where they are as many
         if self._trains_statistics():
             return [{}]
-        n = self._n
+        n, has_samples = self._n, any(each.meta.label.is_batch for each in self._entry.reads)
+        plains = {
+            i: tensor
+            for i, tensor in enumerate(self._entry.tensors)
+            # beside samples alone: a weight may have as many rows by chance
+            if has_samples or not (tensor.requires_grad or isinstance(tensor, nn.Parameter))
+        }
         dims = {
             i: [d for d, size in enumerate(tensor.shape) if size == n]
-            for i, tensor in enumerate(self._entry.tensors)
+            for i, tensor in plains.items()
         }
         first = {i: Label(found[0]) for i, found in dims.items() if found}
         # second dimensions, as of the state of a recurrent network; rows that were flattened
         later = {i: Label(found[-1]) for i, found in dims.items() if len(found) > 1}
         flat = {
             i: Label(0, 1, t.shape[0] // n)
-            for i, t in enumerate(self._entry.tensors)
+            for i, t in plains.items()
             if t.dim() and t.shape[0] % n == 0 and t.shape[0] > n > 1 and i not in first
         }
         alone = [{i: cut} for i, cut in first.items()] if len(first) > 1 else []

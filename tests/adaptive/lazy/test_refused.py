@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from tenure.adaptive import AdaptiveUsageError, OutOfRetriesError, lazy
+from tenure.adaptive import AdaptiveUsageError, BatchCoupledError, OutOfRetriesError, lazy
 
 from .programs import WIDE, RoomFor, assert_same_gradients, batch, mlp
 
@@ -72,4 +72,14 @@ def test_where_no_two_samples_fit_it_is_said_that_nothing_could_be_tried():
         pytest.raises(OutOfRetriesError, match="can't be split: two samples of it, tried with"),
     ):
         torch.cov(model(lazy(x)).T).square().sum().backward()
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("room", [1, 3])
+def test_a_view_that_takes_samples_by_number_is_named_beside_a_weight_of_as_many_rows(room):
+    """A weight of 6 rows for each of 8 samples is no tensor of samples."""
+    model, (x, _) = mlp(), batch()
+    text = r"view\(\) at .*test_refused.py:\d+ wants all samples \(it "
+    with RoomFor(room), pytest.raises(BatchCoupledError, match=text):
+        model(lazy(x).view(2, 4, -1)).square().mean().backward()
     assert all(p.grad is None for p in model.parameters())
