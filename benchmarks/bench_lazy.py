@@ -14,6 +14,7 @@ from benchmarks._pairs import Loop, time_pair
 from benchmarks._record import Row, publish
 from tenure import adaptive
 from tenure.adaptive._lazy import _evaluate, _program
+from tenure.adaptive._lazy._program import SplitProgram
 from tenure.adaptive._step import StepOptions, StepResult, StepSpec
 
 _BAR = 1.15
@@ -73,7 +74,9 @@ def _split_always(n: int) -> None:
         return result
 
     _program.run_step = quartered  # type: ignore[attr-defined]
-    _evaluate.begins_in_parts = lambda *_: True  # type: ignore[attr-defined]
+    _evaluate._known_not_to_fit = lambda tape, value, is_root: SplitProgram(
+        tape, value, is_root=is_root
+    )
 
 
 def _row(what: str, base: Loop, ours: Loop, note: str) -> Row:
@@ -92,7 +95,7 @@ def main() -> None:
     for name, parts in made.items():
         plain, recorded, _ = _loops(*parts)
         rows.append(_row(f"{name}, whole", plain, recorded, "base: the plain step"))
-    fails_whole = _evaluate.begins_in_parts  # type: ignore[attr-defined]
+    fails_whole = _evaluate._known_not_to_fit
     for name, parts in made.items():
         _split_always(len(parts[1]))
         _, recorded, by_hand = _loops(*parts)
@@ -100,7 +103,7 @@ def main() -> None:
         recorded(4)
         rows.append(_row(f"{name}, 4 micro-batches", by_hand, recorded, "base: by hand"))
         _program.run_step = _PLAIN_STEP  # type: ignore[attr-defined]
-        _evaluate.begins_in_parts = fails_whole  # type: ignore[attr-defined]
+        _evaluate._known_not_to_fit = fails_whole
     publish("lazy", rows)
 
 

@@ -56,14 +56,14 @@ def _requires_grad_(self: Handle, requires_grad: bool = True) -> Any:
     value = self._value
     if value.given is None or value.tensor is None:
         return record(Tensor.requires_grad_, (self, requires_grad), {})
-    if any(value in entry.reads for entry in self._tape.home().entries):
+    if any(value in entry.reads for entry in self._tape.entries):
         raise AdaptiveUsageError(
             "requires_grad_() of a tensor of lazy() that calls were recorded of: call it before "
             "them."
         )
     value.tensor.requires_grad_(requires_grad)
     value.is_data = not requires_grad
-    value.become(meta_of(value.tensor, value.label))
+    self._tape.rewrite(value, meta_of(value.tensor, value.label))
     return self
 
 

@@ -22,7 +22,7 @@ from ._evaluate import (
     run_whole,
     whole_or_parts,
 )
-from ._parts import Gradients, collecting, gradients_in_parts, origins_in
+from ._program import Gradients, collecting, origins_in
 from ._tape import Handle, Tape, Value, inputs_of, refuse_own_function
 
 _TWICE = (
@@ -49,7 +49,7 @@ def backward(self: Handle, gradient: Any = None, retain_graph: Any = None,
     if create_graph:
         raise AdaptiveUsageError(_SECOND.format("backward(create_graph=True)"))
     root: Any = _scalar(self, gradient)
-    tape, value = root._tape.home(), root._value
+    tape, value = root._tape, root._value
     if any(each.is_spent for each in graph_of(tape, value)):
         raise RuntimeError(_TWICE)
     keeps = bool(retain_graph)
@@ -59,10 +59,8 @@ def backward(self: Handle, gradient: Any = None, retain_graph: Any = None,
         # test_gradients_that_wait_are_used_when_there_is_more_memory_by_then
         if held is not value:
             found = whole_or_parts(
-                tape, value,
-                lambda: _of_the_whole(tape, value, keeps),
-                lambda: gradients_in_parts(tape, value),
-            )  # fmt: skip
+                tape, value, lambda: _of_the_whole(tape, value, keeps), is_root=True
+            )
         _deliver(tape, found, keeps, inputs)
     except BaseException:
         tape.failed.add(value)

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from tenure._errors import BatchCoupledError, OutOfRetriesError
 from tenure._oom import OomInfo, oom_of_work
 from tenure.scopes import persist
 
 from .._attempt import release
 from .._undo import RngState
-from ._parts import begins_in_parts, gradients_in_parts, is_loss, note_split, values_in_parts
+from ._program import Gradients, SplitProgram, is_loss, remembered
 from ._tape import (
     Handle,
     RecordedCall,
@@ -36,7 +38,7 @@ _Found = TypeVar("_Found")
 
 def value_of(lazy: Handle) -> Tensor:
     """Return the tensor that a recorded one stands for, computed if it was not."""
-    tape, value = lazy._tape.home(), lazy._value
+    tape, value = lazy._tape, lazy._value
     try:
         _compute(tape, value)
     except BaseException:
@@ -59,49 +61,72 @@ def pending_of(tape: Tape, value: Value) -> list[RecordedCall]:
 
 def _compute(tape: Tape, value: Value) -> None:
     pending = pending_of(tape, value)
+    writes = any(entry.shape.changed for entry in pending)
     # a call that has not run yet may write into it
-    if value.tensor is not None and not any(entry.shape.changed for entry in pending):
-        return
-    if not pending:
+    if not pending or (value.tensor is not None and not writes):
         return
     # what is made of the batch alone does not need what else waits
-    if value.is_data and not tape.is_split and not any(entry.shape.changed for entry in pending):
+    if value.is_data and not tape.is_split and not writes:
         alone = makers_of(pending, [value])
         check_unwritten(alone)
-        info = unless_too_large(tape, lambda: run_whole(tape, alone))
-        if info is None:
+        if unless_too_large(tape, lambda: run_whole(tape, alone)) is None:
             return
-        note_split(tape, value, info)
+    is_root = is_loss(tape, value)
 
-    def in_parts() -> None:
-        # a loss is read with its gradients, which wait
-        if is_loss(tape, value):
-            tape.held = value, gradients_in_parts(tape, value)
-        else:
-            values_in_parts(tape, value)
-
-    whole_or_parts(tape, value, lambda: run_whole(tape, pending_of(tape, value)), in_parts)
-    _consume_if_done(tape)
+    found: Any = whole_or_parts(
+        tape, value, lambda: run_whole(tape, pending_of(tape, value)), is_root=is_root
+    )
+    # a loss is read with its gradients, which wait
+    if found is not None:
+        tape.held = value, found
+    if not any(entry.trains for entry in tape.entries):
+        # nothing will run them again
+        consume(tape)
 
 
 def whole_or_parts(
-    tape: Tape, value: Value, whole: Callable[[], _Found | OomInfo], parts: Callable[[], _Found]
-) -> _Found:
-    """Return what is wanted of a value, of the whole where it fits."""
+    tape: Tape, value: Value, whole: Callable[[], Any], *, is_root: bool
+) -> Gradients | None:
+    """Compute a value, of the whole where it fits.
+
+    Args:
+        tape: what was recorded.
+        value: what is wanted of it.
+        whole: runs it whole.
+        is_root: whether parts give its gradients, too.
+
+    Returns:
+        What the whole gave, or the gradients of the parts; None for a value without them.
+    """
     check_unwritten(tape.pending(value))
-    if not begins_in_parts(tape, value):
-        found = unless_too_large(tape, whole)
+    program = _known_not_to_fit(tape, value, is_root)
+    if program is None:
+        found: Any = unless_too_large(tape, whole)
         if not isinstance(found, OomInfo):
-            return found
-        note_split(tape, value, found)
+            return found  # type: ignore[no-any-return]
+        program = SplitProgram(tape, value, is_root=is_root)
+        remembered(tape, "whole").new().ran_out(tape.n_samples, 1, found.device)
     if any(entry.is_done for entry in tape.entries):
         tape.start_over()
-    begin(tape, tape.wanted(value))
+    begin(tape, program.entries)
     try:
-        return parts()
+        if is_root:
+            return program.gradients()
+        program.values()
+        return None
     except BaseException:
         tape.start_over()
         raise
+
+
+def _known_not_to_fit(tape: Tape, value: Value, is_root: bool) -> SplitProgram | None:
+    """Return how to split it, if so many samples are known not to fit, and it can be."""
+    record = remembered(tape, "whole").known()
+    if record is None or record.bad is None or tape.n_samples < record.bad:
+        return None
+    with suppress(BatchCoupledError, OutOfRetriesError):
+        return SplitProgram(tape, value, is_root=is_root)
+    return None
 
 
 def unless_too_large(tape: Tape, work: Callable[[], _Found]) -> _Found | OomInfo:
@@ -164,12 +189,6 @@ def begin(tape: Tape, entries: list[RecordedCall]) -> None:
     if tape.start is None:
         tape.start = Beginning(tape)
     tape.start.note(tape, entries)
-
-
-def _consume_if_done(tape: Tape) -> None:
-    """Forget calls without a graph, which nothing will run again."""
-    if not any(entry.trains for entry in tape.entries):
-        consume(tape)
 
 
 def consume(tape: Tape, root: Value | None = None) -> None:

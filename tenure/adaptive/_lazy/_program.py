@@ -1,26 +1,36 @@
 """The recorded program in micro-batches: by `step` for its gradients, in pieces for its values.
 
-Invariant: a part gets its own samples of what has samples, and all of what they share; what wants
-all samples runs once, on what the parts gave; the user's own tensors are not written.
+It runs in three stages, each of which reads what those before it gave. Before: made of the batch
+alone, run once on all of it. Parts: run on each part of the batch, with the terms of the loss,
+which are means or sums over samples. Whole: run once, on what the others give.
+
+Invariant: a part gets its own samples of what has samples, and all of what they share; the user's
+own tensors are not written; what can't be split is refused by name, and who calls undoes the rest.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from tenure._errors import OutOfRetriesError, SplitMismatchError
 from tenure._oom import oom_info
 from tenure._text import format_bytes, listed
-from tenure._torch.fakes import is_fake
 from tenure.scopes import persist
 
-from .._step import StepOptions, StepResult, StepSpec, run_step
-from ._plan import SplitPlan, is_linear
+from .._decorators import PLAIN, RangePart, run_pieces
+from .._ranks import has_other_ranks
+from .._sizes import RememberedCall
+from .._step import IsolatedGradients, StepOptions, StepResult, StepSpec, leaves_of, run_step
+from ._meta import names
 from ._tape import (
     RecordedCall,
     Tape,
@@ -32,62 +42,148 @@ from ._tape import (
     written_by,
 )
 from ._terms import count_of, reads_of_count, whole_of, widened
+from ._trial import judge, mixing_error, not_splittable
+
+Gradients = list[tuple[Tensor, Tensor]]
+"""Leaves, and what a backward pass gives each."""
+_BEFORE, _PARTS, _WHOLE = range(3)
 
 
-class RecordedProgram:
+def remembered(tape: Tape, what: str) -> RememberedCall:
+    """Return where it is remembered which sizes of a program fit, whole or of its values."""
+    # it holds this frame: a local of who uses it would be a cycle, with all that is recorded
+    return RememberedCall(None, sys._getframe(), (f"lazy {what}", _place_of(tape)), None, (), {})
+
+
+def _place_of(tape: Tape) -> str:
+    """Return what stands for the program, whatever the number of samples."""
+    calls = " ".join(getattr(entry.func, "__name__", "") for entry in tape.entries)
+    return hashlib.blake2s(calls.encode(), digest_size=8).hexdigest()
+
+
+def is_loss(tape: Tape, value: Value) -> bool:
+    """Tell whether a split for a value gives gradients, too: it is a loss."""
+    meta = value.meta
+    is_number = meta.dtype.is_floating_point and math.prod(meta.shape) == 1
+    return meta.requires_grad and is_number and bool(_leaves_in(tape))
+
+
+def _leaves_in(tape: Tape) -> list[Tensor]:
+    """Return the tensors that may get gradients."""
+    plains = (tensor for entry in tape.entries for tensor in entry.tensors)
+    values = (value.tensor for value in inputs_of(tape.entries))
+    found = (*plains, *(tensor for tensor in values if tensor is not None))
+    return leaves_of(tensor for tensor in found if tensor.requires_grad)
+
+
+def origins_in(tape: Tape) -> list[Tensor]:
+    """Return the tensors that came with a graph."""
+    return [v.origin for v in inputs_of(tape.entries) if v.origin is not None]
+
+
+@contextmanager
+def collecting(tape: Tape) -> Iterator[IsolatedGradients]:
+    """Open a block that makes gradients, which nobody sees."""
+    isolated = IsolatedGradients(_leaves_in(tape))
+    isolated.begin()
+    # leaves of a graph that a tensor came with get their gradients in two passes
+    isolated.hold_hooks(leaves_of(origins_in(tape)))
+    try:
+        yield isolated
+    finally:
+        isolated.undo()
+
+
+class SplitProgram:
     """What was recorded, as it runs on parts.
 
     Args:
         tape: what was recorded.
-        entries: the calls that are wanted.
-        plan: how to split them.
+        value: what is wanted of it.
+        is_root: whether its gradients are wanted.
 
     Attributes:
-        plan: how it is split.
+        entries: the calls that are wanted.
+
+    Raises:
+        BatchCoupledError: it mixes samples.
+        OutOfRetriesError: it can't be split for another reason.
     """
 
-    def __init__(self, tape: Tape, entries: list[RecordedCall], plan: SplitPlan) -> None:
-        check_unwritten(entries)
-        self.plan = plan
-        self._tape, self._entries = tape, entries
+    def __init__(self, tape: Tape, value: Value, *, is_root: bool) -> None:
+        coupled = "other processes take part in it, and would wait for one that splits differently"
+        if has_other_ranks() or tape.coupled is not None:
+            raise not_splittable(tape, tape.coupled or coupled)
+        self.entries = entries = tape.wanted(value)
+        judge(tape, entries)
+        stages = _stages(entries)
+        _refuse_writes(tape, entries, stages)
+        before, chunk, whole = ([e for e in entries if stages[e] == s] for s in range(3))
+        self._tape, self._root = tape, value if is_root else None
+        self._before: list[RecordedCall] = before
+        self._chunk: list[RecordedCall] = chunk
+        self._tail = makers_of(whole, [value]) if is_root else []
+        # values wanted later are made by them
+        self._others = [entry for entry in whole if entry not in self._tail]
+        # the calls that give the terms of the loss, by what they give; if there are none, what the
+        # last calls take of all parts
+        self._terms: dict[Value, RecordedCall] = {}
+        self._taken: list[Value] = []
+        if is_root:
+            self._cut_tail(value)
+        if not self._chunk:
+            raise not_splittable(tape, "nothing in it runs on one sample at a time")
+
+    def _cut_tail(self, root: Value) -> None:
+        """Find the terms of the loss, or what else parts give for it."""
+        made = {value for entry in self._chunk for value in entry.made}
+        takes = made | {v for v in inputs_of(self.entries) if v.meta.requires_grad}
+        terms = {entry.made[0]: entry for entry in self._tail if entry.verdict.kind == "term"}
+        after = [entry for entry in self._tail if entry.verdict.kind != "term"]
+        # terms are a part of the tail if that takes more than them
+        if terms and not _taken(after, takes, root):
+            self._chunk, self._tail, self._terms = [*self._chunk, *terms.values()], after, terms
+            return
+        self._taken = _taken(self._tail, takes, root)
+        if not made.intersection(self._taken):
+            blame = next((entry for entry in self._tail if entry.verdict.why), None)
+            if blame is not None:
+                raise not_splittable(self._tape, f"{blame}: {blame.verdict.why}", blame)
+            self._chunk = []
+
+    def _prepare(self) -> None:
+        """Run what is made of the batch alone, and see what is wanted of parts."""
+        tape = self._tape
+        check_unwritten(self.entries)
         # what parts are made of: tensors of the user's, and what is made of the batch alone
-        self._data: dict[Value, Any] = {v: v.tensor for v in inputs_of(entries)}
-        before = [value for entry in plan.before for value in entry.made]
+        self._data: dict[Value, Any] = {v: v.tensor for v in inputs_of(self.entries)}
+        before = [value for entry in self._before for value in entry.made]
         with torch.no_grad(), persist():
-            run(plan.before, self._data, [*self._data, *before], tape.kind, graphs=False)
+            run(self._before, self._data, [*self._data, *before], tape.kind, graphs=False)
         self._alive = set(tape.alive())
-        late = plan.others if plan.taken else [*plan.tail, *plan.others]
+        late = self._others if self._taken else [*self._tail, *self._others]
         # statistics are written whether or not anybody has what comes of it
         self._late = makers_of(late, self._alive, statistics=True)
-        made = [v for entry in plan.chunk for v in entry.made if v not in plan.terms]
+        made = [v for entry in self._chunk for v in entry.made if v not in self._terms]
         wanted = self._alive | {value for entry in self._late for value in entry.reads}
-        self._kept = [value for value in made if value in wanted and value not in plan.taken]
-        counted = [value for entry in plan.terms.values() for value in reads_of_count(entry)]
-        self._stays = [*self._kept, *plan.taken, *plan.terms, *counted]
+        self._kept = [value for value in made if value in wanted and value not in self._taken]
+        counted = [value for entry in self._terms.values() for value in reads_of_count(entry)]
+        self._stays = [*self._kept, *self._taken, *self._terms, *counted]
         # of all parts, put together as they come, and what the last calls give
         self._whole: dict[Value, Any] = {}
-        self._terms: list[Any] = []
+        self._given_terms: list[Any] = []
         # counts that are made of what parts write, or of what is trained, are known at the end
         is_known = all(value in self._data for value in counted)
-        is_one_pass = plan.terms and is_known and not self._tail_trains()
         self._factors: dict[Value, tuple[float, float | None]] | None = None
-        try:
-            self._factors = self._factors_of_terms() if is_one_pass else None
-        except Exception as error:
-            # a step runs out of memory then, and says so
-            if oom_info(error) is None:
-                raise
-
-    @property
-    def keeps(self) -> bool:
-        """Whether results of parts are put together for somebody."""
-        return bool(self._kept)
+        if self._terms and is_known and not self._tail_trains():
+            try:
+                self._factors = self._factors_of_terms()
+            except Exception as error:
+                # a step runs out of memory then, and says so
+                if oom_info(error) is None:
+                    raise
 
     # --- on all of the batch
-
-    def _given(self, value: Value) -> Any:
-        """Return a tensor that parts are made of, as calls get it."""
-        return value.cut() if value.tensor is not None else self._data[value]
 
     def _run(
         self, entries: list[RecordedCall], env: dict[Value, Any], kept: Iterable[Value],
@@ -97,22 +193,25 @@ class RecordedProgram:
         # without, and have memory for none
         run(entries, env, kept, self._tape.kind, length, graphs=torch.is_grad_enabled())
 
-    def finish(self) -> None:
-        """Run the calls that want all of what parts gave."""
+    def _inputs_of(self, entries: list[RecordedCall]) -> dict[Value, Any]:
+        """Return the tensors that no part makes, as calls get them."""
+        inputs = [value for value in inputs_of(entries) if value in self._data]
+        return {v: self._data[v] if v.tensor is None else v.cut() for v in inputs}
+
+    def _finish(self) -> None:
+        """Run the calls that want all of what parts gave, and give values to who has them."""
         with torch.no_grad(), persist():
-            for value, entry in self.plan.terms.items():
-                given, counts = zip(*[part[value] for part in self._terms], strict=True)
+            for value, entry in self._terms.items():
+                given, counts = zip(*[part[value] for part in self._given_terms], strict=True)
                 self._whole[value] = whole_of(entry.verdict.reduces, [*given], [*counts])
-            env = {value: self._given(value) for value in inputs_of(self._late)
-                   if value in self._data} | self._whole  # fmt: skip
+            env = self._inputs_of(self._late) | self._whole
             self._run(self._late, env, self._alive)
             self._whole = {v: env[v].detach() for v in env if v in self._alive}
 
-    def keep(self) -> None:
-        """Give values to who has them."""
-        before = {value for entry in self.plan.before for value in entry.made}
+    def _keep(self) -> None:
+        before = {value for entry in self._before for value in entry.made}
         self._whole |= {value: self._data[value] for value in before & self._alive}
-        self._tape.note_done(self._entries, self._whole)
+        self._tape.note_done(self.entries, self._whole)
         self._tape.is_split = True
 
     # --- on a part of the batch
@@ -137,56 +236,69 @@ class RecordedProgram:
                     piece = piece.contiguous()
             # no leaf itself, as what it stands for is none: autocast keeps what it casts of leaves
             env[value] = piece if value.origin is None else piece.view_as(piece)
-        self._run(self.plan.chunk, env, self._stays, length)
+        self._run(self._chunk, env, self._stays, length)
         values = {value: env[value].detach() for value in self._kept}
         terms = {
             v: (env[v].detach(), count_of(entry, entry.verdict.reduces, env.__getitem__, length))
-            for v, entry in self.plan.terms.items()
+            for v, entry in self._terms.items()
         }
         return env, (values, terms)
 
     # --- values
 
-    def piece(self, start: int, end: int, *_: Any) -> None:
+    def values(self) -> None:
+        """Run it without gradients, for the values that somebody has."""
+        self._prepare()
+        tape = self._tape
+        piece = RangePart(self._piece, 0, tuple(tape.generators.values()), {})
+        with self._explained():
+            run_pieces(
+                "lazy", piece, tape.n_samples, initial=max(1, -(-tape.n_samples // 2)),
+                options=replace(PLAIN, restore_rng=True), remembered=remembered(tape, "values"),
+            )  # fmt: skip
+            self._finish()
+        self._keep()
+
+    def _piece(self, start: int, end: int, *_: Any) -> None:
         """Run a part of the batch for its values."""
         parts = [
             tensor if dim is None else tensor.narrow(dim, start, end - start)
             for tensor, dim in zip(*self._batch(), strict=True)
         ]
         with torch.no_grad():
-            values, terms = self._part(parts)[1]
+            values, _ = self._part(parts)[1]
             # all pieces beside what is made of them would take the memory twice
             with persist():
                 for value, part in values.items():
                     whole, n_samples = self._whole.get(value), self._tape.n_samples
                     self._whole[value] = value.label.filled(whole, part, start, n_samples)
-        self._terms.append(terms)
-
-    def wanted(self) -> str:
-        """Return what the values that somebody wants are, put together."""
-        self._whole.clear()
-        self._terms.clear()
-        made = {v for entry in (*self.plan.chunk, *self.plan.others) for v in entry.made}
-        metas = [value.meta for value in made & {*self._kept, *self._alive}]
-        sizes = {meta: math.prod(meta.shape) * meta.dtype.itemsize for meta in metas}
-        first = sorted(metas, key=lambda meta: -sizes[meta])
-        shapes = [f"{str(meta.dtype)[6:]}{list(meta.shape)}" for meta in first]
-        total = sum(sizes[meta] for meta in metas)
-        return f"{listed(shapes, most=3)} ({format_bytes(total)})"
 
     # --- gradients
 
-    def step(self, place: str) -> StepResult:
-        """Run it backward in micro-batches, whose sizes are remembered for a place."""
+    def gradients(self) -> Gradients:
+        """Run a loss backward in micro-batches."""
+        tape = self._tape
+        with torch.enable_grad():
+            self._prepare()
+            with self._explained(), collecting(tape) as isolated:
+                result = self._step(_place_of(tape))
+                found = isolated.new()
+        # there is more memory than there was
+        if result.micro_batch == tape.n_samples:
+            remembered(tape, "whole").new().ran(tape.n_samples)
+        self._keep()
+        return found
+
+    def _step(self, place: str) -> StepResult:
+        """Run it by `step`, whose sizes are remembered for a place."""
         tensors, dims = self._batch()
         # what a step is given is put back when an attempt fails
         generators = list(self._tape.generators.values())
-        plan = self.plan
         how: dict[str, Any] = {"loss": "sum"}
-        if plan.taken:
+        if self._taken:
             how = {
                 "loss": self._function("_loss_of", place),
-                "out_dims": [value.label.sample_dim for value in plan.taken],
+                "out_dims": [value.label.sample_dim for value in self._taken],
             }
         elif self._factors is None:
             how = {"then": self._function("_then", place)}
@@ -195,18 +307,18 @@ class RecordedProgram:
         spec = StepSpec(
             entry="lazy", fn=recorded, batch=[*tensors, *generators],
             in_dims=[*dims, *(None for _ in generators)], has_aux=True,
-            model=_Used([*plan.chunk, *plan.tail]), **how,
+            model=_Used([*self._chunk, *self._tail]), **how,
         )  # fmt: skip
         result = run_step(spec, StepOptions(context=("lazy", place)), sys._getframe())
-        values, self._terms = map(list, zip(*result.aux, strict=True))
+        values, self._given_terms = map(list, zip(*result.aux, strict=True))
         with torch.no_grad(), persist():
             for value in self._kept:
                 self._whole[value] = value.label.joined([part.pop(value) for part in values])
-        self.finish()
-        if self._factors is None and plan.root in self._whole:
+        self._finish()
+        if self._factors is None and self._root in self._whole:
             # with the random numbers that its gradients are of
             with persist():
-                self._whole[plan.root] = result.loss.clone()
+                self._whole[self._root] = result.loss.clone()
         return result
 
     def _function(self, name: str, place: str) -> Any:
@@ -224,26 +336,22 @@ class RecordedProgram:
     def _loss(self, batch: list[Tensor]) -> Any:
         """Return the loss of a part, its terms, or the inputs of its tail; and its values."""
         env, (values, terms) = self._part(batch)
-        if self.plan.taken:
-            loss: Any = [value.label.apart(env[value]) for value in self.plan.taken]
+        if self._taken:
+            loss: Any = [value.label.apart(env[value]) for value in self._taken]
         elif self._factors is None:
             loss = {str(i): self._pair(v, env[v], terms[v][1]) for i, v in enumerate(terms)}
-            # a second term takes two passes: in one, gradients in half precision would get what
-            # then() multiplies by, such as the scale of a GradScaler, when they are zero already
-            loss["none"] = torch.zeros_like(next(iter(terms.values()))[0])
         else:
             loss = torch.zeros_like(next(iter(terms.values()))[0])
             for value, (_, count) in terms.items():
-                number = count if is_fake(count) else float(count)
                 # the mean of nothing is nan, which no factor undoes
-                if is_fake(count) or number:
+                if number := float(count):
                     slope, total = self._factors[value]
                     factor = slope if total is None else slope * (number / total)
                     loss = loss + widened(env[value]) * factor
         return loss, (values, terms)
 
     def _pair(self, term: Value, value: Tensor, count: Any) -> Any:
-        kind = self.plan.terms[term].verdict.reduces
+        kind = self._terms[term].verdict.reduces
         # classes with probabilities have a mean over samples, and no tensor as their count
         if kind == "counted" and isinstance(count, Tensor):
             # the mean of nothing is nan, and its part of the sum is zero
@@ -256,59 +364,104 @@ class RecordedProgram:
 
         None if these differ with the values of the terms, or a mean divides by zero.
         """
-        terms = self.plan.terms
-        if not is_linear(self.plan.tail, terms):
+        if not _is_linear(self._tail, self._terms):
             return None
-        slopes = self._slopes(1.0)
-        if slopes != self._slopes(2.5):
-            return None
+        metas = [value.meta for value in self._terms]
+        given = [torch.ones((), dtype=m.dtype, device=m.device).requires_grad_() for m in metas]
+        loss = self._run_tail({v: t * 1 for v, t in zip(self._terms, given, strict=True)})
+        slopes = torch.autograd.grad(loss, given, create_graph=True, allow_unused=True)
         factors: dict[Value, tuple[float, float | None]] = {}
-        for (value, entry), slope in zip(terms.items(), slopes, strict=True):
+        for (value, entry), slope in zip(self._terms.items(), slopes, strict=True):
             kind = entry.verdict.reduces
             total = count_of(entry, kind, self._data.__getitem__, self._tape.n_samples)
-            if not total:
+            # a product of terms has slopes with a graph
+            if not total or (slope is not None and slope.requires_grad):
                 return None
-            factors[value] = slope, None if kind == "sum" else float(total)
+            factor = 0.0 if slope is None else float(slope)
+            factors[value] = factor, None if kind == "sum" else float(total)
         return factors
-
-    def _slopes(self, size: float) -> list[float]:
-        """Return the slopes of the loss where the terms are so large, each a little larger."""
-        metas = [entry.shape.metas[0] for entry in self.plan.terms.values()]
-        with torch.enable_grad():
-            given = [
-                torch.full(
-                    (), size + 0.5 * i, dtype=meta.dtype, device=meta.device
-                ).requires_grad_()
-                for i, meta in enumerate(metas)
-            ]
-            loss = self._tail({v: each * 1 for v, each in zip(self.plan.terms, given, strict=True)})
-            slopes = torch.autograd.grad(loss, given, allow_unused=True)
-        return [0.0 if slope is None else float(slope) for slope in slopes]
 
     def _tail_trains(self) -> bool:
         """Tell whether the tail has parameters of its own."""
-        inputs = [v.tensor for v in inputs_of(self.plan.tail) if v in self._data]
-        plains = [tensor for entry in self.plan.tail for tensor in entry.tensors]
+        inputs = [v.tensor for v in inputs_of(self._tail) if v in self._data]
+        plains = [tensor for entry in self._tail for tensor in entry.tensors]
         return any(t is not None and t.requires_grad for t in (*plains, *inputs))
 
-    def _tail(self, given: dict[Value, Any]) -> Tensor:
+    def _run_tail(self, given: dict[Value, Any]) -> Tensor:
         """Run the calls from what is given to the loss."""
-        tail, root = self.plan.tail, self.plan.root
-        assert root is not None
-        env = {v: self._given(v) for v in inputs_of(tail) if v in self._data} | given
-        self._run(tail, env, [*given, *self._alive, root])
-        if self.plan.taken:
+        root: Any = self._root
+        env = self._inputs_of(self._tail) | given
+        self._run(self._tail, env, [*given, *self._alive, root])
+        if self._taken:
             with persist():
                 self._whole = {v: env[v].detach() for v in env if v in self._alive or v in given}
         loss: Tensor = env[root]
         return loss if loss.dim() == 0 else loss.reshape(())
 
     def _then(self, totals: dict[str, Tensor]) -> Tensor:
-        return self._tail({v: totals[str(i)] * 1 for i, v in enumerate(self.plan.terms)})
+        return self._run_tail({v: totals[str(i)] * 1 for i, v in enumerate(self._terms)})
 
     def _loss_of(self, outputs: list[Any]) -> Tensor:
-        taken = zip(self.plan.taken, outputs, strict=True)
-        return self._tail({value: value.label.back(each) for value, each in taken})
+        taken = zip(self._taken, outputs, strict=True)
+        return self._run_tail({value: value.label.back(each) for value, each in taken})
+
+    # --- errors
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Say what in a program is the reason that its parts do not fit, or are not the whole."""
+        try:
+            yield
+        except SplitMismatchError as error:
+            raise self._mismatch(error) from error
+        except OutOfRetriesError as error:
+            call = _mixing([*self._before, *self._tail]) if self._taken else None
+            if call is not None:
+                raise mixing_error(self._tape, call, call.verdict.why) from error
+            if self._root is not None and not self._kept:
+                raise
+            raise self._too_large(error.info) from error
+        except Exception as error:
+            info = oom_info(error)
+            if info is None:
+                raise
+            # what is put together of the parts
+            if (call := _mixing(self._others)) is not None:
+                raise mixing_error(self._tape, call, call.verdict.why) from error
+            raise self._too_large(info) from error
+
+    def _too_large(self, info: Any) -> OutOfRetriesError:
+        return OutOfRetriesError(
+            f"The results do not fit: {self._wanted()}, which were asked for, have a name still "
+            "or are wanted whole by a call. Micro-batches make smaller what they are computed of, "
+            "and not the results. Nothing was changed. Let go of what you don't need, record what "
+            "makes it smaller, such as argmax() or cpu(), or pass a part of the batch at a time.",
+            (self._tape.n_samples,), info,
+        )  # fmt: skip
+
+    def _mismatch(self, error: SplitMismatchError) -> SplitMismatchError:
+        advice = (
+            "lazy() takes one of the calls for what it is not: use step() for this program, or "
+            "compute value() of what it is made of first."
+        )
+        return SplitMismatchError(
+            f"What was recorded of {self._tape.n_samples} samples does not fit, and would give "
+            f"other results in micro-batches, as a few samples show: {error.whole:.6g} in one "
+            f"piece and {error.split:.6g} in parts. Nothing was changed. {advice}",
+            error.whole, error.split, advice,
+        )  # fmt: skip
+
+    def _wanted(self) -> str:
+        """Return what the values that somebody wants are, put together."""
+        self._whole.clear()
+        self._given_terms.clear()
+        made = {v for entry in (*self._chunk, *self._others) for v in entry.made}
+        metas = [value.meta for value in made & {*self._kept, *self._alive}]
+        sizes = {meta: math.prod(meta.shape) * meta.dtype.itemsize for meta in metas}
+        first = sorted(metas, key=lambda meta: -sizes[meta])
+        shapes = [f"{str(meta.dtype)[6:]}{list(meta.shape)}" for meta in first]
+        total = sum(sizes[meta] for meta in metas)
+        return f"{listed(shapes, most=3)} ({format_bytes(total)})"
 
 
 class _Used(nn.Module):
@@ -328,3 +481,81 @@ class _Used(nn.Module):
         plains = {id(tensor): tensor for entry in entries for tensor in entry.tensors}
         own: Any = self._parameters
         own |= {str(i): t for i, t in enumerate(plains.values()) if t.requires_grad}
+
+
+def _mixing(entries: Iterable[RecordedCall]) -> RecordedCall | None:
+    """Return the first of some calls that wants all samples, if one does."""
+    kinds = "tail", "before"
+    return next((e for e in entries if e.verdict.kind in kinds and e.verdict.why), None)
+
+
+def _stages(entries: list[RecordedCall]) -> dict[RecordedCall, int]:
+    """Say when each call runs."""
+    alone = {entry for entry in entries if entry.is_data}
+    # counted before anything runs, so that one pass is enough
+    counted = {v for e in entries if e.verdict.kind == "term" for v in reads_of_count(e)}
+    first = {e for e in alone if e.verdict.kind != "chunk" or counted.intersection(e.made)}
+    # what is written in place is written by one stage
+    rewritten = {root for entry in alone for root in entry.written()}
+    more = first
+    while more:
+        wanted = {value for entry in first for value in entry.reads}
+        shared = rewritten & {root for entry in first for root in entry.touched()}
+        more = {e for e in alone - first if wanted & {*e.made} or shared & e.touched()}
+        first |= more
+    return {
+        e: _BEFORE if e in first else _PARTS if e.verdict.kind == "chunk" else _WHOLE
+        for e in entries
+    }
+
+
+def _refuse_writes(tape: Tape, entries: list[RecordedCall], stages: dict[Any, int]) -> None:
+    """Make sure that the order of the stages changes nothing that is written in place.
+
+    Each stage has memory of its own: a write reaches nobody who has taken a part, or the whole, at
+    another stage before; and nobody takes what a later stage is to write.
+    """
+    touched: dict[Value, set[int]] = {}
+    last_write: dict[Value, int] = {}
+    for entry in entries:
+        stage, written = stages[entry], entry.written()
+        for root in entry.touched():
+            before = touched.setdefault(root, set())
+            if (root in written and before - {stage}) or last_write.get(root, stage) > stage:
+                raise not_splittable(
+                    tape,
+                    f"{entry} uses a tensor that is written in place, and of which "
+                    "parts and the whole are used: clone() it first",
+                )
+            before.add(stage)
+            if root in written:
+                last_write[root] = stage
+
+
+def _taken(entries: list[RecordedCall], made: set[Value], root: Value) -> list[Value]:
+    """Return what some calls, and the root, take of what was made before them."""
+    reads = [value for entry in entries for value in entry.reads]
+    return list(dict.fromkeys(value for value in (*reads, root) if value in made))
+
+
+_LINEAR = frozenset(
+    names(
+        """
+        add sub rsub neg mul div true_divide __add__ __radd__ __sub__ __rsub__ __neg__
+        __mul__ __rmul__ __truediv__ float double half bfloat16 to clone reshape view
+        squeeze sum mean contiguous __iadd__ __isub__ __imul__ __itruediv__ add_ sub_ mul_
+        div_ type_as flatten
+        """
+    )
+)
+
+
+def _is_linear(tail: list[RecordedCall], terms: Iterable[Value]) -> bool:
+    """Tell whether the last calls may only add terms up, and multiply them by constants."""
+    depend = set(terms)
+    for entry in tail:
+        if depend.intersection(entry.reads):
+            if getattr(entry.func, "__name__", "") not in _LINEAR:
+                return False
+            depend.update(entry.made)
+    return True

@@ -94,8 +94,6 @@ def record(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
         and not any(t.requires_grad or isinstance(t, nn.Parameter) for t in walk.plains)
         and not entry.trains
     )
-    if entry.is_data and not shape.changed and _is_of_all(reads, shape):
-        entry.shape = shape = shape.as_before(tape.n_samples)
     entry.marks = [mark_of(tensor) for tensor in entry.tensors]
     made = [Value(meta) for meta in shape.metas]
     for value, alias, tensor in zip_longest(made, shape.aliases, tensors):
@@ -148,20 +146,11 @@ def _squeezed_dims(meta: Meta) -> tuple[int, ...]:
 
 
 def _home_of(lazies: list[Handle]) -> Tape:
-    first = lazies[0]._tape.home()
+    first = lazies[0]._tape
     for each in lazies:
-        home = each._tape.home()
-        if home is not first:
-            first.absorb(home)
-        each._tape = first
+        if each._tape is not first:
+            first.absorb(each._tape)
     return first
-
-
-def _is_of_all(reads: list[Value], shape: Shape) -> bool:
-    """Tell whether the result of a call on samples has no part for each."""
-    reads_samples = any(each.meta.label.is_batch for each in reads)
-    scales = any(meta.label.is_batch for meta in shape.metas)
-    return bool(shape.why) or (reads_samples and not scales)
 
 
 def _shape_of(entry: RecordedCall, walk: Walk, tape: Tape) -> Shape | None:
@@ -208,7 +197,7 @@ def _note_writes(entry: RecordedCall, tape: Tape) -> None:
         tape.check_write(value, getattr(entry.func, "__name__", ""))
         _clone_first(value, tape)
         value.root._is_data &= entry.is_data
-        value.become(meta)
+        tape.rewrite(value, meta)
 
 
 def _clone_first(value: Value, tape: Tape) -> None:
@@ -235,7 +224,8 @@ def _clone_first(value: Value, tape: Tape) -> None:
 def _run_now(entry: RecordedCall, tensors: list[Tensor], tape: Tape) -> Any:
     """Run a call whose shape nobody knows; its shape is in the entry if there are tensors."""
     reads = entry.reads
-    values = {v: v.cut() if v.handle() is None else value_of(v.handle()) for v in reads}
+    handles = {value: tape.handles.get(value) for value in reads}
+    values = {v: v.cut() if each is None else value_of(each) for v, each in handles.items()}
     begin(tape, [])
     trains = torch.is_grad_enabled() and any(v.meta.requires_grad for v in reads)
     if tape.is_split:

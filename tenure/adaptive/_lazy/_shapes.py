@@ -8,7 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,12 +23,6 @@ from tenure._torch.writes import version_of
 
 from ._meta import SHARED, Label, Meta, meta_of
 from ._tape import RecordedCall, call, replaced
-
-
-def _data_label(shape: tuple[int, ...], n_samples: int) -> Label:
-    """Return the dimension with the samples of a data tensor: the one of that size."""
-    dims = [d for d, size in enumerate(shape) if size == n_samples]
-    return Label(dims[0]) if dims else SHARED
 
 
 @dataclass(slots=True, eq=False)
@@ -55,14 +49,6 @@ class Shape:
     why: str = ""
     is_value: bool = False
     writes_plain: bool = False
-    _before: Shape | None = None
-
-    def as_before(self, n_samples: int) -> Shape:
-        """Return the same where it is made of the batch alone, and so is data like the batch."""
-        if self._before is None:
-            metas = tuple(meta_of(each, _data_label(each.shape, n_samples)) for each in self.metas)
-            self._before = replace(self, metas=metas, why="")
-        return self._before
 
 
 NORMALIZATIONS = frozenset({F.batch_norm, torch.batch_norm, F.instance_norm})

@@ -46,13 +46,12 @@ class Value:
         given: the tensor of the user's that it stands for.
         origin: the tensor with a graph that ``tensor`` was cut off, which gets its gradient.
         mark: what it was, if no call makes it: see `mark_of`.
-        handle: refers to its handle.
         is_spent: whether its graph was used up.
     """
 
     __slots__ = (
-        "__weakref__", "_is_data", "base", "given", "handle", "is_spent", "label", "mark", "meta",
-        "origin", "tensor",
+        "__weakref__", "_is_data", "base", "given", "is_spent", "label", "mark", "meta", "origin",
+        "tensor",
     )  # fmt: skip
 
     def __init__(self, meta: Meta) -> None:
@@ -62,7 +61,6 @@ class Value:
         self.given: Tensor | None = None
         self.origin: Tensor | None = None
         self.mark: _Mark | None = None
-        self.handle: Callable[[], Any] = _nobody
         self.is_spent = False
         self._is_data = False
 
@@ -97,21 +95,11 @@ class Value:
         # of leaves
         return self.tensor if self.origin is None or self.tensor is None else _view(self.tensor)
 
-    def become(self, meta: Meta) -> None:
-        """Take another description, as of a tensor that was written; autograd is told, too."""
-        self.meta = meta
-        # it would record no function of its own of a tensor that requires no grad
-        require_grad(self.handle(), meta.requires_grad)
-
     def settle(self) -> None:
         """Make it a value that no call makes, without the graph that it came with."""
         assert self.tensor is not None
         self.tensor, self.origin = self.tensor.detach(), None
         self.mark = mark_of(self.tensor)
-
-
-def _nobody() -> None:
-    """Return what stands for the handle of a value that nobody has."""
 
 
 def _view(tensor: Tensor) -> Tensor:
@@ -146,8 +134,7 @@ class Handle(Tensor):
             requires_grad=meta.requires_grad,
         )
         made._tape, made._value = tape, value
-        value.handle = weakref.ref(made)
-        tape.values.add(value)
+        tape.handles[value] = made
         found: Self = made
         return found
 
@@ -333,10 +320,9 @@ class Tape:
         n_samples: how many samples the batch has.
         kind: the kind of device that it is on.
         entries: the calls.
-        values: those that had a handle, as long as anything refers to them.
+        handles: those that somebody has, by value.
         cuts: the values of plain tensors that are cut with the batch, or have a graph.
         coupled: what says that it can't be split at all.
-        into: what it became a part of.
         generators: those of the user's own that calls draw from.
         start: what running changes besides values, as it was before the first call ran.
         held: a loss that was run for its value, and its gradients, which nobody asked for yet.
@@ -348,23 +334,17 @@ class Tape:
     n_samples: int
     kind: str
     entries: list[RecordedCall] = field(default_factory=list)
-    values: weakref.WeakSet[Value] = field(default_factory=weakref.WeakSet)
+    handles: weakref.WeakValueDictionary[Value, Handle] = field(
+        default_factory=weakref.WeakValueDictionary
+    )
     cuts: dict[tuple[int, Label], Value] = field(default_factory=dict)
     coupled: str | None = None
-    into: Tape | None = None
     generators: dict[int, torch.Generator] = field(default_factory=dict)
     start: Any = None
     held: Any = None
     failed: weakref.WeakSet[Value] = field(default_factory=weakref.WeakSet)
     is_split: bool = False
     is_joined: bool = False
-
-    def home(self) -> Tape:
-        """Return the tape that it is part of by now."""
-        tape = self
-        while tape.into is not None:
-            tape = tape.into
-        return tape
 
     def absorb(self, other: Tape) -> None:
         """Take another one in."""
@@ -374,13 +354,13 @@ class Tape:
                 "that meet"
             )
         self.entries = sorted([*self.entries, *other.entries], key=attrgetter("number"))
-        for name in ("values", "cuts", "generators", "failed"):
+        for handle in other.handles.values():
+            handle._tape = self
+        for name in ("handles", "cuts", "generators", "failed"):
             getattr(self, name).update(getattr(other, name))
         # what runs first was noted first
         for name in ("coupled", "start", "held", "is_joined"):
             setattr(self, name, getattr(self, name) or getattr(other, name))
-        other.into = self
-        other.cuts, other.entries = {}, []
 
     def plain_value(self, tensor: Tensor, label: Label) -> Value:
         """Return the value of a plain tensor."""
@@ -391,7 +371,14 @@ class Tape:
 
     def alive(self) -> list[Value]:
         """Return the values that somebody has."""
-        return [value for value in self.values if value.handle() is not None]
+        return list(self.handles)
+
+    def rewrite(self, value: Value, meta: Meta) -> None:
+        """Give a value another description, as of a tensor that was written."""
+        value.meta = meta
+        if (handle := self.handles.get(value)) is not None:
+            # autograd would record no function of its own of a tensor that requires no grad
+            require_grad(handle, meta.requires_grad)
 
     def wanted(self, root: Value) -> list[RecordedCall]:
         """Return the calls that make a value, and what else somebody has; forget all others.
@@ -418,7 +405,7 @@ class Tape:
             entry.is_done = True
         needed = {v for entry in self.entries if not entry.is_done for v in entry.reads}
         for value in [value for entry in self.entries for value in entry.made]:
-            if value not in needed and value.handle() is None:
+            if value not in needed and value not in self.handles:
                 value.tensor = None
             elif value in values:
                 value.tensor = values[value]

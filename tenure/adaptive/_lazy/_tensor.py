@@ -24,23 +24,6 @@ from ._recording import record
 from ._tape import Handle, Tape, Value, refuse_own_function
 
 
-class Read(torch.autograd.Function):
-    """Stands for the graph of a value that was read, which is the recording's own."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor) -> Tensor:
-        """Give the value."""
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        """Refuse gradients, which would end here."""
-        raise AdaptiveUsageError(
-            "What value() gave of a tensor of lazy() was run backward. Call backward() of the "
-            "recorded tensor, or detach() what value() gives."
-        )
-
-
 class LazyTensor(Handle):
     """A tensor that was recorded and not computed; see `lazy`."""
 
@@ -81,8 +64,13 @@ class LazyTensor(Handle):
         refuse_own_function(self)
         value = value_of(self).detach()
         trains = self._value.meta.requires_grad and torch.is_grad_enabled()
-        apply: Any = Read.apply
-        return apply(value.requires_grad_()) if trains and not value.is_inference() else value
+        if not trains or value.is_inference():
+            return value
+        read: Any = value.requires_grad_().view_as(value)
+        # its graph is the recording's own: gradients would end here
+        read.grad_fn.register_prehook(_refuse_backward)
+        found: Tensor = read
+        return found
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         """Describe it without computing anything."""
@@ -102,6 +90,13 @@ class LazyTensor(Handle):
     def __deepcopy__(self, memo: Any) -> Any:
         """Copy the computed tensor; one with a graph can't be copied, as in plain torch."""
         return self.value().__deepcopy__(memo)
+
+
+def _refuse_backward(*_: Any) -> None:
+    raise AdaptiveUsageError(
+        "What value() gave of a tensor of lazy() was run backward. Call backward() of the "
+        "recorded tensor, or detach() what value() gives."
+    )
 
 
 _COMPILED = (

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tenure._containers import passed_tensors
+from tenure._errors import BatchCoupledError, OutOfRetriesError, TenureError
 from tenure._oom import oom_info
 from tenure.scopes import persist
 
@@ -30,23 +31,40 @@ _UNCHECKED = frozenset(
     names("lu_unpack lu_solve linalg_lu_solve ldl_solve linalg_ldl_solve ctc_loss segment_reduce")
 )
 _UNWRITTEN = frozenset(["empty_like", "new_empty", "new_empty_strided"])
+_MIXING = (
+    "Pass a smaller batch; freeze a normalization with eval(), or accept "
+    'statistics of each micro-batch with step(..., batchnorm="per_chunk"); compute a loss that '
+    "compares samples of smaller outputs, or with step(..., loss=...)."
+)
 
 _known: dict[Any, list[Verdict]] = {}
 
 
-class NotSplittableError(Exception):
-    """The recorded program has to run whole; says why, and whether a call mixes the samples."""
+def not_splittable(tape: Tape, why: str, mixing: RecordedCall | None = None) -> TenureError:
+    """Return the error of a program that has to run whole; a call that mixes samples is named."""
+    text = (
+        f"What was recorded of {tape.n_samples} samples ran out of memory, and can't be split: "
+        f"{why}. Nothing was changed. "
+    )
+    if mixing is not None:
+        return BatchCoupledError(text + _MIXING, (str(mixing),))
+    return OutOfRetriesError(
+        f"{text}Pass a smaller batch, or say with step() what to do.", (tape.n_samples,)
+    )
 
-    def __init__(self, why: str, mixing: str | None = None) -> None:
-        super().__init__(why)
-        self.mixing = mixing
+
+def mixing_error(tape: Tape, call: RecordedCall, why: str) -> TenureError:
+    """Return the error of a call whose results do not fit as a whole."""
+    what = f"{call} wants all samples ({why}), and what is computed from there on does not fit"
+    return not_splittable(tape, what, call)
 
 
 def judge(tape: Tape, entries: list[RecordedCall]) -> None:
     """Say of each call what it is in a split: see `Verdict`.
 
     Raises:
-        NotSplittableError: no memory is left to try that.
+        BatchCoupledError: a call mixes samples, and no memory is left to try what follows.
+        OutOfRetriesError: no memory is left to try any.
     """
     if all(entry.verdict is not None for entry in entries):
         return
@@ -83,12 +101,8 @@ def _tried(tape: Tape, entries: list[RecordedCall]) -> list[Verdict]:
             rng.undo()
     for entry, verdict in zip(entries, found, strict=False):
         if verdict.kind == "before" and verdict.why:
-            raise NotSplittableError(
-                f"{entry} wants all samples ({verdict.why}), and what is computed from there on "
-                "does not fit",
-                str(entry),
-            )
-    raise NotSplittableError("two samples of it, tried without gradients, do not fit either")
+            raise mixing_error(tape, entry, verdict.why)
+    raise not_splittable(tape, "two samples of it, tried without gradients, do not fit either")
 
 
 class _Trial:
