@@ -62,7 +62,6 @@ def _requires_grad_(self: Handle, requires_grad: bool = True) -> Any:
             "them."
         )
     value.tensor.requires_grad_(requires_grad)
-    value.is_data = not requires_grad
     self._tape.rewrite(value, meta_of(value.tensor, value.label))
     return self
 

@@ -29,6 +29,7 @@ from ._tape import (
     check_unwritten,
     inputs_of,
     makers_of,
+    mark_data,
     run,
     written_by,
 )
@@ -66,8 +67,9 @@ def _compute(tape: Tape, value: Value) -> None:
     if not pending or (value.tensor is not None and not writes):
         return
     # what is made of the batch alone does not need what else waits
-    if value.is_data and not tape.is_split and not writes:
-        alone = makers_of(pending, [value])
+    mark_data(tape.entries)
+    alone = makers_of(pending, [value])
+    if all(entry.is_data for entry in alone) and not tape.is_split and not writes:
         check_unwritten(alone)
         if unless_too_large(tape, lambda: run_whole(tape, alone)) is None:
             return

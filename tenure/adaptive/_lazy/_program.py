@@ -118,38 +118,43 @@ class SplitProgram:
         judge(tape, entries)
         stages = _stages(entries)
         _refuse_writes(tape, entries, stages)
-        before, chunk, whole = ([e for e in entries if stages[e] == s] for s in range(3))
+        self._before, self._alone, whole = (
+            [entry for entry in entries if stages[entry] == stage] for stage in range(3)
+        )
         self._tape, self._root = tape, value if is_root else None
-        self._before: list[RecordedCall] = before
-        self._chunk: list[RecordedCall] = chunk
-        self._tail = makers_of(whole, [value]) if is_root else []
+        self._last = makers_of(whole, [value]) if is_root else []
         # values wanted later are made by them
-        self._others = [entry for entry in whole if entry not in self._tail]
+        self._others = [entry for entry in whole if entry not in self._last]
+        self._cut_last(has_terms=True)
+
+    def _cut_last(self, *, has_terms: bool) -> None:
+        """Find what parts give for the loss.
+
+        Args:
+            has_terms: whether its terms may be among that.
+        """
+        made = {value for entry in self._alone for value in entry.made}
+        takes = made | {v for v in inputs_of(self.entries) if v.meta.requires_grad}
+        terms = {entry.made[0]: entry for entry in self._last if entry.verdict.kind == "term"}
+        after = [entry for entry in self._last if entry.verdict.kind != "term"]
+        # counts that parts make, and slopes that are trained, are known at the end
+        counted = {value for entry in terms.values() for value in reads_of_count(entry)}
+        trains = any(tensor.requires_grad for entry in after for tensor in entry.tensors)
+        is_late = trains or counted & made or not _is_linear(after, terms)
+        if not terms or not has_terms or is_late or _taken(after, takes, self._root):
+            terms, after = {}, self._last
         # the calls that give the terms of the loss, by what they give; if there are none, what the
         # last calls take of all parts
-        self._terms: dict[Value, RecordedCall] = {}
-        self._taken: list[Value] = []
-        if is_root:
-            self._cut_tail(value)
-        if not self._chunk:
-            raise not_splittable(tape, "nothing in it runs on one sample at a time")
-
-    def _cut_tail(self, root: Value) -> None:
-        """Find the terms of the loss, or what else parts give for it."""
-        made = {value for entry in self._chunk for value in entry.made}
-        takes = made | {v for v in inputs_of(self.entries) if v.meta.requires_grad}
-        terms = {entry.made[0]: entry for entry in self._tail if entry.verdict.kind == "term"}
-        after = [entry for entry in self._tail if entry.verdict.kind != "term"]
-        # terms are a part of the tail if that takes more than them
-        if terms and not _taken(after, takes, root):
-            self._chunk, self._tail, self._terms = [*self._chunk, *terms.values()], after, terms
-            return
-        self._taken = _taken(self._tail, takes, root)
-        if not made.intersection(self._taken):
-            blame = next((entry for entry in self._tail if entry.verdict.why), None)
+        self._terms: dict[Value, RecordedCall] = terms
+        self._taken = [] if terms else _taken(after, takes, self._root)
+        self._chunk, self._tail = [*self._alone, *terms.values()], after
+        if self._root is not None and not terms and not made.intersection(self._taken):
+            blame = next((entry for entry in after if entry.verdict.why), None)
             if blame is not None:
                 raise not_splittable(self._tape, f"{blame}: {blame.verdict.why}", blame)
             self._chunk = []
+        if not self._chunk:
+            raise not_splittable(self._tape, "nothing in it runs on one sample at a time")
 
     def _prepare(self) -> None:
         """Run what is made of the batch alone, and see what is wanted of parts."""
@@ -161,6 +166,12 @@ class SplitProgram:
         with torch.no_grad(), persist():
             run(self._before, self._data, [*self._data, *before], tape.kind, graphs=False)
         self._alive = set(tape.alive())
+        # of all parts, put together as they come, and what the last calls give
+        self._whole: dict[Value, Any] = {}
+        self._given_terms: list[Any] = []
+        self._factors = self._factors_of_terms() if self._terms else {}
+        if self._terms and not self._factors:
+            self._cut_last(has_terms=False)
         late = self._others if self._taken else [*self._tail, *self._others]
         # statistics are written whether or not anybody has what comes of it
         self._late = makers_of(late, self._alive, statistics=True)
@@ -169,19 +180,6 @@ class SplitProgram:
         self._kept = [value for value in made if value in wanted and value not in self._taken]
         counted = [value for entry in self._terms.values() for value in reads_of_count(entry)]
         self._stays = [*self._kept, *self._taken, *self._terms, *counted]
-        # of all parts, put together as they come, and what the last calls give
-        self._whole: dict[Value, Any] = {}
-        self._given_terms: list[Any] = []
-        # counts that are made of what parts write, or of what is trained, are known at the end
-        is_known = all(value in self._data for value in counted)
-        self._factors: dict[Value, tuple[float, float | None]] | None = None
-        if self._terms and is_known and not self._tail_trains():
-            try:
-                self._factors = self._factors_of_terms()
-            except Exception as error:
-                # a step runs out of memory then, and says so
-                if oom_info(error) is None:
-                    raise
 
     # --- on all of the batch
 
@@ -300,8 +298,6 @@ class SplitProgram:
                 "loss": self._function("_loss_of", place),
                 "out_dims": [value.label.sample_dim for value in self._taken],
             }
-        elif self._factors is None:
-            how = {"then": self._function("_then", place)}
         recorded = self._function("_loss", place)
         recorded.__name__ = recorded.__qualname__ = "lazy"
         spec = StepSpec(
@@ -315,7 +311,7 @@ class SplitProgram:
             for value in self._kept:
                 self._whole[value] = value.label.joined([part.pop(value) for part in values])
         self._finish()
-        if self._factors is None and self._root in self._whole:
+        if self._taken and self._root in self._whole:
             # with the random numbers that its gradients are of
             with persist():
                 self._whole[self._root] = result.loss.clone()
@@ -337,55 +333,41 @@ class SplitProgram:
         """Return the loss of a part, its terms, or the inputs of its tail; and its values."""
         env, (values, terms) = self._part(batch)
         if self._taken:
-            loss: Any = [value.label.apart(env[value]) for value in self._taken]
-        elif self._factors is None:
-            loss = {str(i): self._pair(v, env[v], terms[v][1]) for i, v in enumerate(terms)}
-        else:
-            loss = torch.zeros_like(next(iter(terms.values()))[0])
-            for value, (_, count) in terms.items():
-                # the mean of nothing is nan, which no factor undoes
-                if number := float(count):
-                    slope, total = self._factors[value]
-                    factor = slope if total is None else slope * (number / total)
-                    loss = loss + widened(env[value]) * factor
+            return [value.label.apart(env[value]) for value in self._taken], (values, terms)
+        loss = torch.zeros_like(next(iter(terms.values()))[0])
+        for value, (_, count) in terms.items():
+            # the mean of nothing is nan, which no factor undoes
+            if number := float(count):
+                slope, total = self._factors[value]
+                factor = slope if total is None else slope * (number / total)
+                loss = loss + widened(env[value]) * factor
         return loss, (values, terms)
 
-    def _pair(self, term: Value, value: Tensor, count: Any) -> Any:
-        kind = self._terms[term].verdict.reduces
-        # classes with probabilities have a mean over samples, and no tensor as their count
-        if kind == "counted" and isinstance(count, Tensor):
-            # the mean of nothing is nan, and its part of the sum is zero
-            return torch.where(count > 0, value * count, 0 * count), count
-        # as a mean over samples it adds up to the sum over all
-        return value * (self._tape.n_samples / count) if kind == "sum" else value
-
-    def _factors_of_terms(self) -> dict[Value, tuple[float, float | None]] | None:
+    def _factors_of_terms(self) -> dict[Value, tuple[float, float | None]]:
         """Return the slope of the loss in each term, and what a mean divides by.
 
-        None if these differ with the values of the terms, or a mean divides by zero.
+        None are known if slopes differ with the values of the terms, or a mean divides by zero.
         """
-        if not _is_linear(self._tail, self._terms):
-            return None
         metas = [value.meta for value in self._terms]
-        given = [torch.ones((), dtype=m.dtype, device=m.device).requires_grad_() for m in metas]
-        loss = self._run_tail({v: t * 1 for v, t in zip(self._terms, given, strict=True)})
-        slopes = torch.autograd.grad(loss, given, create_graph=True, allow_unused=True)
         factors: dict[Value, tuple[float, float | None]] = {}
-        for (value, entry), slope in zip(self._terms.items(), slopes, strict=True):
-            kind = entry.verdict.reduces
-            total = count_of(entry, kind, self._data.__getitem__, self._tape.n_samples)
-            # a product of terms has slopes with a graph
-            if not total or (slope is not None and slope.requires_grad):
-                return None
-            factor = 0.0 if slope is None else float(slope)
-            factors[value] = factor, None if kind == "sum" else float(total)
+        try:
+            given = [torch.ones((), dtype=m.dtype, device=m.device).requires_grad_() for m in metas]
+            loss = self._run_tail({v: t * 1 for v, t in zip(self._terms, given, strict=True)})
+            slopes = torch.autograd.grad(loss, given, create_graph=True, allow_unused=True)
+            for (value, entry), slope in zip(self._terms.items(), slopes, strict=True):
+                kind = entry.verdict.reduces
+                total = count_of(entry, kind, self._data.__getitem__, self._tape.n_samples)
+                # a product of terms has slopes with a graph
+                if not total or (slope is not None and slope.requires_grad):
+                    return {}
+                factor = 0.0 if slope is None else float(slope)
+                factors[value] = factor, None if kind == "sum" else float(total)
+        except Exception as error:
+            # a step runs out of memory then, and says so
+            if oom_info(error) is None:
+                raise
+            return {}
         return factors
-
-    def _tail_trains(self) -> bool:
-        """Tell whether the tail has parameters of its own."""
-        inputs = [v.tensor for v in inputs_of(self._tail) if v in self._data]
-        plains = [tensor for entry in self._tail for tensor in entry.tensors]
-        return any(t is not None and t.requires_grad for t in (*plains, *inputs))
 
     def _run_tail(self, given: dict[Value, Any]) -> Tensor:
         """Run the calls from what is given to the loss."""
@@ -397,9 +379,6 @@ class SplitProgram:
                 self._whole = {v: env[v].detach() for v in env if v in self._alive or v in given}
         loss: Tensor = env[root]
         return loss if loss.dim() == 0 else loss.reshape(())
-
-    def _then(self, totals: dict[str, Tensor]) -> Tensor:
-        return self._run_tail({v: totals[str(i)] * 1 for i, v in enumerate(self._terms)})
 
     def _loss_of(self, outputs: list[Any]) -> Tensor:
         taken = zip(self._taken, outputs, strict=True)
@@ -418,9 +397,15 @@ class SplitProgram:
             call = _mixing([*self._before, *self._tail]) if self._taken else None
             if call is not None:
                 raise mixing_error(self._tape, call, call.verdict.why) from error
-            if self._root is not None and not self._kept:
+            if self._root is None:
+                raise self._too_large(error.info) from error
+            if not self._kept:
                 raise
-            raise self._too_large(error.info) from error
+            raise OutOfRetriesError(
+                f"{error} Results that have a name are kept whole beside it: {self._wanted()}. "
+                "`del` what you don't need of them.",
+                error.sizes, error.info,
+            ) from error  # fmt: skip
         except Exception as error:
             info = oom_info(error)
             if info is None:
@@ -532,10 +517,10 @@ def _refuse_writes(tape: Tape, entries: list[RecordedCall], stages: dict[Any, in
                 last_write[root] = stage
 
 
-def _taken(entries: list[RecordedCall], made: set[Value], root: Value) -> list[Value]:
+def _taken(entries: list[RecordedCall], made: set[Value], root: Value | None) -> list[Value]:
     """Return what some calls, and the root, take of what was made before them."""
     reads = [value for entry in entries for value in entry.reads]
-    return list(dict.fromkeys(value for value in (*reads, root) if value in made))
+    return list(dict.fromkeys(v for v in (*reads, root) if v is not None and v in made))
 
 
 _LINEAR = frozenset(

@@ -12,7 +12,7 @@ from itertools import zip_longest
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tenure._callers import capture_site
 from tenure._errors import AdaptiveUsageError, OutOfRetriesError
@@ -89,19 +89,12 @@ def record(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
         if entry.shape is None:
             return out
     shape = entry.shape
-    entry.is_data = (
-        all(each.is_data for each in reads)
-        and not any(t.requires_grad or isinstance(t, nn.Parameter) for t in walk.plains)
-        and not entry.trains
-    )
     entry.marks = [mark_of(tensor) for tensor in entry.tensors]
     made = [Value(meta) for meta in shape.metas]
     for value, alias, tensor in zip_longest(made, shape.aliases, tensors):
         value.base = None if alias is None else reads[alias].root
         value.tensor = tensor
-        if value.base is None:
-            value.is_data = entry.is_data
-    entry.outs = outs_in(shape.out, made)
+    entry.outs, entry.made = outs_in(shape.out, made), made
     _note_writes(entry, tape)
     tape.entries.append(entry)
     handles = [type(walk.lazies[0])._of(tape, value) for value in made]
@@ -196,7 +189,6 @@ def _note_writes(entry: RecordedCall, tape: Tape) -> None:
         value = entry.reads[i]
         tape.check_write(value, getattr(entry.func, "__name__", ""))
         _clone_first(value, tape)
-        value.root._is_data &= entry.is_data
         tape.rewrite(value, meta)
 
 
@@ -210,13 +202,12 @@ def _clone_first(value: Value, tape: Tape) -> None:
     for name in ("tensor", "origin", "mark"):
         setattr(source, name, getattr(first, name))
         setattr(first, name, None)
-    source.is_data = first.is_data
     shape = Shape(Out(0), (first.meta,), {}, (None,), {})
     shape = _known.setdefault((torch.clone, first.meta), shape)
     modes = Modes(grad=True, inference=False, autocast=(), caches=True)
     clone = RecordedCall(
-        torch.clone, (source,), {}, modes, [source], [], None, shape, [first],
-        is_data=first.is_data, number=-1,
+        torch.clone, (source,), {}, modes, [source], [], None, shape, [first], [first],
+        number=-1,
     )  # fmt: skip
     tape.entries.insert(0, clone)
 

@@ -6,7 +6,6 @@ Invariant: nothing here holds a tensor of the user's, once it is known.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -231,29 +230,21 @@ def seen_of(
 
 
 def _empty(meta: Meta, n: int | None) -> Any:
-    shape, stride = list(meta.shape), meta.stride
-    if n is not None and meta.label.is_batch:
-        shape[meta.label.dim] = meta.label.size(n)
-        stride = tuple(_strides(shape, stride))
+    if n is not None:
+        shape = list(meta.shape)
+        if meta.label.is_batch:
+            shape[meta.label.dim] = meta.label.size(n)
+        return torch.empty(shape, dtype=meta.dtype, device=meta.device)
     with torch.no_grad():
-        made = torch.empty_strided(shape, stride, dtype=meta.dtype, device=meta.device)
-    if n is None and meta.requires_grad:
-        made.requires_grad_()
-        if not meta.is_leaf:
-            with torch.enable_grad():
-                made = made.clone()
-            if made.stride() != stride:
-                made = made.as_strided(shape, stride)
+        made = torch.empty_strided(
+            meta.shape, meta.stride, dtype=meta.dtype, device=meta.device
+        ).requires_grad_(meta.requires_grad)
+    if meta.requires_grad and not meta.is_leaf:
+        with torch.enable_grad():
+            made = made.clone()
+        if made.stride() != meta.stride:
+            made = made.as_strided(meta.shape, meta.stride)
     return made
-
-
-def _strides(shape: list[int], like: Sequence[int]) -> list[int]:
-    """Return dense strides in the order of others."""
-    strides, step = [0] * len(shape), 1
-    for d in sorted(range(len(shape)), key=lambda d: (like[d], -d)):
-        if like[d]:
-            strides[d], step = step, step * max(shape[d], 1)
-    return strides
 
 
 class Out(int):

@@ -16,7 +16,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tenure._containers import passed_tensors
 from tenure._devices import NO_ACCELERATOR
@@ -50,8 +50,7 @@ class Value:
     """
 
     __slots__ = (
-        "__weakref__", "_is_data", "base", "given", "is_spent", "label", "mark", "meta", "origin",
-        "tensor",
+        "__weakref__", "base", "given", "is_spent", "label", "mark", "meta", "origin", "tensor",
     )  # fmt: skip
 
     def __init__(self, meta: Meta) -> None:
@@ -62,14 +61,12 @@ class Value:
         self.origin: Tensor | None = None
         self.mark: _Mark | None = None
         self.is_spent = False
-        self._is_data = False
 
     @classmethod
     def known(cls, tensor: Tensor, label: Label) -> Self:
         """Return the value of a tensor that no call makes."""
         made = cls(meta_of(tensor, label))
         made.tensor, made.mark = tensor, mark_of(tensor)
-        made.is_data = not tensor.requires_grad
         if tensor.grad_fn is not None:
             with persist(), torch.inference_mode(False), torch.no_grad():
                 made.tensor, made.origin = tensor.detach().requires_grad_(), tensor
@@ -79,15 +76,6 @@ class Value:
     def root(self) -> Value:
         """The first value that has its memory."""
         return self.base or self
-
-    @property
-    def is_data(self) -> bool:
-        """Whether it is made of the batch alone."""
-        return self.root._is_data
-
-    @is_data.setter
-    def is_data(self, is_data: bool) -> None:
-        self.root._is_data = is_data
 
     def cut(self) -> Any:
         """Return it as calls get it."""
@@ -236,8 +224,9 @@ class RecordedCall:
         site: where the user's program called it.
         shape: what is known of such calls.
         outs: the values of the tensors that it gives; None for one that it was given.
+        made: the values of those that it makes.
         marks: what each of its tensors was: see `mark_of`.
-        is_data: whether it makes something of the batch alone.
+        is_data: whether it makes something of the batch alone: see `mark_data`.
         is_done: whether it has run on the whole batch.
         verdict: what it is in a split, once that was tried.
         number: where it stands among all.
@@ -252,6 +241,7 @@ class RecordedCall:
     site: Any
     shape: Any
     outs: list[Value | None] = field(default_factory=list)
+    made: list[Value] = field(default_factory=list)
     marks: list[_Mark] = field(default_factory=list)
     is_data: bool = False
     is_done: bool = False
@@ -261,11 +251,6 @@ class RecordedCall:
     def __str__(self) -> str:
         name = getattr(self.func, "__name__", str(self.func))
         return f"{name}() at {self.site}" if self.site is not None else f"{name}()"
-
-    @property
-    def made(self) -> list[Value]:
-        """The values of the tensors that it makes."""
-        return [value for value in self.outs if value is not None]
 
     @property
     def trains(self) -> bool:
@@ -299,6 +284,20 @@ def makers_of(
             found.append(entry)
             wanted |= {value.root for value in entry.reads}
     return found[::-1]
+
+
+def mark_data(entries: Iterable[RecordedCall]) -> None:
+    """Note of each call whether it makes something of the batch alone."""
+    entries = list(entries)
+    # memory that has something else in it
+    others = {value.root for value in inputs_of(entries) if value.meta.requires_grad}
+    for entry in entries:
+        trains = entry.trains or any(
+            t.requires_grad or isinstance(t, nn.Parameter) for t in entry.tensors
+        )
+        entry.is_data = not trains and all(value.root not in others for value in entry.reads)
+        if not entry.is_data:
+            others |= {value.root for value in entry.made} | entry.written()
 
 
 def inputs_of(entries: Iterable[RecordedCall]) -> list[Value]:

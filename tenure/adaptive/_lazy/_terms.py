@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -106,5 +107,8 @@ def widened(value: Tensor) -> Tensor:
     return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
 
 
+_signature_of = lru_cache(64)(inspect.signature)
+
+
 def _bound(entry: RecordedCall) -> dict[str, Any]:
-    return inspect.signature(entry.func).bind(*entry.args, **entry.kwargs).arguments
+    return _signature_of(entry.func).bind(*entry.args, **entry.kwargs).arguments

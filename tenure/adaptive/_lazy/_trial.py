@@ -21,7 +21,7 @@ from tenure.scopes import persist
 
 from .._undo import RngState
 from ._meta import SHARED, Label, Meta, names
-from ._tape import RecordedCall, Tape, Value, Verdict, call, inputs_of, last_uses
+from ._tape import RecordedCall, Tape, Value, Verdict, call, inputs_of, last_uses, mark_data
 from ._terms import count_of, reduction_of, whole_of
 
 _MANY = 256
@@ -68,6 +68,7 @@ def judge(tape: Tape, entries: list[RecordedCall]) -> None:
     """
     if all(entry.verdict is not None for entry in entries):
         return
+    mark_data(entries)
     place = {value: i for i, value in enumerate(v for e in entries for v in e.made)}
     key = tuple([(e.shape, e.is_data, *[place.get(v, -1) for v in e.reads]) for e in entries])
     if key not in _known:
