@@ -170,7 +170,7 @@ FAULTS = (
         "_torch/storages.py",
         "return first * n_bytes, (first + int(reach) + 1) * n_bytes",
         "return first * n_bytes, (first + int(reach)) * n_bytes",
-        "test_storages.py",
+        "torch/test_storages.py",
     ),
     Fault(
         "_stream/_modes.py",
@@ -188,7 +188,7 @@ FAULTS = (
         "_torch/modes.py",
         "push(top)",
         "pass",
-        "torch/test_modes.py",
+        "torch/test_self_tests.py",
     ),
     Fault(
         "_torch/swap.py",
@@ -602,7 +602,7 @@ FAULTS = (
         "_registries.py",
         "self._members.pop(id(member), None)",
         "pass",
-        "test_registries.py",
+        "adaptive/attempt/test_lenders.py",
     ),
     Fault(
         "_stream/_process.py",

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tenure.paging import page, plan_paging
-from tests.paging.shrinking import ask_to_shrink
+from tests.shrinking import ask_to_shrink
 
 WIDTHS = (4, 16, 8, 32, 12, 24)
 CALLS = st.lists(st.integers(0, len(WIDTHS) - 1), max_size=8)

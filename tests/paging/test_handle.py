@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from tenure._registries import Shrinkable, ask_to_shrink
 from tenure.paging import PagingBudget, PagingError, PagingWarning, chunk, page
 from tenure.testing import Rates
+from tests.shrinking import Shrinkable, ask_to_shrink
 
 from .models import Conditional, mlp, resnet
 

@@ -11,7 +11,7 @@ from torch import nn
 from tenure.paging import chunk, page
 from tenure.profiler import MemReporter, snapshot
 from tests.paging.models import build
-from tests.paging.shrinking import ask_to_shrink
+from tests.shrinking import ask_to_shrink
 
 pytestmark = [
     pytest.mark.usefixtures("without_gradients"),

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tenure.paging import PagingWarning, chunk, page, plan_paging
-from tests.paging.shrinking import ask_to_shrink
+from tests.shrinking import ask_to_shrink
 
 from .models import build, mlp
 

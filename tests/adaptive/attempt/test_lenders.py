@@ -1,10 +1,11 @@
 """Pagers and caches that give memory back when work runs out of it."""
 
+import gc
+
 import pytest
 
-# private: those who lend are models that page, whose bytes a test can't choose
-from tenure._registries import shrinkables
 from tenure.adaptive import NoBatchsizeCache, batch
+from tests.shrinking import shrinkables
 
 OOM = "CUDA out of memory. Tried to allocate 2.00 GiB."
 
@@ -67,3 +68,17 @@ def test_a_pager_that_fails_is_logged_and_the_size_shrinks(caplog):
 
     assert sizes_of(Broken()) == [4, 2]
     assert "broken pager" in caplog.text
+
+
+def test_they_are_asked_in_the_order_in_which_they_came_as_long_as_they_live():
+    gc.collect()
+    before = shrinkables.alive()
+    first, second, third = Pager(), Pager(), Pager()
+    for each in (first, second, third, first):
+        shrinkables.add(each)
+    shrinkables.discard(second)
+    shrinkables.discard(second)
+    assert shrinkables.alive() == [*before, first, third]
+    del first, each
+    gc.collect()
+    assert shrinkables.alive() == [*before, third]

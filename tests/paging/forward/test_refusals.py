@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from tenure.paging import PagingError, chunk, load_paged, page, plan_paging
-from tests.paging.shrinking import ask_to_shrink
+from tests.shrinking import ask_to_shrink
 
 from ..models import WIDTH, mlp
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from tenure.adaptive import memory_budget
 from tenure.paging import load_paged, page
-from tests.paging.shrinking import ask_to_shrink
+from tests.shrinking import ask_to_shrink
 
 from ..models import WIDTH, mlp
 from ..test_zoo import assert_equal

@@ -7,9 +7,9 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from tenure._registries import namers
 from tenure.adaptive import memory_budget
 from tenure.paging import chunk, load_paged, page, plan_paging
+from tests.shrinking import namers
 
 from ..models import ZOO, build, mlp
 from ..test_zoo import assert_equal, percent_of_weights

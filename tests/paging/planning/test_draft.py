@@ -11,7 +11,7 @@ from torch import nn
 
 from tenure.adaptive import batch
 from tenure.paging import PagingError, chunk, page, plan_paging
-from tests.paging.shrinking import ask_to_shrink
+from tests.shrinking import ask_to_shrink
 
 # about what it reserves, by rules that the exact one lacks
 pytestmark = [pytest.mark.sim_allocator("cuda"), pytest.mark.usefixtures("without_gradients")]

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tenure.paging import PagingBudget, PagingError, page, plan_paging
-from tests.paging.shrinking import ask_to_shrink
+from tests.shrinking import ask_to_shrink
 
 from ..models import build
 from ..test_zoo import assert_equal, home, on_whole_device

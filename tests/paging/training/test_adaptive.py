@@ -10,7 +10,7 @@ from torch import nn
 
 from tenure.adaptive import AdaptiveUsageError, add_listener, lazy, remove_listener, reset, step
 from tenure.paging import page
-from tests.paging.shrinking import ask_to_shrink
+from tests.shrinking import ask_to_shrink
 
 from .blocks import LARGE, WIDTH, inputs, transformer
 

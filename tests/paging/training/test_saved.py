@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from tenure._torch.lending import lent_to
 from tenure.paging import PagingError, page
-from tests.paging.shrinking import ask_to_shrink
+from tests.shrinking import ask_to_shrink
 
 from .blocks import LARGE, WIDTH, inputs, transformer
 from .conftest import either_way
