@@ -5,8 +5,19 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tenure._devices import Counters, accelerator_of, counters_of, free_memory, indexed, told_by
+from tenure._devices import (
+    Counters,
+    Elsewhere,
+    accelerator_of,
+    counters_of,
+    free_memory,
+    indexed,
+    is_here,
+    told_by,
+)
+from tenure._graph_capture import is_capturing
 
+CPU = torch.device("cpu")
 CUDA = torch.device("cuda:0")
 
 
@@ -104,3 +115,65 @@ def test_a_memory_fraction_bounds_what_is_free(sim):
     assert free_memory(sim.module, sim.device) == (30 << 20, 50 << 20)
     sim.module.set_per_process_memory_fraction(1.0)
     del kept
+
+
+# --- graphs that are captured
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta", "cuda", "mps", "xpu"])
+def test_nothing_is_captured_on_a_device_that_is_not_in_use(device):
+    assert not is_capturing(torch.device(device))
+
+
+@pytest.mark.parametrize("answer", [True, False])
+def test_the_device_module_is_asked_once_it_is_initialized(module, answer):
+    module.is_initialized = lambda: True
+    module.is_current_stream_capturing = lambda: answer
+    assert is_capturing(CUDA) is answer
+
+
+def test_no_context_is_brought_to_life_by_asking(module):
+    module.is_initialized = lambda: False
+    module.is_current_stream_capturing = lambda: pytest.fail("this would create a context")
+    assert not is_capturing(CUDA)
+
+
+# --- devices that are not here
+
+
+@pytest.fixture(params=[True, False])
+def elsewhere(request):
+    return Elsewhere("xpu".__eq__, CPU, keeps_names=request.param)
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda: torch.ones(2).xpu(),
+        lambda: torch.ones(2).to("xpu:1"),
+        lambda: torch.ones(2).to(torch.device("xpu")),
+        lambda: torch.ones(2, device="xpu"),
+        lambda: torch.nn.Linear(2, 2, device="xpu").to("xpu").weight,
+    ],
+)
+def test_what_is_made_there_is_made_on_the_other_one(elsewhere, made):
+    with elsewhere:
+        assert made().device == CPU
+
+
+def test_a_device_keeps_its_name_where_that_is_wanted():
+    with Elsewhere("xpu".__eq__, CPU, keeps_names=True):
+        assert torch.device("xpu").type == "xpu"
+    with Elsewhere("xpu".__eq__, CPU, keeps_names=False):
+        assert torch.device("xpu") == CPU
+
+
+def test_other_devices_are_what_they_are(elsewhere):
+    with elsewhere:
+        assert torch.ones(2, device="meta").device.type == "meta"
+
+
+def test_a_backend_that_nobody_knows_is_not_here():
+    assert is_here("cpu")
+    assert not is_here("hpu")
+    assert not is_here("no such backend")

@@ -64,6 +64,11 @@ def held(ref):
     return [(holder.kind, holder.chain) for holder in find_holders([ref()])[0]]
 
 
+def here(place):
+    """How a chain spells a place that begins with a variable of the test that asks."""
+    return f"{sys._getframe(1).f_code.co_qualname}.<locals>.{place}"
+
+
 def running(ref):
     return [holder.running for holder in find_holders([ref()])[0]]
 
@@ -144,8 +149,7 @@ def test_local_of_another_thread():
 def test_threading_local_shows_the_attribute():
     local = threading.local()
     local.t = torch.ones(3)
-    name = "test_threading_local_shows_the_attribute.<locals>.local['t']"
-    assert held(weakref.ref(local.t)) == [("thread", name)]
+    assert held(weakref.ref(local.t)) == [("thread", here("local['t']"))]
 
 
 def test_self_is_spelled_as_its_class():
@@ -164,29 +168,25 @@ def test_locals_dictionary_of_the_user_survives_the_search():
 
 def test_list_in_a_local():
     history = [None, None, None, torch.ones(3)]
-    name = "test_list_in_a_local.<locals>.history[3]"
-    assert held(weakref.ref(history[3])) == [("container", name)]
+    assert held(weakref.ref(history[3])) == [("container", here("history[3]"))]
     assert running(weakref.ref(history[3])) == [False]
 
 
 def test_nested_containers():
     state = {"k": (None, collections.deque([{("a", 1): torch.ones(3)}]))}
     ref = weakref.ref(state["k"][1][0]["a", 1])
-    name = "test_nested_containers.<locals>.state['k'][1][0][('a', 1)]"
-    assert held(ref) == [("container", name)]
+    assert held(ref) == [("container", here("state['k'][1][0][('a', 1)]"))]
 
 
 def test_set_of_tuples():
     pool = {(torch.ones(3), 1)}
     ref = weakref.ref(next(iter(pool))[0])
-    name = "test_set_of_tuples.<locals>.pool (a member)[0]"
-    assert held(ref) == [("container", name)]
+    assert held(ref) == [("container", here("pool (a member)[0]"))]
 
 
 def test_key_of_a_dictionary():
     table = {torch.ones(3): 1}
-    name = "test_key_of_a_dictionary.<locals>.table (a key)"
-    assert held(weakref.ref(next(iter(table)))) == [("container", name)]
+    assert held(weakref.ref(next(iter(table)))) == [("container", here("table (a key)"))]
 
 
 def test_value_under_an_odd_key_shows_its_type():
@@ -201,17 +201,15 @@ def test_value_under_an_odd_key_shows_its_type():
 def test_subclasses_of_dict(kind):
     table = kind()
     table["k"] = torch.ones(3)
-    name = "test_subclasses_of_dict.<locals>.table['k']"
-    assert held(weakref.ref(table["k"])) == [("container", name)]
+    assert held(weakref.ref(table["k"])) == [("container", here("table['k']"))]
 
 
 def test_two_places_are_two_holders_the_shorter_first():
     deep = {"a": {"b": [torch.ones(3)]}}
     flat = [deep["a"]["b"][0]]
-    name = "test_two_places_are_two_holders_the_shorter_first.<locals>"
     assert held(weakref.ref(flat[0])) == [
-        ("container", f"{name}.flat[0]"),
-        ("container", f"{name}.deep['a']['b'][0]"),
+        ("container", here("flat[0]")),
+        ("container", here("deep['a']['b'][0]")),
     ]
 
 
@@ -236,8 +234,7 @@ class Pair(NamedTuple):
 def test_tuple_in_a_variable_counts_as_that_variable():
     batch = (torch.ones(3), Pair(torch.ones(3), (torch.ones(3),)), torch.ones(3, 2).max(0))
     refs = [weakref.ref(t) for t in (batch[0], batch[1].first, *batch[1].second, batch[2].values)]
-    name = "test_tuple_in_a_variable_counts_as_that_variable.<locals>.batch"
-    chains = [f"{name}[0]", f"{name}[1][0]", f"{name}[1][1][0]", f"{name}[2][0]"]
+    chains = [here("batch[0]"), here("batch[1][0]"), here("batch[1][1][0]"), here("batch[2][0]")]
     for ref, chain in zip(refs, chains, strict=True):
         assert find_holders([ref()])[0] == [Holder("container", chain, running=True)]
 
@@ -260,10 +257,9 @@ def test_arguments_of_a_running_function_are_its_variables():
 def test_named_result_of_torch_is_a_tuple():
     best = torch.ones(3, 2).max(0)
     pools = [torch.ones(3, 2).max(0)]
-    name = "test_named_result_of_torch_is_a_tuple.<locals>"
     assert find_holders([best.values, pools[0].indices]) == [
-        [Holder("container", f"{name}.best[0]", running=True)],
-        [Holder("container", f"{name}.pools[0][1]", running=False)],
+        [Holder("container", here("best[0]"), running=True)],
+        [Holder("container", here("pools[0][1]"), running=False)],
     ]
 
 
@@ -291,16 +287,14 @@ def test_one_list_that_has_it_twice_shows_both_places():
     pair = [t, t]
     ref = weakref.ref(t)
     del t
-    name = "test_one_list_that_has_it_twice_shows_both_places.<locals>.pair"
-    assert held(ref) == [("container", f"{name}[0]"), ("container", f"{name}[1]")]
+    assert held(ref) == [("container", here("pair[0]")), ("container", here("pair[1]"))]
     assert len(pair) == 2
 
 
 def test_list_that_contains_itself():
     ring = [torch.ones(3)]
     ring.append(ring)
-    name = "test_list_that_contains_itself.<locals>.ring[0]"
-    assert held(weakref.ref(ring[0])) == [("container", name)]
+    assert held(weakref.ref(ring[0])) == [("container", here("ring[0]"))]
 
 
 def test_iterator_of_a_loop():
@@ -326,17 +320,15 @@ def test_a_name_too_many_steps_away_is_not_denied():
 def test_instance_attribute():
     box = Box()
     box.cache = {"k": torch.ones(3)}
-    name = "test_instance_attribute.<locals>.box.cache['k']"
-    assert held(weakref.ref(box.cache["k"])) == [("attribute", name)]
+    assert held(weakref.ref(box.cache["k"])) == [("attribute", here("box.cache['k']"))]
 
 
 def test_instance_attribute_before_and_after_its_dictionary_exists():
     box = Box()
     box.t = torch.ones(3)
-    name = "test_instance_attribute_before_and_after_its_dictionary_exists.<locals>.box.t"
-    assert held(weakref.ref(box.t)) == [("attribute", name)]
+    assert held(weakref.ref(box.t)) == [("attribute", here("box.t"))]
     assert vars(box)
-    assert held(weakref.ref(box.t)) == [("attribute", name)]
+    assert held(weakref.ref(box.t)) == [("attribute", here("box.t"))]
 
 
 def test_slots():
@@ -346,8 +338,7 @@ def test_slots():
         second: object
 
     pair = Pair(None, torch.ones(3))
-    name = "test_slots.<locals>.pair.second"
-    assert held(weakref.ref(pair.second)) == [("attribute", name)]
+    assert held(weakref.ref(pair.second)) == [("attribute", here("pair.second"))]
 
 
 class Settings(types.SimpleNamespace):
@@ -357,16 +348,14 @@ class Settings(types.SimpleNamespace):
 @pytest.mark.parametrize("kind", [types.SimpleNamespace, Settings])
 def test_a_namespace(kind):
     space = kind(t=torch.ones(3))
-    name = "test_a_namespace.<locals>.space.t"
-    assert held(weakref.ref(space.t)) == [("attribute", name)]
+    assert held(weakref.ref(space.t)) == [("attribute", here("space.t"))]
 
 
 def test_class_attribute():
     class Registry:
         cache = {"k": torch.ones(3)}  # noqa: RUF012 -- the point of the test
 
-    name = "test_class_attribute.<locals>.Registry.cache['k']"
-    assert held(weakref.ref(Registry.cache["k"])) == [("attribute", name)]
+    assert held(weakref.ref(Registry.cache["k"])) == [("attribute", here("Registry.cache['k']"))]
 
 
 def test_module_shows_dotted_names_from_the_outermost_module():
@@ -384,16 +373,15 @@ def test_optimizer_state_and_gradient():
     weight.grad = torch.ones(3)
     optimizer = torch.optim.Adam([weight])
     optimizer.step()
-    name = "test_optimizer_state_and_gradient.<locals>"
     assert held(weakref.ref(optimizer.state[weight]["exp_avg"])) == [
-        ("attribute", f"{name}.optimizer.state[<Parameter>]['exp_avg']")
+        ("attribute", here("optimizer.state[<Parameter>]['exp_avg']"))
     ]
-    assert held(weakref.ref(weight.grad)) == [("attribute", f"{name}.weight.grad")]
+    assert held(weakref.ref(weight.grad)) == [("attribute", here("weight.grad"))]
     ref = weakref.ref(weight)
     del weight
     assert held(ref) == [
-        ("attribute", f"{name}.optimizer.state (a key)"),
-        ("attribute", f"{name}.optimizer.param_groups[0]['params'][0]"),
+        ("attribute", here("optimizer.state (a key)")),
+        ("attribute", here("optimizer.param_groups[0]['params'][0]")),
     ]
 
 
@@ -550,8 +538,7 @@ def test_running_generator_is_a_running_frame():
         yield find_holders([t])[0]
 
     (found,) = batches()
-    name = "test_running_generator_is_a_running_frame.<locals>.batches.<locals>.t"
-    assert found == [Holder("frame-local", name, running=True)]
+    assert found == [Holder("frame-local", here("batches.<locals>.t"), running=True)]
 
 
 def boom(refs):
@@ -593,10 +580,9 @@ def test_cause_of_an_exception():
     except KeyError as error:
         errors.append(error)
     (found,) = held(refs[0])
-    name = "test_cause_of_an_exception.<locals>.errors[0]"
     assert found[0] == "traceback"
     assert found[1].startswith("traceback of ValueError in boom(): local q, held by ")
-    assert found[1].endswith(f"{name} (inside a KeyError)")
+    assert found[1].endswith(here("errors[0] (inside a KeyError)"))
 
 
 @pytest.mark.usefixtures("whole_heap")
@@ -772,8 +758,7 @@ def test_array_of_objects():
     rows = np.empty((2, 3), object)
     rows[1, 2] = {"loss": torch.ones(3)}
     ref = weakref.ref(rows[1, 2]["loss"])
-    name = "test_array_of_objects.<locals>.rows.flat[5]['loss']"
-    assert held(ref) == [("container", name)]
+    assert held(ref) == [("container", here("rows.flat[5]['loss']"))]
 
 
 def test_view_of_an_array_of_objects_and_arrays_in_arrays():
@@ -781,15 +766,12 @@ def test_view_of_an_array_of_objects_and_arrays_in_arrays():
     inner[1], outer[0] = torch.ones(3), inner[1:]
     ref = weakref.ref(inner[1])
     del inner
-    name = (
-        "test_view_of_an_array_of_objects_and_arrays_in_arrays.<locals>.outer.flat[0].base.flat[1]"
-    )
-    assert held(ref) == [("container", name)]
+    assert held(ref) == [("container", here("outer.flat[0].base.flat[1]"))]
     assert len(outer) == 2
 
 
 class Rows(np.ndarray):
-    """An array with a name, which the collector tracks."""
+    """An array with a here("outer.flat[0].base.flat[1]"), which the collector tracks."""
 
 
 @pytest.mark.parametrize(
@@ -820,8 +802,7 @@ def test_array_of_objects_in_what_the_collector_shows_and_in_what_it_does_not(
 def test_array_of_objects_that_contains_itself():
     array = np.empty(2, object)
     array[0], array[1] = array, torch.ones(3)
-    name = "test_array_of_objects_that_contains_itself.<locals>.array.flat[1]"
-    assert held(weakref.ref(array[1])) == [("container", name)]
+    assert held(weakref.ref(array[1])) == [("container", here("array.flat[1]"))]
     array[0] = None
 
 
@@ -830,8 +811,7 @@ def test_column_of_a_data_frame_is_told_by_the_frame():
     found = held(weakref.ref(frame["loss", 0][1]))
     assert len(found) == 1
     kind, chain = found[0]
-    name = "test_column_of_a_data_frame_is_told_by_the_frame.<locals>.frame"
-    assert chain.startswith(name)
+    assert chain.startswith(here("frame"))
     assert chain.endswith("(inside a NumpyBlock).flat[1]")
     assert kind == "attribute"
 
@@ -970,10 +950,9 @@ def test_cycle_that_is_garbage():
 def test_tensor_that_refers_to_itself():
     t = torch.ones(3)
     t.friends = [t]
-    name = "test_tensor_that_refers_to_itself.<locals>.t"
     assert held(weakref.ref(t)) == [
-        ("frame-local", name),
-        ("cycle", f"{name}.friends[0], in a reference cycle"),
+        ("frame-local", here("t")),
+        ("cycle", here("t.friends[0], in a reference cycle")),
     ]
 
 
@@ -1045,18 +1024,16 @@ class HostileMeta(type):
 def test_hostile_objects_are_named_like_any_other():
     hostile = Hostile(torch.ones(3))
     ref = weakref.ref(object.__getattribute__(hostile, "t"))
-    name = "test_hostile_objects_are_named_like_any_other.<locals>"
-    assert held(ref) == [("attribute", f"{name}.hostile.t")]
+    assert held(ref) == [("attribute", here("hostile.t"))]
     table = {hostile: ref()}
-    assert ("container", f"{name}.table[<Hostile>]") in held(ref)
+    assert ("container", here("table[<Hostile>]")) in held(ref)
     assert len(table) == 1
 
 
 def test_class_with_a_hostile_metaclass():
     odd = HostileMeta("Odd", (), {})()
     odd.t = torch.ones(3)
-    name = "test_class_with_a_hostile_metaclass.<locals>.odd.t"
-    assert held(weakref.ref(odd.t)) == [("attribute", name)]
+    assert held(weakref.ref(odd.t)) == [("attribute", here("odd.t"))]
     CACHE.append({odd: 1})
 
 
@@ -1064,8 +1041,7 @@ def test_dead_proxy_in_the_heap():
     box = Box()
     proxies = [weakref.proxy(box), torch.ones(3)]
     del box
-    name = "test_dead_proxy_in_the_heap.<locals>.proxies[1]"
-    assert held(weakref.ref(proxies[1])) == [("container", name)]
+    assert held(weakref.ref(proxies[1])) == [("container", here("proxies[1]"))]
 
 
 def odd_tensors():

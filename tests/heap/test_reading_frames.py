@@ -1,4 +1,4 @@
-"""Reading the variables of running frames leaves the frames as they were.
+"""Reading the variables of running frames leaves the frames as they were, and counts references.
 
 The interpreter writes a snapshot back when a trace function returns, so that is where it is read.
 """
@@ -7,10 +7,18 @@ import sys
 import threading
 from contextlib import contextmanager
 
+import pytest
 import torch
 
+from tenure import TenureError
+from tenure._heap import _lent
 from tenure._heap._reading import read_locals
-from tenure.profiler import snapshot
+from tenure._torch.counting import SOLE
+from tenure.profiler import holders, snapshot
+
+lends = pytest.mark.skipif(
+    not _lent.LENDS, reason="up to Python 3.13 every parameter adds a reference"
+)
 
 
 @contextmanager
@@ -117,3 +125,89 @@ def test_nothing_of_a_frame_is_kept_by_reading_it():
     n_references = sys.getrefcount(kept)
     read_locals(here)
     assert sys.getrefcount(kept) == n_references
+
+
+# --- parameters that add no reference to their object
+
+
+@lends
+def test_a_parameter_that_gets_a_variable_of_the_caller_is_lent():
+    def look(lent, given, *rest, by_name, **others):
+        return _lent.lent_parameters(sys._getframe())
+
+    def captured(lent):
+        return lambda: lent, _lent.lent_parameters(sys._getframe())
+
+    def generator(lent):
+        yield _lent.lent_parameters(sys._getframe())
+
+    variable = object()
+    # a call in an assert keeps its arguments in variables
+    found = look(variable, object(), variable, by_name=variable, more=1)
+    assert found == {"lent", "by_name"}
+    assert captured(variable)[1] == frozenset()
+    assert next(generator(variable)) == frozenset()
+
+
+@lends
+def test_arguments_that_wait_for_a_call_are_in_flight():
+    def look(given):
+        return _lent.values_in_flight(sys._getframe(1))
+
+    def caller():
+        return [made := object(), look(object())], id(made)
+
+    (made, found), _ = caller()
+    assert found == [id(made)]
+
+
+@lends
+def test_a_frame_of_another_layout_is_refused(monkeypatch):
+    monkeypatch.setattr(_lent, "_is_as_expected", lambda: False)
+    with pytest.raises(TenureError, match=r"Python 3\.\d+.* keeps the variables .* update tenure"):
+        holders(torch.ones(1))
+
+
+# --- what counts as the one reference that was measured
+
+
+class Entry:
+    def __init__(self):
+        self.found = object()
+
+    def count(self):
+        found = self.found
+        return sys.getrefcount(found)
+
+
+def of_an_item():
+    items = [object()]
+    found = items[0]
+    return sys.getrefcount(found)
+
+
+def of_an_attribute():
+    return Entry().count()
+
+
+def in_a_comprehension():
+    items = [object()]
+    return next(iter({sys.getrefcount(found) for found in items}))
+
+
+def in_a_loop():
+    items = [object()]
+    for found in items:
+        count = sys.getrefcount(found)
+    return count
+
+
+@pytest.mark.parametrize("count", [of_an_item, of_an_attribute, in_a_comprehension, in_a_loop])
+def test_what_a_container_holds_counts_one_more_than_what_a_variable_alone_holds(count):
+    assert count() == SOLE + 1
+
+
+def test_what_was_popped_counts_as_what_a_variable_alone_holds():
+    items = [object()]
+    found = items.pop()
+    assert sys.getrefcount(found) == SOLE

@@ -1,12 +1,17 @@
 """Patches last while they are needed, whoever else patches the same."""
 
 import functools
+from contextlib import contextmanager
+from unittest import mock
 
 import pytest
 import torch
+from torch import UntypedStorage, nn
 
+from tenure._torch.modules import modules_told
 from tenure._torch.patches import Patch
 from tenure._torch.replicas import told_of_collectives
+from tenure._torch.resizing import tell, tell_no_more
 
 
 class Base:
@@ -126,3 +131,137 @@ def test_collectives_ask_torch_alone_when_nobody_is_told():
     with told_of_collectives(print):
         assert home._rank_not_in_group is not before
     assert home._rank_not_in_group is before
+
+
+# --- calls of modules
+
+
+CALL = nn.Module._wrapped_call_impl
+
+
+@pytest.fixture
+def unwrapped(monkeypatch):
+    """As before the first block."""
+    monkeypatch.setattr(nn.Module, "__call__", CALL)
+
+
+def told_of(module):
+    seen = []
+    with modules_told(lambda each, _: seen.append(each)):
+        module(torch.ones(1))
+    return seen
+
+
+def patched():
+    call = nn.Module.__call__
+    return mock.patch.object(nn.Module, "__call__", lambda self, *args: call(self, *args))
+
+
+@pytest.fixture
+def module(unwrapped):
+    return nn.Identity()
+
+
+class Telling(nn.Module):
+    """Has its first call told of while torch.fx traces what is around it."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.seen = nn.Identity(), []
+
+    def forward(self, x):
+        with modules_told(lambda each, _: self.seen.append(each)):
+            return self.inner(x)
+
+
+def test_a_block_within_that_of_another_patcher_does_not_end_with_it(module):
+    with patched():
+        assert told_of(module) == [module]
+        assert told_of(module) == [module]
+    assert nn.Module.__call__ is CALL
+    assert told_of(module) == [module]
+
+
+def test_a_patcher_over_ours_leads_to_one_note_of_a_call(module):
+    assert told_of(module) == [module]
+    with patched():
+        assert told_of(module) == [module]
+    assert told_of(module) == [module]
+
+
+@pytest.mark.usefixtures("unwrapped")
+def test_a_trace_of_torch_fx_takes_nothing_away():
+    model = Telling()
+    torch.fx.symbolic_trace(model)
+    assert model.seen == [model.inner]
+    model(torch.ones(1))
+    assert model.seen == [model.inner] * 2
+
+
+def test_the_call_is_torchs_own_when_no_block_has_needed_ours_for_a_while(module):
+    assert told_of(module) == [module]
+    with modules_told(lambda *_: None):
+        for _ in range(2000):
+            module(1)
+        assert nn.Module.__call__ is not CALL
+    # how often depends on what this process has done
+    n_calls = 0
+    while nn.Module.__call__ is not CALL and n_calls < 1_000_000:
+        module(1)
+        n_calls += 1
+    assert nn.Module.__call__ is CALL
+    assert told_of(module) == [module]
+
+
+# --- storages that are resized by no operation
+
+
+@contextmanager
+def resizes_told(told):
+    tell(told)
+    yield
+    tell_no_more(told)
+
+
+@pytest.fixture
+def own(monkeypatch):
+    method = UntypedStorage.resize_
+    monkeypatch.setattr(UntypedStorage, "resize_", method)
+    return method
+
+
+def test_a_resize_is_told_and_the_method_stands_there_again(own):
+    told = []
+    with resizes_told(lambda _, n_bytes: told.append(n_bytes)):
+        UntypedStorage(8).resize_(2)
+    UntypedStorage(8).resize_(4)
+    assert told == [2]
+    assert UntypedStorage.resize_ is own
+
+
+def test_a_method_that_was_inherited_is_so_again(monkeypatch):
+    # a simulated accelerator has put one of its own there, if one was ever started
+    if "resize_" in vars(UntypedStorage):
+        monkeypatch.delattr(UntypedStorage, "resize_")
+    assert "resize_" not in vars(UntypedStorage)
+    with resizes_told(lambda *_: None):
+        assert "resize_" in vars(UntypedStorage)
+    assert "resize_" not in vars(UntypedStorage)
+
+
+@pytest.mark.usefixtures("own")
+def test_a_method_that_another_puts_over_ours_stays_and_nothing_runs_in_circles():
+    calls = []
+    with resizes_told(lambda *_: None):
+        below = UntypedStorage.resize_
+
+        def over(storage, n_bytes):
+            calls.append(n_bytes)
+            return below(storage, n_bytes)
+
+        UntypedStorage.resize_ = over
+    told = []
+    with resizes_told(lambda _, n_bytes: told.append(n_bytes)):
+        UntypedStorage(8).resize_(2)
+    UntypedStorage(8).resize_(4)
+    assert (calls, told) == ([2, 4], [2])

@@ -385,6 +385,14 @@ def test_function_modes_are_pushed_found_and_removed():
     assert not modes.is_active(upper)
 
 
+def test_removing_a_mode_that_is_not_there_changes_nothing():
+    mode, other = torch.overrides.BaseTorchFunctionMode(), torch.overrides.BaseTorchFunctionMode()
+    with other:
+        modes.remove(mode)
+        assert modes.is_active(other)
+    assert torch._C._len_torch_function_stack() == 0
+
+
 def test_a_dispatch_mode_is_taken_off_below_another():
     mode, inner = modes.DispatchMode(), modes.DispatchMode()
     mode.__enter__()
