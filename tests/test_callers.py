@@ -1,6 +1,8 @@
 """Whose frame is which: where warnings point, where a tensor was made, who called torch."""
 
 import copy
+import sys
+import types
 
 import pytest
 import torch
@@ -10,12 +12,15 @@ from torch.overrides import TorchFunctionMode
 from tenure import (
     DisposedTensorError,
     NewDisposeScope,
+    ScopeUsageWarning,
+    TenureWarning,
     detach_from_scope,
     is_disposed,
     owner_of,
 )
 from tenure._callers import created_at, warn_user
-from tenure._errors import TenureWarning
+from tenure._cells import cell_of
+from tests.shells import opened
 
 
 class Direct(TorchFunctionMode):
@@ -178,3 +183,21 @@ def test_code_of_the_library_and_of_what_calls_it_is_passed_by(name):
 @pytest.mark.parametrize("name", ["torchmetrics", "tenure._cli", "tenure._demo", "program"])
 def test_other_code_is_the_users(name):
     assert place_of_warning(name) == "below.py"
+
+
+@pytest.mark.parametrize("of_notebook", [False, True])
+def test_a_file_is_told_by_its_path_in_a_notebook_too(of_notebook):
+    with opened(of_notebook=of_notebook):
+        assert cell_of(__file__) is None
+        with pytest.warns(ScopeUsageWarning) as caught:
+            warn_user("careful", ScopeUsageWarning)
+    assert caught[0].filename == __file__
+
+
+def test_a_program_that_has_imported_ipython_and_runs_no_shell_has_no_cells(monkeypatch):
+    assert cell_of("<ipython-input-1-abc>") is None
+    # as it is while another module of it is being imported
+    monkeypatch.setitem(sys.modules, "IPython", types.ModuleType("IPython"))
+    assert cell_of("<ipython-input-1-abc>") is None
+    monkeypatch.delitem(sys.modules, "IPython")
+    assert cell_of("<ipython-input-1-abc>") is None

@@ -3,14 +3,10 @@
 import pickle
 import re
 import sys
-import types
 import warnings
 
 import pytest
 
-from tenure import ScopeUsageWarning
-from tenure._callers import warn_user
-from tenure._cells import cell_of
 from tests.shells import opened, ran
 
 IMPORTS = "import torch\nfrom tenure import *\nfrom tenure.profiler import *"
@@ -100,22 +96,6 @@ def test_a_prediction_says_the_cell(shell):
     ran(shell, "from tenure.adaptive import predict_peak\nm = torch.nn.Linear(3, 3)")
     text = told(shell, "print(predict_peak(lambda b: m(b).sum(), torch.ones(4, 3)))")
     assert "(Cell In[4], line 1)" in " ".join(text.split())
-
-
-def test_a_file_is_told_by_its_path_in_a_notebook_too(shell):
-    assert cell_of(__file__) is None
-    with pytest.warns(ScopeUsageWarning) as caught:
-        warn_user("careful", ScopeUsageWarning)
-    assert caught[0].filename == __file__
-
-
-def test_a_program_that_has_imported_ipython_and_runs_no_shell_has_no_cells(monkeypatch):
-    assert cell_of("<ipython-input-1-abc>") is None
-    # as it is while another module of it is being imported
-    monkeypatch.setitem(sys.modules, "IPython", types.ModuleType("IPython"))
-    assert cell_of("<ipython-input-1-abc>") is None
-    monkeypatch.delitem(sys.modules, "IPython")
-    assert cell_of("<ipython-input-1-abc>") is None
 
 
 # --- magics

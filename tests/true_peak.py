@@ -3,6 +3,8 @@
 import gc
 
 from tenure._torch import allocations
+from tenure.adaptive._predict import Work
+from tenure.adaptive._predict._predict import report_of
 
 
 def true_peak_bytes(work):
@@ -17,6 +19,12 @@ def true_peak_bytes(work):
         live += n_bytes
         peak = max(peak, live)
     return peak
+
+
+def counted_bytes(fn, batch, optimizer=None):
+    """What a budget would count of a step beyond what was alive before, by prediction."""
+    report = report_of(Work(fn, (batch,), {}, optimizer, None), is_counted=True)
+    return report.peak_bytes - report.baseline_bytes
 
 
 def step_of(fn, batch, optimizer):

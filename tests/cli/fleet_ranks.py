@@ -11,9 +11,7 @@ from tenure._cli._fleet._configured import configured
 from tenure._cli._fleet._setup import Setup
 from tenure._cli._fleet._work import batch_of, in_memory, making, shard
 from tenure.adaptive import memory_budget
-from tenure.adaptive._predict import Work
-from tenure.adaptive._predict._predict import report_of
-from tests.true_peak import step_of, true_peak_bytes
+from tests.true_peak import counted_bytes, step_of, true_peak_bytes
 
 
 def measured_sharded(rank, setup):
@@ -56,9 +54,7 @@ def measured_replicated(rank, setup):
 def predicted_sharded(setup, rank):
     found = configured(setup.target)
     with making(setup, found, rank) as made:
-        work = Work(made.fn, (batch_of(setup, found),), {}, made.optimizer, None)
-        report = report_of(work, is_counted=True)
-        return report.peak_bytes - report.baseline_bytes
+        return counted_bytes(made.fn, batch_of(setup, found), made.optimizer)
 
 
 def saved_config(folder, model_type="llama", **values):

@@ -4,7 +4,7 @@ import sys
 import pytest
 
 import tenure
-from tenure._errors import CommandError, PagingError
+from tenure.paging import PagingError
 from tests.programs import main
 
 
@@ -41,8 +41,8 @@ def test_help_of_a_verb_is_its_docstring(capsys):
 
 def test_help_imports_neither_torch_nor_rich():
     code = (
-        "import sys; from tenure._cli import main\n"
-        "try: main(sys.argv[1:]); ended = False\n"
+        "import runpy, sys\n"
+        "try: runpy.run_module('tenure', run_name='__main__'); ended = False\n"
         "except SystemExit: ended = True\n"
         "assert ended and not {'torch', 'rich', 'numpy', 'tenure._cli._program'} & set(sys.modules)"
     )
@@ -98,17 +98,6 @@ def _with_verb(monkeypatch, run):
     monkeypatch.setattr("tenure._demo.tell", run)
 
 
-def test_an_error_of_the_user_is_one_line_and_exit_code_2(monkeypatch, capsys):
-    def run(**settings):
-        raise CommandError("no such file: x.py. Give the path of a script.")
-
-    _with_verb(monkeypatch, run)
-    assert main(["demo"]) == 2
-    assert capsys.readouterr().err == (
-        "tenure demo: error: no such file: x.py. Give the path of a script.\n"
-    )
-
-
 def _failing(monkeypatch):
     def run(**settings):
         raise PagingError("No budget of 3 B does.\n  The least is 4 B.")
@@ -160,14 +149,15 @@ def test_control_c_ends_in_one_line_and_exit_code_130(monkeypatch, capsys):
 
 def test_the_version_is_told_without_torch():
     code = """
-import sys
-from tenure._cli import main
+import runpy, sys
 try:
-    main(["--version"])
+    runpy.run_module("tenure", run_name="__main__")
 finally:
     print({"torch", "rich", "psutil"} & set(sys.modules))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, "--version"], capture_output=True, text=True, check=True
+    )
     assert done.stdout == f"tenure {tenure.__version__}\nset()\n"
 
 

@@ -16,7 +16,6 @@ from tenure import (
     owner_of,
     statistics,
 )
-from tenure._torch import compiler
 
 TREES = "torch._inductor.cudagraph_trees"
 LEFT = (
@@ -140,7 +139,9 @@ def test_no_tensor_is_asked_where_no_graph_of_that_kind_can_be(monkeypatch):
 
 def test_a_torch_without_the_question_has_no_such_tensors(graph, monkeypatch):
     monkeypatch.delattr(torch._C, "_is_cached_tensor")
-    assert not compiler.belongs_to_graph(torch.ones(3))
+    tensor = torch.ones(3)
+    dispose(tensor)
+    assert is_disposed(tensor)
 
 
 def test_torch_still_keeps_them_as_the_stand_in_does():

@@ -1,5 +1,7 @@
 """Many ranks in one process: what one of them takes, of models that were made without data."""
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,11 +12,19 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tenure._torch.fake_ranks import fake_ranks as one_of_many
 from tenure.adaptive import AdaptiveUsageError, fake_ranks, predict_peak
 
 WIDTH = 96
+
+
+@contextmanager
+def one_of_many(rank, n_ranks):
+    """A group that sends nothing, for models with data."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=n_ranks)
+    yield
+    dist.destroy_process_group()
 
 
 def net_of(mesh, **options):

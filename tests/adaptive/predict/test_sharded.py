@@ -8,18 +8,11 @@ import torch
 import torch.distributed as dist
 
 from tenure.adaptive import PredictionError, memory_budget, predict_peak
-from tenure.adaptive._predict import Work
-from tenure.adaptive._predict._predict import report_of
 from tests.programs import run_program
+from tests.true_peak import counted_bytes
 
 from ..ranks.launch import IMPORTED, run_ranks
 from ..ranks.sharded_nets import KINDS, loss_of, net_of, tokens, whole_gradients
-
-
-def counted_bytes(fn, *args):
-    """What a budget would count, by prediction."""
-    report = report_of(Work(fn, args, {}, None, None), is_counted=True)
-    return report.peak_bytes - report.baseline_bytes
 
 
 def measured_bytes(fn, *args):

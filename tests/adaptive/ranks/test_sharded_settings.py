@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from tenure.adaptive import AdaptiveUsageError, OutOfRetriesError, RemoteRankError, step
 
 from .launch import run_ranks
-from .sharded_nets import sharded, whole, whole_gradients
+from .sharded_nets import sharded, wait_at_most, whole, whole_gradients
 from .test_step_sharded import RTOL, batch_of, differs, mean, wanted_of
 
 
@@ -265,9 +265,7 @@ def test_models_on_some_ranks_name_a_group_of_these_beside_their_own():
 
 def runs_out_later(rank):
     """Runs out of memory on both ranks, on one of them when the other has given up waiting."""
-    from tenure.adaptive._step._across import _planned
-
-    _planned._PATIENCE_S = 0.5
+    wait_at_most(0.5)
     net, x, said = sharded(whole().double()), batch_of(rank), []
     n_passes = []
 

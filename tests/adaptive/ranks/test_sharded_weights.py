@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from tenure.adaptive import step
 
 from .launch import run_ranks
-from .sharded_nets import sharded, tokens, whole
+from .sharded_nets import sharded, tokens, wait_at_most, whole
 from .test_step_sharded import RTOL, differs
 
 SIZES = (9, 5)
@@ -117,9 +117,7 @@ def test_a_micro_batch_whose_outputs_are_not_used_runs_backward_with_the_others(
 
 def without_loss(rank, folder):
     """A function that runs nothing where nothing counts: the other rank waits in its modules."""
-    from tenure.adaptive._step._across import _planned
-
-    _planned._PATIENCE_S = 1.0
+    wait_at_most(1.0)
     net = sharded(whole())
 
     def fn(b):

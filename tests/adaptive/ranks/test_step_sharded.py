@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
-from tenure._torch.fakes import is_fake
 from tenure.adaptive import (
     AdaptiveUsageError,
     OutOfRetriesError,
@@ -20,7 +20,16 @@ from tenure.adaptive import (
 )
 
 from .launch import run_ranks
-from .sharded_nets import KINDS, loss_of, net_of, sharded, tokens, whole, whole_gradients
+from .sharded_nets import (
+    KINDS,
+    loss_of,
+    net_of,
+    sharded,
+    tokens,
+    wait_at_most,
+    whole,
+    whole_gradients,
+)
 
 SIZES = (9, 5)
 RTOL = 1e-10
@@ -151,7 +160,7 @@ def planned(rank):
     x, ran = tokens(n, seed=rank), []
 
     def fn(x):
-        if not is_fake(x):
+        if not isinstance(x, FakeTensor):
             ran.append(len(x))
         return loss_of(net)(x)
 
@@ -215,7 +224,7 @@ def fails_everywhere(rank):
 
     def fn(x):
         out = net(x)
-        if not is_fake(x) and len(x) > 4:
+        if not isinstance(x, FakeTensor) and len(x) > 4:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB")
         return F.cross_entropy(out.flatten(0, 1), x.flatten())
 
@@ -281,9 +290,7 @@ def test_a_failure_after_the_passes_undoes_the_step_on_all():
 
 def fails_alone(rank, folder):
     """On one rank in the middle of a forward pass: the other waits in the next one."""
-    from tenure.adaptive._step._across import _planned
-
-    _planned._PATIENCE_S = 1.0
+    wait_at_most(1.0)
     net = sharded(whole())
 
     def fail(*_):

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from tenure.paging import PagingError, load_paged
-from tenure.paging import _files as mapped_file
 
 from ..models import WIDTH, mlp
 from ..test_zoo import assert_equal
@@ -47,9 +46,8 @@ def failing_reads(monkeypatch):
     def fail(*_):
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(mapped_file.os, "preadv", fail)
-    monkeypatch.setattr(mapped_file, "written_range", lambda address, n_bytes: (0, 0))
-    return lambda: monkeypatch.setattr(mapped_file.os, "preadv", whole)
+    monkeypatch.setattr(os, "preadv", fail)
+    return lambda: monkeypatch.setattr(os, "preadv", whole)
 
 
 def test_a_cut_file_is_refused_before_the_first_forward(path):

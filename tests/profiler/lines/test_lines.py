@@ -395,33 +395,6 @@ def test_no_tensor_is_kept_alive():
         gc.enable()
 
 
-def test_a_line_that_runs_for_long_never_fills_a_session(monkeypatch):
-    from tenure._torch import allocations
-
-    lengths, turn = [], allocations.turn
-
-    def counting():
-        changes = turn()
-        lengths.append(len(changes.cpu))
-        return changes
-
-    monkeypatch.setattr(allocations, "turn", counting)
-    x = torch.ones(1)
-
-    def one():
-        torch.neg(x)
-
-    def calls():
-        one()
-        return [one() for _ in range(5000)]
-
-    def work():
-        calls()
-
-    assert sums_of(profiled(work, work)) == (4 * 5001, 4 * 5001, 4)
-    assert max(lengths) < 1100
-
-
 def test_a_thread_whose_profiler_is_disabled_by_another_ends_its_session():
     inside, go, sessions = threading.Event(), threading.Event(), []
 

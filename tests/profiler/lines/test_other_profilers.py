@@ -1,14 +1,11 @@
 """Beside profilers of the program: theirs are whole, and ours claims no more than it knows."""
 
-from collections import deque
-
 import pytest
 import torch
 from torch.autograd import profiler_legacy
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from tenure.profiler import LineProfiler
-from tenure.profiler._lines._engine import TICKS_PER_TURN
 
 NUMBER = 8 + 4  # a Python number becomes a tensor, and that is converted
 
@@ -93,33 +90,6 @@ def test_one_that_runs_inside_keeps_its_events_and_ours_go_on_afterwards(kind):
     assert sum(line[1] - line[2] for line in by_line) == 400
 
 
-def bytes_kept_after(n_calls):
-    """Run a function that calls others and then profiles itself; return what its lines kept."""
-
-    def nothing(_):
-        pass
-
-    def work():
-        x = torch.ones(100)
-        # one line, because the marks of more would have the stream read before
-        deque(map(nothing, range(n_calls)))
-        with profiler_legacy.profile():
-            y = torch.ones(200)
-            z = y * 2
-        return x + z.sum()
-
-    profiler = LineProfiler(work, device="cpu")
-    with profiler:
-        work()
-    return sum(each.net_bytes for each in profiler.records)
-
-
-def test_one_that_begins_after_any_number_of_calls_has_no_byte_counted_twice():
-    # the stream is read after so many calls, also of what tells that a session has ended
-    kept = {n_calls: bytes_kept_after(n_calls) for n_calls in range(TICKS_PER_TURN)}
-    assert set(kept.values()) == {400}, kept
-
-
 def test_one_with_a_schedule_that_spans_several_calls_keeps_its_steps():
     def work():
         return torch.ones(100)
@@ -168,22 +138,3 @@ def test_a_session_that_the_program_ends_itself_costs_the_lines_since_it_was_rea
         (1, 800, 0, 1200, True, True),
     ]
     assert not torch._C._autograd._profiler_enabled()
-
-
-def test_where_the_allocators_table_is_out_of_reach_peaks_are_lower_bounds(monkeypatch):
-    from tenure._torch import cpu_allocator
-
-    nothing = cpu_allocator._NullTable()
-    monkeypatch.setattr(cpu_allocator, "_table", lambda: nothing)
-
-    def work():
-        x = torch.ones(100)
-        return x * 2
-
-    profiler = LineProfiler(work, device="cpu")
-    with profiler:
-        work()
-    assert facts(profiler) == [
-        (1, 400, 0, 400, True, False),
-        (1, 400 + NUMBER, 400 + NUMBER, 800 + NUMBER, True, False),
-    ]

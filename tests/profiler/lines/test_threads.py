@@ -97,26 +97,6 @@ def test_lines_have_what_a_ledger_says_whatever_is_made_and_freed(program, in_a_
     assert found == expected
 
 
-@pytest.mark.parametrize("way", ["reported", "named"])
-def test_a_mark_is_no_memory(way, monkeypatch):
-    from tenure._torch import cpu_allocator as allocator
-
-    if way == "named":
-        monkeypatch.setattr(allocations, "_report", lambda: None)
-    allocator.keep_sizes(True)
-    allocations.begin()
-    before = allocator.live_bytes()
-    allocations.marker()(3)
-    block = torch.UntypedStorage(64, device="cpu")
-    allocations.marker()(2**20)
-    after = allocator.live_bytes()
-    events = allocations.end().cpu
-    allocator.keep_sizes_as_before()
-    assert events == [allocations.as_event(3), 64, allocations.as_event(2**20)]
-    assert after - before == block.nbytes()
-    assert not allocations.is_profiling()
-
-
 def bytes_of(profiler, function):
     """(hits, allocated, freed, exact) by the line's place in its function."""
     first = function.__code__.co_firstlineno
