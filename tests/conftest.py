@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from .compiling import forget_compiled
 from .small_heap import hide, show
 from .testing import _pytest_plugin
 from .testing._pytest_plugin import pytest_collection_modifyitems, sim
@@ -42,6 +43,14 @@ def nobody_searches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "tenure.scopes._disposed.find_holders", lambda tensors: [[] for _ in tensors]
     )
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    """torch.compile begins as in a new process, and leaves nothing to the next test."""
+    forget_compiled()
+    yield
+    forget_compiled()
 
 
 @pytest.fixture(autouse=True, scope="module")

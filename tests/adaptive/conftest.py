@@ -1,5 +1,8 @@
 """Fixtures that several files of this folder share: functions that run out of memory."""
 
+import gc
+import logging
+
 import pytest
 
 from tenure import adaptive
@@ -13,6 +16,22 @@ def forgetful():
     adaptive.reset()
     yield
     adaptive.reset()
+
+
+@pytest.fixture
+def quiet():
+    """Retries and growths are not logged."""
+    logging.getLogger("tenure.adaptive").setLevel(logging.ERROR)
+    yield
+    logging.getLogger("tenure.adaptive").setLevel(logging.NOTSET)
+
+
+@pytest.fixture
+def no_gc():
+    """What goes does so without the collector."""
+    gc.disable()
+    yield
+    gc.enable()
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """The largest batch that fits, found by running it: on the CPU, and on a simulated device."""
 
 import bisect
-import logging
 import random
 import re
 
@@ -21,12 +20,7 @@ from tenure.adaptive import (
 
 from .finding import Training, network
 
-
-@pytest.fixture(autouse=True)
-def quiet():
-    logging.getLogger("tenure.adaptive").setLevel(logging.ERROR)
-    yield
-    logging.getLogger("tenure.adaptive").setLevel(logging.NOTSET)
+pytestmark = pytest.mark.usefixtures("quiet")
 
 
 @pytest.mark.parametrize("budget", ["300KiB", "1MiB", "16MiB"])

@@ -1,7 +1,5 @@
 """The largest batch that fits on a device, whatever its allocator makes of what is asked for."""
 
-import logging
-
 import pytest
 import torch
 
@@ -9,12 +7,7 @@ from tenure.adaptive import find_batch_size
 
 from .finding import Training, network
 
-
-@pytest.fixture(autouse=True)
-def quiet():
-    logging.getLogger("tenure.adaptive").setLevel(logging.ERROR)
-    yield
-    logging.getLogger("tenure.adaptive").setLevel(logging.NOTSET)
+pytestmark = pytest.mark.usefixtures("quiet")
 
 
 @pytest.mark.exhaustive

@@ -469,15 +469,6 @@ def test_accelerates_own_back_off_is_a_reducer(sizes):
     ]  # fmt: skip
 
 
-def test_a_batch_size_that_is_passed_all_the_same_is_an_error_of_the_function():
-    @adaptive.batch(initial_batchsize=128)
-    def train(batchsize, first):
-        pass
-
-    with pytest.raises(TypeError, match=r"train\(\) takes 2 positional arguments but 3 were given"):
-        train(128, "hello")
-
-
 def test_where_a_size_has_worked_and_none_does_the_error_speaks_of_a_leak():
     kept = []
 

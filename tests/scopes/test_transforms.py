@@ -22,6 +22,8 @@ from tenure import (
 )
 from tests.compiling import forget_compiled
 
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
+
 
 def plain_function(x: Tensor) -> Tensor:
     squared = x * x
@@ -145,13 +147,6 @@ def test_exporting_inside_a_scope_captures_the_same_program(x):
 
 
 # --- torch.compile
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler():
-    forget_compiled()
-    yield
-    forget_compiled()
 
 
 @pytest.mark.slow

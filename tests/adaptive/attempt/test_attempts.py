@@ -32,13 +32,6 @@ def run(work, size=4, floor=1, **options):
     return decorate(work)()
 
 
-@pytest.fixture
-def no_gc():
-    gc.disable()
-    yield
-    gc.enable()
-
-
 @pytest.mark.parametrize(
     ("largest", "error", "expected"),
     [
@@ -412,16 +405,6 @@ def test_statistics_count_on_this_thread():
         "up; 0 made larger"
     )
     assert statistics() is counts
-
-
-def test_nothing_is_collected_or_emptied_without_an_error(monkeypatch):
-    def forbidden(*_args):
-        raise AssertionError("called on the way without an error")
-
-    monkeypatch.setattr(gc, "collect", forbidden)
-    monkeypatch.setattr("inspect.stack", forbidden)
-    monkeypatch.setattr(torch.cuda, "empty_cache", forbidden)
-    assert run(refuse_above(4)) == 4
 
 
 # --- an error that is handled around the call

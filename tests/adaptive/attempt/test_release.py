@@ -1,6 +1,5 @@
 """What a retry lets go of the frames that an error came through, and what it leaves alone."""
 
-import gc
 import weakref
 
 import pytest
@@ -9,12 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tenure.adaptive import simple
 
-
-@pytest.fixture(autouse=True)
-def no_gc():
-    gc.disable()
-    yield
-    gc.enable()
+pytestmark = pytest.mark.usefixtures("no_gc")
 
 
 def fails():

@@ -251,6 +251,9 @@ def test_a_size_in_the_place_of_the_function_is_told_its_name(decorate, call, in
     [
         (adaptive.batch, "starting_batch_size", "initial_batchsize"),
         (adaptive.batch, "batch_size", "initial_batchsize"),
+        (adaptive.batch, "minimun", "minimum"),
+        (adaptive.range, "minimun", "minimum"),
+        (adaptive.chunked, "minimun", "minimum"),
         (adaptive.batch, "max_batch_size", "maximum"),
         (adaptive.range, "step", "initial_step"),
         (adaptive.range, "initial_batchsize", "initial_step"),
@@ -270,8 +273,11 @@ def test_an_argument_of_another_library_is_told_the_name_it_has_here(decorate, o
 
 
 def test_an_argument_that_nobody_meant_gets_the_list():
-    with pytest.raises(AdaptiveUsageError, match=r"no argument .* are cache_type, context, min"):
+    message = r"^'{}' is no argument .* The options of all are cache_type, context, min.*reduce"
+    with pytest.raises(AdaptiveUsageError, match=message.format("verbose")):
         adaptive.batch(verbose=True)
+    with pytest.raises(AdaptiveUsageError, match=message.format("zzz")):
+        execute.batch(initial_batchsize=8, zzz=1)
 
 
 def test_a_batch_size_that_is_passed_all_the_same_is_said_to_come_from_tenure():
@@ -279,7 +285,8 @@ def test_a_batch_size_that_is_passed_all_the_same_is_said_to_come_from_tenure():
     def train(batchsize, net):
         return len(net)
 
-    with pytest.raises(TypeError, match="takes 2 positional arguments") as caught:
+    message = r"train\(\) takes 2 positional arguments but 3 were given"
+    with pytest.raises(TypeError, match=message) as caught:
         train(64, [])
     assert caught.value.__notes__ == [
         "test_a_batch_size_that_is_passed_all_the_same_is_said_to_come_from_tenure.<locals>.train()"

@@ -6,19 +6,12 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from tenure.adaptive import NoBatchsizeCache, chunked, step
-from tests.compiling import forget_compiled
 
 from ...programs import run_program
 from ..step.step_cases import gradients, small_net, worst_error
 
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 SIZES = (64, 32, 20, 7, 5, 13, 3, 2)
-
-
-@pytest.fixture(autouse=True)
-def _forget_compiled():
-    forget_compiled()
-    yield
-    forget_compiled()
 
 
 def batch():

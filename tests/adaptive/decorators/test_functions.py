@@ -677,22 +677,6 @@ def test_what_can_not_be_used_is_refused(call, message):
         call()
 
 
-@pytest.mark.parametrize("decorate", [adaptive.batch, adaptive.range, adaptive.chunked])
-def test_a_misspelt_option_is_named_with_the_one_that_was_meant(decorate):
-    with pytest.raises(
-        AdaptiveUsageError,
-        match=r"^'minimun' is no argument of this function\. Did you mean 'minimum'\?$",
-    ):
-        decorate(minimun=2)
-
-
-def test_an_option_that_is_like_none_gets_them_all_listed():
-    with pytest.raises(
-        AdaptiveUsageError, match=r"^'zzz' is no .* The options of all are .*reduce"
-    ):
-        adaptive.execute.batch(initial_batchsize=8, zzz=1)
-
-
 def test_a_tensor_of_a_failed_attempt_says_where_the_call_was_and_nothing_of_tenures_files(
     nobody_searches,
 ):

@@ -1,7 +1,5 @@
 """Recorded tensors on a device whose memory runs out."""
 
-import logging
-
 import pytest
 import torch
 from torch import nn
@@ -9,15 +7,8 @@ from torch.nn import functional as F
 
 from tenure.adaptive import BatchCoupledError, OutOfRetriesError, lazy, reset
 
-pytestmark = pytest.mark.usefixtures("forgetful")
+pytestmark = pytest.mark.usefixtures("forgetful", "quiet")
 SAMPLES = 4096
-
-
-@pytest.fixture(autouse=True)
-def quiet():
-    logging.getLogger("tenure.adaptive").setLevel(logging.ERROR)
-    yield
-    logging.getLogger("tenure.adaptive").setLevel(logging.NOTSET)
 
 
 class Model(nn.Module):

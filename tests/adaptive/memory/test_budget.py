@@ -24,7 +24,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tenure import NewDisposeScope, TenureError, scoped
 from tenure.adaptive import AdaptiveUsageError, memory_budget
-from tests.compiling import forget_compiled
 
 OOM = torch.OutOfMemoryError
 
@@ -615,13 +614,6 @@ def test_a_budget_cannot_be_copied():
 
 
 # --- torch.compile
-
-
-@pytest.fixture
-def fresh_compiler():
-    forget_compiled()
-    yield
-    forget_compiled()
 
 
 @pytest.mark.usefixtures("fresh_compiler")

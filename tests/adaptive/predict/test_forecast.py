@@ -1,7 +1,5 @@
 """Sizes that are predicted: what the prediction leaves, and what happens where it fails."""
 
-import logging
-
 import pytest
 import torch
 
@@ -10,14 +8,7 @@ from tenure.adaptive._predict import Forecast
 
 from ..finding import Training, network
 
-pytestmark = pytest.mark.usefixtures("forgetful")
-
-
-@pytest.fixture(autouse=True)
-def quiet():
-    logging.getLogger("tenure.adaptive").setLevel(logging.ERROR)
-    yield
-    logging.getLogger("tenure.adaptive").setLevel(logging.NOTSET)
+pytestmark = pytest.mark.usefixtures("forgetful", "quiet")
 
 
 def largest(train, budget):

@@ -181,14 +181,7 @@ def test_a_holder_that_nobody_knows_is_named_before_anything_trains(code, ask):
     assert type(net.linear.weight.grad) is torch.Tensor
 
 
-@pytest.fixture
-def collects_nothing():
-    gc.disable()
-    yield
-    gc.enable()
-
-
-@pytest.mark.usefixtures("collects_nothing")
+@pytest.mark.usefixtures("no_gc")
 def test_a_clean_prediction_looks_at_no_heap(monkeypatch):
     looks = []
     monkeypatch.setattr(gc, "get_objects", looks.append)

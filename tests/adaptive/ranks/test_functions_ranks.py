@@ -203,25 +203,6 @@ def test_without_a_group_a_smaller_batch_is_said_once_and_pieces_are_not():
     assert "Pass group=torch.distributed.group.WORLD" in said[0]
 
 
-def elsewhere_on(rank):
-    """Ranks in calls of two kinds."""
-    try:
-        if rank:
-            execute.range(0, 8, 4, group=dist.group.WORLD)(lambda a, b: None)
-        else:
-            execute.batch(8, group=dist.group.WORLD)(lambda n: None)
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return None
-
-
-def test_ranks_in_different_functions_find_it_out():
-    for name, text in run_ranks(elsewhere_on):
-        assert name == "AdaptiveUsageError"
-        assert "batch('elsewhere_on.<locals>.<lambda>') on rank 0" in text
-        assert "range('elsewhere_on.<locals>.<lambda>') on rank 1" in text
-
-
 def lambdas_on(rank):
     """Ranks in calls of one name, whose lambdas stand on different lines."""
     work = [

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as Replicated
 
-from tenure.adaptive import RemoteRankError, step
+from tenure.adaptive import step
 
 from ..step.step_cases import IGNORED, gradients, worst_error
 from .launch import run_ranks
@@ -174,7 +174,3 @@ def test_an_error_on_one_rank_is_an_error_on_all_and_leaves_them_whole(kind):
     for each in found:
         assert each["clean"]
         assert max(each["errors"]) < RTOL
-
-
-def test_the_error_of_another_rank_is_exported():
-    assert RemoteRankError("no", 3, "why").cause == "why"

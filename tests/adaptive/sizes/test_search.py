@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-import logging
 import math
 
 import pytest
@@ -22,15 +21,8 @@ from tenure.adaptive import (
 
 from .loads import Load, loads, walled
 
-pytestmark = pytest.mark.usefixtures("forgetful")
+pytestmark = pytest.mark.usefixtures("forgetful", "quiet")
 MANY = settings(deadline=None, max_examples=60)
-
-
-@pytest.fixture(autouse=True)
-def quiet():
-    logging.getLogger("tenure.adaptive").setLevel(logging.ERROR)
-    yield
-    logging.getLogger("tenure.adaptive").setLevel(logging.NOTSET)
 
 
 def batch_of(work, initial, **options):

@@ -25,15 +25,11 @@ from tests.compiling import forget_compiled
 from tests.needs import needs_torch
 
 # dynamo reads it of every tensor that a block gets, in a plain loop as well
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+pytestmark = [
+    pytest.mark.usefixtures("forgetful", "fresh_compiler"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+]
 SIZES = (66, 64, 20, 7, 2)
-
-
-@pytest.fixture(autouse=True)
-def _forget(forgetful):
-    forget_compiled()
-    yield
-    forget_compiled()
 
 
 class Block(nn.Module):

@@ -9,20 +9,13 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from tenure.adaptive import step
-from tests.compiling import forget_compiled
 
 pytestmark = [
+    pytest.mark.usefixtures("forgetful", "fresh_compiler"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
     pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace"),
 ]
 SIZES = (66, 20, 7)
-
-
-@pytest.fixture(autouse=True)
-def _forget(forgetful):
-    forget_compiled()
-    yield
-    forget_compiled()
 
 
 @pytest.fixture

@@ -39,6 +39,15 @@ def counted(n_steps, n=64, maximum=16, **options):
     return extra
 
 
+def is_verified_anew(fn, batch, change, n_steps=4, maximum=4, **options):
+    """Some steps whose split is right, a change, and a step that is refused."""
+    for _ in range(n_steps):
+        step(fn, batch, maximum=maximum, **options)
+    change()
+    with pytest.raises(SplitMismatchError):
+        step(fn, batch, maximum=maximum, **options)
+
+
 def test_a_batch_that_fits_is_not_verified():
     assert counted(5, maximum=64) == [0] * 5
 
@@ -184,15 +193,13 @@ def test_a_batch_that_selects_another_loss_is_verified_anew(change):
             return out.sum()
         return out.mean()
 
-    for _ in range(66):  # so that a share of the samples is left for what is new
-        step(fn, batch, maximum=4)
-    batch |= {
+    new = {
         "dimensions": {"x": torch.randn(12, 5, 4)},
         "text": {"kind": "sum"},
         "number": {"power": 2},
     }[change]
-    with pytest.raises(SplitMismatchError):
-        step(fn, batch, maximum=4)
+    # so many that a share of the samples is left for what is new
+    is_verified_anew(fn, batch, lambda: batch.update(new), 66)
 
 
 def rooted(net):
@@ -424,11 +431,7 @@ def test_a_function_that_is_an_object_is_verified_anew_when_its_attributes_chang
             return getattr(self.net(b).square().sum(1), self.kind)()
 
     fn = Loss()
-    for _ in range(4):
-        step(fn, samples(16), maximum=4)
-    fn.kind = "sum"
-    with pytest.raises(SplitMismatchError):
-        step(fn, samples(16), maximum=4)
+    is_verified_anew(fn, samples(16), lambda: setattr(fn, "kind", "sum"))
 
 
 class Answering:
@@ -481,11 +484,7 @@ def test_a_criterion_below_a_model_that_is_set_to_a_sum_is_verified_anew():
     def fn(b):
         return net(b)
 
-    for _ in range(4):
-        step(fn, samples(16), maximum=4)
-    net.criterion.reduction = "sum"
-    with pytest.raises(SplitMismatchError):
-        step(fn, samples(16), maximum=4)
+    is_verified_anew(fn, samples(16), lambda: setattr(net.criterion, "reduction", "sum"))
 
 
 def test_a_weight_that_changes_is_verified_anew():
@@ -512,11 +511,7 @@ def test_a_tensor_of_the_batch_that_comes_to_require_grad_is_verified_anew():
         errors = net(b["x"]).square()
         return errors.sum() if b["goal"].requires_grad else errors.mean()
 
-    for _ in range(4):
-        step(fn, batch, maximum=4)
-    batch["goal"].requires_grad_()
-    with pytest.raises(SplitMismatchError):
-        step(fn, batch, maximum=4)
+    is_verified_anew(fn, batch, batch["goal"].requires_grad_)
 
 
 @pytest.mark.slow
@@ -609,12 +604,8 @@ def test_weights_that_all_samples_share_are_verified_anew_once_they_differ():
         return F.cross_entropy(net(b["x"]), b["y"], b["weights"])
 
     batch = {"x": torch.randn(12, 4), "y": torch.randint(3, (12,)), "weights": torch.ones(3)}
-    dims = {"weights": None}
-    for _ in range(5):
-        step(fn, batch, in_dims=dims, maximum=4)
-    batch["weights"] = torch.tensor([0.1, 1.0, 4.0])
-    with pytest.raises(SplitMismatchError):
-        step(fn, batch, in_dims=dims, maximum=4)
+    uneven = torch.tensor([0.1, 1.0, 4.0])
+    is_verified_anew(fn, batch, lambda: batch.update(weights=uneven), 5, in_dims={"weights": None})
 
 
 def test_items_that_become_of_different_length_are_verified_anew():
