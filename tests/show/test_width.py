@@ -3,7 +3,9 @@
 Tables and paragraphs are made here by their private names, because no report has one of each kind.
 """
 
+import html
 import io
+import re
 from pathlib import Path
 
 import pytest
@@ -78,6 +80,23 @@ def test_a_terminal_that_is_too_narrow_or_dumb_is_no_error(width, monkeypatch):
 
 
 @each_report
+def test_rich_and_html_show_the_lines_of_the_text_escaped(report):
+    console = Console(file=io.StringIO(), width=100)
+    console.print(report)
+    lines = [line.rstrip() for line in console.file.getvalue().splitlines()]
+    assert lines == report.text(width=100).splitlines()
+    page = report._repr_html_()
+    assert {tag.split()[0] for tag in re.findall(r"<([^>]*)>", page)} <= {
+        "pre",
+        "span",
+        "/pre",
+        "/span",
+    }
+    shown = html.unescape(re.sub(r"<[^>]*>", "", page))
+    assert shown.split() == report.text(width=120).split()
+
+
+@each_report
 def test_no_heading_stands_over_nothing(report):
     lines = report.text(width=80).splitlines()
     assert not set(lines[-1]) <= set("- ") or lines[-1] == ""
@@ -105,33 +124,15 @@ def test_the_largest_stand_first_and_the_others_are_summed_up():
     assert table.arranged(1, None).text(80) == (
         "name        bytes\n----------  -----\nt30          30 B\nand 2 more    3 B"
     )
-    assert table.arranged(None, "name").text(80).split()[4:] == [
-        "t1",
-        "1",
-        "B",
-        "t2",
-        "2",
-        "B",
-        "t30",
-        "30",
-        "B",
-    ]
+    shown = " ".join(table.arranged(None, "name").text(80).split()[4:])
+    assert shown == "t1 1 B t2 2 B t30 30 B"
 
 
 def test_of_equal_ones_the_one_that_counts_the_storage_stands_first():
     rows = [(name, storage_bytes(8, is_shared=name != "base")) for name in ("view", "base", "w")]
     table = Table("", (Column("name"), bytes_column("storage")), rows, by="storage", rule="")
-    assert table.arranged(None, None).text(80).split()[2:] == [
-        "base",
-        "8",
-        "B",
-        "view",
-        "(8",
-        "B)",
-        "w",
-        "(8",
-        "B)",
-    ]
+    shown = " ".join(table.arranged(None, None).text(80).split()[2:])
+    assert shown == "base 8 B view (8 B) w (8 B)"
     assert table.arranged(0, None).text(80).split()[2:] == ["and", "3", "more", "8", "B"]
 
 

@@ -1,14 +1,12 @@
 """What a prediction says, to the letter; and that it is never too sure that something fits."""
 
 import copy
-import io
 import json
 import pickle
 from dataclasses import replace
 
 import pytest
 import torch
-from rich.console import Console
 from torch import nn
 
 from tenure import ByteSizeError
@@ -156,16 +154,3 @@ def test_it_outlives_its_process():
         assert again == ON_CUDA
         assert str(again) == str(ON_CUDA)
         assert again.advice == ()
-
-
-def test_rich_and_html_show_the_same_escaped():
-    console = Console(file=io.StringIO(), width=100, record=True)
-    report = ON_CUDA.against("32MiB")
-    console.print(report)
-    shown, page = console.export_text(), report._repr_html_()
-    for text in ("about 10.0 MiB of cuda:0", "8.0 MiB to spare", "45.8%", "allocator rounding"):
-        assert text in shown
-        assert text in page
-    assert "- <b>" in shown
-    assert "- &lt;b&gt;" in page
-    assert "- a mask" in page

@@ -456,27 +456,6 @@ def test_statistics_go_to_the_standard_output_of_the_moment(monkeypatch):
     assert given.getvalue() == f"{profiler.display(columns=('hits',))}\n"
 
 
-def test_rich_prints_the_same_lines():
-    profiler, console = ran(work), Console(file=io.StringIO(), width=80)
-    display = profiler.display(columns=("hits", "peak"))
-    console.print(display)
-    lines = [line.rstrip() for line in console.file.getvalue().splitlines()]
-    assert lines == display.text(width=80).splitlines()
-
-
-def test_html_has_the_same_lines_escaped():
-    def hostile():
-        return torch.ones(2), "<script>"
-
-    profiler = LineProfiler(hostile, device="cpu")
-    with profiler:
-        hostile()
-    page = profiler.display(columns=("freed", "peak"))._repr_html_()
-    assert page.startswith("<pre")
-    assert "test_html_has_the_same_lines_escaped.&lt;locals&gt;.hostile" in page
-    assert "0 B   8 B      return torch.ones(2), &quot;&lt;script&gt;&quot;" in page
-
-
 def test_a_dict_of_it_is_json():
     facts = ran(work).to_dict()
     assert json.loads(json.dumps(facts)) == facts

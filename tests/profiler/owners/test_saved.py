@@ -1,13 +1,11 @@
 """What autograd keeps, against the allocator's truth; and that asking disturbs nothing."""
 
-import io
 import json
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-from rich.console import Console
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -296,18 +294,6 @@ def test_the_table_is_cut_and_says_so():
 
 def test_a_site_column_stands_only_where_a_site_is_known():
     assert "created at" not in str(SavedReport(REPORT.records[:1], 1))
-
-
-def test_rich_and_html_show_the_same_cells():
-    console = Console(width=200, record=True, file=io.StringIO())
-    console.print(REPORT)
-    shown = console.export_text()
-    page = REPORT._repr_html_()
-    for line in TEXT.splitlines()[3:]:
-        for cell in filter(None, line.split("  ")):
-            assert cell.strip() in shown
-            assert cell.strip() in page
-    assert "9 nodes" in page
 
 
 def test_the_dictionary_is_plain_data():

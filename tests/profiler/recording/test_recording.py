@@ -378,17 +378,6 @@ def test_nesting_however_deep_is_refused_in_one_error(depth, tmp_path):
             Recording.load(path)
 
 
-def test_html_is_escaped():
-    found = recording(
-        command=("python", "<script>"),
-        notes=("<b>",),
-        growth=(growth("<i>"),),
-        tracks=(track("cpu", MIB, at_peak=[block(MIB, "<u>:1 in <module>")]),),
-    )
-    html = found._repr_html_() + found.tree()._repr_html_()
-    assert not any(tag in html for tag in ("<script>", "<i>", "<u>", "<module>", "- <b>"))
-
-
 @pytest.mark.parametrize("name", ["=HYPERLINK(1)", "+1", "-1+2", "@SUM(A1)", "\x1b[2J\t=1"])
 def test_a_cell_of_a_table_is_no_formula_and_commands_no_terminal(name, tmp_path):
     with Timeline() as timeline, NewDisposeScope(name):
