@@ -7,9 +7,15 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-from tenure._cli._fleet._configured import configured
-from tenure._cli._fleet._setup import Setup
-from tenure._cli._fleet._work import batch_of, in_memory, making, shard
+# private: the parts of `tenure fit`, of which a user sees the answer alone
+from tenure._cli._fleet._configured import configured as configured
+from tenure._cli._fleet._recipe import recipe as recipe
+from tenure._cli._fleet._setup import Setup as Setup
+from tenure._cli._fleet._work import batch_of as batch_of
+from tenure._cli._fleet._work import in_memory as in_memory
+from tenure._cli._fleet._work import making as making
+from tenure._cli._fleet._work import shard
+from tenure._torch.fake_ranks import fake_ranks as fake_ranks
 from tenure.adaptive import memory_budget
 from tests.true_peak import counted_bytes, step_of, true_peak_bytes
 

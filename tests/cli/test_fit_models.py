@@ -11,20 +11,22 @@ from pathlib import Path
 import pytest
 import torch
 
-from tenure._cli._fleet import Setup
-from tenure._cli._fleet._configured import configured
-from tenure._cli._fleet._recipe import recipe
-from tenure._cli._fleet._work import batch_of, in_memory, making
-from tenure._torch.fake_ranks import fake_ranks
 from tenure.adaptive import predict_peak
 from tests.adaptive.ranks.launch import run_ranks
 from tests.programs import main
 from tests.true_peak import step_of, true_peak_bytes
 
 from .fleet_ranks import (
+    Setup,
+    batch_of,
+    configured,
+    fake_ranks,
+    in_memory,
+    making,
     measured_replicated,
     measured_sharded,
     predicted_sharded,
+    recipe,
     saved_config,
 )
 

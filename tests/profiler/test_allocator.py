@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tenure.profiler import MemReporter, snapshot
-from tests.profiler.library_memory import library_pool
+from tests.testing.machine import library_pool
 
 MIB = 1 << 20
 WORKSPACE = 8_519_680  # what torch takes for cuBLAS by default

@@ -9,10 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from tenure._pytest._markers import WatchedBlock
-
-# private: nothing public makes a report fail
-from tenure.profiler._timeline._recorder import TimelineRecorder
 from tests.programs import run_program
 
 _LEAKS = """import pytest
@@ -393,22 +389,6 @@ def test_pytest_finds_the_plugin_by_itself():
     )  # fmt: skip
     assert "@pytest.mark.limit_tensor_memory(size)" in listed.stdout
     assert "@pytest.mark.no_tensor_leaks" in listed.stdout
-
-
-def test_a_report_that_fails_does_not_mask_the_failure_of_the_test(monkeypatch):
-    def fail(*_):
-        raise MemoryError("of the report")
-
-    monkeypatch.setattr(TimelineRecorder, "close", fail)
-    watched = WatchedBlock(is_measured=True, finds_leaks=False, name="test_it")
-    with pytest.raises(ValueError, match="of the test"), watched:
-        raise ValueError("of the test")
-    watched.check(1)
-    with (
-        pytest.raises(MemoryError, match="of the report"),
-        WatchedBlock(is_measured=True, finds_leaks=False, name="test_it"),
-    ):
-        pass
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from tenure import (
 )
 
 # private: nothing public can be interrupted in the midst of opening and closing
-from tenure.scopes import _scope
+from tenure.scopes import _disposal, _scope
 from tenure.scopes._tracker import Tracker
 
 
@@ -173,3 +173,21 @@ def test_a_scope_whose_block_runs_stays_whoever_opens_another():
                 names.append(scope.name)
     by_hand.close()
     assert names == ["stacked"] * 3 + ["managed", "mine", "by hand"]
+
+
+def test_an_exception_while_one_tensor_is_disposed_stops_no_other(monkeypatch):
+    dispose_tensor = _disposal.dispose_tensor
+    unlucky = []
+
+    def dispose_or_interrupt(tensor, *args):
+        if not unlucky:
+            unlucky.append(tensor)
+            raise KeyboardInterrupt
+        return dispose_tensor(tensor, *args)
+
+    made = []
+    monkeypatch.setattr(_disposal, "dispose_tensor", dispose_or_interrupt)
+    with pytest.raises(KeyboardInterrupt), NewDisposeScope():
+        made += [torch.ones(1) for _ in range(4)]
+    assert [is_disposed(tensor) for tensor in made if tensor is not unlucky[0]] == [True] * 3
+    assert torch._C._len_torch_function_stack() == 0

@@ -6,7 +6,7 @@ import torch
 from tenure.testing import Rates
 
 # The time of the host, which no figure tells.
-from tenure.testing._device._machine import machine
+from tests.testing.machine import machine
 
 pytestmark = pytest.mark.simdevice
 

@@ -5,8 +5,6 @@ import torch
 from torch import nn
 
 from tenure.adaptive import PredictionError, predict_peak
-from tenure.adaptive._predict._assumptions import STAND_INS
-from tenure.adaptive._predict._workspaces import taken_inside
 from tests.true_peak import step_of
 
 
@@ -328,46 +326,3 @@ def test_the_workspaces_of_cublas_are_allocated_where_their_size_is_known(monkey
     assert unknown.allowance_bytes - known.allowance_bytes == taken_bytes
     assert known.later_peak_bytes - unknown.later_peak_bytes == taken_bytes
     assert known.needed_bytes == unknown.needed_bytes
-
-
-# kind, times, samples, features, hidden, layers, directions, projected, reserve on an H100
-_RESERVES = [
-    ("LSTM", 64, 32, 128, 256, 1, 1, 0, 5 * 2**21 + 512),
-    ("LSTM", 64, 32, 128, 256, 3, 1, 0, 17 * 2**21 + 512),
-    ("LSTM", 64, 32, 128, 256, 2, 2, 0, 22 * 2**21 + 512),
-    ("LSTM", 256, 256, 512, 1024, 2, 1, 0, 11 * 2**28 + 512),
-    ("LSTM", 64, 32, 128, 256, 2, 1, 64, 14 * 2**21 + 512),
-    ("GRU", 64, 32, 128, 256, 2, 2, 0, 26 * 2**21 + 512),
-    ("RNN", 64, 32, 128, 256, 2, 1, 0, 3 * 2**21 + 512),
-]
-
-
-@pytest.mark.parametrize(
-    ("kind", "n_times", "n_samples", "n_in", "n_hidden", "n_layers", "n_ways", "n_out", "reserve"),
-    _RESERVES,
-)
-def test_what_recurrent_layers_keep_on_cuda(
-    kind, n_times, n_samples, n_in, n_hidden, n_layers, n_ways, n_out, reserve
-):
-    options = {"proj_size": n_out} if n_out else {}
-    with torch.device("meta"):
-        module = getattr(nn, kind)(n_in, n_hidden, n_layers, bidirectional=n_ways == 2, **options)
-        x = torch.empty(n_times, n_samples, n_in)
-        state = torch.empty(n_layers * n_ways, n_samples, n_out or n_hidden)
-        cell = torch.empty(n_layers * n_ways, n_samples, n_hidden) if kind == "LSTM" else None
-    weights = list(module.parameters())
-    mode = {"RNN": 1, "LSTM": 2, "GRU": 3}[kind]
-    layers = (mode, n_hidden, n_out, n_layers, False, 0.0, True, n_ways == 2, [], None)
-    forward, backward = torch.ops.aten._cudnn_rnn, torch.ops.aten._cudnn_rnn_backward
-    args = x, weights, 4, None, state, cell
-    output, hy, cy, kept, _ = STAND_INS[forward.default](*args, *layers)
-    assert kept.nbytes == reserve
-    backward_args = *args, output, output, None, None, *layers, kept, [True] * 4
-    gradients = STAND_INS[backward.default](*backward_args)
-    assert [each.shape for each in gradients[3]] == [each.shape for each in weights]
-    assert len({each.untyped_storage()._cdata for each in gradients[3]}) == 1
-    assert gradients[0].shape == x.shape
-    assert gradients[1].shape == hy.shape
-    assert gradients[2] is None if cell is None else gradients[2].shape == cy.shape
-    for func, given in ((forward.default, (*args, *layers)), (backward.default, backward_args)):
-        assert reserve / 20 < taken_inside(func, given)[0] < 16 * reserve

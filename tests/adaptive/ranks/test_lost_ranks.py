@@ -15,9 +15,6 @@ from torch.nn.parallel import DistributedDataParallel as Replicated
 
 from tenure.adaptive import find_batch_size, step
 
-# what no test could bring about: that several have ended when one looks
-from tenure.adaptive._ranks import lost_rank_error
-
 from ..step.step_cases import gradients, worst_error
 from .launch import run_ranks
 from .rank_cases import RTOL, SIZES, Fails, all_samples, joined, net_of, square, wanted_of
@@ -185,16 +182,6 @@ def test_a_rank_that_dies_is_an_error_on_the_others(when):
         assert name == "RemoteRankError"
         assert "Of 3 ranks rank 2 (process " in text
         assert is_clean
-
-
-def test_several_ranks_that_have_ended_are_named_together():
-    ended = {1: "rank 1 (process 7 on here)", 3: "rank 3 (process 9 on here)"}
-    error = lost_rank_error(RuntimeError("closed"), 4, ended)
-    assert str(error).startswith(
-        "Of 4 ranks rank 1 (process 7 on here), rank 3 (process 9 on here) have ended while others "
-        "wait for them (RuntimeError: closed)."
-    )
-    assert error.rank is None
 
 
 def absent_on(rank):

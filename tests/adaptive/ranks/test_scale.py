@@ -1,6 +1,7 @@
 """What ranks say in a step of thousands, in a group of torch's own that sends nothing.
 
-The private module is patched, because nobody has a machine with so many ranks.
+The private module is patched, because nobody has a machine with so many ranks, and no test could
+bring about that several have ended when one looks.
 """
 
 from unittest.mock import patch
@@ -12,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tenure.adaptive import memory_budget, reset, step
-from tenure.adaptive._ranks import _group
+from tenure.adaptive._ranks import _group, lost_rank_error
 
 from ..step.step_cases import small_net
 
@@ -66,3 +67,13 @@ def test_a_step_of_several_attempts_votes_once_whatever_the_number_of_ranks(worl
     assert asked == ["a vote", "a sum"]
     for p, gradient in zip(net.parameters(), want, strict=True):
         torch.testing.assert_close(p.grad, gradient)
+
+
+def test_several_ranks_that_have_ended_are_named_together():
+    ended = {1: "rank 1 (process 7 on here)", 3: "rank 3 (process 9 on here)"}
+    error = lost_rank_error(RuntimeError("closed"), 4, ended)
+    assert str(error).startswith(
+        "Of 4 ranks rank 1 (process 7 on here), rank 3 (process 9 on here) have ended while others "
+        "wait for them (RuntimeError: closed)."
+    )
+    assert error.rank is None

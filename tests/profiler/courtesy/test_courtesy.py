@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 import tenure
 from tenure.profiler import AwayTensorError, Courtesy, CourtesyError, CourtesyWarning
 from tests.compiling import forget_compiled
-from tests.profiler.library_memory import library_pool
 from tests.small_heap import hide
+from tests.testing.machine import library_pool
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tenure import NewDisposeScope
 from tenure.profiler import DeviceReport, MemReport, MemReporter, ProfilerUsageError, TensorRow
-from tests.profiler.library_memory import library_pool
+from tests.testing.machine import library_pool
 
 from ...programs import run_program
 

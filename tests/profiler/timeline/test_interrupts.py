@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.optim import optimizer
 
+from tenure._pytest._markers import WatchedBlock
 from tenure._torch import allocations
 from tenure._torch import cpu_allocator as _cpu_allocator
 from tenure._torch.allocations import is_profiling
@@ -98,3 +99,19 @@ def test_a_flag_that_the_program_has_set_stays_set():
     with Timeline():
         kib(1)
     assert not flag.value
+
+
+def test_a_report_that_fails_does_not_mask_the_failure_of_the_test(monkeypatch):
+    def fail(*_):
+        raise MemoryError("of the report")
+
+    monkeypatch.setattr(_recorder.TimelineRecorder, "close", fail)
+    watched = WatchedBlock(is_measured=True, finds_leaks=False, name="test_it")
+    with pytest.raises(ValueError, match="of the test"), watched:
+        raise ValueError("of the test")
+    watched.check(1)
+    with (
+        pytest.raises(MemoryError, match="of the report"),
+        WatchedBlock(is_measured=True, finds_leaks=False, name="test_it"),
+    ):
+        pass
