@@ -143,9 +143,12 @@ def _peak_of(device: DeviceTimeline) -> MeasuredPeak:
 
 
 def _too_much(peak: MeasuredPeak, most_bytes: int) -> str:
+    took, limit = format_bytes(peak.n_bytes), format_bytes(most_bytes)
+    if took == limit:
+        took, limit = f"{peak.n_bytes:,} B", f"{most_bytes:,} B"
     lines = [
-        f"the tensors of the test took {format_bytes(peak.n_bytes)} on {peak.device}, and "
-        f"{format_bytes(most_bytes)} is its limit; at the peak:"
+        f"the tensors of the test took {took} on {peak.device}, and {limit} is its limit; at the "
+        "peak:"
     ]
     for n_bytes, category, line in peak.rows[:_MOST_ROWS]:
         lines.append(f"  {format_bytes(n_bytes):>10}  {category}, made at {line}")

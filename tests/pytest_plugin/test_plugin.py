@@ -82,6 +82,18 @@ def test_large():
     )
 
 
+def test_a_limit_that_is_missed_by_a_few_bytes_is_told_in_bytes(run):
+    result = run(
+        _HEAD
+        + """
+@pytest.mark.limit_tensor_memory("1 MiB")
+def test_just_above():
+    torch.ones((1 << 18) + 2)
+"""
+    )
+    assert result.says("*test took 1,048,584 B on cpu, and 1,048,576 B is its limit; at the peak:*")
+
+
 @pytest.mark.slow
 def test_temporaries_inside_operations_count_and_what_was_there_before_does_not(run):
     result = run(
