@@ -387,8 +387,15 @@ class RecordedLeaks(Report):
             if self.n_looks is not None:
                 lines.append(f"Looked {counted(self.n_looks, 'time')}.")
             parts.append(Paragraph("What grew", "\n".join(lines)))
-        tables = [part for report in self.leaks for part in report._parts()]
-        return parts + [replace(each, most=MOST_ROWS) for each in tables if isinstance(each, Table)]
+        for report in self.leaks[:MOST_ROWS]:
+            parts += report._parts()
+        if (more := len(self.leaks) - MOST_ROWS) > 0:
+            parts.append(
+                Paragraph("", f"and {counted(more, 'more scope')} with tensors that leaked")
+            )
+        return [
+            replace(each, most=MOST_ROWS) if isinstance(each, Table) else each for each in parts
+        ]
 
 
 def _page(recording: Recording) -> str:

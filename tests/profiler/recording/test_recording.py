@@ -378,6 +378,17 @@ def test_nesting_however_deep_is_refused_in_one_error(depth, tmp_path):
             Recording.load(path)
 
 
+def test_of_a_loop_of_scopes_the_first_ten_are_shown():
+    kept = []
+    with NewDisposeScope("step", policy="report") as scope:
+        kept.append(torch.ones(5))
+    found = recording(leaks=(scope.leaks,) * 12)
+    text = str(found.leaks_found())
+    assert text.count("1 tensor leaked") == 10
+    assert text.endswith("\nand 2 more scopes with tensors that leaked")
+    assert len(found.leaks_found().to_dict()["leaks"]) == 12
+
+
 @pytest.mark.parametrize("name", ["=HYPERLINK(1)", "+1", "-1+2", "@SUM(A1)", "\x1b[2J\t=1"])
 def test_a_cell_of_a_table_is_no_formula_and_commands_no_terminal(name, tmp_path):
     with Timeline() as timeline, NewDisposeScope(name):
