@@ -22,20 +22,14 @@ def check_function(entry: str, function: object) -> None:
     Raises:
         AdaptiveUsageError: it is no function, or one that can be suspended.
     """
-    code = getattr(function, "__code__", None)
-    # by far the most
-    if code is not None and not code.co_flags & _SUSPENDABLE:
-        return
     if not callable(function):
         raise AdaptiveUsageError(f"{entry} wants a function, and got {function!r}.")
-    # a callable object, a partial, a builtin
-    if code is None and not is_suspendable(function):
-        return
-    raise AdaptiveUsageError(
-        f"{entry} got {name_of(function)}(), which can be suspended: it would run out of memory "
-        "after the call, where nothing tries again. Use it inside a plain function that runs it "
-        "to its end."
-    )
+    if is_suspendable(function):
+        raise AdaptiveUsageError(
+            f"{entry} got {name_of(function)}(), which can be suspended: it would run out of "
+            "memory after the call, where nothing tries again. Use it inside a plain function that "
+            "runs it to its end."
+        )
 
 
 def name_of(function: Any) -> str:
@@ -60,8 +54,9 @@ def short_name_of(function: Any) -> str:
 
 def unused(name: str, known: Container[str]) -> str:
     """Return a name, with a number if it is known already."""
-    names = itertools.chain([name], (f"{name} ({i})" for i in itertools.count(2)))
-    return next(each for each in names if each not in known)
+    if name not in known:
+        return name
+    return next(each for i in itertools.count(2) if (each := f"{name} ({i})") not in known)
 
 
 def is_suspendable(function: Callable[..., object]) -> bool:

@@ -15,7 +15,7 @@ import dis
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import chain
 from types import CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any, NamedTuple, TypeVar
@@ -62,6 +62,7 @@ class StepModels:
         roots: those by name, each with what is below it.
         found: those of them that were known before anything ran.
         all: every module that is known, once.
+        listeners: get modules that nobody knew, before they run in a block of `seeing`.
     """
 
     def __init__(
@@ -78,23 +79,20 @@ class StepModels:
         self._learn(modules_below(each for each in others if id(each) not in self._known))
         self._ran: dict[int, nn.Module] = {}
         self._new: dict[str, nn.Module] = {}
-        self._listeners: list[Listener] = []
+        self.listeners: list[Listener] = []
 
-    @contextmanager
-    def seeing(self, *listeners: Listener) -> Iterator[None]:
-        """Open a block in which modules are seen; listeners get unknown ones before they run."""
-        with self.telling(*listeners), modules_told(self._see):
-            yield
+    def seeing(self) -> AbstractContextManager[None]:
+        """Open a block in which modules are seen when they run."""
+        return modules_told(self._see)
 
     @contextmanager
     def telling(self, *listeners: Listener) -> Iterator[None]:
         """Open a block in such a block that has more listeners."""
-        self._listeners += listeners
+        before, self.listeners = self.listeners, [*self.listeners, *listeners]
         try:
             yield
         finally:
-            for listener in listeners:
-                self._listeners.remove(listener)
+            self.listeners = before
 
     def take_new_roots(self) -> dict[str, nn.Module]:
         """Return the modules that ran and are below no root, by name; each is returned once."""
@@ -122,7 +120,7 @@ class StepModels:
         # told before its first line runs, or its buffers would be noted too late: see
         # test_buffers_of_a_module_that_no_search_finds_are_written_once
         new = self._learn(below)
-        for listener in self._listeners:
+        for listener in self.listeners:
             listener(new)
 
     def _learn(self, modules: list[nn.Module]) -> list[nn.Module]:
@@ -141,25 +139,7 @@ def generators_of(objects: Iterable[Any], values: Iterable[object] = ()) -> list
     """
     objects = [*objects]
     held = [vars(each).values() for each in objects if issubclass(type(each), nn.Module)]
-    return generators_in(chain(values, used_variables(objects), *held))
-
-
-def named_modules(roots: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """Yield every module at or below the roots, each once, with its name."""
-    seen: set[nn.Module] = set()
-    for root_name, root in roots.items():
-        for name, module in root.named_modules(memo=seen):
-            yield f"{root_name}.{name}" if name else root_name, module
-
-
-def named_parameters(roots: Mapping[str, nn.Module]) -> Iterator[tuple[str, Tensor]]:
-    """Yield every parameter of the roots, each once."""
-    seen: set[int] = set()
-    for root_name, root in roots.items():
-        for name, parameter in root.named_parameters():
-            if id(parameter) not in seen:
-                seen.add(id(parameter))
-                yield f"{root_name}.{name}", parameter
+    return generators_in([*values, *used_variables(objects), *chain(*held)])
 
 
 class CodeNames(NamedTuple):
@@ -241,6 +221,7 @@ class Reachable:
         self.held: list[Any] = []
         # asked once: the answer is other only after NumPy was imported
         self._generator_kinds = generator_kinds()
+        self._noted: set[int] = set()
         # keeps what its ids belong to
         self._seen: dict[tuple[int, frozenset[str], bool], Any] = {}
         self.look_into(*functions)
@@ -278,7 +259,8 @@ class Reachable:
         self, name: str, value: Any, attributes: frozenset[str], depth: int, *, is_held: bool = True
     ) -> None:
         """Look at a value that code has which names these attributes."""
-        value = _behind(value)
+        if type(value) in weakref.ProxyTypes:
+            value = _behind(value)
         function = value.__func__ if isinstance(value, MethodType) else value
         if isinstance(function, FunctionType):
             # of its own code, not of the caller's
@@ -291,11 +273,11 @@ class Reachable:
             return
         self._seen[key] = value
         if isinstance(value, nn.Module):
-            _note(self.modules, name, value)
+            self._note(self.modules, name, value)
         elif isinstance(value, Tensor):
             # a closure may hold what the scope of the last step has disposed
             if not is_gone(value):
-                _note(self.tensors if value.requires_grad else self.constants, name, value)
+                self._note(self.tensors if value.requires_grad else self.constants, name, value)
         elif isinstance(value, self._generator_kinds):
             self.generators.append(value)
         else:
@@ -307,27 +289,29 @@ class Reachable:
             if n_found > 1 and isinstance(value, set | frozenset):
                 self.unordered.append(name)
 
+    def _note(self, known: dict[str, T], name: str, value: T) -> None:
+        if id(value) not in self._noted:
+            self._noted.add(id(value))
+            known[unused(name, known)] = value
 
-def _below(name: str, value: Any, attributes: frozenset[str]) -> Iterator[tuple[str, Any]]:
-    """Yield the parts of a value, one level down."""
+
+def _below(name: str, value: Any, attributes: frozenset[str]) -> Iterable[tuple[str, Any]]:
+    """Return the parts of a value, one level down."""
     if isinstance(value, FunctionType):
-        yield from used_by(value)
-    elif isinstance(value, MethodType):
-        yield short_name_of(value.__func__), value.__func__
-        yield "self", value.__self__
-    elif isinstance(value, functools.partial):
-        yield short_name_of(value.func), value.func
-        yield from ((f"{name} argument {i}", each) for i, each in enumerate(value.args, 1))
-        yield from value.keywords.items()
-    elif isinstance(value, weakref.ref):
-        yield name, value()
-    elif isinstance(value, Mapping):
+        return used_by(value)
+    if isinstance(value, MethodType):
+        return [(short_name_of(value.__func__), value.__func__), ("self", value.__self__)]
+    if isinstance(value, functools.partial):
+        args = [(f"{name} argument {i}", each) for i, each in enumerate(value.args, 1)]
+        return [(short_name_of(value.func), value.func), *args, *value.keywords.items()]
+    if isinstance(value, weakref.ref):
+        return [(name, value())]
+    if isinstance(value, Mapping):
         items = list(value.items())[:_MAX_ITEMS]
-        yield from ((f"{name}[{_shown(key)}]", each) for key, each in items)
-    elif isinstance(value, list | tuple | set | frozenset):
-        yield from ((f"{name}[{i}]", each) for i, each in enumerate(list(value)[:_MAX_ITEMS]))
-    else:
-        yield from _of_object(name, value, attributes)
+        return [(f"{name}[{_shown(key)}]", each) for key, each in items]
+    if isinstance(value, list | tuple | set | frozenset):
+        return [(f"{name}[{i}]", each) for i, each in enumerate(list(value)[:_MAX_ITEMS])]
+    return _of_object(name, value, attributes)
 
 
 def _counts_as_held(value: Any, child: Any) -> bool:
@@ -393,12 +377,6 @@ def _behind(value: Any) -> Any:
         return value.__repr__.__self__
     except ReferenceError:
         return None
-
-
-def _note(known: dict[str, T], name: str, value: T) -> None:
-    # not by `==`, which compares elements of tensors
-    if all(value is not other for other in known.values()):
-        known[unused(name, known)] = value
 
 
 def modules_given(entry: str, model: nn.Module | Iterable[nn.Module]) -> dict[str, nn.Module]:

@@ -23,7 +23,7 @@ from ._arguments import StepSpec
 from ._modules import no_optimizer_steps
 from ._parts import StepParts
 from ._samples import SampleTree
-from ._split import StepOutcome, StepRun
+from ._split import StepOutcome, run_at
 
 # the first, one beside its gradients, one more, and the last with a partner of the one before
 _ENOUGH = 5
@@ -46,7 +46,7 @@ def step_at_size(spec: StepSpec, size: int) -> StepOutcome:
     with DisposeScope("step") as scope, no_optimizer_steps(spec.entry):
         state.begin()
         try:
-            outcome = StepRun(parts).run(size)
+            outcome = run_at(parts, size)
         except BaseException:
             state.undo()
             raise
@@ -155,14 +155,14 @@ class ForeseenStep(NamedTuple):
         )
 
 
-def foresee(search: AdaptiveSearch, spec: StepSpec, parts: StepParts) -> ForeseenStep:
+def foresee(search: AdaptiveSearch, parts: StepParts) -> ForeseenStep:
     """Let a search begin with the largest micro-batch that is predicted to fit.
 
     What is verified is no part of it: where there is no room for that, it gives way.
     """
     # a scaler would keep a scale without data, and a function of the user's is given losses of real
     # steps alone; neither takes memory to speak of
-    step = SizedStep(replace(spec, scaler=None, backward=None))
+    step = SizedStep(replace(parts.spec, scaler=None, backward=None))
     # of a device that can't be measured nothing says what is free
     known = ((device, meter_for(str(device))) for device in parts.devices)
     meters = {device: meter for device, meter in known if meter is not None and meter.measures}

@@ -10,9 +10,10 @@ the sum of what several passes made; and whatever happens, it is there again aft
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from tenure.scopes import persist
 
 from .._callables import short_name_of
 
+T = TypeVar("T")
 _Hooks = dict[int, Callable[[Tensor], Any]]
 
 
@@ -33,12 +35,13 @@ class IsolatedGradients:
 
     Args:
         leaves: those that are known before the attempt; `watch` adds others.
+        frozen: tensors that an attempt may let require grad, as for a penalty.
     """
 
-    __slots__ = ("_held", "_hooks", "_leaves", "_with_old")
+    __slots__ = ("_frozen", "_held", "_hooks", "_leaves", "_with_old")
 
-    def __init__(self, leaves: Iterable[Tensor]) -> None:
-        self._leaves = list(leaves)
+    def __init__(self, leaves: Iterable[Tensor], frozen: Iterable[Tensor] = ()) -> None:
+        self._leaves, self._frozen = list(leaves), frozen
         self._with_old: set[int] = set()
         # leaves and their old gradients by identity: two leaves may hold the same numbers
         self._held: dict[int, tuple[Tensor, Tensor | None]] = {}
@@ -139,14 +142,14 @@ class IsolatedGradients:
         See Note [Retry and undo], rule 3. The caller keeps interrupts out.
         """
         self.run_hooks()
+        # of other leaves the new one stands in `.grad` already
+        held = [(leaf, prior) for leaf, prior in self._held.values() if prior is not None]
+        if not held:
+            self._held = {}
+            return
         # sums are the user's gradients from now on, and no scope may let go of them
-        with persist(), torch.no_grad(), without_functions():
-            sums = [
-                (leaf, prior, leaf.grad, self._sum_of(leaf, prior))
-                for leaf, prior in self._held.values()
-                # else the new one stands in `.grad` already
-                if prior is not None
-            ]
+        with persist(), without_functions(), torch.no_grad():
+            sums = [(leaf, prior, leaf.grad, self._sum_of(leaf, prior)) for leaf, prior in held]
             for leaf, prior, new, total in sums:
                 leaf.grad = prior
                 if total is None:
@@ -167,6 +170,10 @@ class IsolatedGradients:
                 # an attempt that failed early left most of them as they were
                 if leaf.grad is not prior:
                     leaf.grad = prior
+            for tensor in self._frozen:
+                if tensor.requires_grad and tensor.is_leaf:
+                    tensor.requires_grad_(False)
+                    tensor.grad = None
         self._held = {}
 
     def _sum_of(self, leaf: Tensor, prior: Tensor) -> Tensor | None:
@@ -205,26 +212,27 @@ def leaves_of(roots: Iterable[Tensor]) -> list[Tensor]:
     A graph that a node makes only while it runs backward (reentrant checkpoints) is not seen.
     """
     roots = list(roots)
-    leaves = {id(root): root for root in roots if root.grad_fn is None and root.requires_grad}
-    for node in nodes_of(roots):
-        # `AccumulateGrad` alone has a `variable` and nothing below it
-        if not node.next_functions and (leaf := getattr(node, "variable", None)) is not None:
-            leaves[id(leaf)] = leaf
-    return list(leaves.values())
+    found: list[Any] = [root for root in roots if root.grad_fn is None and root.requires_grad]
+    # `AccumulateGrad` alone has a `variable` and nothing below it
+    found += [getattr(node, "variable", None) for node in nodes_of(roots)[1]]
+    return list({id(leaf): leaf for leaf in found if leaf is not None}.values())
 
 
-def nodes_of(roots: Iterable[Tensor]) -> list[Any]:
-    """Return the nodes of the graphs of ``roots``, each once."""
+def nodes_of(roots: Iterable[Tensor]) -> tuple[list[Any], list[Any]]:
+    """Return the nodes of the graphs of ``roots``, each once: the inner ones, and those at ends."""
     waiting = list(dict.fromkeys([root.grad_fn for root in roots if root.grad_fn is not None]))
-    found, seen = [], set(waiting)
+    inner: list[Any] = []
+    ends: list[Any] = []
+    seen = set(waiting)
     while waiting:
         node: Any = waiting.pop()
-        found.append(node)
-        for other, _ in node.next_functions:
+        below = node.next_functions
+        (inner if below else ends).append(node)
+        for other, _ in below:
             if other is not None and other not in seen:
                 seen.add(other)
                 waiting.append(other)
-    return found
+    return inner, ends
 
 
 Backward = Callable[[Tensor], object]
@@ -335,21 +343,20 @@ class SplitBackward:
             # a term may be a constant, such as a penalty that is switched off
             pairs = [(r, s) for r, s in zip(roots, seeds, strict=True) if r.requires_grad]
             empty = [root for root in weightless if root.requires_grad]
-            others = [root for root, _ in pairs]
-            zeros = _giving_zeros(empty, others) if empty else nullcontext()
+            zeros = _giving_zeros(empty, [r for r, _ in pairs]) if empty else nullcontext()
             pairs += [(root, torch.zeros_like(root)) for root in empty]
             if not pairs:
                 return False
             self._n_roots += len(pairs)
+            tensors, weights = [r for r, _ in pairs], [s for _, s in pairs]
             # read from the graph before it runs: a leaf that the function made has to be set aside
             # too, or its old gradient would be added to in place
-            tensors = [root for root, _ in pairs]
             self.watch(_leaves_but(own, tensors))
-        with self._running(tensors), zeros:
-            if self._delegates:
-                self._delegate(pairs)
-            else:
-                torch.autograd.backward(tensors, [seed for _, seed in pairs])
+        plain = functools.partial(torch.autograd.backward, tensors, weights)
+        with zeros:
+            self._in_types_of(
+                tensors, functools.partial(self._delegate, pairs) if self._delegates else plain
+            )
         return True
 
     def run_to(self, outputs: Sequence[Tensor], loss: Tensor) -> None:
@@ -366,10 +373,10 @@ class SplitBackward:
             return
         self._n_roots += 1
         trains = bool(_leaves_but(outputs, [loss]))
-        with self._running([loss]):
-            gradients = torch.autograd.grad(
-                loss, outputs, retain_graph=trains, allow_unused=True
-            )  # fmt: skip
+        gradients = self._in_types_of(
+            [loss],
+            lambda: torch.autograd.grad(loss, outputs, retain_graph=trains, allow_unused=True),
+        )
         if trains:
             self.run([loss], [None], outputs)
         for output, gradient in zip(outputs, gradients, strict=True):
@@ -446,26 +453,28 @@ class SplitBackward:
             AdaptiveUsageError: one has a hook that wants to run right after each backward pass.
         """
         with without_functions():
+            # those of a leaf that is frozen don't run
+            leaves = [leaf for leaf in leaves if leaf.requires_grad]
             # such a hook may step an optimizer and drop the gradient, which makes waiting senseless
             _refuse_post_hooks(leaves)
             self._gradients.hold_hooks(leaves)
 
-    @contextmanager
-    def _running(self, roots: Sequence[Tensor]) -> Iterator[None]:
-        """Open a block for a backward pass, in the types of its forward pass.
+    def _in_types_of(self, roots: Sequence[Tensor], backward: Callable[[], T]) -> T:
+        """Run a backward pass in the types of its forward pass, and return what it returns.
 
         Raises:
             AdaptiveUsageError: the graph has been used up.
         """
         # autocast of the CPU counts for nodes on the CPU inside a graph of a device
-        kinds = {"cpu", *[root.device.type for root in roots]}
+        with without_functions():
+            kinds = {"cpu", *[root.device.type for root in roots]}
         try:
             with ExitStack() as off:
                 for kind in kinds:
                     # not on meta
                     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
                         off.enter_context(torch.autocast(kind, enabled=False))
-                yield
+                return backward()
         # autograd has run through the graphs of other roots by then; the attempt's state is taken
         # back
         except RuntimeError as error:
@@ -483,8 +492,8 @@ class SplitBackward:
 
 def _leaves_but(own: Iterable[Tensor], roots: Iterable[Tensor]) -> list[Tensor]:
     """Return the leaves of the graphs of ``roots`` that are none of ``own``."""
-    made = {id(leaf) for leaf in own}
-    return [leaf for leaf in leaves_of(roots) if id(leaf) not in made]
+    leaves, made = leaves_of(roots), set(map(id, own))
+    return [leaf for leaf in leaves if id(leaf) not in made] if made else leaves
 
 
 def _refuse_post_hooks(leaves: Sequence[Tensor]) -> None:
@@ -509,10 +518,9 @@ def _giving_zeros(weightless: Iterable[Tensor], others: Iterable[Tensor]) -> Ite
         weightless: these roots.
         others: further roots of the same passes; what they come of, too, gets their gradients.
     """
-    nodes = nodes_of(weightless)
-    shared = set(nodes_of(others)) if nodes else set()
+    shared = set(nodes_of(others)[0])
     # to what is shared they add zeros
-    own: list[Any] = [node for node in nodes if node not in shared and node.next_functions]
+    own = [node for node in nodes_of(weightless)[0] if node not in shared]
     with ExitStack() as hooks:
         for node in own:
             hooks.enter_context(node.register_hook(_zeros))

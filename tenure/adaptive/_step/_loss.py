@@ -17,6 +17,7 @@ from torch import Tensor
 from tenure._errors import AdaptiveUsageError
 from tenure._oom import is_oom
 from tenure._text import describe_tensor
+from tenure._torch.quiet import without_functions
 
 from ._shares import Shares, copied, plain_number
 
@@ -61,8 +62,8 @@ class Terms(NamedTuple):
 
     def counts(self) -> dict[str, Count]:
         """Return copies of the counts: a function may count the next chunk in the same tensor."""
-        given = {name: term.count for name, term in self.by_name.items()}
-        return {name: copied(count) for name, count in given.items() if count is not None}
+        terms = self.by_name.items()
+        return {name: copied(each.count) for name, each in terms if each.count is not None}
 
     def detached(self) -> Terms:
         """Return copies without graphs."""
@@ -135,8 +136,7 @@ def finished_loss(
     if then is not None:
         return scalar(then(totals if named else totals[ONLY]), "then() of step()")
     # not from 0: that would be another node in the graph of a step that is not split
-    first, *others = totals.values()
-    return _sum([first, *others])
+    return _sum([*totals.values()])
 
 
 def combined(
@@ -223,8 +223,9 @@ def _count(count: object, what: str) -> Count:
 
 
 def _combined(column: list[Term], name: str, shares: Shares, reduction: Reduction) -> Tensor:
-    values = [widened(term.value) for term in column]
-    counts = [widened_count(term.count) for term in column if term.count is not None]
+    with without_functions():
+        values = [widened(term.value) for term in column]
+        counts = [widened_count(term.count) for term in column if term.count is not None]
     if counts:
         return _sum(values) / sum(counts)
     if reduction == "sum":

@@ -46,8 +46,7 @@ from .._ranks import (
     is_rank,
     kept_apart,
 )
-from .._reachable import named_modules
-from .._undo import ModuleState
+from .._undo import ModuleState, named_modules
 
 
 class GradientExchange:
@@ -110,13 +109,13 @@ class GradientExchange:
         elif is_first_fsdp(module):
             self._first_fsdp.append(module)
 
-    @contextmanager
-    def apart(self) -> Iterator[None]:
+    def apart(self) -> AbstractContextManager[None]:
         """Open a block in which replicas exchange neither gradients nor buffers."""
         # a verification in the middle of a step: what it learns of stays apart until that ends
-        if self._aside is not None:
-            yield
-            return
+        return nullcontext() if self._aside is not None or not is_rank() else self._apart()
+
+    @contextmanager
+    def _apart(self) -> Iterator[None]:
         with ExitStack() as aside:
             self._aside = aside
             try:
@@ -168,6 +167,9 @@ class GradientExchange:
                 told from them; or an attempt failed that can't be undone.
         """
         self._is_split = False
+        # without other processes there is nothing to look at
+        if not self._known:
+            return
         if self._is_broken:
             raise AdaptiveUsageError(
                 "step() ran out of memory in a module of fully_shard, which torch can't bring back "
@@ -238,11 +240,13 @@ def coupled_modules(roots: Mapping[str, nn.Module]) -> list[Coupled]:
 
 def written_modules(roots: Mapping[str, nn.Module], state: ModuleState) -> list[Coupled]:
     """Return the modules with a buffer that was written since it was noted."""
+    if not (written := state.written()):
+        return []
     # a module that nobody named, such as a metric beside the model, may count what it likes
     names = {module: name for name, module in named_modules(roots)}
     return [
         Coupled(names[module], type(module).__name__, f"each call updates its buffer {key!r}")
-        for module, key in state.written()
+        for module, key in written
         if module in names
     ]
 
@@ -277,13 +281,8 @@ def _why_coupled(module: nn.Module) -> str | None:
     return None
 
 
-class _OptimizerGuard(NamedTuple):
-    """The name of a block, and the identities of parameters that may not move in it; None: all."""
-
-    name: str
-    parameters: Container[int] | None
-
-
+_OptimizerGuard = tuple[str, Container[int] | None]
+"""The name of a block, and the identities of parameters that may not move in it; None: all."""
 _guarded: dict[int, _OptimizerGuard] = {}
 """The blocks that are open, by thread, so that autograd's own threads find them, too."""
 
@@ -301,7 +300,7 @@ def no_optimizer_steps(name: str, parameters: Container[int] | None = None) -> I
     """
     _listen()
     thread = threading.get_ident()
-    before, _guarded[thread] = _guarded.get(thread), _OptimizerGuard(name, parameters)
+    before, _guarded[thread] = _guarded.get(thread), (name, parameters)
     try:
         yield
     finally:
@@ -320,8 +319,8 @@ def _listen() -> None:
 
 def _refuse_inside(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     guard = _guarded.get(threading.get_ident()) or _guard_of_backward()
-    if guard is not None and _moves(optimizer, guard):
-        name = guard.name
+    if guard is not None and _moves(optimizer, guard[1]):
+        name = guard[0]
         raise AdaptiveUsageError(
             f"{type(optimizer).__name__}.step() was called inside {name}(), which may have to run "
             "its function again: an update can't be taken back. Nothing was updated. Call the "
@@ -329,11 +328,11 @@ def _refuse_inside(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         )
 
 
-def _moves(optimizer: Optimizer, guard: _OptimizerGuard) -> bool:
-    if guard.parameters is None:
+def _moves(optimizer: Optimizer, parameters: Container[int] | None) -> bool:
+    if parameters is None:
         return True
     moved = (each for group in optimizer.param_groups for each in group["params"])
-    return any(id(each) in guard.parameters for each in moved)
+    return any(id(each) in parameters for each in moved)
 
 
 def _guard_of_backward() -> _OptimizerGuard | None:
@@ -347,42 +346,28 @@ def _guard_of_backward() -> _OptimizerGuard | None:
 _PLAIN = (Tensor, nn.Parameter)
 
 
-class _NotedWrite(NamedTuple):
-    name: str
-    parameter: Tensor
-    data: Tensor
-    version: int | None
-
-
 class WrittenParameters:
     """A check that a function writes no parameter.
 
     Args:
         entry: what was called.
         function: what errors call the function.
-        roots: the modules that it runs, by name.
+        roots: the modules that it runs, by name, whose parameters are noted as they are.
+        asks: whether the run is taken back anyway, so that nothing may be written in it.
 
     Attributes:
         error: the last error that was raised.
     """
 
-    def __init__(self, entry: str, function: str, roots: Mapping[str, nn.Module]) -> None:
-        self._entry, self._function, self._roots = entry, function, roots
-        self._noted: list[_NotedWrite] = []
-        self._asks = False
+    def __init__(
+        self, entry: str, function: str, roots: Mapping[str, nn.Module], *, asks: bool
+    ) -> None:
+        self._entry, self._function, self._asks = entry, function, asks
         self.error: AdaptiveUsageError | None = None
-
-    def begin(self, *, asks: bool) -> None:
-        """Note them as they are.
-
-        Args:
-            asks: whether the run is taken back anyway, so that nothing may be written in it.
-        """
-        self._asks = asks
         with without_functions():
             self._noted = [
-                _NotedWrite(name, each, each.detach(), version_of(each))
-                for name, each in self._parameters()
+                (name, each, each.detach(), version_of(each))
+                for name, each in _plain_parameters(roots)
             ]
 
     def guarded(self) -> AbstractContextManager[Any]:
@@ -395,8 +380,10 @@ class WrittenParameters:
         Raises:
             AdaptiveUsageError: one was.
         """
+        if not self._noted:
+            return
         names = []
-        with without_functions(), torch.no_grad():
+        with without_functions():
             for name, parameter, data, version in self._noted:
                 if _has_other_data(parameter, data):
                     parameter.data = data
@@ -423,21 +410,19 @@ class WrittenParameters:
 
     def named_storages(self) -> dict[int, str]:
         """Return the names of the parameters that were noted, by the keys of their storages."""
-        return {key_of(each.data.untyped_storage()): each.name for each in self._noted}
+        return {key_of(data.untyped_storage()): name for name, _, data, _ in self._noted}
 
-    def _parameters(self) -> Iterable[tuple[str, Tensor]]:
-        seen: set[int] = set()
-        for name, module in named_modules(self._roots):
-            # looking rows up renormalizes them, again to the same
-            if getattr(module, "max_norm", None) is not None:
-                continue
+
+def _plain_parameters(roots: Mapping[str, nn.Module]) -> Iterable[tuple[str, Tensor]]:
+    found: dict[int, tuple[str, Tensor]] = {}
+    for name, module in named_modules(roots):
+        # looking rows up renormalizes them, again to the same
+        if getattr(module, "max_norm", None) is None:
             for key, each in module._parameters.items():
                 # of other classes nobody knows what a write is: sharded, quantized, without data
-                if each is None or type(each) not in _PLAIN or is_lazy(each):
-                    continue
-                if id(each) not in seen:
-                    seen.add(id(each))
-                    yield f"{name}.{key}", each
+                if each is not None and type(each) in _PLAIN and not is_lazy(each):
+                    found.setdefault(id(each), (f"{name}.{key}", each))
+    return found.values()
 
 
 def _has_other_data(parameter: Tensor, data: Tensor) -> bool:

@@ -24,7 +24,7 @@ from tenure._torch.writes import version_of
 
 from .._callables import short_name_of
 from .._reachable import Reachable, StepModels, generators_of, modules_given
-from .._undo import AllOf, Generator, GradMode, ModuleState, RngState
+from .._undo import AllOf, Generator, ModuleState, RngState
 from ._arguments import StepSpec
 from ._gradients import IsolatedGradients, SplitBackward
 from ._loss import scalar
@@ -48,12 +48,11 @@ class StepState(AllOf):
 
     Attributes:
         generators: generators of the user's own.
-        mode: whether gradients are recorded.
         rng: random state.
         modules: the state of modules.
     """
 
-    __slots__ = ("_devices", "generators", "mode", "modules", "rng")
+    __slots__ = ("_devices", "generators", "modules", "rng")
 
     def __init__(
         self,
@@ -65,9 +64,7 @@ class StepState(AllOf):
         self.generators = generators
         self.rng = RngState(devices, self.generators)
         self.modules = ModuleState(models.all)
-        self.mode = GradMode()
-        # the mode is undone last: to undo the others takes blocks without gradients, too
-        super().__init__((self.mode, self.rng, self.modules))
+        super().__init__((self.rng, self.modules))
 
     def learn(self, new: list[nn.Module]) -> None:
         """Note modules that were seen in the middle of an attempt."""
@@ -123,7 +120,7 @@ class StepParts:
         backward: makes them.
         found: what the functions use.
         reached: that, and the modules that are known before they run.
-        writes: whether the function writes parameters.
+        writes: whether the function writes parameters; None where that does not matter.
         compiled: the compiled modules and functions that it runs.
         leaf_names: names of tensors that are no parameters of a module, by id.
         aux: what the function returned beside its loss in this attempt, by the first sample.
@@ -173,7 +170,8 @@ class StepParts:
         generators = known or found.all_generators(self.models.all, self.values)
         self.state = StepState(self.models, self.devices, [*generators])
         self.exchange = GradientExchange(self.models.all) if like is None else like.exchange
-        self.gradients = IsolatedGradients(leaves)
+        self.models.listeners = [self.state.learn, self.exchange.learn]
+        self.gradients = IsolatedGradients(leaves, self.inputs.frozen)
         # no cycle with this object: what a failed step holds is freed without the collector
         computed = self.inputs.computed
         self.backward = SplitBackward(
@@ -188,7 +186,7 @@ class StepParts:
         self.n_parts: int | None = None
         self.is_asked = False
         self.reached = (spec.fn, *found.visited(), *self.models.all)
-        self.writes = WrittenParameters(spec.entry, self.name, self.roots)
+        self.writes: WrittenParameters | None = None
         self.compiled = [*filter(is_compiled, self.reached)] if has_compiled() else []
         self.leaf_names = {id(tensor): name for name, tensor in found.tensors.items()}
         # now: one that the function itself lets require grad has a gradient of no interest
@@ -206,8 +204,8 @@ class StepParts:
         if self.spec.model is not None:
             return modules_given(self.spec.entry, self.spec.model)
         # a model may come with the batch, as in a population that is trained
-        given = ((leaf.path, leaf.value) for leaf in self.tree.leaves)
-        in_batch = {path: value for path, value in given if isinstance(value, nn.Module)}
+        leaves = self.tree.leaves
+        in_batch = {leaf.path: leaf.value for leaf in leaves if isinstance(leaf.value, nn.Module)}
         return self.found.modules | in_batch
 
     @contextmanager
@@ -215,29 +213,34 @@ class StepParts:
         """Return a block whose modules are known by running, and noted before they change."""
         with (
             self.exchange.apart(),
-            self.models.seeing(self.state.learn, self.exchange.learn),
+            self.models.seeing(),
             expecting_other_sizes_of(self.compiled, lambda: self.inputs.length),
         ):
             yield
 
     def rollback(self) -> AllOf:
         """Return the undo of all that an attempt changes."""
-        return AllOf((self.inputs, self.exchange, self.gradients, self.state))
+        return AllOf((self.exchange, self.gradients, self.state))
 
     def begin(self, *, is_split: bool, is_trial: bool = False) -> None:
         """Start an attempt from the beginning; nothing of an earlier one counts."""
         self.aux, self.counts, self.divisors, self.added = {}, {}, {}, None
         self.inputs.begin()
         self.backward.begin(is_split=is_split, is_trial=is_trial)
+        self.writes = None
         if (is_split and not self.spec.is_planned) or self.is_asked:
-            self.writes.begin(asks=self.is_asked or (is_trial and not self.compiled))
+            asks = self.is_asked or (is_trial and not self.compiled)
+            self.writes = WrittenParameters(self.spec.entry, self.name, self.roots, asks=asks)
 
     def call(self, batch: Any, start: int = 0) -> Any:
         """Run the function on samples from ``start`` on, and keep what is none of its loss."""
         try:
-            with self.writes.guarded():
+            if self.writes is None:
                 returned = self.spec.fn(batch)
-            self.writes.check()
+            else:
+                with self.writes.guarded():
+                    returned = self.spec.fn(batch)
+                self.writes.check()
         except TypeError as error:
             tell_of_arguments(error, self.spec.entry)
             raise
@@ -259,6 +262,10 @@ class StepParts:
         self.added = extra.detach()
         return extra
 
+    def all_aux(self) -> tuple[Any, ...]:
+        """Return what the function returned beside its loss, in the order of the samples."""
+        return tuple(self.aux[start] for start in sorted(self.aux))
+
     def check_splittable(self, size: int) -> None:
         """Make sure that no module that is known, and no hook, has to see the whole batch.
 
@@ -270,7 +277,7 @@ class StepParts:
         if not self.spec.is_planned:
             self.exchange.check_splittable()
         self._refuse_mixing(self.roots, size)
-        self.backward.let_hooks_wait([p for p in self.gradients.leaves() if p.requires_grad])
+        self.backward.let_hooks_wait(self.gradients.leaves())
 
     def forward(self, chunk: Chunk) -> Any:
         """Run the function, and see by what ran, and by what it wrote, whether it mixes samples."""
@@ -296,7 +303,8 @@ class StepParts:
 
     def _refuse_new(self, size: int) -> None:
         """Judge the modules that nobody knew before they ran."""
-        self._refuse_mixing(self.models.take_new_roots(), size)
+        if new := self.models.take_new_roots():
+            self._refuse_mixing(new, size)
 
     def _refuse_mixing(self, roots: Mapping[str, nn.Module], size: int) -> None:
         if self.spec.batchnorm == "refuse":
@@ -368,16 +376,12 @@ class FunctionState(AllOf):
         self._state = StepState(self._models, self.devices, generators)
         self._gradients = IsolatedGradients(self._leaves)
         super().__init__((self._gradients, self._state))
+        watch = self._gradients.watch
+        self._models.listeners = [self._state.learn, lambda new: watch(parameters_of(new))]
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
+    def watching(self) -> AbstractContextManager[None]:
         """Return a block whose modules are known by running, and noted before they change."""
-        with self._models.seeing(self._learn):
-            yield
-
-    def _learn(self, new: list[nn.Module]) -> None:
-        self._state.learn(new)
-        self._gradients.watch(parameters_of(new))
+        return self._models.seeing()
 
 
 _MOST_NAMED = 3

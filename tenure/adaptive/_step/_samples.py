@@ -11,8 +11,7 @@ import copy
 import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -48,8 +47,7 @@ def cut_off(value: Any) -> Any:
     return value.detach().requires_grad_()
 
 
-@dataclass(frozen=True, slots=True)
-class Leaf:
+class Leaf(NamedTuple):
     """A value at one place of a tree.
 
     Attributes:
@@ -143,10 +141,8 @@ class SampleTree:
     def like(self, values: list[Any]) -> SampleTree:
         """Return the same, of other leaves."""
         other = copy.copy(self)
-        other.leaves = [
-            dataclasses.replace(leaf, value=value)
-            for leaf, value in zip(self.leaves, values, strict=True)
-        ]
+        pairs = zip(self.leaves, values, strict=True)
+        other.leaves = [leaf._replace(value=value) for leaf, value in pairs]
         return other
 
     def n_samples(self) -> int:
@@ -155,21 +151,21 @@ class SampleTree:
         Raises:
             AdaptiveUsageError: its leaves don't agree, or none of them is split.
         """
-        split = [leaf for leaf in self.leaves if leaf.is_split]
+        split = [(leaf.n_samples, leaf) for leaf in self.leaves if leaf.dim is not None]
         if not split:
             raise AdaptiveUsageError(
                 f"{self._name} holds no tensor with samples, so there is nothing to split. "
                 "Pass the tensors of the batch in it, not through a closure."
             )
         # the first leaf says how many; a batch's own len() may be the number of its keys
-        first = split[0]
-        for leaf in split[1:]:
-            if leaf.n_samples != first.n_samples:
+        n_samples, first = split[0]
+        for n, leaf in split:
+            if n != n_samples:
                 raise AdaptiveUsageError(
                     f"{_counted(first)}, and {_counted(leaf)}. {self._advice(leaf)}"
                 )
-        self._refuse_plain_lists(first.n_samples)
-        return first.n_samples
+        self._refuse_plain_lists(n_samples)
+        return n_samples
 
     def refuse_ambiguous(self) -> None:
         """Make sure that tensors of a list are not taken for batches where each may be a sample.
@@ -243,8 +239,9 @@ class SampleTree:
 
     def _inner(self, value: Any, container: Level, dims: Any, path: str) -> _Build:
         below = self._dims_below(container.keys, dims, path)
+        is_named = dataclasses.is_dataclass(value) and not isinstance(value, Mapping)
         builds = [
-            self._take_apart(child, below[key], _path_below(path, value, key))
+            self._take_apart(child, below[key], f"{path}.{key}" if is_named else f"{path}[{key!r}]")
             for key, child in zip(container.keys, container.children, strict=True)
         ]
         return lambda values: container.make([build(values) for build in builds])
@@ -322,11 +319,6 @@ def _are_tensors(values: list[Any] | tuple[Any, ...]) -> bool:
     return bool(values) and all(isinstance(each, Tensor) for each in values)
 
 
-def _path_below(path: str, value: Any, key: Any) -> str:
-    is_named = dataclasses.is_dataclass(value) and not isinstance(value, Mapping)
-    return f"{path}.{key}" if is_named else f"{path}[{key!r}]"
-
-
 def _array_of(value: Any) -> str:
     return f"an array of {value.dtype}{list(value.shape)}"
 
@@ -349,6 +341,7 @@ class CutInputs:
 
     Attributes:
         leaves: the leaves that its tensors are, or are computed from.
+        frozen: its tensors that require no grad, and might.
         computed: the paths of tensors that are computed from others with gradients.
         n_samples: the samples of the batch.
         expects_writes: whether to warn of nothing: it was done, or the batch is a copy for one run.
@@ -358,23 +351,29 @@ class CutInputs:
     def __init__(self, tree: SampleTree, whole: Any) -> None:
         self._tree = tree
         self._whole = whole
-        found = [(leaf.path, leaf.value) for leaf in tree.leaves if isinstance(leaf.value, Tensor)]
-        # versions count writes, so that nothing has to be copied to notice one
-        self._versions = [(t, version_of(t)) for _, t in found]
-        self._frozen = [t for _, t in found if not t.requires_grad and t.is_floating_point()]
-        self.leaves = leaves_of(t for _, t in found)
-        self.computed = [path for path, t in found if t.grad_fn is not None]
+        leaves = [leaf for leaf in tree.leaves if isinstance(leaf.value, Tensor)]
+        tensors: list[Tensor] = [leaf.value for leaf in leaves]
+        with without_functions():
+            # versions count writes, so that nothing has to be copied to notice one
+            self._versions = [(t, version_of(t)) for t in tensors]
+            self.frozen = [t for t in tensors if not t.requires_grad and t.is_floating_point()]
+            self.computed = [leaf.path for leaf in leaves if leaf.value.grad_fn is not None]
+            self.leaves = leaves_of(tensors) if any(t.requires_grad for t in tensors) else []
         self.expects_writes = False
         self.n_samples = self.length = tree.n_samples()
 
     @property
     def is_written(self) -> bool:
         """True if the batch is no longer what it was."""
-        return any(version_of(tensor) != version for tensor, version in self._versions)
+        return bool(self._written())
+
+    def _written(self) -> list[Tensor]:
+        with without_functions():
+            return [tensor for tensor, known in self._versions if version_of(tensor) != known]
 
     def begin(self) -> None:
         """Warn, once, if the batch is no longer what the function was given the last time."""
-        written = [t for t, version in self._versions if version_of(t) != version]
+        written = self._written()
         if written and not self.expects_writes:
             # once: a warning for each chunk tells nothing new
             self.expects_writes = True
@@ -385,16 +384,6 @@ class CutInputs:
                 "x = x / 255.",
                 AdaptiveUsageWarning,
             )
-
-    def undo(self) -> None:
-        """Turn ``requires_grad`` off where a failed attempt turned it on, as for a penalty."""
-        for tensor in self._frozen:
-            if tensor.requires_grad and tensor.is_leaf:
-                tensor.requires_grad_(False)
-                tensor.grad = None
-
-    def finish(self) -> None:
-        """Keep what the attempt has set."""
 
     def check_splittable(self) -> None:
         """Make sure that it is clear what a sample is, and that no graph would run twice.

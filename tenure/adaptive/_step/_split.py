@@ -15,7 +15,7 @@ Source: GradCache, Gao et al. 2021, https://arxiv.org/abs/2101.06983.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Protocol, TypeVar
 
@@ -330,129 +330,116 @@ class Verifier(Protocol):
         """Before any gradient leaves the run."""
 
 
-class StepRun:
-    """Runs a step at one micro-batch after another, until one fits.
+def run_at(parts: StepParts, size: int, verifier: Verifier | None = None) -> StepOutcome:
+    """Run the whole step in micro-batches of ``size`` samples.
 
     Args:
         parts: the step.
+        size: the samples of a micro-batch.
         verifier: looks at split runs.
     """
+    is_split = size < parts.n_samples
+    parts.begin(is_split=is_split)
+    with parts.watching():
+        outcome = _split(parts, size, verifier) if is_split else _whole(parts)
+    parts.backward.check_ran()
+    if is_split and verifier is not None:
+        verifier.before_delivery(outcome)
+    return outcome
 
-    def __init__(self, parts: StepParts, verifier: Verifier | None = None) -> None:
-        self._parts = parts
-        self._verifier = verifier
 
-    def run(self, size: int) -> StepOutcome:
-        """Run the whole step in micro-batches of ``size`` samples."""
-        parts = self._parts
-        is_split = size < parts.n_samples
-        parts.begin(is_split=is_split)
-        with parts.watching():
-            outcome = self._split(size) if is_split else self._whole()
-        parts.backward.check_ran()
-        if is_split and self._verifier is not None:
-            self._verifier.before_delivery(outcome)
-        return replace(outcome, aux=tuple(parts.aux[start] for start in sorted(parts.aux)))
+def try_at(parts: StepParts, size: int) -> None:
+    """Run micro-batches of a size, to see what they need; the state is to be undone then.
 
-    def try_out(self, size: int) -> None:
-        """Run micro-batches of a size, to see what they need; the state is to be undone then.
+    Two of them, because the second finds the gradients of the first beside it.
+    """
+    spec = parts.spec
+    parts.begin(is_split=True, is_trial=True)
+    with parts.watching():
+        parts.check_splittable(size)
+        for chunk in _chunks(parts, size)[:2]:
+            returned = parts.forward(chunk)
+            # what the loss will be is not known for one chunk, and ones take as much memory
+            if callable(spec.loss):
+                tensors = Outputs(returned, spec.out_dims, chunk.length).tensors
+            else:
+                tensors = [each.value for each in terms_of(returned, spec.loss).by_name.values()]
+            # its graph goes with what it returned
+            del returned
+            parts.send_back(tensors, [torch.ones_like(tensor) for tensor in tensors])
+            del tensors
 
-        Two of them, because the second finds the gradients of the first beside it.
-        """
-        parts = self._parts
-        parts.begin(is_split=True, is_trial=True)
-        with parts.watching():
-            parts.check_splittable(size)
-            for chunk in self._chunks(size)[:2]:
-                self._try_chunk(chunk)
 
-    def _try_chunk(self, chunk: Chunk) -> None:
-        spec, returned = self._parts.spec, self._parts.forward(chunk)
-        # what the loss will be is not known for one chunk, and ones take as much memory
-        if callable(spec.loss):
-            tensors = Outputs(returned, spec.out_dims, chunk.length).tensors
-        else:
-            tensors = [term.value for term in terms_of(returned, spec.loss).by_name.values()]
-        self._parts.send_back(tensors, [torch.ones_like(tensor) for tensor in tensors])
+def _whole(parts: StepParts) -> StepOutcome:
+    backward = parts.backward
+    loss, terms = _whole_loss(parts)
+    if parts.spec.once is not None:
+        loss = loss + parts.once()
+    if parts.factor == 1:
+        parts.send_back([backward.scaled(loss)], [None])
+    elif parts.factor:
+        with without_functions():
+            seed = torch.full_like(loss, parts.factor)
+        parts.send_back([loss], [backward.scaled(seed)])
+    else:
+        # it may be nan, which zero does not undo
+        parts.send_back([], [], [loss])
+    # copies: the function may compute its next loss in the same memory
+    value = copied(loss)
+    by_name = {name: value if each is loss else copied(each) for name, each in terms.items()}
+    return StepOutcome(value, by_name, (parts.n_samples,), parts.all_aux())
 
-    def _whole(self) -> StepOutcome:
-        parts = self._parts
-        backward = parts.backward
-        loss, terms = self._whole_loss()
-        if parts.spec.once is not None:
-            loss = loss + parts.once()
-        if parts.factor == 1:
-            parts.send_back([backward.scaled(loss)], [None])
-        elif parts.factor:
-            with without_functions():
-                seed = torch.full_like(loss, parts.factor)
-            parts.send_back([loss], [backward.scaled(seed)])
-        else:
-            # it may be nan, which zero does not undo
-            parts.send_back([], [], [loss])
-        # copies: the function may compute its next loss in the same memory
-        value = copied(loss)
-        by_name = {name: value if each is loss else copied(each) for name, each in terms.items()}
-        return StepOutcome(value, by_name, (parts.n_samples,))
 
-    def _add_once(self, loss: Tensor) -> Tensor:
-        """Run what is added once.
+def _whole_loss(parts: StepParts) -> tuple[Tensor, dict[str, Tensor]]:
+    """Run the function on the batch; the loss, and its terms."""
+    spec, inputs = parts.spec, parts.inputs
+    # compiled code is compiled for a size that may change, before it has to be for a smaller one
+    with inputs.expecting_other_sizes():
+        returned = parts.call(inputs.whole())
+    if callable(spec.loss):
+        loss = scalar(spec.loss(returned), "loss() of step()")
+        return loss, {ONLY: loss}
+    with without_functions():
+        terms = terms_of(returned, spec.loss)
+        parts.counts = terms.counts()
+    check_weight_is_used(terms, spec.weight)
+    return whole_loss(terms, spec.then)
 
-        Last, so that its graph is never there beside that of a chunk.
-        """
-        parts = self._parts
-        if parts.spec.once is None:
-            return loss
+
+def _split(parts: StepParts, size: int, verifier: Verifier | None) -> StepOutcome:
+    parts.check_splittable(size)
+    # before the first chunk: its graph and gradients would stand beside those of the samples
+    if verifier is not None:
+        verifier.before_split(size)
+    chunks = _chunks(parts, size)
+    loss, terms = run_chunks(parts, chunks)
+    if parts.spec.once is not None:
+        # last, so that its graph is never there beside that of a chunk
         extra = parts.once()
         parts.backward.run([parts.backward.scaled(extra)], [None])
-        return loss + extra.detach()
+        loss = loss + extra.detach()
+    return StepOutcome(loss, terms, tuple(length for _, length in chunks), parts.all_aux())
 
-    def _whole_loss(self) -> tuple[Tensor, dict[str, Tensor]]:
-        """Run the function on the batch; the loss, and its terms."""
-        spec, inputs = self._parts.spec, self._parts.inputs
-        # compiled code is compiled for a size that may change, before it has to be for a smaller
-        # one
-        with inputs.expecting_other_sizes():
-            returned = self._parts.call(inputs.whole())
-        if callable(spec.loss):
-            loss = scalar(spec.loss(returned), "loss() of step()")
-            return loss, {ONLY: loss}
-        with without_functions():
-            terms = terms_of(returned, spec.loss)
-        check_weight_is_used(terms, spec.weight)
-        self._parts.counts = terms.counts()
-        return whole_loss(terms, spec.then)
 
-    def _split(self, size: int) -> StepOutcome:
-        parts = self._parts
-        parts.check_splittable(size)
-        # before the first chunk: its graph and gradients would stand beside those of the samples
-        if self._verifier is not None:
-            self._verifier.before_split(size)
-        chunks = self._chunks(size)
-        loss, terms = run_chunks(parts, chunks)
-        return StepOutcome(self._add_once(loss), terms, tuple(length for _, length in chunks))
+def _chunks(parts: StepParts, size: int) -> list[Chunk]:
+    """Return how the batch is split; one sample alone at the end gets a partner.
 
-    def _chunks(self, size: int) -> list[Chunk]:
-        """Return how the batch is split; one sample alone at the end gets a partner.
-
-        It has no statistics, and compiled code would be compiled once more for it. The partner
-        comes from the chunk before. Where that has only two, a chunk is larger than ``size``, if
-        a module is known that can't run on one sample.
-        """
-        parts = self._parts
-        if parts.n_parts is not None:
-            ends = [i * parts.n_samples // parts.n_parts for i in range(parts.n_parts + 1)]
-            return [Chunk(start, end - start) for start, end in pairwise(ends)]
-        starts = range(0, parts.n_samples, size)
-        chunks = [Chunk(start, min(size, parts.n_samples - start)) for start in starts]
-        # with size 1 all are alone, and there is no partner to give
-        if size == 1 or chunks[-1].length > 1:
-            return chunks
-        *others, before, last = chunks
-        if size > 2:
-            return [*others, Chunk(before.start, size - 1), Chunk(last.start - 1, 2)]
-        # asked again, for modules that were seen meanwhile count too
-        if parts.spec.batchnorm == "per_chunk" and coupled_modules(parts.roots):
-            return [*others, Chunk(before.start, size + 1)]
+    It has no statistics, and compiled code would be compiled once more for it. The partner comes
+    from the chunk before. Where that has only two, a chunk is larger than ``size``, if a module is
+    known that can't run on one sample.
+    """
+    if parts.n_parts is not None:
+        ends = [i * parts.n_samples // parts.n_parts for i in range(parts.n_parts + 1)]
+        return [Chunk(start, end - start) for start, end in pairwise(ends)]
+    starts = range(0, parts.n_samples, size)
+    chunks = [Chunk(start, min(size, parts.n_samples - start)) for start in starts]
+    # with size 1 all are alone, and there is no partner to give
+    if size == 1 or chunks[-1].length > 1:
         return chunks
+    *others, before, last = chunks
+    if size > 2:
+        return [*others, Chunk(before.start, size - 1), Chunk(last.start - 1, 2)]
+    # asked again, for modules that were seen meanwhile count too
+    if parts.spec.batchnorm == "per_chunk" and coupled_modules(parts.roots):
+        return [*others, Chunk(before.start, size + 1)]
+    return chunks

@@ -37,7 +37,7 @@ from ._loss import Reduction
 from ._modules import no_optimizer_steps
 from ._parts import StepParts
 from ._samples import SampleDims
-from ._split import StepOutcome, StepRun
+from ._split import StepOutcome, run_at, try_at
 from ._verify import Verification
 
 Batch = TypeVar("Batch")
@@ -262,133 +262,123 @@ def run_step(spec: StepSpec, options: StepOptions, frame: FrameType) -> StepResu
         if spec.batch is None and ranks is None and is_rank():
             nothing = torch.tensor(0.0 if spec.loss == "sum" else float("nan"))
             return _with_terms_to_read(nothing, {}, 0, (), 0)
-        run = _StepCall(spec if ranks is None else ranks.own_spec(), options, ranks)
-        return run.run(run.search(frame))
-
-
-class _StepCall:
-    """One call of `step`.
-
-    Args:
-        spec: what to do.
-        options: how.
-        ranks: those that make the step together, or None.
-    """
-
-    def __init__(
-        self, spec: StepSpec, options: StepOptions, ranks: StepRanks | PlannedRanks | None
-    ) -> None:
+        spec = spec if ranks is None else ranks.own_spec()
         spec.check()
-        self._spec = spec
-        self._options = options
-        self._ranks = ranks
-        self._parts = StepParts(spec)
-        # a verification runs parts of its own, which other ranks would have to run as well
-        is_verified = options.verify and not isinstance(ranks, PlannedRanks)
-        self._steps = StepRun(self._parts, Verification(self._parts) if is_verified else None)
-        self._told = "its size was not predicted"
+        parts = StepParts(spec)
         if ranks is not None:
-            ranks.begin(self._parts)
-
-    @property
-    def _is_idle(self) -> bool:
-        """True if other ranks have samples, and this one has none to run."""
-        return self._ranks is not None and not self._parts.n_samples
-
-    def search(self, frame: FrameType) -> AdaptiveSearch:
-        """Return which sizes to try."""
-        spec, options, parts = self._spec, self._options, self._parts
-        limits = SizeLimits(max(checked_size("minimum", options.minimum), parts.smallest))
-        # of an empty batch, too: see test_an_empty_batch_does_what_the_plain_call_does
-        largest = max(parts.n_samples, 1)
-        if options.maximum is not None:
-            largest = min(largest, _checked_maximum(options.maximum, limits.minimum))
-        cache_type = options.cache_type
-        if self._is_idle:
-            # its size means nothing and teaches nothing, and there is one less to try again with
-            cache_type, largest = NoBatchsizeCache, limits.minimum + 1
-        remembered = RememberedCall(
-            stands_for(spec.fn), frame, options.context, cache_type, parts.values, {},
-            adds_gradients=parts.gradients.are_there_before,
-        )  # fmt: skip
-        search = AdaptiveSearch(largest, limits, remembered, has_trials=not self._is_idle)
-        if isinstance(self._ranks, PlannedRanks):
-            search.stay()
-            if search.is_unknown:
-                foreseen = foresee(search, spec, parts)
-                self._told = foreseen.told(search.size) or "its size could not be predicted"
-                if foreseen.has_failed:
-                    # or each call would ask again
-                    search.remember()
-        elif options.predict and search.is_unknown and not self._is_idle:
-            foresee(search, spec, parts)
-        return search
-
-    def run(self, search: AdaptiveSearch) -> StepResult:
-        """Run it."""
-        parts, ranks = self._parts, self._ranks
+            ranks.begin(parts)
+        # other ranks have samples, and this one has none to run
+        is_idle = ranks is not None and not parts.n_samples
+        search = _search(parts, options, frame, is_idle=is_idle)
         if isinstance(ranks, PlannedRanks):
-            return self._run_planned(search, ranks)
+            return _run_planned(parts, search, ranks)
+        return _run(parts, options, search, ranks, is_idle=is_idle)
 
-        def attempt(size: int) -> StepOutcome:
+
+def _search(
+    parts: StepParts, options: StepOptions, frame: FrameType, *, is_idle: bool
+) -> AdaptiveSearch:
+    """Return which sizes to try."""
+    limits = SizeLimits(max(checked_size("minimum", options.minimum), parts.smallest))
+    # of an empty batch, too: see test_an_empty_batch_does_what_the_plain_call_does
+    largest = max(parts.n_samples, 1)
+    if options.maximum is not None:
+        largest = min(largest, _checked_maximum(options.maximum, limits.minimum))
+    cache_type = options.cache_type
+    if is_idle:
+        # its size means nothing and teaches nothing, and there is one less to try again with
+        cache_type, largest = NoBatchsizeCache, limits.minimum + 1
+    remembered = RememberedCall(
+        stands_for(parts.spec.fn), frame, options.context, cache_type, parts.values, {},
+        adds_gradients=parts.gradients.are_there_before,
+    )  # fmt: skip
+    return AdaptiveSearch(largest, limits, remembered, has_trials=not is_idle)
+
+
+def _run(
+    parts: StepParts,
+    options: StepOptions,
+    search: AdaptiveSearch,
+    ranks: StepRanks | None,
+    *,
+    is_idle: bool,
+) -> StepResult:
+    """Run it, with sizes that are smaller until one fits."""
+    spec = parts.spec
+    if options.predict and search.is_unknown and not is_idle:
+        foresee(search, parts)
+    verifier = Verification(parts) if options.verify else None
+
+    def attempt(size: int) -> StepOutcome:
+        if ranks is not None:
+            ranks.check_not_gone()
+        # a failed attempt is taken back, and what an optimizer has moved can't be
+        with no_optimizer_steps(spec.entry):
+            # where sizes have failed and none is known to fit
+            if search.is_trial:
+                _try_out(parts, search, attempts)
+            if is_idle:
+                parts.begin(is_split=False)
+            outcome = None if is_idle else run_at(parts, search.size, verifier)
             if ranks is not None:
-                ranks.check_not_gone()
-            # a failed attempt is taken back, and what an optimizer has moved can't be
-            with no_optimizer_steps(self._spec.entry):
-                # where sizes have failed and none is known to fit
-                if search.is_trial:
-                    self._try_out(search, attempts)
-                return self._outcome(search.size)
-
-        with DisposeScope(self._spec.entry) as scope:
-            attempts = Attempts(
-                parts.name,
-                scope,
-                unit="micro-batch",
-                state=parts.rollback(),
-                on_retry=self._options.on_retry,
-                advice=_OUTPUTS_HAVE_TO_FIT if callable(self._spec.loss) else None,
-            )
-            try:
-                outcome = attempts.run(search, attempt)
-            except BaseException:
-                # it holds this frame, and must not hold copies
-                parts.state.finish()
-                raise
-        search.finished()
-        n_samples = parts.n_samples if ranks is None else ranks.n_samples
-        return _result(outcome, attempts.n_begun, n_samples)
-
-    def _try_out(self, search: AdaptiveSearch, attempts: Attempts) -> None:
-        """Run parts and take them back, until the size is known."""
-        with steps(f"step({self._parts.name})") as show:
-            while search.is_trial:
-                show(f"a trial of micro-batch {search.size}")
-                caches = Caches(self._parts.reached)
-                self._steps.try_out(search.size)
-                attempts.take_back(caches)
-                self._parts.gradients.begin()
-                search.tried()
-
-    def _run_planned(self, search: AdaptiveSearch, ranks: PlannedRanks) -> StepResult:
-        """Run it once, with what all ranks agree on."""
-        ranks.plan(search)
-        with DisposeScope(self._spec.entry) as scope, no_optimizer_steps(self._spec.entry):
-            outcome = ranks.run(search, self._steps.run, self._told)
-            if made := scope.owned():
-                scope.move_to_outer(made)
-        return _result(outcome, 1, ranks.n_samples)
-
-    def _outcome(self, size: int) -> StepOutcome:
-        if not isinstance(self._ranks, StepRanks):
-            outcome = self._steps.run(size)
+                return ranks.agree(outcome)
+            assert outcome is not None
             # they are the user's: Ctrl-C may end them, and not what delivers gradients then
-            self._parts.gradients.run_hooks()
+            parts.gradients.run_hooks()
             return outcome
-        if not self._is_idle:
-            return self._ranks.agree(self._steps.run(size))
-        self._parts.begin(is_split=False)
-        return self._ranks.agree(None)
+
+    with DisposeScope(spec.entry) as scope:
+        attempts = Attempts(
+            parts.name,
+            scope,
+            unit="micro-batch",
+            state=parts.rollback(),
+            on_retry=options.on_retry,
+            advice=_OUTPUTS_HAVE_TO_FIT if callable(spec.loss) else None,
+        )
+        try:
+            outcome = attempts.run(search, attempt)
+        except BaseException:
+            # it holds this frame, and must not hold copies
+            parts.state.finish()
+            raise
+    search.finished()
+    n_samples = parts.n_samples if ranks is None else ranks.n_samples
+    return _result(outcome, attempts.n_begun, n_samples)
+
+
+def _try_out(parts: StepParts, search: AdaptiveSearch, attempts: Attempts) -> None:
+    """Run parts and take them back, until the size is known."""
+    with steps(f"step({parts.name})") as show:
+        while search.is_trial:
+            show(f"a trial of micro-batch {search.size}")
+            caches = Caches(parts.reached)
+            try_at(parts, search.size)
+            attempts.take_back(caches)
+            parts.gradients.begin()
+            search.tried()
+
+
+def _run_planned(parts: StepParts, search: AdaptiveSearch, ranks: PlannedRanks) -> StepResult:
+    """Run it once, with what all ranks agree on.
+
+    Nothing is verified: that runs parts of its own, which other ranks would have to run as well.
+    """
+    told = "its size was not predicted"
+    search.stay()
+    if search.is_unknown:
+        foreseen = foresee(search, parts)
+        told = foreseen.told(search.size) or "its size could not be predicted"
+        if foreseen.has_failed:
+            # or each call would ask again
+            search.remember()
+    ranks.plan(search)
+    entry = parts.spec.entry
+    with DisposeScope(entry) as scope, no_optimizer_steps(entry):
+        outcome = ranks.run(search, lambda size: run_at(parts, size), told)
+        if made := scope.owned():
+            scope.move_to_outer(made)
+    return _result(outcome, 1, ranks.n_samples)
 
 
 def _result(outcome: StepOutcome, n_begun: int, n_samples: int) -> StepResult:

@@ -7,6 +7,7 @@ from ._homes import used_variables as used_variables
 from ._module_state import OF_EVERY_MODULE as OF_EVERY_MODULE
 from ._module_state import ModuleState as ModuleState
 from ._module_state import modules_below as modules_below
+from ._module_state import named_modules as named_modules
 from ._notes import ContainerNote as ContainerNote
 from ._notes import differing as differing
 from ._notes import is_gone as is_gone
@@ -16,5 +17,4 @@ from ._rng_state import RngState as RngState
 from ._rng_state import generator_kinds as generator_kinds
 from ._rng_state import generators_in as generators_in
 from ._rollback import AllOf as AllOf
-from ._rollback import GradMode as GradMode
 from ._rollback import Rollback as Rollback

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from itertools import chain
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
@@ -19,18 +19,23 @@ CACHE = type(functools.lru_cache(len))
 def homes_of(objects: Iterable[Any]) -> set[str]:
     """Return the names of the Python modules that define modules, functions and caches."""
     names: list[Any] = []
-    # without calls for each object: a step asks for all variables of the user's files
+    # a step asks for all variables of the user's files, which are of a few types
+    by_kind: dict[int, list[Any]] = {}
     for each in objects:
-        kind = type(each)
-        value = each.__wrapped__ if kind is CACHE else each
-        if type(value) is FunctionType or type(value) is MethodType:
-            names.append(value.__module__)
+        by_kind.setdefault(id(type(each)), []).append(each)
+    for alike in by_kind.values():
+        kind = type(alike[0])
+        if kind is FunctionType or kind is MethodType:
+            names += [each.__module__ for each in alike]
+        elif kind is CACHE:
+            functions = [each.__wrapped__ for each in alike]
+            names += [each.__module__ for each in functions if is_a(each, FunctionType, MethodType)]
         elif kind is ModuleType:
-            names.append(each.__name__)
+            names += [each.__name__ for each in alike]
         elif issubclass(kind, nn.Module):
             names += [cls.__module__ for cls in kind.__mro__]
-    found = {name for name in names if type(name) is str and name in sys.modules}
-    return {name for name in found if name.partition(".")[0] not in _LIBRARIES}
+    found = {name for name in names if type(name) is str}
+    return {n for n in found if n in sys.modules and n.partition(".")[0] not in _LIBRARIES}
 
 
 def variables_of(homes: Iterable[str]) -> list[dict[str, Any]]:
@@ -40,14 +45,19 @@ def variables_of(homes: Iterable[str]) -> list[dict[str, Any]]:
 
 def helpers_of(homes: set[str]) -> set[str]:
     """Return the Python modules that others import, or import a function from."""
-    return homes_of(chain(*[list(space.values()) for space in variables_of(homes)])) - homes
+    return homes_of(_values_in(homes)) - homes
 
 
-def used_variables(objects: Iterable[Any]) -> Iterator[Any]:
+def used_variables(objects: Iterable[Any]) -> list[Any]:
     """Return the values of variables that the code of modules and functions may use."""
     homes = homes_of(objects)
-    spaces = variables_of(homes | helpers_of(homes))
-    return chain(*[list(space.values()) for space in spaces])
+    values = _values_in(homes)
+    return values + _values_in(homes_of(values) - homes)
+
+
+def _values_in(homes: set[str]) -> list[Any]:
+    # a list of each: another thread may set a variable meanwhile
+    return [*chain(*[list(space.values()) for space in variables_of(homes)])]
 
 
 def home_of(value: Any) -> str:

@@ -6,7 +6,7 @@ such as caches and counters.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -62,8 +62,8 @@ class ModuleState:
     """
 
     __slots__ = (
-        "_attributes", "_buffers", "_contents", "_frozen", "_hooks", "_modules", "_names", "_seen",
-        "_tensors", "_training", "_with_modes",
+        "_buffers", "_contents", "_frozen", "_hooks", "_modules", "_noted", "_seen", "_tensors",
+        "_training", "_with_modes",
     )  # fmt: skip
 
     def __init__(self, modules: Iterable[nn.Module], *, with_modes: bool = True) -> None:
@@ -81,13 +81,7 @@ class ModuleState:
         # a mode would see each attribute of a tensor that is read
         with without_functions(), persist(), torch.no_grad():
             for module in modules:
-                if self._with_modes:
-                    self._note_modes(module)
-                if not _is_set_by_torch(type(module)):
-                    attributes = _attributes_of(module)
-                    self._attributes.append((module, attributes))
-                    self._note_below(module, attributes)
-                self._note_buffers(module)
+                self._note(module)
 
     def finish(self) -> None:
         """Keep what the attempt set and wrote, and drop the copies."""
@@ -97,14 +91,16 @@ class ModuleState:
 
     def undo(self) -> None:
         """Set them as they were, and put back values, and what is no longer there."""
-        for module, names in self._names:
+        for module, _, names in self._noted:
             for name in set(module._buffers.keys()) - names:
                 delattr(module, name)
         for module, name, tensor, note in self._buffers:
             module._buffers[name] = tensor
             if note is not None:
                 note.undo()
-        for module, attributes in self._attributes:
+        for module, attributes, _ in self._noted:
+            if attributes is None:
+                continue
             space = vars(module)
             # what every module has, its dicts of parameters and hooks among it, is others' to undo
             for name in space.keys() - attributes.keys() - OF_EVERY_MODULE:
@@ -154,24 +150,45 @@ class ModuleState:
         self._training: list[tuple[nn.Module, bool]] = []
         self._hooks: list[tuple[_Hooks, _Hooks]] = []
         self._frozen: list[tuple[Tensor, bool]] = []
-        self._attributes: list[tuple[nn.Module, dict[str, Any]]] = []
+        # with the attributes of each, unless torch sets them, and the names of its buffers
+        self._noted: list[tuple[nn.Module, dict[str, Any] | None, set[str]]] = []
         self._contents: list[ContainerNote] = []
         self._tensors: list[TensorNote] = []
         # what is noted is kept, so an id stands for one object
         self._seen: set[int] = set()
         self._buffers: list[_NotedBuffer] = []
-        self._names: list[tuple[nn.Module, set[str]]] = []
 
-    def _note_modes(self, module: nn.Module) -> None:
-        self._training.append((module, module.training))
-        # a lazy layer removes its own in its first call, with its class
-        if not issubclass(type(module), LazyModuleMixin):
-            for hooks in (module._forward_pre_hooks, module._forward_hooks):
-                self._hooks.append((hooks, hooks.copy() if hooks else _NO_HOOKS))
-        self._frozen += [(p, p.requires_grad) for p in module._parameters.values() if p is not None]
+    def _note(self, module: nn.Module) -> None:
+        buffers = module._buffers
+        if self._with_modes:
+            self._training.append((module, module.training))
+            # a lazy layer removes its own in its first call, with its class
+            if not issubclass(type(module), LazyModuleMixin):
+                for hooks in (module._forward_pre_hooks, module._forward_hooks):
+                    self._hooks.append((hooks, hooks.copy() if hooks else _NO_HOOKS))
+            for parameter in module._parameters.values():
+                if parameter is not None:
+                    self._frozen.append((parameter, parameter.requires_grad))
+        attributes: dict[str, Any] | None = None
+        if not _is_set_by_torch(type(module)):
+            space = vars(module)
+            attributes, waiting = {}, []
+            for name in space.keys() - OF_EVERY_MODULE:
+                attributes[name] = value = space[name]
+                if type(value) not in _PLAIN:
+                    waiting.append((name, value))
+            if waiting:
+                self._note_below(module, waiting)
+        self._noted.append((module, attributes, set(buffers.keys())))
+        for name, tensor in buffers.items():
+            # a first call that fails may leave a lazy buffer with a shape
+            if tensor is None or not is_lazy(tensor):
+                note = None
+                if tensor is not None and not is_gone(tensor):
+                    note = noted(module, name, tensor)
+                self._buffers.append(_NotedBuffer(module, name, tensor, note))
 
-    def _note_below(self, module: nn.Module, attributes: dict[str, Any]) -> None:
-        waiting = [item for item in attributes.items() if type(item[1]) not in _PLAIN]
+    def _note_below(self, module: nn.Module, waiting: list[tuple[str, Any]]) -> None:
         while waiting:
             name, value = waiting.pop()
             if id(value) in self._seen:
@@ -188,35 +205,24 @@ class ModuleState:
                 self._contents.append(contents)
                 waiting += _changeable(name, contents.items)
 
-    def _note_buffers(self, module: nn.Module) -> None:
-        buffers = module._buffers
-        self._names.append((module, set(buffers.keys())))
-        for name, tensor in buffers.items():
-            # a first call that fails may leave a lazy buffer with a shape
-            if tensor is None or not is_lazy(tensor):
-                note = None
-                if tensor is not None and not is_gone(tensor):
-                    note = noted(module, name, tensor)
-                self._buffers.append(_NotedBuffer(module, name, tensor, note))
-
 
 def modules_below(models: Iterable[nn.Module]) -> list[nn.Module]:
     """Return the models and all modules below them, each once, the upper ones first."""
-    found: dict[int, nn.Module] = {}
-    waiting = [*models][::-1]
+    return [module for _, module in named_modules({str(i): m for i, m in enumerate(models)})]
+
+
+def named_modules(roots: Mapping[str, nn.Module]) -> list[tuple[str, nn.Module]]:
+    """Return every module at or below the roots, each once, with its name; the upper ones first."""
+    found: dict[int, tuple[str, nn.Module]] = {}
+    waiting = [*roots.items()][::-1]
     while waiting:
-        module = waiting.pop()
+        name, module = waiting.pop()
         if id(module) not in found:
-            found[id(module)] = module
-            below = module._modules
-            if below:
-                waiting += [child for child in below.values() if child is not None][::-1]
+            found[id(module)] = name, module
+            if below := module._modules:
+                named = [(f"{name}.{key}", each) for key, each in below.items() if each is not None]
+                waiting += named[::-1]
     return list(found.values())
-
-
-def _attributes_of(module: nn.Module) -> dict[str, Any]:
-    """Return the attributes of a module beside those of every module."""
-    return {k: v for k, v in vars(module).items() if k not in OF_EVERY_MODULE}
 
 
 def _changeable(name: str, items: Iterable[Any]) -> Iterator[tuple[str, Any]]:

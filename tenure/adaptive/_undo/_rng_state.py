@@ -29,30 +29,20 @@ Generator = Any
 
 def generators_in(values: Iterable[object]) -> list[Generator]:
     """Return the generators among some values."""
-    kinds = generator_kinds()
-    # of thousands of attributes most are of a few types
-    known: dict[type, bool] = {}
-    found = []
-    for value in values:
-        kind = type(value)
-        is_one = known.get(kind)
-        if is_one is None:
-            is_one = known[kind] = issubclass(kind, kinds)
-        if is_one:
-            found.append(value)
-    return found
+    values, kinds = [*values], generator_kinds()
+    # thousands of attributes are of a few types
+    found = {id(kind) for kind in set(map(type, values)) if issubclass(kind, kinds)}
+    return [value for value in values if id(type(value)) in found] if found else []
 
 
 def generator_kinds() -> tuple[type, ...]:
     """Return the classes of generators; NumPy's only if it is loaded."""
-    numpy_random = sys.modules.get("numpy.random")
-    if numpy_random is None:
-        return _KINDS
-    named = [getattr(numpy_random, name, None) for name in ("Generator", "RandomState")]
-    return *_KINDS, *[kind for kind in named if isinstance(kind, type)]
+    home = sys.modules.get("numpy.random")
+    # half imported, on another thread, it has neither
+    of_numpy = (getattr(home, name, random.Random) for name in ("Generator", "RandomState"))
+    return torch.Generator, random.Random, *of_numpy
 
 
-_KINDS = (torch.Generator, random.Random)
 _MANY = 100_003
 """More than a few samples use; odd, because some numbers are made of two."""
 
@@ -79,13 +69,19 @@ class RngState:
 
     def begin(self) -> None:
         """Note all states."""
-        noted = [_cpu(), _python(), *map(_generator, self._generators)]
-        # a device may keep its state in tensors, and no scope may let go of them
-        with persist():
-            noted += [_accelerator(device) for device in self._all_devices()]
+        noted = [
+            _now(torch.get_rng_state, torch.set_rng_state),
+            _now(random.getstate, random.setstate),
+            *map(_generator, self._generators),
+        ]
+        if devices := self._all_devices():
+            # a device may keep its state in tensors, and no scope may let go of them
+            with persist():
+                noted += map(_accelerator, devices)
         # the work may be the first to ask NumPy for random numbers
         if "numpy" in sys.modules:
-            noted.append(_numpy(importlib.import_module("numpy.random")))
+            numpy_random: Any = importlib.import_module("numpy.random")
+            noted.append(_now(numpy_random.get_state, numpy_random.set_state))
         self._noted = noted
 
     def has_drawn(self, *, elsewhere: bool = False) -> bool:
@@ -146,18 +142,6 @@ def _with_state(generators: Iterable[Generator]) -> list[Generator]:
     # SystemRandom asks the system, and has neither a state nor a way to draw a number again
     found = {id(each): each for each in generators if not isinstance(each, random.SystemRandom)}
     return list(found.values())
-
-
-def _cpu() -> _NotedRandom:
-    return _now(torch.get_rng_state, torch.set_rng_state)
-
-
-def _python() -> _NotedRandom:
-    return _now(random.getstate, random.setstate)
-
-
-def _numpy(numpy_random: Any) -> _NotedRandom:
-    return _now(numpy_random.get_state, numpy_random.set_state)
 
 
 def _generator(generator: Generator) -> _NotedRandom:

@@ -6,7 +6,7 @@ Invariant: between ``begin`` and the end of an attempt, ``undo`` brings back wha
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import ExitStack
 from typing import Protocol
 
@@ -29,42 +29,26 @@ class Rollback(Protocol):
         """Bring the state back."""
 
 
-class GradMode:
-    """Whether gradients are on: an interrupt at the end of a ``no_grad`` block leaves them off."""
-
-    __slots__ = ("_is_on",)
-
-    def __init__(self) -> None:
-        self._is_on = torch.is_grad_enabled()
-
-    def begin(self) -> None:
-        """Note it."""
-        self._is_on = torch.is_grad_enabled()
-
-    def finish(self) -> None:
-        """Do nothing: it is done already."""
-
-    def undo(self) -> None:
-        """Set it as it was."""
-        torch.set_grad_enabled(self._is_on)
-
-
 class AllOf:
-    """Several kinds of state as one; the last noted is the first undone."""
+    """Several kinds of state, and whether gradients are on, as one; undone from last to first."""
 
-    __slots__ = ("_parts",)
+    __slots__ = ("_has_gradients", "_parts")
 
     def __init__(self, parts: Iterable[Rollback]) -> None:
-        self._parts: Sequence[Rollback] = tuple(parts)
+        self._parts = tuple(parts)
 
     def begin(self) -> None:
         """Note each state; if one fails, those noted before it are brought back."""
-        with ExitStack() as begun:
-            # a state may run out of memory while it is noted, as copies of buffers do
+        self._has_gradients = torch.is_grad_enabled()
+        begun: list[Rollback] = []
+        try:
             for part in self._parts:
                 part.begin()
-                begun.callback(part.undo)
-            begun.pop_all()
+                begun.append(part)
+        # a state may run out of memory while it is noted, as copies of buffers do
+        except BaseException:
+            self._undo(begun)
+            raise
 
     def finish(self) -> None:
         """Let each make its change last."""
@@ -73,7 +57,12 @@ class AllOf:
 
     def undo(self) -> None:
         """Bring each state back, whatever becomes of another."""
+        self._undo(self._parts)
+
+    def _undo(self, parts: Iterable[Rollback]) -> None:
         # half of a state brought back is worse than none, and harder to see
         with ExitStack() as stack:
-            for part in self._parts:
+            # last: the others take blocks without gradients, whose end an interrupt may skip
+            stack.callback(torch.set_grad_enabled, self._has_gradients)
+            for part in parts:
                 stack.callback(part.undo)

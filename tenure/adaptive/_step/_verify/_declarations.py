@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..._reachable import named_modules
+from ..._undo import named_modules
 from .._parts import StepParts
 from ._compare import CHECKED, DECLARED
 from ._comparison import split_values

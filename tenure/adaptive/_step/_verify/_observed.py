@@ -18,12 +18,11 @@ from tenure._containers import passed_tensors
 from tenure._torch.quiet import without_functions
 
 from ..._callables import unused
-from ..._reachable import named_modules, named_parameters
-from ..._undo import AllOf, Rollback
+from ..._undo import AllOf, Rollback, named_modules
 from .._loss import ONLY
 from .._modules import no_optimizer_steps
 from .._parts import StepParts
-from .._split import StepOutcome, StepRun
+from .._split import StepOutcome, run_at
 from ._compare import (
     GRADIENT_FLOOR,
     CheckFinding,
@@ -89,9 +88,8 @@ def observed_run(
         state.begin()
         try:
             # no hook of the user's sees a gradient that is thrown away
-            leaves = [leaf for leaf in parts.gradients.leaves() if leaf.requires_grad]
-            parts.backward.let_hooks_wait(leaves)
-            outcome = StepRun(parts).run(size)
+            parts.backward.let_hooks_wait(parts.gradients.leaves())
+            outcome = run_at(parts, size)
             rng = parts.state.rng
             with without_functions():
                 return Observed(
@@ -103,8 +101,6 @@ def observed_run(
                 )
         finally:
             state.undo()
-            # where the function let the batch require grad, the next run is to find it without
-            parts.inputs.undo()
             # an error holds this frame, and must not hold copies
             parts.state.finish()
 
@@ -135,7 +131,14 @@ def _gradients(parts: StepParts, nameless: LeafNames) -> dict[str, Tensor]:
 
 
 def _parameter_names(roots: dict[str, nn.Module]) -> dict[int, str]:
-    return {id(parameter): name for name, parameter in named_parameters(roots)}
+    # of several names the first stays
+    named = (
+        (id(parameter), f"{name}.{key}")
+        for name, module in reversed(named_modules(roots))
+        for key, parameter in reversed(module._parameters.items())
+        if parameter is not None
+    )
+    return dict(named)
 
 
 def buffers_of(parts: StepParts) -> dict[str, Tensor]:

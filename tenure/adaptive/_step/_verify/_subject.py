@@ -23,7 +23,7 @@ from tenure._torch.quiet import without_dispatch
 from tenure.scopes import DisposeScope
 
 from ..._attempt import release
-from ..._reachable import named_modules
+from ..._undo import named_modules
 from .._modules import coupled_modules
 from .._outputs import differentiable
 from .._parts import StepParts
@@ -134,7 +134,8 @@ class Subject:
                 watch = watches or leaves_out
                 result = observed_run(parts, size, watch=watch, asks=looks, names=self.names)
             finally:
-                self.refused = self.refused or parts.writes.error
+                if parts.writes is not None:
+                    self.refused = self.refused or parts.writes.error
         # an operation that may draw numbers, and has not: nothing is unknown
         self.has_unknown |= numbers.has_unknown and (not looks or result.draws[0])
         if looks:

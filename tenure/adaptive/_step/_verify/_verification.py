@@ -7,6 +7,7 @@ from torch import Tensor
 from tenure._callers import warn_user
 from tenure._errors import AdaptiveUsageError, AdaptiveUsageWarning, SplitMismatchError
 from tenure._torch.compiler import draws_again_in_backward, not_compiling
+from tenure._torch.quiet import without_functions
 
 from .._parts import StepParts
 from .._split import StepOutcome
@@ -47,7 +48,8 @@ class Verification:
             return
         # without numbers there is nothing to compare; and a run of sharded modules may run out of
         # memory, but then no other pass could follow
-        has_none = any(isinstance(value, Tensor) and value.is_meta for value in parts.values)
+        with without_functions():
+            has_none = any(isinstance(value, Tensor) and value.is_meta for value in parts.values)
         if has_none or parts.exchange.is_sharded:
             return
         self._visit = SplitCall(parts)

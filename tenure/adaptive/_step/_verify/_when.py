@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import math
 import threading
+import types
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence, Sized
@@ -22,7 +23,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import chain, count, islice
-from types import CellType, CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any, Self
 
 import torch
@@ -32,9 +32,9 @@ from tenure._heap import instance_attributes
 from tenure._torch.quiet import without_functions
 from tenure.scopes import is_disposed
 
-from ..._reachable import is_of_a_library, named_modules
+from ..._reachable import is_of_a_library
 from ..._sizes import stands_for
-from ..._undo import OF_EVERY_MODULE, home_of, is_library
+from ..._undo import OF_EVERY_MODULE, home_of, is_library, modules_below
 from .._parts import StepParts
 from .._samples import Leaf
 from ._count_check import Lowest
@@ -52,7 +52,7 @@ _MOST_VALUES = 512
 _PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device)
 _SEVERAL: Any = (list, tuple, set, frozenset, deque)
 _LOSSES = nn.MSELoss.__module__
-_BY_CONTENTS = (int, float, list, tuple, MethodType, functools.partial)
+_BY_CONTENTS = (int, float, list, tuple, types.MethodType, functools.partial)
 _HOLDING = ("argparse", "collections", "types")
 """The modules of Python with classes whose objects are settings or containers."""
 # torch looks for the least of no uint16, no quantized number, and none of 8 bits
@@ -134,7 +134,8 @@ class SplitCall:
     """
 
     def __init__(self, parts: StepParts) -> None:
-        key, values = _place(parts)
+        with without_functions():
+            key, values = _place(parts)
         # the counts below may be off by one between threads, which costs a verification
         with _lock:
             self._code = code = _at(_codes, _identity_of(stands_for(parts.spec.fn)), _CodeCounts)
@@ -200,14 +201,13 @@ def _at(known: OrderedDict[Hashable, Any], key: Hashable, make: type) -> Any:
 def _place(parts: StepParts) -> tuple[Hashable, dict[Hashable, Any]]:
     """Return what tells a place from others, and the values in it, which may change."""
     spec, held = parts.spec, parts.found.held
-    modules = [module for _, module in named_modules(parts.roots)]
+    modules = modules_below(parts.roots.values())
     # the numbers of torch's own say how it is built, those of its losses what they compute
     homes = ((module, type(module).__module__) for module in modules)
     own = [module for module, home in homes if is_of_a_library(home) and home != _LOSSES]
     # a text may select another loss, and differs in each call where it names a sample
     shared = [leaf.value for leaf in parts.leaves if not leaf.is_split]
-    with without_functions():
-        values = _values([*held, *modules, *shared, spec.weight], own)
+    values = _values([*held, *modules, *shared, spec.weight], own)
     modes = hash(tuple(module.training for module in modules))
     asked = [type(each) for each in (spec.weight, spec.then, spec.once)]
     loss = None if callable(spec.loss) else spec.loss
@@ -234,9 +234,9 @@ def _kind_of(value: Any) -> Hashable:
         items = list(value.items())[:_MAX_ITEMS]
         return tuple((repr(key), text) for key, text in items if isinstance(text, str))
     # a function by its code, so that a new closure of the same code counts on
-    if isinstance(value, FunctionType):
+    if isinstance(value, types.FunctionType):
         return _identity_of(value.__code__)
-    if isinstance(value, type | ModuleType):
+    if isinstance(value, type | types.ModuleType):
         return value.__name__
     if isinstance(value, _BY_CONTENTS):
         return type(value).__name__
@@ -299,20 +299,20 @@ def _taken_apart(value: Any) -> tuple[Hashable, Iterable[tuple[Hashable, Any]]]:
             return (name, len(items), *plain), (
                 (i, each) for i, each in enumerate(items) if type(each) not in _PLAIN
             )
-    if kind is FunctionType:
+    if kind is types.FunctionType:
         defaults = value.__defaults__ or (), value.__kwdefaults__ or {}
         return _identity_of(value.__code__), enumerate((*(value.__closure__ or ()), *defaults))
-    if kind is CellType:
+    if kind is types.CellType:
         try:
             return "", [("", value.cell_contents)]
         except ValueError:
             # it has no value yet
             return "", ()
-    if kind is MethodType:
+    if kind is types.MethodType:
         return "", [("function", value.__func__), ("self", value.__self__)]
     if issubclass(kind, functools.partial):
         return "", [("function", value.func), ("args", value.args), ("keywords", value.keywords)]
-    if issubclass(kind, type | ModuleType):
+    if issubclass(kind, type | types.ModuleType):
         return value.__name__, ()
     if issubclass(kind, Enum):
         return (name, value._name_), ()
@@ -331,7 +331,7 @@ def _slots_of(value: Any) -> Iterator[tuple[str, Any]]:
     spaces = [vars(kind) for kind in type(value).__mro__]
     for name, slot in chain(*[space.items() for space in spaces if "__slots__" in space]):
         # one without a value yet raises
-        if type(slot) is MemberDescriptorType:
+        if type(slot) is types.MemberDescriptorType:
             with suppress(AttributeError):
                 yield name, slot.__get__(value)
 
@@ -376,7 +376,7 @@ class _ById(weakref.ref[Any]):
 
 def _identity_of(value: Any) -> Hashable:
     """Return an object by identity, or by its type where it allows no weak reference."""
-    if isinstance(value, CodeType) or type(value).__weakrefoffset__:
+    if isinstance(value, types.CodeType) or type(value).__weakrefoffset__:
         return _ById(value)
     return type(value).__qualname__
 
