@@ -13,13 +13,16 @@ place, of its first changes and of refused places aside.
 from __future__ import annotations
 
 import functools
+import gc
 import math
+import os
 import threading
 import types
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import suppress
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import chain, count, islice
@@ -291,6 +294,13 @@ def _taken_apart(value: Any) -> tuple[Hashable, Iterable[tuple[Hashable, Any]]]:
         return _identity_of(value), chain(parts, value._modules.items())
     if issubclass(kind, dict):
         return _by_key(name, value)
+    if kind is types.MappingProxyType:
+        # what it shows
+        return "", enumerate(gc.get_referents(value))
+    if kind is ContextVar:
+        return "", [("", value.get(None))]
+    if value is os.environ:
+        return (name, hash(frozenset(value.items()))), ()
     for base in _SEVERAL:
         if issubclass(kind, base):
             items = [*islice(base.__iter__(value), _MAX_ITEMS)]

@@ -1,9 +1,11 @@
 """When a step is verified, what it costs, and what it says."""
 
+import os
 import pickle
+from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import Enum
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 
 import numpy
 import pytest
@@ -397,11 +399,22 @@ def in_a_choice():
     return lambda e: hardest(e, shares[vars(held)["kind"]]), change
 
 
+def in_a_mapping_to_read():
+    held = {"share": 1.0}
+    shown = MappingProxyType(held)
+    return lambda e: hardest(e, shown["share"]), lambda: held.update(share=0.25)
+
+
+def in_a_context_variable():
+    held = ContextVar("share", default=1.0)
+    return lambda e: hardest(e, held.get()), lambda: held.set(0.25)
+
+
 HELD = [
     in_a_closure, in_an_attribute, in_a_class, in_a_dict, in_a_list, in_a_number_of_numpy,
     in_a_tensor, in_a_module_below, in_a_dict_in_a_dict, in_a_tuple_in_a_list,
     in_a_namespace_of_a_module, in_a_namespace_of_a_class_of_its_own,
-    in_an_object_whose_method_reads_it, in_a_choice,
+    in_an_object_whose_method_reads_it, in_a_choice, in_a_mapping_to_read, in_a_context_variable,
 ]  # fmt: skip
 
 
@@ -420,6 +433,20 @@ def test_a_number_that_the_function_holds_makes_it_verified_anew_when_it_changes
     for _ in range(3):
         with pytest.raises(SplitMismatchError):
             step(fn, samples(16), maximum=4)
+
+
+def test_a_variable_of_the_environment_makes_it_verified_anew_when_it_changes(monkeypatch):
+    net = small_net()
+    monkeypatch.setenv("TENURE_SHARE", "1.0")
+
+    def fn(b):
+        return hardest(net(b).square().sum(1), float(os.environ["TENURE_SHARE"]))
+
+    for _ in range(4):
+        step(fn, samples(16), maximum=4)
+    monkeypatch.setenv("TENURE_SHARE", "0.25")
+    with pytest.raises(SplitMismatchError):
+        step(fn, samples(16), maximum=4)
 
 
 def test_a_function_that_is_an_object_is_verified_anew_when_its_attributes_change():
