@@ -7,7 +7,7 @@ object, and none holds a tensor of the user's.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple, Self
@@ -81,7 +81,7 @@ class Label(NamedTuple):
         self.apart(whole).narrow(dim, start, apart.shape[dim]).copy_(apart)
         return whole
 
-    def joined(self, parts: list[Tensor]) -> Tensor:
+    def joined(self, parts: Sequence[Tensor]) -> Tensor:
         """Join the parts of a tensor; what all samples share comes from the last one."""
         if self.sample_dim is None or len(parts) == 1:
             return parts[-1]

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from tenure._errors import BatchCoupledError, OutOfRetriesError, TenureError
 from tenure._oom import oom_info
 from tenure.scopes import persist
 
+from .._step import ConstantNumbers
 from .._undo import RngState
 from ._meta import SHARED, Label, Meta, names
 from ._tape import RecordedCall, Tape, Value, Verdict, call, inputs_of, last_uses, mark_data
@@ -93,7 +94,8 @@ def _tried(tape: Tape, entries: list[RecordedCall]) -> list[Verdict]:
                 warnings.simplefilter("ignore")
                 found.clear()
                 # those before an error stay
-                found.extend(_Trial(entries, min(n_samples, tape.n_samples), tape.kind).verdicts())
+                trial = _Trial(entries, min(n_samples, tape.n_samples), tape.kind, rng)
+                found.extend(trial.verdicts())
                 return found
         except Exception as error:
             if oom_info(error) is None:
@@ -109,8 +111,10 @@ def _tried(tape: Tape, entries: list[RecordedCall]) -> list[Verdict]:
 class _Trial:
     """Recorded calls on a few samples."""
 
-    def __init__(self, entries: list[RecordedCall], n_samples: int, kind: str) -> None:
-        self._entries, self._n, self._kind = entries, n_samples, kind
+    def __init__(
+        self, entries: list[RecordedCall], n_samples: int, kind: str, rng: RngState
+    ) -> None:
+        self._entries, self._n, self._kind, self._rng = entries, n_samples, kind, rng
         inputs = inputs_of(entries)
         self._labels = {value: value.label for value in inputs}
         self._env: dict[Value, Tensor] = {
@@ -187,17 +191,19 @@ class _Trial:
         ends = [(0, self._n), (0, 1), (1, self._n)][: min(self._n, 2) + 1]
         pieces = [{v: self._labels[v].part(t, *each) for v, t in given.items()} for each in ends]
         lengths = [end - start for start, end in ends]
-        whole, *parts = (
-            self._run(entry, *each, freezes) for each in zip(pieces, lengths, strict=True)
-        )
+
+        def run() -> list[list[Tensor]]:
+            found = []
+            for piece, length in zip(pieces, lengths, strict=True):
+                self._rng.undo()
+                found.append(self._run(entry, piece, length, freezes))
+            return found
+
+        whole, *parts = run()
         n_made = len(entry.shape.metas)
         labels = [meta.label for meta in entry.shape.metas]
         labels += [self._labels[entry.reads[i]] for i in entry.shape.changed]
-        layouts = [
-            _layout(label, value, [part[i] for part in parts])
-            for i, (label, value) in enumerate(zip(labels, whole, strict=True))
-        ]
-        found = [label for label in layouts if label is not None]
+        found = _layouts(labels, whole, parts)
         reads_samples = any(self._labels[v].is_batch for v in given)
         # equal values may be by chance: what has no part for each sample is reduced over them
         may = (
@@ -207,7 +213,7 @@ class _Trial:
         )
         # statistics of parts are others
         may &= not (reads_samples and entry.shape.writes_plain)
-        if may and len(found) == len(labels) and found[n_made:] == labels[n_made:]:
+        if may and _are_known(found) and found[n_made:] == labels[n_made:]:
             return Verdict("chunk", "", tuple(found[:n_made]), freezes)
         reduces = reduction_of(entry, self._labels)
         if reduces and not entry.shape.changed:
@@ -222,7 +228,12 @@ class _Trial:
             for label, value in zip(labels, whole, strict=True)
         )
         if may and sized and self._draws(entry, given, whole, freezes):
-            return Verdict("chunk", "", tuple(labels[:n_made]), freezes)
+            # with one number for all samples, so far as that can be had
+            with ConstantNumbers() as numbers:
+                whole, *parts = run()
+            is_unknown = numbers.has_unknown or entry.func.__name__ in _UNWRITTEN
+            if is_unknown or _are_known(_layouts(labels, whole, parts)):
+                return Verdict("chunk", "", tuple(labels[:n_made]), freezes)
         return None
 
     def _draws(
@@ -313,7 +324,18 @@ def _goes_by_place(entry: RecordedCall, labels: Mapping[Value, Label]) -> bool:
     return False
 
 
-def _layout(label: Label, whole: Tensor, parts: list[Tensor]) -> Label | None:
+def _layouts(
+    labels: list[Label], whole: list[Tensor], parts: list[list[Tensor]]
+) -> list[Label | None]:
+    columns = zip(*parts, strict=True)
+    return [_layout(*each) for each in zip(labels, whole, columns, strict=True)]
+
+
+def _are_known(found: list[Label | None]) -> TypeGuard[list[Label]]:
+    return None not in found
+
+
+def _layout(label: Label, whole: Tensor, parts: Sequence[Tensor]) -> Label | None:
     """Return how the samples of a tensor lie, if those of parts make the whole."""
     if not label.is_batch:
         return label if all(_alike(whole, part) for part in parts) else None

@@ -17,6 +17,7 @@ from ._step import StepOptions as StepOptions
 from ._step import StepResult as StepResult
 from ._step import run_step as run_step
 from ._step import step as step
+from ._verify import ConstantNumbers as ConstantNumbers
 from ._verify import SplitDifference as SplitDifference
 from ._verify import SplitReport as SplitReport
 from ._verify import check_split as check_split

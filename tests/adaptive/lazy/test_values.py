@@ -374,6 +374,14 @@ def test_numbers_of_a_generator_are_drawn_once_without_gradients():
     torch.testing.assert_close(*found)
 
 
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_call_that_draws_is_split_only_if_it_keeps_samples_apart(keeps):
+    model, (x, _) = mlp(), batch()
+    with torch.no_grad(), RoomFor(3):
+        drawn = F.gumbel_softmax(model(lazy(x)), dim=1 if keeps else 0).value()
+    torch.testing.assert_close(drawn.sum(1 if keeps else 0), torch.ones(8 if keeps else 3).double())
+
+
 def test_what_makes_the_number_of_samples_a_number_is_not_split():
     model, (x, _) = mlp(), batch()
 

@@ -3,4 +3,5 @@
 from ._check_split import check_split as check_split
 from ._compare import SplitDifference as SplitDifference
 from ._compare import SplitReport as SplitReport
+from ._modes import ConstantNumbers as ConstantNumbers
 from ._verification import Verification as Verification
