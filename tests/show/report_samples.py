@@ -1,4 +1,4 @@
-"""A report of every kind as programs make them: long names, long paths, many rows, views, none."""
+"""A report of every kind as programs make them: long names and paths, many rows, views, markup."""
 
 # ruff: noqa: E501 - lines as long as those of the programs that make them
 
@@ -47,7 +47,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
 SITE = "experiments/pretraining/models/transformer/attention_with_rotary_embeddings.py:1234"
 FAR = "/opt/conda/envs/research/lib/python3.11/site-packages/torch/nn/modules/transformer.py:12"
 LAYER = "encoder.layers.{}.self_attention.output_projection.weight"
-HOLDER = "Trainer.fit.<locals>.callbacks[3].validation_history['epoch_losses'][{}]"
+HOLDER = "Trainer.fit.<locals>.callbacks[3].validation_history['<script>loss'][{}]"
 VIEW = "Trainer.fit.<locals>.last_hidden_state_of_first_token"
 
 
@@ -196,10 +196,10 @@ OOM = OomReport(
         "largest_free_bytes": 2**20,
     },
     {"rss_bytes": 2**33, "free_bytes": 2**34, "limit_bytes": 2**35, "own_limit_bytes": 2**35},
-    notes=("Where tensors were made is not known: open a scope with capture=.",),
+    notes=("Where <b>tensors</b> were made is not known: open a scope with capture=.",),
 )
 SOURCE = [
-    "def scaled_dot_product_attention_of_all_heads(self, queries, keys, values, attention_mask=None):",
+    "def scaled_dot_product_attention_of_all_heads(self, queries, keys, values, attention='<script>'):",
     "    scores = torch.matmul(queries, keys.transpose(-2, -1)) / math.sqrt(queries.size(-1)) + self.bias",
     "    self.attention_weights_for_visualization_purposes.append(scores.softmax(-1).detach().cpu())",
     "    return torch.matmul(self.dropout(scores.softmax(-1)), values).transpose(1, 2).reshape(b, t, -1)",
@@ -246,7 +246,7 @@ def _recording(**changed):
             "--config",
             "configs/large.yaml",
             "--run",
-            "seventh-attempt",
+            "<script>",
         ),
         "began_at": "2026-01-01T00:00:00+00:00",
         "duration_s": 4000.0,
@@ -263,7 +263,7 @@ def _recording(**changed):
         "memory": MEMORY,
         "timeline": TIMELINE,
         "oom": OOM,
-        "notes": ("lines of MultiHeadAttention.forward were not seen: it is compiled",),
+        "notes": ("lines of <b>MultiHeadAttention</b>.forward were not seen: it is compiled",),
     }
     return Recording(**(facts | changed))
 
@@ -310,7 +310,7 @@ def _peak_report(**changed):
         "categories": {"parameters": 2**31, "activations": 2**32, "temporaries": 2**31},
         "phase": "backward", "operation": "aten._scaled_dot_product_efficient_attention_backward.default",
         "place": f"{LAYER.format(3)} ({SITE})", "device": "cuda:0", "approximate": True,
-        "reasons": (f"what {HOLDER.format(3)} selects is taken to be everything, at {SITE}",),
+        "reasons": (f"what <b> {HOLDER.format(3)} selects is taken to be everything, at {SITE}",),
         "allocated_bytes": 2**33 + 2**20, "reserved_bytes": 2**33 + 2**24, "allowance_bytes": 2**20,
         "budget_bytes": 2**32, "later_peak_bytes": 2**34,
     }  # fmt: skip
