@@ -46,7 +46,6 @@ class Lent:
         is_aliased: whether something was made of them that is written without raising a version.
         tensors: the tensors that show them and the name of each, by ``id``.
         aliases: what ``.data`` of one of these has given.
-        saved: the names of those that a graph has saved since a pass began.
         streams: those that ``record_stream()`` said use them, by id.
     """
 
@@ -59,7 +58,6 @@ class Lent:
         self.is_aliased = False
         self.tensors: dict[int, tuple[weakref.ref[Tensor], str]] = {}
         self.aliases: list[weakref.ref[Tensor]] = []
-        self.saved: set[str] = set()
         self.streams: dict[int, Any] = {}
         _lent[key_of(self._holder[0])] = self
 
@@ -155,12 +153,6 @@ class _NotingData(_Noting):
                 values = value.clone()
                 self._part_aliases(lent, name, tensor, value)
                 tensor.copy_(values)
-            if name in lent.saved:
-                raise PagingError(
-                    f"{name!r} was given other values through .data after the forward of a paged "
-                    "model had computed with it: it has them, but its graph would, too, and the "
-                    "gradients would be wrong. Compute with weight.clone() instead."
-                )
 
     def _part_aliases(self, lent: Lent, name: str, shown: Tensor, value: Tensor) -> None:
         """Give memory of their own to tensors that are to keep the values that a weight has.

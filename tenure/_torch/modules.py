@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from types import CodeType, FrameType
 from typing import Any
@@ -62,14 +62,21 @@ def is_saving(frame: FrameType) -> bool:
     return frame.f_code is _saving.__code__
 
 
-def is_assigning(frame: FrameType) -> bool:
-    """Return whether a frame is that of a module that is to register tensors of a state dict.
-
-    It will not be so in a next call: torch notes it in the state dict, for all calls to come.
-    """
+def is_assigning(frame: FrameType, names: Iterable[str]) -> bool:
+    """Return whether a frame is of a module that is to register some of these in a state dict."""
     if frame.f_code is not _loading.__code__:
         return False
-    return bool(frame.f_locals["local_metadata"].pop("assign_to_params_buffers", False))
+    found = frame.f_locals
+    if not found["local_metadata"].get("assign_to_params_buffers"):
+        return False
+    caller = frame.f_back
+    while caller is not None and caller.f_code.co_name != "load":
+        caller = caller.f_back
+    # torch leaves it in the state dict, for calls to come that do not ask for it
+    if caller is not None and not caller.f_locals.get("assign", True):
+        del found["local_metadata"]["assign_to_params_buffers"]
+        return False
+    return any(found["prefix"] + name in found["state_dict"] for name in names)
 
 
 class _CallsOfThread(threading.local):

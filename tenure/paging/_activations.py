@@ -65,6 +65,9 @@ class _HostSlab:
 class HostSlabs:
     """Slabs, as many as are needed at the same time.
 
+    Bytes are given out again only when nothing shows them any more, neither a tensor nor an alias
+    of one. Who gets them waits for the copies that may still read them.
+
     Args:
         make: makes memory of so many bytes.
         what: what reports of memory call it, where nothing in use lies in it.

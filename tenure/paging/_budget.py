@@ -87,7 +87,9 @@ def read(device: torch.device) -> MemoryReading:
 
 
 class Gauge:
-    """Looks at one device.
+    """What one device leaves for weights, as passes show it.
+
+    A need that was seen is not forgotten within the passes that are remembered.
 
     Args:
         device: the device.

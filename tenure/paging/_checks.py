@@ -1,4 +1,7 @@
-"""Which numbers, models and devices paging takes; the rest is refused by name before it begins."""
+"""Which numbers, models and devices paging takes; the rest is refused by name before it begins.
+
+Invariant: nothing here changes the model, and nothing is allocated for a question.
+"""
 
 from __future__ import annotations
 

@@ -70,14 +70,14 @@ class PagedDict(_Entries):
         """Return the shown items; a state dict always gets host tensors.
 
         Raises:
-            PagingError: ``load_state_dict(assign=True)`` asks; nothing was loaded.
+            PagingError: ``load_state_dict(assign=True)`` asks, and the state dict has one of these.
         """
         caller = sys._getframe(1)
-        if is_assigning(caller):
+        if is_assigning(caller, self._hosts):
             raise PagingError(
                 "load_state_dict(assign=True) was called of a model that is paged: the parameters "
-                "that it registers would not be. Nothing was loaded. Leave assign=True out, which "
-                "copies the values, or call unpage() first."
+                "that it registers would not be. Leave assign=True out, which copies the values, "
+                "or call unpage() first."
             )
         # A checkpoint that a callback saves in the middle of a forward must not have tensors on the
         # device, which are others' a moment later.

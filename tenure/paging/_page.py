@@ -122,8 +122,6 @@ class Page:
             self._lend().tensors.pop(id(alias), None)
             # it was set on the model's own tensor, too, where it would be saved
             vars(alias).pop("_is_param", None)
-        if self._lent is not None:
-            self._lent.saved.clear()
         aliases.clear()
         nodes.clear()
         return written
@@ -324,7 +322,10 @@ def share_attributes(original: Tensor, copy: Tensor) -> None:
 
 
 class Composed:
-    """Those of one model.
+    """What the forwards of one model are shown of tensors that are made of others.
+
+    It is the same object as long as anything has it, and at most until the next `settle()`
+    otherwise, or the bytes of its parts would never be free.
 
     Args:
         device: where the copies are.

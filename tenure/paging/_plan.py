@@ -4,7 +4,8 @@ What it takes of the device beside its weights is told before it runs: the model
 without data, as `tenure.adaptive.predict_peak` has it; gradients leave, and activations if that is
 wanted, as they do where it is paged. Only for that paging asks `adaptive` for something.
 
-Invariant: a plan is made from the model's sizes alone. Nothing is allocated, moved or run for it.
+Invariant: a plan is made from the model's sizes alone, and the model is left as it was. Nothing is
+allocated, moved or computed for it.
 """
 
 from __future__ import annotations

@@ -139,7 +139,6 @@ class SavedTensors:
         form = offset, tensor.size(), tensor.stride()
         hosts = _hosts_at(page.unit, offset * tensor.element_size())
         n_writes = _n_writes(page, hosts)
-        lent.saved.update(host.name for host in hosts)
         weight = partial(self._weight_back, page.unit, hosts, n_writes, tensor.dtype, form)
         return partial(_conjugate, weight) if tensor.is_conj() else weight
 

@@ -180,6 +180,24 @@ def test_a_state_dict_whose_tensors_are_to_be_assigned_is_refused(sim, model, x)
     model.load_state_dict(other, assign=True)
 
 
+def test_a_state_dict_is_assigned_to_what_is_not_paged(sim, model, x):
+    class Pair(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head, self.body = nn.Linear(2, 2), model
+
+    whole, head = Pair(), nn.Linear(2, 2)
+    other = mlp().state_dict()
+    with paged(sim, model):
+        given = {f"head.{name}": value for name, value in head.state_dict().items()}
+        whole.load_state_dict(given, strict=False, assign=True)
+        assert whole.head.weight.equal(head.weight)
+        # torch keeps in a state dict that it was assigned once
+        mlp().load_state_dict(other, assign=True)
+        model.load_state_dict(other)
+        assert model(x).cpu().equal(on_device_whole(sim, model, x))
+
+
 @pytest.mark.parametrize("percent", [40, 100])
 def test_a_write_through_a_reference_from_before_is_seen_by_its_version(sim, model, x, percent):
     weight = model[4].weight
