@@ -540,7 +540,9 @@ def _is_linear(tail: list[RecordedCall], terms: Iterable[Value]) -> bool:
     depend = set(terms)
     for entry in tail:
         if depend.intersection(entry.reads):
-            if getattr(entry.func, "__name__", "") not in _LINEAR:
+            # what has no gradient may have any value, and slopes tell nothing of it
+            has_graph = entry.modes.grad and all(value.meta.requires_grad for value in entry.made)
+            if getattr(entry.func, "__name__", "") not in _LINEAR or not has_graph:
                 return False
             depend.update(entry.made)
     return True

@@ -18,6 +18,12 @@ def _ignored(y):
     return torch.where(torch.arange(len(y)) < 5, torch.tensor(-100), y)
 
 
+def _balanced(a, b):
+    with torch.no_grad():
+        share = a / b
+    return a + share * b
+
+
 def _cross_entropy(**options):
     return lambda out, x, y: F.cross_entropy(out, y, **options)
 
@@ -57,6 +63,12 @@ LOSSES = {
     "mean": lambda out, x, y: out.square().mean(),
     "scaled": lambda out, x, y: F.cross_entropy(out, y) / 4,
     "two terms": lambda out, x, y: F.cross_entropy(out, _ignored(y)) + 0.1 * out.pow(2).mean(),
+    "two terms, one weighted without a graph": lambda out, x, y: _balanced(
+        F.cross_entropy(out, y), out.pow(2).mean()
+    ),
+    "two terms, one weighted by whole numbers": lambda out, x, y: (
+        F.cross_entropy(out, y) * ((out + 9).abs().mean() * 10).to(torch.int64)
+    ),
     "mean and sum": lambda out, x, y: F.cross_entropy(out, y) + out.abs().sum() / 7,
     "added in place": lambda out, x, y: F.cross_entropy(out, y).add_(out.pow(2).mean()),
     "sum of a list": lambda out, x, y: sum([F.cross_entropy(out, y), out.mean(), 3.0]),
