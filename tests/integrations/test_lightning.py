@@ -802,6 +802,87 @@ def test_a_metric_updated_by_a_method_that_was_kept_is_refused():
     assert not module.tracker.mean.update_called
 
 
+class Grouped(Net):
+    """A collection whose metrics share a state, asked for its items in a step."""
+
+    def __init__(self):
+        super().__init__()
+        kinds = torchmetrics.classification
+        self.group = torchmetrics.MetricCollection(
+            {"precision": kinds.MulticlassPrecision(4), "recall": kinds.MulticlassRecall(4)}
+        )
+
+    def training_step(self, batch, batch_idx):
+        out = self.net(batch[0])
+        self.group.update(out, batch[1])
+        self.log_dict(self.group, on_step=False, on_epoch=True)
+        return F.cross_entropy(out, batch[1])
+
+
+def test_a_collection_with_groups_ends_as_by_the_whole_batch():
+    module, _ = compared(Grouped, max_epochs=2)
+    assert module.group.compute_groups == {0: ["precision", "recall"]}
+
+
+def test_a_collection_updated_by_a_method_that_was_kept_is_refused():
+    class Keeping(AdaptiveMixin, Grouped):
+        def __init__(self):
+            super().__init__()
+            self.add = self.group.update
+
+        def training_step(self, batch, batch_idx):
+            self.add(self.net(batch[0]), batch[1])
+            return self.loss_of(batch)
+
+    module = seeded(Keeping)
+    with pytest.raises(AdaptiveUsageError, match="was updated by a method that was kept"):
+        trained(module)
+    assert not module.group.precision.update_called
+
+
+class Making(Net):
+    """Metrics made in a step: called, asked, cloned, and in a collection."""
+
+    def __init__(self):
+        super().__init__()
+        self.mean = torchmetrics.MeanMetric().set_dtype(torch.float64)
+        self.several = torchmetrics.MetricCollection([torchmetrics.SumMetric()])
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss_of(batch)
+        made = torchmetrics.MeanMetric().set_dtype(torch.float64)
+        made.update(loss)
+        self.log("made", made.compute())
+        self.log("cloned", self.mean.clone()(loss))
+        several = self.several.clone()
+        several.update(len(batch[1]))
+        self.log_dict(several.compute(), reduce_fx="sum")
+        return loss
+
+
+def test_metrics_made_in_a_step_are_those_of_torchmetrics():
+    module, _ = compared(Making, max_epochs=2)
+    assert not module.mean.update_called
+
+
+@pytest.mark.parametrize("options", [{}, {"verify": False}, {"maximum": None}])
+@pytest.mark.parametrize("holder", [lambda m: m, lambda m: torchmetrics.MetricCollection([m])])
+def test_a_metric_made_in_a_step_and_kept_is_refused(holder, options):
+    class Lazy(AdaptiveMixin, Net):
+        def training_step(self, batch, batch_idx):
+            if not hasattr(self, "mean"):
+                self.mean = holder(torchmetrics.MeanMetric())
+            loss = self.loss_of(batch)
+            self.mean.update(loss)
+            if len(batch[0]) > 4:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+            return loss
+
+    told = "The metric 'mean' was made in a training_step and kept"
+    with pytest.raises(AdaptiveUsageError, match=told):
+        trained(seeded(Lazy, **options))
+
+
 def test_a_number_for_a_metric_that_nothing_joins_is_told_by_its_place():
     class Spread(AdaptiveMixin, Metrics):
         def training_step(self, batch, batch_idx):

@@ -66,6 +66,9 @@ class MetricRecorder:
         self._told: dict[int, Any] = {}
         self._names: dict[int, tuple[Any, str]] = {}
         self._stand_ins: dict[int, Any] = {}
+        # made by what runs now, and by what ran before it
+        self._made: WeakValueDictionary[int, Any] = WeakValueDictionary()
+        self._kept: WeakValueDictionary[int, Any] = WeakValueDictionary()
         self._calls: list[MetricCall] | None = None
 
     def run(self, calls: list[MetricCall] | None, work: Callable[[], T]) -> T:
@@ -76,6 +79,8 @@ class MetricRecorder:
             work: what runs.
         """
         self._calls = calls
+        self._kept.update(self._made)
+        self._made.clear()
         with ExitStack() as stack:
             for kind in _kinds():
                 stack.enter_context(_patch_of(kind).block())
@@ -83,10 +88,23 @@ class MetricRecorder:
 
     def attribute(self, metric: Any, name: str, read: Callable[[Any, str], Any]) -> Any:
         """Return what the program gets as an attribute of a metric."""
+        collection = sys.modules["torchmetrics"].MetricCollection
+        members = list(metric.children()) if isinstance(metric, collection) else [metric]
+        for each in members:
+            # as its __init__() and __setstate__() find it, before they wrap its methods
+            if "update" not in vars(each):
+                self._made[id(each)] = each
+            if id(each) in self._kept:
+                raise _refused(self._name_of(metric), "__init__")
+        if not [each for each in members if id(each) not in self._made]:
+            return read(metric, name)
         if self._calls is None:
             if id(metric) not in self._told:
                 self._told[id(metric)] = metric
                 _tell(metric)
+            return read(metric, name)
+        # its items() share states; its update(), if it was kept, has a count read elsewhere
+        if sys._getframe(2).f_globals.get("__name__") == collection.__module__:
             return read(metric, name)
         if name == "forward":
             return functools.partial(self._forward, metric)
@@ -133,6 +151,11 @@ def _new_name(metric: Any) -> str:
 
 
 def _refused(name: str, attribute: str) -> AdaptiveUsageError:
+    if attribute == "__init__":
+        return AdaptiveUsageError(
+            f"The metric {name!r} was made in a training_step and kept, and its batch runs several "
+            "times, such as in micro-batches. Make it in __init__() of the module."
+        )
     if attribute == _COUNT:
         did = (
             f"The metric {name!r} was updated by a method that was kept from before, or asked how "
