@@ -560,6 +560,30 @@ def test_accumulation_that_divides_nothing_takes_a_loss_of_outputs(tmp_path):
     assert run.trainer.adaptive_result.sizes == (5, 5, 4, 2)
 
 
+@pytest.mark.parametrize("name", _MADE_LATER)
+@pytest.mark.parametrize("at_most", [{}, {"maximum": 5}], ids=["whole", "split"])
+def test_a_trainer_that_adds_to_a_loss_that_is_made_later_is_refused(tmp_path, name, at_most):
+    part, option, _ = _MADE_LATER[name]
+
+    class Adding(Trainer):
+        def training_step(self, model, inputs, *args, **kwargs):
+            loss = self.compute_loss(model, inputs)
+            loss = loss + model.lm_head.weight.square().sum()
+            self.accelerator.backward(loss)
+            return loss.detach()
+
+    class Later(AdaptiveTrainerMixin, Adding):
+        def compute_loss(self, model, inputs, **kwargs):
+            return part(model(input_ids=inputs["input_ids"]).logits.mean(1))
+
+    model = llama()
+    options = {**at_most, **option(model)}
+    data = [{"input_ids": each["input_ids"]} for each in texts()]
+    told = r"Later.training_step\(\) does more with the loss than to multiply it"
+    with pytest.raises(AdaptiveUsageError, match=told):
+        trained(Later, tmp_path, model, data, options=options, arguments={"optim": "sgd"})
+
+
 def test_a_trainer_that_runs_backward_itself_is_refused(tmp_path):
     class Base(Trainer):
         def training_step(self, model, inputs, num_items_in_batch=None):

@@ -6,6 +6,7 @@ worked all is told once, as for the whole batch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -123,19 +124,39 @@ def outputs_taken(trainer: Any, work: Callable[[], object]) -> tuple[Any, float]
 
     The Trainer divides it by the batches that it accumulates, unless it was divided already. What
     is no loss yet must not be divided: so the Trainer gets a one in its place.
+
+    Raises:
+        AdaptiveUsageError: it does something else, such as to add a penalty.
     """
     outputs: list[Any] = []
     compute_loss = trainer.compute_loss
 
     def noted(*args: Any, **kwargs: Any) -> Tensor:
         outputs.append(compute_loss(*args, **kwargs))
-        return torch.ones((), dtype=torch.float64)
+        return one
 
-    def taken() -> float:
-        return float(only_loss(losses_taken(trainer.accelerator, work), trainer))
+    def taken() -> Tensor:
+        loss: Tensor = only_loss(losses_taken(trainer.accelerator, work), trainer)
+        return loss
 
-    factor = _with_method(trainer, "compute_loss", noted, taken)
+    # without gradients, where a split is tried, nothing tells: the run with them does
+    one = torch.ones((), dtype=torch.float64, requires_grad=torch.is_grad_enabled())
+    loss = _with_method(trainer, "compute_loss", noted, taken)
+    factor = loss.item()
+    if one.requires_grad and not _is_multiple(loss, one):
+        raise AdaptiveUsageError(
+            f"{type(trainer).__name__}.training_step() does more with the loss than to multiply "
+            "it, but loss=, then= or once= of adaptive_options makes the loss after it. Add a "
+            "penalty of parameters with once=."
+        )
     return only_loss(outputs, trainer, "compute_loss()"), factor
+
+
+def _is_multiple(loss: Tensor, one: Tensor) -> bool:
+    if not loss.requires_grad:
+        return False
+    (slope,) = torch.autograd.grad(loss, one, materialize_grads=True)
+    return math.isclose(slope.item(), loss.item(), rel_tol=1e-6)
 
 
 def _with_method(owner: Any, name: str, method: Callable[..., Any], work: Callable[[], T]) -> T:
