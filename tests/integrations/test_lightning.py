@@ -840,6 +840,40 @@ def test_a_collection_updated_by_a_method_that_was_kept_is_refused():
     assert not module.group.precision.update_called
 
 
+class Alone(torchmetrics.MeanMetric):
+    """A metric that asks no base for its attributes."""
+
+    def __getattribute__(self, name):
+        return object.__getattribute__(self, name)
+
+
+class ByBase(torchmetrics.MeanMetric):
+    def __getattribute__(self, name):
+        return super().__getattribute__(name)
+
+
+@pytest.mark.parametrize("kind", [Alone, ByBase])
+def test_a_metric_with_attributes_of_its_own_ends_as_by_the_whole_batch(kind):
+    class Own(Net):
+        def __init__(self):
+            super().__init__()
+            self.mean = kind().set_dtype(torch.float64)
+
+        def training_step(self, batch, batch_idx):
+            loss = self.loss_of(batch)
+            self.mean(loss)
+            self.mean.update(3 * loss)
+            self.log("mean", self.mean, on_step=False, on_epoch=True)
+            return loss
+
+        def on_train_epoch_end(self):
+            counts.append(self.mean.update_count)
+
+    counts = []
+    compared(Own)
+    assert counts == [6, 6]
+
+
 class Making(Net):
     """Metrics made in a step: called, asked, cloned, and in a collection."""
 

@@ -180,10 +180,15 @@ def _heard_by(recorder: MetricRecorder | None, work: Callable[[], T]) -> T:
         _listening.set(before)
 
 
-def _kinds() -> tuple[type, ...]:
+def _kinds() -> list[type]:
     # without it there are none
     library = sys.modules.get("torchmetrics")
-    return () if library is None else (library.Metric, library.MetricCollection)
+    roots = () if library is None else (library.Metric, library.MetricCollection)
+    kinds = list(roots)
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+    # a subclass with a __getattribute__ of its own need not ask that of its base
+    return [kind for kind in kinds if kind in roots or "__getattribute__" in vars(kind)]
 
 
 @functools.cache
@@ -194,10 +199,14 @@ def _patch_of(kind: type) -> Patch:
     """
 
     def listening(read: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
+        def unheard(metric: Any, name: str) -> Any:
+            # it may ask the one of a base, too
+            return _heard_by(None, functools.partial(read, metric, name))
+
         def __getattribute__(metric: Any, name: str) -> Any:
             recorder = _listening.get() if name in _METHODS else None
             if recorder is not None:
-                return recorder.attribute(metric, name, read)
+                return recorder.attribute(metric, name, unheard)
             patch.was_called()
             return read(metric, name)
 
