@@ -20,7 +20,7 @@ from tenure.scopes import persist
 
 from .._attempt import release
 from .._undo import RngState
-from ._program import Gradients, SplitProgram, is_loss, remembered
+from ._program import SplitProgram, is_loss, remembered
 from ._tape import (
     Handle,
     RecordedCall,
@@ -86,9 +86,7 @@ def _compute(tape: Tape, value: Value) -> None:
         consume(tape)
 
 
-def whole_or_parts(
-    tape: Tape, value: Value, whole: Callable[[], Any], *, is_root: bool
-) -> Gradients | None:
+def whole_or_parts(tape: Tape, value: Value, whole: Callable[[], Any], *, is_root: bool) -> Any:
     """Compute a value, of the whole where it fits.
 
     Args:
@@ -105,7 +103,7 @@ def whole_or_parts(
     if program is None:
         found: Any = unless_too_large(tape, whole)
         if not isinstance(found, OomInfo):
-            return found  # type: ignore[no-any-return]
+            return found
         program = SplitProgram(tape, value, is_root=is_root)
         remembered(tape, "whole").new().ran_out(tape.n_samples, 1, found.device)
     if any(entry.is_done for entry in tape.entries):
