@@ -142,6 +142,7 @@ class SplitProgram:
         trains = any(tensor.requires_grad for entry in after for tensor in entry.tensors)
         is_late = trains or counted & made or not _is_linear(after, terms)
         if not terms or not has_terms or is_late or _taken(after, takes, self._root):
+            self._add_readers()
             terms, after = {}, self._last
         # the calls that give the terms of the loss, by what they give; if there are none, what the
         # last calls take of all parts
@@ -155,6 +156,23 @@ class SplitProgram:
             self._chunk = []
         if not self._chunk:
             raise not_splittable(self._tape, "nothing in it runs on one sample at a time")
+
+    def _add_readers(self) -> None:
+        """Let calls that use what the last ones make, as for a log, be among them.
+
+        One may write in place what another reads.
+        """
+        if self._root is None:
+            return
+        whole = _in_order([*self._last, *self._others])
+        made = {value.root for entry in self._last for value in entry.made}
+        wanted = [self._root]
+        for entry in self._others:
+            if made & entry.touched():
+                made.update(value.root for value in entry.made)
+                wanted += entry.made
+        self._last = makers_of(whole, wanted)
+        self._others = [entry for entry in whole if entry not in self._last]
 
     def _prepare(self) -> None:
         """Run what is made of the batch alone, and see what is wanted of parts."""
@@ -172,7 +190,7 @@ class SplitProgram:
         self._factors = self._factors_of_terms() if self._terms else {}
         if self._terms and not self._factors:
             self._cut_last(has_terms=False)
-        late = self._others if self._taken else [*self._tail, *self._others]
+        late = self._others if self._taken else _in_order([*self._tail, *self._others])
         # statistics are written whether or not anybody has what comes of it
         self._late = makers_of(late, self._alive, statistics=True)
         made = [v for entry in self._chunk for v in entry.made if v not in self._terms]
@@ -314,7 +332,7 @@ class SplitProgram:
         if self._taken and self._root in self._whole:
             # with the random numbers that its gradients are of
             with persist():
-                self._whole[self._root] = result.loss.clone()
+                self._whole[self._root] = result.loss.clone().reshape(self._root.meta.shape)
         return result
 
     def _function(self, name: str, place: str) -> Any:
@@ -536,13 +554,21 @@ _LINEAR = frozenset(
 
 
 def _is_linear(tail: list[RecordedCall], terms: Iterable[Value]) -> bool:
-    """Tell whether the last calls may only add terms up, and multiply them by constants."""
+    """Tell whether each of the last calls only adds terms up, or multiplies one by a constant."""
     depend = set(terms)
+    if not all(value.meta.dtype.is_floating_point for value in depend):
+        return False
     for entry in tail:
-        if depend.intersection(entry.reads):
-            # what has no gradient may have any value, and slopes tell nothing of it
-            has_graph = entry.modes.grad and all(value.meta.requires_grad for value in entry.made)
-            if getattr(entry.func, "__name__", "") not in _LINEAR or not has_graph:
-                return False
-            depend.update(entry.made)
+        # what reads no term would run twice, for the slopes and for the loss
+        is_linear = getattr(entry.func, "__name__", "") in _LINEAR and depend & set(entry.reads)
+        # what has no gradient may have any value, and slopes tell nothing of it
+        has_graph = entry.modes.grad and all(value.meta.requires_grad for value in entry.made)
+        if not (is_linear and has_graph):
+            return False
+        depend.update(entry.made)
     return True
+
+
+def _in_order(entries: Iterable[RecordedCall]) -> list[RecordedCall]:
+    """Return calls as they were recorded."""
+    return sorted(entries, key=lambda entry: entry.number)

@@ -291,7 +291,17 @@ class _Trial:
 def _at_random(value: Tensor) -> Tensor:
     if value.dtype is torch.bool:
         return torch.rand(value.shape, device=value.device) < 0.5
-    return torch.rand_like(value) if value.is_floating_point() else value
+    if value.is_floating_point():
+        return torch.rand_like(value)
+    if value.is_complex() or not value.numel():
+        return value
+    # others of the same range: the first numbers of two parts are often equal, as of class indices
+    most = torch.iinfo(value.dtype).max - 1
+    low, high = min(int(value.min()), 0), min(max(int(value.max()), 1), most)
+    made = torch.randint_like(value, low, high + 1)
+    # at its ends, or a sum of few zeros would say nothing
+    made[(-1,) * made.dim()], made[(0,) * made.dim()] = low, high
+    return made
 
 
 def _goes_by_place(entry: RecordedCall, labels: Mapping[Value, Label]) -> bool:

@@ -63,6 +63,10 @@ LOSSES = {
     "mean": lambda out, x, y: out.square().mean(),
     "scaled": lambda out, x, y: F.cross_entropy(out, y) / 4,
     "two terms": lambda out, x, y: F.cross_entropy(out, _ignored(y)) + 0.1 * out.pow(2).mean(),
+    "over what parts have counted": lambda out, x, y: (
+        (F.cross_entropy(out, y, reduction="none") * (out.detach() > 0).any(1)).sum()
+        / (out.detach() > 0).any(1).sum()
+    ),
     "two terms, one weighted without a graph": lambda out, x, y: _balanced(
         F.cross_entropy(out, y), out.pow(2).mean()
     ),
@@ -132,6 +136,76 @@ def test_gradients_and_loss_are_those_of_plain_tensors(loss, room):
 
     expected, found = assert_same_gradients(model, program, room)
     assert found == pytest.approx(expected, rel=1e-12)
+
+
+def _added_to(loss, out):
+    loss += out.pow(2).mean()
+    return loss
+
+
+AFTERWARDS = {
+    "added to": _added_to,
+    "its root": lambda loss, out: loss.sqrt(),
+    "the root of it added to": lambda loss, out: _added_to(loss, out).sqrt(),
+}
+
+
+@pytest.mark.parametrize("room", [None, 3])
+@pytest.mark.parametrize("goes_on", AFTERWARDS.values(), ids=AFTERWARDS)
+def test_a_number_for_a_log_is_that_of_the_line_that_made_it(goes_on, room):
+    model, (x, y) = mlp(), batch()
+
+    def program(wrap):
+        a, b = wrap(x, y)
+        out = model(a)
+        loss = F.cross_entropy(out, b)
+        log = loss * 2
+        loss = goes_on(loss, out)
+        loss.backward()
+        return [loss.item(), log.item()]
+
+    expected, found = assert_same_gradients(model, program, room)
+    assert found == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("room", [None, 3])
+def test_a_factor_of_the_batch_alone_is_computed_once(room):
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net, self.norm = mlp(), nn.BatchNorm1d(4).double().requires_grad_(False)
+
+    (x, y), seen = batch(), []
+
+    def program(wrap):
+        a, b = wrap(x, y)
+        torch.manual_seed(5)
+        scale = F.dropout(model.norm(a)).abs().mean()
+        loss = F.cross_entropy(model.net(a), b) * scale
+        loss.backward()
+        seen.append(
+            (loss.item(), model.norm.running_mean.clone(), int(model.norm.num_batches_tracked))
+        )
+        model.norm.reset_running_stats()
+
+    model = Scaled()
+    assert_same_gradients(model, program, room)
+    (loss, mean, n), (found, found_mean, found_n) = seen
+    assert found == pytest.approx(loss, rel=1e-12)
+    assert found_mean.allclose(mean)
+    assert n == found_n == 1
+
+
+@pytest.mark.parametrize("room", [None, 3])
+def test_a_loss_of_one_element_keeps_its_shape(room):
+    model, (x, _) = mlp(), batch()
+
+    def program(wrap):
+        loss = model(wrap(x)).std().reshape(1)
+        loss.backward()
+        return tuple(loss.detach().numpy().shape)
+
+    assert assert_same_gradients(model, program, room) == ((1,), (1,))
 
 
 INPUTS = {

@@ -135,6 +135,16 @@ def test_inference_is_split_and_put_together(mode):
         assert loss == pytest.approx(F.cross_entropy(expected, y).item())
 
 
+@pytest.mark.parametrize("mixed", [lambda y: y.flip(0), lambda y: y.cumsum(0)])
+def test_whole_numbers_that_begin_alike_are_not_taken_to_be_kept_apart(mixed):
+    model, (x, _) = mlp(), batch()
+    y = torch.tensor([0, 0, 0, 0, 0, 1, 2, 1])
+    expected = mixed(y) + model(x).argmax(1)
+    with torch.no_grad(), RoomFor(3):
+        a, b = lazy(x, y)
+        assert (mixed(b) + model(a).argmax(1)).value().equal(expected)
+
+
 def test_inference_fits_a_budget():
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(64, 512), nn.GELU(), nn.Linear(512, 4)), torch.randn(512, 64)
