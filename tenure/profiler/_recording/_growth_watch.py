@@ -70,8 +70,8 @@ class GrowthWatch:
         # whose steps or calls count, and how many of others came since
         self._counted: weakref.ref[object] | None = None
         self._n_others = 0
-        # all that had a turn, by identity
-        self._known: dict[int, weakref.ref[object]] = {}
+        # all that had a turn and live, by identity: one that dies leaves nothing here
+        self._known: weakref.WeakValueDictionary[int, object] = weakref.WeakValueDictionary()
         self._hook: Any = None
         self._calls = ExitStack()
         self._before_look: Callable[[], object] | None = None
@@ -175,14 +175,13 @@ class GrowthWatch:
     def _turn_ended(self, of: object) -> None:
         counted = None if self._counted is None else self._counted()
         if counted is not of:
-            known = self._known.get(id(of))
             # one that a step has made for itself counts at once
-            is_new = known is None or known() is not of
-            self._known[id(of)] = weakref.ref(of)
+            is_new = self._known.get(id(of)) is not of
+            self._known[id(of)] = of
             self._n_others += 1
             if counted is not None and not is_new and self._n_others < _OTHERS:
                 return
-            self._counted = self._known[id(of)]
+            self._counted = weakref.ref(of)
         self._n_others = 0
         self._n_steps += 1
         self._is_further = True
