@@ -317,8 +317,8 @@ FAULTS = (
         "integrations/test_lightning.py",
     ),
     Fault(
-        "integrations/_lightning/_recorder.py",
-        "_running.set(before)",
+        "integrations/_lightning/_metrics.py",
+        "variable.set(before)",
         "pass",
         "integrations/test_lightning.py",
     ),

@@ -33,7 +33,7 @@ _lent: weakref.WeakValueDictionary[int, Lent] = weakref.WeakValueDictionary()
 
 
 class Lent:
-    """Return some bytes of a plain uint8 tensor, in their own storage that keeps it alive.
+    """Some bytes of a plain uint8 tensor, in their own storage that keeps it alive.
 
     Args:
         memory: the tensor, which is contiguous.

@@ -87,7 +87,7 @@ def read(device: torch.device) -> MemoryReading:
 
 
 class Gauge:
-    """What one device leaves for weights, as passes show it.
+    """The room that one device leaves for weights, as passes show it.
 
     A need that was seen is not forgotten within the passes that are remembered.
 

@@ -1,8 +1,8 @@
 """The device's memory for units: slabs that are allocated whole, places in them, and the ring.
 
-Invariant: each place has a storage of its own: who
-shares the bytes of one unit is told from who shares those of its neighbours. Ranges of the ring
-that are in use never overlap; who takes one learns of every event that its earlier use ends with.
+Invariant: each place has a storage of its own: who shares the bytes of one unit is told from who
+shares those of its neighbours. Ranges of the ring that are in use never overlap; who takes one
+learns of every event that its earlier use ends with.
 """
 
 from __future__ import annotations

@@ -322,9 +322,9 @@ def share_attributes(original: Tensor, copy: Tensor) -> None:
 
 
 class Composed:
-    """What the forwards of one model are shown of tensors that are made of others.
+    """The copies of tensors that are made of others, as the forwards of one model see them.
 
-    It is the same object as long as anything has it, and at most until the next `settle()`
+    Each is the same object as long as anything has it, and at most until the next `settle()`
     otherwise, or the bytes of its parts would never be free.
 
     Args:

@@ -262,7 +262,7 @@ class TrainingPager(Pager):
         # The backward passes of autograd's that the one that is inside is for.
         self._tasks: set[int] = set()
         self._joining = RLock()
-        # What a forward has read in a checkpoint around no module: none is called to recompute it.
+        # Read by forwards in a checkpoint around no module: none is called to recompute it.
         self._checkpointed: set[HostTensor] = set()
 
     def enter(self, forward: Forward, token: object, units: list[Unit], module: nn.Module) -> bool:

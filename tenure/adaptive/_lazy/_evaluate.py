@@ -74,7 +74,6 @@ def _compute(tape: Tape, value: Value) -> None:
         if unless_too_large(tape, lambda: run_whole(tape, alone)) is None:
             return
     is_root = is_loss(tape, value)
-
     found: Any = whole_or_parts(
         tape, value, lambda: run_whole(tape, pending_of(tape, value)), is_root=is_root
     )
@@ -96,7 +95,7 @@ def whole_or_parts(tape: Tape, value: Value, whole: Callable[[], Any], *, is_roo
         is_root: whether parts give its gradients, too.
 
     Returns:
-        What the whole gave, or the gradients of the parts; None for a value without them.
+        The result of ``whole``, or the gradients of the parts; None for a value without them.
     """
     check_unwritten(tape.pending(value))
     program = _known_not_to_fit(tape, value, is_root)

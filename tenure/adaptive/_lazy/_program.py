@@ -348,7 +348,7 @@ class SplitProgram:
         return call
 
     def _loss(self, batch: list[Tensor]) -> Any:
-        """Return the loss of a part, its terms, or the inputs of its tail; and its values."""
+        """Return the loss of a part, or the inputs of its tail; and its values."""
         env, (values, terms) = self._part(batch)
         if self._taken:
             return [value.label.apart(env[value]) for value in self._taken], (values, terms)

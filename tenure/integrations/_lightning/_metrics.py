@@ -27,8 +27,9 @@ from tenure._torch.patches import Patch
 from .._joined import Joiner, detached
 
 T = TypeVar("T")
+V = TypeVar("V")
 _COUNT = "_update_count"
-"""What each update of a metric reads."""
+"""Each update of a metric reads it."""
 _METHODS = ("forward", "update", "compute", "reset", _COUNT)
 """The attributes of a metric that do something else while parts run."""
 _listening: ContextVar[MetricRecorder | None] = ContextVar("_listening", default=None)
@@ -84,7 +85,7 @@ class MetricRecorder:
         with ExitStack() as stack:
             for kind in _kinds():
                 stack.enter_context(_patch_of(kind).block())
-            return _heard_by(self, work)
+            return run_with(_listening, self, work)
 
     def attribute(self, metric: Any, name: str, read: Callable[[Any, str], Any]) -> Any:
         """Return what the program gets as an attribute of a metric."""
@@ -123,7 +124,7 @@ class MetricRecorder:
             return stand_in.forward(*args, **kwargs)
 
         # the value that this part alone has
-        return _heard_by(None, alone)
+        return run_with(_listening, None, alone)
 
     def _note(
         self, metric: Any, method: str, function: Callable[..., Any], *args: Any, **kwargs: Any
@@ -170,14 +171,15 @@ def _refused(name: str, attribute: str) -> AdaptiveUsageError:
     )
 
 
-def _heard_by(recorder: MetricRecorder | None, work: Callable[[], T]) -> T:
-    before = _listening.get()
-    # as StepRecorder.hearing()
+def run_with(variable: ContextVar[V], value: V, work: Callable[[], T]) -> T:
+    """Run work while a context variable has a value, and return what it returns."""
+    before = variable.get()
+    # no context manager: Ctrl-C may come as its end begins, and the value would stay for good
     try:
-        _listening.set(recorder)
+        variable.set(value)
         return work()
     finally:
-        _listening.set(before)
+        variable.set(before)
 
 
 def _kinds() -> list[type]:
@@ -201,7 +203,7 @@ def _patch_of(kind: type) -> Patch:
     def listening(read: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
         def unheard(metric: Any, name: str) -> Any:
             # it may ask the one of a base, too
-            return _heard_by(None, functools.partial(read, metric, name))
+            return run_with(_listening, None, functools.partial(read, metric, name))
 
         def __getattribute__(metric: Any, name: str) -> Any:
             recorder = _listening.get() if name in _METHODS else None

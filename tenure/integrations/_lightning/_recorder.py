@@ -19,7 +19,7 @@ from torch import Tensor
 from tenure._errors import AdaptiveUsageError
 
 from .._joined import Joiner, NumberRules, detached, learn_log, log_of
-from ._metrics import MetricCall, MetricRecorder, joined_call, learn_call
+from ._metrics import MetricCall, MetricRecorder, joined_call, learn_call, run_with
 
 T = TypeVar("T")
 _running: ContextVar[StepRecorder | None] = ContextVar("_running", default=None)
@@ -87,13 +87,7 @@ class StepRecorder:
 
     def hearing(self, work: Callable[[], T]) -> T:
         """Run work in which the module's `log` comes here."""
-        before = _running.get()
-        # no context manager: Ctrl-C may come as its end begins, and logs would come here for good
-        try:
-            _running.set(self)
-            return work()
-        finally:
-            _running.set(before)
+        return run_with(_running, self, work)
 
     def run(self, function: Callable[..., Any], batch: Any) -> tuple[Any, BatchPart]:
         """Run it on the batch or a part of it; what it returns as its loss, and the rest."""

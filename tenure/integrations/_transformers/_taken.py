@@ -25,7 +25,7 @@ _ADVICE = "Log it in a callback, or where the whole batch has run, such as after
 
 @dataclass(slots=True)
 class HeldLogs:
-    """What one micro-batch logged.
+    """The logs of one micro-batch.
 
     Attributes:
         rules: how logs of this trainer add up.

@@ -131,14 +131,12 @@ def _gradients(parts: StepParts, nameless: LeafNames) -> dict[str, Tensor]:
 
 
 def _parameter_names(roots: dict[str, nn.Module]) -> dict[int, str]:
-    # of several names the first stays
-    named = (
-        (id(parameter), f"{name}.{key}")
-        for name, module in reversed(named_modules(roots))
-        for key, parameter in reversed(module._parameters.items())
-        if parameter is not None
-    )
-    return dict(named)
+    names: dict[int, str] = {}
+    for name, module in named_modules(roots):
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                names.setdefault(id(parameter), f"{name}.{key}")
+    return names
 
 
 def buffers_of(parts: StepParts) -> dict[str, Tensor]:
