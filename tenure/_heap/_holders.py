@@ -21,7 +21,7 @@ from ._image import Image
 from ._reading import is_kind, type_name
 from ._roots import Roots
 from ._search import Balance, Edge, Search
-from ._words import Namer, Root, Step, inside, without_repetitions
+from ._words import FAR, Namer, Root, Step, inside, without_repetitions
 
 # kinds whose holder may be a plain variable itself, with as many steps as that takes
 _BORROWED = {"view": 1, "autograd": 1, "numpy": 1, "closure": 3}
@@ -149,7 +149,8 @@ def _holders_of(n: int, search: Search, chains: Chains) -> list[Holder]:
 def _rank(chain: Chain) -> tuple[bool, int, bool, str]:
     """Sort what roots hold first, short chains before long, and the user's names first."""
     is_loose = chain.root.kind in _ENDINGS
-    return is_loose, len(chain.steps) + chain.root.cost, chain.kind in _BORROWED, str(chain)
+    cost = chain.root.cost + sum(step.cost for step in chain.steps)
+    return is_loose, cost, chain.kind in _BORROWED, str(chain)
 
 
 def _is_variable(chain: Chain) -> bool:
@@ -188,9 +189,9 @@ class _Way(NamedTuple):
     fleeting: bool
 
     @property
-    def rank(self) -> tuple[bool, int, str]:
-        """What will last before what will not; then the short before the long."""
-        return self.fleeting, self.cost, self.root.text
+    def rank(self) -> tuple[int, bool, int, str]:
+        """Names of the program, then what will last; of these the short before the long."""
+        return self.cost // FAR, self.fleeting, self.cost, self.root.text
 
 
 # ordered by cost, root's text and number; the fourth is unique, so that ways are never compared
@@ -246,7 +247,7 @@ class Chains:
 
     def _further(self, place: _Place, way: _Way, edge: Edge) -> _Way:
         fleeting = way.fleeting and edge.step.borrows
-        return _Way(way.root, way.cost + 1, edge, place, fleeting)
+        return _Way(way.root, way.cost + edge.step.cost, edge, place, fleeting)
 
     def _edges_of(self, way: _Way) -> list[Edge]:
         edges: list[Edge] = []
@@ -279,7 +280,7 @@ class Chains:
                 self._ways[place] = way
                 for held, edge in children.get(n, ()):
                     further = self._further(place, way, edge)
-                    if further.cost - further.root.cost >= _MAX_STEPS:
+                    if (further.cost - further.root.cost) % FAR >= _MAX_STEPS:
                         further = self._begun_anew(further)
                     heapq.heappush(entries, (further.cost, text, held, next(ties), further))
 

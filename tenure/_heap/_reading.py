@@ -9,6 +9,7 @@ unless somebody else holds it.
 import ctypes
 import gc
 import inspect
+import os
 import sys
 import types
 from collections import deque
@@ -21,13 +22,14 @@ from typing import Any, cast
 
 import torch
 
-from tenure._callers import is_tenure
+from tenure._callers import is_internal, is_tenure
 from tenure._errors import MissingTorchNameError
 from tenure._storages import storage_of
 from tenure._torch.counting import OF_CPP, SOLE
 from tenure._torch.quiet import TENSOR_BASE
 from tenure._torch.storages import owners_of_storage, uses_of_tensor
 
+_LIBRARY = os.path.dirname(os.__file__)
 _QUALNAME = type.__dict__["__qualname__"].__get__
 _MRO = type.__dict__["__mro__"].__get__
 _IS_SUBCLASS = type.__subclasscheck__
@@ -212,6 +214,11 @@ def variables_of_stack(frame: FrameType | None) -> list[object]:
             spaces.append(frame.f_globals)
         frame = frame.f_back
     return found + spaces
+
+
+def is_of_library(frame: FrameType) -> bool:
+    """Return whether a frame runs code of tenure, of torch, or of what comes with Python."""
+    return is_internal(frame) or frame.f_code.co_filename.startswith(_LIBRARY)
 
 
 def is_optimized(frame: FrameType) -> bool:

@@ -2,7 +2,6 @@
 
 import contextvars
 import inspect
-import os
 import sys
 import threading
 import types
@@ -10,7 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from types import CodeType, FrameType
 
-from tenure._callers import is_internal, is_tenure
+from tenure._callers import is_tenure
 from tenure._registries import ended_frames
 
 from ._lent import LENDS, lent_parameters, values_in_flight
@@ -18,15 +17,13 @@ from ._reading import (
     callers_keep_arguments,
     class_attributes,
     is_kind,
+    is_of_library,
     is_optimized,
     read_locals,
     type_name,
 )
-from ._words import Root, attribute
+from ._words import FAR, Root, attribute
 
-FAR = 1 << 20
-"""The cost of a variable of torch's, or of copy.deepcopy's: any other name is a better one."""
-_LIBRARY = os.path.dirname(os.__file__)
 # an exception that a variable holds as well is better named by the variable
 _IN_FLIGHT = Root("", "traceback", cost=2)
 # The current context of a thread is held by no object. What runs in a context of its own, such as a
@@ -106,7 +103,7 @@ class Roots:
         cells = {*code.co_cellvars, *code.co_freevars}
         without_reference = cells | lent_parameters(frame)
         pairs = read_locals(frame)
-        of_library = is_internal(frame) or code.co_filename.startswith(_LIBRARY)
+        of_library = is_of_library(frame)
         if self._callers_keep and not LENDS:
             self.references.update(map(id, _arguments_of(code, dict(pairs))))
         for name, value in pairs:

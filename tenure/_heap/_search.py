@@ -30,9 +30,9 @@ from ._reading import (
     storage_uses,
     take_out_emptied,
 )
-from ._roots import FAR, Roots
+from ._roots import Roots
 from ._slots import frame_of, slots_of
-from ._words import Root, Step
+from ._words import FAR, Root, Step
 
 _MAX_LEVELS = 24
 _MAX_OBJECTS = 50_000
@@ -101,7 +101,7 @@ class Search:
         self._ignored = {id(self.alive)}
         if image is not None:
             self._set_image(image)
-        self.targets = [self._add(found) for found in objects]
+        self.targets = [self._add(found, is_target=True) for found in objects]
         # the memory of these matters, and of others only their handles
         self._target_numbers = frozenset(self.targets)
         self._ignore(ignore)
@@ -254,7 +254,7 @@ class Search:
                     self._explained[self._number[id(held)]] += 1
                     self._ours[self._number[id(held)]] += 1
 
-    def _add(self, found: object) -> int:
+    def _add(self, found: object, *, is_target: bool = False) -> int:
         if id(found) in self._number:
             return self._number[id(found)]
         number = self._number[id(found)] = len(self.alive)
@@ -263,7 +263,8 @@ class Search:
         self._children.append([])
         self.roots.append(self._roots.of(found))
         for root in self.roots[number]:
-            if root.silent or root.cost >= FAR:
+            # of what is asked about, a variable of torch's is no name to end the search with
+            if root.silent or (is_target and root.cost >= FAR):
                 continue
             if root.running:
                 self._in_variable.add(number)

@@ -26,6 +26,7 @@ from ._reading import (
     instance_attributes,
     is_array,
     is_kind,
+    is_of_library,
     mro_of,
     read_locals,
     referents_of,
@@ -33,6 +34,7 @@ from ._reading import (
     type_name,
 )
 from ._words import (
+    FAR,
     Reader,
     Slot,
     Step,
@@ -231,13 +233,16 @@ def _suspended_slots(holder: Any, wanted: Wanted) -> Iterator[Slot]:
 def _frame_slots(holder: types.FrameType, wanted: Wanted) -> Iterator[Slot]:
     """Local variables of a frame that outlived its call."""
     function = holder.f_code.co_qualname
+    # a variable of torch's that still runs says more than one whose function an error has ended
+    cost = 2 * FAR if is_of_library(holder) else 1
     yield holder.f_back, Step("", "traceback")
     for value, name in _variables(holder, holder, wanted):
         if type(value) is dict and name is None:
             # the snapshot of the variables that reading `f_locals` left in the frame
-            yield value, Step(f" in {function}()", "traceback", namer=variables((), "local "))
+            namer = variables((), "local ")
+            yield value, Step(f" in {function}()", "traceback", namer=namer, cost=cost)
         else:
-            yield value, Step(f" in {function}(): local {name}", "traceback")
+            yield value, Step(f" in {function}(): local {name}", "traceback", cost=cost)
 
 
 def _traceback_slots(holder: types.TracebackType, wanted: Wanted) -> Iterator[Slot]:

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 from ._reading import type_name
 
+FAR = 1 << 20
+"""The cost of a variable of torch's, or of copy.deepcopy's: any other name is a better one."""
 Key = int | str
 # spells the key of the next step, and says who spells the one after it
 Namer = Callable[[Key], "tuple[str, Namer | None]"]
@@ -40,6 +42,7 @@ class Step(NamedTuple):
         whole: what this step leaves spans the same memory, so that it pins nothing more.
         shares: what this step leaves holds the memory only, and not the handle with its graph.
         frozen: what this step leaves is at least as new as what it holds, like a tuple.
+        cost: steps that this one counts for when chains are compared.
     """
 
     text: str = ""
@@ -52,6 +55,7 @@ class Step(NamedTuple):
     whole: bool = False
     shares: bool = False
     frozen: bool = False
+    cost: int = 1
 
     @property
     def borrows(self) -> bool:

@@ -636,6 +636,7 @@ def test_value_of_a_context_that_a_task_has():
     assert (kind, chain.split(" (")[0]) == ("context", "a context variable")
 
 
+@pytest.mark.usefixtures("whole_heap")
 def test_default_of_a_context_variable():
     ref = weakref.ref(contextvars.Context().run(REQUEST.get)[0])
     assert held(ref) == [("global", f"{HERE}.REQUEST (inside a ContextVar)[0]")]
