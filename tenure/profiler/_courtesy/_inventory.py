@@ -16,7 +16,7 @@ from torch import Tensor, UntypedStorage
 
 from tenure._devices import NO_ACCELERATOR
 from tenure._heap import Image, cpp_uses, gradient_of, read
-from tenure._storages import storages_of
+from tenure._storages import is_hollow, storages_of
 from tenure._text import describe_tensor, format_bytes
 from tenure._torch.device_allocator import is_private, segments_of
 from tenure._torch.quiet import quietly
@@ -104,8 +104,8 @@ def _unseen_owners(holding: Holding, uses: Counter[int]) -> int:
 
 
 def _enter(by_key: dict[int, Holding], storage: UntypedStorage) -> Holding | None:
-    # memory of the host never moves, and meta tensors have none
-    if storage.device.type in NO_ACCELERATOR or storage.nbytes() == 0:
+    # memory of the host never moves, and meta tensors and wrappers have none
+    if storage.device.type in NO_ACCELERATOR or storage.nbytes() == 0 or is_hollow(storage):
         return None
     return by_key.setdefault(key_of(storage), Holding(storage))
 

@@ -8,6 +8,7 @@ import psutil
 import pytest
 import torch
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
 import tenure
@@ -821,6 +822,18 @@ def test_a_plain_subclass_moves_and_keeps_its_class_and_attributes(sim):
         assert x.name_of_it == "x"
     assert type(x) is Named
     assert vars(x) == {"name_of_it": "x"}
+
+
+def test_a_wrapper_moves_as_often_as_its_parts_do(sim):
+    wrapper = TwoTensor(torch.ones(4, device=sim.device), torch.zeros(4, device=sim.device))
+    for _ in range(2):
+        with Courtesy() as courtesy:
+            assert sim.allocated_bytes == 0
+            assert courtesy.report.n_storages == 2
+            with pytest.raises(AwayTensorError):
+                wrapper + 1
+    assert wrapper.a.tolist() == [1] * 4
+    assert wrapper.b.tolist() == [0] * 4
 
 
 def test_strange_objects_in_the_heap_are_left_alone(sim):
