@@ -59,7 +59,7 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
         is_measured=is_measured, finds_leaks=no_leaks is not None, name=item.name
     )
     try:
-        with watched:
+        with _markers.opened(watched, item):
             result = yield
     finally:
         # of one that fails by itself, too

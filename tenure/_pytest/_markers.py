@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections import Counter
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from inspect import iscoroutinefunction
 from types import TracebackType
 from typing import Any, NamedTuple, NoReturn, Self
+from unittest import TestCase
 
 import pytest
 
@@ -115,6 +119,33 @@ class WatchedBlock:
             texts.append(str(leaks))
         if texts:
             pytest.fail("\n\n".join(texts), pytrace=False)
+
+
+@contextmanager
+def opened(block: WatchedBlock, item: Any) -> Iterator[None]:
+    """Open the block around a test: if that is a coroutine, as it begins.
+
+    A runner may run it in a context that is older than the test, in which no scope is current that
+    is opened here: unittest does so, and anyio with fixtures that are coroutines.
+    """
+    body = getattr(item, "obj", None)
+    with ExitStack() as stack:
+        if iscoroutinefunction(body):
+
+            @functools.wraps(body)
+            async def run(*args: Any, **kwargs: Any) -> Any:
+                stack.enter_context(block)
+                return await body(*args, **kwargs)
+
+            item.obj = run
+            stack.callback(setattr, item, "obj", body)
+            # unittest asks the case, and not the item, for the method
+            if isinstance(item.instance, TestCase):
+                setattr(item.instance, item.name, run)
+                stack.callback(delattr, item.instance, item.name)
+        else:
+            stack.enter_context(block)
+        yield
 
 
 def _outliving(leaks: LeakReport | None) -> LeakReport | None:

@@ -202,6 +202,44 @@ class TestOwn:
 
 
 @pytest.mark.slow
+def test_coroutines_that_unittest_runs_are_checked_as_functions_are(run):
+    result = run(
+        _LEAKS
+        + """
+import unittest
+
+@pytest.mark.no_tensor_leaks
+class TestCase(unittest.IsolatedAsyncioTestCase):
+    async def asyncSetUp(self):
+        self.batches = [torch.ones(4)]
+
+    async def test_leaks(self):
+        holds()
+
+    async def test_own(self):
+        self.loss = (self.batches[0] * 2).sum()
+
+    @pytest.mark.limit_tensor_memory("1 KiB")
+    async def test_large(self):
+        torch.ones(1000)
+
+    async def test_skips(self):
+        self.skipTest("later")
+
+    async def test_fails(self):
+        holds()
+        self.fail("its own error")
+"""
+    )
+    assert result.counts == {"passed": 1, "failed": 3}
+    assert result.says(
+        "*its own error*",
+        "*the tensors of the test took 3.9 KiB on cpu, and 1.0 KiB is its limit*",
+        "*<DisposeScope 'test_leaks'>: 1 tensor leaked*",
+    )
+
+
+@pytest.mark.slow
 def test_training_leaks_nothing_by_its_gradients_and_its_optimizer(run):
     result = run(
         _HEAD
