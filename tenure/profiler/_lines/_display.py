@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Self
+from typing import ClassVar
 
 import torch
 
 from tenure._errors import ProfilerUsageError
-from tenure._show import Amount, Column, Paragraph, Part, Report, Table, facts_of, restored
+from tenure._show import Amount, Column, Paragraph, Part, Report, Table
 from tenure._text import format_bytes
 
 _COLUMNS = {
@@ -80,19 +80,6 @@ class LineRecord:
     def net_bytes(self) -> int:
         """By how much live memory grew; negative where it shrank."""
         return self.allocated_bytes - self.freed_bytes
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the record as values that JSON has."""
-        return facts_of(self)
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, object]) -> Self:
-        """Read a record that ``to_dict`` gave, in this process or in another one.
-
-        Raises:
-            ReportFormatError: something is missing, or is no such value.
-        """
-        return restored(cls, data)
 
 
 # --- columns

@@ -208,21 +208,6 @@ class LineProfiler(Shown):
         """Write what ``display`` shows to a stream, ``sys.stdout`` as it is now without one."""
         print(self.display(func, columns), file=stream)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the records for JSON: the functions, and a dict for each record."""
-        return {
-            "functions": [
-                {
-                    "function": code.co_qualname,
-                    "module": self._modules[i],
-                    "file": code.co_filename,
-                    "line": code.co_firstlineno,
-                }
-                for i, code in self._book.codes.items()
-            ],
-            "records": [record.to_dict() for record in self.records],
-        }
-
     def _parts(self) -> Sequence[Part]:
         return self.display()._parts()
 

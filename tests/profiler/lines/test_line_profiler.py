@@ -457,13 +457,10 @@ def test_statistics_go_to_the_standard_output_of_the_moment(monkeypatch):
 
 
 def test_a_dict_of_it_is_json():
-    facts = ran(work).to_dict()
+    facts = ran(work).display().to_dict()
     assert json.loads(json.dumps(facts)) == facts
     first = work.__code__.co_firstlineno
-    assert facts["functions"] == [
-        {"function": "work", "module": __name__, "file": __file__, "line": first}
-    ]
-    assert facts["records"][0] == {
+    assert facts["sections"][0]["rows"][1][2] == {
         "function": "work",
         "file": __file__,
         "line": first + 1,
