@@ -348,7 +348,7 @@ REPORTS = {
         ), 400,
     ),
     "nothing saved": SavedReport((), 0),
-    "holders": HolderList((HOLDER.format(1), VIEW), kinds=("container", "frame-local"), n_references=3, n_unexplained=1, tensor=f"float32[64, 512] on cuda:0, 1.0 GiB, created at {SITE}"),
+    "holders": HolderList((HOLDER.format(1), VIEW), n_references=3, n_unexplained=1, tensor=f"float32[64, 512] on cuda:0, 1.0 GiB, created at {SITE}"),
     "no holders": HolderList((), tensor="float32[3] on cpu, 12 B"),
     "lines": LINES,
     "no lines": LineProfiler().display(),

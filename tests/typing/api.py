@@ -358,7 +358,7 @@ def holding(loss: Tensor) -> None:
     assert_type(saved.records, tuple[SavedRecord, ...])
     assert_type(holders(loss), HolderList)
     names: list[str] = holders(loss)
-    assert_type(holders(nn.Linear(2, 2)).kinds, tuple[str, ...])
+    assert_type(holders(nn.Linear(2, 2)), HolderList)
     assert_type(holders(loss)[0], str)
     before = snapshot()
     assert_type(before, Snapshot)

@@ -90,7 +90,6 @@ class Facts:
         info: the error.
         watch: what the program did before.
         began_bytes: what the process had of the host's memory when recording began.
-        is_handled: somebody may still handle the error.
         device: where memory ran out, as tensors spell it.
         entries: the storages there.
         total_bytes: the memory of the device, or the limit on it.
@@ -128,7 +127,6 @@ class Facts:
     info: OomInfo
     watch: Watch
     began_bytes: int
-    is_handled: bool
     device: str = "cpu"
     entries: list[StorageEntry] = field(default_factory=list)
     total_bytes: int | None = None

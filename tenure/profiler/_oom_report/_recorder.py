@@ -180,7 +180,7 @@ class OomRecorder:
             self._shown = report
 
     def _report_of(self, error: BaseException, info: OomInfo, frame: FrameType | None) -> OomReport:
-        facts = Facts(info, self._watch, self._began_bytes, is_handled=frame is not None)
+        facts = Facts(info, self._watch, self._began_bytes)
         found = [UNKNOWN]
         with collector_paused(), quietly():
             facts.ask(lambda: facts.look(error, frame), "the error")
@@ -286,7 +286,6 @@ class OomReport(Report):
         fragmentation: ``reserved_bytes``, ``allocated_bytes``, ``unused_bytes`` and
             ``largest_free_bytes`` of the device's allocator; empty where it counts nothing.
         host: the host's memory: that of the process, of its container, and their limits.
-        was_handled: the error was raised by torch, and the program may have handled it.
         notes: what could not be seen.
     """
 
@@ -305,7 +304,6 @@ class OomReport(Report):
     holders: tuple[OomLine, ...]
     fragmentation: dict[str, int]
     host: dict[str, int]
-    was_handled: bool = True
     notes: tuple[str, ...] = ()
 
     _figures: ClassVar = ("used_bytes",)
@@ -373,7 +371,6 @@ def build(facts: Facts, cause: Candidate) -> OomReport:
         _largest(((_holder_of(e), e) for e in facts.entries), _MOST_HOLDERS),
         facts.fragmentation,
         facts.host,
-        facts.is_handled,
         tuple(facts.notes),
     )
 

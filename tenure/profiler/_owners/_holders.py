@@ -33,27 +33,14 @@ class HolderList(list[str], Shown):
         self,
         names: Iterable[str] = (),
         *,
-        kinds: Iterable[str] = (),
         n_references: int = 0,
         n_unexplained: int = 0,
         tensor: str = "a tensor",
     ) -> None:
         super().__init__(names)
-        # By name and not by place: a user may sort the list, or take names out of it.
-        self._kinds = dict(zip(self, kinds, strict=False))
         self.n_references = n_references
         self.n_unexplained = n_unexplained
         self.tensor = tensor
-
-    @property
-    def kinds(self) -> tuple[str, ...]:
-        """For each name its kind, empty for a name that was added to the list.
-
-        One of "frame-local", "global", "attribute", "container", "closure", "default", "generator",
-        "thread", "traceback", "partial", "method", "cache", "context", "numpy", "view", "autograd",
-        "cycle" and "unknown".
-        """
-        return tuple(self._kinds.get(name, "") for name in self)
 
     def summary(self) -> str:
         """Return the tensor or module and the balance of its references, in one line."""
@@ -102,7 +89,6 @@ def holders(target: Tensor | nn.Module) -> HolderList:
     named, balance = weigh_holders(target)
     return HolderList(
         (holder.chain for holder in named),
-        kinds=tuple(holder.kind for holder in named),
         n_references=balance.references,
         n_unexplained=balance.unexplained,
         tensor=_spelled(target),

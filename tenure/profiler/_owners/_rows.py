@@ -74,7 +74,7 @@ class StorageEntry:
     Attributes:
         owner: the row that counts the storage.
         shown_bytes: bytes of the largest tensor over it; less than all if only views are left.
-        kind: what holds the owner, as in `HolderList.kinds`; empty where its name says it.
+        kind: what holds the owner, as in `Holder.kind`; empty where its name says it.
         has_graph: a graph of autograd hangs on one of the tensors.
         others: the other tensors over it.
         identity: a weak reference, the same object as long as it is the same storage; None for

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Self
+from typing import Self
 
 from tenure._show import (
     Column,
@@ -38,7 +38,6 @@ _COLUMNS = (
     bytes_column("B"),
     bytes_column(_CHANGE, signed),
     Column("created at", spare=1),
-    Column("in", spare=2),
 )
 # By name, category and site; None for what a run has not recorded.
 _Sizes = Mapping[tuple[str, str, str], int] | None
@@ -52,8 +51,8 @@ class Change:
         name: the tensor, category or line.
         category: what it is; empty for a category and for a line.
         created_at: where it was made, if that is known; else empty.
-        before_bytes: its bytes in the first run.
-        after_bytes: its bytes in the second run.
+        before_bytes: its bytes in the first run; 0 for what is new in the second.
+        after_bytes: its bytes in the second run; 0 for what is gone.
     """
 
     name: str
@@ -61,19 +60,6 @@ class Change:
     created_at: str
     before_bytes: int
     after_bytes: int
-
-    _figures: ClassVar = ("kind",)
-
-    @property
-    def kind(self) -> Literal["new", "gone", "grown", "shrunk", "same"]:
-        """Whether it is in one run alone, or takes more or less in the second, or as much."""
-        if self.before_bytes == self.after_bytes:
-            return "same"
-        if not self.before_bytes:
-            return "new"
-        if not self.after_bytes:
-            return "gone"
-        return "grown" if self.after_bytes > self.before_bytes else "shrunk"
 
     @property
     def change_bytes(self) -> int:
@@ -140,7 +126,6 @@ class RecordingDiff(Report):
                     in_bytes(each.after_bytes),
                     by_bytes(each.change_bytes),
                     each.created_at,
-                    each.kind,
                 )
                 for each in changes
             ]

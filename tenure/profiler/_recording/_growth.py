@@ -74,11 +74,6 @@ class Growth:
         """By how much it grew, with what its graphs keep."""
         return self.n_bytes - self.before_bytes + self.graph_bytes
 
-    @property
-    def n_steps(self) -> int:
-        """How many steps lie between the first of the looks and the last."""
-        return self.last_step - self.first_step
-
     def __str__(self) -> str:
         parts, n_new = [], self.n_tensors - self.n_before
         grown = format_bytes(self.n_bytes - self.before_bytes)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from tenure._errors import ProfilerUsageError
 from tenure._show import (
@@ -19,7 +19,6 @@ from tenure._show import (
     Table,
     by_bytes,
     bytes_column,
-    facts_of,
     signed,
 )
 from tenure._text import format_bytes
@@ -155,13 +154,6 @@ class SnapshotDiff(Report):
             f"{signed(self.total_bytes)}: {len(self.new)} new and {len(self.freed)} freed "
             f"storages, {signed(self.unexplained_bytes)} {UNEXPLAINED}"
         )
-
-    def _facts(self) -> dict[str, Any]:
-        changes = [
-            {"change": change, "name": row.name, "category": row.category, "n_bytes": n_bytes}
-            for change, row, n_bytes in self._changes()
-        ]
-        return {**facts_of(self), "changes": changes}
 
     def _changes(self) -> Iterator[tuple[str, TensorRow, int]]:
         yield from (("new", row, row.n_bytes) for row in self.new)

@@ -33,7 +33,6 @@ def test_it_is_a_list_of_strings():
     found = holders(t)
     assert isinstance(found, list)
     assert found == ["test_it_is_a_list_of_strings.<locals>.t"]
-    assert found.kinds == ("frame-local",)
 
 
 def keep_in_a_global(t):
@@ -206,9 +205,9 @@ def test_the_site_of_a_scope_is_told():
 
 
 def test_it_survives_a_pickle():
-    found = HolderList(["a"], kinds=("global",), n_references=2, n_unexplained=1, tensor="x")
+    found = HolderList(["a"], n_references=2, n_unexplained=1, tensor="x")
     again = pickle.loads(pickle.dumps(found))
-    assert (again, str(again), again.kinds) == (found, str(found), found.kinds)
+    assert (again, str(again)) == (found, str(found))
 
 
 def test_what_is_no_tensor_is_refused():
@@ -274,7 +273,7 @@ def test_what_a_user_changes_in_the_list_shows():
     found = holders(t)
     found.append("a guess")
     found.remove(f"{HERE}.CACHE['k']")
-    assert found.kinds == ("frame-local", "")
+    assert "a guess" in str(found)
     assert "a guess" in found._repr_html_()
     assert CACHE["k"] is t
 

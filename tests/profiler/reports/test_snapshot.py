@@ -330,7 +330,7 @@ def test_the_table_is_cut_and_says_so():
 
 def test_the_dictionary_is_plain_data_and_adds_up():
     data = json.loads(json.dumps(DIFF.to_dict()))
-    changed = sum(change["n_bytes"] for change in data["changes"])
+    changed = sum(data["categories"].values())
     assert data["total_bytes"] == changed + data["unexplained_bytes"] == 1536
     assert data["findings"][0]["kind"] == "growth"
 
