@@ -76,7 +76,7 @@ class Candidate(NamedTuple):
 
 
 def kept_models(facts: Facts) -> Iterator[Candidate]:
-    """Places that keep several models and optimizers, gradients without use, growing modules."""
+    """Places that keep several models and optimizers, and gradients without use."""
     found = instances(tracked_objects(), nn.Module, Optimizer)
     optimizers = instances(found, Optimizer)
     modules = outermost(instances(found, nn.Module))
@@ -123,8 +123,6 @@ def kept_models(facts: Facts) -> Iterator[Candidate]:
             keeps = f"{shortened(place)} keeps {format_bytes(n_bytes)} that no step needs"
             text = f"{keeps}. Call zero_grad(set_to_none=True) after its last step."
             yield Candidate("gradients", n_bytes, text)
-    for model in models:
-        yield from _growing(model, facts)
 
 
 def _container(place: str) -> str:
@@ -135,20 +133,6 @@ def _garbage(name: str, n_bytes: int) -> Candidate:
     remedy = "Break it, call gc.collect(), or open a scope around it."
     text = f"{shortened(name)}, {format_bytes(n_bytes)} of garbage. {remedy}"
     return Candidate("cycle", n_bytes, text)
-
-
-def _growing(model: nn.Module, facts: Facts) -> Iterator[Candidate]:
-    """Modules in a model that got parts while the program trained."""
-    for name, module in model.named_modules():
-        # for each part, how many backward passes there had been
-        times = facts.watch.parts.get(module, {})
-        first = min(times.values(), default=0)
-        late = [part for key, part in module.named_children() if times.get(key, 0) > first]
-        if len(set(times.values())) >= _FEWEST and len(late) >= _FEWEST:
-            place = ".".join(filter(None, (type_name(type(model)), name)))
-            n_bytes = sum(bytes_in(part, facts.device) for part in late)
-            remedy = "It got them while it trained: bound it, or move some to the host."
-            yield _leak(place, len(late), "module", n_bytes, remedy)
 
 
 def _state_bytes(optimizer: Any) -> int:

@@ -21,8 +21,7 @@ from typing import Any
 from weakref import WeakKeyDictionary as _Weak
 
 import torch
-from torch import Tensor, UntypedStorage, nn
-from torch.nn.modules.module import register_module_module_registration_hook
+from torch import Tensor, UntypedStorage
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode, handle_torch_function
 
@@ -60,7 +59,6 @@ class Watch(TorchFunctionMode):
         retained_at: the line of the last ``backward(retain_graph=True)``; empty without one.
         created_at: the same of ``create_graph=True``.
         joined: how often in a row `torch.cat` made a storage of a part of it, and the last line.
-        parts: for each part that a module got, how many backward passes there had been.
         broadcast: how the operation that failed last has made its operands larger, in words; empty
             if it has not.
     """
@@ -71,25 +69,20 @@ class Watch(TorchFunctionMode):
         self._is_open = False
         self._hook: Any = None
         self._thread_hook: Any = None
-        self._handles: tuple[Any, ...] = ()
+        self._handle: Any = None
         # of each class of optimizers: the cell of its step, what was there, and what is
         self._cells: dict[int, tuple[Any, Any, Any]] = {}
-        self._n_backward = 0
         self.marks: deque[int] = deque(maxlen=_MOST_MARKS)
         self.n_steps = 0
         self.last_steps: _Weak[Optimizer, int] = _Weak()
         self.retained_at = ""
         self.created_at = ""
         self.joined: _Weak[UntypedStorage, tuple[int, str]] = _Weak()
-        self.parts: _Weak[nn.Module, dict[str, int]] = _Weak()
         self.broadcast = ""
 
     def open(self) -> None:
         """Begin."""
-        self._handles = (
-            register_module_module_registration_hook(self._note_part),
-            register_optimizer_step_pre_hook(self._step_begins),
-        )
+        self._handle = register_optimizer_step_pre_hook(self._step_begins)
         push_lowest(self)
         self._hook, self._thread_hook = sys.excepthook, threading.excepthook
         sys.excepthook, threading.excepthook = self._excepthook, self._in_thread
@@ -98,8 +91,7 @@ class Watch(TorchFunctionMode):
     def close(self) -> None:
         """End. A hook that was set after ours calls ours, which then only calls the one before."""
         self._is_open = False
-        for handle in self._handles:
-            handle.remove()
+        self._handle.remove()
         remove(self)
         for cell, before, ours in self._cells.values():
             if cell.cell_contents is ours:
@@ -206,13 +198,7 @@ class Watch(TorchFunctionMode):
 
     # --- notes
 
-    def _note_part(self, module: nn.Module, name: str, part: nn.Module | None) -> None:
-        # a class of the program may have no hash
-        with suppress(TypeError):
-            self.parts.setdefault(module, {})[name] = self._n_backward
-
     def _note_backward(self, kwargs: Mapping[str, Any]) -> None:
-        self._n_backward += 1
         self.marks.append(next_sequence())
         if kwargs.get("retain_graph"):
             self.retained_at = str(user_site())

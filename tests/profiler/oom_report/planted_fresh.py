@@ -1,4 +1,4 @@
-"""Ten scripts more, written after the rules for the others, without a look at these rules."""
+"""Nine scripts more, written after the rules for the others, without a look at these rules."""
 
 from .planted import plant
 
@@ -213,34 +213,6 @@ def search(n):
 search(500)
 """,
     "6MiB",
-)
-
-fresh(
-    "a tower of experts",
-    "leak",
-    ("experts", "bound"),
-    """
-class Growing(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.stem, self.experts = nn.Linear(32, 192), nn.ModuleList()
-    def grow(self):
-        self.experts.append(nn.Linear(192, 192))
-    def forward(self, x):
-        x = self.stem(x).relu()
-        return sum(expert(x) for expert in self.experts).mean()
-def main():
-    model = Growing()
-    for stage in range(1000):
-        model.grow()
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-        for _ in range(2):
-            optimizer.zero_grad()
-            model(torch.randn(8, 32)).backward()
-            optimizer.step()
-main()
-""",
-    "10MiB",
 )
 
 fresh(

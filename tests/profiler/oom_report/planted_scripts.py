@@ -621,33 +621,7 @@ main()
     "12MiB",
 )
 
-# --- what grows inside a model, or inside its optimizer
-
-script(
-    "adapters of tasks",
-    "leak",
-    ("adapters", "bound"),
-    """
-class Continual(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.trunk, self.adapters = nn.Linear(64, 256), nn.ModuleDict()
-    def forward(self, x, task):
-        if task not in self.adapters:
-            self.adapters[task] = nn.Linear(256, 256)
-        return self.adapters[task](self.trunk(x).relu())
-def main():
-    model = Continual()
-    optimizer = torch.optim.SGD(model.trunk.parameters(), lr=0.01)
-    for step in range(10_000):
-        loss = model(torch.randn(32, 64), f"task{step}").square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-main()
-""",
-    "8MiB",
-)
+# --- what grows inside an optimizer
 
 script(
     "the history of LBFGS",
