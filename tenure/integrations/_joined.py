@@ -116,24 +116,17 @@ class Joiner:
         """Return whether each value is how many samples its micro-batch has."""
         return type(values[0]) is int and self._have_rows(values)
 
-    def has_weight(self, name: str) -> bool:
-        """Return whether `weight=` says what the value of that name is a mean over."""
-        first = self._weights[0] if self._weights else None
-        return isinstance(first, Mapping) and name in first
-
-    def mean(
-        self, values: Sequence[Any], weights: Sequence[float] | None = None, name: str = "loss"
-    ) -> Any:
+    def mean(self, values: Sequence[Any], weights: Sequence[float] | None = None) -> Any:
         """Return the mean of means.
 
         Args:
             values: numbers, or tensors of one element.
             weights: what each is a mean over; None: what the loss is.
-            name: by which `weight=` may say so.
         """
         if isinstance(values[0], Number) and all(value == values[0] for value in values):
             return values[0]
-        weights = self._weights_of(name) if weights is None else weights
+        if weights is None:
+            weights = self.sizes if self._weights is None else [*map(float, self._weights)]
         # a mean over nothing is what the parts say of it, nan
         weights = weights if any(weights) else self.sizes
         total = sum(weights)
@@ -141,15 +134,6 @@ class Joiner:
         return self.total(
             [_wide(v) * (w / total) for v, w in zip(values, weights, strict=True) if w]
         )
-
-    def _weights_of(self, name: str) -> Sequence[float]:
-        if self._weights is None:
-            return self.sizes
-        if not isinstance(self._weights[0], Mapping):
-            return list(map(float, self._weights))
-        if name not in self._weights[0]:
-            return self.sizes
-        return [float(each[name]) for each in self._weights]
 
     @staticmethod
     def total(values: Sequence[Any]) -> Any:
@@ -264,15 +248,14 @@ def log_of(
     if kind == "sum" or joiner.count_samples(values):
         return joiner.total(values), of_whole
     # who says what it is has not to be asked
-    if reduction is not None or weights is not None or joiner.has_weight(name):
-        return joiner.mean(values, weights, name), of_whole
-    what = _logged(name)
-    return joiner.rules.joined(joiner, what, values, name=name, advice=advice), of_whole
+    if reduction is not None or weights is not None:
+        return joiner.mean(values, weights), of_whole
+    return joiner.rules.joined(joiner, _logged(name), values, advice=advice), of_whole
 
 
 def learn_log(joiner: Joiner, name: str, values: Sequence[Any], whole: Any) -> None:
     """Find out how values that are logged add up, by those of a few samples."""
-    joiner.rules.learn(joiner, _logged(name), values, whole, name)
+    joiner.rules.learn(joiner, _logged(name), values, whole)
 
 
 def _logged(name: str) -> str:
@@ -287,9 +270,7 @@ class NumberRules:
         self._fitting: dict[str, set[str]] = {}
         self._told: set[str] = set()
 
-    def learn(
-        self, joiner: Joiner, what: str, values: Sequence[Any], whole: Any, name: str = "loss"
-    ) -> None:
+    def learn(self, joiner: Joiner, what: str, values: Sequence[Any], whole: Any) -> None:
         """Compare the number of a few samples with those of their parts.
 
         Args:
@@ -297,7 +278,6 @@ class NumberRules:
             what: they are, in words.
             values: those of the parts.
             whole: that of the samples in one piece.
-            name: by which `weight=` may say what they are means over.
         """
         if not all(isinstance(each, Tensor | Number) for each in (whole, *values)):
             return
@@ -308,15 +288,13 @@ class NumberRules:
         if not math.isfinite(wanted) or not any([wanted, *numbers]):
             return
         bound = _rtol_of(whole) * max(map(abs, [wanted, *numbers]))
-        found = _by_rule(joiner, name, numbers)
+        found = _by_rule(joiner, numbers)
         fits = {rule for rule, value in found.items() if abs(float(value) - wanted) <= bound}
         self._fitting[what] = self._fitting.get(what, fits) & fits
 
-    def joined(
-        self, joiner: Joiner, what: str, values: Sequence[Any], *, name: str = "loss", advice: str
-    ) -> Any:
+    def joined(self, joiner: Joiner, what: str, values: Sequence[Any], *, advice: str) -> Any:
         """Return one number for the whole batch; warn if it is not known which."""
-        found = _by_rule(joiner, name, values)
+        found = _by_rule(joiner, values)
         fitting = self._fitting.get(what)
         likely = [rule for rule in found if rule in (fitting or found)]
         if len(likely) == 1:
@@ -338,10 +316,10 @@ def _differs(value: Any, other: Any) -> bool:
     return bool(value != other) and not (math.isnan(value) and math.isnan(other))
 
 
-def _by_rule(joiner: Joiner, name: str, values: Sequence[Any]) -> dict[str, Any]:
+def _by_rule(joiner: Joiner, values: Sequence[Any]) -> dict[str, Any]:
     """Return the joined values by each rule that may hold, the likeliest first."""
     found = {
-        "mean": joiner.mean(values, None, name),
+        "mean": joiner.mean(values),
         "sum": joiner.total(values),
         "max": _extreme(values, "max"),
         "min": _extreme(values, "min"),

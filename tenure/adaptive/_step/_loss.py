@@ -19,7 +19,7 @@ from tenure._oom import is_oom
 from tenure._text import describe_tensor
 from tenure._torch.quiet import without_functions
 
-from ._shares import Shares, copied, plain_number
+from ._shares import copied, plain_number
 
 Reduction = Literal["mean", "sum"]
 Count = Tensor | float
@@ -140,15 +140,14 @@ def finished_loss(
 
 
 def combined(
-    chunks: Sequence[dict[str, Term]], shares: Shares, reduction: Reduction
+    chunks: Sequence[dict[str, Term]], shares: Sequence[float], reduction: Reduction
 ) -> dict[str, Tensor]:
     """Return the terms of the whole batch, of those of its chunks, which are the same for each.
 
     See Note [Exactness of a split], rule 1.
     """
     return {
-        name: _combined([chunk[name] for chunk in chunks], name, shares, reduction)
-        for name in chunks[0]
+        name: _combined([chunk[name] for chunk in chunks], shares, reduction) for name in chunks[0]
     }
 
 
@@ -222,7 +221,7 @@ def _count(count: object, what: str) -> Count:
     )
 
 
-def _combined(column: list[Term], name: str, shares: Shares, reduction: Reduction) -> Tensor:
+def _combined(column: list[Term], shares: Sequence[float], reduction: Reduction) -> Tensor:
     with without_functions():
         values = [widened(term.value) for term in column]
         counts = [widened_count(term.count) for term in column if term.count is not None]
@@ -231,7 +230,7 @@ def _combined(column: list[Term], name: str, shares: Shares, reduction: Reductio
     if reduction == "sum":
         return _sum(values)
     # a chunk without a share is left out, and not multiplied by zero: its mean is nan
-    weighted = zip(values, shares.of(name), strict=True)
+    weighted = zip(values, shares, strict=True)
     return _sum([value * share for value, share in weighted if share])
 
 

@@ -14,7 +14,7 @@ Source: GradCache, Gao et al. 2021, https://arxiv.org/abs/2101.06983.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Protocol, TypeVar
@@ -46,7 +46,7 @@ from ._loss import (
 from ._modules import coupled_modules
 from ._outputs import JoinedOutputs, Outputs
 from ._parts import Chunk, StepParts
-from ._shares import Shares, copied
+from ._shares import copied, shares_of
 
 Kept = TypeVar("Kept")
 Result = tuple[Tensor, dict[str, Tensor]]
@@ -69,7 +69,7 @@ class ChunkTerms:
         assert not callable(parts.spec.loss)
         self.reduction: Reduction = parts.spec.loss
         self._parts, self._chunks = parts, chunks
-        self.shares = Shares([chunk.length for chunk in chunks], self._weights())
+        self.shares = shares_of([chunk.length for chunk in chunks], self._weights())
 
     def of(self, i: int) -> Terms:
         """Run the function on a chunk."""
@@ -85,10 +85,9 @@ class ChunkTerms:
             return None
         with torch.no_grad():
             weights = [copied(weight(inputs.chunk(*chunk))) for chunk in self._chunks]
-        for chunk, each in zip(self._chunks, weights, strict=True):
-            named = each.items() if isinstance(each, Mapping) else ()
-            by_name: dict[str | None, object] = {str(name): n for name, n in named}
-            self._parts.divisors[chunk] = by_name or {None: each}
+        self._parts.divisors |= {
+            chunk: {None: each} for chunk, each in zip(self._chunks, weights, strict=True)
+        }
         return weights
 
 
@@ -151,8 +150,8 @@ def _weighted(
     values: list[Tensor] = []
     seeds: list[Tensor | None] = []
     weightless = []
-    for name, term in terms.by_name.items():
-        factor = parts.factor * (of.shares.of(name)[i] if of.reduction == "mean" else 1.0)
+    factor = parts.factor * (of.shares[i] if of.reduction == "mean" else 1.0)
+    for term in terms.by_name.values():
         if guess is not None:
             # in the type of the term, in which the gradient is computed
             seed = guess.to(term.value)

@@ -149,8 +149,8 @@ def step(
             gets the outputs of the whole batch and returns its loss. A split step then runs ``fn``
             a second time for each micro-batch.
         weight: for a mean over something other than samples. It gets a micro-batch, and returns the
-            divisor of its mean (the number of valid tokens, the sum of class weights), or a dict of
-            divisors by term. It should read labels, and run no model.
+            divisor of its mean (the number of valid tokens, the sum of class weights). It should
+            read labels, and run no model. For terms with different divisors, return pairs.
         then: a function of the mean or sum (or of the dict of terms) that returns the loss, such as
             ``torch.sqrt``.
         once: returns a term that is added once for the batch, such as a penalty on parameters.

@@ -332,7 +332,7 @@ def test_arguments_that_ranks_do_not_have_alike_are_told_by_name_on_all():
 
 @pytest.mark.parametrize(
     ("how", "told"),
-    [("weights", "a weight for each term ('words')"), ("terms", "returned other terms on one")],
+    [("weights", "weight() returned {'words': "), ("terms", "returned other terms on one")],
 )
 def test_weights_of_terms_and_terms_of_other_names_are_refused_on_all(how, told):
     are_refused(run_ranks(unlike, 2, how=how), told)

@@ -173,7 +173,7 @@ CASES = {
     "buffers that grow": (with_buffer, growing_buffers, "with buffers of other shapes"),
     "buffers that grow alone": (with_buffer, growing_alone, "with buffers of other shapes"),
     "many terms": (replica, many_terms, "returned 17 terms, and ranks can agree on 16"),
-    "weights of terms": (replica, weights_of_terms, "a weight for each term ('a', 'b') on several"),
+    "weights of terms": (replica, weights_of_terms, "weight() returned {'a': 1, 'b': "),
     "post hooks": (post_hooked, plain, "4 of the parameters have a hook"),
     "a sparse gradient": (
         lambda: Replicated(nn.Embedding(5, 3, sparse=True)),

@@ -77,11 +77,6 @@ LOSSES = {
         lambda o, y: o.square().mean() + 0.3 * o.abs().mean(),
         lambda o, y: {"square": o.square().mean(), "abs": 0.3 * o.abs().mean()},
     ),
-    "terms with a weight each": LossCase(
-        lambda o, y: ce(o, y) + o.square().mean(),
-        lambda o, y: {"ce": ce(o, y), "size": o.square().mean()},
-        {"weight": lambda b: {"size": len(b["y"]), "ce": n_valid(b)}},
-    ),
     "terms with a count each": LossCase(lambda o, y: ce(o, y) + o.square().mean(), _two_counts),
     "a term with a count and one without": LossCase(
         lambda o, y: ce(o, y) + o.square().mean(), _mixed

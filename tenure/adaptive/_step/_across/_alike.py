@@ -16,7 +16,7 @@ from tenure._torch.quiet import without_functions
 from ..._ranks import MOST_TERMS, Ballot
 from .._arguments import StepSpec
 from .._parts import StepParts
-from .._shares import numbers_by_term
+from .._shares import numbers_of
 from .._split import StepOutcome
 
 
@@ -28,23 +28,12 @@ def asked_by(spec: StepSpec, *, per_rank: bool) -> str:
 
 
 def weight_of(parts: StepParts) -> float:
-    """Return the weight of this rank's samples: ``weight``, or else their number.
-
-    Raises:
-        AdaptiveUsageError: ``weight`` gives each term a weight of its own.
-    """
+    """Return the weight of this rank's samples: ``weight``, or else their number."""
     weight = parts.spec.weight
     if weight is None:
         return float(parts.n_samples)
     with torch.no_grad():
-        numbers = numbers_by_term(weight(parts.inputs.whole()))
-    if None not in numbers:
-        raise AdaptiveUsageError(
-            f"weight() returned a weight for each term ({', '.join(map(repr, numbers))}) on "
-            "several ranks, where all terms have one. Nothing was changed. Return one number; or "
-            "pass per_rank=True, where each rank has a loss of its own and gradients are averaged."
-        )
-    return numbers[None]
+        return numbers_of([weight(parts.inputs.whole())])[0]
 
 
 def share_of(weight: float, n_samples: int, tally: Ballot) -> float:

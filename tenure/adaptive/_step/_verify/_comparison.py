@@ -273,10 +273,8 @@ def _sums(parts: StepParts) -> dict[str, Tensor]:
         weight: Any = parts.n_samples if spec.weight is None else spec.weight(inputs.whole())
         found: dict[str, Tensor] = {}
         for name, term in terms_of(returned, spec.loss).by_name.items():
-            factor = weight.get(name, 1) if hasattr(weight, "get") else weight
             if term.count is not None:
                 found[f"{name}: count"] = torch.as_tensor(widened_count(term.count))
-            if term.count is not None or spec.loss == "sum":
-                factor = 1
-            found[name] = widened(term.value) * factor
+            is_sum = term.count is not None or spec.loss == "sum"
+            found[name] = widened(term.value) * (1 if is_sum else weight)
         return {name: torch.nan_to_num(value.double().cpu()) for name, value in found.items()}

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .._loss import ONLY, terms_of
 from .._parts import Chunk, Divisors
-from .._shares import numbers_by_term, plain_number, read_numbers
+from .._shares import numbers_of, plain_number, read_numbers
 from ._compare import CheckFinding
 from ._comparison import unseen
 from ._subject import Subject, chosen_samples, first_that_fits
@@ -111,7 +111,7 @@ def _counts_of(
     spec, whole = parts.spec, parts.inputs.whole()
     with subject.comparable(parts), unseen(parts):
         if spec.weight is not None:
-            found.update(numbers_by_term(spec.weight(whole)))
+            found[None] = numbers_of([spec.weight(whole)])[0]
         if with_terms and not callable(spec.loss):
             counts = terms_of(parts.call(whole), spec.loss).counts()
             found.update((name, float(count)) for name, count in counts.items())
