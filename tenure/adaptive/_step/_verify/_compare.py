@@ -138,7 +138,7 @@ _ADVICE = {
     "buffer": "a module keeps track of its batches, and sees several smaller ones: freeze it, "
     'replace it, or accept that with batchnorm="per_chunk"',
     "loss": "no module differs, so the loss itself mixes samples, or its weight is wrong: see "
-    "weight=, and pass a loss on outputs as loss=",
+    "weight=, pass a loss on outputs as loss=, and a penalty on parameters as once=",
     "random": "no two runs agree, or Python or NumPy draws random numbers for each sample: check "
     "it with those turned off",
 }

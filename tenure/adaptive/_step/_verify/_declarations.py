@@ -15,7 +15,7 @@ from .._parts import StepParts
 from ._compare import CHECKED, DECLARED
 from ._comparison import split_values
 from ._count_check import DO_NOT_CLAMP, is_clamped
-from ._observed import first_module, mixed_input
+from ._observed import first_module
 from ._subject import Subject, chosen_samples, first_that_fits, spread_samples
 
 # Unequal ones, and an equal one: a mean of means is right for equal parts by accident.
@@ -29,11 +29,12 @@ _CURVES: dict[str, tuple[str, _Curve]] = {
     "then=torch.log": ("without the logarithm", math.exp),
     "then=torch.exp": ("without the exponential", math.log),
 }
-_MIXED = "The function mixes samples before"
 _OUTPUTS = (
     "Return the outputs, one for each sample, and pass what is computed of all of them as loss=: "
     "step(lambda batch: model(...), batch, loss=lambda outputs: ...). Or return the loss as a pair "
-    "(sum, count) or a dict of pairs, one for each term that has another denominator."
+    "(sum, count) or a dict of pairs, one for each term that has another denominator. Pass a "
+    "penalty on parameters as once=. Mix samples, as in mixup, before step(). Train a mixture of "
+    "experts without its router loss."
 )
 
 
@@ -76,17 +77,8 @@ class _Runs(NamedTuple):
         values = self.values
         return any(values[0, a] and values[a, a + b] for a, b in self.splits)
 
-    def repeated(self) -> float | None:
-        """Return the part that is in each value once, beside a sum over samples."""
-        values = self.values
-        found = [values[0, a] + values[a, a + b] - values[0, a + b] for a, b in self.splits]
-        # of one split, any number would do
-        if len(found) > 1 and self._agree(min(found), max(found), max(map(abs, found))):
-            return found[0]
-        return None
-
-    def _agree(self, a: float, b: float, scale: float = 0.0) -> bool:
-        return abs(a - b) <= self.rtol * max(abs(a), abs(b), scale)
+    def _agree(self, a: float, b: float) -> bool:
+        return abs(a - b) <= self.rtol * max(abs(a), abs(b))
 
 
 def advice_for(subject: Subject, parts: StepParts) -> str:
@@ -100,26 +92,7 @@ def advice_for(subject: Subject, parts: StepParts) -> str:
         )
     if is_clamped(subject):
         return DO_NOT_CLAMP
-    if declared := declaration_for(subject, parts):
-        return declared
-    if router := _of_router(parts):
-        return router
-    module = _of_module(subject)
-    # outputs of mixed samples are no help
-    return module if module.startswith(_MIXED) else f"{module} {_OUTPUTS}".lstrip()
-
-
-def _of_router(parts: StepParts) -> str:
-    """Return the advice for a mixture of experts with a router loss of transformers, or ""."""
-    for _, module in named_modules(parts.roots):
-        config = getattr(module, "config", None)
-        if getattr(config, "output_router_logits", False):
-            return (
-                f"{type(module).__name__} adds a router loss over all tokens of its batch, which "
-                "no weight makes right: train without output_router_logits, or return the outputs "
-                "of samples, and pass what is computed of all of them as loss=."
-            )
-    return ""
+    return declaration_for(subject, parts) or f"{_of_module(subject)} {_OUTPUTS}".lstrip()
 
 
 def declaration_for(subject: Subject, parts: StepParts) -> str | None:
@@ -133,8 +106,7 @@ def _declared(subject: Subject, parts: StepParts) -> str:
     runs = _runs_of(subject, indices)
     if runs is None:
         return ""
-    is_sum = runs.add_up(None)
-    if spec.loss != "sum" and is_sum:
+    if spec.loss != "sum" and runs.add_up(None):
         # a masked mean is one as well while one part alone has samples that count
         spread = _runs_of(subject, spread_samples(subject.tree, subject.n_samples, n))
         if spread and spread.add_up(None) and (runs.count_apart or spread.count_apart):
@@ -143,13 +115,6 @@ def _declared(subject: Subject, parts: StepParts) -> str:
     if (spec.weight is not None or spec.loss == "sum") and runs.add_up(equal):
         told = "weight=" if spec.weight is not None else 'loss="sum"'
         return f"It is a mean over samples: leave {told} out."
-    # beside a sum it is there with nothing in it
-    repeated = runs.repeated() if spec.loss == "sum" and not is_sum else None
-    if repeated is not None:
-        return (
-            f"It has a part of {repeated:.6g} that is there once for each micro-batch, such as a "
-            "penalty on parameters: return the rest, and pass that part as once=lambda: penalty()."
-        )
     instead = ', and leave loss="sum" out' if spec.loss == "sum" else ""
     for shown, counts in chain(_counts(subject, indices), _class_weights(subject, parts, indices)):
         if runs.add_up(counts.reshape(n, -1).sum(1).double()):
@@ -256,14 +221,11 @@ def _of_module(subject: Subject) -> str:
         if whole is None or split is None:
             return ""
         rtol = CHECKED.of([*whole.tensors(), *(call.output for call in whole.calls)])
-        if found := first_module(whole, split, rtol):
-            name = found[0].name
-            return f"{name} mixes the samples of its batch: freeze it with eval(), or replace it."
-        if name := mixed_input(whole, split, rtol):
-            return (
-                f"{_MIXED} {name} gets them, as in mixup. Mix the batch before step(), and pass "
-                "what is mixed, labels and factors too, as the batch."
-            )
-        return ""
+        found = first_module(whole, split, rtol)
+        if not found:
+            return ""
+        return (
+            f"{found[0].name} mixes the samples of its batch: freeze it with eval(), or replace it."
+        )
 
     return first_that_fits(look, [min(_N_SAMPLES, subject.n_samples)]) or ""
