@@ -43,10 +43,6 @@ def generator_kinds() -> tuple[type, ...]:
     return torch.Generator, random.Random, *of_numpy
 
 
-_MANY = 100_003
-"""More than a few samples use; odd, because some numbers are made of two."""
-
-
 class RngState:
     """torch's default generators, Python's, numpy's where it is loaded, and the user's own.
 
@@ -101,25 +97,6 @@ class RngState:
     def finish(self) -> None:
         """Keep the drawn numbers drawn."""
         self._noted = []
-
-    def draw(self) -> None:
-        """Draw numbers of each generator that was noted, so that the next ones are others.
-
-        Many, because after a single one most of what comes next is what would have come anyway.
-        """
-        random.getrandbits(32 * _MANY)
-        for generator in (torch.default_generator, *self._generators):
-            if isinstance(generator, torch.Generator):
-                torch.rand(_MANY, generator=generator, device=generator.device)
-            elif isinstance(generator, random.Random):
-                generator.getrandbits(32 * _MANY)
-            else:
-                generator.random(_MANY)
-        for device in self._all_devices():
-            if device in self._devices or _has_memory(device):
-                torch.rand(_MANY, device=device)
-        if "numpy" in sys.modules:
-            importlib.import_module("numpy.random").random(_MANY)
 
     def undo(self) -> None:
         """Put all states back."""
@@ -182,9 +159,3 @@ def _is_initialized(device: torch.device) -> bool:
     """Return whether its generator exists; asking one of an unused CUDA would start CUDA."""
     module: Any = torch.get_device_module(device)
     return bool(getattr(module, "is_initialized", lambda: True)())
-
-
-def _has_memory(device: torch.device) -> bool:
-    """Return whether a device is in use, because reading its state would make a context."""
-    module: Any = torch.get_device_module(device)
-    return not hasattr(module, "memory_reserved") or module.memory_reserved(device) > 0

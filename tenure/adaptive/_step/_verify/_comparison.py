@@ -22,6 +22,7 @@ from torch import Tensor
 
 from tenure._torch.quiet import without_functions
 
+from ..._undo import RngState
 from .._loss import ONLY, combined, finished_loss, terms_of, widened, widened_count
 from .._modules import coupled_modules
 from .._outputs import JoinedOutputs, Outputs
@@ -191,20 +192,19 @@ def exchanged(subject: Subject) -> tuple[bool, CheckFinding | None]:
 
 def _under_some_states(subject: Subject, n: int) -> CheckFinding | None:
     """Exchange under a few random states: in one of them samples may mix by next to nothing."""
-    # the draw between two states has to come back as well
     rng = subject.parts_of(range(n)).state.rng
     rng.begin()
     try:
         for _ in range(_N_STATES):
             if found := _exchange(subject, n):
                 return found
-            rng.draw()
         return None
     finally:
         rng.undo()
 
 
 def _exchange(subject: Subject, n: int) -> CheckFinding | None:
+    """Exchange under one random state, and go on to the one that a run has left behind."""
     here = spread_samples(subject.tree, subject.n_samples, n)
     others = [i for i in range(subject.n_samples) if i not in here]
     # a small batch is exchanged with itself, in another order
@@ -213,7 +213,9 @@ def _exchange(subject: Subject, n: int) -> CheckFinding | None:
     for first, second in ((here, here), (here, there), (there, here), (there, there)):
         parts = subject.parts_of([(first if i % 2 else second)[i] for i in range(n)])
         with subject.comparable(parts):
-            values.append(_sums(parts))
+            sums, drawn = _sums(parts)
+        values.append(sums)
+    drawn.undo()
     for name in values[0]:
         a, b, c, d = (float(each[name]) for each in values)
         error = abs(a - b - c + d) / (max(map(abs, (a, b, c, d))) or 1.0)
@@ -263,13 +265,14 @@ def split_values(parts: StepParts, sizes: Sequence[int]) -> StepOutcome:
         return StepOutcome(loss, terms, tuple(sizes))
 
 
-def _sums(parts: StepParts) -> dict[str, Tensor]:
-    """Return the parts of terms that are sums over samples, if declared rightly."""
+def _sums(parts: StepParts) -> tuple[dict[str, Tensor], RngState]:
+    """Return the parts of terms that are sums, if declared rightly, and the state after it."""
     with unseen(parts):
         spec, inputs = parts.spec, parts.inputs
         returned = parts.call(inputs.whole())
+        drawn = parts.state.random_now()
         if callable(spec.loss):
-            return {ONLY: spec.loss(returned)}
+            return {ONLY: spec.loss(returned)}, drawn
         weight: Any = parts.n_samples if spec.weight is None else spec.weight(inputs.whole())
         found: dict[str, Tensor] = {}
         for name, term in terms_of(returned, spec.loss).by_name.items():
@@ -277,4 +280,5 @@ def _sums(parts: StepParts) -> dict[str, Tensor]:
                 found[f"{name}: count"] = torch.as_tensor(widened_count(term.count))
             is_sum = term.count is not None or spec.loss == "sum"
             found[name] = widened(term.value) * (1 if is_sum else weight)
-        return {name: torch.nan_to_num(value.double().cpu()) for name, value in found.items()}
+        sums = {name: torch.nan_to_num(value.double().cpu()) for name, value in found.items()}
+        return sums, drawn
