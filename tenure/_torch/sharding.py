@@ -193,15 +193,6 @@ class ShardedGroup:
         self._group = group
 
     @property
-    def exchanges(self) -> tuple[bool, bool]:
-        """Whether the next backward pass reduces gradients, and whether over all replicas."""
-        return self._group.reduce_grads, self._group.all_reduce_grads
-
-    @exchanges.setter
-    def exchanges(self, both: tuple[bool, bool]) -> None:
-        self._group.reduce_grads, self._group.all_reduce_grads = both
-
-    @property
     def has_unexchanged(self) -> bool:
         """Whether gradients of a backward pass without exchange wait for one with it."""
         return any(map(_has_gradient, self._group.fsdp_params))

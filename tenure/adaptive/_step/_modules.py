@@ -34,7 +34,7 @@ from tenure._text import listed
 from tenure._torch.modes import EagerMode, schema_of
 from tenure._torch.modules import BatchNorm, InstanceNorm
 from tenure._torch.quiet import without_functions
-from tenure._torch.replicas import reset_reducer, specialities_of
+from tenure._torch.replicas import specialities_of
 from tenure._torch.sharding import ShardedGroup, Shards, sharded_groups
 from tenure._torch.storages import key_of
 from tenure._torch.writes import version_of
@@ -59,13 +59,12 @@ class GradientExchange:
 
     __slots__ = (
         "_aside", "_first_fsdp", "_groups", "_is_broken", "_is_ready", "_is_split", "_known",
-        "_replicas", "_special",
+        "_replicas",
     )  # fmt: skip
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._known: set[int] = set()
         self._replicas: list[Replicated] = []
-        self._special: list[Replicated] = []
         self._groups: list[ShardedGroup] = []
         self._first_fsdp: list[nn.Module] = []
         self._aside: ExitStack | None = None
@@ -99,9 +98,8 @@ class GradientExchange:
             raise _not_found(f"a DistributedDataParallel of {type(module.module).__name__}", "tell")
         if self._is_ready and Shards([module]).n_ranks > 1:
             raise _not_found(f"a sharded module, {type(module).__name__},", "plan with")
-        if isinstance(module, Replicated) and not is_shared and specialities_of(module):
-            self._special.append(module)
-        elif isinstance(module, Replicated):
+        if isinstance(module, Replicated):
+            _refuse_special(module)
             self._replicas.append(module)
             # one that is learned of in the middle is about to run
             if self._aside is not None:
@@ -125,19 +123,6 @@ class GradientExchange:
             finally:
                 self._aside = None
 
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        """Open a block in which sharded modules exchange nothing, nor afterwards."""
-        before = [(group, group.exchanges) for group in self._groups]
-        try:
-            for group in self._groups:
-                group.exchanges = False, False
-            yield
-        finally:
-            for group, exchanges in before:
-                group.drop_unexchanged()
-                group.exchanges = exchanges
-
     def check_splittable(self) -> None:
         """Make sure that modules may run several times before gradients are exchanged.
 
@@ -145,13 +130,6 @@ class GradientExchange:
             AdaptiveUsageError: one of them may not.
         """
         self._is_split = True
-        if self._special:
-            found = specialities_of(self._special[0])
-            raise AdaptiveUsageError(
-                "step() has to split the batch, and got a DistributedDataParallel with "
-                f"{' and '.join(found)}, which acts in each pass. Nothing was "
-                "changed. Leave it out, or pass a batch that fits."
-            )
         if self._first_fsdp:
             raise AdaptiveUsageError(
                 "step() has to split the batch, and got a module of FullyShardedDataParallel, "
@@ -178,7 +156,7 @@ class GradientExchange:
                 "fully_shard."
             )
         self._refuse_unexchanged(self._groups)
-        for module in (*self._special, *self._replicas):
+        for module in self._replicas:
             if module.gradient_as_bucket_view:
                 _take_out_of_buckets(module)
 
@@ -187,8 +165,6 @@ class GradientExchange:
 
     def undo(self) -> None:
         """Forget what the attempt has begun to exchange."""
-        for module in self._special:
-            reset_reducer(module)
         for group in self._groups:
             group.drop_unexchanged()
         self._is_broken = self.is_sharded
@@ -200,6 +176,16 @@ class GradientExchange:
                 "exchange has left, and that no other can be told from. Nothing was changed. Pass "
                 "the samples of both passes to one step(), which accumulates by itself."
             )
+
+
+def _refuse_special(module: Replicated) -> None:
+    if found := specialities_of(module):
+        raise AdaptiveUsageError(
+            f"step() got a DistributedDataParallel of {type(module.module).__name__} with "
+            f"{' and '.join(found)}, which acts while the module runs; nothing may be exchanged "
+            "until a step has succeeded. Nothing was changed. Leave it out, or run that module "
+            "without step()."
+        )
 
 
 def _not_found(what: str, do: str) -> AdaptiveUsageError:

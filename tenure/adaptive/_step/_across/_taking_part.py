@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from tenure._errors import AdaptiveUsageError
-from tenure._torch.replicas import rebuild_buckets, specialities_of
+from tenure._torch.replicas import rebuild_buckets
 from tenure._torch.sharding import Shards
 
 from ..._callables import short_name_of
@@ -149,19 +149,11 @@ def _refuse_modules(
     entry: str, modules: Iterable[nn.Module], shared: list[Replicated], group: Any
 ) -> None:
     for replica in shared:
-        kind = type(replica.module).__name__
         if replica.process_group is not group:
             raise AdaptiveUsageError(
-                f"{entry}() got a DistributedDataParallel of {kind} whose process group is not "
-                "that of the step, by group= or by another module. Nothing was changed. Make all "
-                "with one process_group=, and call step() for each group."
-            )
-        if found := specialities_of(replica):
-            raise AdaptiveUsageError(
-                f"{entry}() got a DistributedDataParallel of {kind} with {' and '.join(found)}, "
-                "which acts while the module runs; several ranks make a step together only if "
-                "nothing is exchanged until all have succeeded. Nothing was changed. Leave it out, "
-                "or run that module without step()."
+                f"{entry}() got a DistributedDataParallel of {type(replica.module).__name__} whose "
+                "process group is not that of the step, by group= or by another module. Nothing "
+                "was changed. Make all with one process_group=, and call step() for each group."
             )
     for module in modules:
         if isinstance(module, nn.SyncBatchNorm) and module.training:

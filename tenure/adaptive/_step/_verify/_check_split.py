@@ -83,6 +83,11 @@ def check_split(
     )  # fmt: skip
     spec.check()
     parts = StepParts(spec)
+    if parts.exchange.is_sharded:
+        raise AdaptiveUsageError(
+            "check_split() got a module of fully_shard, which rounds gradients as it exchanges "
+            "them. Nothing was run. Call check_split() before fully_shard()."
+        )
     n = min(checked_size("n_samples", n_samples), parts.n_samples)
     if n < (fewest := 2 * parts.smallest):
         needs = f", 2 in each part for {coupled_modules(parts.roots)[0]}" if fewest > 2 else ""
