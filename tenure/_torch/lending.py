@@ -25,8 +25,8 @@ from tenure._text import describe_tensor
 
 from . import bound
 from .patches import Patch
-from .quiet import aside, without_functions
-from .storages import byte_range, key_of, n_holders, n_uses
+from .quiet import without_functions
+from .storages import key_of, n_holders, n_uses
 
 _to_dlpack = bound("torch._C._to_dlpack", "paging")
 _lent: weakref.WeakValueDictionary[int, Lent] = weakref.WeakValueDictionary()
@@ -45,7 +45,6 @@ class Lent:
         lender: as above.
         is_aliased: whether something was made of them that is written without raising a version.
         tensors: the tensors that show them and the name of each, by ``id``.
-        aliases: what ``.data`` of one of these has given.
         streams: those that ``record_stream()`` said use them, by id.
     """
 
@@ -57,7 +56,6 @@ class Lent:
         self._n_uses, self._n_holders = self._counts()
         self.is_aliased = False
         self.tensors: dict[int, tuple[weakref.ref[Tensor], str]] = {}
-        self.aliases: list[weakref.ref[Tensor]] = []
         self.streams: dict[int, Any] = {}
         _lent[key_of(self._holder[0])] = self
 
@@ -70,11 +68,6 @@ class Lent:
         """Note that a tensor shows them."""
         # torch.utils.swap_tensors() refuses what has a weak reference, and nobody would see a swap.
         self.tensors[id(tensor)] = weakref.ref(tensor), name
-
-    def live_aliases(self) -> list[Tensor]:
-        """Return those aliases that lie there still, and that something holds."""
-        found = [alias for known in self.aliases if (alias := known()) is not None]
-        return [alias for alias in found if lent_to(alias) is self]
 
     def is_shared(self, n_tensors: int) -> bool:
         """Return whether more than so many tensors lie in the storage, or something holds it.
@@ -132,46 +125,18 @@ class _Noting:
 class _NotingData(_Noting):
     """The same of ``.data``, which can be set."""
 
-    def __get__(self, tensor: Tensor | None, owner: Any = None) -> Any:
-        found = super().__get__(tensor, owner)
-        lent = None if tensor is None else lent_to(found)
-        if lent is not None:
-            alive = [known for known in lent.aliases if known() is not None]
-            lent.aliases = [*alive, weakref.ref(found)]
-        return found
-
     def __set__(self, tensor: Tensor, value: Tensor) -> None:
         lent = lent_to(tensor)
         known = None if lent is None else lent.tensors.get(id(tensor))
-        if lent is None or known is None:
+        if known is None:
             self._original.__set__(tensor, value)
-        else:
-            _, name = known
-            _check_form(name, tensor, value)
-            with aside():
-                # It may be a view of the weight.
-                values = value.clone()
-                self._part_aliases(lent, name, tensor, value)
-                tensor.copy_(values)
-
-    def _part_aliases(self, lent: Lent, name: str, shown: Tensor, value: Tensor) -> None:
-        """Give memory of their own to tensors that are to keep the values that a weight has.
-
-        Raises:
-            PagingError: something else would have the new ones.
-        """
-        low, high = byte_range(shown)
-        for alias in lent.live_aliases():
-            start, end = byte_range(alias)
-            if start < high and low < end:
-                self._original.__set__(alias, alias.clone())
-        others = [*lent.live_aliases(), *([value] if lent_to(value) is lent else [])]
-        lent.aliases = [weakref.ref(alias) for alias in others]
-        if lent.is_shared(len(lent.tensors) + len({id(each) for each in others})):
+        # as it is after ``weight.data += 1``
+        elif lent_to(value) is not lent or _form(value) != _form(tensor):
             raise PagingError(
-                f"{name!r} was given other values through .data in the forward of a paged model, "
-                "while a view, an array or another tensor shows its memory, and would have them, "
-                "too. Its values are as before. Write them with copy_(), or clone() what is kept."
+                f"{known[1]!r} was given {describe_tensor(value)} through .data in the forward of "
+                f"a paged model, where it is {describe_tensor(tensor)} and shares its memory with "
+                "others. Nothing was changed. Write the values with weight.data.copy_(values), or "
+                "unpage() first."
             )
 
 
@@ -198,14 +163,5 @@ _KINDS: dict[str, type[_Noting]] = {
 _noting = Patch(Tensor, _KINDS)
 
 
-def _check_form(name: str, shown: Tensor, value: Tensor) -> None:
-    if _form(value) != _form(shown):
-        raise PagingError(
-            f"{name!r} was given {describe_tensor(value)} through .data in the forward of a paged "
-            f"model, where it is {describe_tensor(shown)}: that has no place there. Nothing was "
-            "changed. Give it a tensor of the same shape, type and device, or unpage() first."
-        )
-
-
 def _form(tensor: Tensor) -> tuple[object, ...]:
-    return tensor.shape, tensor.dtype, tensor.device
+    return tensor.dtype, tensor.data_ptr(), tensor.shape, tensor.stride()

@@ -197,134 +197,16 @@ def test_what_is_interrupted_between_two_tensors_is_done_by_the_next_call(sim, m
         assert_same(model, plain, sim)
 
 
-class Exchanging(nn.Module):
-    """Gives its weights other data in the forward."""
-
-    def __init__(self, exchange):
-        super().__init__()
-        self.layers, self.exchange = layers().double(), exchange
-
-    def forward(self, x):
-        with torch.no_grad():
-            kept = self.exchange(*self.layers[:2])
-        x = self.layers(x)
-        if kept is not None:
-            self.layers[0].weight.data = kept
-        return x
-
-
-def swap_data(a, b):
-    a.weight.data, b.weight.data = b.weight.data, a.weight.data
-
-
-def set_other_values(a, _):
-    a.weight.data = a.weight.data.clamp(-1, 1) * 0.5
-
-
-def set_in_the_presence_of_an_alias(a, _):
-    values = a.weight.data
-    a.weight.data = values + 1
-    a.weight.data = values * 3
-
-
-def round_and_restore(a, _):
-    kept = a.weight.data
-    a.weight.data = kept * 2
-    return kept
-
-
-FORWARDS = [swap_data, set_other_values, set_in_the_presence_of_an_alias, round_and_restore]
-
-
-@pytest.mark.parametrize("budget", [None, "auto", 1 << 20])
-@trained
-@pytest.mark.parametrize("size", [1, 1 << 20], ids=["a unit each", "one unit"])
-@pytest.mark.parametrize("exchange", FORWARDS)
-def test_values_exchanged_in_a_forward(sim, budget, training, size, exchange):
-    model = Exchanging(exchange)
-    plain = copy.deepcopy(model).to(sim.device)
-    x = torch.ones(2, WIDTH, dtype=torch.float64, device=sim.device)
-    with page(model, sim.device, size, budget=budget, training=training):
-        for _ in range(3):
-            with torch.set_grad_enabled(training):
-                outputs = model(x), plain(x)
-            assert outputs[0].equal(outputs[1])
-            for mine, others in zip(model.parameters(), plain.parameters(), strict=True):
-                assert mine.equal(others.cpu())
-            if training and exchange is not round_and_restore:
-                for each in outputs:
-                    each.sum().backward()
-                for mine, others in zip(model.parameters(), plain.parameters(), strict=True):
-                    assert mine.grad.equal(others.grad.cpu())
-
-
-def test_data_set_in_a_forward_while_a_view_shows_it_is_refused(sim):
-    def exchange(a, _):
-        view = a.weight.detach()
-        a.weight.data = view * 2
-
-    model = Exchanging(exchange)
-    expected = model.layers[0].weight.clone()
-    with page(model, sim.device, 1), torch.no_grad():
-        with pytest.raises(PagingError, match=r"^'layers\.0\.weight' was given other values"):
-            model(torch.ones(2, WIDTH, dtype=torch.float64, device=sim.device))
-        assert model.layers[0].weight.equal(expected)
-
-
 def test_handles_swapped_in_a_forward_are_refused(sim):
-    model = Exchanging(lambda a, b: torch.utils.swap_tensors(a.weight, b.weight))
-    x = torch.ones(2, WIDTH, dtype=torch.float64, device=sim.device)
+    model = layers()
+
+    def swap_first(model, _):
+        torch.utils.swap_tensors(model[0].weight, model[1].weight)
+
+    model.register_forward_pre_hook(swap_first)
     refused = pytest.raises(RuntimeError, match="Cannot swap t1")
     with page(model, sim.device, 1), torch.no_grad(), refused:
-        model(x)
-
-
-class Signs(nn.Linear):
-    """Computes with the signs of its weight, and gives it its numbers back."""
-
-    def __init__(self, compute):
-        super().__init__(WIDTH, WIDTH)
-        self.compute = compute
-
-    def forward(self, x):
-        numbers = self.weight.data.clone()
-        self.weight.data = numbers.sign()
-        x = self.compute(x, self.weight, self.bias)
-        self.weight.data = numbers
-        return x
-
-
-def with_a_clone(x, weight, bias):
-    return nn.functional.linear(x, weight.clone(), bias)
-
-
-def signs(compute):
-    torch.manual_seed(0)
-    return nn.Sequential(*[Signs(compute) for _ in range(4)])
-
-
-@ways
-def test_data_given_back_after_its_use_in_a_graph_raises_in_backward_and_a_clone_will_do(
-    sim, budget
-):
-    x = torch.randn(2, WIDTH, device=sim.device)
-    model = signs(nn.functional.linear)
-    expected = copy.deepcopy(model.state_dict())
-    with page(model, sim.device, 1, budget=budget, training=True):
-        loss = model(x).sum()
-        with pytest.raises(RuntimeError, match=r"'3\.weight' is at version .*, or clone\(\) it"):
-            loss.backward()
-        assert all(value.equal(expected[name]) for name, value in model.state_dict().items())
-        with torch.no_grad():
-            model(x)
-    model, plain = signs(with_a_clone), signs(nn.functional.linear).to(sim.device)
-    with page(model, sim.device, 1, budget=budget, training=True):
-        for _ in range(2):
-            for each in (model, plain):
-                each(x).square().sum().backward()
-            for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-                assert mine.equal(theirs.cpu())
-                assert mine.grad.equal(theirs.grad.cpu())
+        model(torch.ones(2, WIDTH, device=sim.device))
 
 
 @ways

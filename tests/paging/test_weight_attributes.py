@@ -30,7 +30,7 @@ class Binary(nn.Linear):
     def forward(self, x):
         if not hasattr(self.weight, "org"):
             self.weight.org = self.weight.data.clone()
-        self.weight.data = self.weight.org.sign()
+        self.weight.data.copy_(self.weight.org.sign())
         return F.linear(x, self.weight, self.bias)
 
 
