@@ -179,6 +179,7 @@ def _install_kernels() -> None:
     register_fallback(run_on_host, "PrivateUse1")
     register(_tensors.kernels() | _transfers.DEVICE_KERNELS)
     register(_composites.KERNELS | WHOLE_KERNELS)
+    register(_composites.CELLS, "AutogradPrivateUse1")
     register(_transfers.HOST_KERNELS, "CPU")
     for key in _transfers.LAZY_KEYS:
         register(_transfers.LAZY_KERNELS, key)

@@ -1,7 +1,8 @@
 """Operators that torch calls by another name on a PrivateUse1 device than on the CPU.
 
-Convolution has `_overrideable` entry points, recurrent cells have fused ones that no CPU kernel
-backs; each is given the arithmetic of its CPU counterpart. Attention takes torch's math path.
+Convolution has `_overrideable` entry points, which are given the arithmetic of their CPU
+counterparts. Recurrent cells have fused ones that no CPU kernel backs; they run as the operators
+that a cell is made of. Attention takes torch's math path.
 """
 
 from collections.abc import Sequence
@@ -50,62 +51,34 @@ def choose_attention(*args: Any, **kwargs: Any) -> int:
     return _SDP_MATH
 
 
-def _lstm_cell(
+@kernel
+def lstm_cell(
     input_gates: torch.Tensor,
     hidden_gates: torch.Tensor,
     cell: torch.Tensor,
     input_bias: torch.Tensor | None = None,
     hidden_bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Kernel of `aten::_thnn_fused_lstm_cell`."""
     gates = _add_all(input_gates, input_bias, hidden_gates, hidden_bias)
     enter, forget, candidate, leave = gates.chunk(4, 1)
     new_cell = forget.sigmoid() * cell + enter.sigmoid() * candidate.tanh()
     return leave.sigmoid() * new_cell.tanh(), new_cell, gates
 
 
-def _lstm_cell_backward(
-    grad_hidden: torch.Tensor | None,
-    grad_new_cell: torch.Tensor | None,
-    cell: torch.Tensor,
-    new_cell: torch.Tensor,
-    gates: torch.Tensor,
-    has_bias: bool,
-) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    if grad_hidden is None and grad_new_cell is None:
-        return None, None, None
-    others = torch.zeros_like(gates), None, None, cell, new_cell
-    backward = _aten._thnn_differentiable_lstm_cell_backward.default
-    grads = backward(grad_hidden, grad_new_cell, gates, *others)
-    return grads[0], grads[2], grads[0].sum(0) if has_bias else None
-
-
-def _gru_cell(
+@kernel
+def gru_cell(
     input_gates: torch.Tensor,
     hidden_gates: torch.Tensor,
     hidden: torch.Tensor,
     input_bias: torch.Tensor | None = None,
     hidden_bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Kernel of `aten::_thnn_fused_gru_cell`."""
     reset_in, update_in, new_in = _add_all(input_gates, input_bias).chunk(3, 1)
     reset_hidden, update_hidden, new_hidden = _add_all(hidden_gates, hidden_bias).chunk(3, 1)
-    reset, update = reset_in + reset_hidden, update_in + update_hidden
-    new = (new_in + reset.sigmoid() * new_hidden).tanh()
-    workspace = torch.cat([reset, update, new_in, hidden, new_hidden], 1)
-    return new + update.sigmoid() * (hidden - new), workspace
-
-
-def _gru_cell_backward(
-    grad: torch.Tensor, workspace: torch.Tensor, has_bias: bool
-) -> tuple[torch.Tensor | None, ...]:
-    reset, update, new_in, hidden, new_hidden = workspace.chunk(5, 1)
-    none = torch.zeros_like(reset)
-    input_gates = torch.cat([reset, update, new_in], 1)
-    hidden_gates = torch.cat([none, none, new_hidden], 1)
-    backward = _aten._thnn_differentiable_gru_cell_backward.default
-    grads = backward(grad, input_gates, hidden_gates, hidden, None, None)
-    grad_input, grad_hidden, grad_before = grads[:3]
-    biases = (grad_input.sum(0), grad_hidden.sum(0)) if has_bias else (None, None)
-    return (grad_input, grad_hidden, grad_before, *biases)
+    new = (new_in + (reset_in + reset_hidden).sigmoid() * new_hidden).tanh()
+    return new + (update_in + update_hidden).sigmoid() * (hidden - new), new
 
 
 def _add_all(first: torch.Tensor, *others: torch.Tensor | None) -> torch.Tensor:
@@ -115,26 +88,11 @@ def _add_all(first: torch.Tensor, *others: torch.Tensor | None) -> torch.Tensor:
     return total
 
 
-_CELLS = {
-    "_thnn_fused_lstm_cell": _lstm_cell,
-    "_thnn_fused_lstm_cell_backward_impl": _lstm_cell_backward,
-    "_thnn_fused_gru_cell": _gru_cell,
-    "_thnn_fused_gru_cell_backward": _gru_cell_backward,
-}
-
-
-def _cell_kernel(name: str) -> Any:
-    operator = operator_named(name)
-
-    @kernel
-    def cell(*args: Any) -> Any:
-        return run_as(operator, _CELLS[name], args, {})
-
-    return cell
-
-
+CELLS = {"_thnn_fused_lstm_cell": lstm_cell, "_thnn_fused_gru_cell": gru_cell}
+"""Of operators that have gradients: these stand for the cells under autograd as well."""
 KERNELS = {
     "convolution_overrideable": convolution,
     "convolution_backward_overrideable": convolution_backward,
     "_fused_sdp_choice": choose_attention,
-} | {name: _cell_kernel(name) for name in _CELLS}
+    **CELLS,
+}
