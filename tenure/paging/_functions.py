@@ -159,9 +159,10 @@ def page(
     Source: ``page`` of pytorch-optimem, where each layer is moved in and out synchronously.
     """
     if mesh is not None:
-        ours = {"max_layer_size": max_layer_size, "budget": budget, "keep": tuple(keep)}
-        ours |= {"prefetch": prefetch, "methods": tuple(methods), "activations": activations}
-        return shard(model, mesh, device, host, ours)
+        ours = {"max_layer_size": max_layer_size != -1, "budget": budget is not None}
+        ours |= {"keep": bool(tuple(keep)), "prefetch": prefetch != "auto"}
+        ours |= {"methods": bool(tuple(methods)), "activations": activations is not None}
+        return shard(model, mesh, device, host, [name for name, given in ours.items() if given])
     host = checked_host(host)
     check_training(training, device, host)
     check_activations(activations, training=training)

@@ -24,14 +24,6 @@ if TYPE_CHECKING:
 _MOST_DIMENSIONS = 2
 _CONTAINERS = (nn.ModuleList, nn.Sequential)
 _FORWARD = nn.Module.forward
-_UNSAID = {
-    "max_layer_size": -1,
-    "budget": None,
-    "keep": (),
-    "prefetch": "auto",
-    "methods": (),
-    "activations": None,
-}
 
 
 def _refused(verb: str, why: str) -> Callable[..., NoReturn]:
@@ -88,7 +80,7 @@ def shard(
     mesh: object,
     device: str | torch.device,
     host: object,
-    ours: Mapping[str, object],
+    given: list[str],
 ) -> ShardedModel:
     """Shard a model over a mesh.
 
@@ -97,7 +89,7 @@ def shard(
         mesh: the mesh.
         device: as of ``page``.
         host: ``"pinned"`` or ``"pageable"``.
-        ours: the arguments of ``page`` that FSDP2 knows nothing of.
+        given: the arguments of ``page`` that somebody gave and FSDP2 knows nothing of.
 
     Raises:
         PagingError: an argument is none for a mesh, or the model can't be sharded; it is as before.
@@ -105,7 +97,7 @@ def shard(
     from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
     checked = _checked_mesh(mesh)
-    _check_arguments(checked, device, host, ours)
+    _check_arguments(checked, device, host, given)
     checked_model(model)
     blocks = dict(_blocks(model, ""))
     _check_shared(blocks)
@@ -134,16 +126,15 @@ def _checked_mesh(mesh: object) -> DeviceMesh:
 
 
 def _check_arguments(
-    mesh: DeviceMesh, device: str | torch.device, host: object, ours: Mapping[str, object]
+    mesh: DeviceMesh, device: str | torch.device, host: object, given: list[str]
 ) -> None:
     # As it stands where nobody names one.
     if device != "cuda" and torch.device(device).type != mesh.device_type:
         raise PagingError(
             f"device={str(device)!r} is not that of the mesh, {mesh.device_type!r}. Leave it out."
         )
-    given = [name for name, value in ours.items() if value != _UNSAID[name]]
     if host not in ("pinned", "pageable"):
-        given.append("host")
+        given = [*given, "host"]
     if given:
         raise PagingError(
             f"{given[0]}= says nothing to FSDP2, which a model is handed to with mesh=: it gathers "
