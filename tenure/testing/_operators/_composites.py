@@ -5,7 +5,6 @@ counterparts. Recurrent cells have fused ones that no CPU kernel backs; they run
 that a cell is made of. Attention takes torch's math path.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,20 +26,11 @@ def convolution(*args: Any) -> Any:
 
 @kernel
 def convolution_backward(
-    grad: torch.Tensor,
-    inputs: torch.Tensor,
-    weight: torch.Tensor,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    transposed: bool,
-    output_padding: Sequence[int],
-    groups: int,
-    output_mask: Sequence[bool],
+    grad: torch.Tensor, inputs: torch.Tensor, weight: torch.Tensor, *geometry: Any
 ) -> Any:
     """Kernel of `aten::convolution_backward_overrideable`."""
+    *_, output_mask = geometry
     bias_size = [grad.shape[1]] if output_mask[2] else None
-    geometry = (stride, padding, dilation, transposed, output_padding, groups, output_mask)
     operator = _aten.convolution_backward.default
     return run_as(operator, operator, (grad, inputs, weight, bias_size, *geometry), {})
 
