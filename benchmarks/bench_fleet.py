@@ -174,7 +174,7 @@ def _of_a_rank(rank: int, folder: str, ranks: int, store: str, found: Any) -> No
 def _counted(setup: Setup) -> int:
     model, batch = in_memory(setup, configured(setup.target), torch.device("cpu"))
     mesh = init_device_mesh("cpu", (setup.ranks,))
-    shard(model, mesh, reshards=True, offloads=False)
+    shard(model, mesh, offloads=False)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
     with memory_budget("8GiB") as budget:
         loss = model(**batch).loss
@@ -204,7 +204,7 @@ def _by_tracker(folder: str, ranks: int) -> int:
     setup = _setup(folder, ranks)
     with fake_ranks(0, ranks):
         model, batch = in_memory(setup, configured(folder), torch.device("cpu"))
-        shard(model, init_device_mesh("cpu", (ranks,)), reshards=True, offloads=False)
+        shard(model, init_device_mesh("cpu", (ranks,)), offloads=False)
         optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
         tracker = FSDPMemTracker(model, optimizer)
         tracker.track_inputs((batch,))

@@ -111,15 +111,11 @@ class Fit(Verb):
             default=None,
             help="use activation checkpointing",
         )
-        kinds = group.add_mutually_exclusive_group()
-        kinds.add_argument(
-            "--train",
-            action="store_true",
-            default=None,
-            help="predict a training step (the default)",
-        )
-        kinds.add_argument(
-            "--generate", type=count, metavar="N", help="predict generating N tokens with a cache"
+        group.add_argument(
+            "--generate",
+            type=count,
+            metavar="N",
+            help="predict generating N tokens with a cache (default: a training step)",
         )
         group.add_argument(
             "--ranks",
@@ -134,11 +130,6 @@ class Fit(Verb):
             type=_shard,
             metavar="{fsdp2,ddp}",
             help="how ranks share the model (default: fsdp2)",
-        )
-        group.add_argument(
-            "--reshard-after-forward",
-            choices=("yes", "no"),
-            help="whether FSDP2 frees gathered weights after the forward pass (default: yes)",
         )
         group.add_argument(
             "--cpu-offload",
@@ -185,32 +176,24 @@ class Fit(Verb):
         if memories is None:
             free_bytes, device = free_memory_of(arguments.device)
             memories = [] if free_bytes is None else [free_bytes]
-        options.pop("train", None)
-        reshards = options.pop("reshard_after_forward", "yes") == "yes"
         ranks = options.pop("ranks", [1])
         options["offloads"] = options.pop("cpu_offload", False)
-        setup = Setup(arguments.target, reshards=reshards, **options)
+        setup = Setup(arguments.target, **options)
         return answer(setup, ranks, memories, device or "cuda")
 
 
 _OF_MODELS = frozenset(
-    {"batch", "sequence", "images", "dtype", "optimizer", "lora", "checkpointing", "train"}
-    | {"generate", "ranks", "shard", "reshard_after_forward", "cpu_offload"}
+    {"batch", "sequence", "images", "dtype", "optimizer", "lora", "checkpointing"}
+    | {"generate", "ranks", "shard", "cpu_offload"}
 )
 
 
 def _refuse_unused(options: Mapping[str, Any]) -> None:
     """Refuse what would change nothing: whoever gives it thinks that it does."""
-    several = max(options.get("ranks", [1])) > 1
     if "generate" in options and "optimizer" in options:
         raise CommandError("--optimizer is for training. Leave it out, or leave out --generate.")
-    if "shard" in options and not several:
+    if "shard" in options and max(options.get("ranks", [1])) == 1:
         raise CommandError("--shard is for several ranks. Leave it out, or give --ranks above 1.")
-    if "reshard_after_forward" in options and not (several and options.get("shard") != "ddp"):
-        raise CommandError(
-            "--reshard-after-forward is for FSDP2 on several ranks. Leave it out, or give --ranks "
-            "above 1 and --shard fsdp2."
-        )
 
 
 def _byte_sizes(text: str) -> list[int]:

@@ -27,7 +27,7 @@ def measured_sharded(rank, setup):
     # a thread of gloo may hold what it has sent for a moment longer
     for _ in range(4):
         model, batch = in_memory(asked, configured(asked.target), torch.device("cpu"))
-        shard(model, mesh, reshards=asked.reshards, offloads=asked.offloads)
+        shard(model, mesh, offloads=asked.offloads)
         optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
         step = step_of(lambda batch, model=model: model(**batch).loss, batch, optimizer)
         with memory_budget("4GiB") as budget:

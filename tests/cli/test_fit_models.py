@@ -127,15 +127,10 @@ def test_weights_that_a_model_ties_are_counted_once(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("n", [2, 4])
 def test_each_rank_takes_what_is_predicted(llama, n):
-    most = []
-    ways = ({"reshards": True}, {"reshards": False}, {"offloads": True})
-    for way in ways:
-        setup = Setup(llama, batch=4, sequence=32, ranks=n, **way)
+    for offloads in (False, True):
+        setup = Setup(llama, batch=4, sequence=32, ranks=n, offloads=offloads)
         found = run_ranks(measured_sharded, n, timeout=180, setup=dataclasses.asdict(setup))
         assert found == [predicted_sharded(setup, rank) for rank in range(n)]
-        most.append(max(found))
-    # what is gathered of the first blocks stays for the backward pass
-    assert most[1] > most[0]
 
 
 @pytest.mark.slow
@@ -294,7 +289,7 @@ def test_paged_training_takes_less_than_the_weights_do(llama, capsys):
     [
         {"batch": 4},
         {"batch": 4, "checkpointing": True, "optimizer": "sgd", "lora": 4, "dtype": "bfloat16"},
-        {"ranks": 2, "reshards": False},
+        {"ranks": 2},
         {"ranks": 2, "offloads": True, "checkpointing": True},
     ],
 )
@@ -312,7 +307,7 @@ def test_lines_to_paste_run_as_they_are(llama, tmp_path, monkeypatch, options):
         exec(lines.replace('"cuda"', '"cpu"'), names)
     # what was predicted is what is set
     assert names["optimizer"].defaults["foreach"] is False
-    assert names.get("options", {}).get("reshard_after_forward", True) is setup.reshards
+    assert names.get("options", {}).get("reshard_after_forward", True) is True
     assert ("offload_policy" in names.get("options", {})) is setup.offloads
     state = names["optimizer"].state
     assert all(state[p] or setup.optimizer == "sgd" for p in names["weights"])
@@ -337,7 +332,7 @@ def test_lines_to_paste_run_as_they_are(llama, tmp_path, monkeypatch, options):
         (["{llama}", "--generate", "5", "--lora", "4"], "--lora is for training."),
         (["{llama}", "--generate", "5", "--optimizer", "sgd"], "--optimizer is for training."),
         (["{llama}", "--ranks", "1", "--shard", "ddp"], "--shard is for several ranks."),
-        (["{llama}", "--reshard-after-forward", "no"], "is for FSDP2 on several ranks."),
+        (["{llama}", "--reshard-after-forward", "no"], "unrecognized arguments: --reshard-after"),
         (["{bert}", "--sequence", "4096"], "It is made for at most 64 tokens."),
         (["{heads}"], "The hidden size (64) is not a multiple of the number of attention heads (5"),
         (["{llama}", "--generate", "5", "--ranks", "2", "--shard", "ddp"], "DDP exchanges"),

@@ -93,7 +93,7 @@ def _sharded(setup: Setup, blocks: tuple[str, ...]) -> list[str]:
     return [
         "options = {",
         f'    "mesh": init_device_mesh("cuda", ({setup.ranks},)),',
-        f'    "reshard_after_forward": {setup.reshards},',
+        '    "reshard_after_forward": True,',
         *['    "offload_policy": CPUOffloadPolicy(pin_memory=False),'] * setup.offloads,
         "}",
         f"blocks = [{names[:-2]}]" if len(names) < 60 else f"blocks = {' '.join(blocks)!r}.split()",

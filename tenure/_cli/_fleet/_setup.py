@@ -27,7 +27,6 @@ class Setup:
         generate: how many tokens are generated; None: the model is trained.
         ranks: how many processes run it, each with a device.
         shard: "fsdp2" or "ddp".
-        reshards: whether FSDP2 lets go of gathered weights after the forward pass.
         offloads: whether FSDP2 keeps shards, gradients and the optimizer's state in host memory.
     """
 
@@ -42,7 +41,6 @@ class Setup:
     generate: int | None = None
     ranks: int = 1
     shard: str = "fsdp2"
-    reshards: bool = True
     offloads: bool = False
 
     def check(self) -> None:

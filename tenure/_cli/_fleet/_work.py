@@ -97,7 +97,7 @@ def _made(setup: Setup, found: Configured, mesh: Any) -> Made:
         model = _model(setup, found)
         size = size_of(model)
         if mesh is not None and setup.shard == "fsdp2":
-            shard(model, mesh, reshards=setup.reshards, offloads=setup.offloads)
+            shard(model, mesh, offloads=setup.offloads)
         elif mesh is not None:
             model = _ReplicaModel(model)
         optimizer = None
@@ -156,13 +156,13 @@ def _checkpoint(model: Any) -> None:
         raise CommandError(f"A {type(model).__name__} has no checkpoints: {told}.") from None
 
 
-def shard(model: nn.Module, mesh: Any, *, reshards: bool, offloads: bool) -> None:
+def shard(model: nn.Module, mesh: Any, *, offloads: bool) -> None:
     """Shard a model over a mesh by FSDP2: each of its own blocks, and the rest."""
     from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
     policy = CPUOffloadPolicy(pin_memory=False) if offloads else OffloadPolicy()
     for module in (*_blocks(model), model):
-        fully_shard(module, mesh=mesh, reshard_after_forward=reshards, offload_policy=policy)
+        fully_shard(module, mesh=mesh, reshard_after_forward=True, offload_policy=policy)
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
