@@ -660,7 +660,7 @@ def test_of_the_errors_of_an_accelerator_those_that_step_handles_are_left_out(wo
 
 
 @pytest.mark.slow
-def test_the_memory_of_child_processes_is_told():
+def test_child_processes_that_are_not_recorded_are_told():
     program = """
         import torch
         from torch.utils.data import DataLoader
@@ -673,8 +673,7 @@ def test_the_memory_of_child_processes_is_told():
         """
     done = _run(program)
     (note,) = Recording.load("train.tenure").notes
-    told = "2 child processes were not recorded; the largest that has ended took "
-    assert re.fullmatch(rf"{told}[\d.]+ MiB of RAM at most", note)
+    assert note == "2 child processes were not recorded"
     assert note in done.stderr
 
 

@@ -337,18 +337,7 @@ def children_in_words(n_forked: int) -> list[str]:
     if not n_children:
         return []
     told = "1 child process was" if n_children == 1 else f"{n_children} child processes were"
-    most = ""
-    with suppress(ImportError):  # on Windows
-        import resource
-
-        from tenure._text import format_bytes
-
-        unit = 1 if sys.platform == "darwin" else 1024
-        # that counts those alone that have been waited for
-        most_bytes = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * unit
-        if most_bytes:
-            most = f"; the largest that has ended took {format_bytes(most_bytes)} of RAM at most"
-    return [f"{told} not recorded{most}"]
+    return [f"{told} not recorded"]
 
 
 def rank_of_environment() -> int | None:
