@@ -20,14 +20,14 @@ from tenure._visible import in_one_line, visible
 from ._fit import Fit
 from ._recordings import Diff, Export, LeaksVerb, ReportVerb, Tree
 from ._run import Run
-from ._verb import Verb, whole_number
+from ._verb import Verb
 
 
 class Demo(Verb):
     """Show in about a minute how tenure names a leak, fits a batch, and fits a model.
 
-    A small network learns from the source of Python's standard library. Each chapter shows its code
-    and its result. The last chapter leaves files of `tenure run` for you to look at. The demo needs
+    A small network learns from the source of PyTorch. Each chapter shows its code and its result.
+    The last chapter leaves files of `tenure run` for you to look at. The demo needs
     no network connection and no accelerator.
     """
 
@@ -37,25 +37,12 @@ class Demo(Verb):
     def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
         """Add its arguments."""
         parser.add_argument("--quick", action="store_true", help="a smaller model and fewer steps")
-        parser.add_argument(
-            "--steps",
-            type=whole_number(1),
-            metavar="N",
-            help="training steps of each run (default: 10; with --quick 6)",
-        )
-        parser.add_argument(
-            "--seed",
-            type=whole_number(0),
-            default=0,
-            metavar="N",
-            help="seed of the weights and the batches (default: 0)",
-        )
 
     def run(self, arguments: argparse.Namespace) -> int:
         """Tell the story."""
         from tenure._demo import tell
 
-        tell(quick=arguments.quick, steps=arguments.steps, seed=arguments.seed)
+        tell(quick=arguments.quick)
         return 0
 
 

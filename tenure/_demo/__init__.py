@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 
-def tell(*, quick: bool, steps: int | None, seed: int) -> None:
-    """Run all chapters.
-
-    Args:
-        quick: take a smaller network and fewer steps.
-        steps: training steps of each run; None for 10, or 6 if quick.
-        seed: of the weights and of the batches.
-    """
+def tell(*, quick: bool) -> None:
+    """Run all chapters; if quick, with a smaller network and fewer steps."""
     # torch takes seconds to import
     print("tenure names what leaks, and makes work fit that does not.", flush=True)
     from ._chapters import tell_chapters
 
-    tell_chapters(quick=quick, n_steps=steps or (6 if quick else 10), seed=seed)
+    tell_chapters(quick=quick, n_steps=6 if quick else 10)

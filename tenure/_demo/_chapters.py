@@ -30,22 +30,18 @@ _SHARE_OF_WEIGHTS = 0.7
 """How much of the weights the third chapter's budget allows at once."""
 
 
-def tell_chapters(*, quick: bool, n_steps: int, seed: int) -> None:
-    """Run the chapters in order.
-
-    Raises:
-        CommandError: this Python came without the source of its standard library.
-    """
+def tell_chapters(*, quick: bool, n_steps: int) -> None:
+    """Run the chapters in order."""
 
     def begin() -> Training:
-        return Training(quick=quick, seed=seed)
+        return Training(quick=quick)
 
     # it prints itself what these would log
     logging.disable(logging.WARNING)
     n_weights = sum(parameter.numel() for parameter in begin().model.parameters())
     _say(
-        f"The work: a network of {n_weights:,} weights learns to read Python's own standard "
-        f"library. CPU, torch {torch.__version__}, seed {seed}. All chapters take about a minute."
+        f"The work: a network of {n_weights:,} weights learns to read PyTorch's own source. "
+        f"CPU, torch {torch.__version__}. All chapters take about a minute."
     )
     print("\nChapter 1 of 4: a loop that leaks\n")
     leak(begin, n_steps)

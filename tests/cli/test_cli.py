@@ -35,7 +35,7 @@ def test_help_of_a_verb_is_its_docstring(capsys):
     with pytest.raises(SystemExit, match=r"^0$"):
         main(["demo", "--help"])
     text = capsys.readouterr().out
-    assert text.startswith("usage: tenure demo [-h] [--quick] [--steps N] [--seed N]\n")
+    assert text.startswith("usage: tenure demo [-h] [--quick]\n")
     assert "The demo needs\nno network connection and no accelerator." in text
 
 
@@ -78,18 +78,18 @@ def test_no_verb_prints_the_help(capsys):
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["--steps", "0"], "argument --steps: '0' is no whole number of at least 1"),
-        (["--steps", "-3"], "argument --steps: '-3' is no whole number of at least 1"),
-        (["--steps", "1.5"], "argument --steps: '1.5' is no whole number of at least 1"),
-        (["--seed", "x"], "argument --seed: 'x' is no whole number of at least 0"),
-        (["--steps"], "argument --steps: expected one argument"),
-        (["--seed", str(2**64)], f"argument --seed: '{2**64}' is above {2**64 - 1}"),
+        (["--batch", "0"], "argument --batch: '0' is no whole number of at least 1"),
+        (["--batch", "-3"], "argument --batch: '-3' is no whole number of at least 1"),
+        (["--batch", "1.5"], "argument --batch: '1.5' is no whole number of at least 1"),
+        (["--images", "x"], "argument --images: 'x' is no whole number of at least 0"),
+        (["--batch"], "argument --batch: expected one argument"),
+        (["--images", str(2**64)], f"argument --images: '{2**64}' is above {2**64 - 1}"),
     ],
 )
 def test_a_bad_number_is_refused_in_one_line(arguments, complaint, capsys):
-    assert _refused(["demo", *arguments], capsys) == (
+    assert _refused(["fit", "llama", *arguments], capsys) == (
         2,
-        f"tenure demo: error: {complaint}. See tenure demo --help.\n",
+        f"tenure fit: error: {complaint}. See tenure fit --help.\n",
     )
 
 
