@@ -37,7 +37,7 @@ def predict_peak(
 
     Afterwards the model, its gradients and buffers, the optimizer, the random numbers, and the
     lists and dicts that ``fn`` names are as before, and no cache holds a tensor without data.
-    Prints and other side effects have happened.
+    Prints and other side effects have happened; so have changes of torch's settings.
 
     Args:
         fn: the work. If it returns a loss, terms of one, or other tensors that require grad, they

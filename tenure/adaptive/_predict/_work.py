@@ -35,7 +35,7 @@ from .._interrupts import Interrupts
 from .._ranks import has_other_replicas, kept_apart
 from .._reachable import Reachable
 from .._undo import AllOf, ModuleState, RngState, modules_below
-from ._kept import Containers, holders_in, settings_kept
+from ._kept import Containers, holders_in
 from ._left import FakesLeft
 from ._lent import check_between_passes, gradients_kept, lent_to_fakes, mode_for, parts_of
 from ._observer import Observer
@@ -153,7 +153,7 @@ class Work:
             undo.begin()
             stack.callback(undo.undo)
             stack.callback(_put_gradients, observer)
-            stack.enter_context(settings_kept())
+            stack.enter_context(torch.set_grad_enabled(torch.is_grad_enabled()))
             for replica in filter(has_other_replicas, self.modules):
                 stack.enter_context(kept_apart(replica))
             stack.enter_context(gradients_kept(self.tensors()))
