@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -22,7 +21,7 @@ from tenure._torch.gradient_sums import prepare
 from tenure._torch.modes import DispatchMode, open_modes, schema_of
 from tenure._torch.quiet import without_dispatch, without_functions
 from tenure._torch.resizing import tell, tell_no_more
-from tenure._torch.storages import is_in_a_tensor, key_of, uses_by_torch
+from tenure._torch.storages import is_in_a_tensor, uses_by_torch
 
 from ._live_storages import LiveStorages
 
@@ -248,29 +247,11 @@ def _exactly(n_bytes: int) -> str:
     return f"{short} ({exact})"
 
 
-@dataclass(frozen=True, slots=True)
-class _Geometry:
-    """Where the elements of a tensor lie; it holds the storage, so it is kept for one call only."""
+_Geometry = tuple[Any, UntypedStorage, int, int, torch.Size, tuple[int, ...]]
+"""A tensor, its storage and the bytes of that, and where its elements lie: offset, shape, stride.
 
-    tensor: Tensor
-    storage: UntypedStorage
-    n_bytes: int
-    offset: int
-    shape: torch.Size
-    stride: tuple[int, ...]
-
-    def restore(self) -> None:
-        """Give the tensor its old place, and the storage its old size; the elements stay."""
-        if key_of(self.tensor.untyped_storage()) != key_of(self.storage) or self._is_moved():
-            place: Any = self.tensor
-            place.set_(self.storage, self.offset, self.shape, self.stride)
-        # never made larger: what has become smaller meanwhile was the operation's own doing
-        if self.storage.nbytes() > self.n_bytes:
-            self.storage.resize_(self.n_bytes)
-
-    def _is_moved(self) -> bool:
-        now = (self.tensor.storage_offset(), self.tensor.shape, self.tensor.stride())
-        return now != (self.offset, self.shape, self.stride)
+It holds the storage, so it is kept for one call only.
+"""
 
 
 def _geometries(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[_Geometry]:
@@ -288,10 +269,13 @@ def _geometries(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
 
 
 def _restore(places: Iterable[_Geometry]) -> None:
-    """Undo what a refused operation did to the places of its arguments."""
+    """Undo what a refused operation did to the places of its arguments; the elements stay."""
     with without_dispatch():
-        for place in places:
-            place.restore()
+        for tensor, storage, n_bytes, *geometry in places:
+            tensor.set_(storage, *geometry)
+            # never made larger: what has become smaller meanwhile was the operation's own doing
+            if storage.nbytes() > n_bytes:
+                storage.resize_(n_bytes)
 
 
 def _enlarged_arguments(func: Any) -> tuple[tuple[str, ...], tuple[int, ...]]:
@@ -310,9 +294,8 @@ def _enlarged_arguments(func: Any) -> tuple[tuple[str, ...], tuple[int, ...]]:
 
 
 def _geometry_of(tensor: Tensor) -> _Geometry:
-    storage = tensor.untyped_storage()
-    offset = int(tensor.storage_offset())
-    return _Geometry(tensor, storage, storage.nbytes(), offset, tensor.shape, tensor.stride())
+    storage, offset = tensor.untyped_storage(), int(tensor.storage_offset())
+    return tensor, storage, storage.nbytes(), offset, tensor.shape, tensor.stride()
 
 
 def _flat(values: Iterable[Any]) -> list[Tensor]:
