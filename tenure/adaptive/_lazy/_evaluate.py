@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import count
 from typing import Any, TypeVar
 
 import torch
@@ -35,6 +36,7 @@ from ._tape import (
 )
 
 _Found = TypeVar("_Found")
+_numbers = count()
 
 
 def value_of(lazy: Handle) -> Tensor:
@@ -163,6 +165,7 @@ class Beginning:
     def __init__(self, tape: Tape) -> None:
         values = [value for entry in tape.entries for value in entry.reads]
         devices = {v.meta.device for v in values} if tape.kind != "cpu" else ()
+        self._number = next(_numbers)
         self._rng = RngState(devices)
         self._rng.begin()
         self._buffers: dict[int, tuple[Tensor, Tensor]] = {}
@@ -174,6 +177,13 @@ class Beginning:
             if id(tensor) not in self._buffers:
                 with torch.no_grad(), persist():
                     self._buffers[id(tensor)] = (tensor, tensor.clone())
+
+    def joined(self, other: Beginning) -> Beginning:
+        """Return that of two tapes that have become one."""
+        first, last = sorted((self, other), key=lambda each: each._number)
+        first._rng.join(last._rng)
+        first._buffers = last._buffers | first._buffers
+        return first
 
     def undo(self) -> None:
         """Bring it back."""

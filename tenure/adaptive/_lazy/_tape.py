@@ -357,8 +357,9 @@ class Tape:
             handle._tape = self
         for name in ("handles", "cuts", "generators", "failed"):
             getattr(self, name).update(getattr(other, name))
-        # what runs first was noted first
-        for name in ("coupled", "start", "held", "is_joined"):
+        if self.start is not None and other.start is not None:
+            self.start = self.start.joined(other.start)
+        for name in ("coupled", "start", "held", "is_split", "is_joined"):
             setattr(self, name, getattr(self, name) or getattr(other, name))
 
     def plain_value(self, tensor: Tensor, label: Label) -> Value:

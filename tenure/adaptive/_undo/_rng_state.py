@@ -94,6 +94,11 @@ class RngState:
         self._generators += new
         self._noted += map(_generator, new)
 
+    def join(self, later: RngState) -> None:
+        """Take in what was noted later, which is put back before its own."""
+        self._generators += later._generators
+        self._noted = later._noted + self._noted
+
     def finish(self) -> None:
         """Keep the drawn numbers drawn."""
         self._noted = []

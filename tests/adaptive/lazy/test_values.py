@@ -401,3 +401,31 @@ def test_what_makes_the_number_of_samples_a_number_is_not_split():
         return powers.square().mean().backward()
 
     assert_same_gradients(model, program, room=3)
+
+
+def test_values_that_were_read_in_parts_have_gradients_where_two_batches_meet():
+    model, second, (x, _) = mlp(), nn.Linear(4, 3).double(), batch()
+
+    def program(wrap):
+        first, other = wrap(x), wrap(x.flip(0))
+        out = model(first)
+        assert len(out.tolist()) == 8
+        (second(other) * out).square().mean().backward()
+
+    assert_same_gradients(model, program, room=3)
+
+
+def test_random_numbers_that_were_read_stay_where_two_batches_meet_and_start_over():
+    first, second, (x, _) = mlp(), nn.Linear(4, 3).double(), batch()
+    model = nn.ModuleList([first, second, mlp(n_in=3)])
+
+    def program(wrap):
+        one, other = wrap(x), wrap(x.flip(0))
+        noise = torch.empty_like(second(one)).uniform_()
+        outs = [second(one) * noise, second(other)]
+        before = [out.tolist() for out in outs]
+        model[2](outs[1] * outs[0]).square().mean().backward()
+        return before, [out.tolist() for out in outs]
+
+    (before, _), found = assert_same_gradients(model, program, room=3)
+    assert found == (before, before)
