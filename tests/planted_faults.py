@@ -228,8 +228,8 @@ FAULTS = (
     ),
     Fault(
         "adaptive/_lazy/_program.py",
-        "run(entries, env, kept, self._tape.kind, length, graphs=torch.is_grad_enabled())",
-        "run(entries, env, kept, self._tape.kind, length)",
+        "run(entries, env, kept, length, graphs=torch.is_grad_enabled())",
+        "run(entries, env, kept, length)",
         "adaptive/lazy/test_losses.py",
     ),
     Fault(

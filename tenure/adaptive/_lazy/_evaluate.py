@@ -155,7 +155,7 @@ def run_whole(tape: Tape, pending: list[RecordedCall]) -> None:
     waiting = {entry for entry in tape.entries if not entry.is_done}.difference(pending)
     kept = [*tape.alive(), *(value for entry in waiting for value in entry.reads)]
     with persist():
-        run(pending, env, kept, tape.kind)
+        run(pending, env, kept)
     tape.note_done(pending, env)
 
 
@@ -163,10 +163,8 @@ class Beginning:
     """What running changes besides values, as it was before the first call ran."""
 
     def __init__(self, tape: Tape) -> None:
-        values = [value for entry in tape.entries for value in entry.reads]
-        devices = {v.meta.device for v in values} if tape.kind != "cpu" else ()
         self._number = next(_numbers)
-        self._rng = RngState(devices)
+        self._rng = RngState({v.meta.device for entry in tape.entries for v in entry.reads})
         self._rng.begin()
         self._buffers: dict[int, tuple[Tensor, Tensor]] = {}
 

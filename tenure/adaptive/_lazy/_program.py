@@ -182,7 +182,7 @@ class SplitProgram:
         self._data: dict[Value, Any] = {v: v.tensor for v in inputs_of(self.entries)}
         before = [value for entry in self._before for value in entry.made]
         with torch.no_grad(), persist():
-            run(self._before, self._data, [*self._data, *before], tape.kind, graphs=False)
+            run(self._before, self._data, [*self._data, *before], graphs=False)
         self._alive = set(tape.alive())
         # of all parts, put together as they come, and what the last calls give
         self._whole: dict[Value, Any] = {}
@@ -207,7 +207,7 @@ class SplitProgram:
     ) -> None:  # fmt: skip
         # step() says whether graphs are wanted: a verification and the first of two passes are
         # without, and have memory for none
-        run(entries, env, kept, self._tape.kind, length, graphs=torch.is_grad_enabled())
+        run(entries, env, kept, length, graphs=torch.is_grad_enabled())
 
     def _inputs_of(self, entries: list[RecordedCall]) -> dict[Value, Any]:
         """Return the tensors that no part makes, as calls get them."""

@@ -73,7 +73,7 @@ def record(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     tape.generators.update({id(each): each for each in walk.generators})
     reads = [each._value for each in walk.lazies]
     entry = RecordedCall(
-        func, stored, named, Modes.now(tape.kind), reads, walk.plains,
+        func, stored, named, Modes.now(), reads, walk.plains,
         capture_site(sys._getframe(2), "site"), None,
     )  # fmt: skip
     entry.shape = shape = _shape_of(entry, walk, tape)

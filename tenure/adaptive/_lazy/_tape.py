@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from tenure._containers import passed_tensors
-from tenure._devices import NO_ACCELERATOR
 from tenure._errors import AdaptiveUsageError
 from tenure._storages import storage_key
 from tenure._text import describe_tensor
@@ -161,9 +160,11 @@ class Modes(NamedTuple):
     caches: bool
 
     @staticmethod
-    def now(kind: str) -> Modes:
-        """Return the modes of this moment, for the host and one more kind of device."""
-        kinds = ("cpu",) if kind in NO_ACCELERATOR else ("cpu", kind)
+    def now() -> Modes:
+        """Return the modes of this moment, for the host and the accelerator."""
+        # where the batch is on the host, too: calls may move it
+        accelerator = torch.accelerator.current_accelerator()
+        kinds = ("cpu",) if accelerator is None else ("cpu", accelerator.type)
         return Modes(
             torch.is_grad_enabled(),
             torch.is_inference_mode_enabled(),
@@ -172,9 +173,9 @@ class Modes(NamedTuple):
         )
 
     @contextmanager
-    def entered(self, kind: str) -> Iterator[None]:
+    def entered(self) -> Iterator[None]:
         """Return a block in which they hold."""
-        now = Modes.now(kind)
+        now = Modes.now()
         with ExitStack() as block:
             if now.inference != self.inference:
                 block.enter_context(torch.inference_mode(self.inference))
@@ -317,7 +318,6 @@ class Tape:
 
     Attributes:
         n_samples: how many samples the batch has.
-        kind: the kind of device that it is on.
         entries: the calls.
         handles: those that somebody has, by value.
         cuts: the values of plain tensors that are cut with the batch, or have a graph.
@@ -331,7 +331,6 @@ class Tape:
     """
 
     n_samples: int
-    kind: str
     entries: list[RecordedCall] = field(default_factory=list)
     handles: weakref.WeakValueDictionary[Value, Handle] = field(
         default_factory=weakref.WeakValueDictionary
@@ -517,7 +516,6 @@ def run(
     entries: list[RecordedCall],
     env: dict[Value, Any],
     kept: Iterable[Value],
-    kind: str,
     n_samples: int | None = None,
     *,
     graphs: bool = True,
@@ -528,7 +526,6 @@ def run(
         entries: the calls.
         env: tensors by value; gets those that are computed.
         kept: the values that stay.
-        kind: the kind of device.
         n_samples: how many samples there are; None: as many as when it was recorded.
         graphs: whether calls that were recorded with gradients make graphs.
     """
@@ -539,7 +536,7 @@ def run(
         return value.cut() if found is None else found
 
     for modes, group in groupby(entries, key=attrgetter("modes")):
-        with modes._replace(grad=modes.grad and graphs).entered(kind):
+        with modes._replace(grad=modes.grad and graphs).entered():
             for entry in group:
                 is_frozen = entry.verdict is not None and entry.verdict.freezes
                 out = call(entry, get, None if is_frozen else n_samples)

@@ -156,7 +156,7 @@ def _handle_of(tensor: Tensor, batch: int | None, tapes: dict[int, Tape]) -> Laz
             )
         dim = batch % tensor.dim()
         label, n_samples = Label(dim), tensor.shape[dim]
-    tape = tapes.setdefault(n_samples, Tape(n_samples, tensor.device.type))
+    tape = tapes.setdefault(n_samples, Tape(n_samples))
     value = Value.known(tensor, label)
     value.given = tensor
     return LazyTensor._of(tape, value)

@@ -83,7 +83,7 @@ def judge(tape: Tape, entries: list[RecordedCall]) -> None:
 
 
 def _tried(tape: Tape, entries: list[RecordedCall]) -> list[Verdict]:
-    devices = {value.meta.device for value in inputs_of(entries)} if tape.kind != "cpu" else ()
+    devices = {value.meta.device for value in inputs_of(entries)}
     found: list[Verdict] = []
     for n_samples in (_FEW, 2):
         rng = RngState(devices, tape.generators.values())
@@ -94,7 +94,7 @@ def _tried(tape: Tape, entries: list[RecordedCall]) -> list[Verdict]:
                 warnings.simplefilter("ignore")
                 found.clear()
                 # those before an error stay
-                trial = _Trial(entries, min(n_samples, tape.n_samples), tape.kind, rng)
+                trial = _Trial(entries, min(n_samples, tape.n_samples), rng)
                 found.extend(trial.verdicts())
                 return found
         except Exception as error:
@@ -111,10 +111,8 @@ def _tried(tape: Tape, entries: list[RecordedCall]) -> list[Verdict]:
 class _Trial:
     """Recorded calls on a few samples."""
 
-    def __init__(
-        self, entries: list[RecordedCall], n_samples: int, kind: str, rng: RngState
-    ) -> None:
-        self._entries, self._n, self._kind, self._rng = entries, n_samples, kind, rng
+    def __init__(self, entries: list[RecordedCall], n_samples: int, rng: RngState) -> None:
+        self._entries, self._n, self._rng = entries, n_samples, rng
         inputs = inputs_of(entries)
         self._labels = {value: value.label for value in inputs}
         self._env: dict[Value, Tensor] = {
@@ -266,11 +264,11 @@ class _Trial:
         used = {value: given[value] for value in entry.reads}
         plains = {id(tensor): tensor for tensor in entry.tensors}
         modes = entry.modes._replace(grad=False)
+        tensors = (*used.values(), *entry.tensors)
         integers = any(
-            not (t.is_floating_point() or t.is_complex() or t.dtype is torch.bool)
-            for t in (*used.values(), *entry.tensors)
+            not (t.is_floating_point() or t.is_complex() or t.dtype is torch.bool) for t in tensors
         )
-        if tries and integers and self._kind != "cpu":
+        if tries and integers and any(t.device.type != "cpu" for t in tensors):
             # on a device an index out of range ends the process
             used = {value: tensor.cpu() for value, tensor in used.items()}
             plains = {key: tensor.cpu() for key, tensor in plains.items()}
@@ -279,7 +277,7 @@ class _Trial:
             plains = {key: tensor.clone() for key, tensor in plains.items()}
         if tries and (entry.shape.changed or entry.shape.writes_plain):
             used = {value: tensor.clone() for value, tensor in used.items()}
-        with modes.entered(self._kind):
+        with modes.entered():
             out = call(entry, used.__getitem__, None if freezes else length, plains)
         outs = [*passed_tensors(out)]
         if len(outs) != len(entry.outs):

@@ -99,3 +99,17 @@ def test_a_call_that_takes_samples_by_number_is_named_if_what_follows_does_not_f
     with pytest.raises(BatchCoupledError, match=text):
         BY_NUMBER[name](lazy(x), model).backward()
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_autocast_holds_for_a_batch_that_the_program_moves_to_the_device(sim):
+    sim()
+    model = Model().to(sim.device)
+    x = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
+    found = []
+    for wrap in (lambda value: value, lazy):
+        with torch.autocast(torch.device(sim.device).type, torch.bfloat16):
+            loss = model(wrap(x).to(sim.device)).square().mean()
+        loss.backward()
+        found.append(_gradients(model))
+        model.zero_grad()
+    torch.testing.assert_close(*found, rtol=0, atol=0)
