@@ -19,7 +19,7 @@ from tenure._torch.compiler import is_dynamo_compiling, never_compiled
 
 from ._answers import ANSWERS, PROPERTIES
 from ._evaluate import value_of
-from ._meta import SHARED, Label
+from ._meta import Label
 from ._recording import record
 from ._tape import Handle, Tape, Value, refuse_own_function
 
@@ -106,12 +106,12 @@ _COMPILED = (
 
 
 @never_compiled
-def lazy(*values: Any, batch: int | None = 0) -> Any:
+def lazy(*values: Any, batch: int = 0) -> Any:
     """Record what is done with tensors, and run it in micro-batches where it does not fit.
 
     Args:
         *values: tensors, or lists, tuples and dicts of them; other things come back as they are.
-        batch: the dimension that has the samples; None: all samples share these tensors.
+        batch: the dimension that has the samples.
 
     Returns:
         The same with a recorded tensor for each; a tuple where several were given.
@@ -141,22 +141,20 @@ def lazy(*values: Any, batch: int | None = 0) -> Any:
     return made[0] if len(made) == 1 else made
 
 
-def _handle_of(tensor: Tensor, batch: int | None, tapes: dict[int, Tape]) -> LazyTensor:
+def _handle_of(tensor: Tensor, batch: int, tapes: dict[int, Tape]) -> LazyTensor:
     if tensor.layout is not torch.strided or tensor.is_nested:
         raise AdaptiveUsageError(
             f"lazy() got a tensor that is not dense, {describe_tensor(tensor)}. Pass a dense one, "
             "or use step()."
         )
-    label, n_samples = SHARED, -1
-    if batch is not None:
-        if not -tensor.dim() <= batch < tensor.dim():
-            raise AdaptiveUsageError(
-                f"lazy() got {describe_tensor(tensor)}, which has no dimension {batch} for its "
-                "samples. Pass it with batch=None if all samples share it."
-            )
-        dim = batch % tensor.dim()
-        label, n_samples = Label(dim), tensor.shape[dim]
+    if not isinstance(batch, int) or not -tensor.dim() <= batch < tensor.dim():
+        raise AdaptiveUsageError(
+            f"lazy() got {describe_tensor(tensor)}, which has no dimension {batch} for its "
+            "samples. Leave it a plain tensor if all samples share it."
+        )
+    dim = batch % tensor.dim()
+    n_samples = tensor.shape[dim]
     tape = tapes.setdefault(n_samples, Tape(n_samples))
-    value = Value.known(tensor, label)
+    value = Value.known(tensor, Label(dim))
     value.given = tensor
     return LazyTensor._of(tape, value)

@@ -57,6 +57,12 @@ def test_a_model_of_torchscript_is_refused_by_name():
         model(lazy(x))
 
 
+@pytest.mark.parametrize("batch", [1, None])
+def test_a_tensor_without_samples_is_refused_by_name(batch):
+    with pytest.raises(AdaptiveUsageError, match=rf"has no dimension {batch} .*a plain tensor if"):
+        lazy(torch.ones(3), batch=batch)
+
+
 def test_another_shape_in_place_is_refused_by_name():
     x, _ = batch()
     a = lazy(x)
