@@ -38,10 +38,11 @@ class IsolatedGradients:
         frozen: tensors that an attempt may let require grad, as for a penalty.
     """
 
-    __slots__ = ("_frozen", "_held", "_hooks", "_leaves", "_with_old")
+    __slots__ = ("_frozen", "_held", "_hooks", "_late", "_leaves", "_with_old")
 
     def __init__(self, leaves: Iterable[Tensor], frozen: Iterable[Tensor] = ()) -> None:
         self._leaves, self._frozen = list(leaves), frozen
+        self._late: list[Tensor] = []
         self._with_old: set[int] = set()
         # leaves and their old gradients by identity: two leaves may hold the same numbers
         self._held: dict[int, tuple[Tensor, Tensor | None]] = {}
@@ -61,6 +62,16 @@ class IsolatedGradients:
             # an interrupt; who fails to begin is not asked to undo
             self.undo()
             raise
+
+    def learn(self, leaves: list[Tensor]) -> None:
+        """Add leaves that are known from now on, also inside a reentrant checkpoint."""
+        self._late += leaves
+
+    def take_late(self) -> list[Tensor]:
+        """Return those that were added since it was asked; each attempt watches them from now."""
+        late, self._late = self._late, []
+        self._leaves += late
+        return late
 
     def watch(self, leaves: Iterable[Tensor]) -> list[Tensor]:
         """Set aside the gradients of more leaves, before the first backward pass that has them.
@@ -351,7 +362,7 @@ class SplitBackward:
             tensors, weights = [r for r, _ in pairs], [s for _, s in pairs]
             # read from the graph before it runs: a leaf that the function made has to be set aside
             # too, or its old gradient would be added to in place
-            self.watch(_leaves_but(own, tensors))
+            self.watch([*_leaves_but(own, tensors), *self._gradients.take_late()])
         plain = functools.partial(torch.autograd.backward, tensors, weights)
         with zeros:
             self._in_types_of(

@@ -170,8 +170,12 @@ class StepParts:
         generators = known or found.all_generators(self.models.all, self.values)
         self.state = StepState(self.models, self.devices, [*generators])
         self.exchange = GradientExchange(self.models.all) if like is None else like.exchange
-        self.models.listeners = [self.state.learn, self.exchange.learn]
-        self.gradients = IsolatedGradients(leaves, self.inputs.frozen)
+        self.gradients = gradients = IsolatedGradients(leaves, self.inputs.frozen)
+        self.models.listeners = [
+            self.state.learn,
+            self.exchange.learn,
+            lambda new: gradients.learn(parameters_of(new)),
+        ]
         # no cycle with this object: what a failed step holds is freed without the collector
         computed = self.inputs.computed
         self.backward = SplitBackward(

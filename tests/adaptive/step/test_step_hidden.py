@@ -9,6 +9,7 @@ import numpy
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from tenure import NewDisposeScope
 from tenure.adaptive import AdaptiveUsageError, BatchCoupledError, NoBatchsizeCache, step
@@ -95,6 +96,27 @@ def test_buffers_of_a_module_that_no_search_finds_are_written_once(how):
     result = step(fn, _batch(), batchnorm="per_chunk", cache_type=NoBatchsizeCache)
     assert result.sizes == (4, 4)
     assert net[1].num_batches_tracked == 2
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_gradients_of_a_hidden_module_in_a_reentrant_checkpoint_are_those_of_the_whole(fails):
+    net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1)).double()
+    run, n_calls = _by_name(net), []
+
+    def fn(b):
+        n_calls.append(len(b))
+        # in an attempt whose first micro-batch has run backward
+        if fails and n_calls[1:] == [4, 4]:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        out = checkpoint(run, b.clone().requires_grad_(), use_reentrant=True)
+        return out.square().sum(), out.numel()
+
+    total, count = fn(_batch())
+    (total / count).backward()
+    wanted = [2 * each.grad for each in net.parameters()]
+    result = step(fn, _batch(), maximum=4, verify=not fails, cache_type=NoBatchsizeCache)
+    assert (result.attempts > 1) == fails
+    torch.testing.assert_close([each.grad for each in net.parameters()], wanted)
 
 
 def test_a_hidden_batchnorm_that_refuses_one_sample_is_told_as_what_it_is():
