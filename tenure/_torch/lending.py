@@ -164,4 +164,5 @@ _noting = Patch(Tensor, _KINDS)
 
 
 def _form(tensor: Tensor) -> tuple[object, ...]:
-    return tensor.dtype, tensor.data_ptr(), tensor.shape, tensor.stride()
+    bits = tensor.is_conj(), tensor.is_neg()
+    return tensor.dtype, tensor.data_ptr(), tensor.shape, tensor.stride(), bits

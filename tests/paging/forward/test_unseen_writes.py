@@ -155,6 +155,18 @@ def test_other_data_in_the_forward_is_refused_by_name_and_nothing_changes(make, 
         assert torch.equal(model(x), expected)
 
 
+def test_the_conjugate_of_a_weight_is_other_data(tmp_path):
+    model = nn.Sequential(nn.Linear(4, 4, dtype=torch.complex64))
+
+    def conjugate(layer, _):
+        layer.weight.data = layer.weight.data.conj()
+
+    model[0].register_forward_pre_hook(conjugate)
+    refused = pytest.raises(PagingError, match=r"^'0\.weight' was given complex64\[4, 4\]")
+    with page(model, "cpu", 1, budget="1MiB", host=tmp_path), refused:
+        model(torch.ones(1, 4, dtype=torch.complex64))
+
+
 def test_tensors_are_as_before_when_the_last_model_is_unpaged(tmp_path):
     before = {name: vars(Tensor).get(name) for name in ("data", "numpy", "__dlpack__")}
     read = Tensor.data.__get__
