@@ -511,7 +511,7 @@ def adapting(x: Tensor, embedder: Embedder) -> None:
     assert_type(embedder.embed(["a"]), Tensor)
     assert_type(embedder.parts(0, 4), Any)
     assert_type(embedder.rows(x, scale=2), Any)
-    batch(initial_batchsize=8, reduce=reduced, on_retry=told, maximum=64, cpu_fallback=True)
+    batch(initial_batchsize=8, reduce=reduced, on_retry=told, maximum=64)
 
     @execute.batch(64)
     def found(batch_size: int) -> str:

@@ -2,7 +2,6 @@
 
 from ._attempts import TAKEN_BACK as TAKEN_BACK
 from ._attempts import Attempts as Attempts
-from ._cpu_fallback import on_cpu as on_cpu
 from ._events import AdaptiveEvent as AdaptiveEvent
 from ._events import AdaptiveStatistics as AdaptiveStatistics
 from ._events import OnRetry as OnRetry

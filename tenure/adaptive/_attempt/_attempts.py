@@ -133,39 +133,30 @@ class Attempts:
         self.n_begun = 0
 
     @never_compiled
-    def run(
-        self, search: SizeSearch, work: Callable[[int], T], fallback: Callable[[], T] | None = None
-    ) -> T:
+    def run(self, search: SizeSearch, work: Callable[[int], T]) -> T:
         """Return ``work(search.size)``, tried until it fits.
 
         Args:
             search: gives the sizes; what it learns from this piece is used for the next.
             work: the piece of work, a function of the size; has to be one that can run again.
-            fallback: runs instead, once, when no size is left.
 
         Raises:
             OutOfRetriesError: no size is left. All tensors of the last attempt are let go.
         """
         sizes: list[int] = []
         relief: Relief | None = None
-        sizes_are_left = True
         try:
             outcome = self._attempt(work, search.size)
             while isinstance(outcome, _Failure):
                 relief = relief or Relief(cache_is_empty=self._starts_empty)
                 sizes.append(search.size)
                 self._let_go(outcome, search.size)
-                if not self._prepare_next(outcome, search, relief, may_shrink=sizes_are_left):
-                    if fallback is None:
-                        # The traceback of the failure leads back to this frame: held here, it would
-                        # be a cycle. See
-                        # test_the_last_error_still_shows_its_lines_and_holds_no_tensor.
-                        last = [outcome]
-                        del outcome
-                        self._give_up(last, sizes, search.limited_by, search.gave_up())
-                    self._tell("fallback", search.size, search.size, outcome.info)
-                    work = _ignoring_the_size(fallback)
-                    fallback, sizes_are_left = None, False
+                if not self._prepare_next(outcome, search, relief):
+                    # The traceback of the failure leads back to this frame: held here, it would be
+                    # a cycle. See test_the_last_error_still_shows_its_lines_and_holds_no_tensor.
+                    last = [outcome]
+                    del outcome
+                    self._give_up(last, sizes, search.limited_by, search.gave_up())
                 # nothing of the failed attempt is there when the next one begins: the bytes that it
                 # kept would be missing there
                 forget_traceback(outcome.error, self._outside)
@@ -178,12 +169,10 @@ class Attempts:
             self._collect_again()
             self._undo()
             raise
-        # What ran on the CPU teaches nothing about the device, whether it fits there or not.
-        if sizes_are_left:
-            size = search.size
-            before = search.succeeded()
-            if before is not None:
-                self._tell("grow", before, size, None)
+        size = search.size
+        before = search.succeeded()
+        if before is not None:
+            self._tell("grow", before, size, None)
         return outcome
 
     def _attempt(self, work: Callable[[int], T], size: int) -> T | _Failure:
@@ -288,13 +277,11 @@ class Attempts:
         scope.dispose_everything(advice=TAKEN_BACK)
         scope.name = own_name
 
-    def _prepare_next(
-        self, failure: _Failure, search: SizeSearch, relief: Relief, *, may_shrink: bool
-    ) -> bool:
+    def _prepare_next(self, failure: _Failure, search: SizeSearch, relief: Relief) -> bool:
         """Make room for the same size, or go to a smaller one; False where neither is left."""
         info, size = failure.info, search.size
         freed_bytes = relief.make_room(info, failure.unused_bytes)
-        if not freed_bytes and may_shrink and search.shrink(info):
+        if not freed_bytes and search.shrink(info):
             # or it would never end
             assert search.size < size
             self._tell("shrink", size, search.size, info)
@@ -351,7 +338,3 @@ def _bytes_of(info: OomInfo) -> list[str]:
         held = format_bytes(free_bytes - left_bytes)
         return [f"held {held} of the {format_bytes(free_bytes)} it had, and {needed[0]} more"]
     return [", ".join(needed + free)] if needed or free else []
-
-
-def _ignoring_the_size(fallback: Callable[[], T]) -> Callable[[int], T]:
-    return lambda size: fallback()

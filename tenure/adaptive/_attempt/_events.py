@@ -16,7 +16,7 @@ from tenure._errors import AdaptiveUsageError
 from tenure._oom import OomInfo
 from tenure._text import format_bytes
 
-EventKind = Literal["retry", "shrink", "grow", "fallback", "give_up"]
+EventKind = Literal["retry", "shrink", "grow", "give_up"]
 OnRetry = Callable[["AdaptiveEvent"], object]
 _AnyListener = TypeVar("_AnyListener", bound=OnRetry)
 
@@ -30,8 +30,7 @@ class AdaptiveEvent:
 
     Attributes:
         kind: ``"retry"``: the same size again, because memory came free; ``"shrink"``: a smaller
-            size; ``"grow"``: a larger one has worked; ``"fallback"``: the work goes on
-            elsewhere, on the CPU; ``"give_up"``: nothing is left to try.
+            size; ``"grow"``: a larger one has worked; ``"give_up"``: nothing is left to try.
         name: what ran, such as the name of the function.
         unit: what the sizes count: ``"batch size"``, ``"step"``, ``"micro-batch"``.
         size: the size that was tried; when growing the one before it, which worked too.
@@ -75,7 +74,7 @@ class AdaptiveEvent:
             return f"tries it again after {format_bytes(self.freed_bytes)} came free"
         if self.kind == "shrink":
             return f"goes on with {self.next_size}"
-        return "goes on on the CPU" if self.kind == "fallback" else "gives up"
+        return "gives up"
 
 
 def _named(name: str) -> str:
@@ -104,7 +103,6 @@ class AdaptiveStatistics:
         retries: sizes that were tried again because memory came free.
         shrinks: steps to a smaller size.
         growths: larger sizes that worked.
-        fallbacks: pieces of work that went on on the CPU.
         gave_up: calls that ended with OutOfRetriesError.
     """
 
@@ -113,7 +111,6 @@ class AdaptiveStatistics:
     retries: int = 0
     shrinks: int = 0
     growths: int = 0
-    fallbacks: int = 0
     gave_up: int = 0
 
     def reset(self) -> None:
@@ -124,8 +121,7 @@ class AdaptiveStatistics:
     def __str__(self) -> str:
         return (
             f"{self.attempts} attempts, {self.ooms} out of memory: {self.retries} tried again, "
-            f"{self.shrinks} made smaller, {self.fallbacks} moved to the CPU, {self.gave_up} given "
-            f"up; {self.growths} made larger"
+            f"{self.shrinks} made smaller, {self.gave_up} given up; {self.growths} made larger"
         )
 
 
@@ -133,7 +129,6 @@ _COUNTED_AS: dict[EventKind, str] = {
     "retry": "retries",
     "shrink": "shrinks",
     "grow": "growths",
-    "fallback": "fallbacks",
     "give_up": "gave_up",
 }
 
@@ -194,7 +189,7 @@ def tell(event: AdaptiveEvent, on_retry: OnRetry | None = None) -> None:
     setattr(counts, name, getattr(counts, name) + 1)
     # that one becomes an error, which says it
     if event.kind != "give_up":
-        level = logging.WARNING if event.kind in ("shrink", "fallback") else logging.INFO
+        level = logging.WARNING if event.kind == "shrink" else logging.INFO
         if _logger.isEnabledFor(level):
             _logger.log(level, "tenure: %s", event._told_of(_named(event.name)))
     # What a listener raises is not caught: so a program can end a retry.

@@ -37,13 +37,10 @@ def batch(func: Any = None, /, *, initial_batchsize: int | None = None, **option
             and NumPy, and those among the arguments, after a failed attempt; ``on_retry``: called
             with each AdaptiveEvent; ``predict``: after the first failure, run the size that
             `predict_peak` says fits, for which the function runs a few times on tensors without
-            data; ``cpu_fallback``: if no size fits, run once with tensors on the CPU. Results, and
-            what the function puts into lists, dicts and dataclasses, are copied back to the device;
-            modules are not moved. A write into a tensor raises an error (one through ``.data`` is
-            not noticed, and is lost), and so does a container that holds itself; ``group``: the
-            process group whose ranks all make each call, and run with the same size. A call may
-            replace the first size with ``toma_initial_batchsize`` (``toma_initial_step``), and
-            ``toma_dimension``, ``toma_cache_type`` and ``toma_context``.
+            data; ``group``: the process group whose ranks all make each call, and run with the same
+            size. A call may replace the first size with ``toma_initial_batchsize``
+            (``toma_initial_step``), and ``toma_dimension``, ``toma_cache_type`` and
+            ``toma_context``.
 
     Raises:
         AdaptiveUsageError: an argument can't be used, or the function can be suspended.

@@ -45,7 +45,6 @@ class Options:
     reduce: Reduce | None = None
     restore_rng: bool = False
     on_retry: OnRetry | None = None
-    cpu_fallback: bool = False
     predict: bool = False
     group: Any = None
 
@@ -62,7 +61,6 @@ class AdaptiveOptions(TypedDict, total=False):
         reduce: a function of the failed size and its OomInfo that gives the next size.
         restore_rng: whether a failed attempt leaves random generators as they were.
         on_retry: called with each AdaptiveEvent.
-        cpu_fallback: whether what fits at no size runs with its tensors on the CPU.
         predict: whether the first failure is answered by the size that `predict_peak` says fits;
             the function runs on tensors without data for that.
         group: the process group whose ranks all make each call: it ends on all of them, or with an
@@ -77,7 +75,6 @@ class AdaptiveOptions(TypedDict, total=False):
     reduce: Reduce | None
     restore_rng: bool
     on_retry: OnRetry | None
-    cpu_fallback: bool
     predict: bool
     group: Any
 

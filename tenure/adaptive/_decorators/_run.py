@@ -22,7 +22,7 @@ from tenure._torch.compiler import mark_dynamic
 from tenure._torch.quiet import without_functions
 from tenure.scopes import DisposeScope
 
-from .._attempt import Attempts, on_cpu
+from .._attempt import Attempts
 from .._predict import Forecast
 from .._ranks import RankCall, call_of_ranks, has_other_ranks
 from .._sizes import AdaptiveSearch, RememberedCall
@@ -53,9 +53,6 @@ def run_batch(
     forecast = Forecast(name, work) if options.predict else None
     search = AdaptiveSearch(initial, options.limits, remembered, options.reduce, predict=forecast)
 
-    def fallback() -> Any:
-        return on_cpu(function, search.size, *args, **kwargs)
-
     with (
         call_of_ranks("batch", name, function, options.group) as ranks,
         DisposeScope(name) as scope,
@@ -69,7 +66,7 @@ def run_batch(
         )
 
         def run() -> Any:
-            return attempts.run(search, work, fallback if options.cpu_fallback else None)
+            return attempts.run(search, work)
 
         if ranks is None:
             result = run()
@@ -142,15 +139,6 @@ class RangePart:
         """Work on so many."""
         self.end = self.start + size
         return self.function(self.start, self.end, *self.args, **self.kwargs)
-
-    def on_cpu(self, size: int) -> Any:
-        """Work on so many, with the arguments on the CPU."""
-        function = self.function
-        self.function = functools.partial(on_cpu, function)
-        try:
-            return self(size)
-        finally:
-            self.function = function
 
 
 class DimensionPart(RangePart):
@@ -234,7 +222,6 @@ def _run_pieces(
 ) -> None:
     # what may run out of memory while a result is taken is tried again with the piece
     land: Callable[[Any], Any] = _let_go if collector is None else collector.land
-    fallback = (lambda: land(piece.on_cpu(search.size))) if options.cpu_fallback else None
 
     def work(size: int) -> Any:
         return land(piece(size))
@@ -255,7 +242,7 @@ def _run_pieces(
                 search.go_on(search.room)
             if search.size > left:
                 search.at_most(left)
-            landed = attempts.run(search, work, fallback)
+            landed = attempts.run(search, work)
             if collector is not None:
                 collector.add(landed)
                 attempts.advice = collector.advice

@@ -359,23 +359,6 @@ def test_each_attempt_draws_the_same_and_what_the_last_one_drew_stays():
     assert torch.rand(2).tolist() != drawn[0]
 
 
-def test_the_fallback_runs_once_when_no_size_is_left():
-    sizes = []
-
-    def work(size):
-        sizes.append(size)
-        refuse_above(0 if len(sizes) < 4 else 1)(size)
-        return "done"
-
-    assert run(work, cpu_fallback=True) == "done"
-    assert sizes == [4, 2, 1, 1]
-
-
-def test_a_fallback_that_runs_out_too_ends_the_retries():
-    with pytest.raises(OutOfRetriesError, match="2 attempts"):
-        run(refuse_above(0), cpu_fallback=True, size=1)
-
-
 def test_each_new_size_is_logged_in_one_line_and_told_to_listeners(caplog):
     heard, mine = [], []
     add_listener(heard.append)
@@ -401,8 +384,7 @@ def test_statistics_count_on_this_thread():
     counts.reset()
     run(refuse_above(1))
     assert str(counts) == (
-        "3 attempts, 2 out of memory: 0 tried again, 2 made smaller, 0 moved to the CPU, 0 given "
-        "up; 0 made larger"
+        "3 attempts, 2 out of memory: 0 tried again, 2 made smaller, 0 given up; 0 made larger"
     )
     assert statistics() is counts
 

@@ -55,16 +55,13 @@ def test_results_come_to_the_host_as_they_would_be_concatenated(sim):
         assert torch.equal(there.cpu(), here)
 
 
-@pytest.mark.parametrize("fallback", [False, True])
-def test_a_failure_of_any_allocation_loses_no_result_on_its_way(sim, fallback):
+def test_a_failure_of_any_allocation_loses_no_result_on_its_way(sim):
     rows = torch.arange(24.0).reshape(12, 2).to(sim.device)
     weights = torch.ones(2, 3).to(sim.device)
     expected = (rows.cpu() @ weights.cpu()).exp()
     results = []
 
-    @adaptive.chunked(
-        initial_step=3, collect="host", cache_type=NoBatchsizeCache, cpu_fallback=fallback
-    )
+    @adaptive.chunked(initial_step=3, collect="host", cache_type=NoBatchsizeCache)
     def work(chunk, start, end):
         # not dense: its copy to the host takes memory of the device
         return (chunk @ weights).exp().t().repeat(2, 1)[::2].t()

@@ -85,7 +85,7 @@ def test_a_function_that_fits_is_captured_as_it_is(sim, graph, restore_rng):
 def out_of_memory(sim):
     """The error that a function of 128 MiB raises during a capture, through an adaptive call."""
 
-    @adaptive.batch(initial_batchsize=64, restore_rng=True, cpu_fallback=True)
+    @adaptive.batch(initial_batchsize=64, restore_rng=True)
     def f(size):
         on_sim(size * 2 << 20)
 

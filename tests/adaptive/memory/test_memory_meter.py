@@ -279,37 +279,6 @@ def test_results_that_are_kept_leave_less_for_the_next_piece(sim):
 # --- when nothing fits
 
 
-def test_what_fits_at_no_size_runs_on_the_cpu_on_request(sim):
-    sim(budget="10MiB")
-    x = torch.arange(12, dtype=torch.float32).to(sim.device)
-    devices = []
-
-    @adaptive.chunked(initial_step=4, minimum=2, cpu_fallback=True, collect="cat")
-    def f(chunk, start, end, scale):
-        devices.append((chunk.device.type, end - start))
-        made(20 << 20, chunk.device) if chunk.device.type == "sim" else None
-        return chunk * scale, {"start": start}["start"] + 0 * chunk
-
-    doubled, starts = f(x, torch.tensor(2.0, device=sim.device))
-    assert devices[:3] == [("sim", 4), ("sim", 2), ("cpu", 2)]
-    assert doubled.device == starts.device == sim.device
-    assert torch.equal(doubled.cpu(), 2 * torch.arange(12.0))
-
-
-def test_arguments_come_back_as_themselves_from_the_cpu(sim):
-    sim(budget="10MiB")
-    x = torch.ones(3, device=sim.device)
-
-    @adaptive.batch(initial_batchsize=1, cpu_fallback=True)
-    def f(batchsize, tensor, *, more):
-        if tensor.device.type == "sim":
-            made(20 << 20, sim.device)
-        assert more[0] is tensor
-        return tensor
-
-    assert f(x, more=[x]) is x
-
-
 @pytest.mark.parametrize("kept", [64, 512])
 def test_results_that_pile_up_make_the_pieces_smaller_before_they_fail(kept):
     events = []

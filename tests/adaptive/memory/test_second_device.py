@@ -152,20 +152,6 @@ def test_a_budget_bounds_the_device_that_is_meant(two, allocator, current, named
 
 
 @pytest.mark.sim_allocator("exact")  # the budget is less than a segment
-def test_a_part_that_went_on_on_the_host_gives_its_result_to_the_second_device(two):
-    two.on(1).budget_bytes = 40_000
-
-    @adaptive.batch(initial_batchsize=2, cpu_fallback=True, cache_type=NoBatchsizeCache)
-    def spread(batchsize, x):
-        return (x[:, None] * x).sum(0)
-
-    assert spread(torch.ones(100, device="sim:1")).device == torch.device("sim", 1)
-    result = spread(torch.ones(1000, device="sim:1"))
-    assert (result.device, result.sum().item()) == (torch.device("sim", 1), 1_000_000)
-    assert two.contexts == {1}
-
-
-@pytest.mark.sim_allocator("exact")  # the budget is less than a segment
 def test_a_step_on_the_second_device_fits_there(two):
     def gradients(budget):
         two(devices=2, budget=budget)

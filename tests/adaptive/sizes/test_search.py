@@ -498,24 +498,6 @@ def test_each_growth_is_told_once():
     assert str(growths[0]).endswith(" goes on with batch size 17, after 16.")
 
 
-def test_work_that_ran_on_the_cpu_teaches_nothing():
-    events, work = [], walled(0)
-    seen = []
-
-    def fn(size, x):
-        seen.append(size)
-        if len(seen) % 2:
-            work(size)
-        return size
-
-    call = batch_of(
-        fn, 4, minimum=4, cpu_fallback=True, on_retry=events.append, cache_type=GlobalBatchsizeCache
-    )
-    for _ in range(3):
-        assert call(torch.ones(1)) == 4
-    assert [event.kind for event in events] == ["fallback"] * 3
-
-
 def test_a_budget_of_another_call_does_not_shrink_what_fits_whole():
     with memory_budget("1MiB"):
         call = batch_of(Load(1 << 20, 1024), 64, cache_type=GlobalBatchsizeCache)
