@@ -8,7 +8,6 @@ from ._part import Paragraph as Paragraph
 from ._part import Part as Part
 from ._part import Together as Together
 from ._part import in_html as in_html
-from ._progress import display as display
 from ._progress import progress as progress
 from ._progress import steps as steps
 from ._record import Record as Record

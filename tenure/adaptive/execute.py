@@ -17,7 +17,6 @@ from ._decorators import (
     AdaptiveOptions,
     Collect,
     Options,
-    PieceOptions,
     call_batch,
     call_chunked,
     call_range,
@@ -76,7 +75,7 @@ def range(
     initial_step: int | None = None,
     *,
     collect: Collect | None = None,
-    **options: Unpack[PieceOptions],
+    **options: Unpack[AdaptiveOptions],
 ) -> Callable[[Callable[..., Any]], Any]:
     """Run the decorated function at once, with one piece of a range after the other.
 
@@ -106,7 +105,7 @@ def chunked(
     dimension: int | None = None,
     *,
     collect: Collect | None = None,
-    **options: Unpack[PieceOptions],
+    **options: Unpack[AdaptiveOptions],
 ) -> Callable[[Callable[..., Any]], Any]:
     """Run the decorated function at once, with one chunk of a tensor after the other.
 

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from tenure._show import _progress, display, steps
+from tenure._show import _progress, steps
 from tenure._show import progress as bar_of
 
 
@@ -152,8 +152,8 @@ def test_of_two_displays_the_outermost_alone_is_drawn(clock, terminal, monkeypat
             assert terminal() == ""
         show("size 1")
         assert "outer: size 1" in terminal()
-        assert display.locked()
-    assert not display.locked()
+        assert _progress.display.locked()
+    assert not _progress.display.locked()
 
 
 def _open_tqdm():

@@ -440,7 +440,7 @@ def walked(start: int, end: int, x: Tensor) -> int:
     return end - start
 
 
-@tenure.adaptive.range(collect="list", progress=True)
+@tenure.adaptive.range(collect="list")
 def listed(start: int, end: int) -> str:
     return f"{start}-{end}"
 

@@ -11,7 +11,6 @@ from ._functions import range as range
 from ._options import PLAIN as PLAIN
 from ._options import AdaptiveOptions as AdaptiveOptions
 from ._options import Options as Options
-from ._options import PieceOptions as PieceOptions
 from ._options import checked_options as checked_options
 from ._run import RangePart as RangePart
 from ._run import run_pieces as run_pieces

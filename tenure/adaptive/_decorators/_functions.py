@@ -8,7 +8,7 @@ from typing import Any, TypeVar, Unpack, overload
 
 from ._calls import call_batch, call_chunked, call_range, decorated
 from ._collect import Collect
-from ._options import AdaptiveOptions, PieceOptions, checked_options
+from ._options import AdaptiveOptions, checked_options
 
 T = TypeVar("T")
 
@@ -71,7 +71,7 @@ def range(
     *,
     initial_step: int | None = None,
     collect: Collect | None = None,
-    **options: Unpack[PieceOptions],
+    **options: Unpack[AdaptiveOptions],
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]: ...
 def range(
     func: Any = None,
@@ -79,7 +79,6 @@ def range(
     *,
     initial_step: int | None = None,
     collect: Collect | None = None,
-    progress: bool = False,
     **options: Any,
 ) -> Any:
     """Call a function with one piece of a range after the other, each as large as fits.
@@ -96,7 +95,6 @@ def range(
             computed, which raises an error for results that require grad; a function of the list;
             an object with an ``update()`` method, such as a metric, which takes each result and is
             returned; None: the call returns None.
-        progress: whether to show a progress bar; of nested loops the outermost shows its own.
         **options: as of `batch`.
 
     Raises:
@@ -115,9 +113,7 @@ def range(
 
     Source: ``toma.range``, https://github.com/BlackHC/toma.
     """
-    checked = checked_options(
-        "initial_step", initial_step, collect=collect, progress=progress, **options
-    )
+    checked = checked_options("initial_step", initial_step, collect=collect, **options)
     decorate = functools.partial(decorated, call_range, checked)
     return decorate if func is None else decorate(func)
 
@@ -130,7 +126,7 @@ def chunked(
     initial_step: int | None = None,
     dimension: int = 0,
     collect: Collect | None = None,
-    **options: Unpack[PieceOptions],
+    **options: Unpack[AdaptiveOptions],
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]: ...
 def chunked(
     func: Any = None,
@@ -139,7 +135,6 @@ def chunked(
     initial_step: int | None = None,
     dimension: int = 0,
     collect: Collect | None = None,
-    progress: bool = False,
     **options: Any,
 ) -> Any:
     """Call a function with one chunk of a tensor after the other, each as large as fits.
@@ -157,7 +152,6 @@ def chunked(
             computed, which raises an error for results that require grad; a function of the list;
             an object with an ``update()`` method, such as a metric, which takes each result and is
             returned; None: the call returns None.
-        progress: whether to show a progress bar; of nested loops the outermost shows its own.
         **options: as of `batch`.
 
     Raises:
@@ -180,7 +174,6 @@ def chunked(
         "initial_step",
         initial_step,
         collect=collect,
-        progress=progress,
         dimension=dimension,
         **options,
     )

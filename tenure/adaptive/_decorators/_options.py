@@ -30,14 +30,12 @@ class Options:
         initial: the size that a call begins with; None: the call says it.
         owner: the key of the memory of sizes, beside the call; None: the call alone.
         new_collector: makes the collector of one call; None: results are dropped.
-        progress: whether to show a progress bar.
         dimension: the dimension to split.
     """
 
     initial: int | None = None
     owner: Any = None
     new_collector: Callable[[], Collector] | None = None
-    progress: bool = False
     dimension: Any = 0
     cache_type: type[BatchsizeCache] | None = None
     context: Any = None
@@ -79,18 +77,8 @@ class AdaptiveOptions(TypedDict, total=False):
     group: Any
 
 
-class PieceOptions(AdaptiveOptions, total=False):
-    """The arguments that `range` and `chunked` take besides.
-
-    Attributes:
-        progress: whether to show a progress bar.
-    """
-
-    progress: bool
-
-
 _WORDS_FOR_SIZES = ("size", "step", "batch", "chunk")
-_GIVEN = AdaptiveOptions.__annotations__.keys() | {"progress", "dimension"}
+_GIVEN = AdaptiveOptions.__annotations__.keys() | {"dimension"}
 """The options that a user gives by the names of `Options`, or of `checked_options`."""
 PLAIN = Options()
 """The options of a call that names none."""

@@ -6,18 +6,13 @@ the work has come is known to this call alone.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from rich.errors import LiveError
-from rich.progress import Progress
 from torch import Tensor
 
 from tenure._callers import warn_user
 from tenure._errors import AdaptiveUsageWarning
-from tenure._show import display
 from tenure._torch.compiler import mark_dynamic
 from tenure._torch.quiet import without_functions
 from tenure.scopes import DisposeScope
@@ -27,7 +22,6 @@ from .._predict import Forecast
 from .._ranks import RankCall, call_of_ranks, has_other_ranks
 from .._sizes import AdaptiveSearch, RememberedCall
 from .._undo import RngState, generators_in
-from ._collect import Collector
 from ._options import Options
 
 _Function = Callable[..., Any]
@@ -198,61 +192,43 @@ def run_pieces(
     search = AdaptiveSearch(initial, options.limits, remembered, options.reduce, in_pieces=True)
     collector = None if options.new_collector is None else options.new_collector()
     entry = "chunked" if isinstance(piece, DimensionPart) else "range"
-    with call_of_ranks(entry, name, piece.function, options.group) as ranks:
-        if options.progress:
-            with _bar(name, end - piece.start) as advance:
-                _run_pieces(name, piece, end, search, options, collector, advance)
-        else:
-            _run_pieces(name, piece, end, search, options, collector)
-        result = None if collector is None else collector.collected(piece.dimension)
-        # pieces may be of other sizes on each rank
-        if ranks is not None:
-            ranks.smallest()
-    return result
-
-
-def _run_pieces(
-    name: str,
-    piece: RangePart,
-    end: int,
-    search: AdaptiveSearch,
-    options: Options,
-    collector: Collector | None,
-    advance: Callable[[int], None] | None = None,
-) -> None:
     # what may run out of memory while a result is taken is tried again with the piece
     land: Callable[[Any], Any] = _let_go if collector is None else collector.land
 
     def work(size: int) -> Any:
         return land(piece(size))
 
-    with DisposeScope(name) as scope:
-        attempts = Attempts(
-            name,
-            scope,
-            unit="step",
-            state=_random_state(piece.args, piece.kwargs) if options.restore_rng else None,
-            on_retry=options.on_retry,
-        )
-        while piece.start < end:
-            left = end - piece.start
-            # only after a failure: until then nothing is measured, see
-            # test_nothing_is_collected_or_emptied_while_everything_fits
-            if search.room is not None:
-                search.go_on(search.room)
-            if search.size > left:
-                search.at_most(left)
-            landed = attempts.run(search, work)
-            if collector is not None:
-                collector.add(landed)
-                attempts.advice = collector.advice
-            # it may be the last that holds memory of the device, which the next piece needs
-            del landed
-            if advance is not None:
-                advance(piece.end - piece.start)
-            # here alone the work goes on: an attempt that failed has left the start where it was
-            piece.start = piece.end
-    search.finished()
+    with call_of_ranks(entry, name, piece.function, options.group) as ranks:
+        with DisposeScope(name) as scope:
+            attempts = Attempts(
+                name,
+                scope,
+                unit="step",
+                state=_random_state(piece.args, piece.kwargs) if options.restore_rng else None,
+                on_retry=options.on_retry,
+            )
+            while piece.start < end:
+                left = end - piece.start
+                # only after a failure: until then nothing is measured, see
+                # test_nothing_is_collected_or_emptied_while_everything_fits
+                if search.room is not None:
+                    search.go_on(search.room)
+                if search.size > left:
+                    search.at_most(left)
+                landed = attempts.run(search, work)
+                if collector is not None:
+                    collector.add(landed)
+                    attempts.advice = collector.advice
+                # it may be the last that holds memory of the device, which the next piece needs
+                del landed
+                # here alone the work goes on: an attempt that failed has left the start as it was
+                piece.start = piece.end
+        search.finished()
+        result = None if collector is None else collector.collected(piece.dimension)
+        # pieces may be of other sizes on each rank
+        if ranks is not None:
+            ranks.smallest()
+    return result
 
 
 def _let_go(result: Any) -> None:
@@ -261,20 +237,3 @@ def _let_go(result: Any) -> None:
 
 def _random_state(args: _Args, kwargs: _Kwargs) -> RngState:
     return RngState(generators=generators_in((*args, *kwargs.values())))
-
-
-@contextmanager
-def _bar(name: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Show a progress bar and yield the function that advances it.
-
-    A process shows one at a time, the outermost: rich before 14.1 refuses a second display.
-    """
-    bar = Progress()
-    task = bar.add_task(name, total=total)
-    with ExitStack() as stack:
-        if display.acquire(blocking=False):
-            stack.callback(display.release)
-            # the program has a display of its own
-            with suppress(LiveError):
-                stack.enter_context(bar)
-        yield functools.partial(bar.advance, task)

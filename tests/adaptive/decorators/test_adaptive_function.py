@@ -280,6 +280,8 @@ def test_an_argument_that_nobody_meant_gets_the_list():
         execute.batch(initial_batchsize=8, zzz=1)
     with pytest.raises(AdaptiveUsageError, match=message.format("cpu_fallback")):
         adaptive.chunked(cpu_fallback=True)
+    with pytest.raises(AdaptiveUsageError, match=message.format("progress")):
+        adaptive.range(progress=True)
 
 
 def test_a_batch_size_that_is_passed_all_the_same_is_said_to_come_from_tenure():

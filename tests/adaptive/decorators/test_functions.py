@@ -9,8 +9,6 @@ from collections import OrderedDict, defaultdict
 
 import pytest
 import torch
-from rich.console import Console
-from rich.errors import LiveError
 
 from tenure import DisposedTensorError, adaptive, owner_of
 from tenure.adaptive import (
@@ -356,53 +354,6 @@ def test_results_that_can_not_be_concatenated_are_named():
     f = adaptive.chunked(initial_step=2, collect="cat")(lambda chunk, start, end: "text")
     with pytest.raises(AdaptiveUsageError, match=r"can't concatenate a result of type str\."):
         f(torch.ones(4))
-
-
-def nested_walks():
-    @adaptive.range(initial_step=2, progress=True)
-    def outer(start, end):
-        inner(0, 3)
-
-    @adaptive.range(initial_step=2, progress=True)
-    def inner(start, end):
-        sizes.append(end - start)
-
-    sizes = []
-    outer(0, 4)
-    assert sizes == [2, 1] * 2
-
-
-def test_of_nested_loops_the_outermost_shows_its_progress(capsys):
-    for _ in range(2):
-        nested_walks()
-        shown = capsys.readouterr().out
-        assert "outer" in shown
-        assert "inner" not in shown
-
-
-def test_a_loop_in_a_display_that_allows_no_other_works_without_showing(monkeypatch, capsys):
-    def refuse(console, live):
-        raise LiveError("Only one live display may be active at once")
-
-    monkeypatch.setattr(Console, "set_live", refuse)
-    nested_walks()
-    assert "outer" not in capsys.readouterr().out
-    monkeypatch.undo()
-    nested_walks()
-    assert "outer" in capsys.readouterr().out
-
-
-def test_progress_is_shown_on_request(capsys):
-    @adaptive.range(initial_step=2, progress=True)
-    def walked(start, end):
-        pass
-
-    walked(0, 6)
-    shown = capsys.readouterr().out
-    assert "walked" in shown
-    assert "100%" in shown
-    adaptive.range(initial_step=2)(lambda start, end: None)(0, 6)
-    assert capsys.readouterr().out == ""
 
 
 # --- being a function
