@@ -82,7 +82,6 @@ def size_rows() -> list[Row]:
             ("batch that predicts", first_predicted, 0.95),
             ("step", first_step, 0.95),
             ("find_batch_size", found_before, 0.95),
-            ("find_batch_size that predicts", found_by_prediction, 0.95),
         )
     ]
     rows += [network_row(name) for name in networks()]
@@ -123,21 +122,15 @@ def first_predicted(site: Site) -> Site:
     return site
 
 
-def found_before(site: Site, *, predict: bool = False) -> Site:
+def found_before(site: Site) -> Site:
     """Look for the largest size before the work, up to a thousand times what fits."""
     site.last = adaptive.find_batch_size(
         site.real_work,
         high=1000 * site.largest,
         budget=site.largest * _SAMPLE,
         margin=0,
-        predict=predict,
     )
     return site
-
-
-def found_by_prediction(site: Site) -> Site:
-    """The same, begun with what a prediction says."""
-    return found_before(site, predict=True)
 
 
 def first_range(site: Site) -> Site:

@@ -20,24 +20,13 @@ from tenure.scopes import DisposeScope
 from ._attempt import Attempts, OnRetry, empty_cache
 from ._callables import check_function, name_of
 from ._memory import MemoryMeter, memory_budget, meter_for
-from ._predict import Forecast
 from ._ranks import call_of_ranks
-from ._sizes import (
-    Predict,
-    SizeLimits,
-    SizeModel,
-    SizeRange,
-    checked_size,
-    largest_predicted,
-    with_margin,
-)
+from ._sizes import SizeLimits, SizeModel, SizeRange, checked_size
 from ._step import FunctionState, no_optimizer_steps, refuse_capture
 from ._undo import Caches
 
 _ENTRY = "find_batch_size"
 _MARGIN = 0.05
-_DOUBT = 4
-"""A prediction that was too low is taken to be so by up to that."""
 _ADVICE = (
     "Not even low=1 fits: free memory, make the model or the sample smaller, or page the model."
 )
@@ -54,7 +43,6 @@ def find_batch_size(
     align: int = 1,
     device: str | torch.device | None = None,
     on_retry: OnRetry | None = None,
-    predict: Callable[[int], int] | bool = False,
     group: Any = None,
 ) -> int:
     """Run ``fn`` with some sizes, and return one that is at least 95 % of the largest that fits.
@@ -80,10 +68,6 @@ def find_batch_size(
         device: the device whose memory counts; None: the device of the tensors that ``fn`` reaches,
             or else the current accelerator, or else the CPU.
         on_retry: called with each AdaptiveEvent.
-        predict: True: run the size that `predict_peak` gives first. ``fn`` runs a few times more
-            for it, on tensors without data. Or a function that returns the bytes that a size needs
-            in addition to the memory in use, such as ``lambda n: n * bytes_of_one``. A prediction
-            is used only as far as measurements confirm it.
         group: the process group whose ranks all make this call: they get the smallest of their
             sizes.
 
@@ -119,8 +103,7 @@ def find_batch_size(
         where = _device_of(device, state.devices)
         meter = _meter_of(where, budget, stack)
         show = stack.enter_context(steps(f"{_ENTRY}({name})"))
-        told = _predicting(predict, name, fn, low, show)
-        finder = _Finder(SizeLimits(low, high, align), margin, meter, told)
+        finder = _Finder(SizeLimits(low, high, align), margin, meter)
         scope = stack.enter_context(DisposeScope(_ENTRY))
         attempts = Attempts(
             name,
@@ -164,7 +147,6 @@ class _Finder:
         limits: the sizes that are allowed.
         margin: the share of the memory, or of the size if that can't be measured, to be left.
         meter: measures what sizes need; None: nobody can.
-        predict: the bytes that a size is predicted to need.
 
     Attributes:
         size: the size to run now.
@@ -175,33 +157,16 @@ class _Finder:
 
     limited_by = "low= or align="
 
-    def __init__(
-        self,
-        limits: SizeLimits,
-        margin: float,
-        meter: MemoryMeter | None,
-        predict: Predict | None,
-    ) -> None:
+    def __init__(self, limits: SizeLimits, margin: float, meter: MemoryMeter | None) -> None:
         self._limits, self._margin = limits, margin
         self._sizes = SizeRange(limits.floor, limits.aligned(limits.maximum or 0), limits.align)
         self._model = SizeModel()
         self._n_ooms = 0
         self._meter = meter if meter is not None and meter.measures else None
         self.limit_bytes: int | None = None
-        self._note_limit()
         self.ran: set[int] = set()
         self.needed_bytes: int | None = None
-        self._predict = predict
-        self.size = self._predicted(1) or limits.floor
-
-    def _predicted(self, factor: int) -> int:
-        """Return the size that fits if predictions are too low by a factor; 0 without any."""
-        low, high, align = self._sizes
-        if self._predict is None or self.limit_bytes is None:
-            return 0
-        high = min(high, self._model.bad or high) // align * align
-        most = largest_predicted(self._predict, low, high, self.limit_bytes / factor, align)
-        return most if most == high else max(low, with_margin(most) // align * align)
+        self.size = limits.floor
 
     @property
     def found(self) -> int:
@@ -224,10 +189,6 @@ class _Finder:
         """Begin to measure what a size needs."""
         if self._meter is not None:
             self._meter.restart()
-            self._note_limit()
-
-    def _note_limit(self) -> None:
-        if self._meter is not None:
             self.limit_bytes = int(self._meter.available_bytes() * (1 - self._margin))
 
     def measure(self) -> None:
@@ -246,14 +207,9 @@ class _Finder:
         return True
 
     def _next_size(self) -> int | None:
-        low, _, align = self._sizes
-        if self._model.ok:
-            return self._model.next_size(self._sizes, self.limit_bytes, self._n_ooms)
-        if self.size == low:
+        if not self._model.ok:
             return None
-        # another failure is for what is measured then
-        wanted = self._predicted(_DOUBT) if self._n_ooms < 2 else low
-        return max(low, min(wanted, self.size - align))
+        return self._model.next_size(self._sizes, self.limit_bytes, self._n_ooms)
 
     # --- as attempts use it
 
@@ -266,12 +222,7 @@ class _Finder:
         if needed_bytes and self.limit_bytes is not None and needed_bytes > self.limit_bytes:
             model.ran_over(size, needed_bytes)
             return
-        is_first = not model.ok
         model.ran(size, needed_bytes)
-        if needed_bytes and is_first and self._predict is not None and size > 1:
-            # what is predicted says how memory grows
-            share = self._predict(size // 2) / max(1, self._predict(size))
-            model.ran_part(size // 2, int(needed_bytes * share))
 
     def shrink(self, info: OomInfo) -> bool:
         """Work of this size ran out of memory; False if no smaller one can be tried."""
@@ -283,28 +234,6 @@ class _Finder:
     def gave_up(self) -> int:
         """Give up: no size fits, and no earlier call is known."""
         return 0
-
-
-def _predicting(
-    predict: Callable[[int], int] | bool,
-    name: str,
-    fn: Callable[[int], object],
-    low: int,
-    show: Callable[[str], None],
-) -> Predict | None:
-    """Return the predictor of sizes, or None."""
-    if predict is False or predict is None:
-        return None
-    if predict is not True:
-        return predict
-    forecast = Forecast(name, fn)
-
-    def predicted(size: int) -> int:
-        show(f"a prediction of batch size {size}")
-        return forecast(size)
-
-    # the smallest shows whether the work can be predicted at all
-    return predicted if predicted(low) and forecast.works else None
 
 
 def _meter_of(

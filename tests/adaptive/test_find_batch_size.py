@@ -148,21 +148,6 @@ def test_a_model_and_an_optimizer_of_the_run_itself_may_do_what_they_like():
     assert find_batch_size(train, high=64, budget="16MiB") == 64
 
 
-def test_a_prediction_gives_the_first_size():
-    train, budget = Training(network()), 4 << 20
-    with memory_budget(1 << 40) as measured:
-        train(1000)
-    train.net.zero_grad()
-    train.sizes.clear()
-    each = measured.peak_bytes / 1000
-    find_batch_size(
-        train, high=10**6, budget=budget, margin=0, predict=lambda size: int(each * size)
-    )
-    first = train.sizes[0]
-    assert len(train.failed) <= 1
-    assert not train.fits(int(first / 0.95) + 1, budget)
-
-
 def test_a_smallest_size_that_does_not_fit_is_told_with_numbers():
     train = Training(network())
     with pytest.raises(OutOfRetriesError) as raised:
@@ -320,22 +305,6 @@ def check_found(case, **options):
 @given(devices())
 def test_whatever_memory_grows_with_95_percent_are_found_with_three_failures(case):
     check_found(case, margin=0)
-
-
-@settings(deadline=None, max_examples=100)
-@given(devices(), st.floats(0.4, 2.5))
-def test_a_prediction_however_wrong_costs_no_more_failures(case, share):
-    bytes_at = case[0].bytes_at
-    check_found(case, margin=0, predict=lambda size: int(bytes_at(size) * share))
-
-
-@settings(deadline=None, max_examples=50)
-@given(devices(kinds=("line", "steep"), cuts=(1,)))
-def test_a_prediction_that_is_right_gives_95_percent_in_the_first_run(case):
-    device, low, high, align = case
-    check_found(case, margin=0, predict=device.bytes_at)
-    largest = device.largest(low, high, align)
-    assert not largest or device.sizes[0] >= 0.95 * largest - align
 
 
 def test_sizes_grow_eight_times_at_most_and_a_line_takes_few_runs():

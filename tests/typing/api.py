@@ -554,7 +554,7 @@ def calling(x: Tensor) -> None:
     find_batch_size(
         width_of, low=8, high=64, margin=0, budget="1GiB", align=8, device="cpu", on_retry=told
     )
-    find_batch_size(width_of, high=64, predict=width_of)
+    find_batch_size(width_of, high=64, align=8)
     find_batch_size(width_of, 64)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
     tenure.adaptive.reset()
     tenure.adaptive.save("sizes.json")
