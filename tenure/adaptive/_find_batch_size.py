@@ -137,7 +137,7 @@ def find_batch_size(
             state.finish()
         if not finder.found:
             raise _too_large(name, finder, low, margin)
-        return finder.found if ranks is None else ranks.smallest(finder.found)[0]
+        return finder.found if ranks is None else ranks.smallest(finder.found)
 
 
 class _Finder:

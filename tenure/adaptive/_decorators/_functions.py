@@ -37,8 +37,7 @@ def batch(func: Any = None, /, *, initial_batchsize: int | None = None, **option
             and NumPy, and those among the arguments, after a failed attempt; ``on_retry``: called
             with each AdaptiveEvent; ``predict``: after the first failure, run the size that
             `predict_peak` says fits, for which the function runs a few times on tensors without
-            data; ``group``: the process group whose ranks all make each call, and run with the same
-            size. A call may replace the first size with ``toma_initial_batchsize``
+            data. A call may replace the first size with ``toma_initial_batchsize``
             (``toma_initial_step``), and ``toma_dimension``, ``toma_cache_type`` and
             ``toma_context``.
 

@@ -44,7 +44,6 @@ class Options:
     restore_rng: bool = False
     on_retry: OnRetry | None = None
     predict: bool = False
-    group: Any = None
 
 
 class AdaptiveOptions(TypedDict, total=False):
@@ -61,8 +60,6 @@ class AdaptiveOptions(TypedDict, total=False):
         on_retry: called with each AdaptiveEvent.
         predict: whether the first failure is answered by the size that `predict_peak` says fits;
             the function runs on tensors without data for that.
-        group: the process group whose ranks all make each call: it ends on all of them, or with an
-            error on all. None: calls are this process's own.
     """
 
     cache_type: type[BatchsizeCache] | None
@@ -74,7 +71,6 @@ class AdaptiveOptions(TypedDict, total=False):
     restore_rng: bool
     on_retry: OnRetry | None
     predict: bool
-    group: Any
 
 
 _WORDS_FOR_SIZES = ("size", "step", "batch", "chunk")

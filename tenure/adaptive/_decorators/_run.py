@@ -19,7 +19,7 @@ from tenure.scopes import DisposeScope
 
 from .._attempt import Attempts
 from .._predict import Forecast
-from .._ranks import RankCall, call_of_ranks, has_other_ranks
+from .._ranks import has_other_ranks
 from .._sizes import AdaptiveSearch, RememberedCall
 from .._undo import RngState, generators_in
 from ._options import Options
@@ -47,10 +47,7 @@ def run_batch(
     forecast = Forecast(name, work) if options.predict else None
     search = AdaptiveSearch(initial, options.limits, remembered, options.reduce, predict=forecast)
 
-    with (
-        call_of_ranks("batch", name, function, options.group) as ranks,
-        DisposeScope(name) as scope,
-    ):
+    with DisposeScope(name) as scope:
         attempts = Attempts(
             name,
             scope,
@@ -58,51 +55,18 @@ def run_batch(
             state=_random_state(args, kwargs) if options.restore_rng else None,
             on_retry=options.on_retry,
         )
-
-        def run() -> Any:
-            return attempts.run(search, work)
-
-        if ranks is None:
-            result = run()
-        else:
-            at_start = _random_state(args, kwargs) if options.restore_rng else None
-            result = _run_alike(ranks, search, run, at_start)
+        result = attempts.run(search, work)
     search.finished()
-    if attempts.n_begun > 1 and ranks is None and has_other_ranks():
+    if attempts.n_begun > 1 and has_other_ranks():
         _warn_of_other_sizes(name)
     return result
-
-
-def _run_alike(
-    ranks: RankCall, search: AdaptiveSearch, run: Callable[[], Any], state: RngState | None
-) -> Any:
-    """Run at one size for all ranks, the largest that fits on each of them."""
-    # what one has learned is for all, or the others would run twice in each call
-    size, is_one = ranks.smallest(search.size)
-    while True:
-        search.at_most(size)
-        ranks.go_on()
-        if state is not None:
-            state.begin()
-        result = run()
-        size, is_one = ranks.smallest(search.size)
-        # those that have the smallest wait for the others
-        while not is_one and size == search.size:
-            ranks.go_on()
-            size, is_one = ranks.smallest(size)
-        if is_one:
-            return result
-        # it may hold the memory that the next one needs
-        del result
-        if state is not None:
-            state.undo()
 
 
 def _warn_of_other_sizes(name: str) -> None:
     warn_user(
         f"{name}() ran out of memory and was run with a smaller batch size on this rank, while "
-        "others may have run with a larger one. Pass group=torch.distributed.group.WORLD where all "
-        "ranks make the call, and they run with the same.",
+        "others may have run with a larger one. If all need one size, ask find_batch_size(..., "
+        "group=torch.distributed.group.WORLD) on all ranks before.",
         AdaptiveUsageWarning,
     )
 
@@ -191,44 +155,38 @@ def run_pieces(
         initial = max(end - piece.start, options.limits.floor)
     search = AdaptiveSearch(initial, options.limits, remembered, options.reduce, in_pieces=True)
     collector = None if options.new_collector is None else options.new_collector()
-    entry = "chunked" if isinstance(piece, DimensionPart) else "range"
     # what may run out of memory while a result is taken is tried again with the piece
     land: Callable[[Any], Any] = _let_go if collector is None else collector.land
 
     def work(size: int) -> Any:
         return land(piece(size))
 
-    with call_of_ranks(entry, name, piece.function, options.group) as ranks:
-        with DisposeScope(name) as scope:
-            attempts = Attempts(
-                name,
-                scope,
-                unit="step",
-                state=_random_state(piece.args, piece.kwargs) if options.restore_rng else None,
-                on_retry=options.on_retry,
-            )
-            while piece.start < end:
-                left = end - piece.start
-                # only after a failure: until then nothing is measured, see
-                # test_nothing_is_collected_or_emptied_while_everything_fits
-                if search.room is not None:
-                    search.go_on(search.room)
-                if search.size > left:
-                    search.at_most(left)
-                landed = attempts.run(search, work)
-                if collector is not None:
-                    collector.add(landed)
-                    attempts.advice = collector.advice
-                # it may be the last that holds memory of the device, which the next piece needs
-                del landed
-                # here alone the work goes on: an attempt that failed has left the start as it was
-                piece.start = piece.end
-        search.finished()
-        result = None if collector is None else collector.collected(piece.dimension)
-        # pieces may be of other sizes on each rank
-        if ranks is not None:
-            ranks.smallest()
-    return result
+    with DisposeScope(name) as scope:
+        attempts = Attempts(
+            name,
+            scope,
+            unit="step",
+            state=_random_state(piece.args, piece.kwargs) if options.restore_rng else None,
+            on_retry=options.on_retry,
+        )
+        while piece.start < end:
+            left = end - piece.start
+            # only after a failure: until then nothing is measured, see
+            # test_nothing_is_collected_or_emptied_while_everything_fits
+            if search.room is not None:
+                search.go_on(search.room)
+            if search.size > left:
+                search.at_most(left)
+            landed = attempts.run(search, work)
+            if collector is not None:
+                collector.add(landed)
+                attempts.advice = collector.advice
+            # it may be the last that holds memory of the device, which the next piece needs
+            del landed
+            # here alone the work goes on: an attempt that failed has left the start where it was
+            piece.start = piece.end
+    search.finished()
+    return None if collector is None else collector.collected(piece.dimension)
 
 
 def _let_go(result: Any) -> None:

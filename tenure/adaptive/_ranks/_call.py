@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
 
@@ -99,11 +99,8 @@ class RankCall:
             raise elsewhere_error(self.group.gather(self.name), self._after)
         return found
 
-    def smallest(self, size: int = 1) -> tuple[int, bool]:
-        """Vote with a size.
-
-        Returns:
-            The smallest of all ranks, and whether all have the same.
+    def smallest(self, size: int) -> int:
+        """Vote with a size, and return the smallest of all ranks.
 
         Raises:
             RemoteRankError: the call has failed on another rank, or one has died.
@@ -111,8 +108,7 @@ class RankCall:
         """
         # no batch is larger; a number of more bits can't be sent
         size = min(size, sys.maxsize)
-        found = self.vote(Ballot(mark_of(self.name, self._mark), n_with_data=1, size=size))
-        return found.size, found.is_one_size
+        return self.vote(Ballot(mark_of(self.name, self._mark), n_with_data=1, size=size)).size
 
     def go_on(self) -> None:
         """Work on after a vote: another one will follow."""
@@ -132,12 +128,8 @@ class RankCall:
             error.add_note(f"The other ranks could not be told of it: {lost}")
 
 
-_ALONE: AbstractContextManager[None] = nullcontext()
-
-
-def call_of_ranks(
-    entry: str, name: str, function: Any, group: Any
-) -> AbstractContextManager[RankCall | None]:
+@contextmanager
+def call_of_ranks(entry: str, name: str, function: Any, group: Any) -> Iterator[RankCall | None]:
     """Return a block whose work is each rank's own, and that votes with `RankCall.smallest`.
 
     Args:
@@ -150,12 +142,9 @@ def call_of_ranks(
         The call; None where there are no other ranks to vote with.
     """
     if group is None or not has_other_ranks():
-        return _ALONE
-    return _call_of(entry, name, told_apart(function), group)
+        yield None
+        return
 
-
-@contextmanager
-def _call_of(entry: str, name: str, mark: str, group: Any) -> Iterator[RankCall | None]:
     def refuse(module: nn.Module, values: object) -> None:
         if has_other_replicas(module) or is_sharded(module):
             raise AdaptiveUsageError(
@@ -172,7 +161,7 @@ def _call_of(entry: str, name: str, mark: str, group: Any) -> Iterator[RankCall 
             yield None
             return
         with (
-            RankCall(ranks, f"{entry}({name!r})", interrupts, mark=mark) as call,
+            RankCall(ranks, f"{entry}({name!r})", interrupts, mark=told_apart(function)) as call,
             modules_told(refuse),
             without_collectives(entry, name, "Call it after, with what the function returned"),
         ):

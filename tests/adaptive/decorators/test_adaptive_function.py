@@ -282,6 +282,8 @@ def test_an_argument_that_nobody_meant_gets_the_list():
         adaptive.chunked(cpu_fallback=True)
     with pytest.raises(AdaptiveUsageError, match=message.format("progress")):
         adaptive.range(progress=True)
+    with pytest.raises(AdaptiveUsageError, match=message.format("group")):
+        adaptive.batch(group=None)
 
 
 def test_a_batch_size_that_is_passed_all_the_same_is_said_to_come_from_tenure():

@@ -4,13 +4,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tenure.adaptive import AdaptiveUsageError, execute, step
+from tenure.adaptive import AdaptiveUsageError, find_batch_size, step
 
 from .launch import run_ranks
 
 
-def idle(*sizes):
+def idle(size):
     """Work that takes no memory."""
+
+
+def still(size):
+    """The same by another name."""
 
 
 def voted_on(rank):
@@ -21,10 +25,10 @@ def voted_on(rank):
     found = []
     for _ in range(2):
         result = step(lambda b: (b * weight).square().sum(1).mean(), x, group=group)
-        least = execute.batch(8 + rank, group=group)(lambda size: size)
+        least = find_batch_size(idle, low=8 + rank, high=8 + rank, margin=0, group=group)
         found.append([result.loss.item().hex(), result.n_samples, least])
     try:
-        (execute.range(0, 4, 2, group=group) if rank else execute.batch(8, group=group))(idle)
+        find_batch_size(still if rank else idle, high=1, group=group)
     except AdaptiveUsageError as error:
         found.append(str(error))
     return found
@@ -37,4 +41,4 @@ def test_a_vote_is_the_same_on_all_ranks_however_many_there_are(n):
     *found, told = first
     assert [each[1:] for each in found] == [[n * (n + 1) // 2, 8]] * 2
     ranks = ", ".join(map(str, range(1, n)))
-    assert f"batch('idle') on rank 0, range('idle') on rank {ranks}." in told
+    assert f"find_batch_size('idle') on rank 0, find_batch_size('still') on rank {ranks}." in told
