@@ -454,21 +454,6 @@ def test_nothing_is_collected_or_emptied_while_everything_fits(monkeypatch):
 # --- accelerate's tests
 
 
-def test_accelerates_own_back_off_is_a_reducer(sizes):
-    @adaptive.batch(initial_batchsize=128, reduce=lambda size, info: size * 9 // 10)
-    def train(batchsize, first, *, second):
-        sizes.append(batchsize)
-        if batchsize != 8:
-            oom()
-        return batchsize, first, second
-
-    assert train("hello", second="world") == (8, "hello", "world")
-    assert sizes == [
-        128, 115, 103, 92, 82, 73, 65, 58, 52, 46, 41, 36,
-        32, 28, 25, 22, 19, 17, 15, 13, 11, 9, 8,
-    ]  # fmt: skip
-
-
 def test_where_a_size_has_worked_and_none_does_the_error_speaks_of_a_leak():
     kept = []
 

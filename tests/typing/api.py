@@ -487,10 +487,6 @@ class Embedder:
         return chunk
 
 
-def reduced(size: int, info: OomInfo) -> int:
-    return size - (info.requested_bytes or 1)
-
-
 def told(event: AdaptiveEvent) -> None:
     assert_type(event.next_size, int | None)
 
@@ -511,7 +507,7 @@ def adapting(x: Tensor, embedder: Embedder) -> None:
     assert_type(embedder.embed(["a"]), Tensor)
     assert_type(embedder.parts(0, 4), Any)
     assert_type(embedder.rows(x, scale=2), Any)
-    batch(initial_batchsize=8, reduce=reduced, on_retry=told, maximum=64)
+    batch(initial_batchsize=8, on_retry=told, maximum=64)
 
     @execute.batch(64)
     def found(batch_size: int) -> str:

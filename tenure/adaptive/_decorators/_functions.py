@@ -32,8 +32,7 @@ def batch(func: Any = None, /, *, initial_batchsize: int | None = None, **option
         **options: ``cache_type`` and ``context``: what sizes are remembered for; ``minimum``,
             ``maximum`` and ``align``: the sizes that are allowed, where ``maximum`` lets the size
             grow beyond the initial one, and an initial size below ``align`` is tried as it is;
-            ``reduce``: a function of the failed size and its OomInfo that gives the next, moved
-            into what is allowed; ``restore_rng``: restore the random generators of torch, Python
+            ``restore_rng``: restore the random generators of torch, Python
             and NumPy, and those among the arguments, after a failed attempt; ``on_retry``: called
             with each AdaptiveEvent; ``predict``: after the first failure, run the size that
             `predict_peak` says fits, for which the function runs a few times on tensors without

@@ -12,7 +12,6 @@ from tenure._errors import AdaptiveUsageError
 from .._attempt import OnRetry
 from .._sizes import (
     BatchsizeCache,
-    Reduce,
     SizeLimits,
     check_context,
     checked_cache_type,
@@ -40,7 +39,6 @@ class Options:
     cache_type: type[BatchsizeCache] | None = None
     context: Any = None
     limits: SizeLimits = field(default_factory=SizeLimits)
-    reduce: Reduce | None = None
     restore_rng: bool = False
     on_retry: OnRetry | None = None
     predict: bool = False
@@ -55,7 +53,6 @@ class AdaptiveOptions(TypedDict, total=False):
         minimum: no smaller size is tried.
         maximum: how far the size may grow; None: not beyond the initial one.
         align: sizes are multiples of it, except an initial size below it.
-        reduce: a function of the failed size and its OomInfo that gives the next size.
         restore_rng: whether a failed attempt leaves random generators as they were.
         on_retry: called with each AdaptiveEvent.
         predict: whether the first failure is answered by the size that `predict_peak` says fits;
@@ -67,7 +64,6 @@ class AdaptiveOptions(TypedDict, total=False):
     minimum: int
     maximum: int | None
     align: int
-    reduce: Reduce | None
     restore_rng: bool
     on_retry: OnRetry | None
     predict: bool
@@ -103,8 +99,11 @@ def checked_options(
         checked_cache_type(options["cache_type"])
     if options.get("context") is not None:
         check_context(options["context"])
-    check_callable("reduce", options.get("reduce"))
-    check_callable("on_retry", options.get("on_retry"))
+    on_retry = options.get("on_retry")
+    if on_retry is not None and not callable(on_retry):
+        raise AdaptiveUsageError(
+            f"on_retry={on_retry!r} can't be called. Give a function, or None."
+        )
     limits = checked_limits(minimum, maximum, align)
     return Options(
         initial=checked_initial(initial_name, initial, limits),
@@ -116,7 +115,7 @@ def checked_options(
 
 def _no_such_option(name: str, initial_name: str) -> str:
     known = [initial_name, *AdaptiveOptions.__annotations__]
-    near = difflib.get_close_matches(name, known, n=1)
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
     # names of other libraries: accelerate's starting_batch_size, Lightning's batch_size
     if any(word in name for word in _WORDS_FOR_SIZES):
         bounds = [f"{word}imum" for word in ("min", "max") if word in name]
@@ -125,13 +124,3 @@ def _no_such_option(name: str, initial_name: str) -> str:
         f"Did you mean {near[0]!r}?" if near else f"The options of all are {', '.join(known[1:])}."
     )
     return f"{name!r} is no argument of this function. {hint}"
-
-
-def check_callable(name: str, value: object) -> None:
-    """Make sure that an optional function can be called.
-
-    Raises:
-        AdaptiveUsageError: it can't.
-    """
-    if value is not None and not callable(value):
-        raise AdaptiveUsageError(f"{name}={value!r} can't be called. Give a function, or None.")

@@ -45,7 +45,7 @@ def run_batch(
         return function(size, *args, **kwargs)
 
     forecast = Forecast(name, work) if options.predict else None
-    search = AdaptiveSearch(initial, options.limits, remembered, options.reduce, predict=forecast)
+    search = AdaptiveSearch(initial, options.limits, remembered, predict=forecast)
 
     with DisposeScope(name) as scope:
         attempts = Attempts(
@@ -153,7 +153,7 @@ def run_pieces(
     # an empty range has no size; the search wants one all the same
     if initial is None:
         initial = max(end - piece.start, options.limits.floor)
-    search = AdaptiveSearch(initial, options.limits, remembered, options.reduce, in_pieces=True)
+    search = AdaptiveSearch(initial, options.limits, remembered, in_pieces=True)
     collector = None if options.new_collector is None else options.new_collector()
     # what may run out of memory while a result is taken is tried again with the piece
     land: Callable[[Any], Any] = _let_go if collector is None else collector.land

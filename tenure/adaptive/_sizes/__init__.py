@@ -27,4 +27,3 @@ from ._remembered import check_context as check_context
 from ._remembered import checked_cache_type as checked_cache_type
 from ._remembered import stands_for as stands_for
 from ._search import AdaptiveSearch as AdaptiveSearch
-from ._search import Reduce as Reduce

@@ -46,8 +46,7 @@ class SizeLimits:
             failed: the size that failed.
             wanted: any number, also one that is not allowed.
         """
-        # a multiple below what failed, whatever was wanted: that is what makes each search end, see
-        # test_a_reducer_that_stalls_still_comes_to_an_end
+        # a multiple below what failed, whatever was wanted: that is what makes each search end
         largest = (failed - 1) // self.align * self.align
         if largest < self.floor:
             return None

@@ -6,10 +6,8 @@ there is one; the state of the search is local, what it learns goes to the model
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from operator import index
+from collections.abc import Mapping
 
-from tenure._errors import AdaptiveUsageError
 from tenure._oom import OomInfo
 
 from .._memory import MemoryMeter, meter_for
@@ -18,9 +16,6 @@ from ._limits import SizeLimits
 from ._model import SizeModel, SizeRange, with_margin
 from ._predicted import foreseen
 from ._remembered import RememberedCall
-
-Reduce = Callable[[int, OomInfo], int]
-"""A user's way to make a failed size smaller."""
 
 _PIECES_OF_A_CALL = 64
 """So many pieces of work that fit count like one call, for loops that are called once."""
@@ -42,7 +37,6 @@ class AdaptiveSearch:
         initial: the size that the user asked for.
         limits: the sizes that are allowed.
         remembered: where this call finds and leaves what is known of its site.
-        reduce: the user's way to make a failed size smaller.
         in_pieces: whether a call has many pieces, of which each may have its size.
         has_trials: whether a part of the work can be run and taken back, to measure a size.
         predict: the bytes that a size is predicted to need; asked after the first failure.
@@ -57,7 +51,7 @@ class AdaptiveSearch:
     __slots__ = (
         "_each_bytes", "_free_bytes", "_had_worked", "_has_failed", "_has_trials", "_in_pieces",
         "_initial", "_limits", "_meter", "_model", "_n_pieces", "_n_trials", "_predict",
-        "_reduce", "_remembered", "_sizes", "_works", "is_trial", "room", "size",
+        "_remembered", "_sizes", "_works", "is_trial", "room", "size",
     )  # fmt: skip
 
     def __init__(
@@ -65,15 +59,13 @@ class AdaptiveSearch:
         initial: int,
         limits: SizeLimits,
         remembered: RememberedCall,
-        reduce: Reduce | None = None,
         *,
         in_pieces: bool = False,
         has_trials: bool = False,
         predict: Forecast | None = None,
     ) -> None:
         self._initial, self._limits, self._remembered = initial, limits, remembered
-        self._reduce, self._predict = reduce, predict
-        self._in_pieces, self._has_trials = in_pieces, has_trials
+        self._in_pieces, self._has_trials, self._predict = in_pieces, has_trials, predict
         # it measures what is tried now; None: nobody has to know
         self._meter: MemoryMeter | None = None
         self.room: MemoryMeter | None = None
@@ -347,12 +339,9 @@ class AdaptiveSearch:
         is_measured: bool,
     ) -> int:
         """Return the size to try after one that failed, before it is made one that is allowed."""
-        size, reduce = self.size, self._reduce
+        size = self.size
         if 0 < known.ok < size:
-            is_enough = fits is None or reduce is not None or fits >= known.ok
-            return known.ok if is_enough else with_margin(fits or 0)
-        if reduce is not None:
-            return checked_reduced(reduce(size, info))
+            return known.ok if fits is None or fits >= known.ok else with_margin(fits)
         if fits is not None:
             return fits
         if free_bytes is None:
@@ -381,18 +370,3 @@ class AdaptiveSearch:
             return None
         found = foreseen(predict, limits.floor, limits.aligned(size), free_bytes, limits.align)
         return None if found is None else found.size
-
-
-def checked_reduced(size: object) -> int:
-    """Check the size that a user's ``reduce`` returned.
-
-    Raises:
-        AdaptiveUsageError: it is no whole number.
-    """
-    try:
-        return index(size)  # type: ignore[arg-type]  # it raises TypeError, as it should
-    except TypeError:
-        raise AdaptiveUsageError(
-            f"reduce= returned {size!r}, which is not a size. Return a whole number; one that is "
-            "not smaller than the failed size, or too small, is moved into what is allowed."
-        ) from None

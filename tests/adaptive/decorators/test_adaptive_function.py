@@ -273,7 +273,7 @@ def test_an_argument_of_another_library_is_told_the_name_it_has_here(decorate, o
 
 
 def test_an_argument_that_nobody_meant_gets_the_list():
-    message = r"^'{}' is no argument .* The options of all are cache_type, context, min.*reduce"
+    message = r"^'{}' is no argument .* The options of all are cache_type, context, min.*on_retry"
     with pytest.raises(AdaptiveUsageError, match=message.format("verbose")):
         adaptive.batch(verbose=True)
     with pytest.raises(AdaptiveUsageError, match=message.format("zzz")):
@@ -284,6 +284,8 @@ def test_an_argument_that_nobody_meant_gets_the_list():
         adaptive.range(progress=True)
     with pytest.raises(AdaptiveUsageError, match=message.format("group")):
         adaptive.batch(group=None)
+    with pytest.raises(AdaptiveUsageError, match=message.format("reduce")):
+        adaptive.batch(reduce=lambda size, info: size - 1)
 
 
 def test_a_batch_size_that_is_passed_all_the_same_is_said_to_come_from_tenure():

@@ -101,21 +101,6 @@ def test_a_maximum_is_where_the_search_begins_without_an_initial_size(only_16, s
     assert sizes == [64, 32, 16]
 
 
-def test_a_reducer_gets_the_failed_size_and_the_error(sizes):
-    def reduce(size, info):
-        sizes.append((size, info.device, info.requested_bytes))
-        return int(size * 0.9)
-
-    @adaptive.batch(initial_batchsize=20, reduce=reduce)
-    def f(batchsize):
-        if batchsize > 17:
-            oom()
-        return batchsize
-
-    assert f() == 16
-    assert sizes == [(20, "cuda", 2 << 30), (18, "cuda", 2 << 30)]
-
-
 def test_each_retry_is_told(sizes):
     @adaptive.batch(initial_batchsize=64, on_retry=lambda event: sizes.append(str(event)))
     def fit(batchsize):
@@ -597,7 +582,7 @@ def test_functions_that_can_be_suspended_are_refused(function):
             r"^cache_type is <class 'int'>, which is no cache",
         ),
         (lambda: adaptive.batch(on_retry=3), r"^on_retry=3 can't be called\."),
-        (lambda: adaptive.batch(reduce="half"), r"^reduce='half' can't be called\."),
+        (lambda: adaptive.batch(on_retry="log"), r"^on_retry='log' can't be called\."),
         (lambda: adaptive.batch(minimum=0), r"^minimum=0 is not a size\."),
         (
             lambda: adaptive.batch(context=[1]),

@@ -107,35 +107,6 @@ def test_the_bytes_that_were_wanted_make_the_step_down_as_large_as_it_has_to_be(
 
 
 @pytest.mark.parametrize(
-    ("wanted", "then"), [(90, 90), (100, 99), (1000, 99), (0, 8), (-5, 8), (8, 8)]
-)
-def test_what_a_user_makes_of_a_failed_size_is_moved_into_what_is_allowed(wanted, then):
-    work = walled(then)
-    batch_of(work, 100, minimum=8, reduce=lambda size, info: wanted)()
-    assert work.sizes == [100, then]
-
-
-@MANY
-@given(st.lists(st.integers(-200, 200), min_size=1), st.integers(1, 100))
-def test_a_reducer_that_stalls_still_comes_to_an_end(answers, minimum):
-    work, turns = walled(0), iter(range(10**6))
-    with pytest.raises(OutOfRetriesError):
-        batch_of(
-            work, 100, minimum=minimum, reduce=lambda *_: answers[next(turns) % len(answers)]
-        )()
-    assert work.sizes == sorted(set(work.sizes), reverse=True)
-    assert work.sizes[-1] >= minimum
-
-
-def test_a_reducer_that_returns_no_size_is_named():
-    call = batch_of(walled(1), 100, reduce=lambda size, info: size * 0.9)
-    with pytest.raises(
-        AdaptiveUsageError, match=r"^reduce= returned 90\.0, which is not a size\. "
-    ):
-        call()
-
-
-@pytest.mark.parametrize(
     ("options", "told"),
     [
         ({"minimum": 9, "maximum": 10, "align": 8}, r"^maximum=10 leaves no size: the smallest "),
@@ -199,20 +170,6 @@ def test_a_size_that_another_call_found_is_aligned_and_never_too_small(initial, 
     work.largest = 64
     batch_of(work, initial, context="one", align=8)()
     assert work.sizes == [then]
-
-
-def test_a_size_that_is_known_to_work_comes_before_a_reducer():
-    work = walled(16)
-    call = batch_of(work, 32, cache_type=GlobalBatchsizeCache)
-    for _ in range(17):
-        call()
-    work.sizes.clear()
-    reducing = batch_of(work, 32, reduce=lambda size, info: 1, context="one")
-    for _ in range(18):
-        batch_of(work, 32, context="one")()
-    work.sizes.clear()
-    reducing()
-    assert work.sizes == [16]
 
 
 # --- larger, where nothing is measured
