@@ -8,7 +8,6 @@ from ._collect import Reducer as Reducer
 from ._functions import batch as batch
 from ._functions import chunked as chunked
 from ._functions import range as range
-from ._options import PLAIN as PLAIN
 from ._options import AdaptiveOptions as AdaptiveOptions
 from ._options import Options as Options
 from ._options import checked_options as checked_options

@@ -93,7 +93,7 @@ def range(
             computed, which raises an error for results that require grad; a function of the list;
             an object with an ``update()`` method, such as a metric, which takes each result and is
             returned; None: the call returns None.
-        **options: as of `batch`.
+        **options: as of `batch`, but ``predict``.
 
     Raises:
         AdaptiveUsageError: an argument can't be used, or the function can be suspended.
@@ -150,7 +150,7 @@ def chunked(
             computed, which raises an error for results that require grad; a function of the list;
             an object with an ``update()`` method, such as a metric, which takes each result and is
             returned; None: the call returns None.
-        **options: as of `batch`.
+        **options: as of `batch`, but ``predict``.
 
     Raises:
         AdaptiveUsageError: an argument can't be used, or the function can be suspended.

@@ -55,8 +55,8 @@ class AdaptiveOptions(TypedDict, total=False):
         align: sizes are multiples of it, except an initial size below it.
         restore_rng: whether a failed attempt leaves random generators as they were.
         on_retry: called with each AdaptiveEvent.
-        predict: whether the first failure is answered by the size that `predict_peak` says fits;
-            the function runs on tensors without data for that.
+        predict: of `batch`: whether the first failure is answered by the size that `predict_peak`
+            says fits; the function runs on tensors without data for that.
     """
 
     cache_type: type[BatchsizeCache] | None
@@ -72,8 +72,6 @@ class AdaptiveOptions(TypedDict, total=False):
 _WORDS_FOR_SIZES = ("size", "step", "batch", "chunk")
 _GIVEN = AdaptiveOptions.__annotations__.keys() | {"dimension"}
 """The options that a user gives by the names of `Options`, or of `checked_options`."""
-PLAIN = Options()
-"""The options of a call that names none."""
 
 
 def checked_options(
@@ -95,6 +93,11 @@ def checked_options(
     for name in options:
         if name not in _GIVEN:
             raise AdaptiveUsageError(_no_such_option(name, initial_name))
+    if options.get("predict") and initial_name == "initial_step":
+        raise AdaptiveUsageError(
+            "predict= is for batch(): range() and chunked() find the size of each piece by those "
+            "before it. Leave it out."
+        )
     if options.get("cache_type") is not None:
         checked_cache_type(options["cache_type"])
     if options.get("context") is not None:

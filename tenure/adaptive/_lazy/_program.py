@@ -15,7 +15,6 @@ import math
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from tenure._oom import oom_info
 from tenure._text import format_bytes, listed
 from tenure.scopes import persist
 
-from .._decorators import PLAIN, RangePart, run_pieces
+from .._decorators import Options, RangePart, run_pieces
 from .._ranks import has_other_ranks
 from .._sizes import RememberedCall
 from .._step import IsolatedGradients, StepOptions, StepResult, StepSpec, leaves_of, run_step
@@ -270,7 +269,7 @@ class SplitProgram:
         with self._explained():
             run_pieces(
                 "lazy", piece, tape.n_samples, initial=max(1, -(-tape.n_samples // 2)),
-                options=replace(PLAIN, restore_rng=True), remembered=remembered(tape, "values"),
+                options=Options(restore_rng=True), remembered=remembered(tape, "values"),
             )  # fmt: skip
             self._finish()
         self._keep()

@@ -583,6 +583,8 @@ def test_functions_that_can_be_suspended_are_refused(function):
         ),
         (lambda: adaptive.batch(on_retry=3), r"^on_retry=3 can't be called\."),
         (lambda: adaptive.batch(on_retry="log"), r"^on_retry='log' can't be called\."),
+        (lambda: adaptive.range(predict=True), r"^predict= is for batch\(\): "),
+        (lambda: adaptive.chunked(predict=True), r"^predict= is for batch\(\): "),
         (lambda: adaptive.batch(minimum=0), r"^minimum=0 is not a size\."),
         (
             lambda: adaptive.batch(context=[1]),
