@@ -45,7 +45,7 @@ class Truth:
 def true_peak(step: Step, optimizer: Optimizer) -> Truth:
     """Run a step once, for the first time, and see what it allocates.
 
-    Blocks from before are only seen to end if ``cpu_allocator.keep_sizes(True)`` was called before
+    Blocks from before are only seen to end if ``cpu_allocator.keep_sizes()`` was called before
     they were made.
     """
     baseline_bytes = total_bytes(living_tensors(step, optimizer))

@@ -113,7 +113,7 @@ def _of_images() -> set[str]:
 
 def _work(names: list[str]) -> None:
     warnings.simplefilter("ignore")
-    cpu_allocator.keep_sizes(True)
+    cpu_allocator.keep_sizes()
     for name in names:
         with tempfile.TemporaryDirectory() as folder:
             print(json.dumps(asdict(measure(name, folder))), flush=True)

@@ -72,7 +72,7 @@ def _work(names: Sequence[str]) -> None:
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)
     # blocks that exist before a session is opened are seen to end
-    cpu_allocator.keep_sizes(True)
+    cpu_allocator.keep_sizes()
     known = corpus()
     for name in names:
         for size in known[name].sizes:

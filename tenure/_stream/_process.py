@@ -48,7 +48,7 @@ class Process:
                 return
             try:
                 # in this order: c10 enters a block only if it keeps sizes
-                allocator.keep_sizes(True)
+                allocator.keep_sizes()
                 enter_host_blocks()
                 self._stop_announcing = announce(self._make_way)
             except BaseException:

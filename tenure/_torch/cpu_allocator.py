@@ -76,7 +76,7 @@ class _C10Table(_NullTable):
         """Return the counter that grows and shrinks by exactly a block, tried with two sizes."""
         words = [ctypes.c_size_t.from_address(self._address + 8 * i) for i in range(_N_WORDS)]
         # a budget that is open counts what is made to try
-        with sizes_kept(True, self), aside():
+        with sizes_kept(self), aside():
             for n_bytes in _PROBE_BYTES:
                 words = [word for word in words if _counts(word, n_bytes)]
         if len(words) != 1:
@@ -89,15 +89,12 @@ def is_known() -> bool:
     return _table().is_known
 
 
-def keep_sizes(wanted: bool) -> None:
-    """Let c10 keep the size of every block of host memory from now on, on all threads.
-
-    If the program has asked c10 for that itself, c10 keeps them whatever ``wanted`` is.
-    """
+def keep_sizes() -> None:
+    """Let c10 keep the size of every block of host memory from now on, on all threads."""
     table = _table()
     if table.asked_before is None:
         table.asked_before = table.flag.value
-    table.flag.value = wanted or table.asked_before
+    table.flag.value = True
 
 
 def keep_sizes_as_before() -> None:
@@ -108,10 +105,10 @@ def keep_sizes_as_before() -> None:
 
 
 @contextmanager
-def sizes_kept(wanted: bool, table: _NullTable | None = None) -> Iterator[None]:
-    """Return a block in which the sizes of new blocks are kept or not; restored afterwards."""
+def sizes_kept(table: _NullTable | None = None) -> Iterator[None]:
+    """Return a block in which the sizes of new blocks are kept; restored afterwards."""
     flag = (table or _table()).flag
-    before, flag.value = flag.value, wanted
+    before, flag.value = flag.value, True
     try:
         yield
     finally:

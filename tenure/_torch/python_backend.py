@@ -5,7 +5,6 @@ Invariant: the device stays in torch for good, so `require_all` is called before
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from . import bound, optional, require
@@ -14,9 +13,9 @@ _SIMULATION = "the simulated accelerator"
 _names: list[Any] = []
 
 
-def needed(path: str, bind: Callable[[str, str], Any] = bound) -> Any:
+def needed(path: str) -> Any:
     """Bind a private name of torch, as `bound` does, that the simulated accelerator needs."""
-    _names.append(bind(path, _SIMULATION))
+    _names.append(bound(path, _SIMULATION))
     return _names[-1]
 
 

@@ -51,7 +51,7 @@ def test_where_the_table_of_sizes_cannot_be_reached_nothing_is_claimed(monkeypat
     cpu_allocator._table.cache_clear()
     try:
         assert not cpu_allocator.is_known()
-        cpu_allocator.keep_sizes(True)
+        cpu_allocator.keep_sizes()
         cpu_allocator.enter(torch.ones(1).untyped_storage())
         assert cpu_allocator.live_bytes() == 0
     finally:
@@ -68,7 +68,7 @@ def test_the_counter_of_live_bytes_is_refused_where_none_behaves_like_it(monkeyp
 def test_a_mark_is_no_memory(way, monkeypatch):
     if way == "named":
         monkeypatch.setattr(allocations, "_report", lambda: None)
-    cpu_allocator.keep_sizes(True)
+    cpu_allocator.keep_sizes()
     allocations.begin()
     before = cpu_allocator.live_bytes()
     allocations.marker()(3)

@@ -60,7 +60,7 @@ def test_a_temporary_a_turn_a_mark_and_a_block_of_an_earlier_turn_come_out_right
 
 def test_a_block_from_before_is_seen_to_end_once_it_is_entered():
     old = torch.empty(96, dtype=torch.uint8, device="cpu")
-    cpu_allocator.keep_sizes(True)
+    cpu_allocator.keep_sizes()
     try:
         cpu_allocator.enter(old.untyped_storage())
         before = cpu_allocator.live_bytes()

@@ -149,7 +149,7 @@ class Work:
             # Old garbage that ends in the middle would hide as many bytes that are really taken
             # meanwhile; and work whose tensors only a collection frees may not get one in time.
             stack.enter_context(collector_paused())
-            stack.enter_context(cpu_allocator.sizes_kept(True))
+            stack.enter_context(cpu_allocator.sizes_kept())
             undo.begin()
             stack.callback(undo.undo)
             stack.callback(_put_gradients, observer)
