@@ -170,7 +170,7 @@ FAULTS = (
         "_torch/storages.py",
         "return first * n_bytes, (first + int(reach) + 1) * n_bytes",
         "return first * n_bytes, (first + int(reach)) * n_bytes",
-        "torch/test_storages.py",
+        "torch/test_memory.py",
     ),
     Fault(
         "_stream/_modes.py",

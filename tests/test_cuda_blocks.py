@@ -1,10 +1,17 @@
-"""What a plan says that blocks take is what the caching allocator's rules take for them."""
+"""What a plan says that blocks take, and a replay that a record takes, is what the allocator takes.
 
+By private names, which are compared with the simulated allocator at sizes that no model brings
+about.
+"""
+
+import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tenure._cuda_blocks import MIB, taken_by, whole_block_bytes
+from tenure.adaptive._predict._blocks import BlockEvent, LiveBlock, MemoryRecord, replay
+from tenure.testing._allocator import CachingPool
 
 SIZES = st.one_of(
     st.integers(1, 3 * MIB),
@@ -42,3 +49,77 @@ def test_on_the_cpu_a_block_takes_its_bytes():
     taken = taken_by([3, 11 * MIB + 1], device)
     assert taken.allocated_bytes == taken.reserved_bytes == 11 * MIB + 4
     assert whole_block_bytes(11 * MIB + 1, device) == 11 * MIB + 1
+
+
+# --- records that are replayed
+
+RECORDED = st.one_of(
+    st.integers(0, 5000),
+    st.integers(MIB - 2000, MIB + 2000),
+    st.integers(1, 12 * MIB),
+    st.integers(10 * MIB - 1000, 40 * MIB),
+)
+# the size that a block gets, and which: a new one, or one of before, which grows or dies
+CHANGES = st.lists(st.tuples(RECORDED, st.booleans(), st.integers(0, 1000)), max_size=80)
+
+
+def record_of(existing, changes):
+    record = MemoryRecord(existing={LiveBlock(n_bytes): n_bytes for n_bytes in existing})
+    blocks = list(record.existing)
+    for n_bytes, is_new, which in changes:
+        if is_new or not blocks:
+            blocks.append(LiveBlock(n_bytes))
+            record.events.append(BlockEvent(blocks[-1], n_bytes, 0))
+        elif which % 4:
+            record.events.append(BlockEvent(blocks.pop(which % len(blocks)), 0, 0))
+        else:
+            record.events.append(BlockEvent(blocks[which % len(blocks)], n_bytes, 0))
+    return record
+
+
+def true_figures(record, budget):
+    """The same on a port of CUDA's allocator: peaks of allocated and reserved bytes, if it fits."""
+    pool = CachingPool(budget, lambda _: None, lambda: 0.0)
+    try:
+        places = {b: pool.allocate(n_bytes, 0.0) for b, n_bytes in record.existing.items()}
+        for block, n_bytes, _ in record.events:
+            place = pool.allocate(n_bytes, 0.0)
+            pool.free(places.get(block))
+            places[block] = place
+    except torch.OutOfMemoryError:
+        return None
+    return pool.peak_bytes, pool.counters["reserved_bytes"].peak
+
+
+@settings(max_examples=300, deadline=None)
+@given(existing=st.lists(RECORDED, max_size=10), changes=CHANGES, budget=st.integers(0, 200))
+def test_a_replay_is_the_allocator_to_the_byte(existing, changes, budget):
+    record = record_of(existing, changes)
+    unbounded = replay(record)
+    assert (*unbounded,) == (*true_figures(record, None), True)
+    bounded, truth = replay(record, budget * MIB), true_figures(record, budget * MIB)
+    assert bounded.fits == (truth is not None)
+    if truth is not None:
+        assert bounded[:2] == truth
+
+
+def test_what_is_cached_is_given_back_before_it_is_too_much():
+    record = record_of([], [])
+    first, second = LiveBlock(12 * MIB), LiveBlock(14 * MIB)
+    record.events += [
+        BlockEvent(first, 12 * MIB, 0),
+        BlockEvent(first, 0, 0),
+        BlockEvent(second, 14 * MIB, 0),
+    ]
+    assert replay(record) == (14 * MIB, 26 * MIB, True)
+    assert replay(record, 14 * MIB) == (14 * MIB, 14 * MIB, True)
+    assert replay(record, 14 * MIB - 1) == (14 * MIB, 14 * MIB, False)
+
+
+@pytest.mark.parametrize("n_bytes", [1, 512, MIB, MIB + 1, 10 * MIB])
+def test_storage_that_grows_takes_both_until_it_is_copied(n_bytes):
+    block = LiveBlock(2 * n_bytes)
+    record = MemoryRecord(existing={block: n_bytes}, events=[BlockEvent(block, 2 * n_bytes, 0)])
+    assert replay(record)[:2] == true_figures(record, None)
+    assert record.baseline_bytes == n_bytes
+    assert record.peak().n_bytes == 2 * n_bytes

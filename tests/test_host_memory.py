@@ -1,5 +1,9 @@
-"""The memory of the host, with the limits of containers, on made-up systems."""
+"""The memory of the host, with the limits of containers, on made-up systems, and a reserve of it.
 
+Private names are asked: what follows from them depends on the machine that runs the tests.
+"""
+
+import mmap
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -9,10 +13,12 @@ import pytest
 
 from tenure import _host_memory as host_memory
 from tenure._host_memory import GroupMemory, free_host_bytes
+from tenure._reserve import Reserve
 from tenure.adaptive._memory import meter_for
 from tenure.paging._checks import _free_bytes
 
 MACHINE = 1000
+MIB = 1 << 20
 
 
 @pytest.fixture(autouse=True)
@@ -149,3 +155,50 @@ def test_the_peak_of_a_process_is_not_that_of_the_one_that_started_it():
     code = "from tenure import _host_memory as own; print(own.peak_resident_bytes())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert 2 * int(done.stdout) < host_memory.resident_bytes()
+
+
+# --- a reserve that is kept for a report of an error of memory
+
+
+@pytest.fixture
+def room(monkeypatch):
+    """Room for so many bytes at once; what is there more is refused, as by a limit."""
+    kept = {"at most": 20 * MIB}
+    mapped = mmap.mmap
+
+    def limited(number, n_bytes, **flags):
+        if n_bytes > kept["at most"]:
+            raise OSError("Cannot allocate memory")
+        return mapped(number, n_bytes, **flags)
+
+    monkeypatch.setattr(mmap, "mmap", limited)
+    return kept
+
+
+def test_the_largest_that_there_is_room_for_is_kept_until_it_is_freed(room):
+    reserve = Reserve(64 * MIB, 16 * MIB, 4 * MIB)
+    assert reserve.n_bytes == 0
+    reserve.take()
+    assert reserve.n_bytes == 16 * MIB
+    reserve.free()
+    reserve.free()
+    assert reserve.n_bytes == 0
+
+
+def test_what_is_kept_stays_until_it_is_freed_though_there_is_more_room_now(room):
+    reserve = Reserve(64 * MIB, 4 * MIB)
+    reserve.take()
+    room["at most"] = 64 * MIB
+    reserve.take()
+    assert reserve.n_bytes == 4 * MIB
+    reserve.free()
+    reserve.take()
+    assert reserve.n_bytes == 64 * MIB
+
+
+def test_without_room_nothing_is_kept_and_nothing_is_raised(room):
+    room["at most"] = 0
+    reserve = Reserve(4 * MIB)
+    reserve.take()
+    reserve.free()
+    assert reserve.n_bytes == 0

@@ -1,4 +1,7 @@
-"""Every way to hold a tensor, and the name that each gets."""
+"""Every way to hold a tensor, and the name that each gets.
+
+By the private names below `holders()`, which tell kinds apart and take many objects at once.
+"""
 
 import asyncio
 import collections

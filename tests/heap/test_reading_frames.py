@@ -1,6 +1,8 @@
 """Reading the variables of running frames leaves the frames as they were, and counts references.
 
 The interpreter writes a snapshot back when a trace function returns, so that is where it is read.
+
+By private names, because no report says which variables were read, or which are only lent.
 """
 
 import sys

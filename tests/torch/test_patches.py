@@ -1,4 +1,7 @@
-"""Patches last while they are needed, whoever else patches the same."""
+"""Patches last while they are needed, whoever else patches the same.
+
+By private names, because what patches serve shows neither when one ends nor who else had patched.
+"""
 
 import functools
 from contextlib import contextmanager

@@ -9,7 +9,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tenure._torch import allocations
 from tenure.profiler import LineProfiler
 
 N_LINES = 6
@@ -71,18 +70,6 @@ def found_by(program, in_a_hook):
     found = [r for r in profiler.records if r.function == lines.__qualname__]
     assert all(record.exact and record.peak_exact for record in found)
     return ledger.lines, [[r.allocated_bytes, r.freed_bytes] for r in found]
-
-
-@pytest.mark.parametrize("n_bytes", range(1007, 1025))
-@pytest.mark.parametrize("way", ["reported", "named"])
-def test_a_hook_that_makes_and_frees_a_block_of_any_size_is_charged_for_it(
-    n_bytes, way, monkeypatch
-):
-    if way == "named":
-        monkeypatch.setattr(allocations, "_report", lambda: None)
-    program = [[(n_bytes, "at once")] * i for i in range(N_LINES)]
-    expected, found = found_by(program, in_a_hook=True)
-    assert found == expected
 
 
 @pytest.mark.slow
@@ -212,38 +199,6 @@ def test_a_peak_reaches_every_caller_of_a_deep_recursion():
     peaks = {r.line - deep.__code__.co_firstlineno: r.peak_bytes for r in profiler.records}
     assert peaks[3] == peaks[5] == 3010 + 1000
     assert bytes_of(profiler, deep)[1] == (301, 3010, 0, True)
-
-
-@pytest.mark.parametrize("place", ["before the mark", "after the mark"])
-def test_an_interrupt_at_a_mark_loses_no_other_line(place, monkeypatch):
-    set_mark, n_marks = allocations.marker(), [0]
-
-    def interrupted(number):
-        n_marks[0] += 1
-        if n_marks[0] == 3 and place == "before the mark":
-            raise KeyboardInterrupt
-        set_mark(number)
-        if n_marks[0] == 3:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(allocations, "marker", lambda: interrupted)
-
-    def work():
-        torch.empty(10, dtype=torch.uint8)
-        torch.empty(20, dtype=torch.uint8)
-        torch.empty(30, dtype=torch.uint8)
-
-    profiler = LineProfiler(work, device="cpu")
-    with profiler:
-        with pytest.raises(KeyboardInterrupt):
-            work()
-        profiler.records  # noqa: B018  # it reads the session
-    lines = bytes_of(profiler, work)
-    assert (lines[1], lines[2]) == ((1, 10, 10, True), (1, 20, 20, True))
-    assert not torch._C._autograd._profiler_enabled()
-    with profiler:
-        work()
-    assert bytes_of(profiler, work)[3][:3] == (2, 60, 60)
 
 
 def test_what_a_generator_does_after_it_goes_on_is_of_the_line_that_it_waited_on():

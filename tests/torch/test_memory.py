@@ -1,15 +1,21 @@
-"""Blocks that torch keeps for cuBLAS go only where no graph and no thread uses them; segments."""
+"""Allocations, storages, traps and workspaces: what tenure relies on and torch doesn't promise.
 
+Private names are asked, because reports and models show nothing of one event, range or trap.
+"""
+
+import gc
 import sys
 import threading
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
+from torch.autograd import profiler_legacy
 from torch.torch_version import TorchVersion
 
 from tenure import MissingTorchNameError
-from tenure._torch import bound, device_allocator
+from tenure._torch import allocations, bound, cpu_allocator, device_allocator, trap
 from tenure._torch.device_allocator import (
     clear_workspaces,
     free_block_bytes,
@@ -17,6 +23,181 @@ from tenure._torch.device_allocator import (
     segments_of,
     workspace_bytes,
 )
+from tenure._torch.storages import byte_range, is_held, key_of, shared_keys
+from tenure.profiler import Courtesy
+from tests.needs import needs_torch
+
+# --- events and counters of allocations
+
+
+def test_a_session_notes_allocations_and_no_operations():
+    allocations.begin()
+    x = torch.ones(8)
+    made = allocations.turn()
+    x.add_(x)
+    assert (made.cpu, allocations.turn().cpu) == ([32], [])
+    del x
+    assert allocations.end() == ([-32], [])
+    assert not allocations.is_profiling()
+
+
+def test_record_function_works_again_after_a_session():
+    allocations.begin()
+    allocations.end()
+    with profiler_legacy.profile() as seen, torch.autograd.profiler.record_function("mine"):
+        torch.ones(1)
+    assert "mine" in {event.name for event in seen.function_events}
+
+
+def test_a_session_that_someone_else_ended_gives_nothing():
+    allocations.begin()
+    torch._C._autograd._disable_profiler_legacy()
+    assert allocations.turn() is None
+    allocations.begin()
+    torch._C._autograd._disable_profiler_legacy()
+    assert allocations.end() is None
+
+
+def test_events_of_several_threads_are_put_in_the_order_of_time():
+    class Event:
+        def __init__(self, at_us, n_bytes):
+            self.start_us = lambda: at_us
+            self.cpu_memory_usage = lambda: 0
+            self.cuda_memory_usage = lambda: n_bytes
+
+    lists = [[Event(1, 10), Event(4, -10)], [Event(2, 20), Event(3, -20)]]
+    assert allocations._changes(lists).cuda == [10, 20, -20, -10]
+
+
+def test_where_the_table_of_sizes_cannot_be_reached_nothing_is_claimed(monkeypatch):
+    monkeypatch.setattr(cpu_allocator, "_REPORTER", "no_such_symbol")
+    cpu_allocator._table.cache_clear()
+    try:
+        assert not cpu_allocator.is_known()
+        cpu_allocator.keep_sizes()
+        cpu_allocator.enter(torch.ones(1).untyped_storage())
+        assert cpu_allocator.live_bytes() == 0
+    finally:
+        cpu_allocator._table.cache_clear()
+
+
+def test_the_counter_of_live_bytes_is_refused_where_none_behaves_like_it(monkeypatch):
+    monkeypatch.setattr(cpu_allocator, "_counts", lambda word, n_bytes: False)
+    with pytest.raises(LookupError, match=r"^0 counters of c10 look like that of live bytes$"):
+        cpu_allocator._C10Table()
+
+
+@pytest.mark.parametrize("way", ["reported", "named"])
+def test_a_mark_is_no_memory(way, monkeypatch):
+    if way == "named":
+        monkeypatch.setattr(allocations, "_report", lambda: None)
+    cpu_allocator.keep_sizes()
+    allocations.begin()
+    before = cpu_allocator.live_bytes()
+    allocations.marker()(3)
+    block = torch.UntypedStorage(64, device="cpu")
+    allocations.marker()(2**20)
+    after = cpu_allocator.live_bytes()
+    events = allocations.end().cpu
+    cpu_allocator.keep_sizes_as_before()
+    assert events == [allocations.as_event(3), 64, allocations.as_event(2**20)]
+    assert after - before == block.nbytes()
+    assert not allocations.is_profiling()
+
+
+# --- who holds a tensor of a storage, and which bytes of it a tensor shows
+
+BASE = torch.arange(24, dtype=torch.int32).view(4, 6)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_views_hold_a_tensor_in_every_mode(mode):
+    holder = {0: nn.Parameter(torch.ones(2, 2), requires_grad=False)}
+    with mode():
+        view = holder[0].t()[0]
+    assert is_held(holder, 0)
+    del view
+    assert not is_held(holder, 0)
+
+
+def test_storages_that_were_shared_are_known():
+    t = torch.ones(2)
+    assert key_of(t.untyped_storage()) not in shared_keys()
+
+
+@pytest.mark.parametrize(
+    ("tensor", "expected"),
+    [
+        (BASE, (0, 96)),
+        (BASE[1:3], (24, 72)),
+        (BASE[:, 1], (4, 80)),
+        (BASE.t()[2:4], (8, 88)),
+        (BASE[1].expand(5, 6), (24, 48)),
+        (BASE[2, 3], (60, 64)),
+        (BASE.view(torch.uint8)[0, 3:5], (3, 5)),
+    ],
+)
+def test_a_range_goes_from_the_first_element_to_the_end_of_the_last(tensor, expected):
+    assert byte_range(tensor) == expected
+
+
+# --- traps for storages whose bytes are elsewhere
+
+
+@pytest.fixture
+def traps(monkeypatch):
+    """A torch with traps: what is armed, and every call."""
+    gc.collect()  # a Courtesy moves earlier tests' garbage as well
+    armed, calls = {}, []
+
+    def arm(key, message):
+        armed[key] = message
+        calls.append("arm")
+
+    def disarm(key):
+        del armed[key]
+        calls.append("disarm")
+
+    monkeypatch.setattr(trap._SET, arm, raising=False)
+    monkeypatch.setattr(trap._CLEAR, disarm, raising=False)
+    monkeypatch.setattr(trap, "works", lambda: True)
+    return armed, calls
+
+
+def test_a_storage_is_trapped_while_it_is_away(sim, traps):
+    armed, calls = traps
+    x = torch.ones(4, device=sim.device)
+    key = key_of(x.untyped_storage())
+    with Courtesy():
+        assert armed == {
+            key: "16 B on sim:0: its bytes are in host memory: leave the block of tenure's "
+            "Courtesy, or call its restore()."
+        }
+    assert calls == ["arm", "disarm"]
+    assert x.sum() == 4
+
+
+def test_a_restore_without_room_traps_again(sim, traps):
+    armed, calls = traps
+    x = torch.ones(4, device=sim.device)
+    courtesy = Courtesy()
+    courtesy.yield_memory()
+    sim.fail_at(1)
+    with pytest.raises(RuntimeError, match="no memory"):
+        courtesy.restore()
+    assert calls == ["arm", "disarm", "arm"]
+    assert len(armed) == 1
+    courtesy.restore()
+    assert (armed, x.sum()) == ({}, 4)
+
+
+@pytest.mark.skipif(torch.version.cuda is None, reason="this torch is built without CUDA")
+@needs_torch("2.12", "older ones can't take a trap out")
+def test_a_cuda_build_has_traps():
+    assert trap.works()
+
+
+# --- blocks for cuBLAS, which go only where no graph and no thread uses them; segments
 
 CUDA = torch.device("cuda:0")
 SECOND = torch.device("cuda", 1)

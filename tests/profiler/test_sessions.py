@@ -1,0 +1,329 @@
+"""Profilers and timelines leave torch as it was, whatever is interrupted or fails meanwhile.
+
+Private names are replaced, because no program makes a start, a turn, a mark or one part of the end
+fail on its own.
+"""
+
+import sys
+import threading
+from collections import deque
+
+import pytest
+import torch
+from torch.autograd import profiler as torch_profiler
+from torch.autograd import profiler_legacy
+from torch.optim import optimizer
+
+from tenure._pytest._markers import WatchedBlock
+from tenure._stream import _process
+from tenure._torch import allocations
+from tenure._torch import cpu_allocator as allocator
+from tenure._torch.modes import all_modes
+from tenure.profiler import LineProfiler, ProfilerUsageError, Timeline
+from tenure.profiler._lines import _book, _engine, _line_profiler
+from tenure.profiler._timeline import _recorder, _timeline
+
+from .lines.test_other_profilers import NUMBER, facts
+from .lines.test_threads import N_LINES, bytes_of, found_by
+from .lines.truth import sums_of
+from .timeline.test_timeline import kib
+
+
+def work():
+    return torch.ones(10)
+
+
+def fail(*_):
+    raise MemoryError("no memory")
+
+
+def state():
+    table = allocator._table()
+    return torch_profiler._prepare_profiler, table.flag.value, torch_profiler._enable_profiler
+
+
+SOURCE = _line_profiler.LineEngine
+
+
+@pytest.mark.parametrize(
+    "place",
+    [(_process, "enter_host_blocks"), (_process, "announce"), (SOURCE, "start")],
+    ids=lambda place: place[1],
+)
+def test_a_first_profiler_that_can_not_begin_changes_nothing(place, monkeypatch):
+    profiler, before = LineProfiler(work, device="cpu"), state()
+    with monkeypatch.context() as patched:
+        patched.setattr(*place, fail)
+        with pytest.raises(MemoryError, match="no memory"):
+            profiler.enable()
+    assert not profiler.enabled
+    assert state() == before
+    with profiler:
+        work()
+    assert profiler.records[0].hits == 1
+    assert state() == before
+
+
+def test_a_profiler_whose_last_figures_can_not_be_read_is_off_all_the_same(monkeypatch):
+    profiler, before = LineProfiler(work, device="cpu"), state()
+    traced = sys.gettrace(), threading.gettrace()
+    profiler.enable()
+    work()
+    with monkeypatch.context() as patched:
+        patched.setattr(_engine.WatchedThread, "mark", fail)
+        with pytest.raises(MemoryError, match="no memory"):
+            profiler.disable()
+    assert not profiler.enabled
+    assert (state(), sys.gettrace(), threading.gettrace()) == (before, *traced)
+    with profiler:
+        work()
+    assert profiler.records[0].hits == 2
+
+
+def test_a_second_profiler_that_can_not_begin_leaves_the_first_on(monkeypatch):
+    first, second, before = LineProfiler(work, device="cpu"), LineProfiler(work), state()
+    with first:
+        with monkeypatch.context() as patched:
+            patched.setattr(_book.Book, "begin", fail)
+            with pytest.raises(MemoryError, match="no memory"):
+                second.enable()
+        assert (first.enabled, second.enabled) == (True, False)
+        work()
+    assert first.records[0].allocated_bytes == 40
+    assert state() == before
+
+
+@pytest.mark.parametrize("name", ["enter_host_blocks", "announce"])
+def test_a_timeline_that_can_not_begin_changes_nothing(name, monkeypatch):
+    before = state()
+    with monkeypatch.context() as patched:
+        patched.setattr(_process, name, fail)
+        with pytest.raises(MemoryError, match="no memory"), Timeline():
+            pass
+    assert state() == before
+    with Timeline() as timeline:
+        work()
+    assert timeline.report.notes == ()
+    assert state() == before
+
+
+# --- how long they are, and the table of the allocator
+
+
+def test_a_line_that_runs_for_long_never_fills_a_session(monkeypatch):
+    lengths, turn = [], allocations.turn
+
+    def counting():
+        changes = turn()
+        lengths.append(len(changes.cpu))
+        return changes
+
+    monkeypatch.setattr(allocations, "turn", counting)
+    x = torch.ones(1)
+
+    def one():
+        torch.neg(x)
+
+    def calls():
+        one()
+        return [one() for _ in range(5000)]
+
+    def work():
+        calls()
+
+    profiler = LineProfiler(work, device="cpu")
+    with profiler:
+        work()
+    assert sums_of(profiler) == (4 * 5001, 4 * 5001, 4)
+    assert max(lengths) < 1100
+
+
+def bytes_kept_after(n_calls):
+    """Run a function that calls others and then profiles itself; return what its lines kept."""
+
+    def nothing(_):
+        pass
+
+    def work():
+        x = torch.ones(100)
+        # one line, because the marks of more would have the stream read before
+        deque(map(nothing, range(n_calls)))
+        with profiler_legacy.profile():
+            y = torch.ones(200)
+            z = y * 2
+        return x + z.sum()
+
+    profiler = LineProfiler(work, device="cpu")
+    with profiler:
+        work()
+    return sum(each.net_bytes for each in profiler.records)
+
+
+def test_one_that_begins_after_any_number_of_calls_has_no_byte_counted_twice():
+    # the stream is read after so many calls, also of what tells that a session has ended
+    kept = {n_calls: bytes_kept_after(n_calls) for n_calls in range(_engine.TICKS_PER_TURN)}
+    assert set(kept.values()) == {400}, kept
+
+
+def test_where_the_allocators_table_is_out_of_reach_peaks_are_lower_bounds(monkeypatch):
+    nothing = allocator._NullTable()
+    monkeypatch.setattr(allocator, "_table", lambda: nothing)
+
+    def work():
+        x = torch.ones(100)
+        return x * 2
+
+    profiler = LineProfiler(work, device="cpu")
+    with profiler:
+        work()
+    assert facts(profiler) == [
+        (1, 400, 0, 400, True, False),
+        (1, 400 + NUMBER, 400 + NUMBER, 800 + NUMBER, True, False),
+    ]
+
+
+# --- marks
+
+
+@pytest.mark.parametrize("n_bytes", range(1007, 1025))
+@pytest.mark.parametrize("way", ["reported", "named"])
+def test_a_hook_that_makes_and_frees_a_block_of_any_size_is_charged_for_it(
+    n_bytes, way, monkeypatch
+):
+    if way == "named":
+        monkeypatch.setattr(allocations, "_report", lambda: None)
+    program = [[(n_bytes, "at once")] * i for i in range(N_LINES)]
+    expected, found = found_by(program, in_a_hook=True)
+    assert found == expected
+
+
+@pytest.mark.parametrize("place", ["before the mark", "after the mark"])
+def test_an_interrupt_at_a_mark_loses_no_other_line(place, monkeypatch):
+    set_mark, n_marks = allocations.marker(), [0]
+
+    def interrupted(number):
+        n_marks[0] += 1
+        if n_marks[0] == 3 and place == "before the mark":
+            raise KeyboardInterrupt
+        set_mark(number)
+        if n_marks[0] == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(allocations, "marker", lambda: interrupted)
+
+    def work():
+        torch.empty(10, dtype=torch.uint8)
+        torch.empty(20, dtype=torch.uint8)
+        torch.empty(30, dtype=torch.uint8)
+
+    profiler = LineProfiler(work, device="cpu")
+    with profiler:
+        with pytest.raises(KeyboardInterrupt):
+            work()
+        profiler.records  # noqa: B018  # it reads the session
+    lines = bytes_of(profiler, work)
+    assert (lines[1], lines[2]) == ((1, 10, 10, True), (1, 20, 20, True))
+    assert not torch._C._autograd._profiler_enabled()
+    with profiler:
+        work()
+    assert bytes_of(profiler, work)[3][:3] == (2, 60, 60)
+
+
+# --- timelines whose end is interrupted or fails, and the flag of c10 that they set
+
+
+def fail_with(error):
+    def fail(*_):
+        raise error
+
+    return fail
+
+
+def test_an_error_of_the_block_is_not_masked_by_one_of_the_report(monkeypatch):
+    monkeypatch.setattr(_recorder, "compose", fail_with(MemoryError("of the report")))
+    with pytest.raises(ValueError, match="of the block") as raised, Timeline() as timeline:
+        raise ValueError("of the block")
+    told = "has no report: MemoryError('of the report')"
+    assert [note for note in raised.value.__notes__ if told in note]
+    with pytest.raises(ProfilerUsageError, match=r"broken off by MemoryError\('of the report'\)"):
+        timeline.report  # noqa: B018
+    with pytest.raises(MemoryError, match="of the report"), Timeline():
+        pass
+
+
+def left_of_a_recording():
+    return (
+        allocations.is_profiling(),
+        len(optimizer._global_optimizer_post_hooks),
+        all_modes(),
+        [*_timeline._open],
+        [*_recorder.refusal_watchers],
+        [*_recorder.scope_watchers],
+        allocator._table().flag.value,
+        vars(torch.UntypedStorage).get("resize_"),
+    )
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("hooked", ["_census", "compose", "remove_dispatch", "end", "tell_no_more"])
+def test_ctrl_c_while_a_timeline_closes_goes_on_and_leaves_nothing_of_it(
+    hooked, fails, monkeypatch
+):
+    with Timeline():
+        kib(1)
+    before = left_of_a_recording()
+    home = allocations if hooked == "end" else _recorder
+    was, calls = getattr(home, hooked), []
+
+    def interrupt_once(*args):
+        calls.append(args)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        return was(*args)
+
+    timeline = Timeline()
+
+    def record():
+        with timeline:
+            kib(1)
+            monkeypatch.setattr(home, hooked, interrupt_once)
+            # it must not hide the interrupt
+            if fails:
+                raise ValueError("of the block")
+
+    with pytest.raises(KeyboardInterrupt):
+        record()
+    assert left_of_a_recording() == before
+    with pytest.raises(ProfilerUsageError, match=r"broken off by KeyboardInterrupt\(\)"):
+        timeline.report  # noqa: B018
+
+
+def test_a_flag_that_the_program_has_set_stays_set():
+    flag = allocator._table().flag
+    assert not flag.value
+    flag.value = True
+    try:
+        for block in (Timeline(), LineProfiler(kib, device="cpu")):
+            with block:
+                kib(1)
+                assert flag.value
+            assert flag.value
+    finally:
+        flag.value = False
+    with Timeline():
+        kib(1)
+    assert not flag.value
+
+
+def test_a_report_that_fails_does_not_mask_the_failure_of_the_test(monkeypatch):
+    failing = fail_with(MemoryError("of the report"))
+    monkeypatch.setattr(_recorder.TimelineRecorder, "close", failing)
+    watched = WatchedBlock(is_measured=True, finds_leaks=False, name="test_it")
+    with pytest.raises(ValueError, match="of the test"), watched:
+        raise ValueError("of the test")
+    watched.check(1)
+    with (
+        pytest.raises(MemoryError, match="of the report"),
+        WatchedBlock(is_measured=True, finds_leaks=False, name="test_it"),
+    ):
+        pass
