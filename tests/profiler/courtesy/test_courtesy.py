@@ -1,5 +1,6 @@
 import copy
 import gc
+import re
 import threading
 import warnings
 import weakref
@@ -12,7 +13,13 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
 import tenure
-from tenure.profiler import AwayTensorError, Courtesy, CourtesyError, CourtesyWarning
+from tenure.profiler import (
+    AwayTensorError,
+    Courtesy,
+    CourtesyError,
+    CourtesyWarning,
+    MemReporter,
+)
 from tests.compiling import forget_compiled
 from tests.small_heap import hide
 from tests.testing.machine import library_pool
@@ -1068,6 +1075,39 @@ def test_moving_back_and_forth_with_a_graph_as_memlab_does_in_its_tests(sim):
     with Courtesy():
         assert sim.allocated_bytes == 0
     assert sim.allocated_bytes == held_bytes
+
+
+def test_a_report_can_be_made_before_meanwhile_inside_and_after(sim, capsys):
+    """As in the README of pytorch_memlab."""
+
+    def reported(**options):
+        report = reporter.report(**options)
+        return report, capsys.readouterr().out
+
+    linear = nn.Linear(64, 64, device=sim.device)
+    out = linear(torch.ones(32, 64, device=sim.device)).mean()
+    out.backward()
+    reporter, courtesy = MemReporter(linear), Courtesy()
+    _, before = reported()
+    courtesy.yield_memory()
+    _, meanwhile = reported()
+    courtesy.restore()
+    # where the free parts of segments lie is the allocator's affair
+    segments = re.compile(r"largest block [^;]*")
+    assert segments.sub("", reported()[1]) == segments.sub("", before)
+    assert ("Storage on sim:0" in before, "Storage on sim:0" in meanwhile) == (True, False)
+    with Courtesy():
+        report, printed = reported(device=sim.device)
+        assert report.total_bytes == sim.allocated_bytes == 0
+        assert printed
+
+
+def test_without_an_accelerator_nothing_changes():
+    linear = nn.Linear(64, 64)
+    before = linear.weight.tolist()
+    with Courtesy() as courtesy:
+        assert linear.weight.tolist() == before
+    assert courtesy.report.moved_bytes == 0
 
 
 @pytest.mark.parametrize("named", ["foo", "cuda:x", 3, 2.5])

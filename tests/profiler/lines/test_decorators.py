@@ -95,6 +95,81 @@ def test_profile_every_prints_after_every_so_many_calls(tmp_path):
     assert blocks[1].splitlines()[-1] == "  13     1   20 B      return torch.ones(n)"
 
 
+ON_A_DEVICE = """
+from tenure.testing import simulated_accelerator
+from torch import nn
+
+def layer(device):
+    return nn.Linear(128, 128, device=device)
+
+sim = simulated_accelerator()
+sim.__enter__()
+set_target_gpu(0)
+"""
+
+
+def test_the_decorator_on_a_method_prints_every_so_many_calls(tmp_path):
+    """As in the README of pytorch_memlab, and so the next one."""
+    text = f"""{ON_A_DEVICE}
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inside = layer("sim")
+
+    @profile_every(2, columns=("hits",))
+    def forward(self, x):
+        return self.inside(x)
+
+net = Net()
+for n in range(3):
+    print(n)
+    net(torch.ones(1, 128, device="sim"))
+"""
+    assert program(text, tmp_path) == (
+        "0\n1\n"
+        "## Net.forward, script.py:22, sim:0\n"
+        "line  hits  code\n"
+        '  22        @profile_every(2, columns=("hits",))\n'
+        "  23        def forward(self, x):\n"
+        "  24     2      return self.inside(x)\n"
+        "2\n"
+    )
+
+
+def test_the_target_can_be_switched_inside_a_profiled_function(tmp_path):
+    text = f"""{ON_A_DEVICE}
+@profile_every(columns=("net",))
+def work():
+    first = layer("sim")
+    set_target_device("cpu")
+    second = layer("cpu")
+    set_target_gpu(0)
+    third = layer("sim")
+    return first, second, third
+
+kept = work()
+"""
+    # 128 * 128 and 128 numbers, in whole 512 B
+    on_cpu, on_sim = program(text, tmp_path).split("\n\n")
+    assert on_cpu.splitlines()[0] == "## work, script.py:17, cpu"
+    assert [line.partition("=")[0].split() for line in on_cpu.splitlines()[5:]] == [
+        ["20", 'set_target_device("cpu")'],
+        ["21", "64.5", "KiB", "second"],
+        ["22", "0", "B", "set_target_gpu(0)"],
+        ["23", "third"],
+        ["24", "return", "first,", "second,", "third"],
+    ]
+    assert on_sim.splitlines()[0] == "## work, script.py:17, sim:0"
+    assert [line.partition("=")[0].split() for line in on_sim.splitlines()[4:]] == [
+        ["19", "64.5", "KiB", "first"],
+        ["20", "0", "B", 'set_target_device("cpu")'],
+        ["21", "second"],
+        ["22", "set_target_gpu(0)"],
+        ["23", "64.5", "KiB", "third"],
+        ["24", "0", "B", "return", "first,", "second,", "third"],
+    ]
+
+
 def test_profile_every_keeps_what_a_function_is(tmp_path):
     text = """
     class Model:
