@@ -4,13 +4,26 @@ import pickle
 
 import pytest
 
-from tenure import _errors
+from tenure import MissingTorchNameError, ScopeLeakError, TenureError, TenureWarning
+from tenure.adaptive import (
+    BatchCoupledError,
+    OutOfRetriesError,
+    RemoteRankError,
+    SplitMismatchError,
+)
+from tenure.paging import PagingError
+from tenure.profiler import CourtesyError
 
-ERRORS = [
-    value
-    for value in vars(_errors).values()
-    if isinstance(value, type) and issubclass(value, Exception)
-]
+
+def kinds_of(error):
+    """It, and all errors of tenure below it."""
+    yield error
+    for below in error.__subclasses__():
+        if below.__module__.partition(".")[0] == "tenure":
+            yield from kinds_of(below)
+
+
+ERRORS = list(dict.fromkeys([*kinds_of(TenureError), *kinds_of(TenureWarning)]))
 
 
 @pytest.mark.parametrize("error", ERRORS)
@@ -23,13 +36,13 @@ def test_every_error_can_be_pickled(error):
 @pytest.mark.parametrize(
     ("error", "carried"),
     [
-        (_errors.PagingError, {"minimum_bytes": 7}),
-        (_errors.OutOfRetriesError, {"sizes": (4, 2), "info": "what torch said"}),
-        (_errors.BatchCoupledError, {"names": ("norm",)}),
-        (_errors.SplitMismatchError, {"whole": 1.0, "split": 2.0, "advice": "declare it"}),
-        (_errors.RemoteRankError, {"rank": 3, "cause": "ValueError: no"}),
-        (_errors.MissingTorchNameError, {"name": "torch._x"}),
-        (_errors.ScopeLeakError, {"report": "the tensors"}),
+        (PagingError, {"minimum_bytes": 7}),
+        (OutOfRetriesError, {"sizes": (4, 2), "info": "what torch said"}),
+        (BatchCoupledError, {"names": ("norm",)}),
+        (SplitMismatchError, {"whole": 1.0, "split": 2.0, "advice": "declare it"}),
+        (RemoteRankError, {"rank": 3, "cause": "ValueError: no"}),
+        (MissingTorchNameError, {"name": "torch._x"}),
+        (ScopeLeakError, {"report": "the tensors"}),
     ],
 )
 def test_what_an_error_carries_travels_with_it(error, carried):
@@ -41,5 +54,5 @@ def test_what_an_error_carries_travels_with_it(error, carried):
 
 
 def test_a_courtesy_stays_in_its_process():
-    made = _errors.CourtesyError("what happened", courtesy=object())
+    made = CourtesyError("what happened", courtesy=object())
     assert pickle.loads(pickle.dumps(made)).courtesy is None

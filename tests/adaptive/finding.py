@@ -1,5 +1,7 @@
 """Work of a size, for tests that look for the largest that fits."""
 
+from queue import SimpleQueue
+
 import torch
 from torch import nn
 
@@ -10,6 +12,26 @@ def network(device="cpu", width=64):
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(3)]
     return nn.Sequential(*layers).to(device)
+
+
+def is_real(net):
+    """Whether its parameters have data, as they have in no prediction."""
+    return type(next(net.parameters()).data) is torch.Tensor
+
+
+class Asked:
+    """The sizes of which predictions run a net, in a queue, because they undo what lists get."""
+
+    def __init__(self):
+        self._queue = SimpleQueue()
+
+    def note(self, net, size):
+        if not is_real(net):
+            self._queue.put(size)
+
+    def sizes(self):
+        """Those since this was called last."""
+        return [self._queue.get() for _ in range(self._queue.qsize())]
 
 
 class Training:

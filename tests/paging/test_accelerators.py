@@ -1,13 +1,9 @@
 """Other accelerators than CUDA, by the modules that torch has for them in every build."""
 
-import contextlib
-
 import pytest
 import torch
 
-from tenure.paging import PagingError, PagingWarning, page, plan_paging
-from tenure.paging._checks import checked_device
-from tenure.paging._host_buffers import Pinning
+from tenure.paging import PagingError, page, plan_paging
 
 from .models import mlp
 
@@ -36,7 +32,7 @@ def test_a_device_without_streams_is_refused_with_what_to_do_instead(monkeypatch
 
 def test_any_other_device_without_streams_is_refused(monkeypatch):
     make_available(monkeypatch, torch.mtia, current_device=lambda: 0)
-    assert checked_device("mtia") == torch.device("mtia", 0)
+    assert plan_paging(mlp(), "mtia", budget="1MiB").device == "mtia:0"
     monkeypatch.delattr(torch.mtia, "Event")
     with pytest.raises(PagingError, match=r"torch.mtia lacks Event\. Name another accelerator"):
         plan_paging(mlp(), "mtia")
@@ -56,53 +52,3 @@ def test_a_plan_is_made_for_an_xpu(monkeypatch):
     monkeypatch.delattr(torch.xpu, "get_per_process_memory_fraction", raising=False)
     plan = plan_paging(mlp(), "xpu", budget="50%")
     assert (plan.device, plan.budget_bytes) == ("xpu:0", 20 << 20)
-
-
-class Current:
-    """Which device is current; by default another than the one that is meant."""
-
-    def __init__(self):
-        self.index = 0
-
-    @contextlib.contextmanager
-    def device(self, device):
-        self.index, before = torch.device(device).index, self.index
-        yield
-        self.index = before
-
-
-@pytest.fixture
-def current(monkeypatch):
-    current = Current()
-    monkeypatch.setattr(torch.xpu, "device", current.device)
-    return current
-
-
-def test_memory_for_an_xpu_is_pinned_by_the_allocator_on_that_device(monkeypatch, current):
-    assert not hasattr(torch.xpu, "cudart")
-    seen = []
-
-    def pin_memory(tensor):
-        seen.append((current.index, tensor.nbytes))
-        return tensor.clone()
-
-    monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
-    pinning = Pinning(torch.device("xpu", 1))
-    memory = pinning.memory(64)
-    assert seen == [(1, 64)]
-    assert bytes(memory) == bytes(64)
-    assert pinning.n_bytes == 64
-    pinning.undo()
-    assert (pinning.n_bytes, current.index) == (0, 0)
-
-
-def test_an_xpu_that_can_not_pin_is_told_once(monkeypatch, current):
-    def pin_memory(tensor):
-        raise RuntimeError("UR_RESULT_ERROR_OUT_OF_HOST_MEMORY\nmore")
-
-    monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
-    pinning = Pinning(torch.device("xpu", 1))
-    with pytest.warns(PagingWarning, match=r"64 B of .* pinned .UR_RESULT_ERROR_OUT_OF_HOST_MEM"):
-        memory = pinning.memory(64)
-    assert bytes(memory) == bytes(pinning.memory(64)) == bytes(64)
-    assert pinning.n_bytes == 0

@@ -1,12 +1,19 @@
 """Sizes that are predicted: what the prediction leaves, and what happens where it fails."""
 
+import logging
+
 import pytest
 import torch
 
-from tenure.adaptive import batch, find_batch_size, memory_budget, range
-from tenure.adaptive._predict import Forecast
+from tenure.adaptive import (
+    AdaptiveUsageError,
+    batch,
+    find_batch_size,
+    memory_budget,
+    range,
+)
 
-from ..finding import Training, network
+from ..finding import Asked, Training, is_real, network
 
 pytestmark = pytest.mark.usefixtures("forgetful", "quiet")
 
@@ -27,11 +34,8 @@ class Real(Training):
         try:
             super().__call__(size)
         finally:
-            if not self.is_real(self.net):
+            if not is_real(self.net):
                 del self.sizes[known[0] :], self.failed[known[1] :]
-
-    def is_real(self, net):
-        return type(next(net.parameters()).data) is torch.Tensor
 
 
 @pytest.mark.parametrize("too_large", [1.5, 8, 60])
@@ -53,16 +57,30 @@ def test_a_batch_that_fits_predicts_nothing():
     assert tried == [64]
 
 
-def test_a_prediction_leaves_gradients_random_numbers_and_parameters_as_they_were():
-    train = Training(network())
-    Training(train.net)(4)
-    before = [p.grad.clone() for p in train.net.parameters()]
-    state = torch.get_rng_state()
-    forecast = Forecast("train", train)
-    assert forecast(64) > forecast(16) > 0
-    assert forecast.works
-    assert torch.equal(torch.get_rng_state(), state)
-    assert all(torch.equal(p.grad, b) for p, b in zip(train.net.parameters(), before, strict=True))
+def test_a_prediction_leaves_gradients_random_numbers_and_parameters_as_they_were(caplog):
+    train, asked, seen = Training(network()), Asked(), []
+    parameters = [*train.net.parameters()]
+    train(4)
+    before, state = [p.grad.clone() for p in parameters], torch.get_rng_state()
+
+    def work(size):
+        asked.note(train.net, size)
+        if is_real(train.net):
+            gradients = [p.grad.clone() for p in parameters if p.grad is not None]
+            seen.append((torch.get_rng_state(), gradients))
+        train(size)
+
+    with caplog.at_level(logging.INFO, "tenure.adaptive"), memory_budget("4MiB"):
+        find_batch_size(work, high=10**6, predict=True)
+        assert len(asked.sizes()) > 1
+        assert torch.equal(seen[0][0], state)
+        seen.clear()
+        batch(initial_batchsize=20_000, predict=True)(work)()
+    assert "without predictions" not in caplog.text
+    # the sizes after the first were predicted when it had failed
+    assert len(asked.sizes()) > 1
+    assert all(map(torch.equal, seen[1][1], before))
+    assert len(seen[1][1]) == len(before)
     assert all(type(p) is torch.nn.Parameter for p in train.net.parameters())
 
 
@@ -83,43 +101,55 @@ def test_work_that_leaves_torch_goes_on_as_without_predictions():
     assert find_batch_size(train, high=10**6, budget="4MiB", predict=True) in sizes
 
 
-def test_an_optimizer_in_the_work_is_not_stepped_by_a_prediction():
-    net = network()
+def test_an_optimizer_in_the_work_is_not_stepped_by_a_prediction(caplog):
+    net, asked, seen = network(), Asked(), []
     optimizer = torch.optim.Adam(net.parameters())
 
     def train(size):
+        asked.note(net, size)
+        if is_real(net):
+            seen.append((len(optimizer.state), [p.grad for p in net.parameters()]))
         net(torch.randn(size, 64)).square().mean().backward()
         optimizer.step()
 
-    forecast = Forecast("train", train)
-    assert forecast(64) == 0
-    assert not forecast.works
+    refused = pytest.raises(AdaptiveUsageError, match=r"^Adam\.step\(\) was called inside find_b")
+    with caplog.at_level(logging.INFO, "tenure.adaptive"), refused:
+        find_batch_size(train, high=64, budget="4MiB", predict=True)
+    assert len(asked.sizes()) == 1
+    assert "goes on without predictions" in caplog.text
+    assert seen == [(0, [None] * 6)]
     assert not optimizer.state
-    assert all(p.grad is None for p in net.parameters())
 
 
-def test_a_prediction_that_is_too_low_is_asked_once(monkeypatch):
-    asked = []
+class Hiding(Training):
+    """Of what it takes for a row, a prediction sees 64 bytes."""
 
-    def too_low(self, size):
-        asked.append(size)
-        return size * 64
+    def __init__(self, net):
+        super().__init__(net)
+        self.asked = Asked()
 
-    monkeypatch.setattr(Forecast, "__call__", too_low)
-    train = Training(network())
+    def __call__(self, size):
+        self.asked.note(self.net, size)
+        if is_real(self.net):
+            super().__call__(size)
+        else:
+            torch.empty(size * 64, dtype=torch.uint8)
+
+
+def test_a_prediction_that_is_too_low_is_asked_once():
+    train = Hiding(network())
     with memory_budget("4MiB"):
         batch(initial_batchsize=200_000, predict=True)(train)()
-    n_asked = len(asked)
+    asked = train.asked.sizes()
     assert asked[0] == 200_000
     assert train.sizes[1] < 66_000  # of 65,536 that it says fit
     assert train.sizes[2] <= train.sizes[1] // 2
+    assert len(asked) < 20
     # what it says fits and has failed is not believed at all
-    asked.clear()
     train.net.zero_grad()
     with memory_budget("4MiB"):
         batch(initial_batchsize=20_000, predict=True)(train)()
-    assert asked == [20_000]
-    assert n_asked < 20
+    assert train.asked.sizes() == [20_000]
 
 
 def test_a_finding_that_predicts_comes_to_the_same_size():

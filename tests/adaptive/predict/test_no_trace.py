@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 
 import pytest
 import torch
@@ -124,21 +125,29 @@ def interruptible():
 
 
 @pytest.mark.usefixtures("interruptible")
-@pytest.mark.parametrize("where", ["_lend", "_take_back"])
-def test_an_interrupt_waits_until_all_tensors_have_their_data(monkeypatch, where):
-    from tenure.adaptive._predict import _lent
-
-    original = getattr(_lent, where)
-
-    def interrupted(*args):
-        os.kill(os.getpid(), signal.SIGINT)
-        return original(*args)
-
+@pytest.mark.parametrize("comes_back", [False, True])
+def test_an_interrupt_waits_until_all_tensors_have_their_data(comes_back):
     model, handler = nn.Linear(4, 4), signal.getsignal(signal.SIGINT)
-    monkeypatch.setattr(_lent, where, interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        predict_peak(model, torch.ones(2, 4))
+    n_lent, interrupted = {0}, []
+
+    def look(*_):
+        lent = sum(type(p) is not nn.Parameter for p in model._parameters.values())
+        if lent == 1 and (2 in n_lent) is comes_back:
+            sys.setprofile(None)
+            interrupted.append(lent)
+            signal.raise_signal(signal.SIGINT)
+        n_lent.add(lent)
+
+    before = sys.getprofile()
+    sys.setprofile(look)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            predict_peak(model, torch.ones(2, 4))
+    finally:
+        sys.setprofile(before)
+    assert interrupted == [1]
     assert {type(p) for p in model.parameters()} == {nn.Parameter}
+    assert all(type(p.data) is torch.Tensor for p in model.parameters())
     assert signal.getsignal(signal.SIGINT) is handler
 
 

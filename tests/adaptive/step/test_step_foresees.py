@@ -16,22 +16,10 @@ from tenure.adaptive import (
     statistics,
     step,
 )
-from tenure.adaptive._predict import Forecast
+
+from ..finding import Asked, is_real
 
 pytestmark = pytest.mark.usefixtures("forgetful")
-
-
-@pytest.fixture
-def asked(monkeypatch):
-    """The sizes that are predicted."""
-    sizes, real = [], Forecast._predict
-
-    def noted(self, size):
-        sizes.append(size)
-        real(self, size)
-
-    monkeypatch.setattr(Forecast, "_predict", noted)
-    return sizes
 
 
 class Transformer(nn.Module):
@@ -71,6 +59,7 @@ class Training:
         torch.manual_seed(0)
         net, x = MODELS[kind]()
         self.net = net.double().to(device)
+        self.asked = Asked()
         y = torch.randint(4, (len(x),))
         self.batch = {"x": x.to(device), "y": y.to(device)}
         with memory_budget(1 << 40, device) as budget:
@@ -81,6 +70,7 @@ class Training:
         self.n_samples = len(x)
 
     def loss(self, batch):
+        self.asked.note(self.net, len(batch["x"]))
         return F.cross_entropy(self.net(batch["x"]), batch["y"])
 
     def gradients(self):
@@ -197,7 +187,7 @@ def test_a_prediction_leaves_nothing_behind():
 
 
 @pytest.mark.slow
-def test_what_is_remembered_is_not_predicted_again(asked):
+def test_what_is_remembered_is_not_predicted_again():
     training = Training("mlp")
     optimizer = torch.optim.AdamW(training.net.parameters())
     batch, sizes = training.batch, []
@@ -205,42 +195,37 @@ def test_what_is_remembered_is_not_predicted_again(asked):
     with memory_budget(training.whole_bytes // 2):
         for _ in range(5):
             sizes.append(step(training.loss, batch, predict=True).micro_batch)
-            n_asked = len(asked)
+            n_asked = len(training.asked.sizes())
             # its state takes memory, and the size is then made smaller by what was measured
             optimizer.step()
             optimizer.zero_grad()
-            asked.clear()
     assert n_asked == 0
     assert statistics().ooms == 0
     assert sizes[0] > sizes[1]
 
 
 @pytest.mark.slow
-def test_a_batch_that_is_larger_than_what_is_known_is_predicted(asked):
+def test_a_batch_that_is_larger_than_what_is_known_is_predicted():
     training = Training("mlp")
     small = {name: value[:20] for name, value in training.batch.items()}
 
     def run(batch):
-        asked.clear()
         training.net.zero_grad()
-        return step(training.loss, batch, predict=True).sizes
+        return step(training.loss, batch, predict=True).sizes, training.asked.sizes()
 
     with memory_budget(training.whole_bytes // 3):
-        assert run(small) == (20,)
-        assert asked[0] == 20
-        run(small)
-        assert asked == []
-        run(training.batch)
-        assert asked[0] == training.n_samples
-        run(training.batch)
-        assert asked == []
+        sizes, asked = run(small)
+        assert (sizes, asked[0]) == ((20,), 20)
+        assert run(small)[1] == []
+        assert run(training.batch)[1][0] == training.n_samples
+        assert run(training.batch)[1] == []
     assert statistics().ooms == 0
 
 
-def test_where_memory_is_not_measured_nothing_is_predicted(asked):
+def test_where_memory_is_not_measured_nothing_is_predicted():
     training = Training("mlp")
     assert step(training.loss, training.batch, predict=True).attempts == 1
-    assert asked == []
+    assert training.asked.sizes() == []
 
 
 def test_a_step_that_can_not_be_predicted_begins_with_the_whole_batch(caplog):
@@ -269,30 +254,40 @@ def test_what_is_refused_is_refused_as_without_a_prediction():
         step(lambda b: training.loss(b).sqrt(), training.batch, predict=True)
 
 
-def test_a_prediction_that_is_too_low_is_caught_by_the_retry(monkeypatch):
-    monkeypatch.setattr(Forecast, "__call__", lambda self, size: size)
+def test_a_prediction_that_is_too_low_is_caught_by_the_retry():
     training = Training("mlp")
+
+    def loss(batch):
+        # of all layers, a prediction sees the last
+        net = training.net if is_real(training.net) else training.net[-1]
+        return F.cross_entropy(net(batch["x"]), batch["y"])
+
     with memory_budget(training.whole_bytes // 3):
-        result = step(training.loss, training.batch, predict=True)
+        result = step(loss, training.batch, predict=True)
         assert result.attempts > 1
         assert training.error() <= 1e-10
         assert not training.fits(int(result.micro_batch / 0.95) + 1)
 
 
 @pytest.mark.slow
-def test_a_loss_on_outputs_is_predicted_with_all_outputs(asked):
+def test_a_loss_on_outputs_is_predicted_with_all_outputs():
     training = Training("mlp")
     y = training.batch["y"]
     options = {"loss": lambda out: F.cross_entropy(out, y), "predict": True}
+
+    def outputs(batch):
+        training.asked.note(training.net, len(batch["x"]))
+        return training.net(batch["x"])
+
     with memory_budget(training.whole_bytes // 3) as budget:
-        result = step(lambda b: training.net(b["x"]), training.batch, **options)
+        result = step(outputs, training.batch, **options)
     assert budget.peak_bytes <= training.whole_bytes // 3
     assert result.attempts == 1
-    assert asked[0] == training.n_samples
+    assert training.asked.sizes()[0] == training.n_samples
     assert training.error() <= 1e-10
 
 
-def test_no_prediction_runs_the_backward_of_the_caller(asked):
+def test_no_prediction_runs_the_backward_of_the_caller():
     training, losses = Training("mlp"), []
 
     def backward(loss):
@@ -301,6 +296,6 @@ def test_no_prediction_runs_the_backward_of_the_caller(asked):
 
     with memory_budget(training.whole_bytes // 3):
         result = step(training.loss, training.batch, backward=backward, predict=True)
-    assert asked
+    assert training.asked.sizes()
     assert len(losses) == len(result.sizes) > 1
     assert training.error() <= 1e-10

@@ -179,6 +179,44 @@ def test_memory_of_the_allocator_is_let_go_with_the_last_tensor_in_it(sim, monke
     page(mlp().eval(), sim.device).unpage()
 
 
+def test_memory_of_the_allocator_is_pinned_with_the_second_device_as_the_current_one(
+    sim, model, x, monkeypatch
+):
+    sim(devices=2)
+    monkeypatch.delattr(sim.module, "cudart")
+    seen, pin_memory = [], torch.Tensor.pin_memory
+
+    def noted(tensor):
+        seen.append((sim.module.current_device(), tensor.nbytes))
+        return pin_memory(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", noted)
+    with page(model, "sim:1") as handle:
+        model(x)
+        report = handle.report()
+        assert {index for index, _ in seen} == {1}
+        assert sum(n_bytes for _, n_bytes in seen) == report.pinned_bytes == report.host_bytes
+    assert sim.module.current_device() == 0
+
+
+def test_of_an_allocator_that_can_not_pin_the_first_line_is_told_once(sim, model, x, monkeypatch):
+    monkeypatch.delattr(sim.module, "cudart")
+    asked = []
+
+    def refuse(tensor):
+        asked.append(tensor)
+        raise RuntimeError("UR_RESULT_ERROR_OUT_OF_HOST_MEMORY\nmore")
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", refuse)
+    first = r"^\d\.\d KiB of .* pinned .UR_RESULT_ERROR_OUT_OF_HOST_MEMORY., nor "
+    with pytest.warns(PagingWarning, match=first) as caught:
+        handle = page(model, sim.device)
+    assert (len(asked), len(caught)) == (1, 1)
+    with handle:
+        model(x)
+        assert handle.report().pinned_bytes == 0
+
+
 def test_an_allocator_that_can_not_pin_is_told_once(sim, model, x, monkeypatch):
     monkeypatch.delattr(sim.module, "cudart")
     expected = copy.deepcopy(model).to(sim.device)(x.to(sim.device)).cpu()
