@@ -1,4 +1,7 @@
-"""The account of memory that no mode sees: whom it tells, and what is left after a refusal."""
+"""The account of memory that no mode sees: whom it tells, and what is left after a refusal.
+
+By private names, because what calls them takes memory of sizes that no test can choose.
+"""
 
 import threading
 import weakref

@@ -1,4 +1,7 @@
-"""Whose frame is which: where warnings point, where a tensor was made, who called torch."""
+"""Whose frame is which: where warnings point, where a tensor was made, who called torch.
+
+Two private functions are asked too, because every room uses them, and a user sees only texts.
+"""
 
 import copy
 import sys

@@ -1,4 +1,7 @@
-"""One level of containers of every kind, and trees of them with objects replaced."""
+"""One level of containers of every kind, and trees of them with objects replaced.
+
+By private names, because what users see of a container is only that its tensors were found.
+"""
 
 import collections
 import dataclasses

@@ -1,4 +1,7 @@
-"""Which device is meant, and what its module tells, on modules that a test made up."""
+"""Which device is meant, and what its module tells, on modules that a test made up.
+
+By private names, because no machine has all of these devices.
+"""
 
 from types import SimpleNamespace
 

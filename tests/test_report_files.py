@@ -1,3 +1,8 @@
+"""Files of reports: written whole or not at all, and refused if they unpack to too much.
+
+By private names where the ways to write that users have would choose the name, or take long.
+"""
+
 import errno
 import gzip
 import os

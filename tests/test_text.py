@@ -1,4 +1,7 @@
-"""How bytes, tensors, counts and lists are spelled, and bytes are read."""
+"""How bytes, tensors, counts and lists are spelled, and bytes are read.
+
+By private names, because all reports and errors use them, and none has each of these cases.
+"""
 
 import numpy
 import pytest

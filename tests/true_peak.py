@@ -1,4 +1,8 @@
-"""What the allocator of the CPU saw at the worst moment of a step, from torch's own events."""
+"""What the allocator of the CPU saw at the worst moment of a step, from torch's own events.
+
+By private names, because torch's own profilers can't be nested, and no public name predicts what a
+budget counts.
+"""
 
 import gc
 

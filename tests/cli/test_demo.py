@@ -1,3 +1,8 @@
+"""`tenure demo`: what it prints, the files that it leaves, and the docs that show it.
+
+The programs that it shows are private; their source is compared with what is shown.
+"""
+
 import inspect
 import itertools
 import os

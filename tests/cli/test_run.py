@@ -1,4 +1,7 @@
-"""`tenure run`: its options, what it records, and where it writes."""
+"""`tenure run`: its options, what it records, and where it writes.
+
+Some programs replace private names, because a signal has to come at one exact moment.
+"""
 
 import json
 import os

@@ -1,4 +1,7 @@
-"""The allocator against tenure's model of it, and what budgets count."""
+"""The allocator against tenure's model of it, and what budgets count.
+
+By the private names of that model, because reports show only sums of it.
+"""
 
 import random
 

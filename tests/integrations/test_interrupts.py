@@ -1,4 +1,7 @@
-"""Ctrl-C in a step of an integration: what it has set aside for the step is back after it."""
+"""Ctrl-C in a step of an integration: what it has set aside for the step is back after it.
+
+Private names are asked, because a step of a library looks for Ctrl-C at too many other moments.
+"""
 
 import signal
 import sys

@@ -1,3 +1,8 @@
+"""What trainers log of memory: growth, what outlives its step, retries.
+
+The watch is private, because the callbacks of three libraries make it; here none has to train.
+"""
+
 import copy
 import logging
 

@@ -1,4 +1,7 @@
-"""A report of every kind as programs make them: long names and paths, many rows, views, markup."""
+"""A report of every kind as programs make them: long names and paths, many rows, views, markup.
+
+By private names where the programs that give such reports would take minutes.
+"""
 
 # ruff: noqa: E501 - lines as long as those of the programs that make them
 

@@ -1,4 +1,7 @@
-"""What a process holds before and after: memory, objects of Python, entries of scopes."""
+"""What a process holds before and after: memory, objects of Python, entries of scopes.
+
+By private names, because no public one counts what a thread's scopes keep of tensors that are gone.
+"""
 
 import ctypes
 import gc

@@ -1,6 +1,9 @@
 """CUDA's autograd thread lets go of the node that failed only after `backward()` has raised.
 
 Here that thread takes its time, so that a retry which does not wait for it begins with less memory.
+
+The simulator's private function that frees a block is replaced, because no public option says when
+the thread goes on.
 """
 
 import contextlib

@@ -1,4 +1,7 @@
-"""What kernels really take for themselves, call by call, beside what is said of them."""
+"""What kernels really take for themselves, call by call, beside what is said of them.
+
+By private names, because a prediction tells its peak, and not what each call was said to take.
+"""
 
 from dataclasses import dataclass
 from functools import partial

@@ -1,4 +1,7 @@
-"""What kernels take for themselves, said without running them at size, against the allocator."""
+"""What kernels take for themselves, said without running them at size, against the allocator.
+
+By private names, because a prediction tells its peak, and not what each call was said to take.
+"""
 
 import gc
 

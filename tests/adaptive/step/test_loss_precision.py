@@ -1,4 +1,7 @@
-"""Weights are computed in float64 where the device has it."""
+"""Weights are computed in float64 where the device has it.
+
+A private answer is forgotten before each test, because a process asks each device once.
+"""
 
 import pytest
 import torch

@@ -8,7 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-# When a collection runs on its thread, and when Python has no thread left, a program can't choose.
+# private: a program can't choose when a collection runs on its thread, nor when Python has no
+# thread left
 from tenure.paging._file_link import Reader
 
 

@@ -1,4 +1,7 @@
-"""The search for owners, on the CPU, whose tensors come in more kinds than those of a device."""
+"""The search for owners, on the CPU, whose tensors come in more kinds than those of a device.
+
+By a private name, because a Courtesy leaves the CPU alone.
+"""
 
 import gc
 

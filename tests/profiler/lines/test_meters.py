@@ -1,4 +1,7 @@
-"""Intervals of one device: exact where they can be; elsewhere lower bounds, said to be such."""
+"""Intervals of one device: exact where they can be; elsewhere lower bounds, said to be such.
+
+A private meter is asked, because no allocator here has such counters.
+"""
 
 import pytest
 import torch
