@@ -237,13 +237,6 @@ def test_a_search_for_a_batch_size_says_which_it_runs(told):
     assert shown == [f"batch size {size}" for size in sizes]
 
 
-def test_a_search_by_predictions_says_which_size_is_predicted(told):
-    find_batch_size(_work, high=4096, budget="1MiB", predict=True)
-    shown = told["find_batch_size(_work)"]
-    assert shown[0] == "a prediction of batch size 1"
-    assert re.fullmatch(r"batch size \d+", shown[-1])
-
-
 def test_a_step_that_did_not_fit_says_which_trials_it_makes(told):
     model = nn.Sequential(nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 1))
     with adaptive.memory_budget("3MiB"):
