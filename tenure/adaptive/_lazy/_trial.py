@@ -248,13 +248,38 @@ class _Trial:
     ) -> Verdict | None:
         """Return the same of numbers at random: those of a few samples may be alike by chance."""
         drawn = {v: _at_random(t) if self._labels[v].is_batch else t for v, t in given.items()}
-        try:
-            again = self._compared(entry, drawn, verdict.freezes)
-        except Exception as error:
-            if oom_info(error) is not None:
-                raise
-            return verdict
-        return again if again is not None and again.kind == verdict.kind else None
+        tried = [drawn]
+        # a search for numbers among those of other samples, as `torch.isin`, finds none of these
+        if all(meta.dtype is torch.bool for meta in entry.shape.metas):
+            tried.append(self._met(drawn))
+        for each in tried:
+            try:
+                again = self._compared(entry, each, verdict.freezes)
+            except Exception as error:
+                if oom_info(error) is not None:
+                    raise
+                return verdict
+            if again is None or again.kind != verdict.kind:
+                return None
+            verdict = again
+        return verdict
+
+    def _met(self, drawn: Mapping[Value, Tensor]) -> dict[Value, Tensor]:
+        """Return numbers of which a sample has in other tensors what its neighbour has in one."""
+        met, numbers = dict(drawn), None
+        for value, t in drawn.items():
+            label = self._labels[value]
+            if not t.numel() or label.sample_dim is None:
+                continue
+            rows = label.apart(t).movedim(label.sample_dim, 0)
+            if numbers is None:
+                numbers = rows.reshape(len(rows), -1)
+            else:
+                numbers = numbers.roll(1, 0).to(t.dtype)
+                columns = torch.arange(rows[0].numel(), device=t.device) % numbers.shape[1]
+                rows = numbers[:, columns].reshape(rows.shape)
+                met[value] = label.back(rows.movedim(0, label.sample_dim))
+        return met
 
     def _run(
         self, entry: RecordedCall, given: Mapping[Value, Tensor], length: int, freezes: bool,

@@ -35,6 +35,8 @@ PLACES = {
         out, lambda out: out.view(-1).__setitem__(slice(15, None), 0.0)
     ),
     "as_strided": lambda out: out.as_strided((out.size(0), 3), (3, 1), 0),
+    # one number of the fourth sample is among the others of the seventh
+    "isin": lambda out: out * torch.isin((out[:, :1] * 100).round(), (out[:, 1:2] * 100).round()),
     "as_strided_scatter": lambda out: torch.as_strided_scatter(
         out, out.new_zeros(3), (3,), (1,), 18
     ),
