@@ -147,7 +147,7 @@ def _home_of(lazies: list[Handle]) -> Tape:
 
 
 def _shape_of(entry: RecordedCall, walk: Walk, tape: Tape) -> Shape | None:
-    key = (entry.func, entry.modes, tape.n_samples, *walk.key)
+    key = (entry.func, entry.modes, tape.n_samples, torch.get_default_dtype(), *walk.key)
     shape = _known.get(key) if walk.is_known else None
     if shape is not None:
         return shape

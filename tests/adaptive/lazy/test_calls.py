@@ -109,6 +109,15 @@ def test_a_tensor_that_is_given_twice_is_another_call_than_two_tensors(name, ord
         assert torch.equal(calls[i]().value(), wanted[i])
 
 
+def test_another_default_dtype_is_another_call():
+    assert (lazy(torch.arange(4)) / 2).dtype is torch.float32
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert (lazy(torch.arange(4)) / 2).dtype is torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_no_trial_of_a_call_warns():
     """A plain target has another size than the samples that a call is tried with."""
     net, x, y = nn.Linear(4, 1), torch.randn(64, 4), torch.randn(64, 1)
