@@ -26,10 +26,29 @@ current_node: Any = bound("torch._C._current_autograd_node", _PREDICTION)
 """The node that the engine runs on this thread, or has last run; None outside of the engine."""
 next_sequence: Any = bound("torch._C._autograd._get_sequence_nr", _PREDICTION)
 """The number that the next node of this thread gets."""
-IN_PLACE = frozenset({SUM, torch.ops.aten.mul.Tensor, torch.ops.aten.sub.Tensor})
+_FILLED = frozenset(
+    {
+        torch.ops.aten.index_add.default,
+        torch.ops.aten.index_put.default,
+        torch.ops.aten.put.default,
+        torch.ops.aten.scatter.src,
+        torch.ops.aten.scatter_add.default,
+    }
+)
+"""Operations by which formulas fill zeros of theirs."""
+IN_PLACE = frozenset({SUM, torch.ops.aten.mul.Tensor, torch.ops.aten.sub.Tensor, *_FILLED})
 """Operations that torch may have done in place if no mode looked on."""
 _ONLY_IN_PLACE = "BinaryCrossEntropyWithLogitsBackward0"
 """A node whose formula does `mul` and `sub` in place, unless a mode looks on."""
+_FILL_ZEROS = frozenset(
+    f"{name}Backward{number}"
+    for name in (
+        "Cummax", "Cummin", "Gather", "Index", "IndexSelect", "Kthvalue", "Max", "Median", "Min",
+        "Mode", "Nanmedian", "Sort", "Take", "Topk",
+    )
+    for number in range(2)
+)  # fmt: skip
+"""Nodes whose formula fills zeros in place, unless a mode looks on."""
 _FORMULAS = (
     "Aminmax", "Atan2", "Cholesky", "CholeskyInverse", "CholeskySolve", "LinalgCholeskyEx",
     "LinalgDet", "LinalgLstsq", "LinalgLu", "LinalgLuFactorEx", "LinalgLuSolve", "LinalgPinv",
@@ -94,8 +113,11 @@ def writes_in_place(func: Any, operand: Tensor, frame: FrameType | None) -> bool
     if func is SUM:
         return adds_in_place(operand, frame)
     node = current_node()
-    is_formula = node is not None and node.name() == _ONLY_IN_PLACE
-    return is_formula and _is_called_by_engine(frame, 0) and _has_one_owner(operand, 0)
+    if node is None or not _is_called_by_engine(frame, 0):
+        return False
+    if func in _FILLED:
+        return node.name() in _FILL_ZEROS
+    return node.name() == _ONLY_IN_PLACE and _has_one_owner(operand, 0)
 
 
 def adds_plain_in_place(gradient: Tensor, frame: FrameType | None, n_modes_above: int = 0) -> bool:

@@ -32,7 +32,8 @@ from ._workspaces import Workspaces, taken_inside
 
 # Formulas of autograd that ask whether a tensor is of a subclass, which is so while a mode is open,
 # and then work in another way: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/autograd/
-# FunctionsManual.cpp. Of the others that ask, the way without data takes as much or more.
+# FunctionsManual.cpp. Of the others that ask, the way without data takes as much or more; see
+# gradient_sums.writes_in_place.
 _SPREADING = frozenset({"MaxBackward1", "MinBackward1", "MedianBackward0", "NanmedianBackward0"})
 _WITH_ZERO = "a factor of a product is taken to be 0"
 _BY_DATA = {
@@ -92,7 +93,7 @@ class Observer(DispatchMode):
     Args:
         target: the device.
         is_counted: whether a memory budget looks on: it counts storages alone, and not what kernels
-            take for themselves; and autograd adds nothing in place there.
+            take for themselves; and formulas of autograd write nothing in place there.
 
     Attributes:
         record: what was noted.
@@ -296,6 +297,9 @@ class Observer(DispatchMode):
         It does not while a mode looks on, and makes a third.
         """
         if func not in gradient_sums.IN_PLACE or self.phase != "backward":
+            return None
+        # a budget is a mode as well: under it, formulas write nothing in place
+        if self._is_counted and func is not gradient_sums.SUM:
             return None
         frame: FrameType | None = sys._getframe()
         # Called for a result, for an operation, by the handler, by the caller of the sum: a frame

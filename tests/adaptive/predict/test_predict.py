@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from tenure.adaptive import AdaptiveUsageError, PredictionError, memory_budget, predict_peak
-from tests.true_peak import step_of, true_peak_bytes
+from tests.true_peak import counted_bytes, step_of, true_peak_bytes
 
 
 class Residual(nn.Module):
@@ -361,6 +361,46 @@ def test_a_loss_that_works_in_place_is_not_taken_for_the_functions_of_its_checkp
     report = predict_peak(fn, batch)
     true_bytes = report.baseline_bytes + true_peak_bytes(step_of(fn, batch, None))
     assert 0 <= report.peak_bytes - true_bytes <= 256
+
+
+_ROWS = torch.tensor([3, 1])
+_PARTS = {
+    "max": lambda x: x.max(-1).values,
+    "topk": lambda x: x.topk(3).values,
+    "gather": lambda x: x.gather(1, _ROWS.expand(64, 2)),
+    "index": lambda x: x[_ROWS],
+    "index_select": lambda x: x.index_select(0, _ROWS),
+    "take": lambda x: x.take(_ROWS),
+}
+
+
+@pytest.mark.parametrize("name", _PARTS)
+def test_a_gradient_of_a_part_takes_what_was_predicted_with_a_budget_and_without(name):
+    weight, batch = torch.ones(64, 4096, requires_grad=True), torch.randn(64, 4096)
+
+    def fn(x):
+        return _PARTS[name](x + weight).sum()
+
+    assert counted_bytes(fn, batch) == _budgeted_bytes(fn, batch)
+    weight.grad = None
+    report = predict_peak(fn, batch)
+    assert report.peak_bytes == report.baseline_bytes + true_peak_bytes(step_of(fn, batch, None))
+
+
+def test_a_loss_that_works_in_place_does_not_under_a_budget():
+    weight, batch = torch.ones(64, 4096, requires_grad=True), torch.randn(64, 4096)
+
+    def fn(x):
+        gains = torch.ones(4096)
+        return F.binary_cross_entropy_with_logits(x * weight, x, pos_weight=gains)
+
+    assert counted_bytes(fn, batch) == _budgeted_bytes(fn, batch)
+
+
+def _budgeted_bytes(fn, batch):
+    with memory_budget("1GiB") as budget:
+        step_of(fn, batch, None)()
+    return budget.peak_bytes
 
 
 @pytest.mark.parametrize("call", [torch.prod, lambda x: x.prod(1), lambda x: x.cumprod(1)])
