@@ -943,6 +943,18 @@ def test_a_metric_is_not_asked_in_the_middle():
         trained(seeded(Asking))
 
 
+def test_a_metric_takes_no_state_of_another_in_micro_batches():
+    class Merging(AdaptiveMixin, Metrics):
+        def training_step(self, batch, batch_idx):
+            fresh = torchmetrics.MeanMetric()
+            fresh.update(self.loss_of(batch).detach())
+            self.mean.merge_state(fresh)
+            return self.loss_of(batch)
+
+    with pytest.raises(AdaptiveUsageError, match=r"merge_state\(\) of the metric 'mean'"):
+        trained(seeded(Merging))
+
+
 @pytest.mark.parametrize("refused", ["log", "extra", "metric"])
 def test_what_is_refused_leaves_metrics_as_they_were(refused):
     class Odd(AdaptiveMixin, Metrics):

@@ -30,7 +30,8 @@ T = TypeVar("T")
 V = TypeVar("V")
 _COUNT = "_update_count"
 """Each update of a metric reads it."""
-_METHODS = ("forward", "update", "compute", "reset", _COUNT)
+_MERGE = "merge_state"
+_METHODS = ("forward", "update", "compute", "reset", _MERGE, _COUNT)
 """The attributes of a metric that do something else while parts run."""
 _listening: ContextVar[MetricRecorder | None] = ContextVar("_listening", default=None)
 _outside: WeakValueDictionary[str, Any] = WeakValueDictionary()
@@ -163,7 +164,8 @@ def _refused(name: str, attribute: str) -> AdaptiveUsageError:
             "often it was updated,"
         )
     else:
-        did = f"compute() or reset() of the metric {name!r} was called"
+        calls = f"{_MERGE}()" if attribute == _MERGE else "compute() or reset()"
+        did = f"{calls} of the metric {name!r} was called"
     return AdaptiveUsageError(
         f"{did} in a training_step that runs in micro-batches, where the metric gets its numbers "
         "at the end, once for the whole batch. Log the metric itself, "
