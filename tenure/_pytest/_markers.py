@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from inspect import iscoroutinefunction
+from threading import get_ident
 from types import TracebackType
 from typing import Any, NamedTuple, NoReturn, Self
 from unittest import TestCase
@@ -128,13 +129,15 @@ def opened(block: WatchedBlock, item: Any) -> Iterator[None]:
     A runner may run it in a context that is older than the test, in which no scope is current that
     is opened here: unittest does so, and anyio with fixtures that are coroutines.
     """
-    body = getattr(item, "obj", None)
+    body, thread, unopened = getattr(item, "obj", None), get_ident(), [block]
     with ExitStack() as stack:
         if iscoroutinefunction(body):
 
             @functools.wraps(body)
             async def run(*args: Any, **kwargs: Any) -> Any:
-                stack.enter_context(block)
+                # of one thread, and for one block: Django runs coroutines on another thread
+                if unopened and get_ident() == thread:
+                    stack.enter_context(unopened.pop())
                 return await body(*args, **kwargs)
 
             item.obj = run

@@ -240,6 +240,48 @@ class TestCase(unittest.IsolatedAsyncioTestCase):
 
 
 @pytest.mark.slow
+def test_coroutines_on_another_thread_and_second_runs_of_one_are_left_alone(run, tmp_path):
+    """Django's tests run them by asgiref, on a thread of its own."""
+    tmp_path.joinpath("conftest.py").write_text(
+        """
+import asyncio, threading, pytest
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem):
+    def run():
+        asyncio.run(pyfuncitem.obj())
+    for _ in range(2):
+        if "thread" in pyfuncitem.name:
+            thread = threading.Thread(target=run)
+            thread.start()
+            thread.join()
+        else:
+            run()
+    return True
+"""
+    )
+    result = run(
+        _LEAKS
+        + """
+@pytest.mark.no_tensor_leaks
+@pytest.mark.limit_tensor_memory("1 KiB")
+async def test_on_a_thread():
+    holds()
+
+@pytest.mark.no_tensor_leaks
+async def test_twice():
+    torch.ones(4)
+
+@pytest.mark.no_tensor_leaks
+async def test_twice_leaks():
+    holds()
+"""
+    )
+    assert result.counts == {"passed": 2, "failed": 1}
+    assert result.says("*<DisposeScope 'test_twice_leaks'>: 1 tensor leaked*")
+
+
+@pytest.mark.slow
 def test_training_leaks_nothing_by_its_gradients_and_its_optimizer(run):
     result = run(
         _HEAD
