@@ -221,6 +221,8 @@ class TimelineReport(Report):
         for device in found.devices:
             parts = (device.by_category, device.by_scope, device.by_line)
             check_levels(device, *(figures for part in parts for figures in part.values()))
+        if len(found.host.times_s) != len(found.host.rss_bytes):
+            raise _unfit("the host")
         return found
 
     def _parts(self) -> Sequence[Part]:
@@ -249,9 +251,11 @@ def check_levels(track: Track, *parts: Sequence[int]) -> None:
     """Raise a `ReportFormatError` if the figures of one device do not fit each other."""
     n_times = {len(figures) for figures in (track.times_s, track.live_bytes, *parts)}
     if len(n_times) > 1 or track.peak_bytes not in track.live_bytes:
-        raise ReportFormatError(
-            f"The figures of {track.device} do not fit each other. {ADVICE_OF_CUT}"
-        )
+        raise _unfit(track.device)
+
+
+def _unfit(place: str) -> ReportFormatError:
+    return ReportFormatError(f"The figures of {place} do not fit each other. {ADVICE_OF_CUT}")
 
 
 def summed(rows: Iterable[PeakRow], key: Callable[[PeakRow], _Key]) -> dict[_Key, tuple[int, int]]:

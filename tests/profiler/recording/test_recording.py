@@ -156,6 +156,16 @@ def test_figures_that_do_not_fit_together_are_refused_when_they_are_read(changes
         Recording.load(tmp_path / "x.tenure")
 
 
+def test_figures_of_the_host_that_do_not_fit_together_are_refused_likewise(tmp_path):
+    with Timeline() as timeline:
+        torch.ones(8)
+    altered = replace(timeline.report, host=replace(timeline.report.host, rss_bytes=()))
+    recording(timeline=altered).save(tmp_path / "x.tenure")
+    complaint = r"x\.tenure: The figures of the host do not fit each other.* cut or altered"
+    with pytest.raises(ReportFormatError, match=complaint):
+        Recording.load(tmp_path / "x.tenure")
+
+
 def test_a_file_that_can_not_be_written_leaves_nothing(tmp_path, monkeypatch):
     path = tmp_path / "x.tenure"
     recording().save(path)
