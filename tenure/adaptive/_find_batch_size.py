@@ -179,7 +179,8 @@ class _Finder:
         # a limit in bytes has the margin taken off
         if self._is_measured or not ok:
             return ok
-        return max(limits.floor, limits.aligned(int(ok * (1 - self._margin))))
+        # above 2 ** 53 a float may be more
+        return max(limits.floor, limits.aligned(min(ok, int(ok * (1 - self._margin)))))
 
     @property
     def _is_measured(self) -> bool:

@@ -94,6 +94,12 @@ def test_where_nothing_is_measured_the_margin_is_one_of_sizes_and_has_run():
     assert found in sizes
 
 
+def test_no_size_above_high_runs_where_floats_have_gaps():
+    size, sizes = 2**53 + 3, []
+    assert find_batch_size(sizes.append, low=size, high=size, margin=0) == size
+    assert sizes == [size]
+
+
 def test_sizes_are_multiples_of_align():
     train = Training(network())
     found = find_batch_size(train, low=5, high=1 << 20, align=48, budget="2MiB", margin=0)
