@@ -27,7 +27,7 @@ class Joiner:
 
     Args:
         parts: the micro-batches. Each has the ``loss`` that it returned, and a ``weight``: what
-            that is a mean over, or a dict of that by name; None: its samples.
+            that is a mean over; None: its samples.
         sizes: the samples of each.
         loss: the loss of the whole batch; None where it is no mean or sum of theirs.
         rules: how numbers add up of which nobody has said it.
