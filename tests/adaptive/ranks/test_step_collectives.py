@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as Replicated
 
-from tenure.adaptive import batch, step
+from tenure.adaptive import find_batch_size, step
 
 from ..step.step_cases import gradients, worst_error
 from .launch import run_ranks
@@ -75,17 +75,18 @@ def test_a_collective_in_the_function_is_an_error_by_name_before_it_begins(most,
     assert (second[0][0] == "AdaptiveUsageError") is has_samples
 
 
-def inside_batch_on(rank):
-    @batch(initial_batchsize=4, group=dist.group.WORLD)
+def inside_a_search_on(rank):
     def evaluate(batch_size):
         dist.barrier()
-        return batch_size
 
-    return told_by(evaluate), sum_of(rank)
+    def search():
+        find_batch_size(evaluate, high=4, group=dist.group.WORLD)
+
+    return told_by(search), sum_of(rank)
 
 
 def test_a_collective_in_a_function_with_a_group_is_an_error_by_name():
-    for (name, text), summed in run_ranks(inside_batch_on):
+    for (name, text), summed in run_ranks(inside_a_search_on):
         assert name == "AdaptiveUsageError"
         assert "called torch.distributed.barrier()" in text
         assert summed == 3
