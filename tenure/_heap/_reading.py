@@ -30,6 +30,8 @@ from tenure._torch.quiet import TENSOR_BASE
 from tenure._torch.storages import owners_of_storage, uses_of_tensor
 
 _LIBRARY = os.path.dirname(os.__file__)
+# without a virtual environment it is in the folder above
+_INSTALLED = os.path.join(_LIBRARY, "site-packages")
 _QUALNAME = type.__dict__["__qualname__"].__get__
 _MRO = type.__dict__["__mro__"].__get__
 _IS_SUBCLASS = type.__subclasscheck__
@@ -218,7 +220,8 @@ def variables_of_stack(frame: FrameType | None) -> list[object]:
 
 def is_of_library(frame: FrameType) -> bool:
     """Return whether a frame runs code of tenure, of torch, or of what comes with Python."""
-    return is_internal(frame) or frame.f_code.co_filename.startswith(_LIBRARY)
+    file = frame.f_code.co_filename
+    return is_internal(frame) or (file.startswith(_LIBRARY) and not file.startswith(_INSTALLED))
 
 
 def is_optimized(frame: FrameType) -> bool:

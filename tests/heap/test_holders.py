@@ -11,6 +11,7 @@ import ctypes
 import dataclasses
 import functools
 import gc
+import os
 import re
 import sys
 import threading
@@ -25,6 +26,7 @@ import torch
 
 from tenure._heap import Holder, find_holders
 from tenure._heap._index import Index
+from tenure.profiler import holders
 from tests.packed_graph import packed_graph
 
 CACHE = []
@@ -1199,3 +1201,26 @@ def test_a_long_list_of_links_is_spelled_from_its_middle_on():
     assert newest.chain.endswith("<locals>.first.tensor")
     assert re.fullmatch(r"test_\w+\.<locals>\.first\.rest\.…\.tensor", last.chain)
     assert (last.kind, len(last.chain) < 4000) == ("attribute", True)
+
+
+class Caller(torch.nn.Module):
+    def __init__(self, call):
+        super().__init__()
+        self.call = call
+
+    def forward(self, batch):
+        return self.call(batch)
+
+
+def test_a_package_that_is_installed_beside_the_library_of_python_is_no_part_of_it():
+    """Without a virtual environment its files are in a folder below."""
+    library = os.path.join(os.path.dirname(os.__file__), "")
+    order = []
+    for file in ("/home/me/mine.py", f"{library}site-packages/mine.py", f"{library}mine.py"):
+        names = {"__name__": "mine", "holders": holders}
+        exec(compile("def look(x): names = list(holders(x)); return names", file, "exec"), names)
+        found = torch.nn.Sequential(Caller(names["look"]))(torch.ones(3))
+        order.append(
+            found.index("look.<locals>.x") < found.index("Sequential.forward.<locals>.input")
+        )
+    assert order == [True, True, False]
