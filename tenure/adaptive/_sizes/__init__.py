@@ -13,8 +13,6 @@ from ._limits import checked_limits as checked_limits
 from ._limits import checked_size as checked_size
 from ._model import SizeModel as SizeModel
 from ._model import SizeRange as SizeRange
-from ._model import with_margin as with_margin
-from ._predicted import Predict as Predict
 from ._predicted import largest_predicted as largest_predicted
 from ._remembered import BatchsizeCache as BatchsizeCache
 from ._remembered import CacheType as CacheType
