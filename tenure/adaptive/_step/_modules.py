@@ -92,12 +92,12 @@ class GradientExchange:
     def _learn(self, module: nn.Module) -> None:
         groups = sharded_groups(module)
         self._refuse_unexchanged(groups)
+        if self._is_ready and has_other_replicas(module):
+            raise _not_found(f"a DistributedDataParallel of {type(module.module).__name__}")
+        # on one rank, too: a verification that began without it would drop its gradients
+        if self._is_ready and (groups or Shards([module]).n_ranks > 1):
+            raise _not_found(f"a sharded module, {type(module).__name__},")
         self._groups += groups
-        is_shared = has_other_replicas(module)
-        if self._is_ready and is_shared:
-            raise _not_found(f"a DistributedDataParallel of {type(module.module).__name__}", "tell")
-        if self._is_ready and Shards([module]).n_ranks > 1:
-            raise _not_found(f"a sharded module, {type(module).__name__},", "plan with")
         if isinstance(module, Replicated):
             _refuse_special(module)
             self._replicas.append(module)
@@ -188,10 +188,10 @@ def _refuse_special(module: Replicated) -> None:
         )
 
 
-def _not_found(what: str, do: str) -> AdaptiveUsageError:
+def _not_found(what: str) -> AdaptiveUsageError:
     return AdaptiveUsageError(
-        f"step() runs {what} that it has not found through its function, and would have to {do} "
-        "other ranks before anything runs. Nothing was changed. Pass the model as model=."
+        f"step() runs {what} that it has not found through its function, and has to know before "
+        "anything runs. Nothing was changed. Pass the model as model=."
     )
 
 

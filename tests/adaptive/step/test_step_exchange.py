@@ -250,6 +250,14 @@ def test_check_split_of_a_sharded_module_is_refused():
         check_split(lambda b: net(b).square().mean(), x)
 
 
+@pytest.mark.parametrize("maximum", [None, 4], ids=["whole", "split"])
+def test_a_sharded_module_that_no_search_finds_is_refused_on_one_rank_too(maximum):
+    globals()["_HIDDEN"] = net = sharded(small_net())
+    with pytest.raises(AdaptiveUsageError, match=r"a sharded module, .* that it has not found"):
+        step(lambda b: globals()["_HIDDEN"](b).square().mean(), samples(), maximum=maximum)
+    assert all(parameter.grad is None for parameter in net.parameters())
+
+
 def test_a_sharded_module_that_ran_out_of_memory_is_not_tried_again():
     net, x = sharded(Failing(where="backward").double()), samples()
     net.most = 4
