@@ -289,6 +289,9 @@ class SplitBackward:
         scaler: scales losses, or None.
         function: runs them backward in place of autograd, or None.
         computed: names the captured tensors that come of a computation of before.
+
+    Attributes:
+        is_thrown_away: whether nobody gets the gradients, so that no hook of the user's sees them.
     """
 
     def __init__(
@@ -304,7 +307,7 @@ class SplitBackward:
         # what the function has multiplied each gradient by
         self._factors: list[Tensor] = []
         self._computed = computed
-        self._is_split = self._delegates = False
+        self._is_split = self._delegates = self.is_thrown_away = False
         # 0 at the end means that nothing was trained, which nobody wants silently: see
         # test_gradients_disabled_are_explained
         self._n_roots = 0
@@ -454,7 +457,7 @@ class SplitBackward:
         """Prepare leaves for a backward pass."""
         new = self._gradients.watch(leaves)
         # those that were known before were told to wait when the split began
-        if new and self._is_split:
+        if new and (self._is_split or self.is_thrown_away):
             self.let_hooks_wait(new)
 
     def let_hooks_wait(self, leaves: Sequence[Tensor]) -> None:

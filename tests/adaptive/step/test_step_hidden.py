@@ -119,6 +119,14 @@ def test_gradients_of_a_hidden_module_in_a_reentrant_checkpoint_are_those_of_the
     torch.testing.assert_close([each.grad for each in net.parameters()], wanted)
 
 
+def test_a_gradient_hook_of_a_hidden_module_runs_once_where_the_split_is_verified():
+    net, seen = nn.Linear(4, 1).double(), []
+    run = _by_name(net)
+    net.weight.register_hook(lambda gradient: seen.append(gradient.clone()))
+    step(lambda b: run(b).square().mean(), _batch(), maximum=4, cache_type=NoBatchsizeCache)
+    torch.testing.assert_close(seen, [net.weight.grad])
+
+
 def test_a_hidden_batchnorm_that_refuses_one_sample_is_told_as_what_it_is():
     net = _norm()
     run = _by_name(net)

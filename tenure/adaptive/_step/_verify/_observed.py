@@ -85,7 +85,8 @@ def observed_run(
     with watched as calls, no_optimizer_steps(parts.spec.entry):
         state.begin()
         try:
-            # no hook of the user's sees a gradient that is thrown away
+            # nor do those of leaves that are seen only when they run
+            parts.backward.is_thrown_away = True
             parts.backward.let_hooks_wait(parts.gradients.leaves())
             outcome = run_at(parts, size)
             rng = parts.state.rng
