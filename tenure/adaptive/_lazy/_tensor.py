@@ -7,6 +7,7 @@ recording is refused.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -147,7 +148,7 @@ def _handle_of(tensor: Tensor, batch: int, tapes: dict[int, Tape]) -> LazyTensor
             f"lazy() got a tensor that is not dense, {describe_tensor(tensor)}. Pass a dense one, "
             "or use step()."
         )
-    if not isinstance(batch, int) or not -tensor.dim() <= batch < tensor.dim():
+    if not isinstance(batch, Integral) or not -tensor.dim() <= batch < tensor.dim():
         raise AdaptiveUsageError(
             f"lazy() got {describe_tensor(tensor)}, which has no dimension {batch} for its "
             "samples. Leave it a plain tensor if all samples share it."

@@ -7,6 +7,7 @@ import math
 import operator
 from collections import UserDict, defaultdict
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -97,11 +98,12 @@ def test_other_things_come_back_as_they_are():
     assert again.shape == (2, 3)
 
 
-def test_the_batch_may_stand_in_any_dimension():
+@pytest.mark.parametrize("dim", [-1, numpy.int64(1)])
+def test_the_batch_may_stand_in_any_dimension(dim):
     model, (x, _) = mlp(), batch()
 
     def program(wrap):
-        recorded = wrap(x.T.contiguous()) if wrap is not lazy else lazy(x.T.contiguous(), batch=-1)
+        recorded = wrap(x.T.contiguous()) if wrap is not lazy else lazy(x.T.contiguous(), batch=dim)
         model(recorded.transpose(0, 1)).square().mean().backward()
 
     assert_same_gradients(model, program, room=3)
