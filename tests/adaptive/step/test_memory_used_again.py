@@ -29,23 +29,18 @@ def in_an_array():
 
 @pytest.mark.parametrize("verify", [True, False])
 @pytest.mark.parametrize("in_memory", [in_a_tensor, in_an_array])
-@pytest.mark.parametrize("is_named", [True, False])
-def test_weights_in_one_memory_are_those_of_each_micro_batch(in_memory, is_named, verify):
+def test_weights_in_one_memory_are_those_of_each_micro_batch(in_memory, verify):
     net, fill = small_net(), in_memory()
     batch = {"x": samples(16), "mask": (torch.arange(16) % 5 == 0).double()}
     batch["mask"][:4] = 1
 
-    def loss_of(b):
+    def fn(b):
         return (net(b["x"]).square().sum(1) * b["mask"]).sum() / b["mask"].sum()
 
     def weight(b):
-        number = fill(b["mask"].sum())
-        return {"loss": number} if is_named else number
+        return fill(b["mask"].sum())
 
-    def fn(b):
-        return {"loss": loss_of(b)} if is_named else loss_of(b)
-
-    loss = loss_of(batch)
+    loss = fn(batch)
     loss.backward()
     whole = gradients(net)
     net.zero_grad()

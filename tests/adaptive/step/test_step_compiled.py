@@ -252,7 +252,7 @@ def test_nothing_is_compiled_to_look_at_a_step(counter):
         fn({name: value[:n] for name, value in big.items()}).backward()
 
     # a budget has to count, so that what runs in it is not compiled
-    assert find_batch_size(train, high=2000, budget="256KiB", predict=True) > 1
+    assert find_batch_size(train, high=2000, budget="256KiB") > 1
     with pytest.raises(SplitMismatchError):
         step(lambda b: fn(b).sqrt(), b, maximum=20)
     assert counter.frame_count == 0
