@@ -33,8 +33,7 @@ _OUTPUTS = (
     "Return the outputs, one for each sample, and pass what is computed of all of them as loss=: "
     "step(lambda batch: model(...), batch, loss=lambda outputs: ...). Or return the loss as a pair "
     "(sum, count) or a dict of pairs, one for each term that has another denominator. Pass a "
-    "penalty on parameters as once=. Mix samples, as in mixup, before step(). Train a mixture of "
-    "experts without its router loss."
+    "penalty on parameters as once=. Mix samples, as in mixup, before step()."
 )
 
 
@@ -92,7 +91,22 @@ def advice_for(subject: Subject, parts: StepParts) -> str:
         )
     if is_clamped(subject):
         return DO_NOT_CLAMP
-    return declaration_for(subject, parts) or f"{_of_module(subject)} {_OUTPUTS}".lstrip()
+    if declared := declaration_for(subject, parts) or _of_router(parts):
+        return declared
+    return f"{_of_module(subject)} {_OUTPUTS}".lstrip()
+
+
+def _of_router(parts: StepParts) -> str:
+    """Return the advice for a mixture of experts with a router loss of transformers, or ""."""
+    for _, module in named_modules(parts.roots):
+        config = getattr(module, "config", None)
+        if getattr(config, "output_router_logits", False):
+            return (
+                f"{type(module).__name__} adds a router loss over all tokens of its batch, which "
+                "no weight makes right: train without output_router_logits, or return the outputs "
+                "of samples, and pass what is computed of all of them as loss=."
+            )
+    return ""
 
 
 def declaration_for(subject: Subject, parts: StepParts) -> str | None:

@@ -115,7 +115,7 @@ def test_the_router_loss_of_mixtral_is_refused_although_there_is_a_weight():
     step(lambda batch: model(**batch).loss, batch, model=model, maximum=4, **weight)
     model, batch = _made(lambda: _mixtral(True))
     error = _refused(lambda batch: model(**batch).loss, batch, model, **weight)
-    assert "Train a mixture of experts without its router loss." in error.advice
+    assert "MixtralForCausalLM adds a router loss over all tokens of its batch" in error.advice
     assert "pass what is computed of all of them as loss=" in error.advice
 
 
