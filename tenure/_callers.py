@@ -34,6 +34,8 @@ RUNNER = f"{_OWN_PACKAGE}._cli._program"
 """What stands below a program that the command line runs, and is no part of it."""
 _INTERNAL = frozenset({_OWN_PACKAGE, "torch", "contextlib"})
 _OWN_FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "")
+_STANDARD = os.path.dirname(os.__file__)
+_INSTALLED = ("site-packages", "dist-packages")
 _STACK_DEPTH = 16
 _HANDLER = "__torch_function__"
 # a mode calls torch in its handler, or in a function or two that the handler calls
@@ -73,6 +75,17 @@ def is_internal(frame: FrameType) -> bool:
 
 def _is_program(name: str) -> bool:
     return name.startswith(_PROGRAMS) and not name.startswith(RUNNER)
+
+
+def is_installed(path: str) -> bool:
+    """Return whether a file is of an installed package."""
+    return any(part in path for part in _INSTALLED)
+
+
+def is_standard(path: str) -> bool:
+    """Return whether a file is of Python's own library."""
+    # without a virtual environment, packages are installed below it
+    return path.startswith(_STANDARD) and not is_installed(path)
 
 
 def user_frame(frame: FrameType) -> FrameType:

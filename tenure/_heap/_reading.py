@@ -9,7 +9,6 @@ unless somebody else holds it.
 import ctypes
 import gc
 import inspect
-import os
 import sys
 import types
 from collections import deque
@@ -22,16 +21,13 @@ from typing import Any, cast
 
 import torch
 
-from tenure._callers import is_internal, is_tenure
+from tenure._callers import is_internal, is_standard, is_tenure
 from tenure._errors import MissingTorchNameError
 from tenure._storages import storage_of
 from tenure._torch.counting import OF_CPP, SOLE
 from tenure._torch.quiet import TENSOR_BASE
 from tenure._torch.storages import owners_of_storage, uses_of_tensor
 
-_LIBRARY = os.path.dirname(os.__file__)
-# without a virtual environment it is in the folder above
-_INSTALLED = os.path.join(_LIBRARY, "site-packages")
 _QUALNAME = type.__dict__["__qualname__"].__get__
 _MRO = type.__dict__["__mro__"].__get__
 _IS_SUBCLASS = type.__subclasscheck__
@@ -220,8 +216,7 @@ def variables_of_stack(frame: FrameType | None) -> list[object]:
 
 def is_of_library(frame: FrameType) -> bool:
     """Return whether a frame runs code of tenure, of torch, or of what comes with Python."""
-    file = frame.f_code.co_filename
-    return is_internal(frame) or (file.startswith(_LIBRARY) and not file.startswith(_INSTALLED))
+    return is_internal(frame) or is_standard(frame.f_code.co_filename)
 
 
 def is_optimized(frame: FrameType) -> bool:

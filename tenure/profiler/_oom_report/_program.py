@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from types import FrameType
 
-from tenure._callers import is_internal
+from tenure._callers import is_installed, is_internal, is_standard
 
 # To read more would take seconds: of a large program only the files that run are known.
 _MOST_CHARACTERS = 1 << 18
@@ -28,8 +28,6 @@ _GROWS = frozenset(
 _GROWING = frozenset({"heappush", "insort"})
 # what these give has no graph
 _PLAIN = frozenset({"item", "detach", "tolist", "numpy", "data", "cpu"})
-_PARTS_OF_LIBRARIES = ("site-packages", "dist-packages")
-_STANDARD = os.path.dirname(os.__file__)
 _OURS = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 _DEFINED = (ast.FunctionDef, ast.AsyncFunctionDef)
 _INDEXED = re.compile(r"(\w+)\[…\]")
@@ -209,4 +207,4 @@ def is_library(frame: FrameType) -> bool:
 
 
 def _is_of_library(path: str) -> bool:
-    return path.startswith(_STANDARD) or any(part in path for part in _PARTS_OF_LIBRARIES)
+    return is_standard(path) or is_installed(path)

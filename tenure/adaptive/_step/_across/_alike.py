@@ -28,7 +28,11 @@ def asked_by(spec: StepSpec, *, per_rank: bool) -> str:
 
 
 def weight_of(parts: StepParts) -> float:
-    """Return the weight of this rank's samples: ``weight``, or else their number."""
+    """Return the weight of this rank's samples: ``weight``, or else their number.
+
+    Raises:
+        AdaptiveUsageError: it is not a number, or less than zero, or not finite.
+    """
     weight = parts.spec.weight
     if weight is None:
         return float(parts.n_samples)
