@@ -78,12 +78,6 @@ def sequence_of_node() -> int:
     return node_number(current_node())
 
 
-def dtype_of(node: Any) -> torch.dtype:
-    """Return the dtype of the gradient that a node gets."""
-    dtype: torch.dtype = node._input_metadata[0].dtype
-    return dtype
-
-
 def adds_in_place(gradient: Tensor, frame: FrameType | None, n_modes_above: int = 0) -> bool:
     """Return whether the engine would add to ``gradient`` in place; ask in a handler of `SUM`.
 

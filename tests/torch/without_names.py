@@ -22,7 +22,7 @@ from torch import nn
 import tenure._torch
 
 ROOMS = (
-    "scopes", "adaptive", "adaptive._predict._scratch", "profiler", "paging",
+    "scopes", "adaptive", "adaptive._predict._measured", "profiler", "paging",
     "testing._interface._accelerator", "testing._interface._backward",
 )  # fmt: skip
 SIMULATION = "the simulated accelerator"

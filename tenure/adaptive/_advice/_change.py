@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import nn
 
 from .._predict import Work
 
+_MISSING = object()
 WITH_INNER = "with_inner"
 """What a function has that runs another one in micro-batches: gives a function that runs it
 changed."""
@@ -35,7 +36,7 @@ class AdvisedChange:
     what: str
     how: str
     made: Callable[[], AbstractContextManager[Any]] = nullcontext
-    around: Callable[[Callable[..., Any]], Callable[..., Any]] | None = field(default=None)
+    around: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
     changes_numbers: bool = False
     is_told_anyway: bool = False
     paged_bytes: int = 0
@@ -47,25 +48,23 @@ class AdvisedChange:
             inner = getattr(work.fn, WITH_INNER, None)
             changed.fn = self.around(work.fn) if inner is None else inner(self.around)
         with self.made():
-            return changed.observe().record.peak().n_bytes - self.paged_bytes
+            return changed.observe().record.peak()[0] - self.paged_bytes
 
 
 @contextmanager
-def entries_set(spaces: list[dict[str, Any]], entries: list[dict[str, Any]]) -> Iterator[None]:
+def entries_set(pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> Iterator[None]:
     """Open a block in which dicts have some entries; their own are restored afterwards."""
-    before = [
-        {key: space[key] for key in each if key in space}
-        for space, each in zip(spaces, entries, strict=True)
-    ]
+    before = [(space, key, space.get(key, _MISSING)) for space, own in pairs for key in own]
     try:
-        for space, each in zip(spaces, entries, strict=True):
-            space.update(each)
+        for space, own in pairs:
+            space.update(own)
         yield
     finally:
-        for space, each, own in zip(spaces, entries, before, strict=True):
-            for key in each:
+        for space, key, value in before:
+            if value is _MISSING:
                 space.pop(key, None)
-            space.update(own)
+            else:
+                space[key] = value
 
 
 def expression_of(work: Work, module: nn.Module) -> str:

@@ -82,16 +82,18 @@ def _checkpointing(work: Work, has_backward: bool) -> Iterator[AdvisedChange]:
         part = "" if whole else f"[{start}:{start + len(blocks)}]"
         place = expression_of(work, container) + part
         # once each, though a module be there twice
-        each = list(dict.fromkeys(blocks))
         forwards = [
-            {"forward": functools.partial(checkpoint, block.forward, use_reentrant=False)}
-            for block in each
+            (
+                vars(block),
+                {"forward": functools.partial(checkpoint, block.forward, use_reentrant=False)},
+            )
+            for block in dict.fromkeys(blocks)
         ]
         yield AdvisedChange(
             f"checkpoint the {len(blocks)} {type(blocks[0]).__name__} of {place}",
             f"for block in {place}: block.forward = functools.partial("
             "torch.utils.checkpoint.checkpoint, block.forward, use_reentrant=False)",
-            functools.partial(entries_set, [vars(block) for block in each], forwards),
+            functools.partial(entries_set, forwards),
             is_told_anyway=True,
         )
 
@@ -135,11 +137,11 @@ def _optimizer_steps(work: Work, has_backward: bool) -> Iterator[AdvisedChange]:
     groups = [] if work.optimizer is None else work.optimizer.param_groups
     options = {"foreach": False, "fused": False}
     if any("foreach" in group for group in groups):
-        own = [{key: options[key] for key in options if key in group} for group in groups]
+        own = [(group, {k: v for k, v in options.items() if k in group}) for group in groups]
         yield AdvisedChange(
             f"let {type(work.optimizer).__name__} step one parameter after the other",
             "for group in optimizer.param_groups: group.update(foreach=False, fused=False)",
-            functools.partial(entries_set, groups, own),
+            functools.partial(entries_set, own),
         )
 
 
@@ -173,9 +175,7 @@ def _autocast(work: Work, has_backward: bool) -> Iterator[AdvisedChange]:
         yield AdvisedChange(
             "run the forward pass in bfloat16 where autocast does",
             f'with torch.autocast("{kind}", torch.bfloat16): loss = fn(batch)',
-            around=functools.partial(
-                _within, functools.partial(torch.autocast, kind, torch.bfloat16)
-            ),
+            around=functools.partial(_within, lambda: torch.autocast(kind, torch.bfloat16)),
             changes_numbers=True,
         )
 

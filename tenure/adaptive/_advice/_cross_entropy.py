@@ -55,9 +55,9 @@ def _in_parts(weight: Tensor, fn: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         with _InParts(weight) as mode:
             result = fn(*args, **kwargs)
-        if not mode.n_replaced:
-            raise _NotThisWayError
-        return result
+        if mode.n_replaced:
+            return result
+        raise _NotThisWayError
 
     return run
 
@@ -80,7 +80,9 @@ class _InParts(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.linear and len(args) > 1 and args[1] is self._weight:
             return self._leave_out(*args, **kwargs)
-        known = self._known_in([*args, *kwargs.values()])
+        given = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
+        keys = [key_of(each.untyped_storage()) for each in given] if self._left_out else []
+        known = next((self._left_out[key] for key in keys if key in self._left_out), None)
         if known is None:
             return func(*args, **kwargs)
         if func is F.cross_entropy:
@@ -98,13 +100,6 @@ class _InParts(TorchFunctionMode):
         stand_in = hidden.detach().new_empty(()).expand(*hidden.shape[:-1], weight.shape[0])
         self._left_out[key_of(stand_in.untyped_storage())] = hidden, bias, stand_in
         return stand_in
-
-    def _known_in(self, values: list[Any]) -> tuple[Tensor, Tensor | None, Tensor] | None:
-        if not self._left_out:
-            return None
-        storages = (each.untyped_storage() for each in values if isinstance(each, Tensor))
-        found = (self._left_out.get(key_of(storage)) for storage in storages)
-        return next(filter(None, found), None)
 
     def _replace(self, known: Any, *args: Any, **kwargs: Any) -> Any:
         hidden, bias, stand_in = known

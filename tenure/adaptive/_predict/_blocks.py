@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, get_args
 
-from tenure._cuda_blocks import CachedBlocks, CudaBlock
+from tenure._cuda_blocks import CachedBlocks
 
 Category = Literal[
     "parameters", "buffers", "gradients", "optimizer state", "inputs", "activations", "temporaries"
 ]
-"""What a block is for. Activations were made by the forward pass and were still alive at its end;
-what the work made and let go in between is temporary."""
+"""The use of a block. Activations were made by the forward pass and were still alive at its end;
+what the work made and freed in between is temporary."""
 Phase = Literal["forward", "backward", "optimizer step"]
 
 CATEGORIES: tuple[Category, ...] = get_args(Category)
@@ -53,21 +52,6 @@ class BlockEvent(NamedTuple):
 
 
 @dataclass(slots=True)
-class PeakMoment:
-    """The worst moment.
-
-    Attributes:
-        n_bytes: what is alive then.
-        operation: the number of the operation that runs; -1 where the work makes nothing.
-        blocks: the bytes of each block that is alive then.
-    """
-
-    n_bytes: int
-    operation: int
-    blocks: dict[LiveBlock, int]
-
-
-@dataclass(slots=True)
 class MemoryRecord:
     """All blocks of a piece of work.
 
@@ -84,26 +68,32 @@ class MemoryRecord:
         """What was there before."""
         return sum(self.existing.values())
 
-    def peak(self) -> PeakMoment:
-        """Find the worst moment: the first, if there are several."""
+    def peak(self) -> tuple[int, int]:
+        """Return the most bytes that are alive, and the first event after which they are, or -1."""
+        now = dict(self.existing)
         live_bytes = most_bytes = self.baseline_bytes
         at = -1
-        for i, (_, change) in enumerate(self._changes()):
-            live_bytes += change
+        for i, (block, n_bytes, _) in enumerate(self.events):
+            live_bytes += n_bytes - now.get(block, 0)
+            now[block] = n_bytes
             if live_bytes > most_bytes:
                 most_bytes, at = live_bytes, i
-        blocks = dict(self.existing)
-        for event in self.events[: at + 1]:
-            if event.n_bytes:
-                blocks[event.block] = event.n_bytes
-            else:
-                blocks.pop(event.block, None)
-        return PeakMoment(most_bytes, -1 if at < 0 else self.events[at].operation, blocks)
+        return most_bytes, at
+
+    def categories(self, at: int) -> dict[str, int]:
+        """Return the bytes that are alive after an event, by what they are for."""
+        events = ((block, n_bytes) for block, n_bytes, _ in self.events[: at + 1])
+        found: dict[str, int] = {}
+        for block, n_bytes in {**self.existing, **dict(events)}.items():
+            kept = block.phase == "forward" and block.outlived_forward
+            category = block.category or ("activations" if kept else "temporaries")
+            found[category] = found.get(category, 0) + n_bytes
+        return found
 
     def of_a_later_step(self) -> MemoryRecord | None:
         """Run the same work again, with the state that the optimizer's first step made.
 
-        The gradients are taken to be let go in between, as ``zero_grad()`` does. None where the
+        The gradients are taken to be freed in between, as ``zero_grad()`` does. None where the
         optimizer has made no state.
         """
         made = {
@@ -119,32 +109,9 @@ class MemoryRecord:
         events = [event for event in self.events if event.block not in state]
         return MemoryRecord({**self.existing, **state}, events)
 
-    def _changes(self) -> Iterator[tuple[BlockEvent, int]]:
-        now = dict(self.existing)
-        for event in self.events:
-            yield event, event.n_bytes - now.get(event.block, 0)
-            now[event.block] = event.n_bytes
 
-
-# --- what a record takes of an accelerator, whose allocator rounds, cuts segments and keeps them
-
-
-class ReplayedPeak(NamedTuple):
-    """What an allocator like CUDA's makes of a record.
-
-    Attributes:
-        allocated_peak: the most bytes of blocks in use, rounded as they are.
-        reserved_peak: the most bytes of segments, in use or cached.
-        fits: whether the budget was never exceeded.
-    """
-
-    allocated_peak: int
-    reserved_peak: int
-    fits: bool
-
-
-def replay(record: MemoryRecord, budget: int | None = None) -> ReplayedPeak:
-    """Take and give back all blocks of a record in order.
+def replay(record: MemoryRecord, budget: int | None = None) -> tuple[int, int, bool]:
+    """Allocate and free all blocks of a record in order, by an allocator like CUDA's.
 
     The allocator is taken to be empty before the work: what was there before it is allocated first,
     in the order of the record. One stream has all blocks: gradients that CUDA computes on the
@@ -155,15 +122,17 @@ def replay(record: MemoryRecord, budget: int | None = None) -> ReplayedPeak:
         record: of the work.
         budget: the bytes that may be reserved; what is cached is given back where they do not do,
             as CUDA does. Where that is too little, the figures are those without a refusal.
+
+    Returns:
+        The most bytes of blocks in use, rounded as they are; the most bytes of segments, in use or
+        cached; and whether the budget was never exceeded.
     """
     memory = CachedBlocks(budget)
-    places: dict[LiveBlock, CudaBlock | None] = {
-        block: memory.allocate(n_bytes) for block, n_bytes in record.existing.items()
-    }
+    places = {block: memory.allocate(n_bytes) for block, n_bytes in record.existing.items()}
     for block, n_bytes, _ in record.events:
         # a storage that grows has both until its bytes are copied
         before = places.pop(block, None)
         if n_bytes:
             places[block] = memory.allocate(n_bytes)
         memory.free(before)
-    return ReplayedPeak(memory.allocated_peak_bytes, memory.reserved_peak_bytes, memory.fits)
+    return memory.allocated_peak_bytes, memory.reserved_peak_bytes, memory.fits

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import replace
-from types import CodeType, FrameType
+from functools import partial
+from types import FrameType
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -22,26 +22,25 @@ from tenure._torch.modules import module_called_by
 from tenure._torch.sharding import dtensor_class
 from tenure._torch.storages import key_of
 
-from ._assumptions import CAN_NOT, STAND_INS, worked_out
 from ._blocks import BlockEvent, Category, LiveBlock, MemoryRecord, Phase
-from ._exchanges import exchanged
-from ._known import KnownValues, storages_of
+from ._device import Target, Workspaces, taken_inside
 from ._scratch import Inside, inside
-from ._target import Target
-from ._workspaces import Workspaces, taken_inside
+from ._values import CAN_NOT, KnownValues, shown_for, storages_of, worked_out
 
 # Formulas of autograd that ask whether a tensor is of a subclass, which is so while a mode is open,
 # and then work in another way: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/autograd/
 # FunctionsManual.cpp. Of the others that ask, the way without data takes as much or more; see
 # gradient_sums.writes_in_place.
-_SPREADING = frozenset({"MaxBackward1", "MinBackward1", "MedianBackward0", "NanmedianBackward0"})
-_WITH_ZERO = "a factor of a product is taken to be 0"
-_BY_DATA = {
-    "LinalgHouseholderProductBackward0": (
-        "LinalgHouseholderProductBackward0 works in another way on tensors with data"
-    ),
-    **dict.fromkeys(("ProdBackward0", "ProdBackward1", "CumprodBackward0"), _WITH_ZERO),
-}
+_WITH_ZERO = dict.fromkeys(
+    ("ProdBackward0", "ProdBackward1", "CumprodBackward0"),
+    "a factor of a product is taken to be 0",
+)
+_OTHER_WAY = frozenset(
+    {
+        "LinalgHouseholderProductBackward0",
+        *("MaxBackward1", "MinBackward1", "MedianBackward0", "NanmedianBackward0"),
+    }
+)
 
 
 class OperationPlace(NamedTuple):
@@ -49,17 +48,11 @@ class OperationPlace(NamedTuple):
 
     Attributes:
         module: the innermost module whose forward runs.
-        code: the code of the user's program that called torch.
-        instruction: how far that was.
+        site: the place in the user's program that called torch.
     """
 
     module: ref[nn.Module] | None
-    code: CodeType | None
-    instruction: int
-
-    def line(self) -> str:
-        """Return the line of the program, as ``train.py:12``; "" where none is known."""
-        return "" if self.code is None else str(Site(self.code, self.instruction))
+    site: Site | None
 
 
 class Operation(NamedTuple):
@@ -76,15 +69,6 @@ class Operation(NamedTuple):
     phase: Phase
     place: OperationPlace | None
     sequence: int
-
-
-class _LiveStorage(ref[UntypedStorage]):
-    """A storage that is alive, and the block it lies in."""
-
-    __slots__ = ("block", "key")
-
-    key: int
-    block: LiveBlock
 
 
 class Observer(DispatchMode):
@@ -105,7 +89,7 @@ class Observer(DispatchMode):
         known: values that are computed along.
         workspaces: what kernels of an accelerator may take on top.
         reasons: why the record may be wrong; each once.
-        unforeseen: leaves that nobody found before the work used them, with their gradients then.
+        unforeseen: leaves that nobody found before the work used them, as `leaves_in` returns them.
     """
 
     supports_higher_order_operators = True
@@ -120,53 +104,47 @@ class Observer(DispatchMode):
         self.reasons: dict[str, None] = {}
         self.known = KnownValues()
         self.workspaces = Workspaces(target.device)
-        self.unforeseen: dict[int, tuple[Tensor, Tensor | None]] = {}
+        self.unforeseen: dict[int, tuple[Tensor, bool, Tensor | None]] = {}
         self._target = target
-        self._entries: dict[int, _LiveStorage] = {}
+        # of each storage that is alive, what notices its end, and the block that it lies in
+        self._entries: dict[int, tuple[ref[UntypedStorage], LiveBlock]] = {}
         self._owners: dict[LiveBlock, int] = {}
-        self._real = LiveBlock(0, "forward", "temporaries")
+        self._real = self._temporary(0)
         self._real_live = cpu_allocator.live_counter()
         self._real_before = 0
-        # what kernels have taken that let go of it later: a group has two threads for them
-        self._kept = deque(LiveBlock(0, "forward", "temporaries") for _ in range(2))
+        # what kernels have taken that free it later: a group has two threads for them
+        self._kept = deque(self._temporary(0) for _ in range(2))
         self._is_over = False
         self._shared = dtensor_class()
 
     def enter_existing(self, tensors: Iterable[Tensor], category: Category) -> None:
         """Note what was there before; what is known already keeps its category."""
-        for tensor in tensors:
-            if tensor.device != self._target.runs_on:
-                continue
-            for storage in storages_of(tensor):
-                if key_of(storage) not in self._entries:
-                    block = LiveBlock(
-                        storage.nbytes(), category=category, is_offloaded=self.is_offloading
-                    )
-                    self._record_of(block).existing[block] = block.n_bytes
-                    self._enter(storage, block)
+        here = [each for each in tensors if each.device == self._target.runs_on]
+        for storage in (storage for tensor in here for storage in storages_of(tensor)):
+            if key_of(storage) not in self._entries:
+                n_bytes = storage.nbytes()
+                block = LiveBlock(n_bytes, category=category, is_offloaded=self.is_offloading)
+                self._record_of(block).existing[block] = n_bytes
+                self._enter(storage, block)
 
     def name_blocks(self, tensors: Iterable[Tensor], category: Category) -> None:
         """Say what tensors that the work has made are for."""
         for storage in (each for tensor in tensors for each in storages_of(tensor)):
-            entry = self._entries.get(key_of(storage))
-            if entry is not None and entry.block.category is None:
-                entry.block.category = category
+            block = self._block_of(storage)
+            if block is not None and block.category is None:
+                block.category = category
 
     def note_resized(self, storage: UntypedStorage, n_bytes: int) -> None:
-        """Notice that a storage gets another size by no operation."""
-        entry = self._entries.get(key_of(storage))
-        if entry is not None and n_bytes != entry.block.n_bytes:
-            entry.block.n_bytes = n_bytes
-            self._change(entry.block, n_bytes)
+        """Notice that a storage gets another size, in place or by no operation."""
+        block = self._block_of(storage)
+        if block is not None and n_bytes != block.n_bytes:
+            block.n_bytes = n_bytes
+            self._change(block, n_bytes)
 
     @property
     def has_backward(self) -> bool:
         """Whether a backward pass ran."""
         return any(each.phase == "backward" for each in self.operations)
-
-    @property
-    def _is_on_host(self) -> bool:
-        return self._target.is_host or self.is_offloading
 
     def begin(self) -> None:
         """Count from now on what is really taken."""
@@ -175,8 +153,11 @@ class Observer(DispatchMode):
     def end(self) -> None:
         """Notice what the work has left alive; what dies from now on is no part of it."""
         self._is_over = True
-        for entry in list(self._entries.values()):
-            entry.block.outlived_forward = True
+        self._note_outlived()
+
+    def _note_outlived(self) -> None:
+        for _, block in list(self._entries.values()):
+            block.outlived_forward = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -193,22 +174,35 @@ class Observer(DispatchMode):
             if parts is not NotImplemented:
                 return parts
         self._note_pass()
-        self._note_unforeseen(args, kwargs)
+        for tensor in passed_tensors((args, kwargs)):
+            # a leaf with data: autograd is about to give it a gradient that has none
+            if tensor.requires_grad and tensor.is_leaf and not is_fake(tensor):
+                self.reasons.setdefault("it uses parameters that no name in its code leads to")
+                self.unforeseen.setdefault(id(tensor), (tensor, True, tensor.grad))
         kwargs = self._target.made_on(kwargs)
-        shown: Any = STAND_INS.get(func) or exchanged(func) or func
         try:
-            result = shown(*args, **kwargs)
+            result = shown_for(func)(*args, **kwargs)
         except CAN_NOT as error:
             result, reason = worked_out(func, args, kwargs, self.known, error)
             if reason is not None:
-                self.reasons.setdefault(f"{reason} at {_place(sys._getframe(1)).line()}")
-        taken = Inside(0, result)
-        if self._is_on_host:
-            taken = inside(func, args, kwargs, result)
-            if n_beside := _beside_mask(func, args):
-                taken = replace(taken, n_bytes=taken.n_bytes + n_beside)
+                _, site = _place(sys._getframe(1))
+                self.reasons.setdefault(f"{reason} at {site or ''}")
+        is_on_host = self._target.is_host or self.is_offloading
+        taken = inside(func, args, kwargs, result) if is_on_host else Inside(0, result)
         self.known.follow(func, args, kwargs, taken.result)
-        self._note(func, args, kwargs, taken)
+        n_before = len(self.record.events) + len(self.offloaded.events)
+        if self._target.is_host and not self._is_counted:
+            self._note_real()
+        for tensor in passed_tensors(taken.result):
+            if tensor.device == self._target.runs_on:
+                for storage in storages_of(tensor):
+                    self._note_result(func, args, storage)
+        if not is_on_host:
+            self._note_kernel_of_device(func, args, kwargs, result)
+        elif not self._is_counted:
+            self._note_kernel_of_host(taken)
+        if len(self.record.events) + len(self.offloaded.events) > n_before:
+            self.operations.append(_operation(str(func), self.phase))
         return taken.result
 
     def _note_pass(self) -> None:
@@ -217,52 +211,34 @@ class Observer(DispatchMode):
             node = gradient_sums.current_node()
             phase: Phase = "forward" if node is None else "backward"
             if phase != self.phase == "forward":
-                for entry in list(self._entries.values()):
-                    entry.block.outlived_forward = True
+                self._note_outlived()
             self.phase = phase
-            if node is not None and node.name() in _BY_DATA:
-                self.reasons.setdefault(_BY_DATA[node.name()])
+            name = "" if node is None else node.name()
+            if name in _WITH_ZERO:
+                self.reasons.setdefault(_WITH_ZERO[name])
+            elif name in _OTHER_WAY:
+                self.reasons.setdefault(f"{name} works in another way on tensors with data")
 
-    def _note_unforeseen(self, *arguments: Any) -> None:
-        """Notice a leaf with data: autograd is about to give it a gradient that has none."""
-        for tensor in passed_tensors(arguments):
-            if tensor.requires_grad and tensor.is_leaf and not is_fake(tensor):
-                self.reasons.setdefault("it uses parameters that no name in its code leads to")
-                self.unforeseen.setdefault(id(tensor), (tensor, tensor.grad))
+    def _note_kernel_of_device(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        for n_bytes in self.workspaces.note(func, args, kwargs, result, self.phase):
+            block = LiveBlock(n_bytes, self.phase, "temporaries", is_of_library=True)
+            self._change(block, n_bytes)
+        blocks = [self._temporary(n_bytes) for n_bytes in taken_inside(func, args)]
+        for block in blocks:
+            self._change(block, block.n_bytes)
+        for block in blocks:
+            self._change(block, 0)
 
-    def _note(self, func: Any, args: Any, kwargs: Any, taken: Inside) -> None:
-        result = taken.result
-        n_before = len(self.record.events) + len(self.offloaded.events)
-        if self._target.is_host and not self._is_counted:
-            self._note_real()
-        for tensor in passed_tensors(result):
-            if tensor.device == self._target.runs_on:
-                for storage in storages_of(tensor):
-                    self._note_result(func, args, storage)
-        if not self._is_on_host:
-            for n_bytes in self.workspaces.note(func, args, kwargs, result, self.phase):
-                block = LiveBlock(n_bytes, self.phase, "temporaries", is_of_library=True)
-                self._change(block, n_bytes)
-            sizes = taken_inside(func, args)
-            blocks = [LiveBlock(n_bytes, self.phase, "temporaries") for n_bytes in sizes]
-            for block in blocks:
-                self._change(block, block.n_bytes)
-            for block in blocks:
-                self._change(block, 0)
-        elif not self._is_counted:
-            if taken.n_bytes:
-                block = LiveBlock(
-                    taken.n_bytes, self.phase, "temporaries", is_offloaded=self.is_offloading
-                )
-                self._change(block, taken.n_bytes)
-                if taken.is_kept:
-                    self._kept.append(block)
-                    block = self._kept.popleft()
-                self._change(block, 0)
-            if taken.reason is not None:
-                self.reasons.setdefault(taken.reason)
-        if len(self.record.events) + len(self.offloaded.events) > n_before:
-            self.operations.append(_operation(str(func), self.phase))
+    def _note_kernel_of_host(self, taken: Inside) -> None:
+        if taken.n_bytes:
+            block = self._temporary(taken.n_bytes)
+            self._change(block, taken.n_bytes)
+            if taken.is_kept:
+                self._kept.append(block)
+                block = self._kept.popleft()
+            self._change(block, 0)
+        if taken.reason is not None:
+            self.reasons.setdefault(taken.reason)
 
     def _note_real(self) -> None:
         """Notice memory that was really taken: states of generators, which no operation makes."""
@@ -275,21 +251,15 @@ class Observer(DispatchMode):
             self._change(self._real, n_bytes)
 
     def _note_result(self, func: Any, args: Any, storage: UntypedStorage) -> None:
-        entry = self._entries.get(key_of(storage))
-        if entry is not None:
-            # grown in place
-            if storage.nbytes() != entry.block.n_bytes:
-                entry.block.n_bytes = storage.nbytes()
-                self._change(entry.block, storage.nbytes())
+        if key_of(storage) in self._entries:
+            self.note_resized(storage, storage.nbytes())
             return
-        taken_over = self._block_added_to(func, args)
-        if taken_over is not None:
-            self._enter(storage, taken_over)
-            return
-        block = LiveBlock(storage.nbytes(), self.phase, is_offloaded=self.is_offloading)
+        block = self._block_added_to(func, args)
+        if block is None:
+            block = LiveBlock(storage.nbytes(), self.phase, is_offloaded=self.is_offloading)
+            if block.n_bytes:
+                self._change(block, block.n_bytes)
         self._enter(storage, block)
-        if block.n_bytes:
-            self._change(block, block.n_bytes)
 
     def _block_added_to(self, func: Any, args: Any) -> LiveBlock | None:
         """Return the block of an operand that autograd writes a result into.
@@ -302,31 +272,37 @@ class Observer(DispatchMode):
         if self._is_counted and func is not gradient_sums.SUM:
             return None
         frame: FrameType | None = sys._getframe()
-        # Called for a result, for an operation, by the handler, by the caller of the sum: a frame
-        # that a thread of autograd's engine may not have.
-        for _ in range(4):
+        # Called for a result, by the handler, by the caller of the sum: a frame that a thread of
+        # autograd's engine may not have.
+        for _ in range(3):
             frame = frame and frame.f_back
         if not gradient_sums.writes_in_place(func, args[0], frame):
             return None
-        entry = self._entries.get(key_of(args[0].untyped_storage()))
-        return None if entry is None else entry.block
+        return self._block_of(args[0].untyped_storage())
+
+    def _block_of(self, storage: UntypedStorage) -> LiveBlock | None:
+        _, block = self._entries.get(key_of(storage), (None, None))
+        return block
+
+    def _temporary(self, n_bytes: int) -> LiveBlock:
+        return LiveBlock(n_bytes, self.phase, "temporaries", is_offloaded=self.is_offloading)
 
     def _enter(self, storage: UntypedStorage, block: LiveBlock) -> None:
-        entry = self._entries[key_of(storage)] = _LiveStorage(storage, self._forget)
-        entry.key, entry.block = key_of(storage), block
+        key = key_of(storage)
+        self._entries[key] = ref(storage, partial(self._forget, key)), block
         self._owners[block] = self._owners.get(block, 0) + 1
 
-    def _forget(self, entry: Any) -> None:
-        del self._entries[entry.key]
-        self._owners[entry.block] -= 1
-        if not self._owners[entry.block]:
-            del self._owners[entry.block]
-            self._change(entry.block, 0)
+    def _forget(self, key: int, _: object) -> None:
+        _, block = self._entries.pop(key)
+        self._owners[block] -= 1
+        if not self._owners[block]:
+            del self._owners[block]
+            self._change(block, 0)
 
     def _change(self, block: LiveBlock, n_bytes: int) -> None:
-        if self._is_over:
-            return
-        self._record_of(block).events.append(BlockEvent(block, n_bytes, len(self.operations)))
+        if not self._is_over:
+            event = BlockEvent(block, n_bytes, len(self.operations))
+            self._record_of(block).events.append(event)
 
     def _record_of(self, block: LiveBlock) -> MemoryRecord:
         return self.offloaded if block.is_offloaded else self.record
@@ -335,27 +311,15 @@ class Observer(DispatchMode):
 def _operation(name: str, phase: Phase) -> Operation:
     if gradient_sums.current_node() is not None:
         return Operation(name, phase, None, gradient_sums.sequence_of_node())
-    return Operation(name, phase, _place(sys._getframe(3)), gradient_sums.next_sequence())
-
-
-def _beside_mask(func: Any, args: Any) -> int:
-    """Return by how much more stands beside the sum of a mask, on tensors with data."""
-    if func is not torch.ops.aten.sum.default or args[0].dtype is not torch.bool:
-        return 0
-    node = gradient_sums.current_node()
-    if node is None or node.name() not in _SPREADING:
-        return 0
-    # zeros to fill, but not the two further masks that there are without data
-    n_bytes: int = args[0].numel() * (gradient_sums.dtype_of(node).itemsize - 2)
-    return n_bytes
+    return Operation(name, phase, _place(sys._getframe(2)), gradient_sums.next_sequence())
 
 
 def _place(frame: FrameType | None) -> OperationPlace:
-    module, code, instruction = None, None, -1
-    while frame is not None and (module is None or code is None):
-        if module is None:
-            module = module_called_by(frame)
-        if code is None and not is_internal(frame):
-            code, instruction = frame.f_code, frame.f_lasti
+    module, site = None, None
+    while frame is not None and (module is None or site is None):
+        # a module may be empty, and false
+        module = module_called_by(frame) if module is None else module
+        if site is None and not is_internal(frame):
+            site = Site(frame.f_code, frame.f_lasti)
         frame = frame.f_back
-    return OperationPlace(None if module is None else ref(module), code, instruction)
+    return OperationPlace(None if module is None else ref(module), site)

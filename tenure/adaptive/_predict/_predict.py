@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,11 +13,24 @@ from tenure._errors import AdaptiveUsageError
 from tenure._torch.compiler import never_compiled
 
 from .._callables import check_function
-from ._advice_list import Adviser
-from ._blocks import MemoryRecord, PeakMoment, replay
-from ._observer import Operation, OperationPlace
-from ._report import PeakReport
+from .._memory import counting_on, meter_for
+from ._blocks import MemoryRecord, replay
+from ._observer import Operation
+from ._report import Advice, Adviser, PeakReport
 from ._work import Work
+
+_logger = logging.getLogger("tenure.adaptive")
+_Advise = Callable[[Work, int, bool], tuple[Advice, ...]]
+_advise: list[_Advise] = []
+
+
+def advise_with(function: _Advise) -> None:
+    """Have a function asked for advice; it knows more of the library than a prediction may.
+
+    Args:
+        function: gets the work, its peak in bytes, and whether it has a backward pass.
+    """
+    _advise[:] = [function]
 
 
 @never_compiled
@@ -95,53 +109,45 @@ def report_of(work: Work, *, is_counted: bool = False) -> PeakReport:
     """
     observer = work.observe(is_counted=is_counted)
     # the report keeps these, and nothing else of the observer
-    record = observer.record
-    peak = record.peak()
-    operation = observer.operations[peak.operation] if peak.operation >= 0 else None
+    record, workspaces, has_backward = observer.record, observer.workspaces, observer.has_backward
+    peak_bytes, at = record.peak()
+    operation = observer.operations[record.events[at].operation] if at >= 0 else None
     later = record.of_a_later_step()
     records = [record] if later is None else [record, later]
     host = observer.offloaded
     on_host = [host, host.of_a_later_step() or host] if host.existing else []
     taken = [] if work.target.is_host else [replay(each) for each in records]
-    reasons = work.reasons() | observer.reasons | observer.workspaces.reasons
+    reasons = dict.fromkeys([*work.reasons(), *observer.reasons, *workspaces.reasons])
+    modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+
+    def ask() -> tuple[Advice, ...]:
+        # as it was where the work was predicted
+        with torch.inference_mode(modes[1]), torch.set_grad_enabled(modes[0]):
+            return tuple(each for find in _advise for each in find(work, peak_bytes, has_backward))
+
     return PeakReport(
-        peak_bytes=peak.n_bytes,
+        peak_bytes=peak_bytes,
         baseline_bytes=record.baseline_bytes,
-        categories=_categories(peak),
+        categories=record.categories(at),
         phase=operation.phase if operation else "forward",
         operation=operation.name if operation else "",
         place=_described(operation, observer.operations, work.names),
         device=str(work.device),
         approximate=bool(reasons),
-        reasons=(*reasons, *observer.workspaces.notes()),
-        later_peak_bytes=None if later is None else later.peak().n_bytes,
-        allocated_bytes=taken[0].allocated_peak if taken else None,
-        reserved_bytes=taken[0].reserved_peak if taken else None,
-        later_reserved_bytes=taken[1].reserved_peak if len(taken) > 1 else None,
-        allowance_bytes=observer.workspaces.allowance_bytes if taken else 0,
-        host_bytes=max((each.peak().n_bytes for each in on_host), default=None),
-        _runs_within=(lambda limit: all(replay(each, limit).fits for each in records))
-        if taken
-        else None,
-        _held_bytes=replay(MemoryRecord(record.existing)).reserved_peak if taken else None,
-        _adviser=Adviser(work, peak.n_bytes, observer.has_backward),
+        reasons=(*reasons, *workspaces.notes()),
+        later_peak_bytes=None if later is None else later.peak()[0],
+        allocated_bytes=taken[0][0] if taken else None,
+        reserved_bytes=taken[0][1] if taken else None,
+        later_reserved_bytes=taken[1][1] if len(taken) > 1 else None,
+        allowance_bytes=workspaces.allowance_bytes if taken else 0,
+        host_bytes=max((each.peak()[0] for each in on_host), default=None),
+        _records=tuple(records) if taken else (),
+        _adviser=Adviser(ask=ask),
     )
 
 
-def _categories(peak: PeakMoment) -> dict[str, int]:
-    """Return the bytes at the peak, by category."""
-    categories: dict[str, int] = {}
-    for block, n_bytes in peak.blocks.items():
-        category = block.category
-        if category is None:
-            kept = block.phase == "forward" and block.outlived_forward
-            category = "activations" if kept else "temporaries"
-        categories[category] = categories.get(category, 0) + n_bytes
-    return categories
-
-
 def _described(
-    operation: Operation | None, operations: Sequence[Operation], names: Mapping[int, str]
+    operation: Operation | None, operations: list[Operation], names: dict[int, str]
 ) -> str:
     """Return the module and the line, as ``encoder.layers.3 (train.py:12)``, or "".
 
@@ -152,16 +158,102 @@ def _described(
     """
     if operation is None:
         return ""
-    place = operation.place or _made_at(operation.sequence, operations)
+    place = operation.place
+    if place is None:
+        # the node was made by the next operation that has a higher number
+        sequence = operation.sequence
+        above = [each for each in operations if each.place and each.sequence > sequence]
+        place = min(above, key=lambda each: each.sequence).place if above else None
     if place is None:
         return ""
     module = None if place.module is None else place.module()
     name = "" if module is None else names.get(id(module), type(module).__name__)
-    line = place.line()
+    line = "" if place.site is None else str(place.site)
     return f"{name} ({line})" if name and line else name or line
 
 
-def _made_at(sequence: int, operations: Sequence[Operation]) -> OperationPlace | None:
-    """Return the place of the operation whose node has a number: the next one that is above it."""
-    above = [each for each in operations if each.place is not None and each.sequence > sequence]
-    return min(above, key=lambda each: each.sequence).place if above else None
+class Forecast:
+    """The bytes that sizes of a piece of work need beside what is there.
+
+    Whatever goes wrong in a prediction, no error leaves it, unless a tensor without data is left in
+    a cache; and an optimizer has stepped nothing: its state would be that of such tensors.
+
+    Args:
+        name: what the log calls the work.
+        work: gets a size; its result is ignored. It runs on tensors without data, once for each
+            size that is asked for.
+        given: what it gets beside the size: tensors, in containers.
+        device: whose memory is meant, as of `predict_peak`.
+
+    Attributes:
+        works: whether all predictions so far succeeded.
+    """
+
+    __slots__ = ("_device", "_given", "_known", "_name", "_work", "works")
+
+    def __init__(
+        self,
+        name: str,
+        work: Callable[..., object],
+        *given: object,
+        device: torch.device | None = None,
+    ) -> None:
+        self._name = name
+        self._work = work
+        self._given = given
+        self._device = device
+        self._known: dict[int, int] = {}
+        self.works = True
+
+    def __call__(self, size: int) -> int:
+        """Return the bytes of one size; if unpredictable, in proportion to another, or 0."""
+        if size not in self._known and self.works:
+            self._predict(size)
+        if size in self._known or not self._known:
+            return self._known.get(size, 0)
+        # for one that is none of those that could be predicted
+        nearest = min(self._known, key=lambda known: abs(known - size))
+        return -(-self._known[nearest] * size // nearest)
+
+    def _predict(self, size: int) -> None:
+        function = self._work
+
+        # what a search for a size ignores: the result is not run backward
+        def ignoring(size: int, *given: object) -> None:
+            function(size, *given)
+
+        work: Work | None = None
+        try:
+            work = Work(ignoring, (size, *self._given), {}, None, self._device)
+            # what a budget counts is what it refuses
+            is_counted = bool(counting_on(str(work.device)))
+            work.may_step = False
+            report = report_of(work, is_counted=is_counted)
+        # of the work, which may do anything, or of what has no fakes
+        except Exception as error:
+            # a cache that keeps tensors without data has to be emptied before anything trains
+            if work is not None and work.leaves_fakes:
+                raise
+            self.works = False
+            first_line = str(error).partition("\n")[0]
+            _logger.info(
+                "%r goes on without predictions: size %d could not be predicted (%s: %s)",
+                self._name, size, type(error).__name__, first_line,
+            )  # fmt: skip
+        else:
+            self._known[size] = _bytes_beside(report)
+
+
+def _bytes_beside(report: PeakReport) -> int:
+    """Return the bytes that must be free beside those in use, as that memory is counted."""
+    meter = meter_for(report.device)
+    reserved_bytes = report.reserved_bytes
+    if reserved_bytes is None or meter is None or not meter.is_in_segments:
+        return max(0, report.peak_bytes - report.baseline_bytes)
+    _, held_bytes, _ = replay(MemoryRecord(report._records[0].existing))
+    needed_bytes = max(0, reserved_bytes - held_bytes) + report.allowance_bytes
+    # an allocator that is short of memory gives back what it caches, and may need no more then
+    free_bytes = meter.available_bytes()
+    if needed_bytes > free_bytes and report.fits(held_bytes + free_bytes):
+        return free_bytes
+    return needed_bytes

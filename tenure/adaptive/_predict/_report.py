@@ -1,4 +1,4 @@
-"""What a prediction says: how much, when, where, for what; and whether that fits."""
+"""What a prediction says: how much, when, where and for what; if it fits; what lowers it."""
 
 from __future__ import annotations
 
@@ -6,16 +6,98 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self
 
-from tenure._show import Amounts, Paragraph, Part, Report
+from tenure._show import Amounts, Paragraph, Part, Report, facts_of, plain
 from tenure._text import format_bytes, parse_bytes
 
-from ._advice_list import Advised, Adviser
-from ._blocks import CATEGORIES
+from ._blocks import CATEGORIES, MemoryRecord, replay
 
 _WORDS_OF_PHASES = {"forward": "the forward pass", "backward": "the backward pass"}
 _ROUNDING = "allocator rounding"
 _RESERVED = "reserved, not allocated"
 _ALLOWANCE = "allowance for kernels"
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """A change of the work, and the peak that is predicted with it.
+
+    Attributes:
+        what: the change, in words.
+        how: a line of Python that makes it, with the names that the work has for its modules.
+        peak_bytes: the peak with it.
+        saves_bytes: by how much that is lower; below 0 if it is higher.
+        changes_numbers: whether the results are others, beyond the order of sums.
+    """
+
+    what: str
+    how: str
+    peak_bytes: int
+    saves_bytes: int
+    changes_numbers: bool = False
+
+    def summary(self) -> str:
+        """Return the change and its effect, without the line that makes it."""
+        effect = "would not lower the peak"
+        if self.saves_bytes > 0:
+            effect = f"saves {format_bytes(self.saves_bytes)}"
+        others = "; gives other numbers" if self.changes_numbers else ""
+        return f"{self.what}: {effect}{others}"
+
+    def __str__(self) -> str:
+        return f"{self.summary()}\n    {self.how}"
+
+
+class Adviser:
+    """Holds what asks for advice until that is wanted, and then the advice alone.
+
+    Args:
+        found: the advice so far.
+        ask: finds the advice; None where nothing can be said any more.
+    """
+
+    def __init__(
+        self,
+        found: tuple[Advice, ...] = (),
+        ask: Callable[[], tuple[Advice, ...]] | None = None,
+    ) -> None:
+        self.found, self._ask = found, ask
+
+    def advice(self) -> tuple[Advice, ...]:
+        """Return changes that lower the peak, the most effective first."""
+        if self._ask is not None:
+            self.found = tuple(sorted(self._ask(), key=lambda each: -each.saves_bytes))
+            self._ask = None
+        return self.found
+
+    def __reduce__(self) -> Any:
+        # copies and pickles hold no work
+        return Adviser, (self.found,)
+
+
+@dataclass(frozen=True, slots=True)
+class Advised:
+    """A report with advice."""
+
+    _adviser: Adviser = field(
+        default_factory=Adviser,
+        repr=False,
+        compare=False,
+        kw_only=True,
+        metadata={"key": None},
+    )
+
+    @property
+    def advice(self) -> tuple[Advice, ...]:
+        """The changes that lower the peak, the most first; each predicted, with the change made.
+
+        Found when it is first read, in some predictions more. Until then the report holds the
+        function and what it was given. A report that was read from a file has none.
+        """
+        return self._adviser.advice()
+
+    def _facts(self) -> dict[str, Any]:
+        # predicting is nothing that writing a report down should do
+        return facts_of(self) | {"advice": plain(self._adviser.found)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +145,10 @@ class PeakReport(Advised, Report):
     allowance_bytes: int = 0
     host_bytes: int | None = None
     budget_bytes: int | None = None
-    # No part of what is compared and written: whether the work, of the process that made the
-    # report, runs within a limit of the bytes that are reserved.
-    _runs_within: Callable[[int], bool] | None = field(
-        default=None, repr=False, compare=False, metadata={"key": None}
+    # no part of what is compared and written: on an accelerator the blocks of each step
+    _records: tuple[MemoryRecord, ...] = field(
+        default=(), repr=False, compare=False, metadata={"key": None}
     )
-    # nor is what the allocator has reserved for what was there before
-    _held_bytes: int | None = field(default=None, repr=False, compare=False, metadata={"key": None})
 
     _is_spaced = True
     _figures: ClassVar = ("needed_bytes",)
@@ -109,9 +188,10 @@ class PeakReport(Advised, Report):
             ByteSizeError: the budget is no number of bytes.
         """
         budget_bytes = parse_bytes(budget)
-        if self.needed_bytes <= budget_bytes or self._runs_within is None:
+        if self.needed_bytes <= budget_bytes or not self._records:
             return self.needed_bytes <= budget_bytes
-        return self._runs_within(budget_bytes - self.allowance_bytes)
+        limit_bytes = budget_bytes - self.allowance_bytes
+        return all(replay(each, limit_bytes)[2] for each in self._records)
 
     def against(self, budget: int | str) -> Self:
         """Return the same report, which shows beside what there is.
@@ -185,7 +265,5 @@ class PeakReport(Advised, Report):
         yield _ALLOWANCE, self.allowance_bytes
 
 
-def _again(
-    cls: type[PeakReport], data: Mapping[str, object], adviser: Adviser | None
-) -> PeakReport:
+def _again(cls: type[PeakReport], data: Mapping[str, object], adviser: Adviser) -> PeakReport:
     return replace(cls.from_dict(data), _adviser=adviser)

@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map
 
 from tenure._torch.allocations import begin, end
-from tenure.adaptive._predict._assumptions import STAND_INS
 from tenure.adaptive._predict._scratch import Inside, inside
+from tenure.adaptive._predict._values import STAND_INS
 
 
 @dataclass(frozen=True)

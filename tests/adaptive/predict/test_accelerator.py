@@ -315,7 +315,7 @@ def test_the_workspaces_of_cublas_are_allocated_where_their_size_is_known(monkey
 
     unknown = predict()
     monkeypatch.setattr(
-        "tenure.adaptive._predict._workspaces.workspace_bytes",
+        "tenure.adaptive._predict._device.workspace_bytes",
         lambda device: {"cuBLAS": 32 * 2**20, "cuBLASLt": 0},
     )
     known = predict()

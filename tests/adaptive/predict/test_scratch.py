@@ -13,10 +13,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tenure.adaptive import predict_peak
-from tenure.adaptive._predict._assumptions import STAND_INS
-from tenure.adaptive._predict._scratch import _inside, _measured, inside
-from tenure.adaptive._predict._scratch._layouts import layout_of
-from tenure.adaptive._predict._workspaces import taken_inside
+from tenure.adaptive._predict import _measured, _scratch
+from tenure.adaptive._predict._device import taken_inside
+from tenure.adaptive._predict._measured import layout_of
+from tenure.adaptive._predict._scratch import inside
+from tenure.adaptive._predict._values import STAND_INS
 
 from .scratch_cases import convolutions, layers, losses, optimizers, sequences
 from .scratch_truth import listen
@@ -28,7 +29,7 @@ GIB = 1 << 30
 
 @pytest.fixture(autouse=True)
 def nothing_measured_before(monkeypatch):
-    monkeypatch.setattr(_inside, "_known", {})
+    monkeypatch.setattr(_scratch, "_known", {})
 
 
 def asked(func, *args):
@@ -88,19 +89,19 @@ def test_a_convolution_of_a_batch_far_larger_than_memory_is_measured_in_a_few_mi
 def test_a_signature_is_measured_once_and_again_for_another_number_of_threads():
     asked(aten.mse_loss.default, (300, 400), (300, 400))
     asked(aten.mse_loss.default, (300, 400), (300, 400))
-    assert len(_inside._known) == 1
+    assert len(_scratch._known) == 1
     threads = torch.get_num_threads()
     torch.set_num_threads(threads + 1)
     try:
         asked(aten.mse_loss.default, (300, 400), (300, 400))
     finally:
         torch.set_num_threads(threads)
-    assert len(_inside._known) == 2
+    assert len(_scratch._known) == 2
 
 
 def test_what_was_measured_is_kept_within_bounds(monkeypatch):
-    monkeypatch.setattr(_inside, "_MOST_KNOWN", 3)
-    monkeypatch.setattr(_inside, "_known", known := {})
+    monkeypatch.setattr(_scratch, "_MOST_KNOWN", 3)
+    monkeypatch.setattr(_scratch, "_known", known := {})
     found = []
     for length in (*range(2, 8), 2):
         x = torch.randn(4, length)
@@ -139,7 +140,7 @@ def test_a_profiler_of_the_program_goes_on_while_something_is_measured():
         profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]
     ):
         said = asked(aten.mse_loss.default, (300, 401), (300, 401))
-    _inside._known.clear()
+    _scratch._known.clear()
     assert said.n_bytes == asked(aten.mse_loss.default, (300, 401), (300, 401)).n_bytes
     assert said.n_bytes > 300 * 401 * 4
 

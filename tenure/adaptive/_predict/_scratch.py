@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,16 +11,13 @@ from tenure._containers import passed_tensors
 from tenure._torch.modes import schema_of
 from tenure._torch.storages import key_of
 
-from .._exchanges import is_exchange
-from ._layouts import layout_of, mapped
-from ._measured import measured
-from ._run import KernelRun, peak_of
+from ._measured import KernelRun, layout_of, mapped, measured, peak_of
+from ._values import is_exchange
 
 _aten = torch.ops.aten
 
 
-@dataclass(frozen=True, slots=True)
-class Inside:
+class Inside(NamedTuple):
     """What a kernel takes for itself while it runs, and its results as it lays them out.
 
     Attributes:
@@ -37,10 +33,7 @@ class Inside:
     is_kept: bool = False
 
 
-_BY_VALUE = "what {} takes for itself depends on the values that it gets"
 _BY_THREADS = "threads that exchange with other ranks free memory at moments of their own"
-_IN_STEPS = "what {} takes for itself grows in steps for 16 bits"
-_NOT_MEASURED = "nobody has measured what {} takes for itself"
 _SEES_VALUES = frozenset({_aten.isin.Tensor_Tensor})
 _HALVES = frozenset({torch.bfloat16, torch.float16})
 _BY_ONEDNN = frozenset(
@@ -72,24 +65,26 @@ def inside(func: Any, args: Any, kwargs: Any, result: Any) -> Inside:
         return Inside(0, result)
     if is_exchange(func):
         return Inside(_exchange_bytes(func, args, kwargs, result), result, _BY_THREADS, True)
-    strange = func.namespace not in {"aten", "fsdp"}
     tensors = [*passed_tensors((args, kwargs, result))]
-    if strange or any(each.layout is not torch.strided for each in tensors):
-        return Inside(0, result, _NOT_MEASURED.format(func))
+    is_strange = func.namespace not in {"aten", "fsdp"}
+    if is_strange or any(each.layout is not torch.strided for each in tensors):
+        return Inside(0, result, f"nobody has measured what {func} takes for itself")
     known = _measured_once(func, args, kwargs, result)
     if isinstance(known, str):
         return Inside(0, result, f"what {func} takes for itself can't be measured ({known})")
     n_bytes = max(0, peak_of(known.events) - sum(known.made_bytes))
-    reason = _BY_VALUE if func in _SEES_VALUES else None
+    reason = None
+    if func in _SEES_VALUES:
+        reason = f"what {func} takes for itself depends on the values that it gets"
     if known.is_grown and func in _BY_ONEDNN and any(each.dtype in _HALVES for each in tensors):
-        reason = _IN_STEPS
+        reason = f"what {func} takes for itself grows in steps for 16 bits"
         # Steps on small sizes look like a power of them. Seen is up to 0.7 of what it reads and
         # writes; it can't take more than a copy of all in 32 bits.
-        n_bytes = min(n_bytes, 2 * sum(each.numel() * each.element_size() for each in tensors))
+        n_bytes = min(n_bytes, 2 * _bytes_of(tensors))
     # else values decide how large the results are
     if torch.Tag.dynamic_output_shape not in func.tags:
         result = _as_made(known, args, kwargs, result)
-    return Inside(n_bytes, result, reason and reason.format(func))
+    return Inside(n_bytes, result, reason)
 
 
 def _is_view(func: Any) -> bool:
@@ -111,8 +106,7 @@ def _measured_once(func: Any, args: Any, kwargs: Any, result: Any) -> KernelRun 
         torch.are_deterministic_algorithms_enabled(),
         torch.get_float32_matmul_precision(),
     )
-    known = _known.get(key)
-    if known is None:
+    if (known := _known.get(key)) is None:
         try:
             known = measured(func, args, kwargs, result)
         except Exception as error:
@@ -154,14 +148,14 @@ def _as_made(run: KernelRun, args: Any, kwargs: Any, result: Any) -> Any:
 
 def _exchange_bytes(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     """Return what gloo takes: it gathers into a buffer of its own, and reduces a copy."""
-    name = func.overloadpacket.__name__.lstrip("_").replace("_", "")
+    name = func.overloadpacket.__name__.replace("_", "")
     is_functional = func.namespace != "c10d"
     if name.startswith("allgather"):
-        return _total(result if is_functional else args[0])
+        return _bytes_of(result if is_functional else args[0])
     if name.startswith("reducescatter"):
-        return _total(args[0] if is_functional else args[1])
+        return _bytes_of(args[0] if is_functional else args[1])
     return 0
 
 
-def _total(tree: object) -> int:
+def _bytes_of(tree: object) -> int:
     return sum(each.numel() * each.element_size() for each in passed_tensors(tree))
