@@ -19,13 +19,22 @@ from tenure._errors import AdaptiveUsageError, OutOfRetriesError
 from tenure._show import steps
 from tenure._text import counted, format_bytes, listed, parse_bytes, parse_share
 from tenure._torch.compiler import never_compiled
+from tenure._torch.fakes import is_fake
+from tenure._torch.storages import key_of
 
+from .._advice import WITH_INNER
 from .._memory import meter_for
-from .._predict import PeakReport
+from .._predict import PeakReport, Work, predict_peak
 from .._sizes import checked_size, largest_predicted
-from .._step import BatchNormPolicy, Reduction, SampleDims, SampleTree, StepSpec
-from ._evaluation import Evaluation
-from ._report import Plan, by_category, plan_of
+from .._step import (
+    BatchNormPolicy,
+    Reduction,
+    SampleDims,
+    SizedStep,
+    StepOutcome,
+    StepSpec,
+)
+from ._report import Plan, by_category
 
 Batch = TypeVar("Batch")
 _MARGIN = 0.05
@@ -103,10 +112,15 @@ def plan(
         model=model, batchnorm=batchnorm, scaler=None, in_dims=in_dims, out_dims=out_dims,
     )  # fmt: skip
     spec.check()
-    n_samples = SampleTree(batch, in_dims, name="batch", argument="in_dims").n_samples()
-    fewest, most = _limits(minimum, maximum, n_samples, batchnorm)
-    evaluation = Evaluation(spec, optimizer, device)
-    allowed = _allowed_bytes(budget, margin, evaluation.device, evaluation.held_bytes())
+    evaluation = _Evaluation(spec, optimizer, device)
+    n_samples = max(evaluation.n_samples, 1)
+    fewest = min(checked_size("minimum", minimum), n_samples)
+    most = n_samples if maximum is None else min(n_samples, checked_size("maximum", maximum))
+    if most < fewest:
+        raise AdaptiveUsageError(
+            f"plan() got maximum={maximum}, below minimum={minimum}. Raise it."
+        )
+    allowed = _allowed_bytes(budget, margin, evaluation)
     with steps("plan") as show:
 
         def bytes_at(size: int, in_full: bool = False) -> int:
@@ -123,33 +137,89 @@ def plan(
         if max(bytes_at(found), in_full(found)) > allowed:
             raise _too_large(evaluation, allowed)
     report, sizes = evaluation.report(found)
-    return plan_of(report, found, sizes, allowed)
+    return Plan(
+        micro_batch=found,
+        n_samples=sum(sizes),
+        sizes=sizes,
+        peak_bytes=report.peak_bytes,
+        needed_bytes=report.needed_bytes,
+        budget_bytes=allowed,
+        baseline_bytes=report.baseline_bytes,
+        categories=report.categories,
+        device=report.device,
+        approximate=report.approximate,
+        reasons=report.reasons,
+        _adviser=report._adviser,
+    )
 
 
-def _limits(minimum: int, maximum: int | None, n_samples: int, batchnorm: str) -> tuple[int, int]:
-    fewest = checked_size("minimum", minimum)
-    most = max(n_samples, 1)
-    if maximum is not None:
-        most = min(most, checked_size("maximum", maximum))
-    if most < (fewest := min(fewest, max(n_samples, 1))):
-        raise AdaptiveUsageError(
-            f"plan() got maximum={maximum}, below minimum={minimum}. Raise it."
-        )
-    return fewest, most
+class _Sizes:
+    """The sizes that a predicted step ran; a list would be as before when the prediction ends."""
+
+    __slots__ = ("parts",)
+
+    def __init__(self) -> None:
+        self.parts: tuple[int, ...] = ()
+
+    def note(self, outcome: StepOutcome) -> None:
+        self.parts = outcome.sizes
 
 
-def _allowed_bytes(budget: int | str, margin: float, device: torch.device, held_bytes: int) -> int:
-    """Return the bytes that may be alive on a device at the peak.
+class _Evaluation:
+    """Predicts a step on tensors without data, each size once.
 
     Args:
-        budget: bytes in all, or like ``"24GiB"``; or ``"80%"`` of what is free now, beside what the
-            work holds already.
-        margin: the share of it to be left.
-        device: whose memory it is.
-        held_bytes: what the work holds on the device already.
+        spec: the step.
+        optimizer: steps after it, or None.
+        device: the device whose memory counts; None: that of the weights.
+
+    Attributes:
+        work: the step with micro-batches of one sample.
+        known: the reports and the samples of each micro-batch, by size and whether all samples ran.
+    """
+
+    def __init__(
+        self, spec: StepSpec, optimizer: Optimizer | None, device: torch.device | str | None
+    ) -> None:
+        self.spec = spec
+        self._optimizer, self._device = optimizer, device
+        self._step = SizedStep(spec)
+        self.n_samples = self._step.n_samples
+        run = self._step_of(1, _Sizes(), self.n_samples)
+        self.work = Work(run, (spec.batch,), {}, optimizer, device)
+        self.known: dict[tuple[int, bool], tuple[PeakReport, tuple[int, ...]]] = {}
+
+    def report(self, size: int, *, in_full: bool = True) -> tuple[PeakReport, tuple[int, ...]]:
+        """Return the peak of a size, and the samples of each micro-batch."""
+        length = self.n_samples if in_full else self._step.length(size)
+        key = size, length == self.n_samples
+        if key not in self.known:
+            sizes = _Sizes()
+            run, batch = self._step_of(size, sizes, length), self.spec.batch
+            report = predict_peak(run, batch, optimizer=self._optimizer, device=self._device)
+            self.known[key] = report, sizes.parts
+        return self.known[key]
+
+    def _step_of(self, size: int, sizes: _Sizes, length: int, around: Any = None) -> Any:
+        """Return a function of the batch that runs the step on the first of its samples.
+
+        Args:
+            size: the samples of a micro-batch.
+            sizes: gets the samples of each.
+            length: how many samples are run.
+            around: makes the function that runs instead of the step's own.
+        """
+        fn = None if around is None else around(self.spec.fn)
+        run = self._step.at(size, length, fn=fn, done=sizes.note)
+        setattr(run, WITH_INNER, functools.partial(self._step_of, size, sizes, length))
+        return run
+
+
+def _allowed_bytes(budget: int | str, margin: float, evaluation: _Evaluation) -> int:
+    """Return the bytes that may be alive at the peak: a share is of what is free, beside the work.
 
     Raises:
-        ByteSizeError: it is no number of bytes.
+        ByteSizeError: the budget is no number of bytes.
         AdaptiveUsageError: the share or the margin can't be read, or nobody tells what is free.
     """
     if not 0 <= margin < 1:
@@ -163,41 +233,43 @@ def _allowed_bytes(budget: int | str, margin: float, device: torch.device, held_
         raise AdaptiveUsageError(
             f"plan() got budget={budget!r}. A share goes from above 0% to 100%."
         )
-    return held_bytes + int(_free_bytes(device) * share * (1 - margin))
-
-
-def _free_bytes(device: torch.device) -> int:
-    meter = meter_for(str(device))
+    work = evaluation.work
+    meter = meter_for(str(work.device))
     if meter is None:
         raise AdaptiveUsageError(
-            f"plan() can't tell how much of {device} is free, of which budget= is a share. Give "
-            'it in bytes, such as "24GiB".'
+            f"plan() can't tell how much of {work.device} is free, of which budget= is a share. "
+            'Give it in bytes, such as "24GiB".'
         )
-    return meter.available_bytes()
+    held = {
+        key_of(each.untyped_storage()): each.untyped_storage().nbytes()
+        for each in [*work.tensors(), *work.gradients()]
+        if each.device == work.device and not is_fake(each)
+    }
+    return sum(held.values()) + int(meter.available_bytes() * share * (1 - margin))
 
 
-def _too_large(evaluation: Evaluation, allowed_bytes: int) -> OutOfRetriesError:
+def _too_large(evaluation: _Evaluation, allowed_bytes: int) -> OutOfRetriesError:
     """Return the error, with the bytes of the best size, and changes that lower them."""
-    size, report = evaluation.least()
-    over_bytes = report.needed_bytes - allowed_bytes
-    name = getattr(evaluation.spec.fn, "__name__", type(evaluation.spec.fn).__name__)
-    return OutOfRetriesError(
-        f"plan() finds no micro-batch of {name!r} that fits: {counted(size, 'sample')} at a time "
-        f"would take {format_bytes(report.needed_bytes)} on {report.device}, "
-        f"{format_bytes(over_bytes)} more than the {format_bytes(allowed_bytes)} that there are: "
-        f"{by_category(report.categories)}. Nothing was run. {_help(report, allowed_bytes)}",
-        evaluation.sizes,
-        least=(size, report.needed_bytes),
-    )
-
-
-def _help(report: PeakReport, allowed_bytes: int) -> str:
+    known = [(size, report) for (size, _), (report, _) in evaluation.known.items()]
+    # not always the smallest
+    size, report = min(known, key=lambda each: each[1].needed_bytes)
+    needed_bytes, fn = report.needed_bytes, evaluation.spec.fn
+    name = getattr(fn, "__name__", type(fn).__name__)
     # what the allocator and kernels take on top is about the same with each change
-    beside_bytes = report.needed_bytes - report.peak_bytes
+    beside_bytes = needed_bytes - report.peak_bytes
     enough = [each for each in report.advice if each.peak_bytes + beside_bytes <= allowed_bytes]
     some = [each for each in report.advice if each.saves_bytes > 0]
-    told = [f"{each.what} ({format_bytes(each.peak_bytes)})" for each in enough or some]
+    told = listed([f"{each.what} ({format_bytes(each.peak_bytes)})" for each in enough or some], 4)
     if enough:
-        return f"With one of these it would fit: {listed(told, 4)}."
-    lower = f"Lower, but not enough alone: {listed(told, 4)}. " if told else ""
-    return f"{lower}Take a smaller model or smaller samples, or a larger device."
+        help_ = f"With one of these it would fit: {told}."
+    else:
+        help_ = f"Lower, but not enough alone: {told}. " if some else ""
+        help_ += "Take a smaller model or smaller samples, or a larger device."
+    return OutOfRetriesError(
+        f"plan() finds no micro-batch of {name!r} that fits: {counted(size, 'sample')} at a time "
+        f"would take {format_bytes(needed_bytes)} on {report.device}, "
+        f"{format_bytes(needed_bytes - allowed_bytes)} more than the {format_bytes(allowed_bytes)} "
+        f"that there are: {by_category(report.categories)}. Nothing was run. {help_}",
+        tuple(dict.fromkeys(size for size, _ in known)),
+        least=(size, needed_bytes),
+    )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from tenure._show import Paragraph, Part, Report
 from tenure._text import counted, format_bytes
 
-from .._predict import Advised, PeakReport
+from .._predict import Advised
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,23 +76,3 @@ def by_category(categories: Mapping[str, int]) -> str:
     """Spell what memory is for, the most first."""
     most_first = sorted(categories.items(), key=lambda item: -item[1])
     return ", ".join(f"{name} {format_bytes(n)}" for name, n in most_first if n)
-
-
-def plan_of(
-    report: PeakReport, micro_batch: int, sizes: tuple[int, ...], budget_bytes: int
-) -> Plan:
-    """Return the plan whose peak was predicted."""
-    return Plan(
-        micro_batch=micro_batch,
-        n_samples=sum(sizes),
-        sizes=sizes,
-        peak_bytes=report.peak_bytes,
-        needed_bytes=report.needed_bytes,
-        budget_bytes=budget_bytes,
-        baseline_bytes=report.baseline_bytes,
-        categories=report.categories,
-        device=report.device,
-        approximate=report.approximate,
-        reasons=report.reasons,
-        _adviser=report._adviser,
-    )
