@@ -29,8 +29,8 @@ from benchmarks._step_truth import true_peak
 from benchmarks._training_steps import Step
 from benchmarks.tables import main as write_tables
 from tenure._cli._fleet import Setup
-from tenure._cli._fleet._configured import configured
-from tenure._cli._fleet._work import batch_of, in_memory, making, shard
+from tenure._cli._fleet._configured import Configured
+from tenure._cli._fleet._work import in_memory, making, shard
 from tenure._torch import cpu_allocator
 from tenure._torch.fake_ranks import fake_ranks
 from tenure.adaptive import memory_budget, predict_peak
@@ -88,11 +88,10 @@ def measure(name: str, folder: str) -> Case:
     config.save_pretrained(folder)
     setup = Setup(folder, batch=2, sequence=None if name in _of_images() else corpus._TOKENS)
     try:
-        found = configured(folder)
+        found = Configured(setup)
         with making(setup, found) as made:
-            report = predict_peak(
-                made.fn, batch_of(setup, found), optimizer=made.optimizer, device="cpu"
-            )
+            batch = found.batch(setup.batch, torch.device("meta"))
+            report = predict_peak(made.fn, batch, optimizer=made.optimizer, device="cpu")
     # the command tells errors of a library in a sentence, too
     except Exception as error:
         return Case(name, failure=str(error).partition("\n")[0], refused=True)
@@ -156,9 +155,11 @@ def _setup(folder: str, ranks: int) -> Setup:
 
 def _ours(folder: str, ranks: int) -> int:
     """Predict what a budget of a rank would count."""
-    setup, found = _setup(folder, ranks), configured(folder)
+    setup = _setup(folder, ranks)
+    found = Configured(setup)
     with making(setup, found) as made:
-        work = Work(made.fn, (batch_of(setup, found),), {}, made.optimizer, None)
+        batch = found.batch(setup.batch, torch.device("meta"))
+        work = Work(made.fn, (batch,), {}, made.optimizer, None)
         report = report_of(work, is_counted=True)
         return report.peak_bytes
 
@@ -172,7 +173,7 @@ def _of_a_rank(rank: int, folder: str, ranks: int, store: str, found: Any) -> No
 
 
 def _counted(setup: Setup) -> int:
-    model, batch = in_memory(setup, configured(setup.target), torch.device("cpu"))
+    model, batch = in_memory(setup, Configured(setup), torch.device("cpu"))
     mesh = init_device_mesh("cpu", (setup.ranks,))
     shard(model, mesh, offloads=False)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
@@ -203,7 +204,7 @@ def _by_tracker(folder: str, ranks: int) -> int:
 
     setup = _setup(folder, ranks)
     with fake_ranks(0, ranks):
-        model, batch = in_memory(setup, configured(folder), torch.device("cpu"))
+        model, batch = in_memory(setup, Configured(setup), torch.device("cpu"))
         shard(model, init_device_mesh("cpu", (ranks,)), offloads=False)
         optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
         tracker = FSDPMemTracker(model, optimizer)

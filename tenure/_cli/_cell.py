@@ -100,8 +100,7 @@ def _end(
 ) -> None:
     """Measure no more, and show and write down what was found."""
     measuring.end(error)
-    end = end_of(error)
-    end = end._replace(text="came to its end") if error is None else end
+    end = ("came to its end", 0) if error is None else end_of(error)
     after = measuring.at_end
     left = None if before is None or after is None else after.diff(before)
     report = CellReport(measuring.recording(end, []), left)

@@ -4,18 +4,33 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Mapping
 from typing import Any
 
 from tenure._errors import CommandError
 
-from ._verb import Verb, byte_size, show, whole_number
+from ._verb import Verb, add_options, byte_size, show, whole_number
 
 _FITS, _DOES_NOT = 0, 1
-_OPTIMIZERS = ("adamw", "adamw-foreach", "sgd", "adafactor", "paged", "none")
-_DTYPES = ("float32", "bfloat16", "float16", "float64")
-_SHARDS = ("fsdp2", "ddp")
 _OF_TENSORS = ("tp", "tensor", "tensor-parallel", "tensor_parallel", "tensorparallel")
+_OF_MODELS = """
+--batch N               samples on each rank (default: 1)
+--sequence N            tokens of a sample (default: the longest the model is made for, at most
+                        2048)
+--images N              images in the text of a sample, for models that take both (default: 1; of
+                        448 x 448 pixels if the model takes images of any size)
+--dtype {float32|bfloat16|float16|float64}
+                        dtype of the weights (default: that of the configuration, else float32)
+--optimizer {adamw|adamw-foreach|sgd|adafactor|paged|none}
+                        adamw steps one parameter at a time, adamw-foreach all at once; paged has
+                        weights, gradients and AdamW in host memory (default: adamw)
+--lora RANK             train LoRA adapters of this rank, like peft
+--checkpointing         use activation checkpointing
+--generate N            predict generating N tokens with a cache (default: a training step)
+--ranks N[,N]           number of processes, each with a device; several numbers give one row each
+                        (default: 1)
+--shard {fsdp2|ddp}     how ranks share the model (default: fsdp2)
+--cpu-offload           keep shards, gradients and optimizer state in host memory (FSDP2)
+"""
 
 
 class Fit(Verb):
@@ -45,105 +60,38 @@ class Fit(Verb):
     """
 
     name = "fit"
+    options = """
+target MODEL|MODULE:FUNCTION  such as ./Llama-3-8B, or train.py:setup
+--device-memory SIZE[,SIZE]   memory of the device, such as 24GiB (default: free memory of the
+                              accelerator, if there is one)
+--device DEVICE               the type of device (default: cuda for a MODEL and with
+                              --device-memory, else the accelerator, else the device of the tensors)
+--json                        print JSON
+"""
 
     @classmethod
     def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
         """Add its arguments."""
-        parser.add_argument(
-            "target",
-            metavar="MODEL|MODULE:FUNCTION",
-            help="such as ./Llama-3-8B, or train.py:setup",
-        )
-        parser.add_argument(
-            "--device-memory",
-            action="extend",
-            type=_byte_sizes,
-            metavar="SIZE[,SIZE]",
-            help="memory of the device, such as 24GiB (default: free memory of the accelerator, if "
-            "there is one)",
-        )
-        parser.add_argument(
-            "--device",
-            type=_device_name,
-            metavar="DEVICE",
-            help="the type of device (default: cuda for a MODEL and with --device-memory, else the "
-            "accelerator, else the device of the tensors)",
-        )
-        parser.add_argument("--json", action="store_true", help="print JSON")
-        cls._add_options_of_models(parser.add_argument_group("for a MODEL"))
-
-    @classmethod
-    def _add_options_of_models(cls, group: Any) -> None:
-        count = whole_number(1)
-        group.add_argument(
-            "--batch", type=count, metavar="N", help="samples on each rank (default: 1)"
-        )
-        group.add_argument(
-            "--sequence",
-            type=count,
-            metavar="N",
-            help="tokens of a sample (default: the longest the model is made for, at most 2048)",
-        )
-        group.add_argument(
-            "--images",
-            type=whole_number(0),
-            metavar="N",
-            help="images in the text of a sample, for models that take both (default: 1; of 448 x "
-            "448 pixels if the model takes images of any size)",
-        )
-        group.add_argument(
-            "--dtype",
-            choices=_DTYPES,
-            help="dtype of the weights (default: that of the configuration, else float32)",
-        )
-        group.add_argument(
-            "--optimizer",
-            choices=_OPTIMIZERS,
-            help="adamw steps one parameter at a time, adamw-foreach all at once; paged has "
-            "weights, gradients and AdamW in host memory (default: adamw)",
-        )
-        group.add_argument(
-            "--lora", type=count, metavar="RANK", help="train LoRA adapters of this rank, like peft"
-        )
-        group.add_argument(
-            "--checkpointing",
-            action="store_true",
-            default=None,
-            help="use activation checkpointing",
-        )
-        group.add_argument(
-            "--generate",
-            type=count,
-            metavar="N",
-            help="predict generating N tokens with a cache (default: a training step)",
-        )
-        group.add_argument(
-            "--ranks",
-            action="extend",
-            type=_counts,
-            metavar="N[,N]",
-            help="number of processes, each with a device; several numbers give one row each "
-            "(default: 1)",
-        )
-        group.add_argument(
-            "--shard",
-            type=_shard,
-            metavar="{fsdp2,ddp}",
-            help="how ranks share the model (default: fsdp2)",
-        )
-        group.add_argument(
-            "--cpu-offload",
-            action="store_true",
-            default=None,
-            help="keep shards, gradients and optimizer state in host memory (FSDP2)",
-        )
+        sizes = {"action": "extend", "type": _list_of(byte_size)}
+        kinds = {"--device-memory": sizes, "--device": {"type": _device_name}}
+        add_options(parser, cls.options, kinds)
+        kinds = {
+            "--images": {"type": whole_number(0)},
+            "--lora": {"type": whole_number(1)},
+            # what a process group of torch counts with
+            "--ranks": {"action": "extend", "type": _list_of(whole_number(1, 2**31 - 1))},
+            "--shard": {"type": _shard},
+        }
+        add_options(parser.add_argument_group("for a MODEL"), _OF_MODELS, kinds)
 
     def run(self, arguments: argparse.Namespace) -> int:
         """Predict the step, and compare."""
         options = {
             name: value
             for name, value in vars(arguments).items()
-            if name in _OF_MODELS and value is not None
+            if f"--{name.replace('_', '-')} " in _OF_MODELS
+            and value is not None
+            and value is not False
         }
         answered: Any
         is_folder = os.path.isdir(arguments.target)
@@ -171,40 +119,52 @@ class Fit(Verb):
         from ._fitting import free_memory_of
         from ._fleet import Setup, answer
 
-        _refuse_unused(options)
+        ranks, offloads = options.pop("ranks", [1]), options.pop("cpu_offload", False)
+        _refuse_what_changes_nothing(options, ranks, offloads)
         memories, device = arguments.device_memory, arguments.device or "cuda"
         if memories is None:
             free_bytes, device = free_memory_of(arguments.device)
             memories = [] if free_bytes is None else [free_bytes]
-        ranks = options.pop("ranks", [1])
-        options["offloads"] = options.pop("cpu_offload", False)
-        setup = Setup(arguments.target, **options)
+        setup = Setup(arguments.target, **options, offloads=offloads)
         return answer(setup, ranks, memories, device or "cuda")
 
 
-_OF_MODELS = frozenset(
-    {"batch", "sequence", "images", "dtype", "optimizer", "lora", "checkpointing"}
-    | {"generate", "ranks", "shard", "cpu_offload"}
-)
+def _refuse_what_changes_nothing(options: dict[str, Any], ranks: list[int], offloads: bool) -> None:
+    """Refuse an option that would change nothing: whoever gives it thinks that it does."""
+    shard, generates = options.get("shard", "fsdp2"), "generate" in options
+    trains = (each for each in ("optimizer", "lora", "checkpointing") if each in options)
+    of_training = next(trains, "") if generates else ""
+    for is_wrong, told in (
+        (
+            of_training,
+            f"--{of_training} is for training. Leave it out, or leave out --generate.",
+        ),
+        (
+            "shard" in options and max(ranks) == 1,
+            "--shard is for several ranks. Leave it out, or give --ranks above 1.",
+        ),
+        (
+            options.get("optimizer") == "paged" and max(ranks) > 1,
+            "--optimizer paged is for one device. Leave out --ranks, or take --optimizer adamw.",
+        ),
+        (
+            offloads and (min(ranks) == 1 or shard != "fsdp2"),
+            "--cpu-offload is for shards: give --ranks above 1, and --shard fsdp2. On one "
+            "device --optimizer paged has weights, gradients and AdamW in host memory.",
+        ),
+        (
+            generates and max(ranks) > 1 and shard == "ddp",
+            "DDP exchanges gradients, and generating makes none: each rank takes what one "
+            "takes. Leave out --ranks, or shard the weights with --shard fsdp2.",
+        ),
+    ):
+        if is_wrong:
+            raise CommandError(told)
 
 
-def _refuse_unused(options: Mapping[str, Any]) -> None:
-    """Refuse what would change nothing: whoever gives it thinks that it does."""
-    if "generate" in options and "optimizer" in options:
-        raise CommandError("--optimizer is for training. Leave it out, or leave out --generate.")
-    if "shard" in options and max(options.get("ranks", [1])) == 1:
-        raise CommandError("--shard is for several ranks. Leave it out, or give --ranks above 1.")
-
-
-def _byte_sizes(text: str) -> list[int]:
-    """Read sizes for argparse, as ``24GiB,80GiB``."""
-    return [byte_size(each) for each in text.split(",")]
-
-
-def _counts(text: str) -> list[int]:
-    """Read numbers of ranks for argparse, as ``8,64``."""
-    # what a process group of torch counts with
-    return [whole_number(1, 2**31 - 1)(each) for each in text.split(",")]
+def _list_of(read: Any) -> Any:
+    """Return a ``type`` for argparse that reads several values, as ``24GiB,80GiB``."""
+    return lambda text: [read(each) for each in text.split(",")]
 
 
 def _shard(text: str) -> str:
@@ -214,7 +174,7 @@ def _shard(text: str) -> str:
             "tensor parallelism needs a plan for each layer, which a configuration does not have; "
             "shard the model in a program, and ask predict_peak() in a block of fake_ranks()"
         )
-    if text not in _SHARDS:
+    if text not in ("fsdp2", "ddp"):
         raise argparse.ArgumentTypeError(f"{text!r} is not known; write fsdp2 or ddp")
     return text
 

@@ -8,7 +8,7 @@ import inspect
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -33,8 +33,6 @@ from tenure.adaptive import (
     plan,
     predict_peak,
 )
-
-_ADVICE = "Return (fn, batch) or (fn, batch, optimizer), where fn takes the batch."
 
 
 class MicroBatch(NamedTuple):
@@ -97,11 +95,9 @@ class Answer(Shown):
         parts = list(self._report._parts())
         if self._micro_batch is not None:
             parts.append(Paragraph("", _in_words(self._micro_batch, self._report.budget_bytes)))
-        helps = [each for each in self._advice if each.saves_bytes > 0]
-        does_not = [each for each in self._advice if each.saves_bytes <= 0]
-        for title, advice in (("What would help:", helps), ("What would not help:", does_not)):
-            if advice:
-                items = [f"- {each.summary()}\n    {each.how}" for each in advice]
+        for title, helps in (("What would help:", True), ("What would not help:", False)):
+            advice = (each for each in self._advice if (each.saves_bytes > 0) is helps)
+            if items := [f"- {each.summary()}\n    {each.how}" for each in advice]:
                 parts.append(Paragraph(title, "\n".join(items)))
         return parts
 
@@ -137,20 +133,30 @@ def answer(target: str, budget_bytes: int | None, device: str | None) -> Answer:
         device = device or "cuda"
     else:
         budget_bytes, device = free_memory_of(device)
-    # nothing that the program prints is part of the answer
-    with contextlib.redirect_stdout(sys.stderr), _their_errors(target):
-        fn, batch, *rest = _made_by(load_function(target), target)
-        optimizer = rest[0] if rest else None
-        report = predict_peak(fn, batch, optimizer=optimizer, device=device)
-        if os.path.join("_cli", "_fitting.py") in report.place:
-            # the step of an optimizer is called from here, and has no line in the program
-            report = replace(report, place="")
-        if budget_bytes is None:
-            return Answer(report)
-        report = report.against(budget_bytes)
-        if report.fits(budget_bytes):
-            return Answer(report)
-        return Answer(report, largest_micro_batch(fn, batch, optimizer, device, budget_bytes))
+    try:
+        # nothing that the program prints is part of the answer
+        with contextlib.redirect_stdout(sys.stderr):
+            fn, batch, *rest = _made_by(_loaded(target), target)
+            optimizer = rest[0] if rest else None
+            report = predict_peak(fn, batch, optimizer=optimizer, device=device)
+            if os.path.join("_cli", "_fitting.py") in report.place:
+                # the step of an optimizer is called from here, and has no line in the program
+                report = replace(report, place="")
+            if budget_bytes is None:
+                return Answer(report)
+            report = report.against(budget_bytes)
+            if report.fits(budget_bytes):
+                return Answer(report)
+            return Answer(report, largest_micro_batch(fn, batch, optimizer, device, budget_bytes))
+    except TenureError:
+        raise
+    # exit codes say whether work fits: an error of the program is printed, and another one raised
+    except (Exception, SystemExit) as error:
+        entry = error.__traceback__
+        while entry and entry.tb_next and package_of(entry.tb_frame) in ("tenure", "importlib"):
+            entry = entry.tb_next
+        traceback.print_exception(error.with_traceback(entry))
+        raise CommandError(f"{target} raised {in_a_line(error)}.") from None
 
 
 def free_memory_of(device: str | None) -> tuple[int | None, str | None]:
@@ -163,21 +169,6 @@ def free_memory_of(device: str | None) -> tuple[int | None, str | None]:
     found = _devices.accelerator_of(device or present)
     free = None if found is None else _devices.free_memory(*found)
     return (None, device) if found is None or free is None else (free[0], str(found[1]))
-
-
-@contextlib.contextmanager
-def _their_errors(target: str) -> Iterator[None]:
-    """Print an error of the program, and raise another: exit codes say whether work fits."""
-    try:
-        yield
-    except TenureError:
-        raise
-    except (Exception, SystemExit) as error:
-        entry = error.__traceback__
-        while entry and entry.tb_next and package_of(entry.tb_frame) in ("tenure", "importlib"):
-            entry = entry.tb_next
-        traceback.print_exception(error.with_traceback(entry))
-        raise CommandError(f"{target} raised {in_a_line(error)}.") from None
 
 
 def in_a_line(error: BaseException) -> str:
@@ -194,7 +185,7 @@ def first_line(error: BaseException) -> str:
     return first.rstrip(".")
 
 
-def load_function(target: str) -> Callable[[], Any]:
+def _loaded(target: str) -> Callable[[], Any]:
     """Import what ``MODULE:FUNCTION`` names.
 
     Args:
@@ -263,7 +254,8 @@ def _made_by(make: Callable[[], Any], name: str) -> tuple[Any, ...]:
     Raises:
         CommandError: it returns something else.
     """
-    note, made = "", None
+    note = ""
+    made: Any = None
     try:
         with without_data():
             made = make()
@@ -274,20 +266,18 @@ def _made_by(make: Callable[[], Any], name: str) -> tuple[Any, ...]:
     if note:
         print(note, file=sys.stderr)
         made = make()
-    if (
-        isinstance(made, tuple)
-        and len(made) in (2, 3)
-        and callable(made[0])
-        and isinstance((*made, None)[2], Optimizer | None)
-    ):
-        return made
-    shown = f"({', '.join(map(_kind, made))})" if isinstance(made, tuple) else _kind(made)
-    raise CommandError(f"{name} returned {shown}. {_ADVICE}")
-
-
-def _kind(value: object) -> str:
-    # not the name of the class of one without data
-    return "Tensor" if isinstance(value, Tensor) else type(value).__name__
+    is_tuple = isinstance(made, tuple)
+    values: tuple[Any, ...] = made if is_tuple else (made,)
+    is_work = is_tuple and len(values) in (2, 3) and callable(values[0])
+    if is_work and isinstance((*values, None)[2], Optimizer | None):
+        return values
+    # not the name of the class of a tensor without data
+    kinds = ("Tensor" if isinstance(each, Tensor) else type(each).__name__ for each in values)
+    shown = f"({', '.join(kinds)})" if is_tuple else next(kinds)
+    raise CommandError(
+        f"{name} returned {shown}. Return (fn, batch) or (fn, batch, optimizer), where fn takes "
+        "the batch."
+    )
 
 
 def largest_micro_batch(
@@ -319,15 +309,8 @@ def largest_micro_batch(
 
     try:
         # a loop that sums gradients up by hand takes the samples of a norm as they come, too
-        found = plan(
-            loss_of,
-            batch,
-            budget_bytes,
-            margin=0,
-            optimizer=optimizer,
-            device=device,
-            batchnorm="per_chunk",
-        )
+        options: Any = {"optimizer": optimizer, "device": device, "batchnorm": "per_chunk"}
+        found = plan(loss_of, batch, budget_bytes, margin=0, **options)
     except OutOfRetriesError as error:
         # the whole was the first that was tried
         n_samples = error.sizes[0]

@@ -32,11 +32,7 @@ class Demo(Verb):
     """
 
     name = "demo"
-
-    @classmethod
-    def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
-        """Add its arguments."""
-        parser.add_argument("--quick", action="store_true", help="a smaller model and fewer steps")
+    options = "--quick  a smaller model and fewer steps"
 
     def run(self, arguments: argparse.Namespace) -> int:
         """Tell the story."""
@@ -78,12 +74,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     try:
         done: int | Callable[[], int] = arguments.run(arguments)
-    except TenureError as error:
-        _tell(arguments.verb, error)
-        return _USER_ERROR
-    except ImportError as error:
+    except (TenureError, ImportError) as error:
         # tenure refuses this torch; what a module of the user's can't import is its own error
-        if error.name != "tenure":
+        if isinstance(error, ImportError) and error.name != "tenure":
             raise
         _tell(arguments.verb, error)
         return _USER_ERROR

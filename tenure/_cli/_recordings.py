@@ -6,8 +6,9 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from tenure._errors import CommandError, ProfilerUsageError, ReportFormatError
 
@@ -32,18 +33,13 @@ class ReportVerb(Verb):
     """
 
     name = "report"
-    n_files: ClassVar[int | str] = "*"
-
-    @classmethod
-    def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
-        """Add its arguments."""
-        newest = f" (default: the newest *{SUFFIX} in this folder)" if cls.n_files == "*" else ""
-        parser.add_argument("files", nargs=cls.n_files, metavar="FILE", help=f"a recording{newest}")
-        parser.add_argument("--json", action="store_true", help="print JSON")
-        parser.add_argument("--top", type=int, metavar="N", help="print N rows of each table")
-        parser.add_argument(
-            "--sort", metavar="COLUMN", help="sort the rows by the column with this heading"
-        )
+    options = """
+files FILE     a recording (default: the newest *.tenure in this folder)
+--json         print JSON
+--top N        print N rows of each table
+--sort COLUMN  sort the rows by the column with this heading
+"""
+    kinds: ClassVar[Mapping[str, Any]] = {"files": {"nargs": "*"}}
 
     def run(self, arguments: argparse.Namespace) -> int:
         """Read and show."""
@@ -103,7 +99,7 @@ class Diff(ReportVerb):
     """
 
     name = "diff"
-    n_files = 2
+    kinds: ClassVar[Mapping[str, Any]] = {"files": {"nargs": 2, "help": "a recording"}}
 
     def report_of(self, recordings: list[Recording]) -> Shown:
         """Return the second beside the first."""
@@ -128,16 +124,13 @@ class Export(Verb):
     """
 
     name = "export"
-
-    @classmethod
-    def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
-        """Add its arguments."""
-        parser.add_argument("file", metavar="FILE", help="a recording")
-        parser.add_argument(
-            "-o", "--output", metavar="OUT", required=True, help="the file to write"
-        )
-        parser.add_argument("-f", "--force", action="store_true", help="overwrite OUT")
-        parser.add_argument("--json", action="store_true", help="print JSON")
+    options = """
+file FILE         a recording
+-o, --output OUT  the file to write
+-f, --force       overwrite OUT
+--json            print JSON
+"""
+    kinds: ClassVar[Mapping[str, Any]] = {"-o": {"required": True}}
 
     def run(self, arguments: argparse.Namespace) -> int:
         """Read and write."""

@@ -6,17 +6,27 @@ import argparse
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tenure._errors import CommandError
 from tenure._report_files import is_no_file
 
-from ._verb import Verb, byte_size
-
-if TYPE_CHECKING:
-    from ._program import Program
+from ._verb import Verb, add_options
 
 SUFFIX = ".tenure"
+MEASURING = """
+--budget SIZE      raise torch.OutOfMemoryError above this many bytes, such as 2GiB, of the
+                   accelerator or, if there is none, of the CPU
+--leaks            look for tensors that grow from step to step
+--lines FUNC       measure each line of a function: MODULE:FUNCTION, or the name of a function of
+                   the program; may be repeated
+--timeline         record live bytes over time, and their peak
+--on-oom           explain the first out-of-memory error, even if the program handles it
+-o, --output FILE  write the recording to FILE (default: NAME.tenure, named after the program; if
+                   that exists, NAME.2.tenure and so on)
+-f, --force        overwrite FILE, or NAME.tenure
+-q, --quiet        do not print where the recording is
+"""
+"""What can be measured, and where it goes: for a verb and for a magic alike."""
 
 
 class Run(Verb):
@@ -39,6 +49,10 @@ class Run(Verb):
     """
 
     name = "run"
+    options = """
+program SCRIPT  run a script with its arguments; also a folder or zip file with a __main__.py, or -
+                for stdin
+"""
 
     @classmethod
     def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
@@ -53,26 +67,36 @@ class Run(Verb):
         what = parser.add_mutually_exclusive_group()
         what.add_argument("-m", dest="module", nargs=rest, help="run a module with its arguments")
         what.add_argument("-c", dest="code", nargs=rest, help="run code with its arguments")
-        parser.add_argument(
-            "program",
-            nargs=rest,
-            metavar="SCRIPT",
-            help="run a script with its arguments; also a folder or zip file with a __main__.py, "
-            "or - for stdin",
-        )
+        add_options(parser, cls.options, {"program": {"nargs": rest}})
 
     def run(self, arguments: argparse.Namespace) -> Callable[[], int]:
         """Check what can be checked, and return what runs the program."""
         # here and below: the help of all verbs is there sooner
-        from ._program import RunRecorder
+        from ._program import Program, RunRecorder, rank_of_environment
 
-        program = _program(arguments)
+        given, missing = arguments.program, "There is no program. Name a script, -m or -c"
+        flag = ""
+        if arguments.module is not None:
+            given, flag, missing = arguments.module, "-m", "-m needs the name of a module"
+        elif arguments.code is not None:
+            given, flag, missing = arguments.code, "-c", "-c needs code"
+        # it separates our options from a script whose name begins with a dash
+        words = given[1:] if given[:1] == ["--"] else given
+        if not words:
+            raise CommandError(f"{missing}. See tenure run --help.")
+        program = Program(flag, words)
         program.check_names()
-        path = _path(arguments.output, program)
-        is_behind = {"-f", "--force"}.intersection(program.words)
-        force = "-f before the program: tenure run -f ..." if is_behind else "-f"
         # a name that nobody chose is made a new one, if there is a file of it
         is_new = arguments.output is None
+        path = Path(f"{program.name}{SUFFIX}" if is_new else arguments.output)
+        rank = rank_of_environment()
+        # a folder is refused by its own name
+        if rank is not None and not path.is_dir():
+            path = path.with_name(f"{path.stem}.rank{rank}{path.suffix}")
+        # the program may go to another folder
+        path = Path.cwd() / path
+        is_behind = {"-f", "--force"}.intersection(program.words)
+        force = "-f before the program: tenure run -f ..." if is_behind else "-f"
         check_target(path, replace=arguments.force or is_new, force=force)
         choose_by_default(arguments)
         return RunRecorder(program, arguments, path).run
@@ -80,43 +104,7 @@ class Run(Verb):
 
 def add_measuring(parser: argparse.ArgumentParser) -> None:
     """Add what can be measured, and where it goes: for a verb and for a magic alike."""
-    parser.add_argument(
-        "--budget",
-        type=byte_size,
-        metavar="SIZE",
-        help="raise torch.OutOfMemoryError above this many bytes, such as 2GiB, of the accelerator "
-        "or, if there is none, of the CPU",
-    )
-    parser.add_argument(
-        "--leaks", action="store_true", help="look for tensors that grow from step to step"
-    )
-    parser.add_argument(
-        "--lines",
-        action="append",
-        default=[],
-        metavar="FUNC",
-        help="measure each line of a function: MODULE:FUNCTION, or the name of a function of the "
-        "program; may be repeated",
-    )
-    parser.add_argument(
-        "--timeline", action="store_true", help="record live bytes over time, and their peak"
-    )
-    parser.add_argument(
-        "--on-oom",
-        action="store_true",
-        help="explain the first out-of-memory error, even if the program handles it",
-    )
-    parser.add_argument(
-        "-o",
-        "--output",
-        metavar="FILE",
-        help="write the recording to FILE (default: NAME.tenure, named after the program; "
-        "if that exists, NAME.2.tenure and so on)",
-    )
-    parser.add_argument("-f", "--force", action="store_true", help="overwrite FILE, or NAME.tenure")
-    parser.add_argument(
-        "-q", "--quiet", action="store_true", help="do not print where the recording is"
-    )
+    add_options(parser, MEASURING, {"--lines": {"action": "append", "default": []}})
 
 
 def choose_by_default(arguments: argparse.Namespace, *, all_but_lines: bool = False) -> None:
@@ -164,35 +152,7 @@ def check_target(path: Path, *, replace: bool, force: str = "-f") -> None:
             raise CommandError(told)
 
 
-def _program(arguments: argparse.Namespace) -> Program:
-    from ._program import code_program, module_program, script_program
-
-    make: Callable[[str, list[str]], Program] = script_program
-    given, missing = arguments.program, "There is no program. Name a script, -m or -c"
-    if arguments.module is not None:
-        given, make, missing = arguments.module, module_program, "-m needs the name of a module"
-    elif arguments.code is not None:
-        given, make, missing = arguments.code, code_program, "-c needs code"
-    # it separates our options from a script whose name begins with a dash
-    words = given[1:] if given[:1] == ["--"] else given
-    if not words:
-        raise CommandError(f"{missing}. See tenure run --help.")
-    return make(words[0], words[1:])
-
-
-def _path(given: str | None, program: Program) -> Path:
-    from ._program import rank_of_environment
-
-    path = Path(given if given is not None else f"{program.name}{SUFFIX}")
-    rank = rank_of_environment()
-    # a folder is refused by its own name
-    if rank is not None and not path.is_dir():
-        path = path.with_name(f"{path.stem}.rank{rank}{path.suffix}")
-    # the program may go to another folder
-    return Path.cwd() / path
-
-
-def shown_path(path: Path) -> str:
-    """Return a path as seen from the working directory, if it is below that."""
-    inside = os.path.relpath(path)
+def shown_path(path: Path, folder: str = os.curdir) -> str:
+    """Return a path as seen from a folder, if it is below that."""
+    inside = os.path.relpath(path, folder)
     return str(path) if inside.startswith(os.pardir) else inside

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from tenure._byte_sizes import parse_bytes
@@ -26,11 +27,14 @@ class Verb(ABC):
     """
 
     name: ClassVar[str]
+    options: ClassVar[str]
+    """Its arguments, as `add_options` takes them."""
+    kinds: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
 
     @classmethod
-    @abstractmethod
     def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
         """Add its arguments."""
+        add_options(parser, cls.options, cls.kinds)
 
     @abstractmethod
     def run(self, arguments: argparse.Namespace) -> int | Callable[[], int]:
@@ -43,6 +47,32 @@ class Verb(ABC):
         Raises:
             CommandError: the user has to change something.
         """
+
+
+def add_options(parser: Any, text: str, kinds: Mapping[str, Mapping[str, Any]]) -> None:
+    """Add arguments to a parser, or to a group of it.
+
+    Args:
+        parser: the parser.
+        text: the arguments, each on a line of its own as the help shows it: its names and that of
+            its value, at least two spaces, and its help, which goes on in lines that begin with a
+            space. One without a value is true if it is given; one in braces is one of several.
+        kinds: what else argparse is told, by the first name of an argument.
+    """
+    for each in re.split(r"\n(?! )", text.strip()):
+        head, _, words = each.partition("  ")
+        *names, value = head.replace(", ", " ").split()
+        more: dict[str, Any] = {"help": " ".join(words.split())}
+        if value.startswith("-"):
+            names.append(value)
+            more["action"] = "store_true"
+        elif value.startswith("{"):
+            more["choices"] = value.strip("{}").split("|")
+        else:
+            more["metavar"] = value
+        if value in _TYPES:
+            more["type"] = _TYPES[value]
+        parser.add_argument(*names, **(more | {**kinds.get(names[0], {})}))
 
 
 def whole_number(minimum: int, maximum: int = 2**64 - 1) -> Callable[[str], int]:
@@ -72,6 +102,10 @@ def byte_size(text: str) -> int:
     return n_bytes
 
 
+_TYPES: dict[str, Callable[[str], Any]] = {"N": whole_number(1), "SIZE": byte_size}
+"""How a value is read, by its name in the help."""
+
+
 def show(
     shown: Shown,
     facts: Callable[[], Any],
@@ -81,15 +115,13 @@ def show(
     sort: str | None = None,
 ) -> None:
     """Print a report, in colours on a terminal; or its facts."""
-    if as_json:
-        print_text(json.dumps(facts(), indent=2))
-    elif sys.stdout.isatty():
+    if not as_json and sys.stdout.isatty():
         from rich.console import Console
 
         Console().print(shown.rich(top=top, sort=sort), crop=False)
         sys.stdout.flush()
     else:
-        print_text(shown.text(top=top, sort=sort))
+        print_text(json.dumps(facts(), indent=2) if as_json else shown.text(top=top, sort=sort))
 
 
 def print_text(text: str) -> None:

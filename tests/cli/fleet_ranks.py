@@ -8,10 +8,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 # private: the parts of `tenure fit`, of which a user sees the answer alone
-from tenure._cli._fleet._configured import configured as configured
-from tenure._cli._fleet._recipe import recipe as recipe
+from tenure._cli._fleet._configured import Configured as Configured
 from tenure._cli._fleet._setup import Setup as Setup
-from tenure._cli._fleet._work import batch_of as batch_of
+from tenure._cli._fleet._setup import recipe as recipe
 from tenure._cli._fleet._work import in_memory as in_memory
 from tenure._cli._fleet._work import making as making
 from tenure._cli._fleet._work import shard
@@ -26,7 +25,7 @@ def measured_sharded(rank, setup):
     mesh = init_device_mesh("cpu", (asked.ranks,))
     # a thread of gloo may hold what it has sent for a moment longer
     for _ in range(4):
-        model, batch = in_memory(asked, configured(asked.target), torch.device("cpu"))
+        model, batch = in_memory(asked, Configured(asked), torch.device("cpu"))
         shard(model, mesh, offloads=asked.offloads)
         optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
         step = step_of(lambda batch, model=model: model(**batch).loss, batch, optimizer)
@@ -50,17 +49,16 @@ def measured_replicated(rank, setup):
 
     # a thread of gloo may hold what it has sent for a moment longer
     return min(
-        true_peak_bytes(
-            partial(work, *in_memory(asked, configured(asked.target), torch.device("cpu")))
-        )
+        true_peak_bytes(partial(work, *in_memory(asked, Configured(asked), torch.device("cpu"))))
         for _ in range(4)
     )
 
 
 def predicted_sharded(setup, rank):
-    found = configured(setup.target)
+    found = Configured(setup)
     with making(setup, found, rank) as made:
-        return counted_bytes(made.fn, batch_of(setup, found), made.optimizer)
+        batch = found.batch(setup.batch, torch.device("meta"))
+        return counted_bytes(made.fn, batch, made.optimizer)
 
 
 def saved_config(folder, model_type="llama", **values):

@@ -17,9 +17,8 @@ from tests.programs import main
 from tests.true_peak import step_of, true_peak_bytes
 
 from .fleet_ranks import (
+    Configured,
     Setup,
-    batch_of,
-    configured,
     fake_ranks,
     in_memory,
     making,
@@ -72,7 +71,7 @@ def whole_bytes(setup):
     """What a step of the real model takes, all in all, by the allocator of the CPU."""
 
     def work():
-        model, batch = in_memory(setup, configured(setup.target), torch.device("cpu"))
+        model, batch = in_memory(setup, Configured(setup), torch.device("cpu"))
         parameters = [p for p in model.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(parameters, foreach=False)
         return step_of(lambda batch: model(**batch).loss, batch, optimizer)()
@@ -81,9 +80,9 @@ def whole_bytes(setup):
 
 
 def predicted(setup, device="cpu"):
-    found = configured(setup.target)
+    found = Configured(setup)
     with making(setup, found) as made:
-        batch = batch_of(setup, found)
+        batch = found.batch(setup.batch, torch.device("meta"))
         return predict_peak(made.fn, batch, optimizer=made.optimizer, device=device)
 
 
@@ -120,7 +119,8 @@ def test_weights_that_a_model_ties_are_counted_once(tmp_path):
 
     path = saved_config(tmp_path, "bert")
     whole = AutoModelForMaskedLM.from_config(AutoConfig.from_pretrained(path))
-    with making(Setup(path, sequence=8), configured(path)) as made:
+    setup = Setup(path, sequence=8)
+    with making(setup, Configured(setup)) as made:
         assert made.size.n_parameters == sum(p.numel() for p in whole.parameters())
 
 
@@ -138,9 +138,9 @@ def test_each_rank_takes_what_is_predicted(llama, n):
 def test_each_replica_takes_what_is_predicted(llama, n):
     setup = Setup(llama, batch=4, sequence=32, ranks=n, shard="ddp")
     found = run_ranks(measured_replicated, n, timeout=180, setup=dataclasses.asdict(setup))
-    found_config = configured(llama)
+    found_config = Configured(setup)
     with making(setup, found_config) as made:
-        batch = batch_of(setup, found_config)
+        batch = found_config.batch(setup.batch, torch.device("meta"))
         report = predict_peak(made.fn, batch, optimizer=made.optimizer, device="cpu")
         bucket_bytes = 4 * made.size.n_parameters
     alone = predicted(Setup(llama, batch=4, sequence=32))
@@ -168,7 +168,7 @@ def test_generating_takes_what_is_predicted(tmp_path, options):
     report = predicted(setup)
 
     def work():
-        model, batch = in_memory(setup, configured(path), torch.device("cpu"))
+        model, batch = in_memory(setup, Configured(setup), torch.device("cpu"))
         ids = batch["input_ids"]
         return model.generate(
             ids, attention_mask=torch.ones_like(ids), min_new_tokens=40, max_new_tokens=40,
@@ -234,13 +234,15 @@ def test_a_peak_in_the_loss_is_at_the_model(llama, capsys):
 
 def test_weights_that_are_not_counted_as_quantized_are_named(tmp_path):
     folder = saved_config(tmp_path, quantization_config={"quant_method": "gptq", "bits": 4})
-    notes = configured(folder).notes(8, None)
+    notes = Configured(Setup(folder, sequence=8)).notes
     assert any("quantized" in note for note in notes)
 
 
 def test_code_of_a_folder_that_is_not_run_is_named(tmp_path):
     folder = saved_config(tmp_path, auto_map={"AutoModelForCausalLM": "own.Own"})
-    assert any("own code is not run" in note for note in configured(folder).notes(8, None))
+    assert any(
+        "own code is not run" in note for note in Configured(Setup(folder, sequence=8)).notes
+    )
 
 
 def test_images_of_a_model_in_two_parts_have_the_size_of_its_vision(tmp_path):
@@ -248,7 +250,7 @@ def test_images_of_a_model_in_two_parts_have_the_size_of_its_vision(tmp_path):
     folder = saved_config(
         tmp_path, "clip", text_config=text, vision_config=IMAGES, projection_dim=64
     )
-    assert configured(folder).tokens_in_words(None, None) == "32 x 32 pixels"
+    assert Configured(Setup(folder)).sample_in_words() == "32 x 32 pixels"
     assert predicted(Setup(folder, batch=2)).peak_bytes > 0
 
 
@@ -300,7 +302,7 @@ def test_lines_to_paste_run_as_they_are(llama, tmp_path, monkeypatch, options):
     assert all(len(line) < 80 for line in lines.splitlines())
     monkeypatch.chdir(tmp_path)
     plain = Setup(llama, batch=setup.batch, sequence=16)
-    model, batch = in_memory(plain, configured(llama), torch.device("cpu"))
+    model, batch = in_memory(plain, Configured(plain), torch.device("cpu"))
     dataset = [{name: each[0] for name, each in batch.items()}] * 4
     with fake_ranks(0, setup.ranks) if setup.ranks > 1 else nullcontext():
         names = {"model": model, "batches": [batch], "dataset": dataset}

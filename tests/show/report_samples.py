@@ -13,8 +13,7 @@ from tenure import LeakRecord, LeakReport, adaptive, paging
 from tenure._cli._cell import CellReport
 from tenure._cli._fitting import Answer, MicroBatch
 from tenure._cli._fleet import FleetAnswer, Setup
-from tenure._cli._fleet._answer import Case, Remedy
-from tenure._cli._fleet._peaks import RankPeak
+from tenure._cli._fleet._answer import Case, RankPeak, Remedy
 from tenure._cli._fleet._work import Size
 from tenure.profiler import (
     CourtesyReport,
@@ -323,14 +322,19 @@ def _peak_report(**changed):
 def _fleet_answer():
     model = SimpleNamespace(
         config=SimpleNamespace(model_type="llama"),
-        notes=lambda sequence, images: ["the configuration is for at most 1024 tokens"],
-        tokens_in_words=lambda sequence, images: "2048 tokens",
+        notes=["the configuration is for at most 1024 tokens"],
+        sample_in_words=lambda: "2048 tokens",
     )
-    peak = RankPeak(_peak_report(), Size(70_600_000_000, 70_600_000_000, ("Block",)))
+    report = _peak_report()
+    n_bytes = report.needed_bytes
+    peak = RankPeak(report, Size(70_600_000_000, 70_600_000_000, ("Block",)), n_bytes)
     # code is not broken, whatever the width
     remedy = Remedy("checkpoints", "import torch\n\nmodel.train()", 2**33)
-    cases = [Case(8, peak, 2**34, 0, remedy), Case(1024, peak, 2**37, 12)]
-    return FleetAnswer(Setup("llama", ranks=8), SimpleNamespace(model=model), cases)
+    cases = [
+        Case(8, 2**34, n_bytes, False, 2**34 - n_bytes, None, 0, remedy),
+        Case(1024, 2**37, n_bytes, True, 2**37 - n_bytes, None, 12, None),
+    ]
+    return FleetAnswer(Setup("llama", ranks=8), model, peak, cases)
 
 
 REPORTS = {

@@ -9,6 +9,7 @@ import inspect
 import json
 import math
 import os
+import warnings
 from collections.abc import Mapping
 from importlib import import_module
 from importlib.metadata import version
@@ -22,10 +23,11 @@ from tenure._extras import install_command, numbers, require_new_enough
 from tenure._text import counted
 
 from .._fitting import first_line, in_a_line
+from ._setup import Setup, checkpoints_of
 
-_CONFIG, _ADAPTER = "config.json", "adapter_config.json"
+Batch = dict[str, Tensor]
 _MOST_TOKENS = 2048
-_IMAGE_PIXELS, _IMAGE_CHANNELS = 224, 3
+_PIXELS, _CHANNELS = 224, 3
 # of models that take images of any size
 _FREE_PIXELS = 448
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length")
@@ -44,141 +46,163 @@ _FEWER = ("downsample_factor", "scale_factor", "spatial_merge_size")
 _SPECIAL = ("pad", "bos", "eos", "decoder_start")
 
 
-class Configured(NamedTuple):
+class Images(NamedTuple):
+    """The images of a sample.
+
+    Attributes:
+        n: how many there are.
+        pixels: the height and width of each.
+        shape: the shape of ``pixel_values`` for one; those of a batch are joined along the first
+            dimension.
+        n_tokens: how many tokens of the text one of them is; 0 if there is no text.
+        grid: the patches of one in time, height and width, if the model takes images of any size.
+    """
+
+    n: int
+    pixels: tuple[int, int]
+    shape: tuple[int, ...]
+    n_tokens: int = 0
+    grid: tuple[int, int, int] | None = None
+
+
+class Configured:
     """A configuration and what follows from it.
+
+    Args:
+        setup: names the configuration, and says how large a sample is.
 
     Attributes:
         config: the configuration.
-        kind: what the model does, as transformers names its lists of classes.
         longest: the tokens that it is made for, if it says so.
+        n_tokens: the tokens of a sample.
+        images: the images of a sample; None if it is text alone.
+        notes: what a reader should know of the figures.
+
+    Raises:
+        CommandError: there is no such model, or the setup asks for samples that it does not have.
     """
 
-    config: Any
-    kind: str
-    longest: int | None
+    def __init__(self, setup: Setup) -> None:
+        self.config, self._kind = _found(setup.target)
+        self._text = self.config
+        if hasattr(self.config, "get_text_config"):
+            self._text = self.config.get_text_config()
+        lengths = (getattr(self._text, name, None) for name in _LENGTHS)
+        self.longest = next((n for n in lengths if isinstance(n, int) and n > 0), None)
+        self.n_tokens = setup.sequence or min(self.longest or _MOST_TOKENS, _MOST_TOKENS)
+        is_of_images, is_mixed = self._kind == _IMAGES, self._kind == _MIXED
+        for is_wrong, told in (
+            (setup.images and not is_mixed, "--images is for models of text and images."),
+            (is_of_images and setup.sequence, "--sequence says nothing of images."),
+            (is_of_images and setup.generate, "--generate says nothing of images."),
+        ):
+            if is_wrong:
+                raise CommandError(f"{told} Leave it out.")
+        self.images: Images | None = None
+        if is_of_images:
+            size = _image_size(self.config)
+            channels = getattr(self.config, "num_channels", None) or _CHANNELS
+            self.images = Images(1, size, (1, channels, *size))
+        elif is_mixed and setup.images != 0:
+            self.images = self._images_in_text(1 if setup.images is None else setup.images)
+        notes = {
+            "the model also takes images; only text is counted": self.images is None
+            and hasattr(self.config, "vision_config"),
+            f"the configuration is for at most {self.longest} tokens": not is_of_images
+            and self.n_tokens > (self.longest or self.n_tokens),
+            "the configuration's weights are quantized; they are counted unquantized": getattr(
+                self.config, "quantization_config", None
+            ),
+            "the folder's own code is not run; the class of transformers is counted": getattr(
+                self.config, "auto_map", None
+            ),
+        }
+        self.notes = [note for note, is_so in notes.items() if is_so]
+        if self.images is not None and self.images.grid is not None:
+            height, width = self.images.pixels
+            free = f"the model takes images of any size; they are taken to have {height} x {width}"
+            self.notes.insert(0, free)
 
-    @property
-    def is_of_images(self) -> bool:
-        """True if samples are images."""
-        return self.kind == _IMAGES
-
-    def images(self, asked: int | None) -> int:
-        """Return how many images are in the text of a sample."""
-        return asked or 0 if self.kind != _MIXED or asked is not None else 1
-
-    def notes(self, sequence: int | None, images: int | None) -> list[str]:
-        """Return what a reader should know of the figures."""
-        notes = []
-        takes_images = not self.is_of_images and hasattr(self.config, "vision_config")
-        if takes_images and not self.images(images):
-            notes.append("the model also takes images; only text is counted")
-        if self.images(images) and self._sizes.is_free:
-            height, width = self._sizes.pixels
-            notes.append(
-                f"the model takes images of any size; they are taken to have {height} x {width}"
-            )
-        if not self.is_of_images and self.longest and self.tokens(sequence) > self.longest:
-            notes.append(f"the configuration is for at most {self.longest} tokens")
-        if getattr(self.config, "quantization_config", None):
-            notes.append("the configuration's weights are quantized; they are counted unquantized")
-        if getattr(self.config, "auto_map", None):
-            notes.append("the folder's own code is not run; the class of transformers is counted")
-        return notes
-
-    def check(self, *, sequence: int | None, generate: int | None, images: int | None) -> None:
-        """Refuse what only text has, and images where there are none.
-
-        Raises:
-            CommandError: samples are images, or have none, or more than their tokens.
-        """
-        if images and self.kind != _MIXED:
-            raise CommandError("--images is for models of text and images. Leave it out.")
-        if self.images(images):
-            n_tokens, n_of_images = (
-                self.tokens(sequence),
-                self.images(images) * self._sizes.n_tokens,
-            )
-            if n_of_images >= n_tokens:
-                raise CommandError(
-                    f"The images of a sample are {n_of_images} tokens, and it has {n_tokens}. Give "
-                    "a larger --sequence, or --images 0 for text alone."
-                )
-        for option, given in (("--sequence", sequence), ("--generate", generate)):
-            if self.is_of_images and given is not None:
-                raise CommandError(f"{option} says nothing of images. Leave it out.")
-
-    def tokens_in_words(self, sequence: int | None, images: int | None) -> str:
+    def sample_in_words(self) -> str:
         """Spell what a sample is."""
-        if self.is_of_images:
-            height, width = _image_size(self.config)
-            return f"{height} x {width} pixels"
-        text = f"{self.tokens(sequence)} tokens"
-        if not self.images(images):
+        text, images = f"{self.n_tokens} tokens", self.images
+        if images is None:
             return text
-        n_of_images = self.images(images) * self._sizes.n_tokens
-        return f"{text} ({n_of_images} of {counted(self.images(images), 'image')})"
+        if not images.n_tokens:
+            return f"{images.pixels[0]} x {images.pixels[1]} pixels"
+        return f"{text} ({images.n * images.n_tokens} of {counted(images.n, 'image')})"
 
-    def tokens(self, asked: int | None) -> int:
-        """Return how many tokens a sample has."""
-        return asked or min(self.longest or _MOST_TOKENS, _MOST_TOKENS)
-
-    def model(self, dtype: torch.dtype | None) -> nn.Module:
+    def model(self, setup: Setup) -> nn.Module:
         """Make the model, where the caller has it: without data, as a rule.
 
         Raises:
-            CommandError: the configuration can't be built.
+            CommandError: the configuration can't be built, or not with what the setup adds.
         """
         import transformers
 
         name = "dtype" if numbers(version("transformers")) >= [4, 56] else "torch_dtype"
-        chosen = dtype or getattr(self.config, name, None) or torch.float32
+        chosen = getattr(self.config, name, None) or torch.float32
+        dtype = chosen if setup.dtype is None else getattr(torch, setup.dtype)
+        told = f"The configuration of a {self.config.model_type} can't be built"
         try:
-            auto = getattr(transformers, _KINDS[self.kind])
-            # what draws first numbers looks at them
-            with _no_first_numbers():
-                made: Any = auto.from_config(self.config, **{name: chosen})
-            made.tie_weights()
-        # of the library, or of whoever wrote the configuration
-        except Exception as error:
-            raise CommandError(
-                f"The configuration of a {self.config.model_type} can't be built: "
-                f"{in_a_line(error)}."
-            ) from None
-        return made  # type: ignore[no-any-return]  # a PreTrainedModel
+            home: Any = import_module("transformers.initialization")
+        except ImportError:  # before transformers 5
+            home = import_module("transformers.modeling_utils")
+        with warnings.catch_warnings():
+            # what these libraries tell each other of their next releases
+            warnings.simplefilter("ignore", FutureWarning)
+            # the errors are those of the library, or of whoever wrote the configuration
+            try:
+                # what draws first numbers looks at them
+                with home.no_init_weights():
+                    auto = getattr(transformers, _KINDS[self._kind])
+                    model: Any = auto.from_config(self.config, **{name: dtype})
+                model.tie_weights()
+                told = f"peft puts no LoRA into a {type(model).__name__}"
+                if setup.lora is not None:
+                    import peft
 
-    def batch(
-        self, n_samples: int, n_tokens: int, n_images: int, device: torch.device
-    ) -> dict[str, Tensor]:
+                    lora = peft.LoraConfig(
+                        r=setup.lora, lora_alpha=setup.lora, target_modules="all-linear"
+                    )
+                    model = peft.get_peft_model(model, lora)
+                told = f"A {type(model).__name__} has no checkpoints"
+                if setup.checkpointing:
+                    getattr(model, checkpoints_of(model))({"use_reentrant": False})
+                    # of adapters alone no input would lead to a gradient
+                    model.enable_input_require_grads()
+            except Exception as error:
+                if isinstance(error, ImportError) and error.name == "peft":
+                    told = "LoRA is that of peft, which is installed by `pip install 'peft>=0.19'`"
+                raise CommandError(f"{told}: {in_a_line(error)}.") from None
+        made: nn.Module = model.train(setup.generate is None)
+        return made
+
+    def batch(self, n_samples: int, device: torch.device) -> Batch:
         """Make what the model is called with in training: all samples, and their labels.
 
         Models look at ids, so these have data wherever images have none.
         """
-        if self.is_of_images:
-            height, width = _image_size(self.config)
-            channels = getattr(self.config, "num_channels", None) or _IMAGE_CHANNELS
-            pixels = torch.zeros(n_samples, channels, height, width, device=device)
-            return {"pixel_values": pixels, "labels": torch.zeros(n_samples, dtype=torch.long)}
-        text = _of_text(self.config)
-        named = [getattr(text, f"{name}_token_id", None) for name in _SPECIAL]
+        images, made = self.images, Batch()
+        if images is not None:
+            n_rows = n_samples * images.n * images.shape[0]
+            made["pixel_values"] = torch.zeros(n_rows, *images.shape[1:], device=device)
+            if not images.n_tokens:
+                return {**made, "labels": torch.zeros(n_samples, dtype=torch.long)}
+        named = [getattr(self._text, f"{name}_token_id", None) for name in _SPECIAL]
         # of a few models, several end a text
         special = {id_ for each in named for id_ in (each if isinstance(each, list) else [each])}
         token = next(i for i in range(len(special) + 1) if i not in special)
-        ids = torch.full((n_samples, n_tokens), token)
-        if not n_images:
-            return {"input_ids": ids, "labels": ids.clone()}
-        sizes = self._sizes
-        ids[:, : n_images * sizes.n_tokens] = self._image_token
-        made = {
-            "input_ids": ids,
-            "labels": ids.clone(),
-            **sizes.batch(n_samples * n_images, device),
-        }
-        for name in self._known & {"token_type_ids", "mm_token_type_ids"}:
-            made[name] = (ids == self._image_token).long()
-        if sizes.is_free:
-            # they would be read from values; as long for time, for height and for width
-            made["position_ids"] = torch.arange(n_tokens).expand(3, n_samples, -1)
-        return made
+        ids = torch.full((n_samples, self.n_tokens), token)
+        if images is not None:
+            ids[:, : images.n * images.n_tokens] = self._image_token
+            for name in self._known & {"token_type_ids", "mm_token_type_ids"}:
+                made[name] = (ids == self._image_token).long()
+            if images.grid is not None:
+                made["image_grid_thw"] = torch.tensor([images.grid] * (n_samples * images.n))
+                # they would be read from values; as long for time, for height and for width
+                made["position_ids"] = torch.arange(self.n_tokens).expand(3, n_samples, -1)
+        return {"input_ids": ids, "labels": ids.clone(), **made}
 
     @property
     def _image_token(self) -> int:
@@ -194,13 +218,8 @@ class Configured(NamedTuple):
         cls = getattr(transformers, self.config.architectures[0])
         return set(inspect.signature(cls.forward).parameters)
 
-    @property
-    def _sizes(self) -> _Images:
-        """How large images are that are part of a text, by the configuration.
-
-        Raises:
-            CommandError: it does not say.
-        """
+    def _images_in_text(self, n: int) -> Images:
+        """Return how large images are that are part of a text, by the configuration."""
         vision = self.config.vision_config
         patch, size = (getattr(vision, f"{name}_size", None) for name in ("patch", "image"))
         is_free = "image_grid_thw" in self._known
@@ -209,71 +228,33 @@ class Configured(NamedTuple):
                 f"The configuration of a {self.config.model_type} does not say how large its "
                 "images are. Count its text alone with --images 0."
             )
-        patch = patch if isinstance(patch, int) else patch[0]
+        side = patch if isinstance(patch, int) else patch[0]
         fewer = math.prod(
             getattr(each, name, None) or 1 for each in (self.config, vision) for name in _FEWER
         ) / (getattr(self.config, "downsample_ratio", None) or 1)
         channels = getattr(vision, "num_channels", None) or getattr(vision, "in_channels", None)
+        channels = channels or _CHANNELS
+        pixels = (_FREE_PIXELS, _FREE_PIXELS) if is_free else _image_size(vision)
+        # of patches that come one by one, whole tokens
+        step = int(fewer) if is_free else 1
+        high, wide = (n_pixels // side // step * step for n_pixels in pixels)
+        height, width = (n_pixels // side * side for n_pixels in pixels)
+        n_tokens = getattr(self.config, "mm_tokens_per_image", None)
+        n_tokens = n_tokens or round(high * wide / fewer**2)
+        if n * n_tokens >= self.n_tokens:
+            raise CommandError(
+                f"The images of a sample are {n * n_tokens} tokens, and it has {self.n_tokens}. "
+                "Give a larger --sequence, or --images 0 for text alone."
+            )
+        if not is_free:
+            return Images(n, (height, width), (1, channels, height, width), n_tokens)
         frames = getattr(vision, "temporal_patch_size", None) or 1
-        height, width = (_FREE_PIXELS, _FREE_PIXELS) if is_free else _image_size(vision)
-        return _Images(
-            pixels=(height // patch * patch, width // patch * patch),
-            patch=patch,
-            fewer=fewer,
-            channels=(channels or _IMAGE_CHANNELS) * (frames if is_free else 1),
-            fixed_tokens=getattr(self.config, "mm_tokens_per_image", None),
-            is_free=is_free,
-        )
+        shape = (high * wide, channels * frames * side**2)
+        return Images(n, (height, width), shape, n_tokens, (1, high, wide))
 
 
-class _Images(NamedTuple):
-    """Images inside of texts.
-
-    Attributes:
-        pixels: their height and width.
-        patch: the pixels along a side of a patch.
-        fewer: how many patches along a side are a token.
-        channels: of a pixel, frames included.
-        fixed_tokens: the tokens of an image, if patches don't tell it.
-        is_free: whether patches come one by one, with the number of them along each side.
-    """
-
-    pixels: tuple[int, int]
-    patch: int
-    fewer: float
-    channels: int
-    fixed_tokens: int | None
-    is_free: bool
-
-    @property
-    def _grid(self) -> tuple[int, int]:
-        """The patches along each side, whole tokens if sides are free."""
-        step = int(self.fewer) if self.is_free else 1
-        height, width = (pixels // self.patch // step * step for pixels in self.pixels)
-        return height, width
-
-    @property
-    def n_tokens(self) -> int:
-        """How many tokens an image is."""
-        height, width = self._grid
-        return self.fixed_tokens or round(height * width / self.fewer**2)
-
-    def batch(self, n_images: int, device: torch.device) -> dict[str, Tensor]:
-        """Make what the model is called with besides ids."""
-        if not self.is_free:
-            pixels = torch.zeros(n_images, self.channels, *self.pixels, device=device)
-            return {"pixel_values": pixels}
-        height, width = self._grid
-        patches = n_images * height * width
-        pixels = torch.zeros(patches, self.channels * self.patch**2, device=device)
-        return {
-            "pixel_values": pixels,
-            "image_grid_thw": torch.tensor([[1, height, width]] * n_images),
-        }
-
-
-def configured(target: str) -> Configured:
-    """Read a configuration.
+def _found(target: str) -> tuple[Any, str]:
+    """Read a configuration, and find what its model does, as transformers names lists of classes.
 
     Args:
         target: a folder, the path of a JSON file, or a name in the cache of transformers.
@@ -291,26 +272,28 @@ def configured(target: str) -> Configured:
         ) from None
     config = _read(target)
     named = (getattr(config, "architectures", None) or [None])[0]
-    for is_named in (True, False):
-        for kind in _KINDS:
-            names = getattr(lists, f"MODEL_FOR_{kind}_MAPPING_NAMES").get(config.model_type, ())
-            if kind == _MIXED and not hasattr(config, "vision_config"):
-                continue
-            names = (names,) if isinstance(names, str) else names
-            if named in names if is_named else names:
-                # of a type with several classes, transformers asks for the name
-                config.architectures = [named if is_named else names[0]]
-                return Configured(config, kind, _longest(config))
-    raise CommandError(
-        f"A {config.model_type} has no class that is trained on text, on pairs of text or on "
-        "images. Write a function that makes it, and ask with MODULE:FUNCTION."
-    )
+    kinds: dict[str, tuple[str, ...]] = {}
+    for kind in _KINDS:
+        names = getattr(lists, f"MODEL_FOR_{kind}_MAPPING_NAMES").get(config.model_type, ())
+        if kind != _MIXED or hasattr(config, "vision_config"):
+            kinds[kind] = (names,) if isinstance(names, str) else names
+    of_name = (kind for kind, names in kinds.items() if named in names)
+    found = next(of_name, next((kind for kind, names in kinds.items() if names), None))
+    if found is None:
+        raise CommandError(
+            f"A {config.model_type} has no class that is trained on text, on pairs of text or on "
+            "images. Write a function that makes it, and ask with MODULE:FUNCTION."
+        )
+    # of a type with several classes, transformers asks for the name
+    config.architectures = [named if named in kinds[found] else kinds[found][0]]
+    return config, found
 
 
 def _read(target: str) -> Any:
     from transformers import CONFIG_MAPPING, AutoConfig
 
-    path = os.path.join(target, _CONFIG) if os.path.isdir(target) else target
+    is_folder = os.path.isdir(target)
+    path = os.path.join(target, "config.json") if is_folder else target
     if os.path.isfile(path):
         try:
             with open(path, encoding="utf-8") as file:
@@ -327,14 +310,14 @@ def _read(target: str) -> Any:
             return CONFIG_MAPPING[model_type].from_dict(dict(told))
         # each class checks its values in its own way
         except Exception as error:
-            told = first_line(error)
-            raise CommandError(f"{path!r} is refused by transformers: {told}.") from None
-    if os.path.isdir(target):
-        is_adapter = os.path.isfile(os.path.join(target, _ADAPTER))
+            refused = f"{path!r} is refused by transformers: {first_line(error)}."
+            raise CommandError(refused) from None
+    if is_folder and os.path.isfile(os.path.join(target, adapter := "adapter_config.json")):
+        what = f"It has {adapter}, so name the folder of its base model."
+    else:
         what = "Name the folder of a model of transformers."
-        if is_adapter:
-            what = f"It has {_ADAPTER}, so name the folder of its base model."
-        raise CommandError(f"The folder {target!r} has no {_CONFIG}. {what}")
+    if is_folder:
+        raise CommandError(f"The folder {target!r} has no config.json. {what}")
     if target.endswith(".json") or target.startswith((".", os.sep)):
         raise CommandError(f"There is no file {target!r}.")
     try:
@@ -346,27 +329,8 @@ def _read(target: str) -> Any:
         ) from None
 
 
-def _no_first_numbers() -> Any:
-    """Return a block in which models of transformers leave their weights as they were made."""
-    try:
-        home: Any = import_module("transformers.initialization")
-    except ImportError:  # before transformers 5
-        home = import_module("transformers.modeling_utils")
-    return home.no_init_weights()
-
-
-def _of_text(config: Any) -> Any:
-    return config.get_text_config() if hasattr(config, "get_text_config") else config
-
-
-def _longest(config: Any) -> int | None:
-    text = _of_text(config)
-    found = [getattr(text, name, None) for name in _LENGTHS]
-    return next((each for each in found if isinstance(each, int) and each > 0), None)
-
-
 def _image_size(config: Any) -> tuple[int, int]:
     homes = (config, getattr(config, "vision_config", None))
     sizes = (getattr(home, "image_size", None) for home in homes)
-    size = next(filter(None, sizes), _IMAGE_PIXELS)
+    size = next(filter(None, sizes), _PIXELS)
     return (size, size) if isinstance(size, int) else (size[0], size[-1])

@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 _OURS = __name__.rpartition(".")[0]
 # they see each operation, or each call of a module
@@ -24,31 +24,21 @@ _LOOKING = "tenure.profiler._recording._growth"
 _DEADLY = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
 
-class End(NamedTuple):
-    """How a program ended.
-
-    Attributes:
-        text: ``"exit code 3"``, the type and the first line of an error, or the name of a signal.
-        exit_code: the exit code that the shell gets.
-    """
-
-    text: str
-    exit_code: int
+End = tuple[str, int]
+"""How a program ended, such as ``"exit code 3"``, an error or a signal; and what the shell gets."""
 
 
 def end_of(error: BaseException | None) -> End:
     """Return how a program ended that raised this error, or none."""
-    if error is None:
-        return End("exit code 0", 0)
-    if isinstance(error, SystemExit):
+    if error is None or isinstance(error, SystemExit):
         # as Python reads it: None is 0, a number is itself, anything else is printed
-        if error.code is None or isinstance(error.code, int):
-            code = (error.code or 0) & 0xFF
-            return End(f"exit code {code}", code)
-        return End(f"exit code 1 ({str(error.code).partition(chr(10))[0][:200]})", 1)
+        code = None if error is None else error.code
+        if code is None or isinstance(code, int):
+            return f"exit code {(code or 0) & 0xFF}", (code or 0) & 0xFF
+        return f"exit code 1 ({str(code).partition(chr(10))[0][:200]})", 1
     name = "".join(traceback.format_exception_only(type(error), error)[-1:]).strip()
     interrupted = isinstance(error, KeyboardInterrupt)
-    return End(name.partition("\n")[0][:400], 128 + signal.SIGINT if interrupted else 1)
+    return name.partition("\n")[0][:400], 128 + signal.SIGINT if interrupted else 1
 
 
 class Deaths:

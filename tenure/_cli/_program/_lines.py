@@ -12,7 +12,7 @@ import types
 from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any
 
-from ._measuring import MAIN
+from ._main_module import MAIN
 
 if TYPE_CHECKING:
     from tenure.profiler import LineProfiler

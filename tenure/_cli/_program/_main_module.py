@@ -14,38 +14,90 @@ import sys
 import textwrap
 import types
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from types import CodeType
 from typing import Any
 
 from tenure._errors import CommandError
 
-_MAIN = "__main__"
+MAIN = "__main__"
 OnCode = Callable[[CodeType], None]
+# Python has imported these before it knows the program, which never gets its own.
+_BEFORE = frozenset({"encodings", "importlib"})
+_BUILT_IN = (None, "built-in", "frozen")
+# The module that runs now still has frames that look for their globals.
+_kept: list[types.ModuleType] = []
 
 
-@dataclass(frozen=True, slots=True)
 class Program:
-    """A program that is about to run.
+    """A program that is about to run: a file, a folder or zip file with a ``__main__``, or ``-``.
+
+    Args:
+        flag: "-m" for a module, "-c" for code, else "".
+        words: the program and its arguments.
 
     Attributes:
         name: its files are called after it.
         words: they stand behind ``python``.
         argv: its ``sys.argv``.
-        first_path: its own entry of ``sys.path``.
+        own_names: what else than ``__main__`` its module is called.
         execute: runs it in ``__main__``, and passes its code on before it runs.
-        module: the name of a module that was asked for by ``-m``.
-        has_path: whether its entry of ``sys.path`` is used, which ``-P`` takes from scripts.
+
+    Raises:
+        CommandError: there is no such file.
     """
 
-    name: str
-    words: list[str]
-    argv: list[str]
-    first_path: str
-    execute: Callable[[OnCode], None]
-    module: str = ""
-    has_path: bool = not sys.flags.safe_path
+    def __init__(self, flag: str, words: list[str]) -> None:
+        first, *arguments = words
+        self.words = [flag, *words] if flag else words
+        self.argv = [flag, *arguments] if flag else words
+        self.own_names = (first, os.path.basename(first))
+        # -P takes its entry of sys.path from a script
+        self._path, self._has_path = "", not sys.flags.safe_path
+        self.execute: Callable[[OnCode], None]
+        if flag == "-c":
+            self.name = "code"
+            text = textwrap.dedent(first) if sys.version_info >= (3, 14) else first
+            self.execute = partial(_exec, lambda: f"{text}\n", "<string>", None)
+        elif flag == "-m":
+            self.name, self._path = first.rpartition(".")[2], os.getcwd()
+            self.own_names = (first, f"{first}.{MAIN}")
+            self.execute = partial(_run_module, first, True)
+        elif first == "-":
+            if sys.stdin.isatty():
+                raise CommandError("- reads the program from standard input, which is a terminal.")
+            self.name = "stdin"
+            # all of it at once, as Python reads it if it is no terminal
+            self.execute = partial(_exec, sys.stdin.buffer.read, "<stdin>", None)
+        else:
+            self._find(first)
+
+    def _find(self, path: str) -> None:
+        import pkgutil
+
+        self.name = os.path.splitext(os.path.basename(os.path.normpath(path)))[0]
+        full_path = path if os.path.isabs(path) else os.path.join(os.getcwd(), path)
+        # as Python decides it: what an import can look into is run as a package is
+        if pkgutil.get_importer(os.fspath(path)) is not None:
+            self._path, self._has_path = full_path, True
+            self.execute = partial(_run_module, MAIN, False)
+            return
+        try:
+            with open(path, "rb"):
+                pass
+        except OSError as error:
+            raise CommandError(
+                f"can't open file {full_path!r}: [Errno {error.errno}] {error.strerror}. Name a "
+                "script, -m and a module, or -c and code."
+            ) from None
+
+        def read() -> bytes:
+            with open(full_path, "rb") as file:
+                return file.read()
+
+        self._path = os.path.dirname(os.path.realpath(path))
+        loader = importlib.machinery.SourceFileLoader(MAIN, full_path)
+        self.execute = partial(_exec, read, full_path, loader)
 
     def check_names(self) -> None:
         """Refuse a program that would import a module of Python in place of its own.
@@ -54,8 +106,8 @@ class Program:
             CommandError: a module beside the program has the name of one that tenure has imported.
         """
         names = sys.stdlib_module_names.intersection(sys.modules) - _BEFORE
-        for name in sorted(names if self.has_path else ()):
-            own = importlib.machinery.PathFinder.find_spec(name, [self.first_path])
+        for name in sorted(names if self._has_path else ()):
+            own = importlib.machinery.PathFinder.find_spec(name, [self._path])
             origin = getattr(sys.modules[name].__spec__, "origin", None)
             if own is not None and own.origin not in (None, origin) and origin not in _BUILT_IN:
                 raise CommandError(
@@ -65,87 +117,21 @@ class Program:
 
     def become_main(self) -> None:
         """Let this process be that of the program, as far as the program can see."""
-        main = types.ModuleType(_MAIN)
+        main = types.ModuleType(MAIN)
         main.__dict__.update(__builtins__=builtins)
         if sys.version_info < (3, 14):  # there, a module has annotations only if its code has
             main.__annotations__ = {}
-        _kept.append(sys.modules[_MAIN])
-        sys.modules[_MAIN] = main
+        _kept.append(sys.modules[MAIN])
+        sys.modules[MAIN] = main
         sys.argv[:] = self.argv
         # with -P there is no such entry, neither ours nor the program's
         if not sys.flags.safe_path:
             del sys.path[0]
-        if self.has_path:
-            sys.path.insert(0, self.first_path)
+        if self._has_path:
+            sys.path.insert(0, self._path)
 
 
-# Python has imported these before it knows the program, which never gets its own.
-_BEFORE = frozenset({"encodings", "importlib"})
-_BUILT_IN = (None, "built-in", "frozen")
-# The module that runs now still has frames that look for their globals.
-_kept: list[types.ModuleType] = []
-
-
-def code_program(code: str, arguments: list[str]) -> Program:
-    """Return the program that ``python -c`` runs."""
-
-    def execute(on_code: OnCode) -> None:
-        text = textwrap.dedent(code) if sys.version_info >= (3, 14) else code
-        _exec(f"{text}\n", "<string>", on_code)
-
-    return Program("code", ["-c", code, *arguments], ["-c", *arguments], "", execute)
-
-
-def module_program(module: str, arguments: list[str]) -> Program:
-    """Return the program that ``python -m`` runs."""
-    name = module.rpartition(".")[2]
-    words = ["-m", module, *arguments]
-    execute = partial(_run_module, module)
-    return Program(name, words, ["-m", *arguments], os.getcwd(), execute, module=module)
-
-
-def script_program(path: str, arguments: list[str]) -> Program:
-    """Return what ``python PATH`` runs: a file, a folder or zip file with a ``__main__``, or ``-``.
-
-    Raises:
-        CommandError: there is no such file.
-    """
-    words = [path, *arguments]
-    if path == "-":
-        if sys.stdin.isatty():
-            raise CommandError("- reads the program from the standard input, which is a terminal.")
-        return Program("stdin", words, words, "", _run_stdin)
-    import pkgutil
-
-    name = os.path.splitext(os.path.basename(os.path.normpath(path)))[0]
-    full_path = path if os.path.isabs(path) else os.path.join(os.getcwd(), path)
-    # as Python decides it: what an import can look into is run as a package is
-    if pkgutil.get_importer(os.fspath(path)) is not None:
-        run = partial(_run_module, _MAIN, alter_argv=False)
-        return Program(name, words, words, full_path, run, has_path=True)
-    try:
-        with open(path, "rb"):
-            pass
-    except OSError as error:
-        raise CommandError(
-            f"can't open file {full_path!r}: [Errno {error.errno}] {error.strerror}. Name a "
-            "script, -m and a module, or -c and code."
-        ) from None
-
-    def execute(on_code: OnCode) -> None:
-        with open(full_path, "rb") as file:
-            source = file.read()
-        _exec(source, full_path, on_code, importlib.machinery.SourceFileLoader(_MAIN, full_path))
-
-    return Program(name, words, words, os.path.dirname(os.path.realpath(path)), execute)
-
-
-def _run_stdin(on_code: OnCode) -> None:
-    # all of it at once, as Python reads it if it is no terminal
-    _exec(sys.stdin.buffer.read(), "<stdin>", on_code)
-
-
-def _run_module(name: str, on_code: OnCode, alter_argv: bool = True) -> None:
+def _run_module(name: str, alter_argv: bool, on_code: OnCode) -> None:
     own: Any = runpy
     run_code = own._run_code
 
@@ -159,9 +145,9 @@ def _run_module(name: str, on_code: OnCode, alter_argv: bool = True) -> None:
     own._run_module_as_main(name, alter_argv)
 
 
-def _exec(source: str | bytes, path: str, on_code: OnCode, loader: Any = None) -> None:
-    code = compile(source, path, "exec", dont_inherit=True)
-    space = vars(sys.modules[_MAIN])
+def _exec(read: Callable[[], str | bytes], path: str, loader: Any, on_code: OnCode) -> None:
+    code = compile(read(), path, "exec", dont_inherit=True)
+    space = vars(sys.modules[MAIN])
     space["__loader__"] = loader or importlib.machinery.BuiltinImporter
     if path != "<string>":
         space.update(__file__=path, __cached__=None)

@@ -25,12 +25,12 @@ import tenure
 from tenure._visible import visible
 
 from ._ends import End
+from ._main_module import MAIN
 
 if TYPE_CHECKING:
     from tenure.profiler import MemReport, Recording, Snapshot, Timeline
     from tenure.scopes import LeakReport
 
-MAIN = "__main__"
 _MOST_ROWS, _MOST_REPORTS = 2000, 100
 # what is left of `main()`, and of `sys.exit(main())`
 _OPS = frozenset({"POP_TOP", "PRECALL", "CALL", "LOAD_CONST", "LOAD_SMALL_INT", "NOP"})
@@ -84,7 +84,11 @@ class Measuring:
         if threading.current_thread() is threading.main_thread():
             if wanted.budget is not None:
                 # below those that see what it refuses
-                self._enter("--budget", self._budget, _found_of_budget)
+                self._enter(
+                    "--budget",
+                    self._budget,
+                    lambda budget: {"peaks": {str(budget.device): budget.peak_bytes}},
+                )
             if wanted.timeline:
                 self._enter("--timeline", tenure.profiler.Timeline, _found_of_timeline)
             if wanted.on_oom:
@@ -131,8 +135,8 @@ class Measuring:
             "command": self._command,
             "began_at": self._began_at,
             "duration_s": self._duration_s,
-            "ended": end.text,
-            "exit_code": end.exit_code,
+            "ended": end[0],
+            "exit_code": end[1],
             "versions": {"python": platform.python_version(), "tenure": tenure.__version__},
             "rank": rank_of_environment(),
         }
@@ -145,7 +149,8 @@ class Measuring:
         found: dict[str, Any] = {"seeks_leaks": "--leaks" in self._ended}
         peaks: dict[str, int] = {}
         with self._noted("at the end"):
-            peaks |= _peaks()
+            # an accelerator that was not used has no peak
+            peaks |= {name: n for name, n in _of_devices("max_memory_allocated").items() if n}
             found["memory"] = None if self.at_end is None else self._cut(self.at_end.report)
         for option, (ended, read) in self._ended.items():
             with self._noted(option):
@@ -208,7 +213,8 @@ class Measuring:
         """Return the explanation; without one, a note on an error that the program has handled."""
         report = self._recorder.report
         is_news = report is None and not self._wanted.handled_oom
-        if is_news and (self._n_refused or _n_ooms() > self._n_retried):
+        n_ooms = sum(stats.get("num_ooms", 0) for stats in _of_devices("memory_stats").values())
+        if is_news and (self._n_refused or n_ooms > self._n_retried):
             return {"notes": [_HANDLED]}
         return {"oom": report}
 
@@ -262,21 +268,6 @@ def _found_of_timeline(timeline: Timeline) -> dict[str, Any]:
         "peaks": {device.device: device.peak_bytes for device in report.devices},
         "notes": [f"--timeline: {note}" for note in report.notes],
     }
-
-
-def _found_of_budget(budget: Any) -> dict[str, Any]:
-    return {"peaks": {str(budget.device): budget.peak_bytes}}
-
-
-def _n_ooms() -> int:
-    """Return how often the allocators of accelerators ran out of memory."""
-    return sum(stats.get("num_ooms", 0) for stats in _of_devices("memory_stats").values())
-
-
-def _peaks() -> dict[str, int]:
-    """Return the most that the allocator of each accelerator had in use, if the program used it."""
-    most = _of_devices("max_memory_allocated")
-    return {device: int(n_bytes) for device, n_bytes in most.items() if n_bytes}
 
 
 def _of_devices(name: str) -> dict[str, Any]:

@@ -22,10 +22,11 @@ from typing import Any
 from tenure._report_files import write_facts
 from tenure._reserve import Reserve
 
+from .._run import shown_path
 from ._ends import Deaths, End, end_of, tell_without_us
 from ._lines import Lines
 from ._main_module import Program
-from ._measuring import MAIN, Measuring, children_in_words, say
+from ._measuring import Measuring, children_in_words, say
 
 # To look and to write if the process can have no more, or to write alone.
 _RESERVES_BYTES = (72 << 20, 24 << 20)
@@ -42,7 +43,7 @@ class RunRecorder:
     """
 
     def __init__(self, program: Program, wanted: argparse.Namespace, path: Path) -> None:
-        self.lines = Lines(wanted.lines, _main_names(program))
+        self.lines = Lines(wanted.lines, program.own_names)
         self._program, self._wanted, self._path = program, wanted, path
         self._pid, self._folder = os.getpid(), os.getcwd()
         self._end: End | None = None
@@ -65,20 +66,10 @@ class RunRecorder:
                 with the code that it has for it.
         """
         self._program.become_main()
-        self._begin()
-        try:
-            self._program.execute(self.lines.on_code)
-        except BaseException as error:
-            self._code_ended(error)
-            tell_without_us(error)
-            raise
-        self._code_ended(None)
-        return 0
-
-    def _begin(self) -> None:
         self._reserve.take()
-        # first of all, so that it is called last: after all that the program registers
-        atexit.register(self._at_exit)
+        # first of all, so that they are called last: after all that the program registers
+        atexit.register(self._deaths.end)
+        atexit.register(self._write)
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(
                 before=self._deaths.end,
@@ -87,6 +78,14 @@ class RunRecorder:
             )
         self._deaths.begin()
         self._imports.begin()
+        try:
+            self._program.execute(self.lines.on_code)
+        except BaseException as error:
+            self._code_ended(error)
+            tell_without_us(error)
+            raise
+        self._code_ended(None)
+        return 0
 
     def _code_ended(self, error: BaseException | None) -> None:
         """Note that the program's code has ended; threads and exit handlers may go on."""
@@ -131,12 +130,8 @@ class RunRecorder:
     def _die(self, number: int) -> None:
         """Write the recording before a signal ends the process without its exit handlers."""
         if not self._measuring.has_ended:
-            self._end = End(signal.Signals(number).name, 128 + number)
+            self._end = signal.Signals(number).name, 128 + number
         self._write()
-
-    def _at_exit(self) -> None:
-        self._write()
-        self._deaths.end()
 
     def _write(self) -> None:
         if self._is_written or os.getpid() != self._pid:
@@ -153,14 +148,13 @@ class RunRecorder:
                 return
             if not self._wanted.quiet:
                 # for the shell, which has not gone with the program
-                inside = os.path.relpath(path, self._folder)
-                shown = str(path) if inside.startswith(os.pardir) else inside
+                shown = shown_path(path, self._folder)
                 for line in (*summary, f"Wrote {shown}. See it with: tenure report {shown}"):
                     say(line)
 
     def _facts(self) -> tuple[dict[str, Any], list[str]]:
         """Return the recording as it is written, and the lines that sum it up."""
-        end = self._end or End("ended outside of its code", 0)
+        end = self._end or ("ended outside of its code", 0)
         if not self._measuring.has_begun:
             # torch is not imported for the sake of a program that did not
             head = {"format": "tenure.Recording", "version": 1, **self._measuring.facts(end)}
@@ -180,12 +174,6 @@ def _goes_on(error: BaseException | None) -> bool:
     """Return whether a program whose code has ended still runs on threads."""
     others = {*threading.enumerate()} - {threading.main_thread()}
     return isinstance(error, SystemExit | None) and not all(each.daemon for each in others)
-
-
-def _main_names(program: Program) -> tuple[str, ...]:
-    if program.module:
-        return (program.module, f"{program.module}.{MAIN}")
-    return (program.argv[0], os.path.basename(program.argv[0]))
 
 
 class _Imports(importlib.abc.MetaPathFinder):
