@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections import Counter, defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FrameType, TracebackType
-from typing import ClassVar, NamedTuple, Self
-from weakref import ref
+from typing import ClassVar, Self
 
 from tenure import _host_memory
 from tenure._callers import user_site
@@ -26,7 +25,7 @@ from tenure._show import Column, Paragraph, Part, Report, Row, Table, bytes_colu
 from tenure._text import counted, format_bytes
 from tenure._torch.quiet import quietly
 
-from .._owners import CATEGORIES, SAVED, StorageEntry, TensorRow, describe_row
+from .._owners import CATEGORIES, SAVED, TensorRow, describe_row
 from .._reports import place_of
 from ._causes import TEXTS, UNKNOWN, judge
 from ._facts import Facts
@@ -38,28 +37,8 @@ _MOST_HANDLED, _MOST_OF_LINE = 8, 2
 # What a look at a large heap takes, or as much of it as there is room for.
 _RESERVES_BYTES = (64 << 20, 16 << 20, 4 << 20)
 _MOST_LINES, _MOST_HOLDERS, _MOST_OF_TEXT = 4, 5, 400
-
-
-class _ExplainedError(NamedTuple):
-    """An error that was explained; its address may be that of another one by now.
-
-    Attributes:
-        address: of the error.
-        text: its text.
-        reference: the error, or None for one without weak references, as a `MemoryError`.
-        report: what was said of it.
-    """
-
-    address: int
-    text: str
-    reference: ref[BaseException] | None
-    report: OomReport
-
-    def is_of(self, error: BaseException) -> bool:
-        """Return whether it is this error."""
-        if (self.address, self.text) != (id(error), str(error)):
-            return False
-        return self.reference is None or self.reference() is error
+# the attribute of an error that was explained: its report, which has text and numbers alone
+_REPORT = "_tenure_oom_report"
 
 
 class OomRecorder:
@@ -75,7 +54,6 @@ class OomRecorder:
         self._began_bytes = _host_memory.resident_bytes()
         self._opened_at = str(user_site())
         self._lines: Counter[str] = Counter()
-        self._known: deque[_ExplainedError] = deque(maxlen=_MOST_HANDLED)
         self._shown: OomReport | None = None
         self._lock = threading.Lock()
         self._reserve = Reserve(*_RESERVES_BYTES)
@@ -162,22 +140,26 @@ class OomRecorder:
         # the error of memory, which others may have been raised from
         of_memory = (e for e in chain_of(error) if (i := oom_info(e)) and len(i.chain) == 1)
         root = next(of_memory, error)
-        report = next((known.report for known in self._known if known.is_of(root)), None)
+        report: OomReport | None = vars(root).get(_REPORT)
         if report is None:
             self._reserve.free()
             try:
                 report = self._report_of(error, info, frame)
             finally:
                 self._reserve.take()
-            self._known.append(_ExplainedError(id(root), str(root), _reference_to(root), report))
+            # a `MemoryError` has no weak references, and its address is another error's soon
+            vars(root)[_REPORT] = report
         first = self.reports[0] if self.reports else report
         self.reports = (first,) if report is first else (first, report)
         if frame is not None:
             self._lines[str(user_site())] += 1
         is_told = frame is None or report is self.reports[0]
         if is_told and report is not self._shown and not self._quiet:
-            _show(report)
             self._shown = report
+            if sys.stderr is not None:
+                rule = "-" * 80
+                sys.stderr.write(f"{rule}\n{report}\n{rule}\n")
+                sys.stderr.flush()
 
     def _report_of(self, error: BaseException, info: OomInfo, frame: FrameType | None) -> OomReport:
         facts = Facts(info, self._watch, self._began_bytes)
@@ -186,21 +168,6 @@ class OomRecorder:
             facts.ask(lambda: facts.look(error, frame), "the error")
             facts.ask(lambda: found.append(judge(facts)), "the cause")
             return build(facts, found[-1])
-
-
-def _reference_to(error: BaseException) -> ref[BaseException] | None:
-    try:
-        return ref(error)
-    except TypeError:
-        return None
-
-
-def _show(report: OomReport) -> None:
-    stream = sys.stderr
-    if stream is not None:
-        rule = "-" * 80
-        stream.write(f"{rule}\n{report}\n{rule}\n")
-        stream.flush()
 
 
 def record_oom(*, quiet: bool = False) -> OomRecorder:
@@ -317,22 +284,18 @@ class OomReport(Report):
         return f"<OomReport of {self.cause} on {self.device}: {self.first_line}>"
 
     def _parts(self) -> list[Part]:
-        told = (self._failure(), *self.evidence, *self.notes)
+        failure = self.error.partition(":")[0]
+        failure += f" at {self.site}: {self.device}" if self.site else f": {self.device}"
+        if self.requested_bytes:
+            failure += f", wanted {format_bytes(self.requested_bytes)}"
+        if self.free_bytes is not None:
+            failure += f", {format_bytes(self.free_bytes)} free"
+        if self.total_bytes:
+            of = "" if self.free_bytes is not None else ", limit"
+            failure += f"{of} of {format_bytes(self.total_bytes)}"
         # what is below belongs to the first line, and is indented
-        lines = [self.first_line, *(f"  {sentence}" for sentence in told), ""]
-        return [Paragraph("", "\n".join(lines)), *self._tables()]
-
-    def _failure(self) -> str:
-        at = f" at {self.site}" if self.site else ""
-        wanted = f", wanted {format_bytes(self.requested_bytes)}" if self.requested_bytes else ""
-        total = f" of {format_bytes(self.total_bytes)}" if self.total_bytes else ""
-        free = (
-            f", {format_bytes(self.free_bytes)} free{total}" if self.free_bytes is not None else ""
-        )
-        kind = self.error.partition(":")[0]
-        return f"{kind}{at}: {self.device}{wanted}{free or (f', limit{total}' if total else '')}."
-
-    def _tables(self) -> Iterator[Table]:
+        told = (f"  {sentence}" for sentence in (f"{failure}.", *self.evidence, *self.notes))
+        parts: list[Part] = [Paragraph("", "\n".join([self.first_line, *told, ""]))]
         total = max(1, self.used_bytes)
         used = [(name, in_bytes(n), f"{n / total:.0%}") for name, n in self.categories.items() if n]
         tables: list[tuple[tuple[str, ...], Sequence[Row]]] = [
@@ -345,7 +308,8 @@ class OomReport(Report):
         for (name, n_bytes, *others), rows in tables:
             if rows:
                 columns = (Column(name), bytes_column(n_bytes), *map(Column, others))
-                yield Table("", columns, rows, by=n_bytes, rule="")
+                parts.append(Table("", columns, rows, by=n_bytes, rule=""))
+        return parts
 
 
 def build(facts: Facts, cause: Candidate) -> OomReport:
@@ -367,36 +331,32 @@ def build(facts: Facts, cause: Candidate) -> OomReport:
         facts.free_bytes,
         cause.n_bytes,
         {name: facts.bytes_of(name) for name in names},
-        _largest(((e.owner.created_at, e) for e in facts.entries), _MOST_LINES),
-        _largest(((_holder_of(e), e) for e in facts.entries), _MOST_HOLDERS),
+        _largest(facts, lambda row: row.created_at)[:_MOST_LINES],
+        _largest(facts, _holder_of)[:_MOST_HOLDERS],
         facts.fragmentation,
         facts.host,
         tuple(facts.notes),
     )
 
 
-def _holder_of(entry: StorageEntry) -> str:
-    row = entry.owner
+def _holder_of(row: TensorRow) -> str:
     if row.graph is not None and row.category == SAVED:
         return f"graph of {place_of(row.graph)}"
     return place_of(row.name)
 
 
-def _largest(found: Iterator[tuple[str | None, StorageEntry]], most: int) -> tuple[OomLine, ...]:
+def _largest(facts: Facts, name_of: Callable[[TensorRow], str | None]) -> tuple[OomLine, ...]:
+    """Return all tensors that a name is known for, by that name, the largest first."""
     by_name: defaultdict[str, list[TensorRow]] = defaultdict(list)
-    for name, entry in found:
-        if name is not None:
+    # the largest of a name is the first
+    for entry in sorted(facts.entries, key=lambda entry: -entry.owner.n_bytes):
+        if (name := name_of(entry.owner)) is not None:
             by_name[name].append(entry.owner)
-    lines = [
-        OomLine(
-            name,
-            sum(row.n_bytes for row in rows),
-            len(rows),
-            describe_row(max(rows, key=lambda row: row.n_bytes)),
-        )
+    lines = (
+        OomLine(name, sum(row.n_bytes for row in rows), len(rows), describe_row(rows[0]))
         for name, rows in by_name.items()
-    ]
-    return tuple(sorted(lines, key=lambda line: -line.n_bytes)[:most])
+    )
+    return tuple(sorted(lines, key=lambda line: -line.n_bytes))
 
 
 def _cells(line: OomLine) -> Row:
