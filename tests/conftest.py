@@ -5,12 +5,14 @@ from collections.abc import Iterator
 
 import pytest
 
+from .captures import captures
 from .compiling import forget_compiled
 from .small_heap import hide, show
 from .testing import _pytest_plugin
 from .testing._pytest_plugin import pytest_collection_modifyitems, sim
 
 __all__ = [
+    "captures",
     "pytest_addoption",
     "pytest_collection_modifyitems",
     "sim",

@@ -13,15 +13,14 @@ from typing import Any, Concatenate, ParamSpec
 import torch
 
 from tenure._errors import SimulatorUsageError
-from tenure._torch.python_backend import require_all
+from tenure._torch.python_backend import require_all, set_up
 
 from ._simulator import Simulator
 from ._torch_backend import (
+    AUTOCAST_KEY,
     DEVICE_TYPE,
     name_of_privateuse1,
-    register,
-    register_device,
-    register_fallback,
+    register_kernels,
 )
 
 P = ParamSpec("P")
@@ -163,7 +162,7 @@ def _install() -> None:
         guard = _backward.SafeGuard()
         # Torch keeps bare pointers to both.
         _kept.extend([_device_module, guard])
-        register_device(_device_module, guard)
+        set_up(DEVICE_TYPE, backend_module=_device_module, device_guard=guard)
         _install_kernels()
         for module in (_accelerator, _backward, _module_to, _storage_methods):
             module.install()
@@ -173,14 +172,10 @@ def _install() -> None:
 
 
 def _install_kernels() -> None:
-    from ._operators import _autocast, _composites, _tensors, _transfers
-    from ._operators._fallback import WHOLE_KERNELS, run_on_host
+    # Each notes its kernels.
+    from ._operators import _autocast, _composites, _tensors, _transfers  # noqa: F401
+    from ._operators._fallback import run_on_host
 
-    register_fallback(run_on_host, "PrivateUse1")
-    register(_tensors.kernels() | _transfers.DEVICE_KERNELS)
-    register(_composites.KERNELS | WHOLE_KERNELS)
-    register(_composites.CELLS, "AutogradPrivateUse1")
-    register(_transfers.HOST_KERNELS, "CPU")
-    for key in _transfers.LAZY_KEYS:
-        register(_transfers.LAZY_KERNELS, key)
-    _autocast.install()
+    fallthrough = torch.library.fallthrough_kernel
+    register_kernels({"PrivateUse1": run_on_host, AUTOCAST_KEY: fallthrough})
+    _autocast.forget_casts_with_autocast()

@@ -168,7 +168,7 @@ class Simulator:
     @property
     def n_allocations(self) -> int:
         """How many allocations succeeded since the start."""
-        return self._pool.n_allocations
+        return self._pool.counters["allocation"].allocated
 
     @property
     def n_ooms(self) -> int:
@@ -268,7 +268,7 @@ class Simulator:
         """
         with contextlib.suppress(RaceError):
             # What it finds is among the faults.
-            machine.host_copies.settle_all()
+            machine.host_copies.settle(None)
         if machine.detector.faults:
             raise RaceError("\n".join(self.take_faults()))
 

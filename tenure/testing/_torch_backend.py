@@ -26,6 +26,7 @@ DEVICE_TYPE = "sim"
 # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/headeronly/core/DeviceType.h
 DEVICE_TYPE_NUMBER = 20
 _UNNAMED = "privateuseone"
+AUTOCAST_KEY = "AutocastPrivateUse1"
 
 
 @functools.cache
@@ -40,30 +41,16 @@ def name_of_privateuse1() -> str | None:
     return None if name == _UNNAMED else name
 
 
-def register_device(module: object, guard: object) -> None:
-    """Rename PrivateUse1 to `sim` and make `module` its device module; possible once a process."""
-    python_backend.set_up(DEVICE_TYPE, backend_module=module, device_guard=guard)
-
-
 def sim_device(index: int = 0) -> torch.device:
     """Return a simulated device, `sim:0` where no other is meant."""
     return torch.device(DEVICE_TYPE, index)
 
 
-def storage_over(host: torch.UntypedStorage, n_bytes: int, index: int = 0) -> torch.UntypedStorage:
-    """Return a storage on a device over the bytes of `host`, which the caller must keep alive."""
-    pointer = host.data_ptr()
-    return _storage_at(pointer, sim_device(index), n_bytes)
-
-
-def host_storage_over(host: torch.UntypedStorage, low: int, n_bytes: int) -> torch.UntypedStorage:
-    """Return a host storage over some bytes of another, which the caller must keep alive."""
-    pointer = host.data_ptr() + low
-    return _storage_at(pointer, torch.device("cpu"), n_bytes)
-
-
-def _storage_at(pointer: int, device: torch.device, n_bytes: int) -> torch.UntypedStorage:
-    made: torch.UntypedStorage = python_backend.storage_at(pointer, device, n_bytes)
+def storage_over(
+    host: torch.UntypedStorage, low: int, n_bytes: int, device: torch.device
+) -> torch.UntypedStorage:
+    """Return a storage over some bytes of one of the host, which the caller must keep alive."""
+    made: torch.UntypedStorage = python_backend.storage_at(host.data_ptr() + low, device, n_bytes)
     return made
 
 
@@ -128,7 +115,7 @@ def tensor_key(tensor: torch.Tensor) -> int:
 
 def below_autocast() -> AbstractContextManager[None]:
     """Context in which operators on the device skip the autocast kernels."""
-    keys = python_backend.KeySet(python_backend.Key.AutocastPrivateUse1)
+    keys = python_backend.KeySet(getattr(python_backend.Key, AUTOCAST_KEY))
     return python_backend.without_keys(keys)  # type: ignore[no-any-return]
 
 
@@ -138,39 +125,45 @@ def operator_named(qualified: str) -> Any:
     return getattr(getattr(torch.ops.aten, name), overload or "default")
 
 
+_kernels: list[tuple[str, str, Callable[..., Any]]] = []
+"""Of each: the operator, the dispatch key, and what runs."""
 _libraries: list[torch.library.Library] = []
 
 
-def kernel(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Cut the frames of `run` from the traceback of errors that torch or the machine raise."""
+def kernel(*names: str, keys: Sequence[str] = ("PrivateUse1",)) -> Callable[[Any], Any]:
+    """Decorate what runs for operators of `aten`, which `register_kernels` will put into torch.
 
-    @functools.wraps(run)
-    def unwound(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return run(*args, **kwargs)
-        except (RuntimeError, ValueError, IndexError) as error:
-            failure = error.with_traceback(None)
-        del args, kwargs
-        try:
-            raise failure
-        finally:
-            # Or the frame and the error would keep each other alive.
-            del failure
+    Its frames are cut from the traceback of errors that torch or the machine raise.
+    """
 
-    return unwound
+    def note(run: Callable[..., Any]) -> Callable[..., Any]:
+        def unwound(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return run(*args, **kwargs)
+            except (RuntimeError, ValueError, IndexError) as error:
+                failure = error.with_traceback(None)
+            del args, kwargs
+            try:
+                raise failure
+            finally:
+                # Or the frame and the error would keep each other alive.
+                del failure
 
+        _kernels.extend((name, key, unwound) for name in names for key in keys)
+        return unwound
 
-def register(kernels: dict[str, Callable[..., Any]], key: str = "PrivateUse1") -> None:
-    """Register kernels of `aten`, by operator name, for a dispatch key."""
-    library = torch.library.Library("aten", "IMPL")
-    for name, run in kernels.items():
-        library.impl(name, run, key)
-    # Kept, for the kernels are unregistered when it dies.
-    _libraries.append(library)
+    return note
 
 
-def register_fallback(run: Callable[..., Any], key: str) -> None:
-    """Register what runs for every operator without a kernel of its own."""
-    library = torch.library.Library("_", "IMPL")
-    library.fallback(run, key)
-    _libraries.append(library)
+def register_kernels(fallbacks: dict[str, Callable[..., Any]]) -> None:
+    """Put all kernels into torch, and by key what runs for every operator without one."""
+    own, others = (torch.library.Library(namespace, "IMPL") for namespace in ("aten", "_"))
+    # Kept, for the kernels are unregistered when they die.
+    _libraries.extend((own, others))
+    for key, run in fallbacks.items():
+        others.fallback(run, key)
+    # Torch resolves a lazy conjugate or negative by copying; the copy must take it as it is.
+    for key in ("Conjugate", "Negative"):
+        own.impl("_copy_from", torch.library.fallthrough_kernel, key)
+    for name, key, run in _kernels:
+        own.impl(name, run, key)

@@ -12,6 +12,8 @@ from tenure.paging import PagingError, page
 
 from .rig import OOM_TEXT, check, raised
 
+NO_GRAPHS = "the simulated device has no graphs"
+
 
 def _captured(rig, work):
     """The graph of `work`, which must not break its capture, and what `work` returned."""
@@ -30,7 +32,7 @@ def _enter(block):
         pass
 
 
-@check()
+@check(gpu_only=NO_GRAPHS)
 def capture_refuses(rig):
     """A call that would break a capture is refused by name, and the capture goes on."""
     model = _linears().requires_grad_(True).to(rig.device)
@@ -62,7 +64,7 @@ def capture_refuses(rig):
     return figures
 
 
-@check()
+@check(gpu_only=NO_GRAPHS)
 def capture_hands_errors_on(rig):
     """An out-of-memory error in a capture is not retried, and the capture goes on."""
     attempts = []
@@ -83,7 +85,7 @@ def capture_hands_errors_on(rig):
     return {"attempts": attempts}
 
 
-@check()
+@check(gpu_only=NO_GRAPHS)
 def capture_beside_unpaging(rig):
     """A thread unpages, and collects paged models, while this one captures: nothing breaks."""
     x = torch.ones(4, 32, device=rig.device)

@@ -120,7 +120,7 @@ def registered(monkeypatch):
     monkeypatch.setattr(_simulated_accelerator, "name_of_privateuse1", lambda: None)
     monkeypatch.setattr(_simulated_accelerator, "_failures", [])
     monkeypatch.setattr(
-        _simulated_accelerator, "register_device", lambda *device: made.append(device)
+        _simulated_accelerator, "set_up", lambda *name, **device: made.append(device)
     )
     install = _simulated_accelerator._install.__wrapped__
     monkeypatch.setattr(_simulated_accelerator, "_install", install)

@@ -17,19 +17,6 @@ from tenure._text import format_bytes_as_torch as format_size
 from .._torch_backend import DEVICE_TYPE
 from ._memory import MemoryPool
 
-_GROUPS = ("all", "small_pool", "large_pool")
-_NAMES = (
-    "allocation",
-    "segment",
-    "active",
-    "inactive_split",
-    "allocated_bytes",
-    "reserved_bytes",
-    "active_bytes",
-    "inactive_split_bytes",
-    "requested_bytes",
-)
-
 
 class CachingPool(MemoryPool):
     """The caching allocator of one device.
@@ -41,6 +28,16 @@ class CachingPool(MemoryPool):
         index: of the device.
     """
 
+    names = (
+        *MemoryPool.names,
+        "segment",
+        "reserved_bytes",
+        "inactive_split",
+        "inactive_split_bytes",
+    )
+    groups = ("all", "small_pool", "large_pool")
+    has_cache = True
+
     def __init__(
         self,
         budget_bytes: int | None,
@@ -48,7 +45,7 @@ class CachingPool(MemoryPool):
         finished_s: Callable[[], float],
         index: int = 0,
     ) -> None:
-        super().__init__(budget_bytes, wait_host, index, _NAMES, _GROUPS)
+        super().__init__(budget_bytes, wait_host, index)
         self._finished_s = finished_s
         self._table = SegmentTable(index)
 

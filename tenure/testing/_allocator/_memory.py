@@ -1,12 +1,11 @@
 """Byte accounting: what is allocated, the most that was, and when an allocation must fail.
 
-A pool holds numbers only, no tensor. What every allocator does stands in `MemoryPool`; `ExactPool`
-is the plain one, in which nothing is cached and nothing can be fragmented. An allocation that
-raises changes nothing but the count of failures.
+A pool holds numbers only, no tensor. In `MemoryPool`, the exact one, nothing is cached and nothing
+can be fragmented; CUDA's is made from it. An allocation that raises changes nothing but the count
+of failures.
 """
 
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -59,30 +58,44 @@ def check_number(number: int | None) -> None:
         raise ValueError(f"fail_at={number!r}: allocations are counted from 1.")
 
 
-class MemoryPool(ABC):
-    """The accounting of one simulated device.
+class MemoryPool:
+    """The accounting of one device: the budget bounds the active bytes, and nothing else is held.
 
     Args:
         budget_bytes: the memory that the device has; None for no bound.
         wait_host: called with a virtual time to stop the host until then.
         index: of the device.
-        names: of the statistics.
-        groups: that each of them is counted in.
+        round_to_bytes: each allocation counts as a multiple of this.
     """
+
+    names: tuple[str, ...] = (
+        "allocation",
+        "allocated_bytes",
+        "requested_bytes",
+        "active",
+        "active_bytes",
+    )
+    """The statistics, of which each is counted in all `groups`."""
+    groups: tuple[str, ...] = ("all",)
+    has_cache = False
 
     def __init__(
         self,
         budget_bytes: int | None,
         wait_host: Callable[[float], None],
-        index: int,
-        names: tuple[str, ...],
-        groups: tuple[str, ...] = ("all",),
+        index: int = 0,
+        round_to_bytes: int = 1,
     ) -> None:
         self.budget_bytes = budget_bytes
         self.index = index
         self.n_ooms = self.retry_count = self._n_syncs = 0
-        self._groups = {group: {name: Counter() for name in names} for group in groups}
+        self._round_to_bytes = round_to_bytes
+        self._groups = {group: {name: Counter() for name in self.names} for group in self.groups}
         self.counters = self._groups["all"]
+        if not self.has_cache:
+            # Each active allocation is a segment.
+            self.counters["segment"] = self.counters["active"]
+            self.counters["reserved_bytes"] = self.counters["active_bytes"]
         self._allowed_bytes: int | None = None
         self._until_failure: int | None = None
         self._wait_host = wait_host
@@ -99,11 +112,6 @@ class MemoryPool(ABC):
         return self.counters["allocated_bytes"].current
 
     @property
-    def active_bytes(self) -> int:
-        """Allocated bytes and those that wait for a recorded stream."""
-        return self.counters["active_bytes"].current
-
-    @property
     def reserved_bytes(self) -> int:
         """What this pool holds of the device's memory."""
         return self.counters["reserved_bytes"].current
@@ -112,11 +120,6 @@ class MemoryPool(ABC):
     def peak_bytes(self) -> int:
         """The most that was allocated since the last `reset_peaks`."""
         return self.counters["allocated_bytes"].peak
-
-    @property
-    def n_allocations(self) -> int:
-        """How many allocations succeeded so far."""
-        return self.counters["allocation"].allocated
 
     @property
     def total_bytes(self) -> int:
@@ -165,9 +168,13 @@ class MemoryPool(ABC):
             # A tensor may die in the middle of an allocation: its block waits for the end of that.
             if not self._is_busy:
                 self._take_back()
+        if not self.has_cache:
+            self.release_finished(host_s)
 
     def statistics(self, host_s: float) -> dict[str, int]:
         """Return the figures of `torch.cuda.memory_stats`."""
+        if not self.has_cache:
+            self.release_finished(host_s)
         segment = self.counters["segment"]
         stats = {
             f"{name}.{group}.{figure}": getattr(counter, figure)
@@ -184,9 +191,9 @@ class MemoryPool(ABC):
             "max_split_size": -1,
         }
 
-    @abstractmethod
     def empty_cache(self, host_s: float) -> None:
         """Give back to the device what is held and not used."""
+        self.release_finished(host_s)
 
     def release_finished(self, host_s: float) -> None:
         """Let go of what waited for streams that are done at `host_s`."""
@@ -234,17 +241,33 @@ class MemoryPool(ABC):
             else:
                 self._waiting.append((taken, busy_until_s))
 
-    @abstractmethod
     def _take(self, requested_bytes: int, stream_id: int) -> Any:
         """Find room for an allocation, or refuse it."""
+        n_bytes = up_to(requested_bytes, self._round_to_bytes)
+        self._make_room(requested_bytes, n_bytes)
+        return Allocation(n_bytes)
 
-    @abstractmethod
     def _reclaim(self) -> bool:
         """Give back what is not used, before an allocation is refused; whether there was any."""
+        has_waiting = bool(self._waiting)
+        self._n_syncs += has_waiting
+        self._wait_for_recorded()
+        return has_waiting
 
-    @abstractmethod
     def _failure_text(self, requested_bytes: int) -> str:
         """Return the text of the error of a refused allocation."""
+        waiting_bytes = self.reserved_bytes - self.allocated_bytes
+        budget = "no budget"
+        if self.budget_bytes is not None:
+            free = _sized(self.free_bytes)
+            budget = f"a budget of {_sized(self.budget_bytes)} of which {free} is free"
+        name = f"{DEVICE_TYPE}:{self.index}"
+        return (
+            f"{name} out of memory. Tried to allocate {_sized(requested_bytes)}. "
+            f"{name} has {budget}; "
+            f"{_sized(self.allocated_bytes)} is allocated by PyTorch, "
+            f"and {_sized(waiting_bytes)} waits for other streams."
+        )
 
     def _make_room(self, requested_bytes: int, wanted_bytes: int) -> None:
         # CUDA looks at its last error where it asks for memory of the device.
@@ -288,70 +311,6 @@ class MemoryPool(ABC):
         if self._until_failure == 0:
             self._until_failure = None
             self.refuse(requested_bytes, " This failure was planted with fail_at().")
-
-
-class ExactPool(MemoryPool):
-    """Each allocation for itself: the budget bounds `active_bytes`, and nothing else is held.
-
-    Args:
-        budget_bytes: the most that may be active; None for no bound.
-        round_to_bytes: each allocation counts as a multiple of this.
-        wait_host: called with a virtual time to stop the host until then.
-        index: of the device.
-    """
-
-    def __init__(
-        self,
-        budget_bytes: int | None,
-        round_to_bytes: int,
-        wait_host: Callable[[float], None],
-        index: int = 0,
-    ) -> None:
-        names = ("allocation", "allocated_bytes", "requested_bytes", "active", "active_bytes")
-        super().__init__(budget_bytes, wait_host, index, names)
-        self._round_to_bytes = round_to_bytes
-        # There is no cache: each active allocation is a segment.
-        self.counters["segment"] = self.counters["active"]
-        self.counters["reserved_bytes"] = self.counters["active_bytes"]
-
-    def free(self, taken: Any, busy_until_s: float | None = None, host_s: float = 0.0) -> None:
-        """Uncount an allocation, and at once all whose streams are done at `host_s`."""
-        super().free(taken, busy_until_s)
-        self.release_finished(host_s)
-
-    def empty_cache(self, host_s: float) -> None:
-        """Free blocks whose recorded streams are done; nothing else is cached."""
-        self.release_finished(host_s)
-
-    def statistics(self, host_s: float) -> dict[str, int]:
-        """Return the figures of CUDA, of which small and large pools are not told apart."""
-        self.release_finished(host_s)
-        return super().statistics(host_s)
-
-    def _take(self, requested_bytes: int, stream_id: int) -> Allocation:
-        n_bytes = up_to(requested_bytes, self._round_to_bytes)
-        self._make_room(requested_bytes, n_bytes)
-        return Allocation(n_bytes)
-
-    def _reclaim(self) -> bool:
-        has_waiting = bool(self._waiting)
-        self._n_syncs += has_waiting
-        self._wait_for_recorded()
-        return has_waiting
-
-    def _failure_text(self, requested_bytes: int) -> str:
-        waiting_bytes = self.active_bytes - self.allocated_bytes
-        budget = "no budget"
-        if self.budget_bytes is not None:
-            free = _sized(self.free_bytes)
-            budget = f"a budget of {_sized(self.budget_bytes)} of which {free} is free"
-        name = f"{DEVICE_TYPE}:{self.index}"
-        return (
-            f"{name} out of memory. Tried to allocate {_sized(requested_bytes)}. "
-            f"{name} has {budget}; "
-            f"{_sized(self.allocated_bytes)} is allocated by PyTorch, "
-            f"and {_sized(waiting_bytes)} waits for other streams."
-        )
 
 
 def _sized(n_bytes: int) -> str:

@@ -14,8 +14,6 @@ INVALID_VALUE = 1
 OUT_OF_MEMORY = 2
 ALREADY_REGISTERED = 712
 NOT_REGISTERED = 713
-CAPTURE_UNSUPPORTED = 900
-CAPTURE_INVALIDATED = 901
 
 # What cudaGetErrorName and cudaGetErrorString of CUDA 13.0 answer.
 _ERRORS = {
@@ -29,14 +27,6 @@ _ERRORS = {
     NOT_REGISTERED: (
         "cudaErrorHostMemoryNotRegistered",
         "pointer does not correspond to a registered memory region",
-    ),
-    CAPTURE_UNSUPPORTED: (
-        "cudaErrorStreamCaptureUnsupported",
-        "operation not permitted when stream is capturing",
-    ),
-    CAPTURE_INVALIDATED: (
-        "cudaErrorStreamCaptureInvalidated",
-        "operation failed due to a previous error during capture",
     ),
 }
 # c10/cuda/CUDAException.cpp and CUDAMiscFunctions.cpp of torch 2.13, as its wheels are built.

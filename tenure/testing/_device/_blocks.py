@@ -18,7 +18,7 @@ from tenure._torch.storages import key_of
 from .._allocator import MemoryPool
 from .._torch_backend import (
     DEVICE_TYPE,
-    host_storage_over,
+    sim_device,
     storage_over,
     tensor_key,
     tensor_over,
@@ -70,21 +70,14 @@ def room_bytes(tensor: torch.Tensor) -> int:
     return _window_of(tensor).n_bytes
 
 
-def has_block(storage: torch.UntypedStorage) -> bool:
-    """Return whether this storage owns memory of the device."""
-    return key_of(storage) in _blocks
-
-
-def n_bytes_of(storage: torch.UntypedStorage) -> int | None:
-    """Return `storage.nbytes()` if C++ does not know it: 0 for an emptied block."""
-    block = _blocks.get(key_of(storage))
-    return 0 if block is not None and block.is_empty else None
+def block_of(storage: torch.UntypedStorage) -> DeviceBlock | None:
+    """Return the memory of the device that this storage owns."""
+    return _blocks.get(key_of(storage))
 
 
 def address_of(storage: torch.UntypedStorage) -> int | None:
     """Return the place of a storage in the caching allocator; None in exact mode."""
-    block = _blocks.get(key_of(storage))
-    return getattr(block.taken, "address", None) if block is not None else None
+    return getattr(getattr(block_of(storage), "taken", None), "address", None)
 
 
 def live_blocks() -> list[DeviceBlock]:
@@ -144,7 +137,7 @@ def reserve(sizes: Iterable[int], index: int) -> list[Any]:
 def adopt(buffer: torch.UntypedStorage, taken: Any, index: int) -> torch.UntypedStorage:
     """Make a host storage, accounted as `taken` by `reserve`, into memory of a device."""
     n_bytes = buffer.nbytes()
-    storage = storage_over(buffer, n_bytes, index)
+    storage = storage_over(buffer, 0, n_bytes, sim_device(index))
     stream = current_stream(index)
     key = key_of(storage)
     pool, history = machine.devices[index].pool, History(stream.number)
@@ -155,8 +148,11 @@ def adopt(buffer: torch.UntypedStorage, taken: Any, index: int) -> torch.Untyped
 
 def allocate_bytes(n_bytes: int, index: int) -> torch.UntypedStorage:
     """Return a new storage of a device; its bytes are undefined."""
-    buffer = _host_buffer(n_bytes)
-    if buffer is None:
+    try:
+        buffer = torch.empty(n_bytes, dtype=torch.uint8, device="cpu").untyped_storage()
+    except RuntimeError:
+        if n_bytes < 0:
+            raise
         why = " The host has no memory that could stand for it."
         machine.devices[index].pool.refuse(n_bytes, why)
     (taken,) = reserve([n_bytes], index)
@@ -211,15 +207,6 @@ def _window_of(tensor: torch.Tensor) -> Window:
     return _lent(tensor.untyped_storage()) if found is None else found
 
 
-def _host_buffer(n_bytes: int) -> torch.UntypedStorage | None:
-    try:
-        return torch.empty(n_bytes, dtype=torch.uint8, device="cpu").untyped_storage()
-    except RuntimeError:
-        if n_bytes < 0:
-            raise
-        return None
-
-
 def _lent(storage: torch.UntypedStorage) -> Window:
     """Return the window of a storage that C++ made over memory of others, as pickling does."""
     n_bytes = storage.nbytes()
@@ -230,7 +217,7 @@ def _lent(storage: torch.UntypedStorage) -> Window:
     for block in list(_blocks.values()):
         low = address - block.buffer.data_ptr()
         if low >= 0 and low + n_bytes <= block.n_bytes:
-            buffer = host_storage_over(block.buffer, low, n_bytes)
+            buffer = storage_over(block.buffer, low, n_bytes, torch.device("cpu"))
             _windows[key] = Window(block, buffer, low, n_bytes)
             weakref.finalize(storage, _windows.pop, key).atexit = False
             return _windows[key]

@@ -30,7 +30,8 @@ from .._allocator._runtime import (
     error_of,
     last_error,
 )
-from ._races import History, RaceDetector, Span, VectorClock, merge_clocks, stream_name
+from .._torch_backend import required_elements
+from ._races import History, RaceDetector, Span, VectorClock, stream_name
 
 POISON = 0xFF
 """What memory holds that nothing has written yet: NaN for floats, so that reading it is loud."""
@@ -132,15 +133,12 @@ class PinnedMemory:
 
     def span(self, tensor: torch.Tensor) -> Span | None:
         """Return the bytes of a host tensor within its pinned range; None if it is not pinned."""
-        found = self._range_of(tensor)
-        if found is None:
-            return None
-        low = tensor.data_ptr() - found.low
-        return Span(found.history, low, low + extent_bytes(tensor))
-
-    def is_pinned(self, tensor: torch.Tensor) -> bool:
-        """Return whether all bytes of a host tensor lie in one pinned range."""
-        return self._range_of(tensor) is not None
+        low = tensor.data_ptr()
+        high = low + extent_bytes(tensor)
+        for each in list(self._ranges.values()):
+            if each.low <= low and high <= each.high:
+                return Span(each.history, low - each.low, high - each.low)
+        return None
 
     def start(self) -> None:
         """Drop what earlier programs registered, and what they did to all other ranges."""
@@ -166,19 +164,11 @@ class PinnedMemory:
         history = History(_HOST_STREAM_ID)
         self._ranges[address] = _Range(address, address + n_bytes, history, is_registered)
 
-    def _range_of(self, tensor: torch.Tensor) -> _Range | None:
-        low = tensor.data_ptr()
-        high = low + extent_bytes(tensor)
-        ranges = list(self._ranges.values())
-        return next((each for each in ranges if each.low <= low and high <= each.high), None)
-
 
 def extent_bytes(tensor: torch.Tensor) -> int:
     """Return the bytes from the tensor's first element to the end of its last."""
-    if tensor.numel() == 0:
-        return 0
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    return (1 + sum((n - 1) * step for n, step in steps)) * tensor.element_size()
+    # size(): a parameter that is not initialized has no shape
+    return required_elements(tensor.size(), tensor.stride()) * tensor.element_size()
 
 
 pinned_memory = PinnedMemory()
@@ -199,10 +189,6 @@ class _LinkCopy:
     tick: int
     host: torch.Tensor
     content: Any
-
-    def comes_before(self, seen: VectorClock, touched: torch.Tensor | None) -> bool:
-        is_touched = touched is None or _overlap(self.host, touched)
-        return is_touched and seen.get(self.stream_id, 0) >= self.tick
 
 
 class HostCopies:
@@ -238,18 +224,14 @@ class HostCopies:
             self._incoming.append(copy)
             bytes_of(destination).fill_(POISON)
 
-    def deliver(self, seen: VectorClock, read: torch.Tensor | None = None) -> None:
+    def deliver(self, seen: VectorClock | None, read: torch.Tensor | None = None) -> None:
         """Write to the host the copies that come before `seen`, all or those in `read`."""
         with self._lock:
-            waiting, self._incoming = self._incoming, []
-            for copy in waiting:
-                if copy.comes_before(seen, read):
-                    copy.host.copy_(copy.content)
-                else:
-                    self._incoming.append(copy)
+            for copy in _taken(self._incoming, seen, read):
+                copy.host.copy_(copy.content)
 
-    def settle(self, host_seen: VectorClock) -> None:
-        """Finish the copies that the host has now waited for.
+    def settle(self, host_seen: VectorClock | None) -> None:
+        """Finish the copies that the host has now waited for; None: all, as at a program's end.
 
         Raises:
             RaceError: the source of one of them has changed since it was launched.
@@ -257,27 +239,32 @@ class HostCopies:
         self.deliver(host_seen)
         self._finish_outgoing(host_seen)
 
-    def settle_all(self) -> None:
-        """Finish every copy, as at the end of a program."""
-        seen: VectorClock = {}
-        for copy in (*self._outgoing, *self._incoming):
-            merge_clocks(seen, {copy.stream_id: copy.tick})
-        self.settle(seen)
-
-    def _finish_outgoing(self, seen: VectorClock, overwritten: torch.Tensor | None = None) -> None:
+    def _finish_outgoing(
+        self, seen: VectorClock | None, overwritten: torch.Tensor | None = None
+    ) -> None:
         """Check the copies out of the host that come before `seen`, of overwritten bytes or all."""
+        # With the lock: a thread that has waited for the copy may then write these bytes.
         with self._lock:
-            waiting, self._outgoing = self._outgoing, []
-            done: list[_LinkCopy] = []
-            for copy in waiting:
-                (done if copy.comes_before(seen, overwritten) else self._outgoing).append(copy)
-            # With the lock: a thread that has waited for the copy may then write these bytes.
-            for copy in done:
+            for copy in _taken(self._outgoing, seen, overwritten):
                 if _checksum(copy.host) != copy.content:
                     self._detector.report(
                         f"host overwrite: pinned host memory was written while"
                         f" {stream_name(copy.stream_id)} may still copy it to the device. {_ADVICE}"
                     )
+
+
+def _taken(
+    copies: list[_LinkCopy], seen: VectorClock | None, touched: torch.Tensor | None
+) -> list[_LinkCopy]:
+    """Take out of a list the copies that come before `seen`, all or those of touched bytes."""
+    done: list[_LinkCopy] = []
+    left: list[_LinkCopy] = []
+    for copy in copies:
+        is_over = seen is None or seen.get(copy.stream_id, 0) >= copy.tick
+        is_meant = touched is None or _overlap(copy.host, touched)
+        (done if is_over and is_meant else left).append(copy)
+    copies[:] = left
+    return done
 
 
 def _overlap(first: torch.Tensor, second: torch.Tensor) -> bool:

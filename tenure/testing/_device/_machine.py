@@ -19,7 +19,7 @@ import torch
 
 from tenure._cuda_blocks import BLOCK_BYTES
 
-from .._allocator import CachingPool, ExactPool, MemoryPool
+from .._allocator import CachingPool, MemoryPool
 from .._allocator._runtime import last_error
 from .._torch_backend import DEVICE_TYPE
 from ._clock import Clock, Rates
@@ -93,19 +93,14 @@ class DeviceRandom:
         self._state = _copied(state)
 
     @contextmanager
-    def drawing(self, *, moves: bool) -> Iterator[None]:
-        """Let the host's default generator stand in for the device's inside the block.
-
-        Args:
-            moves: whether what is drawn moves the device's state.
-        """
+    def drawing(self) -> Iterator[None]:
+        """Let the host's default generator stand in for the device's inside the block."""
         with self._lock:
             host_state = torch.get_rng_state()
             torch.set_rng_state(self._state)
             try:
                 yield
-                if moves:
-                    self._state = torch.get_rng_state()
+                self._state = torch.get_rng_state()
             finally:
                 torch.set_rng_state(host_state)
 
@@ -133,8 +128,6 @@ class Machine:
     host_copies: HostCopies
     host_seen: VectorClock
     streams: dict[int, Any]
-    # The graph that is being captured.
-    capture: Any
     # This process was forked from one that had used a device.
     is_in_bad_fork = False
 
@@ -152,7 +145,6 @@ class Machine:
         self.host_copies = HostCopies(self.detector)
         self.host_seen = {}
         self.streams = {}
-        self.capture = None
 
     def _device(self, index: int) -> Device:
         if index == len(self._random):
@@ -186,20 +178,13 @@ class Machine:
                 " DataLoader gives host tensors; move them in the process that reads them."
             )
 
-    def forbid_in_capture(self) -> None:
-        """Refuse what may not be done while a stream captures a graph, which that breaks."""
-        if self.capture is not None:
-            self.capture.fail()
-
     def host_waits(self, until_s: float, seen: VectorClock) -> None:
         """Stop the host until work that ends at `until_s`, with vector clock `seen`, is done."""
-        self.forbid_in_capture()
         self.clock.wait(until_s)
         self._host_passes(seen)
 
     def host_polls(self, until_s: float, seen: VectorClock) -> bool:
         """Ask whether that work is done; a yes orders the host after it."""
-        self.forbid_in_capture()
         done = self.clock.poll(until_s)
         if done:
             self._host_passes(seen)
@@ -229,7 +214,7 @@ class Machine:
 def _pool(settings: Settings, clock: Clock, index: int) -> MemoryPool:
     if settings.allocator == "cuda":
         return CachingPool(settings.budget_bytes, clock.wait, clock.finished_s, index)
-    return ExactPool(settings.budget_bytes, settings.round_to_bytes, clock.wait, index)
+    return MemoryPool(settings.budget_bytes, clock.wait, index, settings.round_to_bytes)
 
 
 machine = Machine()

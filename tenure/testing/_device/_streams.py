@@ -19,7 +19,7 @@ from .._torch_backend import DEVICE_TYPE, DEVICE_TYPE_NUMBER
 from ._clock import Clock
 from ._machine import machine
 from ._races import VectorClock, default_number, merge_clocks
-from ._which import current_index, index_of, made_current, this_thread, turn_back, turn_to
+from ._which import current_device, index_of, made_current, this_thread, turn_back, turn_to
 
 _stream_ids = itertools.count(1)
 
@@ -40,10 +40,9 @@ class Event:
         self._clock: Clock | None = None
         self._index: int | None = None
 
-    @property
-    def is_recorded(self) -> bool:
-        """Whether this event marks a point since the machine was last started."""
-        return self.at_s is not None and self._clock is machine.clock
+    def time_s(self) -> float | None:
+        """Return the time that this event marks; None if it was not since the last start."""
+        return self.at_s if self._clock is machine.clock else None
 
     def record(self, stream: "Stream | None" = None) -> None:
         """Mark the end of what is launched on `stream` (the current one) so far.
@@ -52,7 +51,6 @@ class Event:
             RuntimeError: the event belongs to another device, where it was recorded first.
         """
         recorded = current_stream() if stream is None else _require_stream(stream)
-        recorded.forbid_in_capture()
         if self._index not in (None, recorded.device_index):
             raise RuntimeError(
                 f"Event device {self._index} does not match recording stream's device"
@@ -73,16 +71,18 @@ class Event:
 
         As with `synchronize`, the runtime makes a context on the current device, not the event's.
         """
-        if self.at_s is None or not self.is_recorded:
+        at_s = self.time_s()
+        if at_s is None:
             return True
-        machine.devices[current_index()].has_context = True
-        return machine.host_polls(self.at_s, self.seen)
+        machine.devices[current_device()].has_context = True
+        return machine.host_polls(at_s, self.seen)
 
     def synchronize(self) -> None:
         """Stop the host until this point."""
-        if self.at_s is not None and self.is_recorded:
-            machine.devices[current_index()].has_context = True
-            machine.host_waits(self.at_s, self.seen)
+        at_s = self.time_s()
+        if at_s is not None:
+            machine.devices[current_device()].has_context = True
+            machine.host_waits(at_s, self.seen)
 
     def elapsed_time(self, end_event: "Event") -> float:
         """Milliseconds of virtual time from this event to `end_event`."""
@@ -133,23 +133,12 @@ class Stream(torch.Stream):
         """What tells this stream from all others."""
         return number_of(self)
 
-    @property
-    def capture(self) -> Any:
-        """The graph that this stream records into."""
-        graph = machine.capture
-        return graph if graph is not None and graph.stream is self else None
-
-    def forbid_in_capture(self) -> None:
-        """Refuse what orders streams while this one records into a graph."""
-        if self.capture is not None:
-            self.capture.refuse("events, and so no second stream")
-
     def wait_event(self, event: Event) -> None:  # type: ignore[override]  # pyright: ignore[reportIncompatibleMethodOverride]
         """Make later work wait for `event`; one that was never recorded holds nothing up."""
-        if event.at_s is not None and event.is_recorded:
-            self.forbid_in_capture()
+        at_s = event.time_s()
+        if at_s is not None:
             machine.devices[self.device_index].has_context = True
-            self.ready_s = max(self.ready_s, event.at_s)
+            self.ready_s = max(self.ready_s, at_s)
             merge_clocks(self.seen, event.seen)
 
     def wait_stream(self, stream: "Stream") -> None:  # type: ignore[override]  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -164,18 +153,16 @@ class Stream(torch.Stream):
 
     def synchronize(self) -> None:
         """Stop the host until this stream's work is done."""
-        machine.forbid_in_capture()
         with made_current(self.device_index):
             self.record_event().synchronize()
 
     def query(self) -> bool:
         """Return whether the host's clock has passed this stream's work."""
-        machine.forbid_in_capture()
         with made_current(self.device_index):
             return self.record_event().query()
 
     def __enter__(self) -> Self:
-        this_thread.outer.append((current_index(), this_thread.streams.get(self.device_index)))
+        this_thread.outer.append((current_device(), this_thread.streams.get(self.device_index)))
         set_stream(self)
         return self
 

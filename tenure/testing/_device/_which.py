@@ -27,14 +27,14 @@ class _ChoicesOfThread(threading.local):
 this_thread = _ChoicesOfThread()
 
 
-def current_index() -> int:
+def current_device() -> int:
     """Return the index of this thread's current device; 0 if a restart removed it."""
     return this_thread.index if this_thread.index < len(machine.devices) else 0
 
 
 def turn_to(index: int) -> None:
     """Make a device current in this thread, with a context."""
-    if index != current_index():
+    if index != current_device():
         machine.devices[index].has_context = True
     this_thread.index = index
 
@@ -47,7 +47,7 @@ def turn_back(index: int) -> None:
 @contextlib.contextmanager
 def made_current(index: int) -> Iterator[None]:
     """Context in which a device is the current one, as torch's guards make it."""
-    before = current_index()
+    before = current_device()
     turn_to(index)
     try:
         yield
@@ -63,12 +63,12 @@ def index_of(device: torch.device | str | int | None) -> int:
         RuntimeError: an index that does not exist.
     """
     if device is None or device == -1:
-        return current_index()
+        return current_device()
     asked = torch.device(DEVICE_TYPE, device) if isinstance(device, int) else torch.device(device)
     if asked.type != DEVICE_TYPE:
         raise ValueError(f"Expected a {DEVICE_TYPE} device, but got: {asked}")
     if asked.index is None:
-        return current_index()
+        return current_device()
     if asked.index >= len(machine.devices):
         raise RuntimeError(f"invalid device ordinal: there is no {asked}; {_what_there_is()}.")
     return asked.index
@@ -81,7 +81,7 @@ def context_for_pinning() -> None:
     """
     machine.forbid_in_bad_fork()
     if not machine.contexts:
-        machine.devices[current_index()].has_context = True
+        machine.devices[current_device()].has_context = True
 
 
 def _what_there_is() -> str:

@@ -2,14 +2,19 @@
 
 Every function that takes a device accepts `sim`, `sim:0`, 0 or None, the current device, and
 refuses an index that does not exist. Statistics bring no context to life; asking the driver does.
+The fraction of the process exists with the caching allocator only: a program that asks whether the
+device has one must be told the truth.
 """
 
+from collections import OrderedDict
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from .._allocator import CachingPool, MemoryPool
 from .._allocator._runtime import error_string
+from .._device._blocks import live_blocks
 from .._device._host_memory import pinned_memory
 from .._device._machine import machine
 from .._device._streams import Event as Event
@@ -18,31 +23,10 @@ from .._device._streams import current_stream as current_stream
 from .._device._streams import default_stream as default_stream
 from .._device._streams import set_stream as set_stream
 from .._device._streams import stream as stream
-from .._device._which import current_index, index_of, made_current, turn_to
+from .._device._which import current_device as current_device
+from .._device._which import index_of, made_current, turn_to
 from .._torch_backend import sim_device
-from ._device_memory import empty_cache as empty_cache
-from ._device_memory import fraction_function
-from ._device_memory import get_device_name as get_device_name
-from ._device_memory import get_device_properties as get_device_properties
-from ._device_memory import max_memory_allocated as max_memory_allocated
-from ._device_memory import max_memory_reserved as max_memory_reserved
-from ._device_memory import mem_get_info as mem_get_info
-from ._device_memory import memory_allocated as memory_allocated
-from ._device_memory import memory_reserved as memory_reserved
-from ._device_memory import memory_snapshot as memory_snapshot
-from ._device_memory import memory_stats as memory_stats
-from ._device_memory import memory_stats_as_nested_dict as memory_stats_as_nested_dict
-from ._device_memory import reset_accumulated_memory_stats as reset_accumulated_memory_stats
-from ._device_memory import reset_peak_memory_stats as reset_peak_memory_stats
-from ._graphs import CUDAGraph as CUDAGraph
-from ._graphs import graph as graph
-from ._graphs import is_current_stream_capturing as is_current_stream_capturing
 
-# CUDAGeneratorImpl.cpp of torch 2.13.
-_SEEDED = (
-    "CUDAGeneratorImpl::set_current_seed can be called during stream capture only if new seed is"
-    " the same as the original seed."
-)
 # torch.utils.checkpoint saves random states only of modules that say this of themselves.
 _initialized = True
 
@@ -75,11 +59,6 @@ def device_count() -> int:
     return len(machine.devices)
 
 
-def current_device() -> int:
-    """Return the index of the device that is current in this thread."""
-    return current_index()
-
-
 def set_device(index: Any) -> None:
     """Make a device the current one of this thread."""
     turn_to(index_of(index))
@@ -110,20 +89,13 @@ def ExternalStream(stream_ptr: int, device: Any = None) -> Stream:
 
 def manual_seed(seed: int) -> None:
     """Seed the random numbers of the current device."""
-    _seed(current_device(), seed)
+    machine.devices[current_device()].random.seed(seed)
 
 
 def manual_seed_all(seed: int) -> None:
     """Seed the random numbers of every device; `torch.manual_seed` calls this."""
-    for index in range(len(machine.devices)):
-        _seed(index, seed)
-
-
-def _seed(index: int, seed: int) -> None:
-    random = machine.devices[index].random
-    if current_stream(index).capture is not None and seed != random.initial_seed:
-        raise RuntimeError(_SEEDED)
-    random.seed(seed)
+    for each in machine.devices:
+        each.random.seed(seed)
 
 
 def get_rng_state(index: Any = None) -> torch.Tensor:
@@ -133,17 +105,130 @@ def get_rng_state(index: Any = None) -> torch.Tensor:
 
 def set_rng_state(state: torch.Tensor, index: Any = None) -> None:
     """Go back to a state from `get_rng_state`."""
-    chosen = index_of(index)
-    random = machine.devices[chosen].random
-    # compared there alone: a mode without data has none to compare
-    if current_stream(chosen).capture is not None and not torch.equal(state, random.state()):
-        raise RuntimeError(_SEEDED)
-    random.set_state(state)
+    machine.devices[index_of(index)].random.set_state(state)
 
 
 def get_amp_supported_dtype() -> list[torch.dtype]:
     """Return the types that `torch.autocast("sim", dtype=...)` takes."""
     return [torch.float16, torch.bfloat16, torch.float32]
+
+
+class DeviceProperties(NamedTuple):
+    """As much of the properties of a CUDA device as this one has; its memory is the budget."""
+
+    name: str
+    total_memory: int
+
+
+def get_device_name(index: Any = None) -> str:
+    """Return the name of the device."""
+    return get_device_properties(index).name
+
+
+def get_device_properties(index: Any = None) -> DeviceProperties:
+    """Return the name and the memory of the device."""
+    return DeviceProperties("simulated accelerator", _pool(index).total_bytes)
+
+
+def memory_allocated(index: Any = None) -> int:
+    """Return the bytes of the live tensors."""
+    return memory_stats(index)["allocated_bytes.all.current"]
+
+
+def max_memory_allocated(index: Any = None) -> int:
+    """Return the most that was allocated since the peak was last reset."""
+    return memory_stats(index)["allocated_bytes.all.peak"]
+
+
+def memory_reserved(index: Any = None) -> int:
+    """Return the bytes that the allocator holds of the device's memory."""
+    return memory_stats(index)["reserved_bytes.all.current"]
+
+
+def max_memory_reserved(index: Any = None) -> int:
+    """Return the most that the allocator held since the peak was last reset."""
+    return memory_stats(index)["reserved_bytes.all.peak"]
+
+
+def memory_stats(index: Any = None) -> OrderedDict[str, int]:
+    """Statistics with the names of `torch.cuda.memory_stats`."""
+    return OrderedDict(sorted(_pool(index).statistics(machine.clock.host_s).items()))
+
+
+def memory_stats_as_nested_dict(index: Any = None) -> dict[str, Any]:
+    """`memory_stats` with a dictionary for each part of a name."""
+    nested: dict[str, Any] = {}
+    for name, value in memory_stats(index).items():
+        *path, last = name.split(".")
+        place = nested
+        for part in path:
+            place = place.setdefault(part, {})
+        place[last] = value
+    return nested
+
+
+def memory_snapshot() -> list[dict[str, Any]]:
+    """Return segments like `torch.cuda.memory_snapshot`; in exact mode each block is one."""
+    if machine.settings.allocator == "cuda":
+        pools = [_caching_pool(index) for index in range(len(machine.devices))]
+        return [segment for pool in pools for segment in pool.snapshot()]
+    return [
+        {
+            "device": block.pool.index,
+            "address": block.buffer.data_ptr(),
+            "total_size": block.n_bytes,
+            "stream": block.home_stream.stream_id,
+            "segment_pool_id": (0, 0),
+        }
+        for block in live_blocks()
+    ]
+
+
+def mem_get_info(index: Any = None) -> tuple[int, int]:
+    """Free and total bytes; the total is the budget."""
+    machine.devices[index_of(index)].has_context = True
+    return _pool(index).free_bytes, _pool(index).total_bytes
+
+
+def reset_peak_memory_stats(index: Any = None) -> None:
+    """Start all peaks from the current values."""
+    _pool(index).reset_peaks()
+
+
+def reset_accumulated_memory_stats(index: Any = None) -> None:
+    """Start the running totals from zero."""
+    _pool(index).reset_totals()
+
+
+def empty_cache() -> None:
+    """Give back what the allocators of all devices hold and do not use."""
+    for each in machine.devices:
+        each.pool.empty_cache(machine.clock.host_s)
+
+
+def _set_fraction(fraction: float, index: Any = None) -> None:
+    """Bound what may be reserved; looked at where a new segment is taken, and nowhere else."""
+    if not isinstance(fraction, float):
+        raise TypeError("Invalid type for fraction argument, must be `float`")
+    if fraction < 0 or fraction > 1:
+        raise ValueError(f"Invalid fraction value: {fraction}. Allowed range: 0~1")
+    _caching_pool(index).fraction = fraction
+
+
+def _get_fraction(index: Any = None) -> float:
+    """Return the fraction that was set, of the memory that the device has now; 1 before that."""
+    return _caching_pool(index).fraction
+
+
+def _caching_pool(index: Any) -> CachingPool:
+    pool = _pool(index)
+    if not isinstance(pool, CachingPool):
+        raise RuntimeError("the device was started afresh, with an allocator without a fraction.")
+    return pool
+
+
+def _pool(index: Any) -> MemoryPool:
+    return machine.devices[index_of(index)].pool
 
 
 class _Runtime:
@@ -160,7 +245,6 @@ class _Runtime:
     def cudaHostRegister(self, address: int, n_bytes: int, flags: int) -> int:
         """Pin `n_bytes` from `address`."""
         machine.devices[current_device()].has_context = True
-        machine.forbid_in_capture()
         return pinned_memory.register(address, n_bytes)
 
     def cudaHostUnregister(self, address: int) -> int:
@@ -175,7 +259,12 @@ def cudart() -> _Runtime:
 
 
 def __getattr__(name: str) -> Any:
-    found = fraction_function(name)
-    if found is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return found
+    if machine.settings.allocator == "cuda":
+        if name == "set_per_process_memory_fraction":
+            return _set_fraction
+        if name == "get_per_process_memory_fraction":
+            return _get_fraction
+    raise AttributeError(
+        f"torch.sim has no {name!r}. What the simulated accelerator has, and what it does not have,"
+        " such as graphs, is in docs/simulated-device.md."
+    )

@@ -19,10 +19,9 @@ from tenure._torch.python_backend import StorageBase
 from .._device._blocks import (
     address_of,
     allocate_bytes,
+    block_of,
     empty_block,
-    has_block,
     is_on_device,
-    n_bytes_of,
     refill_block,
 )
 from .._device._which import index_of
@@ -36,9 +35,9 @@ def install() -> None:
     storages.new = _on_device(_new, storages.new)
     StorageBase.clone = _on_device(_clone, StorageBase.clone)
     storages.resize_ = _on_device(partial(_resize, storages.nbytes), storages.resize_)
-    storages.resizable = _known(lambda storage: has_block(storage) or None, storages.resizable)
+    storages.resizable = _known(lambda storage: block_of(storage) and True, storages.resizable)
     for name in ("nbytes", "size"):
-        setattr(storages, name, _known(n_bytes_of, getattr(storages, name)))
+        setattr(storages, name, _known(_size_if_empty, getattr(storages, name)))
     storages.data_ptr = _known(address_of, storages.data_ptr)
     torch.Tensor.data_ptr = _tensor_locator()  # type: ignore[method-assign]
 
@@ -74,6 +73,10 @@ def _known(answer: Callable[[torch.UntypedStorage], Any], plain: Any) -> Any:
         return plain(storage) if found is None else found
 
     return method
+
+
+def _size_if_empty(storage: torch.UntypedStorage) -> int | None:
+    return 0 if getattr(block_of(storage), "is_empty", False) else None
 
 
 def _new(storage: torch.UntypedStorage) -> torch.UntypedStorage:

@@ -13,13 +13,7 @@ import torch
 from tenure._torch.python_backend import map_only
 
 from .._device._blocks import is_on_device
-from .._torch_backend import (
-    DEVICE_TYPE,
-    below_autocast,
-    operator_named,
-    register,
-    register_fallback,
-)
+from .._torch_backend import AUTOCAST_KEY, DEVICE_TYPE, below_autocast, kernel, operator_named
 
 # These run in the lower precision that the user chose.
 LOWER = [
@@ -60,22 +54,8 @@ WIDEST = [
 ]  # fmt: skip
 
 
-_KEY = "AutocastPrivateUse1"
-
 # By id, with the parameter beside its cast: it is kept, so that no other object gets the id.
 _parameter_casts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-
-
-def install() -> None:
-    """Register the casting kernels, and let everything else through."""
-    register_fallback(torch.library.fallthrough_kernel, _KEY)
-    kernels = {name: _casting(name, _lower_type) for name in LOWER}
-    kernels |= {name: _casting(name, _float32) for name in FLOAT32}
-    kernels |= {name: _casting(name, _float32_unless_given) for name in FLOAT32_RESULT}
-    kernels |= {name: _casting(name, _widest_type) for name in WIDEST}
-    kernels["binary_cross_entropy"] = _refuse_binary_cross_entropy
-    register(kernels, _KEY)
-    _forget_casts_with_autocast()
 
 
 def _casting(name: str, choose: Callable[..., torch.dtype | None]) -> Callable[..., Any]:
@@ -93,14 +73,6 @@ def _casting(name: str, choose: Callable[..., torch.dtype | None]) -> Callable[.
 
 def _lower_type(args: Any, kwargs: Any) -> torch.dtype:
     return torch.get_autocast_dtype(DEVICE_TYPE)
-
-
-def _float32(args: Any, kwargs: Any) -> torch.dtype:
-    return torch.float32
-
-
-def _float32_unless_given(args: Any, kwargs: Any) -> torch.dtype | None:
-    return None if kwargs.get("dtype") is not None else torch.float32
 
 
 def _widest_type(args: Any, kwargs: Any) -> torch.dtype | None:
@@ -121,25 +93,19 @@ def _cast(tree: Any, dtype: torch.dtype) -> Any:
     def cast(tensor: torch.Tensor) -> torch.Tensor:
         if not _eligible(tensor) or tensor.dtype == dtype:
             return tensor
-        return _cast_parameter(tensor, dtype) if _is_kept(tensor, dtype) else tensor.to(dtype)
+        is_parameter = tensor.is_leaf and tensor.requires_grad and tensor.dtype == torch.float32
+        is_lower = dtype == _lower_type((), {})
+        if not (is_parameter and is_lower and torch.is_autocast_cache_enabled()):
+            return tensor.to(dtype)
+        if id(tensor) not in _parameter_casts:
+            _parameter_casts[id(tensor)] = (tensor, tensor.to(dtype))
+        return _parameter_casts[id(tensor)][1]
 
     return map_only(torch.Tensor, cast, tree)
 
 
-def _is_kept(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
-    is_parameter = tensor.is_leaf and tensor.requires_grad and tensor.dtype == torch.float32
-    lowers = dtype == _lower_type((), {})
-    return is_parameter and lowers and torch.is_autocast_cache_enabled()
-
-
-def _cast_parameter(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    if id(tensor) not in _parameter_casts:
-        _parameter_casts[id(tensor)] = (tensor, tensor.to(dtype))
-    return _parameter_casts[id(tensor)][1]
-
-
-def _forget_casts_with_autocast() -> None:
-    # The end of the outermost block calls this function of torch's, whatever the device.
+def forget_casts_with_autocast() -> None:
+    """Let the end of the outermost block, which calls this function of torch's, forget them."""
     plain = torch.clear_autocast_cache
 
     def clear_autocast_cache() -> None:
@@ -149,7 +115,22 @@ def _forget_casts_with_autocast() -> None:
     torch.clear_autocast_cache = clear_autocast_cache
 
 
-def _refuse_binary_cross_entropy(*args: Any, **kwargs: Any) -> None:
+for _names, _choose in (
+    (LOWER, _lower_type),
+    (FLOAT32, lambda args, kwargs: torch.float32),
+    (
+        FLOAT32_RESULT,
+        lambda args, kwargs: torch.float32 if kwargs.get("dtype") is None else None,
+    ),
+    (WIDEST, _widest_type),
+):
+    for _name in _names:
+        kernel(_name, keys=[AUTOCAST_KEY])(_casting(_name, _choose))
+
+
+@kernel("binary_cross_entropy", keys=[AUTOCAST_KEY])
+def refuse_binary_cross_entropy(*args: Any, **kwargs: Any) -> None:
+    """Raise as on CUDA."""
     raise RuntimeError(
         "torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast."
         " Use binary_cross_entropy_with_logits or BCEWithLogitsLoss."

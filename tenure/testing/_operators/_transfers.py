@@ -5,28 +5,30 @@ both sides have one type and one dense layout: CUDA takes any other copy through
 Otherwise the host waits for the stream.
 """
 
+from typing import Any
+
 import torch
 
 from tenure._text import describe_tensor
 
 from .._allocator._runtime import last_error
-from .._device._blocks import has_block, is_on_device, on_host, span_of
+from .._device._blocks import block_of, is_on_device, on_host, span_of
 from .._device._clock import Engine
 from .._device._host_memory import extent_bytes, pinned_memory
 from .._device._machine import machine
 from .._device._streams import current_stream, number_of
 from .._device._which import context_for_pinning, index_of
-from .._torch_backend import DEVICE_TYPE, kernel, operator_named, sim_device
-from ._fallback import run_as
+from .._torch_backend import DEVICE_TYPE, kernel, sim_device
+from ._fallback import run_on_host
 
-_NAME = "aten::copy_"
+_COPY, _TO_COPY = torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default
 
 
-@kernel
+@kernel("_copy_from")
 def copy_from(
     source: torch.Tensor, destination: torch.Tensor, non_blocking: bool = False
 ) -> torch.Tensor:
-    """Kernel of `aten::_copy_from`, which `copy_` comes down to."""
+    """Copy; `copy_` comes down to this."""
     if is_on_device(source) and is_on_device(destination):
         _copy_within(source, destination)
     else:
@@ -34,29 +36,31 @@ def copy_from(
     return destination
 
 
-@kernel
+@kernel("_copy_from_and_resize")
 def copy_from_and_resize(source: torch.Tensor, destination: torch.Tensor) -> torch.Tensor:
-    """Kernel of `aten::_copy_from_and_resize`."""
+    """Copy, to as many elements as there are."""
     destination.resize_(source.size())
     return destination.copy_(source)
 
 
-@kernel
+@kernel("_to_copy")
 def to_copy(
     tensor: torch.Tensor,
     *,
     dtype: torch.dtype | None = None,
-    layout: torch.layout | None = None,
     device: torch.device | None = None,
-    pin_memory: bool | None = None,
     non_blocking: bool = False,
     memory_format: torch.memory_format | None = None,
+    **unused: Any,
 ) -> torch.Tensor:
-    """Kernel of `aten::_to_copy`: converts on the side of the source, then moves."""
+    """Convert on the side of the source, then move."""
     target = tensor.device if device is None else device
     if target.type == DEVICE_TYPE:
         target = sim_device(index_of(target))
-    source = tensor if dtype in (None, tensor.dtype) else _convert(tensor, dtype)
+    source = tensor
+    if dtype not in (None, tensor.dtype):
+        on_side = is_on_device(tensor)
+        source = run_on_host(_TO_COPY, tensor, dtype=dtype) if on_side else tensor.to(dtype)
     if source is not tensor and source.device == target:
         return source
     order = memory_format or torch.preserve_format
@@ -69,13 +73,13 @@ def to_copy(
     return result.copy_(source, non_blocking)
 
 
-@kernel
+@kernel("record_stream")
 def record_stream(tensor: torch.Tensor, stream: torch.Stream) -> None:
-    """Kernel of `aten::record_stream`: keep the block until `stream` has passed its last use.
+    """Keep the block until `stream` has passed its last use.
 
     CUDA's allocator ignores storages that are not its own, and tells nobody.
     """
-    if not has_block(tensor.untyped_storage()):
+    if block_of(tensor.untyped_storage()) is None:
         if machine.detector.enabled:
             machine.detector.faults.append(
                 f"record_stream() of {describe_tensor(tensor)} does nothing: its storage was made "
@@ -88,38 +92,29 @@ def record_stream(tensor: torch.Tensor, stream: torch.Stream) -> None:
         history.recorded_stream_ids.add(number)
 
 
-@kernel
+@kernel("_pin_memory", keys=["CPU"])
 def pin_memory(tensor: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
-    """Kernel of `aten::_pin_memory` for host tensors."""
+    """Copy a host tensor into memory that is pinned."""
     context_for_pinning()
     return pinned_memory.pin_storage(torch.empty_like(tensor).copy_(tensor))
 
 
-@kernel
+@kernel("is_pinned", keys=["CPU"])
 def is_pinned(tensor: torch.Tensor, device: torch.device | None = None) -> bool:
-    """Kernel of `aten::is_pinned` for host tensors."""
-    return pinned_memory.is_pinned(tensor)
-
-
-def _convert(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    if not is_on_device(tensor):
-        return tensor.to(dtype)
-    operator = operator_named("_to_copy")
-    converted: torch.Tensor = run_as(operator, operator, (tensor,), {"dtype": dtype})
-    return converted
+    """Return whether a host tensor is pinned."""
+    return pinned_memory.span(tensor) is not None
 
 
 def _copy_within(source: torch.Tensor, destination: torch.Tensor) -> None:
     if source.device == destination.device:
-        operator = operator_named("copy_")
-        run_as(operator, operator, (destination, source), {})
+        run_on_host(_COPY, destination, source)
         return
     # Between two devices the source's stream copies, and the two streams wait for each other
     # before and after: copy_device_to_device in aten/src/ATen/native/cuda/Copy.cu.
     stream, beside = current_stream(source.device), current_stream(destination.device)
     stream.wait_stream(beside)
     on_host(destination).copy_(on_host(source))
-    machine.launch(_NAME, stream, [span_of(source)], [span_of(destination)])
+    machine.launch(_COPY.name(), stream, [span_of(source)], [span_of(destination)])
     machine.clock.launch_kernel(stream, 0, source.nbytes + destination.nbytes)
     beside.wait_stream(stream)
     last_error.check()
@@ -129,12 +124,10 @@ def _copy_over_link(source: torch.Tensor, destination: torch.Tensor, *, non_bloc
     engine: Engine = "d2h" if is_on_device(source) else "h2d"
     host, there = (destination, source) if engine == "d2h" else (source, destination)
     stream, span = current_stream(there.device), pinned_memory.span(host)
-    if stream.capture is not None:
-        stream.capture.refuse("copies between host and device")
     pinned = span is not None and _same_layout(source, destination)
     on_both = [[span_of(there)], [span] if span else []]
     reads, writes = on_both if engine == "d2h" else reversed(on_both)
-    machine.launch(_NAME, stream, reads, writes)
+    machine.launch(_COPY.name(), stream, reads, writes)
     # The host converts.
     n_bytes = destination.numel() * there.element_size()
     machine.clock.launch_copy(stream, engine, n_bytes, pinned=pinned)
@@ -158,17 +151,3 @@ def _same_layout(first: torch.Tensor, second: torch.Tensor) -> bool:
     if first.is_contiguous() and second.is_contiguous():
         return True
     return first.stride() == second.stride() and extent_bytes(first) == first.nbytes
-
-
-DEVICE_KERNELS = {
-    "_copy_from": copy_from,
-    "_copy_from_and_resize": copy_from_and_resize,
-    "_to_copy": to_copy,
-    "record_stream": record_stream,
-}
-
-HOST_KERNELS = {"_pin_memory": pin_memory, "is_pinned": is_pinned}
-
-# Torch resolves a lazy conjugate or negative by copying; the copy itself must take it as it is.
-LAZY_KEYS = ("Conjugate", "Negative")
-LAZY_KERNELS = {"_copy_from": torch.library.fallthrough_kernel}

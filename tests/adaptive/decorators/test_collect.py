@@ -159,6 +159,7 @@ def test_where_nothing_can_be_pinned_results_come_all_the_same(sim):
     assert f(torch.arange(5.0, device=sim.device)).tolist() == [0, 2, 4, 6, 8]
 
 
+@pytest.mark.usefixtures("captures")
 def test_the_host_is_not_waited_for_while_a_graph_is_captured(sim):
     f = adaptive.chunked(initial_step=2, collect="host")(lambda chunk, start, end: chunk * 2)
     x = torch.ones(4, device=sim.device)

@@ -18,7 +18,7 @@ from tenure.adaptive import (
 
 from ..attempt.failures import on_sim
 
-pytestmark = pytest.mark.usefixtures("forgetful")
+pytestmark = pytest.mark.usefixtures("forgetful", "captures")
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from tests.shrinking import ask_to_shrink
 
 from ..models import WIDTH, mlp
 
-pytestmark = pytest.mark.usefixtures("without_gradients")
+pytestmark = pytest.mark.usefixtures("without_gradients", "captures")
 BUDGETS = ["12KiB", "1MiB"]  # units pass; all stay
 
 

@@ -60,6 +60,7 @@ def test_a_parameter_that_can_not_be_paged_is_refused(sim):
     assert model.none.grad is None
 
 
+@pytest.mark.usefixtures("captures")
 @pytest.mark.parametrize("share", [0.5, 2])
 def test_a_graph_captures_neither_pass_of_training(sim, pair, share):
     both = pair()
