@@ -7,7 +7,7 @@ for an array may write it without raising a version. The caching allocators igno
 
 Source: ``recordStream`` of c10/cuda/CUDACachingAllocator.cpp.
 
-While a model is paged, this patches ``Tensor.data``, ``.numpy``, ``.__dlpack__`` and
+While a model is paged, this patches ``Tensor.data``, ``.numpy``, ``.__dlpack__``, ``.set_`` and
 ``.record_stream``; read from the class, all but the last are torch's own.
 """
 
@@ -140,6 +140,21 @@ class _NotingData(_Noting):
             )
 
 
+class _RefusingSet(_Noting):
+    """``set_()``: a weight that lies in other memory would not be written back."""
+
+    def __get__(self, tensor: Tensor | None, owner: Any = None) -> Any:
+        lent = None if tensor is None else lent_to(tensor)
+        known = None if lent is None else lent.tensors.get(id(tensor))
+        if known is not None:
+            raise PagingError(
+                f"set_() was called of {known[1]!r} in the forward of a paged model, where its "
+                "memory is shared with others. Nothing was changed. Write the values with "
+                "copy_(), or unpage() first."
+            )
+        return self._original.__get__(tensor, owner)
+
+
 class _NotingStreams(_Noting):
     """``record_stream()``, also as ``Tensor.record_stream``: no subclass compares that function."""
 
@@ -158,6 +173,7 @@ _KINDS: dict[str, type[_Noting]] = {
     "data": _NotingData,
     "numpy": _Noting,
     "__dlpack__": _Noting,
+    "set_": _RefusingSet,
     "record_stream": _NotingStreams,
 }
 _noting = Patch(Tensor, _KINDS)

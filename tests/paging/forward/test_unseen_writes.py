@@ -155,6 +155,22 @@ def test_other_data_in_the_forward_is_refused_by_name_and_nothing_changes(make, 
         assert torch.equal(model(x), expected)
 
 
+@pytest.mark.parametrize("training", [False, True])
+def test_set_in_the_forward_is_refused_by_name_and_nothing_changes(sim, training):
+    model, x = codebook(lambda weight: None)
+    before = copy.deepcopy(model.state_dict())
+    with page(model, sim.device, 1, budget="100KiB", training=training) as handle:
+        expected = model(x)
+        for write in (lambda weight: weight.set_(weight * 2), lambda weight: weight.set_()):
+            model.write = write
+            with pytest.raises(PagingError, match=r"^set_\(\) was called of 'codes' in the forward"):
+                model(x)
+        model.write = lambda weight: None
+        assert torch.equal(model(x), expected)
+        handle.unpage()
+    assert_equal(model.state_dict(), before)
+
+
 def test_the_conjugate_of_a_weight_is_other_data(tmp_path):
     model = nn.Sequential(nn.Linear(4, 4, dtype=torch.complex64))
 
@@ -168,7 +184,7 @@ def test_the_conjugate_of_a_weight_is_other_data(tmp_path):
 
 
 def test_tensors_are_as_before_when_the_last_model_is_unpaged(tmp_path):
-    before = {name: vars(Tensor).get(name) for name in ("data", "numpy", "__dlpack__")}
+    before = {name: vars(Tensor).get(name) for name in ("data", "numpy", "__dlpack__", "set_")}
     read = Tensor.data.__get__
     models = [codebook(decay)[0] for _ in range(2)]
     handles = [page(model, "cpu", 1, budget="100KiB", host=tmp_path) for model in models]
