@@ -9,7 +9,6 @@ import inspect
 import math
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -25,25 +24,9 @@ from tenure._host_memory import free_host_bytes
 from tenure._text import describe_tensor, parse_bytes, parse_share
 from tenure._torch.sharding import is_dtensor
 
-from ._cut import UnitSize
+from ._division import Budget, UnitSize
 from ._entry import Method, PagedDict
 from ._pager import check_capture
-
-
-@dataclass(frozen=True, slots=True)
-class Budget:
-    """What weights may take.
-
-    Attributes:
-        n_bytes: allocated.
-        free_bytes: reserved, where the budget is a share of what is free; else the user's affair.
-        now_bytes: what there is at first, where the budget changes, and all of it may be had only
-            later; None where it does not change.
-    """
-
-    n_bytes: int
-    free_bytes: int | None = None
-    now_bytes: int | None = None
 
 
 def checked_budget(budget: int | str | None, device: torch.device) -> Budget | None:

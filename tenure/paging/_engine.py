@@ -1,8 +1,8 @@
 """When a unit comes to the device and when it goes: before it is used, and after.
 
-Invariant: a unit's bytes are read on a stream only after a wait for their copy, and overwritten
-only after a wait for their last use; a unit that is missing, whatever was predicted, is fetched
-when it is used. The host waits only for what changed.
+Invariant: a copy waits for what used its place and its source before, and computation waits for the
+copy; a unit that is missing, whatever was predicted, is fetched when it is used. The host waits
+only for what it reads or is about to change.
 """
 
 from __future__ import annotations
@@ -10,17 +10,20 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator
 from itertools import islice
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from tenure._cuda_blocks import CachedBlocks, taken_by
+from tenure._errors import PagingError
 from tenure._graph_capture import watch_captures
 from tenure._registries import NamedTensor, namers
 from tenure._show import progress
 from tenure._torch.lending import note_while
-from tenure._torch.quiet import aside_with_subclasses
+from tenure._torch.quiet import aside, aside_with_subclasses
+from tenure._torch.writes import set_version
 
-from ._copies import Copies, writable
 from ._files import HostStore
 from ._link import Link, PassRecord
 from ._memory import Place
@@ -57,11 +60,14 @@ class Engine:
     ) -> None:
         self.access_order = AccessOrder()
         self.device, self.meter, self.staging_bytes = link.device, link.meter, link.staging_bytes
-        self._copies = Copies(link, store)
-        self.room = Room(link, self._copies, in_graphs=not self.trains)
+        self.room = Room(link, in_graphs=not self.trains)
         self._link, self._store, self._max_ahead = link, store, max_ahead
         # The pass that runs, or the last one: what follows it is fetched as soon as it has ended.
         self._now = Pass(self.access_order)
+        # The last copy to the device of each unit; until then, the host must not change its bytes.
+        self._copied: dict[Unit, object] = {}
+        # All of those, until the host has waited for them: it reads what it likes.
+        self._unread: list[object] = []
         # Units whose pages hold, in this pass, what is on the host. To compare all tensors of a
         # unit for each module in it would take the square of their number.
         self._fresh: set[Unit] = set()
@@ -180,7 +186,7 @@ class Engine:
             self.meter.now.faults += 1
             page = self._fetch(*self.room.at_once(unit, self._now))
         self.refresh(page)
-        self._copies.let_compute(page, may_retry=was_fetched)
+        self._let_compute(page, may_retry=was_fetched)
         page.users += 1
         self.room.idle.discard(page)
         return page
@@ -189,15 +195,15 @@ class Engine:
         """Copy a page anew if it has changed on the host, once a pass."""
         if page.unit not in self._fresh:
             if page.stale():
-                self._copies.refresh(page)
+                self._refresh(page)
             self._fresh.add(page.unit)
 
     def shown(self, page: Page, host: HostTensor) -> Tensor:
         """Return the tensor that stands for a host tensor, on a page that is in use."""
         # Written in the middle of a pass, as by a hook.
         if page.is_stale(host):
-            self._copies.refresh(page)
-            self._copies.let_compute(page)
+            self._refresh(page)
+            self._let_compute(page)
         return page.shown(host)
 
     def stays(self, unit: Unit) -> bool:
@@ -211,7 +217,7 @@ class Engine:
         if page is None or not page.users:
             return None
         # A forward may run part of itself on a stream of its own, which has not waited yet.
-        self._copies.let_compute(page)
+        self._let_compute(page)
         return page
 
     def release(self, page: Page) -> None:
@@ -224,7 +230,7 @@ class Engine:
         if page.is_resident:
             if self.trains and not page.is_held():
                 # The next copy to it need not wait for all that is launched until then.
-                page.last_use = self._copies.marks_of(page)
+                page.last_use = self.room.marks_of(page)
             return
         self.room.idle.add(page)
         # The next module of the unit comes at once.
@@ -234,13 +240,13 @@ class Engine:
         # Of a page that something still holds, the last use is yet to come: it is marked when
         # the page is dropped. See holds_what_it_has_read in test_races.
         if page.unit in self.room.idle.free():
-            page.last_use = self._copies.marks_of(page)
+            page.last_use = self.room.marks_of(page)
 
     def save(self) -> None:
         """Stop the host until what was written so far to units in use is there."""
         for page in [page for page in self.room.pages.values() if page.users]:
             self._save(page)
-        self._copies.let_host_look()
+        self._let_host_look()
 
     def prefetch(self) -> None:
         """Let go of pages that are not wanted soon, and fetch those that are."""
@@ -274,16 +280,12 @@ class Engine:
                 return
             self._fetch(*found)
 
-    def let_host_read(self) -> None:
-        """Stop the host until what was written back is there; at once where nothing was."""
-        self._copies.let_host_read()
-
     def let_host_write(self, host: HostTensor) -> None:
         """Stop the host until no copy reads a tensor; it counts as changed from now on."""
         for each in host.parts or [host]:
             each.touched = True
             if each.unit is not None:
-                self._copies.wait_for_copies(each.unit)
+                self._wait_for_copies(each.unit)
 
     def set_host(self, host: HostTensor, values: Tensor) -> None:
         """Give a host tensor other values; all that was written back before must be there."""
@@ -325,12 +327,12 @@ class Engine:
         """Write what was written to a page back to the host."""
         changed = page.written(with_buffers=self._now.saves_buffers)
         if changed:
-            self._copies.write_back(page, changed)
+            self._write_back(page, changed)
         page.note_saved(changed)
 
     def _fetch(self, page: Page, after: list[object]) -> Page:
         """Fill a page, after these events, and only then count it among those that are here."""
-        self._copies.fill(page, after)
+        self._fill(page, after)
         self._fresh.add(page.unit)
         self.room.note_here(page)
         return page
@@ -349,3 +351,139 @@ class Engine:
                 break
             wanted[unit] = None
         return wanted
+
+    def _fill(self, page: Page, after: list[object]) -> None:
+        """Copy a unit to its page, after these events."""
+        unit = page.unit
+        with aside():
+            pair = page.bytes_of(0, unit.n_bytes), self._host_bytes(unit)
+        page.note_copied()
+        page.ready = self._copy_in(unit, [pair], after)
+
+    def _let_host_look(self) -> None:
+        """Stop the host until what was written back is there."""
+        # Synchronization strategy: the link writes to memory that any code of the user's may read
+        # next, a state dict or a print; unawaited, that would be the values of the pass before.
+        for written in self._unread:
+            self._link.let_host(written)
+
+    def let_host_read(self) -> None:
+        """Do the same, once for all."""
+        self._let_host_look()
+        self._unread.clear()
+        self.room.written.clear()
+
+    def _wait_for_copies(self, unit: Unit) -> None:
+        """Stop the host until no copy reads a unit's host bytes."""
+        copied = self._copied.pop(unit, None)
+        if copied is not None:
+            # Synchronization strategy: the copy reads the host's bytes some time after it was
+            # asked for; who changes them meanwhile would have half of the new ones on the device.
+            self._link.let_host(copied)
+
+    def wait_for_all_copies(self) -> None:
+        """Stop the host until no copy reads any host bytes."""
+        copied = list(self._copied.items())
+        if copied:
+            # Synchronization strategy: as for one unit; one stream copies, so its last one is last.
+            self._link.let_host(copied[-1][1])
+        for unit, event in copied:
+            # A thread of autograd's may have asked for another one meanwhile.
+            if self._copied.get(unit) is event:
+                del self._copied[unit]
+
+    def _refresh(self, page: Page) -> None:
+        """Copy anew what may have changed on the host."""
+        changed = page.stale()
+        with aside():
+            source = self._host_bytes(page.unit)
+        page.note_copied()
+        with aside():
+            pairs = [
+                (page.bytes_of(start, end - start), source[start:end])
+                for start, end in page.unit.spans_of(changed)
+            ]
+        # Synchronization strategy: where the page is in use the copy waits for all streams that
+        # were shown it, or kernels of this pass would read values of the next.
+        after = self.room.marks_of(page) if page.users else self.room.uses_of(page)
+        try:
+            page.ready = self._copy_in(page.unit, pairs, after)
+        except BaseException:
+            # An interruption, too: what was noted was not copied.
+            page.forget_copied()
+            raise
+        page.waited.clear()
+
+    def _write_back(self, page: Page, changed: list[HostTensor]) -> None:
+        """Copy tensors of a page to the host, after what the device was given so far."""
+        # Synchronization strategy: the copy waits for the kernels that write, and so do the next
+        # ones for the copy: `ready` is now its event, and nobody has waited for that yet.
+        shown = [page.shown(host) for host in changed]
+        # The copy is no write of the program's: a graph would refuse each backward pass after
+        # those of batch norm, which its kernels make without a version.
+        versions = [page.version_of(host) for host in changed]
+        with aside():
+            pairs = [
+                (writable(host.tensor), tensor) for host, tensor in zip(changed, shown, strict=True)
+            ]
+            event = self._link.page_out(pairs, self.room.marks_of(page))
+        for host, version in zip(changed, versions, strict=True):
+            set_version(host.tensor, version)
+        self.room.written[page.unit] = event
+        self._unread.append(event)
+        page.ready = event
+        page.waited.clear()
+
+    def _let_compute(self, page: Page, *, may_retry: bool = False) -> None:
+        """Let the current stream use a page once its copy is there.
+
+        Args:
+            page: the page.
+            may_retry: whether it is copied anew where its file could not be read.
+
+        Raises:
+            PagingError: its file can't be read.
+        """
+        stream = self._link.current()
+        # Synchronization strategy: a stream waits once for each copy, and all that it is given
+        # later is after that; else a kernel would read the unit that had the place before.
+        if stream.stream_id not in page.waited:
+            try:
+                self._link.let_compute(stream, page.ready)
+            except PagingError:
+                # A disk that failed when the file was read ahead may be well by now.
+                page.forget_copied()
+                if not may_retry:
+                    raise
+                self._refresh(page)
+                return self._let_compute(page)
+            page.waited.add(stream.stream_id)
+        page.streams[stream.stream_id] = stream
+
+    def _host_bytes(self, unit: Unit) -> Any:
+        if any(host.has_left for host in unit.tensors):
+            # Before it is brought back to where copies read, or what copies write is moved.
+            self._wait_for_copies(unit)
+            self._let_host_look()
+        return self._store.bytes_of(unit)
+
+    def _copy_in(self, unit: Unit, pairs: list[tuple[Tensor, Tensor]], after: list[object]) -> Any:
+        # Synchronization strategy: the unit was written on the device, dropped, and is back before
+        # its values have reached the host: the copy would read those from before it was written.
+        if unit in self.room.written:
+            after = [*after, self.room.written.pop(unit)]
+        with aside():
+            event = self._link.page_in(pairs, after)
+        # The last one stands last.
+        self._copied.pop(unit, None)
+        self._copied[unit] = event
+        return event
+
+
+def writable(tensor: Tensor) -> Tensor:
+    """Return a tensor to write to, also for one that was made in inference mode."""
+    if not tensor.is_inference():
+        return tensor
+    view = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    storage, offset = tensor.untyped_storage(), tensor.storage_offset()
+    return view.set_(storage, offset, tensor.size(), tensor.stride())

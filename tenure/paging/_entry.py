@@ -32,7 +32,7 @@ from tenure._torch.quiet import aside
 from tenure._torch.writes import counter_of
 
 from ._arguments import Arguments
-from ._cut import Cut
+from ._division import Cut
 from ._pager import Pager
 from ._pass import Forward
 from ._tensors import HostTensor, TensorTable, Unit

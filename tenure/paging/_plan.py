@@ -30,7 +30,6 @@ from tenure._torch.storages import key_of
 from ._activations import LARGEST_PIECES, SMALL_BYTES, range_to_move
 from ._budget import AUTO, PagingBudget, shared_budget
 from ._checks import (
-    Budget,
     check_activations,
     check_seconds_and_speed,
     check_training,
@@ -42,8 +41,7 @@ from ._checks import (
     checked_model,
     instead_of_accelerator,
 )
-from ._cut import Cut
-from ._division import Draft, LinkSpeed, n_bytes, too_small, unit_sizes
+from ._division import Budget, Cut, Draft, LinkSpeed, n_bytes, too_small, unit_sizes
 from ._memory import Arrangement
 from ._tensors import TensorTable, Unit
 from ._training import MOST_UNITS

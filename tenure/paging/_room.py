@@ -20,7 +20,6 @@ from tenure._registries import NamedTensor
 from tenure._text import format_bytes, listed
 from tenure._torch.quiet import aside
 
-from ._copies import Copies
 from ._link import Link
 from ._memory import Arrangement, ByteRing, Fences, Place, SlabPlan, nowhere, place_in, places_in
 from ._page import RESIDENT, IdlePages, Page
@@ -76,7 +75,6 @@ class Room:
 
     Args:
         link: the streams of the device.
-        copies: what goes between the host and the pages.
         in_graphs: whether graphs of autograd hold weights.
 
     Attributes:
@@ -85,15 +83,18 @@ class Room:
         expected: places beside the ring that wait for their units, each with the event that it is
             free after; they are filled when the units are next fetched.
         lease: what the budget allows from pass to pass.
+        written: the last copy of each unit to the host, until one back, or the host, has waited
+            for it.
         written_in_graphs: the weights of pages that are gone which the pass has written in place
             as part of a graph.
     """
 
-    def __init__(self, link: Link, copies: Copies, *, in_graphs: bool) -> None:
+    def __init__(self, link: Link, *, in_graphs: bool) -> None:
         self.pages: dict[Unit, Page] = {}
+        self.written: dict[Unit, object] = {}
         self.idle = IdlePages()
         self.expected: dict[Unit, tuple[Place, object]] = {}
-        self._link, self._copies, self._in_graphs = link, copies, in_graphs
+        self._link, self._in_graphs = link, in_graphs
         self._kept: frozenset[Unit] = frozenset()
         self._spare_bytes = 0
         self._ring = ByteRing(0)
@@ -245,9 +246,20 @@ class Room:
         del self.pages[page.unit]
         self.written_in_graphs += page.end_aliases()
         end = page.start + page.unit.n_bytes
-        for event in self._copies.uses_of(page):
+        for event in self.uses_of(page):
             self._fences.add(page.start, end, event)
         self._ring.free(page.start)
+
+    def marks_of(self, page: Page) -> list[object]:
+        """Events after all that was launched so far on the streams that have used a page."""
+        streams = {**page.streams, **page.recorded_streams}
+        return [self._link.mark(stream) for stream in streams.values()]
+
+    def uses_of(self, page: Page) -> list[object]:
+        """Return the events after which nothing reads or writes a page that was let go."""
+        uses = self.marks_of(page) if page.last_use is None else page.last_use
+        written = self.written.get(page.unit)
+        return uses if written is None else [*uses, written]
 
     def give_back(self, n_bytes: int) -> int:
         """Let go of slabs of idle resident units, until so many bytes are free; they pass then.

@@ -127,16 +127,17 @@ def test_who_waits_for_weights_to_be_converted_is_shown_how_much_is_done(tmp_pat
     shown = []
 
     @contextmanager
-    def progress(label, total, *, in_bytes):
+    def progress(label, total, *, in_bytes=False):
         done = []
         yield done.append
         shown.append((label, total, sum(done), in_bytes))
 
-    monkeypatch.setattr("tenure.paging._converted.progress", progress)
+    monkeypatch.setattr("tenure.paging._checkpoint.progress", progress)
     build("MixtralForCausalLM", 0).save_pretrained(tmp_path)
     with load_paged(build("MixtralForCausalLM", 1), tmp_path, "cpu", host=tmp_path):
         pass
-    ((label, total, done, in_bytes),) = shown
+    opened, (label, total, done, in_bytes) = shown
+    assert opened == ("opening files", 1, 1, False)
     assert (label, in_bytes) == ("converting weights", True)
     assert total == done > 0
 
@@ -198,7 +199,7 @@ def test_a_folder_that_is_full_is_said_and_the_model_is_as_before(tmp_path, monk
     build("MixtralForCausalLM", 0).save_pretrained(tmp_path)
     model, n_files = build("MixtralForCausalLM", 1), open_files()
     before = values_of(model)
-    monkeypatch.setattr("tenure.paging._converted._append", full)
+    monkeypatch.setattr("tenure.paging._checkpoint._append", full)
     with pytest.raises(PagingError, match=r"^192.0 KiB of MixtralForCausalLM could not be written"):
         load_paged(model, tmp_path, "cpu", host=tmp_path)
     assert_same(model.state_dict(), before)
