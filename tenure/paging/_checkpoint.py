@@ -1,9 +1,13 @@
 """Which files hold a model's weights, what is in them, and where; a model is given them unread.
 
+The library of the model says which tensors of a file become which, and nothing is read for asking.
+
 Invariant: the files are the user's. They are read, and neither written nor copied. Which of a
 folder's are taken is never a guess: a name that libraries give to whole models, or the only file.
-All tensors fit or none is assigned; what was can be taken back. A parameter stays the object that
-it was, unless it is on ``meta`` and torch, which keeps weak references to it, forbids.
+What a file holds as the model has it is used where it is; the rest is written once, a tensor at a
+time, to a nameless file of our own. All tensors fit or none is assigned; what was can be taken
+back. A parameter stays the object that it was, unless it is on ``meta`` and torch, which keeps weak
+references to it, forbids.
 """
 
 from __future__ import annotations
@@ -116,7 +120,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     checkpoint = Checkpoint(chosen.name, [], {})
     try:
         with progress("opening files", len(shards)) as done:
-            for shard, expected in shards:
+            for shard, expected in shards.items():
                 _add(checkpoint, shard, expected)
                 done(1)
     except BaseException:
@@ -145,25 +149,21 @@ def weights_in(folder: Path) -> Path:
                 "meant can't be told. Name one file, or an index of several."
             )
     raise PagingError(
-        f"{str(folder)!r} is a folder with neither {' nor '.join(_usual_names())} in it, nor "
-        f"another safetensors file.{_elsewhere(folder)} Name a safetensors file, or the index of "
+        f"{str(folder)!r} is a folder with neither {_STEMS[0]}{_INDEX} nor {_STEMS[0]}{_FILE} in "
+        f"it, nor another safetensors file.{_elsewhere(folder)} Name a safetensors file, or the index of "
         "several."
     )
 
 
-def _shards(path: Path) -> list[tuple[Path, set[str] | None]]:
-    """Return the files, each with the names that the index says it holds."""
+def _shards(path: Path) -> dict[Path, set[str] | None]:
+    """Return the files, each with the names that the index says it holds; None without an index."""
     if path.suffix != ".json":
-        return [(path, None)]
+        return {path: None}
     _check_kind(path)
-    return list(_by_file(path, path.read_bytes()).items())
-
-
-def _by_file(path: Path, text: bytes) -> dict[Path, set[str]]:
+    text = path.read_bytes()
     try:
-        entries = dict(json.loads(text)["weight_map"])
-        by_file: dict[Path, set[str]] = {}
-        for name, file_name in entries.items():
+        by_file: dict[Path, Any] = {}
+        for name, file_name in dict(json.loads(text)["weight_map"]).items():
             by_file.setdefault(path.parent / file_name, set()).add(name)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise PagingError(
@@ -175,7 +175,13 @@ def _by_file(path: Path, text: bytes) -> dict[Path, set[str]]:
 
 def _add(checkpoint: Checkpoint, path: Path, expected: set[str] | None) -> None:
     """Take up one file."""
-    file = _opened(path)
+    try:
+        _check_kind(path)
+        with path.open("rb") as opened:
+            _validate(path)
+            file = MappedFile(opened, path.name)
+    except (OSError, ValueError) as error:
+        _refuse(path, error)
     checkpoint.files.append(file)
     stored = dict(_stored(file))
     missing = sorted((expected or set()) - stored.keys())
@@ -187,16 +193,6 @@ def _add(checkpoint: Checkpoint, path: Path, expected: set[str] | None) -> None:
     checkpoint.tensors.update(
         {name: each for name, each in stored.items() if expected is None or name in expected}
     )
-
-
-def _opened(path: Path) -> MappedFile:
-    try:
-        _check_kind(path)
-        with path.open("rb") as file:
-            _validate(path)
-            return MappedFile(file, path.name)
-    except (OSError, ValueError) as error:
-        _refuse(path, error)
 
 
 def _check_kind(path: Path) -> None:
@@ -251,10 +247,6 @@ def _refuse(path: Path, error: OSError | ValueError) -> NoReturn:
         f"The weights {str(path)!r} can't be read: {why}. Name a safetensors file, or the index of "
         "several, that this process may read."
     ) from error
-
-
-def _usual_names() -> list[str]:
-    return [f"{_STEMS[0]}{suffix}" for suffix in (_INDEX, _FILE)]
 
 
 def _elsewhere(folder: Path) -> str:
@@ -385,32 +377,21 @@ def _assign(wanted: _Wanted, view: Tensor) -> Callable[[], None]:
     tensor = wanted.tensor
     # One that was made in inference mode counts no writes, and raises when asked for them.
     if tensor.device.type != "meta" and not tensor.is_inference():
-        return _set_data(tensor, view)
+        before, tensor.data = tensor.data, view
+        return lambda: setattr(tensor, "data", before)
     twin = _twin(tensor, view)
     try:
         # The object stays the same, where it can: whoever holds a parameter has the loaded one.
         torch.utils.swap_tensors(tensor, twin)
     except RuntimeError:
         # Something refers to it weakly, as recurrent layers do.
-        return _put(wanted.sites, twin, tensor)
+        def put(other: Tensor) -> None:
+            for module, name in wanted.sites:
+                setattr(module, name, other)
+
+        put(twin)
+        return lambda: put(tensor)
     return lambda: torch.utils.swap_tensors(tensor, twin)
-
-
-def _set_data(tensor: Tensor, data: Tensor) -> Callable[[], None]:
-    before = tensor.data
-    tensor.data = data
-    return lambda: setattr(tensor, "data", before)
-
-
-def _put(sites: list[tuple[nn.Module, str]], tensor: Tensor, before: Tensor) -> Callable[[], None]:
-    for module, name in sites:
-        setattr(module, name, tensor)
-
-    def take_back() -> None:
-        for module, name in sites:
-            setattr(module, name, before)
-
-    return take_back
 
 
 def _twin(tensor: Tensor, view: Tensor) -> Tensor:

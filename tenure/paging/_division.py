@@ -13,10 +13,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate, chain
 from math import isqrt
-from typing import Self
 
 import torch
 from torch import nn
@@ -107,7 +106,7 @@ def cut(
         merge_bytes: neighbours in a Sequential or a ModuleList share a unit up to this size.
         apart: modules that share no unit with what is around them, and are never cut.
     """
-    groups = _Cutter(table, fits, merge_bytes, apart).groups(model, "")
+    groups = list(_groups(model, "", table, fits, merge_bytes, apart, set()))
     extents = [table.extents_of(group.modules) for group in groups]
     uses = Counter(id(extent) for extent in chain.from_iterable(extents))
     # Used by a group that no forward brackets, a tensor may be read at any time.
@@ -157,87 +156,75 @@ def n_bytes_in(table: TensorTable, modules: Iterable[nn.Module]) -> int:
     return sum(extent.n_bytes for extent in table.extents_of(modules))
 
 
-@dataclass(slots=True)
-class _Cutter:
-    table: TensorTable
-    fits: Fits
-    merge_bytes: int
-    apart: Collection[nn.Module]
-    _done: set[nn.Module] = field(default_factory=set)
+def _groups(
+    module: nn.Module,
+    name: str,
+    table: TensorTable,
+    fits: Fits,
+    merge_bytes: int,
+    apart: Collection[nn.Module],
+    done: set[nn.Module],
+) -> Iterator[_Group]:
+    """Yield the groups of a module; what is in ``done`` has been cut."""
+    inside = [each for each in module.modules() if each not in done]
+    size = n_bytes_in(table, inside)
+    # Activations and dropout have nothing to page, and a module under a second name has been cut.
+    if not size or _is_unit(module, inside, table, fits, apart):
+        done.update(inside)
+        if size:
+            yield _Group(name or "model", inside, list(_leaders(module)), size)
+        return
+    # A class token or a table of positions beside the blocks, as of a vision transformer: its
+    # forward lasts as long as the model's, and brackets nothing.
+    done.add(module)
+    if own_bytes := n_bytes_in(table, [module]):
+        yield _Group(name or "model", [module], [], own_bytes)
+    parts = [
+        list(_groups(child, f"{name}.{key}".lstrip("."), table, fits, merge_bytes, apart, done))
+        for key, child in module.named_children()
+        if child not in done
+    ]
+    yield from _merged(parts, merge_bytes if isinstance(module, _IN_ORDER) else 0, apart)
 
-    def groups(self, module: nn.Module, name: str) -> list[_Group]:
-        inside = [each for each in module.modules() if each not in self._done]
-        # Activations and dropout have nothing to page, and a module under a second name has been
-        # cut.
-        if not n_bytes_in(self.table, inside):
-            self._done.update(inside)
-            return []
-        if self._is_unit(module, inside):
-            self._done.update(inside)
-            leaders = list(_leaders(module))
-            return [_Group(name or "model", inside, leaders, n_bytes_in(self.table, inside))]
-        return [*self._own(module, name), *self._children(module, name)]
 
-    def _is_unit(self, module: nn.Module, inside: list[nn.Module]) -> bool:
-        if module in self.apart:
-            return True
-        if any(each in self.apart for each in inside):
-            return False
-        # What is compiled gets all that it needs before it runs.
-        if isinstance(module, _INDIVISIBLE) or is_compiled(module) or self.fits(module):
-            return True
-        # Cut further, it would only lose its forward as a bracket.
-        return not any(self.table.direct[each] for each in inside if each is not module)
+def _is_unit(
+    module: nn.Module,
+    inside: list[nn.Module],
+    table: TensorTable,
+    fits: Fits,
+    apart: Collection[nn.Module],
+) -> bool:
+    if module in apart or any(each in apart for each in inside):
+        return module in apart
+    # What is compiled gets all that it needs before it runs.
+    if isinstance(module, _INDIVISIBLE) or is_compiled(module) or fits(module):
+        return True
+    # Cut further, it would only lose its forward as a bracket.
+    return not any(table.direct[each] for each in inside if each is not module)
 
-    def _own(self, module: nn.Module, name: str) -> list[_Group]:
-        # A class token or a table of positions beside the blocks, as of a vision transformer: its
-        # forward lasts as long as the model's, and brackets nothing.
-        self._done.add(module)
-        n_bytes = n_bytes_in(self.table, [module])
-        return [_Group(name or "model", [module], [], n_bytes)] if n_bytes else []
 
-    def _children(self, module: nn.Module, name: str) -> list[_Group]:
-        parts = [
-            self.groups(child, f"{name}.{key}" if name else key)
-            for key, child in module.named_children()
-            if child not in self._done
-        ]
-        return list(self._merged(parts) if isinstance(module, _IN_ORDER) else chain(*parts))
-
-    def _merged(self, parts: list[list[_Group]]) -> Iterator[_Group]:
-        """Join neighbours that are one small group each, to units of even size."""
-        total_bytes = sum(part[0].n_bytes for part in parts if len(part) == 1)
-        # Even units need the smallest ring: six blocks, where four fit, are 3 and 3, not 4 and 2.
-        n_units = -(-total_bytes // self.merge_bytes) if self.merge_bytes else 0
-        most_bytes = -(-total_bytes // n_units) if n_units else 0
-        last: _Group | None = None
-        for part in parts:
-            for group in part:
-                if last is not None and len(part) == 1 and self._may_join(last, group, most_bytes):
-                    last = _joined(last, group)
-                    continue
-                if last is not None:
-                    yield last
-                last = group
-        if last is not None:
-            yield last
-
-    def _may_join(self, first: _Group, second: _Group, most_bytes: int) -> bool:
+def _merged(
+    parts: list[list[_Group]], merge_bytes: int, apart: Collection[nn.Module]
+) -> list[_Group]:
+    """Join neighbours that are one small group each, to units of even size."""
+    total_bytes = sum(part[0].n_bytes for part in parts if len(part) == 1)
+    # Even units need the smallest ring: six blocks, where four fit, are 3 and 3, not 4 and 2.
+    n_units = -(-total_bytes // merge_bytes) if merge_bytes else 0
+    most_bytes = -(-total_bytes // n_units) if n_units else 0
+    groups: list[_Group] = []
+    for part in parts:
         # A unit is loose or not as a whole; what is loose must stay.
-        if not first.leaders or not second.leaders:
-            return False
-        if any(module in self.apart for module in first.modules + second.modules):
-            return False
-        return first.n_bytes + second.n_bytes <= most_bytes
-
-
-def _joined(first: _Group, second: _Group) -> _Group:
-    return _Group(
-        f"{first.name.partition(' to ')[0]} to {second.name}",
-        first.modules + second.modules,
-        first.leaders + second.leaders,
-        first.n_bytes + second.n_bytes,
-    )
+        pair = [*groups[-1:], *part]
+        is_pair = len(part) == 1 and len(pair) > 1 and all(each.leaders for each in pair)
+        n_bytes = sum(each.n_bytes for each in pair)
+        modules = [module for each in pair for module in each.modules]
+        if is_pair and n_bytes <= most_bytes and not any(each in apart for each in modules):
+            first, second = pair
+            name = f"{first.name.partition(' to ')[0]} to {second.name}"
+            groups[-1] = _Group(name, modules, first.leaders + second.leaders, n_bytes)
+        else:
+            groups += part
+    return groups
 
 
 def _leaders(module: nn.Module) -> Iterator[nn.Module]:
@@ -294,12 +281,17 @@ class LinkSpeed:
     latency_s: float = 30e-6
 
 
-@dataclass(frozen=True, slots=True)
 class Draft:
     """A model cut in one way.
 
-    Attributes:
+    Args:
+        model: the model.
         device: where it is paged to.
+        size: of its units.
+        kept: the modules that must stay.
+
+    Attributes:
+        device: as above.
         table: its tensors.
         cut: its units.
         kept: the units that must stay: what was asked for, and what no forward brackets, for it may
@@ -308,29 +300,21 @@ class Draft:
         whole_rings: for each unit the ring in which its copy is hidden behind computation.
     """
 
-    device: torch.device
-    table: TensorTable
-    cut: Cut
-    kept: frozenset[Unit]
-    others: list[Unit]
-    whole_rings: dict[Unit, int]
-
-    @classmethod
-    def of(
-        cls, model: nn.Module, device: torch.device, size: UnitSize, kept: list[nn.Module]
-    ) -> Self:
-        """Cut a model into units of a size."""
-        table = TensorTable(model)
-        pieces = cut(model, table, size.fits(table), merge_bytes=size.n_bytes or 0, apart=kept)
+    def __init__(
+        self, model: nn.Module, device: torch.device, size: UnitSize, kept: list[nn.Module]
+    ) -> None:
+        table = self.table = TensorTable(model)
+        self.device = device
+        self.cut = cut(model, table, size.fits(table), merge_bytes=size.n_bytes or 0, apart=kept)
         inside = table.extents_of(each for module in kept for each in module.modules())
-        staying = frozenset(
+        self.kept = frozenset(
             unit
-            for unit in pieces.units
+            for unit in self.cut.units
             if unit.is_loose or any(extent in inside for extent in unit.extents)
         )
-        others = [unit for unit in pieces.units if unit not in staying]
-        rings = dict(zip(others, _whole_rings([unit.n_bytes for unit in others]), strict=True))
-        return cls(device, table, pieces, staying, _spread(others), rings)
+        others = [unit for unit in self.cut.units if unit not in self.kept]
+        rings = _whole_rings([unit.n_bytes for unit in others])
+        self.others, self.whole_rings = _spread(others), dict(zip(others, rings, strict=True))
 
     @property
     def least_ring_bytes(self) -> int:
@@ -342,11 +326,7 @@ class Draft:
     @property
     def least(self) -> CachedBlocks:
         """The memory of the least budget for this cut."""
-        return self.taken_by(self._arranged(self.least_ring_bytes, []))
-
-    def taken_by(self, arrangement: Arrangement) -> CachedBlocks:
-        """Return the memory of the device that slabs take."""
-        return taken_by(arrangement.sizes, self.device)
+        return taken_by(self._arranged(self.least_ring_bytes, []).sizes, self.device)
 
     def stalled_bytes(self, ring_bytes: int, units: Iterable[Unit]) -> int:
         """Return the bytes of units whose copies are not hidden behind computation."""
@@ -369,8 +349,11 @@ class Draft:
                 found = self._filled(ring_bytes, room_bytes)
             else:
                 found = self._elastic(ring_bytes, budget.now_bytes)
-            excess_bytes = self._excess_bytes(found, budget)
-            if not excess_bytes:
+            taken = taken_by(found.sizes, self.device)
+            excess_bytes = taken.allocated_bytes - budget.n_bytes
+            if budget.free_bytes is not None:
+                excess_bytes = max(excess_bytes, taken.reserved_bytes - budget.free_bytes)
+            if excess_bytes <= 0:
                 return found
             room_bytes -= excess_bytes
 
@@ -413,14 +396,6 @@ class Draft:
         last = range(min(_RUN, len(sizes)))
         runs = [sum(sizes[i - n] for n in last) for i in range(len(sizes))]
         return self._arranged(max([self.least_ring_bytes, *runs]), small)
-
-    def _excess_bytes(self, found: Arrangement, budget: Budget) -> int:
-        """Return the bytes by which a division exceeds a budget, or 0."""
-        taken = self.taken_by(found)
-        excess_bytes = taken.allocated_bytes - budget.n_bytes
-        if budget.free_bytes is not None:
-            excess_bytes = max(excess_bytes, taken.reserved_bytes - budget.free_bytes)
-        return max(0, excess_bytes)
 
     def _arranged(
         self, ring_bytes: int, staying: Sequence[Unit], *, is_elastic: bool = False
@@ -491,59 +466,52 @@ def arrange(
         is_elastic: whether slabs come and go.
     """
     all_bytes = ring_bytes + n_bytes(kept) + n_bytes(others)
-    alone = _slabs(ring_bytes, [[*kept], *([unit] for unit in others)], device)
     is_large = all_bytes >= LARGE_SEGMENT_BYTES
-    if not is_rounding(device) or (is_elastic and not is_large):
-        return alone
-
-    def poured(least_bytes: int) -> Arrangement:
-        first_bytes = 0 if is_elastic else OWN_SEGMENT_BYTES
-        groups = _poured(ring_bytes, kept, others, first_bytes, least_bytes)
-        return _slabs(ring_bytes, groups, device)
-
-    # Small slabs share segments: many may be as good as one.
-    finest_first = [alone, poured(all_bytes)]
-    if is_large:
-        finest_first = [poured(max(all_bytes // n, OWN_SEGMENT_BYTES)) for n in _N_SLABS]
-    reserved = [taken_by(each.sizes, device).reserved_bytes for each in finest_first]
+    # Each unit in a slab of its own; but rounding costs for each slab. Small slabs share segments:
+    # many may be as good as one.
+    finest_first = [0]
+    if is_rounding(device) and is_large:
+        finest_first = [max(all_bytes // n, OWN_SEGMENT_BYTES) for n in _N_SLABS]
+    elif is_rounding(device) and not is_elastic:
+        finest_first = [0, all_bytes]
+    found = []
+    for least_bytes in finest_first:
+        first_bytes = 0 if is_elastic else min(least_bytes, OWN_SEGMENT_BYTES)
+        found.append(_slabs(ring_bytes, kept, others, first_bytes, least_bytes, device))
+    reserved = [taken_by(each.sizes, device).reserved_bytes for each in found]
     most_bytes = min(reserved) + all_bytes * _LOSS
-    return next(e for e, n in zip(finest_first, reserved, strict=True) if n <= most_bytes)
+    return next(e for e, n in zip(found, reserved, strict=True) if n <= most_bytes)
 
 
-def _poured(
+def _slabs(
     ring_bytes: int,
     kept: Sequence[Unit],
     others: Sequence[Unit],
     first_bytes: int,
     least_bytes: int,
-) -> list[list[Unit]]:
-    """Units in slabs of at least so many bytes, in their order; what never leaves in the first."""
+    device: torch.device,
+) -> Arrangement:
+    """Return slabs of at least so many bytes; what never leaves is behind the ring, in the first.
+
+    The ring gets what its slab spares.
+    """
     # What could not pass through the ring does not leave either.
     fixed = [*kept, *(unit for unit in others if unit.n_bytes > ring_bytes)]
-    groups, in_last_bytes, enough_bytes = [fixed], ring_bytes + n_bytes(fixed), first_bytes
+    groups, sizes, enough_bytes = [fixed], [ring_bytes + n_bytes(fixed)], first_bytes
     for unit in others:
-        if unit.n_bytes > ring_bytes:
-            continue
-        if in_last_bytes >= enough_bytes:
-            groups.append([])
-            in_last_bytes, enough_bytes = 0, least_bytes
-        groups[-1].append(unit)
-        in_last_bytes += unit.n_bytes
-    if groups[1:] and in_last_bytes < OWN_SEGMENT_BYTES:
-        groups[-2:] = [[*groups[-2], *groups[-1]]]
-    return groups
-
-
-def _slabs(ring_bytes: int, groups: list[list[Unit]], device: torch.device) -> Arrangement:
-    """Slabs for these units, the first ones behind the ring, which gets what its slab spares."""
-    if not ring_bytes:
-        groups = [group for group in groups if group]
-    before = [ring_bytes, *[0] * len(groups)]
-    needed = [n_bytes(group) + at for group, at in zip(groups, before, strict=False)]
-    sizes = [whole_block_bytes(n, device) for n in needed]
+        if unit.n_bytes <= ring_bytes:
+            if sizes[-1] >= enough_bytes:
+                groups.append([])
+                sizes.append(0)
+                enough_bytes = least_bytes
+            groups[-1].append(unit)
+            sizes[-1] += unit.n_bytes
+    if groups[1:] and sizes[-1] < min(least_bytes, OWN_SEGMENT_BYTES):
+        groups[-2:], sizes[-2:] = [[*groups[-2], *groups[-1]]], [sum(sizes[-2:])]
+    whole = [whole_block_bytes(size, device) for size in sizes]
     if ring_bytes:
-        ring_bytes += sizes[0] - needed[0]
-    slabs = (SlabPlan(tuple(group), size) for group, size in zip(groups, sizes, strict=True))
+        ring_bytes += whole[0] - sizes[0]
+    slabs = [SlabPlan(tuple(g), n) for g, n in zip(groups, whole, strict=True) if n]
     return Arrangement(ring_bytes, tuple(slabs))
 
 

@@ -6,6 +6,11 @@ tensor over it stays in memory. The kernel says whether pages were written, and 
 tell, none is claimed to be unwritten. A file that somebody else changes is refused, not read. A
 file of our own has no name from before its first byte: no process can meet another's, and the
 system takes it back with its last use, however a process ends.
+
+One thread reads. Where the CPU computes, it reads into the memory that weights pass through; for a
+device it reads into staging memory, and launches the copy. Units are read and copied in the order
+of asking; a piece of staging memory is read into again only after the copy from it. An error stands
+in the result, and nothing is raised where it is read.
 """
 
 from __future__ import annotations

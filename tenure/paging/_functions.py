@@ -1,6 +1,13 @@
-"""The handle of a paged model.
+"""The functions that page a model, or compute a part of it on the host, and the handle they return.
 
-Invariant: unpaging, in whatever way the block ended, puts everything back.
+Invariant: the model is the same object before and after, and where it can't be paged it is as it
+was; unpaging, in whatever way the block ended, puts everything back. Weights of a checkpoint are
+never all in memory. With `chunk` a layer is computed where its weights are, and between layers
+activations are on the device.
+
+An optimizer may step, part by part, while the backward pass that computes its gradients runs: each
+parameter once, with its whole gradient, when no node of the pass needs it any more, for autograd
+adds its gradient up after the last of them.
 """
 
 from __future__ import annotations

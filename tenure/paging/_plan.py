@@ -454,7 +454,7 @@ def make_plan(
     allowed = budget if isinstance(budget, Budget) else checked_budget(budget, device)
     kept = checked_kept(model, keep)
     sizes = unit_sizes(model, allowed, link) if size is None else [size]
-    drafts = [Draft.of(model, device, each, kept) for each in sizes]
+    drafts = [Draft(model, device, each, kept) for each in sizes]
     # The least of all cuts, not of the chosen one: with that budget, another cut would be chosen.
     least = [draft.least.allocated_bytes for draft in drafts]
     divided = [(draft, draft.divide(allowed)) for draft in drafts]
