@@ -150,8 +150,8 @@ def weights_in(folder: Path) -> Path:
             )
     raise PagingError(
         f"{str(folder)!r} is a folder with neither {_STEMS[0]}{_INDEX} nor {_STEMS[0]}{_FILE} in "
-        f"it, nor another safetensors file.{_elsewhere(folder)} Name a safetensors file, or the index of "
-        "several."
+        f"it, nor another safetensors file.{_elsewhere(folder)} Name a safetensors file, or the "
+        "index of several."
     )
 
 

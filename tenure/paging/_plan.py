@@ -261,56 +261,46 @@ class PagingPlan(Record):
     def __str__(self) -> str:
         return "\n".join(self._lines())
 
-    def _lines(self) -> list[str]:
-        passing = [unit for unit in self.units if not unit.resident]
-        n_resident = len(self.units) - len(passing)
-        passing_bytes = sum(unit.n_bytes for unit in passing)
+    def _lines(self) -> Iterator[str]:
+        passing = [unit.n_bytes for unit in self.units if not unit.resident]
         weights = _in_units(self.weight_bytes, len(self.units))
-        return [
+        yield (
             f"{self.model} on {self.device}: {weights}, within {format_bytes(self.budget_bytes)} "
-            f"(at least {format_bytes(self.minimum_bytes)})",
-            f"  stays   {_in_units(self.resident_bytes, n_resident)}",
-            *self._rest(_in_units(passing_bytes, len(passing))),
-            *self._taken_lines(),
-            *self._peak_lines(),
-            *self._unit_lines(),
-        ]
-
-    def _taken_lines(self) -> Iterator[str]:
+            f"(at least {format_bytes(self.minimum_bytes)})"
+        )
+        yield f"  stays   {_in_units(self.resident_bytes, len(self.units) - len(passing))}"
+        if self.computes_on_host:
+            yield f"  host    {_in_units(sum(passing), len(passing))}, computed there"
+        else:
+            yield (
+                f"  passes  {_in_units(sum(passing), len(passing))}, through a ring of "
+                f"{format_bytes(self.ring_bytes)}"
+            )
+            yield (
+                f"  a pass  takes {self.limit_s * 1e3:.3f} ms at the least, and "
+                f"{self.predicted_s * 1e3:.3f} ms by this plan, at "
+                f"{self.link_bytes_per_s / 1e9:.1f} GB/s"
+            )
         if self.reserved_bytes != self.resident_bytes + self.ring_bytes:
             yield (
                 f"  takes   {format_bytes(self.allocated_bytes)} of {self.device}, in "
                 f"{format_bytes(self.reserved_bytes)} that its allocator reserves"
             )
-
-    def _peak_lines(self) -> Iterator[str]:
-        if self.activation_bytes is None or self.peak_bytes is None:
-            return
-        yield (
-            f"  beside  {format_bytes(self.activation_bytes)} of activations and inputs: "
-            f"{format_bytes(self.peak_bytes)} in all at most"
-        )
-        if self.allowance_bytes:
-            yield f"          and up to {format_bytes(self.allowance_bytes)} that kernels may take"
         kept_bytes, host_bytes = self.kept_activation_bytes, self.host_activation_bytes
-        if kept_bytes is not None and host_bytes is not None:
-            lowers = host_bytes < kept_bytes
+        if self.activation_bytes is not None and self.peak_bytes is not None:
             yield (
-                f'          activations="host" {"lowers" if lowers else "does not lower"} it: '
-                f"{format_bytes(host_bytes)}, and {format_bytes(kept_bytes)} without"
+                f"  beside  {format_bytes(self.activation_bytes)} of activations and inputs: "
+                f"{format_bytes(self.peak_bytes)} in all at most"
             )
-
-    def _rest(self, passing: str) -> list[str]:
-        if self.computes_on_host:
-            return [f"  host    {passing}, computed there"]
-        return [
-            f"  passes  {passing}, through a ring of {format_bytes(self.ring_bytes)}",
-            f"  a pass  takes {self.limit_s * 1e3:.3f} ms at the least, and "
-            f"{self.predicted_s * 1e3:.3f} ms by this plan, at "
-            f"{self.link_bytes_per_s / 1e9:.1f} GB/s",
-        ]
-
-    def _unit_lines(self) -> Iterator[str]:
+            if self.allowance_bytes:
+                allowance = format_bytes(self.allowance_bytes)
+                yield f"          and up to {allowance} that kernels may take"
+            if kept_bytes is not None and host_bytes is not None:
+                lowers = "lowers" if host_bytes < kept_bytes else "does not lower"
+                yield (
+                    f'          activations="host" {lowers} it: {format_bytes(host_bytes)}, and '
+                    f"{format_bytes(kept_bytes)} without"
+                )
         width = max((len(unit.name) for unit in self.units), default=0)
         elsewhere = "host" if self.computes_on_host else "passes"
         for unit in self.units:
@@ -384,7 +374,8 @@ def plan_paging(
     checked_model(model, has_values=False)
     elsewhere = instead_of_accelerator(host, training=training)
     # a budget in bytes says all that a plan has to know of the device
-    is_known = isinstance(budget, int | None) or _is_in_bytes(budget)
+    is_text = isinstance(budget, str) and budget != AUTO and parse_share(budget) is None
+    is_known = isinstance(budget, int | None) or is_text
     chosen = checked_device(device, elsewhere, may_be_missing=is_known)
     check_seconds_and_speed(link_bytes_per_s, compute_s)
     link = speed_of(host)
@@ -394,45 +385,23 @@ def plan_paging(
     def plan(allowed: int | str | Budget | None) -> Planned:
         return make_plan(model, chosen, max_layer_size, allowed, keep, link, compute_s)
 
-    planned = with_budget(budget, chosen, plan)
-    if inputs is None:
-        return replace(planned.plan, activations=activations)
-    return _with_activations(planned, model, inputs, activations, training=training)
-
-
-def _is_in_bytes(budget: object) -> bool:
-    return isinstance(budget, str) and budget != AUTO and parse_share(budget) is None
-
-
-def _with_activations(
-    planned: Planned, model: nn.Module, inputs: Any, activations: str | None, *, training: bool
-) -> PagingPlan:
-    """Return the plan, with what a pass takes beside weights."""
-    device, units = torch.device(planned.plan.device), planned.cut.units if training else None
-    kept_bytes, allowance_bytes = predicted_beside(model, inputs, device, units, moves=False)
-    moved_bytes = None
-    if training:
-        moved_bytes, _ = predicted_beside(model, inputs, device, units, moves=True)
-    return replace(
-        planned.plan,
-        activations=activations,
-        kept_activation_bytes=kept_bytes,
-        host_activation_bytes=moved_bytes,
-        allowance_bytes=allowance_bytes,
-    )
-
-
-def with_budget(
-    budget: int | str | PagingBudget | None,
-    device: torch.device,
-    plan: Callable[[int | str | Budget | None], Planned],
-) -> Planned:
-    """Plan within a budget of any kind; in a shared one, as the next model to be paged."""
-    shared = shared_budget(budget, device)
+    shared = shared_budget(budget, chosen)
     if shared is None:
         assert not isinstance(budget, PagingBudget)
-        return plan(budget)
-    return shared._fitted(device, lambda most, now: plan(Budget(most, now_bytes=now)))
+        planned = plan(budget)
+    else:
+        # As the next model to be paged
+        planned = shared._fitted(chosen, lambda most, now: plan(Budget(most, now_bytes=now)))
+    made = replace(planned.plan, activations=activations)
+    if inputs is None:
+        return made
+    units = planned.cut.units if training else None
+    kept_bytes, allowance_bytes = predicted_beside(model, inputs, chosen, units, moves=False)
+    made = replace(made, kept_activation_bytes=kept_bytes, allowance_bytes=allowance_bytes)
+    if not training:
+        return made
+    moved_bytes, _ = predicted_beside(model, inputs, chosen, units, moves=True)
+    return replace(made, host_activation_bytes=moved_bytes)
 
 
 def speed_of(host: str | Path) -> LinkSpeed:

@@ -69,6 +69,8 @@ class PagingReport(Report):
 
     def _parts(self) -> list[Part]:
         helpful = self.helpful_budget_bytes
+        pageable_bytes = self.host_bytes + self.staging_bytes - self.pinned_bytes
+        not_pinned = f", of which {format_bytes(pageable_bytes)} not pinned"
         lines = [
             f"pass {self.passes}: {self.pass_s * 1e3:.3f} ms, {self.share_of_limit:.1%} of the "
             f"limit, bound by the {_NAMES[self.bound]}",
@@ -79,7 +81,7 @@ class PagingReport(Report):
             f"  device     {format_bytes(self.resident_bytes)} stay, "
             f"{format_bytes(self.ring_bytes)} to pass through",
             *self._taken_lines(),
-            f"  host       {format_bytes(self.host_bytes)}{self._pageable()}",
+            f"  host       {format_bytes(self.host_bytes)}{not_pinned if pageable_bytes else ''}",
         ]
         if helpful is not None:
             lines.append(f"  a budget of {format_bytes(helpful)} would hide the copies")
@@ -92,12 +94,6 @@ class PagingReport(Report):
                 f"  takes      {format_bytes(self.allocated_bytes)}, in "
                 f"{format_bytes(self.reserved_bytes)} that the allocator reserves"
             )
-
-    def _pageable(self) -> str:
-        """Return the share of host bytes that is not pinned, as text; "" for all or none."""
-        held_bytes = self.host_bytes + self.staging_bytes
-        pageable_bytes = held_bytes - self.pinned_bytes
-        return f", of which {format_bytes(pageable_bytes)} not pinned" if pageable_bytes else ""
 
 
 def make_report(engine: Engine, weight_bytes: int) -> PagingReport:
