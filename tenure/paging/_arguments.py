@@ -76,32 +76,25 @@ class Arguments:
             function: what was called with these arguments.
             strangers: the tensors that its model has got since it was paged, by name.
         """
-        if is_about_devices(error):
-            self._name_misplaced(function, error)
-            self._name_strangers(strangers, error)
-
-    def _name_misplaced(self, function: Callable[..., Any], error: BaseException) -> None:
-        """Add to an error which arguments are elsewhere than on the device."""
+        if not is_about_devices(error):
+            return
         args, kwargs = self.given
         try:
             roots = inspect.signature(function).bind(*args, **kwargs).arguments
         except (TypeError, ValueError):
             # Some functions of C have no signature.
             roots = {"args": args, **kwargs}
-        found = list(islice(_misplaced(roots, self._device), _N_NAMED))
+        found = [
+            f"{name} ({describe_tensor(tensor)})"
+            for name, tensor in islice(_misplaced(roots, self._device), _N_NAMED)
+        ]
         if found:
-            named = ", ".join(f"{name} ({describe_tensor(tensor)})" for name, tensor in found)
             error.add_note(
                 f"The model is paged to {self._device}, and tensors in its arguments are "
-                f"elsewhere: {named}. Tensors on the host are moved in lists, tuples, dictionaries "
-                "and dataclasses; other objects are left as they are. Move these to "
+                f"elsewhere: {', '.join(found)}. Tensors on the host are moved in lists, tuples, "
+                "dictionaries and dataclasses; other objects are left as they are. Move these to "
                 f"{str(self._device)!r} before the call."
             )
-
-    def _name_strangers(
-        self, strangers: Iterator[tuple[str, Tensor]], error: BaseException
-    ) -> None:
-        """Add to an error what of the model is elsewhere, as it was not there to be paged."""
         found = [
             f"{name!r} ({describe_tensor(tensor)})"
             for name, tensor in strangers

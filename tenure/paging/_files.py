@@ -505,16 +505,6 @@ class Done:
     span: Any = None
 
 
-def raise_anew(error: BaseException | None) -> None:
-    """Raise a copy of the error that a read has left, if it left one, as often as it is asked for.
-
-    The error itself stays in its result, and would hold the frames of all that it was raised to:
-    the paged model among them, which then never went.
-    """
-    if error is not None:
-        raise copy(error) from error.__cause__
-
-
 class Reader:
     """One thread, started with the first read; a forked process gets one of its own."""
 
@@ -763,7 +753,11 @@ class FileEvent:
         Raises:
             PagingError: it failed.
         """
-        raise_anew(self._read.result().error)
+        error = self._read.result().error
+        if error is not None:
+            # A copy: the error itself stays in its result, and would hold the frames of all that it
+            # was raised to: the paged model among them, which then never went.
+            raise copy(error) from error.__cause__
 
     def elapsed_time(self, end: FileEvent) -> float:
         """Milliseconds of the read, or of the copies if those took longer."""

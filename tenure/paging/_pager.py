@@ -23,7 +23,6 @@ from tenure._callers import warn_user
 from tenure._errors import PagingError, PagingWarning
 from tenure._graph_capture import captures_somewhere, is_capturing
 from tenure._text import describe_tensor
-from tenure._torch.autograd import is_transformed
 from tenure._torch.compiler import never_compiled
 from tenure._torch.quiet import aside
 from tenure._torch.storages import key_of
@@ -88,70 +87,7 @@ def after_captures(device: torch.device, close: Callable[[], None]) -> None:
         due()
 
 
-def check_trace(module: nn.Module) -> None:
-    """Refuse a pass of this module that is traced.
-
-    Raises:
-        PagingError: it is.
-    """
-    if torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
-        raise PagingError(
-            f"{type(module).__name__} is traced by torch.jit while it is paged: the trace "
-            "would keep the places that weights pass through, and read others there later. "
-            "Call unpage() first."
-        )
-
-
-def check_inference(module: nn.Module, hosts: Collection[HostTensor]) -> str | None:
-    """Refuse a pass with gradients on that would train a model paged for inference.
-
-    Returns:
-        A warning of gradients that nobody gets, if a parameter asks for them.
-
-    Raises:
-        PagingError: it would train.
-    """
-    asking = _asking(hosts)
-    if not asking:
-        return None
-    if module.training:
-        raise PagingError(
-            f"{type(module).__name__} was called in training mode with gradients on, and its "
-            "parameters are paged for inference: they would get no gradients. Nothing ran. "
-            "Call eval(), or run under torch.no_grad(); to train, page it with training=True."
-        )
-    which = f"{len(asking)} of its parameters ask" if asking[1:] else "a parameter asks"
-    return (
-        f"{type(module).__name__} is paged for inference and was called with gradients on, "
-        f"and {which} for them, {asking[0].name!r} for one: they get none. Call it under "
-        "torch.no_grad(), or freeze them with requires_grad_(False); to train them, page "
-        "it with training=True."
-    )
-
-
-def check_training(module: nn.Module, hosts: Collection[HostTensor]) -> None:
-    """Refuse a pass with gradients on, not all of which could get to their parameters.
-
-    Raises:
-        PagingError: a transform differentiates it, or a parameter that asks for gradients can't be
-            paged.
-    """
-    if is_transformed():
-        raise PagingError(
-            f"{type(module).__name__} is paged for training and was called inside a transform "
-            "of torch.func, whose gradients don't pass through weights that are paged. Use "
-            "backward() or torch.autograd.grad(), or unpage() first."
-        )
-    whole = [host.name for host in _asking(hosts) if host.unit is None]
-    if whole:
-        raise PagingError(
-            f"{whole[0]!r} asks for gradients and can't be trained while it is paged: it is a "
-            "tensor subclass, or empty, and its gradients would not get home. Freeze it with "
-            "requires_grad_(False), or unpage() first."
-        )
-
-
-def _asking(hosts: Collection[HostTensor]) -> list[HostTensor]:
+def asking(hosts: Collection[HostTensor]) -> list[HostTensor]:
     """Return the parameters that ask for gradients now: a user may freeze them at any time."""
     return [host for host in hosts if not host.is_buffer and host.tensor.requires_grad]
 
@@ -373,7 +309,10 @@ class Pager:
                 host, {id(each.tensor): self.show(each) for each in host.parts}
             )
         if host.unit is None:
-            return self._empty(host)
+            # Without elements, and so in no page
+            with aside():
+                there = host.tensor.detach().to(self.engine.device)
+            return in_place_of(host.tensor, there)
         return self.engine.shown(self._page_of(host.unit, now), host)
 
     @never_compiled
@@ -477,12 +416,6 @@ class Pager:
                     return known[id(value)]
         return self._read_outside
 
-    def _empty(self, host: HostTensor) -> Tensor:
-        """Return a tensor without elements, which no page has."""
-        with aside():
-            there = host.tensor.detach().to(self.engine.device)
-        return in_place_of(host.tensor, there)
-
     def _page_of(self, unit: Unit, now: Pass) -> Page:
         page = self.engine.page_in_use(unit)
         # No forward that runs brackets its unit: a model that reads `layer.weight` itself, as tied
@@ -500,7 +433,12 @@ class Pager:
     def _begin(self, now: Pass, module: nn.Module) -> None:
         self._read_outside = None
         self.engine.begin(now)
-        check_trace(module)
+        if torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
+            raise PagingError(
+                f"{now.name} is traced by torch.jit while it is paged: the trace would keep the "
+                "places that weights pass through, and read others there later. Call unpage() "
+                "first."
+            )
         if torch.is_grad_enabled():
             self._check_gradients(module)
         self.engine.prefetch()
@@ -509,10 +447,23 @@ class Pager:
         """Refuse a pass that would train, and warn once of gradients that nobody gets."""
         if self._has_warned and not module.training:
             return
-        warning = check_inference(module, self._hosts)
-        if warning is not None:
+        found = asking(self._hosts)
+        if found and module.training:
+            raise PagingError(
+                f"{type(module).__name__} was called in training mode with gradients on, and its "
+                "parameters are paged for inference: they would get no gradients. Nothing ran. "
+                "Call eval(), or run under torch.no_grad(); to train, page it with training=True."
+            )
+        if found:
             self._has_warned = True
-            warn_user(warning, PagingWarning)
+            which = f"{len(found)} of its parameters ask" if found[1:] else "a parameter asks"
+            warn_user(
+                f"{type(module).__name__} is paged for inference and was called with gradients on, "
+                f"and {which} for them, {found[0].name!r} for one: they get none. Call it under "
+                "torch.no_grad(), or freeze them with requires_grad_(False); to train them, page "
+                "it with training=True.",
+                PagingWarning,
+            )
 
     def _pop(self, now: Pass) -> None:
         """Leave the forward that began last."""
@@ -532,17 +483,13 @@ class Pager:
     def _end(self, now: Pass, *, completed: bool) -> None:
         self._let_go_of_loose(now, held_too=True)
         now.end(completed=completed)
-        self._bring_home(now.assigned)
-        self.engine.end()
-        self.engine.let_host_read()
-
-    def _bring_home(self, assigned: dict[HostTensor, Tensor]) -> None:
-        """Give host tensors the values of what the pass has assigned in their place."""
-        if assigned:
+        if now.assigned:
             # Writes to a page were made before.
             self.engine.let_host_read()
-            for host, entry in assigned.items():
+            for host, entry in now.assigned.items():
                 self.engine.set_host(host, entry)
+        self.engine.end()
+        self.engine.let_host_read()
 
     def _let_go_of_loose(self, now: Pass, *, held_too: bool = False) -> None:
         """Release the pages that no forward brackets and whose tensors nobody holds any more."""

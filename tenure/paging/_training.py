@@ -47,6 +47,7 @@ from tenure._torch.autograd import (
     is_batch_of_gradients,
     is_in_engine,
     is_running_node,
+    is_transformed,
     running_task,
 )
 from tenure._torch.compiler import never_compiled
@@ -61,7 +62,7 @@ from ._engine import Engine
 from ._files import HostStore
 from ._link import Link
 from ._page import Page, share_attributes
-from ._pager import Pager, check_capture, check_training
+from ._pager import Pager, asking, check_capture
 from ._pass import Forward, Pass
 from ._tensors import UNIT_ALIGNMENT_BYTES, HostTensor, Unit, is_plain, made_around
 
@@ -382,7 +383,21 @@ class TrainingPager(Pager):
         super()._begin(now, module)
 
     def _check_gradients(self, module: nn.Module) -> None:
-        check_training(module, self._hosts)
+        """Refuse a pass with gradients on, not all of which could get to their parameters."""
+        name = type(module).__name__
+        if is_transformed():
+            raise PagingError(
+                f"{name} is paged for training and was called inside a transform of torch.func, "
+                "whose gradients don't pass through weights that are paged. Use backward() or "
+                "torch.autograd.grad(), or unpage() first."
+            )
+        whole = [host.name for host in asking(self._hosts) if host.unit is None]
+        if whole:
+            raise PagingError(
+                f"{whole[0]!r} asks for gradients and can't be trained while it is paged: it is a "
+                "tensor subclass, or empty, and its gradients would not get home. Freeze it with "
+                "requires_grad_(False), or unpage() first."
+            )
 
     def _end(self, now: Pass, *, completed: bool) -> None:
         if now.records:
