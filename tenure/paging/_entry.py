@@ -20,6 +20,7 @@ import sys
 import types
 import weakref
 from collections.abc import Callable, ItemsView, Iterable, Iterator, ValuesView
+from functools import partial
 from typing import Any, NamedTuple, TypeGuard
 
 from torch import Tensor, nn
@@ -113,7 +114,9 @@ class PagedDict(_Entries):
     def registered(self) -> _Entries:
         """Return the registered objects, with replacements on the device moved back."""
         return {
-            name: entry if entry is None or name not in self._hosts else _at_home(entry)
+            name: entry
+            if entry is None or name not in self._hosts or isinstance(entry, nn.Parameter)
+            else entry.cpu()
             for name, entry in super().items()
         }
 
@@ -210,12 +213,6 @@ class PagedModule:
         return value if host is None else self._pager.show(host)
 
 
-def _at_home(entry: Tensor) -> Tensor:
-    if entry.device.type == "cpu" or isinstance(entry, nn.Parameter):
-        return entry
-    return entry.cpu()
-
-
 _CALL = "_call_impl"
 _COMPILED_CALL = "_compiled_call_impl"
 _CALLS = (_CALL, _COMPILED_CALL)
@@ -259,7 +256,9 @@ class Attached:
         for module, hosts in table.direct.items():
             self._units[module] = [unit for host in hosts for unit in host.units]
             # A module that leads no unit may still read tensors of its own beside its children's.
-            units = pieces.needs.get(module) or _bracketed(hosts)
+            # Its forward may hold them until it ends.
+            own = dict.fromkeys(host.unit for host in hosts)
+            units = pieces.needs.get(module) or [u for u in own if u is not None and not u.is_loose]
             paged = PagedModule(module, table, pager)
             self._modules.append(paged)
             if units or hosts or module in wanted:
@@ -408,8 +407,9 @@ class Entry:
             if isinstance(entry, Entry):
                 entry.paged.show(each)
             for name in _CALLS:
-                if isinstance(own.get(name), Entry):
-                    self._pager.on_leave(_without_entry(each, name))
+                if isinstance(entry := own.get(name), Entry):
+                    self._pager.on_leave(partial(own.update, {name: entry}))
+                    entry.remove()
             for name in REGISTRIES:
                 if isinstance(own[name], PagedDict):
                     self._pager.on_leave(_show(own, name, is_written=each.training))
@@ -467,20 +467,6 @@ def _alive(reference: weakref.ref[nn.Module], name: str) -> nn.Module:
             "not keep it. Keep the model, or its handle, as long as it is called."
         )
     return module
-
-
-def _bracketed(hosts: list[HostTensor]) -> list[Unit]:
-    """Return the units of a module's own tensors that its forward may hold until it ends."""
-    units = dict.fromkeys(host.unit for host in hosts)
-    return [unit for unit in units if unit is not None and not unit.is_loose]
-
-
-def _without_entry(module: nn.Module, name: str) -> Callable[[], object]:
-    """Have a module without an entry; what puts it back."""
-    own = vars(module)
-    entry = own[name]
-    entry.remove()
-    return lambda: own.update({name: entry})
 
 
 def _show(own: dict[str, Any], name: str, *, is_written: bool) -> Callable[[], None]:
