@@ -1,4 +1,4 @@
-"""When a unit comes to the device and when it goes: before it is used, and after.
+"""When a unit comes to the device and when it goes, and who waits for whom.
 
 Invariant: a copy waits for what used its place and its source before, and computation waits for the
 copy; a unit that is missing, whatever was predicted, is fetched when it is used. The host waits
@@ -66,7 +66,7 @@ class Engine:
         self._now = Pass(self.access_order)
         # The last copy to the device of each unit; until then, the host must not change its bytes.
         self._copied: dict[Unit, object] = {}
-        # All of those, until the host has waited for them: it reads what it likes.
+        # The copies of units to the host, until the host has waited: it reads what it likes.
         self._unread: list[object] = []
         # Units whose pages hold, in this pass, what is on the host. To compare all tensors of a
         # unit for each module in it would take the square of their number.
@@ -368,7 +368,7 @@ class Engine:
             self._link.let_host(written)
 
     def let_host_read(self) -> None:
-        """Do the same, once for all."""
+        """Stop the host until what was written back is there, and forget those copies."""
         self._let_host_look()
         self._unread.clear()
         self.room.written.clear()
