@@ -13,14 +13,13 @@ from torch.nn import functional as F
 from benchmarks._pairs import Loop, time_pair
 from benchmarks._record import Row, publish
 from tenure import adaptive
-from tenure.adaptive._lazy import _evaluate, _program
-from tenure.adaptive._lazy._program import SplitProgram
+from tenure.adaptive._lazy import _split
 from tenure.adaptive._step import StepOptions, StepResult, StepSpec
 
 _BAR = 1.15
 _ROUNDS = 7
 _PARTS = 4
-_PLAIN_STEP = _program.run_step  # type: ignore[attr-defined]
+_PLAIN_STEP = _split.run_step  # type: ignore[attr-defined]
 
 
 def _transformer() -> tuple[nn.Module, Tensor, Tensor]:
@@ -73,10 +72,8 @@ def _split_always(n: int) -> None:
         result: StepResult = _PLAIN_STEP(spec, replace(options, maximum=n // _PARTS), frame)
         return result
 
-    _program.run_step = quartered  # type: ignore[attr-defined]
-    _evaluate._known_not_to_fit = lambda tape, value, is_root: SplitProgram(
-        tape, value, is_root=is_root
-    )
+    _split.run_step = quartered  # type: ignore[attr-defined]
+    _split._is_known_not_to_fit = lambda tape: True
 
 
 def _row(what: str, base: Loop, ours: Loop, note: str) -> Row:
@@ -95,15 +92,15 @@ def main() -> None:
     for name, parts in made.items():
         plain, recorded, _ = _loops(*parts)
         rows.append(_row(f"{name}, whole", plain, recorded, "base: the plain step"))
-    fails_whole = _evaluate._known_not_to_fit
+    fails_whole = _split._is_known_not_to_fit
     for name, parts in made.items():
         _split_always(len(parts[1]))
         _, recorded, by_hand = _loops(*parts)
         # the first splits of a place are verified
         recorded(4)
         rows.append(_row(f"{name}, 4 micro-batches", by_hand, recorded, "base: by hand"))
-        _program.run_step = _PLAIN_STEP  # type: ignore[attr-defined]
-        _evaluate._known_not_to_fit = fails_whole
+        _split.run_step = _PLAIN_STEP  # type: ignore[attr-defined]
+        _split._is_known_not_to_fit = fails_whole
     publish("lazy", rows)
 
 

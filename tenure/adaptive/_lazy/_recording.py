@@ -1,4 +1,4 @@
-"""How a call of torch becomes an entry of the tape.
+"""How a call of torch becomes an entry of the tape: its results are known without running it.
 
 Invariant: what the call gives is known as plain PyTorch would tell; what depends on data is
 computed first.
@@ -7,37 +7,51 @@ computed first.
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable
+from contextlib import ExitStack
 from itertools import zip_longest
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from tenure._callers import capture_site
+from tenure._containers import passed_tensors
 from tenure._errors import AdaptiveUsageError, OutOfRetriesError
 from tenure._oom import oom_of_work
+from tenure._storages import storage_key
 from tenure._torch.compiler import SCRIPTED
+from tenure._torch.fakes import new_mode, unlogged
 from tenure._torch.lending import lent_to
 from tenure._torch.writes import version_of
 from tenure.scopes import persist
 
-from ._evaluate import begin, value_of
-from ._meta import SHARED, BatchInt, Label, Meta, meta_of, names
-from ._shapes import NORMALIZATIONS, Out, Shape, ShapeTrial, outs_in, seen_of
+from ._split import value_of
 from ._tape import (
+    SHARED,
+    BatchInt,
     Handle,
+    Label,
+    Meta,
     Modes,
+    Out,
     RecordedCall,
+    Shape,
     Tape,
     Value,
-    call,
     mark_of,
+    meta_of,
+    names,
+    outs_in,
     refuse_own_function,
     replaced,
 )
 
 _MANY = 8192
+_PLAIN = (int, float, complex, str, bytes, type(None), type(...), torch.dtype, torch.device,
+          torch.layout, torch.memory_format)  # fmt: skip
 _ELSEWHERE = 10007
 """A number of samples: sizes that are alike here and differ there depend on it in other ways."""
 _PAGED = (
@@ -46,17 +60,16 @@ _PAGED = (
     "the backward pass of a paged model in micro-batches that fit."
 )
 _SQUEEZES = frozenset({torch.squeeze, Tensor.squeeze, Tensor.squeeze_})
-_PLAIN = frozenset({int, bool, str, type(None), torch.dtype, torch.device, torch.layout,
-                    torch.memory_format, type(...), bytes})  # fmt: skip
-_WITH_RATES = frozenset(
-    names(
-        """
-        add sub rsub mul div true_divide pow add_ sub_ mul_ div_ __add__ __radd__ __sub__
-        __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __pow__ __iadd__ __isub__
-        __imul__ __itruediv__ dropout masked_fill masked_fill_ clamp clip fill_ where lerp
-        gt lt ge le eq ne
-        """
-    )
+_NORMALIZATIONS = frozenset({F.batch_norm, torch.batch_norm, F.instance_norm})
+"""They write into buffers when they run, which torch tells nobody."""
+_TRAINING = 5
+"""The place of their argument that says so."""
+_WITH_RATES = names(
+    """
+    add sub rsub mul div true_divide pow add_ sub_ mul_ div_ __add__ __radd__ __sub__ __rsub__
+    __mul__ __rmul__ __truediv__ __rtruediv__ __pow__ __iadd__ __isub__ __imul__ __itruediv__
+    dropout masked_fill masked_fill_ clamp clip fill_ where lerp gt lt ge le eq ne
+    """
 )
 
 _known: dict[Any, Shape] = {}
@@ -65,42 +78,42 @@ _known: dict[Any, Shape] = {}
 def record(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Note a call; what it gives, as tensors to be computed later."""
     if func in _SQUEEZES and len(args) == 1 and not kwargs:
-        args = (args[0], _squeezed_dims(args[0]._value.meta))
-    walk = Walk(func)
-    stored, named = walk.take(args), walk.take(kwargs)
+        # the dimensions of size 1, which another number of samples has too
+        meta = args[0]._value.meta
+        kept = meta.label.dim if meta.label.is_batch else -1
+        args = (args[0], tuple([d for d, n in enumerate(meta.shape) if n == 1 and d != kept]))
+    walk = _Walk(getattr(func, "__name__", ""))
+    stored, named = replaced(args, walk, walk.key), replaced(kwargs, walk, walk.key)
+    lazies = walk.lazies
     _check(func, walk)
-    tape = _home_of(walk.lazies)
+    tape = lazies[0]._tape
+    for each in lazies:
+        if each._tape is not tape:
+            tape.absorb(each._tape)
     tape.generators.update({id(each): each for each in walk.generators})
-    reads = [each._value for each in walk.lazies]
-    entry = RecordedCall(
-        func, stored, named, Modes.now(), reads, walk.plains,
-        capture_site(sys._getframe(2), "site"), None,
-    )  # fmt: skip
-    entry.shape = shape = _shape_of(entry, walk, tape)
+    reads = [each._value for each in lazies]
+    site = capture_site(sys._getframe(2), "site")
+    entry = RecordedCall(func, stored, named, Modes.now(), reads, walk.plains, site)
     # a write into a tensor that was not recorded is seen by who reads it at once
-    runs_now = shape is None or (shape.writes_plain and func not in NORMALIZATIONS)
-    if shape is not None and not runs_now and shape.is_value:
-        return shape.out
-    if not (runs_now and shape is not None):
+    shape = _shape_of(entry, walk, tape)
+    writes_plain = shape is not None and shape.writes_plain and func not in _NORMALIZATIONS
+    if not writes_plain:
         _cut(entry, {} if shape is None else shape.cuts, tape)
     tensors: list[Tensor] = []
-    if runs_now:
-        out = _run_now(entry, tensors, tape)
-        if entry.shape is None:
+    others: list[Any] = [*lazies, *walk.plains]
+    if shape is None or writes_plain:
+        out, tensors = _run_now(entry, tape, writes_plain=writes_plain)
+        shape = entry.shape
+        others = [*lazies, *(v.tensor for v in entry.reads[len(reads) :]), *entry.tensors]
+        # what wrote into a tensor that was not recorded has done so
+        if not tensors:
             return out
-    shape = entry.shape
-    entry.marks = [mark_of(tensor) for tensor in entry.tensors]
-    made = [Value(meta) for meta in shape.metas]
-    for value, alias, tensor in zip_longest(made, shape.aliases, tensors):
-        value.base = None if alias is None else reads[alias].root
-        value.tensor = tensor
-    entry.outs, entry.made = outs_in(shape.out, made), made
-    _note_writes(entry, tape)
-    tape.entries.append(entry)
-    handles = [type(walk.lazies[0])._of(tape, value) for value in made]
-    others: list[Any] = [*walk.lazies, *walk.plains]
-    if runs_now:
-        others = [*walk.lazies, *(v.tensor for v in entry.reads[len(reads) :]), *entry.tensors]
+    elif not shape.metas and shape.out is not None and not outs_in(shape.out):
+        # a question that needs no data
+        return shape.out
+    entry.shape = shape
+    _note(entry, tensors, tape)
+    handles = [type(lazies[0])._of(tape, v) for v in entry.made[: len(shape.aliases)]]
     return replaced(
         shape.out,
         lambda each: (
@@ -109,7 +122,73 @@ def record(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     )
 
 
-def _check(func: Any, walk: Walk) -> None:
+def _note(entry: RecordedCall, tensors: list[Tensor], tape: Tape) -> None:
+    """Put a call whose results are known on the tape."""
+    shape, reads = entry.shape, entry.reads
+    entry.marks = [mark_of(tensor) for tensor in entry.tensors]
+    for meta, alias, tensor in zip_longest(shape.metas, shape.aliases, tensors):
+        value = Value(meta, None if alias is None else reads[alias])
+        value.tensor = tensor
+        entry.made.append(value)
+    for i, value in zip(shape.changed, entry.made[len(shape.aliases) :], strict=True):
+        tape.rewrite(reads[i], value)
+    tape.entries.append(entry)
+
+
+class _Walk:
+    """Takes arguments apart: gives what is stored of each, and notes what makes two calls alike.
+
+    Attributes:
+        key: what is equal for two calls that are alike.
+        is_known: whether that can be told; an object of another kind may be anything.
+        lazies: the recorded tensors, each once.
+        plains: the others, each once.
+        generators: the random generators.
+    """
+
+    def __init__(self, name: str) -> None:
+        # numbers of floating point that are factors make no other call
+        self._has_rates = name in _WITH_RATES
+        self.key: list[Any] = []
+        self.lazies: list[Handle] = []
+        self.plains: list[Tensor] = []
+        # which tensor is given how early, by its id: f(x, x) is another call than f(x, y)
+        self._places: dict[int, int] = {}
+        self.is_known = True
+        self.generators: list[torch.Generator] = []
+
+    def __call__(self, value: Any) -> Any:
+        """Return what is stored of an argument, with a `Value` for each recorded tensor."""
+        kind = type(value)
+        if isinstance(value, Tensor):
+            is_new = id(value) not in self._places
+            place = self._places.setdefault(id(value), len(self._places))
+            if isinstance(value, Handle):
+                if is_new:
+                    self.lazies.append(value)
+                self.key.append((value._value.meta, place))
+                return value._value
+            if is_new:
+                self.plains.append(value)
+            self.key.append((kind is Tensor, value.shape, value.stride(), value.dtype,
+                             value.device, value.requires_grad, value.is_leaf, place))  # fmt: skip
+        elif kind is float and self._has_rates and value not in (0.0, 1.0):
+            # A factor or a rate, which may change with each call; elsewhere it may be a shape. A
+            # rate of 0 or 1 may do nothing, as dropout(p=0), which returns its argument.
+            self.key.append(kind)
+        elif kind is BatchInt:
+            self.key.append((kind, int(value), value.at(_ELSEWHERE)))
+        elif isinstance(value, torch.Generator):
+            self.key.append((kind, value.device))
+            self.generators.append(value)
+        elif isinstance(value, _PLAIN):
+            self.key.append((kind, value))
+        else:
+            self.is_known = False
+        return value
+
+
+def _check(func: Any, walk: _Walk) -> None:
     """Refuse what can't be recorded.
 
     Raises:
@@ -130,29 +209,33 @@ def _check(func: Any, walk: Walk) -> None:
         raise AdaptiveUsageError(_PAGED)
     for each in walk.lazies:
         refuse_own_function(each)
+        each._tape.check_current(each._value)
 
 
-def _squeezed_dims(meta: Meta) -> tuple[int, ...]:
-    """Return the dimensions of size 1, which another number of samples has too."""
-    kept = meta.label.dim if meta.label.is_batch else -1
-    return tuple([d for d, n in enumerate(meta.shape) if n == 1 and d != kept])
+def _cut(entry: RecordedCall, cuts: dict[int, Label], tape: Tape) -> None:
+    """Record plain tensors that are cut with the batch, or have a graph."""
+    plains = entry.tensors
+    labels = {i: SHARED for i, t in enumerate(plains) if t.requires_grad and not t.is_leaf} | cuts
+    if not labels:
+        return
+    values = {id(plains[i]): tape.plain_value(plains[i], label) for i, label in labels.items()}
+    entry.args, entry.kwargs = replaced(
+        (entry.args, entry.kwargs), lambda each: values.get(id(each), each)
+    )
+    entry.reads = [*entry.reads, *values.values()]
+    entry.tensors = [tensor for tensor in plains if id(tensor) not in values]
 
 
-def _home_of(lazies: list[Handle]) -> Tape:
-    first = lazies[0]._tape
-    for each in lazies:
-        if each._tape is not first:
-            first.absorb(each._tape)
-    return first
+# --- what a call gives that was not run
 
 
-def _shape_of(entry: RecordedCall, walk: Walk, tape: Tape) -> Shape | None:
+def _shape_of(entry: RecordedCall, walk: _Walk, tape: Tape) -> Shape | None:
     key = (entry.func, entry.modes, tape.n_samples, torch.get_default_dtype(), *walk.key)
     shape = _known.get(key) if walk.is_known else None
     if shape is not None:
         return shape
     try:
-        shape = ShapeTrial(entry, tape.n_samples, has_sizes=walk.has_sizes).shape()
+        shape = _shape_without_data(entry, tape.n_samples)
     except AdaptiveUsageError:
         raise
     except Exception:
@@ -165,74 +248,213 @@ def _shape_of(entry: RecordedCall, walk: Walk, tape: Tape) -> Shape | None:
     return shape
 
 
-def _cut(entry: RecordedCall, cuts: dict[int, Label], tape: Tape) -> None:
-    """Record plain tensors that are cut with the batch, or have a graph."""
-    plains = entry.tensors
-    labels = {i: SHARED for i, t in enumerate(plains) if t.requires_grad and not t.is_leaf} | cuts
-    if not labels:
-        return
-    values = {id(plains[i]): tape.plain_value(plains[i], label) for i, label in labels.items()}
+def _shape_without_data(entry: RecordedCall, n_samples: int) -> Shape:
+    """Run a call without data, and see what it gives.
 
-    def cut(each: Any) -> Any:
-        return values.get(id(each), each)
-
-    entry.args, entry.kwargs = replaced(entry.args, cut), replaced(entry.kwargs, cut)
-    entry.reads = [*entry.reads, *values.values()]
-    entry.tensors = [tensor for tensor in plains if id(tensor) not in values]
-
-
-def _note_writes(entry: RecordedCall, tape: Tape) -> None:
-    changed = entry.shape.changed
-    if changed:
-        tape.held = None
-    for i, meta in changed.items():
-        value = entry.reads[i]
-        tape.check_write(value, getattr(entry.func, "__name__", ""))
-        _clone_first(value, tape)
-        tape.rewrite(value, meta)
-
-
-def _clone_first(value: Value, tape: Tape) -> None:
-    """Let calls take a clone of a tensor that no call makes: the user's is not written."""
-    first = value.root if value.root.mark is not None else value
-    if first.mark is None:
-        return
-    source = Value(first.meta)
-    first.base = first.given = None
-    for name in ("tensor", "origin", "mark"):
-        setattr(source, name, getattr(first, name))
-        setattr(first, name, None)
-    shape = Shape(Out(0), (first.meta,), {}, (None,), {})
-    shape = _known.setdefault((torch.clone, first.meta), shape)
-    modes = Modes(grad=True, inference=False, autocast=(), caches=True)
-    clone = RecordedCall(
-        torch.clone, (source,), {}, modes, [source], [], None, shape, [first], [first],
-        number=-1,
-    )  # fmt: skip
-    tape.entries.insert(0, clone)
+    Raises:
+        AdaptiveUsageError: it gives a tensor of lazy() another shape in place.
+        Exception: it can't be run without data, or not with these arguments.
+    """
+    given, versions, out = _run_without_data(entry)
+    template, outs, written = _seen_of(given, out, versions)
+    old = [value.meta for value in entry.reads]
+    if any(fake.shape != meta.shape for fake, meta in zip(given, old, strict=False)):
+        raise AdaptiveUsageError(
+            f"{entry.name}() would give a tensor of lazy() another shape in place. Call the "
+            "function that gives a new tensor."
+        )
+    trains_statistics = False
+    if entry.func in _NORMALIZATIONS:
+        by_name = entry.kwargs.get("training", entry.kwargs.get("use_input_stats"))
+        trains_statistics = bool(entry.args[_TRAINING] if len(entry.args) > _TRAINING else by_name)
+    # statistics are none of samples, also where they are as many
+    ways = [{}] if trains_statistics else _possible_cuts(entry, n_samples)
+    labels, why, cuts = _scaled(entry, n_samples, ways, [tuple(tensor.shape) for tensor in outs])
+    storages = [storage_key(tensor) for tensor in given[: len(old)]]
+    changed = tuple(
+        i
+        for i, meta in enumerate(old)
+        if i in written or given[i].requires_grad != meta.requires_grad
+    )
+    metas = [meta_of(t, label) for t, label in zip(outs, labels, strict=True)]
+    metas += [meta_of(given[i], old[i].label) for i in changed]
+    return Shape(
+        out=template,
+        metas=tuple(metas),
+        changed=changed,
+        aliases=tuple(
+            storages.index(key) if key in storages else None for key in map(storage_key, outs)
+        ),
+        cuts=cuts,
+        why=why,
+        writes_plain=trains_statistics or any(i >= len(old) for i in written),
+    )
 
 
-def _run_now(entry: RecordedCall, tensors: list[Tensor], tape: Tape) -> Any:
-    """Run a call whose shape nobody knows; its shape is in the entry if there are tensors."""
+def _run_without_data(
+    entry: RecordedCall,
+    n: int | None = None,
+    cuts: dict[int, Label] | None = None,
+    *,
+    freezes: bool = False,
+) -> tuple[list[Any], list[int | None], Any]:
+    """Run a call without data; the tensors that it was given, their versions, what it gave."""
+    with ExitStack() as block:
+        block.enter_context(new_mode())
+        block.enter_context(unlogged())
+        # it warns when it runs; at another number of samples, that of targets seems wrong
+        block.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        if n is not None:
+            block.enter_context(torch.no_grad())
+        with torch.inference_mode(False):
+            lazies = {value: _empty(value.meta, n) for value in entry.reads}
+            plains = {
+                id(t): _empty(meta_of(t, (cuts or {}).get(i, SHARED)), n)
+                for i, t in enumerate(entry.tensors)
+            }
+        given = [*lazies.values(), *plains.values()]
+        versions = [version_of(tensor) for tensor in given]
+        out = entry.call(lazies.__getitem__, None if freezes else n, plains)
+        return given, versions, out
+
+
+def _empty(meta: Meta, n: int | None) -> Any:
+    if n is not None:
+        return torch.empty(meta.shape_at(n), dtype=meta.dtype, device=meta.device)
+    with torch.no_grad():
+        made = torch.empty_strided(
+            meta.shape, meta.stride, dtype=meta.dtype, device=meta.device
+        ).requires_grad_(meta.requires_grad)
+    if meta.requires_grad and not meta.is_leaf:
+        with torch.enable_grad():
+            made = made.clone()
+        if made.stride() != meta.stride:
+            made = made.as_strided(meta.shape, meta.stride)
+    return made
+
+
+def _scaled(
+    entry: RecordedCall, n_samples: int, ways: list[dict[int, Label]], shapes: list[tuple[int, ...]]
+) -> tuple[list[Label], str, dict[int, Label]]:
+    """Return how results depend on the number of samples, or why not, and what is cut."""
+    best: tuple[list[Label], str, dict[int, Label]] | None = None
+    why = ""
+    for cuts in ways:
+        for freezes in (False, True):
+            try:
+                given, _, out = _run_without_data(entry, n_samples + 1, cuts, freezes=freezes)
+            except Exception as error:
+                brief = str(error).partition("\n")[0][:120]
+                why = why or f"it does not run on another number of samples ({brief})"
+                continue
+            ids = set(map(id, given))
+            made = [tuple(t.shape) for t in passed_tensors(out) if id(t) not in ids]
+            labels = _labels(n_samples, shapes, made)
+            if labels is None:
+                why = "it mixes the samples"
+            elif any(label.is_batch for label in labels):
+                return labels, "", cuts
+            else:
+                best = best or (labels, "", cuts)
+    return best or ([SHARED] * len(shapes), why, {})
+
+
+def _labels(
+    n_samples: int, shapes: list[tuple[int, ...]], others: list[tuple[int, ...]]
+) -> list[Label] | None:
+    """Return where these shapes have the samples, if one sample more gives the others."""
+    if len(shapes) != len(others):
+        return None
+    labels = []
+    for shape, other in zip(shapes, others, strict=True):
+        grown = [d for d, size in enumerate(other[: len(shape)]) if size != shape[d]]
+        if len(shape) != len(other) or len(grown) > 1:
+            return None
+        label = SHARED
+        for d in grown:
+            label = Label(d, 1, other[d] - shape[d])
+            if label.size(n_samples) != shape[d]:
+                return None
+        labels.append(label)
+    return labels
+
+
+def _possible_cuts(entry: RecordedCall, n: int) -> list[dict[int, Label]]:
+    """Return which plain tensors may be cut: none, or each that has such a size."""
+    has_samples = any(value.meta.label.is_batch for value in entry.reads)
+    plains = {
+        i: tensor
+        for i, tensor in enumerate(entry.tensors)
+        # beside samples alone: a weight may have as many rows by chance
+        if has_samples or not (tensor.requires_grad or isinstance(tensor, nn.Parameter))
+    }
+    dims = {i: [d for d, size in enumerate(t.shape) if size == n] for i, t in plains.items()}
+    first = {i: Label(found[0]) for i, found in dims.items() if found}
+    # second dimensions, as of the state of a recurrent network; rows that were flattened
+    later = {i: Label(found[-1]) for i, found in dims.items() if len(found) > 1}
+    flat = {
+        i: Label(0, 1, t.shape[0] // n)
+        for i, t in plains.items()
+        if t.dim() and t.shape[0] % n == 0 and t.shape[0] > n > 1 and i not in first
+    }
+    alone = [{i: cut} for i, cut in first.items()] if len(first) > 1 else []
+    ways = [first, *alone, first | later, flat, first | flat]
+    return [{}, *(way for i, way in enumerate(ways) if way and way not in ways[:i])]
+
+
+def _seen_of(
+    given: list[Any], out: Any, versions: list[int | None]
+) -> tuple[Any, list[Any], set[int]]:
+    """Return what a call gave as a template, its new tensors, and which given ones it wrote."""
+    places = {id(tensor): Out(-1 - i) for i, tensor in enumerate(given)}
+    outs: list[Any] = []
+
+    def place(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if id(value) not in places:
+            outs.append(value)
+        return places.get(id(value), Out(len(outs) - 1))
+
+    template = replaced(out, place)
+    written = {i for i, t in enumerate(given) if version_of(t) != versions[i]}
+    return template, outs, written
+
+
+# --- what depends on data
+
+
+def _run_now(entry: RecordedCall, tape: Tape, *, writes_plain: bool) -> tuple[Any, list[Tensor]]:
+    """Run a call whose shape nobody knows, and note it.
+
+    Returns:
+        The result, and the tensors that it makes or writes.
+    """
     reads = entry.reads
     handles = {value: tape.handles.get(value) for value in reads}
     values = {v: v.cut() if each is None else value_of(each) for v, each in handles.items()}
-    begin(tape, [])
-    trains = torch.is_grad_enabled() and any(v.meta.requires_grad for v in reads)
+    tape.begin([])
     if tape.is_split:
-        values = {v: _as_recorded(tensor, v) for v, tensor in values.items()}
-    given = [*values.values(), *entry.tensors]
-    versions = [version_of(tensor) for tensor in given]
-    if tape.is_split and trains and entry.shape is not None:
+        # without graph: as one that requires grad where the recorded one does
+        for value, tensor in values.items():
+            if value.meta.requires_grad and not tensor.requires_grad:
+                values[value] = tensor.detach().requires_grad_()
+    trains = torch.is_grad_enabled() and any(v.meta.requires_grad for v in reads)
+    if tape.is_split and trains and writes_plain:
         raise AdaptiveUsageError(
-            f"{entry.func.__name__}() writes what has a graph into a tensor that lazy() did not "
+            f"{entry.name}() writes what has a graph into a tensor that lazy() did not "
             "make, and the batch has to be split. Make that tensor of a recorded one, as by "
             "x.new_zeros(...), or use step()."
         )
+    if entry.name.endswith("_") and entry.name != "__getitem__":
+        values = {value: tensor.clone() for value, tensor in values.items()}
+    given = [*values.values(), *entry.tensors]
+    versions = [version_of(tensor) for tensor in given]
     outside = sys.exception()
     try:
         with persist():
-            out = call(entry, values.__getitem__, None)
+            out = entry.call(values.__getitem__, None)
     except Exception as error:
         info = oom_of_work(error, outside)
         if info is None:
@@ -246,99 +468,13 @@ def _run_now(entry: RecordedCall, tensors: list[Tensor], tape: Tape) -> Any:
         ) from error  # fmt: skip
     # what it was written of runs backward once more by it
     tape.is_joined |= any(tensor.grad_fn is not None for tensor in entry.tensors)
-    template, made, written = seen_of(given, out, versions)
-    changed = {i: meta_of(given[i], reads[i].meta.label) for i in written if i < len(reads)}
-    # what wrote into a tensor that was not recorded has done so
-    if not made and not changed:
-        entry.shape = None
-        return out
-    tensors += [tensor.detach() if tape.is_split else tensor for tensor in made]
-    metas = tuple(meta_of(tensor, SHARED) for tensor in made)
+    template, made, written = _seen_of(given, out, versions)
+    changed = tuple(i for i in written if i < len(reads))
+    tensors = [*made, *(given[i] for i in changed)]
+    metas = tuple(meta_of(tensor, SHARED) for tensor in tensors)
+    if tape.is_split:
+        tensors = [tensor.detach() for tensor in tensors]
     why = "what it gives depends on data"
     entry.shape = Shape(template, metas, changed, (None,) * len(made), {}, why)
     entry.is_done = True
-    return out
-
-
-def _as_recorded(tensor: Tensor, value: Value) -> Tensor:
-    """Return a tensor without graph as one that requires grad where the recorded one does."""
-    needs = value.meta.requires_grad and not tensor.requires_grad
-    return tensor.detach().requires_grad_() if needs else tensor
-
-
-class Walk:
-    """Takes arguments apart: what is stored of them, and what makes two calls alike.
-
-    Args:
-        func: the function that is called.
-
-    Attributes:
-        key: what is equal for two calls that are alike.
-        is_known: whether that can be told; an object of another kind may be anything.
-        lazies: the recorded tensors, each once.
-        plains: the others, each once.
-        generators: the random generators.
-        has_sizes: whether a size of the batch is among them.
-    """
-
-    def __init__(self, func: Any) -> None:
-        # numbers of floating point that are factors make no other call
-        self._has_rates = getattr(func, "__name__", "") in _WITH_RATES
-        self.key: list[Any] = []
-        self.lazies: list[Handle] = []
-        self.plains: list[Tensor] = []
-        # which tensor is given how early, by its id: f(x, x) is another call than f(x, y)
-        self._places: dict[int, int] = {}
-        self.has_sizes = False
-        self.is_known = True
-        self.generators: list[torch.Generator] = []
-
-    def take(self, value: Any) -> Any:
-        """Return what is stored of an argument, with a `Value` for each recorded tensor."""
-        kind, key = type(value), self.key
-        if kind in _PLAIN:
-            key.append((kind, value))
-        elif kind is float:
-            # A factor or a rate, which may change with each call; elsewhere it may be a shape. A
-            # rate of 0 or 1 may do nothing, as dropout(p=0), which returns its argument.
-            is_rate = self._has_rates and value not in (0.0, 1.0)
-            key.append(kind if is_rate else (kind, value))
-        elif isinstance(value, Tensor):
-            return self._take_tensor(value)
-        elif kind is BatchInt:
-            self.has_sizes = True
-            key.append((kind, int(value), value.at(_ELSEWHERE)))
-        elif isinstance(value, tuple | list):
-            key.append((kind, len(value)))
-            children = [self.take(each) for each in value]
-            if kind is torch.Size:
-                return tuple(children)
-            return kind(*children) if hasattr(value, "_fields") else kind(children)
-        elif kind is dict:
-            key.append((kind, *value))
-            return {name: self.take(each) for name, each in value.items()}
-        elif kind is slice:
-            key.append(kind)
-            return slice(*[self.take(each) for each in (value.start, value.stop, value.step)])
-        elif isinstance(value, int | float | complex):
-            key.append((kind, value))
-        elif isinstance(value, torch.Generator):
-            key.append((kind, value.device))
-            self.generators.append(value)
-        else:
-            self.is_known = False
-        return value
-
-    def _take_tensor(self, value: Tensor) -> Any:
-        is_new = id(value) not in self._places
-        place = self._places.setdefault(id(value), len(self._places))
-        if isinstance(value, Handle):
-            self.key.append((value._value.meta, place))
-            if is_new:
-                self.lazies.append(value)
-            return value._value
-        if is_new:
-            self.plains.append(value)
-        self.key.append((type(value) is Tensor, value.shape, value.stride(), value.dtype,
-                         value.device, value.requires_grad, value.is_leaf, place))  # fmt: skip
-        return value
+    return out, tensors

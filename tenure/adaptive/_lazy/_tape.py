@@ -1,16 +1,18 @@
-"""What was recorded and belongs together: calls in order, and the values that they take and make.
+"""The recorded program: values, the calls that make them, and how they run on real tensors.
 
-Invariant: a tensor is kept for a call that waits or for who has a handle, and no longer. A replay
-calls the same functions in the same order, in the modes they were called in, so that what they
-share, write and draw comes out as in the program that was recorded.
+Invariant: a value never changes. A call that writes in place makes a new value of what it writes,
+and its run writes into a clone if anybody else still needs that memory. A replay calls the same
+functions in the same order and modes, so that it draws and writes what the plain program would.
 """
 
 from __future__ import annotations
 
+import operator
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import count, groupby
 from operator import attrgetter
 from typing import Any, NamedTuple, Self
@@ -26,37 +28,200 @@ from tenure._torch.swap import make_wrapper, recorded_by_autograd, require_grad
 from tenure._torch.writes import version_of
 from tenure.scopes import persist
 
-from ._meta import BatchInt, Label, Meta, at, meta_of
+from .._undo import RngState
 
 _numbers = count()
+
+
+def names(text: str) -> frozenset[str]:
+    """Return the names in a text, which white space separates."""
+    return frozenset(text.split())
+
+
+# --- where a tensor has its samples
+
+
+class Label(NamedTuple):
+    """The dimension that has the samples.
+
+    Attributes:
+        dim: the dimension; below zero if the tensor has the same shape for any number of samples.
+        outer: how often that dimension runs through all samples.
+        inner: how many elements in a row belong to one.
+    """
+
+    dim: int = -1
+    outer: int = 1
+    inner: int = 1
+
+    @property
+    def is_batch(self) -> bool:
+        """Each sample has a part of the tensor."""
+        return self.dim >= 0
+
+    @property
+    def sample_dim(self) -> int | None:
+        """The dimension of the samples in the result of `apart`; None if there is none."""
+        if not self.is_batch:
+            return None
+        return self.dim if self.outer == self.inner == 1 else self.dim + 1
+
+    def size(self, n_samples: int) -> int:
+        """Return the size of the dimension for so many samples."""
+        return self.outer * n_samples * self.inner
+
+    def apart(self, value: Tensor) -> Tensor:
+        """Give the samples of a tensor a dimension of their own, if it has samples."""
+        if self.outer == self.inner == 1:
+            return value
+        n = value.shape[self.dim] // (self.outer * self.inner)
+        apart: Tensor = value.unflatten(self.dim, (self.outer, n, self.inner))
+        return apart
+
+    def back(self, value: Tensor) -> Tensor:
+        """Undo `apart`."""
+        is_plain = self.outer == self.inner == 1
+        return value if is_plain else value.flatten(self.dim, self.dim + 2)
+
+    def filled(self, whole: Tensor | None, part: Tensor, start: int, n_samples: int) -> Tensor:
+        """Put the part from a sample on into all of a tensor, whose memory the first part makes."""
+        dim = self.sample_dim
+        if dim is None:
+            return part
+        apart = self.apart(part)
+        if apart.shape[dim] == n_samples:
+            return part
+        if whole is None:
+            shape = [*apart.shape[:dim], n_samples, *apart.shape[dim + 1 :]]
+            whole = self.back(apart.new_empty(shape))
+        self.apart(whole).narrow(dim, start, apart.shape[dim]).copy_(apart)
+        return whole
+
+    def joined(self, parts: Sequence[Tensor]) -> Tensor:
+        """Join the parts of a tensor; what all samples share comes from the last one."""
+        if self.sample_dim is None or len(parts) == 1:
+            return parts[-1]
+        return self.back(torch.cat([self.apart(part) for part in parts], self.sample_dim))
+
+
+SHARED = Label()
+
+
+class BatchInt(int):
+    """A size that was computed from the number of samples.
+
+    Attributes:
+        at: gives the size for any number of samples.
+    """
+
+    at: Callable[[int], int]
+
+    def __new__(cls, value: int, at: Callable[[int], int]) -> Self:
+        made = super().__new__(cls, value)
+        made.at = at
+        return made
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return int, (int(self),)
+
+    def __neg__(self) -> BatchInt:
+        return BatchInt(-int(self), lambda n: -self.at(n))
+
+
+def _size_at(value: Any, n_samples: int) -> int:
+    result: int = value.at(n_samples) if type(value) is BatchInt else value
+    return result
+
+
+def _remembering(apply: Callable[[int, int], int], *, reflected: bool) -> Callable[..., Any]:
+    def method(self: BatchInt, other: Any) -> Any:
+        if not isinstance(other, int):
+            return NotImplemented
+        left, right = (other, self) if reflected else (self, other)
+        value = apply(int(left), int(right))
+        return BatchInt(value, lambda n: apply(_size_at(left, n), _size_at(right, n)))
+
+    return method
+
+
+for _name in ("add", "sub", "mul", "floordiv", "mod"):
+    for _prefix in ("", "r"):
+        _method = _remembering(getattr(operator, _name), reflected=bool(_prefix))
+        setattr(BatchInt, f"__{_prefix}{_name}__", _method)
+
+
+# --- values
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Meta:
+    """What is known of a tensor without its data; the same object for equal ones."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+    is_leaf: bool
+    label: Label
+
+    @property
+    def size(self) -> torch.Size:
+        """The shape, with sizes that know how they depend on the batch."""
+        sizes, label = list(self.shape), self.label
+        if label.is_batch:
+            sizes[label.dim] = BatchInt(sizes[label.dim], label.size)
+        return torch.Size(sizes)
+
+    def shape_at(self, n_samples: int) -> list[int]:
+        """Return the shape that it has of another number of samples."""
+        sizes, label = list(self.shape), self.label
+        if label.is_batch:
+            sizes[label.dim] = label.size(n_samples)
+        return sizes
+
+
+_interned = lru_cache(8192)(Meta)
+
+
+def meta_of(tensor: Any, label: Label) -> Meta:
+    """Describe a tensor with the samples in a dimension."""
+    return _interned(
+        tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad,
+        tensor.is_leaf, label,
+    )  # fmt: skip
+
+
+_Mark = tuple[int | None, int | None]
+
+
+def mark_of(tensor: Tensor) -> _Mark:
+    """Return how often a tensor was written, and the memory that it has."""
+    # what is written through ``.data`` counts nowhere; what is assigned to it is other memory
+    return version_of(tensor), storage_key(tensor)
 
 
 class Value:
     """A tensor of the program that was recorded, and what stands for it in recorded arguments.
 
-    Args:
-        meta: what is known of it without its data.
-
     Attributes:
-        meta: as given; replaced when it is written.
+        meta: what is known of it without its data.
         label: where it has the samples.
-        base: an earlier value that it is a view of.
+        root: a number that values in the same memory have.
         tensor: it, on the whole batch, as far as that is known.
-        given: the tensor of the user's that it stands for.
         origin: the tensor with a graph that ``tensor`` was cut off, which gets its gradient.
         mark: what it was, if no call makes it: see `mark_of`.
         is_spent: whether its graph was used up.
     """
 
     __slots__ = (
-        "__weakref__", "base", "given", "is_spent", "label", "mark", "meta", "origin", "tensor",
+        "__weakref__", "is_spent", "label", "mark", "meta", "origin", "root", "tensor",
     )  # fmt: skip
 
-    def __init__(self, meta: Meta) -> None:
+    def __init__(self, meta: Meta, root: Value | None = None) -> None:
         self.meta, self.label = meta, meta.label
-        self.base: Value | None = None
+        self.root: int = next(_numbers) if root is None else root.root
         self.tensor: Tensor | None = None
-        self.given: Tensor | None = None
         self.origin: Tensor | None = None
         self.mark: _Mark | None = None
         self.is_spent = False
@@ -71,35 +236,19 @@ class Value:
                 made.tensor, made.origin = tensor.detach().requires_grad_(), tensor
         return made
 
-    @property
-    def root(self) -> Value:
-        """The first value that has its memory."""
-        return self.base or self
-
     def cut(self) -> Any:
         """Return it as calls get it."""
         # no leaf of autograd itself, as what it stands for is none: autocast keeps what it casts
         # of leaves
-        return self.tensor if self.origin is None or self.tensor is None else _view(self.tensor)
+        if self.origin is None or self.tensor is None:
+            return self.tensor
+        return self.tensor.view_as(self.tensor)
 
     def settle(self) -> None:
         """Make it a value that no call makes, without the graph that it came with."""
         assert self.tensor is not None
         self.tensor, self.origin = self.tensor.detach(), None
         self.mark = mark_of(self.tensor)
-
-
-def _view(tensor: Tensor) -> Tensor:
-    return tensor.view_as(tensor)
-
-
-_Mark = tuple[int | None, int | None]
-
-
-def mark_of(tensor: Tensor) -> _Mark:
-    """Return how often a tensor was written, and the memory that it has."""
-    # what is written through ``.data`` counts nowhere; what is assigned to it is other memory
-    return version_of(tensor), storage_key(tensor)
 
 
 class Handle(Tensor):
@@ -112,18 +261,13 @@ class Handle(Tensor):
     def _of(cls, tape: Tape, value: Value) -> Self:
         """Return a handle of a recorded value."""
         meta = value.meta
-        made: Any = make_wrapper(
-            cls,
-            meta.shape,
-            strides=meta.stride,
-            dtype=meta.dtype,
-            device=meta.device,
+        made: Self = make_wrapper(
+            cls, meta.shape, strides=meta.stride, dtype=meta.dtype, device=meta.device,
             requires_grad=meta.requires_grad,
-        )
+        )  # fmt: skip
         made._tape, made._value = tape, value
         tape.handles[value] = made
-        found: Self = made
-        return found
+        return made
 
 
 def refuse_own_function(tensor: Handle) -> None:
@@ -142,6 +286,9 @@ def refuse_own_function(tensor: Handle) -> None:
         "reentrant checkpoints are such, too): its calls can't be recorded, and its gradient would "
         "be lost. Use step() for this model, or checkpoint with use_reentrant=False."
     )
+
+
+# --- calls
 
 
 class Modes(NamedTuple):
@@ -175,40 +322,46 @@ class Modes(NamedTuple):
     @contextmanager
     def entered(self) -> Iterator[None]:
         """Return a block in which they hold."""
-        now = Modes.now()
+        now, ours = Modes.now(), dict(self.autocast)
         with ExitStack() as block:
             if now.inference != self.inference:
                 block.enter_context(torch.inference_mode(self.inference))
-            if torch.is_grad_enabled() != self.grad:
-                block.enter_context(torch.set_grad_enabled(self.grad))
+            block.enter_context(torch.set_grad_enabled(self.grad))
             if (now.autocast, now.caches) != (self.autocast, self.caches):
-                ours = dict(self.autocast)
-                for each in sorted(ours.keys() | dict(now.autocast).keys()):
-                    dtype = ours.get(each) or torch.get_autocast_dtype(each)
-                    block.enter_context(
-                        torch.autocast(each, dtype, each in ours, cache_enabled=self.caches)
-                    )
+                for kind in sorted(ours.keys() | dict(now.autocast).keys()):
+                    dtype = ours.get(kind) or torch.get_autocast_dtype(kind)
+                    how = torch.autocast(kind, dtype, kind in ours, cache_enabled=self.caches)
+                    block.enter_context(how)
             yield
 
 
-class Verdict(NamedTuple):
-    """What a call is in a split.
+class Out(int):
+    """The place of a tensor in what a call gives; below zero one that it was given."""
+
+
+@dataclass(slots=True, eq=False)
+class Shape:
+    """What is known of calls that are alike; it holds no tensor.
 
     Attributes:
-        kind: ``"chunk"``: runs on each part of the batch; ``"term"``: a reduction over it;
-            ``"tail"``: wants all of it; ``"before"``: makes something of the batch alone, and runs
-            first, on all of it.
-        why: what makes it want all of it.
-        labels: where the tensors that it makes have the samples.
-        freezes: whether sizes are taken as the numbers that they were.
-        reduces: how a term reduces: ``"sum"``, ``"mean"`` or ``"counted"``.
+        out: what they give, with an `Out` for each tensor.
+        metas: the tensors that they make, and then, of each that they write, what it is from then.
+        changed: the places of those that they write, among those that they read.
+        aliases: for each in ``metas`` the place of the tensor given that it shares memory with.
+        cuts: which plain tensors are cut with the batch.
+        why: what makes it want all of the batch; if nothing, only running it on samples tells.
+        writes_plain: whether they write into a tensor that was not recorded.
+        verdicts: what it is in a split, by the labels of what it reads: see `judge`.
     """
 
-    kind: str
-    why: str
-    labels: tuple[Label, ...]
-    freezes: bool = False
-    reduces: str = ""
+    out: Any
+    metas: tuple[Meta, ...]
+    changed: tuple[int, ...]
+    aliases: tuple[int | None, ...]
+    cuts: dict[int, Label]
+    why: str = ""
+    writes_plain: bool = False
+    verdicts: dict[Any, Any] = field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)
@@ -224,12 +377,10 @@ class RecordedCall:
         tensors: the tensors that it takes and that were not recorded.
         site: where the user's program called it.
         shape: what is known of such calls.
-        outs: the values of the tensors that it gives; None for one that it was given.
-        made: the values of those that it makes.
+        made: the values that it makes, and those of what it has written.
         marks: what each of its tensors was: see `mark_of`.
-        is_data: whether it makes something of the batch alone: see `mark_data`.
         is_done: whether it has run on the whole batch.
-        verdict: what it is in a split, once that was tried.
+        verdict: what it is in a split: see `judge`; None if that is not known yet.
         number: where it stands among all.
     """
 
@@ -240,65 +391,118 @@ class RecordedCall:
     reads: list[Value]
     tensors: list[Tensor]
     site: Any
-    shape: Any
-    outs: list[Value | None] = field(default_factory=list)
+    shape: Any = None
     made: list[Value] = field(default_factory=list)
     marks: list[_Mark] = field(default_factory=list)
-    is_data: bool = False
     is_done: bool = False
     verdict: Any = None
     number: int = field(default_factory=lambda: next(_numbers))
 
+    @property
+    def name(self) -> str:
+        """The name of the function."""
+        return getattr(self.func, "__name__", str(self.func))
+
     def __str__(self) -> str:
-        name = getattr(self.func, "__name__", str(self.func))
-        return f"{name}() at {self.site}" if self.site is not None else f"{name}()"
+        return f"{self.name}() at {self.site}"
 
     @property
     def trains(self) -> bool:
         """Whether something that it makes or writes gets gradients."""
-        return any(meta.requires_grad for meta in (*self.shape.metas, *self.shape.changed.values()))
+        return any(meta.requires_grad for meta in self.shape.metas)
 
-    def written(self) -> set[Value]:
-        """Return what it writes into, as the first values that have that memory."""
-        return {self.reads[i].root for i in self.shape.changed if i < len(self.reads)}
+    def call(
+        self,
+        get: Callable[[Value], Any],
+        n_samples: int | None,
+        plains: Mapping[int, Any] | None = None,
+    ) -> Any:
+        """Run it on other tensors.
 
-    def touched(self) -> set[Value]:
-        """Return what it reads, makes or writes, as the first values that have that memory."""
-        return {value.root for value in (*self.reads, *self.made)}
+        Args:
+            get: gives the tensor of a value.
+            n_samples: how many samples there are; None: as many as when it was recorded.
+            plains: tensors in place of those that were not recorded, by id.
+        """
+
+        def real(value: Any) -> Any:
+            kind = type(value)
+            if kind is Value:
+                return get(value)
+            if kind is BatchInt:
+                return int(value) if n_samples is None else value.at(n_samples)
+            return plains.get(id(value), value) if plains else value
+
+        return self.func(*replaced(self.args, real), **replaced(self.kwargs, real))
+
+
+def replaced(
+    value: Any, function: Callable[[Any], Any], containers: list[Any] | None = None
+) -> Any:
+    """Return arguments, or a result, with what a function gives for each object in containers.
+
+    Args:
+        value: the arguments, or the result.
+        function: gets each object that is no container.
+        containers: gets what tells the containers from others.
+    """
+    kind = type(value)
+    is_sequence = isinstance(value, tuple | list)
+    if containers is not None and (is_sequence or kind in (dict, slice)):
+        containers.append((kind, *(value if kind is dict else [len(value)] if is_sequence else [])))
+    if kind is dict:
+        return {key: replaced(each, function, containers) for key, each in value.items()}
+    if kind is slice:
+        ends = (value.start, value.stop, value.step)
+        return slice(*[replaced(each, function, containers) for each in ends])
+    if is_sequence:
+        children = [replaced(each, function, containers) for each in value]
+        if hasattr(value, "_fields"):
+            return kind(*children)
+        return tuple(children) if kind is torch.Size else kind(children)
+    return function(value)
+
+
+def outs_in(template: Any) -> list[Out]:
+    """Return what stands for the tensors in what a call gives."""
+    found: list[Out] = []
+    replaced(template, lambda each: found.append(each) if type(each) is Out else None)
+    return found
 
 
 def makers_of(
     entries: Iterable[RecordedCall], values: Iterable[Value], *, statistics: bool = False
 ) -> list[RecordedCall]:
-    """Return those calls that make some values, or write into their memory, in order.
+    """Return those calls that make some values, in order.
 
     Args:
         entries: the calls.
         values: what is wanted.
         statistics: whether also those that write into what was not recorded.
     """
-    wanted = {value.root for value in values}
+    wanted = set(values)
     found = []
     for entry in reversed(list(entries)):
-        gives = {value.root for value in entry.made} | entry.written()
-        if gives & wanted or (statistics and entry.shape.writes_plain):
+        if wanted.intersection(entry.made) or (statistics and entry.shape.writes_plain):
             found.append(entry)
-            wanted |= {value.root for value in entry.reads}
+            wanted.update(entry.reads)
     return found[::-1]
 
 
-def mark_data(entries: Iterable[RecordedCall]) -> None:
-    """Note of each call whether it makes something of the batch alone."""
+def of_data(entries: Iterable[RecordedCall]) -> set[RecordedCall]:
+    """Return those calls that make something of the batch alone."""
     entries = list(entries)
-    # memory that has something else in it
-    others = {value.root for value in inputs_of(entries) if value.meta.requires_grad}
+    others = {value for value in inputs_of(entries) if value.meta.requires_grad}
+    found = set()
     for entry in entries:
         trains = entry.trains or any(
             t.requires_grad or isinstance(t, nn.Parameter) for t in entry.tensors
         )
-        entry.is_data = not trains and all(value.root not in others for value in entry.reads)
-        if not entry.is_data:
-            others |= {value.root for value in entry.made} | entry.written()
+        if trains or others.intersection(entry.reads):
+            others.update(entry.made)
+        else:
+            found.add(entry)
+    return found
 
 
 def inputs_of(entries: Iterable[RecordedCall]) -> list[Value]:
@@ -310,6 +514,99 @@ def inputs_of(entries: Iterable[RecordedCall]) -> list[Value]:
         for value in entry.made:
             found.setdefault(value, False)
     return [value for value, is_input in found.items() if is_input]
+
+
+def run(
+    entries: list[RecordedCall],
+    env: dict[Value, Any],
+    kept: Iterable[Value],
+    n_samples: int | None = None,
+    *,
+    graphs: bool = True,
+) -> None:
+    """Run calls on real tensors, each of which goes when it was used for the last time.
+
+    Args:
+        entries: the calls.
+        env: tensors by value; gets those that are computed.
+        kept: the values that stay.
+        n_samples: how many samples there are; None: as many as when it was recorded.
+        graphs: whether calls that were recorded with gradients make graphs.
+    """
+    last = {value: entry for entry in entries for value in (*entry.reads, *entry.made)}
+    for value in kept:
+        last.pop(value, None)
+    gone: dict[RecordedCall, list[Value]] = {entry: [] for entry in entries}
+    for value, entry in last.items():
+        gone[entry].append(value)
+    inputs = {v: v.cut() if env.get(v) is None else env[v] for v in inputs_of(entries)}
+    foreign = {storage_key(tensor) for tensor in inputs.values()}
+
+    def is_free(tensor: Tensor, value: Value, entry: RecordedCall) -> bool:
+        """Return whether nobody needs the memory of a value after a call."""
+        key = storage_key(tensor)
+        others = (t for v, t in env.items() if v is not value)
+        return (
+            last.get(value) is entry and key not in foreign and key not in map(storage_key, others)
+        )
+
+    for modes, group in groupby(entries, key=attrgetter("modes")):
+        with modes._replace(grad=modes.grad and graphs).entered():
+            for entry in group:
+                given = {v: inputs[v] if v in inputs else env[v] for v in entry.reads}
+                written = [entry.reads[i] for i in entry.shape.changed]
+                for value in written:
+                    if not is_free(given[value], value, entry):
+                        given[value] = given[value].clone()
+                is_frozen = entry.verdict is not None and entry.verdict.freezes
+                out = entry.call(given.__getitem__, None if is_frozen else n_samples)
+                env.update(zip(entry.made, made_by(entry, out, given), strict=True))
+                del out, given
+                for value in gone[entry]:
+                    env.pop(value, None)
+                    inputs.pop(value, None)
+
+
+def made_by(entry: RecordedCall, out: Any, given: Mapping[Value, Tensor]) -> list[Tensor]:
+    """Return the tensors that a call has made, and then those that it has written."""
+    pairs = zip(outs_in(entry.shape.out), passed_tensors(out), strict=True)
+    made = [tensor for place, tensor in pairs if place >= 0]
+    return made + [given[entry.reads[i]] for i in entry.shape.changed]
+
+
+# --- what belongs together
+
+
+class Beginning:
+    """What running changes besides values, as it was before the first call ran."""
+
+    def __init__(self, tape: Tape) -> None:
+        self._number = next(_numbers)
+        self._rng = RngState({v.meta.device for entry in tape.entries for v in entry.reads})
+        self._rng.begin()
+        self._buffers: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def note(self, tape: Tape, entries: list[RecordedCall]) -> None:
+        """Note what calls that wait will change besides."""
+        self._rng.add(tape.generators.values())
+        for tensor in written_by(entries):
+            if id(tensor) not in self._buffers:
+                with torch.no_grad(), persist():
+                    self._buffers[id(tensor)] = (tensor, tensor.clone())
+
+    def joined(self, other: Beginning) -> Beginning:
+        """Return that of two tapes that have become one."""
+        first, last = sorted((self, other), key=lambda each: each._number)
+        first._rng.join(last._rng)
+        first._buffers = last._buffers | first._buffers
+        return first
+
+    def undo(self) -> None:
+        """Bring it back."""
+        self._rng.undo()
+        with torch.no_grad():
+            for tensor, before in self._buffers.values():
+                tensor.copy_(before)
 
 
 @dataclass(eq=False)
@@ -325,6 +622,7 @@ class Tape:
         generators: those of the user's own that calls draw from.
         start: what running changes besides values, as it was before the first call ran.
         held: a loss that was run for its value, and its gradients, which nobody asked for yet.
+        written: the memory that was written: values in it are not what the program has by now.
         failed: those whose computation has failed, which are computed only if they are asked for.
         is_split: whether values are those of parts, without graph.
         is_joined: whether a plain tensor has a graph that leads to values.
@@ -338,9 +636,10 @@ class Tape:
     cuts: dict[tuple[int, Label], Value] = field(default_factory=dict)
     coupled: str | None = None
     generators: dict[int, torch.Generator] = field(default_factory=dict)
-    start: Any = None
+    start: Beginning | None = None
     held: Any = None
     failed: weakref.WeakSet[Value] = field(default_factory=weakref.WeakSet)
+    written: set[int] = field(default_factory=set)
     is_split: bool = False
     is_joined: bool = False
 
@@ -354,7 +653,7 @@ class Tape:
         self.entries = sorted([*self.entries, *other.entries], key=attrgetter("number"))
         for handle in other.handles.values():
             handle._tape = self
-        for name in ("handles", "cuts", "generators", "failed"):
+        for name in ("handles", "cuts", "generators", "failed", "written"):
             getattr(self, name).update(getattr(other, name))
         if self.start is not None and other.start is not None:
             self.start = self.start.joined(other.start)
@@ -372,15 +671,42 @@ class Tape:
         """Return the values that somebody has."""
         return list(self.handles)
 
-    def rewrite(self, value: Value, meta: Meta) -> None:
-        """Give a value another description, as of a tensor that was written."""
-        value.meta = meta
-        if (handle := self.handles.get(value)) is not None:
+    def rewrite(self, old: Value, new: Value) -> None:
+        """Let who has a tensor that was written have the value that it is from now on."""
+        self.held = None
+        # others in that memory, which the write does not reach
+        self.written.add(old.root)
+        if (handle := self.handles.pop(old, None)) is not None:
+            handle._value = new
+            self.handles[new] = handle
             # autograd would record no function of its own of a tensor that requires no grad
-            require_grad(handle, meta.requires_grad)
+            require_grad(handle, new.meta.requires_grad)
+
+    def check_current(self, value: Value) -> None:
+        """Make sure that no view of a value, or what it is a view of, was written.
+
+        Raises:
+            AdaptiveUsageError: one was, and that write did not reach the value.
+        """
+        if value.root in self.written:
+            raise AdaptiveUsageError(
+                "A tensor of lazy() was used, and another one in the same memory was written in "
+                "place before: it is a view of that one, or that one is a view of it. The write "
+                "reached only one of them. Assign in place of it, as in x[:, 0] = x[:, 0] + 1, or "
+                "clone() a view before you write."
+            )
+
+    def pending(self, root: Value) -> list[RecordedCall]:
+        """Return the calls to run for a value, and what else somebody has; forget all others."""
+        pending = [entry for entry in self.wanted(root) if not entry.is_done]
+        # what they take may be gone, if they failed before
+        if any(each.tensor is None for each in inputs_of(pending)):
+            self.start_over()
+            pending = self.wanted(root)
+        return pending
 
     def wanted(self, root: Value) -> list[RecordedCall]:
-        """Return the calls that make a value, and what else somebody has; forget all others.
+        """Return the same, with those that have run.
 
         Statistics are written whether or not anybody has what comes of it.
         """
@@ -389,14 +715,14 @@ class Tape:
             return self.entries
         alive = self.alive()
         self.entries = makers_of(self.entries, [root, *alive], statistics=True)
-        if not self.failed:
-            return self.entries
         asked = [root, *(value for value in alive if value not in self.failed)]
         return makers_of(self.entries, asked, statistics=True)
 
-    def pending(self, root: Value) -> list[RecordedCall]:
-        """Return those of them that have not run on the whole batch."""
-        return [entry for entry in self.wanted(root) if not entry.is_done]
+    def begin(self, entries: list[RecordedCall]) -> None:
+        """Note what calls will change, before any that has not run."""
+        if self.start is None:
+            self.start = Beginning(self)
+        self.start.note(self, entries)
 
     def note_done(self, entries: list[RecordedCall], values: Mapping[Value, Any]) -> None:
         """Keep what calls gave on the whole batch, as far as somebody has it or a call needs it."""
@@ -420,30 +746,36 @@ class Tape:
             self.start.undo()
             self.start = None
 
-    def check_write(self, value: Value, what: str) -> None:
-        """Make sure that a write reaches all that shares memory with a value.
-
-        Raises:
-            AdaptiveUsageError: somebody has read another view of it, which would not be written.
-        """
-        read = [v for v in self.alive() if v.root is value.root and v.tensor is not None]
-        is_shared = len(read) > 1 or value.root.mark is not None
-        if is_shared and any(each.base is not None for each in read):
-            raise AdaptiveUsageError(
-                f"{what}() writes into a tensor of lazy() that another one is a view of, and "
-                "the value of one of them was read before: the write would not reach both. "
-                "clone() it first, or write before you read."
-            )
-
-    def forget(self, kept: list[RecordedCall]) -> None:
-        """Forget calls but some."""
-        self.entries, self.held = kept, None
-        needed = {value for entry in kept for value in entry.reads}
+    def consume(self, root: Value | None = None) -> None:
+        """Drop what a root was made of, or all; what somebody has of it is data from now on."""
+        made = {value for entry in self.entries for value in entry.made}
+        alive = [value for value in self.alive() if value in made]
+        spent = made if root is None else graph_of(self.entries, root)
+        for value in spent:
+            value.is_spent |= value.meta.requires_grad
+        # values that were not computed are those that failed
+        others = [v for v in alive if v.tensor is None or (v.meta.requires_grad and v not in spent)]
+        self.entries, self.held = makers_of(self.entries, others), None
+        needed = {value for entry in self.entries for value in entry.reads}
         self.cuts = {key: value for key, value in self.cuts.items() if value in needed}
-        if not kept:
+        if not self.entries:
             self.start = None
             self.generators.clear()
             self.is_split = self.is_joined = False
+        still = {value for entry in self.entries for value in entry.made}
+        for value in alive:
+            if value not in still:
+                value.settle()
+
+
+def graph_of(entries: list[RecordedCall], root: Value) -> set[Value]:
+    """Return the values that the gradient of a root flows through."""
+    wanted = {root}
+    for entry in reversed(entries):
+        if entry.trains and wanted.intersection(entry.made):
+            wanted.update(entry.made, entry.reads)
+    made = {value for entry in entries for value in entry.made}
+    return {value for value in wanted if value in made or value.is_spent or value is root}
 
 
 def check_unwritten(entries: list[RecordedCall]) -> None:
@@ -469,95 +801,6 @@ def check_unwritten(entries: list[RecordedCall]) -> None:
                 "other memory: the result would be another one. Compute what was recorded first: "
                 "read it, call value() or backward(), or let go of it."
             )
-
-
-def replaced(value: Any, function: Callable[[Any], Any]) -> Any:
-    """Return arguments, or a result, with what a function gives for each object in containers."""
-    kind = type(value)
-    if kind is tuple or kind is list:
-        return kind([replaced(each, function) for each in value])
-    if kind is dict:
-        return {key: replaced(each, function) for key, each in value.items()}
-    if kind is slice:
-        return slice(*[replaced(each, function) for each in (value.start, value.stop, value.step)])
-    if isinstance(value, tuple | list):
-        children = [replaced(each, function) for each in value]
-        return kind(*children) if hasattr(value, "_fields") else kind(children)
-    return function(value)
-
-
-def call(
-    entry: RecordedCall,
-    get: Callable[[Value], Any],
-    n_samples: int | None,
-    plains: Mapping[int, Any] | None = None,
-) -> Any:
-    """Run a call on other tensors.
-
-    Args:
-        entry: the call.
-        get: gives the tensor of a value.
-        n_samples: how many samples there are; None: as many as when it was recorded.
-        plains: tensors in place of those that were not recorded, by id.
-    """
-
-    def real(value: Any) -> Any:
-        kind = type(value)
-        if kind is Value:
-            return get(value)
-        if kind is BatchInt:
-            return int(value) if n_samples is None else at(value, n_samples)
-        return plains.get(id(value), value) if plains else value
-
-    return entry.func(*replaced(entry.args, real), **replaced(entry.kwargs, real))
-
-
-def run(
-    entries: list[RecordedCall],
-    env: dict[Value, Any],
-    kept: Iterable[Value],
-    n_samples: int | None = None,
-    *,
-    graphs: bool = True,
-) -> None:
-    """Run calls on real tensors, each of which goes when it was used for the last time.
-
-    Args:
-        entries: the calls.
-        env: tensors by value; gets those that are computed.
-        kept: the values that stay.
-        n_samples: how many samples there are; None: as many as when it was recorded.
-        graphs: whether calls that were recorded with gradients make graphs.
-    """
-    last = last_uses(entries, kept)
-
-    def get(value: Value) -> Any:
-        found = env.get(value)
-        return value.cut() if found is None else found
-
-    for modes, group in groupby(entries, key=attrgetter("modes")):
-        with modes._replace(grad=modes.grad and graphs).entered():
-            for entry in group:
-                is_frozen = entry.verdict is not None and entry.verdict.freezes
-                out = call(entry, get, None if is_frozen else n_samples)
-                made = zip(entry.outs, passed_tensors(out), strict=True)
-                env.update({value: tensor for value, tensor in made if value is not None})
-                del out, made
-                for value in last[entry]:
-                    env.pop(value, None)
-
-
-def last_uses(
-    entries: list[RecordedCall], kept: Iterable[Value]
-) -> dict[RecordedCall, list[Value]]:
-    """Return what each call uses for the last time, but some values."""
-    last = {value: entry for entry in entries for value in (*entry.reads, *entry.made)}
-    for value in kept:
-        last.pop(value, None)
-    gone: dict[RecordedCall, list[Value]] = {entry: [] for entry in entries}
-    for value, entry in last.items():
-        gone[entry].append(value)
-    return gone
 
 
 def written_by(entries: Iterable[RecordedCall]) -> list[Tensor]:

@@ -1,11 +1,12 @@
-"""Tensors that are recorded.
+"""Tensors that are recorded, and their gradients.
 
 Invariant: a call of torch is answered where no data is needed, else recorded; what comes past the
-recording is refused.
+recording is refused. Gradients are delivered all at once, or none is.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from numbers import Integral
 from typing import Any
@@ -15,14 +16,39 @@ from torch import Tensor
 
 from tenure._containers import mapped
 from tenure._errors import AdaptiveUsageError
+from tenure._oom import oom_info
 from tenure._text import describe_elements, describe_tensor
 from tenure._torch.compiler import is_dynamo_compiling, never_compiled
 
-from ._answers import ANSWERS, PROPERTIES
-from ._evaluate import value_of
-from ._meta import Label
+from .._interrupts import Interrupts
+from .._step import IsolatedGradients, leaves_of
 from ._recording import record
-from ._tape import Handle, Tape, Value, refuse_own_function
+from ._split import (
+    Gradients,
+    collecting,
+    failing,
+    origins_in,
+    run_whole,
+    value_of,
+    whole_or_parts,
+)
+from ._tape import Handle, Label, Tape, Value, graph_of, refuse_own_function
+
+_TWICE = (
+    "Trying to backward through the graph a second time (or directly access saved tensors after "
+    "they have already been freed). Specify retain_graph=True if you need to backward through the "
+    "graph a second time. A tensor of lazy() was used up by the backward pass before."
+)
+_USED_UP = (
+    "Memory ran out in the backward pass of what a tensor was computed from before it met a tensor "
+    "of lazy(). That graph is used up, so it can't be tried again, and smaller micro-batches would "
+    "not make it smaller. All gradients are as before. Compute it from a tensor of lazy(), or "
+    "detach() it."
+)
+_COMPILED = (
+    "A function that torch.compile has compiled was called with a tensor of lazy(): what it "
+    "computes can't be recorded. Call the function that is not compiled, or use step()."
+)
 
 
 class LazyTensor(Handle):
@@ -41,10 +67,10 @@ class LazyTensor(Handle):
         if is_dynamo_compiling():
             raise AdaptiveUsageError(_COMPILED)
         if func.__name__ == "__get__":
-            answer = PROPERTIES.get(func.__self__.__name__)  # type: ignore[attr-defined]
+            answer = _PROPERTIES.get(func.__self__.__name__)  # type: ignore[attr-defined]
             if answer is not None:
                 return answer(args[0])
-        answer = ANSWERS.get(func)
+        answer = _ANSWERS.get(func)
         if answer is not None:
             return answer(*args, **(kwargs or {}))
         return record(func, args, dict(kwargs) if kwargs else {})
@@ -100,12 +126,6 @@ def _refuse_backward(*_: Any) -> None:
     )
 
 
-_COMPILED = (
-    "A function that torch.compile has compiled was called with a tensor of lazy(): what it "
-    "computes can't be recorded. Call the function that is not compiled, or use step()."
-)
-
-
 @never_compiled
 def lazy(*values: Any, batch: int = 0) -> Any:
     """Record what is done with tensors, and run it in micro-batches where it does not fit.
@@ -136,26 +156,219 @@ def lazy(*values: Any, batch: int = 0) -> Any:
     tapes: dict[int, Tape] = {}
 
     def recorded(tensor: Tensor) -> Tensor:
-        return tensor if isinstance(tensor, LazyTensor) else _handle_of(tensor, batch, tapes)
+        if isinstance(tensor, LazyTensor):
+            return tensor
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            raise AdaptiveUsageError(
+                f"lazy() got a tensor that is not dense, {describe_tensor(tensor)}. Pass a dense "
+                "one, or use step()."
+            )
+        if not isinstance(batch, Integral) or not -tensor.dim() <= batch < tensor.dim():
+            raise AdaptiveUsageError(
+                f"lazy() got {describe_tensor(tensor)}, which has no dimension {batch} for its "
+                "samples. Leave it a plain tensor if all samples share it."
+            )
+        dim = int(batch) % tensor.dim()
+        n_samples = tensor.shape[dim]
+        tape = tapes.setdefault(n_samples, Tape(n_samples))
+        return LazyTensor._of(tape, Value.known(tensor, Label(dim)))
 
     made = tuple(mapped(recorded, value) for value in values)
     return made[0] if len(made) == 1 else made
 
 
-def _handle_of(tensor: Tensor, batch: int, tapes: dict[int, Tape]) -> LazyTensor:
-    if tensor.layout is not torch.strided or tensor.is_nested:
-        raise AdaptiveUsageError(
-            f"lazy() got a tensor that is not dense, {describe_tensor(tensor)}. Pass a dense one, "
-            "or use step()."
+# --- gradients
+
+
+def _backward(self: Handle, gradient: Any = None, retain_graph: Any = None,
+              create_graph: bool = False, inputs: Any = None) -> None:  # fmt: skip
+    """Run what was recorded backward, whole where it fits, else in micro-batches."""
+    refuse_own_function(self)
+    if create_graph or inputs is not None:
+        _refused(f"backward({'create_graph=True' if create_graph else 'inputs='})")()
+    root: Any = _scalar(self, gradient)
+    tape, value = root._tape, root._value
+    if any(each.is_spent for each in graph_of(tape.entries, value)):
+        raise RuntimeError(_TWICE)
+    keeps = bool(retain_graph)
+
+    def of_the_whole() -> Gradients:
+        if tape.is_split:
+            tape.start_over()
+        if pending := tape.pending(value):
+            run_whole(tape, pending)
+        with collecting(tape) as isolated:
+            torch.autograd.backward(value.cut(), retain_graph=keeps or tape.is_joined)
+            return isolated.new()
+
+    (held, found), tape.held = tape.held or (None, []), None
+    with failing(tape, value):
+        # what was read in parts has its gradients, also where there is more memory by now
+        if held is not value:
+            found = whole_or_parts(tape, value, of_the_whole, is_loss=True)
+        _deliver(tape, found, keeps)
+    if not keeps:
+        tape.consume(value)
+
+
+def _scalar(root: Any, gradient: Any) -> Any:
+    """Return a number whose gradients are those that were asked for."""
+    if not root.requires_grad:
+        raise RuntimeError("element 0 of tensors does not require grad and does not have a grad_fn")
+    if gradient is None:
+        if root.numel() != 1:
+            raise RuntimeError("grad can be implicitly created only for scalar outputs")
+        return root
+    if tuple(gradient.shape) != tuple(root.shape):
+        raise RuntimeError(
+            f"Mismatch in shape: grad_output[0] has a shape of {tuple(gradient.shape)} and "
+            f"output[0] has a shape of {tuple(root.shape)}."
         )
-    if not isinstance(batch, Integral) or not -tensor.dim() <= batch < tensor.dim():
+    if root.dtype.is_complex:
+        _refused("backward() of a complex tensor of lazy()")()
+    with torch.enable_grad():
+        return (root * gradient).sum()
+
+
+def _deliver(tape: Tape, found: Gradients, keeps: bool) -> None:
+    """Run backward what leaves came of, and let everybody see all gradients, or none.
+
+    Raises:
+        AdaptiveUsageError: memory ran out in that graph.
+    """
+    cuts: list[tuple[Any, Any]] = [(value.tensor, origin) for value, origin in origins_in(tape)]
+    behind = leaves_of(origin for _, origin in cuts)
+    isolated = IsolatedGradients([*(leaf for leaf, _ in found), *behind])
+    isolated.begin()
+    isolated.hold_hooks(behind)
+    try:
+        for leaf, gradient in found:
+            leaf.grad = gradient
+        while reached := [(cut, origin) for cut, origin in cuts if cut.grad is not None]:
+            gradients = [cut.grad for cut, _ in reached]
+            for cut, _ in reached:
+                cut.grad = None
+            # all at once: two of them may come of one graph, which runs backward only once
+            torch.autograd.backward(
+                [origin for _, origin in reached], gradients, retain_graph=keeps or tape.is_joined
+            )
+        isolated.run_hooks()
+        # an interrupt finds all delivered or nothing
+        with Interrupts():
+            isolated.finish()
+    except BaseException as error:
+        isolated.undo()
+        if oom_info(error) is None:
+            raise
+        raise AdaptiveUsageError(_USED_UP) from error
+
+
+# --- what is answered without being recorded
+
+
+def _size(self: Handle, dim: int | None = None) -> Any:
+    return self._value.meta.size if dim is None else self._value.meta.size[dim]
+
+
+def _numel(self: Handle) -> int:
+    # of sizes that know how they depend on the batch
+    return math.prod(self._value.meta.size)
+
+
+def _computed(value: Any) -> Any:
+    return value_of(value).detach() if isinstance(value, Handle) else value
+
+
+def _on_value(function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        named = {name: _computed(each) for name, each in kwargs.items()}
+        return function(*map(_computed, args), **named)
+
+    return call
+
+
+def _refused(name: str) -> Callable[..., Any]:
+    def call(*_: Any, **__: Any) -> Any:
         raise AdaptiveUsageError(
-            f"lazy() got {describe_tensor(tensor)}, which has no dimension {batch} for its "
-            "samples. Leave it a plain tensor if all samples share it."
+            f"{name} wants the graph of the whole batch, which lazy() does not give. Nothing was "
+            "recorded, or computed. Call backward() of one recorded number, or use plain tensors "
+            "in the function that step() runs."
         )
-    dim = batch % tensor.dim()
-    n_samples = tensor.shape[dim]
-    tape = tapes.setdefault(n_samples, Tape(n_samples))
-    value = Value.known(tensor, Label(dim))
-    value.given = tensor
-    return LazyTensor._of(tape, value)
+
+    return call
+
+
+def _requires_grad_(self: Handle, requires_grad: bool = True) -> Any:
+    if self._value.mark is not None:
+        raise AdaptiveUsageError(
+            "requires_grad_() of a tensor that lazy() gave: call it of the plain tensor, before "
+            "lazy(). That one gets the gradient."
+        )
+    return record(Tensor.requires_grad_, (self, requires_grad), {})
+
+
+def _gradient(self: Handle) -> Any:
+    """Return the gradient of a tensor that was given; what was computed keeps none."""
+    value = self._value
+    # of one that was computed and used up nothing requires grad any more
+    if value.mark is not None and value.tensor is not None and value.tensor.requires_grad:
+        return value.tensor.grad
+    if value.meta.is_leaf and value.meta.requires_grad:
+        raise AdaptiveUsageError(
+            "The gradient of a tensor that was computed of one of lazy() is not kept. Use step()."
+        )
+    return None
+
+
+def _grad_fn(self: Handle) -> Any:
+    # hooks of modules look for their own function here
+    refuse_own_function(self)
+    return None if self._value.meta.is_leaf else Recorded()
+
+
+class Recorded:
+    """Stands for the node of autograd that a recorded tensor will have."""
+
+    def name(self) -> str:
+        """Return the same of all: which function of autograd it will be is known when it runs."""
+        return "recorded"
+
+
+_ANSWERS: dict[Any, Callable[..., Any]] = {
+    Tensor.size: _size,
+    Tensor.numel: _numel,
+    Tensor.nelement: _numel,
+    torch.numel: _numel,
+    Tensor.dim: lambda self: len(self._value.meta.shape),
+    Tensor.backward: _backward,
+    torch.autograd.backward: _refused("torch.autograd.backward()"),
+    torch.autograd.grad: _refused("torch.autograd.grad()"),
+    Tensor.requires_grad_: _requires_grad_,
+    Tensor.requires_grad.__set__: _requires_grad_,  # type: ignore[attr-defined]
+    Tensor.register_hook: _refused("register_hook() of a tensor of lazy()"),
+    Tensor.register_post_accumulate_grad_hook: _refused(
+        "register_post_accumulate_grad_hook() of a tensor of lazy()"
+    ),
+    Tensor.retain_grad: _refused("retain_grad() of a tensor of lazy()"),
+    Tensor.__contains__: lambda self, element: _computed(element) in value_of(self),
+}
+_WITH_DATA = """
+    item tolist numpy __bool__ __float__ __int__ __index__ __complex__ __array__ __dlpack__
+    __dlpack_device__ data_ptr untyped_storage storage storage_offset is_shared is_pinned equal
+    allclose __hex__ __oct__ __format__
+"""
+for _name in _WITH_DATA.split():
+    if hasattr(Tensor, _name):
+        _ANSWERS[getattr(Tensor, _name)] = _on_value(getattr(Tensor, _name))
+
+_PROPERTIES: dict[str, Callable[[Any], Any]] = {
+    "shape": lambda self: self._value.meta.size,
+    "dtype": lambda self: self._value.meta.dtype,
+    "device": lambda self: self._value.meta.device,
+    "requires_grad": lambda self: self._value.meta.requires_grad,
+    "is_leaf": lambda self: self._value.meta.is_leaf,
+    "ndim": lambda self: len(self._value.meta.shape),
+    "grad": _gradient,
+    "_grad": _gradient,
+    "grad_fn": _grad_fn,
+}

@@ -3,7 +3,13 @@
 import pytest
 import torch
 
-from tenure.adaptive import BatchCoupledError, OutOfRetriesError, SplitMismatchError, lazy
+from tenure.adaptive import (
+    AdaptiveUsageError,
+    BatchCoupledError,
+    OutOfRetriesError,
+    SplitMismatchError,
+    lazy,
+)
 
 from .programs import RoomFor, batch, gradients, mlp
 
@@ -42,7 +48,7 @@ PLACES = {
     ),
 }
 BY_PLACE = pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
-REFUSALS = (BatchCoupledError, OutOfRetriesError, SplitMismatchError)
+REFUSALS = (AdaptiveUsageError, BatchCoupledError, OutOfRetriesError, SplitMismatchError)
 
 
 @BY_PLACE

@@ -72,7 +72,8 @@ def test_another_shape_in_place_is_refused_by_name():
 
 
 def test_where_no_two_samples_fit_it_is_said_that_nothing_could_be_tried():
-    model, (x, _) = mlp(), batch()
+    # of a size of its own, as what was tried of a call is known from then on
+    model, (x, _) = mlp(), batch(11)
     with (
         RoomFor(1),
         pytest.raises(OutOfRetriesError, match="can't be split: two samples of it, tried with"),

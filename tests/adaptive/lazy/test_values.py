@@ -122,7 +122,7 @@ def test_inference_is_split_and_put_together(mode):
     model, (x, y) = mlp(), batch()
     expected = model(x)
     # its calls are tried on three samples before they are split for the first time
-    for n_rows in (8 + 15, 8):
+    for n_rows in (8 + 12, 8):
         with mode(), RoomFor(3) as room:
             out = model(lazy(x))
             moved = out.cpu()
