@@ -318,7 +318,7 @@ FAULTS = (
     ),
     Fault(
         "integrations/_joined.py",
-        'if kind == "sum" or joiner.count_samples(values):',
+        'if kind == "sum" or self.count_samples(values):',
         'if kind == "sum":',
         "integrations/test_lightning.py",
     ),

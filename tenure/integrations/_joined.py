@@ -7,9 +7,10 @@ Invariant: what can't be joined is refused by its place; nothing is guessed from
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from numbers import Number
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,12 +23,52 @@ from tenure._text import describe_tensor
 _ADVICE = "Give tensors or lists with one row a sample in its place."
 
 
+class Event(NamedTuple):
+    """One thing that a micro-batch, or a whole batch, did beside its loss.
+
+    Attributes:
+        kind: "log" for what `self.log` got, or another.
+        name: of what was logged, returned or called.
+        value: without graphs.
+        how: of a log, its options.
+    """
+
+    kind: str
+    name: Any
+    value: Any
+    how: Any = None
+
+
+@dataclass(slots=True)
+class Part:
+    """What one micro-batch did.
+
+    Attributes:
+        events: in order.
+        loss: what was returned as the loss, without its graph; None if that is no tensor.
+        weight: what that is a mean over; None: its samples.
+        is_skipped: whether nothing was returned, so that the batch is to be skipped.
+    """
+
+    events: list[Event] = field(default_factory=list)
+    loss: Tensor | None = None
+    weight: Any = None
+    is_skipped: bool = False
+
+
+def side_by_side(parts: Sequence[Part], kind: str) -> list[tuple[Event, ...]] | None:
+    """Return for each event of a kind those of all parts; None if they did different things."""
+    columns = [[event for event in part.events if event.kind == kind] for part in parts]
+    if len({tuple(event.name for event in events) for events in columns}) > 1:
+        return None
+    return list(zip(*columns, strict=True))
+
+
 class Joiner:
     """Joins values of micro-batches.
 
     Args:
-        parts: the micro-batches. Each has the ``loss`` that it returned, and a ``weight``: what
-            that is a mean over; None: its samples.
+        parts: the micro-batches.
         sizes: the samples of each.
         loss: the loss of the whole batch; None where it is no mean or sum of theirs.
         rules: how numbers add up of which nobody has said it.
@@ -37,13 +78,34 @@ class Joiner:
     """
 
     def __init__(
-        self, parts: Sequence[Any], sizes: Sequence[int], loss: Tensor | None, rules: NumberRules
+        self, parts: Sequence[Part], sizes: Sequence[int], loss: Tensor | None, rules: NumberRules
     ) -> None:
         self.sizes = sizes
         self._losses: list[Tensor | None] = [part.loss for part in parts]
         self._loss = loss
         self._weights = None if parts[0].weight is None else [part.weight for part in parts]
         self.rules = rules
+
+    def event(self, events: Sequence[Event], place: str, advice: str) -> Event:
+        """Return what the whole batch does of what each part did.
+
+        Args:
+            events: of the parts, alike.
+            place: what errors and warnings call their values.
+            advice: what the user may do where it is not known how logs add up.
+        """
+        kind, name, _, how = events[0]
+        values = [event.value for event in events]
+        if kind != "log":
+            return Event(kind, name, self.joined(values, place), how)
+        weights = _batch_sizes(self, [event.how.get("batch_size") for event in events])
+        how = how if weights is None else {**how, "batch_size": sum(weights)}
+        # the number of samples says how the batch counts in an epoch, and not what the value
+        # divides by
+        weights = None if weights == list(self.sizes) else weights
+        return Event(
+            kind, name, self.log(values, place, advice, how.get("reduce_fx"), weights), how
+        )
 
     def joined(self, values: Sequence[Any], place: str) -> Any:
         """Return one value for the whole batch from those of its micro-batches.
@@ -84,6 +146,14 @@ class Joiner:
                 for key, each in zip(levels[0].keys, children, strict=True)
             ]
         )
+
+    def learn_event(self, whole: Event, events: Sequence[Event], place: str) -> None:
+        """Find out how numbers of an event add up, by what the parts of a few samples did."""
+        values = [event.value for event in events]
+        if whole.kind == "log":
+            self.rules.learn(self, place, values, whole.value)
+        else:
+            self.learn(values, whole.value, place)
 
     def learn(self, values: Sequence[Any], whole: Any, place: str) -> None:
         """Find out how numbers in a container add up, as `joined` finds them.
@@ -139,6 +209,38 @@ class Joiner:
     def total(values: Sequence[Any]) -> Any:
         """Return the sum, of the type of the first."""
         return sum(values[1:], values[0])
+
+    def log(
+        self,
+        values: Sequence[Any],
+        place: str,
+        advice: str,
+        reduction: Any = None,
+        weights: Sequence[float] | None = None,
+    ) -> Any:
+        """Return what the whole batch logs.
+
+        Args:
+            values: what its parts logged.
+            place: what warnings call them.
+            advice: what the user may do where it is not known how they add up.
+            reduction: how they do, in the user's words.
+            weights: what each is a mean over, as the user says.
+        """
+        kind = str(getattr(reduction, "__name__", reduction)).lower()
+        first: Any = values[0]
+        if len(values) == 1 or not isinstance(first, Tensor | Number):
+            return first
+        if self.are_losses(values):
+            return self.loss_like(first)
+        if kind in ("min", "max"):
+            return _extreme(values, kind)
+        if kind == "sum" or self.count_samples(values):
+            return self.total(values)
+        # who says what it is has not to be asked
+        if reduction is not None or weights is not None:
+            return self.mean(values, weights)
+        return self.rules.joined(self, place, values, advice=advice)
 
     def _have_rows(self, lengths: Sequence[int]) -> bool:
         return list(lengths) == list(self.sizes)
@@ -213,55 +315,6 @@ def detached(value: Any) -> Any:
     return mapped(Tensor.detach, value)
 
 
-def log_of(
-    joiner: Joiner,
-    name: str,
-    values: Sequence[Any],
-    options: Sequence[Mapping[str, Any]],
-    advice: str,
-) -> tuple[Any, dict[str, Any]]:
-    """Return the value and the options of the whole batch for one `self.log` of each part.
-
-    Args:
-        joiner: joins them.
-        name: the name of what is logged.
-        values: what each part logged.
-        options: how.
-        advice: what the user may do where it is not known how they add up.
-    """
-    of_whole = dict(options[0])
-    weights = _batch_sizes(joiner, [each.get("batch_size") for each in options])
-    if weights is not None:
-        of_whole["batch_size"] = sum(weights)
-    # the number of samples says how the batch counts in an epoch, and not what the value divides by
-    if weights == list(joiner.sizes):
-        weights = None
-    reduction = of_whole.get("reduce_fx")
-    kind = str(getattr(reduction, "__name__", reduction)).lower()
-    first: Any = values[0]
-    if len(values) == 1 or not isinstance(first, Tensor | Number):
-        return first, of_whole
-    if joiner.are_losses(values):
-        return joiner.loss_like(first), of_whole
-    if kind in ("min", "max"):
-        return _extreme(values, kind), of_whole
-    if kind == "sum" or joiner.count_samples(values):
-        return joiner.total(values), of_whole
-    # who says what it is has not to be asked
-    if reduction is not None or weights is not None:
-        return joiner.mean(values, weights), of_whole
-    return joiner.rules.joined(joiner, _logged(name), values, advice=advice), of_whole
-
-
-def learn_log(joiner: Joiner, name: str, values: Sequence[Any], whole: Any) -> None:
-    """Find out how values that are logged add up, by those of a few samples."""
-    joiner.rules.learn(joiner, _logged(name), values, whole)
-
-
-def _logged(name: str) -> str:
-    return f"{name!r} was logged"
-
-
 class NumberRules:
     """How numbers of parts add up, where nobody has said so: found out with a few samples."""
 
@@ -300,7 +353,9 @@ class NumberRules:
         if len(likely) == 1:
             # known, so nothing is compared: reading a number waits for its device
             return found[likely[0]]
-        differs = any(map(_differs, values[1:], [values[0]] * (len(values) - 1)))
+        differs = any(bool(value != values[0]) for value in values[1:])
+        # where it is the mean over nothing in each, they are alike
+        differs = differs and not all(map(math.isnan, values))
         # what all rules make alike can't be told wrong
         is_unclear = len({float(found[rule]) for rule in likely}) > 1 if fitting else differs
         if is_unclear and what not in self._told:
@@ -311,11 +366,6 @@ class NumberRules:
         return values[0] if likely[0] == "mean" and not differs else found[likely[0]]
 
 
-def _differs(value: Any, other: Any) -> bool:
-    # nan is the mean over nothing in each
-    return bool(value != other) and not (math.isnan(value) and math.isnan(other))
-
-
 def _by_rule(joiner: Joiner, values: Sequence[Any]) -> dict[str, Any]:
     """Return the joined values by each rule that may hold, the likeliest first."""
     found = {
@@ -324,8 +374,12 @@ def _by_rule(joiner: Joiner, values: Sequence[Any]) -> dict[str, Any]:
         "max": _extreme(values, "max"),
         "min": _extreme(values, "min"),
     }
+    is_whole = all(
+        isinstance(value, int) or (isinstance(value, Tensor) and not value.is_floating_point())
+        for value in values
+    )
     # such as right answers; those that are the same in each are no counts
-    if _are_whole(values) and any(bool(value != values[0]) for value in values[1:]):
+    if is_whole and any(bool(value != values[0]) for value in values[1:]):
         return {"sum": found["sum"], **found}
     return found
 
@@ -348,14 +402,6 @@ def _rtol_of(value: Any) -> float:
     if isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16):
         return 2e-2
     return 2e-2 if any(map(torch.is_autocast_enabled, ("cpu", "cuda"))) else 1e-4
-
-
-def _are_whole(values: Sequence[Any]) -> bool:
-    return all(isinstance(value, int) or _is_integer(value) for value in values)
-
-
-def _is_integer(value: Any) -> bool:
-    return isinstance(value, Tensor) and not value.is_floating_point()
 
 
 def _extreme(values: Sequence[Any], kind: str) -> Any:

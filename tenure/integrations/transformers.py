@@ -25,15 +25,13 @@ require_new_enough("transformers")
 try:
     from transformers import Trainer
 
-    from ._joined import NumberRules
+    from ._joined import Event, NumberRules, Part
     from ._transformers import (
         Batch,
-        HeldLogs,
         LossOfBatch,
         MemoryCallback,
         PredictionInPieces,
         UncuttableError,
-        joined_logs,
         losses_taken,
         mismatch_of,
         only_loss,
@@ -100,7 +98,7 @@ class AdaptiveTrainerMixin(_Base):
     _way: str | None = None
     _loss: LossOfBatch | None = None
     # what the micro-batch that runs logs, and what its loss is a mean over
-    _held: HeldLogs | None = None
+    _held: Part | None = None
     _weight: Callable[[Any], Any] | None = None
     # what the Trainer multiplies its loss by: 1, or its share in the batches that it accumulates
     _factor = 1.0
@@ -134,8 +132,8 @@ class AdaptiveTrainerMixin(_Base):
         # with these, the loss is not what `compute_loss` returns
         makers = [name for name in _MAKERS if callable(self.adaptive_options.get(name))]
 
-        def loss_of(batch: dict[str, Any]) -> tuple[Tensor, HeldLogs]:
-            held = HeldLogs(self._rules)
+        def loss_of(batch: dict[str, Any]) -> tuple[Tensor, Part]:
+            held = Part()
 
             def run() -> None:
                 # a copy, for a trainer may take labels out of it
@@ -152,7 +150,7 @@ class AdaptiveTrainerMixin(_Base):
                 self._held = None
             if makers == ["once"]:
                 loss = loss * self._factor
-            if held.calls and self._weight is not None:
+            if held.events and self._weight is not None:
                 with torch.no_grad():
                     held.weight = self._weight(batch)
             return loss, held
@@ -162,15 +160,15 @@ class AdaptiveTrainerMixin(_Base):
         n_items = kwargs.get("num_items_in_batch", args[0] if args else None)
         if self._loss is None:
             self._loss = LossOfBatch(f"{type(self).__name__}.training_step")
-            self._rules = NumberRules()
         with self._loss.being(loss_of):
             result = self._step(self._loss, model, inputs, has_n_items=n_items is not None)
         # without what belongs to the batch alone
         self.adaptive_result = replace(result, aux=())
         for callback in self._memory_callbacks():
             callback.adaptive_result = self.adaptive_result
-        for logs, others, named in joined_logs(result.aux, result.sizes, result.loss):
-            self.log(logs, *others, **named)
+        for event in self._loss.joined_logs(result):
+            others, named = event.how
+            self.log(event.value, *others, **named)
         return result.loss
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
@@ -229,7 +227,7 @@ class AdaptiveTrainerMixin(_Base):
         Inside of `compute_loss` it is told when the step has worked, once for the batch.
         """
         if self._held is not None:
-            self._held.calls.append((dict(logs), args, kwargs))
+            self._held.events.append(Event("log", tuple(logs), dict(logs), (args, kwargs)))
             return
         for callback in self._memory_callbacks():
             callback.add_to(logs)
@@ -237,7 +235,7 @@ class AdaptiveTrainerMixin(_Base):
 
     def _step(
         self,
-        loss_of: Callable[[Any], Any],
+        loss_of: LossOfBatch,
         model: nn.Module,
         inputs: Any,
         *,
@@ -266,7 +264,7 @@ class AdaptiveTrainerMixin(_Base):
             except SplitMismatchError as error:
                 mismatches[name] = error
                 # learned with weights that were wrong
-                self._rules = NumberRules()
+                loss_of.rules = NumberRules()
             except RemoteRankError as error:
                 # the rank that has split has found out; all try the next way together
                 kind = error.cause.partition(":")[0]

@@ -11,10 +11,9 @@ from __future__ import annotations
 import copy
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
@@ -24,7 +23,7 @@ from tenure._containers import tensors_in
 from tenure._errors import AdaptiveUsageError
 from tenure._torch.patches import Patch
 
-from .._joined import Joiner, detached
+from .._joined import Event, detached
 
 T = TypeVar("T")
 V = TypeVar("V")
@@ -36,23 +35,6 @@ _METHODS = ("forward", "update", "compute", "reset", _MERGE, _COUNT)
 _listening: ContextVar[MetricRecorder | None] = ContextVar("_listening", default=None)
 _outside: WeakValueDictionary[str, Any] = WeakValueDictionary()
 """The metrics that no module holds, by the name by which it is known how their numbers add up."""
-
-
-@dataclass(frozen=True, slots=True)
-class MetricCall:
-    """One call of a metric.
-
-    Attributes:
-        name: the metric's name in its module, and the method.
-        function: what calls it.
-        args: by position, without graphs.
-        kwargs: by name.
-    """
-
-    name: str
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
 
 
 class MetricRecorder:
@@ -71,13 +53,14 @@ class MetricRecorder:
         # made by what runs now, and by what ran before it
         self._made: WeakValueDictionary[int, Any] = WeakValueDictionary()
         self._kept: WeakValueDictionary[int, Any] = WeakValueDictionary()
-        self._calls: list[MetricCall] | None = None
+        self._calls: list[Event] | None = None
 
-    def run(self, calls: list[MetricCall] | None, work: Callable[[], T]) -> T:
+    def run(self, calls: list[Event] | None, work: Callable[[], T]) -> T:
         """Run work in which metrics are not called, but their calls noted.
 
         Args:
-            calls: gets them; None: they are called, and `step` notes each before it changes.
+            calls: gets them, each with its arguments by position and by name, and what calls the
+                metric; None: they are called, and `step` notes each before it changes.
             work: what runs.
         """
         self._calls = calls
@@ -131,8 +114,8 @@ class MetricRecorder:
         self, metric: Any, method: str, function: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> None:
         assert self._calls is not None
-        name = self._name_of(metric) + method
-        self._calls.append(MetricCall(name, function, detached(args), detached(kwargs)))
+        given = detached(dict(enumerate(args)) | kwargs)
+        self._calls.append(Event("metric", self._name_of(metric) + method, given, function))
 
     def _name_of(self, metric: Any) -> str:
         """Return its name in the module, else one by its class that it keeps."""
@@ -227,23 +210,11 @@ def _tell(metric: Any) -> None:
     holder(None)
 
 
-def joined_call(calls: Sequence[MetricCall], joiner: Joiner, name: str) -> Callable[[], Any]:
-    """Return a call of a metric with the joined arguments of its calls for each part."""
-    first, place = calls[0], _place_of(calls[0], name)
-    args = joiner.joined([call.args for call in calls], place)
-    kwargs = joiner.joined([call.kwargs for call in calls], place)
-    return functools.partial(first.function, *args, **kwargs)
-
-
-def learn_call(calls: Sequence[MetricCall], whole: MetricCall, joiner: Joiner, name: str) -> None:
-    """Find out how numbers that a metric gets add up, by a call with a few samples in one piece."""
-    place = _place_of(whole, name)
-    joiner.learn([call.args for call in calls], whole.args, place)
-    joiner.learn([call.kwargs for call in calls], whole.kwargs, place)
-
-
-def _place_of(call: MetricCall, name: str) -> str:
-    return f"what {name}() gave the metric {call.name!r}"
+def call_metric(event: Event) -> None:
+    """Call a metric with the arguments that stand in an event."""
+    by_position = [value for key, value in event.value.items() if isinstance(key, int)]
+    named = {key: value for key, value in event.value.items() if isinstance(key, str)}
+    event.how(*by_position, **named)
 
 
 def _empty_copy(metric: Any) -> Any:

@@ -7,9 +7,8 @@ forgotten with it; of the attempt that worked, all is told once, as for the whol
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -18,8 +17,8 @@ from torch import Tensor
 
 from tenure._errors import AdaptiveUsageError
 
-from .._joined import Joiner, NumberRules, detached, learn_log, log_of
-from ._metrics import MetricCall, MetricRecorder, joined_call, learn_call, run_with
+from .._joined import Event, Joiner, NumberRules, Part, detached, side_by_side
+from ._metrics import MetricRecorder, run_with
 
 T = TypeVar("T")
 _running: ContextVar[StepRecorder | None] = ContextVar("_running", default=None)
@@ -29,27 +28,8 @@ _ADVICE = (
     "Say what is right with reduce_fx= ('mean', 'sum', 'max' or 'min'), or log a metric of "
     "torchmetrics, which is told the whole batch."
 )
-
-
-@dataclass(slots=True)
-class BatchPart:
-    """What one micro-batch did.
-
-    Attributes:
-        logs: names, values and options of `self.log`, in order.
-        calls: calls of metrics, in order; none where the batch is whole.
-        loss: what was returned as the loss, without its graph; None if that is no tensor.
-        weight: what that is a mean over, where `weight=` says so.
-        is_skipped: whether None was returned, so that the batch is to be skipped.
-        extra: the rest of the dict that was returned.
-    """
-
-    logs: list[tuple[str, Any, dict[str, Any]]] = field(default_factory=list)
-    calls: list[MetricCall] = field(default_factory=list)
-    loss: Tensor | None = None
-    weight: Any = None
-    is_skipped: bool = False
-    extra: dict[str, Any] = field(default_factory=dict)
+_DID = {"metric": "called the metrics", "log": "logged", "return": "returned the keys"}
+"""The kinds of events, in the order in which they are told: metrics first, which logs may read."""
 
 
 class StepRecorder:
@@ -64,7 +44,6 @@ class StepRecorder:
 
     Attributes:
         module: has the `training_step`.
-        logs_loss: whether what is returned is the loss itself, so that what is logged may be it.
     """
 
     def __init__(
@@ -81,22 +60,23 @@ class StepRecorder:
         self._others, self._named = others, named
         self._weight = options.get("weight")
         self._returns_loss = not callable(options.get("loss"))
-        self.logs_loss = self._returns_loss and not {"then", "once"} & options.keys()
+        # whether what is returned is the loss itself, so that what is logged may be it
+        self._logs_loss = self._returns_loss and not {"then", "once"} & options.keys()
         self._metrics = MetricRecorder(module)
-        self._part: BatchPart | None = None
+        self._part: Part | None = None
 
     def hearing(self, work: Callable[[], T]) -> T:
         """Run work in which the module's `log` comes here."""
         return run_with(_running, self, work)
 
-    def run(self, function: Callable[..., Any], batch: Any) -> tuple[Any, BatchPart]:
+    def run(self, function: Callable[..., Any], batch: Any) -> tuple[Any, Part]:
         """Run it on the batch or a part of it; what it returns as its loss, and the rest."""
-        self._part = part = BatchPart()
+        self._part = part = Part()
         # of the batch itself they are called as always, and brought back if that fails
         is_whole = id(batch) == self._whole
         try:
             run = functools.partial(function, self.module, batch, *self._others, **self._named)
-            returned = self._metrics.run(None if is_whole else part.calls, run)
+            returned = self._metrics.run(None if is_whole else part.events, run)
         finally:
             self._part = None
         if self._weight is not None and not is_whole:
@@ -112,18 +92,81 @@ class StepRecorder:
                 "adaptive_options, which may run for a few samples or several times. Log the loss "
                 'in on_train_batch_end(), from outputs["loss"].'
             )
-        self._part.logs.append((name, detached(value), options))
+        self._part.events.append(Event("log", name, detached(value), options))
 
-    def _loss_of(self, returned: Any, part: BatchPart) -> Any:
+    def learn(self, whole: Part, parts: Sequence[Part], joiner: Joiner) -> None:
+        """Find out how numbers add up, where the same few samples ran in one piece, too."""
+        for kind in _DID:
+            for first, *others in side_by_side([whole, *parts], kind) or ():
+                joiner.learn_event(first, others, self._place(first))
+
+    def told(self, parts: Sequence[Part], joiner: Joiner) -> list[Event]:
+        """Return what the whole batch does, once for what every part did.
+
+        Raises:
+            AdaptiveUsageError: the parts did different things, or what can't be joined.
+        """
+        made = []
+        for kind, did in _DID.items():
+            events = side_by_side(parts, kind)
+            if events is None:
+                names = [[e.name for e in part.events if e.kind == kind] for part in parts]
+                other = next(each for each in names if each != names[0])
+                raise AdaptiveUsageError(
+                    f"{self._name}() {did} {_listed(names[0])} for one micro-batch and "
+                    f"{_listed(other)} for another, and there is no telling what it does for the "
+                    "whole batch. Do the same for each, or do it in on_train_batch_end()."
+                )
+            made += [joiner.event(each, self._place(each[0]), _ADVICE) for each in events]
+        return made
+
+    def joiner(self, parts: Sequence[Part], sizes: Sequence[int], loss: Tensor) -> Joiner:
+        """Return what joins the parts of a batch with that loss."""
+        rules = _rules.setdefault(self.module, NumberRules())
+        return Joiner(parts, sizes, loss if self._logs_loss else None, rules)
+
+    def is_skipped(self, parts: Sequence[Part]) -> bool:
+        """Return whether None was returned, to skip the batch.
+
+        Raises:
+            AdaptiveUsageError: it was for some of the parts only.
+        """
+        skipped = [part.is_skipped for part in parts]
+        if any(skipped) and not all(skipped):
+            raise AdaptiveUsageError(
+                f"{self._name}() returned None for some micro-batches of a batch and a loss for "
+                "others, and there is no telling what it returns for the whole. Return a loss of "
+                "zero for samples that do not count, and say with weight= in adaptive_options what "
+                "the mean divides by."
+            )
+        return all(skipped)
+
+    @property
+    def _name(self) -> str:
+        return f"{type(self.module).__name__}.training_step"
+
+    def _place(self, event: Event) -> str:
+        """Return what errors and warnings call the value of an event."""
+        if event.kind == "log":
+            return f"{event.name!r} was logged"
+        if event.kind == "metric":
+            return f"what {self._name}() gave the metric {event.name!r}"
+        return f"{event.name!r}, returned by {self._name}(),"
+
+    def _loss_of(self, returned: Any, part: Part) -> Any:
         if not self._returns_loss:
             return returned
         if isinstance(returned, Mapping):
-            part.extra = {k: detached(v) for k, v in returned.items() if k != "loss"}
             if returned.get("loss") is None:
                 raise AdaptiveUsageError(
                     f"{type(self.module).__name__}.training_step() returned a dict without "
                     '"loss". Return the loss under that key, a tensor, or None to skip the batch.'
                 )
+            part.events += [
+                Event("return", key, detached(value))
+                for key, value in returned.items()
+                if key != "loss"
+            ]
             returned = returned["loss"]
         if returned is None:
             part.is_skipped = True
@@ -142,98 +185,9 @@ def recorder_of(module: object) -> StepRecorder | None:
 def note_compared(whole: Any, split: Any) -> None:
     """Find out how logged values add up, from a few samples that ran whole and in parts."""
     recorder = _running.get()
-    parts = split.aux
-    if recorder is not None and not any(part.is_skipped for part in (*whole.aux, *parts)):
-        Outcome(parts, split.sizes, recorder, split.loss).learn_from(whole.aux[0])
-
-
-class Outcome:
-    """What the parts of a step that worked make together.
-
-    Args:
-        parts: in order.
-        sizes: the samples of each.
-        recorder: ran them.
-        loss: the loss of the whole batch.
-
-    Attributes:
-        loss: the loss of the whole batch, of the type that the function returns.
-        is_skipped: whether None was returned.
-
-    Raises:
-        AdaptiveUsageError: None was returned for some of them only.
-    """
-
-    def __init__(
-        self, parts: Sequence[BatchPart], sizes: Sequence[int], recorder: StepRecorder, loss: Tensor
-    ) -> None:
-        self._parts = parts
-        self._name = f"{type(recorder.module).__name__}.training_step"
-        # sums of micro-batches in half precision are wider than that
-        self.loss = loss if parts[0].loss is None else loss.to(parts[0].loss.dtype)
-        of_batch = self.loss if recorder.logs_loss else None
-        rules = _rules.setdefault(recorder.module, NumberRules())
-        self._joiner = Joiner(parts, sizes, of_batch, rules)
-        skipped = [part.is_skipped for part in parts]
-        self.is_skipped = all(skipped)
-        if any(skipped) and not all(skipped):
-            raise AdaptiveUsageError(
-                f"{self._name}() returned None for some micro-batches of a batch and a loss for "
-                "others, and there is no telling what it returns for the whole. Return a loss of "
-                "zero for samples that do not count, and say with weight= in adaptive_options what "
-                "the mean divides by."
-            )
-
-    def extra(self) -> dict[str, Any]:
-        """Return the results beside the loss."""
-        self._check_alike([list(part.extra) for part in self._parts], "returned the keys")
-        return {
-            key: self._joiner.joined([part.extra[key] for part in self._parts], self._returned(key))
-            for key in self._parts[0].extra
-        }
-
-    def _returned(self, key: str) -> str:
-        return f"{key!r}, returned by {self._name}(),"
-
-    def metric_calls(self) -> list[Callable[[], Any]]:
-        """Return calls of the metrics, one for each call that every part made."""
-        names = [[call.name for call in part.calls] for part in self._parts]
-        self._check_alike(names, "called the metrics")
-        return [
-            joined_call(calls, self._joiner, self._name)
-            for calls in zip(*(part.calls for part in self._parts), strict=True)
-        ]
-
-    def logs(self) -> Iterator[tuple[str, Any, dict[str, Any]]]:
-        """Yield the values to log."""
-        names = [[name for name, _, _ in part.logs] for part in self._parts]
-        self._check_alike(names, "logged")
-        for each in zip(*(part.logs for part in self._parts), strict=True):
-            name, values, options = each[0][0], [log[1] for log in each], [log[2] for log in each]
-            yield name, *log_of(self._joiner, name, values, options, _ADVICE)
-
-    def learn_from(self, whole: BatchPart) -> None:
-        """Find out how numbers add up, where the same samples ran in one piece, too."""
-        parts = (whole, *self._parts)
-        if len({tuple(name for name, _, _ in part.logs) for part in parts}) == 1:
-            for (name, value, _), *logs in zip(*(part.logs for part in parts), strict=True):
-                learn_log(self._joiner, name, [log[1] for log in logs], value)
-        if len({tuple(call.name for call in part.calls) for part in parts}) == 1:
-            for call, *calls in zip(*(part.calls for part in parts), strict=True):
-                learn_call(calls, call, self._joiner, self._name)
-        if len({tuple(part.extra) for part in parts}) == 1:
-            for key, value in whole.extra.items():
-                values = [part.extra[key] for part in self._parts]
-                self._joiner.learn(values, value, self._returned(key))
-
-    def _check_alike(self, names: Sequence[Sequence[str]], did: str) -> None:
-        for other in names[1:]:
-            if list(other) != list(names[0]):
-                raise AdaptiveUsageError(
-                    f"{self._name}() {did} {_listed(names[0])} for one micro-batch and "
-                    f"{_listed(other)} for another, and there is no telling what it does for the "
-                    "whole batch. Do the same for each, or do it in on_train_batch_end()."
-                )
+    if recorder is not None and not any(part.is_skipped for part in (*whole.aux, *split.aux)):
+        joiner = recorder.joiner(split.aux, split.sizes, split.loss)
+        recorder.learn(whole.aux[0], split.aux, joiner)
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -8,7 +8,7 @@ as if the whole batch had just run forward.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
@@ -20,8 +20,10 @@ from torch import Tensor
 from tenure._errors import AdaptiveUsageError, BatchCoupledError, SplitMismatchError
 from tenure.adaptive import StepResult, step
 
+from .._joined import Part
 from ._deferred import DeferredGradients
-from ._recorder import Outcome, StepRecorder, note_compared, recorder_of
+from ._metrics import call_metric
+from ._recorder import StepRecorder, note_compared, recorder_of
 from ._refused import options_of
 
 
@@ -72,16 +74,22 @@ def fitting_step(
         result = recorder.hearing(lambda: deferred.making(made))
     # without what belongs to the batch alone
     module.adaptive_result = replace(result, aux=())
-    outcome = Outcome(result.aux, result.sizes, recorder, result.loss)
+    parts: Sequence[Part] = result.aux
+    # sums of micro-batches in half precision are wider than that
+    value = result.loss if parts[0].loss is None else result.loss.to(parts[0].loss.dtype)
+    is_skipped = recorder.is_skipped(parts)
+    extra = {}
     # all that may be refused comes before anything is told
-    calls, logs, extra = outcome.metric_calls(), list(outcome.logs()), outcome.extra()
-    for call in calls:
-        call()
-    for name, value, how in logs:
-        module.log(name, value, **how)
-    if outcome.is_skipped:
+    for event in recorder.told(parts, recorder.joiner(parts, result.sizes, value)):
+        if event.kind == "metric":
+            call_metric(event)
+        elif event.kind == "log":
+            module.log(event.name, event.value, **event.how)
+        else:
+            extra[event.name] = event.value
+    if is_skipped:
         return None
-    loss = deferred.loss(outcome.loss, scale)
+    loss = deferred.loss(value, scale)
     return {"loss": loss, **extra} if extra else loss
 
 

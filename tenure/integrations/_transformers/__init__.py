@@ -6,9 +6,7 @@ from ._prediction import PredictionInPieces as PredictionInPieces
 from ._prediction import UncuttableError as UncuttableError
 from ._refused import refuse_class as refuse_class
 from ._refused import refuse_training as refuse_training
-from ._taken import HeldLogs as HeldLogs
 from ._taken import LossOfBatch as LossOfBatch
-from ._taken import joined_logs as joined_logs
 from ._taken import losses_taken as losses_taken
 from ._taken import only_loss as only_loss
 from ._taken import outputs_taken as outputs_taken

@@ -9,92 +9,64 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from tenure._errors import AdaptiveUsageError
 
-from .._joined import Joiner, NumberRules, learn_log, log_of
+from .._joined import Event, Joiner, NumberRules, Part, side_by_side
+
+if TYPE_CHECKING:
+    from tenure.adaptive import StepResult
 
 T = TypeVar("T")
 _ADVICE = "Log it in a callback, or where the whole batch has run, such as after training_step()."
 
 
-@dataclass(slots=True)
-class HeldLogs:
-    """The logs of one micro-batch.
-
-    Attributes:
-        rules: how logs of this trainer add up.
-        calls: what `log` got, in order: numbers by name, and the other arguments.
-        loss: of the micro-batch.
-        weight: what that is a mean over; None: its samples.
-    """
-
-    rules: NumberRules
-    calls: list[tuple[dict[str, Any], tuple[Any, ...], dict[str, Any]]] = field(
-        default_factory=list
-    )
-    loss: Tensor | None = None
-    weight: Any = None
-
-
-def note_compared(whole: Any, split: Any) -> None:
-    """Find out how logged values add up, from a few samples that ran whole and in parts."""
-    (held,) = whole.aux
-    if not held.calls or not _are_alike([held, *split.aux]):
-        return
-    joiner = Joiner(split.aux, split.sizes, split.loss, held.rules)
-    for (logs, _, _), *parts in zip(held.calls, *(each.calls for each in split.aux), strict=True):
-        for name, value in logs.items():
-            learn_log(joiner, name, [part[0][name] for part in parts], value)
-
-
-def joined_logs(
-    parts: Sequence[HeldLogs], sizes: Sequence[int], loss: Tensor
-) -> Iterator[tuple[dict[str, Any], tuple[Any, ...], dict[str, Any]]]:
-    """Yield the values to log of a batch.
-
-    Args:
-        parts: what its micro-batches logged.
-        sizes: the samples of each.
-        loss: of the batch.
-    """
-    if not _are_alike(parts):
-        # one that logs for some of its samples alone
-        for part in parts:
-            yield from part.calls
-        return
-    joiner = Joiner(parts, sizes, loss, parts[0].rules)
-    for calls in zip(*(part.calls for part in parts), strict=True):
-        first, args, kwargs = calls[0]
-        options: list[dict[str, Any]] = [{} for _ in calls]
-        logs = {
-            name: log_of(joiner, name, [c[0][name] for c in calls], options, _ADVICE)[0]
-            for name in first
-        }
-        yield logs, args, kwargs
-
-
-def _are_alike(parts: Sequence[HeldLogs]) -> bool:
-    return len({tuple(tuple(logs) for logs, _, _ in part.calls) for part in parts}) == 1
-
-
 class LossOfBatch:
     """The function of all steps of one trainer, so that each is known to be the same work.
 
+    Each event of its parts is a call of `log`: the numbers by name, and how: its other arguments.
+
     Args:
         name: what errors and events call it.
+
+    Attributes:
+        rules: how logs of the trainer add up.
     """
 
     def __init__(self, name: str) -> None:
         self.__name__ = name
+        self.rules = NumberRules()
+
+    def on_compared(self, whole: Any, split: Any) -> None:
+        """Find out how logged values add up, from a few samples that ran whole and in parts."""
+        joiner = Joiner(split.aux, split.sizes, split.loss, self.rules)
+        for first, *others in side_by_side([*whole.aux, *split.aux], "log") or ():
+            for name, value in first.value.items():
+                self.rules.learn(joiner, _place(name), [e.value[name] for e in others], value)
+
+    def joined_logs(self, result: StepResult) -> Iterator[Event]:
+        """Yield the events of a batch, of those of its micro-batches."""
+        parts: Sequence[Part] = result.aux
+        events = side_by_side(parts, "log")
+        if events is None:
+            # one that logs for some of its samples alone
+            for part in parts:
+                yield from part.events
+            return
+        joiner = Joiner(parts, result.sizes, result.loss, self.rules)
+        for each in events:
+            columns = {name: [event.value[name] for event in each] for name in each[0].name}
+            logs = {
+                name: joiner.log(values, _place(name), _ADVICE) for name, values in columns.items()
+            }
+            yield each[0]._replace(value=logs)
 
     @contextmanager
-    def being(self, loss_of: Callable[[Any], tuple[Tensor, HeldLogs]]) -> Iterator[None]:
+    def being(self, loss_of: Callable[[Any], tuple[Tensor, Part]]) -> Iterator[None]:
         """Return a block in which it is a function, which it does not hold afterwards."""
         self._loss_of = loss_of
         try:
@@ -102,14 +74,15 @@ class LossOfBatch:
         finally:
             del self._loss_of
 
-    # told by who verifies a split
-    on_compared = staticmethod(note_compared)
-
-    def __call__(self, batch: Any) -> tuple[Tensor, HeldLogs]:
+    def __call__(self, batch: Any) -> tuple[Tensor, Part]:
         # Not by its name: whoever searches a step for modules follows names, and a trainer leads to
         # data sets and the state of optimizers. The modules are given, or seen when they run.
-        returned: tuple[Tensor, HeldLogs] = vars(self)["_loss_of"](batch)
+        returned: tuple[Tensor, Part] = vars(self)["_loss_of"](batch)
         return returned
+
+
+def _place(name: str) -> str:
+    return f"{name!r} was logged"
 
 
 def losses_taken(accelerator: Any, work: Callable[[], object]) -> list[Tensor]:
