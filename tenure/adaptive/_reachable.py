@@ -14,9 +14,8 @@ from __future__ import annotations
 import dis
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from itertools import chain
 from types import CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any, NamedTuple, TypeVar
 
@@ -66,7 +65,7 @@ class StepModels:
     """
 
     def __init__(
-        self, roots: dict[str, nn.Module], others: Iterable[nn.Module], *, is_given: bool
+        self, roots: dict[str, nn.Module], others: Collection[nn.Module], *, is_given: bool
     ) -> None:
         self.roots = roots
         self.found = roots.copy()
@@ -74,9 +73,10 @@ class StepModels:
         # what stands below a root was looked at before the split; other modules are when they run
         self._judged = set(map(id, self.all))
         self._is_given = is_given
-        # what is noted, so that it can be taken back: roots, and what the loss uses
-        self._known = set(self._judged)
-        self._learn(modules_below(each for each in others if id(each) not in self._known))
+        # what the loss uses is noted too, so that it can be taken back
+        if not self._judged.issuperset(map(id, others)):
+            self.all = modules_below([*self.all, *others])
+        self._known = set(map(id, self.all))
         self._ran: dict[int, nn.Module] = {}
         self._new: dict[str, nn.Module] = {}
         self.listeners: list[Listener] = []
@@ -119,15 +119,11 @@ class StepModels:
             self.roots[name] = module
         # told before its first line runs, or its buffers would be noted too late: see
         # test_buffers_of_a_module_that_no_search_finds_are_written_once
-        new = self._learn(below)
-        for listener in self.listeners:
-            listener(new)
-
-    def _learn(self, modules: list[nn.Module]) -> list[nn.Module]:
-        new = [module for module in modules if id(module) not in self._known]
+        new = [each for each in below if id(each) not in self._known]
         self._known.update(map(id, new))
         self.all += new
-        return new
+        for listener in self.listeners:
+            listener(new)
 
 
 def generators_of(objects: Iterable[Any], values: Iterable[object] = ()) -> list[Generator]:
@@ -138,8 +134,11 @@ def generators_of(objects: Iterable[Any], values: Iterable[object] = ()) -> list
         values: anything else.
     """
     objects = [*objects]
-    held = [vars(each).values() for each in objects if issubclass(type(each), nn.Module)]
-    return generators_in([*values, *used_variables(objects), *chain(*held)])
+    found = [*values, *used_variables(objects)]
+    for each in objects:
+        if issubclass(type(each), nn.Module):
+            found += vars(each).values()
+    return generators_in(found)
 
 
 class CodeNames(NamedTuple):
@@ -169,26 +168,24 @@ def names_in(code: CodeType) -> CodeNames:
     )
 
 
-def used_by(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    """Yield the values that a function's code names: captured, global, defaults."""
+def used_by(function: FunctionType) -> list[tuple[str, Any]]:
+    """Return the values that a function's code names: captured, global, defaults."""
+    used: list[tuple[str, Any]] = []
     if is_of_a_library(function.__module__):
-        return
+        return used
     code, space = function.__code__, function.__globals__
     for key, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         try:
-            yield key, cell.cell_contents
+            used.append((key, cell.cell_contents))
         except ValueError:
             # the variable has no value yet
             continue
-    for key in sorted(names_in(code).globals & space.keys()):
-        yield key, space[key]
+    used += [(key, space[key]) for key in sorted(names_in(code).globals & space.keys())]
     defaults = function.__defaults__ or ()
     named = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
-    yield from zip(named, defaults, strict=True)
-    yield from (function.__kwdefaults__ or {}).items()
+    used += [*zip(named, defaults, strict=True), *(function.__kwdefaults__ or {}).items()]
     wrapped = getattr(function, "__wrapped__", None)
-    if wrapped is not None:
-        yield short_name_of(wrapped), wrapped
+    return used if wrapped is None else [*used, (short_name_of(wrapped), wrapped)]
 
 
 def is_of_a_library(module: str | None) -> bool:
@@ -245,7 +242,7 @@ class Reachable:
             modules: more modules that run.
             values: what else may be one.
         """
-        return [*self.generators, *generators_of([*self.visited(), *modules], values)]
+        return [*self.generators, *generators_of([*self._seen.values(), *modules], values)]
 
     def captured(self) -> list[Tensor]:
         """Return the leaves that are no parameters of a module."""
@@ -272,27 +269,32 @@ class Reachable:
         if isinstance(value, _PLAIN) or key in self._seen or depth > _MAX_DEPTH:
             return
         self._seen[key] = value
+        known: dict[str, Any] | None = None
         if isinstance(value, nn.Module):
-            self._note(self.modules, name, value)
+            known = self.modules
         elif isinstance(value, Tensor):
             # a closure may hold what the scope of the last step has disposed
-            if not is_gone(value):
-                self._note(self.tensors if value.requires_grad else self.constants, name, value)
+            if is_gone(value):
+                return
+            known = self.tensors if value.requires_grad else self.constants
         elif isinstance(value, self._generator_kinds):
             self.generators.append(value)
-        else:
-            before = len(self.modules) + len(self.tensors)
-            for below, child in _below(name, value, attributes):
-                is_told = is_held and _counts_as_held(value, child)
-                self._visit(below, child, attributes, depth + 1, is_held=is_told)
-            n_found = len(self.modules) + len(self.tensors) - before
-            if n_found > 1 and isinstance(value, set | frozenset):
-                self.unordered.append(name)
-
-    def _note(self, known: dict[str, T], name: str, value: T) -> None:
-        if id(value) not in self._noted:
-            self._noted.add(id(value))
-            known[unused(name, known)] = value
+            return
+        if known is not None:
+            if id(value) not in self._noted:
+                self._noted.add(id(value))
+                known[unused(name, known)] = value
+            return
+        before = len(self.modules) + len(self.tensors)
+        is_container = isinstance(value, Mapping | list | tuple | set | frozenset)
+        for below, child in _below(name, value, attributes):
+            # another child makes another function; items of a history do not
+            is_own = isinstance(child, MethodType) and child.__self__ is value
+            is_told = callable(child) if is_container else not is_own
+            self._visit(below, child, attributes, depth + 1, is_held=is_held and is_told)
+        n_found = len(self.modules) + len(self.tensors) - before
+        if n_found > 1 and isinstance(value, set | frozenset):
+            self.unordered.append(name)
 
 
 def _below(name: str, value: Any, attributes: frozenset[str]) -> Iterable[tuple[str, Any]]:
@@ -312,13 +314,6 @@ def _below(name: str, value: Any, attributes: frozenset[str]) -> Iterable[tuple[
     if isinstance(value, list | tuple | set | frozenset):
         return [(f"{name}[{i}]", each) for i, each in enumerate(list(value)[:_MAX_ITEMS])]
     return _of_object(name, value, attributes)
-
-
-def _counts_as_held(value: Any, child: Any) -> bool:
-    """Return whether another child makes another function; items of a history do not."""
-    if isinstance(value, Mapping | list | tuple | set | frozenset):
-        return callable(child)
-    return not (isinstance(child, MethodType) and child.__self__ is value)
 
 
 def _shown(key: Any) -> str:

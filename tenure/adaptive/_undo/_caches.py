@@ -22,7 +22,7 @@ from tenure._heap import instance_attributes
 from tenure._torch.autograd import hooks_of
 from tenure._torch.quiet import without_functions
 
-from ._homes import CACHE, helpers_of, home_of, homes_of, is_a, is_library, variables_of
+from ._homes import CACHE, home_of, homes_of, is_a, is_library, variables_of
 from ._notes import ContainerNote, entries, noted_container
 
 _MOST_ITEMS = 1_000
@@ -88,9 +88,12 @@ class Caches:
         self._seen: dict[int, Any] = {}
         objects = [*objects]
         objects += [v for each in objects if is_a(each, nn.Module) for v in _functions_of(each)]
-        self._homes = homes_of(objects)
-        self._note([*variables_of(self._homes), *objects], 3)
-        self._note(variables_of(helpers_of(self._homes)), 2)
+        homes = self._homes = homes_of(objects)
+        variables = variables_of(homes)
+        # a list of each: another thread may set a variable meanwhile
+        imported = [value for space in variables for value in list(space.values())]
+        self._note([*variables, *objects], 3)
+        self._note(variables_of(homes_of(imported) - homes), 2)
 
     def take_out(self, tensors: list[Tensor]) -> bool:
         """Take tensors out of the places that were noted, and empty caches of functools with them.

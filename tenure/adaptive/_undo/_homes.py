@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Iterable
-from itertools import chain
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -19,23 +18,27 @@ CACHE = type(functools.lru_cache(len))
 def homes_of(objects: Iterable[Any]) -> set[str]:
     """Return the names of the Python modules that define modules, functions and caches."""
     names: list[Any] = []
-    # a step asks for all variables of the user's files, which are of a few types
-    by_kind: dict[int, list[Any]] = {}
+    kinds: set[type] = set()
+    # a loop without calls: a step asks for all variables of the user's files
     for each in objects:
-        by_kind.setdefault(id(type(each)), []).append(each)
-    for alike in by_kind.values():
-        kind = type(alike[0])
+        kind = type(each)
+        if kind is CACHE:
+            each = each.__wrapped__
+            kind = FunctionType if is_a(each, FunctionType, MethodType) else CACHE
         if kind is FunctionType or kind is MethodType:
-            names += [each.__module__ for each in alike]
-        elif kind is CACHE:
-            functions = [each.__wrapped__ for each in alike]
-            names += [each.__module__ for each in functions if is_a(each, FunctionType, MethodType)]
+            names.append(each.__module__)
         elif kind is ModuleType:
-            names += [each.__name__ for each in alike]
-        elif issubclass(kind, nn.Module):
+            names.append(each.__name__)
+        else:
+            kinds.add(kind)
+    for kind in kinds:
+        if issubclass(kind, nn.Module):
             names += [cls.__module__ for cls in kind.__mro__]
-    found = {name for name in names if type(name) is str}
-    return {n for n in found if n in sys.modules and n.partition(".")[0] not in _LIBRARIES}
+    return {
+        name
+        for name in names
+        if type(name) is str and name in sys.modules and name.partition(".")[0] not in _LIBRARIES
+    }
 
 
 def variables_of(homes: Iterable[str]) -> list[dict[str, Any]]:
@@ -43,21 +46,21 @@ def variables_of(homes: Iterable[str]) -> list[dict[str, Any]]:
     return [vars(sys.modules[name]) for name in sorted(homes)]
 
 
-def helpers_of(homes: set[str]) -> set[str]:
-    """Return the Python modules that others import, or import a function from."""
-    return homes_of(_values_in(homes)) - homes
-
-
 def used_variables(objects: Iterable[Any]) -> list[Any]:
-    """Return the values of variables that the code of modules and functions may use."""
-    homes = homes_of(objects)
-    values = _values_in(homes)
-    return values + _values_in(homes_of(values) - homes)
+    """Return the values of variables that the code of modules and functions may use.
 
-
-def _values_in(homes: set[str]) -> list[Any]:
-    # a list of each: another thread may set a variable meanwhile
-    return [*chain(*[list(space.values()) for space in variables_of(homes)])]
+    Those are variables of the Python modules that they are from, and of those that these import, or
+    import a function from.
+    """
+    values: list[Any] = []
+    known: set[str] = set()
+    for found in (objects, values):
+        homes = homes_of(found) - known
+        known |= homes
+        for name in sorted(homes):
+            # at once: another thread may set a variable meanwhile
+            values += vars(sys.modules[name]).values()
+    return values
 
 
 def home_of(value: Any) -> str:

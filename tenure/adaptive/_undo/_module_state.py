@@ -6,8 +6,8 @@ such as caches and counters.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,17 +29,8 @@ from ._notes import (
 )
 
 _LAYERS = ("torch.nn.modules.", "torch.nn.utils.")
-_Hooks = dict[int, Any]
-_NO_HOOKS: _Hooks = {}
 OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _PLAIN = frozenset((int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device))
-
-
-class _NotedBuffer(NamedTuple):
-    module: nn.Module
-    name: str
-    tensor: Tensor | None
-    note: TensorNote | None
 
 
 class ModuleState:
@@ -63,7 +54,7 @@ class ModuleState:
 
     __slots__ = (
         "_buffers", "_contents", "_frozen", "_hooks", "_modules", "_noted", "_seen", "_tensors",
-        "_training", "_with_modes",
+        "_with_modes",
     )  # fmt: skip
 
     def __init__(self, modules: Iterable[nn.Module], *, with_modes: bool = True) -> None:
@@ -73,32 +64,63 @@ class ModuleState:
     def begin(self) -> None:
         """Note them."""
         # the copies of the attempt before go first
-        self.finish()
+        if self._noted:
+            self.finish()
         self.add(self._modules)
 
     def add(self, modules: Iterable[nn.Module]) -> None:
         """Note more modules, while an attempt is on its way and before they run in it."""
+        held: list[tuple[nn.Module, str, Any]] = []
+        n_buffers = len(self._buffers)
         # a mode would see each attribute of a tensor that is read
-        with without_functions(), persist(), torch.no_grad():
+        with without_functions():
             for module in modules:
-                self._note(module)
+                # a lazy layer removes its own in its first call, with its class
+                is_lazy_layer = issubclass(type(module), LazyModuleMixin)
+                if self._with_modes:
+                    if not is_lazy_layer:
+                        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+                            self._hooks.append((hooks, hooks.copy()))
+                    for parameter in module._parameters.values():
+                        if parameter is not None:
+                            self._frozen.append((parameter, parameter.requires_grad))
+                home, attributes = type(module).__module__, None
+                # those are torch's wrappers, such as of ranks or compiled code, and lazy layers
+                is_set_by_torch = f"{home}.".startswith("torch.")
+                if not (is_lazy_layer if home.startswith(_LAYERS) else is_set_by_torch):
+                    space, attributes = vars(module), {}
+                    for name in space.keys() - OF_EVERY_MODULE:
+                        attributes[name] = value = space[name]
+                        if type(value) not in _PLAIN:
+                            held.append((module, name, value))
+                self._noted.append((module, module.training, attributes, {*module._buffers.keys()}))
+                for name, tensor in module._buffers.items():
+                    # a first call that fails may leave a lazy buffer with a shape
+                    if tensor is None or not is_lazy(tensor):
+                        self._buffers.append((module, name, tensor, None))
+            if held or len(self._buffers) > n_buffers:
+                with persist(), torch.no_grad():
+                    self._note_held(held)
+                    for i, (module, name, tensor, _) in enumerate(self._buffers[n_buffers:]):
+                        if tensor is not None and not is_gone(tensor):
+                            note = noted(module, name, tensor)
+                            self._buffers[n_buffers + i] = module, name, tensor, note
 
     def finish(self) -> None:
         """Keep what the attempt set and wrote, and drop the copies."""
-        notes = (buffer.note for buffer in self._buffers if buffer.note is not None)
-        remember_written((*self._tensors, *notes))
+        remember_written([*self._tensors, *filter(None, (each[3] for each in self._buffers))])
         self._forget()
 
     def undo(self) -> None:
         """Set them as they were, and put back values, and what is no longer there."""
-        for module, _, names in self._noted:
+        for module, _, _, names in self._noted:
             for name in set(module._buffers.keys()) - names:
                 delattr(module, name)
         for module, name, tensor, note in self._buffers:
             module._buffers[name] = tensor
             if note is not None:
                 note.undo()
-        for module, attributes, _ in self._noted:
+        for module, _, attributes, _ in self._noted:
             if attributes is None:
                 continue
             space = vars(module)
@@ -110,7 +132,7 @@ class ModuleState:
             contents.undo()
         for each in self._tensors:
             each.undo()
-        for module, training in self._training:
+        for module, training, _, _ in self._noted if self._with_modes else ():
             if module.training != training:
                 module.training = training
         for hooks, before in self._hooks:
@@ -127,88 +149,75 @@ class ModuleState:
 
         One that has another shape is a cache that grew, and does not count.
         """
-        written: list[_NotedBuffer] = []
-        unsure: list[tuple[_NotedBuffer, tuple[Tensor, Tensor]]] = []
-        for buffer in self._buffers:
-            note, now = buffer.note, _buffer(buffer.module, buffer.name)
+        written: list[tuple[nn.Module, str]] = []
+        unsure: list[tuple[nn.Module, str]] = []
+        pairs: list[tuple[Tensor, Tensor]] = []
+        for module, name, tensor, note in self._buffers:
+            buffers = module._buffers
+            # of a scripted module, a mapping without get()
+            now = buffers[name] if name in buffers else None  # noqa: SIM401
             if note is None or now is None:
                 continue
             # three answers that cost nothing, then the comparison of values for what is left
-            if now is buffer.tensor and note.has_other_version():
-                written.append(buffer)
-            elif now is buffer.tensor:
-                if not note.was_left_alone() and _may_be_statistic(now):
-                    unsure.append((buffer, (now, note.copy)))
-            elif now.shape == note.copy.shape:
-                unsure.append((buffer, (now, note.copy)))
+            if now is tensor and note.has_other_version():
+                written.append((module, name))
+            elif (
+                not note.was_left_alone() and _may_be_statistic(now)
+                if now is tensor
+                else now.shape == note.copy.shape
+            ):
+                unsure.append((module, name))
+                pairs.append((now, note.copy))
         with without_functions(), torch.no_grad():
-            answers = differing([pair for _, pair in unsure])
-        written += [buffer for (buffer, _), differs in zip(unsure, answers, strict=True) if differs]
-        return [(buffer.module, buffer.name) for buffer in written]
+            answers = differing(pairs)
+        return written + [each for each, differs in zip(unsure, answers, strict=True) if differs]
 
     def _forget(self) -> None:
-        self._training: list[tuple[nn.Module, bool]] = []
-        self._hooks: list[tuple[_Hooks, _Hooks]] = []
+        # each module, its mode, its attributes unless torch sets them, the names of its buffers
+        self._noted: list[tuple[nn.Module, bool, dict[str, Any] | None, set[str]]] = []
+        self._buffers: list[tuple[nn.Module, str, Tensor | None, TensorNote | None]] = []
+        self._hooks: list[tuple[dict[int, Any], dict[int, Any]]] = []
         self._frozen: list[tuple[Tensor, bool]] = []
-        # with the attributes of each, unless torch sets them, and the names of its buffers
-        self._noted: list[tuple[nn.Module, dict[str, Any] | None, set[str]]] = []
         self._contents: list[ContainerNote] = []
         self._tensors: list[TensorNote] = []
         # what is noted is kept, so an id stands for one object
         self._seen: set[int] = set()
-        self._buffers: list[_NotedBuffer] = []
 
-    def _note(self, module: nn.Module) -> None:
-        buffers = module._buffers
-        if self._with_modes:
-            self._training.append((module, module.training))
-            # a lazy layer removes its own in its first call, with its class
-            if not issubclass(type(module), LazyModuleMixin):
-                for hooks in (module._forward_pre_hooks, module._forward_hooks):
-                    self._hooks.append((hooks, hooks.copy() if hooks else _NO_HOOKS))
-            for parameter in module._parameters.values():
-                if parameter is not None:
-                    self._frozen.append((parameter, parameter.requires_grad))
-        attributes: dict[str, Any] | None = None
-        if not _is_set_by_torch(type(module)):
-            space = vars(module)
-            attributes, waiting = {}, []
-            for name in space.keys() - OF_EVERY_MODULE:
-                attributes[name] = value = space[name]
-                if type(value) not in _PLAIN:
-                    waiting.append((name, value))
-            if waiting:
-                self._note_below(module, waiting)
-        self._noted.append((module, attributes, set(buffers.keys())))
-        for name, tensor in buffers.items():
-            # a first call that fails may leave a lazy buffer with a shape
-            if tensor is None or not is_lazy(tensor):
-                note = None
-                if tensor is not None and not is_gone(tensor):
-                    note = noted(module, name, tensor)
-                self._buffers.append(_NotedBuffer(module, name, tensor, note))
-
-    def _note_below(self, module: nn.Module, waiting: list[tuple[str, Any]]) -> None:
+    def _note_held(self, waiting: list[tuple[nn.Module, str, Any]]) -> None:
+        """Note what attributes of modules hold, and what stands in containers there."""
         while waiting:
-            name, value = waiting.pop()
+            module, name, value = waiting.pop()
             if id(value) in self._seen:
                 continue
+            items: Iterable[Any] = ()
             if issubclass(type(value), Tensor):
-                self._seen.add(id(value))
                 if not (is_gone(value) or value.requires_grad):
                     self._tensors.append(noted(module, name, value))
             elif issubclass(type(value), tuple):
-                self._seen.add(id(value))
-                waiting += _changeable(name, tuple.__iter__(value))
+                items = tuple.__iter__(value)
             elif (contents := noted_container(value)) is not None:
-                self._seen.add(id(value))
                 self._contents.append(contents)
-                waiting += _changeable(name, contents.items)
+                items = contents.items
+            else:
+                continue
+            self._seen.add(id(value))
+            # by number: the text of a key may be that of a whole model, and others each time
+            for i, (_, each) in enumerate(entries(items)):
+                if type(each) not in _PLAIN:
+                    waiting.append((module, f"{name}[{i}]", each))
 
 
 def modules_below(models: Iterable[nn.Module]) -> list[nn.Module]:
     """Return the models and all modules below them, each once, the upper ones first."""
-    return [module for _, module in named_modules({str(i): m for i, m in enumerate(models)})]
+    found: dict[int, nn.Module] = {}
+    waiting: list[nn.Module | None] = list(models)[::-1]  # type: ignore[assignment]
+    while waiting:
+        module = waiting.pop()
+        if module is not None and id(module) not in found:
+            found[id(module)] = module
+            if below := module._modules:
+                waiting += [*below.values()][::-1]
+    return list(found.values())
 
 
 def named_modules(roots: Mapping[str, nn.Module]) -> list[tuple[str, nn.Module]]:
@@ -223,27 +232,6 @@ def named_modules(roots: Mapping[str, nn.Module]) -> list[tuple[str, nn.Module]]
                 named = [(f"{name}.{key}", each) for key, each in below.items() if each is not None]
                 waiting += named[::-1]
     return list(found.values())
-
-
-def _changeable(name: str, items: Iterable[Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the entries of a container that may change, with a name each."""
-    # by number: the text of a key may be that of a whole model, and keys may be others each time
-    numbered = enumerate(each for _, each in entries(items))
-    return ((f"{name}[{i}]", each) for i, each in numbered if type(each) not in _PLAIN)
-
-
-def _is_set_by_torch(kind: type[nn.Module]) -> bool:
-    """Return whether it is a wrapper, such as of ranks or compiled code, or a lazy layer."""
-    name = kind.__module__
-    if not name.startswith(_LAYERS):
-        return name.startswith("torch.") or name == "torch"
-    return issubclass(kind, LazyModuleMixin)
-
-
-def _buffer(module: nn.Module, name: str) -> Tensor | None:
-    # of a scripted module, a mapping without get()
-    buffers = module._buffers
-    return buffers[name] if name in buffers else None  # noqa: SIM401
 
 
 def _may_be_statistic(tensor: Tensor) -> bool:

@@ -7,22 +7,15 @@ import pickle
 import random
 import sys
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from tenure._devices import NO_ACCELERATOR
 from tenure.scopes import persist
 
-
-class _NotedRandom(NamedTuple):
-    """A state, and how a generator's is read and set."""
-
-    state: Any
-    read: Callable[[], Any]
-    write: Callable[[Any], object]
-
-
+_Noted = tuple[Any, Callable[[], Any], Callable[[Any], object]]
+"""A state, and how a generator's is read and set."""
 Generator = Any
 """One of torch, of Python's `random`, or of NumPy, which may not be installed."""
 
@@ -31,16 +24,19 @@ def generators_in(values: Iterable[object]) -> list[Generator]:
     """Return the generators among some values."""
     values, kinds = [*values], generator_kinds()
     # thousands of attributes are of a few types
-    found = {id(kind) for kind in set(map(type, values)) if issubclass(kind, kinds)}
-    return [value for value in values if id(type(value)) in found] if found else []
+    found = []
+    for kind in set(map(type, values)):
+        if issubclass(kind, kinds):
+            found += [value for value in values if type(value) is kind]
+    return found
 
 
 def generator_kinds() -> tuple[type, ...]:
     """Return the classes of generators; NumPy's only if it is loaded."""
     home = sys.modules.get("numpy.random")
     # half imported, on another thread, it has neither
-    of_numpy = (getattr(home, name, random.Random) for name in ("Generator", "RandomState"))
-    return torch.Generator, random.Random, *of_numpy
+    of_numpy = getattr(home, "Generator", None), getattr(home, "RandomState", None)
+    return torch.Generator, random.Random, *filter(None, of_numpy)
 
 
 class RngState:
@@ -59,40 +55,60 @@ class RngState:
     def __init__(
         self, devices: Iterable[torch.device] = (), generators: Iterable[Generator] = ()
     ) -> None:
-        self._devices = tuple(dict.fromkeys(devices))
-        self._generators = _with_state(generators)
-        self._noted: list[_NotedRandom] = []
+        self._devices = tuple(devices)
+        self._generators: list[Generator] = []
+        self._noted: list[_Noted] = []
+        self._take(generators)
 
     def begin(self) -> None:
         """Note all states."""
-        noted = [
-            _now(torch.get_rng_state, torch.set_rng_state),
-            _now(random.getstate, random.setstate),
-            *map(_generator, self._generators),
+        noted: list[_Noted] = [
+            (torch.get_rng_state(), torch.get_rng_state, torch.set_rng_state),
+            (random.getstate(), random.getstate, random.setstate),
         ]
-        if devices := self._all_devices():
-            # a device may keep its state in tensors, and no scope may let go of them
-            with persist():
-                noted += map(_accelerator, devices)
+        noted += map(_generator, self._generators)
+        devices = dict.fromkeys(self._devices)
+        # all of them, not the current one: a part may move its work to any, see
+        # test_a_retried_part_draws_what_it_had_drawn_on_every_device
+        found = torch.accelerator.current_accelerator(check_available=True)
+        if found is not None and _is_initialized(found):
+            for index in range(torch.accelerator.device_count()):
+                devices[torch.device(found.type, index)] = None
+        for device in devices:
+            if device.type not in NO_ACCELERATOR:
+                # a device may keep its state in tensors, and no scope may let go of them
+                with persist():
+                    noted.append(_accelerator(device))
         # the work may be the first to ask NumPy for random numbers
         if "numpy" in sys.modules:
             numpy_random: Any = importlib.import_module("numpy.random")
-            noted.append(_now(numpy_random.get_state, numpy_random.set_state))
+            get_state = numpy_random.get_state
+            noted.append((get_state(), get_state, numpy_random.set_state))
         self._noted = noted
 
     def has_drawn(self, *, elsewhere: bool = False) -> bool:
         """Return whether any numbers were drawn since the states were noted."""
-        noted = [each for each in self._noted if not (elsewhere and _is_of_torch(each))]
         with persist():
-            return any(not _same(read(), state) for state, read, _ in noted)
+            return any(
+                not _same(read(), state)
+                for state, read, _ in self._noted
+                if not (elsewhere and isinstance(state, torch.Tensor))
+            )
 
     def add(self, generators: Iterable[Generator]) -> None:
         """Note more of the user's own, before they are used."""
-        # one that is known would come back to what it is now
+        n_known = len(self._generators)
+        self._take(generators)
+        self._noted += map(_generator, self._generators[n_known:])
+
+    def _take(self, generators: Iterable[Generator]) -> None:
+        """Count in those that are not known: what is known would come back to what it is now."""
         known = set(map(id, self._generators))
-        new = [each for each in _with_state(generators) if id(each) not in known]
-        self._generators += new
-        self._noted += map(_generator, new)
+        for each in generators:
+            # SystemRandom asks the system, and has neither a state nor a way to draw a number again
+            if id(each) not in known and not isinstance(each, random.SystemRandom):
+                known.add(id(each))
+                self._generators.append(each)
 
     def join(self, later: RngState) -> None:
         """Take in what was noted later, which is put back before its own."""
@@ -109,48 +125,26 @@ class RngState:
             for state, _, write in self._noted:
                 write(state)
 
-    def _all_devices(self) -> list[torch.device]:
-        devices = dict.fromkeys(self._devices)
-        # all of them, not the current one: a part may move its work to any, see
-        # test_a_retried_part_draws_what_it_had_drawn_on_every_device
-        found = torch.accelerator.current_accelerator(check_available=True)
-        if found is not None and _is_initialized(found):
-            indexes = range(torch.accelerator.device_count())
-            devices |= dict.fromkeys(torch.device(found.type, index) for index in indexes)
-        return [device for device in devices if device.type not in NO_ACCELERATOR]
 
-
-def _with_state(generators: Iterable[Generator]) -> list[Generator]:
-    # SystemRandom asks the system, and has neither a state nor a way to draw a number again
-    found = {id(each): each for each in generators if not isinstance(each, random.SystemRandom)}
-    return list(found.values())
-
-
-def _generator(generator: Generator) -> _NotedRandom:
+def _generator(generator: Generator) -> _Noted:
     if isinstance(generator, random.Random):
-        return _now(generator.getstate, generator.setstate)
+        return generator.getstate(), generator.getstate, generator.setstate
     # of NumPy's newer kind
     bits = getattr(generator, "bit_generator", None)
     if bits is not None:
-        return _now(lambda: bits.state, lambda state: setattr(bits, "state", state))
-    return _now(generator.get_state, generator.set_state)
+        return bits.state, lambda: bits.state, lambda state: setattr(bits, "state", state)
+    return generator.get_state(), generator.get_state, generator.set_state
 
 
-def _accelerator(device: torch.device) -> _NotedRandom:
+def _accelerator(device: torch.device) -> _Noted:
     module: Any = torch.get_device_module(device)
     # Metal has one device and asks for none
     which = () if device.type == "mps" else (device,)
-    return _now(
-        lambda: module.get_rng_state(*which), lambda state: module.set_rng_state(state, *which)
-    )
 
+    def read() -> Any:
+        return module.get_rng_state(*which)
 
-def _now(read: Callable[[], Any], write: Callable[[Any], object]) -> _NotedRandom:
-    return _NotedRandom(read(), read, write)
-
-
-def _is_of_torch(noted: _NotedRandom) -> bool:
-    return isinstance(noted.state, torch.Tensor)
+    return read(), read, lambda state: module.set_rng_state(state, *which)
 
 
 def _same(a: Any, b: Any) -> bool:
