@@ -94,16 +94,20 @@ def modules_told(called: Listener, returned: Listener | None = None) -> Iterator
     inside compiled code are not told. Where blocks nest, each is told.
     """
     listener = called, returned
-    with _calls.block():
+    # where compiled code broke its graph and calls the module, dynamo would compile the listener
+    for told in filter(None, listener):
+        never_compiled(told)
+    _calls.begin()
+    try:
         _this_thread.listeners = (listener, *_this_thread.listeners)
-        try:
-            yield
-        finally:
-            # blocks may end in any order, and on another thread
-            rest = [*_this_thread.listeners]
-            with suppress(ValueError):
-                rest.remove(listener)
-            _this_thread.listeners = tuple(rest)
+        yield
+    finally:
+        # blocks may end in any order, and on another thread
+        rest = [*_this_thread.listeners]
+        with suppress(ValueError):
+            rest.remove(listener)
+        _this_thread.listeners = tuple(rest)
+        _calls.end()
 
 
 def _telling(call: Any) -> Any:
@@ -117,23 +121,17 @@ def _telling(call: Any) -> Any:
         if not listeners:
             _calls.was_called()
         for called, _ in listeners:
-            _tell(called, self, (args, kwargs))
+            called(self, (args, kwargs))
         result = call(self, *args, **kwargs)
         for _, returned in listeners:
             if returned is not None:
-                _tell(returned, self, result)
+                returned(self, result)
         return result
 
     return told_call
 
 
 _calls = Patch(nn.Module, {"__call__": _telling}, lingers=True)
-
-
-@never_compiled
-def _tell(told: Listener, module: nn.Module, values: Any) -> None:
-    # where compiled code broke its graph and calls the module, dynamo would compile the listener
-    told(module, values)
 
 
 def unsaved_names(module: nn.Module) -> set[str]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -64,14 +64,11 @@ class IsolatedGradients:
             raise
 
     def learn(self, leaves: list[Tensor]) -> None:
-        """Add leaves that are known from now on, also inside a reentrant checkpoint."""
-        self._late += leaves
+        """Add leaves that are known from now on, also inside a reentrant checkpoint.
 
-    def take_late(self) -> list[Tensor]:
-        """Return those that were added since it was asked; each attempt watches them from now."""
-        late, self._late = self._late, []
-        self._leaves += late
-        return late
+        The next `watch`, before a backward pass of the step, sets their gradients aside.
+        """
+        self._late += leaves
 
     def watch(self, leaves: Iterable[Tensor]) -> list[Tensor]:
         """Set aside the gradients of more leaves, before the first backward pass that has them.
@@ -80,6 +77,10 @@ class IsolatedGradients:
             Those that were not watched yet.
         """
         held, new = self._held, []
+        if self._late:
+            leaves = [*leaves, *self._late]
+            self._leaves += self._late
+            self._late = []
         # a mode of the user's would count, and a scope would own, what is only looked at
         with without_functions():
             for leaf in leaves:
@@ -152,25 +153,24 @@ class IsolatedGradients:
 
         See Note [Retry and undo], rule 3. The caller keeps interrupts out.
         """
-        self.run_hooks()
+        if self._hooks:
+            self.run_hooks()
         # of other leaves the new one stands in `.grad` already
         held = [(leaf, prior) for leaf, prior in self._held.values() if prior is not None]
-        if not held:
-            self._held = {}
-            return
-        # sums are the user's gradients from now on, and no scope may let go of them
-        with persist(), without_functions(), torch.no_grad():
-            sums = [(leaf, prior, leaf.grad, self._sum_of(leaf, prior)) for leaf, prior in held]
-            for leaf, prior, new, total in sums:
-                leaf.grad = prior
-                if total is None:
-                    if new is not None:
-                        prior.add_(new)
-                elif total.layout is prior.layout:
-                    prior.data = total
-                else:
-                    # a sparse gradient cannot become dense in its own object
-                    leaf.grad = total
+        if held:
+            # sums are the user's gradients from now on: without functions no scope owns them
+            with without_functions(), torch.no_grad():
+                sums = [self._sum_of(leaf, prior) for leaf, prior in held]
+                for (leaf, prior), total in zip(held, sums, strict=True):
+                    new, leaf.grad = leaf.grad, prior
+                    if total is None:
+                        if new is not None:
+                            prior.add_(new)
+                    elif total.layout is prior.layout:
+                        prior.data = total
+                    else:
+                        # a sparse gradient cannot become dense in its own object
+                        leaf.grad = total
         self._held = {}
 
     def undo(self) -> None:
@@ -223,27 +223,35 @@ def leaves_of(roots: Iterable[Tensor]) -> list[Tensor]:
     A graph that a node makes only while it runs backward (reentrant checkpoints) is not seen.
     """
     roots = list(roots)
-    found: list[Any] = [root for root in roots if root.grad_fn is None and root.requires_grad]
-    # `AccumulateGrad` alone has a `variable` and nothing below it
-    found += [getattr(node, "variable", None) for node in nodes_of(roots)[1]]
-    return list({id(leaf): leaf for leaf in found if leaf is not None}.values())
+    found: dict[int, Tensor] = {}
+    for root in roots:
+        if root.grad_fn is None and root.requires_grad:
+            found[id(root)] = root
+    for node in nodes_of(roots)[1]:
+        # `AccumulateGrad` alone has a `variable` and nothing below it
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            found[id(leaf)] = leaf
+    return list(found.values())
 
 
 def nodes_of(roots: Iterable[Tensor]) -> tuple[list[Any], list[Any]]:
     """Return the nodes of the graphs of ``roots``, each once: the inner ones, and those at ends."""
-    waiting = list(dict.fromkeys([root.grad_fn for root in roots if root.grad_fn is not None]))
+    waiting: list[Any] = []
+    seen: set[Any] = {None}
     inner: list[Any] = []
     ends: list[Any] = []
-    seen = set(waiting)
-    while waiting:
-        node: Any = waiting.pop()
+    below: Iterable[tuple[Any, int]] = [(root.grad_fn, 0) for root in roots]
+    while True:
+        for node, _ in below:
+            if node not in seen:
+                seen.add(node)
+                waiting.append(node)
+        if not waiting:
+            return inner, ends
+        node = waiting.pop()
         below = node.next_functions
         (inner if below else ends).append(node)
-        for other, _ in below:
-            if other is not None and other not in seen:
-                seen.add(other)
-                waiting.append(other)
-    return inner, ends
 
 
 Backward = Callable[[Tensor], object]
@@ -336,8 +344,8 @@ class SplitBackward:
         self,
         roots: Sequence[Tensor],
         seeds: Sequence[Tensor | None],
-        own: Iterable[Tensor] = (),
-        weightless: Iterable[Tensor] = (),
+        own: Sequence[Tensor] = (),
+        weightless: Sequence[Tensor] = (),
     ) -> bool:
         """Run backward from those roots that require grad.
 
@@ -353,23 +361,38 @@ class SplitBackward:
         Raises:
             AdaptiveUsageError: the graph has been used up.
         """
+        tensors: list[Tensor] = []
+        weights: list[Tensor | None] = []
+        zeros: AbstractContextManager[None] = nullcontext()
         with without_functions():
-            # a term may be a constant, such as a penalty that is switched off
-            pairs = [(r, s) for r, s in zip(roots, seeds, strict=True) if r.requires_grad]
-            empty = [root for root in weightless if root.requires_grad]
-            zeros = _giving_zeros(empty, [r for r, _ in pairs]) if empty else nullcontext()
-            pairs += [(root, torch.zeros_like(root)) for root in empty]
-            if not pairs:
+            for root, seed in zip(roots, seeds, strict=True):
+                # a term may be a constant, such as a penalty that is switched off
+                if root.requires_grad:
+                    tensors.append(root)
+                    weights.append(seed)
+            if weightless and (empty := [root for root in weightless if root.requires_grad]):
+                zeros = _giving_zeros(empty, [*tensors])
+                tensors += empty
+                weights += map(torch.zeros_like, empty)
+            if not tensors:
                 return False
-            self._n_roots += len(pairs)
-            tensors, weights = [r for r, _ in pairs], [s for _, s in pairs]
+            self._n_roots += len(tensors)
             # read from the graph before it runs: a leaf that the function made has to be set aside
             # too, or its old gradient would be added to in place
-            self.watch([*_leaves_but(own, tensors), *self._gradients.take_late()])
+            leaves = leaves_of(tensors)
+            if own:
+                made = set(map(id, own))
+                leaves = [leaf for leaf in leaves if id(leaf) not in made]
+            new = self._gradients.watch(leaves)
+        # those that were known before were told to wait when the split began
+        if new and (self._is_split or self.is_thrown_away):
+            self.let_hooks_wait(new)
         plain = functools.partial(torch.autograd.backward, tensors, weights)
+        pairs = zip(tensors, weights, strict=True)
         with zeros:
             self._in_types_of(
-                tensors, functools.partial(self._delegate, pairs) if self._delegates else plain
+                tensors,
+                functools.partial(self._delegate, [*pairs]) if self._delegates else plain,
             )
         return True
 
@@ -386,7 +409,7 @@ class SplitBackward:
             self.run([self.scaled(loss)], [None], outputs)
             return
         self._n_roots += 1
-        trains = bool(_leaves_but(outputs, [loss]))
+        trains = not {*map(id, leaves_of([loss]))}.issubset(map(id, outputs))
         gradients = self._in_types_of(
             [loss],
             lambda: torch.autograd.grad(loss, outputs, retain_graph=trains, allow_unused=True),
@@ -453,13 +476,6 @@ class SplitBackward:
                 "parameters that require grad, not a number or a detached tensor."
             )
 
-    def watch(self, leaves: Sequence[Tensor]) -> None:
-        """Prepare leaves for a backward pass."""
-        new = self._gradients.watch(leaves)
-        # those that were known before were told to wait when the split began
-        if new and (self._is_split or self.is_thrown_away):
-            self.let_hooks_wait(new)
-
     def let_hooks_wait(self, leaves: Sequence[Tensor]) -> None:
         """Make sure that no hook of a leaf sees a part of a gradient.
 
@@ -480,8 +496,10 @@ class SplitBackward:
             AdaptiveUsageError: the graph has been used up.
         """
         # autocast of the CPU counts for nodes on the CPU inside a graph of a device
+        kinds = {"cpu"}
         with without_functions():
-            kinds = {"cpu", *[root.device.type for root in roots]}
+            for root in roots:
+                kinds.add(root.device.type)
         try:
             with ExitStack() as off:
                 for kind in kinds:
@@ -502,12 +520,6 @@ class SplitBackward:
                 "micro-batch or attempt would need it again. Compute the tensor in the function, "
                 "or detach() it."
             ) from error
-
-
-def _leaves_but(own: Iterable[Tensor], roots: Iterable[Tensor]) -> list[Tensor]:
-    """Return the leaves of the graphs of ``roots`` that are none of ``own``."""
-    leaves, made = leaves_of(roots), set(map(id, own))
-    return [leaf for leaf in leaves if id(leaf) not in made] if made else leaves
 
 
 def _refuse_post_hooks(leaves: Sequence[Tensor]) -> None:
