@@ -11,7 +11,7 @@ import copy
 import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal, NamedTuple, TypeAlias, cast
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -151,20 +151,30 @@ class SampleTree:
         Raises:
             AdaptiveUsageError: its leaves don't agree, or none of them is split.
         """
-        split = [(leaf.n_samples, leaf) for leaf in self.leaves if leaf.dim is not None]
-        if not split:
+        first: Leaf | None = None
+        for leaf in self.leaves:
+            if leaf.dim is None:
+                continue
+            # the first leaf says how many; a batch's own len() may be the number of its keys
+            if first is None:
+                first, n_samples = leaf, leaf.n_samples
+            elif leaf.n_samples != n_samples:
+                raise AdaptiveUsageError(
+                    f"{_counted(first)}, and {_counted(leaf)}. {self._advice(leaf)}"
+                )
+        if first is None:
             raise AdaptiveUsageError(
                 f"{self._name} holds no tensor with samples, so there is nothing to split. "
                 "Pass the tensors of the batch in it, not through a closure."
             )
-        # the first leaf says how many; a batch's own len() may be the number of its keys
-        n_samples, first = split[0]
-        for n, leaf in split:
-            if n != n_samples:
+        for path, length in self._plain:
+            # 8 names beside 8 samples belong to them, or are 8 classes; guessing wrong is silent
+            if length == n_samples > 1:
                 raise AdaptiveUsageError(
-                    f"{_counted(first)}, and {_counted(leaf)}. {self._advice(leaf)}"
+                    f"{path} is a list of {length} plain values, as many as there are samples: it "
+                    f"may belong to them or not. Say which with {self._argument}: "
+                    '"items" at its place splits it, None lets all samples share it.'
                 )
-        self._refuse_plain_lists(n_samples)
         return n_samples
 
     def refuse_ambiguous(self) -> None:
@@ -187,32 +197,49 @@ class SampleTree:
     # --- taking apart
 
     def _take_apart(self, value: Any, dims: Any, path: str) -> _Build:
-        if isinstance(value, Tensor):
-            return self._leaf(value, self._dim_of_tensor(value, dims, path), path)
-        if dims == "items":
-            return self._leaf(value, self._items(value, path), path)
         # an instance may have any attribute
-        if hasattr(type(value), "__array_interface__"):
-            return self._leaf(value, self._dim_in_range(value, value.ndim, dims, path), path)
-        if isinstance(value, _SIMPLE):
-            return self._leaf(value, None, path)
-        container = level_of(value)
-        if dims is None:
-            return self._shared(value, container, path)
+        if isinstance(value, Tensor) or hasattr(type(value), "__array_interface__"):
+            self.leaves.append(Leaf(path, value, self._dim_in_range(value, dims, path)))
+            return next
+        if dims == "items":
+            if not isinstance(value, list | tuple):
+                raise AdaptiveUsageError(
+                    f'{self._argument} has "items" for {path}, which is a {type(value).__name__}. '
+                    "Only a list or a tuple has items."
+                )
+            self.leaves.append(Leaf(path, value, "items"))
+            return next
+        container = None if isinstance(value, _SIMPLE) else level_of(value)
+        # what all samples share is passed on itself in a batch: a tokenizer or a config may not
+        # survive a copy
+        is_deep = self._is_deep and container is not None and id(value) not in self._around
+        if isinstance(value, _SIMPLE) or (dims is None and not is_deep):
+            self.leaves.append(Leaf(path, value, None))
+            return next
         if container is None:
             raise AdaptiveUsageError(
                 f"{path} is a {type(value).__name__}, which can't be taken apart. Register it with "
                 f"torch.utils._pytree, pass the tensors in it, or say with {self._argument}=None "
                 "at its place that all samples share it."
             )
-        if isinstance(value, list | tuple) and value and all(isinstance(x, _SIMPLE) for x in value):
-            self._plain.append((path, len(value)))
-        elif isinstance(value, list | tuple) and isinstance(dims, int) and _are_tensors(value):
-            self._lists.append(path)
-            if len({(each.shape, each.dtype) for each in value}) == 1:
-                self._alike.append((path, len(value)))
-        self._refuse_hidden(value, container, path)
-        return self._inner(value, container, dims, path)
+        if dims is not None:
+            if isinstance(value, list | tuple) and value:
+                if all(isinstance(each, _SIMPLE) for each in value):
+                    self._plain.append((path, len(value)))
+                elif isinstance(dims, int) and all(isinstance(each, Tensor) for each in value):
+                    self._lists.append(path)
+                    if len({(each.shape, each.dtype) for each in value}) == 1:
+                        self._alike.append((path, len(value)))
+            self._refuse_hidden(value, container, path)
+        self._around.add(id(value))
+        below = self._dims_below(container.keys, dims, path)
+        is_named = dataclasses.is_dataclass(value) and not isinstance(value, Mapping)
+        builds = [
+            self._take_apart(child, below[key], f"{path}.{key}" if is_named else f"{path}[{key!r}]")
+            for key, child in zip(container.keys, container.children, strict=True)
+        ]
+        self._around.discard(id(value))
+        return lambda values: container.make([build(values) for build in builds])
 
     def _refuse_hidden(self, value: Any, container: Level, path: str) -> None:
         """Make sure that no tensor would stay whole beside those that are split."""
@@ -228,28 +255,6 @@ class SampleTree:
                 "a plain dict."
             )
 
-    def _shared(self, value: Any, container: Level | None, path: str) -> _Build:
-        # of a batch it is passed on itself: a tokenizer or a config may not survive a copy
-        if container is None or not self._is_deep or id(value) in self._around:
-            return self._leaf(value, None, path)
-        self._around.add(id(value))
-        build = self._inner(value, container, None, path)
-        self._around.discard(id(value))
-        return build
-
-    def _inner(self, value: Any, container: Level, dims: Any, path: str) -> _Build:
-        below = self._dims_below(container.keys, dims, path)
-        is_named = dataclasses.is_dataclass(value) and not isinstance(value, Mapping)
-        builds = [
-            self._take_apart(child, below[key], f"{path}.{key}" if is_named else f"{path}[{key!r}]")
-            for key, child in zip(container.keys, container.children, strict=True)
-        ]
-        return lambda values: container.make([build(values) for build in builds])
-
-    def _leaf(self, value: Any, dim: _Dim, path: str) -> _Build:
-        self.leaves.append(Leaf(path, value, dim))
-        return next
-
     def _dims_below(self, keys: list[Any], dims: Any, path: str) -> dict[Any, Any]:
         if dims is None or isinstance(dims, int):
             return dict.fromkeys(keys, dims)
@@ -264,47 +269,28 @@ class SampleTree:
             'dimension, None, "items", or a container of these of the same shape.'
         )
 
-    def _dim_of_tensor(self, value: Tensor, dims: Any, path: str) -> _Dim:
-        dim = self._dim_in_range(value, value.dim(), dims, path)
+    def _dim_in_range(self, value: Any, dims: Any, path: str) -> _Dim:
+        """Return where a tensor, or an array of NumPy, has its samples."""
+        n_dims = value.ndim
+        dim = None if n_dims == 0 else dims
         if dim is None:
             return None
+        is_tensor = isinstance(value, Tensor)
+        if not isinstance(dim, int) or isinstance(dim, bool) or not -n_dims <= dim < n_dims:
+            array = f"an array of {value.dtype}{list(value.shape)}"
+            kind = describe_tensor(value) if is_tensor else array
+            raise AdaptiveUsageError(
+                f"{self._argument} has {dims!r} for {path}, which is {kind}. "
+                "Give one of its dimensions, or None if all samples share it."
+            )
         # rows of sparse tensors are no views, and nested ones have no dimension to narrow
-        if value.layout is not torch.strided or value.is_nested:
+        if is_tensor and (value.layout is not torch.strided or value.is_nested):
             raise AdaptiveUsageError(
                 f"{path} is {describe_tensor(value)} of layout {value.layout}, which can't be "
                 f"split. Pass a dense tensor, or say with {self._argument}=None at its place "
                 "that all samples share it."
             )
         return dim
-
-    def _dim_in_range(self, value: Any, n_dims: int, dims: Any, path: str) -> _Dim:
-        dim = None if n_dims == 0 else dims
-        is_int = isinstance(dim, int) and not isinstance(dim, bool)
-        if dim is None or (is_int and -n_dims <= dim < n_dims):
-            return cast("int | None", dim)
-        described = describe_tensor(value) if isinstance(value, Tensor) else _array_of(value)
-        raise AdaptiveUsageError(
-            f"{self._argument} has {dims!r} for {path}, which is {described}. "
-            "Give one of its dimensions, or None if all samples share it."
-        )
-
-    def _items(self, value: Any, path: str) -> _Dim:
-        if isinstance(value, list | tuple):
-            return "items"
-        raise AdaptiveUsageError(
-            f'{self._argument} has "items" for {path}, which is a {type(value).__name__}. '
-            "Only a list or a tuple has items."
-        )
-
-    def _refuse_plain_lists(self, n_samples: int) -> None:
-        for path, length in self._plain:
-            # 8 names beside 8 samples belong to them, or are 8 classes; guessing wrong is silent
-            if length == n_samples > 1:
-                raise AdaptiveUsageError(
-                    f"{path} is a list of {length} plain values, as many as there are samples: it "
-                    f"may belong to them or not. Say which with {self._argument}: "
-                    '"items" at its place splits it, None lets all samples share it.'
-                )
 
     def _advice(self, leaf: Leaf) -> str:
         around = leaf.path.rpartition("[")[0]
@@ -313,14 +299,6 @@ class SampleTree:
             f"Say with {self._argument} which dimension of {leaf.path} has the samples, or None if "
             f"all samples share it.{items if around in self._lists else ''}"
         )
-
-
-def _are_tensors(values: list[Any] | tuple[Any, ...]) -> bool:
-    return bool(values) and all(isinstance(each, Tensor) for each in values)
-
-
-def _array_of(value: Any) -> str:
-    return f"an array of {value.dtype}{list(value.shape)}"
 
 
 def _counted(leaf: Leaf) -> str:
@@ -351,35 +329,47 @@ class CutInputs:
     def __init__(self, tree: SampleTree, whole: Any) -> None:
         self._tree = tree
         self._whole = whole
-        leaves = [leaf for leaf in tree.leaves if isinstance(leaf.value, Tensor)]
-        tensors: list[Tensor] = [leaf.value for leaf in leaves]
+        self._versions: list[tuple[Tensor, int | None]] = []
+        self.frozen: list[Tensor] = []
+        self.computed: list[str] = []
+        trained: list[Tensor] = []
         with without_functions():
-            # versions count writes, so that nothing has to be copied to notice one
-            self._versions = [(t, version_of(t)) for t in tensors]
-            self.frozen = [t for t in tensors if not t.requires_grad and t.is_floating_point()]
-            self.computed = [leaf.path for leaf in leaves if leaf.value.grad_fn is not None]
-            self.leaves = leaves_of(tensors) if any(t.requires_grad for t in tensors) else []
+            for path, value, _ in tree.leaves:
+                if isinstance(value, Tensor):
+                    # versions count writes, so that nothing has to be copied to notice one
+                    self._versions.append((value, version_of(value)))
+                    if value.grad_fn is not None:
+                        self.computed.append(path)
+                    if value.requires_grad:
+                        trained.append(value)
+                    elif value.is_floating_point():
+                        self.frozen.append(value)
+            self.leaves = leaves_of(trained) if trained else []
         self.expects_writes = False
         self.n_samples = self.length = tree.n_samples()
 
     @property
     def is_written(self) -> bool:
         """True if the batch is no longer what it was."""
-        return bool(self._written())
+        return self._written() is not None
 
-    def _written(self) -> list[Tensor]:
+    def _written(self) -> Tensor | None:
+        """Return a tensor that was written."""
         with without_functions():
-            return [tensor for tensor, known in self._versions if version_of(tensor) != known]
+            for tensor, known in self._versions:
+                if version_of(tensor) != known:
+                    return tensor
+        return None
 
     def begin(self) -> None:
         """Warn, once, if the batch is no longer what the function was given the last time."""
         written = self._written()
-        if written and not self.expects_writes:
+        if written is not None and not self.expects_writes:
             # once: a warning for each chunk tells nothing new
             self.expects_writes = True
             warn_user(
                 "step() runs its function again, which has written into "
-                f"{describe_tensor(written[0])} of the batch. Where writing twice is not the same "
+                f"{describe_tensor(written)} of the batch. Where writing twice is not the same "
                 "as once, as with x.div_(255), the gradients are wrong: write into a copy, as in "
                 "x = x / 255.",
                 AdaptiveUsageWarning,
