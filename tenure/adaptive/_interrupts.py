@@ -7,11 +7,16 @@ its weights; and none between the vote of a rank and its gradients, or other ran
 
 from __future__ import annotations
 
+import inspect
 import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Self
+
+# past their enums, which cost more than all else that the end of a step does
+_handler: Any = inspect.unwrap(signal.getsignal)
+_set_handler: Any = inspect.unwrap(signal.signal)
 
 
 class Interrupts:
@@ -33,17 +38,17 @@ class Interrupts:
         # other threads get none
         if threading.current_thread() is not threading.main_thread():
             return
-        handler = signal.getsignal(signal.SIGINT)
+        handler = _handler(signal.SIGINT)
         # what C code has set can't be put back
         if handler is not None and handler != self._note:
             self._before = handler
-            signal.signal(signal.SIGINT, self._note)
+            _set_handler(signal.SIGINT, self._note)
 
     def end(self) -> None:
         """Let Ctrl-C through from here on, also one that has come before."""
         # a handler that the work has set stays
-        if self._before is not None and signal.getsignal(signal.SIGINT) == self._note:
-            signal.signal(signal.SIGINT, self._before)
+        if self._before is not None and _handler(signal.SIGINT) == self._note:
+            _set_handler(signal.SIGINT, self._before)
         if self._has_come:
             self._has_come = False
             signal.raise_signal(signal.SIGINT)

@@ -32,7 +32,7 @@ _WANTED = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Term:
     """A part of a loss over some samples.
 
@@ -116,15 +116,6 @@ def check_weight_is_used(terms: Terms, weight: object) -> None:
         )
 
 
-def whole_loss(terms: Terms, then: Callable[..., Any] | None) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the loss and the terms of an unsplit batch, as the function itself would."""
-    values = {
-        name: term.value if term.count is None else term.value / term.count
-        for name, term in terms.by_name.items()
-    }
-    return finished_loss(values, terms.named, then), values
-
-
 def finished_loss(
     totals: dict[str, Tensor], named: bool, then: Callable[..., Any] | None
 ) -> Tensor:
@@ -136,7 +127,8 @@ def finished_loss(
     if then is not None:
         return scalar(then(totals if named else totals[ONLY]), "then() of step()")
     # not from 0: that would be another node in the graph of a step that is not split
-    return _sum([*totals.values()])
+    first, *others = totals.values()
+    return sum(others, first)
 
 
 def combined(
@@ -225,17 +217,11 @@ def _combined(column: list[Term], shares: Sequence[float], reduction: Reduction)
     with without_functions():
         values = [widened(term.value) for term in column]
         counts = [widened_count(term.count) for term in column if term.count is not None]
-    if counts:
-        return _sum(values) / sum(counts)
-    if reduction == "sum":
-        return _sum(values)
-    # a chunk without a share is left out, and not multiplied by zero: its mean is nan
-    weighted = zip(values, shares, strict=True)
-    return _sum([value * share for value, share in weighted if share])
-
-
-def _sum(values: list[Tensor]) -> Tensor:
-    return sum(values[1:], values[0])
+    if reduction == "mean" and not counts:
+        # a chunk without a share is left out, and not multiplied by zero: its mean is nan
+        values = [value * share for value, share in zip(values, shares, strict=True) if share]
+    total: Tensor = sum(values[1:], values[0])
+    return total / sum(counts) if counts else total
 
 
 def _brief(value: object) -> str:

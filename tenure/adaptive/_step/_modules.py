@@ -55,21 +55,27 @@ class GradientExchange:
     Args:
         modules: those of the step that are known before it runs; other ranks wait for what a
             replica exchanges, so that those with others have to be known then.
+
+    Attributes:
+        is_rank: whether this process is a rank; alone, it has nothing to do.
     """
 
     __slots__ = (
         "_aside", "_first_fsdp", "_groups", "_is_broken", "_is_ready", "_is_split", "_known",
-        "_replicas",
+        "_replicas", "is_rank",
     )  # fmt: skip
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
+        # without processes there is nobody to exchange with, and most programs have none
+        self.is_rank = is_rank()
         self._known: set[int] = set()
         self._replicas: list[Replicated] = []
         self._groups: list[ShardedGroup] = []
         self._first_fsdp: list[nn.Module] = []
         self._aside: ExitStack | None = None
         self._is_broken = self._is_split = self._is_ready = False
-        self.learn(modules)
+        if self.is_rank:
+            self.learn(modules)
         self._is_ready = True
 
     @property
@@ -79,8 +85,7 @@ class GradientExchange:
 
     def learn(self, modules: Iterable[nn.Module]) -> None:
         """Count modules in, before they run for the first time."""
-        # without processes there is nobody to exchange with, and most programs have none
-        if not is_rank():
+        if not self.is_rank:
             return
         for module in modules:
             if id(module) not in self._known:
@@ -107,13 +112,13 @@ class GradientExchange:
         elif is_first_fsdp(module):
             self._first_fsdp.append(module)
 
-    def apart(self) -> AbstractContextManager[None]:
-        """Open a block in which replicas exchange neither gradients nor buffers."""
-        # a verification in the middle of a step: what it learns of stays apart until that ends
-        return nullcontext() if self._aside is not None or not is_rank() else self._apart()
-
     @contextmanager
-    def _apart(self) -> Iterator[None]:
+    def apart(self) -> Iterator[None]:
+        """Return a block in which replicas exchange neither gradients nor buffers."""
+        # a verification in the middle of a step: what it learns of stays apart until that ends
+        if self._aside is not None:
+            yield
+            return
         with ExitStack() as aside:
             self._aside = aside
             try:

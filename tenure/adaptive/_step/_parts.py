@@ -5,8 +5,8 @@ Invariant: nothing here knows how a step is run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -119,10 +119,8 @@ class StepParts:
         exchange: whether modules exchange them with other processes.
         backward: makes them.
         found: what the functions use.
-        reached: that, and the modules that are known before they run.
         writes: whether the function writes parameters; None where that does not matter.
         compiled: the compiled modules and functions that it runs.
-        leaf_names: names of tensors that are no parameters of a module, by id.
         aux: what the function returned beside its loss in this attempt, by the first sample.
         counts: what the sums of terms were divided by in this attempt, by name.
         divisors: what the means of each chunk of this attempt divide by.
@@ -138,38 +136,41 @@ class StepParts:
         self, spec: StepSpec, like: StepParts | None = None, values: Sequence[Any] = ()
     ) -> None:
         self.name = short_name_of(spec.fn)
-        self.models: StepModels
-        self.state: StepState
-        self.exchange: GradientExchange
         if like is None:
             self.spec = spec
             self.tree = SampleTree(spec.batch, spec.in_dims, name="batch", argument="in_dims")
             self.found = Reachable(spec.fn)
             roots = self._roots()
             # modules of the loss see the whole batch: they are no roots and may mix samples
-            self.found.look_into(spec.loss if callable(spec.loss) else None, spec.then, spec.once)
+            loss = spec.loss if callable(spec.loss) else None
+            self.found.look_into(loss, spec.then, spec.once)
         else:
             self.tree = like.tree.like([*values])
             self.spec = replace(spec, batch=self.tree.with_leaves([*values]))
             self.found = like.found
             roots = dict(like.models.found)
-        tree, found = self.tree, self.found
-        self.leaves = tree.leaves
-        self.values = tuple(leaf.value for leaf in tree.leaves)
-        self.inputs = CutInputs(tree, self.spec.batch)
+        found, self.leaves = self.found, self.tree.leaves
+        self.values = tuple([leaf.value for leaf in self.leaves])
+        self.inputs = CutInputs(self.tree, self.spec.batch)
         self.n_samples = self.inputs.n_samples
-        self.models = StepModels(roots, found.modules.values(), is_given=spec.model is not None)
+        self.models: StepModels = StepModels(
+            roots, found.modules.values(), is_given=spec.model is not None
+        )
         self.roots = self.models.roots
         # statistics of one sample are none, and torch refuses them
         per_chunk = spec.batchnorm == "per_chunk" and coupled_modules(self.roots)
         self.smallest = 2 if per_chunk else 1
-        self.trained = [*parameters_of(self.models.all), *found.captured()]
+        self.trained = parameters_of(self.models.all)
+        if found.tensors:
+            self.trained += found.captured()
         leaves = [*self.trained, *self.inputs.leaves]
         self.devices = devices_of([*leaves, *self.values])
         known = None if like is None else like.state.generators
         generators = known or found.all_generators(self.models.all, self.values)
-        self.state = StepState(self.models, self.devices, [*generators])
-        self.exchange = GradientExchange(self.models.all) if like is None else like.exchange
+        self.state: StepState = StepState(self.models, self.devices, [*generators])
+        self.exchange: GradientExchange = (
+            GradientExchange(self.models.all) if like is None else like.exchange
+        )
         self.gradients = gradients = IsolatedGradients(leaves, self.inputs.frozen)
         self.models.listeners = [
             self.state.learn,
@@ -179,7 +180,7 @@ class StepParts:
         # no cycle with this object: what a failed step holds is freed without the collector
         computed = self.inputs.computed
         self.backward = SplitBackward(
-            self.gradients, spec.scaler, spec.backward, lambda: [*computed, *found.computed()]
+            gradients, spec.scaler, spec.backward, lambda: [*computed, *found.computed()]
         )
         self.aux: dict[int, Any] = {}
         self.counts: dict[str, Any] = {}
@@ -189,14 +190,19 @@ class StepParts:
         self.around_backward: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.n_parts: int | None = None
         self.is_asked = False
-        self.reached = (spec.fn, *found.visited(), *self.models.all)
         self.writes: WrittenParameters | None = None
         self.compiled = [*filter(is_compiled, self.reached)] if has_compiled() else []
-        self.leaf_names = {id(tensor): name for name, tensor in found.tensors.items()}
-        # now: one that the function itself lets require grad has a gradient of no interest
-        for leaf in tree.leaves:
-            if isinstance(leaf.value, Tensor) and leaf.value.requires_grad:
-                self.leaf_names[id(leaf.value)] = leaf.path
+
+    @property
+    def reached(self) -> tuple[Any, ...]:
+        """What the functions use, and the modules that are known."""
+        return (self.spec.fn, *self.found.visited(), *self.models.all)
+
+    @property
+    def leaf_names(self) -> dict[int, str]:
+        """The names of tensors that are no parameters of a module, by id."""
+        named = [*self.found.tensors.items(), *self.inputs.trained]
+        return {id(tensor): name for name, tensor in named}
 
     @property
     def outside(self) -> dict[str, Tensor]:
@@ -207,24 +213,29 @@ class StepParts:
         """Return the modules that the function is known to run, by name."""
         if self.spec.model is not None:
             return modules_given(self.spec.entry, self.spec.model)
-        # a model may come with the batch, as in a population that is trained
-        leaves = self.tree.leaves
-        in_batch = {leaf.path: leaf.value for leaf in leaves if isinstance(leaf.value, nn.Module)}
-        return self.found.modules | in_batch
+        roots = self.found.modules.copy()
+        for path, value, _ in self.tree.leaves:
+            # a model may come with the batch, as in a population that is trained
+            if isinstance(value, nn.Module):
+                roots[path] = value
+        return roots
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Return a block whose modules are known by running, and noted before they change."""
-        with (
-            self.exchange.apart(),
-            self.models.seeing(),
-            expecting_other_sizes_of(self.compiled, lambda: self.inputs.length),
-        ):
-            yield
+    def watching(self) -> AbstractContextManager[Any]:
+        """Open a block whose modules are known by running, and noted before they change."""
+        if not (self.exchange.is_rank or self.compiled):
+            return self.models.seeing()
+        with ExitStack() as stack:
+            stack.enter_context(self.exchange.apart())
+            stack.enter_context(self.models.seeing())
+            if self.compiled:
+                inputs = self.inputs
+                stack.enter_context(expecting_other_sizes_of(self.compiled, lambda: inputs.length))
+            return stack.pop_all()
 
     def rollback(self) -> AllOf:
         """Return the undo of all that an attempt changes."""
-        return AllOf((self.exchange, self.gradients, self.state))
+        exchange = (self.exchange,) if self.exchange.is_rank else ()
+        return AllOf((*exchange, self.gradients, self.state))
 
     def begin(self, *, is_split: bool, is_trial: bool = False) -> None:
         """Start an attempt from the beginning; nothing of an earlier one counts."""
@@ -268,7 +279,7 @@ class StepParts:
 
     def all_aux(self) -> tuple[Any, ...]:
         """Return what the function returned beside its loss, in the order of the samples."""
-        return tuple(self.aux[start] for start in sorted(self.aux))
+        return tuple([self.aux[start] for start in sorted(self.aux)]) if self.aux else ()
 
     def check_splittable(self, size: int) -> None:
         """Make sure that no module that is known, and no hook, has to see the whole batch.
@@ -345,14 +356,22 @@ class StepParts:
 
 def parameters_of(modules: Iterable[nn.Module]) -> list[Tensor]:
     """Their own parameters, each once; not those of modules below them."""
-    found = {id(p): p for module in modules for p in module._parameters.values() if p is not None}
+    found: dict[int, Tensor] = {}
+    for module in modules:
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                found[id(parameter)] = parameter
     return list(found.values())
 
 
 def devices_of(values: list[Any]) -> list[torch.device]:
     """Return the devices of the tensors among some values, in order."""
+    found: dict[torch.device, None] = {}
     with without_functions():
-        return list(dict.fromkeys([each.device for each in values if isinstance(each, Tensor)]))
+        for value in values:
+            if isinstance(value, Tensor):
+                found[value.device] = None
+    return list(found)
 
 
 class FunctionState(AllOf):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
@@ -320,6 +320,7 @@ class CutInputs:
     Attributes:
         leaves: the leaves that its tensors are, or are computed from.
         frozen: its tensors that require no grad, and might.
+        trained: its tensors that require grad, and their paths.
         computed: the paths of tensors that are computed from others with gradients.
         n_samples: the samples of the batch.
         expects_writes: whether to warn of nothing: it was done, or the batch is a copy for one run.
@@ -332,7 +333,7 @@ class CutInputs:
         self._versions: list[tuple[Tensor, int | None]] = []
         self.frozen: list[Tensor] = []
         self.computed: list[str] = []
-        trained: list[Tensor] = []
+        self.trained: list[tuple[str, Tensor]] = []
         with without_functions():
             for path, value, _ in tree.leaves:
                 if isinstance(value, Tensor):
@@ -341,10 +342,11 @@ class CutInputs:
                     if value.grad_fn is not None:
                         self.computed.append(path)
                     if value.requires_grad:
-                        trained.append(value)
+                        self.trained.append((path, value))
                     elif value.is_floating_point():
                         self.frozen.append(value)
-            self.leaves = leaves_of(trained) if trained else []
+            # one that the function itself lets require grad has a gradient of no interest
+            self.leaves = leaves_of([value for _, value in self.trained]) if self.trained else []
         self.expects_writes = False
         self.n_samples = self.length = tree.n_samples()
 
@@ -422,8 +424,6 @@ def expecting_other_sizes_of(
         compiled: the compiled modules and functions that are known.
         length: how many samples the function runs on now.
     """
-    if not compiled:
-        return nullcontext()
     has_functions = any(not isinstance(each, nn.Module) for each in compiled)
 
     def given(module: nn.Module, values: Any) -> None:

@@ -39,7 +39,6 @@ from ._loss import (
     finished_loss,
     scalar,
     terms_of,
-    whole_loss,
     widened_count,
     widest_float,
 )
@@ -402,7 +401,10 @@ def _whole_loss(parts: StepParts) -> tuple[Tensor, dict[str, Tensor]]:
         terms = terms_of(returned, spec.loss)
         parts.counts = terms.counts()
     check_weight_is_used(terms, spec.weight)
-    return whole_loss(terms, spec.then)
+    values = {}
+    for name, term in terms.by_name.items():
+        values[name] = term.value if term.count is None else term.value / term.count
+    return finished_loss(values, terms.named, spec.then), values
 
 
 def _split(parts: StepParts, size: int, verifier: Verifier | None) -> StepOutcome:
