@@ -39,13 +39,16 @@ def required_tensors(trees: tuple[object, ...], call: str) -> list[Tensor]:
         raise ScopeUsageError(f"{call} was called without an argument. Pass the tensors it is for.")
     found: dict[int, Tensor] = {}
     for tree in trees:
-        inside = tensors_in((tree,))
+        # as attempts hand on what they made
+        is_plain = type(tree) is list and set(map(type, tree)) == {Tensor}
+        inside: Any = tree if is_plain else tensors_in((tree,))
         if not inside:
             raise ScopeUsageError(
                 f"{call} got {_brief(tree)}, which holds no tensor, and changed nothing. "
                 "Pass a tensor, or a list, tuple, dict, dataclass or pytree of tensors."
             )
-        found.update((id(tensor), tensor) for tensor in inside)
+        for tensor in inside:
+            found[id(tensor)] = tensor
     return list(found.values())
 
 

@@ -17,6 +17,7 @@ from ._loss import Reduction
 from ._samples import SampleDims
 
 BatchNormPolicy = Literal["refuse", "per_chunk"]
+_POLICIES, _REDUCTIONS = get_args(BatchNormPolicy), get_args(Reduction)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +63,7 @@ class StepSpec:
             _check_function(entry, "loss", loss)
             # with outputs the loss is the user's own, and nothing is left to weigh
             _refuse_beside_outputs(entry, self.weight, self.then)
-        elif loss not in get_args(Reduction):
+        elif loss not in _REDUCTIONS:
             raise AdaptiveUsageError(
                 f'{entry}() got loss={loss!r}. Say what the function returns, "mean" or "sum", or '
                 "pass a function of its outputs."
@@ -73,7 +74,7 @@ class StepSpec:
                 f'{entry}() got weight= with loss="sum", and a sum has no weights. Leave one of '
                 "them out."
             )
-        if batchnorm not in get_args(BatchNormPolicy):
+        if batchnorm not in _POLICIES:
             raise AdaptiveUsageError(
                 f'{entry}() got batchnorm={batchnorm!r}. It is "refuse" or "per_chunk".'
             )

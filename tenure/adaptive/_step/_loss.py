@@ -62,16 +62,18 @@ class Terms(NamedTuple):
 
     def counts(self) -> dict[str, Count]:
         """Return copies of the counts: a function may count the next chunk in the same tensor."""
-        terms = self.by_name.items()
-        return {name: copied(each.count) for name, each in terms if each.count is not None}
+        found: dict[str, Count] = {}
+        for name, term in self.by_name.items():
+            if term.count is not None:
+                found[name] = copied(term.count)
+        return found
 
     def detached(self) -> Terms:
         """Return copies without graphs."""
-        counts = self.counts()
-        # copies: what losses of torch return still has the memory of all their elements
-        terms = {
-            n: Term(term.value.detach().clone(), counts.get(n)) for n, term in self.by_name.items()
-        }
+        counts, terms = self.counts(), {}
+        for name, term in self.by_name.items():
+            # copies: what losses of torch return still has the memory of all their elements
+            terms[name] = Term(term.value.detach().clone(), counts.get(name))
         return Terms(terms, self.named)
 
 

@@ -46,7 +46,7 @@ from .._ranks import (
     is_rank,
     kept_apart,
 )
-from .._undo import ModuleState, named_modules
+from .._undo import ModuleState, modules_below, named_modules
 
 
 class GradientExchange:
@@ -208,6 +208,9 @@ def _take_out_of_buckets(module: Replicated) -> None:
             parameter.grad = gradient.clone()
 
 
+_MIXING = (BatchNorm, InstanceNorm)
+
+
 class Coupled(NamedTuple):
     """A module that mixes samples."""
 
@@ -221,12 +224,11 @@ class Coupled(NamedTuple):
 
 def coupled_modules(roots: Mapping[str, nn.Module]) -> list[Coupled]:
     """Yield the modules that couple samples, by their type and state."""
-    found = []
-    for name, module in named_modules(roots):
-        why = _why_coupled(module)
-        if why is not None:
-            found.append(Coupled(name, type(module).__name__, why))
-    return found
+    return [
+        Coupled(name, type(module).__name__, why)
+        for name, module in named_modules(roots)
+        if isinstance(module, _MIXING) and (why := _why_coupled(module)) is not None
+    ]
 
 
 def written_modules(roots: Mapping[str, nn.Module], state: ModuleState) -> list[Coupled]:
@@ -347,23 +349,29 @@ class WrittenParameters:
         asks: whether the run is taken back anyway, so that nothing may be written in it.
 
     Attributes:
+        asks: as it was passed.
         error: the last error that was raised.
     """
 
     def __init__(
         self, entry: str, function: str, roots: Mapping[str, nn.Module], *, asks: bool
     ) -> None:
-        self._entry, self._function, self._asks = entry, function, asks
+        self._entry, self._function, self._roots, self.asks = entry, function, roots, asks
         self.error: AdaptiveUsageError | None = None
+        self._noted: list[tuple[Tensor, Tensor, int | None]] = []
         with without_functions():
-            self._noted = [
-                (name, each, each.detach(), version_of(each))
-                for name, each in _plain_parameters(roots)
-            ]
+            for module in modules_below(roots.values()):
+                # looking rows up renormalizes them, again to the same
+                is_renormalized = vars(module).get("max_norm") is not None
+                for each in () if is_renormalized else module._parameters.values():
+                    # of other classes nobody knows what a write is: sharded, quantized, without
+                    # data
+                    if each is not None and type(each) in _PLAIN and not is_lazy(each):
+                        self._noted.append((each, each.detach(), version_of(each)))
 
     def guarded(self) -> AbstractContextManager[Any]:
         """Return a block for a call of the function."""
-        return _WriteGuard(self) if self._asks and self._noted else nullcontext()
+        return _WriteGuard(self) if self.asks and self._noted else nullcontext()
 
     def check(self) -> None:
         """Make sure that none was written since they were noted.
@@ -371,49 +379,40 @@ class WrittenParameters:
         Raises:
             AdaptiveUsageError: one was.
         """
-        if not self._noted:
-            return
-        names = []
+        noted, self._noted = self._noted, []
+        written = []
         with without_functions():
-            for name, parameter, data, version in self._noted:
+            for parameter, data, version in noted:
                 if _has_other_data(parameter, data):
                     parameter.data = data
-                    names.append(name)
-                elif version != version_of(parameter):
-                    names.append(name)
-        self._noted = []
-        if names:
-            self.refuse(names)
+                elif version == version_of(parameter):
+                    continue
+                written.append(parameter)
+        if written:
+            self.refuse(written)
 
-    def refuse(self, names: list[str]) -> None:
+    def refuse(self, written: list[Tensor]) -> None:
         """Say that these would be written.
 
         Raises:
             AdaptiveUsageError: always.
         """
+        names: dict[int, str] = {}
+        for name, module in named_modules(self._roots):
+            for key, each in module._parameters.items():
+                names.setdefault(id(each), f"{name}.{key}")
+        called = list(dict.fromkeys([names.get(id(each), "of no name") for each in written]))
         self.error = AdaptiveUsageError(
-            f"{self._function!r} writes the parameter {listed(names, most=3)}. Where "
+            f"{self._function!r} writes the parameter {listed(called, most=3)}. Where "
             f"{self._entry}() splits the batch, each micro-batch would do so again, and so would "
             "each run that verifies the split. No gradient was delivered. Move a teacher, or clip "
             f"weights, after {self._entry}() or before it."
         )
         raise self.error
 
-    def named_storages(self) -> dict[int, str]:
-        """Return the names of the parameters that were noted, by the keys of their storages."""
-        return {key_of(data.untyped_storage()): name for name, _, data, _ in self._noted}
-
-
-def _plain_parameters(roots: Mapping[str, nn.Module]) -> Iterable[tuple[str, Tensor]]:
-    found: dict[int, tuple[str, Tensor]] = {}
-    for name, module in named_modules(roots):
-        # looking rows up renormalizes them, again to the same
-        if getattr(module, "max_norm", None) is None:
-            for key, each in module._parameters.items():
-                # of other classes nobody knows what a write is: sharded, quantized, without data
-                if each is not None and type(each) in _PLAIN and not is_lazy(each):
-                    found.setdefault(id(each), (f"{name}.{key}", each))
-    return found.values()
+    def by_storage(self) -> dict[int, Tensor]:
+        """Return the parameters that were noted, by the keys of their storages."""
+        return {key_of(data.untyped_storage()): each for each, data, _ in self._noted}
 
 
 def _has_other_data(parameter: Tensor, data: Tensor) -> bool:
@@ -434,7 +433,7 @@ class _WriteGuard(EagerMode):
     def __init__(self, written: WrittenParameters) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch left it unannotated
         self._written = written
-        self._names = written.named_storages()
+        self._parameters = written.by_storage()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -448,7 +447,7 @@ class _WriteGuard(EagerMode):
             ]
             for tensor in passed_tensors(written):
                 if type(tensor) in _PLAIN and tensor.layout is torch.strided:
-                    name = self._names.get(key_of(tensor.untyped_storage()))
-                    if name is not None:
-                        self._written.refuse([name])
+                    parameter = self._parameters.get(key_of(tensor.untyped_storage()))
+                    if parameter is not None:
+                        self._written.refuse([parameter])
         return func(*args, **kwargs)

@@ -256,6 +256,8 @@ class StepParts:
                 with self.writes.guarded():
                     returned = self.spec.fn(batch)
                 self.writes.check()
+                # what the first chunk does not write, no other does
+                self.writes = self.writes if self.writes.asks else None
         except TypeError as error:
             tell_of_arguments(error, self.spec.entry)
             raise

@@ -105,7 +105,7 @@ def _run_terms(parts: StepParts, of: ChunkTerms, chunks: Sequence[Chunk]) -> Res
     Returns:
         None if several terms have each a weight that is known at the end.
     """
-    named, guess = False, None
+    named, has_counts, guess = False, False, None
     with_counts: dict[str, bool] = {}
     seen: list[dict[str, Term]] = []
     for i in range(len(chunks)):
@@ -113,7 +113,8 @@ def _run_terms(parts: StepParts, of: ChunkTerms, chunks: Sequence[Chunk]) -> Res
         if not i:
             check_weight_is_used(terms, parts.spec.weight)
             named, with_counts = terms.named, terms.with_counts()
-            if len(with_counts) > 1 and any(with_counts.values()):
+            has_counts = any(with_counts.values())
+            if len(with_counts) > 1 and has_counts:
                 # it starts over
                 parts.inputs.begin()
                 parts.state.undo()
@@ -122,7 +123,7 @@ def _run_terms(parts: StepParts, of: ChunkTerms, chunks: Sequence[Chunk]) -> Res
         # nothing here outlives the step
         with without_functions():
             seen.append(terms.detached().by_name)
-            if guess is None and any(with_counts.values()):
+            if guess is None and has_counts:
                 (first,) = seen[0].values()
                 guess = _guessed(first, parts.n_samples / chunks[0].length)
             roots = _weighted(parts, of, i, terms, guess)

@@ -99,6 +99,12 @@ def _with_terms_to_read(loss: Tensor, terms: dict[str, Tensor], *others: Any) ->
     return StepResult(loss, MappingProxyType(terms), *others)
 
 
+def _result(outcome: StepOutcome, n_begun: int, n_samples: int) -> StepResult:
+    terms, sizes = MappingProxyType(outcome.terms), outcome.sizes
+    micro_batch = max(sizes, default=0)
+    return StepResult(outcome.loss, terms, micro_batch, sizes, n_begun, outcome.aux, n_samples)
+
+
 @never_compiled
 def step(
     fn: Callable[[Batch], Any],
@@ -307,9 +313,10 @@ def _run(
     spec = parts.spec
     if options.predict and search.is_unknown and not is_idle:
         foresee(search, parts)
-    verifier = Verification(parts) if options.verify else None
+    verifier: Verification | None = None
 
     def attempt(size: int) -> StepOutcome:
+        nonlocal verifier
         if ranks is not None:
             ranks.check_not_gone()
         # a failed attempt is taken back, and what an optimizer has moved can't be
@@ -319,6 +326,9 @@ def _run(
                 _try_out(parts, search, attempts)
             if is_idle:
                 parts.begin(is_split=False)
+            # one for all attempts of this call
+            if options.verify and verifier is None and search.size < parts.n_samples:
+                verifier = Verification(parts)
             outcome = None if is_idle else run_at(parts, search.size, verifier)
             if ranks is not None:
                 return ranks.agree(outcome)
@@ -379,13 +389,6 @@ def _run_planned(parts: StepParts, search: AdaptiveSearch, ranks: PlannedRanks) 
         if made := scope.owned():
             scope.move_to_outer(made)
     return _result(outcome, 1, ranks.n_samples)
-
-
-def _result(outcome: StepOutcome, n_begun: int, n_samples: int) -> StepResult:
-    sizes = outcome.sizes
-    return _with_terms_to_read(
-        outcome.loss, outcome.terms, max(sizes, default=0), sizes, n_begun, outcome.aux, n_samples
-    )
 
 
 def _checked_maximum(maximum: int, fewest: int) -> int:
