@@ -180,7 +180,8 @@ def used_by(function: FunctionType) -> list[tuple[str, Any]]:
         except ValueError:
             # the variable has no value yet
             continue
-    used += [(key, space[key]) for key in sorted(names_in(code).globals & space.keys())]
+    names = sorted(names_in(code).globals & space.keys())
+    used += zip(names, map(space.__getitem__, names), strict=True)
     defaults = function.__defaults__ or ()
     named = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
     used += [*zip(named, defaults, strict=True), *(function.__kwdefaults__ or {}).items()]

@@ -120,6 +120,7 @@ class StepParts:
         backward: makes them.
         found: what the functions use.
         writes: whether the function writes parameters; None where that does not matter.
+        may_compile: whether anything is compiled in this process.
         compiled: the compiled modules and functions that it runs.
         aux: what the function returned beside its loss in this attempt, by the first sample.
         counts: what the sums of terms were divided by in this attempt, by name.
@@ -191,7 +192,8 @@ class StepParts:
         self.n_parts: int | None = None
         self.is_asked = False
         self.writes: WrittenParameters | None = None
-        self.compiled = [*filter(is_compiled, self.reached)] if has_compiled() else []
+        self.may_compile = has_compiled()
+        self.compiled = [*filter(is_compiled, self.reached)] if self.may_compile else []
 
     @property
     def reached(self) -> tuple[Any, ...]:

@@ -15,6 +15,7 @@ Source: GradCache, Gao et al. 2021, https://arxiv.org/abs/2101.06983.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Protocol, TypeVar
@@ -111,7 +112,8 @@ def _run_terms(parts: StepParts, of: ChunkTerms, chunks: Sequence[Chunk]) -> Res
     for i in range(len(chunks)):
         terms = of.of(i)
         if not i:
-            check_weight_is_used(terms, parts.spec.weight)
+            if parts.spec.weight is not None:
+                check_weight_is_used(terms)
             named, with_counts = terms.named, terms.with_counts()
             has_counts = any(with_counts.values())
             if len(with_counts) > 1 and has_counts:
@@ -203,7 +205,8 @@ def _run_terms_twice(parts: StepParts, of: ChunkTerms, n_chunks: int) -> Result:
     def forward(i: int) -> tuple[dict[str, Term], list[Tensor]]:
         terms = of.of(i)
         if not first:
-            check_weight_is_used(terms, parts.spec.weight)
+            if parts.spec.weight is not None:
+                check_weight_is_used(terms)
             first.append(terms.detached())
             parts.counts = dict.fromkeys(terms.counts(), float("nan"))
         with_counts = first[0].with_counts()
@@ -393,7 +396,7 @@ def _whole_loss(parts: StepParts) -> tuple[Tensor, dict[str, Tensor]]:
     """Run the function on the batch; the loss, and its terms."""
     spec, inputs = parts.spec, parts.inputs
     # compiled code is compiled for a size that may change, before it has to be for a smaller one
-    with inputs.expecting_other_sizes():
+    with inputs.expecting_other_sizes() if parts.may_compile else nullcontext():
         returned = parts.call(inputs.whole())
     if callable(spec.loss):
         loss = scalar(spec.loss(returned), "loss() of step()")
@@ -401,7 +404,8 @@ def _whole_loss(parts: StepParts) -> tuple[Tensor, dict[str, Tensor]]:
     with without_functions():
         terms = terms_of(returned, spec.loss)
         parts.counts = terms.counts()
-    check_weight_is_used(terms, spec.weight)
+    if spec.weight is not None:
+        check_weight_is_used(terms)
     values = {}
     for name, term in terms.by_name.items():
         values[name] = term.value if term.count is None else term.value / term.count

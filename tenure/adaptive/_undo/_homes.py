@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 import sys
 from collections.abc import Iterable
 from types import FunctionType, MethodType, ModuleType
@@ -13,6 +14,7 @@ from torch import nn
 _LIBRARIES = sys.stdlib_module_names | {"torch", "numpy", "tenure"}
 """Their variables hold nothing that a model keeps for itself."""
 CACHE = type(functools.lru_cache(len))
+_module_of = operator.attrgetter("__module__")
 
 
 def homes_of(objects: Iterable[Any]) -> set[str]:
@@ -33,12 +35,12 @@ def homes_of(objects: Iterable[Any]) -> set[str]:
             kinds.add(kind)
     for kind in kinds:
         if issubclass(kind, nn.Module):
-            names += [cls.__module__ for cls in kind.__mro__]
-    return {
-        name
-        for name in names
-        if type(name) is str and name in sys.modules and name.partition(".")[0] not in _LIBRARIES
-    }
+            names += map(_module_of, kind.__mro__)
+    found: set[str] = set()
+    for name in names:
+        if type(name) is str and name in sys.modules and name.partition(".")[0] not in _LIBRARIES:
+            found.add(name)
+    return found
 
 
 def variables_of(homes: Iterable[str]) -> list[dict[str, Any]]:

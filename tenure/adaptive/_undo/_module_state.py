@@ -108,7 +108,10 @@ class ModuleState:
 
     def finish(self) -> None:
         """Keep what the attempt set and wrote, and drop the copies."""
-        remember_written([*self._tensors, *filter(None, (each[3] for each in self._buffers))])
+        for _, _, _, note in self._buffers:
+            if note is not None:
+                self._tensors.append(note)
+        remember_written(self._tensors)
         self._forget()
 
     def undo(self) -> None:
