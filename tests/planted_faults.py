@@ -287,7 +287,7 @@ FAULTS = (
         "adaptive/predict/test_accelerator.py",
     ),
     Fault(
-        "adaptive/_sizes/_limits.py",
+        "adaptive/_sizes/_search.py",
         "return size // self.align * self.align or size",
         "return size // self.align * self.align",
         "adaptive/sizes/test_search.py",
@@ -665,7 +665,7 @@ FAULTS = (
         "adaptive/attempt/test_attempts.py",
     ),
     Fault(
-        "adaptive/_attempt/_release.py",
+        "adaptive/_attempt/_attempts.py",
         "if frame.f_code.co_flags & _CAN_BE_SUSPENDED and not _has_ended(frame):",
         "if False:",
         "adaptive/attempt/test_release.py",
@@ -695,7 +695,7 @@ FAULTS = (
         "adaptive/plan/test_plan.py",
     ),
     Fault(
-        "adaptive/_step/_shares.py",
+        "adaptive/_step/_loss.py",
         "return [weight / total for weight in weights] if total else []",
         "return [weight / (2 * total) for weight in weights] if total else []",
         "adaptive/step/test_loss_shares.py",
@@ -719,7 +719,7 @@ FAULTS = (
         "adaptive/undo",
     ),
     Fault(
-        "adaptive/_undo/_rng_state.py",
+        "adaptive/_undo/_rollback.py",
         "write(state)",
         "pass",
         "adaptive/undo",

@@ -2,6 +2,7 @@
 
 from ._attempts import TAKEN_BACK as TAKEN_BACK
 from ._attempts import Attempts as Attempts
+from ._attempts import release as release
 from ._events import AdaptiveEvent as AdaptiveEvent
 from ._events import AdaptiveStatistics as AdaptiveStatistics
 from ._events import OnRetry as OnRetry
@@ -9,6 +10,5 @@ from ._events import add_listener as add_listener
 from ._events import memory_of as memory_of
 from ._events import remove_listener as remove_listener
 from ._events import statistics as statistics
-from ._release import release as release
 from ._relief import empty_cache as empty_cache
 from ._relief import free_bytes_of as free_bytes_of

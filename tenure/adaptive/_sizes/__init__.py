@@ -7,10 +7,6 @@ follows. `_learned` has all such models and their file, `_remembered` is how a c
 from ._learned import load as load
 from ._learned import reset as reset
 from ._learned import save as save
-from ._limits import SizeLimits as SizeLimits
-from ._limits import checked_initial as checked_initial
-from ._limits import checked_limits as checked_limits
-from ._limits import checked_size as checked_size
 from ._model import SizeModel as SizeModel
 from ._model import SizeRange as SizeRange
 from ._predicted import largest_predicted as largest_predicted
@@ -25,3 +21,7 @@ from ._remembered import check_context as check_context
 from ._remembered import checked_cache_type as checked_cache_type
 from ._remembered import stands_for as stands_for
 from ._search import AdaptiveSearch as AdaptiveSearch
+from ._search import SizeLimits as SizeLimits
+from ._search import checked_initial as checked_initial
+from ._search import checked_limits as checked_limits
+from ._search import checked_size as checked_size

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from tenure._callers import position_of
 from tenure._errors import AdaptiveUsageError
 
-from ._call_signature import signature_of
-from ._learned import SiteKey, SizeSite, add, find, from_files, sites
+from ._learned import SiteKey, SizeSite, add, find, from_files, signature_of, sites
 from ._model import SizeModel
 
 _ROOM = "tenure.adaptive"

@@ -1,14 +1,17 @@
 """The terms of a loss, as a step's function returned them, and the loss of the whole batch.
 
 Invariant: the loss of the whole batch is one formula, used both for its value and, by autograd, for
-the weight that the gradient of each chunk gets.
+the weight that the gradient of each chunk gets. The shares of the chunks in a mean are finite, not
+negative, and sum up to 1.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from numbers import Integral, Real
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -18,8 +21,6 @@ from tenure._errors import AdaptiveUsageError
 from tenure._oom import is_oom
 from tenure._text import describe_tensor
 from tenure._torch.quiet import without_functions
-
-from ._shares import copied, plain_number
 
 Reduction = Literal["mean", "sum"]
 Count = Tensor | float
@@ -269,3 +270,85 @@ def _has_float64(device: torch.device) -> bool:
             raise
         return False
     return True
+
+
+# --- the share of each chunk in a mean
+
+
+def shares_of(lengths: Sequence[int], weights: Sequence[object] | None) -> list[float]:
+    """Return the share of each chunk in a mean over the whole batch.
+
+    Args:
+        lengths: the number of samples of each chunk.
+        weights: what ``weight`` returned for each chunk; None weighs by samples.
+
+    Raises:
+        AdaptiveUsageError: a weight is not a number, or less than zero, or not finite.
+    """
+    by_samples = _normalized([float(length) for length in lengths])
+    # where all weights are zero the mean has no value, and samples stand in
+    return by_samples if weights is None else _normalized(numbers_of(weights)) or by_samples
+
+
+def plain_number(value: object) -> int | float | None:
+    """Return a number of Python or NumPy as one of Python; None for anything else."""
+    # NumPy's scalars are numbers to Python as well, but its 0-dimensional arrays are none
+    if hasattr(value, "__array_interface__") and value.size == 1:  # type: ignore[attr-defined]
+        value = value.item()  # type: ignore[attr-defined]
+    # True as a weight is a mistake, such as a comparison that was to be summed up
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return None
+    return int(value) if isinstance(value, Integral) else float(value)
+
+
+def copied(number: Any) -> Any:
+    """Copy numbers: what returned them may compute the next ones in the same memory."""
+    if isinstance(number, Tensor):
+        return number.detach().clone()
+    return number.copy() if hasattr(number, "__array_interface__") else number
+
+
+def _normalized(weights: list[float]) -> list[float]:
+    """Shares of 1; none if all weights are zero, for then the mean has no value."""
+    # exact, so that the shares sum up to 1 as well as floats can
+    total = math.fsum(weights)
+    return [weight / total for weight in weights] if total else []
+
+
+def numbers_of(weights: Sequence[object]) -> list[float]:
+    """Return what ``weight`` returned as numbers.
+
+    Raises:
+        AdaptiveUsageError: one is not a number, or less than zero, or not finite.
+    """
+    numbers = []
+    for weight in read_numbers(weights):
+        number = plain_number(weight)
+        if number is None or not 0 <= number < math.inf:
+            raise AdaptiveUsageError(
+                f"weight() returned {_shown(weight)} for a micro-batch. Return what the mean "
+                "divides by: a number that is finite and not negative. Where each term divides by "
+                "another, let the function return a dict of pairs (sum, count)."
+            )
+        numbers.append(float(number))
+    return numbers
+
+
+def read_numbers(values: Sequence[object]) -> list[object]:
+    """Return the same with numbers for one-element tensors, read together by device."""
+    read = list(values)
+    # the host waits for a device once, not for each chunk: see
+    # test_weights_on_two_devices_are_read_from_each
+    alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for i, value in enumerate(values):
+        if isinstance(value, Tensor) and value.numel() == 1:
+            alike.setdefault((value.device, value.dtype), []).append(i)
+    for (_, dtype), places in alike.items():
+        tensors = [values[i].detach().reshape(()) for i in places]  # type: ignore[attr-defined]
+        for i, number in zip(places, torch.stack(tensors).tolist(), strict=True):
+            read[i] = int(number) if dtype is torch.bool else number
+    return read
+
+
+def _shown(value: object) -> str:
+    return describe_tensor(value) if isinstance(value, Tensor) else repr(value)

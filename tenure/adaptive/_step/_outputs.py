@@ -15,8 +15,8 @@ from tenure._text import describe_tensor
 from tenure._torch.storages import byte_range, key_of
 from tenure._torch.writes import version_of
 
+from ._loss import copied
 from ._samples import Leaf, SampleDims, SampleTree
-from ._shares import copied
 
 
 class Outputs:

@@ -37,8 +37,10 @@ from ._loss import (
     check_same_terms,
     check_weight_is_used,
     combined,
+    copied,
     finished_loss,
     scalar,
+    shares_of,
     terms_of,
     widened_count,
     widest_float,
@@ -46,7 +48,6 @@ from ._loss import (
 from ._modules import coupled_modules
 from ._outputs import JoinedOutputs, Outputs
 from ._parts import Chunk, StepParts
-from ._shares import copied, shares_of
 
 Kept = TypeVar("Kept")
 Result = tuple[Tensor, dict[str, Tensor]]

@@ -1,9 +1,9 @@
 """What a failed attempt has changed, noted before it runs and brought back after."""
 
 from ._caches import Caches as Caches
-from ._homes import home_of as home_of
-from ._homes import is_library as is_library
-from ._homes import used_variables as used_variables
+from ._caches import home_of as home_of
+from ._caches import is_library as is_library
+from ._caches import used_variables as used_variables
 from ._module_state import OF_EVERY_MODULE as OF_EVERY_MODULE
 from ._module_state import ModuleState as ModuleState
 from ._module_state import modules_below as modules_below
@@ -12,9 +12,9 @@ from ._notes import ContainerNote as ContainerNote
 from ._notes import differing as differing
 from ._notes import is_gone as is_gone
 from ._notes import noted_container as noted_container
-from ._rng_state import Generator as Generator
-from ._rng_state import RngState as RngState
-from ._rng_state import generator_kinds as generator_kinds
-from ._rng_state import generators_in as generators_in
 from ._rollback import AllOf as AllOf
+from ._rollback import Generator as Generator
+from ._rollback import RngState as RngState
 from ._rollback import Rollback as Rollback
+from ._rollback import generator_kinds as generator_kinds
+from ._rollback import generators_in as generators_in

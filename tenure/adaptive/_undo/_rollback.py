@@ -1,4 +1,4 @@
-"""What an attempt may change besides making tensors, and how a failed one is undone.
+"""Kinds of state that an attempt may change: several as one, and random state.
 
 Invariant: between ``begin`` and the end of an attempt, ``undo`` brings back what was there at
 ``begin``, however far the attempt came, and allocates no device memory.
@@ -6,11 +6,18 @@ Invariant: between ``begin`` and the end of an attempt, ``undo`` brings back wha
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import importlib
+import pickle
+import random
+import sys
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+
+from tenure._devices import NO_ACCELERATOR
+from tenure.scopes import persist
 
 
 class Rollback(Protocol):
@@ -66,3 +73,151 @@ class AllOf:
             stack.callback(torch.set_grad_enabled, self._has_gradients)
             for part in parts:
                 stack.callback(part.undo)
+
+
+# --- random state
+
+_Noted = tuple[Any, Callable[[], Any], Callable[[Any], object]]
+"""A state, and how a generator's is read and set."""
+Generator = Any
+"""One of torch, of Python's `random`, or of NumPy, which may not be installed."""
+
+
+def generators_in(values: Iterable[object]) -> list[Generator]:
+    """Return the generators among some values."""
+    values, kinds = [*values], generator_kinds()
+    # thousands of attributes are of a few types
+    found = []
+    for kind in set(map(type, values)):
+        if issubclass(kind, kinds):
+            found += [value for value in values if type(value) is kind]
+    return found
+
+
+def generator_kinds() -> tuple[type, ...]:
+    """Return the classes of generators; NumPy's only if it is loaded."""
+    home = sys.modules.get("numpy.random")
+    # half imported, on another thread, it has neither
+    of_numpy = getattr(home, "Generator", None), getattr(home, "RandomState", None)
+    return torch.Generator, random.Random, *filter(None, of_numpy)
+
+
+class RngState:
+    """torch's default generators, Python's, numpy's where it is loaded, and the user's own.
+
+    Of torch's: that of the CPU, and those of all accelerators, unless they have not been used yet,
+    whichever is current: a part may move its work to any.
+
+    Args:
+        devices: devices whose work uses random numbers, accelerators of another kind among them.
+        generators: generators of the user's own.
+    """
+
+    __slots__ = ("_devices", "_generators", "_noted")
+
+    def __init__(
+        self, devices: Iterable[torch.device] = (), generators: Iterable[Generator] = ()
+    ) -> None:
+        self._devices = tuple(devices)
+        self._generators: list[Generator] = []
+        self._noted: list[_Noted] = []
+        self._take(generators)
+
+    def begin(self) -> None:
+        """Note all states."""
+        noted: list[_Noted] = [
+            (torch.get_rng_state(), torch.get_rng_state, torch.set_rng_state),
+            (random.getstate(), random.getstate, random.setstate),
+        ]
+        noted += map(_generator, self._generators)
+        devices = dict.fromkeys(self._devices)
+        # all of them, not the current one: a part may move its work to any, see
+        # test_a_retried_part_draws_what_it_had_drawn_on_every_device
+        found = torch.accelerator.current_accelerator(check_available=True)
+        if found is not None and _is_initialized(found):
+            for index in range(torch.accelerator.device_count()):
+                devices[torch.device(found.type, index)] = None
+        for device in devices:
+            if device.type not in NO_ACCELERATOR:
+                # a device may keep its state in tensors, and no scope may let go of them
+                with persist():
+                    noted.append(_accelerator(device))
+        # the work may be the first to ask NumPy for random numbers
+        if "numpy" in sys.modules:
+            numpy_random: Any = importlib.import_module("numpy.random")
+            get_state = numpy_random.get_state
+            noted.append((get_state(), get_state, numpy_random.set_state))
+        self._noted = noted
+
+    def has_drawn(self, *, elsewhere: bool = False) -> bool:
+        """Return whether any numbers were drawn since the states were noted."""
+        with persist():
+            return any(
+                not _same(read(), state)
+                for state, read, _ in self._noted
+                if not (elsewhere and isinstance(state, torch.Tensor))
+            )
+
+    def add(self, generators: Iterable[Generator]) -> None:
+        """Note more of the user's own, before they are used."""
+        n_known = len(self._generators)
+        self._take(generators)
+        self._noted += map(_generator, self._generators[n_known:])
+
+    def _take(self, generators: Iterable[Generator]) -> None:
+        """Count in those that are not known: what is known would come back to what it is now."""
+        known = set(map(id, self._generators))
+        for each in generators:
+            # SystemRandom asks the system, and has neither a state nor a way to draw a number again
+            if id(each) not in known and not isinstance(each, random.SystemRandom):
+                known.add(id(each))
+                self._generators.append(each)
+
+    def join(self, later: RngState) -> None:
+        """Take in what was noted later, which is put back before its own."""
+        self._generators += later._generators
+        self._noted = later._noted + self._noted
+
+    def finish(self) -> None:
+        """Keep the drawn numbers drawn."""
+        self._noted = []
+
+    def undo(self) -> None:
+        """Put all states back."""
+        with persist():
+            for state, _, write in self._noted:
+                write(state)
+
+
+def _generator(generator: Generator) -> _Noted:
+    if isinstance(generator, random.Random):
+        return generator.getstate(), generator.getstate, generator.setstate
+    # of NumPy's newer kind
+    bits = getattr(generator, "bit_generator", None)
+    if bits is not None:
+        return bits.state, lambda: bits.state, lambda state: setattr(bits, "state", state)
+    return generator.get_state(), generator.get_state, generator.set_state
+
+
+def _accelerator(device: torch.device) -> _Noted:
+    module: Any = torch.get_device_module(device)
+    # Metal has one device and asks for none
+    which = () if device.type == "mps" else (device,)
+
+    def read() -> Any:
+        return module.get_rng_state(*which)
+
+    return read(), read, lambda state: module.set_rng_state(state, *which)
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    # arrays among them have no one truth value
+    return pickle.dumps(a) == pickle.dumps(b)
+
+
+def _is_initialized(device: torch.device) -> bool:
+    """Return whether its generator exists; asking one of an unused CUDA would start CUDA."""
+    module: Any = torch.get_device_module(device)
+    return bool(getattr(module, "is_initialized", lambda: True)())

@@ -15,8 +15,8 @@ from tenure._torch.quiet import without_functions
 
 from ..._ranks import MOST_TERMS, Ballot
 from .._arguments import StepSpec
+from .._loss import numbers_of
 from .._parts import StepParts
-from .._shares import numbers_of
 from .._split import StepOutcome
 
 

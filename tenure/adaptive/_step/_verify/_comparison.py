@@ -23,11 +23,10 @@ from torch import Tensor
 from tenure._torch.quiet import without_functions
 
 from ..._undo import RngState
-from .._loss import ONLY, combined, finished_loss, terms_of, widened, widened_count
+from .._loss import ONLY, combined, copied, finished_loss, terms_of, widened, widened_count
 from .._modules import coupled_modules
 from .._outputs import JoinedOutputs, Outputs
 from .._parts import Chunk, StepParts
-from .._shares import copied
 from .._split import ChunkTerms, StepOutcome
 from ._compare import (
     EXCHANGED_RTOL,

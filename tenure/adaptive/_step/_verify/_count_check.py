@@ -14,9 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .._loss import ONLY, terms_of
+from .._loss import ONLY, numbers_of, plain_number, read_numbers, terms_of
 from .._parts import Chunk, Divisors
-from .._shares import numbers_of, plain_number, read_numbers
 from ._compare import CheckFinding
 from ._comparison import unseen
 from ._subject import Subject, chosen_samples, first_that_fits
