@@ -62,7 +62,12 @@ class StepSpec:
         if callable(loss):
             _check_function(entry, "loss", loss)
             # with outputs the loss is the user's own, and nothing is left to weigh
-            _refuse_beside_outputs(entry, self.weight, self.then)
+            if self.weight is not None or self.then is not None:
+                name = "then" if self.weight is None else "weight"
+                raise AdaptiveUsageError(
+                    f"{entry}() got {name}= with a loss= that is a function. That function gets "
+                    f"the outputs of the whole batch: let it do what {name}= is for."
+                )
         elif loss not in _REDUCTIONS:
             raise AdaptiveUsageError(
                 f'{entry}() got loss={loss!r}. Say what the function returns, "mean" or "sum", or '
@@ -103,15 +108,6 @@ def refuse_capture(entry: str) -> None:
             f"{entry}() was called while a graph is being captured: it notes random state, reads "
             "numbers and chooses sizes, which breaks the capture, or which no replay repeats. "
             "Capture forward and backward of one size without it, or call it outside."
-        )
-
-
-def _refuse_beside_outputs(entry: str, weight: object, then: object) -> None:
-    name = "weight" if weight is not None else "then" if then is not None else None
-    if name is not None:
-        raise AdaptiveUsageError(
-            f"{entry}() got {name}= with a loss= that is a function. That function gets the "
-            f"outputs of the whole batch: let it do what {name}= is for."
         )
 
 

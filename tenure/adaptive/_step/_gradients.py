@@ -299,6 +299,8 @@ class SplitBackward:
         computed: names the captured tensors that come of a computation of before.
 
     Attributes:
+        n_roots: the tensors that a pass of this attempt ran from; 0 at the end means that nothing
+            was trained, which nobody wants silently: see test_gradients_disabled_are_explained.
         is_thrown_away: whether nobody gets the gradients, so that no hook of the user's sees them.
     """
 
@@ -316,9 +318,7 @@ class SplitBackward:
         self._factors: list[Tensor] = []
         self._computed = computed
         self._is_split = self._delegates = self.is_thrown_away = False
-        # 0 at the end means that nothing was trained, which nobody wants silently: see
-        # test_gradients_disabled_are_explained
-        self._n_roots = 0
+        self.n_roots = 0
 
     def begin(self, *, is_split: bool, is_trial: bool = False) -> None:
         """Start an attempt.
@@ -330,7 +330,7 @@ class SplitBackward:
         """
         self._is_split = is_split
         self._delegates = self._function is not None and not is_trial
-        self._n_roots = 0
+        self.n_roots = 0
         self._factors = []
 
     def scaled(self, value: Tensor) -> Tensor:
@@ -376,7 +376,7 @@ class SplitBackward:
                 weights += map(torch.zeros_like, empty)
             if not tensors:
                 return False
-            self._n_roots += len(tensors)
+            self.n_roots += len(tensors)
             # read from the graph before it runs: a leaf that the function made has to be set aside
             # too, or its old gradient would be added to in place
             leaves = leaves_of(tensors)
@@ -408,7 +408,7 @@ class SplitBackward:
         if self._function is None or not loss.requires_grad:
             self.run([self.scaled(loss)], [None], outputs)
             return
-        self._n_roots += 1
+        self.n_roots += 1
         trains = not {*map(id, leaves_of([loss]))}.issubset(map(id, outputs))
         gradients = self._in_types_of(
             [loss],
@@ -463,19 +463,6 @@ class SplitBackward:
                 "or then=."
             )
 
-    def check_ran(self) -> None:
-        """Make sure that something required grad.
-
-        Raises:
-            AdaptiveUsageError: nothing did.
-        """
-        if not self._n_roots:
-            raise AdaptiveUsageError(
-                "No loss of step() requires grad, so there is nothing to run backward. Call it "
-                "with gradients enabled, and let the function return what it computed from "
-                "parameters that require grad, not a number or a detached tensor."
-            )
-
     def let_hooks_wait(self, leaves: Sequence[Tensor]) -> None:
         """Make sure that no hook of a leaf sees a part of a gradient.
 
@@ -486,7 +473,13 @@ class SplitBackward:
             # those of a leaf that is frozen don't run
             leaves = [leaf for leaf in leaves if leaf.requires_grad]
             # such a hook may step an optimizer and drop the gradient, which makes waiting senseless
-            _refuse_post_hooks(leaves)
+            if n_hooked := sum(bool(post_hooks_of(leaf)) for leaf in leaves):
+                raise AdaptiveUsageError(
+                    f"{n_hooked} of the parameters have a hook from "
+                    "register_post_accumulate_grad_hook(). It would run for each micro-batch, with "
+                    "a part of the gradient. Do its work after step(), or pass a batch that fits; "
+                    "if the whole batch was tried, its hooks may have run already."
+                )
             self._gradients.hold_hooks(leaves)
 
     def _in_types_of(self, roots: Sequence[Tensor], backward: Callable[[], T]) -> T:
@@ -520,17 +513,6 @@ class SplitBackward:
                 "micro-batch or attempt would need it again. Compute the tensor in the function, "
                 "or detach() it."
             ) from error
-
-
-def _refuse_post_hooks(leaves: Sequence[Tensor]) -> None:
-    hooked = [leaf for leaf in leaves if post_hooks_of(leaf)]
-    if hooked:
-        raise AdaptiveUsageError(
-            f"{len(hooked)} of the parameters have a hook from register_post_accumulate_grad_hook"
-            "(). It would run for each micro-batch, with a part of the gradient. Do its work after "
-            "step(), or pass a batch that fits; if the whole batch was tried, its hooks may have "
-            "run already."
-        )
 
 
 _Gradients = tuple[Tensor | None, ...]

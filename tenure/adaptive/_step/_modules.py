@@ -162,8 +162,10 @@ class GradientExchange:
             )
         self._refuse_unexchanged(self._groups)
         for module in self._replicas:
-            if module.gradient_as_bucket_view:
-                _take_out_of_buckets(module)
+            # where new ones are written
+            for parameter in module.parameters() if module.gradient_as_bucket_view else ():
+                if parameter.grad is not None:
+                    parameter.grad = parameter.grad.clone()
 
     def finish(self) -> None:
         """Do nothing: it is done already."""
@@ -198,14 +200,6 @@ def _not_found(what: str) -> AdaptiveUsageError:
         f"step() runs {what} that it has not found through its function, and has to know before "
         "anything runs. Nothing was changed. Pass the model as model=."
     )
-
-
-def _take_out_of_buckets(module: Replicated) -> None:
-    """Copy gradients that stand in the buckets of a module, where new ones are written."""
-    for parameter in module.parameters():
-        gradient = parameter.grad
-        if gradient is not None:
-            parameter.grad = gradient.clone()
 
 
 _MIXING = (BatchNorm, InstanceNorm)
@@ -312,20 +306,16 @@ def _listen() -> None:
 
 def _refuse_inside(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     guard = _guarded.get(threading.get_ident()) or _guard_of_backward()
-    if guard is not None and _moves(optimizer, guard[1]):
-        name = guard[0]
+    if guard is None:
+        return
+    name, parameters = guard
+    moved = [id(each) for group in optimizer.param_groups for each in group["params"]]
+    if parameters is None or any(each in parameters for each in moved):
         raise AdaptiveUsageError(
             f"{type(optimizer).__name__}.step() was called inside {name}(), which may have to run "
             "its function again: an update can't be taken back. Nothing was updated. Call the "
             f"optimizer after {name}()."
         )
-
-
-def _moves(optimizer: Optimizer, parameters: Container[int] | None) -> bool:
-    if parameters is None:
-        return True
-    moved = (each for group in optimizer.param_groups for each in group["params"])
-    return any(id(each) in parameters for each in moved)
 
 
 def _guard_of_backward() -> _OptimizerGuard | None:

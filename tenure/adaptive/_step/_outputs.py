@@ -79,7 +79,13 @@ class JoinedOutputs:
     def __init__(self, chunks: Sequence[Outputs]) -> None:
         first = chunks[0].tree
         for chunk in chunks[1:]:
-            _check_structure(first, chunk.tree)
+            # by paths: lists of other lengths and dicts with other keys can't be concatenated
+            if first.structure != chunk.tree.structure:
+                raise AdaptiveUsageError(
+                    f"The function of step() returned {', '.join(first.structure)} for one "
+                    f"micro-batch and {', '.join(chunk.tree.structure)} for another. Return the "
+                    "same structure for each."
+                )
         columns = zip(*[chunk.tree.leaves for chunk in chunks], strict=True)
         tree = first.like([_joined(list(column)) for column in columns])
         self._lengths = [chunk.n_samples for chunk in chunks]
@@ -210,15 +216,6 @@ def _same(a: Any, b: Any) -> bool:
     except (RuntimeError, TypeError, ValueError):
         # of what it holds, that has no one truth value
         return False
-
-
-def _check_structure(first: SampleTree, other: SampleTree) -> None:
-    # by paths: lists of other lengths and dicts with other keys can't be concatenated
-    if first.structure != other.structure:
-        raise AdaptiveUsageError(
-            f"The function of step() returned {', '.join(first.structure)} for one micro-batch "
-            f"and {', '.join(other.structure)} for another. Return the same structure for each."
-        )
 
 
 def differentiable(tree: SampleTree) -> list[Tensor]:

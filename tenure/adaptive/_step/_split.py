@@ -345,7 +345,12 @@ def run_at(parts: StepParts, size: int, verifier: Verifier | None = None) -> Ste
     parts.begin(is_split=is_split)
     with parts.watching():
         outcome = _split(parts, size, verifier) if is_split else _whole(parts)
-    parts.backward.check_ran()
+    if not parts.backward.n_roots:
+        raise AdaptiveUsageError(
+            "No loss of step() requires grad, so there is nothing to run backward. Call it with "
+            "gradients enabled, and let the function return what it computed from parameters that "
+            "require grad, not a number or a detached tensor."
+        )
     if is_split and verifier is not None:
         verifier.before_delivery(outcome)
     return outcome

@@ -289,7 +289,13 @@ def _search(
     # of an empty batch, too: see test_an_empty_batch_does_what_the_plain_call_does
     largest = max(parts.n_samples, 1)
     if options.maximum is not None:
-        largest = min(largest, _checked_maximum(options.maximum, limits.minimum))
+        most = checked_size("maximum", options.maximum)
+        if most < limits.minimum:
+            raise AdaptiveUsageError(
+                f"maximum={options.maximum} is below {limits.minimum}, the fewest samples that a "
+                'micro-batch may have here, by minimum= or by batchnorm="per_chunk". Raise it.'
+            )
+        largest = min(largest, most)
     cache_type = options.cache_type
     if is_idle:
         # its size means nothing and teaches nothing, and there is one less to try again with
@@ -389,13 +395,3 @@ def _run_planned(parts: StepParts, search: AdaptiveSearch, ranks: PlannedRanks) 
         if made := scope.owned():
             scope.move_to_outer(made)
     return _result(outcome, 1, ranks.n_samples)
-
-
-def _checked_maximum(maximum: int, fewest: int) -> int:
-    most = checked_size("maximum", maximum)
-    if most < fewest:
-        raise AdaptiveUsageError(
-            f"maximum={maximum} is below {fewest}, the fewest samples that a micro-batch may have "
-            'here, by minimum= or by batchnorm="per_chunk". Raise it.'
-        )
-    return most
