@@ -39,8 +39,8 @@ def required_tensors(trees: tuple[object, ...], call: str) -> list[Tensor]:
         raise ScopeUsageError(f"{call} was called without an argument. Pass the tensors it is for.")
     found: dict[int, Tensor] = {}
     for tree in trees:
-        # as attempts hand on what they made
-        is_plain = type(tree) is list and set(map(type, tree)) == {Tensor}
+        # attempts hand on a plain list; by identity, because a metaclass may have no hash
+        is_plain = type(tree) is list and set(map(id, map(type, tree))) == {id(Tensor)}
         inside: Any = tree if is_plain else tensors_in((tree,))
         if not inside:
             raise ScopeUsageError(

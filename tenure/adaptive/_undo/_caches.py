@@ -247,7 +247,8 @@ _module_of = operator.attrgetter("__module__")
 def homes_of(objects: Iterable[Any]) -> set[str]:
     """Return the names of the Python modules that define modules, functions and caches."""
     names: list[Any] = []
-    kinds: set[type] = set()
+    # by identity, because a metaclass may have no hash
+    kinds: dict[int, type] = {}
     # a loop without calls: a step asks for all variables of the user's files
     for each in objects:
         kind = type(each)
@@ -259,8 +260,8 @@ def homes_of(objects: Iterable[Any]) -> set[str]:
         elif kind is ModuleType:
             names.append(each.__name__)
         else:
-            kinds.add(kind)
-    for kind in kinds:
+            kinds[id(kind)] = kind
+    for kind in kinds.values():
         if issubclass(kind, nn.Module):
             names += map(_module_of, kind.__mro__)
     found: set[str] = set()
