@@ -62,7 +62,7 @@ class StepState(AllOf):
     ) -> None:
         self._devices = devices
         self.generators = generators
-        self.rng = RngState(devices, self.generators)
+        self.rng = RngState(devices, self.generators, replays=False)
         self.modules = ModuleState(models.all)
         super().__init__((self.rng, self.modules))
 

@@ -77,6 +77,7 @@ class AllOf:
 
 # --- random state
 
+_NUMPY = "numpy.random"
 _Noted = tuple[Any, Callable[[], Any], Callable[[Any], object]]
 """A state, and how a generator's is read and set."""
 Generator = Any
@@ -96,7 +97,7 @@ def generators_in(values: Iterable[object]) -> list[Generator]:
 
 def generator_kinds() -> tuple[type, ...]:
     """Return the classes of generators; NumPy's only if it is loaded."""
-    home = sys.modules.get("numpy.random")
+    home = sys.modules.get(_NUMPY)
     # half imported, on another thread, it has neither
     of_numpy = getattr(home, "Generator", None), getattr(home, "RandomState", None)
     return torch.Generator, random.Random, *filter(None, of_numpy)
@@ -111,13 +112,21 @@ class RngState:
     Args:
         devices: devices whose work uses random numbers, accelerators of another kind among them.
         generators: generators of the user's own.
+        replays: whether the same numbers are drawn again later, so that NumPy's generator is loaded
+            to note it. What begins anew may draw others, where nobody has seeded it; to read its
+            state takes longer than all other states.
     """
 
-    __slots__ = ("_devices", "_generators", "_noted")
+    __slots__ = ("_devices", "_generators", "_knows_numpy", "_noted", "_replays")
 
     def __init__(
-        self, devices: Iterable[torch.device] = (), generators: Iterable[Generator] = ()
+        self,
+        devices: Iterable[torch.device] = (),
+        generators: Iterable[Generator] = (),
+        *,
+        replays: bool = True,
     ) -> None:
+        self._replays, self._knows_numpy = replays, True
         self._devices = tuple(devices)
         self._generators: list[Generator] = []
         self._noted: list[_Noted] = []
@@ -143,14 +152,23 @@ class RngState:
                 with persist():
                     noted.append(_accelerator(device))
         # the work may be the first to ask NumPy for random numbers
-        if "numpy" in sys.modules:
-            numpy_random: Any = importlib.import_module("numpy.random")
+        if self._replays and "numpy" in sys.modules:
+            importlib.import_module(_NUMPY)
+        # half imported, on another thread, it has no such name yet
+        numpy_random: Any = sys.modules.get(_NUMPY)
+        self._knows_numpy = hasattr(numpy_random, "get_state") and hasattr(
+            numpy_random, "set_state"
+        )
+        if self._knows_numpy:
             get_state = numpy_random.get_state
             noted.append((get_state(), get_state, numpy_random.set_state))
         self._noted = noted
 
     def has_drawn(self, *, elsewhere: bool = False) -> bool:
         """Return whether any numbers were drawn since the states were noted."""
+        # what has loaded it since may have drawn
+        if not self._knows_numpy and _NUMPY in sys.modules:
+            return True
         with persist():
             return any(
                 not _same(read(), state)

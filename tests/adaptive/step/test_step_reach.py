@@ -75,6 +75,20 @@ print(drawn[:2] == drawn[2:], len(drawn))
     assert (done.stdout, done.stderr) == ("True 4\n", "")
 
 
+@pytest.mark.slow
+def test_a_step_that_draws_nothing_of_numpy_does_not_load_its_random_numbers():
+    program = """
+import sys, torch, numpy
+from tenure.adaptive import step
+before = "numpy.random" in sys.modules
+net = torch.nn.Linear(1, 1)
+step(lambda x: net(x).mean(), torch.ones(4, 1))
+print(before == ("numpy.random" in sys.modules))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("True\n", "")
+
+
 class Shared(MutableMapping):
     """A mapping whose copies share what they hold."""
 
