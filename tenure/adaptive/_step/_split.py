@@ -333,19 +333,22 @@ class Verifier(Protocol):
         """Before any gradient leaves the run."""
 
 
-def run_at(parts: StepParts, size: int, verifier: Verifier | None = None) -> StepOutcome:
+def run_at(
+    parts: StepParts, size: int, verifier: Verifier | None = None, *, trains: bool = True
+) -> StepOutcome:
     """Run the whole step in micro-batches of ``size`` samples.
 
     Args:
         parts: the step.
         size: the samples of a micro-batch.
         verifier: looks at split runs.
+        trains: False in a block without graphs, for the values alone.
     """
     is_split = size < parts.n_samples
     parts.begin(is_split=is_split)
     with parts.watching():
         outcome = _split(parts, size, verifier) if is_split else _whole(parts)
-    if not parts.backward.n_roots:
+    if trains and not parts.backward.n_roots:
         raise AdaptiveUsageError(
             "No loss of step() requires grad, so there is nothing to run backward. Call it with "
             "gradients enabled, and let the function return what it computed from parameters that "

@@ -1,136 +1,65 @@
-"""Tolerances for results that count as the same, and reports of those that differ.
+"""Two runs compared: tolerances, what differs by more, how it is told, and which module it is.
 
-The one home of every tolerance of `check_split` and of the verification of `step`: by the types of
-the results, and by what rounding makes of them.
+The one home of every tolerance of `check_split` and of the verification of `step`. Values alone do
+not do: a loss may be zero either way, as in the first epoch of PPO, and its gradient be off by a
+third. And a few samples don't show all: a fixed number of hard examples kept of all, one sample of
+many that is masked, or an outlier. So the whole batch runs forward once.
+
+Where random numbers can't be made the same for parts, samples are exchanged in two groups that lie
+mixed by position, under one random state. What is a sum over samples changes by the same for one
+group whatever the other holds: f(a, b) - f(a', b) - f(a, b') + f(a', b') is zero.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tenure._show import Column, Paragraph, Part, Report, Table
+from tenure._torch.quiet import without_functions
 
+from .._loss import ONLY
+from .._split import StepOutcome
+from ._runs import DifferenceKind, MixesSamples, Run, SampledStep, chosen_samples, first_that_fits
 
-class Tolerance(NamedTuple):
-    """The largest relative error that passes, by the coarsest type of floating point on the way.
-
-    Attributes:
-        float64: where nothing was coarser than that.
-        float32: the same.
-        coarser: for half precision, and for what is none of these.
-    """
-
-    float64: float
-    float32: float
-    coarser: float
-
-    def of(self, results: Iterable[Tensor], types: Iterable[torch.dtype] = ()) -> float:
-        """Return the tolerance of these results; without any, the largest.
-
-        Args:
-            results: numbers that are compared.
-            types: what else rounded on the way.
-        """
-        # around the call it counts although no result shows it
-        if any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
-            return self.coarser
-        known = {torch.float64: self.float64, torch.float32: self.float32}
-        on_the_way = {*types, *(each.dtype for each in results)}
-        return max((known.get(dtype, self.coarser) for dtype in on_the_way), default=self.coarser)
-
-
+# The largest relative error that passes, by the coarsest type of floating point on the way: where
+# all is float64, where some is float32, and anything else.
+Tolerance = tuple[float, float, float]
 # `check_split` asks nobody else: float32 gets what a deep network loses, and bfloat16, with 8 bits,
 # the 5 % that its gradients are off in whole networks. The numbers stand in its docstring.
-CHECKED = Tolerance(1e-9, 1e-4, 5e-2)
-# What is farther off is no error yet: `is_noise` decides, by runs that cost time.
-GRADIENTS = Tolerance(1e-9, 1e-4, 2e-2)
+CHECKED: Tolerance = (1e-9, 1e-4, 5e-2)
+# What is farther off is no error yet: `_is_noise` decides, by runs that cost time.
+_GRADIENTS: Tolerance = (1e-9, 1e-4, 2e-2)
 # A loss is a sum of many, without the cancellation that gradients have.
-LOSSES = Tolerance(1e-9, 2e-5, 1e-2)
+_LOSSES: Tolerance = (1e-9, 2e-5, 1e-2)
 # Losses that were put together of two and went through a logarithm or a root.
-DECLARED = Tolerance(1e-8, 2e-5, 1e-2)
+DECLARED: Tolerance = (1e-8, 2e-5, 1e-2)
 # Sums of four runs that cancel; relative to the largest, in each of the four.
-EXCHANGED_RTOL = 4 * 1e-4
-# Elements that are compared at once.
-_MOST_AT_ONCE = 1 << 14
+_EXCHANGED_RTOL = 4 * 1e-4
 # A gradient so much smaller than the largest one is zero but for rounding.
-GRADIENT_FLOOR = 1e-3
-
+_GRADIENT_FLOOR = 1e-3
+# Elements that are compared at once: all could exceed the work itself.
+_MOST_AT_ONCE = 1 << 14
 # How much farther than one more rounding of each operation two kernels may be apart.
 _ROUNDINGS = 16
 _ROUGHER = 8
 _LEAST_GROWTH = 2
 # One number, such as a loss in float32, stays what it was in many a rough run, and in others is off
-# by as much with one rounding as with many: see test_a_loss_that_is_rounded_on_the_way_is_right.
+# by as much with one rounding as with many.
 _DRAWS = 6
-
-
-def is_noise(error: float, noise: Callable[[int, int], float]) -> bool:
-    """Return whether a difference is one of rounding, or of what the function draws unseen.
-
-    It is noise only where rougher rounding makes more of it. What crosses a threshold, such as
-    which sample is the hardest, is as far off with one rounding as with many, and hides what a
-    split changes.
-
-    Args:
-        error: how far the parts are off.
-        noise: how far the whole is off from itself with so many more roundings of each operation,
-            drawn the i-th time; with none of them, from a second run.
-    """
-    if error <= _ROUNDINGS * noise(0, 0):
-        return True
-    for n_draws in (1, _DRAWS):
-        rough = max(noise(1, draw) for draw in range(n_draws))
-        if error > _ROUNDINGS * rough:
-            continue
-        rougher = max(noise(_ROUGHER, draw) for draw in range(n_draws))
-        if rougher >= _LEAST_GROWTH * rough:
-            return True
-    return False
-
-
-def relative_error(a: Tensor, b: Tensor, floor: float = 0.0) -> float:
-    """Return the largest difference relative to the largest of ``b``; NaN if only one is.
-
-    Args:
-        a: any tensor.
-        b: one of the same shape.
-        floor: differences are relative to this where ``b`` has only smaller values.
-    """
-    if a.numel() == 0:
-        return 0.0
-    difference = largest = 0.0
-    for x, y in zip(_slices(a), _slices(b), strict=True):
-        if not torch.equal(x.isnan(), y.isnan()):
-            return math.nan
-        x, y = x.nan_to_num(), y.nan_to_num()
-        difference = max(difference, float((x - y).abs().max()))
-        largest = max(largest, float(y.abs().max()))
-    return difference / (max(largest, floor) or 1.0)
-
-
-def largest_value(x: Tensor) -> float:
-    """Return the largest absolute value; 0 for none."""
-    return max((float(each.nan_to_num().abs().max()) for each in _slices(x)), default=0.0)
-
-
-def _slices(x: Tensor) -> Iterator[Tensor]:
-    """Yield all elements as float64, some at a time: all at once could exceed the work itself."""
-    x = x.detach()
-    x = x.to_dense() if x.layout is not torch.strided else x
-    x = torch.view_as_real(x) if x.is_complex() else x
-    for each in x.cpu().reshape(-1).split(_MOST_AT_ONCE) if x.numel() else ():
-        yield each.double()
+MOST_SAMPLES = 8
+# random states under which samples are exchanged, with four runs for each
+_N_STATES = 3
 
 
 _COLUMNS = (Column("what"), Column("rel. error", ">"), Column("which"))
-DifferenceKind = Literal["module", "buffer", "loss", "term", "gradient", "random"]
 
 _ADVICE = {
     "module": "the module mixes the samples of its batch: freeze it, replace it, or keep the batch "
@@ -207,47 +136,359 @@ class SplitReport(Report):
         return [table, *([] if meaning is None else [Paragraph("", f"That means: {meaning}")])]
 
 
-# --- what a verification tells
+def rtol_of(
+    tolerance: Tolerance, results: Iterable[Tensor], types: Iterable[torch.dtype] = ()
+) -> float:
+    """Return the tolerance of these results; without any, the largest.
+
+    Args:
+        tolerance: by type.
+        results: numbers that are compared.
+        types: what else rounded on the way.
+    """
+    known = {torch.float64: 0, torch.float32: 1}
+    on_the_way = {*types, *[each.dtype for each in results]}
+    # around the call autocast counts although no result shows it
+    if not on_the_way or any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
+        return tolerance[2]
+    return tolerance[max(known.get(dtype, 2) for dtype in on_the_way)]
 
 
-@dataclass(frozen=True, slots=True)
-class CheckFinding:
-    """A number of the whole, and what the micro-batches make of it.
+def _flat(x: Tensor) -> Tensor:
+    x = x.detach()
+    x = x.to_dense() if x.layout is not torch.strided else x
+    return (torch.view_as_real(x) if x.is_complex() else x).cpu().reshape(-1)
 
-    Attributes:
+
+def relative_error(a: Tensor, b: Tensor, floor: float = 0.0) -> float:
+    """Return the largest difference relative to the largest of ``b``; NaN if only one is.
+
+    Args:
+        a: any tensor.
+        b: one of the same shape.
+        floor: differences are relative to this where ``b`` has only smaller values.
+    """
+    difference = largest = 0.0
+    for x, y in zip(_flat(a).split(_MOST_AT_ONCE), _flat(b).split(_MOST_AT_ONCE), strict=True):
+        if not x.numel():
+            continue
+        if not torch.equal(x.isnan(), y.isnan()):
+            return math.nan
+        x, y = x.double().nan_to_num(), y.double().nan_to_num()
+        difference = max(difference, float((x - y).abs().max()))
+        largest = max(largest, float(y.abs().max()))
+    return difference / (max(largest, floor) or 1.0)
+
+
+def differences(
+    step: SampledStep, whole: Run, other: Run, rtol: float, scale: float = 0.0
+) -> list[SplitDifference]:
+    """Return the differences above ``rtol``: buffers, the loss and its terms, gradients.
+
+    Args:
+        step: knows leaves without a name. One that only one run has was made by the function
+            itself, and nobody sees its gradient.
+        whole: a run.
+        other: another one.
+        rtol: what may be off.
+        scale: a loss or term that is much smaller counts as nothing.
+    """
+    gradients = [each for (kind, _), each in whole.numbers.items() if kind == "gradient"]
+    # such as that of a bias before a normalization, which is rounding alone
+    flat = [x for x in map(_flat, gradients) if x.numel()]
+    largest = max([float(x.abs().max().nan_to_num()) for x in flat], default=0.0)
+    floors = {"buffer": 0.0, "gradient": _GRADIENT_FLOOR * largest}
+    unnamed = {name for _, name in step.unnamed.values()}
+    found: list[SplitDifference] = []
+    for key in dict.fromkeys([*whole.numbers, *other.numbers]):
+        a, b = whole.numbers.get(key), other.numbers.get(key)
+        if a is not None and b is not None and a.shape == b.shape:
+            error = relative_error(b, a, floors.get(key[0], scale))
+        else:
+            there = b if a is None else a
+            is_nothing = there is not None and not bool(there.count_nonzero())
+            # a gradient that is not there counts as zeros
+            if (a is None or b is None) and (is_nothing or key[1] in unnamed):
+                continue
+            error = math.inf
+        if not error <= rtol:
+            found.append(SplitDifference(*key, error))
+    return found
+
+
+def first_module(whole: Run, split: Run, rtol: float) -> list[SplitDifference]:
+    """Return the first module whose outputs for the chunks are not those for the whole, if any.
+
+    One that gets what differs already is innocent, because something before it mixes samples.
+    """
+    n_calls, lengths = len(whole.calls), split.outcome.sizes
+    # two passes call everything twice; the last calls have graphs
+    chunks = [split.calls[i : i + n_calls] for i in range(0, len(split.calls), n_calls or 1)]
+    chunks = chunks[-len(lengths) :]
+    # control flow by data: calls can't be told to belong together
+    if any(len(chunk) != n_calls for chunk in chunks):
+        return []
+    for call, *parts in zip(whole.calls, *chunks, strict=True):
+        error = _error_of_rows([part.output for part in parts], call.output, lengths)
+        # a loss, or a table of all positions, is nothing for samples
+        if error is None or error <= rtol:
+            continue
+        given = [part.given for part in parts if part.given is not None]
+        # nothing, or what all samples share
+        if call.given is not None and any(part.shape != call.given.shape for part in given):
+            before = _error_of_rows(given, call.given, lengths)
+            # the experts of a mixture get as many rows as a router sends them
+            if before is None or not before <= rtol:
+                continue
+        return [SplitDifference("module", call.name, error)]
+    return []
+
+
+def _error_of_rows(parts: Sequence[Tensor], whole: Tensor, lengths: Sequence[int]) -> float | None:
+    """Return how far off the rows of parts are; None if there are not as many for each sample.
+
+    Attention folds heads into the first dimension, and so do patches.
+    """
+    n_rows, is_odd = divmod(len(whole) if whole.dim() else 0, sum(lengths))
+    shapes = [(n_rows * length, *whole.shape[1:]) for length in lengths]
+    if is_odd or not n_rows or [tuple(part.shape) for part in parts] != shapes:
+        return None
+    return relative_error(torch.cat([*parts]), whole)
+
+
+class Finding(NamedTuple):
+    """A number of the whole, and what the micro-batches make of it, with the text that tells it."""
+
+    text: str
+    whole: float
+    split: float
+
+
+def finding(what: str, whole: float, split: float, error: float, sizes: Sequence[int]) -> Finding:
+    """Tell of a difference.
+
+    Args:
         what: what the number is, such as ``"the gradient of 'net.0.weight'"``.
         whole: it, of the samples in one piece.
         split: it, of their parts.
-        relative_error: how far all such numbers are apart at most.
+        error: how far all such numbers are apart at most.
         sizes: the samples of each part.
     """
+    runs = [(size, len(list(group))) for size, group in groupby(sizes)]
+    parts = " + ".join(str(size) if n == 1 else f"{n} x {size}" for size, n in runs)
+    off = f"{100 * error:.2g} %" if error < 10 else f"{error:.2g} times its size"
+    return Finding(
+        f"{what} for {sum(sizes)} samples is {whole:.6g} in one piece and {split:.6g} as {parts} "
+        f"({off} off)",
+        whole,
+        split,
+    )
 
-    what: str
-    whole: float
-    split: float
-    relative_error: float
-    sizes: Sequence[int]
 
-    def __str__(self) -> str:
-        runs = [(size, len(list(group))) for size, group in groupby(self.sizes)]
-        parts = " + ".join(str(size) if n == 1 else f"{n} x {size}" for size, n in runs)
-        error = self.relative_error
-        off = f"{100 * error:.2g} %" if error < 10 else f"{error:.2g} times its size"
-        return (
-            f"{self.what} for {sum(self.sizes)} samples is {self.whole:.6g} in one piece and "
-            f"{self.split:.6g} as {parts} ({off} off)"
+def told_of(name: str) -> str:
+    """Return what a term is called in errors."""
+    return "the loss" if name == ONLY else f"the term {name!r}"
+
+
+def _worst(found: Iterable[SplitDifference], whole: Run, split: Run) -> Finding:
+    """Return the worst difference: of the loss, a term, or the gradient farthest off."""
+    # users know their loss; a gradient is named only where the loss hides the difference
+    first = max(found, key=lambda each: (each.kind in ("loss", "term"), each.relative_error))
+    one, two = (run.numbers.get((first.kind, first.name)) for run in (whole, split))
+    there = one if one is not None else two
+    assert there is not None
+    a, b = (_flat(torch.zeros_like(there) if x is None else x).double() for x in (one, two))
+    # a nan that only one of them has is as far off as can be
+    place = int((a - b).abs().nan_to_num(nan=math.inf).argmax())
+    what = f"the gradient of {first.name!r}" if first.kind == "gradient" else told_of(first.name)
+    error, sizes = first.relative_error, split.outcome.sizes
+    return finding(what, float(a[place]), float(b[place]), error, sizes)
+
+
+class Comparison:
+    """Compares parts of a step with the whole.
+
+    Args:
+        step: the step.
+
+    Attributes:
+        step: it.
+        finding: what differs.
+        is_coupled: whether modules mix samples, as was allowed, and can't be kept from it.
+    """
+
+    def __init__(self, step: SampledStep) -> None:
+        self.step = step
+        self.finding: Finding | None = None
+        self.is_coupled = False
+        # the loss of a few samples; what is much smaller counts as nothing
+        self._scale = 0.0
+
+    def samples(self) -> bool:
+        """Compare gradients of a few samples; return whether that could be done."""
+        step, n = self.step, min(MOST_SAMPLES, self.step.n_samples)
+        # fewer where memory is short; one sample alone has no parts
+        numbers = [number for number in (n, n // 2, n // 4) if number > 1]
+
+        def chosen(n: int) -> bool:
+            sizes = dict.fromkeys((min(-(-n * 5 // 8), n - 1), max(n - 2, 1)))
+            spreads = step.spec.loss == "sum"
+            indices = chosen_samples(step.tree, step.n_samples, n, spreads=spreads)
+            return self._compare_parts(indices, sizes)
+
+        # picked samples stand at other places, which a function of pairs does not survive: the
+        # first ones may be pairs, or as many of each kind
+        return bool(
+            first_that_fits(chosen, numbers)
+            or self.finding is not None
+            or first_that_fits(
+                lambda n: self._compare_parts([*range(n - n % 2)], [n // 2]), numbers
+            )
         )
 
+    def _compare_parts(self, indices: list[int], sizes: Iterable[int]) -> bool:
+        self.finding, step, n = None, self.step, len(indices)
+        try:
+            whole = step.observe(indices, n, looks=True)
+            for size in sizes:
+                split = step.observe(indices, size)
+                # of a function that tells more than its loss, such as what a trainer logs
+                if on_compared := getattr(step.spec.fn, "on_compared", None):
+                    on_compared(whole.outcome, split.outcome)
+                self._scale = 0.0
+                again = functools.partial(step.observe, indices, n)
+                if not self._agree(whole, split, _GRADIENTS, again):
+                    break
+                self._scale = float(whole.outcome.loss.detach().abs().nan_to_num())
+        except MixesSamples:
+            # statistics of each micro-batch were asked for: a difference is what the user wants
+            self.is_coupled = True
+        return True
 
-def farthest(a: Tensor | None, b: Tensor | None) -> tuple[float, float]:
-    """Return the elements of two tensors of one shape that are farthest apart; of none, zeros."""
-    there: Any = a if a is not None else b
-    flat = [
-        (torch.zeros_like(there) if each is None else each).detach().to_dense().cpu().flatten()
-        for each in (a, b)
-    ]
-    first, second = (torch.view_as_real(x).flatten() if x.is_complex() else x for x in flat)
-    # a nan that only one of them has is as far off as can be
-    gap = (first.double() - second.double()).abs().nan_to_num(nan=float("inf"))
-    place = int(gap.argmax())
-    return float(first[place]), float(second[place])
+    def losses(self, outcome: StepOutcome, most: int) -> bool:
+        """Compare the loss of the whole batch; return whether that could be done.
+
+        Args:
+            outcome: what its micro-batches gave.
+            most: how many samples may be run.
+        """
+        n, size = self.step.n_samples, max(outcome.sizes)
+        # halves of the batch where the whole does not fit, down to one more than a micro-batch
+        numbers = [n]
+        while (n := max(n // 2, size + 1)) < numbers[-1]:
+            numbers.append(n)
+        fitting = [number for number in numbers if number <= most]
+        could = first_that_fits(functools.partial(self._compare_losses, outcome), fitting)
+        return bool(could or self.finding is not None)
+
+    def _compare_losses(self, outcome: StepOutcome, n: int) -> bool:
+        self.finding, step = None, self.step
+        indices = None if n == step.n_samples else range(n)
+        again = functools.partial(step.observe, indices, n, learns=False)
+        whole, split = again(), Run.of(outcome)
+        # nothing needs to run again where the same samples gave the same numbers; outputs are added
+        # up by another loss here, and once() is no part of what is compared
+        is_other = callable(step.spec.loss) or step.spec.once is not None or indices is not None
+        if step.is_random or is_other or step.without_statistics:
+            split = step.observe(indices, max(outcome.sizes), learns=False)
+        self._agree(whole, split, _LOSSES, again)
+        return True
+
+    def _agree(
+        self, whole: Run, split: Run, tolerance: Tolerance, again: Callable[..., Run]
+    ) -> bool:
+        """Return whether nothing differs but by rounding, or by unseen random numbers.
+
+        Rougher rounding makes more of rounding. What crosses a threshold, such as which sample is
+        the hardest, is as far off with one rounding as with many, and hides what a split changes.
+
+        Args:
+            whole: a run.
+            split: the same in parts.
+            tolerance: what needs no explanation.
+            again: runs the whole again.
+        """
+        step, scale = self.step, self._scale
+
+        @functools.cache
+        def noise(roughness: int, draw: int) -> dict[str, float]:
+            run = again(roughness=(roughness, draw))
+            return {d.name: d.relative_error for d in differences(step, whole, run, 0.0, scale)}
+
+        def is_noise(each: SplitDifference) -> bool:
+            name, error = each.name, each.relative_error
+            # a function that counts its calls, for one
+            if error <= _ROUNDINGS * noise(0, 0).get(name, 0.0):
+                return True
+            rough = rougher = 0.0
+            for draw in range(_DRAWS):
+                rough = max(rough, noise(1, draw).get(name, 0.0))
+                if error <= _ROUNDINGS * rough:
+                    rougher = max(
+                        rougher, *(noise(_ROUGHER, i).get(name, 0.0) for i in range(draw + 1))
+                    )
+                    if rougher >= _LEAST_GROWTH * rough:
+                        return True
+            return False
+
+        with without_functions():
+            rtol = rtol_of(tolerance, whole.rounded(), step.types)
+            found = differences(step, whole, split, rtol, scale)
+        if found:
+            # it stays a finding although the runs that explain it fail
+            self.finding = _worst(found, whole, split)
+            if all(map(is_noise, found)):
+                self.finding = None
+        return self.finding is None
+
+
+def exchanged(step: SampledStep) -> tuple[bool, Finding | None]:
+    """Exchange samples; return whether that could be done, and what is no sum over samples."""
+    # each run starts from one random state, also if the last one drew nothing
+    step.is_random = True
+    n = min(MOST_SAMPLES, step.n_samples)
+    sizes = [size for size in (n, n // 2) if size > 1]
+    found = first_that_fits(lambda size: [_exchange(step, size)], sizes)
+    return (False, None) if found is None else (True, found[0])
+
+
+def _exchange(step: SampledStep, n: int) -> Finding | None:
+    """Exchange under a few random states: in one of them samples may mix by next to nothing."""
+    here = chosen_samples(step.tree, step.n_samples, n, spreads=True)
+    others = [i for i in range(step.n_samples) if i not in here]
+    # a small batch is exchanged with itself, in another order
+    there = others[:n] if len(others) >= n else [*here[n // 2 :], *here[: n // 2]]
+    start = step.parts_of(here).state.random_now()
+    try:
+        for _ in range(_N_STATES):
+            values = []
+            for first, second in ((here, here), (here, there), (there, here), (there, there)):
+                run = step.observe(
+                    [(first if i % 2 else second)[i] for i in range(n)], n, learns=False
+                )
+                values.append(_sums(run, step, n))
+            # go on with the numbers that come after those of a run
+            step.drawn.undo()
+            for name in values[0]:
+                a, b, c, d = (each[name] for each in values)
+                error = abs(a - b - c + d) / (max(map(abs, (a, b, c, d))) or 1.0)
+                if error > _EXCHANGED_RTOL:
+                    what = (
+                        f"{told_of(name)}, summed up with half of its samples exchanged for others,"
+                    )
+                    return finding(what, d, b + c - a, error, (n // 2, n - n // 2))
+        return None
+    finally:
+        start.undo()
+
+
+def _sums(run: Run, step: SampledStep, n: int) -> dict[str, float]:
+    """Return what adds up over samples if it is declared rightly."""
+    found: dict[str, float] = {}
+    is_sum = step.spec.loss != "mean"
+    for name, value in run.outcome.terms.items():
+        factor = 1.0 if is_sum else run.counts.get(name, run.counts.get(None, n))
+        found[name] = float(value.detach().double().nan_to_num()) * factor
+        if name in run.counts:
+            found[f"{name}: count"] = run.counts[name]
+    return found

@@ -1,4 +1,4 @@
-"""The modes below which a step is verified: constant random numbers, and worse rounding.
+"""The mode below which a step is verified: constant random numbers, and worse rounding.
 
 Random numbers are the same for every sample, so that two runs can be compared. What torch knows of
 its operations decides: those that its tag calls seeded. Dispatch modes see them below autograd, in
@@ -14,16 +14,18 @@ type alone.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tenure._containers import passed_tensors
-from tenure._torch.modes import DispatchMode, EagerMode, schema_of
+from tenure._torch.modes import EagerMode, schema_of
 
 _Args = dict[str, Any]
+_MOST_AT_ONCE = 1 << 14
 _MOST_NUMBERS = 100_000
 """Then a loop waits for a number that it does not get."""
 _aten = torch.ops.aten
@@ -49,6 +51,11 @@ class ConstantNumbers(EagerMode):
 
     Args:
         types: gets the types of floating point that operations round to, which no result may show.
+        n_roundings: by up to how many roundings each operation that rounds is off, at random. Whole
+            numbers stay: positions that are counted in floats are exact, and one a little less
+            would be another index. What is finite stays finite, such as the largest number as a
+            mask.
+        seed: which numbers these are; the same ones are as much larger with more roundings.
 
     Attributes:
         has_drawn: whether an operation, or a module that is off, would have drawn numbers.
@@ -57,11 +64,15 @@ class ConstantNumbers(EagerMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, types: set[torch.dtype] | None = None) -> None:
+    def __init__(
+        self, types: set[torch.dtype] | None = None, n_roundings: int = 0, seed: int = 0
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch left it unannotated
         self.has_drawn = False
         self.has_unknown = False
         self._types = types
+        self._n_roundings = n_roundings
+        self._numbers = torch.Generator().manual_seed(seed) if n_roundings else None
         self._n_numbers = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -72,12 +83,38 @@ class ConstantNumbers(EagerMode):
             result = self._without_numbers(func, args, kwargs or {})
         else:
             result = func(*args, **(kwargs or {}))
-        if self._types is not None:
-            made = {each.dtype for each in passed_tensors(result) if each.is_floating_point()}
-            # few are new, and asking takes longer
-            if made - self._types and _rounds(func, args):
-                self._types |= made
+        if (self._types is not None or self._n_roundings) and _may_round(func):
+            for arg in args:
+                if isinstance(arg, Tensor) and arg.is_floating_point():
+                    self._look_at(func, [result] if isinstance(result, Tensor) else result)
+                    break
         return result
+
+    def _look_at(self, func: Any, made: Any) -> None:
+        for each in passed_tensors(made):
+            if not each.is_floating_point():
+                continue
+            if self._types is not None:
+                self._types.add(each.dtype)
+            # an expanded tensor can't be written to
+            is_expanded = each.dim() and 0 in each.stride() and each.numel() > 1
+            if self._n_roundings and each.layout is torch.strided and not is_expanded:
+                eps = self._n_roundings * _eps(func, each)
+                # some at a time: the step may need all memory that there is
+                for part in each.view(-1).split(_MOST_AT_ONCE) if each.is_contiguous() else [each]:
+                    self._round(part, eps)
+
+    def _round(self, made: Tensor, eps: float) -> None:
+        # half precision could not hold a factor so near to 1
+        wide = made.dtype if made.dtype is torch.float64 else torch.float32
+        # of the CPU: not every device lets a program make a generator
+        noise = torch.rand(made.shape, dtype=wide, device="cpu", generator=self._numbers)
+        exact = made.to(wide)
+        rough = exact * noise.mul_(2).sub_(1).mul_(eps).add_(1).to(made.device)
+        rough = rough.to(made.dtype).to(wide)
+        # all numbers of the type that are larger than this are whole
+        is_inexact = (exact != exact.round()) | (exact.abs() >= 1 / torch.finfo(made.dtype).eps)
+        made.copy_(rough.where(is_inexact & rough.isfinite(), exact))
 
     def _without_numbers(self, func: Any, args: Any, kwargs: _Args) -> Any:
         named = [argument.name for argument in schema_of(func).arguments]
@@ -88,43 +125,40 @@ class ConstantNumbers(EagerMode):
             self.has_drawn |= any(given.get(name) for name in rates)
             return _call(func, given | dict.fromkeys(rates, 0.0))
         packet = func.overloadpacket
-        rule = None if "size" in given else _RULES.get(packet)
-        is_known = rule is not None or "size" in given or packet in _FILLING
-        # it may be right all the same: `ExchangeCheck` looks at it
+        rule = _RULES.get(packet)
+        is_known = "size" in given or rule is not None or packet in _FILLING
+        # it may be right all the same: samples are exchanged to find out
         if not is_known or "out" in given or self._n_numbers >= _MOST_NUMBERS:
             self.has_unknown = True
             return func(*args, **kwargs)
         self.has_drawn = True
         self._n_numbers += 1
         with torch.no_grad():
-            return _filled(func, given) if rule is None else rule(given)
-
-
-def _filled(func: Any, given: _Args) -> Tensor:
-    """Return a tensor full of the one number that an operation draws for a single element."""
-    if "size" in given:
-        one: Tensor = _call(func, given | {"size": [1]})
-        return one.reshape(()).expand(given["size"]).contiguous()
-    like: Tensor = given["self"]
-    one = _call(func, given | {"self": like.new_empty(1)})
-    is_in_place = func.overloadpacket.__name__.endswith("_")
-    return (like if is_in_place else torch.empty_like(like, dtype=one.dtype)).copy_(one)
-
-
-def _one_number() -> float:
-    # of the CPU, so that devices agree
-    return float(torch.rand((), dtype=torch.float64, device="cpu"))
+            # the one number that it draws for a single element
+            if "size" in given:
+                one: Tensor = _call(func, given | {"size": [1]})
+                return one.reshape(()).expand(given["size"]).contiguous()
+            if rule is not None:
+                result: Any = rule(given)
+                return result
+            like: Tensor = given["self"]
+            one = _call(func, given | {"self": like.new_empty(1)})
+            is_in_place = packet.__name__.endswith("_")
+            return (like if is_in_place else torch.empty_like(like, dtype=one.dtype)).copy_(one)
 
 
 def _call(func: Any, given: _Args) -> Any:
-    arguments = schema_of(func).arguments
-    args = [given[a.name] for a in arguments if a.name in given and not a.kwarg_only]
-    return func(
-        *args, **{a.name: given[a.name] for a in arguments if a.name in given and a.kwarg_only}
-    )
+    known = [each for each in schema_of(func).arguments if each.name in given]
+    args = [given[each.name] for each in known if not each.kwarg_only]
+    return func(*args, **{each.name: given[each.name] for each in known if each.kwarg_only})
 
 
 # --- what operations give that read numbers of each sample, of their arguments by name
+
+
+def _number(draw: Callable[..., Tensor] = torch.rand) -> float:
+    # of the CPU, so that devices agree
+    return float(draw((), dtype=torch.float64, device="cpu"))
 
 
 def _bernoulli(given: _Args) -> Tensor:
@@ -132,12 +166,8 @@ def _bernoulli(given: _Args) -> Tensor:
     filled, p = given["self"], given.get("p")
     if isinstance(p, float):
         return torch.full_like(filled, p if filled.is_floating_point() else 1)
-    made: Tensor = ((filled if p is None else p) > _one_number()).to(filled.dtype)
+    made: Tensor = ((filled if p is None else p) > _number()).to(filled.dtype)
     return made
-
-
-def _bernoulli_in_place(given: _Args) -> Tensor:
-    return cast("Tensor", given["self"].copy_(_bernoulli({"p": 0.5, **given})))
 
 
 def _dropout(given: _Args) -> tuple[Tensor, Tensor]:
@@ -145,19 +175,11 @@ def _dropout(given: _Args) -> tuple[Tensor, Tensor]:
     return values.clone(), torch.ones_like(values, dtype=torch.bool)
 
 
-def _normal(given: _Args) -> Any:
-    number = float(torch.randn((), dtype=torch.float64, device="cpu"))
-    return given.get("mean", 0.0) + given.get("std", 1.0) * number
-
-
-def _drawn(given: _Args) -> Tensor:
+def _multinomial(given: _Args) -> Tensor:
     # the likeliest ones: what is drawn depends on the row alone, and not on its place
     weights, n = given["self"], given["num_samples"]
-    if given.get("replacement"):
-        most: Tensor = weights.argmax(-1, keepdim=True).expand(*weights.shape[:-1], n)
-        return most.contiguous()
-    drawn: Tensor = weights.topk(n, dim=-1).indices
-    return drawn
+    made: Tensor = weights.argmax(-1, keepdim=True).expand(*weights.shape[:-1], n)
+    return made.contiguous() if given.get("replacement") else weights.topk(n, dim=-1).indices
 
 
 def _permuted(given: _Args) -> Tensor:
@@ -168,14 +190,16 @@ def _permuted(given: _Args) -> Tensor:
 
 _RULES: dict[Any, Callable[[_Args], Any]] = {
     _aten.bernoulli: _bernoulli,
-    _aten.bernoulli_: _bernoulli_in_place,
+    _aten.bernoulli_: lambda given: given["self"].copy_(_bernoulli({"p": 0.5, **given})),
     _aten.native_dropout: _dropout,
     _aten._fused_dropout: _dropout,
-    _aten.normal: _normal,
-    _aten.multinomial: _drawn,
+    _aten.normal: lambda given: (
+        given.get("mean", 0.0) + given.get("std", 1.0) * _number(torch.randn)
+    ),
+    _aten.multinomial: _multinomial,
     _aten.randperm: _permuted,
     _aten.poisson: lambda given: given["self"].round(),
-    _aten._standard_gamma: lambda given: given["self"] * (0.5 + _one_number()),
+    _aten._standard_gamma: lambda given: given["self"] * (0.5 + _number()),
 }
 _FILLING = frozenset(
     {
@@ -186,69 +210,17 @@ _FILLING = frozenset(
 """Operations that draw, and read nothing of the tensor that they fill, or are to be like."""
 
 
-class RoughRounding(DispatchMode):
-    """Each operation that rounds is off by up to one more rounding, at random.
-
-    Whole numbers stay: positions that are counted in floats are exact, and one a little less
-    would be another index. What is finite stays finite, such as the largest number as a mask.
-
-    The numbers are of a generator of its own.
-
-    Args:
-        n_roundings: by up to how many roundings.
-        seed: which numbers; the same ones are as much larger with more roundings.
-    """
-
-    supports_higher_order_operators = True
-
-    def __init__(self, n_roundings: int = 1, seed: int = 0) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch left it unannotated
-        self._n_roundings = n_roundings
-        self._numbers = torch.Generator().manual_seed(seed)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation, and change what it made."""
-        result = func(*args, **(kwargs or {}))
-        if _rounds(func, args):
-            for made in passed_tensors(result):
-                self._change(made, self._n_roundings * _eps(func, made))
-        return result
-
-    def _change(self, made: Tensor, eps: float) -> None:
-        if made.layout is not torch.strided or not made.is_floating_point():
-            return
-        # an expanded tensor can't be written to
-        if made.dim() and 0 in made.stride() and made.numel() > 1:
-            return
-        # half precision could not hold a factor so near to 1
-        wide = made.dtype if made.dtype is torch.float64 else torch.float32
-        # of the CPU: not every device lets a program make a generator
-        noise = torch.rand(made.shape, dtype=wide, device="cpu", generator=self._numbers)
-        factor = noise.mul_(2).sub_(1).mul_(eps).add_(1).to(made.device)
-        exact = made.to(wide)
-        rough = (exact * factor).to(made.dtype).to(wide)
-        made.copy_(rough.where(_can_be_rounded(exact, made.dtype) & rough.isfinite(), exact))
-
-
-def _can_be_rounded(made: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the numbers that may be rounded; all larger ones of the type are whole."""
-    return (made != made.round()) | (made.abs() >= 1 / torch.finfo(dtype).eps)
-
-
-def _rounds(func: Any, args: tuple[Any, ...]) -> bool:
+@functools.cache
+def _may_round(func: Any) -> bool:
     schema = schema_of(func)
     if schema is None or func.overloadpacket in _EXACT:
         return False
     # views round nothing, and what is written in place may be a buffer of the user's
-    if any(returned.alias_info is not None for returned in schema.returns):
-        return False
-    return any(isinstance(arg, Tensor) and arg.is_floating_point() for arg in args)
+    return all(returned.alias_info is None for returned in schema.returns)
 
 
 def _eps(func: Any, made: Tensor) -> float:
     """Return one rounding of an operation; CUDA may compute float32 products in TF32."""
-    if not made.is_floating_point():
-        return 0.0
     if made.dtype is torch.float32 and made.device.type == "cuda":
         is_convolution = "convolution" in func.overloadpacket.__name__
         precision = torch.get_float32_matmul_precision()

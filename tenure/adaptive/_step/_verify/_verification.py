@@ -1,22 +1,157 @@
-"""The verification of one call of `step`: gradients before it runs, losses before it delivers."""
+"""`check_split`, and the verification of a step: gradients before it runs, then its loss.
+
+Counts that have a least value, such as ``count.clamp(min=1)``, add up to too much. A count is
+clamped only where it is as low as a count can be, so the lowest one of a split is looked at if
+nothing lower was seen before. If half of its samples count less, it was not clamped. Else it is
+compared with what its samples and those of another micro-batch count together.
+"""
 
 from __future__ import annotations
 
-from torch import Tensor
+import functools
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
 
 from tenure._callers import warn_user
 from tenure._errors import AdaptiveUsageError, AdaptiveUsageWarning, SplitMismatchError
+from tenure._show import steps
 from tenure._torch.compiler import draws_again_in_backward, not_compiling
 from tenure._torch.quiet import without_functions
 
-from .._parts import StepParts
+from ..._sizes import checked_size
+from .._arguments import StepSpec
+from .._gradients import Scaler
+from .._loss import ONLY, Reduction, plain_number, read_numbers
+from .._modules import coupled_modules
+from .._parts import Chunk, Divisors, StepParts
+from .._samples import SampleDims
 from .._split import StepOutcome
-from ._compare import CheckFinding
-from ._comparison import SplitComparison, exchanged
-from ._count_check import DO_NOT_CLAMP, checked_count, lowest_counts
-from ._declarations import advice_for
-from ._subject import Subject
+from ._advice import DO_NOT_CLAMP, advice_for, declaration_for
+from ._compare import (
+    CHECKED,
+    Comparison,
+    Finding,
+    SplitDifference,
+    SplitReport,
+    differences,
+    exchanged,
+    finding,
+    first_module,
+    rtol_of,
+)
+from ._runs import Run, SampledStep, first_that_fits
 from ._when import SplitCall
+
+_COARSE = (torch.float16, torch.bfloat16)
+_COUNT_RTOL = (1e-4, 2e-2)
+
+
+Batch = TypeVar("Batch")
+
+
+def check_split(
+    fn: Callable[[Batch], Any],
+    batch: Batch,
+    *,
+    loss: Reduction | Callable[[Any], Tensor] = "mean",
+    weight: Callable[[Batch], object] | None = None,
+    then: Callable[..., Tensor] | None = None,
+    once: Callable[[], Tensor] | None = None,
+    model: nn.Module | Iterable[nn.Module] | None = None,
+    scaler: Scaler | None = None,
+    in_dims: SampleDims = 0,
+    out_dims: SampleDims = 0,
+    n_samples: int = 8,
+    rtol: float | None = None,
+) -> SplitReport:
+    """Say whether `step` gives the same in micro-batches, and which module or parameter differs.
+
+    Runs forward and backward on the first samples of the batch, in one piece and in two (of unequal
+    length, except of 2 or 4 samples), and compares loss, terms, gradients and buffers. Random
+    numbers of torch are constant meanwhile, and dropout keeps everything. Gradients, buffers and
+    random state are as before afterwards.
+
+    Args:
+        fn: as for `step`, and so are ``batch`` and the arguments up to ``out_dims``.
+        batch: as for `step`; at least 2 samples, or 4 where a module such as BatchNorm needs 2.
+        loss: as for `step`.
+        weight: as for `step`.
+        then: as for `step`.
+        once: as for `step`.
+        model: as for `step`.
+        scaler: as for `step`.
+        in_dims: as for `step`.
+        out_dims: as for `step`.
+        n_samples: the most samples to use.
+        rtol: the largest relative error that passes; by default 1e-9 for float64, 1e-4 for float32
+            and 5e-2 for less.
+
+    Raises:
+        AdaptiveUsageError: as for `step`, or there are too few samples.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from tenure.adaptive import check_split
+        >>> net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)).double()
+        >>> def loss_of(x):
+        ...     return net(x).square().mean()
+        >>> report = check_split(loss_of, torch.randn(8, 4, dtype=torch.float64))
+        >>> report.ok, report.differences[0].name
+        (False, 'net.1 (BatchNorm1d)')
+    """
+    spec = StepSpec(
+        entry="check_split", fn=fn, batch=batch, loss=loss, weight=weight, then=then, once=once,
+        model=model, batchnorm="per_chunk", scaler=scaler, in_dims=in_dims, out_dims=out_dims,
+    )  # fmt: skip
+    spec.check()
+    parts = StepParts(spec)
+    if parts.exchange.is_sharded:
+        raise AdaptiveUsageError(
+            "check_split() got a module of fully_shard, which rounds gradients as it exchanges "
+            "them. Nothing was run. Call check_split() before fully_shard()."
+        )
+    n = min(checked_size("n_samples", n_samples), parts.n_samples)
+    if n < (fewest := 2 * parts.smallest):
+        needs = f", 2 in each part for {coupled_modules(parts.roots)[0]}" if fewest > 2 else ""
+        raise AdaptiveUsageError(
+            f"check_split() got {n} sample(s), and a split needs {fewest} at least{needs}."
+        )
+    # the first samples without their graph, which can run backward only once
+    parts = SampledStep(parts, is_asked=True).parts_of(range(n))
+    sampled = SampledStep(parts, is_asked=True)
+
+    def run(size: int) -> Run:
+        return sampled.observe(range(n), size, looks=True, watches=True)
+
+    # In no scope: a cache that the model fills meanwhile is the user's, and goes on being used.
+    # Compiled code shows no modules, and would be compiled for each of the sizes and modes.
+    with not_compiling(), steps(f"check_split({parts.name})") as show:
+        show("in one piece")
+        whole = run(n)
+        # unequal parts: where both are as long, a mean of means is the mean, and hides a wrong
+        # weight
+        show("in two pieces")
+        split = run(min(-(-n * 5 // 8), n - 1))
+        if rtol is None:
+            rtol = rtol_of(CHECKED, whole.rounded())
+        found = differences(sampled, whole, split, rtol)
+        modules, advice = first_module(whole, split, rtol), None
+        if found:
+            # where the whole does not agree with itself, no comparison with parts tells anything
+            show("in one piece again")
+            by_chance = differences(sampled, whole, run(n), rtol)
+            if by_chance or sampled.has_others:
+                error = max(each.relative_error for each in by_chance or found)
+                found, modules = [SplitDifference("random", parts.name, error)], []
+            elif not modules:
+                show("with other declarations")
+                advice = declaration_for(sampled, parts)
+        return SplitReport(split.outcome.sizes, rtol, (*modules, *found), advice)
 
 
 class Verification:
@@ -28,9 +163,9 @@ class Verification:
 
     def __init__(self, parts: StepParts) -> None:
         self._parts = parts
-        self._visit: SplitCall | None = None
+        self._call: SplitCall | None = None
         # of a call that is due, until it is delivered
-        self._due: tuple[Subject, SplitComparison] | None = None
+        self._due: Comparison | None = None
         self._could_compare = self._wants_whole = False
 
     def before_split(self, size: int) -> None:
@@ -44,7 +179,7 @@ class Verification:
         """
         parts = self._parts
         # another attempt of this call splits in another way, as right
-        if self._visit is not None or not 1 < parts.n_samples > size:
+        if self._call is not None or not 1 < parts.n_samples > size:
             return
         # without numbers there is nothing to compare; and a run of sharded modules may run out of
         # memory, but then no other pass could follow
@@ -52,13 +187,26 @@ class Verification:
             has_none = any(isinstance(value, Tensor) and value.is_meta for value in parts.values)
         if has_none or parts.exchange.is_sharded:
             return
-        self._visit = SplitCall(parts)
-        if self._visit.is_due:
-            subject = Subject(parts)
-            self._due = subject, SplitComparison(subject)
-            # a graph for each of its sizes and modes would cost minutes
-            with not_compiling():
-                self._look(*self._due, size)
+        self._call = SplitCall(parts)
+        if not self._call.is_due:
+            return
+        step = SampledStep(parts)
+        self._due = comparison = Comparison(step)
+        # a graph for each of its sizes and modes would cost minutes
+        with not_compiling():
+            self._could_compare = comparison.samples()
+            step.forget()
+            if step.refused is not None:
+                raise step.refused.with_traceback(None)
+            if step.is_random and parts.compiled and draws_again_in_backward():
+                raise _drawn_again_error(parts.name)
+            found = comparison.finding
+            self._wants_whole = not comparison.is_coupled
+            # other numbers for the parts than for the whole explain any difference
+            if found is not None and step.has_others:
+                self._wants_whole = False
+                self._could_compare, found = exchanged(step)
+            self._refuse(found, step, size)
 
     def before_delivery(self, outcome: StepOutcome) -> None:
         """Compare the loss of the whole batch, if it is time, before gradients are delivered.
@@ -70,79 +218,131 @@ class Verification:
             SplitMismatchError: it is not what the whole gives.
             AdaptiveUsageError: ``backward=`` has scaled the micro-batches differently.
         """
-        visit, parts, size = self._visit, self._parts, max(outcome.sizes)
-        due, self._due = self._due, None
-        if visit is not None and parts.spec.entry != "lazy":
-            self._check_counts(visit, size)
-        if visit is None or due is None:
+        call, parts, size = self._call, self._parts, max(outcome.sizes)
+        comparison, self._due = self._due, None
+        if call is None:
             return
-        subject, comparison = due
+        if parts.spec.entry != "lazy":
+            self._check_counts(call, size)
+        if comparison is None:
+            return
         parts.backward.check_linear()
+        step = comparison.step
         # a batch that the micro-batches have written into is no longer the one they ran on
         if self._wants_whole and not parts.inputs.is_written:
-            n = subject.n_samples
-            most = n if visit.is_first or not subject.is_random else n // 2
+            most = step.n_samples if call.is_first or not step.is_random else step.n_samples // 2
             with not_compiling():
                 self._could_compare |= comparison.losses(outcome, most)
-                self._refuse(comparison.finding, subject, size)
-        # what was wrong once may be wrong again, and nothing tells that it is not
-        if not self._could_compare and visit.place.refusal is not None:
-            raise SplitMismatchError(*visit.place.refusal)
-        # what lazy() splits by is no claim of the user's, who could do nothing about it
-        if not self._could_compare and parts.spec.entry == "step":
-            self._warn()
-        visit.note_verified(subject.n_run)
+                self._refuse(comparison.finding, step, size)
+        if not self._could_compare:
+            # what was wrong once may be wrong again, and nothing tells that it is not
+            if call.place.refusal is not None:
+                raise SplitMismatchError(*call.place.refusal)
+            # what lazy() splits by is no claim of the user's, who could do nothing about it
+            if parts.spec.entry == "step":
+                warn_user(
+                    f"step() split a batch of {parts.n_samples}, and could not verify that "
+                    f"{parts.name!r} gives the same in micro-batches: it ran neither on fewer "
+                    "samples nor on more. Ask check_split() where there is memory, and pass "
+                    "verify=False.",
+                    AdaptiveUsageWarning,
+                )
+        call.note_verified(step.n_run)
 
-    def _look(self, subject: Subject, comparison: SplitComparison, size: int) -> None:
-        self._could_compare = comparison.samples()
-        subject.forget()
-        if subject.refused is not None:
-            raise subject.refused.with_traceback(None)
-        if subject.is_random and self._parts.compiled and draws_again_in_backward():
-            raise _drawn_again_error(self._parts.name)
-        finding = comparison.finding
-        self._wants_whole = not comparison.is_coupled
-        # other numbers for the parts than for the whole explain any difference
-        if finding is not None and subject.has_others:
-            self._wants_whole = False
-            self._could_compare, finding = exchanged(subject)
-        self._refuse(finding, subject, size)
-
-    def _check_counts(self, visit: SplitCall, size: int) -> None:
+    def _check_counts(self, call: SplitCall, size: int) -> None:
         """Look at counts in each call, because a clamped one is wrong only where it is low."""
-        for lowest in filter(visit.wants_count, lowest_counts(self._parts.divisors)):
+        for lowest in _lowest_counts(self._parts.divisors):
+            if not call.wants_count(lowest.name, lowest.value, 4 * lowest.chunk.length):
+                continue
             if self._parts.inputs.is_written:
                 return
-            subject = Subject(self._parts)
+            step = SampledStep(self._parts)
             with not_compiling():
-                known, finding = checked_count(subject, lowest)
-            self._refuse(finding, subject, size, DO_NOT_CLAMP)
-            visit.note_count(lowest, known, subject.n_run)
+                checked = first_that_fits(functools.partial(_checked, step, lowest), (1,))
+            known, found = checked or (lowest.value, None)
+            self._refuse(found, step, size, DO_NOT_CLAMP)
+            call.note_count(lowest.name, known, step.n_run)
 
     def _refuse(
-        self, found: CheckFinding | None, subject: Subject, size: int, advice: str | None = None
+        self, found: Finding | None, step: SampledStep, size: int, advice: str | None = None
     ) -> None:
         if found is None:
             return
-        assert self._visit is not None
-        advice = advice_for(subject, self._parts) if advice is None else advice
-        self._visit.place.refusal = (
-            f"The batch of {subject.n_samples} has to be split into micro-batches of {size}, and "
-            f"{self._parts.name!r} would give other results then: {found}. Nothing was changed. "
-            f"{advice}",
+        assert self._call is not None
+        if advice is None:
+            advice = advice_for(step, self._parts)
+        self._call.place.refusal = (
+            f"The batch of {step.n_samples} has to be split into micro-batches of {size}, and "
+            f"{self._parts.name!r} would give other results then: {found.text}. Nothing was "
+            f"changed. {advice}",
             found.whole,
             found.split,
             advice,
         )
-        raise SplitMismatchError(*self._visit.place.refusal)
+        raise SplitMismatchError(*self._call.place.refusal)
 
-    def _warn(self) -> None:
-        warn_user(
-            f"step() split a batch of {self._parts.n_samples}, and could not verify that "
-            f"{self._parts.name!r} gives the same in micro-batches: it ran neither on fewer "
-            "samples nor on more. Ask check_split() where there is memory, and pass verify=False.",
-            AdaptiveUsageWarning,
-        )
+
+class _LowestCount(NamedTuple):
+    """The micro-batch with the lowest count of a split.
+
+    Attributes:
+        name: the term.
+        value: its count.
+        tolerance: how much more it may count without changing the loss by more than rounding does.
+        chunk: its samples.
+        other: those of the one that counts most.
+    """
+
+    name: str | None
+    value: float
+    tolerance: float
+    chunk: Chunk
+    other: Chunk
+
+
+def _lowest_counts(divisors: Divisors) -> Iterator[_LowestCount]:
+    """Yield the lowest count of each term; the host waits for a device once."""
+    named = [(name, chunk) for chunk, counts in divisors.items() for name in counts]
+    given = [divisors[chunk][name] for name, chunk in named]
+    is_coarse = any(isinstance(each, Tensor) and each.dtype in _COARSE for each in given)
+    columns: dict[str | None, list[tuple[float, Chunk]]] = {}
+    for (name, chunk), value in zip(named, read_numbers(given), strict=True):
+        number = plain_number(value)
+        if number is not None and math.isfinite(number):
+            columns.setdefault(name, []).append((number, chunk))
+    for name, column in columns.items():
+        # the largest of those that are as low: one sample has no halves
+        count, chunk = min(column, key=lambda each: (each[0], -each[1].length))
+        others = [each for each in column if each[1] != chunk]
+        n_as_low = sum(each == count for each, _ in column)
+        tolerance = _COUNT_RTOL[is_coarse] * math.fsum(each for each, _ in column) / n_as_low
+        # a clamped count of 0 adds no more than itself
+        if others and not 0 < count <= tolerance:
+            yield _LowestCount(name, count, tolerance, chunk, max(others)[1])
+
+
+def _checked(step: SampledStep, lowest: _LowestCount, _: int) -> tuple[float, Finding | None]:
+    """Return the lowest count that is known not to be clamped, and a count that is clamped."""
+    name, n, n_other = lowest.name, lowest.chunk.length, lowest.other.length
+    chunk, other = (
+        [*range(each.start, each.start + each.length)] for each in (lowest.chunk, lowest.other)
+    )
+
+    def count(indices: list[int]) -> float:
+        return step.counts(indices)[name]
+
+    here, middle = min(count(chunk), lowest.value), n // 2
+    # samples of one group would get the numbers of those of another one
+    if step.draws_elsewhere:
+        return here, None
+    if middle and (half := min(count(chunk[:middle]), count(chunk[middle:]))) < here:
+        return half, None
+    there, both = count(other), count([*chunk, *other])
+    if here + there - both <= lowest.tolerance:
+        return here, None
+    what = "the count" if name in (None, ONLY) else f"the count of {name!r}"
+    error = (here + there) / both - 1 if both else math.inf
+    return here, finding(what, both, here + there, error, (n, n_other))
 
 
 def _drawn_again_error(name: str) -> AdaptiveUsageError:

@@ -20,13 +20,13 @@ import threading
 import types
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Hashable, Iterable, Mapping, Sequence, Sized
 from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import chain, count, islice
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +40,6 @@ from ..._sizes import stands_for
 from ..._undo import OF_EVERY_MODULE, home_of, is_library, modules_below
 from .._parts import StepParts
 from .._samples import Leaf
-from ._count_check import Lowest
 
 _FIRST = 3
 # What a long training pays, whatever its numbers do.
@@ -55,14 +54,9 @@ _MOST_VALUES = 512
 _PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device)
 _SEVERAL: Any = (list, tuple, set, frozenset, deque)
 _LOSSES = nn.MSELoss.__module__
-_BY_CONTENTS = (int, float, list, tuple, types.MethodType, functools.partial)
+_WRAPPING = (types.MappingProxyType, types.CellType, types.MethodType)
 _HOLDING = ("argparse", "collections", "types")
 """The modules of Python with classes whose objects are settings or containers."""
-# torch looks for the least of no uint16, no quantized number, and none of 8 bits
-_COUNTED = frozenset(
-    {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
-    | {torch.float16, torch.bfloat16, torch.float32, torch.float64}
-)
 _MOST_SUMMED = 1 << 20
 
 
@@ -170,21 +164,20 @@ class SplitCall:
             self._code.n_extra += n_samples
         self.place.note_verified()
 
-    def wants_count(self, lowest: Lowest) -> bool:
+    def wants_count(self, name: str | None, count: float, n_samples: int) -> bool:
         """Return whether to look at a count: nothing as low was seen, or nothing lower."""
-        known = self.place.lowest.get(lowest.name, math.inf)
-        if not 0 < lowest.count <= known:
-            self.place.lowest[lowest.name] = min(known, lowest.count)
+        known = self.place.lowest.get(name, math.inf)
+        if not 0 < count <= known:
+            self.place.lowest[name] = min(known, count)
             return False
-        if lowest.count == known:
+        if count == known:
             self.place.n_ties += 1
-            if self.place.n_ties > _FIRST and not self.allows(4 * lowest.chunk.length):
-                return False
+            return self.place.n_ties <= _FIRST or self.allows(n_samples)
         return True
 
-    def note_count(self, lowest: Lowest, known: float, n_samples: int) -> None:
+    def note_count(self, name: str | None, known: float, n_samples: int) -> None:
         """Note the lowest count that is known to be none that was clamped."""
-        self.place.lowest[lowest.name] = known
+        self.place.lowest[name] = known
         self._code.n_extra += n_samples
 
 
@@ -215,35 +208,25 @@ def _place(parts: StepParts) -> tuple[Hashable, dict[Hashable, Any]]:
     asked = [type(each) for each in (spec.weight, spec.then, spec.once)]
     loss = None if callable(spec.loss) else spec.loss
     options = spec.batchnorm, torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
-    kinds = tuple(map(_kind_of, held))
+    kinds = tuple([_look_at(each).kind for each in held])
     return (kinds, modes, *asked, loss, options, _contents(parts.leaves)), values
 
 
 # --- what a function holds
 
 
-def _kind_of(value: Any) -> Hashable:
-    """Describe a value so that one with another loss differs, apart from what may change in it."""
-    if isinstance(value, bool | str | bytes | torch.dtype):
-        return value
-    if isinstance(value, Tensor):
-        return "Tensor", () if is_disposed(value) else (value.dtype, value.dim())
-    # by identity: another model of the same class may have another criterion
-    if isinstance(value, nn.Module):
-        set_to = [item for item in vars(value).items() if type(item[1]) in (bool, str)]
-        without = [name for name, buffer in value._buffers.items() if buffer is None]
-        return _identity_of(value), *set_to, *without
-    if isinstance(value, dict):
-        items = list(value.items())[:_MAX_ITEMS]
-        return tuple((repr(key), text) for key, text in items if isinstance(text, str))
-    # a function by its code, so that a new closure of the same code counts on
-    if isinstance(value, types.FunctionType):
-        return _identity_of(value.__code__)
-    if isinstance(value, type | types.ModuleType):
-        return value.__name__
-    if isinstance(value, _BY_CONTENTS):
-        return type(value).__name__
-    return _identity_of(value)
+class _Look(NamedTuple):
+    """What an object shows without running code of the user's.
+
+    Attributes:
+        kind: differs if another loss is computed with it, whatever numbers it holds.
+        now: differs also if what it is has changed.
+        parts: what it holds, by name.
+    """
+
+    kind: Hashable
+    now: Hashable
+    parts: Iterable[tuple[Hashable, Any]] = ()
 
 
 def _values(roots: Sequence[Any], known: Iterable[Any]) -> dict[Hashable, Any]:
@@ -272,7 +255,7 @@ def _values(roots: Sequence[Any], known: Iterable[Any]) -> dict[Hashable, Any]:
             found[path] = seen[id(value)]
         else:
             seen[id(value)] = path
-            found[path], parts = _taken_apart(value)
+            _, found[path], parts = _look_at(value)
             for key, each in islice(parts, _MAX_ITEMS):
                 below = hash((path, key))
                 if type(each) in _PLAIN:
@@ -282,85 +265,91 @@ def _values(roots: Sequence[Any], known: Iterable[Any]) -> dict[Hashable, Any]:
     return found
 
 
-def _taken_apart(value: Any) -> tuple[Hashable, Iterable[tuple[Hashable, Any]]]:
-    """Return what kind of object it is, and what it holds, without running code of the user's."""
+def _look_at(value: Any) -> _Look:
     # isinstance() asks a weak proxy, and one of nothing raises
     kind = type(value)
     name = kind.__qualname__
+    if kind in _PLAIN:
+        return _Look(name if kind in _PLAIN[:3] else value, value)
     if issubclass(kind, Tensor):
         return _of_tensor(value)
     if issubclass(kind, nn.Module):
-        parts = ((k, v) for k, v in vars(value).items() if k not in OF_EVERY_MODULE)
-        return _identity_of(value), chain(parts, value._modules.items())
+        held = vars(value)
+        set_to = [item for item in held.items() if type(item[1]) in (bool, str)]
+        without = [key for key, buffer in value._buffers.items() if buffer is None]
+        parts = ((k, v) for k, v in held.items() if k not in OF_EVERY_MODULE)
+        # by identity: another model of the same class may have another criterion
+        me = _identity_of(value)
+        return _Look((me, *set_to, *without), me, chain(parts, value._modules.items()))
     if issubclass(kind, dict):
-        return _by_key(name, value)
-    if kind is types.MappingProxyType:
-        # what it shows
-        return "", enumerate(gc.get_referents(value))
+        return _by_key(None, name, value)
     if kind is ContextVar:
-        return "", [("", value.get(None))]
+        return _Look(_identity_of(value), "", [("", value.get(None))])
     if value is os.environ:
-        return (name, hash(frozenset(value.items()))), ()
+        return _Look(name, hash(frozenset(value.items())))
     for base in _SEVERAL:
         if issubclass(kind, base):
             items = [*islice(base.__iter__(value), _MAX_ITEMS)]
             # the numbers are one value, so that each that a history gets is none of its own
             plain = [each for each in items if type(each) in _PLAIN]
-            return (name, len(items), *plain), (
-                (i, each) for i, each in enumerate(items) if type(each) not in _PLAIN
-            )
+            others = ((i, each) for i, each in enumerate(items) if type(each) not in _PLAIN)
+            return _Look(name, (name, len(items), *plain), others)
     if kind is types.FunctionType:
+        # by its code, so that a new closure of the same code counts on
+        code = _identity_of(value.__code__)
         defaults = value.__defaults__ or (), value.__kwdefaults__ or {}
-        return _identity_of(value.__code__), enumerate((*(value.__closure__ or ()), *defaults))
-    if kind is types.CellType:
-        try:
-            return "", [("", value.cell_contents)]
-        except ValueError:
-            # it has no value yet
-            return "", ()
-    if kind is types.MethodType:
-        return "", [("function", value.__func__), ("self", value.__self__)]
-    if issubclass(kind, functools.partial):
-        return "", [("function", value.func), ("args", value.args), ("keywords", value.keywords)]
+        return _Look(code, code, enumerate((*(value.__closure__ or ()), *defaults)))
+    if kind in _WRAPPING or issubclass(kind, functools.partial):
+        # what they show, hold, or call
+        return _Look(name, "", enumerate(gc.get_referents(value)))
     if issubclass(kind, type | types.ModuleType):
-        return value.__name__, ()
+        return _Look(value.__name__, value.__name__)
+    me = _identity_of(value)
     if issubclass(kind, Enum):
-        return (name, value._name_), ()
+        return _Look(me, (name, value._name_))
     # an image of Pillow has the first alone
     if hasattr(kind, "__array_interface__") and hasattr(kind, "dtype"):
-        return (value.dtype.str, value.ndim), [("", value.item())] if value.size == 1 else ()
+        number = [("", value.item())] if value.size == 1 else ()
+        return _Look(me, (value.dtype.str, value.ndim), number)
     for plain_base in _PLAIN[:5]:
         if issubclass(kind, plain_base):
-            return (name, plain_base.__repr__(value)), ()
+            text = name, plain_base.__repr__(value)
+            return _Look(name if plain_base in _PLAIN[:3] else text, text)
     if is_library(home_of(kind)) and home_of(kind) not in _HOLDING:
-        return name, ()
-    return _by_key(name, instance_attributes(value) | dict(_slots_of(value)))
-
-
-def _slots_of(value: Any) -> Iterator[tuple[str, Any]]:
-    spaces = [vars(kind) for kind in type(value).__mro__]
-    for name, slot in chain(*[space.items() for space in spaces if "__slots__" in space]):
+        return _Look(me, name)
+    slots = [
+        each
+        for base in kind.__mro__
+        if "__slots__" in vars(base)
+        for each in vars(base).items()
+        if type(each[1]) is types.MemberDescriptorType
+    ]
+    held = instance_attributes(value).copy()
+    for key, slot in slots:
         # one without a value yet raises
-        if type(slot) is types.MemberDescriptorType:
-            with suppress(AttributeError):
-                yield name, slot.__get__(value)
+        with suppress(AttributeError):
+            held[key] = slot.__get__(value)
+    return _by_key(me, name, held)
 
 
-def _by_key(name: str, items: dict[Any, Any]) -> tuple[Hashable, Iterable[tuple[Hashable, Any]]]:
-    # the hash of a tensor, or of an object of the user's, may be another in each call
+def _by_key(kind: Hashable, name: str, items: dict[Any, Any]) -> _Look:
+    # a key that is an object of the user's may be another in each call
     first = islice(enumerate(dict.items(items)), _MAX_ITEMS)
     parts = [(key if type(key) in _PLAIN else i, each) for i, (key, each) in first]
-    return (name, dict.__len__(items), hash(tuple([key for key, _ in parts]))), parts
+    keys = hash(tuple([key for key, _ in parts]))
+    texts = tuple([each for each in parts if type(each[1]) is str])
+    return _Look(texts if kind is None else kind, (name, dict.__len__(items), keys), parts)
 
 
-def _of_tensor(value: Tensor) -> tuple[Hashable, Iterable[tuple[Hashable, Any]]]:
+def _of_tensor(value: Tensor) -> _Look:
     if is_disposed(value):
-        return "", ()
+        return _Look(("Tensor",), "")
     # the number is read if no device has to be waited for
     is_ready = type(value) is Tensor and not value.requires_grad and value.device.type == "cpu"
     is_number = is_ready and not value.dim() and value.layout is torch.strided
-    kind = value.dtype, value.dim(), value.requires_grad
-    return kind, [("", value.item())] if is_number else ()
+    kind = value.dtype, value.dim()
+    number = [("", value.item())] if is_number else ()
+    return _Look(("Tensor", kind), (*kind, value.requires_grad), number)
 
 
 class _ById(weakref.ref[Any]):
@@ -386,7 +375,7 @@ class _ById(weakref.ref[Any]):
 
 def _identity_of(value: Any) -> Hashable:
     """Return an object by identity, or by its type where it allows no weak reference."""
-    if isinstance(value, types.CodeType) or type(value).__weakrefoffset__:
+    if type(value) is types.CodeType or type(value).__weakrefoffset__:
         return _ById(value)
     return type(value).__qualname__
 
@@ -396,22 +385,26 @@ def _identity_of(value: Any) -> Hashable:
 
 def _contents(leaves: Sequence[Leaf]) -> Hashable:
     """Describe each leaf: its kind, whether labels are ignored, whether samples are alike."""
-    counted = {leaf.path: _traits(leaf, value) for leaf in leaves for value in _counted(leaf.value)}
-    traits: dict[str, Hashable] = {}
+    kinds: dict[str, Hashable] = {}
+    traits: dict[torch.device, list[tuple[str, Tensor]]] = {}
+    for leaf in leaves:
+        value = leaf.value
+        kind: Hashable = getattr(value, "dtype", type(value).__name__)
+        if isinstance(value, Tensor):
+            kind = value.dtype, value.dim(), value.requires_grad
+        elif leaf.dim == "items":
+            kind = len(set(map(_extent, value))) <= 1
+        kinds[leaf.path] = kind
+        # of uint16, quantized numbers and 8 bits of floating point torch tells no least one
+        with suppress(RuntimeError, TypeError, ValueError):
+            if (found := _traits(leaf)) is not None:
+                traits.setdefault(found.device, []).append((leaf.path, found))
+    told = dict[str, Hashable]()
     # the host waits for each device once, not for each leaf
-    for device in {each.device for each in counted.values()}:
-        there = {path: each for path, each in counted.items() if each.device == device}
-        numbers = torch.stack([*there.values()]).tolist()
-        traits.update(zip(there, map(tuple, numbers), strict=True))
-    return tuple((leaf.path, _kind(leaf), traits.get(leaf.path)) for leaf in leaves)
-
-
-def _kind(leaf: Leaf) -> Hashable:
-    if isinstance(leaf.value, Tensor):
-        return leaf.value.dtype, leaf.value.dim(), leaf.value.requires_grad
-    if leaf.dim == "items":
-        return len(set(map(_extent, leaf.value))) <= 1
-    return getattr(leaf.value, "dtype", type(leaf.value).__name__)
+    for there in traits.values():
+        numbers = torch.stack([each for _, each in there]).tolist()
+        told |= {path: tuple(each) for (path, _), each in zip(there, numbers, strict=True)}
+    return tuple([(path, kind, told.get(path)) for path, kind in kinds.items()])
 
 
 def _extent(item: Any) -> Hashable:
@@ -423,27 +416,24 @@ def _extent(item: Any) -> Hashable:
     return len(item) if isinstance(item, Sized) else str(item)
 
 
-def _counted(value: Any) -> list[Tensor]:
-    """Return the numbers of a leaf; none where torch finds no least one of them."""
-    if hasattr(type(value), "__array_interface__") and value.dtype.isnative:
-        is_known = getattr(torch, value.dtype.name, None) in _COUNTED
-        value = torch.tensor(value) if is_known else None
-    if not isinstance(value, Tensor) or value.dtype not in _COUNTED or value.is_meta:
-        return []
-    # a tensor whose class has operations of its own may have none of these
-    if type(value).__dict__.get("__torch_dispatch__") is not None and type(value) is not Tensor:
-        return []
-    is_plain = value.layout is torch.strided and not value.is_nested
-    return [value.detach()] if is_plain and value.numel() else []
-
-
-def _traits(leaf: Leaf, value: Tensor) -> Tensor:
+def _traits(leaf: Leaf) -> Tensor | None:
     """Return the sign of the least label, whether all are the same, and whether samples are even.
 
     The sign tells -100 among labels, and 0 in a mask. A leaf is even where each sample has as much
     of a mask, or as many ignored labels.
     """
-    dim, is_measured = leaf.dim, value.is_floating_point()
+    value, dim = leaf.value, leaf.dim
+    if hasattr(type(value), "__array_interface__"):
+        value = torch.tensor(value)
+    # a tensor whose class has operations of its own may have none of these
+    if type(value).__dict__.get("__torch_dispatch__") is not None and type(value) is not Tensor:
+        return None
+    if not isinstance(value, Tensor) or value.layout is not torch.strided or not value.numel():
+        return None
+    if value.is_nested or value.is_meta or value.is_complex():
+        return None
+    value = value.detach()
+    is_measured = value.is_floating_point()
     low, high = value.aminmax()
     fewest, most = low, high
     # torch sums small integers in 8 bytes each

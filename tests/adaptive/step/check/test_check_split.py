@@ -408,6 +408,16 @@ def test_a_sum_is_told_to_be_declared():
     assert check_split(lambda b: net(b).std(), x).advice is None
 
 
+def test_what_is_added_once_is_no_part_of_the_advice():
+    net, x = _net(), _x(8)
+
+    def penalty():
+        return net[0].weight.square().sum()
+
+    report = check_split(lambda b: net(b).square().sum(), x, once=penalty)
+    assert report.advice == 'It is a sum over samples, not a mean: pass loss="sum".'
+
+
 class CentresBetween(nn.Module):
     def __init__(self):
         super().__init__()

@@ -1,0 +1,203 @@
+"""Declarations that make a loss right: each is tried out on a few samples before it is named."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from ..._undo import named_modules
+from .._parts import StepParts
+from ._compare import CHECKED, DECLARED, MOST_SAMPLES, first_module, rtol_of
+from ._runs import SampledStep, chosen_samples, first_that_fits
+
+# Unequal ones, and an equal one: a mean of means is right for equal parts by accident.
+_SPLITS = ((5, 3), (3, 5), (4, 4))
+# torch's own, what other libraries take, padding, and the void of segmentation masks.
+_IGNORED = (-100, -1, 0, 255)
+_Curve = Callable[[float], float]
+_CURVES: dict[str, tuple[str, _Curve]] = {
+    "then=torch.sqrt": ("without the root", lambda value: value**2),
+    "then=torch.log": ("without the logarithm", math.exp),
+    "then=torch.exp": ("without the exponential", math.log),
+}
+_OUTPUTS = (
+    "Return the outputs, one for each sample, and pass what is computed of all of them as loss=: "
+    "step(lambda batch: model(...), batch, loss=lambda outputs: ...). Or return the loss as a pair "
+    "(sum, count) or a dict of pairs, one for each term that has another denominator. Pass a "
+    "penalty on parameters as once=. Mix samples, as in mixup, before step()."
+)
+DO_NOT_CLAMP = (
+    "The count has a least value, as by clamp(min=1) or max(count, 1), and those of several "
+    "micro-batches add up to too much. Return it as it is. If a whole batch may have a count of 0, "
+    "count before step(): n = max(count(batch), 1), then step(lambda batch: total(batch) / n, "
+    'batch, loss="sum").'
+)
+
+
+def advice_for(step: SampledStep, parts: StepParts) -> str:
+    """Return the declarations that may help, as sentences."""
+    most = [min(MOST_SAMPLES, step.n_samples)]
+    # with a loss of outputs only the outputs can be wrong, and so a module or the function
+    if callable(parts.spec.loss):
+        return first_that_fits(lambda n: _of_module(step, n), most) or (
+            "What it returns for a sample depends on the other samples of its batch: let it return "
+            "what each sample gives alone, and do the rest in loss=, which gets all outputs."
+        )
+    if first_that_fits(lambda n: _is_clamped(step, n), most):
+        return DO_NOT_CLAMP
+    if declared := declaration_for(step, parts) or _of_router(parts):
+        return declared
+    return f"{first_that_fits(lambda n: _of_module(step, n), most) or ''} {_OUTPUTS}".lstrip()
+
+
+def _is_clamped(step: SampledStep, n: int) -> bool:
+    """Return whether counts of samples add up to more than these samples have together."""
+    indices = chosen_samples(step.tree, step.n_samples, n)
+    each = [step.counts([i]) for i in indices]
+    return any(
+        sum(one[name] for one in each) > 1.02 * whole
+        for name, whole in step.counts(indices).items()
+    )
+
+
+def _of_router(parts: StepParts) -> str:
+    """Return the advice for a mixture of experts with a router loss of transformers, or ""."""
+    for _, module in named_modules(parts.roots):
+        if getattr(getattr(module, "config", None), "output_router_logits", False):
+            return (
+                f"{type(module).__name__} adds a router loss over all tokens of its batch, which "
+                "no weight makes right: train without output_router_logits, or return the outputs "
+                "of samples, and pass what is computed of all of them as loss=."
+            )
+    return ""
+
+
+def _of_module(step: SampledStep, n: int) -> str:
+    """Return the first module whose output for a sample depends on others, or ""."""
+    indices = chosen_samples(step.tree, step.n_samples, n)
+    # unequal parts again, and the whole in the same way, with the same numbers
+    whole, split = (step.observe(indices, size, watches=True) for size in (n, -(-n * 5 // 8)))
+    found = first_module(whole, split, rtol_of(CHECKED, whole.rounded()))
+    told = "mixes the samples of its batch: freeze it with eval(), or replace it."
+    return f"{found[0].name} {told}" if found else ""
+
+
+def declaration_for(step: SampledStep, parts: StepParts) -> str | None:
+    """Return the declaration that makes the samples that were looked at right, if one does."""
+    most = [min(MOST_SAMPLES, step.n_samples)]
+    return first_that_fits(lambda n: _declared(step, parts, n), most) or None
+
+
+def _declared(step: SampledStep, parts: StepParts, n: int) -> str:
+    indices = chosen_samples(step.tree, step.n_samples, n, spreads=True)
+    splits = [(a, b) for a, b in _SPLITS if a + b == n] or [(n - 1, 1), (1, n - 1)]
+    values: dict[tuple[int, int], float] = {}
+    losses: list[Tensor] = []
+    for start, end in [(0, n), *[(0, a) for a, _ in splits], *[(a, n) for a, _ in splits]]:
+        run = step.observe(indices[start:end], end - start, learns=False)
+        # of several terms each may need a weight of its own
+        if len(run.numbers) > 1:
+            return ""
+        losses.append(run.outcome.loss)
+        values[start, end] = float(losses[-1])
+    # parts without a valid label have no mean, and the others may still tell
+    splits = [(a, b) for a, b in splits if math.isfinite(values[0, a] + values[a, n])]
+    if not splits or not math.isfinite(values[0, n]) or not any(values.values()):
+        return ""
+    rtol = rtol_of(DECLARED, losses)
+    # a masked mean is a sum as well while one part alone has samples that count
+    counts_apart = any(values[0, a] and values[a, n] for a, _ in splits)
+
+    def adds_up(weights: Tensor | None, inverse: _Curve) -> bool:
+        """Return whether the whole is the sum, or the mean by weights of samples, of its parts."""
+        if weights is None and not counts_apart:
+            return False
+        try:
+            for a, _ in splits:
+                whole, *each = (inverse(values[run]) for run in ((0, n), (0, a), (a, n)))
+                shares = [1.0, 1.0]
+                if weights is not None:
+                    counts = [float(weights[:a].sum()), float(weights[a:].sum())]
+                    shares = [count / sum(counts) for count in counts]
+                total = each[0] * shares[0] + each[1] * shares[1]
+                if abs(whole - total) > rtol * max(abs(whole), abs(total)):
+                    return False
+        except (ValueError, OverflowError, ZeroDivisionError):
+            return False
+        return True
+
+    tried = _candidates(step, parts, indices)
+    return next((told for told, weights, inverse in tried if adds_up(weights, inverse)), "")
+
+
+def _candidates(
+    step: SampledStep, parts: StepParts, indices: Sequence[int]
+) -> Iterator[tuple[str, Tensor | None, _Curve]]:
+    """Yield what to declare, the weights of samples (None: a sum), and the inverse of a curve."""
+    spec, equal = parts.spec, torch.ones(len(indices))
+    if spec.loss != "sum":
+        yield 'It is a sum over samples, not a mean: pass loss="sum".', None, float
+    if spec.weight is not None or spec.loss == "sum":
+        told = "weight=" if spec.weight is not None else 'loss="sum"'
+        yield f"It is a mean over samples: leave {told} out.", equal, float
+    instead = ', and leave loss="sum" out' if spec.loss == "sum" else ""
+    tensors = [
+        (leaf.path, leaf.value.detach()[indices].cpu())
+        for leaf in step.tree.leaves
+        # the code that is shown indexes the first dimension
+        if isinstance(leaf.value, Tensor) and leaf.dim == 0
+    ]
+    for counting in (_counts, _class_weights):
+        for shown, counts in counting(tensors, parts):
+            yield (
+                "It is a mean over something else than samples. Declare what it divides by"
+                f"{instead}: weight=lambda batch: {shown} "
+                "(with it the samples that were looked at agree).",
+                counts.reshape(len(indices), -1).sum(1).double(),
+                float,
+            )
+    for shown, (how, inverse) in _CURVES.items():
+        for loss, weights in (("mean", equal), ("sum", None)):
+            told = f"It is a function of a {loss}: return that {how}, and pass "
+            yield f'{told}loss="{loss}", {shown}.', weights, inverse
+
+
+_Named = Sequence[tuple[str, Tensor]]
+
+
+def _counts(tensors: _Named, parts: StepParts) -> Iterator[tuple[str, Tensor]]:
+    """Yield what losses often divide by, as code, and its numbers for the samples."""
+    for name, values in tensors:
+        is_mask = bool(((values == 0) | (values == 1)).all())
+        counted = [("{}.sum()", values)] if is_mask else []
+        if not is_mask and not values.is_floating_point():
+            masks = [(f"({{}} != {ignored}).sum()", values != ignored) for ignored in _IGNORED]
+            counted = [(shown, valid) for shown, valid in masks if not bool(valid.all())]
+        for shown, counts in counted:
+            found = [(shown.format(name), counts)]
+            if counts.dim() > 1:
+                # language models predict the next token, so the first label of a row is not counted
+                found.append((shown.format(f"{name}[:, 1:]"), counts[:, 1:]))
+            yield from found if is_mask else found[::-1]
+
+
+def _class_weights(tensors: _Named, parts: StepParts) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights of the classes of labels, which ``cross_entropy(weight=w)`` divides by."""
+    held = [
+        (f"{name}.weight", module._buffers.get("weight"))
+        for name, module in named_modules(parts.roots)
+    ]
+    for name, each in [*parts.outside.items(), *held]:
+        if each is None or not each.is_floating_point() or each.dim() != 1:
+            continue
+        weights = each.detach().cpu().double()
+        for path, labels in tensors:
+            if labels.dtype is torch.int64:
+                valid = (labels >= 0) & (labels < len(weights))
+                shown = path
+                if not bool(valid.all()):
+                    shown = f"{path}[{path} != {int(labels[~valid].flatten()[0])}]"
+                yield f"{name}[{shown}].sum()", weights[labels.clamp(0, len(weights) - 1)] * valid
