@@ -23,7 +23,7 @@ from tenure._text import describe_tensor
 _ADVICE = "Give tensors or lists with one row a sample in its place."
 
 
-class Event(NamedTuple):
+class StepEvent(NamedTuple):
     """One thing that a micro-batch, or a whole batch, did beside its loss.
 
     Attributes:
@@ -40,7 +40,7 @@ class Event(NamedTuple):
 
 
 @dataclass(slots=True)
-class Part:
+class BatchPart:
     """What one micro-batch did.
 
     Attributes:
@@ -50,13 +50,13 @@ class Part:
         is_skipped: whether nothing was returned, so that the batch is to be skipped.
     """
 
-    events: list[Event] = field(default_factory=list)
+    events: list[StepEvent] = field(default_factory=list)
     loss: Tensor | None = None
     weight: Any = None
     is_skipped: bool = False
 
 
-def side_by_side(parts: Sequence[Part], kind: str) -> list[tuple[Event, ...]] | None:
+def side_by_side(parts: Sequence[BatchPart], kind: str) -> list[tuple[StepEvent, ...]] | None:
     """Return for each event of a kind those of all parts; None if they did different things."""
     columns = [[event for event in part.events if event.kind == kind] for part in parts]
     if len({tuple(event.name for event in events) for events in columns}) > 1:
@@ -78,7 +78,11 @@ class Joiner:
     """
 
     def __init__(
-        self, parts: Sequence[Part], sizes: Sequence[int], loss: Tensor | None, rules: NumberRules
+        self,
+        parts: Sequence[BatchPart],
+        sizes: Sequence[int],
+        loss: Tensor | None,
+        rules: NumberRules,
     ) -> None:
         self.sizes = sizes
         self._losses: list[Tensor | None] = [part.loss for part in parts]
@@ -86,7 +90,7 @@ class Joiner:
         self._weights = None if parts[0].weight is None else [part.weight for part in parts]
         self.rules = rules
 
-    def event(self, events: Sequence[Event], place: str, advice: str) -> Event:
+    def event(self, events: Sequence[StepEvent], place: str, advice: str) -> StepEvent:
         """Return what the whole batch does of what each part did.
 
         Args:
@@ -97,13 +101,13 @@ class Joiner:
         kind, name, _, how = events[0]
         values = [event.value for event in events]
         if kind != "log":
-            return Event(kind, name, self.joined(values, place), how)
+            return StepEvent(kind, name, self.joined(values, place), how)
         weights = _batch_sizes(self, [event.how.get("batch_size") for event in events])
         how = how if weights is None else {**how, "batch_size": sum(weights)}
         # the number of samples says how the batch counts in an epoch, and not what the value
         # divides by
         weights = None if weights == list(self.sizes) else weights
-        return Event(
+        return StepEvent(
             kind, name, self.log(values, place, advice, how.get("reduce_fx"), weights), how
         )
 
@@ -147,7 +151,7 @@ class Joiner:
             ]
         )
 
-    def learn_event(self, whole: Event, events: Sequence[Event], place: str) -> None:
+    def learn_event(self, whole: StepEvent, events: Sequence[StepEvent], place: str) -> None:
         """Find out how numbers of an event add up, by what the parts of a few samples did."""
         values = [event.value for event in events]
         if whole.kind == "log":

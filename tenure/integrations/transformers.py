@@ -25,7 +25,7 @@ require_new_enough("transformers")
 try:
     from transformers import Trainer
 
-    from ._joined import Event, NumberRules, Part
+    from ._joined import BatchPart, NumberRules, StepEvent
     from ._transformers import (
         Batch,
         LossOfBatch,
@@ -98,7 +98,7 @@ class AdaptiveTrainerMixin(_Base):
     _way: str | None = None
     _loss: LossOfBatch | None = None
     # what the micro-batch that runs logs, and what its loss is a mean over
-    _held: Part | None = None
+    _held: BatchPart | None = None
     _weight: Callable[[Any], Any] | None = None
     # what the Trainer multiplies its loss by: 1, or its share in the batches that it accumulates
     _factor = 1.0
@@ -132,8 +132,8 @@ class AdaptiveTrainerMixin(_Base):
         # with these, the loss is not what `compute_loss` returns
         makers = [name for name in _MAKERS if callable(self.adaptive_options.get(name))]
 
-        def loss_of(batch: dict[str, Any]) -> tuple[Tensor, Part]:
-            held = Part()
+        def loss_of(batch: dict[str, Any]) -> tuple[Tensor, BatchPart]:
+            held = BatchPart()
 
             def run() -> None:
                 # a copy, for a trainer may take labels out of it
@@ -227,7 +227,7 @@ class AdaptiveTrainerMixin(_Base):
         Inside of `compute_loss` it is told when the step has worked, once for the batch.
         """
         if self._held is not None:
-            self._held.events.append(Event("log", tuple(logs), dict(logs), (args, kwargs)))
+            self._held.events.append(StepEvent("log", tuple(logs), dict(logs), (args, kwargs)))
             return
         for callback in self._memory_callbacks():
             callback.add_to(logs)

@@ -23,7 +23,7 @@ from tenure._containers import tensors_in
 from tenure._errors import AdaptiveUsageError
 from tenure._torch.patches import Patch
 
-from .._joined import Event, detached
+from .._joined import StepEvent, detached
 
 T = TypeVar("T")
 V = TypeVar("V")
@@ -53,9 +53,9 @@ class MetricRecorder:
         # made by what runs now, and by what ran before it
         self._made: WeakValueDictionary[int, Any] = WeakValueDictionary()
         self._kept: WeakValueDictionary[int, Any] = WeakValueDictionary()
-        self._calls: list[Event] | None = None
+        self._calls: list[StepEvent] | None = None
 
-    def run(self, calls: list[Event] | None, work: Callable[[], T]) -> T:
+    def run(self, calls: list[StepEvent] | None, work: Callable[[], T]) -> T:
         """Run work in which metrics are not called, but their calls noted.
 
         Args:
@@ -115,7 +115,7 @@ class MetricRecorder:
     ) -> None:
         assert self._calls is not None
         given = detached(dict(enumerate(args)) | kwargs)
-        self._calls.append(Event("metric", self._name_of(metric) + method, given, function))
+        self._calls.append(StepEvent("metric", self._name_of(metric) + method, given, function))
 
     def _name_of(self, metric: Any) -> str:
         """Return its name in the module, else one by its class that it keeps."""
@@ -210,7 +210,7 @@ def _tell(metric: Any) -> None:
     holder(None)
 
 
-def call_metric(event: Event) -> None:
+def call_metric(event: StepEvent) -> None:
     """Call a metric with the arguments that stand in an event."""
     by_position = [value for key, value in event.value.items() if isinstance(key, int)]
     named = {key: value for key, value in event.value.items() if isinstance(key, str)}

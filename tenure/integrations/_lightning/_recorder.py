@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tenure._errors import AdaptiveUsageError
 
-from .._joined import Event, Joiner, NumberRules, Part, detached, side_by_side
+from .._joined import BatchPart, Joiner, NumberRules, StepEvent, detached, side_by_side
 from ._metrics import MetricRecorder, run_with
 
 T = TypeVar("T")
@@ -63,15 +63,15 @@ class StepRecorder:
         # whether what is returned is the loss itself, so that what is logged may be it
         self._logs_loss = self._returns_loss and not {"then", "once"} & options.keys()
         self._metrics = MetricRecorder(module)
-        self._part: Part | None = None
+        self._part: BatchPart | None = None
 
     def hearing(self, work: Callable[[], T]) -> T:
         """Run work in which the module's `log` comes here."""
         return run_with(_running, self, work)
 
-    def run(self, function: Callable[..., Any], batch: Any) -> tuple[Any, Part]:
+    def run(self, function: Callable[..., Any], batch: Any) -> tuple[Any, BatchPart]:
         """Run it on the batch or a part of it; what it returns as its loss, and the rest."""
-        self._part = part = Part()
+        self._part = part = BatchPart()
         # of the batch itself they are called as always, and brought back if that fails
         is_whole = id(batch) == self._whole
         try:
@@ -92,15 +92,15 @@ class StepRecorder:
                 "adaptive_options, which may run for a few samples or several times. Log the loss "
                 'in on_train_batch_end(), from outputs["loss"].'
             )
-        self._part.events.append(Event("log", name, detached(value), options))
+        self._part.events.append(StepEvent("log", name, detached(value), options))
 
-    def learn(self, whole: Part, parts: Sequence[Part], joiner: Joiner) -> None:
+    def learn(self, whole: BatchPart, parts: Sequence[BatchPart], joiner: Joiner) -> None:
         """Find out how numbers add up, where the same few samples ran in one piece, too."""
         for kind in _DID:
             for first, *others in side_by_side([whole, *parts], kind) or ():
                 joiner.learn_event(first, others, self._place(first))
 
-    def told(self, parts: Sequence[Part], joiner: Joiner) -> list[Event]:
+    def told(self, parts: Sequence[BatchPart], joiner: Joiner) -> list[StepEvent]:
         """Return what the whole batch does, once for what every part did.
 
         Raises:
@@ -120,12 +120,12 @@ class StepRecorder:
             made += [joiner.event(each, self._place(each[0]), _ADVICE) for each in events]
         return made
 
-    def joiner(self, parts: Sequence[Part], sizes: Sequence[int], loss: Tensor) -> Joiner:
+    def joiner(self, parts: Sequence[BatchPart], sizes: Sequence[int], loss: Tensor) -> Joiner:
         """Return what joins the parts of a batch with that loss."""
         rules = _rules.setdefault(self.module, NumberRules())
         return Joiner(parts, sizes, loss if self._logs_loss else None, rules)
 
-    def is_skipped(self, parts: Sequence[Part]) -> bool:
+    def is_skipped(self, parts: Sequence[BatchPart]) -> bool:
         """Return whether None was returned, to skip the batch.
 
         Raises:
@@ -145,7 +145,7 @@ class StepRecorder:
     def _name(self) -> str:
         return f"{type(self.module).__name__}.training_step"
 
-    def _place(self, event: Event) -> str:
+    def _place(self, event: StepEvent) -> str:
         """Return what errors and warnings call the value of an event."""
         if event.kind == "log":
             return f"{event.name!r} was logged"
@@ -153,7 +153,7 @@ class StepRecorder:
             return f"what {self._name}() gave the metric {event.name!r}"
         return f"{event.name!r}, returned by {self._name}(),"
 
-    def _loss_of(self, returned: Any, part: Part) -> Any:
+    def _loss_of(self, returned: Any, part: BatchPart) -> Any:
         if not self._returns_loss:
             return returned
         if isinstance(returned, Mapping):
@@ -163,7 +163,7 @@ class StepRecorder:
                     '"loss". Return the loss under that key, a tensor, or None to skip the batch.'
                 )
             part.events += [
-                Event("return", key, detached(value))
+                StepEvent("return", key, detached(value))
                 for key, value in returned.items()
                 if key != "loss"
             ]

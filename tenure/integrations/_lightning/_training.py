@@ -20,7 +20,7 @@ from torch import Tensor
 from tenure._errors import AdaptiveUsageError, BatchCoupledError, SplitMismatchError
 from tenure.adaptive import StepResult, step
 
-from .._joined import Part
+from .._joined import BatchPart
 from ._deferred import DeferredGradients
 from ._metrics import call_metric
 from ._recorder import StepRecorder, note_compared, recorder_of
@@ -74,7 +74,7 @@ def fitting_step(
         result = recorder.hearing(lambda: deferred.making(made))
     # without what belongs to the batch alone
     module.adaptive_result = replace(result, aux=())
-    parts: Sequence[Part] = result.aux
+    parts: Sequence[BatchPart] = result.aux
     # sums of micro-batches in half precision are wider than that
     value = result.loss if parts[0].loss is None else result.loss.to(parts[0].loss.dtype)
     is_skipped = recorder.is_skipped(parts)

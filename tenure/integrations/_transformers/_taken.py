@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tenure._errors import AdaptiveUsageError
 
-from .._joined import Event, Joiner, NumberRules, Part, side_by_side
+from .._joined import BatchPart, Joiner, NumberRules, StepEvent, side_by_side
 
 if TYPE_CHECKING:
     from tenure.adaptive import StepResult
@@ -48,9 +48,9 @@ class LossOfBatch:
             for name, value in first.value.items():
                 self.rules.learn(joiner, _place(name), [e.value[name] for e in others], value)
 
-    def joined_logs(self, result: StepResult) -> Iterator[Event]:
+    def joined_logs(self, result: StepResult) -> Iterator[StepEvent]:
         """Yield the events of a batch, of those of its micro-batches."""
-        parts: Sequence[Part] = result.aux
+        parts: Sequence[BatchPart] = result.aux
         events = side_by_side(parts, "log")
         if events is None:
             # one that logs for some of its samples alone
@@ -66,7 +66,7 @@ class LossOfBatch:
             yield each[0]._replace(value=logs)
 
     @contextmanager
-    def being(self, loss_of: Callable[[Any], tuple[Tensor, Part]]) -> Iterator[None]:
+    def being(self, loss_of: Callable[[Any], tuple[Tensor, BatchPart]]) -> Iterator[None]:
         """Return a block in which it is a function, which it does not hold afterwards."""
         self._loss_of = loss_of
         try:
@@ -74,10 +74,10 @@ class LossOfBatch:
         finally:
             del self._loss_of
 
-    def __call__(self, batch: Any) -> tuple[Tensor, Part]:
+    def __call__(self, batch: Any) -> tuple[Tensor, BatchPart]:
         # Not by its name: whoever searches a step for modules follows names, and a trainer leads to
         # data sets and the state of optimizers. The modules are given, or seen when they run.
-        returned: tuple[Tensor, Part] = vars(self)["_loss_of"](batch)
+        returned: tuple[Tensor, BatchPart] = vars(self)["_loss_of"](batch)
         return returned
 
 

@@ -103,7 +103,7 @@ def run_on_host(operator: Any, *args: Any, **kwargs: Any) -> Any:
     return result
 
 
-class _Facts:
+class _StorageFacts:
     """What the schema and the tags of an operator say of it.
 
     Attributes:
@@ -126,13 +126,13 @@ class _Facts:
         self.sizes_by_data = torch.Tag.dynamic_output_shape in operator.tags
 
 
-_facts_of = functools.cache(_Facts)
+_facts_of = functools.cache(_StorageFacts)
 
 
 class _HostCall:
     """One call: its arguments on both sides, its device, and the bytes that it reads and writes."""
 
-    def __init__(self, facts: _Facts) -> None:
+    def __init__(self, facts: _StorageFacts) -> None:
         self._facts = facts
         self._writes = facts.writes
         self.passes_numbers_as_tensors = False

@@ -46,4 +46,5 @@ def test_an_interrupt_in_the_end_of_no_grad_leaves_gradients_on(fits):
         finally:
             sys.settrace(before)
         assert torch.is_grad_enabled(), n
-    assert n > 4
+    # so many blocks without gradients end in a step
+    assert n > 2

@@ -27,7 +27,14 @@ from tenure._torch.quiet import without_functions
 
 from .._loss import ONLY
 from .._split import StepOutcome
-from ._runs import DifferenceKind, MixesSamples, Run, SampledStep, chosen_samples, first_that_fits
+from ._runs import (
+    DifferenceKind,
+    MixesSamples,
+    SampledRun,
+    SampledStep,
+    chosen_samples,
+    first_that_fits,
+)
 
 # The largest relative error that passes, by the coarsest type of floating point on the way: where
 # all is float64, where some is float32, and anything else.
@@ -181,7 +188,7 @@ def relative_error(a: Tensor, b: Tensor, floor: float = 0.0) -> float:
 
 
 def differences(
-    step: SampledStep, whole: Run, other: Run, rtol: float, scale: float = 0.0
+    step: SampledStep, whole: SampledRun, other: SampledRun, rtol: float, scale: float = 0.0
 ) -> list[SplitDifference]:
     """Return the differences above ``rtol``: buffers, the loss and its terms, gradients.
 
@@ -216,7 +223,7 @@ def differences(
     return found
 
 
-def first_module(whole: Run, split: Run, rtol: float) -> list[SplitDifference]:
+def first_module(whole: SampledRun, split: SampledRun, rtol: float) -> list[SplitDifference]:
     """Return the first module whose outputs for the chunks are not those for the whole, if any.
 
     One that gets what differs already is innocent, because something before it mixes samples.
@@ -256,7 +263,7 @@ def _error_of_rows(parts: Sequence[Tensor], whole: Tensor, lengths: Sequence[int
     return relative_error(torch.cat([*parts]), whole)
 
 
-class Finding(NamedTuple):
+class Mismatch(NamedTuple):
     """A number of the whole, and what the micro-batches make of it, with the text that tells it."""
 
     text: str
@@ -264,7 +271,7 @@ class Finding(NamedTuple):
     split: float
 
 
-def finding(what: str, whole: float, split: float, error: float, sizes: Sequence[int]) -> Finding:
+def mismatch(what: str, whole: float, split: float, error: float, sizes: Sequence[int]) -> Mismatch:
     """Tell of a difference.
 
     Args:
@@ -277,7 +284,7 @@ def finding(what: str, whole: float, split: float, error: float, sizes: Sequence
     runs = [(size, len(list(group))) for size, group in groupby(sizes)]
     parts = " + ".join(str(size) if n == 1 else f"{n} x {size}" for size, n in runs)
     off = f"{100 * error:.2g} %" if error < 10 else f"{error:.2g} times its size"
-    return Finding(
+    return Mismatch(
         f"{what} for {sum(sizes)} samples is {whole:.6g} in one piece and {split:.6g} as {parts} "
         f"({off} off)",
         whole,
@@ -290,7 +297,7 @@ def told_of(name: str) -> str:
     return "the loss" if name == ONLY else f"the term {name!r}"
 
 
-def _worst(found: Iterable[SplitDifference], whole: Run, split: Run) -> Finding:
+def _worst(found: Iterable[SplitDifference], whole: SampledRun, split: SampledRun) -> Mismatch:
     """Return the worst difference: of the loss, a term, or the gradient farthest off."""
     # users know their loss; a gradient is named only where the loss hides the difference
     first = max(found, key=lambda each: (each.kind in ("loss", "term"), each.relative_error))
@@ -302,7 +309,7 @@ def _worst(found: Iterable[SplitDifference], whole: Run, split: Run) -> Finding:
     place = int((a - b).abs().nan_to_num(nan=math.inf).argmax())
     what = f"the gradient of {first.name!r}" if first.kind == "gradient" else told_of(first.name)
     error, sizes = first.relative_error, split.outcome.sizes
-    return finding(what, float(a[place]), float(b[place]), error, sizes)
+    return mismatch(what, float(a[place]), float(b[place]), error, sizes)
 
 
 class Comparison:
@@ -313,13 +320,13 @@ class Comparison:
 
     Attributes:
         step: it.
-        finding: what differs.
+        mismatch: what differs.
         is_coupled: whether modules mix samples, as was allowed, and can't be kept from it.
     """
 
     def __init__(self, step: SampledStep) -> None:
         self.step = step
-        self.finding: Finding | None = None
+        self.mismatch: Mismatch | None = None
         self.is_coupled = False
         # the loss of a few samples; what is much smaller counts as nothing
         self._scale = 0.0
@@ -340,14 +347,14 @@ class Comparison:
         # first ones may be pairs, or as many of each kind
         return bool(
             first_that_fits(chosen, numbers)
-            or self.finding is not None
+            or self.mismatch is not None
             or first_that_fits(
                 lambda n: self._compare_parts([*range(n - n % 2)], [n // 2]), numbers
             )
         )
 
     def _compare_parts(self, indices: list[int], sizes: Iterable[int]) -> bool:
-        self.finding, step, n = None, self.step, len(indices)
+        self.mismatch, step, n = None, self.step, len(indices)
         try:
             whole = step.observe(indices, n, looks=True)
             for size in sizes:
@@ -379,13 +386,13 @@ class Comparison:
             numbers.append(n)
         fitting = [number for number in numbers if number <= most]
         could = first_that_fits(functools.partial(self._compare_losses, outcome), fitting)
-        return bool(could or self.finding is not None)
+        return bool(could or self.mismatch is not None)
 
     def _compare_losses(self, outcome: StepOutcome, n: int) -> bool:
-        self.finding, step = None, self.step
+        self.mismatch, step = None, self.step
         indices = None if n == step.n_samples else range(n)
         again = functools.partial(step.observe, indices, n, learns=False)
-        whole, split = again(), Run.of(outcome)
+        whole, split = again(), SampledRun.of(outcome)
         # nothing needs to run again where the same samples gave the same numbers; outputs are added
         # up by another loss here, and once() is no part of what is compared
         is_other = callable(step.spec.loss) or step.spec.once is not None or indices is not None
@@ -395,7 +402,11 @@ class Comparison:
         return True
 
     def _agree(
-        self, whole: Run, split: Run, tolerance: Tolerance, again: Callable[..., Run]
+        self,
+        whole: SampledRun,
+        split: SampledRun,
+        tolerance: Tolerance,
+        again: Callable[..., SampledRun],
     ) -> bool:
         """Return whether nothing differs but by rounding, or by unseen random numbers.
 
@@ -435,14 +446,14 @@ class Comparison:
             rtol = rtol_of(tolerance, whole.rounded(), step.types)
             found = differences(step, whole, split, rtol, scale)
         if found:
-            # it stays a finding although the runs that explain it fail
-            self.finding = _worst(found, whole, split)
+            # it stays a mismatch although the runs that explain it fail
+            self.mismatch = _worst(found, whole, split)
             if all(map(is_noise, found)):
-                self.finding = None
-        return self.finding is None
+                self.mismatch = None
+        return self.mismatch is None
 
 
-def exchanged(step: SampledStep) -> tuple[bool, Finding | None]:
+def exchanged(step: SampledStep) -> tuple[bool, Mismatch | None]:
     """Exchange samples; return whether that could be done, and what is no sum over samples."""
     # each run starts from one random state, also if the last one drew nothing
     step.is_random = True
@@ -452,7 +463,7 @@ def exchanged(step: SampledStep) -> tuple[bool, Finding | None]:
     return (False, None) if found is None else (True, found[0])
 
 
-def _exchange(step: SampledStep, n: int) -> Finding | None:
+def _exchange(step: SampledStep, n: int) -> Mismatch | None:
     """Exchange under a few random states: in one of them samples may mix by next to nothing."""
     here = chosen_samples(step.tree, step.n_samples, n, spreads=True)
     others = [i for i in range(step.n_samples) if i not in here]
@@ -476,13 +487,13 @@ def _exchange(step: SampledStep, n: int) -> Finding | None:
                     what = (
                         f"{told_of(name)}, summed up with half of its samples exchanged for others,"
                     )
-                    return finding(what, d, b + c - a, error, (n // 2, n - n // 2))
+                    return mismatch(what, d, b + c - a, error, (n // 2, n - n // 2))
         return None
     finally:
         start.undo()
 
 
-def _sums(run: Run, step: SampledStep, n: int) -> dict[str, float]:
+def _sums(run: SampledRun, step: SampledStep, n: int) -> dict[str, float]:
     """Return what adds up over samples if it is declared rightly."""
     found: dict[str, float] = {}
     is_sum = step.spec.loss != "mean"

@@ -55,7 +55,7 @@ class ModuleCall(NamedTuple):
     output: Tensor
 
 
-class Run(NamedTuple):
+class SampledRun(NamedTuple):
     """The results of one run.
 
     Attributes:
@@ -176,7 +176,7 @@ class SampledStep:
         watches: bool = False,
         learns: bool = True,
         roughness: tuple[int, int] = (0, 0),
-    ) -> Run:
+    ) -> SampledRun:
         """Run once.
 
         A step that draws gets the same numbers for any number of samples. Numbers that torch does
@@ -254,10 +254,10 @@ class SampledStep:
                     if leaves_out and written_modules(parts.roots, parts.state.modules):
                         raise MixesSamples
                     found = _buffers(parts.roots) if watches else {}
-                    found |= Run.of(outcome).numbers | self._gradients(parts)
+                    found |= SampledRun.of(outcome).numbers | self._gradients(parts)
                     if self.has_others:
                         self.drawn = parts.state.random_now()
-                    return Run(outcome, found, calls, counts)
+                    return SampledRun(outcome, found, calls, counts)
             finally:
                 state.undo()
                 # an error holds this frame, and must not hold copies

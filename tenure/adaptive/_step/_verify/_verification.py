@@ -34,16 +34,16 @@ from ._advice import DO_NOT_CLAMP, advice_for, declaration_for
 from ._compare import (
     CHECKED,
     Comparison,
-    Finding,
+    Mismatch,
     SplitDifference,
     SplitReport,
     differences,
     exchanged,
-    finding,
     first_module,
+    mismatch,
     rtol_of,
 )
-from ._runs import Run, SampledStep, first_that_fits
+from ._runs import SampledRun, SampledStep, first_that_fits
 from ._when import SplitCall
 
 _COARSE = (torch.float16, torch.bfloat16)
@@ -125,7 +125,7 @@ def check_split(
     parts = SampledStep(parts, is_asked=True).parts_of(range(n))
     sampled = SampledStep(parts, is_asked=True)
 
-    def run(size: int) -> Run:
+    def run(size: int) -> SampledRun:
         return sampled.observe(range(n), size, looks=True, watches=True)
 
     # In no scope: a cache that the model fills meanwhile is the user's, and goes on being used.
@@ -200,7 +200,7 @@ class Verification:
                 raise step.refused.with_traceback(None)
             if step.is_random and parts.compiled and draws_again_in_backward():
                 raise _drawn_again_error(parts.name)
-            found = comparison.finding
+            found = comparison.mismatch
             self._wants_whole = not comparison.is_coupled
             # other numbers for the parts than for the whole explain any difference
             if found is not None and step.has_others:
@@ -233,7 +233,7 @@ class Verification:
             most = step.n_samples if call.is_first or not step.is_random else step.n_samples // 2
             with not_compiling():
                 self._could_compare |= comparison.losses(outcome, most)
-                self._refuse(comparison.finding, step, size)
+                self._refuse(comparison.mismatch, step, size)
         if not self._could_compare:
             # what was wrong once may be wrong again, and nothing tells that it is not
             if call.place.refusal is not None:
@@ -264,7 +264,7 @@ class Verification:
             call.note_count(lowest.name, known, step.n_run)
 
     def _refuse(
-        self, found: Finding | None, step: SampledStep, size: int, advice: str | None = None
+        self, found: Mismatch | None, step: SampledStep, size: int, advice: str | None = None
     ) -> None:
         if found is None:
             return
@@ -321,7 +321,7 @@ def _lowest_counts(divisors: Divisors) -> Iterator[_LowestCount]:
             yield _LowestCount(name, count, tolerance, chunk, max(others)[1])
 
 
-def _checked(step: SampledStep, lowest: _LowestCount, _: int) -> tuple[float, Finding | None]:
+def _checked(step: SampledStep, lowest: _LowestCount, _: int) -> tuple[float, Mismatch | None]:
     """Return the lowest count that is known not to be clamped, and a count that is clamped."""
     name, n, n_other = lowest.name, lowest.chunk.length, lowest.other.length
     chunk, other = (
@@ -342,7 +342,7 @@ def _checked(step: SampledStep, lowest: _LowestCount, _: int) -> tuple[float, Fi
         return here, None
     what = "the count" if name in (None, ONLY) else f"the count of {name!r}"
     error = (here + there) / both - 1 if both else math.inf
-    return here, finding(what, both, here + there, error, (n, n_other))
+    return here, mismatch(what, both, here + there, error, (n, n_other))
 
 
 def _drawn_again_error(name: str) -> AdaptiveUsageError:

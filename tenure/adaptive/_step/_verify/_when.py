@@ -215,7 +215,7 @@ def _place(parts: StepParts) -> tuple[Hashable, dict[Hashable, Any]]:
 # --- what a function holds
 
 
-class _Look(NamedTuple):
+class _Seen(NamedTuple):
     """What an object shows without running code of the user's.
 
     Attributes:
@@ -265,12 +265,12 @@ def _values(roots: Sequence[Any], known: Iterable[Any]) -> dict[Hashable, Any]:
     return found
 
 
-def _look_at(value: Any) -> _Look:
+def _look_at(value: Any) -> _Seen:
     # isinstance() asks a weak proxy, and one of nothing raises
     kind = type(value)
     name = kind.__qualname__
     if kind in _PLAIN:
-        return _Look(name if kind in _PLAIN[:3] else value, value)
+        return _Seen(name if kind in _PLAIN[:3] else value, value)
     if issubclass(kind, Tensor):
         return _of_tensor(value)
     if issubclass(kind, nn.Module):
@@ -280,43 +280,43 @@ def _look_at(value: Any) -> _Look:
         parts = ((k, v) for k, v in held.items() if k not in OF_EVERY_MODULE)
         # by identity: another model of the same class may have another criterion
         me = _identity_of(value)
-        return _Look((me, *set_to, *without), me, chain(parts, value._modules.items()))
+        return _Seen((me, *set_to, *without), me, chain(parts, value._modules.items()))
     if issubclass(kind, dict):
         return _by_key(None, name, value)
     if kind is ContextVar:
-        return _Look(_identity_of(value), "", [("", value.get(None))])
+        return _Seen(_identity_of(value), "", [("", value.get(None))])
     if value is os.environ:
-        return _Look(name, hash(frozenset(value.items())))
+        return _Seen(name, hash(frozenset(value.items())))
     for base in _SEVERAL:
         if issubclass(kind, base):
             items = [*islice(base.__iter__(value), _MAX_ITEMS)]
             # the numbers are one value, so that each that a history gets is none of its own
             plain = [each for each in items if type(each) in _PLAIN]
             others = ((i, each) for i, each in enumerate(items) if type(each) not in _PLAIN)
-            return _Look(name, (name, len(items), *plain), others)
+            return _Seen(name, (name, len(items), *plain), others)
     if kind is types.FunctionType:
         # by its code, so that a new closure of the same code counts on
         code = _identity_of(value.__code__)
         defaults = value.__defaults__ or (), value.__kwdefaults__ or {}
-        return _Look(code, code, enumerate((*(value.__closure__ or ()), *defaults)))
+        return _Seen(code, code, enumerate((*(value.__closure__ or ()), *defaults)))
     if kind in _WRAPPING or issubclass(kind, functools.partial):
         # what they show, hold, or call
-        return _Look(name, "", enumerate(gc.get_referents(value)))
+        return _Seen(name, "", enumerate(gc.get_referents(value)))
     if issubclass(kind, type | types.ModuleType):
-        return _Look(value.__name__, value.__name__)
+        return _Seen(value.__name__, value.__name__)
     me = _identity_of(value)
     if issubclass(kind, Enum):
-        return _Look(me, (name, value._name_))
+        return _Seen(me, (name, value._name_))
     # an image of Pillow has the first alone
     if hasattr(kind, "__array_interface__") and hasattr(kind, "dtype"):
         number = [("", value.item())] if value.size == 1 else ()
-        return _Look(me, (value.dtype.str, value.ndim), number)
+        return _Seen(me, (value.dtype.str, value.ndim), number)
     for plain_base in _PLAIN[:5]:
         if issubclass(kind, plain_base):
             text = name, plain_base.__repr__(value)
-            return _Look(name if plain_base in _PLAIN[:3] else text, text)
+            return _Seen(name if plain_base in _PLAIN[:3] else text, text)
     if is_library(home_of(kind)) and home_of(kind) not in _HOLDING:
-        return _Look(me, name)
+        return _Seen(me, name)
     slots = [
         each
         for base in kind.__mro__
@@ -332,24 +332,24 @@ def _look_at(value: Any) -> _Look:
     return _by_key(me, name, held)
 
 
-def _by_key(kind: Hashable, name: str, items: dict[Any, Any]) -> _Look:
+def _by_key(kind: Hashable, name: str, items: dict[Any, Any]) -> _Seen:
     # a key that is an object of the user's may be another in each call
     first = islice(enumerate(dict.items(items)), _MAX_ITEMS)
     parts = [(key if type(key) in _PLAIN else i, each) for i, (key, each) in first]
     keys = hash(tuple([key for key, _ in parts]))
     texts = tuple([each for each in parts if type(each[1]) is str])
-    return _Look(texts if kind is None else kind, (name, dict.__len__(items), keys), parts)
+    return _Seen(texts if kind is None else kind, (name, dict.__len__(items), keys), parts)
 
 
-def _of_tensor(value: Tensor) -> _Look:
+def _of_tensor(value: Tensor) -> _Seen:
     if is_disposed(value):
-        return _Look(("Tensor",), "")
+        return _Seen(("Tensor",), "")
     # the number is read if no device has to be waited for
     is_ready = type(value) is Tensor and not value.requires_grad and value.device.type == "cpu"
     is_number = is_ready and not value.dim() and value.layout is torch.strided
     kind = value.dtype, value.dim()
     number = [("", value.item())] if is_number else ()
-    return _Look(("Tensor", kind), (*kind, value.requires_grad), number)
+    return _Seen(("Tensor", kind), (*kind, value.requires_grad), number)
 
 
 class _ById(weakref.ref[Any]):
