@@ -633,7 +633,7 @@ class Tape:
     handles: weakref.WeakValueDictionary[Value, Handle] = field(
         default_factory=weakref.WeakValueDictionary
     )
-    cuts: dict[tuple[int, Label], Value] = field(default_factory=dict)
+    cuts: dict[tuple[int, Label, _Mark], Value] = field(default_factory=dict)
     coupled: str | None = None
     generators: dict[int, torch.Generator] = field(default_factory=dict)
     start: Beginning | None = None
@@ -662,7 +662,7 @@ class Tape:
 
     def plain_value(self, tensor: Tensor, label: Label) -> Value:
         """Return the value of a plain tensor."""
-        key = (id(tensor), label)
+        key = (id(tensor), label, mark_of(tensor))
         if key not in self.cuts:
             self.cuts[key] = Value.known(tensor, label)
         return self.cuts[key]

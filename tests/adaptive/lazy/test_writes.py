@@ -172,6 +172,22 @@ def test_what_a_model_gave_and_was_written_into_the_batch_is_no_part_of_the_batc
     assert found == pytest.approx(expected, rel=1e-11)
 
 
+@ROOMS
+def test_labels_that_are_no_recorded_tensor_are_written_between_two_calls_that_take_them(room):
+    model, (x, y) = mlp(), batch()
+
+    def program(wrap):
+        labels, a = y.clone(), wrap(x.clone())
+        out = model(a)
+        labels[out.argmax(1) == labels] = -100
+        loss = F.cross_entropy(out, labels)
+        loss.backward()
+        return loss.item(), labels.tolist()
+
+    expected, found = assert_same_gradients(model, program, room)
+    assert found == (pytest.approx(expected[0], rel=1e-11), expected[1])
+
+
 USES = {
     "value": lambda t: t.value(),
     "item": lambda t: t.sum().item(),
