@@ -234,7 +234,7 @@ FAULTS = (
     ),
     Fault(
         "adaptive/_lazy/_tape.py",
-        "self.written.add(old.root)",
+        "self.written[old.root] = -1 if old.root in self.written else new.root",
         "pass",
         "adaptive/lazy/test_writes.py",
     ),

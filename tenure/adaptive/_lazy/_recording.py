@@ -85,7 +85,8 @@ def record(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     walk = _Walk(getattr(func, "__name__", ""))
     stored, named = replaced(args, walk, walk.key), replaced(kwargs, walk, walk.key)
     lazies = walk.lazies
-    _check(func, walk)
+    is_assigned = _is_assigned_back(func, args)
+    _check(func, walk, args[0] if is_assigned else None)
     tape = lazies[0]._tape
     for each in lazies:
         if each._tape is not tape:
@@ -114,6 +115,11 @@ def record(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     entry.shape = shape
     _note(entry, tensors, tape)
     handles = [type(lazies[0])._of(tape, v) for v in entry.made[: len(shape.aliases)]]
+    if is_assigned:
+        # they share memory in the program: who writes into one uses the other no more
+        args[0]._value.root = args[2]._value.root
+    elif func is Tensor.__getitem__ and shape.aliases[0] == 0:
+        handles[0]._taken = reads[0], args[1]
     return replaced(
         shape.out,
         lambda each: (
@@ -188,8 +194,23 @@ class _Walk:
         return value
 
 
-def _check(func: Any, walk: _Walk) -> None:
+def _is_assigned_back(func: Any, args: tuple[Any, ...]) -> bool:
+    """Return whether a view is assigned where it is from, as Python does for ``x[0] += 1``."""
+    if func is not Tensor.__setitem__ or not all(isinstance(a, Handle) for a in args[::2]):
+        return False
+    target, view = args[0]._value, args[2]._value
+    source, index = args[2]._taken or (None, None)
+    is_alone = args[0]._tape.written.get(target.root) == view.root
+    return source is target and index is args[1] and is_alone
+
+
+def _check(func: Any, walk: _Walk, target: Handle | None) -> None:
     """Refuse what can't be recorded.
+
+    Args:
+        func: the function.
+        walk: its arguments.
+        target: gets a view that was written, so that it may be used although that was.
 
     Raises:
         AdaptiveUsageError: the call is of that kind.
@@ -209,7 +230,8 @@ def _check(func: Any, walk: _Walk) -> None:
         raise AdaptiveUsageError(_PAGED)
     for each in walk.lazies:
         refuse_own_function(each)
-        each._tape.check_current(each._value)
+        if each is not target:
+            each._tape.check_current(each._value)
 
 
 def _cut(entry: RecordedCall, cuts: dict[int, Label], tape: Tape) -> None:

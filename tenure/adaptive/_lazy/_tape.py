@@ -256,6 +256,8 @@ class Handle(Tensor):
 
     _tape: Tape
     _value: Value
+    _taken: tuple[Value, Any] | None = None
+    """Of a view that an index gave: the value that it is of, and the index."""
 
     @classmethod
     def _of(cls, tape: Tape, value: Value) -> Self:
@@ -622,7 +624,8 @@ class Tape:
         generators: those of the user's own that calls draw from.
         start: what running changes besides values, as it was before the first call ran.
         held: a loss that was run for its value, and its gradients, which nobody asked for yet.
-        written: the memory that was written: values in it are not what the program has by now.
+        written: the memory that was written, by root: values in it are not what the program has by
+            now. With the root of what was written there, or -1 after several writes.
         failed: those whose computation has failed, which are computed only if they are asked for.
         is_split: whether values are those of parts, without graph.
         is_joined: whether a plain tensor has a graph that leads to values.
@@ -639,7 +642,7 @@ class Tape:
     start: Beginning | None = None
     held: Any = None
     failed: weakref.WeakSet[Value] = field(default_factory=weakref.WeakSet)
-    written: set[int] = field(default_factory=set)
+    written: dict[int, int] = field(default_factory=dict)
     is_split: bool = False
     is_joined: bool = False
 
@@ -675,7 +678,7 @@ class Tape:
         """Let who has a tensor that was written have the value that it is from now on."""
         self.held = None
         # others in that memory, which the write does not reach
-        self.written.add(old.root)
+        self.written[old.root] = -1 if old.root in self.written else new.root
         if (handle := self.handles.pop(old, None)) is not None:
             handle._value = new
             self.handles[new] = handle
@@ -692,7 +695,7 @@ class Tape:
             raise AdaptiveUsageError(
                 "A tensor of lazy() was used, and another one in the same memory was written in "
                 "place before: it is a view of that one, or that one is a view of it. The write "
-                "reached only one of them. Assign in place of it, as in x[:, 0] = x[:, 0] + 1, or "
+                "reached only one of them. Write by index, as in x[:, 0] += 1 or x[:, 0] = 0, or "
                 "clone() a view before you write."
             )
 

@@ -173,6 +173,62 @@ def test_what_a_model_gave_and_was_written_into_the_batch_is_no_part_of_the_batc
 
 
 @ROOMS
+def test_a_view_that_is_written_by_index_is_assigned_where_it_is_from(room):
+    model, (x, _) = mlp(), batch()
+
+    def program(wrap):
+        a = wrap(x.clone())
+        a[:, 0] *= 2
+        a[..., 2:4] -= a[:, :2]
+        out = model(a)
+        out[:, 1] *= 3
+        before = out.sum().item()
+        out[:, :2] += out.max().item()
+        loss = (out * out.sum(1, keepdim=True)).square().mean()
+        loss.backward()
+        return before, loss.item(), out.sum().item(), a.sum().item()
+
+    expected, found = assert_same_gradients(model, program, room)
+    assert found == pytest.approx(expected, rel=1e-11)
+
+
+def _elsewhere(a):
+    view = a[:, 1]
+    view.mul_(2)
+    a[:, 2] = view
+
+
+def _another_view(a):
+    view, _ = a[:, 1], a[:, 0].mul_(3)
+    view.mul_(2)
+
+
+def _a_view_of_before(a):
+    view = a[:, :2]
+    a[:, 0] *= 2
+    view.sum()
+
+
+def _a_view_that_was_assigned(a):
+    index = (slice(None), 1)
+    view = a[index]
+    view *= 2
+    a[index] = view
+    a.add_(1)
+    view.sum()
+
+
+@pytest.mark.parametrize(
+    "write",
+    [_elsewhere, _another_view, _a_view_of_before, _a_view_that_was_assigned],
+)
+def test_other_writes_through_a_view_of_a_recorded_tensor_are_refused(write):
+    x, _ = batch()
+    with pytest.raises(AdaptiveUsageError, match=r"Write by index, as in x\[:, 0\] \+= 1"):
+        write(lazy(x) * 1)
+
+
+@ROOMS
 def test_labels_that_are_no_recorded_tensor_are_written_between_two_calls_that_take_them(room):
     model, (x, y) = mlp(), batch()
 
