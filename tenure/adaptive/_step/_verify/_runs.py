@@ -395,9 +395,12 @@ def chosen_samples(
     """
     with without_functions():
         columns = [*map(_told_apart, _amounts(tree))]
-    if spreads:
-        # the leaves that are mostly the same are masks and labels
-        columns.sort(key=lambda each: each[0], reverse=True)
+        if spreads:
+            # the leaves that are mostly the same are masks and labels
+            columns.sort(key=lambda each: each[0], reverse=True)
+            # a loss may count only samples that several masks let through
+            shared: Any = sum(ranks for share, ranks in columns if share >= _MASKED)
+            columns = [(share, ranks + 1e-6 * shared) for share, ranks in columns]
     orders = [(share, each.argsort(stable=True).tolist()) for share, each in columns if share < 1]
     # two of either kind first: of few samples a mask alone tells which count
     pairs = [(i, order) for share, order in orders if spreads and share > _MASKED for i in (0, 1)]
@@ -407,12 +410,12 @@ def chosen_samples(
     n_left = -(-most // 2)
     for i, order in pairs:
         ends = [order[i], order[-1 - i]]
-        for side, index, room in zip(
-            (left, right),
-            reversed(ends) if spreads and i % 2 else ends,
-            (n_left, most - n_left),
-            strict=True,
-        ):
+        if spreads and most < 4:
+            # no half has room for one of each kind
+            ends = order[-2:]
+        elif spreads and i % 2:
+            ends.reverse()
+        for side, index, room in zip((left, right), ends, (n_left, most - n_left), strict=True):
             if len(side) < room and index not in left and index not in right:
                 side.append(index)
     evenly = (i * n_samples // most for i in range(most))
@@ -423,11 +426,17 @@ def chosen_samples(
 
 
 def _told_apart(amounts: Tensor) -> tuple[float, Tensor]:
-    """Return which share of the samples have the commonest amount, and amounts with an order."""
+    """Return the share of samples with the commonest amount, and ranks: the last are most telling.
+
+    An amount that most samples have, such as 255 for no label, is not ranked last.
+    """
     numbers = amounts.cpu().double()
     # in many tables nan says that there is no label
     numbers = (~numbers.isnan()).double() if bool(numbers.isnan().any()) else numbers
-    return int(numbers.unique(return_counts=True)[1].max()) / len(numbers), numbers
+    values, ranks, counts = numbers.unique(return_inverse=True, return_counts=True)
+    share, last = int(counts.max()) / len(numbers), len(values) - 1
+    is_high = share > _MASKED and int(counts.argmax()) == last
+    return share, last - ranks if is_high else ranks
 
 
 def _amounts(tree: SampleTree) -> Iterator[Tensor]:

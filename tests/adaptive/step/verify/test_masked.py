@@ -93,6 +93,20 @@ def test_a_masked_mean_is_no_sum_where_memory_allows_few_samples():
     assert net.weight.grad is None
 
 
+@pytest.mark.parametrize(("most", "ignored"), [(2, -100), (2, 255), (3, 255)])
+def test_a_masked_mean_is_no_sum_where_two_or_three_samples_fit(most, ignored):
+    net, n = nn.Linear(4, 3).double(), {2: 8, 3: 6}[most]
+
+    def fn(b):
+        if len(b["m"]) > most:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return cross_entropy(net(b["x"]), b["m"], ignored)
+
+    batch = {"x": samples(n), "m": labels_of(torch.arange(n) % 3 == 2, ignored)}
+    with pytest.raises(SplitMismatchError):
+        step(fn, batch, maximum=1, loss="sum")
+
+
 def test_a_masked_sum_is_a_sum():
     net, mask = nn.Linear(4, 3).double(), torch.arange(300) % 50 == 0
 
