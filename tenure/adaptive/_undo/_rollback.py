@@ -87,9 +87,10 @@ Generator = Any
 def generators_in(values: Iterable[object]) -> list[Generator]:
     """Return the generators among some values."""
     values, kinds = [*values], generator_kinds()
-    # thousands of attributes are of a few types
+    types = [*map(type, values)]
     found = []
-    for kind in set(map(type, values)):
+    # thousands of attributes are of a few types; by identity, because a metaclass may have no hash
+    for kind in dict(zip(map(id, types), types, strict=True)).values():
         if issubclass(kind, kinds):
             found += [value for value in values if type(value) is kind]
     return found

@@ -197,3 +197,24 @@ def test_containers_with_methods_and_keys_of_their_own_get_their_items_back():
     assert list(keeps.last) == ["first", "second"]
     assert keeps.last["first"].tolist() == [1, 1]
     assert keeps.by_object[key].tolist() == [1, 1]
+
+
+class Unhashable(type):
+    """A metaclass whose classes compare, and so have no hash."""
+
+    def __eq__(cls, other):
+        return cls is other
+
+    __hash__ = None
+
+
+class Odd(metaclass=Unhashable):
+    pass
+
+
+a_variable = Odd()
+
+
+def test_generators_are_found_beside_a_variable_whose_class_has_no_hash():
+    model = nn.Linear(3, 1)
+    step(lambda x: model(x).square().mean(), torch.ones(4, 3), maximum=2, verify=False)
