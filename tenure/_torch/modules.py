@@ -27,7 +27,6 @@ _NORM = "torch.nn.modules.batchnorm"
 # libraries derive layers of theirs from these, and not from BatchNorm1d and its like
 BatchNorm: Any = bound(f"{_NORM}._BatchNorm", "step()")
 NormBase: Any = bound(f"{_NORM}._NormBase", "buffers that an attempt wrote")
-Dropout: Any = bound("torch.nn.modules.dropout._DropoutNd", "the check of a step")
 InstanceNorm: Any = bound("torch.nn.modules.instancenorm._InstanceNorm", "step()")
 
 Listener = Callable[[nn.Module, Any], object]

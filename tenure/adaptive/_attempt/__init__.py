@@ -1,6 +1,5 @@
 """One attempt at work that may run out of memory: what is let go, told and tried again."""
 
-from ._attempts import TAKEN_BACK as TAKEN_BACK
 from ._attempts import Attempts as Attempts
 from ._attempts import release as release
 from ._events import AdaptiveEvent as AdaptiveEvent
@@ -11,4 +10,3 @@ from ._events import memory_of as memory_of
 from ._events import remove_listener as remove_listener
 from ._events import statistics as statistics
 from ._relief import empty_cache as empty_cache
-from ._relief import free_bytes_of as free_bytes_of
