@@ -41,7 +41,8 @@ class Transformer(nn.Module):
     def __init__(self, n_words=N_WORDS, *, checkpoints=False):
         super().__init__()
         self.words = nn.Embedding(n_words, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        # a first, a last, and one between: what is sent for one beside the work of another
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, n_words, bias=False)
         self.checkpoints = checkpoints
