@@ -25,6 +25,15 @@ from tenure import (
     statistics,
 )
 
+CHANGES = [
+    lambda scope, t: scope.move_to_outer(t),
+    lambda scope, t: scope.move_to(None, t),
+    lambda scope, t: scope.detach(t),
+    lambda scope, t: scope.attach(t),
+    lambda scope, t: scope.dispose_everything(),
+    lambda scope, t: scope.dispose_everything_but(t),
+]
+
 
 def fail_after(_):
     raise ValueError("mine")
@@ -326,17 +335,7 @@ class TestMisuse:
             pass
         assert torch._C._len_torch_function_stack() == 0
 
-    @pytest.mark.parametrize(
-        "use",
-        [
-            lambda scope, t: scope.move_to_outer(t),
-            lambda scope, t: scope.move_to(None, t),
-            lambda scope, t: scope.detach(t),
-            lambda scope, t: scope.attach(t),
-            lambda scope, t: scope.dispose_everything(),
-            lambda scope, t: scope.dispose_everything_but(t),
-        ],
-    )
+    @pytest.mark.parametrize("use", CHANGES)
     @pytest.mark.parametrize("state", ["not yet open", "closed"])
     def test_a_scope_that_is_not_open_is_refused(self, use, state):
         scope = NewDisposeScope("mine")
@@ -399,12 +398,7 @@ class TestOtherThreads:
         "use",
         [
             lambda scope, t: scope.close(),
-            lambda scope, t: scope.move_to_outer(t),
-            lambda scope, t: scope.move_to(None, t),
-            lambda scope, t: scope.detach(t),
-            lambda scope, t: scope.attach(t),
-            lambda scope, t: scope.dispose_everything(),
-            lambda scope, t: scope.dispose_everything_but(t),
+            *CHANGES,
             lambda scope, t: scope.owned(),
             lambda scope, t: len(scope),
             lambda scope, t: t in scope,

@@ -4,6 +4,7 @@ A fact is (created, disposed, attached, detached, disposed outside, live); where
 tensor as disposed because nothing frees it earlier, Python may have released it.
 """
 
+import copy
 import gc
 import threading
 import tracemalloc
@@ -40,105 +41,76 @@ def baseline():
     LIVE_BEFORE[0] = statistics().live
 
 
-class TestMadeInScope:
-    def test_creating(self):
-        with NewDisposeScope():
-            t = torch.ones(1)
-            assert fact() == (1, 0, 0, 0, 0, 1)
-        del t
-
-    def test_attaching_to_the_same_scope(self):
-        with NewDisposeScope() as scope:
-            t = scope.attach(torch.ones(1))
-            assert fact() == (1, 0, 0, 0, 0, 1)
-        del t
-
-    def test_detaching(self):
-        with NewDisposeScope() as scope:
-            t = scope.detach(torch.ones(1))
-            assert fact() == (1, 0, 0, 1, 0, 1)
-        del t
-
-    def test_disposing_twice(self):
-        with NewDisposeScope():
-            t = torch.ones(1)
-            dispose(t)
-            assert fact() == (1, 1, 0, 0, 0, 0)
-            dispose(t)
-            assert fact() == (1, 1, 0, 0, 0, 0)
-
-    def test_the_end_of_the_scope(self):
-        with NewDisposeScope():
-            t = torch.ones(1)
-        assert fact() == (1, 1, 0, 0, 0, 0)
-        del t
-
-    def test_detaching_and_then_the_end_of_the_scope(self):
-        with NewDisposeScope() as scope:
-            t = scope.detach(torch.ones(1))
-        assert fact() == (1, 0, 0, 1, 0, 1)
-        dispose(t)
-        assert fact() == (1, 0, 0, 1, 1, 0)
-
-    def test_a_parameter_made_of_a_scoped_tensor_keeps_its_value(self):
-        with NewDisposeScope():
-            t = torch.full((1,), 3.0)
-            parameter = torch.nn.Parameter(t)
-            dispose(t)
-            assert fact() == (1, 1, 0, 0, 0, 0)
-        assert parameter.item() == 3.0
-
-
-class TestMadeOutside:
-    def test_creating_is_not_seen(self):
+@pytest.mark.parametrize(
+    ("act", "inside", "after"),
+    [
+        (lambda scope, t: None, (1, 0, 0, 0, 0, 1), (1, 1, 0, 0, 0, 0)),
+        (lambda scope, t: scope.attach(t), (1, 0, 0, 0, 0, 1), (1, 1, 0, 0, 0, 0)),
+        (lambda scope, t: scope.detach(t), (1, 0, 0, 1, 0, 1), (1, 0, 0, 1, 0, 1)),
+        (lambda scope, t: dispose(t), (1, 1, 0, 0, 0, 0), (1, 1, 0, 0, 0, 0)),
+        (lambda scope, t: dispose(dispose(t)), (1, 1, 0, 0, 0, 0), (1, 1, 0, 0, 0, 0)),
+    ],
+    ids=["as it is", "attached", "detached", "disposed", "disposed twice"],
+)
+def test_of_a_tensor_that_is_made_in_a_scope(act, inside, after):
+    with NewDisposeScope() as scope:
         t = torch.ones(1)
-        assert fact() == (0, 0, 0, 0, 0, 0)
-        del t
+        act(scope, t)
+        assert fact() == inside
+    assert fact() == after
+    del t
 
-    def test_attaching(self):
-        t = torch.ones(1)
-        with NewDisposeScope() as scope:
-            scope.attach(t)
+
+@pytest.mark.parametrize(
+    ("act", "inside", "after"),
+    [
+        (lambda scope, t: None, (0, 0, 0, 0, 0, 0), (0, 0, 0, 0, 0, 0)),
+        (lambda scope, t: scope.attach(t), (0, 0, 1, 0, 0, 1), (0, 1, 1, 0, 0, 0)),
+        (lambda scope, t: dispose(scope.attach(t)), (0, 1, 1, 0, 0, 0), (0, 1, 1, 0, 0, 0)),
+        (lambda scope, t: scope.detach(scope.attach(t)), (0, 0, 1, 1, 0, 1), (0, 0, 1, 1, 0, 1)),
+        (lambda scope, t: detach_from_scope(t), (0, 0, 0, 0, 0, 0), (0, 0, 0, 0, 0, 0)),
+        (lambda scope, t: dispose(dispose(t)), (0, 0, 0, 0, 1, 0), (0, 0, 0, 0, 1, 0)),
+    ],
+    ids=[
+        "as it is",
+        "attached",
+        "disposed",
+        "detached",
+        "never its own",
+        "disposed twice",
+    ],
+)
+def test_of_a_tensor_that_is_made_outside(act, inside, after):
+    t = torch.ones(1)
+    with NewDisposeScope() as scope:
+        act(scope, t)
+        assert fact() == inside
+    assert fact() == after
+
+
+def test_attaching_to_a_second_scope_counts_once():
+    t = torch.ones(1)
+    with NewDisposeScope() as first:
+        first.attach(t)
+        with NewDisposeScope():
+            attach_to_scope(t)
             assert fact() == (0, 0, 1, 0, 0, 1)
 
-    def test_detaching_an_unowned_tensor_counts_nothing(self):
-        detach_from_scope(torch.ones(1))
-        assert fact() == (0, 0, 0, 0, 0, 0)
 
-    def test_disposing_twice(self):
-        t = torch.ones(1)
+def test_a_tensor_that_was_detached_is_disposed_outside():
+    with NewDisposeScope() as scope:
+        t = scope.detach(torch.ones(1))
+    dispose(t)
+    assert fact() == (1, 0, 0, 1, 1, 0)
+
+
+def test_a_parameter_made_of_a_scoped_tensor_keeps_its_value():
+    with NewDisposeScope():
+        t = torch.full((1,), 3.0)
+        parameter = torch.nn.Parameter(t)
         dispose(t)
-        dispose(t)
-        assert fact() == (0, 0, 0, 0, 1, 0)
-
-    def test_attaching_and_disposing(self):
-        t = torch.ones(1)
-        with NewDisposeScope() as scope:
-            scope.attach(t)
-            dispose(t)
-            assert fact() == (0, 1, 1, 0, 0, 0)
-
-    def test_attaching_and_the_end_of_the_scope(self):
-        t = torch.ones(1)
-        with NewDisposeScope() as scope:
-            scope.attach(t)
-        assert fact() == (0, 1, 1, 0, 0, 0)
-
-    def test_attaching_and_detaching(self):
-        t = torch.ones(1)
-        with NewDisposeScope() as scope:
-            scope.attach(t)
-            scope.detach(t)
-            assert fact() == (0, 0, 1, 1, 0, 1)
-        assert fact() == (0, 0, 1, 1, 0, 1)
-
-    def test_attaching_to_a_second_scope_counts_once(self):
-        t = torch.ones(1)
-        with NewDisposeScope() as first:
-            first.attach(t)
-            with NewDisposeScope():
-                attach_to_scope(t)
-                assert fact() == (0, 0, 1, 0, 0, 1)
+        assert fact() == (1, 1, 0, 0, 0, 0)
+    assert parameter.item() == 3.0
 
 
 def test_a_tensor_that_is_detached_and_attached_again_is_live_once():
@@ -217,9 +189,10 @@ def test_the_text_is_stable():
     assert repr(statistics()).startswith("<ScopeStatistics created_in_scope: 0;")
 
 
-def test_an_unknown_counter_is_refused_by_name():
-    with pytest.raises(AttributeError, match="no counter 'created'; it has"):
+def test_an_unknown_counter_is_refused_by_name_and_counters_can_be_copied():
+    with pytest.raises(AttributeError, match="has no counter 'created'; it has"):
         _ = statistics().created
+    assert copy.copy(statistics()).to_dict() == statistics().to_dict()
 
 
 def test_the_census_of_handed_out_tensors_forgets_the_dead():

@@ -337,18 +337,6 @@ def test_the_device_filter_leaves_other_devices_out(sim):
 # defects of pytorch_memlab, each of them
 
 
-def test_bytes_are_not_multiplied_by_the_element_size():
-    x = torch.ones(1024, dtype=torch.float64)
-    name = "test_bytes_are_not_multiplied_by_the_element_size.<locals>.x"
-    assert row_of(report_on(), name).n_bytes == x.nbytes == 8192
-
-
-def test_bytes_on_the_cpu_are_not_rounded():
-    x = torch.ones(3)
-    assert row_of(report_on(), "test_bytes_on_the_cpu_are_not_rounded.<locals>.x").n_bytes == 12
-    assert x.nbytes == 12
-
-
 def test_gradients_are_listed_once_in_every_report():
     model = nn.Linear(8, 8)
     model(torch.ones(2, 8)).sum().backward()
