@@ -1,10 +1,13 @@
 """Programs in processes of their own: what a test asks that can't be undone, or of a program's end.
 
 Importing torch takes ten times as long as most of them, so they are forked from one process that
-has it. What is to be imported in an order of its own needs a `subprocess` of its own.
+has it. What a new interpreter does by itself, or imports in an order of its own, needs one.
 """
 
 import json
+import os
+import select
+import signal
 import subprocess
 import sys
 from functools import cache
@@ -16,6 +19,7 @@ from typing import NamedTuple
 main = entry_points(group="console_scripts")["tenure"].load()
 """What the command `tenure` calls."""
 _SERVER = Path(__file__).with_name("program_server.py")
+_ROOMS = ("tenure.adaptive", "tenure.paging", "tenure.profiler")
 
 
 class Done(NamedTuple):
@@ -27,37 +31,53 @@ class Done(NamedTuple):
 
 
 def run_program(
-    program: str | Path, *, imported: tuple[str, ...] = (), hides: bool = False, **environment: str
+    program: str | Path,
+    *arguments: str,
+    imported: tuple[str, ...] = (),
+    has_tenure: bool = True,
+    hides: bool = False,
+    stdin: str = "",
+    timeout: float = 300,
+    **environment: str,
 ) -> Done:
-    """Run code, or the file of a path, with some variables of the environment.
+    """Run code, or the file of a path, or after "-m" a module; in this folder and environment.
 
     Args:
         program: what is run.
-        imported: modules that it is forked with, besides those of all.
+        *arguments: what stands behind it on the command line.
+        imported: modules that it is forked with, besides torch. It sees none of all these before it
+            imports one, and then sees all.
+        has_tenure: whether the rooms of tenure are among them.
         hides: whether searches of the heap leave out what was imported, which takes them longest.
-        **environment: the variables.
+        stdin: what it reads.
+        timeout: seconds after which it is killed.
+        **environment: more variables.
     """
-    path, code = ("", program) if isinstance(program, str) else (str(program), program.read_text())
+    words = ["-c", program] if isinstance(program, str) and program != "-m" else [str(program)]
     with TemporaryDirectory() as folder:
-        outputs = {name: Path(folder, name) for name in ("stdout", "stderr")}
-        request = {"code": code, "path": path, "environment": environment, "hides": hides}
-        request |= {name: str(at) for name, at in outputs.items()}
-        server = _server(*imported)
-        server.stdin.write(f"{json.dumps(request)}\n")
-        server.stdin.flush()
+        files = [Path(folder, name) for name in ("stdin", "stdout", "stderr")]
+        files[0].write_text(stdin)
+        request = {
+            "words": [*words, *map(str, arguments)], "files": [*map(str, files)], "hides": hides,
+            "folder": os.getcwd(), "environment": {**os.environ, **environment},
+        }  # fmt: skip
+        server = _server(*(_ROOMS if has_tenure else ()), *imported)
+        server.stdin.write(f"{json.dumps(request)}\n".encode())
+        pid = int(server.stdout.readline())
+        if not select.select([server.stdout], [], [], timeout)[0]:
+            os.kill(pid, signal.SIGKILL)
         returncode = int(server.stdout.readline())
-        return Done(*(at.read_text() for at in outputs.values()), returncode)
+        return Done(*(at.read_text() for at in files[1:]), returncode)
 
 
 @cache
-def _server(*imported: str) -> subprocess.Popen[str]:
-    """Ends with this process, whose end of the pipe it reads.
-
-    Without the folder of its file in the path, where `torch` names tests.
-    """
+def _server(*imported: str) -> subprocess.Popen[bytes]:
+    """Ends with this process, whose end of the pipe it reads."""
     return subprocess.Popen(
-        [sys.executable, "-P", str(_SERVER), *imported],
+        [sys.executable, str(_SERVER), *imported],
+        bufsize=0,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        text=True,
+        # no thread before the fork
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
     )

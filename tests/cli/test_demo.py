@@ -5,7 +5,6 @@ The programs that it shows are private; their source is compared with what is sh
 
 import inspect
 import itertools
-import os
 import re
 import subprocess
 import sys
@@ -16,6 +15,7 @@ import pytest
 
 from tenure._demo import _chapters, _programs
 from tenure.profiler import Recording
+from tests.programs import run_program
 
 _SIZE = r"([\d.]+ (?:B|[KMGT]iB))"
 
@@ -23,10 +23,11 @@ _SIZE = r"([\d.]+ (?:B|[KMGT]iB))"
 @pytest.fixture(scope="module")
 def told(tmp_path_factory):
     """What the quick demo prints to a file; it leaves its files in a folder of this test."""
-    environment = {**os.environ, "TMPDIR": str(tmp_path_factory.mktemp("demo"))}
-    command = [sys.executable, "-m", "tenure", "demo", "--quick"]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
-    assert done.stderr == ""
+    folder = str(tmp_path_factory.mktemp("demo"))
+    done = run_program(
+        "-m", "tenure", "demo", "--quick", imported=("torch._dynamo",), hides=True, TMPDIR=folder
+    )
+    assert (done.stderr, done.returncode) == ("", 0)
     return done.stdout
 
 

@@ -14,7 +14,7 @@ import textwrap
 import pytest
 
 from tenure.profiler import Recording
-from tests.programs import main
+from tests.programs import main, run_program
 
 
 @pytest.fixture(autouse=True)
@@ -23,15 +23,19 @@ def _here(tmp_path, monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
 
 
-def _run(program, *options, rest=(), code=0, **environment):
-    """Run a program of its own file, and read what was recorded."""
+def _run(program, *options, rest=(), code=0, is_forked=True, **environment):
+    """Run a program of its own file; one with torch in a process that is forked with it."""
     with open("train.py", "w", encoding="utf-8") as file:
         file.write(textwrap.dedent(program))
-    done = subprocess.run(
-        [sys.executable, "-m", "tenure", "run", *options, "train.py", *rest],
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-        capture_output=True, text=True, timeout=200, check=False,
-    )  # fmt: skip
+    command = ("-m", "tenure", "run", *options, "train.py", *rest)
+    if is_forked and "torch" in program:
+        done = run_program(*command, imported=("torch._dynamo",), hides=True, **environment)
+    else:
+        done = subprocess.run(
+            [sys.executable, *command],
+            env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+            capture_output=True, text=True, timeout=200, check=False,
+        )  # fmt: skip
     assert done.returncode == code, done.stderr
     return done
 
@@ -78,7 +82,9 @@ def test_lines_of_functions_of_the_program_and_of_modules_are_measured():
         Trainer().step()
         """
     options = ("--lines", "Trainer.step", "--lines", "helper:make", "--lines", "inner")
-    done = _run(program, *options, "--lines", "nothing", "--lines", "torch.nn.functional:linear")
+    options += ("--lines", "nothing", "--lines", "torch.nn.functional:linear")
+    # modules are watched while they are imported
+    done = _run(program, *options, is_forked=False)
     found = Recording.load("train.tenure")
     by_function = {}
     for record in found.lines.records:

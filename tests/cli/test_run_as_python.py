@@ -1,5 +1,6 @@
 """A program under `tenure run` is the program under `python`: its output, byte by byte, its end."""
 
+import contextlib
 import os
 import re
 import signal
@@ -7,11 +8,13 @@ import subprocess
 import sys
 import textwrap
 import zipfile
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
 from tenure.profiler import Recording
+from tests.programs import run_program
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -178,7 +181,15 @@ def _without_addresses(ended):
     return Ended(*texts, ended.returncode)
 
 
-def _both(tmp_path, arguments, files, options=(), flags=(), **environment):
+def _forked(command, folder):
+    """As `_run`, in a process that is forked with torch."""
+    first = command[0] if command[0] == "-m" else Path(command[0])
+    with contextlib.chdir(folder):
+        done = run_program(first, *command[1:], imported=("torch._dynamo",))
+    return Ended(done.stdout.encode(), done.stderr.encode(), done.returncode)
+
+
+def _both(tmp_path, arguments, files, options=(), flags=(), run=_run, **environment):
     """How the same files end under Python and under `tenure run`, each in a folder of one name."""
     found = []
     for under, command in (
@@ -195,7 +206,7 @@ def _both(tmp_path, arguments, files, options=(), flags=(), **environment):
                 file.write_bytes(text)
             else:
                 file.write_text(text, "utf-8")
-        found.append(_without_addresses(_run(command, folder, **environment)))
+        found.append(_without_addresses(run(command, folder, **environment)))
         folder.rename(tmp_path / under)
     return found
 
@@ -375,7 +386,7 @@ def test_an_error_under_a_budget_is_told_without_what_counts(tmp_path):
         """
     (tmp_path / "program.py").write_text(textwrap.dedent(program))
     run = ["-m", "tenure", "run", "-q", "--budget", "1GiB", "--leaks"]
-    ends = [_run([*command, "program.py"], tmp_path) for command in ([], run)]
+    ends = [_forked([*command, "program.py"], tmp_path) for command in ([], run)]
     assert b"Mine.apply" in ends[0].stderr
     assert ends[0] == ends[1]
 
@@ -419,7 +430,7 @@ resized()
     "options", [["--on-oom", "--timeline"], []], ids=["operations", "by default"]
 )
 def test_what_torch_warns_of_is_put_down_to_the_line_of_the_program(options, tmp_path):
-    python, tenure = _both(tmp_path, ["program.py"], {"program.py": _WARNS}, options)
+    python, tenure = _both(tmp_path, ["program.py"], {"program.py": _WARNS}, options, run=_forked)
     assert tenure == python
     assert b"'program.py', 7" in python.stdout
 
@@ -439,6 +450,6 @@ def test_errors_that_a_program_prints_have_no_frame_of_what_waits_for_them(tmp_p
         torch.nn.Linear(2, 3)(torch.ones(4, 5))
         """
     files = {"program.py": textwrap.dedent(program)}
-    python, tenure = _both(tmp_path, ["program.py"], files, ["--on-oom"])
+    python, tenure = _both(tmp_path, ["program.py"], files, ["--on-oom"], run=_forked)
     assert tenure == python
     assert b"in <lambda>" in python.stderr

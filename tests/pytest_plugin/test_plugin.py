@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.adaptive.ranks.launch import IMPORTED
 from tests.programs import run_program
 
 _LEAKS = """import pytest
@@ -22,8 +23,6 @@ def holds():
 _HEAD = "import pytest, torch\n"
 
 
-# What a recording imports with its first mode, which takes longer than the tests.
-_IMPORTED = ("torch._dynamo", "pytest", "xdist")
 _PROGRAM = """
 import os, sys, pytest
 os.chdir({folder!r})
@@ -56,7 +55,7 @@ def run(tmp_path):
         Path(tmp_path, "test_it.py").write_text(source)
         Path(tmp_path, "pytest.ini").write_text("[pytest]\n")
         program = _PROGRAM.format(folder=str(tmp_path), arguments=arguments)
-        done = run_program(program, imported=_IMPORTED)
+        done = run_program(program, imported=IMPORTED)
         return Outcome(f"{done.stderr}{done.stdout}")
 
     return run

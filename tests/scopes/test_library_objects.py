@@ -3,8 +3,6 @@
 import copy
 import gc
 import io
-import subprocess
-import sys
 import tracemalloc
 
 import pytest
@@ -20,6 +18,7 @@ from tenure import (
     owner_of,
     statistics,
 )
+from tests.programs import run_program
 
 
 def trained_optimizer(
@@ -230,7 +229,8 @@ with NewDisposeScope():
 assert not is_disposed(norm.running_mean)
 assert not is_disposed(optimizer.state[norm.weight]["momentum_buffer"])
 """
-    subprocess.run([sys.executable, "-c", program], check=True)
+    done = run_program(program, has_tenure=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_signature_of_a_module_stays():
@@ -255,7 +255,8 @@ compiled = torch.compile(lambda x: nn.ReLU()(x) + 1, backend="eager", fullgraph=
 with NewDisposeScope() as scope:
     assert scope.detach(compiled(torch.ones(2))).tolist() == [2, 2]
 """
-    subprocess.run([sys.executable, "-c", program], check=True)
+    done = run_program(program, has_tenure=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_what_a_scaler_makes_under_the_mode_of_a_device_is_the_scalers():

@@ -7,7 +7,6 @@ also after one more step once all scopes have closed.
 
 import copy
 import inspect
-import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
@@ -21,6 +20,7 @@ from torch.optim import Optimizer, lr_scheduler, swa_utils
 from torch.utils.data import DataLoader, TensorDataset
 
 from tenure import NewDisposeScope, is_disposed
+from tests.adaptive.ranks.launch import run_ranks
 
 STEPS = 4
 Opener = Callable[[], AbstractContextManager[Any]]
@@ -531,11 +531,8 @@ def test_batches_fetched_inside_a_scope_die_with_it_and_the_loader_goes_on(num_w
 
 
 def train_in_parallel(rank: int, folder: str, in_scopes: bool) -> None:
-    import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"file://{folder}/{in_scopes}", rank=rank, world_size=2)
     opener = NewDisposeScope if in_scopes else plain
     torch.manual_seed(0)
     with opener():
@@ -547,15 +544,12 @@ def train_in_parallel(rank: int, folder: str, in_scopes: bool) -> None:
                 step(model, optimizer, images)
     step(model, optimizer, images)
     torch.save(bits(model.state_dict()), f"{folder}/{in_scopes}-{rank}.pt")
-    dist.barrier()
-    # a gloo group that is destroyed may wait, with the GIL, for its thread, which waits for the GIL
-    os._exit(0)
 
 
 @pytest.mark.slow
 def test_two_ranks_train_bit_for_bit_alike(tmp_path):
     for in_scopes in (False, True):
-        torch.multiprocessing.spawn(train_in_parallel, args=(str(tmp_path), in_scopes), nprocs=2)
+        run_ranks(train_in_parallel, 2, folder=str(tmp_path), in_scopes=in_scopes)
     plain_0, scoped_0, scoped_1 = (
         torch.load(tmp_path / name, weights_only=False)
         for name in ("False-0.pt", "True-0.pt", "True-1.pt")

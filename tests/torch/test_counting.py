@@ -1,10 +1,10 @@
 """If counts don't tell who holds a tensor, importing tenure raises an error."""
 
 import re
-import subprocess
-import sys
 
 import pytest
+
+from tests.programs import run_program
 
 REFUSED = (
     r"tenure can't be used with torch \S+ on Python 3\.\S+: reference counts don't say what else "
@@ -16,7 +16,7 @@ COUNTS, GIL = "sys.getrefcount = lambda _: 2", "sys._is_gil_enabled = lambda: Fa
 
 
 def ended(code, *arguments):
-    return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
+    return run_program(code, *arguments, has_tenure=False)
 
 
 @pytest.mark.slow

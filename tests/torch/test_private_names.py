@@ -4,8 +4,6 @@ import ast
 import inspect
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,7 @@ from torch import nn
 
 import tenure
 from tenure._torch import bound, getter, require
+from tests.programs import run_program
 
 _ROOT = Path(tenure.__file__).parent
 _WORKER = Path(__file__).with_name("without_names.py")
@@ -45,13 +44,8 @@ _MEANT = {
 
 
 def answer_to(take_away):
-    done = subprocess.run(
-        [sys.executable, _WORKER],
-        input=json.dumps(take_away),
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = run_program(_WORKER, stdin=json.dumps(take_away), has_tenure=False, hides=True)
+    assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 

@@ -22,7 +22,7 @@ from tests.programs import run_program
 from tests.small_heap import hide
 
 # what a replica imports when it is made, which takes longer than most tests
-IMPORTED = ("torch._dynamo", "pytest")
+IMPORTED = ("torch._dynamo", "pytest", "xdist")
 _ROOT = Path(__file__).parents[3]
 _PROGRAM = """
 import sys

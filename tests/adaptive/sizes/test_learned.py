@@ -3,8 +3,6 @@
 import functools
 import json
 import os
-import subprocess
-import sys
 import textwrap
 import threading
 import weakref
@@ -15,6 +13,7 @@ from torch import nn
 
 from tenure import adaptive
 from tenure.adaptive import AdaptiveUsageError, GlobalBatchsizeCache, explicit, memory_budget
+from tests.programs import run_program
 
 pytestmark = pytest.mark.usefixtures("forgetful")
 
@@ -482,13 +481,7 @@ def test_sites_are_the_same_in_another_process_and_after_changes_elsewhere(tmp_p
 
     def run(shift, *arguments):
         program.write_text(textwrap.dedent(PROGRAM).format(shift=shift))
-        done = subprocess.run(
-            [sys.executable, str(program), str(path), *arguments],
-            check=True,
-            capture_output=True,
-            text=True,
-        )
-        return json.loads(done.stdout)
+        return json.loads(run_program(program, str(path), *arguments).stdout)
 
     assert run("") == [64, 32, 16] * 3
     assert [size["site"] for size in json.loads(path.read_text())["sizes"]] == [

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as Replicated
 
 from tenure.adaptive import AdaptiveUsageError, check_split, memory_budget, plan, step
 
+from ..ranks.launch import run_ranks
 from .step_cases import contrastive, gradients, samples, small_net, worst_error
 
 
@@ -159,9 +160,8 @@ def test_predictions_of_a_replica_are_those_of_its_module():
     assert worst_error(gradients(net), wanted) < 1e-10
 
 
-def accumulate_on(rank, folder):
+def accumulate_on(rank):
     """On one rank of two: gradients that wait for an exchange are in the next one."""
-    dist.init_process_group("gloo", init_method=f"file://{folder}/two", rank=rank, world_size=2)
     for options in ({}, {"gradient_as_bucket_view": True}):
         net = small_net()
         module = Replicated(net, **options)
@@ -187,13 +187,11 @@ def accumulate_on(rank, folder):
         everywhere = [torch.empty_like(net[0].weight) for _ in range(2)]
         dist.all_gather(everywhere, net[0].weight.grad)
         assert torch.equal(*everywhere)
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 @pytest.mark.slow
-def test_two_ranks_exchange_what_was_accumulated_without_exchange(tmp_path):
-    torch.multiprocessing.spawn(accumulate_on, args=(str(tmp_path),), nprocs=2)
+def test_two_ranks_exchange_what_was_accumulated_without_exchange():
+    run_ranks(accumulate_on, 2)
 
 
 # --- modules that are sharded

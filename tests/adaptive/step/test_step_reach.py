@@ -1,7 +1,5 @@
 """What a step has to find to be exact: modules of one name, generators, unversioned buffers."""
 
-import subprocess
-import sys
 from collections.abc import MutableMapping
 
 import pytest
@@ -9,6 +7,7 @@ import torch
 from torch import nn
 
 from tenure.adaptive import AdaptiveUsageError, BatchCoupledError, step
+from tests.programs import run_program
 
 from .step_cases import OwnBatchNorm
 
@@ -71,7 +70,7 @@ def fn(x):
 step(fn, torch.ones(4, 1), loss=lambda out: out.sum(), maximum=2, verify=False)
 print(drawn[:2] == drawn[2:], len(drawn))
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    done = run_program(program, has_tenure=False)
     assert (done.stdout, done.stderr) == ("True 4\n", "")
 
 
@@ -85,7 +84,7 @@ net = torch.nn.Linear(1, 1)
 step(lambda x: net(x).mean(), torch.ones(4, 1))
 print(before == ("numpy.random" in sys.modules))
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    done = run_program(program, has_tenure=False)
     assert (done.stdout, done.stderr) == ("True\n", "")
 
 

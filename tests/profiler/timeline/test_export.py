@@ -5,8 +5,6 @@ import csv
 import json
 import pickle
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -15,6 +13,7 @@ from torch.profiler import profile
 
 from tenure import NewDisposeScope
 from tenure.profiler import ProfilerUsageError, Recording, Timeline, TimelineReport
+from tests.programs import run_program
 
 from .programs import training
 
@@ -29,8 +28,7 @@ def report():
 @pytest.mark.slow
 def test_torchs_own_viewer_draws_it(report, tmp_path):
     path, drawn = report.export(tmp_path / "run.pickle"), tmp_path / "run.html"
-    command = [sys.executable, "-m", "torch.cuda._memory_viz", "trace_plot", path, "-o", drawn]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = run_program("-m", "torch.cuda._memory_viz", "trace_plot", str(path), "-o", str(drawn))
     assert done.returncode == 0, done.stderr
     (data,) = re.findall(r'"base64": "([^"]*)"', drawn.read_text())
     assert pickle.loads(base64.b64decode(data)) == pickle.loads(path.read_bytes())

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tenure.profiler import LineProfiler, Timeline
+from tests.programs import run_program
 
 
 @pytest.mark.slow
@@ -67,13 +68,13 @@ print("parent", timeline.report.n_events, timeline.report.devices[0].peak_bytes)
 
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="processes do not fork here")
-def test_a_child_that_is_forked_in_a_block_runs_plainly_and_leaves_the_recording(tmp_path):
+def test_a_child_that_is_forked_in_a_block_runs_plainly_and_leaves_the_recording(
+    tmp_path, monkeypatch
+):
     lines = []
     for forks in (False, True):
-        done = subprocess.run(
-            [sys.executable, "-c", f"FORKS = {forks}\n{FORKS}"],
-            capture_output=True, text=True, check=False, cwd=tmp_path,
-        )  # fmt: skip
+        monkeypatch.chdir(tmp_path)
+        done = run_program(f"FORKS = {forks}\n{FORKS}", hides=True)
         assert (done.returncode, done.stderr) == (0, "")
         lines.append(done.stdout.splitlines())
     (alone,), (*child, parent) = lines
