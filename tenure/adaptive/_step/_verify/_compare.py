@@ -340,8 +340,14 @@ class Comparison:
         def chosen(n: int) -> bool:
             sizes = dict.fromkeys((min(-(-n * 5 // 8), n - 1), max(n - 2, 1)))
             spreads = step.spec.loss == "sum"
-            indices = chosen_samples(step.tree, step.n_samples, n, spreads=spreads)
-            return self._compare_parts(indices, sizes)
+            for commonest in (False, True) if spreads and n < 4 else (False,):
+                indices = chosen_samples(
+                    step.tree, step.n_samples, n, spreads=spreads, commonest=commonest
+                )
+                self._compare_parts(indices, sizes)
+                if self.mismatch is not None:
+                    break
+            return True
 
         # picked samples stand at other places, which a function of pairs does not survive: the
         # first ones may be pairs, or as many of each kind

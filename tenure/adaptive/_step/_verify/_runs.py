@@ -378,7 +378,7 @@ def _mixed_sum(outputs: Any) -> Tensor:
 
 
 def chosen_samples(
-    tree: SampleTree, n_samples: int, most: int, *, spreads: bool = False
+    tree: SampleTree, n_samples: int, most: int, *, spreads: bool = False, commonest: bool = False
 ) -> list[int]:
     """Return the indices of at most ``most`` samples: small values first, large ones last.
 
@@ -392,9 +392,10 @@ def chosen_samples(
         most: how many to choose.
         spreads: put small and large values into each half, for what is declared as a sum: a masked
             mean is as good as one while one half has no sample that counts.
+        commonest: where no half has room for one of each kind: choose what most samples have.
     """
     with without_functions():
-        columns = [*map(_told_apart, _amounts(tree))]
+        columns = [_told_apart(each, rarest_last=spreads) for each in _amounts(tree)]
         if spreads:
             # the leaves that are mostly the same are masks and labels
             columns.sort(key=lambda each: each[0], reverse=True)
@@ -411,8 +412,8 @@ def chosen_samples(
     for i, order in pairs:
         ends = [order[i], order[-1 - i]]
         if spreads and most < 4:
-            # no half has room for one of each kind
-            ends = order[-2:]
+            # one that counts is wanted in each half, and nobody knows which kind does
+            ends = order[:2] if commonest else order[-2:]
         elif spreads and i % 2:
             ends.reverse()
         for side, index, room in zip((left, right), ends, (n_left, most - n_left), strict=True):
@@ -425,17 +426,19 @@ def chosen_samples(
     return [*left, *reversed(right)]
 
 
-def _told_apart(amounts: Tensor) -> tuple[float, Tensor]:
-    """Return the share of samples with the commonest amount, and ranks: the last are most telling.
+def _told_apart(amounts: Tensor, *, rarest_last: bool) -> tuple[float, Tensor]:
+    """Return the share of samples with the commonest amount, and the ranks of all.
 
-    An amount that most samples have, such as 255 for no label, is not ranked last.
+    Args:
+        amounts: of samples.
+        rarest_last: rank amounts the other way round if most samples have the largest.
     """
     numbers = amounts.cpu().double()
     # in many tables nan says that there is no label
     numbers = (~numbers.isnan()).double() if bool(numbers.isnan().any()) else numbers
     values, ranks, counts = numbers.unique(return_inverse=True, return_counts=True)
     share, last = int(counts.max()) / len(numbers), len(values) - 1
-    is_high = share > _MASKED and int(counts.argmax()) == last
+    is_high = rarest_last and share > _MASKED and int(counts.argmax()) == last
     return share, last - ranks if is_high else ranks
 
 

@@ -93,8 +93,9 @@ def test_a_masked_mean_is_no_sum_where_memory_allows_few_samples():
     assert net.weight.grad is None
 
 
+@pytest.mark.parametrize("counting", [True, False])
 @pytest.mark.parametrize(("most", "ignored"), [(2, -100), (2, 255), (3, 255)])
-def test_a_masked_mean_is_no_sum_where_two_or_three_samples_fit(most, ignored):
+def test_a_masked_mean_is_no_sum_where_two_or_three_samples_fit(most, ignored, counting):
     net, n = nn.Linear(4, 3).double(), {2: 8, 3: 6}[most]
 
     def fn(b):
@@ -102,7 +103,7 @@ def test_a_masked_mean_is_no_sum_where_two_or_three_samples_fit(most, ignored):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         return cross_entropy(net(b["x"]), b["m"], ignored)
 
-    batch = {"x": samples(n), "m": labels_of(torch.arange(n) % 3 == 2, ignored)}
+    batch = {"x": samples(n), "m": labels_of((torch.arange(n) % 3 == 2) == counting, ignored)}
     with pytest.raises(SplitMismatchError):
         step(fn, batch, maximum=1, loss="sum")
 
