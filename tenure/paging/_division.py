@@ -493,13 +493,15 @@ def _slabs(
 ) -> Arrangement:
     """Return slabs of at least so many bytes; what never leaves is behind the ring, in the first.
 
-    The ring gets what its slab spares.
+    Of at least 0 bytes, each unit has a slab of its own. The ring gets what its slab spares.
     """
-    # What could not pass through the ring does not leave either.
-    fixed = [*kept, *(unit for unit in others if unit.n_bytes > ring_bytes)]
+    fixed = [*kept]
+    if least_bytes:
+        # What could not pass through the ring does not leave either.
+        fixed += [unit for unit in others if unit.n_bytes > ring_bytes]
     groups, sizes, enough_bytes = [fixed], [ring_bytes + n_bytes(fixed)], first_bytes
     for unit in others:
-        if unit.n_bytes <= ring_bytes:
+        if not least_bytes or unit.n_bytes <= ring_bytes:
             if sizes[-1] >= enough_bytes:
                 groups.append([])
                 sizes.append(0)

@@ -17,6 +17,13 @@ def model():
     return nn.Sequential(*[nn.Linear(256, 256, bias=False) for _ in range(6)]).eval()
 
 
+def test_a_small_model_that_stays_shares_small_segments():
+    model = nn.Sequential(nn.Linear(512, 256), nn.Linear(256, 512))
+    plan = plan_paging(model, "cuda", budget="2MiB")
+    assert plan.resident_bytes == plan.weight_bytes > 1 << 20
+    assert plan.reserved_bytes == 2 << 20
+
+
 def test_a_plan_is_printable_before_anything_runs(sim, model):
     plan = plan_paging(model, sim.device, "256KiB", budget="1MiB", compute_s=2e-5)
     assert sim.n_allocations == 0
