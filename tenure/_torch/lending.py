@@ -144,7 +144,11 @@ class _RefusingSet(_Noting):
     """``set_()``: a weight that lies in other memory would not be written back."""
 
     def __get__(self, tensor: Tensor | None, owner: Any = None) -> Any:
-        lent = None if tensor is None else lent_to(tensor)
+        # to look at it is no call, as hasattr() does
+        return self._original if tensor is None else functools.partial(self._set, tensor)
+
+    def _set(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        lent = lent_to(tensor)
         known = None if lent is None else lent.tensors.get(id(tensor))
         if known is not None:
             raise PagingError(
@@ -152,7 +156,7 @@ class _RefusingSet(_Noting):
                 "memory is shared with others. Nothing was changed. Write the values with "
                 "copy_(), or unpage() first."
             )
-        return self._original.__get__(tensor, owner)
+        return self._original(tensor, *args, **kwargs)
 
 
 class _NotingStreams(_Noting):

@@ -171,6 +171,13 @@ def test_set_in_the_forward_is_refused_by_name_and_nothing_changes(sim, training
     assert_equal(model.state_dict(), before)
 
 
+def test_to_look_for_set_in_the_forward_is_no_call(sim):
+    model, x = codebook(lambda weight: hasattr(weight, "set_"))
+    expected = model(x)
+    with page(model, sim.device, 1, budget="100KiB"):
+        torch.testing.assert_close(model(x).cpu(), expected)
+
+
 def test_the_conjugate_of_a_weight_is_other_data(tmp_path):
     model = nn.Sequential(nn.Linear(4, 4, dtype=torch.complex64))
 
