@@ -102,6 +102,11 @@ class IsolatedGradients:
             pairs = [(leaf, leaf.grad) for leaf, _ in self._held.values()]
         return [(leaf, grad) for leaf, grad in pairs if grad is not None]
 
+    def drop_new(self) -> None:
+        """Drop the gradients of this attempt, which starts over."""
+        for leaf, _ in self.new():
+            leaf.grad = None
+
     def old(self, leaf: Tensor) -> Tensor | None:
         """Return the gradient that a leaf had before."""
         return self._held[id(leaf)][1]

@@ -105,7 +105,7 @@ def _run_terms(parts: StepParts, of: ChunkTerms, chunks: Sequence[Chunk]) -> Res
     """Run each chunk once, with its weight, or with a guess of it that is mended at the end.
 
     Returns:
-        None if several terms have each a weight that is known at the end.
+        None if several terms have each a weight that is known at the end, or one counts nothing.
     """
     named, has_counts, guess = False, False, None
     with_counts: dict[str, bool] = {}
@@ -142,6 +142,13 @@ def _run_terms(parts: StepParts, of: ChunkTerms, chunks: Sequence[Chunk]) -> Res
         _refuse_late_factor(parts)
         # in float32, a count above 2 ** 24 and its reciprocal would be rounded
         count = _as_tensor(parts.counts[name], totals[name]).to(widest_float(guess.device))
+        if not count:
+            # labels that are all ignored have gradients of zero, times infinity nan: only backward
+            # of the formula itself tells, so it starts over
+            parts.gradients.drop_new()
+            parts.inputs.begin()
+            parts.state.undo()
+            return None
         parts.gradients.scale(1 / (count * guess))
     return finished_loss(totals, named, None), totals
 
@@ -191,8 +198,8 @@ def _as_tensor(count: Count, like: Tensor) -> Tensor:
 def _guessed(term: Term, factor: float) -> Tensor:
     """Guess a weight that is known at the end, so that half-precision gradients stay in range.
 
-    A power of two, so that multiplying by it and dividing by it later is exact. A count of zero or
-    infinity has none near it, and gives nan or 0 in the end, as plain torch does.
+    A power of two, so that multiplying by it and dividing by it later is exact. A count of infinity
+    has none near it, and gives 0 in the end, as plain torch does.
     """
     assert term.count is not None
     finite = _as_tensor(term.count, term.value).float().nan_to_num(posinf=1.0).clamp(min=1)
@@ -209,7 +216,8 @@ def _run_terms_twice(parts: StepParts, of: ChunkTerms, n_chunks: int) -> Result:
             if parts.spec.weight is not None:
                 check_weight_is_used(terms)
             first.append(terms.detached())
-            parts.counts = dict.fromkeys(terms.counts(), float("nan"))
+            # known where the first run found that nothing counts
+            parts.counts = parts.counts or dict.fromkeys(terms.counts(), float("nan"))
         with_counts = first[0].with_counts()
         check_same_terms(with_counts, terms.by_name)
         return terms.detached().by_name, [terms.by_name[name].value for name in with_counts]

@@ -16,6 +16,7 @@ from ..step_cases import (
     LOSSES,
     MODELS,
     ce,
+    ce_sum,
     gradients,
     made,
     n_valid,
@@ -158,13 +159,23 @@ def test_a_chunk_of_ignored_labels_alone_adds_nothing():
     assert worst_error(gradients(net), wanted) <= _EXACT
 
 
-def test_ignored_labels_alone_give_what_the_unsplit_call_gives():
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize("loss", ["weight", "pair"])
+def test_ignored_labels_alone_give_what_the_unsplit_call_gives(loss, verify):
     net, batch = made("MLP", 6, 0)
     batch["y"][:] = IGNORED
     ce(net(batch["x"]), batch["y"]).backward()
     wanted = gradients(net)
     net.zero_grad()
-    result = step(lambda b: ce(net(b["x"]), b["y"]), batch, weight=n_valid, maximum=2)
+    if loss == "weight":
+        result = step(
+            lambda b: ce(net(b["x"]), b["y"]), batch, weight=n_valid, maximum=2, verify=verify
+        )
+    else:
+        result = step(
+            lambda b: (ce_sum(net(b["x"]), b["y"]), n_valid(b)), batch,
+            maximum=2, verify=verify,
+        )  # fmt: skip
     assert result.loss.isnan()
     got = gradients(net)
     assert all(torch.equal(got[name], wanted[name]) for name in wanted)
