@@ -232,6 +232,15 @@ def test_a_peak_in_the_loss_is_at_the_model(llama, capsys):
     assert "in the backward pass, at model (" in " ".join(capsys.readouterr().out.split())
 
 
+def test_a_model_whose_shared_weights_can_not_be_sharded_is_answered_without_ranks(
+    tmp_path, capsys
+):
+    small = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    bert = saved_config(tmp_path, "bert", **small, vocab_size=300)
+    assert main(["fit", bert, "--batch", "2", "--device-memory", "16MiB"]) == 1
+    assert "Fits in 16.0 MiB: no; it needs" in capsys.readouterr().out
+
+
 def test_weights_that_are_not_counted_as_quantized_are_named(tmp_path):
     folder = saved_config(tmp_path, quantization_config={"quant_method": "gptq", "bits": 4})
     notes = Configured(Setup(folder, sequence=8)).notes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -256,13 +256,15 @@ def _remedies(peaks: _Peaks, setup: Setup, n_bytes: int) -> Iterator[Remedy]:
     # the fewest ranks; what is sharded falls with the number of ranks, the rest stays
     powers = [n for n in _POWERS if n > setup.ranks and setup.optimizer != PAGED]
     sharded = replace(setup, shard="fsdp2")
-    if powers and peaks.of(replace(sharded, ranks=powers[-1])).fits(n_bytes):
-        n = powers[
-            bisect_left(
-                powers, True, key=lambda n: peaks.of(replace(sharded, ranks=n)).fits(n_bytes)
-            )
-        ]
-        yield from tried(f"{before}{n} ranks, each with a device", ranks=n, shard="fsdp2")
+    # weights that two blocks share, as BERT's, can't be sharded so
+    with suppress(CommandError):
+        if powers and peaks.of(replace(sharded, ranks=powers[-1])).fits(n_bytes):
+            n = powers[
+                bisect_left(
+                    powers, True, key=lambda n: peaks.of(replace(sharded, ranks=n)).fits(n_bytes)
+                )
+            ]
+            yield from tried(f"{before}{n} ranks, each with a device", ranks=n, shard="fsdp2")
     if trains and setup.ranks == 1 and setup.optimizer in ("adamw", "adamw-foreach"):
         yield from tried(f"{before}paging to host memory", optimizer=PAGED)
 
