@@ -77,11 +77,11 @@ _known: dict[Any, Shape] = {}
 
 def record(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Note a call; what it gives, as tensors to be computed later."""
-    if func in _SQUEEZES and len(args) == 1 and not kwargs:
+    if func in _SQUEEZES and not (args[1:] or kwargs):
         # the dimensions of size 1, which another number of samples has too
         meta = args[0]._value.meta
         kept = meta.label.dim if meta.label.is_batch else -1
-        args = (args[0], tuple([d for d, n in enumerate(meta.shape) if n == 1 and d != kept]))
+        kwargs = {"dim": tuple([d for d, n in enumerate(meta.shape) if n == 1 and d != kept])}
     walk = _Walk(getattr(func, "__name__", ""))
     stored, named = replaced(args, walk, walk.key), replaced(kwargs, walk, walk.key)
     lazies = walk.lazies

@@ -64,7 +64,7 @@ def lent_to_fakes(
                 else:
                     _check(tensor)
                     twin = fake_of(tensor, mode, target.place_of(tensor))
-                    before = type(tensor), tensor.__dict__
+                    before = type(tensor), vars(tensor)
                     _lend(tensor, twin)
                     back.callback(_take_back, tensor, twin, *before)
                     pairs.append((tensor, twin))

@@ -369,5 +369,4 @@ def shown_for(func: Any) -> Callable[..., Any]:
     # torch's own without data returns a copy
     if str(func) == "_c10d_functional.wait_tensor.default":
         return lambda tensor: tensor
-    found: Callable[..., Any] = STAND_INS.get(func, func)
-    return found
+    return STAND_INS.get(func) or func

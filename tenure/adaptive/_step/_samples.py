@@ -152,6 +152,7 @@ class SampleTree:
             AdaptiveUsageError: its leaves don't agree, or none of them is split.
         """
         first: Leaf | None = None
+        n_samples = 0
         for leaf in self.leaves:
             if leaf.dim is None:
                 continue
