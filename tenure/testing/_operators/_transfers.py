@@ -18,10 +18,10 @@ from .._device._host_memory import extent_bytes, pinned_memory
 from .._device._machine import machine
 from .._device._streams import current_stream, number_of
 from .._device._which import context_for_pinning, index_of
-from .._torch_backend import DEVICE_TYPE, kernel, sim_device
+from .._torch_backend import DEVICE_TYPE, kernel, operator_named, sim_device
 from ._fallback import run_on_host
 
-_COPY, _TO_COPY = torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default
+_COPY, _TO_COPY = torch.ops.aten.copy_.default, operator_named("_to_copy")
 
 
 @kernel("_copy_from")
