@@ -142,7 +142,8 @@ def _run_terms(parts: StepParts, of: ChunkTerms, chunks: Sequence[Chunk]) -> Res
         _refuse_late_factor(parts)
         # in float32, a count above 2 ** 24 and its reciprocal would be rounded
         count = _as_tensor(parts.counts[name], totals[name]).to(widest_float(guess.device))
-        if not count:
+        # without data, as in a prediction, there is nothing to ask
+        if type(count) is Tensor and not (count.is_meta or count):
             # labels that are all ignored have gradients of zero, times infinity nan: only backward
             # of the formula itself tells, so it starts over
             parts.gradients.drop_new()
