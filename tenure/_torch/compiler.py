@@ -33,7 +33,6 @@ _strategy_of = optional(_EXECUTION)
 _strategy = optional(f"{_EVAL_FRAME}._FrameExecStrategy")
 _action = optional(f"{_EVAL_FRAME}._FrameAction")
 _can_mark = None not in (_strategy_of, _strategy, _action)
-_skips = _strategy(_action.SKIP, _action.SKIP) if _can_mark else None
 _compiled_call: Callable[[nn.Module], Any] = getter(
     "torch.nn.Module._compiled_call_impl", "step(), predictions of memory and paging"
 )
@@ -47,9 +46,9 @@ def never_compiled(function: Function) -> Function:
 
     Source: ``torch._dynamo.eval_frame.skip_code``, without importing dynamo.
     """
-    # asked anew: listeners are marked when a block begins
-    if None not in (_strategy_of, _skips):
-        _strategy_of(function.__code__, _skips)
+    if _can_mark:
+        skip = _action.SKIP
+        _strategy_of(function.__code__, _strategy(skip, skip))
     return function
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from . import bound, optional, refuse
-from .compiler import never_compiled, never_compiled_alone
+from .compiler import never_compiled_alone
 from .patches import Patch
 
 _NORM = "torch.nn.modules.batchnorm"
@@ -90,23 +90,20 @@ def modules_told(called: Listener, returned: Listener | None = None) -> Iterator
     """Return a block in which ``called`` gets each module that this thread calls, before it runs.
 
     It also gets what the module is called with, and ``returned`` what it returns. Modules that run
-    inside compiled code are not told. Where blocks nest, each is told.
+    inside compiled code are not told. Where blocks nest, each is told. Mark both functions with
+    `never_compiled`: compiled code that broke its graph may call a module.
     """
     listener = called, returned
-    # where compiled code broke its graph and calls the module, dynamo would compile the listener
-    for told in filter(None, listener):
-        never_compiled(told)
-    _calls.begin()
-    try:
+    with _calls.block():
         _this_thread.listeners = (listener, *_this_thread.listeners)
-        yield
-    finally:
-        # blocks may end in any order, and on another thread
-        rest = [*_this_thread.listeners]
-        with suppress(ValueError):
-            rest.remove(listener)
-        _this_thread.listeners = tuple(rest)
-        _calls.end()
+        try:
+            yield
+        finally:
+            # blocks may end in any order, and on another thread
+            rest = [*_this_thread.listeners]
+            with suppress(ValueError):
+                rest.remove(listener)
+            _this_thread.listeners = tuple(rest)
 
 
 def _telling(call: Any) -> Any:

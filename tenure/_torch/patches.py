@@ -49,17 +49,17 @@ class Patch:
 
     def last_while(self, owner: object) -> weakref.finalize[[], object]:
         """Have it last until what is returned is called, or its owner is gone."""
-        self.begin()
-        return weakref.finalize(owner, self.end)
+        self._begin()
+        return weakref.finalize(owner, self._end)
 
     @contextmanager
     def block(self) -> Iterator[None]:
         """Return a block in which it lasts."""
-        self.begin()
+        self._begin()
         try:
             yield
         finally:
-            self.end()
+            self._end()
 
     def need(self) -> bool:
         """Make it unless it stands, and if it lingers let it stay; return whether it stood."""
@@ -98,14 +98,12 @@ class Patch:
         replaced = self._replaced.get(name)
         return replaced is not None and replaced[1] is made
 
-    def begin(self) -> None:
-        """Have it last until `end`, which is called as often."""
+    def _begin(self) -> None:
         with self._lock:
             self._n_owners += 1
             self.need()
 
-    def end(self) -> None:
-        """Need it no more; nobody else may."""
+    def _end(self) -> None:
         with self._lock:
             self._n_owners -= 1
             if not (self._n_owners or self._lingers):

@@ -15,6 +15,7 @@ from typing import Any, Self
 from torch import nn
 
 from tenure._errors import AdaptiveUsageError, RemoteRankError
+from tenure._torch.compiler import never_compiled
 from tenure._torch.modules import modules_told
 from tenure._torch.replicas import told_of_collectives
 
@@ -145,6 +146,7 @@ def call_of_ranks(entry: str, name: str, function: Any, group: Any) -> Iterator[
         yield None
         return
 
+    @never_compiled
     def refuse(module: nn.Module, values: object) -> None:
         if has_other_replicas(module) or is_sharded(module):
             raise AdaptiveUsageError(

@@ -20,7 +20,7 @@ from tenure._callers import warn_user
 from tenure._containers import Level, is_record, level_of, tensors_in
 from tenure._errors import AdaptiveUsageError, AdaptiveUsageWarning
 from tenure._text import describe_tensor, listed
-from tenure._torch.compiler import is_compiled, mark_dynamic, marked_dynamic
+from tenure._torch.compiler import is_compiled, mark_dynamic, marked_dynamic, never_compiled
 from tenure._torch.modules import modules_told
 from tenure._torch.quiet import without_functions
 from tenure._torch.writes import version_of
@@ -427,10 +427,12 @@ def expecting_other_sizes_of(
     """
     has_functions = any(not isinstance(each, nn.Module) for each in compiled)
 
+    @never_compiled
     def given(module: nn.Module, values: Any) -> None:
         if is_compiled(module):
             _mark(values, length())
 
+    @never_compiled
     def returned(module: nn.Module, values: Any) -> None:
         _mark(values, length())
 

@@ -16,6 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from tenure._torch.compiler import never_compiled
 from tenure._torch.modules import is_called_by_module, modules_told
 
 from .._reports import Snapshot, snapshot
@@ -168,6 +169,7 @@ class GrowthWatch:
             self._n_steps, self._next, self.n_looks = 0, 1, 0
         self._turn_ended(optimizer)
 
+    @never_compiled
     def _before_call(self, module: nn.Module, values: object) -> None:
         if not self._is_training and not is_called_by_module(sys._getframe(1)):
             self._turn_ended(module)
