@@ -102,11 +102,6 @@ class IsolatedGradients:
             pairs = [(leaf, leaf.grad) for leaf, _ in self._held.values()]
         return [(leaf, grad) for leaf, grad in pairs if grad is not None]
 
-    def drop_new(self) -> None:
-        """Drop the gradients of this attempt, which starts over."""
-        for leaf, _ in self.new():
-            leaf.grad = None
-
     def old(self, leaf: Tensor) -> Tensor | None:
         """Return the gradient that a leaf had before."""
         return self._held[id(leaf)][1]
@@ -158,8 +153,7 @@ class IsolatedGradients:
 
         See Note [Retry and undo], rule 3. The caller keeps interrupts out.
         """
-        if self._hooks:
-            self.run_hooks()
+        self.run_hooks()
         # of other leaves the new one stands in `.grad` already
         held = [(leaf, prior) for leaf, prior in self._held.values() if prior is not None]
         if held:

@@ -105,14 +105,14 @@ def terms_of(returned: object, reduction: Reduction) -> Terms:
     return Terms({ONLY: _term(returned, "", reduction)}, named=False)
 
 
-def check_weight_is_used(terms: Terms) -> None:
+def check_weight_is_used(terms: Terms, weight: object) -> None:
     """Make sure that a weight is not given for terms that all bring their own.
 
     Raises:
         AdaptiveUsageError: it is.
     """
     # a weight of one term beside a count of another is right: each has what it divides by
-    if all(term.count is not None for term in terms.by_name.values()):
+    if weight is not None and all(term.count is not None for term in terms.by_name.values()):
         raise AdaptiveUsageError(
             "The function of step() returned sums with their counts, and weight= was given too. "
             "Leave weight= out, or return means."

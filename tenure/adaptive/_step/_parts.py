@@ -249,6 +249,13 @@ class StepParts:
             asks = self.is_asked or (is_trial and not self.compiled)
             self.writes = WrittenParameters(self.spec.entry, self.name, self.roots, asks=asks)
 
+    def start_over(self) -> None:
+        """Drop what this attempt has made so far; its function runs from the first sample again."""
+        for leaf, _ in self.gradients.new():
+            leaf.grad = None
+        self.inputs.begin()
+        self.state.undo()
+
     def call(self, batch: Any, start: int = 0) -> Any:
         """Run the function on samples from ``start`` on, and keep what is none of its loss."""
         try:

@@ -113,14 +113,11 @@ def _run_terms(parts: StepParts, of: ChunkTerms, chunks: Sequence[Chunk]) -> Res
     for i in range(len(chunks)):
         terms = of.of(i)
         if not i:
-            if parts.spec.weight is not None:
-                check_weight_is_used(terms)
+            check_weight_is_used(terms, parts.spec.weight)
             named, with_counts = terms.named, terms.with_counts()
             has_counts = any(with_counts.values())
             if len(with_counts) > 1 and has_counts:
-                # it starts over
-                parts.inputs.begin()
-                parts.state.undo()
+                parts.start_over()
                 return None
         check_same_terms(with_counts, terms.by_name)
         # nothing here outlives the step
@@ -146,9 +143,7 @@ def _run_terms(parts: StepParts, of: ChunkTerms, chunks: Sequence[Chunk]) -> Res
         if type(count) is Tensor and not (count.is_meta or count):
             # labels that are all ignored have gradients of zero, times infinity nan: only backward
             # of the formula itself tells, so it starts over
-            parts.gradients.drop_new()
-            parts.inputs.begin()
-            parts.state.undo()
+            parts.start_over()
             return None
         parts.gradients.scale(1 / (count * guess))
     return finished_loss(totals, named, None), totals
@@ -214,8 +209,7 @@ def _run_terms_twice(parts: StepParts, of: ChunkTerms, n_chunks: int) -> Result:
     def forward(i: int) -> tuple[dict[str, Term], list[Tensor]]:
         terms = of.of(i)
         if not first:
-            if parts.spec.weight is not None:
-                check_weight_is_used(terms)
+            check_weight_is_used(terms, parts.spec.weight)
             first.append(terms.detached())
             # known where the first run found that nothing counts
             parts.counts = parts.counts or dict.fromkeys(terms.counts(), float("nan"))
@@ -422,8 +416,7 @@ def _whole_loss(parts: StepParts) -> tuple[Tensor, dict[str, Tensor]]:
     with without_functions():
         terms = terms_of(returned, spec.loss)
         parts.counts = terms.counts()
-    if spec.weight is not None:
-        check_weight_is_used(terms)
+    check_weight_is_used(terms, spec.weight)
     values = {}
     for name, term in terms.by_name.items():
         values[name] = term.value if term.count is None else term.value / term.count
