@@ -425,7 +425,7 @@ FAULTS = (
         "paging/link/test_disk_link.py",
     ),
     Fault(
-        "paging/_files.py",
+        "paging/_link.py",
         "self._out.wait_event(event)",
         "pass",
         "paging/link/test_disk_link.py",

@@ -635,20 +635,6 @@ class FileLink(Link):
         self.meter.note_copy((FileEvent(read, 0), ready), n_bytes)
         return ready
 
-    def page_out(self, pairs: Iterable[tuple[Tensor, Tensor]], after: Iterable[Any]) -> Any:
-        """Copy at once: the thread that reads the host knows no events of the device."""
-        for event in after:
-            self._out.wait_event(event)
-        with self._on(self._out):
-            for to, source in pairs:
-                # Synchronization strategy: `cpu()` stops the host until this stream has it, because
-                # the reader may read these bytes next, and can wait for no event of a device.
-                new = source.cpu()
-                # Equal bytes are left alone: a page of a file stays one.
-                if not torch.equal(_bits_of(to), _bits_of(new)):
-                    to.copy_(new)
-        return self.mark(self._out)
-
     def check(self, event: Any) -> None:
         """Wait until a read is over; an event of the device itself is fine.
 
@@ -678,6 +664,15 @@ class FileLink(Link):
         # event on the device; and where it computes itself, it is the only stream.
         self.check(event)
         stream.wait_event(event.inner if isinstance(event, FileEvent) else event)
+
+    def _copy_out(self, to: Tensor, source: Tensor) -> None:
+        """Copy at once: the thread that reads the host knows no events of the device."""
+        # Synchronization strategy: `cpu()` stops the host until this stream has it, because the
+        # reader may read these bytes next, and can wait for no event of a device.
+        new = source.cpu()
+        # Equal bytes are left alone: a page of a file stays one.
+        if not torch.equal(_bits_of(to), _bits_of(new)):
+            to.copy_(new)
 
     def _slot(self, pinning: Pinning) -> Tensor:
         def make() -> Tensor:

@@ -174,7 +174,7 @@ class Link:
             self._out.wait_event(event)
         with self._on(self._out):
             for to, source in pairs:
-                to.copy_(source, non_blocking=True)
+                self._copy_out(to, source)
         return self.mark(self._out)
 
     def let_compute(self, stream: Any, event: Any) -> None:
@@ -206,6 +206,9 @@ class Link:
     def finish(self) -> None:
         """Stop the host until the device has nothing left to do."""
         self.module.synchronize(self.device)
+
+    def _copy_out(self, to: Tensor, source: Tensor) -> None:
+        to.copy_(source, non_blocking=True)
 
     def _here(self) -> AbstractContextManager[Any]:
         """Return a block in which the device is the current one."""
