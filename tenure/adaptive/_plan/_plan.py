@@ -17,10 +17,10 @@ from torch.optim import Optimizer
 
 from tenure._errors import AdaptiveUsageError, OutOfRetriesError
 from tenure._show import steps
+from tenure._storages import total_bytes
 from tenure._text import counted, format_bytes, listed, parse_bytes, parse_share
 from tenure._torch.compiler import never_compiled
 from tenure._torch.fakes import is_fake
-from tenure._torch.storages import key_of
 
 from .._advice import WITH_INNER
 from .._memory import meter_for
@@ -240,12 +240,9 @@ def _allowed_bytes(budget: int | str, margin: float, evaluation: _Evaluation) ->
             f"plan() can't tell how much of {work.device} is free, of which budget= is a share. "
             'Give it in bytes, such as "24GiB".'
         )
-    held = {
-        key_of(each.untyped_storage()): each.untyped_storage().nbytes()
-        for each in [*work.tensors(), *work.gradients()]
-        if each.device == work.device and not is_fake(each)
-    }
-    return sum(held.values()) + int(meter.available_bytes() * share * (1 - margin))
+    there = [*work.tensors(), *work.gradients()]
+    held = [each for each in there if each.device == work.device and not is_fake(each)]
+    return total_bytes(held) + int(meter.available_bytes() * share * (1 - margin))
 
 
 def _too_large(evaluation: _Evaluation, allowed_bytes: int) -> OutOfRetriesError:

@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tenure.adaptive import AdaptiveUsageError, fake_ranks, predict_peak
+from tenure.adaptive import AdaptiveUsageError, fake_ranks, memory_budget, plan, predict_peak
 
 WIDTH = 96
 
@@ -107,3 +107,11 @@ def test_mistakes_are_refused_by_name():
         nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
     with one_of_many(0, 2):
         nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
+
+
+def test_a_share_of_the_budget_is_beside_the_shards_alone():
+    with one_of_many(0, 4):
+        net, batch = net_of(None), torch.randn(8, WIDTH)
+        with memory_budget("4MiB"):
+            found = plan(lambda x: net(x).square().mean(), batch, "50%", margin=0)
+    assert found.budget_bytes == found.baseline_bytes + 2 * 2**20
