@@ -413,13 +413,13 @@ FAULTS = (
         "paging/test_known_corruptions.py",
     ),
     Fault(
-        "paging/_files.py",
+        "paging/_file_link.py",
         "self._in.wait_event(event)",
         "pass",
         "paging/link/test_disk_link.py",
     ),
     Fault(
-        "paging/_files.py",
+        "paging/_file_link.py",
         "self.let_host(copied)",
         "pass",
         "paging/link/test_disk_link.py",
@@ -431,7 +431,7 @@ FAULTS = (
         "paging/link/test_disk_link.py",
     ),
     Fault(
-        "paging/_files.py",
+        "paging/_file_link.py",
         "stream.wait_event(event.inner if isinstance(event, FileEvent) else event)",
         "pass",
         "paging/link/test_disk_link.py",
@@ -755,7 +755,7 @@ FAULTS = (
         "paging/forward/test_unseen_writes.py",
     ),
     Fault(
-        "paging/_files.py",
+        "paging/_file_link.py",
         "error = raised.with_traceback(None)",
         "error = raised",
         "paging/host/test_reader.py",

@@ -53,7 +53,8 @@ from ._checks import (
 from ._division import Budget, Cut, arrange, cut
 from ._engine import Engine
 from ._entry import Attached, Method
-from ._files import FileLink, FileStore, SpillStore, checked_folder
+from ._file_link import FileLink
+from ._files import FileStore, SpillStore, checked_folder
 from ._host_buffers import HostBuffers
 from ._link import Link
 from ._memory import Arrangement

@@ -10,7 +10,7 @@ import pytest
 
 # private: a program can't choose when a collection runs on its thread, nor when Python has no
 # thread left
-from tenure.paging._files import Reader
+from tenure.paging._file_link import Reader
 
 
 def test_an_error_stands_in_the_result_and_the_thread_goes_on():

@@ -17,7 +17,7 @@ from .test_disk_zoo import home, saved
 @torch.no_grad()
 def test_a_model_passes_through_staging_memory_smaller_than_its_units(sim, tmp_path, monkeypatch):
     # 16 MiB otherwise
-    monkeypatch.setattr("tenure.paging._files._SLOT_BYTES", 512)
+    monkeypatch.setattr("tenure.paging._file_link._SLOT_BYTES", 512)
     model, x = mlp(), torch.ones(4, WIDTH)
     expected = home(model.to(sim.device)(x.to(sim.device)))
     model = model.cpu()
