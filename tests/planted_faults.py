@@ -767,13 +767,13 @@ FAULTS = (
         "paging/training/test_activations.py",
     ),
     Fault(
-        "paging/_functions.py",
+        "paging/_handle.py",
         'group["params"] = params',
         "pass",
         "paging/training/test_stepping.py",
     ),
     Fault(
-        "paging/_functions.py",
+        "paging/_handle.py",
         "stepped.update(together)",
         "pass",
         "paging/training/test_stepping.py",

@@ -4,10 +4,10 @@ from tenure._errors import PagingError as PagingError
 from tenure._errors import PagingWarning as PagingWarning
 
 from ._budget import PagingBudget as PagingBudget
-from ._functions import PagedModel as PagedModel
 from ._functions import chunk as chunk
 from ._functions import load_paged as load_paged
 from ._functions import page as page
+from ._handle import PagedModel as PagedModel
 from ._plan import PagingPlan as PagingPlan
 from ._plan import PlannedUnit as PlannedUnit
 from ._plan import plan_paging as plan_paging
