@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor, UntypedStorage
 from torch.utils.dlpack import from_dlpack
@@ -126,18 +126,13 @@ class _NotingData(_Noting):
     """The same of ``.data``, which can be set."""
 
     def __set__(self, tensor: Tensor, value: Tensor) -> None:
-        lent = lent_to(tensor)
-        known = None if lent is None else lent.tensors.get(id(tensor))
-        if known is None:
+        name = _shown_name(tensor)
+        if name is None:
             self._original.__set__(tensor, value)
         # as it is after ``weight.data += 1``
-        elif lent_to(value) is not lent or _form(value) != _form(tensor):
-            raise PagingError(
-                f"{known[1]!r} was given {describe_tensor(value)} through .data in the forward of "
-                f"a paged model, where it is {describe_tensor(tensor)} and shares its memory with "
-                "others. Nothing was changed. Write the values with weight.data.copy_(values), or "
-                "unpage() first."
-            )
+        elif lent_to(value) is not lent_to(tensor) or _form(value) != _form(tensor):
+            given, has = describe_tensor(value), describe_tensor(tensor)
+            _refuse(f"{name!r} was given {given} in the place of {has} through .data")
 
 
 class _RefusingSet(_Noting):
@@ -148,14 +143,9 @@ class _RefusingSet(_Noting):
         return self._original if tensor is None else functools.partial(self._set, tensor)
 
     def _set(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        lent = lent_to(tensor)
-        known = None if lent is None else lent.tensors.get(id(tensor))
-        if known is not None:
-            raise PagingError(
-                f"set_() was called of {known[1]!r} in the forward of a paged model, where its "
-                "memory is shared with others. Nothing was changed. Write the values with "
-                "copy_(), or unpage() first."
-            )
+        name = _shown_name(tensor)
+        if name is not None:
+            _refuse(f"set_() was called of {name!r}")
         return self._original(tensor, *args, **kwargs)
 
 
@@ -181,6 +171,20 @@ _KINDS: dict[str, type[_Noting]] = {
     "record_stream": _NotingStreams,
 }
 _noting = Patch(Tensor, _KINDS)
+
+
+def _shown_name(tensor: Tensor) -> str | None:
+    """Return the name of a tensor that shows lent bytes; None if it shows none."""
+    lent = lent_to(tensor)
+    known = None if lent is None else lent.tensors.get(id(tensor))
+    return None if known is None else known[1]
+
+
+def _refuse(deed: str) -> NoReturn:
+    raise PagingError(
+        f"{deed} in the forward of a paged model, where its memory is shared with others. Nothing "
+        "was changed. Write the values with weight.data.copy_(values), or unpage() first."
+    )
 
 
 def _form(tensor: Tensor) -> tuple[object, ...]:
