@@ -116,8 +116,12 @@ _PRODUCTS = re.compile(
     r"(add|badd)?b?mm|(add)?mv|v?dot|linear|matmul|_addmm_activation|_(int|scaled|grouped)_mm"
 )
 _PUT = frozenset({"index_put", "index_put_", "_index_put_impl_"})
-# collectives, and the copies of ``fully_shard`` around them, which take nothing else
-_OF_RANKS = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "fsdp"})
+OF_GROUPS = "c10d"
+"""The namespace of operations that are handed to a process group."""
+EXCHANGES = frozenset({OF_GROUPS, "_c10d_functional", "_c10d_functional_autograd"})
+"""The namespaces of all operations between ranks."""
+# the copies of ``fully_shard`` around them take nothing else
+_OF_RANKS = EXCHANGES | {"fsdp"}
 _SOLVERS = (
     *("cholesky", "eig", "householder", "inv", "ldl", "lstsq", "lu", "matrix_exp", "qr"),
     *("solve", "svd"),
@@ -190,7 +194,7 @@ class Workspaces:
     def _note_kind(self, name: str, args: Any, kwargs: Any, result: Any) -> None:
         for kind, of_given, of_made, begins in _KINDS:
             if name.startswith(begins):
-                n_bytes = of_given * _bytes_of((args, kwargs)) + of_made * _bytes_of(result)
+                n_bytes = of_given * bytes_of((args, kwargs)) + of_made * bytes_of(result)
                 self._most_bytes = max(self._most_bytes, n_bytes)
                 self.reasons.setdefault(f"the memory inside {kind} is estimated")
         if name == "_scaled_dot_product_flash_attention_for_cpu":
@@ -230,7 +234,7 @@ def taken_inside(func: Any, args: Any) -> list[int]:
         _, work_bytes = _layers_bytes(args[0], args[1], settings)
         # cuDNN wants the batch second
         transposed = [args[0], args[7]] if is_backward else [args[0]]
-        return [work_bytes, *(_bytes_of(each) for each in transposed if settings[4])]
+        return [work_bytes, *(bytes_of(each) for each in transposed if settings[4])]
     if func is not _aten._safe_softmax.default:
         return []
     scores, dim = args[0], args[1]
@@ -239,7 +243,8 @@ def taken_inside(func: Any, args: Any) -> list[int]:
     return [scores.numel(), n_rows, scores.element_size()]
 
 
-def _bytes_of(values: Any) -> int:
+def bytes_of(values: Any) -> int:
+    """Return the bytes of the elements of all tensors in containers, also of fakes."""
     return sum(tensor.numel() * tensor.dtype.itemsize for tensor in passed_tensors(values))
 
 
@@ -270,7 +275,7 @@ def _layers_bytes(x: Tensor, weight: list[Tensor], settings: Any) -> tuple[int, 
     mask_bytes = between * n_states // 8 if dropout else 0
     reserve_bytes = n_kept * states_bytes + mask_bytes + BLOCK_BYTES if train else 0
     least_bytes = _LAYER_BYTES * n_layers * n_directions
-    return reserve_bytes, int(_AT_WORK[mode] * states_bytes) + _bytes_of(weight) + least_bytes
+    return reserve_bytes, int(_AT_WORK[mode] * states_bytes) + bytes_of(weight) + least_bytes
 
 
 def _cudnn_rnn(*args: Any) -> tuple[Tensor, ...]:

@@ -11,6 +11,7 @@ from tenure._containers import passed_tensors
 from tenure._torch.modes import schema_of
 from tenure._torch.storages import key_of
 
+from ._device import OF_GROUPS, bytes_of
 from ._measured import KernelRun, layout_of, mapped, measured, peak_of
 from ._values import is_exchange
 
@@ -80,7 +81,7 @@ def inside(func: Any, args: Any, kwargs: Any, result: Any) -> Inside:
         reason = f"what {func} takes for itself grows in steps for 16 bits"
         # Steps on small sizes look like a power of them. Seen is up to 0.7 of what it reads and
         # writes; it can't take more than a copy of all in 32 bits.
-        n_bytes = min(n_bytes, 2 * _bytes_of(tensors))
+        n_bytes = min(n_bytes, 2 * bytes_of(tensors))
     # else values decide how large the results are
     if torch.Tag.dynamic_output_shape not in func.tags:
         result = _as_made(known, args, kwargs, result)
@@ -149,13 +150,9 @@ def _as_made(run: KernelRun, args: Any, kwargs: Any, result: Any) -> Any:
 def _exchange_bytes(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     """Return what gloo takes: it gathers into a buffer of its own, and reduces a copy."""
     name = func.overloadpacket.__name__.replace("_", "")
-    is_functional = func.namespace != "c10d"
+    is_functional = func.namespace != OF_GROUPS
     if name.startswith("allgather"):
-        return _bytes_of(result if is_functional else args[0])
+        return bytes_of(result if is_functional else args[0])
     if name.startswith("reducescatter"):
-        return _bytes_of(args[0] if is_functional else args[1])
+        return bytes_of(args[0] if is_functional else args[1])
     return 0
-
-
-def _bytes_of(tree: object) -> int:
-    return sum(each.numel() * each.element_size() for each in passed_tensors(tree))

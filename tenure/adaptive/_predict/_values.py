@@ -28,7 +28,7 @@ from tenure._torch.modes import schema_of
 from tenure._torch.sharding import done_work, is_dtensor
 from tenure._torch.storages import key_of
 
-from ._device import RECURRENT
+from ._device import EXCHANGES, OF_GROUPS, RECURRENT
 
 _HOST = torch.device("cpu")
 _LARGEST_BYTES = 2**20
@@ -351,19 +351,15 @@ kernel, or not all memory."""
 
 # --- operations between ranks: nothing is sent, and nobody is waited for
 
-_OF_GROUPS = "c10d"
-"""The namespace of operations that are handed to a process group."""
-_NAMESPACES = frozenset({_OF_GROUPS, "_c10d_functional", "_c10d_functional_autograd"})
-
 
 def is_exchange(func: Any) -> bool:
     """Return whether an operation is one between ranks."""
-    return func.namespace in _NAMESPACES
+    return func.namespace in EXCHANGES
 
 
 def shown_for(func: Any) -> Callable[..., Any]:
     """Return a function that returns the result of an operation on tensors without data."""
-    if func.namespace == _OF_GROUPS:
+    if func.namespace == OF_GROUPS:
         has_tensors = len(schema_of(func).returns) > 1
         return lambda first, *_, **__: (first, done_work()) if has_tensors else done_work()
     # torch's own without data returns a copy
