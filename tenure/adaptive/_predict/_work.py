@@ -198,32 +198,15 @@ class Work:
             self._shards.begin_anew()
             # on an accelerator that is here, devices tell it
             offloaded = self._shards.offloaded() if self.target.stands_for else []
+            self._enter_existing(observer, offloaded)
             if offloaded:
-                observer.is_offloading = True
-                observer.enter_existing(offloaded, "parameters")
-                gradients = [p.grad for p in offloaded if p.grad is not None]
-                observer.enter_existing(gradients, "gradients")
-                observer.enter_existing(self._state(), "optimizer state")
                 stack.enter_context(offloading(observer))
-                observer.is_offloading = False
-            observer.enter_existing(self.parameters, "parameters")
-            observer.enter_existing(self._buffers, "buffers")
-            observer.enter_existing(self.gradients(), "gradients")
-            observer.enter_existing(self._state(), "optimizer state")
-            observer.enter_existing([*self._inputs, *self._others], "inputs")
             stack.enter_context(self._steps_told(observer, is_offloaded=bool(offloaded)))
             stands_for = self.target.stands_for
             stack.enter_context(stepping_fakes(cpu_as=None if offloaded else stands_for))
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(unrecognised())
-            # torch's own attention runs as it does in training: in inference it has kernels of
-            # whole layers, into which nobody can look
-            has_fast_path = torch.backends.mha.get_fastpath_enabled()
-            stack.callback(torch.backends.mha.set_fastpath_enabled, has_fast_path)
-            torch.backends.mha.set_fastpath_enabled(False)
-            fast = has_fast_path and any(isinstance(m, _WITH_FAST_PATH) for m in self.modules)
-            if fast and not torch.is_grad_enabled():
-                observer.reasons.setdefault("layers of attention run without their fast path")
+            stack.enter_context(self._without_fast_path(observer))
             if stands_for is not None:
                 shown = Elsewhere(stands_for.__eq__, self.target.runs_on, keeps_names=True)
                 stack.enter_context(shown)
@@ -239,6 +222,37 @@ class Work:
             observer.name_blocks(self.gradients(), "gradients")
             observer.name_blocks(self._state(), "optimizer state")
         return observer
+
+    def _enter_existing(self, observer: Observer, offloaded: list[Tensor]) -> None:
+        """Note all memory that is there before the work, first what is offloaded to the host."""
+        if offloaded:
+            observer.is_offloading = True
+            observer.enter_existing(offloaded, "parameters")
+            gradients = [p.grad for p in offloaded if p.grad is not None]
+            observer.enter_existing(gradients, "gradients")
+            observer.enter_existing(self._state(), "optimizer state")
+            observer.is_offloading = False
+        observer.enter_existing(self.parameters, "parameters")
+        observer.enter_existing(self._buffers, "buffers")
+        observer.enter_existing(self.gradients(), "gradients")
+        observer.enter_existing(self._state(), "optimizer state")
+        observer.enter_existing([*self._inputs, *self._others], "inputs")
+
+    @contextmanager
+    def _without_fast_path(self, observer: Observer) -> Iterator[None]:
+        """Run torch's own attention as in training, in a block.
+
+        In inference it has kernels of whole layers, into which nobody can look.
+        """
+        has_fast_path = torch.backends.mha.get_fastpath_enabled()
+        fast = has_fast_path and any(isinstance(m, _WITH_FAST_PATH) for m in self.modules)
+        if fast and not torch.is_grad_enabled():
+            observer.reasons.setdefault("layers of attention run without their fast path")
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            yield
+        finally:
+            torch.backends.mha.set_fastpath_enabled(has_fast_path)
 
     def reasons(self) -> list[str]:
         """Return why the work may take something else than what is run here."""
