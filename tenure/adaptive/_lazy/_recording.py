@@ -28,13 +28,10 @@ from tenure._torch.lending import lent_to
 from tenure._torch.writes import version_of
 from tenure.scopes import persist
 
+from ._meta import SHARED, BatchInt, Label, Meta, meta_of, names
 from ._split import value_of
 from ._tape import (
-    SHARED,
-    BatchInt,
     Handle,
-    Label,
-    Meta,
     Modes,
     Out,
     RecordedCall,
@@ -42,8 +39,6 @@ from ._tape import (
     Tape,
     Value,
     mark_of,
-    meta_of,
-    names,
     outs_in,
     refuse_own_function,
     replaced,
@@ -64,13 +59,11 @@ _NORMALIZATIONS = frozenset({F.batch_norm, torch.batch_norm, F.instance_norm})
 """They write into buffers when they run, which torch tells nobody."""
 _TRAINING = 5
 """The place of their argument that says so."""
-_WITH_RATES = names(
-    """
+_WITH_RATES = names("""
     add sub rsub mul div true_divide pow add_ sub_ mul_ div_ __add__ __radd__ __sub__ __rsub__
     __mul__ __rmul__ __truediv__ __rtruediv__ __pow__ __iadd__ __isub__ __imul__ __itruediv__
     dropout masked_fill masked_fill_ clamp clip fill_ where lerp gt lt ge le eq ne
-    """
-)
+    """)
 
 _known: dict[Any, Shape] = {}
 

@@ -22,6 +22,7 @@ from tenure._torch.compiler import is_dynamo_compiling, never_compiled
 
 from .._interrupts import Interrupts
 from .._step import IsolatedGradients, leaves_of
+from ._meta import Label
 from ._recording import record
 from ._split import (
     Gradients,
@@ -32,7 +33,7 @@ from ._split import (
     value_of,
     whole_or_parts,
 )
-from ._tape import Handle, Label, Tape, Value, graph_of, refuse_own_function
+from ._tape import Handle, Tape, Value, graph_of, refuse_own_function
 
 _TWICE = (
     "Trying to backward through the graph a second time (or directly access saved tensors after "

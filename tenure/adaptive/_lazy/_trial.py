@@ -22,7 +22,8 @@ from tenure.scopes import persist
 
 from .._step import ConstantNumbers
 from .._undo import RngState
-from ._tape import SHARED, Label, RecordedCall, Value, made_by, names
+from ._meta import SHARED, Label, names
+from ._tape import RecordedCall, Value, made_by
 
 Get = Callable[[Value], Any]
 
@@ -300,14 +301,12 @@ def _alike(one: Tensor, other: Tensor) -> bool:
 # --- what a loss is over samples: a mean, a sum, or a mean over labels
 
 _COUNTED = (F.cross_entropy, F.nll_loss)
-_LOSSES = names(
-    """
+_LOSSES = names("""
     mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy soft_margin_loss kl_div
     binary_cross_entropy_with_logits poisson_nll_loss gaussian_nll_loss cosine_embedding_loss
     margin_ranking_loss hinge_embedding_loss triplet_margin_loss multilabel_soft_margin_loss
     multilabel_margin_loss multi_margin_loss cross_entropy nll_loss
-    """
-)
+    """)
 _signature_of = lru_cache(64)(inspect.signature)
 
 
