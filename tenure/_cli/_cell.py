@@ -116,7 +116,7 @@ def _end(
 
 
 class CellReport(Shown):
-    """What a cell took, and what it left.
+    """The memory that a cell took, and what it left.
 
     Args:
         recording: of the cell.

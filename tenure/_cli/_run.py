@@ -13,7 +13,7 @@ from tenure._report_files import is_no_file
 from ._verb import Verb, add_options
 
 SUFFIX = ".tenure"
-MEASURING = """
+_MEASURING = """
 --budget SIZE      raise torch.OutOfMemoryError above this many bytes, such as 2GiB, of the
                    accelerator or, if there is none, of the CPU
 --leaks            look for tensors that grow from step to step
@@ -26,7 +26,7 @@ MEASURING = """
 -f, --force        overwrite FILE, or NAME.tenure
 -q, --quiet        do not print where the recording is
 """
-"""What can be measured, and where it goes: for a verb and for a magic alike."""
+"""The options of a measurement and its file, for the verb and the magic."""
 
 
 class Run(Verb):
@@ -103,8 +103,8 @@ program SCRIPT  run a script with its arguments; also a folder or zip file with 
 
 
 def add_measuring(parser: argparse.ArgumentParser) -> None:
-    """Add what can be measured, and where it goes: for a verb and for a magic alike."""
-    add_options(parser, MEASURING, {"--lines": {"action": "append", "default": []}})
+    """Add the options of a measurement and its file, for the verb and the magic."""
+    add_options(parser, _MEASURING, {"--lines": {"action": "append", "default": []}})
 
 
 def choose_by_default(arguments: argparse.Namespace, *, all_but_lines: bool = False) -> None:

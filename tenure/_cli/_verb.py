@@ -103,7 +103,7 @@ def byte_size(text: str) -> int:
 
 
 _TYPES: dict[str, Callable[[str], Any]] = {"N": whole_number(1), "SIZE": byte_size}
-"""How a value is read, by its name in the help."""
+"""The functions that read a value, by its name in the help."""
 
 
 def show(

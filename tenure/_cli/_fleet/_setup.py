@@ -1,4 +1,4 @@
-"""What a user asks about, in words and as the program that does it.
+"""The work that a user asks about, in words and as the program that does it.
 
 Invariant: no line of the program is longer than 79 characters, and each name is imported or one of
 `model`, `batches` and `dataset`, which a reader has.

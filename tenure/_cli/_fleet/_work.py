@@ -23,7 +23,7 @@ _FIRST_BUCKET_BYTES, _BUCKET_BYTES = 1 << 20, 25 << 20
 
 
 class Size(NamedTuple):
-    """How large a model is.
+    """The size of a model.
 
     Attributes:
         n_parameters: of the whole model.

@@ -1,4 +1,4 @@
-"""How a program ends: in words, by a signal, and with a traceback that has no frame of tenure."""
+"""The end of a program: in words, by a signal, and with a traceback without frames of tenure."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _DEADLY = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(si
 
 
 End = tuple[str, int]
-"""How a program ended, such as ``"exit code 3"``, an error or a signal; and what the shell gets."""
+"""The end of a program, such as ``"exit code 3"``, an error or a signal; and its exit code."""
 
 
 def end_of(error: BaseException | None) -> End:

@@ -1,4 +1,4 @@
-"""What would lower the peak of a piece of work: each change is made, predicted and taken back."""
+"""Changes that would lower the peak of a piece of work: each is made, predicted and undone."""
 
 from ._change import WITH_INNER as WITH_INNER
 from ._changes import advise as advise

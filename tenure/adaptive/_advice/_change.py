@@ -15,8 +15,8 @@ from .._predict import Work
 
 _MISSING = object()
 WITH_INNER = "with_inner"
-"""What a function has that runs another one in micro-batches: gives a function that runs it
-changed."""
+"""An attribute of a function that runs another one in micro-batches; it returns a function that
+runs the other one changed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""How a call of torch becomes an entry of the tape: its results are known without running it.
+"""Put calls of torch on the tape; their results are known without running them.
 
 Invariant: what the call gives is known as plain PyTorch would tell; what depends on data is
 computed first.

@@ -214,7 +214,7 @@ def collecting(tape: Tape) -> Iterator[IsolatedGradients]:
 
 
 class SplitProgram:
-    """What was recorded, as it runs on parts.
+    """The recorded program, as it runs on parts.
 
     Args:
         tape: what was recorded.

@@ -181,7 +181,7 @@ class Out(int):
 
 @dataclass(slots=True, eq=False)
 class Shape:
-    """What is known of calls that are alike; it holds no tensor.
+    """The results of calls that are alike; it holds no tensor.
 
     Attributes:
         out: what they give, with an `Out` for each tensor.
@@ -248,7 +248,7 @@ class RecordedCall:
 
     @property
     def trains(self) -> bool:
-        """Whether something that it makes or writes gets gradients."""
+        """True if something that it makes or writes gets gradients."""
         return any(meta.requires_grad for meta in self.shape.metas)
 
     def call(
@@ -418,7 +418,7 @@ def made_by(entry: RecordedCall, out: Any, given: Mapping[Value, Tensor]) -> lis
 
 
 class Beginning:
-    """What running changes besides values, as it was before the first call ran."""
+    """The state besides values that a run changes, as it was before the first call ran."""
 
     def __init__(self, tape: Tape) -> None:
         self._number = next(_numbers)
@@ -451,7 +451,7 @@ class Beginning:
 
 @dataclass(eq=False)
 class Tape:
-    """What was recorded and belongs together.
+    """Recorded calls that belong together.
 
     Attributes:
         n_samples: how many samples the batch has.

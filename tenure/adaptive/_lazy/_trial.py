@@ -1,4 +1,4 @@
-"""Which calls keep samples apart: each is run on a few samples of random numbers, whole and in two.
+"""Find the calls that keep samples apart: run each on a few random samples, whole and in two.
 
 Invariant: a call is split only if its parts gave what the whole gave. Nothing here has a graph, and
 what the calls write or draw is undone. The numbers are drawn, because those of the first samples of
@@ -35,7 +35,7 @@ _UNWRITTEN = names("empty_like new_empty new_empty_strided")
 
 
 class Verdict(NamedTuple):
-    """What a call is in a split.
+    """The part of a call in a split.
 
     Attributes:
         kind: ``"apart"``: keeps samples apart; ``"term"``: reduces over them; ``"mixes"``: neither.

@@ -1,4 +1,4 @@
-"""What work would take, without doing it."""
+"""The memory that work would take, without running it."""
 
 from ._fake_ranks import fake_ranks as fake_ranks
 from ._predict import Forecast as Forecast

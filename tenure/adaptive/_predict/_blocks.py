@@ -65,7 +65,7 @@ class MemoryRecord:
 
     @property
     def baseline_bytes(self) -> int:
-        """What was there before."""
+        """The bytes that were there before."""
         return sum(self.existing.values())
 
     def peak(self) -> tuple[int, int]:

@@ -27,7 +27,7 @@ _aten = torch.ops.aten
 
 
 class Target(NamedTuple):
-    """Where work would run.
+    """The device on which work would run.
 
     Attributes:
         device: the device whose memory is reported.
@@ -41,7 +41,7 @@ class Target(NamedTuple):
 
     @property
     def is_host(self) -> bool:
-        """Whether it is the host's memory, of which kernels use some themselves."""
+        """True if it is the host's memory, of which kernels use some themselves."""
         return self.device.type == "cpu"
 
     @property
@@ -252,9 +252,9 @@ def bytes_of(values: Any) -> int:
 
 # by the modes of cuDNN: RNN with relu and with tanh, LSTM, GRU
 _KEPT = (1, 1, 5, 6)
-"""How many values the reserve keeps for each value of the states."""
+"""The number of values that the reserve keeps for each value of the states."""
 _AT_WORK = (4.2, 4.2, 5.6, 4.6)
-"""How many values the working memory has for each value of the states."""
+"""The number of values that the working memory has for each value of the states."""
 _LAYER_BYTES = 8 * MIB
 """The least working memory of each layer and direction."""
 

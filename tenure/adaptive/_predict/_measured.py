@@ -304,7 +304,7 @@ def _shared_bytes(call: Tree, threads: int) -> int:
 
 
 class _Problem(NamedTuple):
-    """How an operation is made smaller.
+    """An operation that can be made smaller.
 
     Attributes:
         sizes: those that may change.

@@ -44,7 +44,7 @@ _OTHER_WAY = frozenset(
 
 
 class OperationPlace(NamedTuple):
-    """Where an operation runs.
+    """The place where an operation runs.
 
     Attributes:
         module: the innermost module whose forward runs.
@@ -143,7 +143,7 @@ class Observer(DispatchMode):
 
     @property
     def has_backward(self) -> bool:
-        """Whether a backward pass ran."""
+        """True if a backward pass ran."""
         return any(each.phase == "backward" for each in self.operations)
 
     def begin(self) -> None:

@@ -1,4 +1,4 @@
-"""What a prediction says: how much, when, where and for what; if it fits; what lowers it."""
+"""The report of a prediction: how much, when, where and for what; if it fits; what lowers it."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ class PeakReport(Advised, Report):
 
     @property
     def needed_bytes(self) -> int:
-        """What has to be there, which is the reserved bytes, else the peak's, and the allowance.
+        """The bytes that the device must have: its reserved ones, else the peak, and the allowance.
 
         Of the first step or a later one, whichever takes more.
         """

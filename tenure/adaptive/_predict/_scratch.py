@@ -1,4 +1,4 @@
-"""What the real kernel of an operation does on the CPU: its own memory, and its results' memory."""
+"""The memory that a real kernel takes on the CPU: its own, and its results'."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _aten = torch.ops.aten
 
 
 class Inside(NamedTuple):
-    """What a kernel takes for itself while it runs, and its results as it lays them out.
+    """The memory that a kernel takes while it runs, and its results as it lays them out.
 
     Attributes:
         n_bytes: the peak of what is live inside of it, beyond its inputs and its outputs.

@@ -195,7 +195,7 @@ _Result = tuple[Any, str | None]
 _EVERYTHING = "a mask is taken to select everything"
 _FALSE = "a condition on values is taken to be false"
 CAN_NOT: tuple[type[Exception], ...] = (*NEEDS_DATA, UNKNOWN)
-"""What operations raise on tensors without data."""
+"""The errors that operations raise on tensors without data."""
 
 
 def worked_out(
