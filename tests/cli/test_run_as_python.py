@@ -1,12 +1,12 @@
 """A program under `tenure run` is the program under `python`: its output, byte by byte, its end."""
 
 import contextlib
+import io
 import os
 import re
 import signal
 import subprocess
 import sys
-import textwrap
 import zipfile
 from pathlib import Path
 from typing import NamedTuple
@@ -44,114 +44,131 @@ def outer():
         raise KeyError("no such thing") from error
 outer()
 """
+_DOES_MUCH = """
+from __future__ import annotations
+import atexit, os, pickle, signal, sys, time, warnings
+from dataclasses import dataclass
+from typing import get_type_hints
+import neighbour
+print('out'); print('err', file=sys.stderr); print('ünïcode ✓')
+print(neighbour.__file__, neighbour.main(), 'torch' in sys.modules)
+warnings.warn('careful', DeprecationWarning)
+@dataclass
+class P:
+    x: P | None = None
+    def __del__(self):
+        print('deleted', __name__)
+print(P(), get_type_hints(P), pickle.loads(pickle.dumps(P)), pickle.dumps(P)[:30])
+def f():
+    f()
+try:
+    f()
+except RecursionError as e:
+    print(type(e))
+try:
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(5)
+except KeyboardInterrupt:
+    print('caught')
+os.mkdir('deep')
+os.chdir('deep')
+print(os.getcwd())
+kept = P()
+atexit.register(print, 'first')
+atexit.register(lambda: print('second'))
+atexit.register(lambda: 1 / 0)
+"""
+_HAS_CHILDREN = """
+import multiprocessing as mp, os, subprocess, sys, time
+def work(x):
+    print('worker', x, __name__, sys.argv, flush=True)
+    return x * 2
+if __name__ == '__main__':
+    for end in (lambda: sys.exit(5), lambda: 1 / 0):
+        pid = os.fork()
+        if not pid:
+            end()
+        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+    for method in ('fork', 'spawn'):
+        with mp.get_context(method).Pool(1) as pool:
+            print(pool.map(work, [1, 2]), flush=True)
+    p = mp.get_context('fork').Process(target=time.sleep, args=(60,))
+    p.start(); p.terminate(); p.join(); print(p.exitcode, flush=True)
+    print(subprocess.run([sys.executable, '-c', 'import sys; print(sys.argv); sys.exit(6)']))
+"""
+_HAS_THREADS = """
+import sys, threading, time
+threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+t = threading.Thread(target=lambda: 1 / 0, name='worker')
+t.start(); t.join(); print('goes on')
+def work():
+    time.sleep(0.2); print('worked', threading.main_thread().is_alive())
+    sys.stdout.close(); sys.stderr.close()
+threading.Thread(target=work).start()
+print('main', threading.active_count())
+"""
+# each with the end that its recording tells, and its exit code; None if there is no recording
 PROGRAMS = {
-    "itself": f'"""Its words."""\n{_SELF}',
-    "prints": "import sys; print('out'); print('err', file=sys.stderr); print('ünïcode ✓')",
-    "raises": _FAILS,
-    "raises a group": "raise ExceptionGroup('two', [ValueError(1), TypeError(2)])",
-    "raises with notes": "e = ValueError('x'); e.add_note('a note'); raise e",
-    "exits with 3": "import sys; print('before'); sys.exit(3)",
-    "exits with text": "import sys; sys.exit('the reason')",
-    "exits with None": "import sys; sys.exit(None)",
-    "exits with a tuple": "raise SystemExit((1, 2))",
-    "exits with 300": "import sys; sys.exit(300)",
-    "exits at once": "import os, sys; print('lost'); os._exit(7)",
-    "exits in a finally": "import sys\ntry:\n    1 / 0\nfinally:\n    sys.exit(4)",
-    "reads a missing file": "open('nowhere')",
-    "has a syntax error": "print('never')\ndef f(:\n    pass\n",
-    "is latin-1": b"# -*- coding: latin-1 -*-\nprint(ascii('\xe4'))\n",
-    "is empty": "",
-    "imports what fails": "import broken",
-    "imports its neighbour": "import neighbour; print(neighbour.__file__, neighbour.main())",
+    "is itself": (f'"""Its words."""\n{_SELF}', "exit code 0", 0),
+    "does what programs do": (_DOES_MUCH, "exit code 0", 0),
+    "has children": (_HAS_CHILDREN, "exit code 0", 0),
+    "has threads": (_HAS_THREADS, "exit code 0", 0),
+    "raises": (_FAILS, "KeyError: 'no such thing'", 1),
+    "raises a group": (
+        "e = ValueError('x'); e.add_note('a note')\nraise ExceptionGroup('two', [e, TypeError(2)])",
+        "ExceptionGroup: two (2 sub-exceptions)",
+        1,
+    ),
+    "exits with text": (
+        "import sys; print('lost', end=''); sys.exit('the reason')",
+        "exit code 1 (the reason)",
+        1,
+    ),
+    "exits with 300": ("import sys; sys.exit(300)", "exit code 44", 44),
+    "exits at once": ("import os, sys; print('lost'); os._exit(7)", None, 7),
+    "exits in a finally": (
+        "import sys\ntry:\n    1 / 0\nfinally:\n    sys.exit(4)",
+        "exit code 4",
+        4,
+    ),
+    "has a syntax error": (
+        "print('never')\ndef f(:\n    pass\n",
+        "SyntaxError: invalid syntax",
+        1,
+    ),
+    "is latin-1": (b"# -*- coding: latin-1 -*-\nprint(ascii('\xe4'))\n", "exit code 0", 0),
+    "imports what fails": ("import broken", "ImportError: in here", 1),
     "has its own hook": (
         "import sys\ndef hook(kind, value, tb):\n"
         "    print(kind, value, tb.tb_frame.f_code.co_name, value.__traceback__ is tb)\n"
-        "sys.excepthook = hook\n" + _FAILS
+        "sys.excepthook = hook\n" + _FAILS,
+        "KeyError: 'no such thing'",
+        1,
     ),
     "looks at its error at exit": (
         "import atexit, sys, traceback\n"
         "@atexit.register\ndef at_exit():\n"
         "    print(repr(sys.last_value), len(traceback.extract_tb(sys.last_traceback)))\n"
-        "    print(sys.excepthook is sys.__excepthook__)\n" + _FAILS
-    ),
-    "registers exits": (
-        "import atexit\natexit.register(print, 'first')\n"
-        "atexit.register(lambda: print('second'))\nprint('main')"
-    ),
-    "fails at exit": "import atexit\natexit.register(lambda: 1 / 0)",
-    "has a thread that outlives it": (
-        "import threading, time\n"
-        "def work():\n    time.sleep(0.2); print('worked', threading.main_thread().is_alive())\n"
-        "threading.Thread(target=work).start()\nprint('main', threading.active_count())"
-    ),
-    "has a daemon": (
-        "import threading, time\n"
-        "threading.Thread(target=time.sleep, args=(60,), daemon=True).start()"
-    ),
-    "fails in a thread": (
-        "import threading\nt = threading.Thread(target=lambda: 1 / 0, name='worker')\n"
-        "t.start(); t.join(); print('goes on')"
-    ),
-    "deletes at the end": (
-        "class Last:\n    def __del__(self): print('deleted', __name__)\nkept = Last()"
-    ),
-    "pickles its classes": (
-        "import pickle\nclass Mine:\n    def __init__(self): self.x = 1\n"
-        "print(pickle.loads(pickle.dumps(Mine())).x, Mine.__module__, pickle.dumps(Mine)[:30])"
-    ),
-    "forks": (
-        "import os, sys\npid = os.fork()\nif not pid:\n    print('child', flush=True)\n"
-        "    sys.exit(5)\nprint(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))"
-    ),
-    "forks a child that fails": (
-        "import os, sys\npid = os.fork()\nif not pid:\n    1 / 0\n"
-        "print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))"
-    ),
-    "starts processes by fork": (
-        "import multiprocessing as mp\ndef work(x): print('worker', x, __name__); return x * 2\n"
-        "if __name__ == '__main__':\n    with mp.get_context('fork').Pool(1) as pool:\n"
-        "        print(pool.map(work, [1, 2]))"
-    ),
-    "starts processes by spawn": (
-        "import multiprocessing as mp, sys\n"
-        "def work(x): print('worker', x, __name__, sys.argv, flush=True); return x * 2\n"
-        "if __name__ == '__main__':\n    with mp.get_context('spawn').Pool(1) as pool:\n"
-        "        print(pool.map(work, [1, 2]))"
-    ),
-    "terminates a child": (
-        "import multiprocessing as mp, time\nif __name__ == '__main__':\n"
-        "    p = mp.get_context('fork').Process(target=time.sleep, args=(60,))\n"
-        "    p.start(); p.terminate(); p.join(); print(p.exitcode)"
-    ),
-    "runs subprocesses": (
-        "import subprocess, sys\n"
-        "print(subprocess.run([sys.executable, '-c', 'import sys; print(sys.argv); sys.exit(6)']))"
+        "    print(sys.excepthook is sys.__excepthook__)\n" + _FAILS,
+        "KeyError: 'no such thing'",
+        1,
     ),
     "interrupts itself": (
-        "import os, signal; print('x', flush=True); os.kill(os.getpid(), signal.SIGINT)"
-    ),
-    "catches its interrupt": (
-        "import os, signal\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\n"
-        "    import time; time.sleep(5)\nexcept KeyboardInterrupt:\n    print('caught')"
+        "import os, signal; print('x', flush=True); os.kill(os.getpid(), signal.SIGINT)",
+        "KeyboardInterrupt",
+        130,
     ),
     "is terminated": (
         "import os, signal, atexit\natexit.register(print, 'never')\n"
-        "print('x', flush=True); os.kill(os.getpid(), signal.SIGTERM); import time; time.sleep(5)"
+        "print('x', flush=True); os.kill(os.getpid(), signal.SIGTERM); import time; time.sleep(5)",
+        "SIGTERM",
+        143,
     ),
     "handles SIGTERM": (
         "import os, signal, sys\nsignal.signal(signal.SIGTERM, lambda *a: sys.exit(9))\n"
-        "os.kill(os.getpid(), signal.SIGTERM); import time; time.sleep(5)"
-    ),
-    "aborts": "import os; os.abort()",
-    "warns": "import warnings; warnings.warn('careful', DeprecationWarning); print(__file__)",
-    "is run by asyncio": "import asyncio\nasync def f(): 1 / 0\nasyncio.run(f())",
-    "recurses": "def f(): f()\ntry:\n    f()\nexcept RecursionError as e: print(type(e))",
-    "closes its outputs": "import sys; sys.stdout.close(); sys.stderr.close()",
-    "changes the folder": "import os; os.mkdir('deep'); os.chdir('deep'); print(os.getcwd())",
-    "has dataclasses": (
-        "from __future__ import annotations\nfrom dataclasses import dataclass\n"
-        "from typing import get_type_hints\n"
-        "@dataclass\nclass P:\n    x: P | None = None\nprint(P(), get_type_hints(P))"
+        "os.kill(os.getpid(), signal.SIGTERM); import time; time.sleep(5)",
+        "exit code 9",
+        9,
     ),
 }
 
@@ -217,57 +234,52 @@ _FILES = {
 }
 
 
-@pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
-def test_a_script_does_what_it_does_under_python(program, tmp_path):
+@pytest.mark.parametrize(("program", "ended", "code"), PROGRAMS.values(), ids=PROGRAMS)
+def test_a_script_does_what_it_does_under_python_and_its_end_is_told(
+    program, ended, code, tmp_path
+):
     arguments = ["program.py", "a", "--budget", "-o", "x"]
     python, tenure = _both(tmp_path, arguments, {**_FILES, "program.py": program})
     assert tenure == python
+    written = [path.name for path in tmp_path.glob("tenure/*.tenure")]
+    assert written == ["program.tenure"] * (ended is not None)
+    if written:
+        found = Recording.load(tmp_path / "tenure" / "program.tenure")
+        assert (found.ended, found.exit_code) == (ended, code)
+        assert found.exit_code in (tenure.returncode, 128 - tenure.returncode)
+        assert found.command == ("python", *arguments)
+        assert found.notes == ("the program did not import torch",)
 
 
-@pytest.mark.parametrize("name", ["itself", "raises", "exits with text", "imports what fails"])
-def test_a_module_does_what_it_does_under_python(name, tmp_path):
-    arguments = ["-m", "pack.age", "-x", "--leaks"]
-    files = {**_FILES, "pack/__init__.py": "", "pack/age.py": PROGRAMS[name]}
-    python, tenure = _both(tmp_path, arguments, files)
-    assert tenure == python
-
-
-@pytest.mark.parametrize("name", ["itself", "raises", "exits with 3", "interrupts itself"])
-def test_code_does_what_it_does_under_python(name, tmp_path):
-    python, tenure = _both(tmp_path, ["-c", PROGRAMS[name], "-q", "b"], _FILES)
-    if sys.version_info >= (3, 13) and b"Traceback" in python.stderr:
-        pytest.skip("Python 3.13 keeps the source of -c for tracebacks in a way of its own")
-    assert tenure == python
-
-
-def test_the_standard_input_does_what_it_does_under_python(tmp_path):
-    python, tenure = _both(tmp_path, ["-", "a"], {}, input=_SELF + _FAILS)
-    assert tenure == python
-
-
-def test_a_folder_does_what_it_does_under_python(tmp_path):
-    files = {"app/__main__.py": _SELF + _FAILS, "app/other.py": ""}
-    python, tenure = _both(tmp_path, ["app", "a"], files)
-    assert tenure == python
-
-
-def test_a_zip_file_does_what_it_does_under_python(tmp_path):
-    made = tmp_path / "made.zip"
+def _zipped(text):
+    made = io.BytesIO()
     with zipfile.ZipFile(made, "w") as packed:
-        packed.writestr("__main__.py", _SELF + _FAILS)
-    python, tenure = _both(tmp_path, ["app.zip", "a"], {"app.zip": made.read_bytes()})
+        packed.writestr("__main__.py", text)
+    return made.getvalue()
+
+
+_SELF_AND_FAILS = _SELF + _FAILS
+
+
+@pytest.mark.parametrize(
+    ("arguments", "files"),
+    [
+        (["-m", "pack.age", "-x"], {"pack/__init__.py": "", "pack/age.py": _SELF_AND_FAILS}),
+        # from Python 3.13 on, tracebacks keep the source of -c in a way of their own
+        (["-c", _SELF, "-q", "b"], {}),
+        (["-", "a"], {}),
+        (["app", "a"], {"app/__main__.py": _SELF_AND_FAILS, "app/other.py": ""}),
+        (["app.zip", "a"], {"app.zip": _zipped(_SELF_AND_FAILS)}),
+        (["deep/../deep/program.py"], {"deep/program.py": _SELF}),
+    ],
+    ids=["module", "code", "standard input", "folder", "zip", "path"],
+)
+def test_whatever_is_run_does_what_it_does_under_python(arguments, files, tmp_path):
+    python, tenure = _both(tmp_path, arguments, files, input=_SELF_AND_FAILS)
     assert tenure == python
 
 
-def test_a_script_in_a_folder_elsewhere_and_by_a_link_does_what_it_does_under_python(tmp_path):
-    for arguments in (["./deep/program.py"], ["deep/../deep/program.py"]):
-        python, tenure = _both(tmp_path, arguments, {"deep/program.py": _SELF})
-        assert tenure == python
-        for name in ("python", "tenure"):
-            (tmp_path / name).rename(tmp_path / f"{name} {len(arguments[0])}")
-
-
-@pytest.mark.parametrize("flags", [["-P"], ["-X", "dev"], ["-W", "error"], ["-O"]], ids=str)
+@pytest.mark.parametrize("flags", [["-P"], ["-X", "dev", "-O", "-W", "error"]], ids=str)
 def test_options_of_python_stay(flags, tmp_path):
     program = _SELF + "import warnings\nassert __debug__, 1\nwarnings.warn('x')"
     python, tenure = _both(
@@ -315,86 +327,12 @@ def test_control_c_of_a_terminal_ends_it_as_under_python(tmp_path):
     assert Recording.load(tmp_path / "program.tenure").ended == "KeyboardInterrupt"
 
 
-_ENDS = {
-    "is empty": ("exit code 0", 0),
-    "raises": ("KeyError: 'no such thing'", 1),
-    "exits with 3": ("exit code 3", 3),
-    "exits with text": ("exit code 1 (the reason)", 1),
-    "exits with 300": ("exit code 44", 44),
-    "interrupts itself": ("KeyboardInterrupt", 130),
-    "is terminated": ("SIGTERM", 143),
-    "handles SIGTERM": ("exit code 9", 9),
-    "has a syntax error": ("SyntaxError: invalid syntax", 1),
-    "changes the folder": ("exit code 0", 0),
-    "forks a child that fails": ("exit code 0", 0),
-    "starts processes by spawn": ("exit code 0", 0),
-    "terminates a child": ("exit code 0", 0),
-}
-
-
-@pytest.mark.parametrize("name", _ENDS)
-def test_the_recording_says_how_it_ended(name, tmp_path):
-    (tmp_path / "program.py").write_text(PROGRAMS[name])
-    done = _run(["-m", "tenure", "run", "program.py", "--x"], tmp_path)
-    assert {p.name for p in tmp_path.iterdir()} - {"deep"} == {"program.py", "program.tenure"}
-    found = Recording.load(tmp_path / "program.tenure")
-    assert (found.ended, found.exit_code) == _ENDS[name]
-    assert found.exit_code in (done.returncode, 128 - done.returncode)
-    assert found.command == ("python", "program.py", "--x")
-    assert found.notes == ("the program did not import torch",)
-    told = done.stderr.decode().splitlines()[-1]
-    assert told == "Wrote program.tenure. See it with: tenure report program.tenure"
-
-
-def test_nothing_is_written_where_a_process_ends_itself_at_once(tmp_path):
-    (tmp_path / "program.py").write_text(PROGRAMS["exits at once"])
-    done = _run(["-m", "tenure", "run", "program.py"], tmp_path)
-    assert (done.returncode, done.stderr) == (7, b"")
-    assert [path.name for path in tmp_path.iterdir()] == ["program.py"]
-
-
-@pytest.mark.slow
-def test_a_program_sets_up_torch_by_the_environment_before_it_imports_it(tmp_path):
-    (tmp_path / "program.py").write_text(
-        textwrap.dedent(
-            """
-            import os, sys
-            assert "torch" not in sys.modules
-            os.environ["OMP_NUM_THREADS"] = "7"
-            import torch
-            print(torch.get_num_threads(), type(torch.__spec__).__name__, vars(torch.__loader__))
-            """
-        )
-    )
-    ends = [_run([*c, "program.py"], tmp_path) for c in ([], ["-m", "tenure", "run", "-q"])]
-    assert ends[0] == ends[1]
-    assert Recording.load(tmp_path / "program.tenure").versions.keys() >= {"torch"}
-
-
-@pytest.mark.slow
-def test_an_error_under_a_budget_is_told_without_what_counts(tmp_path):
-    program = """
-        import torch
-        class Mine(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx, x):
-                return x @ torch.ones(2, 3)
-        try:
-            Mine.apply(torch.ones(4, 5))
-        except RuntimeError:
-            torch.nn.Linear(3, 3)(torch.ones(2, 2))
-        """
-    (tmp_path / "program.py").write_text(textwrap.dedent(program))
-    run = ["-m", "tenure", "run", "-q", "--budget", "1GiB", "--leaks"]
-    ends = [_forked([*command, "program.py"], tmp_path) for command in ([], run)]
-    assert b"Mine.apply" in ends[0].stderr
-    assert ends[0] == ends[1]
-
-
-_WARNS = """
-import re, warnings
+_OF_TORCH = """
+import re, traceback, warnings
 import torch
 import torch.nn.functional as F
+
+print(type(torch.__spec__).__name__, vars(torch.__loader__))
 
 def resized():
     torch.add(torch.ones(2), torch.ones(2), out=torch.ones(1))
@@ -421,35 +359,40 @@ try:
     resized()
 except UserWarning as error:
     print(type(error))
-resized()
+
+class Mine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x @ torch.ones(2, 3)
+
+try:
+    torch.ones(2) + torch.ones(3)
+except RuntimeError:
+    {handle}
+try:
+    Mine.apply(torch.ones(4, 5))
+except RuntimeError:
+    torch.nn.Linear(2, 3)(torch.ones(4, 5))
 """
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "options", [["--on-oom", "--timeline"], []], ids=["operations", "by default"]
+    ("options", "handle"),
+    [
+        ([], "traceback.print_exc()"),
+        (["--on-oom"], "traceback.print_exc()"),
+        # with a mode, an error that the program itself prints has its frames
+        (["--on-oom", "--timeline"], "pass"),
+        (["--budget", "1GiB", "--leaks"], "pass"),
+    ],
+    ids=str,
 )
-def test_what_torch_warns_of_is_put_down_to_the_line_of_the_program(options, tmp_path):
-    python, tenure = _both(tmp_path, ["program.py"], {"program.py": _WARNS}, options, run=_forked)
+def test_warnings_and_errors_of_torch_have_the_lines_of_the_program_alone(
+    options, handle, tmp_path
+):
+    files = {"program.py": _OF_TORCH.replace("{handle}", handle)}
+    python, tenure = _both(tmp_path, ["program.py"], files, options, run=_forked)
     assert tenure == python
-    assert b"'program.py', 7" in python.stdout
-
-
-@pytest.mark.slow
-def test_errors_that_a_program_prints_have_no_frame_of_what_waits_for_them(tmp_path):
-    program = """
-        import torch, traceback
-        for fails in (
-            lambda: torch.ones(2) + torch.ones(3),
-            lambda: torch.nn.Linear(2, 3)(torch.ones(4, 5)),
-        ):
-            try:
-                fails()
-            except RuntimeError:
-                traceback.print_exc()
-        torch.nn.Linear(2, 3)(torch.ones(4, 5))
-        """
-    files = {"program.py": textwrap.dedent(program)}
-    python, tenure = _both(tmp_path, ["program.py"], files, ["--on-oom"], run=_forked)
-    assert tenure == python
-    assert b"in <lambda>" in python.stderr
+    assert b"'program.py', 9" in python.stdout
+    assert b"Mine.apply" in python.stderr
