@@ -96,7 +96,7 @@ faults: $(VENV)/.test
 	$(BIN)/python -m tests.planted_faults $(ONLY)
 
 dist-test: $(VENV)/.test
-	PYTHON="$(PYTHON)" sh tests/dist_test.sh
+	sh tests/dist_test.sh
 
 # VERSION is given; DRY=--dry-run tells what it would do
 release: $(VENV)/.lint
