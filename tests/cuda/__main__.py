@@ -1,7 +1,8 @@
-"""Run the checks, each in a process of its own: `python -m tests.cuda [OUT] [--dry] [--only NAME]`.
+"""Run the checks: `python -m tests.cuda [OUT] [--dry] [--only NAME]`.
 
-Those that count bytes or compare values run several at a time, then those that measure time, one
-after the other. Ends with 0 if no check failed, 1 if one did, and 2 if there is no CUDA device.
+On a GPU each runs in a process of its own: those that count bytes or compare values several at a
+time, then those that measure time, one after the other. With `--dry` all run in this process, on
+the simulated device. Ends with 0 if no check failed, 1 if one did, 2 if there is no CUDA device.
 """
 
 import argparse
@@ -9,20 +10,17 @@ import contextlib
 import faulthandler
 import importlib
 import importlib.metadata
-import importlib.util
 import json
 import os
 import platform
-import signal
 import subprocess
 import sys
 import tempfile
 import time
 import traceback
-import warnings
-from collections import deque
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,32 +37,6 @@ _TAIL = 4000
 """Characters of a failed check's output that the JSON holds."""
 
 
-@dataclass
-class Run:
-    """The results of all checks, written after each: a run that is stopped has left what it had."""
-
-    out: Path
-    machine: dict[str, Any]
-    results: list[dict[str, Any]] = field(default_factory=list)
-    began_s: float = field(default_factory=time.monotonic)
-
-    def add(self, result: dict[str, Any]) -> None:
-        self.results.append(result)
-        print(_line(result))
-        self.write()
-
-    def write(self) -> None:
-        found = self.machine | {
-            "seconds": round(time.monotonic() - self.began_s, 1),
-            "counts": {s: self.count(s) for s in ("PASS", "FAIL", "SKIP")},
-            "checks": sorted(self.results, key=lambda each: [*CHECKS].index(each["name"])),
-        }
-        (self.out / "cuda.json").write_text(json.dumps(found, indent=1) + "\n")
-
-    def count(self, state: str) -> int:
-        return sum(result["state"] == state for result in self.results)
-
-
 def main() -> int:
     given = _arguments()
     for name in _MODULES:
@@ -73,41 +45,34 @@ def main() -> int:
         print("\n".join(CHECKS))
         return 0
     if given.child:
-        _work(CHECKS[given.child], Path(given.out), dry=given.dry)
+        Path(given.out).write_text(json.dumps(_outcome(CHECKS[given.child], dry=False)))
         return 0
     if unknown := set(given.only) - set(CHECKS):
         raise SystemExit(f"There is no check {', '.join(unknown)}; --list names all.")
     out = Path(given.out or tempfile.mkdtemp(prefix="tenure-cuda-")).resolve()
     out.mkdir(parents=True, exist_ok=True)
-    chosen = [each for name, each in CHECKS.items() if not given.only or name in given.only]
-    run = Run(out, _machine(dry=given.dry))
-    has_device = given.dry or run.machine["device"] is not None
-    if given.dry:
-        _prepare_forks()
-    if has_device:
-        deadline_s = run.began_s + given.seconds
-        n_workers = given.workers or max(
-            1, min(8, (os.cpu_count() or 1) // (1 if given.dry else 2))
-        )
-        for alone in (False, True):
-            group = [each for each in chosen if each.alone is alone]
-            for result in _run_all(group, out, 1 if alone else n_workers, deadline_s, given):
-                run.add(result)
-    else:
-        for each in chosen:
-            run.add(_result(each, "SKIP", reason="no CUDA device"))
-    run.write()
-    _tell_failures(run)
-    where = "the simulated device" if given.dry else run.machine["device"] or "no CUDA device"
-    seconds = time.monotonic() - run.began_s
-    print(
-        f"{run.count('PASS')} passed, {run.count('FAIL')} failed, {run.count('SKIP')} skipped"
-        f" on {where}, in {seconds:.0f} s. Wrote {out / 'cuda.json'}"
+    began_s, found, results = time.monotonic(), _machine(dry=given.dry), list[dict[str, Any]]()
+    for result in _results(given, out, has_device=found["device"] is not None):
+        results.append(result)
+        print(_line(result))
+        counts = {s: sum(r["state"] == s for r in results) for s in ("PASS", "FAIL", "SKIP")}
+        found |= {"seconds": round(time.monotonic() - began_s, 1), "counts": counts}
+        found["checks"] = sorted(results, key=lambda each: [*CHECKS].index(each["name"]))
+        # after each: a run that is stopped has left what it had
+        (out / "cuda.json").write_text(json.dumps(found, indent=1) + "\n")
+    for result in [result for result in results if result["state"] == "FAIL"][:8]:
+        print(f"--- {result['name']}: the end of {out / result['name']}.log")
+        print("\n".join(result["error"].splitlines()[-8:])[-900:])
+    where = "the simulated device" if given.dry else found["device"] or "no CUDA device"
+    told = ", ".join(
+        f"{counts[s]} {word}"
+        for s, word in (("PASS", "passed"), ("FAIL", "failed"), ("SKIP", "skipped"))
     )
-    if not has_device:
+    print(f"{told} on {where}, in {found['seconds']:.0f} s. Wrote {out / 'cuda.json'}")
+    if not given.dry and found["device"] is None:
         print(f"Nothing was verified: no CUDA device (this PyTorch is {torch.__version__})")
         return 2
-    return 1 if run.count("FAIL") else 0
+    return 1 if counts["FAIL"] else 0
 
 
 def _arguments() -> argparse.Namespace:
@@ -117,118 +82,62 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--only", action="append", default=[], metavar="NAME")
     parser.add_argument("--list", action="store_true", help="print the names of all checks")
     parser.add_argument("--seconds", type=float, default=480, help="begin no check after so many")
-    parser.add_argument("--workers", type=int, help="how many checks run at a time")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
-# --- the processes
+def _results(given: Any, out: Path, *, has_device: bool) -> Iterator[dict[str, Any]]:
+    """The result of each chosen check; those that run beside one another in the order of all."""
+    chosen = [each for name, each in CHECKS.items() if not given.only or name in given.only]
+    deadline_s = time.monotonic() + given.seconds
+    if not has_device and not given.dry:
+        yield from (_result(each, "SKIP", reason="no CUDA device") for each in chosen)
+        return
+    run = partial(_rehearsed if given.dry else _in_a_process, out=out, deadline_s=deadline_s)
+    n_workers = 1 if given.dry else max(1, min(8, (os.cpu_count() or 1) // 2))
+    for alone, n_beside in ((False, n_workers), (True, 1)):
+        group = [each for each in chosen if each.alone is alone]
+        if n_beside == 1:
+            yield from map(run, group)
+            continue
+        with ThreadPoolExecutor(n_beside) as pool:
+            yield from pool.map(run, group)
 
 
-@dataclass
-class _Job:
-    check: Check
-    pid: int
-    began_s: float
-    result: Path
-    log: Path
+def _rehearsed(each: Check, *, out: Path, deadline_s: float) -> dict[str, Any]:
+    """Run a check in this process, on the simulated device."""
+    if each.gpu_only:
+        return _result(each, "SKIP", reason=f"can't be rehearsed: {each.gpu_only}")
+    if time.monotonic() > deadline_s:
+        return _result(each, "SKIP", reason="no time was left")
+    result = _outcome(each, dry=True)
+    if "error" in result:
+        (out / f"{each.name}.log").write_text(result["error"])
+    return result
 
 
-def _prepare_forks() -> None:
-    """Do once what each check on the simulated device needs; they are forked from this process."""
-    from tenure.testing import simulated_accelerator
-
-    with simulated_accelerator():
-        pass
-    if importlib.util.find_spec("transformers"):
-        importlib.import_module("transformers.models.gpt2.modeling_gpt2")
-        importlib.import_module("transformers.models.bert.modeling_bert")
-
-
-def _run_all(
-    checks: Iterable[Check], out: Path, n_workers: int, deadline_s: float, given: Any
-) -> Iterator[dict[str, Any]]:
-    """The result of each check, in the order in which they end."""
-    waiting, running = deque(checks), list[_Job]()
-    with tempfile.TemporaryDirectory() as folder:
-        while waiting or running:
-            while waiting and len(running) < n_workers:
-                each = waiting.popleft()
-                if given.dry and each.gpu_only:
-                    yield _result(each, "SKIP", reason=f"can't be rehearsed: {each.gpu_only}")
-                elif time.monotonic() > deadline_s:
-                    yield _result(each, "SKIP", reason="no time was left")
-                else:
-                    running.append(_start(each, Path(folder), dry=given.dry))
-            for job in [job for job in running if _has_ended(job)]:
-                running.remove(job)
-                yield _ended(job, out)
-            time.sleep(0.01)
-
-
-def _start(each: Check, folder: Path, *, dry: bool) -> _Job:
-    job = _Job(each, 0, time.monotonic(), folder / f"{each.name}.json", folder / f"{each.name}.log")
-    sys.stdout.flush()
-    with warnings.catch_warnings():
-        # of 3.12 on, for threads of libraries: this process has started none
-        warnings.simplefilter("ignore", DeprecationWarning)
-        job.pid = os.fork()
-    if job.pid:
-        return job
-    status = 1
-    try:
-        with job.log.open("w") as log:
-            os.dup2(log.fileno(), 1)
-            os.dup2(log.fileno(), 2)
-        os.setpgid(0, 0)
-        if dry:
-            _work(each, job.result, dry=True)
-        else:
-            # anew, because CUDA may be in use in what this was forked from, and for its variables
-            module = [sys.executable, "-m", "tests.cuda", str(job.result), "--child", each.name]
-            os.execve(sys.executable, module, os.environ | each.environment)
-        status = 0
-    finally:
-        sys.stdout.flush()
-        os._exit(status)
-
-
-def _has_ended(job: _Job) -> bool:
-    if os.waitpid(job.pid, os.WNOHANG) != (0, 0):
-        return True
-    if time.monotonic() > job.began_s + job.check.limit_s + 5:
-        os.killpg(job.pid, signal.SIGKILL)
-    return False
-
-
-def _ended(job: _Job, out: Path) -> dict[str, Any]:
-    log = job.log.read_text(errors="replace")
-    if job.result.exists():
-        found = json.loads(job.result.read_text())
+def _in_a_process(each: Check, *, out: Path, deadline_s: float) -> dict[str, Any]:
+    """Run a check on the GPU in a process of its own: an error of CUDA leaves none usable."""
+    began_s = time.monotonic()
+    if began_s > deadline_s:
+        return _result(each, "SKIP", reason="no time was left")
+    log, path = out / f"{each.name}.log", out / f"{each.name}.json"
+    command = [sys.executable, "-m", "tests.cuda", str(path), "--child", each.name]
+    with log.open("w") as file:
+        options: Any = {"stdout": file, "stderr": file, "env": os.environ | each.environment}
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            subprocess.run(command, timeout=each.limit_s + 5, check=False, **options)
+    reason = f"it ended without a result, or took more than {each.limit_s:g} s"
+    result = _result(each, "FAIL", reason=reason)
+    if path.exists():
+        result = json.loads(path.read_text())
+        path.unlink()
+    result["seconds"] = round(time.monotonic() - began_s, 1)
+    if result["state"] == "FAIL":
+        result["error"] = log.read_text(errors="replace")[-_TAIL:]
     else:
-        reason = f"it ended without a result, or took more than {job.check.limit_s:g} s"
-        found = _result(job.check, "FAIL", reason=reason)
-    found["seconds"] = round(time.monotonic() - job.began_s, 1)
-    if found["state"] == "FAIL":
-        (out / f"{job.check.name}.log").write_text(log)
-        found["error"] = log[-_TAIL:]
-    return found
-
-
-def _work(each: Check, path: Path, *, dry: bool) -> None:
-    """Run a check in this process and write its result."""
-    faulthandler.dump_traceback_later(each.limit_s, exit=True)
-    try:
-        with _rig(each, dry=dry) as rig:
-            result = _result(each, "PASS", figures=dict(each.run(rig)))
-    except Skipped as reason:
-        result = _result(each, "SKIP", reason=str(reason))
-    except BaseException as error:
-        traceback.print_exc()
-        first = str(error).strip().partition("\n")[0]
-        result = _result(each, "FAIL", reason=f"{type(error).__name__}: {first}")
-    faulthandler.cancel_dump_traceback_later()
-    path.write_text(json.dumps(result))
+        log.unlink()
+    return result
 
 
 @contextlib.contextmanager
@@ -243,7 +152,23 @@ def _rig(each: Check, *, dry: bool) -> Iterator[Rig]:
         yield Rig(sim.device, sim)
 
 
-# --- what is printed and written
+def _outcome(each: Check, *, dry: bool) -> dict[str, Any]:
+    """Run a check in this process."""
+    began_s = time.monotonic()
+    faulthandler.dump_traceback_later(each.limit_s, exit=True)
+    try:
+        with _rig(each, dry=dry) as rig:
+            result = _result(each, "PASS", figures=dict(each.run(rig)))
+    except Skipped as reason:
+        result = _result(each, "SKIP", reason=str(reason))
+    except BaseException as error:
+        traceback.print_exc()
+        first = str(error).strip().partition("\n")[0]
+        result = _result(each, "FAIL", reason=f"{type(error).__name__}: {first}")
+        result["error"] = traceback.format_exc()[-_TAIL:]
+    faulthandler.cancel_dump_traceback_later()
+    result["seconds"] = round(time.monotonic() - began_s, 1)
+    return result
 
 
 def _machine(*, dry: bool) -> dict[str, Any]:
@@ -292,23 +217,13 @@ def _result(each: Check, state: str, **found: Any) -> dict[str, Any]:
 
 
 def _line(result: dict[str, Any]) -> str:
-    seen = result.get("reason") or " ".join(
-        f"{name}={_short(value)}" for name, value in result.get("figures", {}).items()
+    figures = result.get("figures", {}).items()
+    seen = " ".join(
+        f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}".replace(" ", "")
+        for name, value in figures
     )
+    seen = result.get("reason") or seen
     return f"{result['state']}  {result['name']}  {result['seconds']:.1f} s  {seen}"[:230]
-
-
-def _short(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    return str(value).replace(" ", "")
-
-
-def _tell_failures(run: Run) -> None:
-    failed = [result for result in run.results if result["state"] == "FAIL"]
-    for result in failed[:8]:
-        print(f"--- {result['name']}: the end of {run.out / result['name']}.log")
-        print("\n".join(result["error"].splitlines()[-8:])[-900:])
 
 
 if __name__ == "__main__":

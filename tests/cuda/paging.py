@@ -38,7 +38,7 @@ class Layer(nn.Module):
         return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
 
 
-def layers(n_layers=8, width=256):
+def layers(n_layers, width=256):
     torch.manual_seed(0)
     return nn.Sequential(*[Layer(width) for _ in range(n_layers)])
 
@@ -72,7 +72,7 @@ def paged_inference(rig):
     """A paged model computes the bits of the whole one, in three types."""
     figures = {}
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        model = layers().to(dtype).eval()
+        model = layers(rig.pick(8, 3)).to(dtype).eval()
         x = torch.randn(16, 256).to(rig.device, dtype)
         with torch.inference_mode():
             whole = copy.deepcopy(model).to(rig.device)(x).cpu()
@@ -101,7 +101,7 @@ def _train(rig, model):
 
 
 def _trained_paged(rig, **options):
-    start = layers().double()
+    start = layers(rig.pick(8, 3)).double()
     whole = _train(rig, copy.deepcopy(start).to(rig.device))
     rig.tidy()
     rig.reset_peak()
@@ -131,11 +131,11 @@ def paged_activations(rig):
     return _trained_paged(rig, activations="host")
 
 
-@check(limit_s=120)
+@check(limit_s=120, sim={"allocator": "exact"})
 def paged_auto(rig):
     """`budget="auto"` gives memory back when computation needs it, and takes it again."""
-    width = 1024
-    model = layers(24, width).eval()
+    n_layers, width = rig.pick((24, 1024), (12, 256))
+    model = layers(n_layers, width).eval()
     x = torch.randn(8, width, device=rig.device)
     weights = parameter_bytes(model)
     with torch.inference_mode():
@@ -222,10 +222,10 @@ def paged_compiled(rig):
     torch._dynamo.config.error_on_recompile = False
     backend = rig.pick("inductor", "aot_eager")
     figures = {}
-    for trains in (False, True):
+    for trains in rig.pick((False, True), (True,)):
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
-        start = layers(6)
+        start = layers(rig.pick(6, 3))
         x = torch.randn(16, 256, device=rig.device)
 
         def run(model, trains=trains, x=x):
@@ -319,7 +319,7 @@ def pinning_fails(rig):
 @check()
 def unpaged_model(rig):
     """After the end of the block the model is a plain one, and no byte is left on the device."""
-    model = layers().eval()
+    model = layers(rig.pick(8, 3)).eval()
     before = [parameter.clone() for parameter in model.parameters()]
     rig.tidy()
     at_rest = rig.allocated()

@@ -64,7 +64,7 @@ def _compared(rig: Rig, model, loss_of, *batch):
 @check(limit_s=90)
 def predict_gpt2(rig):
     library = transformers()
-    small = rig.pick({}, {"n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 500})
+    small = rig.pick({}, {"n_layer": 1, "n_embd": 64, "n_head": 2, "vocab_size": 500})
     config = library.GPT2Config(**small)
     tokens = torch.randint(config.vocab_size, rig.pick((8, 512), (2, 64)))
     model = library.GPT2LMHeadModel(config).train()
@@ -74,7 +74,7 @@ def predict_gpt2(rig):
 @check(limit_s=90)
 def predict_bert(rig):
     library = transformers()
-    sizes = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 2}
+    sizes = {"num_hidden_layers": 1, "hidden_size": 64, "num_attention_heads": 2}
     small = rig.pick({}, sizes | {"intermediate_size": 128, "vocab_size": 500})
     config = library.BertConfig(**small)
     tokens = torch.randint(config.vocab_size, rig.pick((32, 256), (2, 64)))
@@ -90,7 +90,7 @@ def predict_convolutions(rig):
         nn.BatchNorm2d(width),
         nn.ReLU(),
         nn.MaxPool2d(3, 2, 1),
-        *[Residual(width) for _ in range(rig.pick(6, 2))],
+        *[Residual(width) for _ in range(rig.pick(6, 1))],
         nn.AdaptiveAvgPool2d(1),
         nn.Flatten(),
         nn.Linear(width, 1000),
@@ -113,14 +113,14 @@ class _Recurrent(nn.Module):
 @check(limit_s=90)
 def predict_lstm(rig):
     width = rig.pick(512, 16)
-    x = torch.randn(*rig.pick((256, 256), (2, 8)), width)
+    x = torch.randn(*rig.pick((256, 256), (2, 3)), width)
     return _compared(rig, _Recurrent(width), lambda model, x: model(x).square().mean(), x)
 
 
 @check(limit_s=90)
 def predict_mlp(rig):
     width = rig.pick(4096, 64)
-    layers = [each for _ in range(4) for each in (nn.Linear(width, width), nn.GELU())]
+    layers = [each for _ in range(rig.pick(4, 2)) for each in (nn.Linear(width, width), nn.GELU())]
     x = torch.randn(rig.pick(16384, 64), width)
     return _compared(rig, nn.Sequential(*layers), lambda model, x: model(x).square().mean(), x)
 
@@ -142,7 +142,7 @@ class _Attention(nn.Module):
 @check(limit_s=90)
 def predict_attention(rig):
     width = rig.pick(1024, 32)
-    model = nn.Sequential(*[_Attention(width, rig.pick(16, 2)) for _ in range(4)])
+    model = nn.Sequential(*[_Attention(width, rig.pick(16, 2)) for _ in range(rig.pick(4, 1))])
     x = torch.randn(*rig.pick((16, 2048), (2, 16)), width).to(torch.bfloat16)
     model = model.to(torch.bfloat16)
     return _compared(rig, model, lambda model, x: model(x).float().square().mean(), x)

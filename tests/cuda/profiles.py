@@ -89,13 +89,15 @@ def lines_of_two_threads(rig):
 @check()
 def timeline_has_the_peak(rig):
     """The peak is that of the allocator, and at each time all bands add up to the level."""
-    model = nn.Sequential(nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 512)).to(rig.device)
-    optimizer, n_samples = torch.optim.AdamW(model.parameters()), rig.pick(2048, 128)
+    width, n_samples = rig.pick((512, 2048), (64, 32))
+    layers = nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+    model = nn.Sequential(*layers).to(rig.device)
+    optimizer = torch.optim.AdamW(model.parameters())
 
     def train():
         for _ in range(3):
             with NewDisposeScope("step"):
-                x = torch.ones(n_samples, 512, device=rig.device)
+                x = torch.ones(n_samples, width, device=rig.device)
                 model(x).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
