@@ -1,38 +1,19 @@
-import pytest
 import torch
 from torch import nn
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_products_run_low_and_sums_run_in_float32(sim, dtype):
-    x = torch.randn(4, 4, device=sim.device)
+def test_products_run_low_sums_in_float32_and_mixed_arguments_in_the_widest_type(sim):
+    x, dtype = torch.randn(4, 4, device=sim.device), torch.float16
     with torch.autocast("sim", dtype=dtype):
         product = x @ x
-        assert product.dtype == dtype
-        assert nn.functional.linear(x, x).dtype == dtype
+        for each in (product, product.relu(), nn.functional.linear(x, x)):
+            assert each.dtype == dtype
         assert nn.functional.conv1d(x[None], x[:, :, None]).dtype == dtype
-        assert product.relu().dtype == dtype
         for function in (torch.exp, torch.sum, lambda t: t.softmax(-1), lambda t: t.pow(2)):
             assert function(product).dtype == torch.float32
         assert nn.functional.layer_norm(product, (4,)).dtype == torch.float32
-
-
-def test_a_result_type_that_the_caller_gives_is_kept(sim):
-    x = torch.ones(4, device=sim.device, dtype=torch.bfloat16)
-    with torch.autocast("sim", dtype=torch.bfloat16):
-        assert torch.sum(x, dtype=torch.bfloat16).dtype == torch.bfloat16
-
-
-def test_mixed_arguments_run_in_the_widest_type(sim):
-    low = torch.ones(3, device=sim.device, dtype=torch.bfloat16)
-    with torch.autocast("sim", dtype=torch.bfloat16):
-        assert torch.dot(low, low.float()).dtype == torch.float32
-        assert torch.dot(low, low).dtype == torch.bfloat16
-
-
-def test_double_precision_and_the_outside_are_left_alone(sim):
-    x = torch.ones(2, 2, device=sim.device)
-    with torch.autocast("sim", dtype=torch.bfloat16):
+        assert torch.sum(product, dtype=dtype).dtype == dtype
+        assert torch.dot(product[0], x[0]).dtype == torch.float32
         assert (x.double() @ x.double()).dtype == torch.float64
         with torch.autocast("sim", enabled=False):
             assert (x @ x).dtype == torch.float32
@@ -58,15 +39,6 @@ def test_gradients_arrive_in_the_type_of_the_weights(sim):
     loss.backward()
     assert loss.dtype == torch.float32
     assert {parameter.grad.dtype for parameter in model.parameters()} == {torch.float32}
-
-
-def test_binary_cross_entropy_is_refused(sim):
-    x = torch.rand(3, device=sim.device)
-    with (
-        torch.autocast("sim", dtype=torch.bfloat16),
-        pytest.raises(RuntimeError, match="unsafe to autocast"),
-    ):
-        nn.functional.binary_cross_entropy(x, x)
 
 
 def test_a_grad_scaler_scales_skips_and_backs_off(sim):

@@ -5,9 +5,6 @@ import torch
 
 from tenure.testing import Rates
 
-# The time of the host, which no figure tells.
-from tests.testing.machine import machine
-
 pytestmark = pytest.mark.simdevice
 
 RATES = Rates(
@@ -24,13 +21,10 @@ RATES = Rates(
 )
 
 
-def test_a_kernel_takes_the_slowest_of_arithmetic_traffic_and_launch():
+def test_a_kernel_takes_the_slowest_of_its_parts_and_a_copy_its_latency_and_speed():
     assert RATES.kernel_s(flops=2000, n_bytes=10) == 2.0
     assert RATES.kernel_s(flops=0, n_bytes=3000) == 3.0
     assert RATES.kernel_s(flops=0, n_bytes=0) == 0.5
-
-
-def test_a_copy_takes_its_latency_and_the_speed_of_its_kind():
     assert RATES.copy_s(100, to_device=True, pinned=True) == 2.0
     assert RATES.copy_s(100, to_device=False, pinned=True) == 3.0
     assert RATES.copy_s(100, to_device=True, pinned=False) == 11.0
@@ -60,57 +54,3 @@ def test_work_of_two_streams_on_one_engine_runs_in_launch_order(sim):
 def test_a_speed_that_no_machine_has_is_refused(name, value, least):
     with pytest.raises(ValueError, match=rf"Rates\({name}=.*\): must be {least}\."):
         Rates(**{name: value})
-
-
-def test_an_engine_that_does_not_exist_is_refused(sim):
-    for figure in (sim.busy_s, sim.copied_bytes, sim.launches):
-        with pytest.raises(ValueError, match="there is no engine 'H2D'; there are"):
-            figure("H2D")
-
-
-def test_a_thread_of_autograds_goes_on_launching_while_the_caller_waits(sim):
-    """The calling thread waits for an event of a second; nodes on the device launch meanwhile."""
-    launched_s = []
-
-    class Long(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, gradient):
-            launched_s.append(machine.clock.host_s)
-            sim.launch_kernel(1.0)
-            return gradient
-
-    class Wait(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.to(sim.device)
-
-        @staticmethod
-        def backward(ctx, gradient):
-            event = sim.module.Event()
-            event.record()
-            events.append(event)
-            return torch.zeros(1)
-
-    class Host(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, gradient):
-            events.pop().synchronize()
-            return gradient
-
-    events = []
-    leaf = torch.ones(1, requires_grad=True)
-    x = torch.ones(1, device=sim.device, requires_grad=True)
-    y = Long.apply(Long.apply(x) + Wait.apply(Host.apply(leaf)))
-    before_s = machine.clock.host_s
-    y.backward()
-    assert len(launched_s) == 2
-    assert max(launched_s) - before_s < 0.5
-    assert machine.clock.host_s - before_s >= 1.0

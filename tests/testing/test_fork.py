@@ -34,46 +34,12 @@ def _in_a_fork(run):
     return os.waitpid(child, 0)[1] == 0
 
 
-def _is_refused(run):
-    with pytest.raises(RuntimeError, match=_REFUSED):
-        run()
-    return True
-
-
 def test_a_worker_of_a_loader_that_uses_the_device_is_refused(sim):
     held = torch.ones(4, device=sim.device)
     loader = DataLoader(_Doubled(sim.device, held), num_workers=1, multiprocessing_context="fork")
     with pytest.raises(RuntimeError, match=_REFUSED):
         next(iter(loader))
     assert held.sum().item() == 4  # the parent goes on
-
-
-@pytest.mark.slow
-def test_host_tensors_of_a_worker_go_on(sim):
-    torch.ones(1, device=sim.device)
-    held = torch.ones(4)
-    loader = DataLoader(_Doubled("cpu", held), num_workers=1, multiprocessing_context="fork")
-    assert [batch.sum().item() for batch in loader] == [8, 12]
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    "use",
-    [
-        lambda sim, x: x + 1,
-        lambda sim, x: x.fill_(1),
-        lambda sim, x: x.tolist(),
-        lambda sim, x: torch.empty(3, device=sim.device),
-        lambda sim, x: torch.ones(3).pin_memory(),
-        lambda sim, x: sim.module.synchronize(),
-        lambda sim, x: sim.module.Event().record(),
-    ],
-    ids=["operator", "write", "read", "allocation", "pinning", "wait", "event"],
-)
-def test_each_use_in_a_forked_child_is_refused(sim, use):
-    x = torch.ones(3, device=sim.device)
-    assert _in_a_fork(lambda: _is_refused(lambda: use(sim, x)))
-    assert x.tolist() == [1, 1, 1]
 
 
 def test_the_module_tells_that_it_is_in_a_bad_fork(sim):

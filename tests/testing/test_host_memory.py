@@ -35,17 +35,3 @@ def test_pinning_in_place_answers_with_the_codes_of_cuda(sim):
     assert runtime.cudaHostRegister(address + 8, 8, 0) == 712
     assert runtime.cudaHostUnregister(pinned.data_ptr()) == 713
     assert pinned.is_pinned()
-
-
-def test_a_fresh_start_forgets_what_was_pinned_in_place_only(sim):
-    host, pinned = torch.zeros(100), torch.zeros(4).pin_memory()
-    sim.module.cudart().cudaHostRegister(host.data_ptr(), host.nbytes, 0)
-    sim()
-    assert not host.is_pinned()
-    assert pinned.is_pinned()
-
-
-def test_a_pinned_tensor_without_elements_does_not_pin_others(sim):
-    kept = torch.empty(0).pin_memory()
-    assert not torch.empty(0).is_pinned()
-    assert kept.shape == (0,)

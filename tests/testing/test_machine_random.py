@@ -5,16 +5,6 @@ import pytest
 import torch
 
 
-def test_a_seed_fixes_the_numbers_of_the_device(sim):
-    torch.manual_seed(3)
-    first = torch.rand(4, device=sim.device)
-    torch.manual_seed(3)
-    assert torch.equal(torch.rand(4, device=sim.device), first)
-    assert not torch.equal(torch.rand(4, device=sim.device), first)
-    sim.module.manual_seed_all(3)
-    assert torch.equal(torch.rand(4, device=sim.device), first)
-
-
 def test_device_and_host_draw_from_sequences_of_their_own(sim):
     torch.manual_seed(3)
     torch.rand(4, device=sim.device)
@@ -32,13 +22,6 @@ def test_a_saved_state_brings_back_the_same_dropout(sim):
     assert torch.equal(torch.nn.functional.dropout(x), first)
 
 
-def test_fork_rng_leaves_the_state_of_the_device(sim):
-    state = sim.module.get_rng_state()
-    with torch.random.fork_rng(device_type="sim"):
-        torch.rand(4, device=sim.device)
-    assert torch.equal(sim.module.get_rng_state(), state)
-
-
 def test_a_failed_operation_draws_nothing(sim):
     torch.manual_seed(3)
     expected = torch.nn.functional.dropout(torch.ones(64, device=sim.device))
@@ -48,19 +31,6 @@ def test_a_failed_operation_draws_nothing(sim):
     with pytest.raises(torch.OutOfMemoryError, match="planted"):
         torch.nn.functional.dropout(x)
     assert torch.equal(torch.nn.functional.dropout(x), expected)
-
-
-def test_a_host_generator_may_be_passed(sim):
-    def draw():
-        generator = torch.Generator().manual_seed(5)
-        return torch.empty(4, device=sim.device).normal_(generator=generator)
-
-    assert torch.equal(draw(), draw())
-
-
-def test_torch_makes_no_generator_for_the_device(sim):
-    with pytest.raises(NotImplementedError, match="getNewGenerator"):
-        torch.Generator(device=sim.device)
 
 
 def yielding(run):

@@ -7,15 +7,12 @@ import textwrap
 import pytest
 import torch
 
-import tenure
-from tenure import MissingTorchNameError, testing
-from tenure._torch import bound, python_backend
+from tenure import testing
 from tenure.testing import (
     RaceError,
     Rates,
     Simulator,
     SimulatorUsageError,
-    _simulated_accelerator,
     for_each_allocation,
     simulated_accelerator,
 )
@@ -48,23 +45,6 @@ def _leave_a_race(sim):
 
 
 @pytest.mark.slow
-def test_a_torch_for_gpus_without_triton_logs_no_warning():
-    out = _in_a_process_of_its_own(
-        """
-        import sys
-        sys.modules["triton"] = None
-        sys.stderr = sys.stdout
-        import torch
-        torch.version.cuda = "13.0"
-        from tenure.testing import simulated_accelerator
-        with simulated_accelerator() as sim:
-            torch.ones(2, device=sim.device)
-        """
-    )
-    assert out == ""
-
-
-@pytest.mark.slow
 def test_importing_it_changes_nothing_in_torch_and_the_first_block_does():
     out = _in_a_process_of_its_own(
         _SNAPSHOT,
@@ -78,18 +58,6 @@ def test_importing_it_changes_nothing_in_torch_and_the_first_block_does():
         """,
     )
     assert out == "sim:0\n"
-
-
-@pytest.mark.exhaustive
-def test_importing_tenure_does_not_import_it_and_its_name_does():
-    _in_a_process_of_its_own(
-        """
-        import sys
-        import tenure, tenure.adaptive, tenure.paging, tenure.profiler
-        assert "tenure.testing" not in sys.modules
-        assert tenure.testing.__name__ in sys.modules
-        """
-    )
 
 
 @pytest.mark.exhaustive
@@ -113,56 +81,16 @@ def test_a_process_whose_privateuse1_has_a_name_is_refused_by_that_name():
     assert "run its tests in a process of their own, in which nothing sets up 'npu'." in first
 
 
-@pytest.fixture
-def registered(monkeypatch):
-    """The devices that were put into torch, as in a process that has none so far."""
-    made = []
-    monkeypatch.setattr(_simulated_accelerator, "name_of_privateuse1", lambda: None)
-    monkeypatch.setattr(_simulated_accelerator, "_failures", [])
-    monkeypatch.setattr(
-        _simulated_accelerator, "set_up", lambda *name, **device: made.append(device)
-    )
-    install = _simulated_accelerator._install.__wrapped__
-    monkeypatch.setattr(_simulated_accelerator, "_install", install)
-    return made
-
-
-def test_a_torch_that_lacks_a_name_is_refused_before_it_is_changed(registered, monkeypatch):
-    gone = bound("torch._C._gone", "the simulated accelerator")
-    monkeypatch.setattr(python_backend, "_names", [*python_backend._names, gone])
-    for _ in range(2):
-        with (
-            pytest.raises(
-                MissingTorchNameError, match=r"has no torch\._C\._gone, .* simulated acc"
-            ),
-            simulated_accelerator(),
-        ):
-            pytest.fail("it ran")
-    assert registered == []
-
-
-def test_a_device_that_torch_refused_halfway_is_refused_by_that_error_from_then_on(
-    registered, monkeypatch
-):
-    def refuse():
-        raise RuntimeError("torch has changed")
-
-    monkeypatch.setattr(_simulated_accelerator, "_install_kernels", refuse)
-    for _ in range(2):
-        with (
-            pytest.raises(SimulatorUsageError, match=r"refused a part of .* new process") as caught,
-            simulated_accelerator(),
-        ):
-            pytest.fail("it ran")
-        assert str(caught.value.__cause__) == "torch has changed"
-    assert len(registered) == 1
-
-
 def test_the_options_are_those_of_the_simulator_and_are_checked_there():
     declared = list(inspect.signature(Simulator.__call__).parameters.values())[1:]
     assert list(inspect.signature(simulated_accelerator).parameters.values()) == declared
-    with simulated_accelerator(budget="1KiB", rates=Rates(copy_latency_s=1.0)) as sim:
+    with simulated_accelerator(budget="1KiB", rates=Rates(copy_latency_s=1.0), fail_at=3) as sim:
         assert (sim.budget_bytes, sim.rates.copy_latency_s) == (1024, 1.0)
+        x = torch.ones(100, device=sim.device)
+    # figures and budget outlive the block, which the planted failure does not
+    with pytest.raises(torch.OutOfMemoryError, match="budget of 1024 bytes"):
+        torch.ones(400, device=sim.device)
+    assert sim.peak_bytes == x.nbytes
     with pytest.raises(TypeError, match="unexpected keyword argument 'bugdet'"):
         simulated_accelerator(bugdet=1)  # not first where the block is entered
     with simulated_accelerator() as sim:  # the refused one is not left open
@@ -172,11 +100,12 @@ def test_the_options_are_those_of_the_simulator_and_are_checked_there():
 @pytest.mark.parametrize(
     ("option", "value", "match"),
     [
-        *[("devices", value, "a whole number, 1 or more") for value in (0, -1, "2", 1.0, True)],
-        *[("round_to_bytes", value, "a whole number, 1 or more") for value in (0, 1.5, True)],
-        *[("fail_pinning", value, 'give "all", a size') for value in (0, True, 1.5)],
-        *[("fail_at", value, "are counted from 1") for value in (0, -1, 1.5, "2", True)],
-        *[("detect_races", value, "True or False") for value in (0, None, "no")],
+        ("devices", 0, "a whole number, 1 or more"),
+        ("devices", True, "a whole number, 1 or more"),
+        ("round_to_bytes", 1.5, "a whole number, 1 or more"),
+        ("fail_pinning", 0, 'give "all", a size'),
+        ("fail_at", -1, "are counted from 1"),
+        ("detect_races", None, "True or False"),
         ("late_engine", 1, "True or False"),
         ("rates", 5, r"give Rates\(\.\.\.\)"),
     ],
@@ -190,34 +119,11 @@ def test_a_value_that_means_nothing_is_refused_by_name_and_changes_nothing(
     assert sim.allocated_bytes == x.nbytes
 
 
-def test_another_rounding_than_that_of_cuda_is_refused_with_its_allocator(sim):
+def test_another_allocator_and_another_rounding_than_that_of_cuda_are_refused(sim):
+    with pytest.raises(ValueError, match="there is no allocator 'cudaMallocAsync'; there are"):
+        sim(allocator="cudaMallocAsync")
     with pytest.raises(ValueError, match=r'round_to_bytes=256: allocator="cuda" .* 512 bytes'):
         sim(allocator="cuda", round_to_bytes=256)
-    assert sim(allocator="cuda", round_to_bytes=512).allocator == "cuda"
-
-
-@pytest.mark.parametrize("name", ["budget", "fail_at", "allocated_bytes"])
-def test_what_is_no_setting_can_not_be_set(sim, name):
-    with pytest.raises(AttributeError, match=name):
-        setattr(sim, name, 1)
-
-
-def test_each_block_starts_afresh_and_its_figures_outlive_it():
-    with simulated_accelerator(budget=400) as sim:
-        x = torch.ones(100, device=sim.device)
-    assert (sim.allocated_bytes, sim.peak_bytes) == (400, 400)
-    with simulated_accelerator() as again:
-        assert (again.allocated_bytes, again.peak_bytes) == (0, 0)
-        assert x.sum().item() == 100
-
-
-def test_the_budget_holds_and_races_are_raised_after_the_block():
-    with simulated_accelerator(budget=400) as sim:
-        x = torch.ones(50, device=sim.device)
-    with pytest.raises(torch.OutOfMemoryError, match="budget of 400 bytes"):
-        torch.ones(51, device=sim.device)
-    with sim.module.stream(sim.module.Stream()), pytest.raises(RaceError, match="no wait orders"):
-        x.fill_(2)
 
 
 def test_a_block_in_a_block_is_refused_and_the_outer_one_goes_on(sim):
@@ -236,14 +142,6 @@ def test_a_race_that_is_not_taken_is_raised_at_the_end():
         _leave_a_race(sim)
 
 
-def test_a_race_that_is_taken_is_not_raised():
-    with simulated_accelerator() as sim:
-        _leave_a_race(sim)
-        with pytest.raises(RaceError):
-            sim.module.synchronize()
-        assert len(sim.take_faults()) == 1
-
-
 def test_an_error_of_the_block_comes_out_and_is_told_of_the_races():
     def block():
         with simulated_accelerator() as sim:
@@ -260,23 +158,6 @@ def test_an_error_of_the_block_comes_out_and_is_told_of_the_races():
         assert sim.faults == []
 
 
-def test_the_error_of_a_race_is_not_told_of_itself():
-    def block():
-        with simulated_accelerator() as sim:
-            _leave_a_race(sim)
-            sim.module.synchronize()
-
-    with pytest.raises(RaceError) as caught:
-        block()
-    assert not hasattr(caught.value, "__notes__")
-
-
-def test_a_planted_failure_ends_with_the_block():
-    with simulated_accelerator(fail_at=1) as sim:
-        pass
-    assert torch.ones(3, device=sim.device).tolist() == [1, 1, 1]
-
-
 def test_a_sweep_without_a_simulator_says_what_to_do():
     with simulated_accelerator() as sim:
         pass
@@ -285,20 +166,10 @@ def test_a_sweep_without_a_simulator_says_what_to_do():
         for_each_allocation(lambda: torch.ones(1, device=sim.device))
 
 
-def test_a_sweep_over_what_runs_elsewhere_is_refused(sim):
-    with pytest.raises(SimulatorUsageError, match=r"allocated nothing on sim:0, .*nothing was"):
-        for_each_allocation(lambda: torch.ones(1))
-
-
 @pytest.mark.parametrize("name", testing.__all__)
 def test_a_public_name_reads_as_where_it_is_imported_from(name):
     assert getattr(testing, name).__module__ == "tenure.testing"
     assert inspect.getdoc(getattr(testing, name))
-
-
-def test_its_errors_are_tenures():
-    assert issubclass(RaceError, tenure.TenureError)
-    assert issubclass(SimulatorUsageError, tenure.TenureError)
 
 
 @pytest.mark.parametrize("shown", [simulated_accelerator, for_each_allocation, Simulator, Rates])

@@ -33,19 +33,13 @@ def test_a_state_dict_of_the_device_loads_back_on_either_side(model):
     assert_same(torch.load(file, map_location="cpu"), model, "cpu")
 
 
-@pytest.mark.parametrize("place", ["sim", "sim:0", {"cpu": "sim:0"}])
-def test_a_state_dict_of_the_host_loads_onto_the_device(model, place):
+def test_a_state_dict_of_the_host_loads_onto_the_device(sim, model):
     host = {name: tensor.cpu() for name, tensor in model.state_dict().items()}
-    assert_same(torch.load(saved(host), map_location=place), model, "sim")
-
-
-def test_loading_into_a_model_of_the_device_copies_the_values(sim, model):
+    for place in ("sim", {"cpu": "sim:0"}):
+        assert_same(torch.load(saved(host), map_location=place), model, "sim")
     fresh = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).to(sim.device)
-    fresh.load_state_dict({name: t.cpu() for name, t in model.state_dict().items()})
+    fresh.load_state_dict(host)
     assert_same(fresh.state_dict(), model, "sim")
-
-
-def test_a_state_dict_survives_plain_pickling(model):
     assert_same(pickle.loads(pickle.dumps(model.state_dict())), model, "sim")
 
 
@@ -65,29 +59,12 @@ def test_a_deep_copy_keeps_shared_storages_shared(sim):
     assert second.tolist() == [1, 1]
 
 
-def test_a_deep_copy_that_does_not_fit_leaves_nothing(sim, model):
-    n_bytes = sim.allocated_bytes
-    sim.budget_bytes = n_bytes + 8
-    with pytest.raises(torch.OutOfMemoryError, match="budget"):
-        copy.deepcopy(model)
-    assert sim.allocated_bytes == n_bytes
-
-
 def test_a_storage_is_made_on_the_device_and_copied_to_the_host(sim):
     storage = torch.UntypedStorage(16, device=sim.device)
     assert storage.device == sim.device
     assert sim.allocated_bytes == 16
     assert torch.zeros(4, device=sim.device).untyped_storage().cpu().tolist() == [0] * 16
     assert torch.UntypedStorage(16).device.type == "cpu"
-
-
-def test_a_storage_is_not_resized_in_place(sim):
-    storage = torch.zeros(4, device=sim.device).untyped_storage()
-    with pytest.raises(
-        NotImplementedError, match=r"cannot be resized in place but .* Tensor\.resize_ works"
-    ):
-        storage.resize_(8)
-    assert torch.UntypedStorage(4).resize_(8).nbytes() == 8
 
 
 def test_an_emptied_storage_is_freed_and_every_use_of_it_is_loud(sim):
@@ -118,16 +95,6 @@ def test_a_refilled_storage_is_the_same_one_with_undefined_bytes(sim):
     assert sim.allocated_bytes == 0
 
 
-def test_a_refill_that_does_not_fit_leaves_the_storage_empty(sim):
-    storage = torch.ones(4, device=sim.device).untyped_storage().resize_(0)
-    sim.budget_bytes = 15
-    with pytest.raises(torch.OutOfMemoryError):
-        storage.resize_(16)
-    assert storage.nbytes() == sim.allocated_bytes == 0
-    sim.budget_bytes = 16
-    assert storage.resize_(16).nbytes() == 16
-
-
 def test_a_refilled_storage_belongs_to_the_stream_of_the_refill(sim):
     x, side = torch.ones(4, device=sim.device), sim.module.Stream()
     x.untyped_storage().resize_(0)
@@ -147,15 +114,3 @@ def test_emptying_a_storage_in_use_on_another_stream_is_a_race(sim):
     x.untyped_storage().resize_(0)
     (fault,) = sim.take_faults()
     assert "was freed while stream" in fault
-
-
-def test_a_tensor_without_elements_survives_plain_pickling(sim):
-    back = pickle.loads(pickle.dumps(torch.empty(0, 3, device=sim.device)))
-    assert back.shape == (0, 3)
-    assert back.device == sim.device
-
-
-def test_a_new_storage_from_one_of_the_device_lies_on_the_device(sim):
-    storage = torch.ones(4, device=sim.device).untyped_storage().new()
-    assert storage.device == sim.device
-    assert storage.nbytes() == 0
