@@ -159,10 +159,6 @@ def lstm():
     return Recurrent(nn.LSTM)
 
 
-def gru():
-    return Recurrent(nn.GRU)
-
-
 class Shared(nn.Module):
     """One block, called many times, under two names."""
 
@@ -175,40 +171,6 @@ class Shared(nn.Module):
     def forward(self, x):
         for layer in self.between:
             x = self.again(torch.relu(layer(self.block(x))))
-        return x
-
-
-class UNet(nn.Module):
-    """Uses its modules in another order than it registers them."""
-
-    def __init__(self):
-        super().__init__()
-        self.up = nn.ModuleList([nn.Conv2d(8, 4, 3, padding=1) for _ in range(3)])
-        self.middle = nn.Conv2d(4, 4, 3, padding=1)
-        self.down = nn.ModuleList([nn.Conv2d(4, 4, 3, padding=1) for _ in range(3)])
-        self.norm = nn.GroupNorm(2, 4)
-
-    def forward(self, x):
-        skips = []
-        for layer in self.down:
-            x = torch.relu(layer(x))
-            skips.append(x)
-        x = self.middle(x)
-        for layer in self.up:
-            x = layer(torch.cat([x, skips.pop()], 1))
-        return self.norm(x)
-
-
-class Conditional(nn.Module):
-    """Which experts run depends on the input."""
-
-    def __init__(self):
-        super().__init__()
-        self.experts = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(6)])
-
-    def forward(self, x, chosen=(0, 3, 1)):
-        for number in chosen:
-            x = x + self.experts[number](x)
         return x
 
 
@@ -264,10 +226,7 @@ ZOO = {
     "tied": (TiedLanguageModel, lambda: ((torch.randint(50, (2, 9)),), {})),
     "functional": (Functional, _x(4, WIDTH)),
     "lstm": (lstm, _x(2, 5, WIDTH)),
-    "gru": (gru, _x(2, 5, WIDTH)),
     "shared": (Shared, _x(4, WIDTH)),
-    "unet": (UNet, _x(2, 4, 6, 6)),
-    "conditional": (Conditional, _x(4, WIDTH)),
     "nested": (
         Nested,
         lambda: (({"x": torch.randn(2, WIDTH), "rest": (torch.randn(2, WIDTH),)},), {"scale": 2.0}),

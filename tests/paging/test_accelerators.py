@@ -30,14 +30,6 @@ def test_a_device_without_streams_is_refused_with_what_to_do_instead(monkeypatch
     )
 
 
-def test_any_other_device_without_streams_is_refused(monkeypatch):
-    make_available(monkeypatch, torch.mtia, current_device=lambda: 0)
-    assert plan_paging(mlp(), "mtia", budget="1MiB").device == "mtia:0"
-    monkeypatch.delattr(torch.mtia, "Event")
-    with pytest.raises(PagingError, match=r"torch.mtia lacks Event\. Name another accelerator"):
-        plan_paging(mlp(), "mtia")
-
-
 def test_a_share_of_what_no_device_tells_is_refused(monkeypatch):
     make_available(monkeypatch, torch.mtia, current_device=lambda: 0)
     with pytest.raises(PagingError, match=r"can't tell how much of 'mtia:0' is free.*\"6GiB\"\.$"):

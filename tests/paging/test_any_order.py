@@ -36,7 +36,7 @@ class Steps(nn.Module):
 
 
 @settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(
     passes=st.lists(CALLS, min_size=1, max_size=4),
@@ -78,17 +78,12 @@ class Chosen(nn.Module):
             x = self.layers[name](x)
         return x
 
-    def backwards(self, x, names):
-        return self(x, names[::-1])
-
 
 @pytest.mark.parametrize(
     ("passes", "faults"),
     [
-        (["abcdefgh"] * 3, 0),
         # the prediction goes on behind a layer that was not expected
         (["abcdefgh", "abcdefgh", "abefgh"], 0),
-        (["abab", "abab", "abab"], 0),
         (["abcdefgh", "abcdefgh", "hgfedcba"], 4),
         # a pass that failed teaches nothing
         (["abcdefgh", "abcdefgh", "hX", "abcdefgh", "abcdefgh"], 0),
@@ -129,23 +124,6 @@ def test_memory_that_is_in_use_held_or_kept_is_not_given_back(sim):
     sim.finish()
 
 
-@torch.no_grad()
-def test_between_two_modules_of_a_unit_it_stays_while_a_page_is_held(sim):
-    torch.manual_seed(0)
-    blocks = [nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)) for _ in range(8)]
-    model, x, held = nn.Sequential(*blocks).eval(), torch.randn(2, 16, device=sim.device), []
-    unit_bytes = max(unit.n_bytes for unit in plan_paging(model, sim.device, "2500B").units)
-    with page(model, sim.device, "2500B", budget=5 * unit_bytes) as handle:
-        passing = [int(unit.name) for unit in handle.plan.units if not unit.resident]
-        first = model[passing[0]][0]
-        first.register_forward_hook(lambda module, *_: held.append(module.weight))
-        for _ in range(4):
-            held.clear()
-            model(x)
-        assert handle.report().faults == 0
-        held.clear()
-
-
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
@@ -156,9 +134,9 @@ class Block(nn.Module):
         return x + sum(layer(self.norm(x)) for layer in self.layers)
 
 
-def lines_of_a_pass(n_blocks, share, folder, training):
+def lines_of_a_pass(n_blocks, folder):
     """How many lines of Python a pass runs on this thread: a clock would tell what else runs."""
-    model = nn.Sequential(*[Block() for _ in range(n_blocks)]).train(training)
+    model = nn.Sequential(*[Block() for _ in range(n_blocks)]).eval()
     x = torch.randn(2, 4)
     n_bytes = plan_paging(model, "cpu", budget="1GiB", host=folder).weight_bytes
     n_lines = 0
@@ -168,7 +146,7 @@ def lines_of_a_pass(n_blocks, share, folder, training):
         n_lines += 1
         return count
 
-    with page(model, "cpu", budget=int(n_bytes * share), host=folder):
+    with page(model, "cpu", budget=int(n_bytes * 0.6), host=folder):
         for _ in range(2):
             model(x)
         before = sys.gettrace()
@@ -180,10 +158,7 @@ def lines_of_a_pass(n_blocks, share, folder, training):
     return n_lines
 
 
-@pytest.mark.parametrize(("share", "training"), [(2, True), (0.6, False)])
 @torch.no_grad()
-def test_a_pass_over_four_times_as_many_modules_runs_four_times_as_many_lines(
-    tmp_path, share, training
-):
-    few, many = (lines_of_a_pass(n_blocks, share, tmp_path, training) for n_blocks in (5, 20))
+def test_a_pass_over_four_times_as_many_modules_runs_four_times_as_many_lines(tmp_path):
+    few, many = (lines_of_a_pass(n_blocks, tmp_path) for n_blocks in (4, 16))
     assert many <= 4.6 * few

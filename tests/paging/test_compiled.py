@@ -1,7 +1,6 @@
 """Compiled blocks of a paged model: one graph for all of a kind, as many as of a plain model."""
 
 import copy
-import pickle
 
 import pytest
 import torch
@@ -123,13 +122,8 @@ def x_of(sim):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("compiles", "is_first", "trains"),
-    [
-        (in_place, True, False),
-        (in_place, True, True),
-        (around, True, True),
-        (in_place, False, True),
-    ],
-    ids=["in place", "in place, trained", "around, trained", "while paged, trained"],
+    [(in_place, True, False), (around, True, True), (in_place, False, True)],
+    ids=["in place", "around, trained", "while paged, trained"],
 )
 def test_blocks_take_as_many_graphs_as_those_of_a_plain_model(
     sim, plain, compiles, is_first, trains
@@ -188,37 +182,6 @@ def test_a_whole_model_that_is_compiled_needs_room_for_all_of_it(sim, trains):
 # --- where there is no accelerator
 
 
-seen = []
-
-
-def note(*_):
-    seen.append(1)
-
-
-@pytest.mark.slow
-def test_what_was_replaced_is_back_after_a_call_that_raised_and_after_the_end(tmp_path):
-    model = build().eval()
-    forget_compiled()
-    in_place(model, "eager")
-    compiled = [block._compiled_call_impl for block in model.blocks]
-    x = x_on_host()
-    seen.clear()
-    model.blocks[1].down.register_forward_hook(note)
-    with torch.no_grad(), page(model, "cpu", budget=budget_of(model), host=tmp_path):
-        expected = model(x)
-        with pytest.raises(RuntimeError):
-            model(torch.ones(3, 1))
-        kinds = {type(vars(each)["_parameters"]).__name__ for each in model.blocks[0].modules()}
-        assert kinds == {"PagedDict"}
-        assert torch.equal(model(x), expected)
-        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-            torch.testing.assert_close(other(x), expected)
-    assert [block._compiled_call_impl for block in model.blocks] == compiled
-    assert all(type(vars(each)["_parameters"]) is dict for each in model.modules())
-    assert not any(each._forward_pre_hooks for each in model.modules())
-    assert seen
-
-
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how:UserWarning")  # of graph breaks
 def test_a_whole_model_that_is_compiled_while_it_is_paged_names_the_budget(tmp_path):
     forget_compiled()
@@ -230,30 +193,6 @@ def test_a_whole_model_that_is_compiled_while_it_is_paged_names_the_budget(tmp_p
             model(x)
         model._compiled_call_impl = None
         assert torch.equal(model(x), expected)
-
-
-@pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")  # inductor's own
-@pytest.mark.slow  # inductor compiles C++
-def test_inductor_compiles_blocks_that_are_paged_from_a_disk(tmp_path):
-    model = build().eval()
-    x = x_on_host()
-    with torch.no_grad():
-        plain = copy.deepcopy(model)
-        for block in plain.blocks:
-            block.both = [block.up.weight, block.down.weight]
-        forget_compiled()
-        torch._dynamo.utils.counters.clear()
-        in_place(plain, "inductor")
-        expected = plain(x)
-        counted = torch._dynamo.utils.counters
-        graphs = counted["stats"]["unique_graphs"]
-        forget_compiled()
-        counted.clear()
-        in_place(model, "inductor")
-        with page(model, "cpu", budget=budget_of(model), host=tmp_path):
-            for _ in range(3):
-                assert torch.equal(model(x), expected)
-        assert counted["stats"]["unique_graphs"] == graphs == 1
 
 
 def x_on_host():

@@ -188,7 +188,7 @@ def trains_and_evaluates(sim, activations=None):
         torch.enable_grad(),
         page(model, sim.device, budget=budget, training=True, activations=activations),
     ):
-        for x in inputs(sim, 3, LARGE if activations else 2):
+        for x in inputs(sim, 2, LARGE if activations else 2):
             for each, optimizer in zip((model, plain), optimizers, strict=True):
                 torch.manual_seed(2)
                 sim.module.manual_seed_all(2)

@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-from torch import nn
 
 from tenure.paging import page
 from tenure.testing import Rates
@@ -19,10 +18,6 @@ def by_a_view(weight, stream):
     weight.t()[3:].record_stream(stream)
 
 
-def by_an_alias(weight, stream):
-    weight.detach().record_stream(stream)
-
-
 def by_the_class(weight, stream):
     torch.Tensor.record_stream(weight, stream)
 
@@ -33,7 +28,7 @@ def whole(sim, model, x):
     return twin.to(sim.device)(x)
 
 
-@pytest.mark.parametrize("record", [by_the_weight, by_a_view, by_an_alias, by_the_class])
+@pytest.mark.parametrize("record", [by_the_weight, by_a_view, by_the_class])
 def test_a_weight_stays_until_the_stream_has_read_it(sim, record):
     sim(rates=Rates(flops_per_s=1e6))
     torch.manual_seed(0)
@@ -74,17 +69,3 @@ def test_without_it_the_race_is_told(sim):
     ):
         model(x)
     assert sim.take_faults()
-
-
-def test_other_tensors_are_recorded_by_the_allocator(sim):
-    model = nn.Linear(WIDTH, WIDTH)
-    before = torch.Tensor.record_stream
-    with page(model, sim.device):
-        x, side = torch.zeros(4, device=sim.device), sim.module.Stream()
-        side.wait_stream(sim.module.current_stream())
-        with sim.module.stream(side):
-            y = x + 1
-        x.record_stream(side)
-        del x, y
-    assert torch.Tensor.record_stream is before
-    assert not sim.take_faults()

@@ -56,7 +56,7 @@ def run_paged(sim, model, args, kwargs, budget_bytes, activation_bytes):
     assert sim.peak_bytes <= budget_bytes + activation_bytes
 
 
-@pytest.mark.parametrize("percent", [25, 50, 75])
+@pytest.mark.parametrize("percent", [25, 75])
 @pytest.mark.parametrize("name", ZOO)
 def test_outputs_equal_those_of_the_whole_model_and_the_peak_stays_below_the_budget(
     sim, name, percent

@@ -77,9 +77,8 @@ def test_a_model_that_was_made_in_inference_mode_gets_tensors_that_count_writes(
     assert model.a.weight._version == version + 1
 
 
-@pytest.mark.parametrize("make", [Net, lstm])
-def test_a_budget_that_is_too_small_leaves_the_model_as_it_was(save, make):
-    path, plain, meta = save(make().state_dict()), make(), on_meta(make)
+def test_a_budget_that_is_too_small_leaves_the_model_as_it_was(save):
+    path, plain, meta = save(lstm().state_dict()), lstm(), on_meta(lstm)
     values = {name: each.clone() for name, each in plain.state_dict().items()}
     for model in (plain, meta):
         with pytest.raises(PagingError, match="can't be paged within 1 B"):
@@ -95,7 +94,7 @@ def test_layers_that_refer_weakly_to_their_parameters_get_theirs(save):
     assert model(x).equal(source(x))
 
 
-def test_tied_parameters_stay_tied_whichever_name_the_file_has(save):
+def test_tied_parameters_stay_tied_whichever_name_the_file_has_and_may_not_differ_in_it(save):
     source = TiedLanguageModel()
     for left_out in ("embed.weight", "head.weight", None):
         model, state = on_meta(TiedLanguageModel), source.state_dict()
@@ -103,17 +102,10 @@ def test_tied_parameters_stay_tied_whichever_name_the_file_has(save):
         load(model, save(state))
         assert model.head.weight is model.embed.weight
         assert model.head.weight.equal(source.embed.weight)
-
-
-def test_tied_parameters_that_differ_in_the_file_are_refused(save):
-    state = dict(TiedLanguageModel().state_dict())
+    state = dict(source.state_dict())
     state["head.weight"] = state["head.weight"] + 1
     message = "'embed.weight' and 'head.weight' are one tensor in the model, and differ in the file"
     refused(on_meta(TiedLanguageModel), save(state), message)
-
-
-def changed(**tensors):
-    return {**Net().state_dict(), **{name.replace("_", ".", 1): t for name, t in tensors.items()}}
 
 
 @pytest.mark.parametrize(
@@ -125,23 +117,15 @@ def changed(**tensors):
             "the model as it was when its state_dict was saved, or save this one's",
         ),
         (
-            changed(**{f"more_{i}": torch.ones(1) for i in range(7)}),
+            {**Net().state_dict(), **{f"more.{i}": torch.ones(1) for i in range(7)}},
             "the model has no 'more.0', 'more.1', 'more.2', 'more.3', 'more.4' and 2 more. Nothing",
         ),
         (
-            changed(a_weight=torch.ones(3, 4)),
-            r"'a.weight' is float32\[3, 4\] in the file, and float32\[3, 2\] in the model",
-        ),
-        (
-            {name: each.half() for name, each in Net().state_dict().items()},
-            r"'a.weight' is float16\[3, 2\] in the file, and float32\[3, 2\] in the model; 'a",
-        ),
-        (
-            {name: each.double() for name, each in Net().state_dict().items() if each.dim()},
-            r"does not fit Net: the file lacks .*; and 2 more. Nothing",
+            {**Net().state_dict(), "a.weight": torch.ones(3, 4).half()},
+            r"'a.weight' is float16\[3, 4\] in the file, and float32\[3, 2\] in the model",
         ),
     ],
-    ids=["missing", "unexpected", "shape", "dtype", "many"],
+    ids=["missing", "unexpected", "other"],
 )
 def test_what_differs_is_listed(save, state, message):
     refused(on_meta(Net), save(state), message)

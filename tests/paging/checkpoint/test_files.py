@@ -11,7 +11,8 @@ from torch import nn
 
 from tenure.paging import PagingError, load_paged
 
-save_file = pytest.importorskip("safetensors.torch").save_file
+safetensors = pytest.importorskip("safetensors.torch")
+save, save_file = safetensors.save, safetensors.save_file
 
 TENSORS = {
     "weight": torch.arange(6.0).view(2, 3),
@@ -21,6 +22,9 @@ TENSORS = {
     "nothing": torch.empty(0, 4),
 }
 USUAL, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+F4 = b'{"weight":{"dtype":"F4","shape":[4],"data_offsets":[0,2]}}'
 
 
 class Holding(nn.Module):
@@ -38,9 +42,8 @@ def assert_holds(path, tensors=TENSORS):
 
 
 def refused(path, message):
-    with pytest.raises(PagingError, match=message) as caught:
+    with pytest.raises(PagingError, match=message):
         load_paged(Holding(TENSORS), path, "cpu")
-    return caught.value
 
 
 @pytest.fixture
@@ -69,20 +72,13 @@ def sharded(folder, tensors, n_shards=2):
     return index
 
 
-def write_raw(path, header, n_bytes):
-    text = json.dumps(header).encode()
-    path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(n_bytes))
-    return path
-
-
-def test_a_file_may_be_named_by_a_path_by_text_or_by_its_folder(path):
+def test_files_and_indexes_are_named_by_a_path_by_text_or_by_their_folder(tmp_path, path):
     path.chmod(0o444)
     for each in (path, str(path), path.parent):
         assert_holds(each)
-
-
-def test_an_index_may_be_named_by_itself_or_by_its_folder(index):
+    index = sharded(tmp_path, TENSORS)
     assert_holds(index)
+    path.unlink()
     assert_holds(index.parent)
 
 
@@ -93,135 +89,96 @@ def test_a_shard_may_hold_more_than_the_index_names(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("names", "expected"),
+    "names",
     [
-        (["diffusion_pytorch_model.safetensors"], 0),
-        (["diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.fp16.safetensors"], 0),
-        (["diffusion_pytorch_model.fp16.safetensors", "config.json"], 0),
-        (["open_clip_model.safetensors", "pytorch_model.bin"], 0),
+        ["diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.fp16.safetensors"],
+        ["diffusion_pytorch_model.fp16.safetensors", "config.json"],
+        ["open_clip_model.safetensors", "pytorch_model.bin"],
     ],
 )
-def test_the_usual_name_or_the_only_file_is_taken(tmp_path, names, expected):
+def test_the_usual_name_or_the_only_file_is_taken(tmp_path, names):
     for name in names:
         (tmp_path / name).touch()
-    save_file(TENSORS, tmp_path / names[expected])
+    save_file(TENSORS, tmp_path / names[0])
     assert_holds(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("name", "shard"),
-    [
-        ("diffusion_pytorch_model.safetensors.index.json", "a.safetensors"),
-        ("model.fp16.safetensors.index.json", "model.fp16-1-of-2.safetensors"),
-        (INDEX, USUAL),
-    ],
-)
-def test_of_a_folder_an_index_is_taken_before_a_file(tmp_path, name, shard):
-    save_file(TENSORS, tmp_path / shard)
+def test_of_a_folder_an_index_is_taken_before_a_file(tmp_path):
+    save_file(TENSORS, tmp_path / "a.safetensors")
     (tmp_path / "b.safetensors").touch()
-    (tmp_path / name).write_text(json.dumps({"weight_map": dict.fromkeys(TENSORS, shard)}))
+    index = json.dumps({"weight_map": dict.fromkeys(TENSORS, "a.safetensors")})
+    (tmp_path / "diffusion_pytorch_model.safetensors.index.json").write_text(index)
     assert_holds(tmp_path)
 
 
-def test_several_files_of_other_names_are_named_and_none_is_taken(tmp_path):
-    for number in range(8):
-        (tmp_path / f"{number}.safetensors").touch()
-    told = (
-        r"is a folder with '0.safetensors', .* '5.safetensors' and 2 more in it, and which of them "
-        r"is meant can't be told. Name one file, or an index of several\.$"
-    )
-    refused(tmp_path, told)
-    for name in "ab":
-        (tmp_path / f"{name}.safetensors.index.json").touch()
-    refused(tmp_path, r"'a.safetensors.index.json', 'b.safetensors.index.json'")
+def saved_index(shard):
+    """An index of two shards, and the files that there are of them."""
+    weight_map = {"weight": "a.safetensors", "flag": "b.safetensors"}
+    index = json.dumps({"weight_map": weight_map}).encode()
+    whole = {"a.safetensors": save({"weight": TENSORS["weight"]})}
+    return {INDEX: index, **whole, **({} if shard is None else {"b.safetensors": shard})}
 
 
-def test_an_empty_folder_is_refused_and_a_pipeline_names_its_folders(tmp_path):
-    told = (
-        "is a folder with neither model.safetensors.index.json nor model.safetensors in it, nor "
-        "another safetensors file.{} Name a safetensors file, or the index of several"
-    )
-    refused(tmp_path, told.format(""))
-    for name in ("unet", "vae", "scheduler"):
-        (tmp_path / name).mkdir()
-    for name in ("unet", "vae"):
-        (tmp_path / name / "diffusion_pytorch_model.safetensors").touch()
-    refused(tmp_path, told.format(" There are such files in its folders 'unet', 'vae'."))
+NOTHING = (
+    "is a folder with neither model.safetensors.index.json nor model.safetensors in it, nor "
+    "another safetensors file.{} Name a safetensors file, or the index of several"
+)
 
 
 @pytest.mark.parametrize(
-    ("name", "why"),
+    ("files", "message"),
     [
-        ("missing.safetensors", "No such file or directory. Name a safetensors"),
-        ("missing.json", "No such file or directory. Name a safetensors"),
-        ("a\0b", "embedded"),
-        ("a\0b.json", "embedded"),
+        (
+            {f"{number}.safetensors": b"" for number in range(8)},
+            "is a folder with '0.safetensors', .* '5.safetensors' and 2 more in it, and which of "
+            r"them is meant can't be told. Name one file, or an index of several\.$",
+        ),
+        ({}, NOTHING.format("")),
+        (
+            {"unet/a.safetensors": b"", "vae/a.safetensors": b"", "scheduler/a.json": b""},
+            NOTHING.format(" There are such files in its folders 'unet', 'vae'."),
+        ),
+        (
+            {USUAL: save(TENSORS)[:-1]},
+            r"model.safetensors is no whole safetensors file \(.+\). It may be cut short or "
+            "damaged: fetch or save it again",
+        ),
+        ({USUAL: b"PK\3\4 is what torch.save writes"}, "no whole safetensors file"),
+        (
+            {USUAL: bytes([64, *[0] * 7]) + F4.ljust(64) + bytes(2)},
+            r"'weight' is F4\[4\] in the file, and float32",
+        ),
+        ({INDEX: b""}, "is no index of safetensors files: a JSON object with a"),
+        ({INDEX: b'{"weight_map": {"a": 1}}'}, "is no index of safetensors files: a JSON"),
+        (
+            saved_index(save({"other": torch.ones(1)})),
+            "model.safetensors.index.json says that b.safetensors holds 'flag', and it "
+            "does not: index and files are not of one save",
+        ),
+        (saved_index(None), r"'.*b.safetensors' can't be read: No such"),
+        (saved_index(b""), "b.safetensors is no whole safetensors file"),
     ],
 )
-def test_a_missing_file_is_refused(tmp_path, name, why):
-    error = refused(tmp_path / name, rf"^The weights '.*' can't be read: {why}")
-    assert isinstance(error.__cause__, OSError | ValueError)
-
-
-def test_what_is_no_path_is_refused():
-    refused(3, r"^weights=3: write the path of a safetensors file or")
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may read anything")
-def test_a_file_that_may_not_be_read_is_refused(path):
-    path.chmod(0)
-    refused(path, "can't be read: Permission denied")
-
-
-@pytest.mark.parametrize("n_bytes", [0, 5, 100, -1])
-def test_a_file_that_is_cut_short_is_refused(path, n_bytes):
-    os.truncate(path, n_bytes if n_bytes >= 0 else path.stat().st_size - 1)
-    refused(
-        path,
-        r"model.safetensors is no whole safetensors file \(.+\). It may be cut short or damaged: "
-        "fetch or save it again",
-    )
-
-
-def test_a_file_of_another_kind_is_refused(path):
-    path.write_bytes(b"PK\3\4 is what torch.save writes")
-    refused(path, "no whole safetensors file")
-    write_raw(path, {"w": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}, 8)
-    refused(path, "no whole safetensors file")
-
-
-def test_a_dtype_that_torch_lacks_is_told_by_its_name(path):
-    entry = {"dtype": "F4", "shape": [4], "data_offsets": [0, 2]}
-    refused(write_raw(path, {"weight": entry}, 2), r"'weight' is F4\[4\] in the file, and float32")
-
-
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {"a": 1}}'])
-def test_an_index_that_is_none_is_refused(tmp_path, text):
-    (tmp_path / INDEX).write_text(text)
-    refused(tmp_path, "is no index of safetensors files: a JSON object with a")
-
-
-def test_a_shard_that_lacks_what_the_index_promises_is_refused(index):
-    save_file({"other": torch.ones(1)}, index.with_name("model-1-of-2.safetensors"))
-    refused(
-        index,
-        r"model.safetensors.index.json says that model-1-of-2.safetensors holds 'flag', and it "
-        "does not: index and files are not of one save",
-    )
-
-
-def test_a_missing_shard_is_refused(index):
-    index.with_name("model-2-of-2.safetensors").unlink()
-    refused(index, r"'.*model-2-of-2.safetensors' can't be read: No such")
-
-
-def test_a_refusal_leaves_no_file_open(index):
-    index.with_name("model-2-of-2.safetensors").write_bytes(b"")
+def test_what_holds_no_weights_is_refused_and_leaves_no_file_open(tmp_path, files, message):
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(content)
     gc.collect()  # Files of tests before this one.
     n_files = len(os.listdir("/proc/self/fd"))
-    refused(index, "model-2-of-2.safetensors is no whole safetensors file")
+    refused(tmp_path, message)
     gc.collect()  # The traceback of an error leads to what it failed with.
     assert len(os.listdir("/proc/self/fd")) == n_files
+
+
+def test_a_path_of_no_file_is_refused_and_a_pipe_is_not_waited_for(tmp_path):
+    refused(tmp_path / "missing", "^The weights '.*' can't be read: No such .* Name a safetensors")
+    refused(tmp_path / "a\0b", "^The weights '.*' can't be read: embedded")
+    refused(3, "^weights=3: write the path of a safetensors file or")
+    os.mkfifo(tmp_path / "pipe.safetensors")
+    told = r"pipe.safetensors' can't be read: it is not a regular file\. Name"
+    refused(tmp_path / "pipe.safetensors", told)
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"weight": "pipe.safetensors"}}))
+    refused(tmp_path / INDEX, told)
 
 
 def test_without_the_library_it_is_named(path, monkeypatch):
@@ -229,28 +186,8 @@ def test_without_the_library_it_is_named(path, monkeypatch):
         raise ModuleNotFoundError(f"No module named {name!r}")
 
     monkeypatch.setattr(importlib, "import_module", absent)
-    refused(
-        path,
+    told = (
         r"Reading model.safetensors takes safetensors and numpy \(No module named 'safetensors'\). "
-        r"Install both with: pip install \"safetensors>=0.5\" numpy\.",
+        r"Install both with: pip install \"safetensors>=0.5\" numpy\."
     )
-
-
-@pytest.mark.parametrize("name", [USUAL, "index.json"])
-def test_a_pipe_is_refused_and_not_waited_for(tmp_path, name):
-    os.mkfifo(tmp_path / name)
-    refused(tmp_path / name, rf"{name}' can't be read: it is not a regular file\. Name")
-
-
-@pytest.mark.parametrize(
-    ("name", "why"),
-    [
-        ("pipe.safetensors", "it is not a regular file"),
-        ("/dev/zero", "it is not a regular file"),
-        ("a\0b", "embedded null"),
-    ],
-)
-def test_an_index_that_names_what_is_no_file_is_refused(tmp_path, name, why):
-    os.mkfifo(tmp_path / "pipe.safetensors")
-    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"weight": name}}))
-    refused(tmp_path, rf"^The weights '.*' can't be read: {why}")
+    refused(path, told)

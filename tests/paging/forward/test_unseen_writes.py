@@ -1,7 +1,6 @@
 """Writes in the forward that raise no version reach the model as all others do."""
 
 import copy
-import functools
 
 import pytest
 import torch
@@ -22,10 +21,6 @@ def decay(weight: Tensor) -> None:
     weight.data.mul_(0.5)
 
 
-def fill(weight: Tensor) -> None:
-    weight.data.copy_(weight.data.t() * 0.5)
-
-
 def set_what_it_is(weight: Tensor) -> None:
     weight.data *= 0.5
     weight.data = weight.detach()
@@ -35,19 +30,11 @@ def through_view(weight: Tensor) -> None:
     weight[3:5].data.zero_()
 
 
-def through_detached(weight: Tensor) -> None:
-    weight.detach().data.view(-1)[7] = 3.0
-
-
-def swap_sign(weight: Tensor) -> None:
-    weight.data.zero_().neg_()
-
-
 def through_numpy(weight: Tensor) -> None:
     weight.detach().numpy()[2] *= 0.5
 
 
-WRITES = [decay, fill, set_what_it_is, through_view, through_detached, swap_sign]
+WRITES = [decay, set_what_it_is, through_view]
 
 
 class Codebook(nn.Module):
@@ -82,12 +69,10 @@ def assert_follows(model, whole, x, whole_x, handle):
     assert_equal(model.state_dict(), home(whole.state_dict()))
 
 
-@pytest.mark.parametrize("is_training", [False, True])
-@pytest.mark.parametrize("percent", [0, 60, 100])
+@pytest.mark.parametrize("percent", [0, 100])
 @pytest.mark.parametrize("write", [*WRITES, through_numpy])
-def test_from_a_disk_they_reach_the_model(write, percent, is_training, tmp_path):
+def test_from_a_disk_they_reach_the_model(write, percent, tmp_path):
     model, x = codebook(write)
-    model.train(is_training)
     plan = plan_paging(model, "cpu", 1, host=tmp_path)
     budget = max(plan.minimum_bytes + 2 * WIDTH**2 * 4, plan.weight_bytes * percent // 100)
     whole = copy.deepcopy(model)
@@ -96,7 +81,7 @@ def test_from_a_disk_they_reach_the_model(write, percent, is_training, tmp_path)
 
 
 @pytest.mark.parametrize("from_disk", [False, True])
-@pytest.mark.parametrize("percent", [0, 60, 100])
+@pytest.mark.parametrize("percent", [0, 100])
 @pytest.mark.parametrize("write", WRITES)
 def test_on_a_device_they_reach_the_model(sim, write, percent, from_disk, tmp_path):
     model, x = codebook(write)
@@ -120,24 +105,14 @@ def test_an_alias_that_is_kept_is_watched_as_long_as_it_lives(tmp_path):
     assert_equal(model.codes, nn.Parameter(expected, requires_grad=False))
 
 
-def test_reading_data_leaves_the_pages_of_the_file_as_they_are(tmp_path, monkeypatch):
-    model, x = codebook(lambda weight: weight.data.sum())
-    with page(model, "cpu", 1, budget="100KiB", host=tmp_path):
-        model(x)
-        versions = [each._version for each in model.parameters()]
-        model(x)
-        assert [each._version for each in model.parameters()] == versions
-
-
 @pytest.mark.parametrize(
     ("make", "form"),
     [
         (lambda weight: weight.data * 0.5, r"float32\[64, 64\]"),
-        (lambda weight: weight.data.half(), r"float16\[64, 64\]"),
         (lambda weight: weight.data.t(), r"float32\[64, 64\]"),
-        (lambda weight: weight.data[:8], r"float32\[8, 64\]"),
+        (lambda weight: weight.data[:8].half(), r"float16\[8, 64\]"),
     ],
-    ids=["scaled", "of another type", "turned", "a part"],
+    ids=["scaled", "turned", "a part of another type"],
 )
 def test_other_data_in_the_forward_is_refused_by_name_and_nothing_changes(make, form, tmp_path):
     model, x = codebook(lambda weight: None)
@@ -171,38 +146,6 @@ def test_set_in_the_forward_is_refused_by_name_and_nothing_changes(sim, training
     assert_equal(model.state_dict(), before)
 
 
-def test_to_look_for_set_in_the_forward_is_no_call(sim):
-    model, x = codebook(lambda weight: hasattr(weight, "set_"))
-    expected = model(x)
-    with page(model, sim.device, 1, budget="100KiB"):
-        torch.testing.assert_close(model(x).cpu(), expected)
-
-
-def test_the_conjugate_of_a_weight_is_other_data(tmp_path):
-    model = nn.Sequential(nn.Linear(4, 4, dtype=torch.complex64))
-
-    def conjugate(layer, _):
-        layer.weight.data = layer.weight.data.conj()
-
-    model[0].register_forward_pre_hook(conjugate)
-    refused = pytest.raises(PagingError, match=r"^'0\.weight' was given complex64\[4, 4\]")
-    with page(model, "cpu", 1, budget="1MiB", host=tmp_path), refused:
-        model(torch.ones(1, 4, dtype=torch.complex64))
-
-
-def test_tensors_are_as_before_when_the_last_model_is_unpaged(tmp_path):
-    before = {name: vars(Tensor).get(name) for name in ("data", "numpy", "__dlpack__", "set_")}
-    read = Tensor.data.__get__
-    models = [codebook(decay)[0] for _ in range(2)]
-    handles = [page(model, "cpu", 1, budget="100KiB", host=tmp_path) for model in models]
-    assert Tensor.data.__get__ == read
-    handles[0].unpage()
-    handles[0].unpage()
-    models[1](torch.randn(3, WIDTH))
-    del handles, models
-    assert {name: vars(Tensor).get(name) for name in before} == before
-
-
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how:UserWarning")  # of a graph break
 def test_a_compiled_block_that_reads_data_computes_the_same(tmp_path):
     model, x = codebook(decay)
@@ -213,21 +156,3 @@ def test_a_compiled_block_that_reads_data_computes_the_same(tmp_path):
     with page(model, "cpu", 1, budget="130KiB", host=tmp_path):
         for _ in range(2):
             assert_equal(model(x), whole(x))
-
-
-def test_modes_and_transforms_see_data_as_before(tmp_path):
-    model, x = codebook(functools.partial(lambda weight: weight.data))
-    expected = torch.vmap(lambda row: model(row[None]))(x)
-    with page(model, "cpu", 1, budget="100KiB", host=tmp_path):
-        found = torch.vmap(lambda row: model(row[None]))(x)
-    assert torch.equal(found, expected)
-
-
-@pytest.mark.filterwarnings("ignore:.*was made under torch.inference_mode")
-@pytest.mark.parametrize("write", [decay, lambda weight: weight.mul_(0.5)])
-def test_they_reach_a_model_that_was_made_in_inference_mode(write, tmp_path):
-    with torch.inference_mode():
-        model, x = codebook(write)
-        whole = copy.deepcopy(model)
-        handle = page(model, "cpu", 1, budget="100KiB", host=tmp_path)
-        assert_follows(model, whole, x, x, handle)

@@ -1,8 +1,6 @@
 """The thread that reads files, where Python or the system takes it away."""
 
 import os
-import subprocess
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -20,17 +18,6 @@ def test_an_error_stands_in_the_result_and_the_thread_goes_on():
     assert failed.result().error.__traceback__ is None
     assert fine.result().error is None
     assert failed.result().began_s <= failed.result().ended_s <= fine.result().began_s
-    reader.close()
-
-
-def test_closing_waits_for_what_was_asked_for_and_a_later_read_starts_again():
-    reader, seen, gate = Reader(), [], threading.Event()
-    reader.submit(lambda: (gate.wait(10), seen.append(1)))
-    threading.Timer(0.05, gate.set).start()
-    reader.close()
-    assert seen == [1]
-    assert reader.submit(lambda: seen.append(2)).result().error is None
-    assert seen == [1, 2]
     reader.close()
 
 
@@ -81,43 +68,3 @@ def test_who_asks_reads_where_python_has_no_thread_for_it(monkeypatch, fails):
     assert isinstance(failed.result().error, ZeroDivisionError)
     assert not reader.is_current
     reader.close()
-
-
-OUTLIVES = """
-import atexit, sys, threading
-from pathlib import Path
-import torch
-from torch import nn
-from tenure.paging import page
-
-model, x = nn.Sequential(*[nn.Linear(64, 64) for _ in range(6)]).eval(), torch.randn(2, 64)
-with torch.no_grad():
-    expected = model(x)
-page(model, "cpu", budget="40KiB", host=Path(sys.argv[1]))
-
-def call(who):
-    with torch.no_grad():
-        print(who, model(x).equal(expected), flush=True)
-
-def serve():
-    call("before")
-    threading.main_thread().join()
-    call("after")
-    call("again")
-
-atexit.register(call, "atexit")
-threading.Thread(target=serve).start()
-"""
-
-
-@pytest.mark.slow
-def test_a_model_from_a_file_runs_when_the_main_thread_has_ended(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-c", OUTLIVES, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    lines = ["before True", "after True", "again True", "atexit True"]
-    assert (done.stdout.splitlines(), done.returncode) == (lines, 0), done.stderr

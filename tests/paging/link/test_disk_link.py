@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tenure.paging import PagingWarning, load_paged, page
+from tenure.paging import load_paged, page
 from tenure.testing import Rates
 
 from ..models import WIDTH, mlp
@@ -43,14 +43,6 @@ def test_statistics_that_a_pass_changes_are_home_before_the_file_is_read_again(s
         for _ in range(3):
             assert_equal(home(model(x)), home(plain(x.to(sim.device))))
     assert_equal(model.state_dict(), home(plain.state_dict()))
-
-
-def test_staging_memory_that_can_not_be_pinned_is_used_with_one_warning(sim, tmp_path):
-    sim(fail_pinning="all")
-    with pytest.warns(PagingWarning, match="could not be pinned .the driver says 2") as caught:
-        handle = page(mlp(), sim.device, budget="12KiB", host=tmp_path)
-    assert [each.filename for each in caught] == [__file__]
-    handle.unpage()
 
 
 def test_a_device_without_room_leaves_nothing_pinned_nor_open(sim, tmp_path):

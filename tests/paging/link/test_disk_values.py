@@ -4,8 +4,6 @@ import copy
 
 import pytest
 import torch
-from torch import nn
-from torch.nn import functional as F
 
 from tenure.paging import PagingError, load_paged, page
 
@@ -37,10 +35,6 @@ def paged(request, tmp_path):
         assert path.read_bytes() == content
 
 
-def double_data(model):
-    model[0].weight.data.mul_(2)
-
-
 def double_in_place(model):
     with torch.no_grad():
         model[0].weight.mul_(2)
@@ -55,13 +49,11 @@ def double_by_load(model):
     model.load_state_dict({**model.state_dict(), "0.weight": model[0].weight.detach() * 2})
 
 
-def double_by_vector(model):
-    vector = nn.utils.parameters_to_vector(model.parameters()).detach()
-    vector[: WIDTH * WIDTH] *= 2
-    nn.utils.vector_to_parameters(vector, model.parameters())
+def give_other_data(model):
+    model[0].weight.data = model[0].weight.detach() * 2
 
 
-WAYS = [double_data, double_in_place, double_by_numpy, double_by_load, double_by_vector]
+WAYS = [double_in_place, double_by_numpy, double_by_load, give_other_data]
 
 
 @pytest.mark.parametrize("budget", ["8KiB", "1MiB"], ids=["passing", "resident"])
@@ -109,49 +101,6 @@ def test_statistics_of_a_training_pass_are_kept(paged):
     plain.eval()
     with torch.no_grad():
         assert_equal(model(x), plain(x))
-    handle.unpage()
-    assert_equal(model.state_dict(), plain.state_dict())
-
-
-def test_training_between_passes_is_seen_by_them(paged):
-    model, plain = mlp(), mlp()
-    plain.load_state_dict(model.state_dict())
-    paged(model, budget="8KiB")
-    for each in (model, plain):
-        optimizer = torch.optim.AdamW(each.parameters(), lr=0.1)
-        for _ in range(3):
-            with torch.no_grad():
-                each(X)
-            optimizer.zero_grad()
-            sum(p.square().sum() for p in each.parameters()).backward()
-            optimizer.step()
-    with torch.no_grad():
-        assert_equal(model(X), plain(X))
-    assert_equal(model.state_dict(), plain.state_dict())
-
-
-def test_a_merged_update_can_be_taken_back(paged):
-    model = mlp()
-    handle = paged(model, budget="8KiB")
-    update = torch.randn(WIDTH, 4) @ torch.randn(4, WIDTH)
-    with torch.no_grad():
-        before, weight = model(X), model[0].weight.clone()
-        model[0].weight += update
-        assert_equal(model(X), model[1:](F.linear(X, weight + update, model[0].bias)))
-        model[0].weight.copy_(weight)
-        assert_equal(model(X), before)
-    handle.unpage()
-
-
-@torch.no_grad()
-def test_a_weight_that_is_given_other_data_has_them(paged):
-    model, plain = mlp(), mlp()
-    plain.load_state_dict(model.state_dict())
-    handle = paged(model, budget="8KiB")
-    model(X)
-    for each in (model, plain):
-        each[0].weight.data = torch.full((WIDTH, WIDTH), 0.5)
-    assert_equal(model(X), plain(X))
     handle.unpage()
     assert_equal(model.state_dict(), plain.state_dict())
 

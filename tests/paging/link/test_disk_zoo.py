@@ -40,7 +40,10 @@ def outputs_of(model, args, kwargs):
         return [home(model(*args, **kwargs)) for _ in range(3)]
 
 
-@pytest.mark.parametrize("name", ZOO)
+KINDS = ["decoder", "functional", "half", "lstm", "resnet", "strided", "tied"]
+
+
+@pytest.mark.parametrize("name", KINDS)
 def test_on_the_cpu_a_model_computes_from_a_folder_as_from_memory(name, tmp_path):
     model, args, kwargs = build(name)
     (expected, *_), state = outputs_of(model, args, kwargs), copy.deepcopy(model.state_dict())
@@ -52,19 +55,7 @@ def test_on_the_cpu_a_model_computes_from_a_folder_as_from_memory(name, tmp_path
     assert_equal(model.state_dict(), state)
 
 
-@pytest.mark.parametrize("name", ZOO)
-def test_on_the_cpu_a_model_without_values_computes_from_its_file(name, tmp_path):
-    model, args, kwargs = build(name)
-    expected, path = outputs_of(model, args, kwargs)[0], saved(model, tmp_path / "m.safetensors")
-    before, ours = path.read_bytes(), empty(name)
-    with load_paged(ours, path, "cpu", budget=budget_of(ours, "cpu", path)):
-        for output in outputs_of(ours, args, kwargs):
-            assert_equal(output, expected)
-    assert_equal(ours.state_dict(), model.state_dict())
-    assert path.read_bytes() == before
-
-
-@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize("name", KINDS)
 def test_on_a_device_a_model_without_values_computes_from_its_file(sim, name, tmp_path):
     model, args, kwargs = build(name)
     expected, activation_bytes = on_whole_device(sim, model, args, kwargs)

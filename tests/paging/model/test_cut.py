@@ -99,14 +99,6 @@ def test_what_no_forward_brackets_stays(tmp_path):
     assert caught.value.minimum_bytes == rounded(LINEAR_BYTES) + 512
 
 
-def test_a_number_of_parameters_is_a_size_as_well(tmp_path):
-    model = linears(2)
-    n_parameters = sum(each.numel() for each in model.parameters())
-    for most, expected in ((n_parameters + 1, ["model"]), (n_parameters, ["0", "1"])):
-        plan = plan_paging(model, "cpu", most, host=tmp_path)
-        assert [unit.name for unit in plan.units] == expected
-
-
 LEAVES = st.builds(nn.Linear, st.integers(1, 40), st.integers(1, 9))
 TREES = st.recursive(
     LEAVES,
@@ -118,7 +110,9 @@ TREES = st.recursive(
 )
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(tree=TREES, n_bytes=st.integers(0, 4000), tie=st.booleans())
 def test_every_tensor_is_in_one_unit_and_none_beyond_the_size(tree, n_bytes, tie, tmp_path):
     layers = [each for each in tree.modules() if isinstance(each, nn.Linear)]

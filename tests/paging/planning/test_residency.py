@@ -35,12 +35,11 @@ class Timed(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("ratio", [0.1, 0.5, 0.95, 1.5])
+@pytest.mark.parametrize("ratio", [0.1, 0.95, 1.5])
 @pytest.mark.parametrize(
     ("block_bytes", "budget_bytes", "least"),
     [
         pytest.param([32_256] * 24, 71_000, 0.97, id="even"),
-        pytest.param([8_192] * 12, 26_000, 0.94, id="small"),
         pytest.param(UNEVEN, 138_000, 0.92, id="uneven"),
         pytest.param([32_256] * 24, 14 * 32_256 + 8_000, 0.95, id="half-stays"),
     ],

@@ -27,25 +27,6 @@ def trained_whole(batch):
     return model, plain, x, whole
 
 
-@pytest.mark.exhaustive
-@pytest.mark.sim_allocator("exact")
-def test_a_step_that_fits_neither_whole_nor_unpaged_has_the_gradients_of_the_whole(sim, pair):
-    model, plain, x, whole = trained_whole(32)
-    both = pair(model)
-    sim(budget=int(1.5 * both.weight_bytes))
-    x = x.to(sim.device)
-    with both.page(0.6):
-        with pytest.raises(torch.OutOfMemoryError):
-            model(x).square().mean().backward()
-        for _ in range(2):
-            model.zero_grad()
-            found = step(lambda part: model(part).square().mean(), x, model=model)
-            assert 1 <= found.micro_batch < 32
-            assert abs(found.loss.item() - whole.item()) < 1e-12
-            for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-                torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-12, atol=1e-12)
-
-
 @pytest.fixture
 def told():
     reset()
@@ -149,7 +130,7 @@ def test_memory_is_given_back_between_forward_and_backward(sim, pair):
 @pytest.mark.sim_allocator("exact")
 @pytest.mark.parametrize(
     ("activations", "number"),
-    [*((None, n) for n in range(1, 60, 7)), *(("host", n) for n in range(1, 90, 22))],
+    [(None, 1), (None, 22), (None, 50), ("host", 23), ("host", 67)],
 )
 def test_a_step_whose_memory_runs_out_anywhere_can_be_tried_again(sim, pair, activations, number):
     both = pair()

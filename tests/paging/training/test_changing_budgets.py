@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from tenure.paging import PagingBudget, page
+from tenure.paging import page
 
-from ..sharing.test_budget import bytes_of, linears
+from ..sharing.test_budget import bytes_of
 from .blocks import inputs, transformer
 from .conftest import same
 
@@ -40,29 +40,6 @@ def trained_whole(sim, model, batches):
 def assert_all_same(found, expected):
     pairs = zip(chain(*found), chain(*expected), strict=True)
     assert all(same(one, other) for one, other in pairs)
-
-
-@pytest.mark.exhaustive
-def test_it_trains_in_turns_with_a_model_that_is_only_called(sim):
-    torch.manual_seed(0)
-    model, other = transformer(), linears(16)
-    batches = inputs(sim)
-    expected, _ = trained_whole(sim, model, batches)
-    budget = PagingBudget((bytes_of(model) + bytes_of(other)) // 2)
-
-    def between(number):
-        assert budget.held_bytes <= budget.limit_bytes
-        with torch.no_grad():
-            for _ in range(3):
-                other(torch.ones(4, 64))
-        assert budget.held_bytes <= budget.limit_bytes
-
-    with (
-        page(model, sim.device, budget=budget, training=True),
-        page(other, sim.device, budget=budget),
-    ):
-        found = train(sim, model, batches, between)
-    assert_all_same(found, expected)
 
 
 @pytest.mark.exhaustive

@@ -1,7 +1,6 @@
 """An optimizer that steps while the backward pass runs does what it does after it."""
 
 import copy
-from functools import partial
 from unittest.mock import patch
 
 import pytest
@@ -10,14 +9,12 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 from torch.optim.optimizer import (
     _global_optimizer_pre_hooks,
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
 )
 
 from tenure.paging import PagingError, page
 
 from ..models import TiedLanguageModel
-from .blocks import Checkpointed, inputs, transformer
+from .blocks import inputs, transformer
 
 # about values, which no allocator changes: once, with the one that has more rules
 pytestmark = pytest.mark.sim_allocator("cuda")
@@ -32,16 +29,12 @@ def _without_hooks_of_other_tests():
 
 OPTIMIZERS = {
     "SGD": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
-    "SGD, foreach": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, foreach=True),
     "AdamW": lambda p: torch.optim.AdamW(p),
     "AdamW, fused": lambda p: torch.optim.AdamW(p, fused=True),
     "AdamW, amsgrad": lambda p: torch.optim.AdamW(p, amsgrad=True, foreach=True),
     **{
         name: lambda p, name=name: getattr(torch.optim, name)(p, lr=0.01)
-        for name in (
-            *("Adadelta", "Adafactor", "Adagrad", "Adam", "Adamax", "ASGD", "NAdam"),
-            *("RAdam", "RMSprop", "Rprop"),
-        )
+        for name in ("Adafactor", "ASGD", "NAdam", "RMSprop", "Rprop")
     },
 }
 
@@ -103,8 +96,9 @@ def test_each_optimizer_gives_the_same_bit_for_bit(sim, name):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize(
+    ("name", "optimizer"), [("LambdaLR", "AdamW"), ("OneCycleLR", "SGD"), ("OneCycleLR", "AdamW")]
+)
 def test_a_schedule_of_rates_and_momenta(sim, name, optimizer):
     torch.manual_seed(0)
     model = transformer()[:3]
@@ -115,7 +109,7 @@ def test_a_schedule_of_rates_and_momenta(sim, name, optimizer):
     assert not any(map(torch.equal, model.parameters(), plain.parameters()))
 
 
-def test_groups_and_frozen_weights(sim):
+def test_groups_frozen_weights_and_gradients_that_are_clipped_before(sim):
     torch.manual_seed(0)
     model = transformer()[:3]
     model[1].up.requires_grad_(False)
@@ -124,19 +118,7 @@ def test_groups_and_frozen_weights(sim):
         one, *rest = parameters
         return torch.optim.AdamW([{"params": [one], "lr": 0.1}, {"params": rest}], lr=0.01)
 
-    found = both(sim, model, make)
-    assert equal(*found)
-
-
-@pytest.mark.exhaustive
-def test_with_checkpoints(sim):
-    torch.manual_seed(0)
-    assert equal(*both(sim, Checkpointed(use_reentrant=False), OPTIMIZERS["AdamW"]))
-
-
-def test_gradients_are_clipped_before(sim):
-    torch.manual_seed(0)
-    assert equal(*both(sim, transformer()[:3], OPTIMIZERS["AdamW"], max_norm=0.01))
+    assert equal(*both(sim, model, make, max_norm=0.01))
 
 
 def test_a_unit_is_stepped_while_others_still_compute(sim):
@@ -148,58 +130,6 @@ def test_a_unit_is_stepped_while_others_still_compute(sim):
     first.register_post_accumulate_grad_hook(lambda _: seen.append(torch.equal(last, before)))
     run(sim, model, optimizer, meanwhile=True, steps=1)
     assert seen == [False]
-
-
-def watch(model, optimizer, register, told):
-    """Have each hook tell what it sees: the optimizer's parameters, their values and gradients."""
-
-    def tell(name, given, *_):
-        if given is optimizer:
-            parameters = [p for group in given.param_groups for p in group["params"]]
-            assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
-            gradients = [p.grad.clone() for p in parameters]
-            told.append((name, [*(p.detach().clone() for p in parameters), *gradients]))
-
-    return [add(partial(tell, name)) for name, add in register(optimizer).items()]
-
-
-HOOKS = {
-    "after": lambda optimizer: {
-        "own": optimizer.register_step_post_hook,
-        "every": register_optimizer_step_post_hook,
-        "own, second": optimizer.register_step_post_hook,
-    },
-    "before and after": lambda optimizer: {
-        "before own": optimizer.register_step_pre_hook,
-        "before every": register_optimizer_step_pre_hook,
-        "after own": optimizer.register_step_post_hook,
-    },
-    "before every": lambda _: {"before every": register_optimizer_step_pre_hook},
-}
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("max_norm", [None, 0.01])
-@pytest.mark.parametrize("name", HOOKS)
-def test_hooks_of_a_step_run_once_and_see_what_they_see_after_the_backward_pass(
-    sim, name, max_norm
-):
-    torch.manual_seed(0)
-    model, all_told = transformer()[:3], []
-    options = {} if max_norm is None else {"max_norm": max_norm}
-    for meanwhile in (True, False):
-        each = copy.deepcopy(model)
-        optimizer = OPTIMIZERS["AdamW"](each.parameters())
-        told = []
-        handles = watch(each, optimizer, HOOKS[name], told)
-        run(sim, each, optimizer, meanwhile=meanwhile, steps=2, **options)
-        for handle in handles:
-            handle.remove()
-        all_told.append(told)
-    ours, plain = all_told
-    assert [event for event, _ in ours] == [event for event, _ in plain]
-    assert all(equal(a, b) for (_, a), (_, b) in zip(ours, plain, strict=True))
-    assert len(ours) == 2 * len(handles)
 
 
 def test_a_hook_before_the_step_may_change_gradients_or_refuse_the_step(sim):
@@ -223,24 +153,6 @@ def test_a_hook_before_the_step_may_change_gradients_or_refuse_the_step(sim):
     with pytest.raises(ZeroDivisionError):
         run(sim, model, optimizer, meanwhile=True, steps=1)
     assert equal(before, model.parameters())
-
-
-def test_a_moving_average_in_a_hook_and_a_schedule_that_counts_steps(sim):
-    found = []
-    for meanwhile in (True, False):
-        torch.manual_seed(0)
-        model = transformer()[:3]
-        optimizer = OPTIMIZERS["SGD"](model.parameters())
-        average = torch.optim.swa_utils.AveragedModel(
-            copy.deepcopy(model), multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
-        )
-        optimizer.register_step_post_hook(
-            lambda *_, average=average, model=model: average.update_parameters(model)
-        )
-        # It warns where it sees no step of the optimizer.
-        run(sim, model, optimizer, meanwhile=meanwhile, schedule=SCHEDULES["LambdaLR"])
-        found.append(list(average.state_dict().values()))
-    assert equal(*found)
 
 
 def test_tied_weights_are_stepped_once_when_all_uses_are_over(sim):

@@ -4,10 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from tenure.paging import page
-
-from .blocks import LARGE, Block, Checkpointed, inputs, transformer
-from .conftest import same
+from .blocks import LARGE, Checkpointed, inputs, transformer
 
 # about values, which no allocator changes: once, with the one that has more rules
 pytestmark = pytest.mark.sim_allocator("cuda")
@@ -15,10 +12,6 @@ pytestmark = pytest.mark.sim_allocator("cuda")
 MODES = {
     "plain": transformer,
     "checkpoint": lambda: Checkpointed(use_reentrant=False),
-    "checkpoint, every tensor anew": lambda: Checkpointed(use_reentrant=False, early_stop=False),
-    "checkpoint, other random numbers": lambda: Checkpointed(
-        use_reentrant=False, preserve_rng_state=False
-    ),
     "reentrant checkpoint": lambda: Checkpointed(use_reentrant=True),
 }
 
@@ -31,30 +24,20 @@ def train(model, optimizer, x):
     return loss.detach().cpu()
 
 
-@pytest.mark.parametrize(
-    "mode",
-    [
-        mode if "," not in mode else pytest.param(mode, marks=pytest.mark.exhaustive)
-        for mode in MODES
-    ],
-)
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
     ("share", "activations"),
     [
         (0.5, None),
-        pytest.param(2, None, marks=pytest.mark.exhaustive),
         pytest.param(0.5, "host", marks=pytest.mark.exhaustive),
     ],
 )
-def test_five_steps_of_adamw_equal_those_of_a_plain_model(sim, pair, mode, share, activations):
+def test_steps_of_adamw_equal_those_of_a_plain_model(sim, pair, mode, share, activations):
     torch.manual_seed(0)
     both = pair(MODES[mode]())
-    if "random" in mode:
-        both.host.eval()  # dropout would draw others
-        both.there.eval()
     optimizers = {m: torch.optim.AdamW(m.parameters(), lr=0.01) for m in (both.host, both.there)}
     with both.page(share, activations=activations):
-        for x in inputs(sim, 5, LARGE if activations else 2):
+        for x in inputs(sim, 3, LARGE if activations else 2):
             x = x.requires_grad_("reentrant" in mode)
             paged, plain = both.run(lambda model, x=x: train(model, optimizers[model], x))
             assert torch.equal(paged, plain)
@@ -90,15 +73,6 @@ def test_the_gradients_of_two_units_are_on_the_device_at_most(sim, pair):
             assert unit_bytes < taken_bytes < 2.7 * unit_bytes
 
 
-def test_a_model_in_evaluation_mode_trains_as_well(sim, pair):
-    both = pair()
-    both.host.eval()
-    both.there.eval()
-    with both.page():
-        both.run(lambda model: model(inputs(sim)[0]).sum().backward())
-        assert both.gradients_differ() == []
-
-
 @pytest.mark.exhaustive
 def test_passes_without_gradients_come_in_between(sim, pair):
     both = pair()
@@ -119,19 +93,6 @@ def test_passes_without_gradients_come_in_between(sim, pair):
             assert torch.equal(a, c)
             assert torch.equal(b, d)
             assert both.gradients_differ() == []
-
-
-def test_a_model_can_be_trained_after_it_is_unpaged_and_paged_again(sim, pair):
-    both = pair()
-    x = inputs(sim)[0]
-    optimizers = {m: torch.optim.SGD(m.parameters(), 0.1) for m in (both.host, both.there)}
-    for share in (0.5, 0.7):
-        with both.page(share):
-            both.run(lambda model: train(model, optimizers[model], x))
-            assert both.gradients_differ() == []
-        gradient = both.host[0].up.weight.grad
-        assert same(gradient, both.there[0].up.weight.grad)
-    both.host(x.cpu()).sum().backward()  # on the host
 
 
 def test_gradients_take_no_more_memory_from_step_to_step(sim, pair):
@@ -160,26 +121,3 @@ def test_frozen_weights_send_no_byte_to_the_host(sim, pair):
             copied_bytes = sim.copied_bytes("d2h") - before_bytes
             assert copied_bytes == sum(p.nbytes for p in model.parameters() if p.requires_grad)
             assert both.gradients_differ() == []
-
-
-def test_a_frozen_model_gives_its_input_gradients_within_half_its_weights(sim, pair):
-    both = pair(transformer().requires_grad_(False))
-    before_bytes = sim.copied_bytes("d2h")
-    with both.page():
-
-        def gradient(model):
-            x = inputs(sim)[0].requires_grad_()
-            model(x).sum().backward()
-            return x.grad
-
-        for _ in range(2):
-            paged, plain = both.run(gradient)
-            assert torch.equal(paged, plain)
-    assert sim.copied_bytes("d2h") == before_bytes
-
-
-def test_without_training_all_is_as_before(sim, pair):
-    both = pair(nn.Sequential(*[Block() for _ in range(2)]))
-    with page(both.host, sim.device, budget=both.weight_bytes // 2 + 20_000) as handle:
-        assert type(handle._pager).__name__ == "Pager"
-        assert type(handle._pager.engine).__name__ == "Engine"
