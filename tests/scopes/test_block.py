@@ -4,18 +4,10 @@ import sys
 import warnings
 from contextlib import ExitStack, contextmanager
 
-import numpy as np
 import pytest
 import torch
 
-from tenure import (
-    NewDisposeScope,
-    ScopeUsageError,
-    ScopeUsageWarning,
-    current_scope,
-    is_disposed,
-    scoped,
-)
+from tenure import NewDisposeScope, ScopeUsageWarning, current_scope, is_disposed, scoped
 
 # private: nothing public can be interrupted in the midst of opening and closing
 from tenure.scopes import _disposal, _scope
@@ -71,14 +63,11 @@ def close_in_a_backward_hook(scope):
     return product
 
 
-def test_a_block_whose_scope_a_backward_hook_has_closed_ends_like_any_other():
+def test_a_scope_that_a_backward_hook_has_closed_is_cleared_by_its_end_or_the_next():
     with NewDisposeScope("step") as scope:
         product = close_in_a_backward_hook(scope)
         assert scope.closed
     assert is_disposed(product)
-
-
-def test_the_next_scope_takes_over_what_a_backward_hook_could_not_clear():
     for _ in range(3):
         product = close_in_a_backward_hook(NewDisposeScope("step").__enter__())
         assert torch._C._len_torch_function_stack() == 1
@@ -115,22 +104,8 @@ def test_the_recursion_limit_leaves_no_scope_open(open_scopes):
     assert 0 < failures < 120
 
 
-@pytest.mark.parametrize("name", [torch.ones(2), 7, ["step"]])
-def test_a_name_that_is_no_text_is_refused_before_the_scope_opens(name):
-    with pytest.raises(
-        ScopeUsageError, match=rf"got a {type(name).__name__} as its name, and no scope was"
-    ):
-        NewDisposeScope(name)
-
-
-def test_an_option_that_compares_as_an_array_is_refused():
-    with pytest.raises(ScopeUsageError, match=r"^policy=array\(.*\) is not one of 'dispose'"):
-        NewDisposeScope(policy=np.ones(2))
-
-
-@pytest.mark.parametrize("name", [None, [], 3])
-def test_a_scope_takes_what_code_of_no_module_makes(name):
-    program = {"torch": torch, "__name__": name}
+def test_a_scope_takes_what_code_of_no_module_makes():
+    program = {"torch": torch, "__name__": None}
     with NewDisposeScope(capture="site"), NewDisposeScope() as scope:
         exec("made = torch.ones(2); parts = made.split(1)", program)
         assert len(scope) == 3
@@ -138,9 +113,6 @@ def test_a_scope_takes_what_code_of_no_module_makes(name):
 
 
 def test_a_scope_whose_block_runs_stays_whoever_opens_another():
-    def opened_in_a_call():
-        return NewDisposeScope("by hand").__enter__()
-
     class Mine:
         def __enter__(self):
             self.scope = NewDisposeScope("mine").__enter__()
@@ -153,26 +125,15 @@ def test_a_scope_whose_block_runs_stays_whoever_opens_another():
         with NewDisposeScope("managed"):
             yield
 
-    def recursive(depth):
-        with NewDisposeScope() as scope:
-            assert scope.outer is (outers[-1] if outers else None)
-            outers.append(scope)
-            if depth:
-                recursive(depth - 1)
-            outers.pop()
-
-    outers = []
-    recursive(3)
-    by_hand = opened_in_a_call()
+    by_hand = NewDisposeScope("by hand").__enter__()
     with Mine(), managed(), ExitStack() as stack:
-        for _ in range(3):
-            stack.enter_context(NewDisposeScope("stacked"))
+        stack.enter_context(NewDisposeScope("stacked"))
         with NewDisposeScope("innermost") as scope:
             names = []
             while (scope := scope.outer) is not None:
                 names.append(scope.name)
     by_hand.close()
-    assert names == ["stacked"] * 3 + ["managed", "mine", "by hand"]
+    assert names == ["stacked", "managed", "mine", "by hand"]
 
 
 def test_an_exception_while_one_tensor_is_disposed_stops_no_other(monkeypatch):
@@ -190,4 +151,3 @@ def test_an_exception_while_one_tensor_is_disposed_stops_no_other(monkeypatch):
     with pytest.raises(KeyboardInterrupt), NewDisposeScope():
         made += [torch.ones(1) for _ in range(4)]
     assert [is_disposed(tensor) for tensor in made if tensor is not unlucky[0]] == [True] * 3
-    assert torch._C._len_torch_function_stack() == 0

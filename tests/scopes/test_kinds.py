@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tenure import DisposedTensorError, NewDisposeScope, attach_to_scope, dispose, is_disposed
+from tenure import DisposedTensorError, NewDisposeScope, attach_to_scope, is_disposed
 from tenure.profiler import holders
 
 # Sparse, quantized and nested tensors announce that they are beta; that is torch's to say.
@@ -84,26 +84,13 @@ class Kind(NamedTuple):
 
 DENSE = torch.eye(3)
 KINDS = {
-    "strided": Kind(lambda: torch.ones(2, 3), "float32[2, 3]", 24),
     "empty": Kind(lambda: torch.empty(0, 3), "float32[0, 3]", 0),
     "scalar": Kind(lambda: torch.tensor(1.0), "float32[]", 4),
     "expanded": Kind(lambda: torch.ones(1, 3).expand(4, 3), "float32[4, 3]", 12),
-    "complex": Kind(lambda: torch.ones(2, dtype=torch.complex64), "complex64[2]", 16),
     "conjugate": Kind(lambda: torch.ones(2, dtype=torch.complex64).conj(), "complex64[2]", 16),
-    "negative": Kind(lambda: torch._neg_view(torch.ones(2)), "float32[2]", 8),
-    "bool": Kind(lambda: torch.ones(3, dtype=torch.bool), "bool[3]", 3),
-    "bfloat16": Kind(lambda: torch.ones(3, dtype=torch.bfloat16), "bfloat16[3]", 6),
     "float8": Kind(lambda: torch.ones(3).to(torch.float8_e4m3fn), "float8_e4m3fn[3]", 3),
-    "channels last": Kind(
-        lambda: torch.ones(1, 2, 3, 3).to(memory_format=torch.channels_last),
-        "float32[1, 2, 3, 3]",
-        72,
-    ),
     "sparse coo": Kind(lambda: DENSE.to_sparse(), "float32[3, 3]", 60),
-    "sparse hybrid": Kind(lambda: DENSE.to_sparse(1), "float32[3, 3]", 60),
     "sparse csr": Kind(lambda: DENSE.to_sparse_csr(), "float32[3, 3]", 92),
-    "sparse csc": Kind(lambda: DENSE.to_sparse_csc(), "float32[3, 3]", 92),
-    "sparse bsr": Kind(lambda: DENSE.to_sparse_bsr((1, 1)), "float32[3, 3]", 92),
     "mkldnn": Kind(lambda: DENSE.to_mkldnn(), "float32[3, 3]", 0),  # opaque
     "quantized": Kind(quantized, "qint8[2, 3]", 6),
     "quantized per channel": Kind(quantized_per_channel, "qint8[2, 3]", 22),
@@ -114,55 +101,39 @@ KINDS = {
     "subclass": Kind(lambda: torch.ones(2, 3).as_subclass(Labelled) + 1, "float32[2, 3]", 24),
     "wrapper result": Kind(lambda: Wrapper(torch.ones(2, 3)) + 1, "float32[2, 3]", 24),
 }
-for_every_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 
 
-@for_every_kind
-def test_a_scope_takes_every_kind_and_counts_its_bytes(kind):
-    with NewDisposeScope() as scope:
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_a_scope_takes_every_kind_counts_its_bytes_and_makes_it_loud(kind, nobody_searches):
+    with NewDisposeScope("step") as scope:
         made = kind.make()
         assert made in scope
         assert scope.live_bytes == kind.n_bytes
-
-
-@for_every_kind
-def test_every_kind_is_loud_once_disposed(kind, nobody_searches):
-    with NewDisposeScope("step"):
-        made = kind.make()
+        moved = scope.move_to_outer(kind.make())
     assert is_disposed(made)
     assert repr(made).startswith(f"<DisposedTensor {kind.dtype}")
     for use in (lambda t: t + 1, lambda t: t.shape, lambda t: t.to_dense(), lambda t: t.detach()):
         with pytest.raises(DisposedTensorError, match="disposed when <DisposeScope 'step'>"):
             use(made)
+    assert not is_disposed(moved)
+    assert moved.detach().shape == moved.shape
 
 
-def test_what_holds_a_disposed_tensor_is_found_of_every_kind():
+def test_what_holds_a_disposed_tensor_is_found_of_kinds_without_a_storage_too():
     with NewDisposeScope("step"):
-        kept = {name: kind.make() for name, kind in KINDS.items()}
+        kept = {name: KINDS[name].make() for name in ("sparse coo", "jagged", "fake")}
     for name in kept:
         assert any(chain.endswith(f"kept[{name!r}]") for chain in holders(kept[name])), name
 
 
-@for_every_kind
-def test_every_kind_lives_on_once_moved_out(kind):
-    with NewDisposeScope() as scope:
-        made = scope.move_to_outer(kind.make())
-    assert not is_disposed(made)
-    assert made.detach().shape == made.shape
-
-
 UNSEEN = {
     "torch.Tensor(2)": lambda: torch.Tensor(2),
-    "torch.FloatTensor": lambda: torch.FloatTensor([1.0]),
     "Parameter": lambda: nn.Parameter(torch.ones(1)),
     "from_numpy": lambda: torch.from_numpy(torch.ones(1).numpy()),
-    "frombuffer": lambda: torch.frombuffer(bytearray(4), dtype=torch.float32),
     "nested strided": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(1)]),
-    "generator state": lambda: torch.Generator().get_state(),
     "vmap": lambda: torch.vmap(torch.sin)(torch.ones(3)),
     "func.grad": lambda: torch.func.grad(torch.sin)(torch.tensor(1.0)),
     "wrapper": lambda: Wrapper(torch.ones(2)),
-    "functional": lambda: torch._to_functional_tensor(torch.ones(2)),
 }
 
 
@@ -181,16 +152,6 @@ def test_what_torch_shows_to_no_scope_is_no_scopes_until_attached(make, nobody_s
         attached + 1
 
 
-def test_a_gradient_made_by_backward_is_no_scopes_and_reading_it_changes_that_not():
-    with NewDisposeScope() as scope:
-        leaf = scope.detach(torch.ones(2).requires_grad_())
-        (leaf * 2).sum().backward()
-        gradient = leaf.grad
-        assert gradient not in scope
-    assert gradient.tolist() == [2, 2]
-    assert leaf.grad is gradient
-
-
 def test_a_list_of_numbers_and_a_tuple_of_a_subclass_are_returned_as_without_a_scope():
     with NewDisposeScope() as scope:
         made = torch.tensor([[0.5, 1.5], [2.5, 3.5]])
@@ -207,25 +168,3 @@ def test_moving_a_wrapper_moves_what_it_wraps():
     assert torch.equal((wrapper + 1).inner, torch.full((2,), 2.0))
     with pytest.raises(DisposedTensorError, match=r"float32\[2\] on cpu"):
         lost + 1
-
-
-def test_a_subclass_survives_on_the_handle_that_autograd_hands_out():
-    class Square(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            ctx.save_for_backward(x)
-            return x * x
-
-        @staticmethod
-        def backward(ctx, grad):
-            (x,) = ctx.saved_tensors
-            types.append(type(x))
-            return 2 * x * grad
-
-    types: list[type] = []
-    parameter = nn.Parameter(torch.ones(2))
-    with NewDisposeScope() as scope:
-        total = scope.move_to_outer(Square.apply(parameter).sum())
-        dispose(parameter)
-    total.backward()
-    assert types == [nn.Parameter]

@@ -8,7 +8,7 @@ import tracemalloc
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import prune
+from torch.nn.utils import parametrizations, parametrize, prune
 
 from tenure import (
     DisposedTensorError,
@@ -40,23 +40,26 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.step(closure)
 
 
-def checkpoint_of(thing: object) -> io.BytesIO:
+def loaded(thing: object) -> object:
     buffer = io.BytesIO()
     torch.save(thing, buffer)
     buffer.seek(0)
-    return buffer
+    return torch.load(buffer, weights_only=False)
 
 
-@pytest.mark.parametrize(
-    "cls", [torch.optim.Adam, torch.optim.LBFGS, torch.optim.Adafactor, torch.optim.ASGD]
-)
+def write_past(module: nn.Module) -> Tensor:
+    """Give a module a buffer past all that it is asked for."""
+    module._buffers["running_mean"] = torch.zeros(2)
+    return module._buffers["running_mean"]
+
+
+@pytest.mark.parametrize("cls", [torch.optim.Adam, torch.optim.LBFGS])
 def test_optimizer_state_loaded_in_a_block_is_the_optimizers(cls):
     _, trained = trained_optimizer(cls)
     model = nn.Linear(2, 2)
     optimizer = cls(model.parameters())  # it has never stepped, so no hook of torch has told of it
     with NewDisposeScope():
-        loaded = torch.load(checkpoint_of(trained.state_dict()), weights_only=False)
-        optimizer.load_state_dict(loaded)
+        optimizer.load_state_dict(loaded(trained.state_dict()))
     train(model, optimizer)
 
 
@@ -73,63 +76,56 @@ def test_a_bad_step_is_rolled_back_in_a_block():
     train(model, optimizer)
 
 
-def test_state_written_into_an_optimizer_in_a_block_is_the_optimizers():
+def test_state_written_into_an_optimizer_in_a_block_is_the_optimizers_however_deep():
     model, optimizer = trained_optimizer()
+    nested = optimizer.state[model.weight]["preconditioner"] = {}
+    nested["itself"] = nested  # a cycle must not keep the search busy
     with NewDisposeScope():
         optimizer.state[model.weight]["exp_avg"] = torch.zeros(2, 2)
         optimizer.param_groups[0]["lr"] = torch.tensor(0.5)
+        nested["blocks"] = [{"factors": ([torch.ones(2)],)}]
+    assert not is_disposed(nested["blocks"][0]["factors"][0][0])
     train(model, optimizer)
 
 
-def test_a_buffer_written_past_the_module_is_the_modules():
-    module = nn.BatchNorm1d(2)
-    with NewDisposeScope():
-        module._buffers["running_mean"] = torch.zeros(2)
-    assert module(torch.ones(3, 2)).shape == (3, 2)
+class Shy(nn.BatchNorm1d):
+    def __getattribute__(self, name):
+        if name == "__class__":
+            raise RuntimeError("mind your own business")
+        return super().__getattribute__(name)
 
 
-def test_the_buffers_of_a_module_unpickled_in_a_block_are_its_own():
-    with NewDisposeScope():
-        module = torch.load(checkpoint_of(nn.BatchNorm1d(2)), weights_only=False)
-    assert module(torch.ones(3, 2)).shape == (3, 2)
-
-
-def test_a_copied_optimizer_and_a_changed_parametrization_are_whole():
-    model, optimizer = trained_optimizer()
-    with NewDisposeScope():
-        copied = copy.deepcopy(optimizer)
-        nn.utils.parametrizations.orthogonal(model)
-    copied.step()
-    with NewDisposeScope():
-        nn.utils.parametrize.remove_parametrizations(model, "weight")
-    assert model(torch.ones(1, 2)).shape == (1, 2)
-
-
-def test_the_copy_of_a_module_holds_what_is_written_into_it():
-    module = copy.deepcopy(nn.BatchNorm1d(2))
-    with NewDisposeScope():
-        module._buffers["running_mean"] = torch.zeros(2)
-    assert not is_disposed(module.running_mean)
-
-
-def test_disposing_everything_in_a_block_spares_what_a_module_holds():
-    module = nn.BatchNorm1d(2)
-    with NewDisposeScope() as scope:
-        module._buffers["running_mean"] = torch.zeros(2)
+@pytest.mark.parametrize(
+    "made",
+    [nn.BatchNorm1d, Shy, lambda n: copy.deepcopy(nn.BatchNorm1d(n))],
+    ids=["plain", "shy", "copied"],
+)
+def test_a_buffer_written_past_the_module_is_the_modules(made):
+    module = made(2)
+    statistics().reset()
+    with NewDisposeScope(policy="report") as scope:
+        buffer = write_past(module)
         mine = torch.ones(2)
         scope.dispose_everything()
         assert is_disposed(mine)
-        assert owner_of(module.running_mean) is None
-    assert not is_disposed(module.running_mean)
-
-
-def test_state_of_a_module_is_no_leak_and_is_counted_as_detached():
-    module = nn.BatchNorm1d(2)
-    statistics().reset()
-    with NewDisposeScope(policy="report") as scope:
-        module._buffers["running_mean"] = torch.zeros(2)
+        assert owner_of(buffer) is None
+        buffer = write_past(module)
+    assert not is_disposed(buffer)
     assert len(scope.leaks) == 0
-    assert statistics().detached_from_scope == 1
+    assert statistics().detached_from_scope == 2
+
+
+def test_modules_and_optimizers_that_are_unpickled_copied_or_changed_in_a_block_are_whole():
+    model, optimizer = trained_optimizer()
+    with NewDisposeScope():
+        norm = loaded(nn.BatchNorm1d(2))
+        copied = copy.deepcopy(optimizer)
+        parametrizations.orthogonal(model)
+    copied.step()
+    assert norm(torch.ones(3, 2)).shape == (3, 2)
+    with NewDisposeScope():
+        parametrize.remove_parametrizations(model, "weight")
+    assert model(torch.ones(1, 2)).shape == (1, 2)
 
 
 def test_what_was_attached_by_name_goes_with_the_block_whoever_holds_it():
@@ -140,43 +136,16 @@ def test_what_was_attached_by_name_goes_with_the_block_whoever_holds_it():
     assert is_disposed(module.weight)
 
 
-def test_a_plain_attribute_of_a_module_is_the_blocks():
-    module = nn.Module()
+def test_a_plain_attribute_and_the_state_of_a_module_that_has_died_are_the_blocks():
+    module, dying = nn.Module(), nn.BatchNorm1d(2)
     with NewDisposeScope():
         module.cache = torch.ones(2)
-    with pytest.raises(DisposedTensorError):
-        module.cache + 1
-
-
-def test_state_of_a_module_that_has_died_is_the_blocks():
-    module = nn.BatchNorm1d(2)
-    with NewDisposeScope():
-        module._buffers["running_mean"] = mean = torch.zeros(2)
-        del module
+        mean = write_past(dying)
+        del dying
         gc.collect()
     assert is_disposed(mean)
-
-
-def test_state_of_an_optimizer_is_found_however_deep_it_is_nested():
-    model, optimizer = trained_optimizer()
-    nested = optimizer.state[model.weight]["preconditioner"] = {}
-    nested["itself"] = nested  # a cycle must not keep the search busy
-    with NewDisposeScope():
-        nested["blocks"] = [{"factors": ([torch.ones(2)],)}]
-    assert not is_disposed(nested["blocks"][0]["factors"][0][0])
-
-
-def test_a_module_that_refuses_to_be_asked_for_its_class_keeps_its_state():
-    class Shy(nn.BatchNorm1d):
-        def __getattribute__(self, name):
-            if name == "__class__":
-                raise RuntimeError("mind your own business")
-            return super().__getattribute__(name)
-
-    with NewDisposeScope():
-        module = Shy(2)
-        module._buffers["running_mean"] = torch.zeros(2)
-    assert not is_disposed(module.running_mean)
+    with pytest.raises(DisposedTensorError):
+        module.cache + 1
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
@@ -199,10 +168,14 @@ def test_the_weight_that_a_reparametrization_computes_is_the_modules(reparametri
     assert not is_disposed(module.weight)
 
 
-def test_many_modules_leave_no_more_than_the_living_behind():
+def let_one_go() -> None:
     with NewDisposeScope():
         survivor = torch.ones(2)
     assert is_disposed(survivor)
+
+
+def test_many_modules_leave_no_more_than_the_living_behind():
+    let_one_go()
     nn.ReLU()
     tracemalloc.start()
     try:
@@ -216,7 +189,7 @@ def test_many_modules_leave_no_more_than_the_living_behind():
 
 
 @pytest.mark.slow
-def test_modules_and_optimizers_older_than_the_first_scope_are_known():
+def test_older_modules_are_known_and_a_compiled_function_that_makes_one_breaks_no_graph():
     program = """
 import torch
 from torch import nn
@@ -228,29 +201,6 @@ with NewDisposeScope():
     optimizer.state[norm.weight]["momentum_buffer"] = torch.zeros(2)
 assert not is_disposed(norm.running_mean)
 assert not is_disposed(optimizer.state[norm.weight]["momentum_buffer"])
-"""
-    done = run_program(program, has_tenure=False)
-    assert done.returncode == 0, done.stderr
-
-
-def test_the_signature_of_a_module_stays():
-    import inspect
-
-    assert "bias" in inspect.signature(nn.Linear).parameters
-    assert list(inspect.signature(nn.Module.__init__).parameters) == ["self", "args", "kwargs"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dynamo_first", [True, False])
-def test_a_module_made_in_a_compiled_function_breaks_no_graph(dynamo_first):
-    program = f"""
-import torch
-from torch import nn
-if {dynamo_first}:
-    import torch._dynamo
-from tenure import NewDisposeScope
-with NewDisposeScope():
-    survivor = torch.ones(2)
 compiled = torch.compile(lambda x: nn.ReLU()(x) + 1, backend="eager", fullgraph=True)
 with NewDisposeScope() as scope:
     assert scope.detach(compiled(torch.ones(2))).tolist() == [2, 2]
@@ -266,39 +216,24 @@ def test_what_a_scaler_makes_under_the_mode_of_a_device_is_the_scalers():
     assert scaler.scale(torch.ones(1)).tolist() == [64]
 
 
-def let_one_go() -> None:
-    with NewDisposeScope():
-        survivor = torch.ones(2)
-    assert is_disposed(survivor)
-
-
-def make_modules_until_the_class_is_as_before() -> None:
+def test_modules_are_known_when_a_patch_has_ended_and_when_another_patcher_restored_over_it():
     let_one_go()
     wrapped, n_made = nn.Module.__init__, 0
     # how many depends on what this process has done
     while nn.Module.__init__ is wrapped and n_made < 1_000_000:
         nn.Identity()
         n_made += 1
-    assert nn.Module.__init__ is wrapped.__wrapped__
-
-
-def test_the_classes_are_as_before_when_no_scope_has_had_survivors_for_a_while():
-    make_modules_until_the_class_is_as_before()
+    before = nn.Module.__init__
+    assert before is wrapped.__wrapped__
     module = nn.BatchNorm1d(2)
     with NewDisposeScope():
-        module._buffers["running_mean"] = torch.zeros(2)
-    assert not is_disposed(module.running_mean)
-
-
-def test_modules_are_known_when_another_patcher_has_restored_what_it_saw():
-    make_modules_until_the_class_is_as_before()
-    before = nn.Module.__init__
-    let_one_go()
+        buffer = write_past(module)
+    assert not is_disposed(buffer)
     nn.Module.__init__ = before
     module = nn.BatchNorm1d(2)
     with NewDisposeScope():
-        module._buffers["running_mean"] = torch.zeros(2)
-    assert not is_disposed(module.running_mean)
+        buffer = write_past(module)
+    assert not is_disposed(buffer)
 
 
 class Momentum(torch.optim.Optimizer):
@@ -310,11 +245,13 @@ class Momentum(torch.optim.Optimizer):
     def step(self):
         for p in self.param_groups[0]["params"]:
             self.state[p]["momentum"] = torch.zeros_like(p)
+            self.norms = [p.norm()]
 
 
-def test_no_scope_owns_the_state_that_a_step_has_made():
+def test_no_scope_owns_what_a_step_of_an_optimizer_has_made():
     parameter = nn.Parameter(torch.ones(2))
     with NewDisposeScope() as scope:
         optimizer = Momentum([parameter])
         optimizer.step()
         assert optimizer.state[parameter]["momentum"] not in scope
+    assert not is_disposed(optimizer.norms[0])

@@ -1,14 +1,12 @@
 """A disposed tensor refuses every use, and says in the error what it was and how to keep it.
 
-Each operation stands once in a table: the name that its error must carry, and the use itself. What
-is quiet on purpose, and what torch accepts without looking at the tensor, has tables of its own.
+Each operation stands once in a table: the name that its error must carry, and the use itself.
 """
 
 import copy
 import gc
 import io
 import operator
-import pickle
 import pprint
 import re
 import weakref
@@ -20,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import TensorDataset, default_collate
+from torch.utils.data import default_collate
 
 import tenure
 from tenure import (
@@ -70,165 +68,90 @@ class PassThrough(torch.autograd.Function):
         return grad
 
 
-ARITHMETIC = [
+LOUD = [
     ("add()", lambda t: t + 1),
     ("add()", lambda t: 1 + t),
     ("add()", lambda t: torch.add(live(), t)),
-    ("neg()", lambda t: -t),
-    ("abs()", abs),
-    ("matmul()", lambda t: t @ live().T),
-    ("pow()", lambda t: t**2),
-    ("and()", lambda t: t & t),
     ("lt()", lambda t: t < 1),
     ("eq()", lambda t: t == live()),
-    ("ne()", lambda t: t != 0),
     ("mul()", lambda t: np.float64(1) * t),
     ("add()", lambda t: sum([t, t])),
-    ("where()", lambda t: torch.where(live() > 0, t, live())),
-    ("einsum()", lambda t: torch.einsum("ij,ij->i", live(), t)),
-    ("sum()", lambda t: t.sum()),
-    ("max()", lambda t: t.max(0)),
     ("linalg_svd()", torch.linalg.svd),
-    ("fft_fft()", torch.fft.fft),
-    ("cdist()", lambda t: torch.cdist(t, live())),
     ("sin()", torch.ops.aten.sin),
     ("sin.default()", torch.ops.aten.sin.default),
-]
-IN_PLACE_AND_OUT = [
+    # in place and out
     ("add_()", lambda t: operator.iadd(t, 1)),
-    ("add_()", lambda t: live().add_(t)),
-    ("copy_()", lambda t: t.copy_(live())),
     ("copy_()", lambda t: live().copy_(t)),
-    ("zero_()", lambda t: t.zero_()),
     ("set_()", lambda t: live().set_(t)),
-    ("resize_()", lambda t: t.resize_(1)),
     ("add()", lambda t: torch.add(live(), 1, out=t)),
-    ("_foreach_add()", lambda t: torch._foreach_add([t], 1)),
     ("_foreach_add_()", lambda t: torch._foreach_add_([live(), t], 1)),
-]
-SHAPING = [
+    # shapes
     ("cat()", lambda t: torch.cat([live(), t])),
-    ("stack()", lambda t: torch.stack([t, live()])),
     ("view()", lambda t: t.view(3, 2)),
-    ("expand()", lambda t: t.expand(2, 2, 3)),
-    ("unbind()", lambda t: t.unbind()),
-    ("split()", lambda t: t.split(1)),
-    ("as_strided()", lambda t: t.as_strided((1,), (1,))),
     ("getitem()", lambda t: t[0]),
     ("getitem()", lambda t: live()[t]),
     ("setitem()", lambda t: operator.setitem(t, 0, 1)),
     ("setitem()", lambda t: operator.setitem(live(), 0, t)),
-    ("gather()", lambda t: live().gather(0, t)),
-    ("masked_fill()", lambda t: live().masked_fill(live() > 0, t)),
     (".T", lambda t: t.T),
-]
-CONVERSION = [
+    # conversions and copies
     ("numpy()", lambda t: t.numpy()),
     ("array()", np.asarray),
-    ("array()", lambda t: np.add(np.ones((2, 3)), t)),
     ("dlpack()", lambda t: t.__dlpack__()),
     ("dlpack_device()", torch.from_dlpack),
-    ("device()", torch._C._to_dlpack),
     ("tolist()", lambda t: t.tolist()),
-    ("item()", lambda t: t.item()),
     ("bool()", bool),
     ("len()", len),
     ("dim()", iter),
     ("float()", float),
-    ("int()", int),
-    ("complex()", complex),
     ("index()", operator.index),
     ("contains()", lambda t: 1 in t),
-    ("reversed()", reversed),
-    ("to()", lambda t: t.to(torch.float32)),
     ("to()", lambda t: t.to("meta")),
-    ("cpu()", lambda t: t.cpu()),
-    ("clone()", lambda t: t.clone()),
-    ("share_memory_()", lambda t: t.share_memory_()),
-    ("to_sparse()", lambda t: t.to_sparse()),
     ("detach()", lambda t: torch.tensor(t)),
     ("float()", lambda t: torch.tensor([t])),
     ("device()", torch.as_tensor),
-    ("device()", lambda t: torch.as_tensor(t, dtype=torch.float16)),
-    ("clone()", lambda t: torch.asarray(t, copy=True)),
     ("zeros_like()", torch.zeros_like),
-    ("new_zeros()", lambda t: t.new_zeros(1)),
-]
-COPYING = [
     ("deepcopy()", copy.deepcopy),
     ("reduce_ex()", copy.copy),
-    ("reduce_ex()", pickle.dumps),
     ("reduce_ex()", lambda t: torch.save({"held": t}, io.BytesIO())),
-]
-QUESTIONS = [
+    # questions
     (".shape", lambda t: t.shape),
-    ("size()", lambda t: t.size()),
-    ("stride()", lambda t: t.stride()),
-    ("dim()", lambda t: t.dim()),
-    ("numel()", lambda t: t.numel()),
     ("data_ptr()", lambda t: t.data_ptr()),
     ("untyped_storage()", lambda t: t.untyped_storage()),
-    ("is_contiguous()", lambda t: t.is_contiguous()),
     ("equal()", lambda t: torch.equal(t, live())),
-    ("allclose()", lambda t: torch.allclose(live(), t)),
     *(
         (f".{name}", operator.attrgetter(name))
-        for name in (
-            "dtype", "device", "layout", "grad", "data", "_base", "_version", "requires_grad",
-            "is_leaf", "grad_fn", "ndim", "nbytes", "is_cuda",
-        )
+        for name in ("dtype", "device", "grad", "data", "requires_grad", "grad_fn", "nbytes")
     ),
-]  # fmt: skip
-AUTOGRAD = [
+    # autograd
     ("backward()", lambda t: t.backward()),
     ("grad()", lambda t: torch.autograd.grad(live().requires_grad_().sum(), t)),
     ("register_hook()", lambda t: t.register_hook(print)),
-    ("retain_grad()", lambda t: t.retain_grad()),
-    ("requires_grad_()", lambda t: t.requires_grad_()),
-    ("detach()", lambda t: t.detach()),
     (".data", lambda t: setattr(t, "data", live())),
     (".grad", lambda t: setattr(t, "grad", live())),
     ("device()", lambda t: setattr(live().requires_grad_(), "grad", t)),
     ("view_as()", PassThrough.apply),
     ("device()", torch.func.grad(torch.sum)),
-    ("dim()", torch.vmap(torch.sin)),
     ("sym_size()", lambda t: torch.vmap(lambda x: t)(live())),
-]
-MODULES = [
+    # modules
     ("detach()", nn.Parameter),
-    ("detach()", nn.Buffer),
     (".is_leaf", lambda t: torch.optim.SGD([t], lr=1.0)),
-    ("linear()", lambda t: F.linear(t, torch.ones(2, 3))),
-    ("linear()", lambda t: F.linear(torch.ones(2, 3), t)),
     ("linear()", lambda t: nn.Linear(3, 2)(t)),
-    ("dropout()", lambda t: F.dropout(t, 0.0)),
-    ("mse_loss()", lambda t: F.mse_loss(t, live())),
-    ("embedding()", lambda t: F.embedding(torch.tensor([0]), t)),
     (".shape", lambda t: nn.Linear(3, 2, bias=False).load_state_dict({"weight": t})),
     ("detach()", lambda t: linear_with(held=t).state_dict()),
-    ("is_floating_point()", lambda t: linear_with(held=t).float()),
     ("deepcopy()", lambda t: copy.deepcopy(linear_with(held=t))),
     ("linear()", lambda t: torch.func.functional_call(nn.Linear(3, 2), {"weight": t}, live())),
     (".grad", lambda t: nn.utils.clip_grad_norm_([t], 1.0)),
-    ("pad_sequence()", lambda t: nn.utils.rnn.pad_sequence([t])),
-    ("size()", TensorDataset),
     (".is_nested", lambda t: default_collate([t, t])),
-    (".dtype", lambda t: torch.distributions.Normal(t, 1.0)),
-]
-PAST_TORCH_FUNCTION = [
+    # past __torch_function__
     ("add()", without_torch_function(lambda t: torch.add(t, 1))),
-    ("pow()", without_torch_function(lambda t: t.pow(2))),
     ("sym_size()", without_torch_function(lambda t: t.shape)),
-    ("device()", without_torch_function(lambda t: t.device)),
     ("numel()", without_torch_function(lambda t: t.data_ptr())),
 ]
-LOUD = [
-    *ARITHMETIC, *IN_PLACE_AND_OUT, *SHAPING, *CONVERSION, *COPYING, *QUESTIONS, *AUTOGRAD,
-    *MODULES, *PAST_TORCH_FUNCTION,
-]  # fmt: skip
 
 
-def assert_says_what_it_was(operation: str, use: Use) -> None:
+@pytest.mark.filterwarnings("ignore:To copy construct")  # torch.tensor(t) works, but is bad style
+@pytest.mark.parametrize(("operation", "use"), LOUD)
+def test_every_use_of_a_disposed_tensor_says_what_it_was(operation, use, nobody_searches):
     with pytest.raises(DisposedTensorError) as caught:
         use(disposed_tensor())
     assert re.fullmatch(
@@ -244,90 +167,37 @@ def assert_says_what_it_was(operation: str, use: Use) -> None:
     )
 
 
-@pytest.mark.filterwarnings("ignore:To copy construct")  # torch.tensor(t) works, but is bad style
-@pytest.mark.parametrize(("operation", "use"), LOUD)
-def test_every_use_of_a_disposed_tensor_says_what_it_was(operation, use, nobody_searches):
-    assert_says_what_it_was(operation, use)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.filterwarnings("ignore:To copy construct")
-@pytest.mark.parametrize(("operation", "use"), LOUD)
-def test_every_use_says_so_too_after_a_search_for_holders(operation, use):
-    assert_says_what_it_was(operation, use)
-
-
-def test_an_attribute_that_no_tensor_has_is_an_attribute_error_too():
-    tensor = disposed_tensor()
-    with pytest.raises(AttributeError, match=r"\.nothing of float64\[2, 3\]"):
-        tensor.nothing  # noqa: B018  # reading it is the test
-    assert not hasattr(tensor, "nothing")
-
-
-# --- loud in torch's own words
+def test_what_torch_checks_first_is_refused_in_its_words():
+    with pytest.raises((RuntimeError, TypeError), match="incompatible tensor type"):
+        nn.Parameter(live()).data = disposed_tensor()
+    with pytest.raises((RuntimeError, TypeError), match=r"\.numpy\(\) is not supported"):
+        without_torch_function(lambda t: t.numpy())(disposed_tensor())
+    with pytest.raises(RuntimeError, match="TorchScript interpreter"):
+        torch.jit.script(plus_one)(disposed_tensor())
 
 
 def plus_one(x: Tensor) -> Tensor:
     return x + 1
 
 
-IN_TORCHS_WORDS = [
-    ("incompatible tensor type", lambda t: setattr(live(), "data", t)),
-    ("incompatible tensor type", lambda t: setattr(nn.Parameter(live()), "data", t)),
-    ("expected np.ndarray", torch.from_numpy),
-    ("a bytes-like object is required", memoryview),
-    (r"\.numpy\(\) is not supported", without_torch_function(lambda t: t.numpy())),
-    ("Originating a TensorLikePair", lambda t: torch.testing.assert_close(t, live())),
-]
-
-
-@pytest.mark.parametrize(("message", "use"), IN_TORCHS_WORDS)
-def test_what_torch_checks_first_is_refused_in_its_words(message, use):
-    with pytest.raises((RuntimeError, TypeError), match=message):
-        use(disposed_tensor())
-
-
-def test_torchscript_refuses_but_loses_the_message():
-    with pytest.raises(RuntimeError, match="TorchScript interpreter"):
-        torch.jit.script(plus_one)(disposed_tensor())
-
-
-# --- quiet
-
-
-@pytest.mark.parametrize(
-    "look", [repr, str, "{}".format, "{:.3f}".format, lambda t: f"{t!r}", lambda t: f"{t:>9}"]
-)
+@pytest.mark.parametrize("look", [repr, str, "{:.3f}".format, lambda t: pprint.pformat([t])[1:]])
 def test_looking_at_a_disposed_tensor_is_quiet(look):
     assert look(disposed_tensor()).startswith("<DisposedTensor float64[2, 3] on cpu, 48 B, ")
 
 
 def test_debuggers_and_containers_can_hold_a_disposed_tensor():
     tensor = disposed_tensor()
-    assert pprint.pformat([tensor]).startswith("[<DisposedTensor float64[2, 3]")
     assert dir(tensor) == ["__class__"]
-    assert set(vars(tensor)) == {"_tenure_record"}
-    assert hash(tensor) == id(tensor)
-    assert [tensor].index(tensor) == 0
     assert {tensor: 1}[tensor] == 1
     assert isinstance(tensor, Tensor)
     assert weakref.ref(tensor)() is tensor
-
-
-def test_what_never_looks_at_the_tensor_is_still_accepted():
-    tensor = disposed_tensor()
+    # what never looks at the tensor accepts it
     module = linear_with(held=tensor)
     assert module.held is tensor
     module.zero_grad()
-    assert torch.asarray(tensor) is tensor
-    with torch._C.DisableTorchFunction():
-        assert tensor.dtype is torch.float64  # the C++ field, which still says what it was
-
-
-def test_a_parameter_stops_being_one():
-    parameter = nn.Parameter(live())
-    dispose(parameter)
-    assert not isinstance(parameter, nn.Parameter)
+    with pytest.raises(AttributeError, match=r"\.nothing of float64\[2, 3\]"):
+        tensor.nothing  # noqa: B018  # reading it is the test
+    assert not hasattr(tensor, "nothing")
 
 
 def test_swap_tensors_moves_what_is_left():
@@ -349,6 +219,10 @@ def test_views_and_bases_stay_valid_whichever_is_disposed_first():
     assert alias.tolist() == [0, 1, 20, 30, 4, 5]
     dispose(view)
     assert alias.tolist() == [0, 1, 20, 30, 4, 5]
+    base = torch.tensor([[1 + 2j, 3 - 4j]])
+    conjugate = base.conj()
+    dispose(base)
+    assert conjugate.tolist() == [[1 - 2j, 3 + 4j]]
 
 
 def test_gradients_flow_through_a_view_whose_base_is_disposed_and_then_changed():
@@ -363,11 +237,7 @@ def test_gradients_flow_through_a_view_whose_base_is_disposed_and_then_changed()
     assert leaf.grad.tolist() == [2, 10, 10, 2]
 
 
-@pytest.mark.parametrize(
-    "split",
-    [torch.unbind, lambda t: t.chunk(2), lambda t: t.split(1), lambda t: [t.expand(2, 2, 3)]],
-    ids=["unbind", "chunk", "split", "expand"],
-)
+@pytest.mark.parametrize("split", [torch.unbind, lambda t: [t.expand(2, 2, 3)]])
 def test_several_views_of_a_disposed_base_keep_their_values_and_gradients(split):
     leaf = live().requires_grad_()
     with NewDisposeScope() as scope:
@@ -378,57 +248,34 @@ def test_several_views_of_a_disposed_base_keep_their_values_and_gradients(split)
     assert torch.equal(leaf.grad, expected)
 
 
-@pytest.mark.parametrize("view", [torch.conj, torch.imag, torch.view_as_real, lambda t: t.mT])
-def test_complex_views_of_a_disposed_base_read_the_same(view):
-    base = torch.tensor([[1 + 2j, 3 - 4j]])
-    expected = view(base).clone()
-    seen = view(base)
-    dispose(base)
-    assert torch.equal(seen, expected)
-
-
-@pytest.mark.parametrize("export", [Tensor.numpy, np.asarray, np.from_dlpack, torch.from_dlpack])
+@pytest.mark.parametrize("export", [np.asarray, torch.from_dlpack, lambda t: t.untyped_storage()])
 def test_exports_stay_valid_when_their_tensor_is_disposed_and_memory_is_reused(export):
     with NewDisposeScope() as scope:
-        exported = export(torch.full((1 << 18,), 3.0))
+        tensor = torch.full((1 << 18,), 3.0)
+        exported = export(tensor)
         if isinstance(exported, Tensor):
             scope.detach(exported)
+    assert is_disposed(tensor)
     scribbles = [torch.full((1 << 18,), -1.0) for _ in range(8)]
+    if isinstance(exported, torch.UntypedStorage):
+        exported = torch.empty(0).set_(exported)
     assert (exported == 3.0).all()
     del scribbles
 
 
-def test_a_kept_storage_and_a_memoryview_outlive_their_tensor():
-    with NewDisposeScope():
-        tensor = torch.arange(3.0)
-        storage, memory = tensor.untyped_storage(), memoryview(tensor.numpy())
-    assert is_disposed(tensor)
-    assert storage.nbytes() == 12
-    assert memory.tolist() == [0.0, 1.0, 2.0]
-
-
-def test_disposing_a_tensor_made_of_an_array_lets_the_array_go():
+def test_what_dies_with_a_tensor_dies_when_it_is_disposed_or_with_the_handle():
     array = np.ones(4)
     tensor, died = torch.from_numpy(array), weakref.ref(array)
+    fired: list[int] = []
+    weakref.finalize(tensor, fired.append, 1)
     del array
     assert died() is not None
     dispose(tensor)
     assert died() is None
-
-
-def test_weak_references_and_finalizers_wait_for_the_handle():
-    with NewDisposeScope():
-        tensor = torch.ones(2)
-        fired: list[int] = []
-        weakref.finalize(tensor, fired.append, 1)
-        table = torch.utils.weak.WeakTensorKeyDictionary()
-        table[tensor] = "kept"
     assert fired == []
-    assert len(table) == 1
     del tensor
     gc.collect()
     assert fired == [1]
-    assert len(table) == 0
 
 
 # --- soft, inner and refused disposal
@@ -461,7 +308,6 @@ def test_a_weight_in_the_cache_of_autocast_is_disposed_softly_and_the_pass_goes_
     x = torch.ones(2, 3)
     with torch.autocast("cpu", torch.bfloat16):
         expected = F.linear(x, weight) + F.linear(x, weight)
-    weight.grad = None
     with torch.autocast("cpu", torch.bfloat16), NewDisposeScope() as scope:
         first = F.linear(x, weight)
         with NewDisposeScope():
@@ -485,21 +331,17 @@ def test_retain_grad_still_fills_the_gradient_of_a_live_tensor():
 class Slotted(Tensor):
     """A wrapper subclass whose class can't be exchanged, as a DTensor's can't."""
 
-    __slots__ = ("inner",)
+    __slots__ = ("inner", "second")
 
     @staticmethod
-    def __new__(cls, inner):
-        return Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+    def __new__(cls, *inner):
+        return Tensor._make_wrapper_subclass(cls, inner[0].shape, dtype=inner[0].dtype)
 
-    def __init__(self, inner):
-        self.inner = inner
+    def __init__(self, *inner):
+        self.inner, self.second = inner
 
     def __tensor_flatten__(self):
-        return ["inner"], None
-
-    @staticmethod
-    def __tensor_unflatten__(tensors, context, size, stride):
-        return Slotted(tensors["inner"])
+        return ["inner", "second"], None
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
@@ -507,54 +349,26 @@ class Slotted(Tensor):
         return func(*unwrapped, **(kwargs or {}))
 
 
-def test_a_wrapper_with_slots_is_disposed_inside():
-    inner = live()
-    wrapper = Slotted(inner)
+def test_a_wrapper_with_slots_is_disposed_inside_and_is_so_when_all_tensors_in_it_are():
+    inner, second = live(), live()
+    wrapper = Slotted(inner, second)
     assert torch.equal(wrapper + 1, inner + 1)
+    dispose(inner)
+    assert not is_disposed(wrapper)
     with NewDisposeScope("step") as scope:
-        scope.attach(wrapper)
+        scope.attach(wrapper.second)
     assert is_disposed(wrapper)
-    assert is_disposed(inner)
+    with NewDisposeScope("step") as scope:
+        wrapper = scope.attach(Slotted(live(), live()))
+    assert is_disposed(wrapper)
     with pytest.raises(DisposedTensorError, match=r"float64\[2, 3\] on cpu"):
         wrapper + 1
-
-
-class SlottedPair(Slotted):
-    """A wrapper of two tensors."""
-
-    __slots__ = ("second",)
-
-    def __tensor_flatten__(self):
-        return ["inner", "second"], None
-
-
-def test_a_wrapper_is_disposed_when_all_tensors_in_it_are():
-    pair = SlottedPair(live())
-    pair.second = live()
-    dispose(pair.inner)
-    assert not is_disposed(pair)
-    dispose(pair.second)
-    assert is_disposed(pair)
 
 
 class Immovable(Tensor):
     """A class that can neither be exchanged nor has anything inside."""
 
     __slots__ = ("extra",)
-
-
-def test_disposing_what_cannot_be_disposed_says_so_and_disposes_the_rest():
-    immovable, other = live().as_subclass(Immovable), live()
-    before = statistics().disposed_outside_scope
-    with pytest.raises(
-        ScopeUsageError,
-        match=r"^dispose\(\) got a Immovable, whose class has __slots__ and no __tensor_flatten__ "
-        r"that works.* It stays alive; all other tensors of the call were disposed\. Delete",
-    ):
-        dispose(immovable, other)
-    assert not is_disposed(immovable)
-    assert is_disposed(other)
-    assert statistics().disposed_outside_scope == before + 1
 
 
 class Frozen(Tensor):
@@ -572,10 +386,23 @@ class Frozen(Tensor):
         raise ValueError("hidden")
 
 
-def test_a_subclass_whose_own_code_raises_is_disposed_all_the_same():
-    frozen = live().as_subclass(Frozen)
-    dispose(frozen)
+def test_disposing_what_cannot_be_disposed_says_so_and_disposes_the_rest(caplog):
+    immovable, frozen = live().as_subclass(Immovable), live().as_subclass(Frozen)
+    before = statistics().disposed_outside_scope
+    with pytest.raises(
+        ScopeUsageError,
+        match=r"^dispose\(\) got a Immovable, whose class has __slots__ and no __tensor_flatten__ "
+        r"that works.* It stays alive; all other tensors of the call were disposed\. Delete",
+    ):
+        dispose(immovable, frozen)
     assert repr(frozen).startswith("<DisposedTensor float64[2, 3] on cpu, 48 B, disposed by")
+    assert statistics().disposed_outside_scope == before + 1
+    with NewDisposeScope() as scope:
+        scope.attach(immovable)
+        other = torch.ones(1)
+    assert not is_disposed(immovable)
+    assert is_disposed(other)
+    assert "A Immovable could not be disposed; it stays alive." in caplog.text
 
 
 # --- disposal from inside a running operation waits for its end
@@ -599,42 +426,6 @@ def test_a_pack_hook_may_dispose_the_operand_and_the_result_is_right():
     assert is_disposed(operand)
     cubes.sum().backward()
     assert leaf.grad.tolist() == [12, 27]
-
-
-def test_an_unpack_hook_may_dispose_and_the_gradients_are_right():
-    leaf = torch.tensor([2.0, 3.0], requires_grad=True)
-    other = torch.ones(2)
-
-    def unpack(saved):
-        dispose(other)
-        return saved
-
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach().clone(), unpack):
-        total = (leaf**3 * other).sum()
-    total.backward()
-    assert leaf.grad.tolist() == [12, 27]
-    with NewDisposeScope():
-        pass
-    assert is_disposed(other)
-
-
-@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
-def test_a_gradient_hook_may_dispose_what_the_pass_works_on(register):
-    leaf = torch.tensor([2.0, 3.0], requires_grad=True)
-    middle = leaf * 2
-    seen: list[bool] = []
-
-    def hook(_):
-        dispose(middle)
-        seen.append(is_disposed(middle))
-
-    getattr(leaf, register)(hook)
-    (middle**2).sum().backward()
-    assert seen == [False]
-    assert leaf.grad.tolist() == [16, 24]
-    with NewDisposeScope():
-        pass
-    assert is_disposed(middle)
 
 
 def test_a_hook_of_the_function_that_opened_the_scope_may_dispose_what_the_pass_works_on():
@@ -698,20 +489,24 @@ class SquareInScopes(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         (x,) = ctx.saved_tensors
-        before = torch._C._len_torch_function_stack()
+        types.append(type(x))
         with NewDisposeScope() as scope:
-            result = scope.detach(2 * x * gradient)
-        assert torch._C._len_torch_function_stack() == before
-        return result
+            return scope.detach(2 * x * gradient)
 
 
-def test_scopes_work_inside_a_custom_function_in_both_passes():
-    leaf = torch.tensor([2.0, 3.0], dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(SquareInScopes.apply, (leaf,))
+types: list[type] = []
+
+
+def test_scopes_work_inside_a_custom_function_which_gets_the_class_that_was_saved():
+    parameter = nn.Parameter(torch.tensor([2.0, 3.0]))
     with NewDisposeScope() as scope:
-        total = scope.move_to_outer(SquareInScopes.apply(leaf * 1).sum())
+        total = scope.move_to_outer(SquareInScopes.apply(parameter).sum())
+        dispose(parameter)
+    # of the handle that autograd hands out
+    handle = total.grad_fn.next_functions[0][0].next_functions[0][0].variable
     total.backward()
-    assert leaf.grad.tolist() == [4, 6]
+    assert types == [nn.Parameter]
+    assert handle.grad.tolist() == [4, 6]
     assert torch._C._len_torch_function_stack() == 0
 
 

@@ -1,6 +1,7 @@
-"""Functions and coroutines in scopes of their own."""
+"""Functions and coroutines in scopes of their own, and blocks and functions in none."""
 
 import asyncio
+import contextlib
 import functools
 import threading
 from typing import NamedTuple
@@ -15,6 +16,7 @@ from tenure import (
     current_scope,
     is_disposed,
     owner_of,
+    persist,
     scoped,
 )
 
@@ -24,263 +26,248 @@ class Output(NamedTuple):
     extra: list
 
 
-class TestFunctions:
-    def test_the_result_moves_to_the_callers_scope_and_the_rest_goes(self):
-        leftovers = []
+# --- functions
+
+
+def test_the_result_moves_to_the_callers_scope_and_the_rest_goes():
+    leftovers = []
+
+    @scoped
+    def work(x):
+        leftovers.append(x + 1)
+        return {"out": x * 2, "none": None, "n": 3}
+
+    with NewDisposeScope() as caller:
+        given = torch.ones(2)
+        result = work(given)
+        assert owner_of(result["out"]) is caller
+        assert owner_of(given) is caller
+        assert is_disposed(leftovers[0])
+    assert is_disposed(result["out"])
+    result = scoped(lambda x: Output(x + 1, [x + 2]))(torch.ones(1))
+    assert owner_of(result.logits) is None
+    assert result.extra[0].item() == 3
+
+
+def test_methods_forward_partials_and_recursion_are_functions():
+    class Doubler(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.full((1,), 2.0))
 
         @scoped
-        def work(x):
-            leftovers.append(x + 1)
-            return {"out": x * 2, "none": None, "n": 3}
+        def forward(self, x):
+            return x * self.weight
 
-        with NewDisposeScope() as caller:
-            given = torch.ones(2)
-            result = work(given)
-            assert owner_of(result["out"]) is caller
-            assert owner_of(given) is caller
-            assert is_disposed(leftovers[0])
-        assert is_disposed(result["out"])
-
-    def test_without_a_callers_scope_the_result_is_free(self):
-        result = scoped(lambda x: Output(x + 1, [x + 2]))(torch.ones(1))
-        assert owner_of(result.logits) is None
-        assert result.extra[0].item() == 3
-
-    def test_a_function_may_return_nothing_and_recurse(self):
+        @staticmethod
         @scoped
-        def factorial(n):
-            return torch.ones(1) if n == 0 else factorial(n - 1) * n
+        def make():
+            return torch.ones(1)
 
-        assert factorial(5).item() == 120
-        assert scoped(lambda: None)() is None
-
-    def test_the_scope_is_named_after_the_function_unless_told_otherwise(self):
+        @classmethod
         @scoped
-        def plain():
-            return current_scope().name
+        def name(cls):
+            return cls.__name__
 
-        @scoped(name="mine", capture="site")
-        def named():
-            return current_scope().name, current_scope().capture
+    @scoped
+    def factorial(n):
+        return torch.ones(1) if n == 0 else factorial(n - 1) * n
 
-        assert plain().endswith("plain")
-        assert named() == ("mine", "site")
-        assert plain.__name__ == "plain"
-
-    def test_methods_forward_and_partials_are_functions(self):
-        class Doubler(torch.nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.weight = torch.nn.Parameter(torch.full((1,), 2.0))
-
-            @scoped
-            def forward(self, x):
-                return x * self.weight
-
-            @staticmethod
-            @scoped
-            def make():
-                return torch.ones(1)
-
-            @classmethod
-            @scoped
-            def name(cls):
-                return cls.__name__
-
-        assert Doubler()(Doubler.make()).item() == 2
-        assert Doubler.name() == "Doubler"
-        assert scoped(functools.partial(torch.full, (1,)))(3.0).item() == 3
-
-    def test_the_exception_of_a_function_goes_on(self):
-        @scoped(on_error="keep")
-        def fail():
-            kept.append(torch.ones(1))
-            raise ValueError("mine")
-
-        kept = []
-        with pytest.raises(ValueError, match="mine"):
-            fail()
-        assert kept[0].item() == 1
-        assert current_scope() is None
-
-    def test_gradients_flow_through(self):
-        x = torch.tensor([2.0, 3.0], dtype=torch.float64, requires_grad=True)
-
-        @scoped
-        def work(x):
-            hidden = (x * x).exp()
-            return hidden.log().sum()
-
-        work(x).backward()
-        assert x.grad.tolist() == pytest.approx([4, 6], abs=1e-12)
-        assert torch.autograd.gradcheck(work, (x,))
-        assert torch.autograd.gradgradcheck(work, (x,))
-
-    @pytest.mark.parametrize("wrong", [int, 5, "text", classmethod(print), torch.nn.Linear])
-    def test_what_is_no_function_is_refused(self, wrong):
-        with pytest.raises(ScopeUsageError, match=r"@scoped got .* Decorate the function itself"):
-            scoped(wrong)
-
-    def test_wrong_options_fail_where_they_are_written(self):
-        with pytest.raises(ScopeUsageError, match="policy='loud' is not one of"):
-            scoped(policy="loud")(print)
+    assert Doubler()(Doubler.make()).item() == 2
+    assert Doubler.name() == "Doubler"
+    assert scoped(functools.partial(torch.full, (1,)))(3.0).item() == 3
+    assert factorial(5).item() == 120
+    assert scoped(lambda: None)() is None
 
 
-class TestGenerators:
-    def test_one_is_refused_by_name(self):
-        def batches():
-            yield torch.ones(1)
+def test_the_options_of_a_scope_apply_and_its_name_is_that_of_the_function():
+    @scoped
+    def plain():
+        return current_scope().name
 
-        async def requests():
-            yield torch.ones(1)
+    @scoped(name="mine", on_error="keep")
+    def fail():
+        kept.append((torch.ones(1), current_scope().name))
+        raise ValueError("mine")
 
-        for function in (batches, requests):
-            told = rf"the generator function .*{function.__name__}.*makes each item"
-            with pytest.raises(ScopeUsageError, match=told):
-                scoped(function)
-
-    def test_a_plain_block_in_a_generator_warns_where_it_stands(self):
-        def work():
-            with NewDisposeScope("inner"):
-                yield 1
-
-        with pytest.warns(ScopeUsageWarning, match=r"inside the generator .*work\(\)") as caught:
-            list(work())
-        assert caught[0].filename == __file__
-
-    def test_a_context_manager_written_as_a_generator_is_exempt(self):
-        import contextlib
-
-        @contextlib.contextmanager
-        def step():
-            with NewDisposeScope("step") as scope:
-                yield scope
-
-        with step() as scope:
-            made = torch.ones(1)
-            assert owner_of(made) is scope
-        assert is_disposed(made)
+    kept = []
+    with pytest.raises(ValueError, match="mine"):
+        fail()
+    assert (kept[0][0].item(), kept[0][1]) == (1, "mine")
+    assert plain().endswith("plain")
+    assert plain.__name__ == "plain"
+    with pytest.raises(ScopeUsageError, match="policy='loud' is not one of"):
+        scoped(policy="loud")(print)
 
 
-class Service:
-    async def __call__(self, x):
-        await asyncio.sleep(0)
-        assert current_scope() is not None
-        return x * 2
+async def requests():
+    yield torch.ones(1)
 
 
-class TestAsync:
-    def test_interleaved_tasks_do_not_see_each_others_scopes(self):
-        @scoped
-        async def work(n):
-            scope, kept = current_scope(), torch.full((1,), float(n))
-            for _ in range(3):
-                await asyncio.sleep(0)
-                assert current_scope() is scope
-                made = kept + 1
-                assert owner_of(made) is scope
-            return made
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        *((wrong, "Decorate the function itself") for wrong in (int, "text", classmethod(print))),
+        (requests, "the generator function .*requests.*makes each item"),
+        (lambda: (yield), "the generator function"),
+    ],
+)
+def test_what_is_no_function_is_refused(wrong, told):
+    with pytest.raises(ScopeUsageError, match=rf"@scoped got .*{told}"):
+        scoped(wrong)
 
-        async def main():
-            with NewDisposeScope() as outer:
-                results = await asyncio.gather(*[work(n) for n in range(5)])
-                assert all(owner_of(result) is outer for result in results)
-                return [result.item() for result in results]
 
-        assert asyncio.run(main()) == [1, 2, 3, 4, 5]
-        assert current_scope() is None
-        assert torch._C._len_torch_function_stack() == 0
+def test_a_block_in_a_generator_warns_where_it_stands_but_not_in_a_context_manager():
+    def work():
+        with NewDisposeScope("inner"):
+            yield 1
 
-    def test_a_task_outside_any_scope_is_not_tracked_meanwhile(self):
-        async def bystander():
+    @contextlib.contextmanager
+    def step():
+        with NewDisposeScope("step") as scope:
+            yield scope
+
+    with pytest.warns(ScopeUsageWarning, match=r"inside the generator .*work\(\)") as caught:
+        list(work())
+    assert caught[0].filename == __file__
+    with step() as scope:
+        made = torch.ones(1)
+        assert owner_of(made) is scope
+    assert is_disposed(made)
+
+
+# --- tasks
+
+
+def test_interleaved_tasks_do_not_see_each_others_scopes():
+    @scoped
+    async def work(n):
+        scope, kept = current_scope(), torch.full((1,), float(n))
+        for _ in range(3):
             await asyncio.sleep(0)
-            made = torch.ones(1)
-            assert owner_of(made) is None
-            return made
+            assert current_scope() is scope
+            made = kept + 1
+            assert owner_of(made) is scope
+        return made
 
-        async def main():
-            task = asyncio.create_task(bystander())
-            with NewDisposeScope():
-                made = await task
-            return made
+    async def bystander():
+        await asyncio.sleep(0)
+        return owner_of(torch.ones(1))
 
-        assert asyncio.run(main()).item() == 1
+    async def late(closed):
+        await closed.wait()
+        return current_scope(), owner_of(torch.ones(1))
 
-    def test_a_task_that_outlives_its_scope_makes_free_tensors(self):
-        async def late(closed):
-            await closed.wait()
-            made = torch.ones(1)
-            assert current_scope() is None
-            return made
+    async def main():
+        closed, outside = asyncio.Event(), asyncio.create_task(bystander())
+        with NewDisposeScope() as outer:
+            results = await asyncio.gather(*[work(n) for n in range(5)])
+            assert all(owner_of(result) is outer for result in results)
+            assert [result.item() for result in results] == [1, 2, 3, 4, 5]
+            assert await outside is None
+            outlives = asyncio.create_task(late(closed))
+            assert await asyncio.to_thread(lambda: owner_of(torch.ones(1))) is None
+        closed.set()
+        assert await outlives == (None, None)
 
-        async def main():
-            closed = asyncio.Event()
-            with NewDisposeScope():
-                task = asyncio.create_task(late(closed))
-                await asyncio.sleep(0)
-            closed.set()
-            return await task
+    asyncio.run(main())
+    assert current_scope() is None
+    assert torch._C._len_torch_function_stack() == 0
 
-        assert asyncio.run(main()).item() == 1
 
-    def test_a_cancelled_task_closes_its_scope(self):
-        held = []
-
-        @scoped
-        async def work():
+def test_a_cancelled_task_closes_its_scope_also_of_an_object_with_an_async_call():
+    class Service:
+        async def __call__(self):
             held.append(torch.ones(1))
             await asyncio.sleep(60)
 
-        async def main():
-            task = asyncio.create_task(work())
-            await asyncio.sleep(0)
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
+    async def main():
+        task = asyncio.create_task(scoped(Service())())
+        await asyncio.sleep(0)
+        assert owner_of(held[0]) is not None
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
 
-        asyncio.run(main())
-        assert is_disposed(held[0])
+    held = []
+    asyncio.run(main())
+    assert is_disposed(held[0])
 
-    @pytest.mark.parametrize("end", ["close", "send"])
-    def test_ending_on_another_thread_is_refused(self, end):
-        held, errors = [], []
 
-        class Pause:
-            def __await__(self):
-                yield
+def test_ending_on_another_thread_is_refused():
+    held, errors = [], []
 
-        @scoped
-        async def work():
-            held.append(torch.ones(1))
-            await Pause()
+    class Pause:
+        def __await__(self):
+            yield
 
-        def finish():
-            try:
-                coroutine.close() if end == "close" else coroutine.send(None)
-            except ScopeUsageError as error:
-                errors.append(str(error))
+    @scoped
+    async def work():
+        held.append(torch.ones(1))
+        await Pause()
 
-        coroutine = work()
-        coroutine.send(None)
-        scope = owner_of(held[0])
-        thread = threading.Thread(target=finish, name="other")
-        thread.start()
-        thread.join()
-        assert "from thread 'other'" in errors[0]
-        assert scope.is_open
-        assert not is_disposed(held[0])
+    def finish():
+        try:
+            coroutine.send(None)
+        except ScopeUsageError as error:
+            errors.append(str(error))
+
+    coroutine = work()
+    coroutine.send(None)
+    scope = owner_of(held[0])
+    thread = threading.Thread(target=finish, name="other")
+    thread.start()
+    thread.join()
+    assert "from thread 'other'" in errors[0]
+    assert scope.is_open
+    assert not is_disposed(held[0])
+    scope.close()
+    assert is_disposed(held[0])
+
+
+# --- in none
+
+
+def test_what_is_made_in_persist_belongs_to_no_scope():
+    with NewDisposeScope() as scope:
+        with persist():
+            kept = torch.ones(1)
+            assert current_scope() is None
+            with NewDisposeScope() as inner:
+                assert inner.outer is None
+                moved = inner.move_to_outer(torch.ones(1))
+                temporary = torch.ones(1)
+            assert owner_of(moved) is None
+            with persist():
+                pass
+            assert current_scope() is None
+        with pytest.raises(ValueError, match="mine"), persist():
+            raise ValueError("mine")
+        assert current_scope() is scope
+        made = torch.ones(1)
+    assert [is_disposed(t) for t in (kept, moved, temporary, made)] == [False, False, True, True]
+
+
+def test_persist_decorates_a_function_that_fills_a_cache_and_recurses():
+    cache = {}
+
+    @persist()
+    def cached(n):
+        if n not in cache:
+            cache[n] = torch.full((1,), float(n)) + (cached(n - 1) if n else 0)
+        return cache[n]
+
+    with NewDisposeScope():
+        total = cached(3) + 0
+    assert is_disposed(total)
+    assert cache[3].item() == 6
+    with pytest.raises(ScopeUsageError, match=r"takes no argument and got <function .*Write @per"):
+        persist(cached)
+
+
+def test_persist_does_not_return_to_a_scope_that_closed_meanwhile():
+    scope = NewDisposeScope().__enter__()
+    with persist():
         scope.close()
-        assert is_disposed(held[0])
-
-    def test_to_thread_sees_no_scope(self):
-        def work():
-            return current_scope(), owner_of(torch.ones(1))
-
-        async def main():
-            with NewDisposeScope():
-                return await asyncio.to_thread(work)
-
-        assert asyncio.run(main()) == (None, None)
-
-    def test_an_object_with_an_async_call_is_scoped_while_it_runs(self):
-        assert asyncio.run(scoped(Service())(torch.ones(1))).item() == 2
+    assert current_scope() is None
+    assert not is_disposed(torch.ones(1))
