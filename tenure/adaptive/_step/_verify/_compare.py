@@ -269,6 +269,7 @@ class Mismatch(NamedTuple):
     text: str
     whole: float
     split: float
+    error: float
 
 
 def mismatch(what: str, whole: float, split: float, error: float, sizes: Sequence[int]) -> Mismatch:
@@ -289,6 +290,7 @@ def mismatch(what: str, whole: float, split: float, error: float, sizes: Sequenc
         f"({off} off)",
         whole,
         split,
+        error,
     )
 
 
@@ -359,8 +361,15 @@ class Comparison:
             )
         )
 
+    def _forget_rounding(self) -> None:
+        """Forget a difference if it may be rounding, and memory ran out as that was asked."""
+        # a larger one stays: samples that happen to agree do not explain it
+        if self.mismatch is not None and self.mismatch.error <= _LOSSES[2]:
+            self.mismatch = None
+
     def _compare_parts(self, indices: list[int], sizes: Iterable[int]) -> bool:
-        self.mismatch, step, n = None, self.step, len(indices)
+        self._forget_rounding()
+        step, n = self.step, len(indices)
         try:
             whole = step.observe(indices, n, looks=True)
             for size in sizes:
@@ -395,7 +404,8 @@ class Comparison:
         return bool(could or self.mismatch is not None)
 
     def _compare_losses(self, outcome: StepOutcome, n: int) -> bool:
-        self.mismatch, step = None, self.step
+        self._forget_rounding()
+        step = self.step
         indices = None if n == step.n_samples else range(n)
         again = functools.partial(step.observe, indices, n, learns=False)
         whole, split = again(), SampledRun.of(outcome)
