@@ -11,7 +11,6 @@ import numpy
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from tenure.adaptive import LazyTensor, lazy
 
@@ -22,10 +21,7 @@ A = torch.tensor([[0.3, -1.2, 2.0], [0.7, 0.1, 0.9]], dtype=torch.float64)
 B = torch.tensor([[1.5, 0.4, -0.6], [2.5, 3.0, 0.2]], dtype=torch.float64)
 
 _BINARY = "add sub mul truediv pow mod eq ne lt le gt ge floordiv matmul"
-_METHODS = """
-    abs frac exp exp2 log log2 log10 log1p sigmoid sin cos tan asin acos atan sinh cosh tanh asinh
-    acosh atanh neg positive min max t mean sum std flatten
-"""
+_METHODS = "abs exp log sigmoid atanh neg min max t mean sum std flatten"
 
 
 def _same(found, expected):
@@ -39,14 +35,9 @@ def test_operators_of_recorded_and_plain_tensors_in_any_mix(name):
     apply, b = getattr(operator, name), B.T if name == "matmul" else B
     for left, right in ((lazy(A), lazy(b)), (lazy(A), b), (A, lazy(b))):
         _same(apply(left, right), apply(A, b))
-
-
-@pytest.mark.parametrize("name", ["add", "sub", "mul", "truediv", "pow", "floordiv", "mod"])
-def test_operators_with_numbers_of_python(name):
-    apply = getattr(operator, name)
-    _same(apply(lazy(B), 2), apply(B, 2))
-    _same(apply(2.5, lazy(B)), apply(2.5, B))
-    assert 3.0 in lazy(B)
+    if name in ("add", "sub", "mul", "truediv", "pow", "floordiv", "mod"):
+        _same(apply(lazy(B), 2), apply(B, 2))
+        _same(apply(2.5, lazy(B)), apply(2.5, B))
 
 
 @pytest.mark.parametrize("name", _METHODS.split())
@@ -56,24 +47,10 @@ def test_functions_and_methods(name):
 
 
 SHAPES = {
-    "permute": lambda x: x.permute(2, 0, 1),
     "transpose": lambda x: x.transpose(1, 2),
-    "select": lambda x: x.select(1, 0),
-    "index_select": lambda x: x.index_select(1, torch.tensor([0, 2])),
-    "reshape": lambda x: x.reshape(4, -1),
     "view by size": lambda x: x.view(x.size(0) * 3, 2),
-    "sum(-1)": lambda x: x.sum(-1),
-    "min along": lambda x: x.min(1, keepdim=True).values,
-    "pad": lambda x: F.pad(x, (1, 1), mode="reflect"),
-    "stack": lambda x: torch.stack([x, x]),
-    "cat": lambda x: torch.cat([x, x], 1),
     "split": lambda x: x.split(2, 1)[1],
-    "einsum": lambda x: torch.einsum("bij,bkj->bik", x, x),
-    "log_softmax": lambda x: F.log_softmax(x, -1),
-    "sdpa": lambda x: F.scaled_dot_product_attention(x, x, x),
     "bfloat16": lambda x: x.bfloat16() + 1,
-    "complex": lambda x: torch.fft.rfft(x).abs(),
-    "not": lambda x: ~(x > 0),
     "len": lambda x: x * len(x),
 }
 
@@ -94,8 +71,7 @@ def test_other_things_come_back_as_they_are():
     assert isinstance(made[0]["x"], LazyTensor)
     assert isinstance(made[1]["x"][0], LazyTensor)
     assert made[1]["y"] == []
-    again = lazy(lazy(A), batch=0)
-    assert again.shape == (2, 3)
+    assert lazy(lazy(A), batch=0).shape == (2, 3)
 
 
 @pytest.mark.parametrize("dim", [-1, numpy.int64(1)])
@@ -110,38 +86,23 @@ def test_the_batch_may_stand_in_any_dimension(dim):
 
 
 LAYERS = {
-    "Linear": (nn.Linear(6, 3), (4, 6)),
-    "BatchNorm1d": (nn.BatchNorm1d(6), (4, 6)),
     "BatchNorm2d": (nn.BatchNorm2d(3), (4, 3, 6, 6)),
-    "LayerNorm": (nn.LayerNorm(6), (4, 6)),
-    "ReLU": (nn.ReLU(), (4, 6)),
-    "LeakyReLU": (nn.LeakyReLU(), (4, 6)),
-    "Softmax": (nn.Softmax(-1), (4, 6)),
-    "Conv1d": (nn.Conv1d(3, 4, 3, padding="same"), (4, 3, 8)),
     "Conv2d": (nn.Conv2d(4, 4, 3, groups=2), (4, 4, 8, 8)),
-    "Conv3d": (nn.Conv3d(3, 4, 3), (2, 3, 5, 5, 5)),
-    "ConvTranspose2d": (nn.ConvTranspose2d(3, 4, 3), (4, 3, 5, 5)),
-    "MaxPool2d": (nn.MaxPool2d(2), (4, 3, 6, 6)),
-    "AvgPool2d": (nn.AvgPool2d(2), (4, 3, 6, 6)),
-    "MultiheadAttention": (nn.TransformerEncoderLayer(8, 2, 16, 0.0), (5, 4, 8)),
+    "attention": (nn.TransformerEncoderLayer(8, 2, 16, 0.0), (5, 4, 8)),
     "GRU": (nn.GRU(6, 5), (3, 4, 6)),
+    "Embedding": (nn.Embedding(9, 4), (4, 3)),
 }
 
 
 @pytest.mark.parametrize(("layer", "shape"), LAYERS.values(), ids=LAYERS)
 def test_layers(layer, shape):
     layer = layer.double()
-    x = torch.randn(shape, dtype=torch.float64)
+    is_embedding = isinstance(layer, nn.Embedding)
+    x = torch.randint(9, shape) if is_embedding else torch.randn(shape, dtype=torch.float64)
     expected, found = layer(x), layer(lazy(x))
-    for mine, theirs in zip((found,) if isinstance(found, LazyTensor) else found,
-                            (expected,) if isinstance(expected, torch.Tensor) else expected,
-                            strict=True):  # fmt: skip
+    pairs = zip(found, expected, strict=True) if isinstance(found, tuple) else [(found, expected)]
+    for mine, theirs in pairs:
         _same(mine, theirs)
-
-
-def test_embedding():
-    layer, x = nn.Embedding(9, 4), torch.randint(0, 9, (4, 3))
-    _same(layer(lazy(x)), layer(x))
 
 
 def test_the_models_of_its_tutorial():
@@ -150,12 +111,12 @@ def test_the_models_of_its_tutorial():
     layers = nn.Flatten(), nn.Linear(784, 48), nn.ReLU(), nn.Linear(48, 10)
     model = nn.Sequential(*layers).double()
     x, y = torch.randn(9, 28, 28, dtype=torch.float64), torch.randint(0, 10, (9,))
+
+    def program(wrap):
+        loss = nn.CrossEntropyLoss()(model(wrap(x)), wrap(y))
+        loss.backward()
+        return loss.item()
+
     for room in (8, 4, 2):
-
-        def program(wrap):
-            loss = nn.CrossEntropyLoss()(model(wrap(x)), wrap(y))
-            loss.backward()
-            return loss.item()
-
         expected, found = assert_same_gradients(model, program, room)
         assert math.isclose(expected, found, rel_tol=1e-12)

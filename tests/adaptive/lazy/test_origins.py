@@ -7,7 +7,7 @@ from torch._subclasses import FakeTensor
 
 from tenure.adaptive import AdaptiveUsageError, lazy
 
-from .programs import WIDE, RoomFor, assert_same_gradients, batch, gradients, mlp, plain
+from .programs import WIDE, RoomFor, assert_same_gradients, batch, gradients, mlp
 
 pytestmark = pytest.mark.usefixtures("forgetful")
 BOTH = pytest.mark.parametrize("room", [None, 3])
@@ -45,32 +45,16 @@ def _twice_by_one(model, x, y):
     second.backward()
 
 
-def _by_view(model, x, y):
-    _, positions, scale = model.beside()
-    out = model.inner(x * positions[0]) + positions[:1] + positions.sum() * scale
-    out.square().mean().backward()
-
-
-def _retained(model, x, y):
-    loss = model(x).square().mean()
-    loss.backward(retain_graph=True)
-    loss.backward()
-
-
 def _read_first(model, x, y):
     loss = model(x).square().mean()
     assert loss.item() > 0
+    loss.backward(retain_graph=True)
     loss.backward()
 
 
 def _and_what_is_plain(model, x, y):
     loss = model(x).square().mean()
     (loss + model.scale.square().sum().exp()).backward()
-
-
-def _in_two_losses(model, x, y):
-    beside = model.beside()
-    (model(x, beside).square().mean() + 3 * model(x * 2, beside).sum()).backward()
 
 
 def _contrast(model, x, y):
@@ -85,25 +69,13 @@ def _written(model, x, y):
     model.inner(x).square().mean().backward()
 
 
-def _of_data(model, x, y):
-    scale = model.scale.exp()
-    out = model.inner(x)
-    # its shape depends on data: it runs when it is written
-    (out * scale[(x[:, :1] > 9).sum() : 4]).square().mean().backward()
-
-
 PROGRAMS = {
-    "mean": lambda model, x, y: model(x).square().mean().backward(),
     "labels": lambda model, x, y: nn.functional.cross_entropy(model(x), y).backward(),
-    "two losses, one by one": _twice_by_one,
-    "two losses": _in_two_losses,
-    "view": _by_view,
-    "retain_graph": _retained,
+    "two losses": _twice_by_one,
     "read first": _read_first,
     "plain term": _and_what_is_plain,
     "contrast": _contrast,
     "written": _written,
-    "data": _of_data,
 }
 
 
@@ -133,7 +105,6 @@ def _piled(model, x, y):
 def test_what_is_piled_up_in_a_plain_tensor_gets_its_gradients_or_is_refused():
     model, (x, y) = Vision(), batch()
     assert_same_gradients(model, lambda wrap: _piled(model, *wrap(x, y)))
-    model.zero_grad()
     with (
         RoomFor(3),
         pytest.raises(AdaptiveUsageError, match=r"index_add_\(\) writes what has a"),
@@ -178,7 +149,7 @@ def test_a_retry_runs_such_a_graph_once():
 
 
 class _Fails(torch.autograd.Function):
-    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+    error = ValueError
 
     @staticmethod
     def forward(ctx, x):
@@ -186,14 +157,14 @@ class _Fails(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        raise _Fails.error
+        raise _Fails.error("out of memory")
 
 
 @BOTH
-@pytest.mark.parametrize("kind", [torch.OutOfMemoryError, ValueError, KeyboardInterrupt])
+@pytest.mark.parametrize("kind", [torch.OutOfMemoryError, KeyboardInterrupt])
 def test_where_such_a_graph_fails_no_gradient_is_delivered(room, kind, monkeypatch):
     model, (x, _) = Vision(), batch()
-    monkeypatch.setattr(_Fails, "error", kind("CUDA out of memory. Tried to allocate 2.00 GiB"))
+    monkeypatch.setattr(_Fails, "error", kind)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     before = {name: p.grad for name, p in model.named_parameters()}
@@ -225,20 +196,3 @@ def test_hooks_see_whole_gradients_once(room):
     assert len(seen) == 10
     for found in seen[5:]:
         assert any(found.shape == each.shape and torch.allclose(found, each) for each in seen[:5])
-
-
-def test_a_batch_that_was_computed_keeps_no_gradient_and_says_so():
-    x, _ = batch()
-    with pytest.raises(AdaptiveUsageError, match=r"retain_grad\(\) of a tensor of lazy\(\)"):
-        lazy(nn.Linear(4, 4).double()(x)).retain_grad()
-
-
-def test_a_graph_of_before_that_is_used_up_says_so():
-    model, (x, _) = mlp(n_out=4), batch()
-    scale = nn.Parameter(torch.randn(4, dtype=torch.float64))
-    factor = scale.exp()
-    for wrap in (plain, lazy):
-        factor.sum().backward() if wrap is plain else None
-        with pytest.raises(RuntimeError, match="a second time"):
-            (model(wrap(x)) * factor).sum().backward()
-    assert gradients(model) == {} or all(g.isfinite().all() for g in gradients(model).values())
