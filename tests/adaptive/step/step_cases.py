@@ -11,7 +11,6 @@ from torch import nn
 from torch.nn import functional as F
 
 N_CLASSES = 5
-CLASS_WEIGHTS = torch.tensor([0.2, 1.0, 3.0, 0.5, 2.0], dtype=torch.float64)
 IGNORED = -100
 
 
@@ -38,19 +37,8 @@ def ce_sum(o, y):
     return F.cross_entropy(o, y, ignore_index=IGNORED, reduction="sum")
 
 
-def weighted_ce(o, y, reduction="mean"):
-    return F.cross_entropy(
-        o, y, CLASS_WEIGHTS, ignore_index=IGNORED, label_smoothing=0.1, reduction=reduction
-    )
-
-
 def n_valid(batch):
     return (batch["y"] != IGNORED).sum()
-
-
-def class_weight_sum(batch):
-    y = batch["y"]
-    return CLASS_WEIGHTS[y[y != IGNORED]].sum()
 
 
 def contrastive(o):
@@ -70,9 +58,7 @@ LOSSES = {
     "mean": LossCase(lambda o, y: o.square().mean(), lambda o, y: o.square().mean()),
     "sum": LossCase(lambda o, y: o.exp().sum(), lambda o, y: o.exp().sum(), {"loss": "sum"}),
     "ignored labels": LossCase(ce, ce, {"weight": n_valid}),
-    "class weights": LossCase(weighted_ce, weighted_ce, {"weight": class_weight_sum}),
     "sum and count": LossCase(ce, lambda o, y: (ce_sum(o, y), (y != IGNORED).sum())),
-    "sum and a float count": LossCase(ce, lambda o, y: (ce_sum(o, y), float((y != IGNORED).sum()))),
     "terms with one weight": LossCase(
         lambda o, y: o.square().mean() + 0.3 * o.abs().mean(),
         lambda o, y: {"square": o.square().mean(), "abs": 0.3 * o.abs().mean()},
@@ -86,9 +72,6 @@ LOSSES = {
         lambda o, y: o.square().sum(),
         {"loss": "sum", "then": torch.log},
     ),
-    "root of a mean": LossCase(
-        lambda o, y: o.square().mean().sqrt(), lambda o, y: o.square().mean(), {"then": torch.sqrt}
-    ),
     "perplexity": LossCase(
         lambda o, y: ce(o, y).exp(),
         lambda o, y: (ce_sum(o, y), (y != IGNORED).sum()),
@@ -100,12 +83,6 @@ LOSSES = {
         {"then": lambda terms: terms["ce"] / (1 + terms["size"])},
     ),
     "contrastive": LossCase(lambda o, y: contrastive(o), lambda o, y: o, {"loss": contrastive}),
-    "variance over the batch": LossCase(
-        lambda o, y: o.var(0).sum(), lambda o, y: o, {"loss": lambda o: o.var(0).sum()}
-    ),
-    "log-sum-exp over the batch": LossCase(
-        lambda o, y: o.logsumexp(0).sum(), lambda o, y: o, {"loss": lambda o: o.logsumexp(0).sum()}
-    ),
     "outputs, some without gradient, some unused": LossCase(
         lambda o, y: F.mse_loss(o, (y % 5).double()[:, None].expand_as(o)) + o.std(),
         lambda o, y: (o, (y % 5).double()[:, None].expand_as(o), o * 2),
@@ -134,10 +111,6 @@ class MeanOf(nn.Module):
         return self.head(out.mean(1))
 
 
-def _linear():
-    return nn.Linear(6, N_CLASSES)
-
-
 def _mlp():
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.LayerNorm(8), nn.Linear(8, N_CLASSES))
 
@@ -155,10 +128,6 @@ def _transformer():
     return MeanOf(encoder, 8, nn.Embedding(11, 8))
 
 
-def _lstm():
-    return MeanOf(nn.LSTM(8, 8, batch_first=True), 8, nn.Embedding(11, 8))
-
-
 def _sparse():
     return MeanOf(nn.Identity(), 8, nn.Embedding(11, 8, sparse=True))
 
@@ -172,11 +141,9 @@ def tokens(n):
 
 
 MODELS = {
-    "linear": (_linear, vectors),
     "MLP": (_mlp, vectors),
     "frozen BatchNorm": (_frozen_bn, vectors),
     "transformer": (_transformer, tokens),
-    "LSTM": (_lstm, tokens),
     "sparse embedding": (_sparse, tokens),
 }
 

@@ -3,8 +3,6 @@
 On a group of one rank, where everything is real but the others.
 """
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,7 +14,6 @@ from torch.nn.parallel import DistributedDataParallel as Replicated
 
 from tenure.adaptive import AdaptiveUsageError, check_split, memory_budget, plan, step
 
-from ..ranks.launch import run_ranks
 from .step_cases import contrastive, gradients, samples, small_net, worst_error
 
 
@@ -53,8 +50,12 @@ class Failing(nn.Module):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB")
 
 
-def plain_gradients(net, loss_of):
-    loss_of(net).backward()
+def squares(run):
+    return lambda b: run(b).square().mean()
+
+
+def plain_gradients(net, loss):
+    loss.backward()
     found = gradients(net)
     net.zero_grad()
     return found
@@ -65,24 +66,25 @@ KINDS = {
     "views of buckets": {"gradient_as_bucket_view": True},
     "unused parameters": {"find_unused_parameters": True},
 }
+TWO_PASSES = {"loss": contrastive}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("options", [{}, {"loss": contrastive}], ids=["one pass", "two passes"])
-@pytest.mark.parametrize("where", ["forward", "backward"])
-def test_a_failure_leaves_the_exchange_whole(kind, options, where):
+@pytest.mark.parametrize(
+    ("kind", "where", "options"),
+    [
+        *[(kind, "backward", {}) for kind in KINDS],
+        ("plain", "forward", {}),
+        ("views of buckets", "forward", TWO_PASSES),
+        ("unused parameters", "backward", TWO_PASSES),
+    ],
+)
+def test_a_failure_leaves_the_exchange_whole(kind, where, options):
     torch.manual_seed(0)
     net, x = Failing(where=where).double(), samples(9)
-
-    def fn(b):
-        out = module(b)
-        return out if options else out.square().mean()
-
-    def whole_loss(run):
-        return contrastive(run(x)) if options else run(x).square().mean()
-
-    wanted = plain_gradients(net, whole_loss)
+    whole = (lambda run: contrastive(run(x))) if options else lambda run: squares(run)(x)
+    wanted = plain_gradients(net, whole(net))
     module = Replicated(net, **KINDS[kind])
+    fn = module if options else squares(module)
     # fails in the very first backward pass, later with another size, and then fits
     for most, n_attempts in ((4, 2), (2, 2), (2, 1), (100, 1)):
         net.most = most
@@ -93,7 +95,7 @@ def test_a_failure_leaves_the_exchange_whole(kind, options, where):
         assert worst_error(gradients(net), wanted) < 1e-10
     # and a plain step after it
     net.zero_grad()
-    whole_loss(module).backward()
+    whole(module).backward()
     assert worst_error(gradients(net), wanted) < 1e-10
 
 
@@ -101,57 +103,47 @@ def test_a_failure_leaves_the_exchange_whole(kind, options, where):
 @pytest.mark.parametrize("maximum", [4, 9])
 def test_gradients_are_accumulated(kind, maximum):
     net, x = small_net(), samples(9)
-    wanted = plain_gradients(net, lambda n: n(x).square().mean())
+    wanted = plain_gradients(net, squares(net)(x))
     module = Replicated(net, **KINDS[kind])
     # buckets are built anew in the second step: gradients stand in those from then on
     for _ in range(3):
         net.zero_grad()
-        module(x).square().mean().backward()
-    step(lambda b: module(b).square().mean(), x, maximum=maximum)
-    got = gradients(net)
-    assert worst_error(got, {name: 2 * grad for name, grad in wanted.items()}) < 1e-10
+        squares(module)(x).backward()
+    step(squares(module), x, maximum=maximum)
+    assert worst_error(gradients(net), {name: 2 * g for name, g in wanted.items()}) < 1e-10
 
 
 def test_a_block_of_no_sync_around_the_step_holds():
     net, x = small_net(), samples(9)
-    wanted = plain_gradients(net, lambda n: n(x).square().mean())
+    wanted = plain_gradients(net, squares(net)(x))
     module = Replicated(net)
     with module.no_sync():
-        step(lambda b: module(b).square().mean(), x, maximum=4)
+        step(squares(module), x, maximum=4)
         assert not module.require_backward_grad_sync
     assert module.require_backward_grad_sync
     assert worst_error(gradients(net), wanted) < 1e-10
 
 
 def test_a_module_that_is_seen_only_when_it_runs_is_kept_apart_from_its_first_line_on():
-    net, x = small_net(), samples(9)
-    hidden = {"module": Replicated(net)}
-    wanted = plain_gradients(net, lambda n: n(x).square().mean())
-
-    def fn(b):
-        return globals()["_HIDDEN"]["module"](b).square().mean()
-
-    globals()["_HIDDEN"], exchanges = hidden, []
-    net.register_forward_pre_hook(
-        lambda *_: exchanges.append(hidden["module"].require_backward_grad_sync)
-    )
-    step(fn, x, maximum=4)
+    net, x, exchanges = small_net(), samples(9), []
+    wanted = plain_gradients(net, squares(net)(x))
+    globals()["_HIDDEN"] = module = Replicated(net)
+    net.register_forward_pre_hook(lambda *_: exchanges.append(module.require_backward_grad_sync))
+    step(lambda b: globals()["_HIDDEN"](b).square().mean(), x, maximum=4)
     assert set(exchanges) == {False}
-    assert hidden["module"].require_backward_grad_sync
+    assert module.require_backward_grad_sync
     assert worst_error(gradients(net), wanted) < 1e-10
 
 
-@pytest.mark.slow
 def test_predictions_of_a_replica_are_those_of_its_module():
     net, x = small_net(), samples(64)
-    wanted = plain_gradients(net, lambda n: n(x).square().mean())
+    wanted = plain_gradients(net, squares(net)(x))
     module = Replicated(net)
 
     def fn(b):
         assert dist.is_initialized()
         return module(b).square().mean()
 
-    assert plan(fn, x, "1MiB").micro_batch == 64
     assert plan(fn, x, "11KiB").micro_batch < 64
     with memory_budget("11KiB"):
         result = step(fn, x, predict=True)
@@ -160,38 +152,15 @@ def test_predictions_of_a_replica_are_those_of_its_module():
     assert worst_error(gradients(net), wanted) < 1e-10
 
 
-def accumulate_on(rank):
-    """On one rank of two: gradients that wait for an exchange are in the next one."""
-    for options in ({}, {"gradient_as_bucket_view": True}):
-        net = small_net()
-        module = Replicated(net, **options)
-        torch.manual_seed(rank)
-        parts = [samples(5) for _ in range(6)]
-
-        def plain(b, module=module):
-            module(b).square().mean().backward()
-
-        def ours(b, module=module):
-            step(lambda b: module(b).square().mean(), b)
-
-        found = []
-        for run in (plain, ours):
-            net.zero_grad()
-            for part in parts:
-                # exchanged once in the middle, and what was is exchanged again
-                with module.no_sync() if part is not parts[2] else nullcontext():
-                    run(part)
-            run(parts[-1])
-            found.append(gradients(net))
-        assert worst_error(found[1], found[0]) < 1e-10
-        everywhere = [torch.empty_like(net[0].weight) for _ in range(2)]
-        dist.all_gather(everywhere, net[0].weight.grad)
-        assert torch.equal(*everywhere)
-
-
-@pytest.mark.slow
-def test_two_ranks_exchange_what_was_accumulated_without_exchange():
-    run_ranks(accumulate_on, 2)
+@pytest.mark.parametrize("special", ["static_graph=True", "a comm hook"])
+def test_a_replica_that_acts_in_each_pass_is_refused_on_one_rank_too(special):
+    net, x = small_net(), samples()
+    module = Replicated(net, static_graph=special == "static_graph=True")
+    if special == "a comm hook":
+        module.register_comm_hook(None, allreduce_hook)
+    with pytest.raises(AdaptiveUsageError, match=f"with {special}, which acts while the module"):
+        step(squares(module), x)
+    assert not gradients(net)
 
 
 # --- modules that are sharded
@@ -208,29 +177,21 @@ def whole_gradients(net):
     return {n: p.grad.full_tensor().clone() for n, p in net.named_parameters()}
 
 
-SHARDED = {
-    "plain": {},
-    "reduced in another type": {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32)},
-    "kept whole": {"reshard_after_forward": False},
-}
-
-
-@pytest.mark.parametrize("kind", SHARDED)
-@pytest.mark.parametrize("options", [{}, {"loss": contrastive}], ids=["one pass", "two passes"])
-def test_a_sharded_module_gives_the_gradients_of_the_whole_batch(kind, options):
+@pytest.mark.parametrize(
+    ("kind", "options", "rtol"),
+    [
+        ({}, {}, 1e-10),
+        ({"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32)}, {}, 1e-6),
+        ({"reshard_after_forward": False}, TWO_PASSES, 1e-10),
+    ],
+)
+def test_a_sharded_module_gives_the_gradients_of_the_whole_batch(kind, options, rtol):
     net, x = small_net(), samples(9)
-
-    def whole_loss(run):
-        return contrastive(run(x)) if options else run(x).square().mean()
-
-    def fn(b):
-        out = net(b)
-        return out if options else out.square().mean()
-
-    wanted = plain_gradients(net, whole_loss)
-    sharded(net, **SHARDED[kind])
-    rtol = 1e-6 if "type" in kind else 1e-10
-    for maximum in (4, 2, 9):
+    whole = (lambda run: contrastive(run(x))) if options else lambda run: squares(run)(x)
+    wanted = plain_gradients(net, whole(net))
+    sharded(net, **kind)
+    fn = net if options else squares(net)
+    for maximum in (4, 9):
         net.zero_grad()
         for times in (1, 2):
             result = step(fn, x, maximum=maximum, **options)
@@ -238,56 +199,43 @@ def test_a_sharded_module_gives_the_gradients_of_the_whole_batch(kind, options):
             twice = {name: times * grad for name, grad in wanted.items()}
             assert worst_error(whole_gradients(net), twice) < rtol
     net.zero_grad()
-    whole_loss(net).backward()
+    whole(net).backward()
     assert worst_error(whole_gradients(net), wanted) < rtol
 
 
-def test_check_split_of_a_sharded_module_is_refused():
-    net, x = sharded(small_net()), samples()
-    with pytest.raises(AdaptiveUsageError, match=r"Call check_split\(\) before fully_shard\(\)"):
-        check_split(lambda b: net(b).square().mean(), x)
+def _waiting(net):
+    sharded(net).set_requires_gradient_sync(False)
+    net(samples()).mean().backward()
+    net.set_requires_gradient_sync(True)
+    return net
 
 
-@pytest.mark.parametrize("maximum", [None, 4], ids=["whole", "split"])
-def test_a_sharded_module_that_no_search_finds_is_refused_on_one_rank_too(maximum):
-    globals()["_HIDDEN"] = net = sharded(small_net())
-    with pytest.raises(AdaptiveUsageError, match=r"a sharded module, .* that it has not found"):
-        step(lambda b: globals()["_HIDDEN"](b).square().mean(), samples(), maximum=maximum)
-    assert all(parameter.grad is None for parameter in net.parameters())
+def _failing(net):
+    failing = sharded(Failing(where="backward").double())
+    failing.most = 4
+    return failing
 
 
-def test_a_sharded_module_that_ran_out_of_memory_is_not_tried_again():
-    net, x = sharded(Failing(where="backward").double()), samples()
-    net.most = 4
-    with pytest.raises(AdaptiveUsageError, match=r"ran out of memory in a module of fully_shard"):
-        step(lambda b: net(b).square().mean(), x)
+REFUSED = {
+    r"Call check_split\(\) before fully_shard\(\)": (sharded, {"ask": check_split}),
+    r"a sharded module, .* that it has not found": (sharded, {"hidden": True}),
+    r"a sharded module, .* that it has not": (sharded, {"hidden": True, "maximum": 4}),
+    r"ran out of memory in a module of fully_shard": (_failing, {}),
+    "gradients that a backward pass without exchange has left": (_waiting, {}),
+    "a module of FullyShardedDataParallel": (
+        lambda net: FullyShardedDataParallel(net, device_id=torch.device("cpu")),
+        {"maximum": 4},
+    ),
+}
 
 
 @pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`")
-def test_a_module_of_the_first_fsdp_is_refused_where_the_batch_is_split():
-    net, x = FullyShardedDataParallel(small_net(), device_id=torch.device("cpu")), samples()
-    with pytest.raises(AdaptiveUsageError, match="a module of FullyShardedDataParallel"):
-        step(lambda b: net(b).square().mean(), x, maximum=4)
-
-
-@pytest.mark.parametrize("special", ["static_graph=True", "a comm hook"])
-def test_a_replica_that_acts_in_each_pass_is_refused_on_one_rank_too(special):
-    net, x = small_net(), samples()
-    module = Replicated(net, static_graph=special == "static_graph=True")
-    if special == "a comm hook":
-        module.register_comm_hook(None, allreduce_hook)
-    with pytest.raises(AdaptiveUsageError, match=f"with {special}, which acts while the module"):
-        step(lambda b: module(b).square().mean(), x)
-    assert not gradients(net)
-
-
-def test_gradients_of_a_sharded_module_that_wait_for_an_exchange_are_refused():
-    net, x = small_net(), samples(9)
-    sharded(net)
-    net.set_requires_gradient_sync(False)
-    net(x).square().mean().backward()
-    net.set_requires_gradient_sync(True)
-    with pytest.raises(
-        AdaptiveUsageError, match="gradients that a backward pass without exchange has left"
-    ):
-        step(lambda b: net(b).square().mean(), x)
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_a_sharded_module_does_not_allow_is_refused(message):
+    make, given = REFUSED[message]
+    options = dict(given)
+    ask, is_hidden = options.pop("ask", step), options.pop("hidden", False)
+    globals()["_HIDDEN"] = module = make(small_net())
+    fn = (lambda b: globals()["_HIDDEN"](b).mean()) if is_hidden else squares(module)
+    with pytest.raises(AdaptiveUsageError, match=message):
+        ask(fn, samples(), **options)

@@ -1,59 +1,107 @@
-"""What a step has to find to be exact: modules of one name, generators, unversioned buffers."""
+"""What a step has to find to be exact, and takes back: generators, caches, writes of parameters."""
 
-from collections.abc import MutableMapping
+import functools
+import random
+import sys
+from types import ModuleType
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from tenure.adaptive import AdaptiveUsageError, BatchCoupledError, step
+from tenure.adaptive import (
+    AdaptiveUsageError,
+    NoBatchsizeCache,
+    check_split,
+    find_batch_size,
+    memory_budget,
+    predict_peak,
+    step,
+)
 from tests.programs import run_program
 
-from .step_cases import OwnBatchNorm
+# --- generators of the user's own
+
+KINDS = {
+    "numpy": lambda: np.random.default_rng(0),
+    "numpy of before": lambda: np.random.RandomState(0),
+    "python": lambda: random.Random(0),
+    "torch": lambda: torch.Generator().manual_seed(0),
+}
+generator = None
 
 
-class Wrapper:
-    def __init__(self, net):
-        self.net = net
-
-    def __call__(self, x):
-        return self.net(x)
-
-
-def batch(n=8):
-    torch.manual_seed(1)
-    return torch.randn(n, 4, dtype=torch.float64)
+def _draw(n):
+    if isinstance(generator, torch.Generator):
+        return torch.rand(n, generator=generator, dtype=torch.float64)
+    if isinstance(generator, random.Random):
+        return torch.tensor([generator.random() for _ in range(n)], dtype=torch.float64)
+    is_old = isinstance(generator, np.random.RandomState)
+    return torch.from_numpy(generator.random_sample(n) if is_old else generator.random(n))
 
 
-@pytest.mark.parametrize("is_first", [True, False])
-def test_of_two_modules_of_one_name_neither_is_overlooked(is_first):
-    coupled = Wrapper(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).double())
-    plain = Wrapper(nn.Linear(4, 4).double())
-    p, q = (coupled, plain) if is_first else (plain, coupled)
-    with pytest.raises(BatchCoupledError, match="BatchNorm1d"):
-        step(lambda x: p(x).mean() + q(x).mean(), batch(), maximum=4)
+class Encoder(nn.Module):
+    """Masks at random, by a generator that only its file names."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 4).double()
+
+    def forward(self, x):
+        return self.linear(x * _draw(len(x))[:, None])
 
 
-def test_a_buffer_that_is_written_without_a_version_couples_the_batch():
-    own = OwnBatchNorm().double()
-    with pytest.raises(BatchCoupledError, match=r"updates its buffer 'mean'"):
-        step(lambda x: own(x).square().mean(), batch(), maximum=4)
-    assert torch.equal(own.mean, torch.zeros(4, dtype=torch.float64))
+def _contrast(out):
+    out = nn.functional.normalize(out, dim=1)
+    return nn.functional.cross_entropy(out @ out.T / 0.1, torch.arange(len(out)))
 
 
-def test_buffers_of_modules_that_were_not_named_are_updated_once():
-    class Counter(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.register_buffer("calls", torch.zeros(()))
+@pytest.fixture
+def encoder():
+    global generator
+    torch.manual_seed(0)
+    yield Encoder()
+    generator = None
 
-        def forward(self, x):
-            self.calls = self.calls + 1
-            return x
 
-    net, counter = nn.Linear(4, 3).double(), Counter()
-    step(lambda x: counter(net(x)), batch(), loss=lambda out: out.std(), model=net, maximum=4)
-    assert counter.calls == 2
+@pytest.mark.parametrize(
+    ("kind", "where"),
+    [*[(kind, "global") for kind in KINDS], ("numpy", "attribute"), ("python", "captured")],
+)
+def test_both_passes_of_a_loss_of_outputs_draw_the_same(encoder, kind, where):
+    global generator
+    make = KINDS[kind]
+    generator, captured, encoder.random = make(), make(), make()
+
+    def forward(x):
+        global generator
+        # as if the code named it there, and nowhere else
+        generator = {"global": generator, "attribute": encoder.random, "captured": captured}[where]
+        return encoder(x)
+
+    x = torch.randn(30, 8, dtype=torch.float64)
+    _contrast(torch.cat([forward(part) for part in x.split(10)])).backward()
+    expected, after = encoder.linear.weight.grad.clone(), _draw(3)
+    encoder.zero_grad()
+    generator, captured, encoder.random = make(), make(), make()
+    step(forward, x, loss=_contrast, maximum=10)
+    torch.testing.assert_close(encoder.linear.weight.grad, expected)
+    assert torch.equal(_draw(3), after)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_question_leaves_the_generator_as_it_was(encoder, kind):
+    global generator
+    x = torch.randn(8, 8, dtype=torch.float64)
+    generator = KINDS[kind]()
+    expected = _draw(3)
+    generator = KINDS[kind]()
+    check_split(lambda b: encoder(b).sum(1).mean(), x)
+    find_batch_size(lambda n: encoder(x[:n]).sum().backward(), high=4)
+    if kind == "torch":  # NumPy's numbers have no fakes
+        predict_peak(encoder, x)
+    assert torch.equal(_draw(3), expected)
 
 
 @pytest.mark.slow
@@ -61,9 +109,11 @@ def test_random_numbers_of_numpy_are_noted_before_it_is_asked_for_the_first():
     program = """
 import sys, torch, numpy
 from tenure.adaptive import step
-assert "numpy.random" not in sys.modules or numpy.random.seed(0) is None
-drawn = []
-net = torch.nn.Linear(1, 1)
+before = "numpy.random" in sys.modules
+drawn, net = [], torch.nn.Linear(1, 1)
+step(lambda x: net(x).mean(), torch.ones(4, 1))
+# one that draws nothing does not load them
+assert before == ("numpy.random" in sys.modules)
 def fn(x):
     drawn.append(float(numpy.random.rand()))
     return net(x)
@@ -74,114 +124,161 @@ print(drawn[:2] == drawn[2:], len(drawn))
     assert (done.stdout, done.stderr) == ("True 4\n", "")
 
 
-@pytest.mark.slow
-def test_a_step_that_draws_nothing_of_numpy_does_not_load_its_random_numbers():
-    program = """
-import sys, torch, numpy
-from tenure.adaptive import step
-before = "numpy.random" in sys.modules
-net = torch.nn.Linear(1, 1)
-step(lambda x: net(x).mean(), torch.ones(4, 1))
-print(before == ("numpy.random" in sys.modules))
+# --- caches: what a model keeps while it is only asked about is no disposed tensor afterwards
+
+SOURCE = """
+import functools, torch
+from torch import nn
+
+MASKS = {}
+
+def in_dict(n):
+    if n not in MASKS:
+        MASKS[n] = torch.ones(n, n).tril()
+    return MASKS[n]
+
+@functools.lru_cache
+def remembered(n):
+    return torch.ones(n, n).tril()
+
+class Net(nn.Module):
+    def __init__(self, mask):
+        super().__init__()
+        self.linear, self.mask = nn.Linear(8, 8), mask
+
+    def forward(self, x):
+        return self.linear(x) @ self.mask(8)
 """
-    done = run_program(program, has_tenure=False)
-    assert (done.stdout, done.stderr) == ("True\n", "")
 
 
-class Shared(MutableMapping):
-    """A mapping whose copies share what they hold."""
-
-    def __init__(self, **items):
-        self.items_ = items
-
-    def __getitem__(self, key):
-        return self.items_[key]
-
-    def __setitem__(self, key, item):
-        self.items_[key] = item
-
-    def __delitem__(self, key):
-        del self.items_[key]
-
-    def __iter__(self):
-        return iter(self.items_)
-
-    def __len__(self):
-        return len(self.items_)
+def _loss(net, x):
+    return net(x).square().mean()
 
 
-def test_a_mapping_that_cannot_be_copied_is_refused_and_left_as_it_was():
-    net, x = nn.Linear(4, 3).double(), batch()
-    given = Shared(x=x)
-    with pytest.raises(AdaptiveUsageError):
-        step(lambda b: net(b["x"]).sum(), given, loss="sum", maximum=4)
-    assert given["x"] is x
+def _asked_of_a_split(net):
+    assert check_split(functools.partial(_loss, net), torch.randn(40, 8)).ok
 
 
-@pytest.mark.parametrize("options", [{"minimum": 8}, {"batchnorm": "per_chunk"}])
-def test_a_maximum_below_the_fewest_samples_is_refused(options):
-    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).double()
-    with pytest.raises(AdaptiveUsageError, match=r"^maximum=1 is below [28], the fewest"):
-        step(lambda x: net(x).sum(), batch(), loss="sum", maximum=1, **options)
+def _asked_for_a_size(net):
+    x = torch.randn(40, 8)
+    assert find_batch_size(lambda n: _loss(net, x[:n]).backward(), high=40, budget="100KiB") == 40
+
+
+def _tried(net):
+    fn, x = functools.partial(_loss, net), torch.randn(4000, 8)
+    with memory_budget("100KiB"):
+        assert step(fn, x, cache_type=NoBatchsizeCache).attempts > 1
+
+
+@pytest.mark.parametrize("ask", [_asked_of_a_split, _asked_for_a_size, _tried])
+@pytest.mark.parametrize("where", ["in_dict", "remembered"])
+def test_the_model_trains_after_it_was_asked_about(where, ask, monkeypatch):
+    code = ModuleType("code_that_caches_masks")
+    monkeypatch.setitem(sys.modules, code.__name__, code)
+    exec(SOURCE, vars(code))
+    net = code.Net(vars(code).get(where))
+    ask(net)
+    _loss(net, torch.randn(40, 8)).backward()
 
 
 class Remembering(nn.Module):
     def __init__(self):
         super().__init__()
-        self.linear = nn.Linear(4, 3)
+        self.linear = nn.Linear(8, 3)
         self.ones = None
-        self.n_calls = 0
 
     def forward(self, x):
         if self.ones is None:
-            self.ones = torch.ones(3, dtype=torch.float64)
-        self.n_calls += 1
+            self.ones = torch.ones(3)
         return self.linear(x) * self.ones
 
 
-@pytest.mark.parametrize("loss", ["mean", lambda out: out.std()], ids=["mean", "outputs"])
-def test_a_cache_on_a_module_that_a_failed_attempt_filled_is_filled_again(loss):
-    net = Remembering().double()
+def test_a_cache_that_a_failed_attempt_or_comparison_filled_is_filled_again():
+    net = Remembering()
 
     def fn(x):
         out = net(x)
         if len(x) > 4:
             raise torch.OutOfMemoryError("CUDA out of memory.")
-        return out if callable(loss) else out.mean()
+        return out
 
-    assert step(fn, batch(), loss=loss).sizes == (4, 4)
-    assert net.n_calls == 2
-    assert torch.equal(net.ones, torch.ones(3, dtype=torch.float64))
+    assert step(fn, torch.randn(8, 8), loss=lambda out: out.std()).sizes == (4, 4)
+    assert torch.equal(net.ones, torch.ones(3))
+    held = {}
 
+    def cached(b):
+        goal = held.setdefault("goal", torch.zeros(4, 3))
+        return nn.functional.mse_loss(net(b), goal.copy_(b[:, :3]))
 
-@pytest.mark.parametrize("maximum", [8, 3])
-def test_a_hook_of_several_gradients_runs_once_with_all_of_them(maximum):
-    torch.manual_seed(0)
-    net = nn.Linear(4, 4).double()
-    seen = []
-    torch.autograd.graph.register_multi_grad_hook(
-        list(net.parameters()), lambda gradients: seen.append([g.clone() for g in gradients])
-    )
-    step(lambda b: net(b).square().mean(), batch(), maximum=maximum)
-    assert len(seen) == 1
-    torch.testing.assert_close(seen[0][0], net.weight.grad, rtol=1e-10, atol=1e-12)
-    torch.testing.assert_close(seen[0][1], net.bias.grad, rtol=1e-10, atol=1e-12)
+    with pytest.warns(UserWarning, match="could not verify"):
+        step(cached, torch.randn(16, 8), maximum=4)
+    assert step(cached, torch.randn(16, 8), maximum=4, verify=False).sizes == (4, 4, 4, 4)
 
 
-def test_a_hook_that_waits_may_change_the_gradient_and_take_itself_away():
-    net = nn.Linear(4, 4).double()
-    prior = net.weight.grad = torch.ones(4, 4, dtype=torch.float64)
-    handles = [net.weight.register_hook(lambda gradient: handles[0].remove() or gradient * 0)]
-    step(lambda b: net(b).square().mean(), batch(), maximum=3)
-    assert net.weight.grad is prior
-    assert torch.equal(prior, torch.ones_like(prior))
-    assert not net.weight._backward_hooks
+# --- a function that writes parameters, such as a teacher that it moves
 
 
-def test_a_gradient_whose_elements_share_memory_is_added_to():
-    net = nn.Linear(4, 3).double()
-    net.weight.grad = torch.ones(3, 4, dtype=torch.float64)
-    prior = net.bias.grad = torch.ones((), dtype=torch.float64).expand(3)
-    step(lambda b: net(b).sum(), batch(), loss="sum", maximum=3)
-    assert net.bias.grad is prior
-    assert prior.tolist() == [9.0] * 3
+class Student(nn.Module):
+    """Moves its teacher at each call."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.net, self.how = nn.Linear(8, 4).double(), how
+        self.teacher = nn.Linear(8, 4).double().requires_grad_(False)
+
+    @torch.no_grad()
+    def move(self):
+        pairs = list(zip(self.net.parameters(), self.teacher.parameters(), strict=True))
+        for mine, its in pairs:
+            if self.how == "other data":
+                its.data = its.data * 0.9 + mine.data * 0.1
+            elif self.how == "data in place":
+                its.data.mul_(0.9).add_(mine.data, alpha=0.1)
+            elif self.how == "copied":
+                its.copy_(its * 0.9 + mine * 0.1)
+        if self.how == "all at once":
+            torch._foreach_lerp_([its for _, its in pairs], [mine for mine, _ in pairs], 0.1)
+
+    def forward(self, x):
+        self.move()
+        return (self.net(x) - self.teacher(x)).square().mean()
+
+
+@pytest.mark.parametrize("how", ["other data", "data in place", "copied", "all at once"])
+def test_a_teacher_that_the_function_moves_is_named_and_left_where_it_is(how):
+    model, x = Student(how), torch.randn(24, 8).double()
+    before = model.teacher.weight.clone()
+    named = r"'Student' writes the parameter Student\.teacher\.weight.*No gradient was delivered"
+    for ask in (functools.partial(step, maximum=8), check_split):
+        with pytest.raises(AdaptiveUsageError, match=named):
+            ask(model, x)
+        assert torch.equal(model.teacher.weight, before)
+    if how != "data in place":
+        with pytest.raises(AdaptiveUsageError, match=named):
+            step(model, x, maximum=8, verify=False)
+    assert model.net.weight.grad is None
+    # a batch that fits moves it once
+    model, plain = Student(how), Student(how)
+    plain.load_state_dict(model.state_dict())
+    plain(x).backward()
+    step(model, x)
+    assert torch.equal(model.teacher.weight, plain.teacher.weight)
+    torch.testing.assert_close(model.net.weight.grad, plain.net.weight.grad)
+
+
+def test_a_teacher_is_named_by_the_first_trial():
+    model, x = Student("copied"), torch.randn(2400, 8).double()
+    with pytest.raises(AdaptiveUsageError, match="writes the parameter"), memory_budget("100KiB"):
+        step(model, x, verify=False)
+    assert model.net.weight.grad is None
+
+
+def test_the_same_values_and_rows_that_a_table_renormalizes_are_no_write():
+    net = nn.Sequential(nn.Embedding(10, 4, max_norm=0.5), nn.Linear(4, 1))
+
+    def loss(ids):
+        net[1].weight.data = net[1].weight.data.clone()
+        return net(ids).square().mean()
+
+    step(loss, torch.arange(9), maximum=3)
+    assert net[0].weight.grad is not None

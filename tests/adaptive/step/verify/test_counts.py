@@ -25,47 +25,21 @@ def total_and_count(net, b):
     return total, b[1].sum()
 
 
-def python_max(total, count, _=0):
-    return total, max(int(count), 1)
+CLAMPED = {
+    "python": lambda total, count, n: (total, max(int(count), 1)),
+    "float": lambda total, count, n: (total, count.clamp(min=1.0)),
+    "coarse": lambda total, count, n: (total, count.bfloat16().clamp(min=1)),
+    "at 4": lambda total, count, n: (total, count.clamp(min=4)),
+    "in a dict": lambda total, count, n: {"all": (total, n), "some": (total, count.clamp(min=1))},
+}
 
 
-def whole_clamp(total, count, _=0):
-    return total, count.long().clamp(min=1)
-
-
-def float_clamp(total, count, _=0):
-    return total, count.clamp(min=1.0)
-
-
-def maximum(total, count, _=0):
-    return total, torch.maximum(count, torch.ones_like(count))
-
-
-def coarse_clamp(total, count, _=0):
-    return total, count.bfloat16().clamp(min=1)
-
-
-def clamp_at_4(total, count, _=0):
-    return total, count.clamp(min=4)
-
-
-def dict_of_pairs(total, count, n):
-    return {"all": (total, n), "positive": (total, count.clamp(min=1))}
-
-
-CLAMPED = [
-    python_max, whole_clamp, float_clamp, maximum, coarse_clamp, clamp_at_4, dict_of_pairs
-]  # fmt: skip
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("clamp", CLAMPED)
-@pytest.mark.parametrize("size", [8, 5])
-def test_a_clamped_count_is_refused_once_a_micro_batch_has_none(clamp, size):
+@pytest.mark.parametrize(("name", "size"), [*[(name, 8) for name in CLAMPED], ("float", 5)])
+def test_a_clamped_count_is_refused_once_a_micro_batch_has_none(name, size):
     net = small_net()
 
     def fn(b):
-        return clamp(*total_and_count(net, b), len(b[0]))
+        return CLAMPED[name](*total_and_count(net, b), len(b[0]))
 
     for _ in range(2):
         step(fn, batch_of(range(N)), maximum=size)
@@ -96,7 +70,7 @@ def test_a_clamped_count_of_single_samples_is_refused():
     net = small_net()
 
     def fn(b):
-        return float_clamp(*total_and_count(net, b))
+        return CLAMPED["float"](*total_and_count(net, b), 0)
 
     for _ in range(4):
         step(fn, batch_of(range(8), 8), maximum=1)
@@ -104,16 +78,16 @@ def test_a_clamped_count_of_single_samples_is_refused():
         step(fn, batch_of([3, 4, 5], 8), maximum=1)
 
 
-@pytest.mark.parametrize("size", [8, 5, 1])
+@pytest.mark.parametrize("size", [8, 1])
 def test_a_count_that_is_not_clamped_is_never_refused(size):
     net = small_net()
 
     def fn(b):
         total, count = total_and_count(net, b)
-        return {"all": (total, len(b[0])), "positive": (total, count)}
+        return {"all": (total, len(b[0])), "positive": (total, count.clamp(min=1e-12))}
 
     n = 8 if size == 1 else N
-    for positives in (range(n), range(0, n, 2), [3], [0, n - 1], [3], [n - 1], range(n)):
+    for positives in (range(n), range(0, n, 2), [3], [0, n - 1], [n - 1]):
         b = batch_of(positives, n)
         net.zero_grad()
         sum(total / count for total, count in fn(b).values()).backward()
@@ -122,20 +96,6 @@ def test_a_count_that_is_not_clamped_is_never_refused(size):
         step(fn, b, maximum=size)
         for p, gradient in zip(net.parameters(), want, strict=True):
             torch.testing.assert_close(p.grad, gradient, rtol=1e-10, atol=0)
-
-
-def test_a_clamp_that_changes_nothing_is_left_alone():
-    net = small_net()
-
-    def fn(b):
-        total, count = total_and_count(net, b)
-        return total, count.clamp(min=1e-12)
-
-    for positives in (range(N), [3], range(9)):
-        b = batch_of(positives)
-        total, count = fn(b)
-        loss = step(fn, b, maximum=8).loss
-        torch.testing.assert_close(loss, (total / count).detach(), rtol=1e-9, atol=0)
 
 
 def test_counts_that_are_always_the_same_cost_next_to_nothing():
@@ -155,11 +115,10 @@ def test_what_the_advice_says_is_right():
     net = small_net()
 
     def clamped(b):
-        return float_clamp(*total_and_count(net, b))
+        return CLAMPED["float"](*total_and_count(net, b), 0)
 
-    b = batch_of([1, 3, N - 1])
     with pytest.raises(SplitMismatchError) as caught:
-        step(clamped, b, maximum=4)
+        step(clamped, batch_of([1, 3, N - 1]), maximum=4)
     assert "n = max(count(batch), 1)" in caught.value.advice
     for positives in ([1, 3], []):
         b = batch_of(positives)
@@ -177,6 +136,6 @@ def test_a_count_that_python_draws_is_not_checked():
         # never 0, which is no count that is looked at
         return (net(b).square().sum(1) * drawn).sum(), float((0.2 + drawn).sum())
 
-    for seed in range(8):
+    for seed in range(4):
         random.seed(seed)
         assert len(step(fn, samples(6), maximum=1).sizes) == 6

@@ -1,109 +1,336 @@
 """A split that changes a loss is refused before it delivers; every other one is left alone."""
 
+import math
 import random
 
+import numpy as np
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from tenure.adaptive import NoBatchsizeCache, SplitMismatchError, step
 
 from ...attempt.failures import out_of_memory_above
-from .verify_cases import RIGHT, WRONG
+
+N, D, C = 24, 6, 5
+CLASS_WEIGHTS = torch.tensor([0.2, 1.0, 3.0, 0.5, 2.0])
+WRONG, RIGHT = {}, {}
 
 
-def traces(net):
-    """All that a step might leave."""
-    import numpy
-
-    return [
-        *[None if p.grad is None else p.grad.clone() for p in net.parameters()],
-        *[b.clone() for b in net.buffers()],
-        torch.get_rng_state(),
-        random.getstate(),
-        numpy.random.get_state()[1].tolist(),
-        [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in net.modules()],
-        [m.training for m in net.modules()],
-    ]
+def net(*middle):
+    return nn.Sequential(nn.Linear(D, 8), nn.Tanh(), *middle, nn.Linear(8, C))
 
 
-def same(a, b):
-    return len(a) == len(b) and all(
-        torch.equal(x, y) if isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor) else x == y
-        for x, y in zip(a, b, strict=True)
-    )
+def batch():
+    """Vectors, labels of which some are ignored, targets, weights and masks."""
+    y = torch.randint(C, (N,))
+    return {
+        "x": torch.randn(N, D),
+        "y": y,
+        "ignored": torch.where(torch.arange(N) % 3 == 1, -100, y),
+        "t": torch.randn(N, C),
+        "binary": (torch.rand(N, C) > 0.7).float(),
+        "mask": torch.rand(N) > 0.4,
+        "advantage": torch.randn(N),
+    }
+
+
+def wrong(name, loss, model=net, /, **options):
+    """A loss of the outputs, the batch and the model, that a split changes."""
+    WRONG[name] = loss, model, options
+
+
+def right(name, loss, model=net, /, **options):
+    RIGHT[name] = loss, model, options
 
 
 def prepared(case):
-    import numpy
-
-    fn, batch, options = case()
+    """A function for `step`, a batch, the other arguments, and the model."""
+    loss, make, options = case
+    torch.manual_seed(0)
+    model, data = make(), batch()
     random.seed(1)
-    numpy.random.seed(1)
+    np.random.seed(1)
     torch.manual_seed(1)
-    return fn, batch, options, options["model"]
+    cache = {"cache_type": NoBatchsizeCache, "model": model}
+    return lambda b: loss(model, b), data, cache | options, model
+
+
+def out(m, b):
+    return m(b["x"])
+
+
+def squares(m, b):
+    return out(m, b).square().mean()
+
+
+def entropy(m, b):
+    return F.cross_entropy(out(m, b), b["y"])
+
+
+def ignoring(m, b):
+    return F.cross_entropy(out(m, b), b["ignored"])
+
+
+def ignoring_sum(m, b):
+    return F.cross_entropy(out(m, b), b["ignored"], reduction="sum")
+
+
+def n_valid(b):
+    return (b["ignored"] != -100).sum()
+
+
+# --- wrong: what the mean divides by, and how it is declared
+
+wrong("ignored labels", ignoring)
+wrong("class weights", lambda m, b: F.cross_entropy(out(m, b), b["y"], CLASS_WEIGHTS))
+wrong(
+    "masked sum over the mask",
+    lambda m, b: (out(m, b).square().mean(1) * b["mask"]).sum() / b["mask"].sum(),
+)
+wrong("a sum", lambda m, b: out(m, b).square().sum())
+wrong("a mean declared as a sum", squares, loss="sum")
+wrong(
+    "the penalty in a sum",
+    lambda m, b: out(m, b).square().sum() + m[0].weight.square().sum(),
+    loss="sum",
+)
+wrong("a weight that is none", squares, weight=lambda b: b["x"].abs().sum())
+wrong("a pair with a wrong count", lambda m, b: (ignoring(m, b), n_valid(b)))
+
+# --- wrong: functions of means, samples against samples, and samples that are chosen among all
+
+wrong("root", lambda m, b: squares(m, b).sqrt())
+wrong("log of a sum", lambda m, b: out(m, b).exp().sum().log(), loss="sum")
+wrong("standard deviation", lambda m, b: out(m, b).std())
+
+
+def dice(m, b):
+    p, t = out(m, b).sigmoid(), b["binary"]
+    return 1 - (2 * (p * t).sum() + 1) / (p.sum() + t.sum() + 1)
+
+
+def info_nce(m, b):
+    return F.cross_entropy(out(m, b) @ b["t"].T, torch.arange(len(b["x"])))
+
+
+wrong("dice and cross entropy", lambda m, b: dice(m, b) + entropy(m, b))
+wrong("InfoNCE", info_nce)
+wrong(
+    "hard examples of a fixed number",
+    lambda m, b: F.cross_entropy(out(m, b), b["y"], reduction="none").topk(3).values.mean(),
+)
+
+# --- wrong: inside of the function, and outputs that depend on other samples
+
+wrong(
+    "functional batch norm",
+    lambda m, b: F.batch_norm(out(m, b), None, None, training=True).mul(b["t"]).mean(),
+)
+
+
+def ppo(m, b):
+    """In its first epoch, where its value is zero whatever is split."""
+    advantage = (b["advantage"] - b["advantage"].mean()) / b["advantage"].std()
+    log = out(m, b).log_softmax(1).gather(1, b["y"][:, None])[:, 0]
+    return -(torch.exp(log - log.detach()) * advantage).mean()
+
+
+wrong("PPO", ppo)
+wrong("centred outputs", lambda m, b: out(m, b) - out(m, b).mean(0), loss=lambda o: o.std())
+
+# --- wrong: random numbers that mix samples, or hide nothing
+
+
+def mixup(m, b):
+    share, order = random.random(), torch.randperm(len(b["x"]))
+    return m(share * b["x"] + (1 - share) * b["x"][order]).square().mean()
+
+
+def numpy_mixup(m, b):
+    share, order = np.random.beta(1, 1), torch.from_numpy(np.random.permutation(len(b["x"])))
+    return m(share * b["x"] + (1 - share) * b["x"][order]).square().mean()
+
+
+def random_pairs(m, b):
+    return (out(m, b) * out(m, b)[torch.randint(len(b["x"]), (len(b["x"]),))]).mean()
+
+
+wrong("mixup", mixup)
+wrong("mixup by NumPy", numpy_mixup)
+wrong("random pairs", random_pairs)
+wrong("dropout and ignored labels", ignoring, lambda: net(nn.Dropout(0.2)))
+
+# --- right: what is declared
+
+right("cross entropy", entropy)
+right(
+    "kl batchmean",
+    lambda m, b: F.kl_div(out(m, b).log_softmax(1), b["t"].softmax(1), reduction="batchmean"),
+)
+right("a penalty in a mean", lambda m, b: squares(m, b) + m[0].weight.square().sum())
+right("penalty once", lambda m, b: out(m, b).sum(), loss="sum", once=lambda: torch.ones(()))
+right("ignored labels", ignoring, weight=n_valid)
+right(
+    "pairs in a dict",
+    lambda m, b: {
+        "ce": (ignoring_sum(m, b), n_valid(b)),
+        "size": (out(m, b).square().sum(), out(m, b).numel()),
+    },
+)
+right("root by then", squares, then=torch.sqrt)
+right("log of a sum by then", lambda m, b: out(m, b).exp().sum(), loss="sum", then=torch.log)
+right("InfoNCE by outputs", lambda m, b: (out(m, b), b["t"]), loss=lambda o: (o[0] @ o[1].T).std())
+
+# --- right: random numbers
+
+right("dropout", squares, lambda: net(nn.Dropout(0.5), nn.Dropout(0.1)))
+
+
+def diffusion(m, b):
+    t = torch.randint(1000, (len(b["x"]),))
+    share = (1 - t / 1000.0)[:, None].sqrt()
+    noise = torch.randn_like(b["x"])
+    return F.mse_loss(m(share * b["x"] + (1 - share**2).sqrt() * noise), noise[:, :C])
+
+
+right("diffusion with dropout", diffusion, lambda: net(nn.Dropout(0.2)))
+right(
+    "layer drop of Python",
+    lambda m, b: (out(m, b) if random.random() < 0.5 else out(m, b).tanh()).square().mean(),
+)
+right(
+    "noise of Python",
+    lambda m, b: (out(m, b) * torch.tensor([[random.random()] for _ in b["x"]])).square().mean(),
+)
+right(
+    "noise of NumPy",
+    lambda m, b: (
+        m(b["x"] + torch.from_numpy(np.random.randn(len(b["x"]), D)).float()).std(1).mean()
+    ),
+)
+right(
+    "zero in value",
+    lambda m, b: (
+        torch.exp(out(m, b)[:, 0] - out(m, b)[:, 0].detach()) * b["advantage"] - b["advantage"]
+    ).mean(),
+)
+
+# --- right: how it runs, and with what numbers
+
+right(
+    "checkpointed with dropout",
+    lambda m, b: checkpoint(m, b["x"], use_reentrant=False).square().mean(),
+    lambda: net(nn.Dropout(0.5)),
+)
+right(
+    "reentrant checkpoint",
+    lambda m, b: checkpoint(m, b["x"].requires_grad_(), use_reentrant=True).square().mean(),
+)
+right(
+    "bfloat16",
+    lambda m, b: F.cross_entropy(m(b["x"].bfloat16()).float(), b["y"]),
+    lambda: net().bfloat16(),
+)
+
+
+def autocast(m, b):
+    with torch.autocast("cpu", torch.bfloat16):
+        return entropy(m, b)
+
+
+right("autocast with dropout", autocast, lambda: net(nn.Dropout(0.5)))
+right("nan", lambda m, b: squares(m, b) * math.nan)
+right("infinite", lambda m, b: (squares(m, b) + 1e38) * 1e38)
+right("huge", lambda m, b: squares(m, b) * 1e20)
+right("frozen batch norm", squares, lambda: net(nn.BatchNorm1d(8).eval()))
+right("batch norm per chunk", squares, lambda: net(nn.BatchNorm1d(8)), batchnorm="per_chunk")
+right(
+    "LSTM",
+    lambda m, b: m(b["x"][:, None])[0].square().mean(),
+    lambda: nn.LSTM(D, C, 2, batch_first=True, dropout=0.2),
+)
+right(
+    "sparse embedding",
+    lambda m, b: m(b["y"]).square().mean(),
+    lambda: nn.Embedding(C, 4, sparse=True),
+)
+right(
+    "gradient penalty",
+    lambda m, b: (
+        torch.autograd.grad(m(x := b["x"].detach().requires_grad_()).sum(), x, create_graph=True)[0]
+        .square()
+        .sum(1)
+        .mean()
+    ),
+)
+
+
+def traces(model):
+    """All that a step might leave."""
+    return [
+        *[None if p.grad is None else p.grad.clone() for p in model.parameters()],
+        *[b.clone() for b in model.buffers()],
+        torch.get_rng_state(),
+        random.getstate(),
+        np.random.get_state()[1].tolist(),
+        [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()],
+        [m.training for m in model.modules()],
+    ]
+
+
+def assert_same(found, wanted):
+    for a, b in zip(found, wanted, strict=True):
+        if isinstance(a, torch.Tensor):
+            torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+        else:
+            assert a == b
 
 
 def running_out_above(fn, most):
     check = out_of_memory_above(most)
-
-    def fitting(batch):
-        check(len(batch["x"]))
-        return fn(batch)
-
-    return fitting
+    return lambda batch: check(len(batch["x"])) or fn(batch)
 
 
-def each_by_one_and_some_by(other, one, names):
-    """All cases one way; the other way verifies the same: a few of them, and the rest slowly."""
-    few = [pytest.param(name, other) for name in list(names)[::10]]
-    rest = [pytest.param(name, other, marks=pytest.mark.slow) for name in names]
-    return [*[(name, one) for name in names], *few, *[r for i, r in enumerate(rest) if i % 10]]
-
-
-@pytest.mark.parametrize(("name", "forcing"), each_by_one_and_some_by("memory", "maximum", WRONG))
+@pytest.mark.parametrize(
+    ("name", "forcing"),
+    [*[(name, "maximum") for name in WRONG], ("root", "memory"), ("mixup by NumPy", "memory")],
+)
 def test_a_loss_that_a_split_changes_is_refused_and_leaves_no_trace(name, forcing):
-    fn, batch, options, net = prepared(WRONG[name])
-    for p in list(net.parameters())[1:]:
+    fn, data, options, model = prepared(WRONG[name])
+    for p in list(model.parameters())[1:]:
         p.grad = torch.ones_like(p)
-    before = traces(net)
+    before = traces(model)
     if forcing == "maximum":
         options["maximum"] = 8
     else:
         fn = running_out_above(fn, 8)
     with pytest.raises(SplitMismatchError, match="would give other results then") as caught:
-        step(fn, batch, cache_type=NoBatchsizeCache, **options)
+        step(fn, data, **options)
     assert caught.value.whole != caught.value.split
     assert caught.value.advice
     assert caught.value.advice in str(caught.value)
-    assert same(traces(net), before)
+    assert_same(traces(model), before)
 
 
-@pytest.mark.parametrize(("name", "maximum"), each_by_one_and_some_by(1, 8, RIGHT))
+@pytest.mark.parametrize(
+    ("name", "maximum"), [*[(name, 8) for name in RIGHT], ("dropout", 1), ("pairs in a dict", 1)]
+)
 def test_a_loss_that_a_split_leaves_alone_has_what_it_has_without_verification(name, maximum):
     left = []
     for verify in (False, True):
-        fn, batch, options, net = prepared(RIGHT[name])
-        if maximum == 1 and "batchnorm" in options:
-            return
-        result = step(
-            fn, batch, maximum=maximum, verify=verify, cache_type=NoBatchsizeCache, **options
-        )
-        left.append((traces(net), result.loss, result.sizes))
-    assert len(left[0][2]) > 1
-    assert left[0][2] == left[1][2]
-    for a, b in zip(left[0][0], left[1][0], strict=True):
-        if isinstance(a, torch.Tensor):
-            torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
-        else:
-            assert a == b
-    torch.testing.assert_close(left[0][1], left[1][1], rtol=0, atol=0, equal_nan=True)
+        fn, data, options, model = prepared(RIGHT[name])
+        result = step(fn, data, maximum=maximum, verify=verify, **options)
+        assert len(result.sizes) > 1
+        left.append([*traces(model), result.loss, result.sizes])
+    assert_same(*left)
 
 
-@pytest.mark.parametrize("seed", range(10))
-def test_mixing_by_numpys_numbers_is_refused_whatever_the_seed(seed):
-    import numpy
-
-    fn, batch, options, _ = prepared(WRONG["mixup with NumPy"])
-    numpy.random.seed(seed)
-    with pytest.raises(SplitMismatchError):
-        step(fn, batch, maximum=8, cache_type=NoBatchsizeCache, **options)
+def test_mixing_by_numpys_numbers_is_refused_whatever_the_seed():
+    for seed in range(5):
+        fn, data, options, _ = prepared(WRONG["mixup by NumPy"])
+        np.random.seed(seed)
+        with pytest.raises(SplitMismatchError):
+            step(fn, data, maximum=8, **options)
