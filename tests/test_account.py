@@ -79,13 +79,6 @@ def test_what_is_refused_is_gone_while_the_error_is_handled(limit):
     assert made[0]() is None
 
 
-def test_what_is_available_is_the_least_that_is_told(limit):
-    assert available_bytes(CPU, 100) == 100
-    limit.free_bytes = 70
-    assert available_bytes(CPU, 100) == 70
-    assert available_bytes(CPU, 50) == 50
-
-
 def test_a_budget_counts_what_is_taken_and_refuses_more():
     with memory_budget(100) as budget:
         first = taken(lambda: torch.frombuffer(bytearray(60), dtype=torch.uint8), "the ring")

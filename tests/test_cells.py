@@ -12,12 +12,15 @@ from tests.shells import opened, ran
 IMPORTS = "import torch\nfrom tenure import *\nfrom tenure.profiler import *"
 
 
-@pytest.fixture(params=["terminal", "notebook"])
+@pytest.fixture
 def shell(request):
-    """A shell whose next cell is the third."""
-    with opened(of_notebook=request.param == "notebook") as shell:
+    """A shell of a notebook, whose next cell is the third, or of a terminal for some tests."""
+    with opened(of_notebook=getattr(request, "param", "notebook") == "notebook") as shell:
         ran(shell, IMPORTS)
         yield shell
+
+
+in_both = pytest.mark.parametrize("shell", ["terminal", "notebook"], indirect=True)
 
 
 def told(shell, code):
@@ -28,6 +31,7 @@ def told(shell, code):
     return text
 
 
+@in_both
 def test_an_error_names_the_cells_that_opened_the_scope_and_made_the_tensor(shell):
     text = told(
         shell,
@@ -58,6 +62,7 @@ def test_a_row_of_a_snapshot_says_the_cell(shell):
     assert text == "['Cell In[3], line 2']\n"
 
 
+@in_both
 def test_a_timeline_begins_with_the_cell_and_exports_its_lines(shell, tmp_path):
     ran(shell, "def make():\n    return torch.ones(1000)")
     ran(shell, "with Timeline() as timeline:\n    a = make()\n    b = torch.ones(2000)")
@@ -101,6 +106,7 @@ def test_a_prediction_says_the_cell(shell):
 # --- magics
 
 
+@in_both
 def test_a_line_of_a_cell_counts_as_it_is_seen_with_the_magic_above_it(shell):
     captured = ran(
         shell,
@@ -124,14 +130,9 @@ def test_unloading_leaves_the_shell_as_it_was():
         assert "mlrun" not in before[0]["line"]
         hooks = sys.displayhook, sys.excepthook, sys.gettrace(), warnings.showwarning
         ran(shell, "%load_ext tenure")
+        ran(shell, "%reload_ext tenure")
         assert {"mlrun", "tenure"} <= {*known(shell)["cell"]}
         ran(shell, "%unload_ext tenure")
         after = known(shell), {name: list(each) for name, each in shell.events.callbacks.items()}
         assert after == before
         assert hooks == (sys.displayhook, sys.excepthook, sys.gettrace(), warnings.showwarning)
-
-
-def test_reloading_the_extension_keeps_its_magics():
-    with opened() as shell:
-        ran(shell, "%reload_ext tenure")
-        assert {"mlrun", "tenure"} <= {*known(shell)["cell"]}

@@ -112,32 +112,23 @@ def test_a_release_names_its_changes_tags_and_builds(repository):
     assert "CHANGELOG.md has a section 1.2.3 already" in again.stdout
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "told"),
-    [
-        ("pyproject.toml", 'version = "1.2.4"\n', "pyproject.toml has another version"),
-        ("tenure/__init__.py", '__version__ = "1.2"\n', "tenure/__init__.py has another version"),
-        ("CITATION.cff", "version: 1.2.4\n", "CITATION.cff has another version"),
-        ("tenure/__main__.py", 'print("tenure 9")\n', "tenure --version says: tenure 9"),
-        ("CHANGELOG.md", "## Unreleased\n\n## 1.0.0\n\n- Old.\n", "says nothing under Unreleased"),
-    ],
-)
-def test_what_does_not_fit_is_named_and_nothing_is_made(repository, name, text, told):
-    repository.write(name, text)
-    repository.commit()
+def test_what_does_not_fit_is_named_and_nothing_is_made(repository):
+    wrong = {
+        "pyproject.toml": ('version = "1.2.4"\n', "pyproject.toml has another version"),
+        "tenure/__init__.py": ("", "tenure/__init__.py has another version"),
+        "CITATION.cff": ("version: 1.2.4\n", "CITATION.cff has another version"),
+        "tenure/__main__.py": ('print("tenure 9")\n', "tenure --version says: tenure 9"),
+        "CHANGELOG.md": ("## Unreleased\n\n## 1.0.0\n\n- Old.\n", "says nothing under Unreleased"),
+    }
+    for name, (text, _) in wrong.items():
+        repository.write(name, text)
     done = repository.release("1.2.3")
     assert (done.returncode, repository.git("tag")) == (1, "")
-    assert told in done.stdout
-
-
-def test_changes_that_are_not_committed_are_refused(repository):
-    repository.write("stray.py", "")
-    done = repository.release("1.2.3")
-    assert done.returncode == 1
+    assert all(told in done.stdout for _, told in wrong.values())
     assert "the tree has changes that are not committed" in done.stdout
 
 
-@pytest.mark.parametrize("arguments", [(), ("--dry-run",), ("next",)])
+@pytest.mark.parametrize("arguments", [(), ("next",)])
 def test_without_a_version_it_says_how_it_is_called(repository, arguments):
     done = repository.release(*arguments)
     assert done.returncode == 2

@@ -18,20 +18,11 @@ def _refused(arguments, capsys):
     return exit_.value.code, printed.err
 
 
-def test_version_is_that_of_the_package(capsys):
-    with pytest.raises(SystemExit, match=r"^0$"):
-        main(["--version"])
-    assert capsys.readouterr().out == f"tenure {tenure.__version__}\n"
-
-
-def test_help_lists_the_verb_with_the_first_line_of_its_docstring(capsys):
+def test_help_lists_the_verbs_and_that_of_a_verb_is_its_docstring(capsys):
     with pytest.raises(SystemExit, match=r"^0$"):
         main(["--help"])
     words = " ".join(capsys.readouterr().out.split())
     assert "demo Show in about a minute how tenure names a leak, fits a batch, and" in words
-
-
-def test_help_of_a_verb_is_its_docstring(capsys):
     with pytest.raises(SystemExit, match=r"^0$"):
         main(["demo", "--help"])
     text = capsys.readouterr().out
@@ -39,16 +30,21 @@ def test_help_of_a_verb_is_its_docstring(capsys):
     assert "The demo needs\nno network connection and no accelerator." in text
 
 
-def test_help_imports_neither_torch_nor_rich():
-    code = (
-        "import runpy, sys\n"
-        "try: runpy.run_module('tenure', run_name='__main__'); ended = False\n"
-        "except SystemExit: ended = True\n"
-        "assert ended and not {'torch', 'rich', 'numpy', 'tenure._cli._program'} & set(sys.modules)"
-    )
-    for arguments in (["--help"], ["demo", "--help"], ["run", "--help"]):
-        command = [sys.executable, "-c", code, *arguments]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+def test_help_and_version_import_neither_torch_nor_rich():
+    program = """
+import contextlib, runpy, sys
+for words in ("--version", "--help", "demo --help", "run --help"):
+    sys.argv[1:] = words.split()
+    with contextlib.suppress(SystemExit):
+        runpy.run_module("tenure", run_name="__main__")
+        print("it did not end")
+print({"torch", "rich", "numpy", "psutil", "tenure._cli._program"} & set(sys.modules))
+"""
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith(f"tenure {tenure.__version__}\nusage: tenure ")
+    assert done.stdout.endswith("\nset()\n")
+    assert "it did not end" not in done.stdout
 
 
 def test_an_unknown_verb_is_refused_in_one_line_that_lists_the_verbs(capsys):
@@ -79,7 +75,6 @@ def test_no_verb_prints_the_help(capsys):
     ("arguments", "complaint"),
     [
         (["--batch", "0"], "argument --batch: '0' is no whole number of at least 1"),
-        (["--batch", "-3"], "argument --batch: '-3' is no whole number of at least 1"),
         (["--batch", "1.5"], "argument --batch: '1.5' is no whole number of at least 1"),
         (["--images", "x"], "argument --images: 'x' is no whole number of at least 0"),
         (["--batch"], "argument --batch: expected one argument"),
@@ -105,11 +100,9 @@ def _failing(monkeypatch):
     _with_verb(monkeypatch, run)
 
 
-@pytest.mark.parametrize("asked", [None, "", "0"])
+@pytest.mark.parametrize("asked", ["", "0"])
 def test_an_error_of_tenure_is_one_line_that_says_how_to_see_more(asked, monkeypatch, capsys):
-    monkeypatch.delenv("TENURE_TRACEBACK", raising=False)
-    if asked is not None:
-        monkeypatch.setenv("TENURE_TRACEBACK", asked)
+    monkeypatch.setenv("TENURE_TRACEBACK", asked)
     _failing(monkeypatch)
     assert main(["demo"]) == 2
     assert capsys.readouterr() == (
@@ -145,24 +138,3 @@ def test_control_c_ends_in_one_line_and_exit_code_130(monkeypatch, capsys):
     _with_verb(monkeypatch, run)
     assert main(["demo"]) == 130
     assert capsys.readouterr().err == "tenure: interrupted\n"
-
-
-def test_the_version_is_told_without_torch():
-    code = """
-import runpy, sys
-try:
-    runpy.run_module("tenure", run_name="__main__")
-finally:
-    print({"torch", "rich", "psutil"} & set(sys.modules))
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", code, "--version"], capture_output=True, text=True, check=True
-    )
-    assert done.stdout == f"tenure {tenure.__version__}\nset()\n"
-
-
-def test_python_m_tenure_is_the_same_command():
-    done = subprocess.run(
-        [sys.executable, "-m", "tenure", "--version"], capture_output=True, text=True, check=True
-    )
-    assert done.stdout == f"tenure {tenure.__version__}\n"
