@@ -458,7 +458,7 @@ FAULTS = (
         "paging/_activations.py",
         "slab.ring.free(start)",
         "pass",
-        "paging/training/test_steps.py",
+        "paging/training/test_activations.py",
     ),
     Fault(
         "paging/_training.py",

@@ -44,7 +44,7 @@ def test_a_model_is_paged_to_the_second_device_alone(two, is_on_disk, tmp_path):
     assert two.on(1).allocated_bytes == 0
 
 
-def test_memory_that_can_not_be_pinned_or_unpinned_leaves_the_first_device_alone(two, x, caplog):
+def test_memory_that_can_not_be_pinned_or_unpinned_leaves_the_first_device_alone(two, caplog):
     model = mlp().eval()
     two(devices=2, fail_pinning=3)
     with pytest.warns(PagingWarning, match="could not be pinned"):

@@ -53,11 +53,6 @@ def path(tmp_path):
     return path
 
 
-@pytest.fixture
-def index(tmp_path):
-    return sharded(tmp_path, TENSORS)
-
-
 def sharded(folder, tensors, n_shards=2):
     """Shards as large models have them, and their index."""
     names = sorted(tensors)

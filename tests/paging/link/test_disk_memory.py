@@ -1,7 +1,9 @@
 """A model larger than the memory it may take runs from a disk: measured on the process itself."""
 
+import os
 import subprocess
 import sys
+import textwrap
 
 import pytest
 import torch
@@ -19,8 +21,7 @@ MIB = 2**20
 X = torch.ones(4, WIDTH)
 
 _SCRIPT = """
-import sys, torch
-from pathlib import Path
+import os, threading, torch
 from torch import nn
 from tenure.paging import load_paged, page
 torch.set_num_threads(1)
@@ -33,31 +34,30 @@ def model(device):
     with torch.device(device):
         return nn.Sequential(*[nn.Linear(1024, 1024, bias=False) for _ in range(32)]).eval()
 
-x, path = torch.ones(2, 1024), Path(sys.argv[1])
-with torch.no_grad():
-    nn.Linear(1024, 1024)(x)  # what torch's own first product takes
-    open("/proc/self/clear_refs", "w").write("5")  # the peak begins anew
-    before = resident_bytes()
-    handle = load_paged(model("meta"), path, "cpu", budget="24MiB")
-    outputs = [handle.model(x) for _ in range(3)]
+def measured(paged, passes=3):
+    x = torch.ones(2, 1024)
+    with torch.no_grad():
+        nn.Linear(1024, 1024)(x)  # what torch's own first product takes
+        open("/proc/self/clear_refs", "w").write("5")  # the peak begins anew
+        before = resident_bytes()
+        handle = paged()
+        outputs = [handle.model(x) for _ in range(passes)]
     assert all(output.equal(outputs[0]) for output in outputs)
-    print(handle.plan.allocated_bytes, resident_bytes("VmHWM") - before)
-    del handle
-    ours = model("cpu")
-    before, expected = resident_bytes(), ours(x)
-    handle = page(ours, "cpu", budget="24MiB", host=path.parent)
-    assert ours(x).equal(expected) and ours(x).equal(expected)
-    print(before, resident_bytes())
-    handle.unpage()
-    assert ours(x).equal(expected)
+    return handle, outputs[0], resident_bytes("VmHWM") - before
 """
 
 
-def run(path):
-    command = [sys.executable, "-W", "ignore", "-c", _SCRIPT, str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+def run(code, **environment):
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", _SCRIPT + textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+        env={**os.environ, **environment},
+    )
     assert done.returncode == 0, done.stderr
-    return map(int, done.stdout.split())
+    return done.stdout.split()
 
 
 @pytest.mark.slow
@@ -70,10 +70,43 @@ def test_a_model_of_128_mib_takes_its_budget_of_24_and_little_more(tmp_path):
 
     save_file(state, path)
     del state
-    handle_bytes, peak_bytes, before_bytes, after_bytes = run(path)
+    handle_bytes, peak_bytes = map(
+        int,
+        run(
+            """
+            paged = lambda: load_paged(model("meta"), os.environ["WEIGHTS"], "cpu", budget="24MiB")
+            handle, _, peak_bytes = measured(paged)
+            print(handle.plan.allocated_bytes, peak_bytes)
+            """,
+            WEIGHTS=str(path),
+        ),
+    )
     assert 20 * MIB <= handle_bytes <= 24 * MIB
     assert peak_bytes <= handle_bytes + 8 * MIB
-    # a model that was in memory gives it back
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
+def test_a_model_that_was_in_memory_gives_it_back(tmp_path):
+    before_bytes, after_bytes = map(
+        int,
+        run(
+            """
+            from pathlib import Path
+            ours = model("cpu")
+            before = resident_bytes()
+            x = torch.ones(2, 1024)
+            with torch.no_grad():
+                expected = ours(x)
+                handle = page(ours, "cpu", budget="24MiB", host=Path(os.environ["FOLDER"]))
+                assert ours(x).equal(expected) and ours(x).equal(expected)
+            print(before, resident_bytes())
+            handle.unpage()
+            assert ours(x).equal(expected)
+            """,
+            FOLDER=str(tmp_path),
+        ),
+    )
     assert before_bytes - after_bytes >= (128 - 24 - 8) * MIB
 
 
