@@ -99,14 +99,6 @@ def test_what_a_backend_tells_is_in_its_report(
     assert found.device_used_bytes == used
 
 
-@pytest.mark.parametrize(
-    "functions", [{}, {"memory_stats": refusing, "memory_allocated": refusing}]
-)
-def test_a_backend_that_tells_nothing_has_what_tensors_take(backend, functions):
-    found = backend(**functions)
-    assert (found.is_counted, found.total_bytes, found.reserved_bytes) == (False, 0, None)
-
-
 def test_free_blocks_are_told_apart_by_what_lies_beside_them(backend):
     segments = [
         segment(block(MIB), block(3 * MIB, "inactive"), block(512), block(2 * MIB, "inactive")),
@@ -131,20 +123,6 @@ def test_free_blocks_of_the_size_of_a_workspace_are_none(backend, cublas):
     blocks = [*[block(WORKSPACE)] * 2, block(WORKSPACE, "inactive"), block(MIB), block(77)]
     found = backend(memory_stats=lambda device: STATS, memory_snapshot=lambda: [segment(*blocks)])
     assert found.categories["library workspaces"] == 2 * WORKSPACE + MIB
-
-
-@pytest.mark.parametrize(("n_tensors", "n_workspaces"), [(0, 3), (1, 2), (3, 0), (4, 0)])
-def test_blocks_of_a_workspace_that_tensors_have_are_theirs(sim, cublas, n_tensors, n_workspaces):
-    sim(allocator="cuda")
-    gc.collect()
-    kept = [torch.ones(WORKSPACE, dtype=torch.uint8, device=sim.device) for _ in range(n_tensors)]
-    pool = library_pool()
-    taken = [pool.allocate(WORKSPACE, 0.0) for _ in range(n_workspaces)]
-    report = MemReporter().report(device=sim.device)
-    for each in taken:
-        pool.free(each)
-    assert report.categories["library workspaces"] == n_workspaces * WORKSPACE
-    assert len(kept) == n_tensors
 
 
 def test_a_report_names_workspaces_and_still_adds_up(sim, cublas):
@@ -189,54 +167,3 @@ def test_a_report_says_what_is_reserved_and_how_it_is_cut(sim):
 
 
 # --- backends with other functions than CUDA's, as their modules are in torch 2.13
-
-
-def as_mps():
-    return types.SimpleNamespace(
-        device_count=lambda: 1,
-        current_allocated_memory=lambda: 700,
-        driver_allocated_memory=lambda: 4096,
-        recommended_max_memory=lambda: 1 << 30,
-        synchronize=lambda: None,
-        empty_cache=lambda: None,
-        is_available=lambda: True,
-    )
-
-
-def as_xpu():
-    stats = {"allocated_bytes.all.current": 700, "reserved_bytes.all.current": 4096}
-
-    def without_a_driver(device):
-        raise RuntimeError("The device doesn't support querying the available free memory.")
-
-    return types.SimpleNamespace(
-        device_count=lambda: 1,
-        current_device=lambda: 0,
-        memory_stats=lambda device: stats,
-        mem_get_info=without_a_driver,
-        memory_snapshot=lambda mempool_id=None: [],
-        is_initialized=lambda: True,
-    )
-
-
-@pytest.mark.parametrize(("kind", "module"), [("mps", as_mps()), ("xpu", as_xpu())])
-def test_what_a_backend_lacks_is_left_out_of_the_report(monkeypatch, kind, module):
-    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
-    report = MemReporter().get_stats(device=kind)
-    (found,) = report.devices
-    assert (found.device, found.total_bytes, found.reserved_bytes) == (f"{kind}:0", 700, 4096)
-    assert (found.categories["allocator rounding"], found.device_used_bytes) == (0, None)
-    assert found.largest_free_bytes is None
-    assert "library workspaces" not in found.categories
-    assert "of 4.0 KiB that the allocator has reserved" in report.text(width=132)
-
-
-@pytest.mark.parametrize(("allocator", "used_bytes"), [("exact", 512), ("cuda", 2 << 20)])
-def test_the_simulated_device_is_read_like_any_other(sim, allocator, used_bytes):
-    sim(allocator=allocator, round_to_bytes=512, budget="4MiB")
-    gc.collect()
-    kept = torch.ones(3, device=sim.device)
-    (found,) = MemReporter().report(device=sim.device).devices
-    assert (found.total_bytes, found.device_used_bytes) == (512, used_bytes)
-    assert found.categories["allocator rounding"] == 500
-    assert kept.nbytes == 12

@@ -74,14 +74,6 @@ def test_a_line_profiler_beside_a_timeline_has_the_bytes_that_it_has_alone(work,
     assert timeline.report.notes == ()
 
 
-def test_a_line_profiler_in_a_budget_has_the_bytes_that_it_has_alone(work):
-    plain = alone(work)
-    profiler = LineProfiler(step, nn.Linear.forward, device="cpu")
-    with memory_budget("1GiB"), profiler:
-        work()
-    assert lines_of(profiler) == plain
-
-
 def test_a_hook_of_a_backward_pass_has_its_bytes_beside_a_timeline():
     def hook(gradient):
         doubled = gradient * 2

@@ -3,8 +3,6 @@
 By a private name, because a Courtesy leaves the CPU alone.
 """
 
-import gc
-
 import pytest
 import torch
 from torch import nn
@@ -52,11 +50,6 @@ def leaf(*size):
     return torch.ones(*size, requires_grad=True)
 
 
-def encoder():
-    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
-    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-
-
 def stepped():
     model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.ReLU(), nn.MaxPool2d(2))
     optimizer = torch.optim.Adam(model.parameters())
@@ -65,42 +58,14 @@ def stepped():
     return model, optimizer
 
 
-def retained():
-    x = leaf(3) * 2
-    x.retain_grad()
-    x.sum().backward()
-    return x
-
-
-def saved_on_cpu():
-    with torch.autograd.graph.save_on_cpu():
-        return encoder()(leaf(2, 3, 16)).sum()
-
-
-def cast():
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        return nn.Linear(4, 4)(leaf(2, 4)).sum()
-
-
-def twice():
-    x = leaf(3)
-    return torch.autograd.grad((x**3).sum(), x, create_graph=True)
-
-
 KINDS = {
     "plain": lambda: torch.ones(4),
     "views": lambda: [t := torch.ones(4, 4), t[1:], t[1:].t(), t.detach(), t.view(-1)],
     "views of a parameter": lambda: [p := nn.Parameter(torch.ones(4)), p[1:], p.detach()],
     "gradients and optimizer": stepped,
-    "retained gradient": retained,
-    "graph": lambda: encoder()(leaf(2, 3, 16)).sum(),
-    "lstm": lambda: nn.LSTM(4, 8, 2)(leaf(3, 2, 4))[0].sum(),
     "custom function": lambda: Doubled.apply(leaf(4) * 3),
     "checkpoint": lambda: checkpoint(nn.Linear(4, 4), leaf(2, 4), use_reentrant=False).sum(),
     "reentrant": lambda: checkpoint(nn.Linear(4, 4), leaf(2, 4), use_reentrant=True).sum(),
-    "saved on cpu": saved_on_cpu,
-    "autocast": cast,
-    "second derivative": twice,
     "node": lambda: (leaf(4) * leaf(4)).grad_fn,
     "storage": lambda: torch.UntypedStorage(16),
     "numpy": lambda: [t := torch.ones(4), t.numpy()],
@@ -153,45 +118,6 @@ def test_an_owner_that_cannot_be_seen_is_counted(name):
     made, unseen = unseen_since(EXPORTS[name])
     assert [held.n_unseen for held in unseen] == [1]
     del made
-
-
-UNCLEAR = {
-    "jagged": lambda: torch.nested.nested_tensor(
-        [torch.ones(2), torch.ones(3)], layout=torch.jagged
-    ),
-    "conjugate": lambda: [t := torch.ones(2, dtype=torch.complex64), t.conj(), t.imag],
-    "coo": lambda: torch.eye(3).to_sparse(),
-    "csr": lambda: torch.eye(4).to_sparse_csr(),
-}
-
-
-@pytest.mark.filterwarnings("ignore:.*(Sparse|CSR).*")
-@pytest.mark.parametrize("name", UNCLEAR)
-def test_an_owner_in_torch_that_cannot_be_told_from_others_is_counted_too(name):
-    made, unseen = unseen_since(UNCLEAR[name])
-    assert unseen
-    del made
-
-
-@pytest.mark.exhaustive
-@pytest.mark.usefixtures("whole_heap")
-def test_frozen_tensors_are_found():
-    x = torch.ones(4)
-    gc.freeze()
-    try:
-        assert any(t is x for t in held_of(x).tensors.values())
-    finally:
-        gc.unfreeze()
-
-
-def test_nothing_is_changed_by_looking():
-    x = leaf(4)
-    loss = (x * 2).exp().sum()
-    versions, flags = x._version, (x.requires_grad, x.grad)
-    holdings()
-    assert (x._version, (x.requires_grad, x.grad)) == (versions, flags)
-    loss.backward()
-    assert torch.equal(x.grad, 2 * torch.full((4,), 2.0).exp())
 
 
 def test_no_checkpoint_is_recomputed_by_looking():

@@ -1,7 +1,6 @@
 """Python code that autograd's engine calls: the engine swaps the thread's state around it."""
 
 import gc
-import threading
 
 import pytest
 import torch
@@ -154,18 +153,6 @@ def test_a_peak_inside_a_backward_is_seen_on_its_line_and_on_the_caller():
     assert peaks["work", first + 3] == most
     assert peaks["spike", inside + 2] == most - 360 * N
     assert all(r.exact and r.peak_exact for r in profiler.records)
-
-
-def test_a_thread_of_its_own_can_run_a_backward():
-    profiler = LineProfiler(chain, hook, device="cpu")
-    with profiler:
-        chain()
-        once = [(r.line, r.hits, r.allocated_bytes) for r in profiler.records]
-        thread = threading.Thread(target=chain)
-        thread.start()
-        thread.join()
-    twice = [(r.line, r.hits, r.allocated_bytes) for r in profiler.records]
-    assert twice == [(line, 2 * hits, 2 * n_bytes) for line, hits, n_bytes in once]
 
 
 @pytest.mark.slow

@@ -8,8 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tenure.profiler import LineProfiler, ProfilerUsageError, ProfilerUsageWarning, set_target_gpu
-from tenure.profiler._lines import _targets
+from tenure.profiler import LineProfiler, ProfilerUsageError, ProfilerUsageWarning
 from tenure.profiler._lines._book import DeviceMeter
 from tenure.profiler._lines._targets import checked_device, chosen_device
 
@@ -77,17 +76,6 @@ def test_counters_that_the_program_resets_meanwhile_do_not_go_backwards(fake):
     assert facts(meter) == (40, 10, 130, True, False)
 
 
-def test_counters_that_are_reset_within_the_interval_leave_what_the_ends_tell(fake):
-    fake.change(1000, -900)
-    meter = cuda_meter()
-    fake.change(500)
-    fake.figures |= {"allocated": 0, "freed": 0, "peak": 600}
-    fake.change(-200)
-    largest = {}
-    assert tuple(meter.read(None, largest)) == (300, 0, 400, False, False)
-    assert largest["allocated_bytes.all.current"] == 400
-
-
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
@@ -105,27 +93,6 @@ def test_a_backend_without_running_counters_gives_what_the_ends_tell(fake, chang
     fake.change(*changes)
     fake.figures |= {"allocated": 0, "freed": 0}
     assert facts(meter) == expected
-
-
-def test_a_field_of_a_peak_is_the_intervals_own_as_far_as_it_is_known(fake):
-    fake.change(100, 200, -200)
-    meter, largest = cuda_meter(), {}
-    fake.change(50, -10)
-    meter.read(None, largest)
-    assert largest["allocated_bytes.all.peak"] == 140
-    fake.change(500, -500)
-    meter.read(None, largest)
-    assert largest["allocated_bytes.all.peak"] == 640
-
-
-def test_a_device_that_is_not_initialised_has_nothing_allocated(monkeypatch):
-    class Asleep:
-        def memory_stats(self, device):
-            return {}
-
-    monkeypatch.setattr(torch, "get_device_module", lambda device: Asleep())
-    meter = cuda_meter()
-    assert facts(meter) == (0, 0, 0, True, True)
 
 
 @given(
@@ -200,29 +167,3 @@ def test_without_an_accelerator_the_cpu_is_measured(monkeypatch):
         assert LineProfiler(target_gpu=3).device == torch.device("cpu")
     assert w[0].filename == __file__
     assert chosen_device("cpu") == torch.device("cpu")
-
-
-@pytest.mark.parametrize(
-    "use", [set_target_gpu, chosen_device, lambda n: LineProfiler(target_gpu=n)]
-)
-def test_the_warning_that_no_gpu_is_there_points_at_the_users_line(monkeypatch, use):
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: None)
-    with pytest.warns(ProfilerUsageWarning, match="^There is no GPU 3 here") as caught:
-        use(3)
-    assert [warning.filename for warning in caught] == [__file__]
-
-
-def test_a_negative_index_is_no_accelerator(monkeypatch):
-    cuda = torch.device("cuda")
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: cuda)
-    message = r"^'cuda:-1' is no device that can be measured: "
-    with pytest.raises(ProfilerUsageError, match=message):
-        LineProfiler(target_gpu=-1)
-
-
-def test_an_accelerator_is_measured_where_there_is_one(monkeypatch):
-    cuda = torch.device("cuda")
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: cuda)
-    monkeypatch.setattr(_targets, "checked_device", torch.device)
-    assert chosen_device() == torch.device("cuda:0")
-    assert chosen_device(3) == torch.device("cuda:3")

@@ -111,30 +111,3 @@ def test_one_with_a_schedule_that_spans_several_calls_keeps_its_steps():
     assert "aten::ones" in traces[0]
     (record,) = profiler.records
     assert (record.hits, record.net_bytes) == (5, 5 * 400)
-
-
-def test_record_function_and_the_profilers_of_the_program_work_afterwards():
-    with LineProfiler(torch.nn.Linear.forward, device="cpu"):
-        torch.nn.Linear(2, 2)(torch.ones(1, 2))
-    with theirs() as profiled, torch.autograd.profiler.record_function("mine"):
-        torch.ones(10)
-    assert "mine" in {e.key for e in profiled.key_averages()}
-    assert n_bytes_seen(profiled) == 40
-
-
-def test_a_session_that_the_program_ends_itself_costs_the_lines_since_it_was_read_their_exactness():
-    def work():
-        x = torch.ones(100)
-        torch._C._autograd._disable_profiler_legacy()
-        y = torch.ones(200)
-        return x, y
-
-    profiler = LineProfiler(work, device="cpu")
-    with profiler:
-        work()
-    assert facts(profiler)[:3] == [
-        (1, 400, 0, 400, False, False),  # what its levels tell
-        (1, 0, 0, 400, False, False),
-        (1, 800, 0, 1200, True, True),
-    ]
-    assert not torch._C._autograd._profiler_enabled()

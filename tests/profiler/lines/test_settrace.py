@@ -100,42 +100,6 @@ def test_a_debugger_gets_every_event_and_stays(functions, options):
     assert sum(record.hits for record in profiler.records) > 0
 
 
-@new_python
-def test_a_debugger_that_begins_inside_gets_its_events_and_stays():
-    recorder = Recorder()
-    profiler = LineProfiler(work, device="cpu")
-    try:
-        with profiler:
-            sys.settrace(recorder)
-            work()
-        assert sys.gettrace() is recorder
-    finally:
-        sys.settrace(None)
-    assert ("work", "call", work.__code__.co_firstlineno) in recorder.events
-
-
-@new_python
-def test_a_debugger_at_a_caller_keeps_its_own_local_function():
-    recorder = Recorder()
-
-    def caller():
-        x = work()
-        y = x + 1
-        return y
-
-    first = caller.__code__.co_firstlineno
-    profiler = LineProfiler(work, device="cpu")
-
-    def profiled():
-        with profiler:
-            caller()
-
-    under(recorder, profiled)
-    lines = [line - first for name, _, line in recorder.events if name == "caller"]
-    assert lines == [0, 1, 2, 3, 3]
-    assert sum(record.freed_bytes for record in profiler.records) >= 0
-
-
 @old_python
 def test_a_thread_that_outlives_the_profiler_is_traced_no_more():
     go, traces = threading.Event(), []
@@ -153,26 +117,6 @@ def test_a_thread_that_outlives_the_profiler_is_traced_no_more():
     thread.join()
     assert profiler.records == ()
     assert traces == [None]
-
-
-def test_a_thread_that_ran_before_collects_what_it_enables_itself():
-    ready, go = threading.Event(), threading.Event()
-    found = []
-
-    def collect():
-        ready.set()
-        go.wait()
-        with LineProfiler(work, device="cpu") as own:
-            work()
-        found.append(own.records[0].hits)
-
-    thread = threading.Thread(target=collect)
-    thread.start()
-    ready.wait()
-    with LineProfiler(work, device="cpu"):
-        go.set()
-        thread.join()
-    assert found == [1]
 
 
 def test_a_thread_that_ran_before_collects_for_a_profiler_that_is_on():
@@ -215,12 +159,3 @@ def test_threads_that_share_a_profiler_count_each_line_once():
         n * n_threads * n_times for n in (4, 3, 1)
     ]
     assert not profiler.enabled
-
-
-def test_a_profiler_collects_though_a_tracer_of_the_thread_has_gone():
-    with LineProfiler(work, device="cpu"):
-        sys.settrace(None)
-        with LineProfiler(work, device="cpu") as inner:
-            work()
-    assert inner.records[0].hits == 1
-    assert sys.gettrace() is None

@@ -45,30 +45,6 @@ def test_two_threads_at_the_same_lines_book_each_byte_once(sim):
     assert sums(profiler)[0] == counted
 
 
-def test_threads_one_after_the_other_are_told_apart(sim):
-    with LineProfiler(work, device="sim") as profiler:
-        in_step(work)
-        in_step(work)
-        work(threading.Barrier(1))
-    assert all(record.exact for record in profiler.records)
-    assert sums(profiler)[0] == 15 * N_BYTES
-
-
-def test_what_a_thread_does_before_it_comes_to_a_line_is_booked_nowhere(sim):
-    def outside(barrier):
-        kept = torch.ones(N, device="sim")
-        barrier.wait()
-        del kept
-
-    with LineProfiler(work, device="sim") as profiler:
-        outside(threading.Barrier(1))
-        in_step(work)
-        outside(threading.Barrier(1))
-        work(threading.Barrier(1))
-    assert all(record.exact for record in profiler.records)
-    assert sums(profiler)[0] == 10 * N_BYTES
-
-
 def body(x):
     y = torch.sin(x)
     return torch.exp(y) * x
@@ -92,12 +68,3 @@ def test_what_a_checkpoint_computes_again_on_the_engines_thread_is_booked_once(s
     assert kept is not None
     hits = {r.hits for r in profiler.records if r.function == "body"}
     assert hits == ({2} if sys.version_info >= (3, 12) else {1})  # tracing reaches no such thread
-
-
-def test_host_memory_of_the_engines_thread_is_booked_on_the_line_that_called_it(sim):
-    checkpointed()
-    with LineProfiler(checkpointed, device="cpu") as alone:
-        checkpointed()
-    with LineProfiler(checkpointed, body, device="cpu") as both:
-        checkpointed()
-    assert sums(both)[0] == sums(alone)[0] > 0

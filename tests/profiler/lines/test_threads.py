@@ -1,6 +1,5 @@
 """Marks tell apart lines that the engine calls, whatever the program itself allocates there."""
 
-import _thread
 import gc
 import threading
 
@@ -94,57 +93,6 @@ def bytes_of(profiler, function):
     }
 
 
-def test_what_a_thread_makes_that_begins_inside_a_line_is_seen_to_end():
-    held = []
-
-    def work():
-        torch.ones(1)
-        thread = threading.Thread(target=lambda: held.append(torch.UntypedStorage(12345)))
-        thread.start()
-        thread.join(10)
-        held.clear()
-
-    profiler = LineProfiler(work, device="cpu")
-    with profiler:
-        work()
-    assert bytes_of(profiler, work)[5] == (1, 0, 12345, True)
-
-
-def test_what_a_thread_makes_that_python_does_not_trace_is_seen_from_the_next_line_on():
-    held, ready, go, done = [], threading.Event(), threading.Event(), threading.Event()
-
-    def make():
-        ready.set()
-        go.wait(10)
-        held.append(torch.UntypedStorage(12345))
-        done.set()
-
-    def work():
-        _thread.start_new_thread(make, ())
-        ready.wait(10)
-        go.set()
-        done.wait(10)
-        held.clear()
-
-    profiler = LineProfiler(work, device="cpu")
-    with profiler:
-        work()
-    assert bytes_of(profiler, work)[5] == (1, 0, 12345, True)
-
-
-def test_what_is_made_between_two_sessions_is_seen_to_end():
-    def work():
-        held.clear()
-
-    held = []
-    profiler = LineProfiler(work, device="cpu")
-    with profiler:
-        for n_bytes in (100, 200):
-            held.append(torch.UntypedStorage(n_bytes, device="cpu"))
-            work()
-    assert bytes_of(profiler, work) == {1: (2, 0, 300, True)}
-
-
 def test_lines_that_another_thread_has_not_told_yet_are_lower_bounds():
     found = []
 
@@ -199,16 +147,3 @@ def test_a_peak_reaches_every_caller_of_a_deep_recursion():
     peaks = {r.line - deep.__code__.co_firstlineno: r.peak_bytes for r in profiler.records}
     assert peaks[3] == peaks[5] == 3010 + 1000
     assert bytes_of(profiler, deep)[1] == (301, 3010, 0, True)
-
-
-def test_what_a_generator_does_after_it_goes_on_is_of_the_line_that_it_waited_on():
-    def work():
-        x = [torch.UntypedStorage(50), (yield), torch.UntypedStorage(70)]
-        y = torch.UntypedStorage(90)
-        return x, y
-
-    profiler = LineProfiler(work, device="cpu")
-    with profiler:
-        list(work())
-    lines = bytes_of(profiler, work)
-    assert (lines[1][:2], lines[2][:2]) == ((1, 120), (1, 90))

@@ -1,17 +1,14 @@
 """A recording's page has what the recording has, and nothing of what it has not."""
 
 import contextlib
-import re
 
 import torch
-from torch import nn
 
 from tenure.profiler import (
     DeviceTimeline,
     Growth,
     HostTimeline,
     LineProfiler,
-    MemReporter,
     OomMark,
     PeakRow,
     ScopeSpan,
@@ -19,7 +16,7 @@ from tenure.profiler import (
     record_oom,
 )
 from tenure.scopes import LeakRecord, LeakReport
-from tests.profiler.recording.makers import MIB, block, recording, track
+from tests.profiler.recording.makers import MIB, recording
 from tests.show.pages import assert_stands_alone, read_data, read_html
 
 
@@ -80,13 +77,6 @@ def test_a_timeline_is_drawn_device_by_device_and_with_the_host(tmp_path):
     assert "Other threads were not seen." in read_html(text)[1]
 
 
-def test_a_snapshot_has_the_sum_alone(tmp_path):
-    levels = track("cpu", MIB, 3 * MIB, at_peak=[block(3 * MIB, "train.py:3 in f")])
-    (device,) = read_data(_page(tmp_path, tracks=(levels,)))["devices"]
-    assert device["live_bytes"] == list(levels.live_bytes)
-    assert "by_category" not in device
-
-
 def test_leaks_stand_with_their_chains_the_largest_first(tmp_path):
     reports = (
         LeakReport((_record(64, "a[0]"), _record(4096, "b", "c.d", graph="loss")), scope="step"),
@@ -116,13 +106,6 @@ def test_lines_stand_as_the_profiler_spells_them(tmp_path):
     assert "4.0 KiB" in read_html(text)[1]
 
 
-def test_what_was_alive_at_the_end_stands_by_name(tmp_path):
-    model = nn.Linear(8, 4)
-    memory = MemReporter(model).report()
-    text = _page(tmp_path, memory=memory)
-    assert re.search(r"^weight +128 B", read_html(text)[1], re.MULTILINE)
-
-
 def test_how_it_ended_and_why_memory_ran_out_stand_first(tmp_path):
     with record_oom() as recorder, contextlib.suppress(RuntimeError):
         torch.empty(1 << 60)
@@ -141,16 +124,3 @@ def test_how_it_ended_and_why_memory_ran_out_stand_first(tmp_path):
     assert "cuda:0 after 1.0 s: 3.0 MiB parameters, made at model.py:3 in f" in shown
     at = [shown.index(part) for part in ("OutOfMemoryError", "Out of memory", "At most", "Notes")]
     assert at == sorted(at)
-
-
-def test_nothing_recorded_is_a_page_all_the_same(tmp_path):
-    text = _page(tmp_path)
-    assert read_data(text)["devices"] == []
-    assert_stands_alone(text, is_drawn=True)
-
-
-def test_of_many_tensors_a_page_has_more_than_a_terminal(tmp_path):
-    kept = [torch.ones(i + 1) for i in range(30)]
-    text = _page(tmp_path, memory=MemReporter().report())
-    shown = read_html(text)[1]
-    assert all(f"kept[{i}]" in shown for i in range(30)), len(kept)

@@ -2,9 +2,6 @@
 
 import json
 
-import torch
-
-from tenure.profiler import MemReporter
 from tests.programs import run_program
 
 RANKS = """
@@ -47,20 +44,3 @@ def test_every_rank_gets_the_reports_of_all(tmp_path):
             "parameters": [256, 512],
             "printed": 2 if rank == 0 else 0,
         }
-
-
-def test_a_single_process_is_a_group_of_one(tmp_path, capsys):
-    store = tmp_path / "store"
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=0, world_size=1
-    )
-    try:
-        found = MemReporter().report_group(device="cpu")
-    finally:
-        for _ in range(2):
-            torch.distributed.barrier()
-        torch.distributed.destroy_process_group()
-    assert [*found] == [0]
-    printed = capsys.readouterr().out
-    assert printed.startswith("rank 0: ")
-    assert printed.count("\n") == 1

@@ -38,15 +38,6 @@ class Conv(nn.Sequential):
         )  # fmt: skip
 
 
-class Recurrent(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.lstm, self.head = nn.LSTM(24, 32, batch_first=True), nn.Linear(32, 3)
-
-    def forward(self, x):
-        return self.head(self.lstm(x)[0][:, -1])
-
-
 class Gpt(nn.Module):
     def __init__(self, device=None):
         super().__init__()
@@ -75,15 +66,6 @@ class Checkpointed(nn.Module):
         return self.head(x)
 
 
-class Sparse(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.bag, self.head = nn.EmbeddingBag(50, 16, mode="sum"), nn.Linear(16, 3)
-
-    def forward(self, tokens):
-        return self.head(self.bag(tokens))
-
-
 class Columns(nn.Module):
     """Selects from one tensor in a loop, so that autograd adds many gradients to one."""
 
@@ -103,11 +85,9 @@ def _tokens(*shape):
 CASES = {
     "perceptron with a custom function": (Cubed, lambda: torch.randn(16, 48), "AdamW"),
     "convolutions": (Conv, lambda: torch.randn(8, 3, 16, 16), "SGD"),
-    "LSTM": (Recurrent, lambda: torch.randn(8, 12, 24), "Adam"),
     "GPT": (Gpt, lambda: _tokens(4, 16), "AdamW"),
     "checkpoints": (Checkpointed, lambda: torch.randn(16, 48), "RMSprop"),
     "columns": (Columns, lambda: torch.randn(64, 48), "SGD"),
-    "bag of embeddings": (Sparse, lambda: _tokens(16, 5), "Adagrad"),
 }
 
 

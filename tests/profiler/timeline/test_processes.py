@@ -5,9 +5,7 @@ import subprocess
 import sys
 
 import pytest
-import torch
 
-from tenure.profiler import LineProfiler, Timeline
 from tests.programs import run_program
 
 
@@ -83,23 +81,3 @@ def test_a_child_that_is_forked_in_a_block_runs_plainly_and_leaves_the_recording
     assert "has no report here: this process was forked in its block" in child[1]
     assert child[2:] == ["child True"]
     assert [*tmp_path.iterdir()] == []
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes do not fork here")
-def test_lines_go_on_in_a_child_that_is_forked_in_a_timeline(monkeypatch):
-    ignored: list[object] = []
-    monkeypatch.setattr(sys, "unraisablehook", ignored.append)
-
-    def forks() -> int:
-        child = os.fork()
-        if not child:
-            code = 1
-            try:
-                torch.ones(8).sum()
-                code = 2 if ignored else 0
-            finally:
-                os._exit(code)
-        return os.waitpid(child, 0)[1]
-
-    with Timeline(), LineProfiler(forks):
-        assert forks() == 0
