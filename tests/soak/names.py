@@ -81,7 +81,7 @@ def wrong_in(shown, reference):
         yield f"HTML has tags {more}"
 
 
-def run(most_places):
+def run(most_places, hostile=HOSTILE):
     """Put each hostile name in at most so many places of each report: shown, refused, and wrong."""
     shown = refused = 0
     wrong = []
@@ -90,7 +90,7 @@ def run(most_places):
         reference = report._repr_html_()
         places = [path for path in _places(facts) if path[0] != "format"]
         for path in places[:: max(1, len(places) // most_places)]:
-            for what, name in HOSTILE.items():
+            for what, name in hostile.items():
                 try:
                     changed = type(report).from_dict(_with(facts, path, name))
                 except ReportFormatError:

