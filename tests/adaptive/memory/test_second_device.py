@@ -40,31 +40,6 @@ def test_a_retried_part_draws_what_it_had_drawn_on_every_device(two, current):
     assert all(torch.equal(*pair) for pair in zip(plain, retried, strict=True))
 
 
-@pytest.mark.parametrize("kind", ["range", "chunked"])
-def test_pieces_too_draw_what_they_had_drawn_on_the_second_device(two, kind):
-    def run(largest):
-        def draw(n):
-            drawn = numbers_of_the_second_device(n).sum().item()
-            if n > largest:
-                oom()
-            return [drawn] * n
-
-        options = {"initial_step": 4, "restore_rng": True, "cache_type": NoBatchsizeCache}
-        torch.manual_seed(0)
-        if kind == "range":
-            seen = []
-            adaptive.range(**options)(lambda start, end: seen.extend(draw(end - start)))(0, 4)
-            return seen
-        take = adaptive.chunked(collect="cat", **options)(
-            lambda x, *_: torch.tensor(draw(len(x)), dtype=x.dtype)
-        )
-        return take(torch.ones(4, dtype=torch.float64)).tolist()
-
-    first = run(2)[0]
-    torch.manual_seed(0)
-    assert first == numbers_of_the_second_device(2).sum().item()
-
-
 class Dropped(nn.Module):
     """A layer on one device, dropout on another."""
 
@@ -82,8 +57,7 @@ def spread(outputs):
     return outputs.logsumexp(0).sum()
 
 
-@pytest.mark.parametrize("weights", ["sim:0", "sim:1"])
-@pytest.mark.parametrize("place", ["cpu", "sim:0", "sim:1"])
+@pytest.mark.parametrize(("weights", "place"), [("sim:0", "cpu"), ("sim:1", "sim:0")])
 def test_a_second_pass_finds_the_dropout_of_the_first_on_the_second_device(two, weights, place):
     """Gradients are exact only if each part drops in both passes what it dropped in the first."""
     x = torch.randn(8, 6, dtype=torch.float64).to(place)
@@ -94,36 +68,6 @@ def test_a_second_pass_finds_the_dropout_of_the_first_on_the_second_device(two, 
     torch.manual_seed(0)
     step(net, x, loss=spread, maximum=2, cache_type=NoBatchsizeCache, verify=False)
     torch.testing.assert_close(net.lin.weight.grad, expected, rtol=1e-12, atol=1e-15)
-
-
-def test_a_failed_step_leaves_the_numbers_of_every_device_as_they_were(two):
-    net = nn.Linear(6, 4).to("sim:1")
-
-    def fn(x):
-        torch.rand(4, device="sim:0"), torch.rand(4, device="sim:1")
-        raise ValueError("in the step")
-
-    states = [two.module.get_rng_state(index) for index in (0, 1)]
-    with pytest.raises(ValueError, match="in the step"):
-        step(lambda x: fn(net(x.to("sim:1"))), torch.ones(4, 6), verify=False)
-    for index, state in enumerate(states):
-        assert torch.equal(two.module.get_rng_state(index), state)
-
-
-def test_noting_the_numbers_of_a_device_makes_no_context_there(two):
-    weight, drawn = torch.ones(2, device="sim:1", requires_grad=True), nn.Dropout(0.5)
-
-    @adaptive.batch(initial_batchsize=4, restore_rng=True, cache_type=NoBatchsizeCache)
-    def draw(batchsize):
-        if batchsize > 1:
-            oom()
-        return (torch.rand(1) * weight.cpu()).tolist()
-
-    draw()
-    for maximum in (4, 2):
-        # a verification draws numbers away
-        step(lambda x: drawn(x.to("sim:1") * weight).mean(), torch.ones(4, 2), maximum=maximum)
-    assert two.contexts == {1}
 
 
 @pytest.mark.parametrize("allocator", ["exact", "cuda"])
@@ -140,30 +84,11 @@ def test_a_retry_finds_room_on_the_second_device_and_leaves_the_first_alone(two,
     assert (two.contexts, two.n_allocations, kept.device.index) == ({1}, 0, 1)
 
 
-@pytest.mark.parametrize("allocator", ["exact", "cuda"])
 @pytest.mark.parametrize(("current", "named"), [(0, "sim:1"), (1, "sim")])
-def test_a_budget_bounds_the_device_that_is_meant(two, allocator, current, named):
-    two(devices=2, allocator=allocator, budget="512MiB")
+def test_a_budget_bounds_the_device_that_is_meant(two, current, named):
+    two(devices=2, budget="512MiB")
     with two.module.device(current), memory_budget("4MiB", named):
         torch.ones(1 << 22, device="sim:0")
         with pytest.raises(torch.OutOfMemoryError, match="on sim:1 of which"):
             torch.ones(1 << 22, device="sim:1")
     torch.ones(1 << 22, device="sim:1")
-
-
-@pytest.mark.sim_allocator("exact")  # the budget is less than a segment
-def test_a_step_on_the_second_device_fits_there(two):
-    def gradients(budget):
-        two(devices=2, budget=budget)
-        torch.manual_seed(0)
-        net = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 8)).double().to("sim:1")
-        x = torch.randn(64, 64, dtype=torch.float64, device="sim:1")
-        two.on(0).budget_bytes = 0
-        done = step(lambda x: net(x).square().mean(), x, cache_type=NoBatchsizeCache)
-        assert two.contexts == {1}
-        return done.attempts, [p.grad.cpu() for p in net.parameters()]
-
-    (attempts, whole), (more, parts) = gradients(None), gradients("160KiB")
-    assert attempts == 1 < more
-    for a, b in zip(whole, parts, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-15)
