@@ -57,6 +57,20 @@ def run_ranks(function, n=2, *, timeout=60, has_end=True, **options):
         return [json.loads(each.read_text()) if each.exists() else None for each in found]
 
 
+def run_checks(*checks, n=2, timeout=120):
+    """Run checks, functions of one module that get their rank and assert, in one start of ranks."""
+    names = [check.__name__ for check in checks]
+    run_ranks(all_of, n, timeout=timeout, home=checks[0].__module__, names=names)
+
+
+def all_of(rank, home, names):
+    from tenure.adaptive import reset
+
+    for name in names:
+        reset()
+        getattr(importlib.import_module(home), name)(rank)
+
+
 def launch(module, function, options, n, folder, timeout, has_end):
     work = getattr(importlib.import_module(module), function)
     # each rank would look at all that is imported, and so copy it, wherever it makes room

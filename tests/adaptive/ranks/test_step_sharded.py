@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
 from tenure.adaptive import (
@@ -19,7 +22,7 @@ from tenure.adaptive import (
     step,
 )
 
-from .launch import run_ranks
+from .launch import run_checks, run_ranks
 from .sharded_nets import (
     KINDS,
     loss_of,
@@ -33,7 +36,6 @@ from .sharded_nets import (
 
 SIZES = (9, 5)
 RTOL = 1e-10
-EXACT = [kind for kind in KINDS if kind != "half precision"]
 
 
 def batch_of(rank, kind="plain"):
@@ -73,85 +75,328 @@ def mean(net):
     return fn
 
 
+def is_untouched(net):
+    return all(p.grad is None for p in net.parameters())
+
+
+def sharded_net():
+    return sharded(whole().double())
+
+
+def refused(rank, fn, text, net, *, own=True, **options):
+    """A step of two micro-batches is an error by name, and writes no gradient."""
+    kind = AdaptiveUsageError if own else RemoteRankError
+    with pytest.raises(kind) as caught:
+        step(fn, batch_of(rank), maximum=5, **options)
+    assert text in str(caught.value)
+    assert is_untouched(net)
+
+
 # --- gradients
 
 
 def exact(rank, kind):
-    net, found = net_of(kind, torch.float64), []
+    net, is_alike = net_of(kind, torch.float64), kind == "tensor parallel"
     loss, wanted = wanted_of(mean, kind)
     x = batch_of(rank, kind)
-    for maximum in (4, 9, 4):
+    for maximum, n_parts in ((4, 3), (9, 1), (4, 3)):
         net.zero_grad()
         result = step(mean(net), x, maximum=maximum)
-        sums = abs(float(result.loss) - loss) < 1e-12
-        found.append([list(result.sizes), differs(net, wanted), sums, result.n_samples])
+        assert len(result.sizes) == n_parts
+        assert sum(result.sizes) == len(x)
+        assert max(result.sizes) <= -(-9 // n_parts)
+        assert differs(net, wanted) < RTOL
+        assert abs(float(result.loss) - loss) < 1e-12
+        assert result.n_samples == (18 if is_alike else 14)
     # added to what was there, and a plain pass works on
     step(mean(net), x)
-    found.append(differs(net, {name: 2 * gradient for name, gradient in wanted.items()}))
+    assert differs(net, {name: 2 * gradient for name, gradient in wanted.items()}) < RTOL
     net.zero_grad()
     mean(net)(x).backward()
-    return found
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        kind if kind in ("plain", "tensor parallel") else pytest.param(kind, marks=pytest.mark.slow)
-        for kind in EXACT
-    ],
-)
-def test_all_ranks_get_the_gradients_of_all_samples(kind):
-    is_alike = kind == "tensor parallel"
-    for rank, (*found, added) in enumerate(run_ranks(exact, 2, timeout=180, kind=kind)):
-        n = 9 if is_alike else SIZES[rank]
-        for (sizes, error, is_loss, n_samples), n_parts in zip(found, (3, 1, 3), strict=True):
-            assert len(sizes) == n_parts
-            assert sum(sizes) == n
-            assert max(sizes) <= -(-9 // n_parts)
-            assert error < RTOL
-            assert is_loss
-            assert n_samples == (18 if is_alike else 14)
-        assert added < RTOL
+def exact_where_padded(rank):
+    exact(rank, "padded")
 
 
-def n_known(x):
-    return (x > 20).sum()
+def exact_in_parallel(rank):
+    exact(rank, "tensor parallel")
+
+
+def exact_where_kept_whole(rank):
+    exact(rank, "kept whole")
+
+
+def exact_with_checkpoints(rank):
+    exact(rank, "checkpoints")
 
 
 def other_losses(rank):
-    x, found = batch_of(rank), []
-
-    def ignoring(net):
-        def fn(x):
-            y = x.flatten().where(x.flatten() > 20, -100)
-            return F.cross_entropy(net(x).flatten(0, 1), y)
-
-        return fn
-
     def summed(net):
         return lambda x: F.cross_entropy(net(x).flatten(0, 1), x.flatten(), reduction="sum")
 
-    cases = (
-        (ignoring, ignoring, {"weight": n_known}),
-        (summed, summed, {"loss": "sum"}),
-    )
-    for of_all, own, options in cases:
-        loss, wanted = wanted_of(of_all)
-        net = sharded(whole().double())
-        result = step(own(net), x, maximum=4, **options)
-        found.append([differs(net, wanted), abs(float(result.loss) - loss)])
+    loss, wanted = wanted_of(summed)
+    net = sharded_net()
+    result = step(summed(net), batch_of(rank), maximum=4, loss="sum")
+    assert abs(float(result.loss) - loss) < 1e-10
+    assert differs(net, wanted) < RTOL
+    plain, net = whole().double(), sharded_net()
+    (sum(mean(plain)(batch_of(each)).sqrt() for each in range(2)) / 2).backward()
+    step(mean(net), batch_of(rank), then=torch.sqrt, per_rank=True, maximum=3)
+    assert differs(net, {name: p.grad for name, p in plain.named_parameters()}) < RTOL
+
+
+IGNORED = -100
+
+
+def known(rank, ignored):
+    """Samples whose labels are ignored where ``ignored`` says so, from a sample on to another."""
+    x = batch_of(rank)
+    y = x.where(x > 20, IGNORED)
+    for where, start, end in ignored:
+        if where == rank:
+            y[start:end] = IGNORED
+    return {"x": x, "y": y}
+
+
+def n_known(b):
+    return (b["y"] != IGNORED).sum()
+
+
+def mean_of_known(net, *, has_terms=False):
+    """The mean over known labels; 0 / 0 where there are none."""
+
+    def fn(b):
+        out, y = net(b["x"]).flatten(0, 1), b["y"].flatten()
+        words = F.cross_entropy(out, y)
+        return {"words": words, "size": out[y != IGNORED].square().mean()} if has_terms else words
+
+    return fn
+
+
+def samples_that_weigh_nothing(rank):
+    """Every rank runs backward, or others would wait: of a rank, and of a micro-batch."""
+    for ignored in ([(1, 0, 5)], [(0, 0, 3), (1, 3, 5)]):
+        parts = [known(each, ignored) for each in range(2)]
+        for has_terms in (False, True):
+            plain, net = whole().double(), sharded_net()
+            joined = {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
+            loss = mean_of_known(plain, has_terms=has_terms)(joined)
+            loss = sum(loss.values()) if has_terms else loss
+            loss.backward()
+            fn = mean_of_known(net, has_terms=has_terms)
+            result = step(fn, parts[rank], weight=n_known, maximum=4)
+            assert abs(float(result.loss) - float(loss.detach())) < 1e-10
+            assert differs(net, {name: p.grad for name, p in plain.named_parameters()}) < RTOL
+
+
+def samples_of_which_none_weighs_anything(rank):
+    """As of torch: the loss has no value, and nothing is learned."""
+    net, part = sharded_net(), known(rank, [(0, 0, 9), (1, 0, 5)])
+    result = step(mean_of_known(net), part, weight=n_known, maximum=4)
+    assert result.loss.isnan()
+    assert differs(net, {name: torch.zeros(p.shape) for name, p in whole().named_parameters()}) == 0
+
+
+def outputs_that_are_not_used(rank):
+    """The loss of all outputs leaves out those of the second micro-batch of rank 1."""
+    parts, used = [tokens(6, seed=each) for each in range(2)], [slice(0, 6), slice(0, 3)]
+
+    def loss(which):
+        return lambda out: out[used[which]].square().mean()
+
+    plain, net = whole().double(), sharded_net()
+    (sum(loss(each)(plain(parts[each])) for each in range(2)) / 2).backward()
+    step(net, parts[rank], loss=loss(rank), per_rank=True, maximum=3)
+    assert differs(net, {name: p.grad for name, p in plain.named_parameters()}) < RTOL
+
+
+def a_pass_without_gradients_before(rank):
+    """It leaves parameters whole."""
+    _, wanted = wanted_of(mean)
+    for kept in (False, None):
+        net = fully_shard(whole().double(), reshard_after_forward=kept)
+        with torch.no_grad():
+            net(batch_of(rank))
+        step(mean(net), batch_of(rank), maximum=4)
+        assert differs(net, wanted) < RTOL
+
+
+def gradients_that_are_divided_by_another_number(rank):
+    net, (_, wanted) = sharded_net(), wanted_of(mean)
+    for module in (net, *net.blocks):
+        module.set_gradient_divide_factor(1.0)
+    step(mean(net), batch_of(rank), maximum=4)
+    assert differs(net, wanted) < RTOL
+
+
+# --- what depends on shards themselves
+
+
+def penalty(net):
+    found = 0.0
+    for p in net.parameters():
+        found = found + (p.full_tensor() if hasattr(p, "full_tensor") else p).square().sum()
     return found
 
 
+def penalties(rank):
+    """Exact after a step, and in a mean that ranks share alike; else refused."""
+    net, plain = sharded_net(), whole().double()
+
+    def fn(x):
+        return mean(net)(x) + 0.1 * penalty(net)
+
+    (mean(plain)(batch_of(0)) + 0.1 * penalty(plain)).backward()
+    step(fn, batch_of(0), maximum=4)
+    assert differs(net, {name: p.grad for name, p in plain.named_parameters()}) < RTOL
+    net.zero_grad()
+    refused(rank, fn, "depends on shards of parameters directly", net)
+    refused(rank, fn, "depends on shards of parameters directly", net, loss="sum")
+    refused(rank, mean(net), "got once=", net, once=lambda: penalty(net))
+    step(mean(net), batch_of(rank), maximum=4)
+    # of parts that ranks have the sum is one, too
+    (0.1 * sum(p.square().sum() for p in net.parameters())).backward()
+    _, wanted = wanted_of(lambda net: lambda x: mean(net)(x) + 0.1 * penalty(net))
+    assert differs(net, wanted) < RTOL
+
+
+# --- refused on all ranks
+
+
+def settings_that_are_refused(rank):
+    net = sharded_net()
+    net.blocks[0].set_gradient_divide_factor(1.0)
+    refused(rank, mean(net), "divide gradients by 1, 2", net)
+    net = sharded_net()
+    net.set_requires_gradient_sync(False)
+    refused(rank, mean(net), "set_requires_gradient_sync(False)", net)
+    net.set_requires_gradient_sync(True)
+    step(mean(net), batch_of(rank), maximum=4)
+    net = whole().double()
+    for block in net.blocks:
+        fully_shard(block)
+    refused(rank, mean(net), "Call fully_shard() on the root", net)
+    for part in (net.words, net.norm, net.head):
+        part.requires_grad_(False)
+    step(mean(net), batch_of(rank), maximum=4)
+    _, wanted = wanted_of(mean)
+    assert differs(net, {name: g for name, g in wanted.items() if name[:6] == "blocks"}) < RTOL
+
+
+class Wrapper:
+    """Has a model where no search of its attributes finds it."""
+
+    def __init__(self, net):
+        self.__dict__["hidden by another name"] = net
+
+    def __call__(self, x):
+        return self.forward_of_all(x)
+
+    def forward_of_all(self, x):
+        return vars(self)["hidden by another name"](x)
+
+
+def arguments_that_are_refused(rank):
+    net = sharded_net()
+    refused(rank, mean(Wrapper(net)), "runs a sharded module", net)
+    step(mean(Wrapper(net)), batch_of(rank), maximum=4, model=net)
+    _, wanted = wanted_of(mean)
+    assert differs(net, wanted) < RTOL
+    net.zero_grad()
+    model = net if rank else net.state_dict()
+    refused(rank, mean(net), "as model=", net, own=not rank, model=model)
+    alike = "(loss='mean', per_rank=True; "
+    refused(rank, mean(net), alike, net, per_rank=bool(rank))
+
+    def counted(x):
+        each = F.cross_entropy(net(x).flatten(0, 1), x.flatten(), reduction="none")
+        return each.sum(), each.numel()
+
+    exchanged = "sharded modules have exchanged gradients by then"
+    refused(rank, counted, exchanged, net, per_rank=True)
+
+
+def ranks_with_too_few_samples(rank):
+    net, few, none = sharded_net(), tokens((9, 2)[rank]), None if rank else tokens(9)
+    told = r"split into 3 micro-batches on every rank.* one rank has 2 samples"
+    with pytest.raises(AdaptiveUsageError, match=told):
+        step(mean(net), few, maximum=4)
+    with pytest.raises(
+        AdaptiveUsageError if rank else RemoteRankError, match="got no samples on rank 1"
+    ):
+        step(mean(net), none, maximum=4)
+    step(mean(net), tokens(4), maximum=4)
+
+
+# --- sizes and failures
+
+
+def a_failure_after_all_passes_of_one_rank(rank):
+    """Nothing is delivered on either, and the next step goes on."""
+    net, n_passes = sharded_net(), []
+    _, wanted = wanted_of(mean)
+
+    def backward(loss):
+        loss.backward()
+        n_passes.append(loss)
+        if rank and len(n_passes) == 3:
+            raise ValueError("no penalty")
+
+    told = "no penalty" if rank else r"step\('fn'\).* rank 1 \(ValueError: no penalty\)"
+    with pytest.raises(ValueError if rank else RemoteRankError, match=told):
+        step(mean(net), batch_of(rank), maximum=4, backward=backward)
+    assert is_untouched(net)
+    step(mean(net), batch_of(rank), maximum=4)
+    assert differs(net, wanted) < RTOL
+
+
+def test_two_ranks_get_the_gradients_of_all_samples_or_an_error():
+    run_checks(
+        exact_where_padded,
+        exact_in_parallel,
+        other_losses,
+        samples_that_weigh_nothing,
+        samples_of_which_none_weighs_anything,
+        outputs_that_are_not_used,
+        gradients_that_are_divided_by_another_number,
+        penalties,
+        settings_that_are_refused,
+        arguments_that_are_refused,
+        ranks_with_too_few_samples,
+        a_failure_after_all_passes_of_one_rank,
+        timeout=240,
+    )
+
+
 @pytest.mark.slow
-def test_other_losses_are_exact_too():
-    for found in run_ranks(other_losses, 2, timeout=180):
-        for error, of_loss in found:
-            assert error < RTOL
-            assert of_loss < 1e-10
+def test_two_ranks_plan_and_keep_modules_whole():
+    run_checks(
+        exact_where_kept_whole,
+        exact_with_checkpoints,
+        a_pass_without_gradients_before,
+        timeout=240,
+    )
 
 
-# --- sizes
+def models_on_some_ranks(rank):
+    """Two models, each on two of four ranks: they name a group beside their own."""
+    groups = [dist.new_group(ranks, backend="gloo") for ranks in ([0, 1], [2, 3])]
+    net = whole().double()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("model", "shard"))["shard"]
+    for module in (*net.blocks, net):
+        fully_shard(module, mesh=mesh)
+    mine = "sharded over ranks 0, 1, and ranks" if rank < 2 else "sharded over ranks 2, 3, and"
+    refused(rank % 2, mean(net), mine, net)
+    own = "got a group= in which its sharded modules talk"
+    refused(rank % 2, mean(net), own, net, group=mesh.get_group())
+    step(mean(net), batch_of(rank % 2), maximum=4, group=groups[rank // 2])
+    _, wanted = wanted_of(mean)
+    assert differs(net, wanted) < RTOL
+
+
+def test_models_on_some_ranks_name_a_group_of_these_beside_their_own():
+    run_checks(models_on_some_ranks, n=4)
 
 
 def planned(rank):
@@ -189,31 +434,6 @@ def test_sizes_are_planned_by_the_rank_that_has_the_least_memory():
         assert sum(ran) == 32
     # what fitted is remembered
     assert len({size for size, *_ in first}) == 1
-
-
-def few_samples(rank):
-    net = sharded(whole())
-    found = []
-    for x in (tokens((9, 2)[rank]), None if rank else tokens(9), tokens(4)):
-        try:
-            step(loss_of(net), x, maximum=4)
-        except (AdaptiveUsageError, RemoteRankError) as error:
-            found.append(f"{type(error).__name__}: {error}")
-    return found
-
-
-def test_ranks_with_too_few_samples_are_refused_on_all():
-    first, second = run_ranks(few_samples, 2)
-    assert first[0] == second[0]
-    assert "has to be split into 3 micro-batches on every rank" in first[0]
-    assert "one rank has 2 samples" in first[0]
-    assert "RemoteRankError" in first[1]
-    assert "got no samples on rank 1" in first[1]
-    assert "AdaptiveUsageError: step() got no samples on rank 1" in second[1]
-    assert len(first) == len(second) == 2
-
-
-# --- failures
 
 
 def fails_everywhere(rank):
@@ -256,38 +476,6 @@ def test_the_step_after_one_that_ran_out_plans_for_less():
     assert len(first[2]) == len(second[2])
 
 
-def fails_at_the_end(rank):
-    """After all passes, on one rank: nothing is delivered on either, and the next step goes on."""
-    net = sharded(whole().double())
-    _, wanted = wanted_of(mean)
-    x, n_passes = batch_of(rank), []
-
-    def backward(loss):
-        loss.backward()
-        n_passes.append(loss)
-        if rank and len(n_passes) == 3:
-            raise ValueError("no penalty")
-
-    try:
-        step(mean(net), x, maximum=4, backward=backward)
-        said = "nothing"
-    except (ValueError, RemoteRankError) as error:
-        said = f"{type(error).__name__}: {error}"
-    is_clean = all(p.grad is None for p in net.parameters())
-    step(mean(net), x, maximum=4)
-    return said, is_clean, differs(net, wanted)
-
-
-def test_a_failure_after_the_passes_undoes_the_step_on_all():
-    first, second = run_ranks(fails_at_the_end, 2)
-    assert first[0].startswith("RemoteRankError: step('fn')")
-    assert "rank 1 (ValueError: no penalty)" in first[0]
-    assert second[0] == "ValueError: no penalty"
-    for _, is_clean, error in (first, second):
-        assert is_clean
-        assert error < RTOL
-
-
 def fails_alone(rank, folder):
     """On one rank in the middle of a forward pass: the other waits in the next one."""
     wait_at_most(1.0)
@@ -317,39 +505,3 @@ def test_a_rank_that_waits_for_one_that_failed_hears_of_it_when_that_ends(tmp_pa
     assert failed["said"].startswith("OutOfRetriesError")
     assert "The other ranks could not be told of it" in failed["said"]
     assert waiting["said"].startswith("RemoteRankError: One of 2 ranks has died")
-
-
-# --- what is known too late
-
-
-def late_on(rank):
-    kind = next(iter(EXACT))
-    net, x = net_of(kind, torch.float64), batch_of(rank, kind)
-
-    def counted(b):
-        each = F.cross_entropy(net(b).flatten(0, 1), b.flatten(), reduction="none")
-        return each.sum(), each.numel()
-
-    try:
-        step(counted, x, per_rank=True, maximum=3)
-    except AdaptiveUsageError as error:
-        return str(error), all(p.grad is None for p in net.parameters())
-    return None
-
-
-def test_a_factor_that_comes_after_the_exchange_is_refused():
-    for text, is_untouched in run_ranks(late_on, 2, timeout=60):
-        assert "sharded modules have exchanged gradients by then" in text
-        assert is_untouched
-
-
-def root_on(rank):
-    plain = whole().double()
-    (sum(mean(plain)(batch_of(each)).sqrt() for each in range(2)) / 2).backward()
-    net = sharded(whole().double())
-    step(mean(net), batch_of(rank), then=torch.sqrt, per_rank=True, maximum=3)
-    return differs(net, {name: p.grad for name, p in plain.named_parameters()})
-
-
-def test_a_function_of_the_mean_of_each_rank_takes_two_passes():
-    assert max(run_ranks(root_on, 2)) < RTOL

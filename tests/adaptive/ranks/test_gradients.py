@@ -1,0 +1,528 @@
+"""A step on several ranks: gradients, buffers and losses are those of all samples."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel as Replicated
+
+from tenure.adaptive import check_split, memory_budget, plan, predict_peak, reset, step
+
+from ..step.step_cases import IGNORED, N_CLASSES, gradients, worst_error
+from .launch import run_checks, run_ranks
+from .rank_cases import RTOL, SIZES, Fails, all_samples, joined, net_of, square, wanted_of
+
+
+def is_alike(tensor):
+    """Whether a tensor is the same on all ranks, to the bit."""
+    everywhere = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(everywhere, tensor.contiguous())
+    return all(torch.equal(each, tensor) for each in everywhere)
+
+
+def assert_same(found, wanted):
+    assert worst_error(found, wanted) < RTOL
+
+
+def n_valid(b):
+    return (b["y"] != IGNORED).sum()
+
+
+def ce(net, b, reduction="mean"):
+    return F.cross_entropy(net(b["x"]), b["y"], ignore_index=IGNORED, reduction=reduction)
+
+
+# the loss of all samples, the function that a rank has for it, and its options
+LOSSES = {
+    "mean": (square, square, {}),
+    "sum": (lambda net, b: net(b["x"]).square().sum(),) * 2 + ({"loss": "sum"},),
+    "weight": (ce, ce, {"weight": n_valid}),
+    "pair": (ce, lambda net, b: (ce(net, b, "sum"), n_valid(b)), {}),
+    "terms": (
+        lambda net, b: net(b["x"]).square().mean() + net(b["x"]).abs().mean(),
+        lambda net, b: {"a": net(b["x"]).square().mean(), "b": net(b["x"]).abs().mean()},
+        {},
+    ),
+}
+
+
+# --- losses
+
+
+def losses(rank):
+    """Some ranks split; with a replica, and with a named group."""
+    parts = all_samples(SIZES[:2])
+    for name, (whole_loss, fn, options) in LOSSES.items():
+        for most, once in (((None, 3), False), ((2, 3), True)):
+            net = net_of()
+            extra = (lambda net=net: net[0].weight.square().sum()) if once else None
+            whole = whole_loss(net, joined(parts)) + (extra() if once else 0)
+            whole.backward()
+            wanted = gradients(net)
+            for module in (Replicated(net), net):
+                reset()
+                net.zero_grad()
+                group, fails = dist.group.WORLD if module is net else None, Fails(most[rank])
+
+                def of(b, module=module, fn=fn, fails=fails):
+                    fails(b["x"])
+                    return fn(module, b)
+
+                result = step(of, parts[rank], group=group, once=extra, **options)
+                assert_same(gradients(net), wanted)
+                assert_same({name: result.loss}, {name: whole.detach()})
+                assert once or abs(sum(result.terms.values()) - whole) < RTOL * whole
+                assert result.n_samples == sum(SIZES[:2])
+                assert max(result.sizes) < 4 if most[rank] else result.sizes == (SIZES[rank],)
+
+
+def losses_of_each_rank(rank):
+    """Averaged as DDP does."""
+    parts, net = all_samples(SIZES[:2]), net_of()
+    module = Replicated(net)
+    for fn, options in (
+        (lambda b: square(module, b), {}),
+        (lambda b: square(module, b), {"then": torch.sqrt}),
+        (lambda b: module(b["x"]), {"loss": lambda out: out.logsumexp(0).sum()}),
+    ):
+        net.zero_grad()
+        loss = options.get("then", options.get("loss", lambda each: each))(fn(parts[rank]))
+        loss.backward()
+        wanted = gradients(net)
+        net.zero_grad()
+        fails = Fails(3 if rank else None)
+        result = step(
+            lambda b, fn=fn, fails=fails: (fails(b["x"]), fn(b))[1],
+            parts[rank],
+            per_rank=True,
+            **options,
+        )
+        assert_same(gradients(net), wanted)
+        assert abs(float(result.loss - loss.detach())) < RTOL
+
+
+def other_arguments(rank):
+    parts, net = all_samples(SIZES[:2]), net_of()
+    wanted, module, seen = wanted_of(net, parts), Replicated(net), []
+    for factor, options in (
+        (8.0, {"scaler": torch.amp.GradScaler("cpu", init_scale=8.0)}),
+        (0.25, {"backward": lambda loss: (loss / 4).backward()}),
+    ):
+        net.zero_grad()
+        step(lambda b: square(module, b), parts[rank], maximum=4, **options)
+        assert_same(gradients(net), {key: value * factor for key, value in wanted.items()})
+    net.zero_grad()
+    net[0].weight.register_hook(seen.append)
+    result = step(lambda b: (square(module, b), len(b["x"])), parts[rank], maximum=4, has_aux=True)
+    assert len(seen) == 1
+    assert result.aux == result.sizes
+    assert sum(result.sizes) == SIZES[rank]
+
+
+def tensors_that_are_no_parameters(rank):
+    """They are exchanged by nobody, or by a named group."""
+    parts, net = all_samples(SIZES[:2]), net_of()
+    temperature = torch.ones(1, dtype=torch.float64, requires_grad=True)
+
+    def fn(run, b):
+        return (run(b["x"]) * temperature).square().mean()
+
+    whole = joined(parts)
+    whole["x"].requires_grad_()
+    fn(net, whole).backward()
+    wanted, wanted_inputs = gradients(net), 2 * whole["x"].grad.split(SIZES[:2])[rank]
+    wanted_temperature = temperature.grad
+    for module in (Replicated(net), net):
+        net.zero_grad()
+        temperature.grad = None
+        group = dist.group.WORLD if module is net else None
+        batch = {**parts[rank], "x": parts[rank]["x"].clone().requires_grad_()}
+        step(lambda b, module=module: fn(module, b), batch, maximum=4, group=group)
+        got = temperature.grad.clone()
+        if module is not net:
+            dist.all_reduce(got)
+            got /= 2
+        found = {**gradients(net), "inputs": batch["x"].grad, "temperature": got}
+        assert_same(found, {**wanted, "inputs": wanted_inputs, "temperature": wanted_temperature})
+
+
+def a_count_that_is_no_number(rank):
+    parts, net = all_samples(SIZES[:2]), net_of()
+    module, mine = Replicated(net), float("nan") if rank else 3.0
+
+    def pair(b):
+        return module(b["x"]).square().sum(), torch.tensor(mine)
+
+    told = "AdaptiveUsageError: The function of step() returned a count of nan"
+    with pytest.raises(Exception, match="returned a count of nan") as caught:
+        step(pair, parts[rank])
+    assert rank or f"rank 1 (tenure.adaptive.{told}" in str(caught.value)
+    with pytest.raises(Exception, match=r"weight\(\) returned nan"):
+        step(lambda b: square(module, b), parts[rank], weight=lambda _: mine)
+    assert not gradients(net)
+
+
+def an_error_on_one_rank(rank):
+    """It is one on all, and leaves them whole; then all make a step, and a plain one."""
+    parts = all_samples(SIZES[:2])
+    for kind, name in ((torch.OutOfMemoryError, "OutOfRetriesError"), (ValueError, "ValueError")):
+        net = net_of("buffers")
+        module, fails = Replicated(net), Fails(0 if rank else None, kind)
+
+        def fn(b, module=module, fails=fails):
+            fails(b["x"])
+            return square(module, b)
+
+        before = {name: value.clone() for name, value in net.state_dict().items()}
+        with pytest.raises(Exception, match=r"\w") as caught:
+            step(fn, parts[rank], batchnorm="per_chunk")
+        told = str(caught.value)
+        if rank:
+            assert type(caught.value).__name__ == name
+        else:
+            assert (type(caught.value).__name__, caught.value.rank) == ("RemoteRankError", 1)
+            assert f"{name}: " in told
+            assert "gradients, buffers and random state are as before" in told
+        assert not gradients(net)
+        assert all(torch.equal(value, before[key]) for key, value in net.state_dict().items())
+        fails.most = None
+        for run in (step, lambda fn, b: fn(b).backward()):
+            net.zero_grad()
+            run(fn, parts[0])
+            alone = net_of("buffers")
+            square(alone, parts[0]).backward()
+            assert_same(gradients(net), gradients(alone))
+
+
+def a_budget_on_one_rank(rank):
+    """A real shortage: failures, trials, verification, and all of it taken back."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(16, 256), nn.Tanh(), nn.Dropout(0.0), nn.Linear(256, 2)).double()
+    x = torch.randn(600, 16, dtype=torch.float64)
+    net(x).square().mean().backward()
+    wanted = gradients(net)
+    module, attempts = Replicated(net), []
+    for _ in range(3):
+        net.zero_grad()
+        with memory_budget("1MiB" if rank else "1GiB"):
+            result = step(lambda b: module(b).square().mean(), x[:500] if rank else x[500:])
+        assert_same(gradients(net), wanted)
+        assert (len(result.sizes) > 1) is bool(rank)
+        attempts.append(result.attempts)
+    # known from then on
+    assert attempts[-1] == 1
+    assert (attempts[0] > 1) is bool(rank)
+
+
+def asked_by_one_rank_alone(rank):
+    """After a plain step, which finds the order of buckets, and before the next tells all ranks."""
+    parts = all_samples(SIZES[:2])
+
+    def planned(fn, b):
+        return plan(fn, b, "1GiB").micro_batch == len(b["x"])
+
+    for ask in (check_split, predict_peak, planned):
+        net = net_of()
+        wanted = wanted_of(net, parts)
+        module = Replicated(net, find_unused_parameters=True)
+
+        def fn(b, module=module):
+            return square(module, b)
+
+        fn(parts[rank]).backward()
+        module.zero_grad()
+        assert rank or ask(fn, parts[rank])
+        step(fn, parts[rank])
+        assert_same(gradients(net), wanted)
+        module.zero_grad()
+        fn(parts[rank]).backward()
+        assert all(map(is_alike, gradients(net).values()))
+
+
+def test_two_ranks_get_the_losses_and_gradients_of_all_samples():
+    run_checks(
+        losses,
+        losses_of_each_rank,
+        other_arguments,
+        tensors_that_are_no_parameters,
+        a_count_that_is_no_number,
+        an_error_on_one_rank,
+        a_budget_on_one_rank,
+        asked_by_one_rank_alone,
+    )
+
+
+# --- parameters that are not used, gradients of before, views of buckets
+
+
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.used, self.one, self.none = (nn.Linear(4, N_CLASSES).double() for _ in range(3))
+
+    def forward(self, x, takes_one):
+        out = self.used(x)
+        return out + self.one(x) if takes_one else out
+
+
+def parameters_that_are_not_used(rank):
+    x, got = all_samples(SIZES[:2])[0]["x"], []
+    for is_plain in (True, False):
+        net = Branches()
+        module = Replicated(net, find_unused_parameters=True, gradient_as_bucket_view=True)
+
+        def fn(b, module=module):
+            return module(b, rank == 1).square().mean()
+
+        for maximum in (9, 4, 9):
+            fn(x).backward() if is_plain else step(fn, x, maximum=maximum)
+        got.append(gradients(net))
+        # nothing of what was used stays behind: a plain pass without it leaves it alone
+        net.zero_grad()
+        module(x, False).square().mean().backward()
+        got.append(gradients(net))
+    assert got[0].keys() == got[2].keys() == {"used.weight", "used.bias", "one.weight", "one.bias"}
+    assert got[1].keys() == got[3].keys() == {"used.weight", "used.bias"}
+    assert_same(got[2], got[0])
+    assert_same(got[3], got[1])
+
+
+def gradients_of_before(rank):
+    """They are averaged with the new ones, as by a plain replica."""
+    parts = all_samples(SIZES[:2])
+    for options in ({}, {"gradient_as_bucket_view": True}, {"find_unused_parameters": True}):
+        net = net_of()
+        wanted, module = wanted_of(net, parts), Replicated(net, **options)
+        for before in ("exchanged", "waiting", "of one rank"):
+            net.zero_grad()
+            if before != "of one rank" or rank:
+                with nullcontext() if before == "exchanged" else module.no_sync():
+                    square(module, parts[rank]).backward()
+            olds = {
+                name: p.grad.clone() if p.grad is not None else torch.zeros_like(p)
+                for name, p in net.named_parameters()
+            }
+            for old in olds.values():
+                dist.all_reduce(old)
+            step(lambda b, module=module: square(module, b), parts[rank], maximum=4)
+            assert_same(gradients(net), {name: wanted[name] + olds[name] / 2 for name in wanted})
+            # and what a step has left is in the next exchange of a plain pass
+            left, alone = gradients(net), net_of()
+            square(module, parts[0]).backward()
+            square(alone, parts[0]).backward()
+            sums = {name: left[name] + p.grad for name, p in alone.named_parameters()}
+            assert_same(gradients(net), sums)
+
+
+def what_no_sync_has_used_before(rank):
+    x, got = all_samples(SIZES[:2])[0]["x"], []
+    for is_plain in (True, False):
+        net = Branches()
+        module = Replicated(net, find_unused_parameters=True)
+        with module.no_sync():
+            module(x, rank == 1).square().mean().backward()
+
+        def fn(b, module=module):
+            return module(b, False).square().mean()
+
+        fn(x).backward() if is_plain else step(fn, x)
+        got.append(gradients(net))
+    assert_same(got[1], got[0])
+    assert is_alike(net.one.weight.grad)
+
+
+def steps_in_no_sync(rank):
+    """They exchange nothing, and the last one all of it."""
+    parts, net = [all_samples(SIZES[i : i + 2]) for i in range(3)], net_of()
+    module, wanted = Replicated(net), [wanted_of(net, each) for each in parts]
+    for i, each in enumerate(parts):
+        with module.no_sync() if i < 2 else nullcontext():
+            step(lambda b: square(module, b), each[rank], maximum=3 + rank)
+        assert is_alike(net[0].weight.grad) is (i == 2)
+    assert_same(gradients(net), {name: sum(each[name] for each in wanted) for name in wanted[0]})
+
+
+def buckets_that_wait_for_their_order(rank):
+    """After the first plain pass of a replica all ranks talk, to put buckets into order."""
+    parts, net = all_samples(SIZES[:2]), net_of()
+    wanted = wanted_of(net, parts)
+    module = Replicated(net, bucket_cap_mb=1e-4)
+    square(module, parts[rank]).backward()
+    net.zero_grad()
+    fails = Fails(0 if rank else None, ValueError)
+    with pytest.raises((ValueError, RuntimeError)):
+        step(lambda b: (fails(b["x"]), square(module, b))[1], parts[rank])
+    step(lambda b: square(module, b), parts[rank])
+    assert_same(gradients(net), wanted)
+    net.zero_grad()
+    square(module, parts[0]).backward()
+    alone = net_of()
+    square(alone, parts[0]).backward()
+    assert_same(gradients(net), gradients(alone))
+
+
+def large_and_small_gradients_of_two_types(rank):
+    """Those that go as they are, and those that fill more than one buffer together."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 3000), nn.Linear(3000, 300), nn.Linear(300, 5)).double()
+    net[2].float()
+    net.scales = nn.ParameterList(torch.ones(n) for n in [900_000] * 7 + [600_000] * 2 + [3])
+    assert net[1].weight.nbytes > 4 * 2**20
+
+    def fn(b):
+        out = net[2](net[1](net[0](b["x"])).float())
+        return out.square().mean() + sum(out.square().mean() * each.mean() for each in net.scales)
+
+    parts = all_samples(SIZES[:2])
+    fn(joined(parts)).backward()
+    wanted = gradients(net)
+    net.zero_grad()
+    # one gradient in another order of memory
+    net[1].weight.register_hook(lambda g: g.t().contiguous().t() if rank else g)
+    step(fn, parts[rank], maximum=8, group=dist.group.WORLD)
+    assert worst_error(gradients(net), wanted) < 1e-5
+
+
+def test_two_ranks_keep_what_replicas_have_besides():
+    run_checks(
+        parameters_that_are_not_used,
+        gradients_of_before,
+        what_no_sync_has_used_before,
+        steps_in_no_sync,
+        buckets_that_wait_for_their_order,
+        large_and_small_gradients_of_two_types,
+    )
+
+
+# --- ranks without samples, and samples that weigh nothing
+
+
+def ranks_that_run_out_of_batches(rank):
+    """One after the other; the parameters stay those of one process."""
+    n_batches, (a, b, c) = (1, 3, 2), SIZES[:3]
+    net, alone = net_of("buffers"), net_of("buffers")
+    alone[1].eval()
+    net[1].eval()
+    module, fails = Replicated(net), Fails(3 if rank == 1 else None)
+    sgd = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (net, alone)]
+
+    def fn(b):
+        fails(b["x"])
+        return square(module, b)
+
+    for i, n_samples in enumerate([a + b + c, b + c, b, 0]):
+        parts = all_samples(SIZES[:3])
+        nothing = {key: value[:0] for key, value in parts[0].items()} if rank else None
+        result = step(fn, parts[rank] if i < n_batches[rank] else nothing)
+        assert result.n_samples == n_samples
+        if not n_samples:
+            break
+        there = [part for part, n in zip(parts, n_batches, strict=True) if i < n]
+        whole = square(alone, joined(there))
+        whole.backward()
+        assert abs(float(result.loss) - float(whole)) < RTOL
+        assert_same(gradients(net), gradients(alone))
+        for each in sgd:
+            each.step()
+            each.zero_grad()
+    assert not gradients(net)
+    assert result.sizes == ()
+    assert_same(dict(net.named_parameters()), dict(alone.named_parameters()))
+    assert all(map(is_alike, net.parameters()))
+
+
+def a_rank_without_samples(rank):
+    """Whatever the others say of their loss."""
+    parts = all_samples(SIZES[:3])
+    for name, (whole_loss, fn, options) in LOSSES.items():
+        for idle in (0, 2):
+            net = net_of()
+            there = [part for i, part in enumerate(parts) if i != idle]
+            whole = whole_loss(net, joined(there)) + net[2].weight.square().sum()
+            whole.backward()
+            wanted = gradients(net)
+            net.zero_grad()
+            module = Replicated(net)
+            result = step(
+                lambda b, fn=fn, module=module: fn(module, b),
+                None if rank == idle else parts[rank],
+                once=lambda net=net: net[2].weight.square().sum(),
+                **options,
+            )
+            assert_same(gradients(net), wanted)
+            assert_same({name: result.loss}, {name: whole.detach()})
+
+
+def samples_that_weigh_nothing(rank):
+    """On all ranks, on some, on all that have samples: what one process gets, 0 / 0 too."""
+    for ignored, idle in (((0, 1, 2), None), ((0, 1), None), ((0, 1, 2), 1)):
+        for name in ("weight", "pair"):
+            parts = all_samples(SIZES[:3])
+            for each in ignored:
+                parts[each]["y"][:] = IGNORED
+            _, fn, options = LOSSES[name]
+            net, alone = net_of(), net_of()
+            there = [part for i, part in enumerate(parts) if i != idle]
+            one = step(lambda b: fn(alone, b), joined(there), maximum=4, **options)  # noqa: B023  # called here
+            module, batch = Replicated(net), None if rank == idle else parts[rank]
+            all_ = step(lambda b: fn(module, b), batch, maximum=4, **options)  # noqa: B023  # called here
+            got, wanted = (
+                [result.loss, *gradients(each).values()]
+                for result, each in ((all_, net), (one, alone))
+            )
+            torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-12, equal_nan=True)
+
+
+def buffers_of_the_first_rank_that_has_samples(rank):
+    parts = all_samples(SIZES[:3])
+    for idle in (None, 0):
+        net, alone = net_of("buffers"), net_of("buffers")
+        module = Replicated(net)
+        batch = None if rank == idle else parts[rank]
+        step(lambda b, module=module: square(module, b), batch)
+        alone(parts[0 if idle is None else 1]["x"])
+        assert torch.equal(net[1].running_mean, alone[1].running_mean)
+    # a plain pass asks for the buffers of the first, as ever
+    net[1].running_mean.fill_(rank)
+    square(module, parts[rank]).backward()
+    assert is_alike(net[1].num_batches_tracked)
+
+
+def a_group_of_some_ranks(rank):
+    some, net = dist.new_group([0, 2]), net_of()
+    if rank != 1:
+        part = all_samples(SIZES[:3])[rank]
+        for _ in range(2):
+            result = step(lambda b: square(net, b), part, group=some)
+            assert result.n_samples == SIZES[0] + SIZES[2]
+
+
+def test_three_ranks_may_be_without_samples_or_weight():
+    run_checks(
+        ranks_that_run_out_of_batches,
+        a_rank_without_samples,
+        samples_that_weigh_nothing,
+        buffers_of_the_first_rank_that_has_samples,
+        a_group_of_some_ranks,
+        n=3,
+    )
+
+
+def voted_on(rank):
+    """The loss of all to the last bit, and their samples."""
+    weight, group = torch.ones(4, dtype=torch.float64, requires_grad=True), dist.group.WORLD
+    torch.manual_seed(rank)
+    x = torch.randn(rank + 1, 4, dtype=torch.float64) * 1e16 ** (-1) ** rank
+    result = step(lambda b: (b * weight).square().sum(1).mean(), x, group=group)
+    return result.loss.item().hex(), result.n_samples
+
+
+@pytest.mark.parametrize("n", [2, 5])
+def test_a_vote_is_the_same_on_all_ranks_to_the_bit(n):
+    first, *others = run_ranks(voted_on, n)
+    assert others == [first] * (n - 1)
+    assert first[1] == n * (n + 1) // 2

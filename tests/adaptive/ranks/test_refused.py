@@ -1,0 +1,286 @@
+"""What a step of several ranks refuses: by name, on all of them, and before anything runs."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel as Replicated
+
+from tenure.adaptive import AdaptiveUsageError, RemoteRankError, find_batch_size, step
+
+from ..step.step_cases import gradients, worst_error
+from .launch import run_checks
+from .rank_cases import RTOL, SIZES, Fails, all_samples, net_of, square, wanted_of
+
+hidden = {}
+
+
+def replica(**options):
+    return Replicated(net_of(), **options)
+
+
+def hooked():
+    module = replica()
+    module.register_comm_hook(None, default_hooks.allreduce_hook)
+    return module
+
+
+def synchronized():
+    # a replica of it is for devices alone
+    return nn.Sequential(nn.Linear(4, 8), nn.SyncBatchNorm(8)).double()
+
+
+def post_hooked():
+    module = replica()
+    for parameter in module.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _: None)
+    return module
+
+
+def joined_step(module):
+    with Join([module]):
+        try:
+            return step(lambda b: square(module, b), all_samples()[0])
+        finally:
+            # so that the end of the block waits for nobody
+            module._join_config = module._join_config._replace(enable=False)
+
+
+def in_two_groups(module):
+    other = replica(process_group=dist.new_group([0, 1]))
+    return step(lambda b: square(module, b) + square(other, b), all_samples()[0])
+
+
+def computed_batch(module):
+    weight = torch.ones(1, dtype=torch.float64, requires_grad=True)
+    return step(lambda x: module(x).square().mean(), all_samples()[0]["x"] * weight)
+
+
+def hidden_step(module):
+    hidden["module"] = module
+    return step(lambda b: square(globals()["hidden"]["module"], b), all_samples()[0])
+
+
+def plain(module, **options):
+    fn = (lambda b: module(b["x"])) if "loss" in options else lambda b: square(module, b)
+    return step(fn, all_samples()[0], **options)
+
+
+def two_terms(module):
+    def fn(b):
+        return {"a": square(module, b), "b": (module(b["x"]).sum(), 7)}
+
+    return step(fn, all_samples()[0])
+
+
+def many_terms(module):
+    step(lambda b: {str(i): square(module, b) for i in range(17)}, all_samples()[0])
+
+
+def net_in_a_set():
+    return nn.ModuleList(net_of() for _ in range(2))
+
+
+def step_of_a_set(module):
+    nets = set(module)
+
+    def fn(b):
+        return sum(net(b["x"]).square().mean() for net in nets)
+
+    step(fn, all_samples()[dist.get_rank()], group=dist.group.WORLD)
+
+
+def with_buffer():
+    net = net_of()
+    net.register_buffer("cache", torch.zeros(3))
+    return Replicated(net)
+
+
+def growing_buffers(module):
+    def fn(b):
+        module.module.cache = torch.zeros(len(b["x"]))
+        return module(b["x"]).square().mean()
+
+    step(fn, None if dist.get_rank() else all_samples()[0])
+
+
+def without_count(module):
+    """A pair on one rank, and a loss on the other."""
+
+    def fn(b):
+        total = module(b["x"]).square().sum()
+        return total * 0.0 if dist.get_rank() else (total, len(b["x"]))
+
+    step(fn, all_samples()[0])
+
+
+def in_another_order(module):
+    def fn(b):
+        terms = {"a": square(module, b), "b": 2 * square(module, b)}
+        return dict(reversed(terms.items())) if dist.get_rank() else terms
+
+    step(fn, all_samples()[0])
+
+
+def other_calls(module, **options):
+    def one(b):
+        return square(module, b)
+
+    def another(b):
+        return square(module, b)
+
+    fn = another if dist.get_rank() and not options else one
+    step(fn, all_samples()[0], **(options if dist.get_rank() else {}))
+
+
+def other_parameters():
+    return nn.Linear(4, 3 + dist.get_rank()).double()
+
+
+def reducing(module):
+    def fn(b):
+        loss = square(module, b)
+        dist.all_reduce(loss.detach().clone())
+        return loss
+
+    step(fn, all_samples()[0])
+
+
+def searching(module):
+    find_batch_size(lambda n: dist.barrier(), high=4, group=dist.group.WORLD)
+
+
+def searching_with_a_replica(module):
+    def work(n):
+        module(torch.ones(n, 4, dtype=torch.float64)).sum()
+
+    find_batch_size(work, high=8, group=dist.group.WORLD)
+
+
+def searching_elsewhere(module):
+    work = [
+        lambda n: torch.ones(1),
+        lambda n: torch.zeros(1),
+    ][dist.get_rank()]
+    find_batch_size(work, high=8, group=dist.group.WORLD)
+
+
+UNLIKE = "other terms on one rank than on another"
+ELSEWHERE = "Ranks that work together are in different calls"
+CASES = {
+    "a count on one rank": (replica, without_count, UNLIKE),
+    "another order of terms": (replica, in_another_order, UNLIKE),
+    "other functions": (replica, other_calls, f"{ELSEWHERE}: step('one') ("),
+    "other losses": (replica, lambda m: other_calls(m, loss="sum"), ELSEWHERE),
+    "other kinds": (replica, lambda m: other_calls(m, per_rank=True), ELSEWHERE),
+    "other lambdas": (replica, searching_elsewhere, "different calls, by other functions of one"),
+    "other parameters": (
+        other_parameters,
+        lambda m: plain(m, group=dist.group.WORLD),
+        "with parameters or buffers of other shapes or in another order: step('<lambda>')",
+    ),
+    "a collective": (replica, reducing, "called torch.distributed.all_reduce()"),
+    "a collective in a search": (replica, searching, "called torch.distributed.barrier()"),
+    "a replica in a search": (replica, searching_with_a_replica, "runs a DistributedDataParallel"),
+    "a comm hook": (hooked, plain, "with a comm hook, which acts while the module runs"),
+    "a static graph": (lambda: replica(static_graph=True), plain, "with static_graph=True"),
+    "SyncBatchNorm": (
+        synchronized,
+        lambda m: plain(m, group=dist.group.WORLD),
+        "SyncBatchNorm in training",
+    ),
+    "Join": (replica, joined_step, "with a block of torch's Join"),
+    "two groups": (replica, in_two_groups, "whose process group is not that of the step"),
+    "then=": (replica, lambda m: plain(m, then=torch.sqrt), "got then= a function"),
+    "loss=": (replica, lambda m: plain(m, loss=torch.std), "got loss= a function"),
+    "a count among terms": (replica, two_terms, "a count with 'b'"),
+    "a batch with a graph": (replica, computed_batch, "a batch that was computed with gradients"),
+    "a hidden replica": (replica, hidden_step, "that it has not found through its function"),
+    "replicas in a set": (net_in_a_set, step_of_a_set, "in a set, nets, whose order is another"),
+    "buffers that grow": (with_buffer, growing_buffers, "with buffers of other shapes"),
+    "many terms": (replica, many_terms, "returned 17 terms, and ranks can agree on 16"),
+    "post hooks": (post_hooked, plain, "4 of the parameters have a hook"),
+    "a sparse gradient": (
+        lambda: Replicated(nn.Embedding(5, 3, sparse=True)),
+        lambda m: step(lambda b: m(b).mean(), torch.arange(5)),
+        "has a sparse gradient",
+    ),
+}
+
+
+def each_case(rank):
+    for name, (make, call, text) in CASES.items():
+        module = make()
+        told = ""
+        try:
+            call(module)
+        except AdaptiveUsageError as error:
+            told = str(error)
+        assert text in told, name
+        assert not gradients(module), name
+    # nothing was sent, and nobody waits
+    found = torch.tensor(1.0 + rank)
+    dist.all_reduce(found)
+    assert found == 3
+
+
+def a_collective_on_one_rank_alone(rank):
+    """As where the others have no samples, or run out of memory before it."""
+    for part, most in ((None, None), (all_samples()[1], 2)):
+        net = net_of()
+        module, fails = Replicated(net), Fails(most if rank else None)
+
+        def fn(b, module=module, fails=fails):
+            loss = square(module, b)
+            fails(b["x"])
+            dist.all_reduce(loss.detach().clone())
+            return loss
+
+        with pytest.raises((AdaptiveUsageError, RemoteRankError)) as caught:
+            step(fn, part if rank else all_samples()[0])
+        assert "called torch.distributed.all_reduce()" in str(caught.value)
+        assert "Nothing was sent" in str(caught.value)
+        assert not gradients(net)
+
+
+def what_waits_for_nobody(rank):
+    """Collectives and replicas of groups of one rank, and SyncBatchNorm that is frozen."""
+    groups = [dist.new_group([each]) for each in range(2)]
+    parts, net = all_samples(SIZES[:2]), net_of()
+    wanted = wanted_of(net, parts)
+    module = Replicated(net)
+
+    def fn(b):
+        loss = square(module, b)
+        dist.all_reduce(loss.detach().clone(), group=groups[rank])
+        return loss
+
+    step(fn, parts[rank])
+    assert worst_error(gradients(net), wanted) < RTOL
+    plain(synchronized().eval(), group=dist.group.WORLD)
+    alone = Replicated(net_of(), process_group=groups[rank])
+    if rank:
+        plain(alone, maximum=3)
+
+
+def a_group_without_this_rank(rank):
+    group, module = dist.new_group([0]), net_of()
+    if rank:
+        with pytest.raises(AdaptiveUsageError, match="rank 1 of all, is no member of"):
+            plain(module, group=group)
+    else:
+        plain(module, group=group)
+
+
+def test_each_is_an_error_by_name_on_all_ranks_and_changes_nothing():
+    run_checks(
+        each_case, a_collective_on_one_rank_alone, what_waits_for_nobody, a_group_without_this_rank
+    )
+
+
+def test_a_process_alone_asks_for_no_group():
+    net = net_of()
+    result = step(lambda b: square(net, b), all_samples()[0], group="anything", per_rank=True)
+    assert result.n_samples == 9
