@@ -23,24 +23,6 @@ from .finding import Training, network
 pytestmark = pytest.mark.usefixtures("quiet")
 
 
-@pytest.mark.parametrize("budget", ["300KiB", "1MiB", "16MiB"])
-def test_a_training_step_in_a_budget_comes_to_95_percent_with_three_failures(budget):
-    train = Training(network())
-    found = find_batch_size(train, high=1 << 20, budget=budget, margin=0)
-    assert found in train.sizes
-    assert found not in train.failed
-    assert len(train.failed) <= 3
-    assert not train.fits(int(found / 0.95) + 1, budget)
-
-
-@pytest.mark.parametrize("high", [1, 2, 7, 100])
-def test_the_largest_that_is_allowed_is_found_where_it_fits(high):
-    train = Training(network())
-    assert find_batch_size(train, high=high, budget="16MiB") == high
-    assert train.failed == []
-    assert len(train.sizes) <= 4
-
-
 def test_the_budget_around_the_call_counts_too():
     train = Training(network())
     with memory_budget("2MiB"):
@@ -50,13 +32,12 @@ def test_the_budget_around_the_call_counts_too():
     assert not train.fits(int(found / 0.95) + 1, "2MiB")
 
 
-@pytest.mark.parametrize("margin", [0.1, 0.5])
-def test_a_margin_is_a_share_of_the_budget_that_is_left_free(margin):
+def test_a_margin_is_a_share_of_the_budget_that_is_left_free():
     train, budget = Training(network()), 8 << 20
-    found = find_batch_size(train, high=1 << 20, budget=budget, margin=margin)
+    found = find_batch_size(train, high=1 << 20, budget=budget, margin=0.5)
     assert train.failed == []
-    assert train.fits(found, int(budget * (1 - margin)))
-    assert not train.fits(int(found / 0.95) + 1, int(budget * (1 - margin)))
+    assert train.fits(found, budget // 2)
+    assert not train.fits(int(found / 0.95) + 1, budget // 2)
 
 
 def test_without_a_budget_the_free_memory_of_the_host_counts(monkeypatch):
@@ -66,7 +47,7 @@ def test_without_a_budget_the_free_memory_of_the_host_counts(monkeypatch):
     assert not train.fits(int(found / 0.95) + 1, "2MiB")
 
 
-@pytest.mark.parametrize(("wall", "high"), [(1, 64), (13, 64), (100, 4096), (777, 10**6)])
+@pytest.mark.parametrize(("wall", "high"), [(1, 64), (777, 10**6)])
 def test_where_nothing_is_measured_sizes_double_until_one_fails(wall, high):
     sizes = []
 
@@ -79,25 +60,6 @@ def test_where_nothing_is_measured_sizes_double_until_one_fails(wall, high):
     assert found in sizes
     assert 0.95 * wall <= found <= wall
     assert sum(size > wall for size in sizes) <= 3
-
-
-def test_where_nothing_is_measured_the_margin_is_one_of_sizes_and_has_run():
-    sizes = []
-
-    def work(size):
-        sizes.append(size)
-        if size > 100:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-
-    found = find_batch_size(work, high=4096, margin=0.5)
-    assert 0.95 * 50 - 1 <= found <= 50
-    assert found in sizes
-
-
-def test_no_size_above_high_runs_where_floats_have_gaps():
-    size, sizes = 2**53 + 3, []
-    assert find_batch_size(sizes.append, low=size, high=size, margin=0) == size
-    assert sizes == [size]
 
 
 def test_sizes_are_multiples_of_align():
@@ -166,21 +128,6 @@ def test_a_smallest_size_that_does_not_fit_is_told_with_numbers():
     )
 
 
-def test_a_smallest_size_without_its_margin_is_told_with_numbers():
-    train = Training(network())
-    with memory_budget(1 << 40) as measured:
-        train(1000)
-    train.net.zero_grad()
-    budget = measured.peak_bytes + 1000
-    assert find_batch_size(train, low=1000, high=1000, budget=budget, margin=0) == 1000
-    with pytest.raises(
-        OutOfRetriesError,
-        match=r"ran at batch size 1000, the smallest that low=1000 allows, and needed 2\.0 MiB, of "
-        r".* KiB that margin=0\.5 leaves of the memory\. Give a smaller low= or margin=",
-    ):
-        find_batch_size(train, low=1000, high=1000, budget=budget, margin=0.5)
-
-
 @pytest.mark.parametrize(
     ("options", "told"),
     [
@@ -189,34 +136,12 @@ def test_a_smallest_size_without_its_margin_is_told_with_numbers():
         ({"low": 8, "high": 4}, r"got low=8 and high=4, between which there is no size\. Raise"),
         ({"low": 9, "high": 15, "align": 8}, r"there is no size, in multiples of align=8\. Raise"),
         ({"high": 4, "margin": 1}, r"got margin=1\. Give the share of the memory"),
-        ({"high": 4, "margin": -0.1}, r"got margin=-0\.1\. "),
-        ({"high": 4, "margin": "most"}, r"got margin='most'\. "),
         ({"high": 4, "device": "nowhere"}, r"got device='nowhere': .*Name a device"),
     ],
 )
 def test_an_argument_that_can_not_be_used_is_named(options, told):
     with pytest.raises(AdaptiveUsageError, match=told):
         find_batch_size(lambda size: None, **options)
-
-
-def test_what_can_be_suspended_is_refused():
-    def work(size):
-        yield size
-
-    with pytest.raises(AdaptiveUsageError, match=r"find_batch_size got .*can be suspended"):
-        find_batch_size(work, high=4)
-
-
-def test_any_other_error_goes_on_and_leaves_nothing():
-    net = network()
-
-    def train(size):
-        net(torch.randn(size, 64)).square().mean().backward()
-        raise KeyError("of the user")
-
-    with pytest.raises(KeyError, match="of the user"):
-        find_batch_size(train, high=64, budget="16MiB")
-    assert all(p.grad is None for p in net.parameters())
 
 
 class Device:
@@ -250,32 +175,22 @@ class Device:
 
 
 @st.composite
-def devices(draw, kinds=("line", "fixed", "convex", "segments", "rows", "steep"), cuts=(1, 1.3)):
+def devices(draw, kinds=("line", "fixed", "segments", "steep"), cuts=(1, 1.3)):
     """A device on which about ``big`` fit, whatever the memory grows with; and low, high, align."""
     kind, big = draw(st.sampled_from(kinds)), draw(st.integers(1, 10**5))
     # segments count in small memories only: a large one has a smaller part of each
-    limit = draw(st.integers(10**6, 4 * 10**8 if kind in ("segments", "rows") else 10**9))
+    limit = draw(st.integers(10**6, 4 * 10**8 if kind == "segments" else 10**9))
     fixed = limit * draw(st.floats(0, 0.98 if kind == "fixed" else 0.3))
     each = (limit - fixed) / (big + draw(st.floats(0.05, 0.95)))
 
     def line(size):
         return int(fixed + each * size)
 
-    if kind == "convex":
-        knee, share = int(big * draw(st.floats(0, 1))), draw(st.floats(0, 1))
-
-        def cost(size):
-            return int(max(line(size), line(knee) + share * each * (size - knee)))
-    elif kind == "segments":
+    if kind == "segments":
         segment = max(1, int(limit * draw(st.floats(1e-4, 0.3))))
 
         def cost(size):
             return -(-line(size) // segment) * segment
-    elif kind == "rows":
-        rows = draw(st.integers(1, 64))
-
-        def cost(size):
-            return line(-(-size // rows) * rows)
     elif kind == "steep":
         power = draw(st.floats(1, 2))
 
@@ -289,11 +204,12 @@ def devices(draw, kinds=("line", "fixed", "convex", "segments", "rows", "steep")
     return Device(cost, limit, draw(st.sampled_from(cuts))), low, high, align
 
 
-def check_found(case, **options):
-    """Look for the largest size; it has 95 % of that, after three failures at the most."""
+@settings(deadline=None, max_examples=60)
+@given(devices())
+def test_whatever_memory_grows_with_95_percent_are_found_with_three_failures(case):
     device, low, high, align = case
     largest = device.largest(low, high, align)
-    options = {"low": low, "high": high, "align": align, "budget": device.limit} | options
+    options = {"low": low, "high": high, "align": align, "budget": device.limit, "margin": 0}
     if not largest:
         with pytest.raises(OutOfRetriesError):
             find_batch_size(device, **options)
@@ -307,12 +223,6 @@ def check_found(case, **options):
     assert len(device.sizes) <= 60
 
 
-@settings(deadline=None, max_examples=150)
-@given(devices())
-def test_whatever_memory_grows_with_95_percent_are_found_with_three_failures(case):
-    check_found(case, margin=0)
-
-
 def test_sizes_grow_eight_times_at_most_and_a_line_takes_few_runs():
     device = Device(lambda size: (1 << 20) + size * 1000, 600 << 20)
     assert find_batch_size(device, high=1 << 24, budget=device.limit, margin=0) == 615012
@@ -320,10 +230,9 @@ def test_sizes_grow_eight_times_at_most_and_a_line_takes_few_runs():
     assert device.n_failed == 0
 
 
-@pytest.mark.parametrize("more_bytes", [100_000, 200_000, 300_000])
-def test_a_size_that_runs_beyond_its_margin_shows_where_the_next_ones_are(more_bytes):
+def test_a_size_that_runs_beyond_its_margin_shows_where_the_next_ones_are():
     """As where a kernel takes a workspace from a size on, which no line foretells."""
-    sizes = []
+    sizes, more_bytes = [], 200_000
 
     def work(size):
         sizes.append(size)
@@ -333,3 +242,30 @@ def test_a_size_that_runs_beyond_its_margin_shows_where_the_next_ones_are(more_b
     largest = ((1 << 20) - more_bytes) // 100
     assert 0.95 * largest <= found <= largest
     assert len(sizes) <= 9
+
+
+@pytest.mark.exhaustive
+def test_on_a_device_95_percent_are_found_with_three_failures(sim):
+    sim(budget="48MiB", allocator="cuda")
+    train = Training(network(sim.device))
+    resting_bytes = sim.allocated_bytes
+    found = find_batch_size(train, high=1 << 20, margin=0)
+    assert sim.n_ooms <= 3
+    assert len(train.failed) <= 3
+    assert found in train.sizes
+    assert sim.allocated_bytes == resting_bytes
+    torch.get_device_module(sim.device).empty_cache()
+    for factor in (1.06, 1.12, 1.3):
+        with pytest.raises(torch.OutOfMemoryError):
+            train(int(found * factor) + 1)
+        train.net.zero_grad()
+        torch.get_device_module(sim.device).empty_cache()
+
+
+def test_a_budget_on_a_device_counts(sim):
+    sim(budget="1GiB")
+    train = Training(network(sim.device))
+    found = find_batch_size(train, high=1 << 20, budget="4MiB", margin=0)
+    assert len(train.failed) <= 3
+    assert found < 20_000
+    assert sim.peak_bytes < 6 << 20

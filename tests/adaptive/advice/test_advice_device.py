@@ -7,7 +7,7 @@ import tenure
 from tenure.adaptive import predict_peak
 from tenure.paging import page
 
-from .test_advice import LanguageModel, advice_on, loss_of, the_advice_on, words
+from .test_advice import LanguageModel, loss_of, the_advice_on, words
 
 
 def test_activations_on_the_host_take_what_was_told(sim):
@@ -37,14 +37,6 @@ def test_paging_is_named_beside_activations_on_the_host_and_trains(sim):
         assert loss.item() == whole
 
 
-def test_activations_on_the_host_are_told_of_where_they_do_not_lower_the_peak(sim):
-    model = nn.Linear(256, 256).to("sim")
-    adam = torch.optim.Adam(model.parameters(), foreach=True)
-    fn = lambda x: model(x).square().mean()  # noqa: E731
-    report = predict_peak(fn, torch.ones(1, 256, device="sim"), optimizer=adam)
-    assert the_advice_on("on the host", report).saves_bytes <= 0
-
-
 def test_paged_weights_take_what_was_told(sim):
     with torch.no_grad():
         model = nn.Sequential(*(nn.Linear(128, 128) for _ in range(12))).to("sim")
@@ -62,12 +54,3 @@ def test_paged_weights_take_what_was_told(sim):
             taken = torch.sim.max_memory_allocated() - before + x.nbytes
         # slabs are rounded as the allocator does
         assert taken <= found.peak_bytes + 4096
-
-
-def test_weights_that_are_trained_or_on_the_host_are_not_paged(sim):
-    model = nn.Sequential(*(nn.Linear(128, 128) for _ in range(12)))
-    with torch.no_grad():
-        assert not advice_on("page", predict_peak(model, torch.ones(4, 128)))
-    model = model.to("sim")
-    report = predict_peak(lambda x: model(x).sum(), torch.ones(4, 128, device="sim"))
-    assert not advice_on("page", report)

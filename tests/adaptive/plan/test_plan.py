@@ -9,7 +9,6 @@ from tenure.adaptive import (
     AdaptiveUsageError,
     BatchCoupledError,
     OutOfRetriesError,
-    Plan,
     memory_budget,
     plan,
     predict_peak,
@@ -44,9 +43,8 @@ def true_bytes(fn, batch, size, **options):
     return true_peak_bytes(lambda: step(fn, batch, maximum=size, verify=False, **options))
 
 
-@pytest.mark.parametrize("share", [1.1, 0.8, pytest.param(0.7, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["mean", "counted", "outputs"])
-def test_the_largest_micro_batch_that_fits_is_found(kind, share):
+def test_the_largest_micro_batch_that_fits_is_found(kind):
     model, batch = mlp(), batch_of(131)
     options = {}
     if kind == "outputs":
@@ -57,31 +55,40 @@ def test_the_largest_micro_batch_that_fits_is_found(kind, share):
         fn = {"mean": mean_of, "counted": counted_of}[kind](model)
     whole = plan(fn, batch, "1GiB", margin=0, **options)
     assert whole.sizes == (131,)
-    found = plan(fn, batch, int(whole.peak_bytes * share), margin=0, **options)
-    assert found.budget_bytes == int(whole.peak_bytes * share)
+    budget = int(whole.peak_bytes * 0.8)
+    found = plan(fn, batch, int(budget / 0.9) + 1, margin=0.1, **options)
+    assert found.budget_bytes == budget
     base = found.baseline_bytes
     assert base + true_bytes(fn, batch, found.micro_batch, **options) == found.peak_bytes
-    assert found.peak_bytes <= found.budget_bytes
-    model.zero_grad()
+    assert found.peak_bytes <= budget
     assert step(fn, batch, maximum=found.micro_batch, verify=False, **options).sizes == found.sizes
     model.zero_grad()
-    if found.micro_batch < 131:
-        above = base + true_bytes(fn, batch, found.micro_batch + 1, **options)
-        assert above > found.budget_bytes
+    assert base + true_bytes(fn, batch, found.micro_batch + 1, **options) > budget
 
 
 @pytest.mark.slow
-def test_the_planned_step_runs_within_its_budget_and_twice_as_many_samples_do_not():
-    model, batch = mlp(), batch_of(300)
-    fn = mean_of(model)
-    found = plan(fn, batch, "250KiB", margin=0)
-    room = found.budget_bytes - found.baseline_bytes
-    with memory_budget(room):
-        step(fn, batch, maximum=found.micro_batch, minimum=found.micro_batch, verify=False)
-    model.zero_grad()
-    size = found.micro_batch * 2
-    with memory_budget(room), pytest.raises(OutOfRetriesError):
-        step(fn, batch, maximum=size, minimum=size, verify=False)
+def test_where_nothing_fits_the_numbers_are_told():
+    model, batch = mlp(), batch_of(64)
+    expected = (
+        r"plan\(\) finds no micro-batch of 'fn' that fits: 1 sample at a time would take .* KiB on "
+        r"cpu, .* more than the 50\.0 KiB that there are: parameters .*, gradients.*Nothing was run"
+    )
+
+    def fn(batch):
+        return F.cross_entropy(model(batch["x"]), batch["y"])
+
+    with pytest.raises(OutOfRetriesError, match=expected) as caught:
+        plan(fn, batch, "50KiB", margin=0)
+    assert caught.value.sizes == (64, 15, 2, 1)
+
+
+def test_an_error_tells_the_size_that_takes_least_and_what_it_needs():
+    model, batch = mlp(), batch_of(8)
+    with pytest.raises(OutOfRetriesError) as caught:
+        plan(mean_of(model), batch, "50KiB", margin=0)
+    size, n_bytes = caught.value.least
+    assert size in caught.value.sizes
+    assert plan(mean_of(model), batch, n_bytes, margin=0, maximum=size).needed_bytes == n_bytes
 
 
 def test_the_step_of_an_optimizer_counts():
@@ -113,22 +120,6 @@ def test_a_plan_changes_nothing():
 
 
 @pytest.mark.slow
-def test_where_nothing_fits_the_numbers_are_told():
-    model, batch = mlp(), batch_of(64)
-    expected = (
-        r"plan\(\) finds no micro-batch of 'fn' that fits: 1 sample at a time would take .* KiB on "
-        r"cpu, .* more than the 50\.0 KiB that there are: parameters .*, gradients.*Nothing was run"
-    )
-
-    def fn(batch):
-        return F.cross_entropy(model(batch["x"]), batch["y"])
-
-    with pytest.raises(OutOfRetriesError, match=expected) as caught:
-        plan(fn, batch, "50KiB", margin=0)
-    assert caught.value.sizes == (64, 15, 2, 1)
-
-
-@pytest.mark.slow
 def test_a_batch_that_is_not_there_is_planned():
     model = nn.Linear(1024, 1024)
     batch = torch.empty(2**20, 1024, device="meta")
@@ -146,25 +137,6 @@ def test_modules_that_mix_samples_are_refused_where_the_batch_has_to_be_split():
     with pytest.raises(BatchCoupledError):
         plan(fn, batch, whole.peak_bytes - 1, margin=0)
     assert plan(fn, batch, whole.peak_bytes - 1, margin=0, batchnorm="per_chunk").micro_batch < 64
-
-
-def test_samples_in_another_dimension_are_cut_there():
-    model = nn.Linear(32, 32)
-    batch = torch.randn(6, 100, 32)
-    fn = lambda x: model(x).square().mean()  # noqa: E731
-    found = plan(fn, batch, "200KiB", margin=0, in_dims=1)
-    assert found.n_samples == 100 > found.micro_batch
-    assert step(fn, batch, in_dims=1, maximum=found.micro_batch).sizes == found.sizes
-
-
-@pytest.mark.slow
-def test_limits_and_margins_are_kept():
-    model, batch = mlp(), batch_of(64)
-    fn = mean_of(model)
-    assert plan(fn, batch, "1GiB", maximum=10).sizes == (10, 10, 10, 10, 10, 10, 4)
-    tight = plan(fn, batch, 200_000, margin=0.25)
-    assert tight.budget_bytes == 150_000
-    assert tight.micro_batch <= plan(fn, batch, 200_000, margin=0).micro_batch
 
 
 def test_a_share_is_of_what_is_free_beside_what_is_there():
@@ -226,23 +198,6 @@ def test_a_plan_for_an_accelerator_counts_what_its_allocator_reserves(monkeypatc
     assert found.device == "cuda"
     assert len(found.sizes) > 1
     assert found.needed_bytes < whole.needed_bytes
-
-
-def test_a_plan_above_its_budget_says_that_the_allocator_gives_back_what_it_caches():
-    data = plan(mean_of(mlp()), batch_of(8), "1GiB").to_dict()
-    found = Plan.from_dict(data | {"budget_bytes": data["needed_bytes"] - 1})
-    told = " ".join(str(found).split())
-    assert "on cpu. The allocator would cache up to " in told
-    assert "gives the rest back when memory runs out parameters 47.9 KiB" in told
-
-
-def test_an_error_tells_the_size_that_takes_least_and_what_it_needs():
-    model, batch = mlp(), batch_of(8)
-    with pytest.raises(OutOfRetriesError) as caught:
-        plan(mean_of(model), batch, "50KiB", margin=0)
-    size, n_bytes = caught.value.least
-    assert size in caught.value.sizes
-    assert plan(mean_of(model), batch, n_bytes, margin=0, maximum=size).needed_bytes == n_bytes
 
 
 def test_the_plan_agrees_with_the_prediction_of_the_whole():

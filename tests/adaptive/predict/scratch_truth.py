@@ -118,11 +118,6 @@ def _short(leaf):
     return leaf
 
 
-def without_data(func, *args):
-    """What an operation on fake tensors gives, laid out as is said."""
-    return inside(func, args, {}, STAND_INS.get(func, func)(*args)).result
-
-
 def listen(run):
     """The operations of ``run()`` and of the backward pass of what it returns if that needs one."""
     with Listening() as mode:

@@ -32,7 +32,6 @@ _OPTIMIZERS = {
     "none": lambda parameters: None,
     "adamw": torch.optim.AdamW,
     "one by one": lambda parameters: torch.optim.AdamW(parameters, foreach=False),
-    "sgd": torch.optim.SGD,
     "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
     "rmsprop": torch.optim.RMSprop,
 }
@@ -44,8 +43,16 @@ def squared(model):
 
 @pytest.mark.exhaustive
 @pytest.mark.sim_allocator("cuda")
-@pytest.mark.parametrize("optimizer", _OPTIMIZERS)
-@pytest.mark.parametrize("name", _MODELS)
+@pytest.mark.parametrize(
+    ("name", "optimizer"),
+    [
+        ("large batch", "none"),
+        ("wide", "adamw"),
+        ("wide", "one by one"),
+        ("transformer", "momentum"),
+        ("long sequences", "rmsprop"),
+    ],
+)
 def test_a_step_takes_of_an_accelerator_what_was_predicted(sim, name, optimizer):
     make, shape = _MODELS[name]
     model = make().to(sim.device)
@@ -64,9 +71,8 @@ def test_a_step_takes_of_an_accelerator_what_was_predicted(sim, name, optimizer)
 
 
 @pytest.mark.sim_allocator("cuda")
-@pytest.mark.parametrize("name", ["wide", "large batch"])
-def test_a_later_step_takes_what_was_predicted_with_the_state_that_is_there(sim, name):
-    make, shape = _MODELS[name]
+def test_a_later_step_takes_what_was_predicted_with_the_state_that_is_there(sim):
+    make, shape = _MODELS["wide"]
     model, batch = make().to(sim.device), torch.randn(shape).to(sim.device)
     stepped = torch.optim.AdamW(model.parameters())
     step_of(squared(model), batch, stepped)()
@@ -81,26 +87,12 @@ def test_a_later_step_takes_what_was_predicted_with_the_state_that_is_there(sim,
     del kept
 
 
-@pytest.mark.sim_allocator("exact")
-@pytest.mark.parametrize("name", ["mlp", "transformer"])
-def test_where_nothing_is_rounded_the_peak_is_what_is_asked_for(sim, name):
-    make, shape = _MODELS[name]
-    model, batch = make().to(sim.device), torch.randn(shape).to(sim.device)
-    stepped = torch.optim.AdamW(model.parameters())
-    report = predict_peak(squared(model), batch, optimizer=stepped)
-    kept = step_of(squared(model), batch, stepped)()
-    assert report.peak_bytes == sim.peak_bytes
-    del kept
-
-
 @pytest.mark.sim_allocator("cuda")
-@pytest.mark.parametrize("batch_is", ["on the host", "on meta"])
-def test_a_model_on_the_host_is_predicted_as_if_it_were_there(sim, batch_is):
+def test_a_model_on_the_host_is_predicted_as_if_it_were_there(sim):
     model, batch = mlp(), torch.randn(512, 64)
     model[0].weight.grad = torch.ones(256, 64)
     stepped = torch.optim.AdamW(model.parameters())
-    shown = batch if batch_is == "on the host" else batch.to("meta")
-    report = predict_peak(squared(model), shown, optimizer=stepped, device="sim")
+    report = predict_peak(squared(model), batch.to("meta"), optimizer=stepped, device="sim")
     assert sim.peak_bytes == 0
     assert {
         each.device.type
@@ -116,27 +108,6 @@ def test_a_model_on_the_host_is_predicted_as_if_it_were_there(sim, batch_is):
     assert report.peak_bytes == stats["requested_bytes.all.peak"]
     assert report.allocated_bytes == stats["allocated_bytes.all.peak"]
     assert report.reserved_bytes == stats["reserved_bytes.all.peak"]
-    del kept
-
-
-@pytest.mark.sim_allocator("cuda")
-def test_a_batch_that_the_work_copies_there_counts_where_it_is(sim):
-    model, batch = mlp().to(sim.device), torch.randn(20_000, 64)
-
-    def fn(x):
-        return model(x.to(sim.device)).square().mean()
-
-    report = predict_peak(fn, batch)
-    of_host = predict_peak(fn, batch, device="cpu")
-    kept = step_of(fn, batch, None)()
-    stats = sim.module.memory_stats()
-    assert report.device == "sim:0"
-    assert report.categories.get("inputs", 0) == 0
-    assert report.peak_bytes == stats["requested_bytes.all.peak"]
-    assert report.reserved_bytes == stats["reserved_bytes.all.peak"]
-    assert of_host.device == "cpu"
-    assert of_host.baseline_bytes == batch.nbytes
-    assert of_host.reserved_bytes is None
     del kept
 
 
@@ -224,34 +195,12 @@ def test_on_a_machine_without_cuda_the_figures_are_those_of_cuda():
     assert stepped.param_groups[0]["foreach"] is None
 
 
-@pytest.mark.sim_allocator("cuda")
-@pytest.mark.parametrize("name", ["mlp", "wide"])
-def test_figures_for_cuda_are_no_less_than_what_an_accelerator_counts(sim, name):
-    make, shape = _MODELS[name]
-    model, batch = make(), torch.randn(shape)
-    stepped = torch.optim.AdamW(model.parameters())
-    report = predict_peak(squared(model), batch, optimizer=stepped, device="cuda")
-    there = model.to(sim.device)
-    batch = batch.to(sim.device)
-    kept = step_of(squared(there), batch, torch.optim.AdamW(there.parameters()))()
-    # the numbers of the steps are on the host in truth
-    n_steps = len(list(there.parameters()))
-    true_bytes = sim.module.memory_stats()["requested_bytes.all.peak"]
-    assert 0 <= report.peak_bytes - true_bytes <= 4 * n_steps
-    assert 0 <= report.allocated_bytes - sim.peak_bytes <= 512 * n_steps
-    assert report.reserved_bytes >= sim.reserved_bytes
-    del kept
-
-
-@pytest.mark.parametrize(
-    "moved", [lambda x: x.to("cuda"), lambda x: x.cuda(), lambda x: x.to(torch.device("cuda", 1))]
-)
-def test_work_that_names_a_device_which_is_not_here_runs(moved):
+def test_work_that_names_a_device_which_is_not_here_runs():
     model, batch = mlp(), torch.randn(512, 64)
 
     def fn(x):
         noise = torch.ones(512, 64, device="cuda", requires_grad=True)
-        return model(moved(x) * noise).square().mean()
+        return model(x.to("cuda:1") * noise).square().mean()
 
     report = predict_peak(fn, batch, device="cuda")
     assert report.baseline_bytes == batch.nbytes + sum(p.nbytes for p in model.parameters())
@@ -269,31 +218,13 @@ def test_work_that_is_elsewhere_is_not_predicted_for_another_device(sim):
         predict_peak(torch.exp, x, device="cuda")
 
 
-def test_attention_in_float64_keeps_its_scores_where_no_fused_kernel_has_it():
-    shape, n_scores = (2, 4, 256, 16), 2 * 4 * 256 * 256
-
-    def fn(x):
-        return nn.functional.scaled_dot_product_attention(x, x, x).sum()
-
-    allowances = [
-        predict_peak(fn, torch.randn(shape, dtype=dtype, requires_grad=True), device="cuda")
-        for dtype in (torch.float32, torch.float64)
-    ]
-    single, double = (each.allowance_bytes for each in allowances)
-    assert double - single >= 2 * n_scores * 8
-
-
-@pytest.mark.parametrize("kind", ["module", "in place", "function", "inner"])
+@pytest.mark.parametrize("kind", ["in place", "inner"])
 def test_compiled_code_is_said_to_be_only_predicted_as_it_is_written(kind):
     model, batch = mlp(), torch.randn(512, 64)
     plain = predict_peak(squared(model), batch, device="cpu")
-    if kind == "module":
-        fn = squared(torch.compile(model, backend="eager"))
-    elif kind == "in place":
+    if kind == "in place":
         model[0].compile(backend="eager")
         fn = squared(model)
-    elif kind == "function":
-        fn = torch.compile(squared(model), backend="eager")
     else:
         doubled = torch.compile(lambda x: x * 1.0, backend="eager")
         fn = lambda x: model(doubled(x)).square().mean()  # noqa: E731
@@ -303,26 +234,3 @@ def test_compiled_code_is_said_to_be_only_predicted_as_it_is_written(kind):
     )
     assert report.approximate
     assert report.peak_bytes >= plain.peak_bytes
-
-
-def test_the_workspaces_of_cublas_are_allocated_where_their_size_is_known(monkeypatch):
-    # larger than weights and state, so that the worst moment of a later step is in its forward
-    model, x = nn.Linear(64, 64), torch.randn(2**18, 64)
-    optimizer = torch.optim.AdamW(model.parameters())
-
-    def predict():
-        return predict_peak(lambda: model(x).mean(), optimizer=optimizer, device="cuda")
-
-    unknown = predict()
-    monkeypatch.setattr(
-        "tenure.adaptive._predict._device.workspace_bytes",
-        lambda device: {"cuBLAS": 32 * 2**20, "cuBLASLt": 0},
-    )
-    known = predict()
-    # one for the thread of the program, one for that of the backward pass
-    taken_bytes = 2 * 32 * 2**20
-    assert known.allocated_bytes - unknown.allocated_bytes == taken_bytes
-    assert known.reserved_bytes - unknown.reserved_bytes == taken_bytes
-    assert unknown.allowance_bytes - known.allowance_bytes == taken_bytes
-    assert known.later_peak_bytes - unknown.later_peak_bytes == taken_bytes
-    assert known.needed_bytes == unknown.needed_bytes

@@ -13,20 +13,19 @@ pytestmark = pytest.mark.slow
 
 
 class Tied(nn.Module):
-    """A language model whose head is its embedding; ``checkpointed`` recomputes its layers."""
+    """A language model whose head is its embedding, and which recomputes its layers."""
 
-    def __init__(self, checkpointed=False):
+    def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(500, 96)
         self.layers = nn.ModuleList(
             nn.TransformerEncoderLayer(96, 4, 192, batch_first=True) for _ in range(2)
         )
-        self.checkpointed = checkpointed
 
     def forward(self, tokens):
         x = self.embed(tokens)
         for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=False) if self.checkpointed else layer(x)
+            x = checkpoint(layer, x, use_reentrant=False)
         return F.linear(x, self.embed.weight)
 
 
@@ -70,35 +69,10 @@ class Physics(nn.Module):
         return second
 
 
-def mlp():
-    return nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.GELU())
-
-
 def cnn():
     layers = [nn.Conv2d(3, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU()]
     layers += [nn.Conv2d(32, 64, 3, 2, 1, groups=32), nn.BatchNorm2d(64), nn.SiLU()]
     return nn.Sequential(*layers, nn.Conv2d(64, 32, 1), nn.AdaptiveAvgPool2d(1))
-
-
-def upsampling():
-    layers = [nn.Upsample(scale_factor=2), nn.Conv2d(32, 16, 3, padding=1), nn.LeakyReLU(0.2)]
-    return nn.Sequential(*layers, nn.Upsample(scale_factor=2), nn.Conv2d(16, 3, 3, padding=1))
-
-
-def autoencoder():
-    down = nn.Conv2d(3, 32, 4, 2, 1), nn.ReLU(), nn.Conv2d(32, 64, 4, 2, 1), nn.ReLU()
-    up = nn.ConvTranspose2d(64, 32, 4, 2, 1), nn.ReLU(), nn.ConvTranspose2d(32, 3, 4, 2, 1)
-    return nn.Sequential(*down, *up)
-
-
-def frozen():
-    model = mlp()
-    model[0].requires_grad_(False)
-    return model
-
-
-def bags():
-    return nn.Sequential(nn.EmbeddingBag(500, 32, mode="sum"), nn.Linear(32, 8))
 
 
 def reals(*shape):
@@ -110,17 +84,11 @@ def words(*shape):
 
 
 _ARCHITECTURES = {
-    "mlp": (mlp, reals(256, 64)),
     "cnn": (cnn, reals(8, 3, 32, 32)),
-    "upsampling": (upsampling, reals(8, 32, 8, 8)),
     "u-net": (UNet, reals(8, 3, 32, 32)),
-    "autoencoder": (autoencoder, reals(8, 3, 32, 32)),
     "gru": (lambda: Recurrent(nn.GRU), reals(32, 20, 32)),
     "tied": (Tied, words(16, 32)),
-    "checkpointed": (lambda: Tied(True), words(16, 32)),
     "physics": (Physics, reals(512, 2)),
-    "frozen": (frozen, reals(256, 64)),
-    "bags": (bags, words(64, 20)),
 }
 
 

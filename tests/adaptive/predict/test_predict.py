@@ -50,7 +50,6 @@ _MODELS = {
 _OPTIMIZERS = {
     "none": lambda parameters: None,
     "adamw": torch.optim.AdamW,
-    "sgd": torch.optim.SGD,
     "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
     "foreach": lambda parameters: torch.optim.Adam(parameters, foreach=True),
     "adafactor": torch.optim.Adafactor,
@@ -68,8 +67,16 @@ def _training(name, optimizer):
     )
 
 
-@pytest.mark.parametrize("optimizer", _OPTIMIZERS)
-@pytest.mark.parametrize("name", _MODELS)
+@pytest.mark.parametrize(
+    ("name", "optimizer"),
+    [
+        ("mlp", "none"),
+        ("mlp", "foreach"),
+        ("transformer", "adamw"),
+        ("residual", "momentum"),
+        ("checkpointed", "adafactor"),
+    ],
+)
 def test_a_step_takes_what_was_predicted(name, optimizer):
     fn, batch, stepped = _training(name, optimizer)
     report = predict_peak(fn, batch, optimizer=stepped)
@@ -79,11 +86,10 @@ def test_a_step_takes_what_was_predicted(name, optimizer):
     assert not report.approximate
 
 
-@pytest.mark.parametrize("n_samples", [512, 4], ids=["peak in backward", "peak in the step"])
-def test_torchs_own_tracker_finds_the_same_in_each_category(n_samples):
+def test_torchs_own_tracker_finds_the_same_in_each_category():
     def made():
         model = mlp()
-        return model, torch.optim.Adam(model.parameters()), torch.randn(n_samples, 64)
+        return model, torch.optim.Adam(model.parameters()), torch.randn(4, 64)
 
     model, optimizer, batch = made()
     said = predict_peak(lambda x: model(x).square().mean(), batch, optimizer=optimizer).categories
@@ -132,20 +138,6 @@ def test_nothing_is_left_of_a_prediction():
     assert model[0].bias.grad is None
     assert torch.equal(torch.get_rng_state(), rng)
     assert random.getstate() == python_rng
-
-
-def test_a_failed_prediction_leaves_nothing_either():
-    model = nn.Linear(4, 4)
-    before = model.weight.clone()
-
-    def fn(x):
-        model(x)
-        raise ValueError("in the middle")
-
-    with pytest.raises(ValueError, match="in the middle"):
-        predict_peak(fn, torch.ones(2, 4))
-    assert type(model.weight) is nn.Parameter
-    assert torch.equal(model.weight, before)
 
 
 def test_a_batch_larger_than_the_machine_is_predicted():
@@ -215,9 +207,7 @@ def test_what_can_not_be_said_is_refused():
 @pytest.mark.parametrize(
     "shown",
     [
-        lambda loss: loss,
-        lambda loss: (loss, 3),
-        lambda loss: {"a": loss},
+        lambda loss: {"a": (loss, 3)},
         lambda loss: SimpleNamespace(loss=loss, logits=loss),
         lambda loss: loss.expand(3),
     ],
@@ -290,57 +280,17 @@ def test_what_is_not_known_ends_what_was():
     assert any("a number is taken to be 1" in reason for reason in report.reasons)
 
 
-def test_random_numbers_are_not_known():
-    report = predict_peak(lambda: torch.ones(int(torch.randint(9, (1,)))))
-    assert any("a number is taken to be 1" in reason for reason in report.reasons)
-
-
-def test_grouped_products_have_their_shapes():
-    experts = torch.randn(4, 16, 32, requires_grad=True)
-    offs = torch.tensor([2, 4, 6, 8], dtype=torch.int32)
-
-    def fn(x):
-        return torch._grouped_mm(x, experts, offs=offs).square().sum()
-
-    batch = torch.randn(8, 16, requires_grad=True)
-    report = predict_peak(fn, batch)
-    true_bytes = report.baseline_bytes + true_peak_bytes(step_of(fn, batch, None))
-    assert true_bytes <= report.peak_bytes <= 1.02 * true_bytes
-
-
-_LOSSES = {
-    "plain": {},
-    "with weights": {"weight": torch.rand(64, 128)},
-    "with weights of classes": {"pos_weight": torch.rand(128)},
-    "with both, each": {"weight": torch.rand(128), "pos_weight": torch.rand(64, 128)},
-    "not reduced": {"pos_weight": torch.rand(128), "reduction": "none"},
-}
-
-
-@pytest.mark.parametrize("name", _LOSSES)
-def test_a_loss_that_works_in_place_is_predicted_so(name):
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"pos_weight": torch.rand(128), "reduction": "none"}],
+    ids=["plain", "of classes, not reduced"],
+)
+def test_a_loss_that_works_in_place_is_predicted_so(options):
     weight, target = torch.ones(64, 128, requires_grad=True), torch.rand(64, 128)
 
     def fn(x):
         logits = x * weight
-        return F.binary_cross_entropy_with_logits(logits, target, **_LOSSES[name]).square().sum()
-
-    batch = torch.randn(64, 128)
-    report = predict_peak(fn, batch)
-    true_bytes = report.baseline_bytes + true_peak_bytes(step_of(fn, batch, None))
-    assert 0 <= report.peak_bytes - true_bytes <= 256
-
-
-def test_a_loss_that_works_in_place_is_not_taken_for_the_functions_of_its_checkpoint():
-    weight, target = torch.ones(64, 128, requires_grad=True), torch.rand(64, 128)
-
-    def loss_of(x):
-        # run again in the node of the loss, and not in place
-        gains = ((x * weight).sigmoid() * weight * 2 - weight).detach()
-        return F.binary_cross_entropy_with_logits(x * weight, target, pos_weight=gains)
-
-    def fn(x):
-        return checkpoint(loss_of, x, use_reentrant=False)
+        return F.binary_cross_entropy_with_logits(logits, target, **options).square().sum()
 
     batch = torch.randn(64, 128)
     report = predict_peak(fn, batch)
@@ -351,11 +301,7 @@ def test_a_loss_that_works_in_place_is_not_taken_for_the_functions_of_its_checkp
 _ROWS = torch.tensor([3, 1])
 _PARTS = {
     "max": lambda x: x.max(-1).values,
-    "topk": lambda x: x.topk(3).values,
-    "gather": lambda x: x.gather(1, _ROWS.expand(64, 2)),
     "index": lambda x: x[_ROWS],
-    "index_select": lambda x: x.index_select(0, _ROWS),
-    "take": lambda x: x.take(_ROWS),
 }
 
 
@@ -372,35 +318,10 @@ def test_a_gradient_of_a_part_takes_what_was_predicted_with_a_budget_and_without
     assert report.peak_bytes == report.baseline_bytes + true_peak_bytes(step_of(fn, batch, None))
 
 
-def test_a_loss_that_works_in_place_does_not_under_a_budget():
-    weight, batch = torch.ones(64, 4096, requires_grad=True), torch.randn(64, 4096)
-
-    def fn(x):
-        gains = torch.ones(4096)
-        return F.binary_cross_entropy_with_logits(x * weight, x, pos_weight=gains)
-
-    assert counted_bytes(fn, batch) == _budgeted_bytes(fn, batch)
-
-
 def _budgeted_bytes(fn, batch):
     with memory_budget("1GiB") as budget:
         step_of(fn, batch, None)()
     return budget.peak_bytes
-
-
-@pytest.mark.parametrize("call", [torch.prod, lambda x: x.prod(1), lambda x: x.cumprod(1)])
-def test_a_gradient_of_a_product_is_that_of_one_with_a_zero(call):
-    weight = torch.ones(64, 128, requires_grad=True)
-
-    def fn(x):
-        return call(x * weight).sum()
-
-    batch = torch.randn(64, 128)
-    batch[1, 2] = 0
-    report = predict_peak(fn, batch)
-    true_bytes = report.baseline_bytes + true_peak_bytes(step_of(fn, batch, None))
-    assert report.peak_bytes == pytest.approx(true_bytes, rel=0.03)
-    assert report.reasons == ("a factor of a product is taken to be 0",)
 
 
 @pytest.mark.parametrize(
@@ -408,22 +329,12 @@ def test_a_gradient_of_a_product_is_that_of_one_with_a_zero(call):
     [
         (lambda x: torch.linalg.householder_product(x, torch.ones(8)).sum(), "LinalgHouseholder"),
         (torch.max, "MaxBackward1"),
-        (torch.min, "MinBackward1"),
-        (torch.median, "MedianBackward0"),
-        (torch.nanmedian, "NanmedianBackward0"),
     ],
 )
 def test_a_gradient_that_torch_computes_in_another_way_without_data_is_approximate(call, node):
     report = predict_peak(call, torch.randn(16, 8, requires_grad=True))
     assert report.approximate
     assert any(node in r and "works in another way" in r for r in report.reasons)
-
-
-def test_an_operation_whose_shapes_depend_on_lengths_is_refused():
-    log_probs = torch.randn(50, 4, 20).log_softmax(2)
-    targets, lengths = torch.randint(1, 20, (4, 10)), torch.full((4,), 10)
-    with pytest.raises(PredictionError, match=r"_ctc_loss.* depends on values"):
-        predict_peak(lambda p: F.ctc_loss(p, targets, lengths * 5, lengths), log_probs)
 
 
 # --- around the work
@@ -462,12 +373,6 @@ def test_an_optimizer_with_a_closure_runs_the_work_again():
     assert not optimizer.state
 
 
-def test_sparse_gradients_are_counted():
-    table = nn.Embedding(1000, 64, sparse=True)
-    report = predict_peak(lambda i: table(i).sum(), torch.arange(64))
-    assert report.peak_bytes >= 1000 * 64 * 4 + 64 * 64 * 4
-
-
 class Marked(torch.Tensor):
     pass
 
@@ -502,12 +407,10 @@ def test_arguments_that_are_none_are_refused():
 @pytest.mark.parametrize(
     "make",
     [
-        lambda parameters: torch.optim.SGD(parameters, fused=True),
         lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, fused=True),
         lambda parameters: torch.optim.SGD(parameters, lr=torch.tensor(0.1), fused=True),
-        lambda parameters: torch.optim.Adagrad(parameters, fused=True),
     ],
-    ids=["plain", "momentum", "rate as a tensor", "adagrad"],
+    ids=["momentum", "rate as a tensor"],
 )
 def test_steps_in_one_kernel_are_predicted_although_torch_knows_no_shape_of_them(make):
     model, batch = nn.Sequential(nn.Linear(16, 64), nn.Linear(64, 16)), torch.randn(8, 16)
@@ -524,33 +427,19 @@ def test_steps_in_one_kernel_are_predicted_although_torch_knows_no_shape_of_them
     assert not report.approximate
 
 
-@pytest.mark.parametrize("convert", [nn.Module.double, lambda module: module.to(torch.bfloat16)])
-def test_a_module_that_the_work_converts_is_refused_by_what_to_do(convert):
+def test_a_module_that_the_work_converts_is_refused_by_what_to_do():
     model = nn.Linear(4, 4)
     weight = model.weight.detach().clone()
 
     def fn(x):
-        return convert(model)(x.to(model.weight.dtype)).sum()
+        return model.double()(x.double()).sum()
 
     with pytest.raises(PredictionError, match=r"it converts a module, .* Convert the module befo"):
         predict_peak(fn, torch.ones(2, 4))
     assert torch.equal(model.weight, weight)
 
 
-def test_a_budget_inside_of_predicted_work_is_refused_by_what_to_do():
-    def fn(x):
-        with memory_budget("1MiB"):
-            return x.sum()
-
-    with pytest.raises(AdaptiveUsageError, match=r"on tensors without data, .* Open it around"):
-        predict_peak(fn, torch.ones(2, 4))
-    with memory_budget("1MiB"):
-        assert predict_peak(torch.sum, torch.ones(2)).peak_bytes
-    fn(torch.ones(2, 4))
-
-
-@pytest.mark.parametrize("optimizer", ["adamw", "foreach", "momentum"])
-@pytest.mark.parametrize("name", _MODELS)
+@pytest.mark.parametrize(("name", "optimizer"), [("transformer", "adamw"), ("mlp", "foreach")])
 def test_a_later_step_takes_what_was_predicted_before_the_first(name, optimizer):
     fn, batch, stepped = _training(name, optimizer)
     report = predict_peak(fn, batch, optimizer=stepped)
@@ -563,52 +452,10 @@ def test_a_later_step_takes_what_was_predicted_before_the_first(name, optimizer)
     assert not report.fits(true_bytes - 1)
 
 
-def test_without_state_no_step_is_later():
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    report = predict_peak(
-        lambda x: model(x).square().mean(), torch.randn(8, 64), optimizer=optimizer
-    )
-    assert report.later_peak_bytes is None
-    assert report.fits(report.peak_bytes)
-
-
-@pytest.mark.parametrize("grow", ["by resize_()", "by out="])
-def test_memory_that_an_operation_enlarges_in_place_is_counted(grow):
+def test_memory_that_an_operation_enlarges_in_place_is_counted():
     def fn(x):
-        out = torch.empty(0)
-        if grow == "by out=":
-            return torch.add(x, x, out=out)
-        return out.resize_(x.numel())
+        return torch.add(x, x, out=torch.empty(0))
 
     with torch.no_grad():
         report = predict_peak(fn, torch.empty(2**20))
     assert report.peak_bytes == 2 * 4 * 2**20
-
-
-@pytest.fixture
-def threads():
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
-
-
-@pytest.mark.parametrize("n_threads", [1, 2, 4])
-@pytest.mark.parametrize(("n_samples", "width"), [(4, 16), (64, 32), (64, 64)])
-def test_convolutions_take_what_was_predicted_on_any_number_of_threads(
-    threads, n_threads, n_samples, width
-):
-    """Threads that share a gradient may each have one: the prediction is never too low."""
-    threads(n_threads)
-    net = nn.Sequential(
-        *(nn.Conv2d(3, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 32, 3, stride=2, padding=1)),
-        *(nn.ReLU(), nn.Conv2d(32, 64, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten()),
-    )
-    x = torch.randn(n_samples, 3, width, width)
-
-    def loss(batch):
-        return net(batch).logsumexp(1).mean()
-
-    predicted = predict_peak(loss, x)
-    true_bytes = predicted.baseline_bytes + true_peak_bytes(step_of(loss, x, None))
-    assert true_bytes <= predicted.peak_bytes <= 1.02 * true_bytes

@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tenure.adaptive import predict_peak
 from tenure.adaptive._predict import _measured, _scratch
 from tenure.adaptive._predict._device import taken_inside
-from tenure.adaptive._predict._measured import layout_of
 from tenure.adaptive._predict._scratch import inside
 from tenure.adaptive._predict._values import STAND_INS
 
@@ -51,12 +50,6 @@ def test_what_is_said_is_never_too_low_and_hardly_too_high(name):
     assert [call for call in calls if call.said.reason] == []
 
 
-def test_nonzero_static_of_newer_torches_finds_all_indices_first():
-    calls = listen(lambda: torch.nonzero_static(torch.ones(300, 200), size=10))
-    assert aten.nonzero_static.default in [call.func for call in calls]
-    assert [call for call in calls if call.is_low or call.is_loose] == []
-
-
 def test_a_convolution_of_a_batch_far_larger_than_memory_is_measured_in_a_few_mib(monkeypatch):
     ran = []
 
@@ -86,30 +79,6 @@ def test_a_convolution_of_a_batch_far_larger_than_memory_is_measured_in_a_few_mi
     assert max(ran) < 4 << 20
 
 
-def test_a_signature_is_measured_once_and_again_for_another_number_of_threads():
-    asked(aten.mse_loss.default, (300, 400), (300, 400))
-    asked(aten.mse_loss.default, (300, 400), (300, 400))
-    assert len(_scratch._known) == 1
-    threads = torch.get_num_threads()
-    torch.set_num_threads(threads + 1)
-    try:
-        asked(aten.mse_loss.default, (300, 400), (300, 400))
-    finally:
-        torch.set_num_threads(threads)
-    assert len(_scratch._known) == 2
-
-
-def test_what_was_measured_is_kept_within_bounds(monkeypatch):
-    monkeypatch.setattr(_scratch, "_MOST_KNOWN", 3)
-    monkeypatch.setattr(_scratch, "_known", known := {})
-    found = []
-    for length in (*range(2, 8), 2):
-        x = torch.randn(4, length)
-        found.append(inside(aten.cumsum.default, (x, 1), {}, x.cumsum(1)).n_bytes)
-        assert len(known) <= 3
-    assert found[0] == found[-1]
-
-
 def test_measuring_draws_no_random_number_and_is_seen_by_no_mode():
     seen = []
 
@@ -135,16 +104,6 @@ def test_measuring_draws_no_random_number_and_is_seen_by_no_mode():
     assert not [func for func in seen if func is aten.multinomial.default]
 
 
-def test_a_profiler_of_the_program_goes_on_while_something_is_measured():
-    with torch.profiler.profile(
-        profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]
-    ):
-        said = asked(aten.mse_loss.default, (300, 401), (300, 401))
-    _scratch._known.clear()
-    assert said.n_bytes == asked(aten.mse_loss.default, (300, 401), (300, 401)).n_bytes
-    assert said.n_bytes > 300 * 401 * 4
-
-
 def test_an_operation_of_somebody_else_is_not_run_but_named():
     @torch.library.custom_op("tenure_tests::taking", mutates_args=())
     def taking(x: torch.Tensor) -> torch.Tensor:
@@ -157,24 +116,6 @@ def test_an_operation_of_somebody_else_is_not_run_but_named():
     said = asked(torch.ops.tenure_tests.taking.default, (3, 4))
     assert said.n_bytes == 0
     assert said.reason == "nobody has measured what tenure_tests.taking.default takes for itself"
-
-
-@pytest.mark.parametrize("func", [aten.empty_strided.default, aten.new_empty_strided.default])
-def test_what_is_made_with_strides_has_these_and_no_gaps(func):
-    # as autograd copies the gradient of a weight whose kernel laid it out in another order
-    shape, stride = [320, 320, 2, 2], [1280, 4, 2, 1]
-    given = [] if func is aten.empty_strided.default else [(320, 320, 2, 2)]
-    said = asked(func, *given, shape, stride)
-    assert said.result.stride() == tuple(stride)
-    assert said.result.untyped_storage().nbytes() == 320 * 320 * 2 * 2 * 4
-    assert (said.n_bytes, said.reason) == (0, None)
-
-
-def test_layouts_keep_expansion_gaps_and_order_when_they_shrink():
-    wide = torch.empty(8, 300, 3 * 128)[..., 128:256]
-    call = [layout_of(each) for each in (wide, wide.mT, wide[:1].expand(8, -1, -1))]
-    sizes = [each.resized([n if n < 100 else n // 2 for n in each.shape]) for each in call]
-    assert [each.stride for each in sizes] == [(28_800, 192, 1), (28_800, 1, 192), (0, 192, 1)]
 
 
 def test_a_part_of_a_batch_takes_the_same_when_it_is_predicted_first():
@@ -193,8 +134,8 @@ def test_a_part_of_a_batch_takes_the_same_when_it_is_predicted_first():
     assert first == second
 
 
-@pytest.mark.parametrize("n", [16384, 32768, 65536])
-def test_a_product_of_16_bits_takes_no_more_than_a_copy_in_32(n):
+def test_a_product_of_16_bits_takes_no_more_than_a_copy_in_32():
+    n = 65536
     with torch.device("meta"):
         layer, x = nn.Linear(16384, 4096), torch.zeros(n, 16384)
 
@@ -209,8 +150,6 @@ def test_a_product_of_16_bits_takes_no_more_than_a_copy_in_32(n):
 
 # kind, times, samples, features, hidden, layers, directions, projected, reserve on an H100
 _RESERVES = [
-    ("LSTM", 64, 32, 128, 256, 1, 1, 0, 5 * 2**21 + 512),
-    ("LSTM", 64, 32, 128, 256, 3, 1, 0, 17 * 2**21 + 512),
     ("LSTM", 64, 32, 128, 256, 2, 2, 0, 22 * 2**21 + 512),
     ("LSTM", 256, 256, 512, 1024, 2, 1, 0, 11 * 2**28 + 512),
     ("LSTM", 64, 32, 128, 256, 2, 1, 64, 14 * 2**21 + 512),
