@@ -13,7 +13,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tenure.adaptive import AdaptiveUsageError, memory_budget
 from tenure.integrations.accelerate import step
-from tests.programs import run_program
 
 accelerate = pytest.importorskip("accelerate")
 state = pytest.importorskip("accelerate.state")
@@ -98,15 +97,8 @@ def farthest(ours, plain):
     )
 
 
-@pytest.mark.parametrize(
-    "n",
-    [
-        pytest.param(10 * 1024, id="even"),
-        pytest.param(9 * 1024 + 100, id="a ragged end", marks=pytest.mark.slow),
-    ],
-)
-def test_a_loop_in_a_third_of_its_memory_trains_the_same_model(n, events):
-    dataset = data(n, torch.float64)
+def test_a_loop_in_a_third_of_its_memory_trains_the_same_model(events):
+    dataset = data(9 * 1024 + 100, torch.float64)
     settings = {
         "batch_size": 1024,
         "gradient_accumulation_steps": 2,
@@ -126,27 +118,11 @@ def test_a_loop_in_a_third_of_its_memory_trains_the_same_model(n, events):
     assert 1 <= n_failures <= 3
 
 
-def wide():
-    """Gradients that take a fourth of the memory."""
-    torch.manual_seed(0)
-    layers = [nn.Linear(16, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10)]
-    return nn.Sequential(*layers)
-
-
-@pytest.mark.slow
-def test_gradients_that_accumulate_are_no_reason_to_fail_again(events):
-    loop = Loop(data(1500), batch_size=500, options={}, make=wide, gradient_accumulation_steps=2)
-    with memory_budget("2000KiB"):
-        loop.run(20)
-    assert 1 <= sum(event.info is not None for event in events) <= 3
-
-
 # --- accumulation, step by step
 
 
 @pytest.mark.parametrize("sync_with_dataloader", [True, False])
-@pytest.mark.parametrize("maximum", [3, 8])
-def test_gradients_are_those_of_the_plain_loop_after_each_batch(sync_with_dataloader, maximum):
+def test_gradients_are_those_of_the_plain_loop_after_each_batch(sync_with_dataloader):
     plugin = accelerate.utils.GradientAccumulationPlugin(
         num_steps=3, sync_with_dataloader=sync_with_dataloader
     )
@@ -167,8 +143,8 @@ def test_gradients_are_those_of_the_plain_loop_after_each_batch(sync_with_datalo
                 found.append(loop.gradients)
         return found, synced, loop.losses, loop.sizes
 
-    plain, ours = gradients_of(None), gradients_of({"maximum": maximum})
-    assert max(ours[3]) == maximum
+    plain, ours = gradients_of(None), gradients_of({"maximum": 3})
+    assert max(ours[3]) == 3
     assert ours[1] == plain[1]
     assert any(plain[1])
     assert not all(plain[1])
@@ -229,27 +205,7 @@ def test_bfloat16_gives_what_the_micro_batches_give_by_hand():
         assert torch.allclose(got, wanted, rtol=1e-4, atol=1e-6)
 
 
-def test_a_loss_of_outputs_in_bfloat16():
-    x, _ = data(12).tensors
-
-    def spread(out):
-        return out.std(0).sum()
-
-    found = []
-    for run in ("plain", "split"):
-        accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
-        model = accelerator.prepare(network())
-        if run == "plain":
-            accelerator.backward(spread(model(x)))
-        else:
-            step(accelerator, model, x, loss=spread, maximum=5)
-        found.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
-    plain, split = found
-    assert (split - plain).norm() < 2e-2 * plain.norm()
-
-
-@pytest.mark.parametrize("options", [{}, {"maximum": 20}], ids=["whole", "split"])
-def test_a_scaler_scales_once_and_skips_what_overflows(options):
+def test_a_scaler_scales_once_and_skips_what_overflows():
     # accelerate has one where there is an accelerator, and none on the CPU
     def run(options):
         original = accelerate.Accelerator.prepare
@@ -276,8 +232,8 @@ def test_a_scaler_scales_once_and_skips_what_overflows(options):
                 skipped.append(loop.accelerator.optimizer_step_was_skipped)
         return loop, skipped
 
-    plain, ours = run(None), run({"verify": False, **options})
-    assert max(ours[0].sizes) == options.get("maximum", 64)
+    plain, ours = run(None), run({"verify": False, "maximum": 20})
+    assert max(ours[0].sizes) == 20
     assert ours[1] == plain[1]
     assert True in plain[1]
     assert ours[0].accelerator.scaler.get_scale() == plain[0].accelerator.scaler.get_scale()
@@ -285,20 +241,6 @@ def test_a_scaler_scales_once_and_skips_what_overflows(options):
 
 
 # --- models that accelerate has changed
-
-
-def test_a_compiled_model_gives_the_same_gradients():
-    x, y = data(12).tensors
-    accelerator = accelerate.Accelerator(cpu=True, dynamo_backend="eager")
-    net = network(8, 1)
-    model = accelerator.prepare(net)
-    result = step(accelerator, lambda b: F.cross_entropy(model(b[0]), b[1]), (x, y), maximum=5)
-    assert result.sizes == (5, 5, 2)
-    got = [p.grad.clone() for p in net.parameters()]
-    net.zero_grad()
-    F.cross_entropy(net(x), y).backward()
-    wanted = [p.grad for p in net.parameters()]
-    assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-7) for a, b in zip(got, wanted, strict=True))
 
 
 def test_a_dispatched_model_gives_the_same_gradients():
@@ -362,28 +304,12 @@ def test_two_processes_accumulate_as_without_step():
 
 
 @pytest.mark.parametrize(
-    ("name", "what"),
-    [
-        ("DEEPSPEED", "DEEPSPEED, whose backward"),
-        ("MEGATRON_LM", "MEGATRON_LM, whose model runs"),
-        ("XLA", "XLA, which runs nothing"),
-    ],
-)
-def test_a_backend_that_keeps_gradients_to_itself_is_refused_by_name(name, what):
-    fake = SimpleNamespace(
-        distributed_type=accelerate.DistributedType(name), backward=torch.Tensor.backward
-    )
-    with pytest.raises(AdaptiveUsageError, match=rf"^step\(\) can't run with {what}"):
-        step(fake, lambda b: b.sum(), torch.ones(2, requires_grad=True))
-
-
-@pytest.mark.parametrize(
     ("setting", "what"),
     [
+        ({"distributed_type": accelerate.DistributedType.DEEPSPEED}, "DEEPSPEED, whose backward"),
         ({"has_lomo_optimizer": True}, "a LOMO optimizer"),
         ({"mixed_precision": "fp8"}, "fp8, whose scales"),
         ({"parallelism_config": {"tp_size": 2}}, "tensor parallelism, whose ranks"),
-        ({"parallelism_config": {"cp_size": 2}}, "context parallelism, whose ranks"),
     ],
 )
 def test_what_can_not_be_taken_back_is_refused_by_name(setting, what):
@@ -392,9 +318,8 @@ def test_what_can_not_be_taken_back_is_refused_by_name(setting, what):
             pytest.skip("this accelerate has no ParallelismConfig")
         setting = {"parallelism_config": accelerate.ParallelismConfig(**sizes)}
     accelerator = accelerate.Accelerator(cpu=True)
-    fake = SimpleNamespace(
-        distributed_type=accelerator.distributed_type, backward=accelerator.backward, **setting
-    )
+    known = {"distributed_type": accelerator.distributed_type, "backward": accelerator.backward}
+    fake = SimpleNamespace(**(known | setting))
     with pytest.raises(AdaptiveUsageError, match=rf"^step\(\) can't run with {what}"):
         step(fake, lambda b: b.sum(), torch.ones(2, requires_grad=True))
 
@@ -406,11 +331,10 @@ def test_what_is_no_accelerator_is_refused_and_the_extra_named():
         step(nn.Linear(1, 1), lambda b: b.sum(), torch.ones(2))
 
 
-@pytest.mark.parametrize("name", ["backward", "scaler"])
-def test_what_the_accelerator_has_is_no_option(name):
+def test_what_the_accelerator_has_is_no_option():
     accelerator = accelerate.Accelerator(cpu=True)
-    with pytest.raises(AdaptiveUsageError, match=rf"got {name}=, which the accelerator has"):
-        step(accelerator, lambda b: b.sum(), torch.ones(2), **{name: None})
+    with pytest.raises(AdaptiveUsageError, match="got scaler=, which the accelerator has"):
+        step(accelerator, lambda b: b.sum(), torch.ones(2), scaler=None)
 
 
 def test_an_optimizer_that_was_prepared_is_refused_inside_the_function():
@@ -422,9 +346,3 @@ def test_an_optimizer_that_was_prepared_is_refused_inside_the_function():
 
     with pytest.raises(AdaptiveUsageError, match=r"AdamW\.step\(\) was called inside step\(\)"):
         step(loop.accelerator, fn, next(iter(loop.loader)))
-
-
-@pytest.mark.slow
-def test_the_module_imports_no_accelerate():
-    code = "import sys, tenure.integrations.accelerate; assert 'accelerate' not in sys.modules"
-    assert run_program(code).returncode == 0

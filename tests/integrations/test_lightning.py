@@ -1,13 +1,10 @@
 """A LightningModule whose steps are split, against the same one that is not."""
 
 import logging
-import math
 import os
 import pickle
-import re
-import warnings
 import weakref
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -29,12 +26,11 @@ lightning = pytest.importorskip("lightning.pytorch", reason="lightning is not in
 pytorch_lightning = pytest.importorskip("pytorch_lightning", reason="it is not installed")
 import torchmetrics  # noqa: E402
 from lightning.pytorch import Callback, LightningModule  # noqa: E402
-from lightning.pytorch import callbacks as lightning_callbacks  # noqa: E402
+from lightning.pytorch.callbacks import StochasticWeightAveraging  # noqa: E402
 from lightning.pytorch.plugins import MixedPrecision  # noqa: E402
 from lightning.pytorch.utilities import CombinedLoader  # noqa: E402
 
 from tenure.integrations.lightning import AdaptiveMixin, MemoryCallback  # noqa: E402
-from tests.programs import run_program  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings(f"ignore:{text}")
@@ -221,57 +217,11 @@ def test_a_third_of_the_memory_trains_the_same(package, events):
     torch.testing.assert_close(split, whole)
 
 
-class Sizes(Callback):
-    """The micro-batch of each step."""
-
-    def __init__(self):
-        self.micro_batches = []
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        self.micro_batches.append(pl_module.adaptive_result.micro_batch)
-
-
-@pytest.mark.slow
-def test_gradients_that_accumulate_are_no_reason_to_fail_again():
-    class Wide(AdaptiveMixin, Net):
-        """Gradients that take a fourth of the memory."""
-
-        def __init__(self):
-            super().__init__(64, 256)
-            wide = nn.Linear(256, 256).double()
-            self.net = nn.Sequential(self.net[0], nn.ReLU(), wide, nn.ReLU(), self.net[2])
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    # an odd number of batches: Lightning ends an epoch with an update
-    loader, sizes, events = loader_of(*rows(1500, 64), batch_size=500), Sizes(), []
-    adaptive.add_listener(events.append)
-    try:
-        with adaptive.memory_budget("2800KiB"):
-            options = {"accumulate_grad_batches": 2, "max_epochs": 10, "callbacks": [sizes]}
-            trained(seeded(Wide, maximum=None), loader, **options)
-    finally:
-        adaptive.remove_listener(events.append)
-    assert 1 <= sum(event.info is not None for event in events) <= 3
-    # beside gradients of the batch before, fewer samples fit
-    first, second, third = sizes.micro_batches[-3:]
-    assert second < first == third
-
-
 # --- features of the Trainer
 
 
 class Logs(Logging, LightningModule):
     pass
-
-
-class Scheduled(Net):
-    def configure_optimizers(self):
-        optimizer = super().configure_optimizers()
-        return [optimizer], [
-            {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5), "interval": "step"}
-        ]
 
 
 class Lbfgs(Net):
@@ -297,55 +247,6 @@ class Sparse(Net):
         return torch.optim.SGD([p for name, p in named if name != "alone"], lr=0.1)
 
 
-class Stateful(Net):
-    """Adam and dropout of rate zero, which draws random numbers all the same."""
-
-    def __init__(self):
-        super().__init__()
-        self.net.insert(1, nn.Dropout(0.0))
-
-    def configure_optimizers(self):
-        return torch.optim.Adam(self.parameters(), lr=0.01)
-
-
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [
-        (Logs, {"accumulate_grad_batches": 2}),
-        (Logs, {"gradient_clip_val": 0.1}),
-        (Net, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
-        (Net, {"precision": "64-true", "detect_anomaly": True}),
-        (Scheduled, {"max_epochs": 2}),
-        (Lbfgs, {}),
-        (Sparse, {"accumulate_grad_batches": 2}),
-        (Stateful, {}),
-    ],
-    ids=[
-        "accumulate",
-        "clip norm",
-        "clip value",
-        "anomaly",
-        "scheduler",
-        "LBFGS",
-        "sparse",
-        "Adam",
-    ],
-)
-def test_the_trainer_does_the_same(kind, options):
-    compared(kind, **options)
-
-
-@pytest.mark.parametrize(
-    ("name", "settings"),
-    [("EMAWeightAveraging", {"decay": 0.5}), ("StochasticWeightAveraging", {"swa_lrs": 0.01})],
-)
-def test_weights_are_averaged_the_same(name, settings):
-    if not hasattr(lightning_callbacks, name):
-        pytest.skip(f"this Lightning has no {name}")
-    callback = getattr(lightning_callbacks, name)
-    compared(Net, max_epochs=3, more=lambda: {"callbacks": [callback(**settings)]})
-
-
 class Float32(Logs):
     def __init__(self):
         super().__init__()
@@ -355,9 +256,24 @@ class Float32(Logs):
         return batch[0].to(self.net[0].weight.dtype), batch[1]
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
-def test_bfloat16_trains_alike(precision):
-    compared(Float32, precision=precision, rtol=5e-2)
+def averaging():
+    return {"callbacks": [StochasticWeightAveraging(swa_lrs=0.01)]}
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (Logs, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1, "max_epochs": 2}),
+        (Net, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
+        (Lbfgs, {}),
+        (Sparse, {"accumulate_grad_batches": 2}),
+        (Net, {"max_epochs": 3, "more": averaging}),
+        (Float32, {"precision": "bf16-mixed", "rtol": 5e-2}),
+    ],
+    ids=["accumulate, clip norm", "clip value", "LBFGS", "sparse", "averages", "bfloat16"],
+)
+def test_the_trainer_does_the_same(kind, options):
+    compared(kind, **options)
 
 
 def test_a_scaler_scales_once():
@@ -372,28 +288,6 @@ def test_a_scaler_scales_once():
     assert plain.get_scale() == split.get_scale() == 2.0**11
 
 
-# of the samples to compare with the whole, more fail than not
-@pytest.mark.filterwarnings("ignore:'accuracy' was logged .* nothing could be compared")
-def test_a_scaler_survives_a_failure_in_its_first_step():
-    def too_large(gradient):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-
-    class Failing(Float32):
-        def loss_of(self, batch):
-            loss = super().loss_of(batch)
-            # when the loss is scaled already
-            if len(batch[0]) > 3:
-                loss.register_hook(too_large)
-            return loss
-
-    modules = seeded(Float32), seeded(adaptive_of(Failing), maximum=None)
-    for module in modules:
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-        trained(module, plugins=[MixedPrecision("16-mixed", "cpu", scaler)])
-    close(*modules, 2e-2)
-    assert modules[1].adaptive_result.micro_batch <= 3
-
-
 def test_a_batch_that_fits_is_the_plain_step_to_the_bit():
     modules = [seeded(Logs), seeded(adaptive_of(Logs), maximum=None)]
     for module in modules:
@@ -403,99 +297,62 @@ def test_a_batch_that_fits_is_the_plain_step_to_the_bit():
 
 
 def test_a_resumed_fit_is_the_uninterrupted_one(tmp_path):
-    whole, first, second = (seeded(adaptive_of(Stateful)) for _ in range(3))
+    whole, first, second = (seeded(adaptive_of(Net)) for _ in range(3))
     trained(whole, max_epochs=2)
-    trainer = trained(first)
-    trainer.save_checkpoint(tmp_path / "half.ckpt")
+    trained(first).save_checkpoint(tmp_path / "half.ckpt")
     trained(second, ckpt_path=tmp_path / "half.ckpt", max_epochs=2)
     close(whole, second)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [Net, Logs])
-def test_a_compiled_module_trains_the_same_with_one_graph_for_all_sizes(kind):
+def test_a_compiled_module_trains_the_same_with_one_graph_for_all_sizes():
     graphs = CompileCounterWithBackend("eager")
-    modules = [seeded(kind), seeded(adaptive_of(kind))]
+    modules = [seeded(Net), seeded(adaptive_of(Net))]
     trained(modules[0])
     trained(torch.compile(modules[1], backend=graphs))
     close(*modules)
     assert modules[1].adaptive_result.sizes == (3, 3, 2)
-    # what is logged breaks the graph into more of them
-    assert graphs.frame_count == 1 if kind is Net else graphs.frame_count > 1
+    assert graphs.frame_count == 1
 
 
 # --- what a training_step returns, logs, and gives to metrics
 
 
-class Outputs(Body, LightningModule):
+class Told(Body, LightningModule):
+    """Logs and outputs that don't say how they add up."""
+
     def training_step(self, batch, batch_idx):
         out = self.net(batch[0])
         loss = F.cross_entropy(out, batch[1])
-        return {
-            "loss": loss, "out": out.detach(), "same": loss.detach(), "mean": out.detach().mean(),
-            "nested": {"labels": batch[1], "count": 3, "rows": out.detach()[:, 0].tolist()},
-            "right": (out.argmax(1) == batch[1]).sum(), "total": out.detach().sum(),
-            "highest": out.max().item(),
-        }  # fmt: skip
-
-
-def test_outputs_are_those_of_the_whole_batch():
-    compared(Outputs)
-
-
-@pytest.mark.parametrize(
-    "odd", [lambda x: x.T, lambda x: x[:, : len(x)]], ids=["turned", "lengths"]
-)
-def test_outputs_that_cannot_be_joined_are_refused(odd):
-    class Odd(AdaptiveMixin, Body, LightningModule):
-        def training_step(self, batch, batch_idx):
-            return {"loss": self.loss_of(batch), "odd": odd(batch[0])}
-
-    with pytest.raises(
-        AdaptiveUsageError, match=r"'odd', returned by Odd.training_step\(\), is fl"
-    ):
-        trained(seeded(Odd))
-
-
-class Numbers(Body, LightningModule):
-    """Logs that are no means, and don't say what they are."""
-
-    def training_step(self, batch, batch_idx):
-        out = self.net(batch[0])
         right = out.argmax(1) == batch[1]
-        self.log("right", right.sum().float())
         self.log("right as a number", float(right.sum()), batch_size=len(right))
         self.log("right as whole ones", right.sum())
         self.log("summed", F.cross_entropy(out, batch[1], reduction="sum"))
-        self.log("highest", out.max())
         self.log("largest class", (batch[0].abs() * 10).long().max())
         self.log("batch", batch_idx)
-        self.log("accuracy", right.double().mean())
         self.log("weights", self.net[0].weight.norm())
-        return F.cross_entropy(out, batch[1])
-
-
-def test_what_is_logged_is_found_out_to_be_a_sum_a_mean_or_the_largest():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", AdaptiveUsageWarning)
-        compared(Numbers)
-
-
-class Listed(Body, LightningModule):
-    """The same in a dict, whose options of `log` are those of Lightning."""
-
-    def training_step(self, batch, batch_idx):
-        out = self.net(batch[0])
-        right = (out.argmax(1) == batch[1]).double()
-        self.log_dict({"right": right.sum(), "highest": out.max(), "accuracy": right.mean()})
+        self.log_dict(
+            {"right": right.sum(), "highest": out.max(), "accuracy": right.double().mean()}
+        )
         self.log_dict({"said": right.sum()}, reduce_fx="sum", on_step=False, on_epoch=True)
-        return F.cross_entropy(out, batch[1])
+        return {
+            "loss": loss, "out": out.detach(), "same": loss.detach(), "mean": out.detach().mean(),
+            "nested": {"labels": batch[1], "count": 3, "rows": out.detach()[:, 0].tolist()},
+            "right": right.sum(), "total": out.detach().sum(), "highest": out.max().item(),
+        }  # fmt: skip
 
 
-def test_what_is_logged_in_a_dict_is_found_out_too():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", AdaptiveUsageWarning)
-        compared(Listed)
+def test_logs_and_outputs_are_those_of_the_whole_batch():
+    compared(Told)
+
+
+def test_a_step_that_returns_none_is_skipped():
+    class Skipping(Net):
+        def training_step(self, batch, batch_idx):
+            self.log("index", float(batch_idx))
+            return None if batch_idx == 1 else self.loss_of(batch)
+
+    compared(Skipping, accumulate_grad_batches=2)
 
 
 class Scored(Body):
@@ -523,38 +380,6 @@ def test_a_log_that_nothing_joins_is_told_once_by_name(options, why):
     assert "reduce_fx=" in told[0]
 
 
-def test_a_log_of_some_micro_batches_alone_is_refused():
-    class Sometimes(AdaptiveMixin, Net):
-        def training_step(self, batch, batch_idx):
-            if len(batch[0]) < 3:
-                self.log("last", 1.0)
-            return self.loss_of(batch)
-
-    with pytest.raises(
-        AdaptiveUsageError, match=r"training_step\(\) logged nothing for one .* 'last' for another"
-    ):
-        trained(seeded(Sometimes))
-
-
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_a_step_that_returns_none_is_skipped(accumulate):
-    class Skipping(Net):
-        def training_step(self, batch, batch_idx):
-            self.log("index", float(batch_idx))
-            return None if batch_idx == 1 else self.loss_of(batch)
-
-    compared(Skipping, accumulate_grad_batches=accumulate)
-
-
-def test_none_for_some_micro_batches_is_refused():
-    class Sometimes(AdaptiveMixin, Net):
-        def training_step(self, batch, batch_idx):
-            return None if len(batch[0]) < 3 else self.loss_of(batch)
-
-    with pytest.raises(AdaptiveUsageError, match="returned None for some micro-batches"):
-        trained(seeded(Sometimes, verify=False))
-
-
 class Ignoring(Net):
     def training_step(self, batch, batch_idx):
         out, valid = self.net(batch[0]), batch[1] != 0
@@ -570,59 +395,19 @@ class Ignoring(Net):
         return loss
 
 
+class Declared(Ignoring):
+    adaptive_options = MappingProxyType({"weight": lambda batch: (batch[1] != 0).sum()})
+
+
 def test_a_loss_that_is_no_mean_over_samples_is_refused_until_it_is_declared():
-    with pytest.raises(SplitMismatchError, match="weight=") as refused:
-        trained(seeded(adaptive_of(Ignoring)))
+    module = seeded(adaptive_of(Ignoring))
+    # and in each later fit
+    for _ in range(3):
+        with pytest.raises(SplitMismatchError, match="weight=") as refused:
+            trained(module)
     assert "'AdaptiveIgnoring.training_step'" in str(refused.value)
     assert "stand in its adaptive_options" in refused.value.__notes__[0]
-
-    class Declared(Ignoring):
-        adaptive_options = MappingProxyType({"weight": lambda batch: (batch[1] != 0).sum()})
-
     compared(Declared)
-
-
-def test_a_loss_that_was_refused_is_refused_in_each_later_fit():
-    module = seeded(adaptive_of(Ignoring))
-    for _ in range(4):
-        with pytest.raises(SplitMismatchError, match="weight="):
-            trained(module)
-
-
-def test_a_sum_is_declared_and_logged_as_one():
-    class Summing(Net):
-        adaptive_options = MappingProxyType({"loss": "sum"})
-
-        def training_step(self, batch, batch_idx):
-            loss = 0.1 * F.cross_entropy(self.net(batch[0]), batch[1], reduction="sum")
-            self.log("loss", loss, on_epoch=True)
-            return {"loss": loss, "same": loss.item()}
-
-    compared(Summing)
-
-
-def test_a_batch_without_a_valid_label_is_as_without_the_mixin():
-    class Declared(Ignoring):
-        adaptive_options = MappingProxyType({"weight": lambda batch: (batch[1] != 0).sum()})
-
-        def on_after_backward(self):
-            for parameter in self.parameters():
-                parameter.grad.nan_to_num_()
-
-    x, y = rows(8)
-    _, seen = compared(Declared, loader_of(x, torch.zeros_like(y)))
-    assert math.isnan(seen.logged[0]["accuracy"])
-
-
-def test_modules_that_mix_samples_are_refused_or_declared():
-    class Normed(Net):
-        def __init__(self):
-            super().__init__()
-            self.net.append(nn.BatchNorm1d(4).double())
-
-    with pytest.raises(BatchCoupledError, match=r"self\.net\.3"):
-        trained(seeded(adaptive_of(Normed)))
-    trained(seeded(adaptive_of(Normed), batchnorm="per_chunk"))
 
 
 def test_a_loss_of_all_outputs_sees_all_outputs():
@@ -646,335 +431,59 @@ def test_a_loss_of_all_outputs_sees_all_outputs():
     assert modules[1].adaptive_result.sizes == (3, 3, 2)
 
 
-def test_a_log_in_a_loss_of_outputs_is_refused():
-    class Contrastive(AdaptiveMixin, Net):
-        @property
-        def adaptive_options(self):
-            return {"loss": self.spread, "maximum": 3}
-
-        def spread(self, out):
-            self.log("spread", out.std())
-            return out.std(0).sum()
-
-        def training_step(self, batch, batch_idx):
-            return self.net(batch[0])
-
-    torch.manual_seed(0)
-    with pytest.raises(AdaptiveUsageError, match="was called in loss="):
-        trained(Contrastive())
+_seen = torchmetrics.SumMetric()
 
 
 class Metrics(Net):
+    """Metrics of the module, in a collection, in plain containers, and in a global."""
+
     def __init__(self):
         super().__init__()
-        settings = {"num_classes": 4, "average": "macro"}
-        self.accuracy = torchmetrics.classification.MulticlassAccuracy(**settings)
+        kinds, settings = torchmetrics.classification, {"num_classes": 4, "average": "macro"}
+        self.accuracy = kinds.MulticlassAccuracy(**settings)
         self.mean = torchmetrics.MeanMetric().set_dtype(torch.float64)
-        self.right = torchmetrics.SumMetric()
-        self.seen = torchmetrics.SumMetric()
         self.several = torchmetrics.MetricCollection(
             {
-                "recall": torchmetrics.classification.MulticlassRecall(**settings),
-                "auroc": torchmetrics.classification.MulticlassAUROC(num_classes=4),
+                "recall": kinds.MulticlassRecall(**settings),
+                "precision": kinds.MulticlassPrecision(**settings),
+                "auroc": kinds.MulticlassAUROC(num_classes=4),
             }
         )
+        self.held = {"train": [torchmetrics.SumMetric()]}
+        self.tracker = SimpleNamespace(mean=torchmetrics.MeanMetric().set_dtype(torch.float64))
 
     def training_step(self, batch, batch_idx):
         out = self.net(batch[0])
         loss = F.cross_entropy(out, batch[1])
         self.accuracy(out, batch[1])
         self.mean.update(loss)
-        self.right.update((out.argmax(1) == batch[1]).sum().float())
-        self.seen.update(value=torch.tensor(len(out)))
         self.several.update(out, batch[1])
+        # called, it also gives the value of the batch
+        self.held["train"][0]((out.argmax(1) == batch[1]).sum())
+        self.tracker.mean.update(loss)
+        _seen.update(value=torch.tensor(len(out)))
         self.log("accuracy", self.accuracy, on_step=True, on_epoch=True)
         self.log("mean", self.mean, on_step=False, on_epoch=True)
-        self.log("right", self.right, on_step=False, on_epoch=True)
-        self.log("seen", self.seen, on_step=False, on_epoch=True)
         self.log_dict(self.several, on_step=False, on_epoch=True)
         return loss
+
+    def on_train_epoch_end(self):
+        held = {"right": self.held["train"][0], "tracked": self.tracker.mean, "seen": _seen}
+        for name, metric in held.items():
+            self.log(name, metric.compute())
+        _seen.reset()
 
 
 @pytest.mark.filterwarnings("ignore:No .* samples in targets")
 def test_metrics_end_as_by_the_whole_batch():
     module, _ = compared(Metrics, max_epochs=2)
-    assert "forward" not in vars(module.accuracy)
-    assert "forward" not in vars(module.several)
-
-
-class Kept(Net):
-    """Metrics that a plain list and a dict of dicts hold."""
-
-    def __init__(self):
-        super().__init__()
-        self.means = [torchmetrics.MeanMetric().set_dtype(torch.float64)]
-        self.scores = {"train": {"right": torchmetrics.SumMetric()}}
-
-    def training_step(self, batch, batch_idx):
-        out = self.net(batch[0])
-        loss = F.cross_entropy(out, batch[1])
-        self.means[0].update(loss)
-        # called, it also gives the value of the batch
-        self.scores["train"]["right"]((out.argmax(1) == batch[1]).sum())
-        return loss
-
-    def on_train_epoch_end(self):
-        self.log("mean", self.means[0].compute())
-        self.log("right", self.scores["train"]["right"].compute())
-
-
-def test_metrics_in_plain_containers_end_as_by_the_whole_batch():
-    module, _ = compared(Kept, max_epochs=2)
-    assert module.means[0]._update_count == 6
-
-
-class Tracker:
-    """An object of the program's own."""
-
-    def __init__(self):
-        self.mean = torchmetrics.MeanMetric().set_dtype(torch.float64)
-
-
-_right = torchmetrics.SumMetric()
-_seen = torchmetrics.SumMetric()
-
-
-class Elsewhere(Net):
-    """Metrics that no module, list or dict of the module holds."""
-
-    def __init__(self):
-        super().__init__()
-        self.tracker = Tracker()
-
-    def training_step(self, batch, batch_idx):
-        out = self.net(batch[0])
-        loss = F.cross_entropy(out, batch[1])
-        self.tracker.mean.update(loss)
-        _right((out.argmax(1) == batch[1]).sum())
-        _seen.update(torch.tensor(len(out)))
-        return loss
-
-    def on_train_epoch_end(self):
-        self.log("mean", self.tracker.mean.compute())
-        for name, metric in (("right", _right), ("seen", _seen)):
-            self.log(name, metric.compute())
-            metric.reset()
-
-
-def test_metrics_that_no_module_holds_end_as_by_the_whole_batch():
-    module, _ = compared(Elsewhere, max_epochs=2)
+    assert ["precision", "recall"] in [*module.several.compute_groups.values()]
     assert module.tracker.mean.update_count == 6
+    assert "forward" not in vars(module.accuracy)
 
 
-@pytest.mark.filterwarnings(r"ignore:what Failing.training_step\(\) gave the metric 'SumMetric")
-def test_an_attempt_that_fails_leaves_no_metric_that_no_module_holds_updated():
-    class Failing(AdaptiveMixin, Elsewhere):
-        def training_step(self, batch, batch_idx):
-            loss = super().training_step(batch, batch_idx)
-            if len(batch[0]) > 4:
-                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-            return loss
-
-        def on_train_batch_end(self, outputs, batch, batch_idx):
-            counts.append((self.tracker.mean.update_count, _right.update_count))
-            seen.append(_seen.compute().item())
-
-    counts, seen = [], []
-    trained(seeded(Failing, maximum=None))
-    assert counts == [(1, 1), (2, 2), (3, 3)]
-    assert seen == [8, 16, 24]
-
-
-def test_a_metric_updated_by_a_method_that_was_kept_is_refused():
-    class Keeping(AdaptiveMixin, Elsewhere):
-        def __init__(self):
-            super().__init__()
-            self.add = self.tracker.mean.update
-
-        def training_step(self, batch, batch_idx):
-            loss = self.loss_of(batch)
-            self.add(loss)
-            return loss
-
-    module = seeded(Keeping)
-    with pytest.raises(AdaptiveUsageError, match="was updated by a method that was kept"):
-        trained(module)
-    assert not module.tracker.mean.update_called
-
-
-class Grouped(Net):
-    """A collection whose metrics share a state, asked for its items in a step."""
-
-    def __init__(self):
-        super().__init__()
-        kinds = torchmetrics.classification
-        self.group = torchmetrics.MetricCollection(
-            {"precision": kinds.MulticlassPrecision(4), "recall": kinds.MulticlassRecall(4)}
-        )
-
-    def training_step(self, batch, batch_idx):
-        out = self.net(batch[0])
-        self.group.update(out, batch[1])
-        self.log_dict(self.group, on_step=False, on_epoch=True)
-        return F.cross_entropy(out, batch[1])
-
-
-def test_a_collection_with_groups_ends_as_by_the_whole_batch():
-    module, _ = compared(Grouped, max_epochs=2)
-    assert module.group.compute_groups == {0: ["precision", "recall"]}
-
-
-def test_a_collection_updated_by_a_method_that_was_kept_is_refused():
-    class Keeping(AdaptiveMixin, Grouped):
-        def __init__(self):
-            super().__init__()
-            self.add = self.group.update
-
-        def training_step(self, batch, batch_idx):
-            self.add(self.net(batch[0]), batch[1])
-            return self.loss_of(batch)
-
-    module = seeded(Keeping)
-    with pytest.raises(AdaptiveUsageError, match="was updated by a method that was kept"):
-        trained(module)
-    assert not module.group.precision.update_called
-
-
-class Alone(torchmetrics.MeanMetric):
-    """A metric that asks no base for its attributes."""
-
-    def __getattribute__(self, name):
-        return object.__getattribute__(self, name)
-
-
-class ByBase(torchmetrics.MeanMetric):
-    def __getattribute__(self, name):
-        return super().__getattribute__(name)
-
-
-@pytest.mark.parametrize("kind", [Alone, ByBase])
-def test_a_metric_with_attributes_of_its_own_ends_as_by_the_whole_batch(kind):
-    class Own(Net):
-        def __init__(self):
-            super().__init__()
-            self.mean = kind().set_dtype(torch.float64)
-
-        def training_step(self, batch, batch_idx):
-            loss = self.loss_of(batch)
-            self.mean(loss)
-            self.mean.update(3 * loss)
-            self.log("mean", self.mean, on_step=False, on_epoch=True)
-            return loss
-
-        def on_train_epoch_end(self):
-            counts.append(self.mean.update_count)
-
-    counts = []
-    compared(Own)
-    assert counts == [6, 6]
-
-
-class Making(Net):
-    """Metrics made in a step: called, asked, cloned, and in a collection."""
-
-    def __init__(self):
-        super().__init__()
-        self.mean = torchmetrics.MeanMetric().set_dtype(torch.float64)
-        self.several = torchmetrics.MetricCollection([torchmetrics.SumMetric()])
-
-    def training_step(self, batch, batch_idx):
-        loss = self.loss_of(batch)
-        made = torchmetrics.MeanMetric().set_dtype(torch.float64)
-        made.update(loss)
-        self.log("made", made.compute())
-        self.log("cloned", self.mean.clone()(loss))
-        several = self.several.clone()
-        several.update(len(batch[1]))
-        self.log_dict(several.compute(), reduce_fx="sum")
-        return loss
-
-
-def test_metrics_made_in_a_step_are_those_of_torchmetrics():
-    module, _ = compared(Making, max_epochs=2)
-    assert not module.mean.update_called
-
-
-@pytest.mark.parametrize("options", [{}, {"verify": False}, {"maximum": None}])
-@pytest.mark.parametrize("holder", [lambda m: m, lambda m: torchmetrics.MetricCollection([m])])
-def test_a_metric_made_in_a_step_and_kept_is_refused(holder, options):
-    class Lazy(AdaptiveMixin, Net):
-        def training_step(self, batch, batch_idx):
-            if not hasattr(self, "mean"):
-                self.mean = holder(torchmetrics.MeanMetric())
-            loss = self.loss_of(batch)
-            self.mean.update(loss)
-            if len(batch[0]) > 4:
-                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-            return loss
-
-    told = "The metric 'mean' was made in a training_step and kept"
-    with pytest.raises(AdaptiveUsageError, match=told):
-        trained(seeded(Lazy, **options))
-
-
-def test_a_number_for_a_metric_that_nothing_joins_is_told_by_its_place():
-    class Spread(AdaptiveMixin, Metrics):
-        def training_step(self, batch, batch_idx):
-            self.mean.update(batch[0].std())
-            return self.loss_of(batch)
-
-    told = (
-        "what Spread.training_step() gave the metric 'mean.update'[0] is a number in a batch that "
-        "runs in micro-batches, and nothing could be compared with the whole: the mean of theirs "
-        "is told. Give tensors or lists with one row a sample in its place."
-    )
-    with pytest.warns(AdaptiveUsageWarning, match=re.escape(told)):
-        trained(seeded(Spread, verify=False))
-
-
-def test_a_metric_is_not_asked_in_the_middle():
-    class Asking(AdaptiveMixin, Metrics):
-        def training_step(self, batch, batch_idx):
-            self.mean.update(self.loss_of(batch))
-            self.log("mean", self.mean.compute())
-            return self.loss_of(batch)
-
-    with pytest.raises(AdaptiveUsageError, match=r"compute\(\) or reset\(\) of the metric 'mean'"):
-        trained(seeded(Asking))
-
-
-def test_a_metric_takes_no_state_of_another_in_micro_batches():
-    class Merging(AdaptiveMixin, Metrics):
-        def training_step(self, batch, batch_idx):
-            fresh = torchmetrics.MeanMetric()
-            fresh.update(self.loss_of(batch).detach())
-            self.mean.merge_state(fresh)
-            return self.loss_of(batch)
-
-    with pytest.raises(AdaptiveUsageError, match=r"merge_state\(\) of the metric 'mean'"):
-        trained(seeded(Merging))
-
-
-@pytest.mark.parametrize("refused", ["log", "extra", "metric"])
-def test_what_is_refused_leaves_metrics_as_they_were(refused):
-    class Odd(AdaptiveMixin, Metrics):
-        def training_step(self, batch, batch_idx):
-            loss = super().training_step(batch, batch_idx)
-            if refused == "log" and len(batch[0]) < 3:
-                self.log("last", 1.0)
-            if refused == "metric":
-                self.mean.update(batch[0].T)
-            return {"loss": loss, "odd": batch[0].T if refused == "extra" else 1}
-
-    module = seeded(Odd)
-    with pytest.raises(AdaptiveUsageError, match="micro-batch"):
-        trained(module)
-    assert not module.mean.update_called
-    assert not module.accuracy.update_called
-
-
-@pytest.mark.filterwarnings(r"ignore:what Failing.training_step\(\) gave the metric 'right")
-@pytest.mark.filterwarnings(r"ignore:what Failing.training_step\(\) gave the metric 'seen")
+@pytest.mark.filterwarnings(r"ignore:what Failing.training_step\(\) gave the metric")
+@pytest.mark.filterwarnings("ignore:No .* samples in targets")
 def test_an_attempt_that_fails_leaves_neither_logs_nor_metrics():
     class Failing(AdaptiveMixin, Metrics):
         def training_step(self, batch, batch_idx):
@@ -985,15 +494,76 @@ def test_an_attempt_that_fails_leaves_neither_logs_nor_metrics():
             return loss
 
         def on_train_batch_end(self, outputs, batch, batch_idx):
-            counts.append((self.mean.update_count, self.accuracy.update_count))
+            metrics = self.mean, self.accuracy, self.tracker.mean
+            counts.append([metric.update_count for metric in metrics])
+            totals.append(_seen.compute().item())
 
-    counts = []
-    seen, module = Seen(), seeded(Failing)
-    del module.adaptive_options["maximum"]
-    trained(module, callbacks=[seen])
+    counts, totals = [], []
+    seen = Seen()
+    trained(seeded(Failing, maximum=None), callbacks=[seen])
     # the whole batch failed first, and every other attempt is forgotten too
     assert all(each["length"] <= 3 for each in seen.logged)
-    assert counts == [(1, 1), (2, 2), (3, 3)]
+    assert counts == [[n] * 3 for n in (1, 2, 3)]
+    assert totals == [8, 16, 24]
+
+
+def odd_key(module, x, y):
+    return {"loss": module.loss_of((x, y)), "odd": x.T}
+
+
+def sometimes_logged(module, x, y):
+    if len(x) < 3:
+        module.log("last", 1.0)
+    return module.loss_of((x, y))
+
+
+def sometimes_none(module, x, y):
+    return None if len(x) < 3 else module.loss_of((x, y))
+
+
+def kept_update(module, x, y):
+    module.kept(loss := module.loss_of((x, y)))
+    return loss
+
+
+def asked(module, x, y):
+    module.mean.update(loss := module.loss_of((x, y)))
+    module.log("mean", module.mean.compute())
+    return loss
+
+
+def made_and_kept(module, x, y):
+    if not hasattr(module, "late"):
+        module.late = torchmetrics.MeanMetric()
+    module.late.update(loss := module.loss_of((x, y)))
+    return loss
+
+
+@pytest.mark.parametrize(
+    ("step", "why"),
+    [
+        (odd_key, r"'odd', returned by Refused.training_step\(\), is fl"),
+        (sometimes_logged, r"training_step\(\) logged nothing for one .* 'last' for another"),
+        (sometimes_none, "returned None for some micro-batches"),
+        (kept_update, "was updated by a method that was kept"),
+        (asked, r"compute\(\) or reset\(\) of the metric 'mean'"),
+        (made_and_kept, "The metric 'late' was made in a training_step and kept"),
+    ],
+)
+def test_a_step_that_has_no_whole_is_refused_and_metrics_are_as_before(step, why):
+    class Refused(AdaptiveMixin, Metrics):
+        def on_fit_start(self):
+            self.kept = self.mean.update
+
+        def training_step(self, batch, batch_idx):
+            self.accuracy(self.net(batch[0]), batch[1])
+            return step(self, *batch)
+
+    module = seeded(Refused, verify=step is not sometimes_none)
+    with pytest.raises(AdaptiveUsageError, match=why):
+        trained(module)
+    assert not module.accuracy.update_called
+    assert not module.mean.update_called
 
 
 # --- batches
@@ -1017,47 +587,73 @@ def test_batches_of_several_loaders_and_batch_hooks():
 # --- the class
 
 
-def test_a_step_above_a_step_runs_once():
+def test_steps_above_and_below_the_mixin_run_once_for_each_micro_batch():
     class Above(Net):
         def training_step(self, batch, batch_idx):
-            self.seen.append(len(batch[0]))
+            seen.append(len(batch[0]))
             return super().training_step(batch, batch_idx) * 2
 
     class Between(AdaptiveMixin, Above):
         def training_step(self, batch, batch_idx):
-            return super().training_step(batch, batch_idx) / 2
+            return super().training_step(batch, batch_idx) / 4
 
-    modules = seeded(Net), seeded(Between, verify=False)
-    modules[1].seen = []
-    for module in modules:
-        trained(module)
-    close(*modules)
-    # as many as there are micro-batches
-    assert modules[1].seen == [3, 3, 2] * 3
-
-
-def test_a_step_of_a_class_below_one_that_fits_runs_once():
-    class Below(adaptive_of(Net)):
+    class Below(Between):
         def training_step(self, batch, batch_idx):
             return super().training_step(batch, batch_idx) * 2
 
-    class Plain(Net):
-        def training_step(self, batch, batch_idx):
-            return super().training_step(batch, batch_idx) * 2
-
-    modules = seeded(Plain), seeded(Below)
+    seen, modules = [], (seeded(Net), seeded(Below, verify=False))
     for module in modules:
         trained(module)
     close(*modules)
-    assert modules[1].adaptive_result.sizes == (3, 3, 2)
+    assert seen == [3, 3, 2] * 3
 
 
-def test_a_module_without_a_trainer_is_called_as_it_is():
-    module = seeded(adaptive_of(Net))
-    loss = module.training_step(rows(), 0)
-    loss.backward()
-    assert norm(module) > 0
-    assert loss.grad_fn.name() != "_DeliveryBackward"
+def test_a_module_that_no_trainer_trains_is_called_as_it_is():
+    class Outer(Net):
+        def __init__(self):
+            super().__init__()
+            self.inner = adaptive_of(Net)()
+
+        def training_step(self, batch, batch_idx):
+            loss = self.inner.training_step(batch, batch_idx)
+            names.append(loss.grad_fn.name())
+            return loss
+
+    names, outer = [], seeded(Outer)
+    trained(outer)
+    outer.inner.training_step(rows(), 0).backward()
+    assert names == ["NllLossBackward0"] * 3
+    assert norm(outer.inner) > 0
+
+
+class Looking(AdaptiveMixin, Net):
+    """Notes which gradients of the step before are alive in a step, and what hooks see of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.alive, self.seen = [], []
+
+    def training_step(self, batch, batch_idx):
+        self.alive.append([reference() is not None for reference in self.kept])
+        return self.loss_of(batch)
+
+    def on_train_batch_start(self, batch, batch_idx):
+        gradients = [p.grad for p in self.parameters() if p.grad is not None]
+        self.kept = [weakref.ref(gradient.untyped_storage()) for gradient in gradients]
+
+
+def test_old_gradients_go_before_new_ones_unless_a_hook_looks_at_them():
+    class Hooked(Looking):
+        def on_before_zero_grad(self, optimizer):
+            self.seen.append(norm(self))
+
+    module, hooked, seen = seeded(Looking, maximum=None), seeded(Hooked, maximum=None), Seen()
+    trained(module, accumulate_grad_batches=2)
+    # the second batch adds to what the first has left, the third begins anew
+    assert module.alive == [[], [True] * 4, [False] * 4]
+    trained(hooked, callbacks=[seen])
+    before = [value for name, value in seen.told if name == "before optimizer"]
+    torch.testing.assert_close(hooked.seen, [0, *before[:-1]])
 
 
 def test_hooks_of_parameters_see_the_whole_gradient_once():
@@ -1076,78 +672,41 @@ def test_hooks_of_parameters_see_the_whole_gradient_once():
     assert len(modules[0].seen) == 6
 
 
-class Looking(AdaptiveMixin, Net):
-    """Keeps what gradients are there while the step runs."""
-
-    def __init__(self):
-        super().__init__()
-        # read by autograd, and so inside the step, whose own gradients stand in `.grad`
-        self.alive = []
-
-    def training_step(self, batch, batch_idx):
-        self.alive.append([reference() is not None for reference in self.kept])
-        return self.loss_of(batch)
-
-    def on_train_batch_start(self, batch, batch_idx):
-        gradients = [p.grad for p in self.parameters() if p.grad is not None]
-        self.kept = [weakref.ref(gradient.untyped_storage()) for gradient in gradients]
-
-
-def test_old_gradients_go_before_new_ones_are_made():
-    module = seeded(Looking, maximum=None)
-    trained(module, accumulate_grad_batches=2)
-    # the second batch adds to what the first has left, the third begins anew
-    assert module.alive == [[], [True] * 4, [False] * 4]
-
-
-def test_old_gradients_stay_for_hooks_that_look_at_them():
-    class Hooked(Looking):
-        def on_before_zero_grad(self, optimizer):
-            self.seen.append(norm(self))
-
-    seen, module = Seen(), seeded(Hooked, maximum=None)
-    module.seen = []
-    trained(module, callbacks=[seen])
-    before = [value for name, value in seen.told if name == "before optimizer"]
-    torch.testing.assert_close(module.seen, [0, *before[:-1]])
-
-
 # --- refused
 
 
-def test_manual_optimization_is_refused_with_the_call_to_write():
-    class Manual(AdaptiveMixin, Net):
-        def __init__(self):
-            super().__init__()
-            self.automatic_optimization = False
+class Manual(AdaptiveMixin, Net):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
 
-        # without super(), as many write it
-        def on_fit_start(self):
-            pass
-
-    with pytest.raises(AdaptiveUsageError, match=r"backward=self\.manual_backward"):
-        trained(Manual())
+    # without super(), as many write it
+    def on_fit_start(self):
+        pass
 
 
-def test_the_call_to_write_trains_the_same():
-    class Manual(Net):
-        """As the refusal says."""
+class Normed(AdaptiveMixin, Net):
+    def __init__(self):
+        super().__init__()
+        self.net.append(nn.BatchNorm1d(4).double())
 
-        def __init__(self):
-            super().__init__()
-            self.automatic_optimization = False
 
-        def training_step(self, batch, batch_idx):
-            optimizer = self.optimizers()
-            optimizer.zero_grad()
-            result = adaptive.step(self.loss_of, batch, maximum=3, backward=self.manual_backward)
-            optimizer.step()
-            return result.loss
+@pytest.mark.parametrize(
+    ("kind", "options", "why"),
+    [
+        (Manual, {}, r"backward=self\.manual_backward"),
+        (adaptive_of(Net), {"scaler": None}, "adaptive_options of AdaptiveNet has scaler"),
+        (Normed, {}, r"self\.net\.3"),
+    ],
+)
+def test_a_module_that_can_not_be_split_is_refused(kind, options, why):
+    with pytest.raises((AdaptiveUsageError, BatchCoupledError), match=why):
+        trained(seeded(kind, **options))
 
-    modules = seeded(Net), seeded(Manual)
-    for module in modules:
-        trained(module)
-    close(*modules)
+
+def test_a_mixin_that_comes_last_is_refused():
+    with pytest.raises(AdaptiveUsageError, match=r"Put it first: class Late\(AdaptiveMixin"):
+        type("Late", (Net, AdaptiveMixin), {})
 
 
 def test_several_ranks_are_refused_before_anything_is_trained():
@@ -1157,52 +716,6 @@ def test_several_ranks_are_refused_before_anything_is_trained():
     with mock.patch.dict(os.environ), refused:
         trained(module, strategy="ddp", devices=1)
     torch.distributed.destroy_process_group()
-
-
-def test_a_mixin_that_comes_last_is_refused():
-    with pytest.raises(AdaptiveUsageError, match=r"Put it first: class Late\(AdaptiveMixin"):
-
-        class Late(Net, AdaptiveMixin):
-            pass
-
-
-def test_a_training_step_that_the_mixin_does_not_see_is_refused():
-    class Set(AdaptiveMixin, Net):
-        pass
-
-    Set.training_step = Net.training_step
-    with pytest.raises(AdaptiveUsageError, match="was set after its class was made"):
-        trained(Set())
-
-
-def test_a_module_inside_of_another_is_called_as_it_is():
-    class Outer(Net):
-        def __init__(self):
-            super().__init__()
-            self.inner = adaptive_of(Net)()
-
-        def training_step(self, batch, batch_idx):
-            loss = self.inner.training_step(batch, batch_idx)
-            names.append(loss.grad_fn.name())
-            return loss
-
-    names = []
-    trained(seeded(Outer))
-    assert names == ["NllLossBackward0"] * 3
-
-
-def test_an_iterator_of_batches_is_refused():
-    class Iterating(AdaptiveMixin, Net):
-        def training_step(self, dataloader_iter):
-            return self.loss_of(next(dataloader_iter)[0])
-
-    with pytest.raises(AdaptiveUsageError, match="takes the iterator of its data loader"):
-        trained(Iterating())
-
-
-def test_what_lightning_decides_is_no_option():
-    with pytest.raises(AdaptiveUsageError, match="adaptive_options of AdaptiveNet has scaler"):
-        trained(seeded(adaptive_of(Net), scaler=None))
 
 
 # --- the callback
@@ -1271,25 +784,3 @@ def test_a_callback_is_copied_as_what_it_is():
     callback = pickle.loads(pickle.dumps(MemoryCallback(share=0.5)))
     assert isinstance(callback, Callback)
     assert callback.state_key == "MemoryCallback"
-
-
-_WITHOUT = """
-import sys
-import tenure.integrations
-assert "lightning" not in sys.modules
-from tenure.integrations import lightning
-assert not {"lightning", "lightning.pytorch", "pytorch_lightning"} & set(sys.modules)
-sys.modules["lightning"] = sys.modules["pytorch_lightning"] = None
-del sys.modules["tenure.integrations.lightning"]
-try:
-    import tenure.integrations.lightning
-except ImportError as error:
-    assert 'pip install "lightning>=2.4"' in str(error)
-else:
-    raise AssertionError
-"""
-
-
-def test_the_libraries_are_imported_by_who_uses_them():
-    done = run_program(_WITHOUT)
-    assert done.returncode == 0, done.stderr

@@ -3,28 +3,14 @@
 The watch is private, because the callbacks of three libraries make it; here none has to train.
 """
 
-import copy
 import logging
 
 import pytest
 import torch
 
-from tenure.adaptive import memory_budget, step
 from tenure.integrations._memory_watch import MemoryWatch
-from tenure.profiler import GrowthWatch, snapshot
 
 ALWAYS = float("inf")
-
-
-class Clock:
-    """Goes on by one second whenever it is read."""
-
-    def __init__(self):
-        self.now = 0
-
-    def __call__(self):
-        self.now += 1
-        return self.now
 
 
 @pytest.fixture
@@ -32,14 +18,6 @@ def watch():
     watch = MemoryWatch(share=ALWAYS)
     watch.begin()
     return watch
-
-
-def test_what_one_step_makes_and_the_next_lets_go_outlives_nothing(watch):
-    for _ in range(9):
-        batch = torch.ones(100)  # noqa: F841  # alive at the end of its step
-        watch.step_ended()
-    figures = watch.figures()
-    assert (figures["memory/outlived_tensors"], figures["memory/outlived_bytes"]) == (0, 0)
 
 
 def test_what_outlives_its_step_is_counted_and_the_largest_is_named_once(watch, caplog):
@@ -86,50 +64,6 @@ def test_growth_is_that_of_the_time_since_the_figures_were_asked_for(watch):
     assert "memory/allocated_bytes" not in watch.figures()
 
 
-def test_looks_take_a_share_of_the_time(monkeypatch):
-    moment = snapshot()
-
-    def look(self, step):
-        self.n_looks += 1
-        return copy.copy(moment)
-
-    monkeypatch.setattr(GrowthWatch, "look", look)
-    monkeypatch.setattr(GrowthWatch, "growth", lambda self: ())
-    watch = MemoryWatch(share=0.1, clock=Clock())
-    watch.begin()
-    looks = []
-    for n in range(60):
-        before = watch._last
-        watch.step_ended()
-        if watch._last is not before:
-            looks.append(n)
-    # the first three tell of a leak, whatever they take; then a look takes one second of the clock,
-    # and ten have to pass, of which the first two steps read none
-    assert looks == [0, 3, 6, 18, 30, 42, 54]
-
-
-def test_a_short_training_tells_whether_there_is_a_leak():
-    watch, history = MemoryWatch(share=1e-9), []
-    watch.begin()
-    for _ in range(7):
-        history.append(torch.ones(256))
-        watch.step_ended()
-    assert watch.figures()["memory/outlived_tensors"] == 6
-
-
-def test_the_micro_batch_and_the_failures_of_steps_are_told(watch):
-    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
-    batch = torch.randn(256, 64)
-    with memory_budget("160KiB"):
-        result = step(lambda x: model(x).square().mean(), batch, context="the micro-batch is told")
-    watch.step_ended(result)
-    assert result.micro_batch < 256
-    figures = watch.figures()
-    assert figures["adaptive/micro_batch"] == result.micro_batch
-    assert figures["adaptive/retries"] >= 1
-    assert watch.figures()["adaptive/retries"] == 0
-
-
 def test_an_error_of_memory_gets_a_note_of_what_holds_it_and_any_other_none(watch, caplog):
     history = []
     for _ in range(4):
@@ -148,17 +82,6 @@ def test_an_error_of_memory_gets_a_note_of_what_holds_it_and_any_other_none(watc
     other = ValueError("no")
     assert watch.died(other) is None
     assert not hasattr(other, "__notes__")
-
-
-def test_a_watch_keeps_no_tensor_alive(watch):
-    import weakref
-
-    tensor = torch.ones(5)
-    alive = weakref.ref(tensor)
-    for _ in range(6):
-        watch.step_ended()
-    del tensor
-    assert alive() is None
 
 
 @pytest.mark.simdevice
