@@ -104,14 +104,6 @@ def test_the_recursion_limit_leaves_no_scope_open(open_scopes):
     assert 0 < failures < 120
 
 
-def test_a_scope_takes_what_code_of_no_module_makes():
-    program = {"torch": torch, "__name__": None}
-    with NewDisposeScope(capture="site"), NewDisposeScope() as scope:
-        exec("made = torch.ones(2); parts = made.split(1)", program)
-        assert len(scope) == 3
-    assert is_disposed(program["made"])
-
-
 def test_a_scope_whose_block_runs_stays_whoever_opens_another():
     class Mine:
         def __enter__(self):

@@ -3,9 +3,7 @@
 import copy
 import functools
 import io
-import sys
 import threading
-from types import ModuleType
 
 import pytest
 import torch
@@ -73,18 +71,6 @@ def test_a_list_item_is_named_and_a_variable_of_a_running_function_is_not():
         history[0].sum()
     with pytest.raises(DisposedTensorError, match=r"closed\. Keep it with move_to_outer\(\)"):
         loss.sum()
-
-
-@pytest.mark.parametrize(("in_list", "name"), [(True, r"losses\[0\]"), (False, "loss")])
-def test_a_list_is_named_before_a_variable_of_the_module(monkeypatch, in_list, name):
-    # no variable of this function may lead to the module
-    monkeypatch.setitem(sys.modules, "train", ModuleType("train"))
-    with NewDisposeScope():
-        vars(sys.modules["train"]).update(loss=torch.ones(2), losses=[])
-        if in_list:
-            sys.modules["train"].losses.append(sys.modules["train"].loss)
-    with pytest.raises(DisposedTensorError, match=rf" train\.{name} still holds it"):
-        sys.modules["train"].loss.sum()
 
 
 def test_the_holder_is_looked_for_once_and_its_failure_hides_nothing(monkeypatch):

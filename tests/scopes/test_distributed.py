@@ -1,12 +1,15 @@
-"""DTensors and sharded modules on a mesh of one rank: wrappers that are disposed inside."""
+"""DTensors and distributed modules on a mesh of one rank: wrappers that are disposed inside."""
+
+from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from tenure import DisposedTensorError, NewDisposeScope, dispose, is_disposed, scoped
 
@@ -40,27 +43,23 @@ def test_a_distributed_tensor_is_disposed_inside_and_whole_once_moved_out(mesh):
     assert result.full_tensor().sum().item() == 56
 
 
-def test_a_fully_sharded_module_trains_bit_for_bit_alike(mesh):
-    def run(in_scopes: bool) -> list[Tensor]:
+def sharded(model: nn.Sequential, mesh: DeviceMesh) -> nn.Module:
+    for layer in (model[0], model[2], model):
+        fully_shard(layer, mesh=mesh)
+    return model
+
+
+@pytest.mark.parametrize("wrapped", [sharded, lambda model, _: DistributedDataParallel(model)])
+def test_a_distributed_module_trains_bit_for_bit_alike(mesh, wrapped):
+    def run(opener) -> list[list[float]]:
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
-        for layer in (model[0], model[2], model):
-            fully_shard(layer, mesh=mesh)
+        model = wrapped(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), mesh)
         optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        for around in (opener, opener, nullcontext):
+            with around():
+                model(torch.randn(3, 4)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return [getattr(p, "full_tensor", lambda p=p: p)().tolist() for p in model.parameters()]
 
-        def step() -> None:
-            model(torch.randn(3, 4)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-        for _ in range(2):
-            if in_scopes:
-                with NewDisposeScope():
-                    step()
-            else:
-                step()
-        step()
-        return [parameter.full_tensor() for parameter in model.parameters()]
-
-    for expected, actual in zip(run(False), run(True), strict=True):
-        assert torch.equal(expected, actual)
+    assert run(NewDisposeScope) == run(nullcontext)

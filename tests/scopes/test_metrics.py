@@ -10,12 +10,11 @@ from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.aggregation import CatMetric, MeanMetric, RunningMean, SumMetric
 from torchmetrics.classification import (
-    BinaryPrecisionRecallCurve,
     MulticlassAccuracy,
     MulticlassConfusionMatrix,
     MulticlassF1Score,
 )
-from torchmetrics.wrappers import MetricTracker, MinMaxMetric
+from torchmetrics.wrappers import MinMaxMetric
 
 from tenure import NewDisposeScope, is_disposed, scoped
 
@@ -31,10 +30,6 @@ def classes(n: int) -> tuple[Tensor, ...]:
     return torch.rand(8, 3, generator=generator), torch.randint(3, (8,), generator=generator)
 
 
-def scores(n: int) -> tuple[Tensor, ...]:
-    return classes(n)[0][:, 0], classes(n)[1] % 2
-
-
 def collection() -> Metric:
     """Its first two members share one state."""
     return MetricCollection(
@@ -43,9 +38,7 @@ def collection() -> Metric:
 
 
 METRICS = {
-    "mean": (MeanMetric, values),
     "running mean": (lambda: RunningMean(window=2), values),
-    "several results": (BinaryPrecisionRecallCurve, scores),
     "wrapper": (lambda: MinMaxMetric(MulticlassAccuracy(3)), classes),
     "composition": (lambda: SumMetric() + 2 * MeanMetric(), values),
     "cloned collection": (lambda: collection().clone(prefix="train_"), classes),
@@ -100,22 +93,12 @@ def test_a_metric_made_in_a_block_and_its_checkpoint_are_whole():
     assert metric.compute().item() == 0.5
 
 
-def test_a_tracker_keeps_the_copies_it_makes_in_blocks():
-    tracker = MetricTracker(MulticlassAccuracy(3))
-    for n in range(STEPS):
-        with NewDisposeScope():
-            tracker.increment()
-            tracker.update(*classes(n))
-    assert tracker.compute_all().shape == (STEPS,)
-
-
 class Logged(Metric):
     """What a training framework keeps for each value that a step logs."""
 
     def __init__(self) -> None:
         super().__init__()
         self.add_state("value", torch.tensor(0.0), dist_reduce_fx="sum")
-        self.register_buffer("weight", torch.ones(1))
 
     def update(self, value: Tensor) -> None:
         self._forward_cache = value.clone()
@@ -138,14 +121,3 @@ def test_a_framework_that_logs_in_every_step_reads_its_log_afterwards():
         step(n)
         assert results["loss"]._forward_cache.item() == n
     assert results["loss"].compute().item() == 3
-
-
-def test_a_buffer_of_a_copied_metric_is_its_own():
-    with NewDisposeScope():
-        survivor = torch.ones(2)
-    assert is_disposed(survivor)
-    copied = copy.deepcopy(Logged())
-    with NewDisposeScope():
-        # past the hook of registrations
-        copied._buffers["weight"] = copied.weight * 2
-    assert copied.weight.tolist() == [2]

@@ -26,7 +26,6 @@ from tenure import (
     is_disposed,
     move_to,
     owner_of,
-    statistics,
 )
 
 CHANGES = [
@@ -113,17 +112,6 @@ def test_closing_the_outer_first_leaves_the_inner_current():
     assert torch._C._len_torch_function_stack() == 0
 
 
-def test_the_outer_of_a_scope_is_the_nearest_that_is_open():
-    scopes = [NewDisposeScope(str(i)).__enter__() for i in range(3)]
-    scopes[1].close()
-    assert scopes[2].outer is scopes[0]
-    moved = scopes[2].move_to_outer(torch.ones(1))
-    assert owner_of(moved) is scopes[0]
-    scopes[2].close()
-    assert current_scope() is scopes[0]
-    scopes[0].close()
-
-
 def test_closing_early_makes_the_end_of_the_block_do_nothing():
     with NewDisposeScope() as scope:
         made = torch.ones(1)
@@ -161,27 +149,6 @@ def test_other_modes_stay_on_the_stack_in_their_order():
 
 
 # --- handing on
-
-
-def test_a_tensor_is_attached_detached_and_moved_and_comes_back():
-    statistics().reset()
-    given = torch.ones(2)
-    with NewDisposeScope() as far, NewDisposeScope(), NewDisposeScope() as near:
-        assert near.attach(given) is given
-        near.attach(given)
-        assert statistics().attached_to_scope == 1
-        a, b = near.move_to(far, torch.ones(1), torch.zeros(1))
-        assert owner_of(a) is owner_of(b) is far
-        tree = {"a": [torch.ones(1)]}
-        assert near.detach(tree) is tree
-        several = torch.ones(1), [torch.ones(1)]
-        assert [x is y for x, y in zip(near.detach(*several), several, strict=True)] == [True] * 2
-        near.detach(several[0])
-        near.move_to(None, c := torch.ones(1))
-        assert owner_of(c) is None
-        assert statistics().detached_from_scope == 4
-    assert is_disposed(given)
-    assert not is_disposed(tree["a"][0])
 
 
 def test_everything_or_all_but_some_is_disposed_and_the_scope_stays_open():

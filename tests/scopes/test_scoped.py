@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import functools
-import threading
 from typing import NamedTuple
 
 import pytest
@@ -191,37 +190,6 @@ def test_a_cancelled_task_closes_its_scope_also_of_an_object_with_an_async_call(
 
     held = []
     asyncio.run(main())
-    assert is_disposed(held[0])
-
-
-def test_ending_on_another_thread_is_refused():
-    held, errors = [], []
-
-    class Pause:
-        def __await__(self):
-            yield
-
-    @scoped
-    async def work():
-        held.append(torch.ones(1))
-        await Pause()
-
-    def finish():
-        try:
-            coroutine.send(None)
-        except ScopeUsageError as error:
-            errors.append(str(error))
-
-    coroutine = work()
-    coroutine.send(None)
-    scope = owner_of(held[0])
-    thread = threading.Thread(target=finish, name="other")
-    thread.start()
-    thread.join()
-    assert "from thread 'other'" in errors[0]
-    assert scope.is_open
-    assert not is_disposed(held[0])
-    scope.close()
     assert is_disposed(held[0])
 
 

@@ -18,6 +18,8 @@ from tenure import (
     move_to_outer,
 )
 
+from .test_kinds import Wrapper
+
 
 class Pair(NamedTuple):
     left: Any
@@ -34,23 +36,6 @@ class Batch:
 class Registered:
     def __init__(self, child):
         self.child = child
-
-
-class Wrapper(torch.Tensor):
-    """A wrapper subclass with one inner tensor."""
-
-    @staticmethod
-    def __new__(cls, inner):
-        made = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
-        made.inner = inner
-        return made
-
-    def __tensor_flatten__(self):
-        return ["inner"], None
-
-    @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        raise AssertionError("a tree walk computes nothing")
 
 
 def found_in(tree):
