@@ -46,6 +46,9 @@ _FEWEST_ELEMENTS = 20_480
 _LEAST_SIZE = 64
 # Sizes change by multiples of this: what kernels pad channels and rows to.
 _GRAIN = 64
+# Where these leave a problem too large to be run, as maps of 96 pixels do, also smaller sizes
+# change, by less, and no more than they have to.
+_LEAST_FINE_SIZE, _FINE_GRAIN, _FINE_BYTES = 16, 8, _MOST_BYTES // 4
 _PIXEL_GRAIN = 16
 # From so many samples on, oneDNN also takes what it leaves to others before.
 _FULL_BATCH = 16
@@ -57,10 +60,18 @@ _THREAD_BYTES = 24 << 10
 # Of five sizes that change; runs double with each.
 _MOST_CORNERS = 32
 _MOST_POWER = 4
-# Attention takes more queries at a time from these lengths on.
+# From these sizes on a kernel computes in another way, and below the first they stay. Attention
+# takes more queries at a time; small images are resized as channels last, which is decided by the
+# sum of height and width.
 _RUNGS = {
-    _aten._scaled_dot_product_flash_attention_for_cpu.default: (192, 768),
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward.default: (192, 768),
+    _aten._scaled_dot_product_flash_attention_for_cpu.default: (0, 192, 768),
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward.default: (0, 192, 768),
+    _aten.upsample_nearest2d.default: (65,),
+    _aten._upsample_nearest_exact2d.default: (65,),
+    _aten.upsample_bilinear2d.default: (65,),
+    _aten.upsample_trilinear3d.default: (65,),
+    _aten.upsample_nearest3d.default: (65,),
+    _aten._upsample_nearest_exact3d.default: (65,),
 }
 # These trust that their sizes agree, and end the process if they do not.
 _TRUSTING = frozenset({_aten._ctc_loss, _aten._ctc_loss_backward})
@@ -320,7 +331,18 @@ class _Problem(NamedTuple):
 
 
 def _by_value(func: Any, call: Tree) -> _Problem:
-    found = {n for each in _layouts(call) for n in each.shape if n >= _LEAST_SIZE}
+    problem = _by_large_values(func, call, _LEAST_SIZE, _GRAIN, _SMALL_BYTES)
+    # the largest that would be run
+    sizes = [min(n, 3 * _GRAIN + n % _GRAIN) for n in problem.sizes]
+    if _total_bytes(problem.resized(sizes)) <= _MOST_BYTES:
+        return problem
+    return _by_large_values(func, call, _LEAST_FINE_SIZE, _FINE_GRAIN, _FINE_BYTES)
+
+
+def _by_large_values(
+    func: Any, call: Tree, least_size: int, grain: int, small_bytes: int
+) -> _Problem:
+    found = {n for each in _layouts(call) for n in each.shape if n >= least_size}
     if func in (_LSTM, _LSTM_BACKWARD):
         found -= {n for each in _layouts(call[0][1:5]) for n in each.shape}
     sizes = sorted(found)
@@ -336,9 +358,9 @@ def _by_value(func: Any, call: Tree) -> _Problem:
         return mapped(call, shrink)
 
     def excess(others: Sequence[int]) -> float:
-        return _total_bytes(resized(others)) / _SMALL_BYTES
+        return _total_bytes(resized(others)) / small_bytes
 
-    return _Problem(sizes, [_GRAIN] * len(sizes), resized, excess)
+    return _Problem(sizes, [grain] * len(sizes), resized, excess)
 
 
 def _convolution(func: Any, call: Tree) -> _Problem:
@@ -378,29 +400,44 @@ class _Axis(NamedTuple):
     base: int
     step: int
 
+    def after(self, n_steps: int) -> int:
+        """Return the size after some steps from the first."""
+        return self.base + n_steps * self.step
+
+    @property
+    def n_steps(self) -> int:
+        """The number of steps to the target."""
+        return (self.target - self.base) // self.step if self.step else 0
+
 
 def _axes(func: Any, problem: _Problem) -> list[_Axis]:
-    """Halve the largest size until the problem is small, then see which sizes may change."""
+    """Make the sizes smaller that may change: they depend on none that stays."""
+    everything = range(len(problem.sizes))
+    axes = _smaller(func, problem, everything)
+    if _is_allowed(func, problem, axes):
+        return axes
+    whole = [_Axis(n, n, 0) for n in problem.sizes]
+    alone = {i: [*whole[:i], axes[i], *whole[i + 1 :]] for i in everything if axes[i].step}
+    may_change = [i for i, each in alone.items() if _is_allowed(func, problem, each)]
+    return _smaller(func, problem, may_change)
+
+
+def _smaller(func: Any, problem: _Problem, may_change: Sequence[int]) -> list[_Axis]:
+    """Halve the largest size that may change until the problem is small."""
     sizes = [*problem.sizes]
-    rungs = _RUNGS.get(func, ())
-    floors = [max((rung for rung in rungs if rung <= n), default=0) for n in sizes]
+    rungs = _RUNGS.get(func, (0,))
+    floors = [max((rung for rung in rungs if rung <= n), default=n) for n in sizes]
     while problem.excess(sizes) > 1:
         smaller = [_halved(n, step) for n, step in zip(sizes, problem.steps, strict=True)]
-        able = [i for i, n in enumerate(sizes) if floors[i] <= smaller[i] < n]
+        able = [i for i in may_change if floors[i] <= smaller[i] < sizes[i]]
         if not able:
             break
         largest = max(able, key=lambda i: sizes[i] / problem.steps[i])
         sizes[largest] = smaller[largest]
-    whole = [_Axis(n, n, 0) for n in problem.sizes]
-    axes = [
-        _Axis(target, small, step) if small < target else _Axis(target, target, 0)
+    return [
+        _Axis(target, small, step if small < target else 0)
         for target, small, step in zip(problem.sizes, sizes, problem.steps, strict=True)
     ]
-    if not _is_allowed(func, problem, axes):
-        for i, axis in enumerate(axes):
-            if not _is_allowed(func, problem, [*whole[:i], axis, *whole[i + 1 :]]):
-                axes[i] = whole[i]
-    return axes
 
 
 def _is_allowed(func: Any, problem: _Problem, axes: list[_Axis]) -> bool:
@@ -427,55 +464,83 @@ def _halved(n: int, grain: int) -> int:
 
 
 def _extended(func: Any, problem: _Problem, threads: int) -> KernelRun:
+    runs: dict[tuple[int, ...], KernelRun] = {}
     try:
         axes = _axes(func, problem)
+
+        def run_at(steps: tuple[int, ...]) -> None:
+            sizes = [axis.after(n) for axis, n in zip(axes, steps, strict=True)]
+            runs[steps] = _run(func, problem.resized(sizes), threads)
+
         # every choice of the sizes that change, none of them first
         corners = list(product(*((0, 1) if axis.step else (0,) for axis in axes)))
         if len(corners) > _MOST_CORNERS:
             raise ValueError("its sizes are too many to be made smaller one by one")
-        runs = []
         for corner in corners:
-            sizes = [axis.base + axis.step * bit for axis, bit in zip(axes, corner, strict=True)]
-            runs.append(_run(func, problem.resized(sizes), threads))
+            run_at(corner)
+        for i, axis in enumerate(axes):
+            first, second = (tuple(n * (i == j) for j in range(len(axes))) for n in (1, 2))
+            if axis.n_steps > 1 and _may_bend(axis, runs[corners[0]], runs[first]):
+                run_at(second)
     # its sizes depend on each other
     except Exception:
         return _run(func, problem.resized(problem.sizes), threads)
-    events = [each.events for each in runs]
-    if len({tuple(n_bytes > 0 for n_bytes in each) for each in events}) > 1:
+    events = {steps: each.events for steps, each in runs.items()}
+    if len({tuple(n_bytes > 0 for n_bytes in each) for each in events.values()}) > 1:
         # a loop over the samples allocates in each turn
-        events = [(peak_of(each),) for each in events]
+        events = {steps: (peak_of(each),) for steps, each in events.items()}
 
-    def grown(rows: list[tuple[int, ...]]) -> tuple[int, ...]:
+    def grown(rows: dict[tuple[int, ...], tuple[int, ...]]) -> tuple[int, ...]:
         sizes = []
-        for column in zip(*rows, strict=True):
-            n_bytes = _size(axes, dict(zip(corners, map(abs, column), strict=True)))
+        for column in zip(*rows.values(), strict=True):
+            n_bytes = _size(axes, dict(zip(rows, map(abs, column), strict=True)))
             sizes.append(-n_bytes if column[0] < 0 else n_bytes)
         return tuple(sizes)
 
-    return KernelRun(grown(events), runs[0].made, grown([r.made_bytes for r in runs]), True)
+    made_bytes = grown({steps: each.made_bytes for steps, each in runs.items()})
+    return KernelRun(grown(events), runs[corners[0]].made, made_bytes, True)
+
+
+def _may_bend(axis: _Axis, base: KernelRun, first: KernelRun) -> bool:
+    """Tell whether some block may grow faster than a size: one of two runs does not say."""
+    ratio = Fraction(axis.after(1), axis.base)
+    events = base.events, first.events
+    pairs = [*zip(*events, strict=False), *zip(base.made_bytes, first.made_bytes, strict=True)]
+    is_other = len(events[0]) != len(events[1])
+    return is_other or any(abs(after) > ratio * abs(before) > 0 for before, after in pairs)
 
 
 def _size(axes: list[_Axis], at: dict[tuple[int, ...], int]) -> int:
     """Return the bytes of a block at the target, by those at the corners of a box."""
-    base = at[(0,) * len(axes)]
-    far: list[Fraction] = []
+    far = []
     for i, axis in enumerate(axes):
-        first = at.get(tuple(int(i == j) for j in range(len(axes))), base)
-        far.append(_distance(axis, base, first))
+        first, second = (at.get(tuple(n * (i == j) for j in range(len(axes)))) for n in (1, 2))
+        far.append(_distance(axis, at[(0,) * len(axes)], first, second))
     total = sum(
         n_bytes * prod(way if bit else 1 - way for way, bit in zip(far, corner, strict=True))
         for corner, n_bytes in at.items()
+        if max(corner, default=0) < 2
     )
     return max(ceil(total), *at.values())
 
 
-def _distance(axis: _Axis, at_base: int, at_step: int) -> Fraction:
+def _distance(axis: _Axis, at_base: int, at_first: int | None, at_second: int | None) -> Fraction:
     """Return how many steps it is from the base of an axis to its target, as one block sees it."""
-    if not axis.step:
-        return Fraction(0)
-    low, high = axis.base, axis.base + axis.step
-    power = 1
-    grown = Fraction(at_step, at_base or 1)
-    while power < _MOST_POWER and at_base and Fraction(high, low) ** power < grown:
-        power += 1
-    return Fraction(axis.target**power - low**power, high**power - low**power)
+    n = axis.n_steps
+    if at_first is None or at_second is None or at_first == at_base:
+        return Fraction(n)
+    grown = at_first - at_base
+
+    def way(power: int, n_steps: int) -> Fraction:
+        low, high, far = (axis.after(i) ** power for i in (0, 1, n_steps))
+        return Fraction(far - low, high - low)
+
+    # of a line and powers, the one that foretells the second step
+    power = min(
+        range(1, _MOST_POWER + 1), key=lambda p: abs(way(p, 2) * grown - at_second + at_base)
+    )
+    if power != 2:
+        return way(power, n)
+    # a square may begin anywhere: (n - 2)² of windows
+    bend = at_second - 2 * at_first + at_base
+    return n + Fraction(n * (n - 1) // 2 * bend, grown)
