@@ -4,7 +4,6 @@ It is asked through Debian's chromedriver in WebDriver's own words, https://www.
 they are few, and a client library would be loaded into every other test.
 """
 
-import base64
 import itertools
 import json
 import re
@@ -12,9 +11,7 @@ import shutil
 import subprocess
 import time
 import urllib.request
-from pathlib import Path
 
-ARTEFACTS = Path(__file__).parents[2] / "docs" / "_build" / "pages"
 # Those from --disable-quic on keep Chromium from asking anything of the network by itself.
 FLAGS = (
     "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
@@ -76,11 +73,9 @@ class Browser:
         """A command of Chromium's own protocol, for what WebDriver has no word for."""
         return self._ask("/goog/cdp/execute", {"cmd": name, "params": parameters})
 
-    def open(self, path, *, width=1200, height=900, scheme="light"):
-        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+    def open(self, path):
+        size = {"width": 1200, "height": 900, "deviceScaleFactor": 1, "mobile": False}
         self.command("Emulation.setDeviceMetricsOverride", **size)
-        feature = {"name": "prefers-color-scheme", "value": scheme}
-        self.command("Emulation.setEmulatedMedia", media="", features=[feature])
         # Else a page hears of its focus only when the browser's window has it.
         self.command("Emulation.setFocusEmulationEnabled", enabled=True)
         # What the page before still asks for, the browser's own first one, is not asked by this.
@@ -136,15 +131,6 @@ class Browser:
         self.run("document.querySelector(arguments[0]).select()", selector)
         self.press(*text)
 
-    def drag(self, begin, end):
-        """Press the pointer at one place, and let it go at another one."""
-        for kind, (x, y) in (("mouseMoved", begin), ("mousePressed", begin), ("mouseMoved", end)):
-            self.point(kind, x, y, button="left", clickCount=1)
-        self.point("mouseReleased", *end, button="left", clickCount=1)
-
-    def point(self, kind, x, y, **more):
-        self.command("Input.dispatchMouseEvent", type=kind, x=x, y=y, **more)
-
     # --- what was noted
 
     def _log(self, name):
@@ -158,13 +144,3 @@ class Browser:
         messages = (json.loads(message)["message"] for message in self._log("performance"))
         sent = (m for m in messages if m["method"] == "Network.requestWillBeSent")
         return [m["params"]["request"]["url"] for m in sent]
-
-    def screenshot(self, name):
-        ARTEFACTS.mkdir(parents=True, exist_ok=True)
-        width, height = self.run("return [innerWidth, document.documentElement.scrollHeight]")
-        clip = {"x": 0, "y": 0, "width": width, "height": height, "scale": 1}
-        shot = self.command("Page.captureScreenshot", captureBeyondViewport=True, clip=clip)
-        path = ARTEFACTS / name
-        path.write_bytes(base64.b64decode(shot["data"]))
-        print(f"Wrote {path}")
-        return path

@@ -50,6 +50,7 @@ SITE = "experiments/pretraining/models/transformer/attention_with_rotary_embeddi
 FAR = "/opt/conda/envs/research/lib/python3.11/site-packages/torch/nn/modules/transformer.py:12"
 LAYER = "encoder.layers.{}.self_attention.output_projection.weight"
 HOLDER = "Trainer.fit.<locals>.callbacks[3].validation_history['<script>loss'][{}]"
+SAVED = "ScaledDotProductEfficientAttentionBackward0.logsumexp"
 VIEW = "Trainer.fit.<locals>.last_hidden_state_of_first_token"
 
 
@@ -69,16 +70,9 @@ def _row(i, **changed):
 
 PARAMETERS = tuple(map(_row, range(30)))
 OTHERS = (
-    _row(
-        0, name="DecoderLayer0.norm.weight+DecoderLayer1.norm.weight", n_bytes=64, created_at=None
-    ),
+    _row(0, name="DecoderLayer0.norm.weight+DecoderLayer1.norm.weight", created_at=None),
     _row(1, name=HOLDER.format(0), category="other tensors", n_bytes=2**30),
-    _row(
-        2,
-        name="ScaledDotProductEfficientAttentionBackward0.logsumexp",
-        category="saved for backward",
-        graph=HOLDER.format(1),
-    ),
+    _row(2, name=SAVED, category="saved for backward", graph=HOLDER.format(1)),
 )
 A_VIEW = _row(3, name=VIEW, category="other tensors", n_bytes=0, owner=HOLDER.format(0))
 ROWS = (*PARAMETERS, *OTHERS, A_VIEW)
@@ -110,19 +104,14 @@ def _leak(i, n_bytes=2**20, **changed):
     return LeakRecord(**(facts | changed))
 
 
+_IN_A_GRAPH = {"graph": HOLDER.format(0), "holders": (f"{SAVED} in the graph of {HOLDER}",)}
+SCOPE = "<DisposeScope 'one step of the training loop'>"
 LEAKS = LeakReport(
     (
         *(_leak(i, (i + 1) * 2**20) for i in range(25)),
-        *(
-            _leak(
-                i,
-                graph=HOLDER.format(0),
-                holders=("AddmmBackward0 in the graph of " + HOLDER.format(0),),
-            )
-            for i in range(3)
-        ),
+        *(_leak(i, **_IN_A_GRAPH) for i in range(3)),
     ),
-    scope="<DisposeScope 'one step of the training loop'>",
+    scope=SCOPE,
 )
 STACK = (
     "experiments/pretraining/train.py:41 in main",
@@ -133,7 +122,7 @@ STACK = (
 
 def _peak(i):
     category = ("activations", "gradients", "optimizer state", "temporary or unexplained")[i % 4]
-    scope = "<DisposeScope 'one step of the training loop'>" if i % 2 else "outside of scopes"
+    scope = SCOPE if i % 2 else "outside of scopes"
     stack = (*STACK[: i % 3], f"experiments/pretraining/models/layer_{i}.py:{i} in forward")
     return PeakRow(category, scope, stack if i % 5 else (), (40 - i) * 2**20, i)
 
@@ -146,39 +135,26 @@ BANDS = {
     "activations": tuple(n * 2 // 3 for n in LIVE),
     "temporary or unexplained": tuple(n - n * 2 // 3 for n in LIVE),
 }
+DEVICE_TIMELINE = DeviceTimeline(
+    "cuda:0", TIMES, LIVE, PEAK, 3.9, AT_PEAK, 0, BANDS, {"outside of scopes": LIVE}, {SITE: LIVE}
+)
+OUT_OF_MEMORY = "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79.1 GiB of which 1.2 GiB is free."
 TIMELINE = TimelineReport(
-    (
-        DeviceTimeline(
-            "cuda:0",
-            TIMES,
-            LIVE,
-            PEAK,
-            3.9,
-            AT_PEAK,
-            0,
-            BANDS,
-            {"outside of scopes": LIVE},
-            {SITE: LIVE},
-        ),
-    ),
-    (ScopeSpan("<DisposeScope 'one step of the training loop'>", 0, 0.0, 4.0),),
-    (
-        OomMark(
-            3.9,
-            "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79.1 GiB of which 1.2 GiB is free.",
-        ),
-    ),
+    (DEVICE_TIMELINE,),
+    (ScopeSpan(SCOPE, 0, 0.0, 4.0),),
+    (OomMark(3.9, OUT_OF_MEMORY),),
     HostTimeline((0.0,), (2**33,)),
     12345,
     5.0,
     5,
     ("of 20000 storages, those of the 500 largest places are told apart; the others are one row",),
 )
+_OF_ALLOCATOR = "allocated_bytes", "reserved_bytes", "unused_bytes", "largest_free_bytes"
 OOM = OomReport(
     "leak",
     f"A leak: {HOLDER.format('…')} keeps 1.0 GiB in 100 tensors; keep .detach() or .item() of what is kept.",
     (f"100 tensors of {HOLDER.format('…')} hang on graphs of autograd, with 900 MiB.",),
-    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate",
+    f"torch.OutOfMemoryError: {OUT_OF_MEMORY}",
     f"{SITE} in scaled_dot_product_attention_of_all_heads",
     "cuda:0",
     2**34,
@@ -191,44 +167,27 @@ OOM = OomReport(
         OomLine(HOLDER.format("…"), 2**30, 100),
         OomLine(VIEW, 2**20, 1, "float32[64, 512, 1024] on cuda:0"),
     ),
-    {
-        "allocated_bytes": 2**35,
-        "reserved_bytes": 2**36,
-        "unused_bytes": 2**35,
-        "largest_free_bytes": 2**20,
-    },
+    dict(zip(_OF_ALLOCATOR, (2**35, 2**36, 2**35, 2**20), strict=True)),
     {"rss_bytes": 2**33, "free_bytes": 2**34, "limit_bytes": 2**35, "own_limit_bytes": 2**35},
     notes=("Where <b>tensors</b> were made is not known: open a scope with capture=.",),
 )
 SOURCE = [
     "def scaled_dot_product_attention_of_all_heads(self, queries, keys, values, attention='<script>'):",
     "    scores = torch.matmul(queries, keys.transpose(-2, -1)) / math.sqrt(queries.size(-1)) + self.bias",
-    "    self.attention_weights_for_visualization_purposes.append(scores.softmax(-1).detach().cpu())",
     "    return torch.matmul(self.dropout(scores.softmax(-1)), values).transpose(1, 2).reshape(b, t, -1)",
 ]
+FILE = SITE.rpartition(":")[0]
 
 
 def _line(i):
-    return LineRecord(
-        "attention",
-        1234 + i,
-        300,
-        2**30 * i,
-        2**29,
-        2**30 + i,
-        CUDA,
-        False,
-        False,
-        SOURCE[i],
-        SITE.rpartition(":")[0],
-    )
+    figures = 300, 2**30 * i, 2**29, 2**30 + i, CUDA, False, False
+    return LineRecord("attention", 1234 + i, *figures, SOURCE[i], FILE)
 
 
 LINES = RecordsDisplay(
     (
         Section(
-            "MultiHeadAttention.scaled_dot_product_attention_of_all_heads, "
-            f"{SITE.rpartition(':')[0]}:1234, cuda:0",
+            f"MultiHeadAttention.scaled_dot_product_attention_of_all_heads, {FILE}:1234, cuda:0",
             tuple(
                 (1234 + i, text.removeprefix("    "), _line(i) if i else None)
                 for i, text in enumerate(SOURCE)
@@ -240,19 +199,12 @@ LINES = RecordsDisplay(
 
 
 def _recording(**changed):
+    command = "python -m experiments.pretraining.train --config configs/large.yaml --run <script>"
     facts = {
-        "command": (
-            "python",
-            "-m",
-            "experiments.pretraining.train",
-            "--config",
-            "configs/large.yaml",
-            "--run",
-            "<script>",
-        ),
+        "command": tuple(command.split()),
         "began_at": "2026-01-01T00:00:00+00:00",
         "duration_s": 4000.0,
-        "ended": "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity",
+        "ended": f"torch.OutOfMemoryError: {OUT_OF_MEMORY}",
         "exit_code": 1,
         "versions": {"Python": "3.11.7", "torch": "2.13.0", "tenure": "1.0"},
         "peaks": {"cuda:0": 2**31, "cpu": 2**20},
@@ -271,31 +223,20 @@ def _recording(**changed):
 
 
 RUN = _recording()
-SHORT = _recording(
-    command=("python", "train.py"),
-    ended="exit code 0",
-    exit_code=0,
-    leaks=(),
-    growth=(),
-    lines=None,
-    oom=None,
-    timeline=None,
-    notes=(),
-    memory=MemReport((DeviceReport("cuda:0", ROWS[4:], {"parameters": 2**20}, 2**30, True),)),
-)
-PLAIN = _recording(
-    command=("python", "train.py"),
-    ended="exit code 0",
-    exit_code=0,
-    leaks=(),
-    growth=(),
-    lines=None,
-    oom=None,
-    timeline=None,
-    notes=(),
-    memory=None,
-    peaks={},
-)
+_OF_LITTLE = {
+    "command": ("python", "train.py"),
+    "ended": "exit code 0",
+    "exit_code": 0,
+    "leaks": (),
+    "growth": (),
+    "lines": None,
+    "oom": None,
+    "timeline": None,
+    "notes": (),
+}
+_SHORT_MEMORY = DeviceReport("cuda:0", ROWS[4:], {"parameters": 2**20}, 2**30, True)
+SHORT = _recording(**_OF_LITTLE, memory=MemReport((_SHORT_MEMORY,)))
+PLAIN = _recording(**_OF_LITTLE, memory=None, peaks={})
 DIFF = SnapshotDiff(
     2**30,
     ROWS[:25],
@@ -350,7 +291,7 @@ REPORTS = {
     "saved": SavedReport(
         tuple(
             SavedRecord((64, 512, 1024 - i), torch.float32, CUDA, 2**27 - i,
-            ("ScaledDotProductEfficientAttentionBackward0.logsumexp", "AccumulateGrad.variable"), SITE, bool(i % 2), not i % 2)
+            (SAVED, "AccumulateGrad.variable"), SITE, bool(i % 2), not i % 2)
             for i in range(30)
         ), 400,
     ),
