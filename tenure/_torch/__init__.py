@@ -3,7 +3,7 @@
 Invariant: importing tenure never fails for a name that torch has dropped. What is bound here is
 torch's own object, so that it costs a call nothing; or, where torch has none, what raises at its
 first use. Nothing else in tenure says a private name of torch: the tests in
-``tests/torch/test_private_names.py`` read the source for it, and take each name away in turn.
+``tests/torch/test_private_names.py`` read the source for it, and take names away by their purpose.
 """
 
 from __future__ import annotations

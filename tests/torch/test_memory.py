@@ -11,21 +11,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
-from torch.autograd import profiler_legacy
 from torch.torch_version import TorchVersion
 
-from tenure import MissingTorchNameError
-from tenure._torch import allocations, bound, cpu_allocator, device_allocator, trap
+from tenure._torch import allocations, cpu_allocator, device_allocator, trap
 from tenure._torch.device_allocator import (
     clear_workspaces,
     free_block_bytes,
     has_expandable_segments,
-    segments_of,
     workspace_bytes,
 )
-from tenure._torch.storages import byte_range, is_held, key_of, shared_keys
+from tenure._torch.storages import byte_range, is_held, key_of
 from tenure.profiler import Courtesy
-from tests.needs import needs_torch
 
 # --- events and counters of allocations
 
@@ -39,23 +35,6 @@ def test_a_session_notes_allocations_and_no_operations():
     del x
     assert allocations.end() == ([-32], [])
     assert not allocations.is_profiling()
-
-
-def test_record_function_works_again_after_a_session():
-    allocations.begin()
-    allocations.end()
-    with profiler_legacy.profile() as seen, torch.autograd.profiler.record_function("mine"):
-        torch.ones(1)
-    assert "mine" in {event.name for event in seen.function_events}
-
-
-def test_a_session_that_someone_else_ended_gives_nothing():
-    allocations.begin()
-    torch._C._autograd._disable_profiler_legacy()
-    assert allocations.turn() is None
-    allocations.begin()
-    torch._C._autograd._disable_profiler_legacy()
-    assert allocations.end() is None
 
 
 def test_events_of_several_threads_are_put_in_the_order_of_time():
@@ -79,12 +58,6 @@ def test_where_the_table_of_sizes_cannot_be_reached_nothing_is_claimed(monkeypat
         assert cpu_allocator.live_bytes() == 0
     finally:
         cpu_allocator._table.cache_clear()
-
-
-def test_the_counter_of_live_bytes_is_refused_where_none_behaves_like_it(monkeypatch):
-    monkeypatch.setattr(cpu_allocator, "_counts", lambda word, n_bytes: False)
-    with pytest.raises(LookupError, match=r"^0 counters of c10 look like that of live bytes$"):
-        cpu_allocator._C10Table()
 
 
 @pytest.mark.parametrize("way", ["reported", "named"])
@@ -118,11 +91,6 @@ def test_views_hold_a_tensor_in_every_mode(mode):
     assert is_held(holder, 0)
     del view
     assert not is_held(holder, 0)
-
-
-def test_storages_that_were_shared_are_known():
-    t = torch.ones(2)
-    assert key_of(t.untyped_storage()) not in shared_keys()
 
 
 @pytest.mark.parametrize(
@@ -164,43 +132,28 @@ def traps(monkeypatch):
     return armed, calls
 
 
-def test_a_storage_is_trapped_while_it_is_away(sim, traps):
+def test_a_storage_is_trapped_while_it_is_away_and_when_a_restore_had_no_room(sim, traps):
     armed, calls = traps
     x = torch.ones(4, device=sim.device)
     key = key_of(x.untyped_storage())
-    with Courtesy():
-        assert armed == {
-            key: "16 B on sim:0: its bytes are in host memory: leave the block of tenure's "
-            "Courtesy, or call its restore()."
-        }
-    assert calls == ["arm", "disarm"]
-    assert x.sum() == 4
-
-
-def test_a_restore_without_room_traps_again(sim, traps):
-    armed, calls = traps
-    x = torch.ones(4, device=sim.device)
     courtesy = Courtesy()
     courtesy.yield_memory()
+    assert armed == {
+        key: "16 B on sim:0: its bytes are in host memory: leave the block of tenure's "
+        "Courtesy, or call its restore()."
+    }
     sim.fail_at(1)
     with pytest.raises(RuntimeError, match="no memory"):
         courtesy.restore()
     assert calls == ["arm", "disarm", "arm"]
-    assert len(armed) == 1
+    assert [*armed] == [key]
     courtesy.restore()
-    assert (armed, x.sum()) == ({}, 4)
-
-
-@pytest.mark.skipif(torch.version.cuda is None, reason="this torch is built without CUDA")
-@needs_torch("2.12", "older ones can't take a trap out")
-def test_a_cuda_build_has_traps():
-    assert trap.works()
+    assert (armed, x.tolist()) == ({}, [1.0] * 4)
 
 
 # --- blocks for cuBLAS, which go only where no graph and no thread uses them; segments
 
 CUDA = torch.device("cuda:0")
-SECOND = torch.device("cuda", 1)
 MIB = 1 << 20
 BLOCK_BYTES = 8_519_680
 _OF_WORKSPACES = (
@@ -246,29 +199,16 @@ def cuda(monkeypatch):
     return fake
 
 
-def test_the_blocks_are_let_go_and_what_that_frees_is_told(cuda):
-    assert clear_workspaces(CUDA) == 2 * BLOCK_BYTES
-    assert clear_workspaces(CUDA) == cuda.held_bytes == 0
-
-
-def test_the_size_of_a_block_is_told_by_library(cuda):
+def test_the_blocks_go_only_where_no_graph_and_no_thread_may_use_them(cuda):
     assert workspace_bytes(CUDA) == {"cuBLAS": BLOCK_BYTES, "cuBLASLt": MIB}
-
-
-def test_a_capture_keeps_the_blocks(cuda):
+    assert workspace_bytes(torch.device("cpu")) == {}
+    assert clear_workspaces(torch.device("cpu")) == 0
     cuda.capturing = True
     assert clear_workspaces(CUDA) == 0
-    assert cuda.held_bytes
-
-
-def test_a_graph_that_is_alive_keeps_the_blocks_that_it_may_use(cuda):
+    cuda.capturing = False
     graph = cuda.CUDAGraph()
     assert clear_workspaces(CUDA) == 0
     del graph
-    assert clear_workspaces(CUDA)
-
-
-def test_another_thread_keeps_the_blocks_that_it_may_be_about_to_use(cuda):
     end = threading.Event()
     thread = threading.Thread(target=end.wait)
     thread.start()
@@ -277,33 +217,14 @@ def test_another_thread_keeps_the_blocks_that_it_may_be_about_to_use(cuda):
     finally:
         end.set()
         thread.join()
-    assert clear_workspaces(CUDA)
-
-
-@pytest.mark.parametrize("device", ["cpu", "xpu:0", "mps:0"])
-def test_other_devices_keep_no_blocks(cuda, device):
-    assert clear_workspaces(torch.device(device)) == 0
-    assert workspace_bytes(torch.device(device)) == {}
-    assert cuda.held_bytes
-
-
-def test_no_context_is_brought_to_life_by_asking(cuda):
+    # nothing is brought to life by asking
     cuda.initialized = False
     assert clear_workspaces(CUDA) == 0
     assert workspace_bytes(CUDA) == {}
     assert cuda.held_bytes
-
-
-def test_a_build_without_the_names_keeps_no_blocks(cuda, monkeypatch):
-    monkeypatch.delattr(torch._C, "_cuda_clearCublasWorkspaces")
-    assert clear_workspaces(CUDA) == 0
-    assert workspace_bytes(CUDA) == {}
-
-
-def test_a_build_with_cuda_that_lost_a_name_says_which(cuda, monkeypatch):
-    monkeypatch.setattr(device_allocator, "_cublaslt_bytes", bound("torch._C._gone", "this test"))
-    with pytest.raises(MissingTorchNameError, match=r"has no torch\._C\._gone, "):
-        workspace_bytes(CUDA)
+    cuda.initialized = True
+    assert clear_workspaces(CUDA) == 2 * BLOCK_BYTES
+    assert clear_workspaces(CUDA) == cuda.held_bytes == 0
 
 
 @pytest.mark.parametrize(
@@ -311,12 +232,8 @@ def test_a_build_with_cuda_that_lost_a_name_says_which(cuda, monkeypatch):
     [
         ("2.10.0+cu128", (8, 0), {}, {"cuBLAS": BLOCK_BYTES, "cuBLASLt": MIB}),
         ("2.11.0", (9, 0), {}, {"cuBLAS": 32 * MIB}),
-        ("2.11.0", (10, 0), {}, {"cuBLAS": BLOCK_BYTES}),
-        ("2.12.1", (12, 0), {}, {"cuBLAS": 32 * MIB}),
         ("2.12.1", (8, 9), {"CUBLAS_WORKSPACE_CONFIG": ":16:8"}, {"cuBLAS": 128 << 10}),
-        ("2.12.1", (8, 9), {"CUBLAS_WORKSPACE_CONFIG": "16"}, {"cuBLAS": BLOCK_BYTES}),
         ("2.12.1", (8, 9), {"CUBLAS_WORKSPACE_CONFIG": ":4:2:1:3"}, {"cuBLAS": 11 << 10}),
-        ("2.11.0", (8, 9), {"CUBLAS_WORKSPACE_CONFIG": ":4:2:1:3:9:1"}, {"cuBLAS": 20 << 10}),
         ("2.10.0", (8, 9), {"TORCH_CUBLASLT_UNIFIED_WORKSPACE": "1"}, {"cuBLAS": BLOCK_BYTES}),
         (
             "2.11.0", (8, 9),
@@ -336,14 +253,6 @@ def test_a_torch_that_does_not_tell_the_sizes_has_those_of_its_environment(
     monkeypatch.setattr(torch.version, "hip", None)
     cuda.get_device_capability = lambda device: capability
     assert workspace_bytes(CUDA) == expected
-
-
-def test_an_older_torch_for_amd_refuses_by_name(cuda, monkeypatch):
-    monkeypatch.setattr(torch, "__version__", TorchVersion("2.12.1+rocm7.0"))
-    monkeypatch.setattr(torch.version, "hip", "7.0")
-    monkeypatch.setattr(device_allocator, "_cublas_bytes", bound("torch._C._gone", "this test"))
-    with pytest.raises(MissingTorchNameError, match="has no torch"):
-        workspace_bytes(CUDA)
 
 
 @pytest.mark.parametrize("is_expandable", [True, False])
@@ -366,19 +275,12 @@ def test_how_segments_are_is_known_to_each_torch(monkeypatch, is_expandable):
     assert has_expandable_segments() is is_expandable
 
 
-def _segment(pool, *blocks, index=1):
+def _segment(pool, *blocks):
     made = [{"size": size, "state": state} for size, state in blocks]
-    return {"device": index, "segment_pool_id": pool, "blocks": made}
+    return {"device": 1, "segment_pool_id": pool, "blocks": made}
 
 
 def test_the_free_blocks_of_a_graphs_own_pool_serve_no_other_tensor():
     shared = _segment((0, 0), (512, "inactive"), (1024, "active_allocated"))
     private = _segment((0, 1), (4096, "inactive"))
     assert free_block_bytes([shared, private]) == [512]
-
-
-def test_segments_are_those_of_the_device_that_is_asked_for():
-    here, there = _segment((0, 0)), _segment((0, 0), index=0)
-    module = SimpleNamespace(memory_snapshot=lambda: [there, here])
-    assert segments_of(module, SECOND) == [here]
-    assert segments_of(SimpleNamespace(), SECOND) == []

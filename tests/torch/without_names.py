@@ -1,9 +1,9 @@
 """Uses tenure in a torch that lacks a private name; run by test_private_names.py.
 
-Reads, as JSON, whether to take names away. Prints, by missing name, what each use raised: the name
-in a MissingTorchNameError, the text of any other error, or None. A name is taken away where tenure
-has bound it, which has the effect of its absence at import. What is made of names at import is
-tried by an import without any of them.
+Prints as JSON, by purpose, the names that tenure needs for it, all their purposes, and what each
+use raised without them: the name in a MissingTorchNameError, the text of any other error, or None.
+A name is taken away where tenure has bound it, which has the effect of its absence at import. What
+is made of names at import is tried by an import without any of them.
 """
 
 import functools
@@ -26,7 +26,7 @@ ROOMS = (
     "testing._interface._accelerator", "testing._interface._backward",
 )  # fmt: skip
 SIMULATION = "the simulated accelerator"
-bindings, purposes, asked_for = {}, {}, {}
+bindings, asked_for = {}, {}
 gone = set()
 plain_optional = tenure._torch.optional
 
@@ -34,8 +34,9 @@ plain_optional = tenure._torch.optional
 def record(bind):
     def recording(path, purpose):
         made = bind(path, purpose)
-        bindings.setdefault(path, []).append((made, tenure._torch._stand_in(path, purpose)))
-        purposes.setdefault(path, []).append(purpose)
+        bindings.setdefault(path, []).append(
+            (made, tenure._torch._stand_in(path, purpose), purpose)
+        )
         return made
 
     return recording
@@ -191,21 +192,19 @@ def answer_of(use):
     return None
 
 
-def tried(purposes=None):
-    """What each use raises; for a name that only the simulator needs, few uses are tried."""
-    names = [*USES] if purposes is None else [name for name in USES if name != "simulated"]
-    if purposes and all(SIMULATION in purpose for purpose in purposes):
-        names = ["scope", "prediction", "simulated"]
-    return {name: answer_of(USES[name]) for name in names}
+def tried(purposes=(SIMULATION,)):
+    """What each use raises; of names that the simulator does not need, it is not tried."""
+    needs_it = any(SIMULATION in purpose for purpose in purposes)
+    return {name: answer_of(use) for name, use in USES.items() if needs_it or name != "simulated"}
 
 
-def without(path, made, purposes=()):
-    """What uses raise while tenure lacks a name of torch.
+def without(names, made, purposes=()):
+    """What uses raise while tenure lacks names of torch.
 
     Args:
-        path: the name.
-        made: pairs of the object that tenure has for it, and of its replacement.
-        purposes: what tenure says it needs the name for.
+        names: the names.
+        made: pairs of the object that tenure has for one, and of its replacement.
+        purposes: what tenure says it needs them for.
     """
     modules = [module for name, module in sys.modules.items() if name.startswith("tenure.")]
     needed = tenure._torch.python_backend._names
@@ -225,11 +224,11 @@ def without(path, made, purposes=()):
         for value in vars(module).values():
             if type(value) is functools._lru_cache_wrapper and "tenure._torch." in value.__module__:
                 value.cache_clear()
-    gone.add(path)
+    gone.update(names)
     try:
-        return tried(purposes)
+        return [*names], [*purposes], tried(purposes)
     finally:
-        gone.remove(path)
+        gone.clear()
         for values, key, value, _ in places:
             values[key] = value
 
@@ -242,22 +241,22 @@ def without_all():
     names.optional = lambda path: None
     globals()["tenure"] = importlib.import_module("tenure")
     load_rooms()
-    return tried()
+    return [], [], tried()
 
 
-take_away = json.load(sys.stdin)
 logging.disable()
 for bind in ("bound", "getter"):
     setattr(tenure._torch, bind, record(getattr(tenure._torch, bind)))
 tenure._torch.optional = optional
 load_rooms()
-result = {"": [[], tried()]}
-if take_away:
-    for path in sorted(bindings):
-        result[path] = [purposes[path], without(path, bindings[path], purposes[path])]
-    # those that tenure can do without
-    for path in sorted(path for path in asked_for.keys() - bindings.keys() if "._" in path):
-        found = [each for each in asked_for[path] if each is not None]
-        result[path] = [[], without(path, [(each, None) for each in found])]
-    result["all"] = [[], without_all()]
+result = {"none": ([], [], tried())}
+for purpose in sorted({purpose for made in bindings.values() for _, _, purpose in made}):
+    names = [path for path, made in bindings.items() if purpose in {each for _, _, each in made}]
+    lost = [(found, other) for name in names for found, other, _ in bindings[name]]
+    result[purpose] = without(names, lost, {each for name in names for *_, each in bindings[name]})
+# those that tenure can do without
+names = [path for path in asked_for.keys() - bindings.keys() if "._" in path]
+lost = [(each, None) for name in names for each in asked_for[name] if each is not None]
+result["optional"] = without(names, lost)
+result["all"] = without_all()
 json.dump(result, sys.stdout)
