@@ -19,9 +19,15 @@ from tenure.adaptive import memory_budget
 from tests.true_peak import counted_bytes, step_of, true_peak_bytes
 
 
-def measured_sharded(rank, setup):
+def measured(rank, setups):
+    """The bytes of a step of each setup beyond what was there before."""
+    asked = [Setup(**setup) for setup in setups]
+    return [_replicated(each) if each.shard == "ddp" else _sharded(each) for each in asked]
+
+
+def _sharded(asked):
     """The bytes of a first step beyond what was there before, as a budget counts them."""
-    asked, found = Setup(**setup), []
+    found = []
     mesh = init_device_mesh("cpu", (asked.ranks,))
     # a thread of gloo may hold what it has sent for a moment longer
     for _ in range(4):
@@ -35,9 +41,8 @@ def measured_sharded(rank, setup):
     return min(found)
 
 
-def measured_replicated(rank, setup):
+def _replicated(asked):
     """The bytes of the second step, buckets included, as the allocator counts them."""
-    asked = Setup(**setup)
 
     def work(model, batch):
         replica = DistributedDataParallel(model)

@@ -15,11 +15,15 @@ from tests.shells import opened, ran
 WORK = "import torch\ndef work():\n    a = torch.ones(1000, 1000)\n    return (a * 2).sum()"
 
 
-@pytest.fixture(params=["terminal", "notebook"])
+@pytest.fixture
 def shell(request):
-    with opened(of_notebook=request.param == "notebook") as shell:
+    """A shell of a notebook, or of a terminal where a test asks for both."""
+    with opened(of_notebook=getattr(request, "param", "notebook") == "notebook") as shell:
         ran(shell, WORK)
         yield shell
+
+
+in_both = pytest.mark.parametrize("shell", ["terminal", "notebook"], indirect=True)
 
 
 def shown(captured):
@@ -33,6 +37,7 @@ def section(text, title):
     return found.splitlines()
 
 
+@in_both
 def test_a_cell_shows_its_peak_the_lines_that_made_it_and_what_it_left(shell):
     captured = ran(shell, "%%tenure\ntorch.ones(1)\nkept = torch.ones(500, 1000)\ntotal = work()")
     text, html = shown(captured)
@@ -60,6 +65,7 @@ def test_the_value_of_the_last_expression_is_shown_as_without_the_magic(shell):
     assert ran(shell, "%%tenure -q\n40 + 2;").stdout == ""
 
 
+@in_both
 def test_the_value_of_a_cell_is_named_as_the_notebook_names_it(shell):
     text, _ = shown(ran(shell, "%%tenure --leaks\ntorch.ones(1000)"))
     (row,) = [line for line in section(text, "What the cell left") if "float32[1000]" in line]
@@ -75,7 +81,7 @@ def test_a_cell_that_leaves_nothing_says_so(shell):
 def test_lines_are_those_of_functions_that_were_there_or_that_the_cell_defines(shell):
     captured = ran(
         shell,
-        "%%tenure --lines work --lines Net.forward\n"
+        "%%tenure --lines work --lines Net.forward --lines nosuch\n"
         "class Net:\n    def forward(self):\n        return torch.ones(512)\n"
         "Net().forward()\nwork();",
     )
@@ -86,10 +92,6 @@ def test_lines_are_those_of_functions_that_were_there_or_that_the_cell_defines(s
     net = "\n".join(section(text, "## Net.forward, Cell In[3], line 3, cpu"))
     assert "2.0 KiB  " in net
     assert "What the cell left" not in text
-
-
-def test_a_function_that_is_never_there_is_a_note(shell):
-    text, _ = shown(ran(shell, "%%tenure --lines nosuch\nwork();"))
     assert section(text, "Notes")[1:] == ["- --lines: name 'nosuch' is not defined"]
 
 
@@ -108,6 +110,7 @@ def test_what_grows_from_step_to_step_is_told(shell):
 
 
 @pytest.mark.slow
+@in_both
 def test_a_budget_holds_for_the_cell_and_the_error_is_explained(shell):
     with capture_output() as captured:
         result = shell.run_cell("%%tenure --on-oom --budget 2MiB\nx = work()", store_history=True)
@@ -166,18 +169,13 @@ def refused(shell, code):
     [
         ("--nosuch", "unrecognized arguments: --nosuch. See %%tenure? for what there is."),
         ("--help", "unrecognized arguments: --help. See %%tenure? for what there is."),
-        ("--lines", "argument --lines: expected one argument. See %%tenure? for what there is."),
         ("-o 'x", "No closing quotation."),
+        ("--lines 'work('", " --lines work(: not a name, such as func or Net.forward."),
     ],
 )
 def test_nothing_runs_under_options_that_are_wrong(shell, options, told):
-    assert refused(shell, f"%%tenure {options}\nran = True") == f"%%tenure: {told}"
-
-
-def test_lines_of_what_is_no_name_of_a_function_are_refused(shell):
-    assert refused(shell, "%%tenure --lines 'work('\nran = True").startswith(
-        "%%tenure --lines work(: not a name, such as func or Net.forward."
-    )
+    error = refused(shell, f"%%tenure {options}\nran = True")
+    assert error.removeprefix("%%tenure").removeprefix(": ").startswith(told)
 
 
 def test_the_help_tells_every_option_of_the_parser(shell):

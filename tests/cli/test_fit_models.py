@@ -22,8 +22,7 @@ from .fleet_ranks import (
     fake_ranks,
     in_memory,
     making,
-    measured_replicated,
-    measured_sharded,
+    measured,
     predicted_sharded,
     recipe,
     saved_config,
@@ -61,6 +60,13 @@ def llama(tmp_path_factory):
     return saved_config(tmp_path_factory.mktemp("configs"))
 
 
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """For answers that take many predictions; a folder may have a colon."""
+    folder = tmp_path_factory.mktemp("a:b")
+    return saved_config(folder, num_hidden_layers=1, vocab_size=200)
+
+
 def answered(capsys, *arguments):
     """The exit code, and what the JSON says."""
     code = main(["fit", *arguments, "--json"])
@@ -89,7 +95,6 @@ def predicted(setup, device="cpu"):
 @pytest.mark.parametrize(
     ("model_type", "values", "options"),
     [
-        ("llama", {}, {"sequence": 32}),
         ("llama", {"eos_token_id": [2, 3]}, {"sequence": 32}),
         ("gpt2", {"n_embd": 64, "n_layer": 2, "n_head": 4}, {"sequence": 32}),
         ("bert", {}, {"sequence": 32}),
@@ -98,8 +103,7 @@ def predicted(setup, device="cpu"):
         ("llava", MIXED, {"sequence": 32}),
         ("llava", MIXED, {"sequence": 32, "images": 0}),
         ("qwen2_vl", FREE, {"sequence": 300}),
-        ("llama", {}, {"sequence": 32, "checkpointing": True}),
-        ("llama", {}, {"sequence": 32, "dtype": "bfloat16"}),
+        ("llama", {}, {"sequence": 32, "checkpointing": True, "dtype": "bfloat16"}),
         ("llama", {}, {"sequence": 32, "lora": 4}),
     ],
 )
@@ -125,29 +129,28 @@ def test_weights_that_a_model_ties_are_counted_once(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("n", [2, 4])
-def test_each_rank_takes_what_is_predicted(llama, n):
-    for offloads in (False, True):
-        setup = Setup(llama, batch=4, sequence=32, ranks=n, offloads=offloads)
-        found = run_ranks(measured_sharded, n, timeout=180, setup=dataclasses.asdict(setup))
-        assert found == [predicted_sharded(setup, rank) for rank in range(n)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("n", [2, 4])
-def test_each_replica_takes_what_is_predicted(llama, n):
-    setup = Setup(llama, batch=4, sequence=32, ranks=n, shard="ddp")
-    found = run_ranks(measured_replicated, n, timeout=180, setup=dataclasses.asdict(setup))
-    found_config = Configured(setup)
-    with making(setup, found_config) as made:
-        batch = found_config.batch(setup.batch, torch.device("meta"))
+def test_each_rank_takes_what_is_predicted(llama):
+    setups = [
+        Setup(llama, batch=4, sequence=32, ranks=2, **options)
+        for options in ({}, {"offloads": True}, {"shard": "ddp"})
+    ]
+    asked = [dataclasses.asdict(setup) for setup in setups]
+    found = run_ranks(measured, 2, timeout=180, setups=asked)
+    for which, setup in enumerate(setups[:2]):
+        assert [of_rank[which] for of_rank in found] == [
+            predicted_sharded(setup, rank) for rank in range(2)
+        ]
+    replicated = setups[2]
+    configured = Configured(replicated)
+    with making(replicated, configured) as made:
+        batch = configured.batch(replicated.batch, torch.device("meta"))
         report = predict_peak(made.fn, batch, optimizer=made.optimizer, device="cpu")
         bucket_bytes = 4 * made.size.n_parameters
     alone = predicted(Setup(llama, batch=4, sequence=32))
     assert report.baseline_bytes - alone.baseline_bytes == bucket_bytes
     # a rank may keep the numbers of what it tells others of for a moment
     predicted_bytes = report.later_peak_bytes - report.baseline_bytes + bucket_bytes
-    assert all(0 <= each - predicted_bytes <= 2048 for each in found)
+    assert all(0 <= of_rank[2] - predicted_bytes <= 2048 for of_rank in found)
 
 
 def test_a_generated_text_takes_its_whole_cache(llama):
@@ -178,26 +181,27 @@ def test_generating_takes_what_is_predicted(tmp_path, options):
     assert abs(true_peak_bytes(work) / report.peak_bytes - 1) < 0.03
 
 
-def test_cards_have_a_row_each_and_a_change_that_makes_it_fit(llama, capsys):
+def test_cards_have_a_row_each_and_a_change_that_makes_it_fit(tiny, capsys):
     code, found = answered(
-        capsys, llama, "--batch", "64", "--sequence", "64", "--device-memory", "128MiB,400MiB"
+        capsys, tiny, "--batch", "24", "--sequence", "64", "--device-memory", "80MiB,104MiB"
     )
     small, large = found["cases"]
     assert (code, found["fits"]) == (1, False)
     assert (small["fits"], large["fits"]) == (False, True)
     # the allocator may have to give back what it caches
-    assert small["remedy"]["needed_bytes"] <= 160 * MIB
+    assert small["remedy"]["needed_bytes"] <= 100 * MIB
     assert "    step(\n        lambda part: model" in small["remedy"]["how"]
     assert large["remedy"] is None
     for case in (small, large):
         within = {"batch": case["largest_batch"], "sequence": 64}
-        assert predicted(Setup(llama, **within), "cuda").fits(case["memory_bytes"])
+        assert predicted(Setup(tiny, **within), "cuda").fits(case["memory_bytes"])
         within["batch"] += 1
-        assert not predicted(Setup(llama, **within), "cuda").fits(case["memory_bytes"])
+        assert not predicted(Setup(tiny, **within), "cuda").fits(case["memory_bytes"])
 
 
 def test_where_only_more_ranks_help_the_fewest_are_named(tmp_path, capsys):
-    wide = saved_config(tmp_path, hidden_size=256, intermediate_size=1024, vocab_size=20_000)
+    shape = {"hidden_size": 256, "intermediate_size": 1024, "vocab_size": 20_000}
+    wide = saved_config(tmp_path, **shape)
     setup = Setup(wide, sequence=8, checkpointing=True)
     two, four = (predicted(dataclasses.replace(setup, ranks=n), "cuda") for n in (2, 4))
     n_bytes = four.needed_bytes
@@ -211,18 +215,15 @@ def test_where_only_more_ranks_help_the_fewest_are_named(tmp_path, capsys):
     assert remedy["needed_bytes"] == four.needed_bytes
 
 
-def test_a_change_that_does_not_help_is_not_named(llama, capsys):
-    _, found = answered(capsys, llama, "--sequence", "8", "--device-memory", "1MiB")
-    assert found["cases"][0]["remedy"] is None
-
-
-def test_what_fits_ends_with_0_and_says_the_largest_batch_first(llama, capsys):
-    assert main(["fit", llama, "--sequence", "32", "--device-memory", "1GiB"]) == 0
+def test_what_fits_ends_with_0_and_says_the_largest_batch_first(tiny, capsys):
+    assert main(["fit", tiny, "--batch", "8", "--sequence", "64", "--device-memory", "96MiB"]) == 0
     first, *others = capsys.readouterr().out.splitlines()
-    told = re.fullmatch(r"Fits in 1\.0 GiB: yes; it needs (.+) MiB, (.+) MiB to spare; .*", first)
+    told = re.fullmatch(
+        r"Fits in 96\.0 MiB: yes; it needs (.+) MiB, (.+) MiB to spare; largest batch \d+\.", first
+    )
     assert told is not None
     needed, spare = map(float, told.groups())
-    assert needed + spare == pytest.approx(1024, abs=0.2)
+    assert needed + spare == pytest.approx(96, abs=0.2)
     # and what it needs is the sum of what it is for
     assert any(line.endswith(f"{needed} MiB in all.") for line in " ".join(others).split("  "))
 
@@ -237,21 +238,21 @@ def test_a_model_whose_shared_weights_can_not_be_sharded_is_answered_without_ran
 ):
     small = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
     bert = saved_config(tmp_path, "bert", **small, vocab_size=300)
-    assert main(["fit", bert, "--batch", "2", "--device-memory", "16MiB"]) == 1
-    assert "Fits in 16.0 MiB: no; it needs" in capsys.readouterr().out
+    code, found = answered(capsys, bert, "--batch", "2", "--device-memory", "16MiB")
+    # and a change that does not help is not named
+    assert (code, found["fits"], found["cases"][0]["remedy"]) == (1, False, None)
 
 
-def test_weights_that_are_not_counted_as_quantized_are_named(tmp_path):
-    folder = saved_config(tmp_path, quantization_config={"quant_method": "gptq", "bits": 4})
-    notes = Configured(Setup(folder, sequence=8)).notes
-    assert any("quantized" in note for note in notes)
-
-
-def test_code_of_a_folder_that_is_not_run_is_named(tmp_path):
-    folder = saved_config(tmp_path, auto_map={"AutoModelForCausalLM": "own.Own"})
-    assert any(
-        "own code is not run" in note for note in Configured(Setup(folder, sequence=8)).notes
-    )
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantized"),
+        ({"auto_map": {"AutoModelForCausalLM": "own.Own"}}, "own code is not run"),
+    ],
+)
+def test_what_a_prediction_leaves_out_is_named(values, told, tmp_path):
+    folder = saved_config(tmp_path, **values)
+    assert any(told in note for note in Configured(Setup(folder, sequence=8)).notes)
 
 
 def test_images_of_a_model_in_two_parts_have_the_size_of_its_vision(tmp_path):
@@ -263,17 +264,8 @@ def test_images_of_a_model_in_two_parts_have_the_size_of_its_vision(tmp_path):
     assert predicted(Setup(folder, batch=2)).peak_bytes > 0
 
 
-def test_a_folder_may_have_a_colon_and_memory_may_be_given_twice(tmp_path, capsys):
-    (tmp_path / "a:b").mkdir()
-    folder = saved_config(tmp_path / "a:b")
-    sizes = ("--device-memory", "1MiB", "--device-memory", "1GiB")
-    code, found = answered(capsys, folder, "--sequence", "8", *sizes)
-    assert code == 1
-    assert [each["fits"] for each in found["cases"]] == [False, True]
-
-
 def test_more_ranks_take_less_each(llama, capsys):
-    code, found = answered(capsys, llama, "--sequence", "32", "--ranks", "1,2,8")
+    code, found = answered(capsys, llama, "--sequence", "32", "--ranks", "1,2", "--ranks", "8")
     needed = [case["needed_bytes"] for case in found["cases"]]
     assert code == 0
     assert needed == sorted(needed, reverse=True)
@@ -325,6 +317,24 @@ def test_lines_to_paste_run_as_they_are(llama, tmp_path, monkeypatch, options):
     assert (len(names["weights"]) < len([*model.parameters()])) == (setup.lora is not None)
 
 
+@pytest.fixture(scope="module")
+def places(tmp_path_factory, llama):
+    """What the arguments of a mistake name."""
+    folder = tmp_path_factory.mktemp("mistakes")
+    made = {"folder": folder, "llama": llama}
+    values = {
+        "vit": IMAGES, "bert": TEXT | {"max_position_embeddings": 64}, "llava": MIXED,
+        "hubert": {}, "t5": {}, "mamba": {},
+    }  # fmt: skip
+    made |= {name: saved_config(folder, name, **each) for name, each in values.items()}
+    heads = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 5}
+    texts = {"broken": "{", "unknown": '{"model_type": "martian"}', "heads": json.dumps(heads)}
+    for name, text in texts.items():
+        made[name] = folder / f"{name}.json"
+        made[name].write_text(text)
+    return made
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
@@ -332,10 +342,10 @@ def test_lines_to_paste_run_as_they_are(llama, tmp_path, monkeypatch, options):
         (["./nothing.json"], "There is no file './nothing.json'."),
         (["{folder}"], "has no config.json. Name the folder of a model of transformers."),
         (["{llama}", "--batch", str(2**62)], "fails on a batch of its configuration"),
-        (["{llama}", "--batch", str(2**64 - 1)], "fails on a batch of its configuration"),
         (["{llama}", "--ranks", str(2**31)], "is above 2147483647"),
-        (["{llama}", "--ranks", "0"], "'0' is no whole number of at least 1"),
         (["{llama}", "--device-memory", "24"], "write the unit, such as 24GiB"),
+        (["{llama}", "--device-memory", "24 gigs"], "'24 gigs' is not a number of bytes. Write an"),
+        (["{llama}", "--device", "rtx"], "'rtx' is no device of torch; write cuda, cuda:1"),
         (["{llama}", "--device-memory", "1G"], "1G is 1GiB, or 1GB."),
         (["{llama}", "--optimizer", "lion"], "invalid choice: 'lion'"),
         (["{llama}", "--ranks", "2", "--shard", "tp"], "tensor parallelism needs a plan"),
@@ -365,21 +375,7 @@ def test_lines_to_paste_run_as_they_are(llama, tmp_path, monkeypatch, options):
         (["{unknown}"], "names the type 'martian', of which transformers"),
     ],
 )
-def test_bad_input_is_refused_in_one_sentence(tmp_path, llama, capsys, arguments, told):
-    places = {"folder": tmp_path, "llama": llama}
-    places["vit"] = saved_config(tmp_path, "vit", **IMAGES)
-    places["bert"] = saved_config(tmp_path, "bert", **(TEXT | {"max_position_embeddings": 64}))
-    places["heads"] = tmp_path / "heads"
-    places["heads"].mkdir()
-    heads = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 5}
-    (places["heads"] / "config.json").write_text(json.dumps(heads))
-    places["llava"] = saved_config(tmp_path, "llava", **MIXED)
-    places["hubert"] = saved_config(tmp_path, "hubert")
-    places["t5"] = saved_config(tmp_path, "t5")
-    places["mamba"] = saved_config(tmp_path, "mamba")
-    for name, text in (("broken", "{"), ("unknown", '{"model_type": "martian"}')):
-        places[name] = tmp_path / f"{name}.json"
-        places[name].write_text(text)
+def test_bad_input_is_refused_in_one_sentence(places, capsys, arguments, told):
     try:
         code = main(["fit", *(each.format(**places) for each in arguments)])
     except SystemExit as error:
@@ -398,7 +394,6 @@ def test_bad_input_is_refused_in_one_sentence(tmp_path, llama, capsys, arguments
         # a mistake in the comment holds no job
         ("fit /models/llama --device-memory 80", 2, False),
         ("fit train.py:setup", 1, False),
-        ("nothing of this", 1, False),
     ],
 )
 def test_the_prolog_of_the_examples_holds_what_does_not_fit(tmp_path, comment, code, is_held):
