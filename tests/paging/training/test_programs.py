@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrizations
+from torch.testing._internal.common_optimizers import optim_db
 
 from benchmarks._paged_cycles import home, least_budget, same_bits, step
 from tenure.paging import page
@@ -246,3 +247,42 @@ def test_a_program_gives_the_same(sim, program):
     paged, plain = (run(sim, program, is_paged=each) for each in (True, False))
     assert len(paged) == len(plain)
     assert [i for i in range(len(plain)) if not same_bits([paged[i]], [plain[i]])] == []
+
+
+# It wants sparse gradients, which the simulated device has not.
+OPTIMIZERS = [info for info in optim_db if info.optim_cls is not torch.optim.SparseAdam]
+
+
+def options_of(info):
+    """Some of the settings that torch tests an optimizer with."""
+    fewer = {"max_iter": 3} if info.optim_cls is torch.optim.LBFGS else {}
+    for each in info.optim_inputs_func(device="cpu")[:3]:
+        yield each.kwargs | fewer
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("info", OPTIMIZERS, ids=lambda info: info.optim_cls.__name__)
+def test_five_steps_of_every_optimizer_with_settings_that_torch_tests(sim, info):
+    # On some devices, this one among them, torch takes all parameters at once, in another order.
+    alike = {"foreach": False} if info.supported_impls and "foreach" in info.supported_impls else {}
+    for options in options_of(info):
+
+        def program(sim, options=options):
+            model = yield mlp(2)
+            parameters = list(model.parameters())
+            if info.optim_cls.__name__ == "Muon":
+                parameters = [each for each in parameters if each.ndim == 2]
+            same = {} if options.get("fused") else alike
+            optimizer = info.optim_cls(parameters, **same | options)
+            for i in range(5):
+
+                def closure(i=i):
+                    optimizer.zero_grad()
+                    loss = model(draw(sim, i)).square().mean()
+                    loss.backward()
+                    return loss
+
+                yield optimizer.step(closure)
+
+        paged, plain = (run(sim, program, is_paged=each) for each in (True, False))
+        assert same_bits(paged, plain), options

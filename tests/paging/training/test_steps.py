@@ -121,3 +121,19 @@ def test_frozen_weights_send_no_byte_to_the_host(sim, pair):
             copied_bytes = sim.copied_bytes("d2h") - before_bytes
             assert copied_bytes == sum(p.nbytes for p in model.parameters() if p.requires_grad)
             assert both.gradients_differ() == []
+
+
+def test_a_frozen_model_gives_its_input_gradients_within_half_its_weights(sim, pair):
+    both = pair(transformer().requires_grad_(False))
+    before_bytes = sim.copied_bytes("d2h")
+    with both.page():
+
+        def gradient(model):
+            x = inputs(sim)[0].requires_grad_()
+            model(x).sum().backward()
+            return x.grad
+
+        for _ in range(2):
+            paged, plain = both.run(gradient)
+            assert torch.equal(paged, plain)
+    assert sim.copied_bytes("d2h") == before_bytes
