@@ -479,9 +479,8 @@ def _extended(func: Any, problem: _Problem, threads: int) -> KernelRun:
         for corner in corners:
             run_at(corner)
         for i, axis in enumerate(axes):
-            first, second = (tuple(n * (i == j) for j in range(len(axes))) for n in (1, 2))
-            if axis.n_steps > 1 and _may_bend(axis, runs[corners[0]], runs[first]):
-                run_at(second)
+            if axis.n_steps > 1 and _may_bend(axis, runs[corners[0]], runs[_along(axes, i, 1)]):
+                run_at(_along(axes, i, 2))
     # its sizes depend on each other
     except Exception:
         return _run(func, problem.resized(problem.sizes), threads)
@@ -501,6 +500,11 @@ def _extended(func: Any, problem: _Problem, threads: int) -> KernelRun:
     return KernelRun(grown(events), runs[corners[0]].made, made_bytes, True)
 
 
+def _along(axes: list[_Axis], i: int, n_steps: int) -> tuple[int, ...]:
+    """Return the steps of a run that is so many from the base along one axis alone."""
+    return tuple(n_steps * (i == j) for j in range(len(axes)))
+
+
 def _may_bend(axis: _Axis, base: KernelRun, first: KernelRun) -> bool:
     """Tell whether some block may grow faster than a size: one of two runs does not say."""
     ratio = Fraction(axis.after(1), axis.base)
@@ -514,8 +518,8 @@ def _size(axes: list[_Axis], at: dict[tuple[int, ...], int]) -> int:
     """Return the bytes of a block at the target, by those at the corners of a box."""
     far = []
     for i, axis in enumerate(axes):
-        first, second = (at.get(tuple(n * (i == j) for j in range(len(axes)))) for n in (1, 2))
-        far.append(_distance(axis, at[(0,) * len(axes)], first, second))
+        first, second = (at.get(_along(axes, i, n)) for n in (1, 2))
+        far.append(_distance(axis, at[_along(axes, i, 0)], first, second))
     total = sum(
         n_bytes * prod(way if bit else 1 - way for way, bit in zip(far, corner, strict=True))
         for corner, n_bytes in at.items()
