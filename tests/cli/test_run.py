@@ -111,7 +111,8 @@ def test_lines_of_functions_of_the_program_and_of_modules_are_measured():
         "Trainer.step": [(6, 1), (8, 1), (9, 1)],
         "Trainer.step.<locals>.inner": [(7, 1)],
     }
-    assert "has no lines to profile" in found.notes[0]
+    assert found.notes[0].startswith("--lines: ")
+    assert "ones has no lines to profile" in found.notes[0]
     assert found.notes[1:] == ("--lines nothing: the program has no such function",)
     assert max(map(len, str(found).splitlines())) <= 80
     assert "tenure run: --lines nothing: the program has no such function" in done.stderr
@@ -337,6 +338,7 @@ def test_what_is_of_one_thread_is_left_out_where_another_one_imports_torch():
         "main one. Import it in the program itself."
     )
     assert _recorded().notes == (left_out,)
+    assert _recorded().timeline is None
     assert f"tenure run: {left_out}" in done.stderr
 
 

@@ -108,6 +108,7 @@ def test_a_limit_that_is_none_fails_the_test_by_name(run):
     result = run("\n".join(tests))
     assert result.counts == {"failed": 3}
     assert result.says(*(f"*@pytest.mark.limit_tensor_memory{marker}*" for marker in markers))
+    assert result.text.count("@pytest.mark.limit") <= 3 * len(markers)
     assert "During handling" not in result.text
 
 

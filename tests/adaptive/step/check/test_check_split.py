@@ -99,9 +99,13 @@ def test_a_module_of_ones_own_that_mixes_samples_is_named(own):
 def test_a_batch_coupled_loss_is_told_from_a_coupled_module():
     net = _net(nn.Tanh())
     report = check_split(lambda b: net(b).var(0).sum(), _x())
+    assert not report.ok
     assert names(report, "module") == []
     assert names(report, "loss") == ["loss"]
-    assert "net.0.weight" in names(report, "gradient")
+    gradients = names(report, "gradient")
+    assert (
+        gradients == ["net.0.weight", "net.0.bias", "net.2.weight", "net.2.bias"][: len(gradients)]
+    )
     assert "the loss itself mixes samples, or its weight is wrong: see weight=" in report.text(
         width=300
     )
