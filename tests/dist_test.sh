@@ -97,5 +97,4 @@ export OMP_NUM_THREADS=1 # a worker for each core
     tests/paging/checkpoint/test_files.py
 "$python" -m pytest -n auto --dist loadfile -o pythonpath=. \
     -m "simdevice and not slow and not exhaustive" \
-    tests/testing/test_simulated_accelerator.py tests/testing/test_fault_sweep.py \
-    tests/testing/test_guide.py
+    tests/testing/test_simulated_accelerator.py tests/testing/test_fault_sweep.py

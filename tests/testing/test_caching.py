@@ -120,19 +120,21 @@ def check_figures(stats, group, segments):
 
 
 @pytest.mark.parametrize(
-    ("n_bytes", "reserved_bytes"),
+    ("n_bytes", "allocated_bytes", "reserved_bytes"),
     [
-        (1, 2 * MIB),
-        (MIB, 2 * MIB),
-        (MIB + 1, 20 * MIB),
-        (10 * MIB - 512, 20 * MIB),
-        (10 * MIB, 10 * MIB),
-        (11 * MIB + 1, 12 * MIB),
+        (1, 512, 2 * MIB),
+        (513, 1024, 2 * MIB),
+        (MIB, MIB, 2 * MIB),
+        (MIB + 1, MIB + 512, 20 * MIB),
+        (10 * MIB - 512, 10 * MIB - 512, 20 * MIB),
+        (10 * MIB, 10 * MIB, 10 * MIB),
+        (11 * MIB + 1, 12 * MIB, 12 * MIB),
     ],
 )
-def test_what_a_first_request_reserves(sim, n_bytes, reserved_bytes):
-    assert taken(sim, n_bytes).nbytes == n_bytes
-    assert sim.reserved_bytes == reserved_bytes
+def test_what_a_first_request_reserves(sim, n_bytes, allocated_bytes, reserved_bytes):
+    kept = taken(sim, n_bytes)
+    assert (sim.allocated_bytes, sim.reserved_bytes) == (allocated_bytes, reserved_bytes)
+    assert kept.nbytes == sim.requested_bytes == n_bytes
 
 
 def test_the_smallest_free_block_that_fits_is_taken(sim):
@@ -191,3 +193,87 @@ def test_a_block_freed_in_the_middle_of_an_allocation_waits_for_its_end(sim):
         gc.set_threshold(*thresholds)
     gc.collect()
     check(sim, [(kept, 0)], None)
+
+
+# --- small wrong programs: each passes where every allocation stands for itself
+
+
+@pytest.mark.parametrize(
+    ("sizes", "kept", "fault_bytes", "budget"),
+    [
+        ([4 * MIB] * 100, slice(None, None, 5), 20 * MIB, "400MiB"),
+        ([], slice(None), 2 * MIB, "12MiB"),
+        ([11 * MIB] * 4, slice(None), MIB, "48MiB"),
+    ],
+    ids=["fragmented", "a segment", "rests of blocks that are not split"],
+)
+def test_only_the_allocator_of_cuda_finds_the_fault(sim, sizes, kept, fault_bytes, budget):
+    sim(allocator="exact", budget=budget)
+    held = [taken(sim, n_bytes) for n_bytes in sizes][kept]
+    taken(sim, fault_bytes)
+    sim(allocator="cuda", budget=budget)
+    held = [taken(sim, n_bytes) for n_bytes in sizes][kept]
+    with pytest.raises(torch.OutOfMemoryError, match="is reserved by PyTorch"):
+        taken(sim, fault_bytes)
+    del held
+
+
+def test_cached_memory_of_the_other_pool_is_given_back_before_an_error(sim):
+    sim(allocator="cuda", budget="20MiB")
+    small = [taken(sim, MIB) for _ in range(20)]
+    small.clear()
+    assert sim.reserved_bytes == 20 * MIB
+    assert taken(sim, 2 * MIB).nbytes == 2 * MIB
+    assert sim.module.memory_stats()["num_alloc_retries"] == 1
+
+
+def test_a_fraction_counts_what_is_reserved(sim):
+    sim(allocator="cuda", budget="1000MiB")
+    first = taken(sim, 2 * MIB)
+    sim.module.set_per_process_memory_fraction(0.015)  # 15 MiB, while 20 are reserved
+    # A limit of the bytes that are allocated it is not: 16 MiB more come from the cache ...
+    second = taken(sim, 16 * MIB)
+    assert sim.allocated_bytes == 18 * MIB
+    # ... and the first small tensor is refused, for which a segment of 2 MiB is wanted.
+    with pytest.raises(torch.OutOfMemoryError, match=r"allocate 2\.00 MiB.*15\.00 MiB allowed"):
+        torch.empty(1, device=sim.device)
+    assert first.nbytes + second.nbytes == 18 * MIB
+    sim(allocator="exact")
+    assert not hasattr(sim.module, "set_per_process_memory_fraction")
+
+
+def test_a_snapshot_tells_where_a_storage_lies(sim):
+    sim(allocator="cuda")
+    with sim.module.stream(side := sim.module.Stream()):
+        tensor = taken(sim, 3 * MIB)
+    (segment,) = sim.module.memory_snapshot()
+    assert segment["stream"] == side.stream_id
+    assert tensor.untyped_storage().data_ptr() == segment["blocks"][0]["address"]
+    assert tensor[5:].data_ptr() == tensor.data_ptr() + 5 == segment["address"] + 5
+    assert [block["state"] for block in segment["blocks"]] == ["active_allocated", "inactive"]
+    tensor.untyped_storage().resize_(0)
+    assert sim.allocated_bytes == 0
+    other = taken(sim, 3 * MIB)  # on the default stream, so in another segment
+    tensor.untyped_storage().resize_(3 * MIB)
+    assert sim.reserved_bytes == 40 * MIB
+    assert other.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr()
+
+
+def test_reserved_memory_is_told_apart_and_goes_with_the_cache(sim):
+    sim(allocator="cuda", budget="100MiB")
+    module, kept = sim.module, taken(sim, 3 * MIB)
+    assert (module.memory_allocated(), module.memory_reserved()) == (3 * MIB, 20 * MIB)
+    assert module.mem_get_info() == (80 * MIB, 100 * MIB)
+    assert module.get_device_properties(0).total_memory == 100 * MIB
+    nested = module.memory_stats_as_nested_dict()
+    assert nested["reserved_bytes"]["large_pool"]["current"] == 20 * MIB
+    del kept
+    module.empty_cache()
+    assert (module.memory_reserved(), module.max_memory_reserved()) == (0, 20 * MIB)
+    module.reset_peak_memory_stats()
+    assert module.max_memory_reserved() == 0
+    gone = taken(sim, 40 * MIB)
+    del gone
+    sim.budget_bytes = "30MiB"  # which the cache from before does not serve
+    with pytest.raises(torch.OutOfMemoryError):
+        taken(sim, 40 * MIB)

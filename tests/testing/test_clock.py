@@ -1,4 +1,4 @@
-"""Virtual time: the speeds of the device, and threads that launch beside each other."""
+"""Virtual time: the speeds of the device and of copies, and when the host waits."""
 
 import pytest
 import torch
@@ -19,6 +19,13 @@ RATES = Rates(
     host_copy_s=0.125,
     host_poll_s=0.0625,
 )
+SLOW = Rates(
+    h2d_bytes_per_s=1000.0,
+    d2h_bytes_per_s=500.0,
+    pageable_bytes_per_s=100.0,
+    copy_latency_s=0.0,
+    host_copy_s=0.0,
+)
 
 
 def test_a_kernel_takes_the_slowest_of_its_parts_and_a_copy_its_latency_and_speed():
@@ -28,6 +35,19 @@ def test_a_kernel_takes_the_slowest_of_its_parts_and_a_copy_its_latency_and_spee
     assert RATES.copy_s(100, to_device=True, pinned=True) == 2.0
     assert RATES.copy_s(100, to_device=False, pinned=True) == 3.0
     assert RATES.copy_s(100, to_device=True, pinned=False) == 11.0
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "least"),
+    [
+        ("h2d_bytes_per_s", 0, "more than 0"),
+        ("flops_per_s", float("nan"), "more than 0"),
+        ("copy_latency_s", -1e-6, "0 or more"),
+    ],
+)
+def test_a_speed_that_no_machine_has_is_refused(name, value, least):
+    with pytest.raises(ValueError, match=rf"Rates\({name}=.*\): must be {least}\."):
+        Rates(**{name: value})
 
 
 def test_work_of_two_streams_on_one_engine_runs_in_launch_order(sim):
@@ -43,14 +63,76 @@ def test_work_of_two_streams_on_one_engine_runs_in_launch_order(sim):
     sim.module.synchronize()
 
 
+def test_a_matrix_product_takes_the_time_of_its_arithmetic_others_of_their_bytes(sim):
+    sim(rates=Rates(flops_per_s=1000.0))
+    x = torch.ones(10, 10, device=sim.device)
+    before_s = sim.busy_s("compute")
+    x @ x
+    assert sim.busy_s("compute") - before_s == 2 * 10**3 / 1000.0
+    sim(rates=Rates(memory_bytes_per_s=1000.0))
+    x = torch.ones(1000, device=sim.device)
+    before_s = sim.busy_s("compute")
+    x.neg()
+    assert sim.busy_s("compute") - before_s == 8000 / 1000.0
+
+
+def test_pinned_copies_run_at_the_speed_of_the_link_and_pageable_ones_do_not(sim):
+    sim(rates=SLOW)
+    host = torch.zeros(1000, dtype=torch.uint8)
+    device = host.pin_memory().to(sim.device)
+    assert sim.busy_s("h2d") == 1.0
+    host.to(sim.device)
+    assert sim.busy_s("h2d") == 1.0 + 10.0
+    device.cpu()
+    assert sim.busy_s("d2h") == 10.0
+    assert (sim.copied_bytes("h2d"), sim.copied_bytes("d2h")) == (2000, 1000)
+
+
 @pytest.mark.parametrize(
-    ("name", "value", "least"),
+    ("host", "device"),
     [
-        ("h2d_bytes_per_s", 0, "more than 0"),
-        ("flops_per_s", float("nan"), "more than 0"),
-        ("copy_latency_s", -1e-6, "0 or more"),
+        (torch.zeros(4, 2).t(), torch.zeros(2, 4)),
+        (torch.zeros(2, 8)[:, ::2], torch.zeros(2, 4)),
+        (torch.zeros(2, 4, dtype=torch.float16), torch.zeros(2, 4)),
     ],
 )
-def test_a_speed_that_no_machine_has_is_refused(name, value, least):
-    with pytest.raises(ValueError, match=rf"Rates\({name}=.*\): must be {least}\."):
-        Rates(**{name: value})
+def test_a_copy_that_changes_type_or_layout_is_as_slow_as_a_pageable_one(sim, host, device):
+    sim(rates=SLOW)
+    pinned = torch.empty_strided(host.size(), host.stride(), dtype=host.dtype)
+    sim.module.cudart().cudaHostRegister(pinned.data_ptr(), pinned.untyped_storage().nbytes(), 0)
+    target = torch.empty_strided(device.size(), device.stride(), device=sim.device)
+    before = sim.host_waits
+    target.copy_(pinned, non_blocking=True)
+    assert sim.busy_s("h2d") == target.nbytes / SLOW.pageable_bytes_per_s
+    assert sim.host_waits == before + 1
+
+
+def test_part_of_a_pinned_buffer_moves_at_the_speed_of_the_link(sim):
+    sim(rates=SLOW)
+    host = torch.zeros(10, 4).pin_memory()
+    order = torch.zeros(2, 3, device=sim.device).t()
+    order.copy_(torch.zeros(2, 3).t().pin_memory(), non_blocking=True)
+    torch.empty(3, 4, device=sim.device).copy_(host[2:5], non_blocking=True)
+    assert sim.busy_s("h2d") == pytest.approx((24 + 48) / SLOW.h2d_bytes_per_s)
+    sim.module.synchronize()
+
+
+@pytest.mark.parametrize(
+    ("pinned", "non_blocking", "waits"), [(True, True, 0), (True, False, 1), (False, True, 1)]
+)
+def test_only_an_asynchronous_copy_from_pinned_memory_lets_the_host_run_on(
+    sim, pinned, non_blocking, waits
+):
+    host = torch.zeros(100).pin_memory() if pinned else torch.zeros(100)
+    host.to(sim.device, non_blocking=non_blocking)
+    assert sim.host_waits == waits
+    sim.module.synchronize()
+
+
+def test_reading_a_number_stops_the_host(sim):
+    x = torch.ones(3, device=sim.device)
+    waits = sim.host_waits
+    assert x.sum().item() == 3
+    assert bool(torch.equal(x, x))
+    assert x.nonzero().shape == (3, 1)
+    assert sim.host_waits == waits + 3

@@ -1,10 +1,31 @@
-"""Two devices beside each other: what each has of its own, and what is current in a thread."""
+"""The module of the device, two devices beside each other, and what is current in a thread."""
+
+import os
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from tenure.testing import RaceError
+
+
+def test_module_and_accelerator_answer_what_devices_are_asked(sim):
+    module = torch.get_device_module(sim.device)
+    assert module is torch.sim
+    assert module.is_available()
+    assert module.is_initialized()
+    assert module.is_bf16_supported(including_emulation=False)
+    assert module.get_device_name() == "simulated accelerator"
+    with module.device(sim.device):
+        assert module.current_device() == 0
+    assert torch.accelerator.is_available()
+    assert torch.accelerator.current_accelerator().type == "sim"
+    for each in (module, torch.accelerator):
+        assert each.device_count() == 1
+    for ask in (module.set_device, module.memory_stats, module.device):
+        with pytest.raises(ValueError, match="Expected a sim device, but got: cpu"):
+            ask("cpu")
 
 
 @pytest.fixture
@@ -124,14 +145,6 @@ def test_an_index_that_is_not_there_is_refused(two):
         torch.ones(1).to("sim:1")
 
 
-def on_the_second(use):
-    def use_there(module):
-        with module.device(1):
-            use(module)
-
-    return use_there
-
-
 def wait_for_an_event(module):
     module.current_stream(1).record_event().synchronize()
 
@@ -168,21 +181,23 @@ def ask(module):
         (lambda module: module.mem_get_info(1), {1}),
         (lambda module: module.set_device(1), {1}),
         (lambda module: module.current_stream(1).query(), {1}),
-        # the faults of programs: the first device is current where they wait, leave or pin
-        (wait_for_an_event, {0, 1}),
-        (on_the_second(wait_for_an_event), {1}),
-        (leave_a_stream, {0, 1}),
-        (on_the_second(leave_a_stream), {1}),
-        (pin_in_place, {0, 1}),
-        (on_the_second(pin_in_place), {1}),
         (lambda module: torch.zeros(4).pin_memory(), {0}),
         (lambda module: (torch.zeros(1, device="sim:1"), torch.zeros(4).pin_memory()), {1}),
+        # the faults of programs: the first device is current where they wait, leave or pin
+        (wait_for_an_event, {0, 1}),
+        (leave_a_stream, {0, 1}),
+        (pin_in_place, {0, 1}),
     ],
 )
 def test_the_first_use_of_a_device_makes_a_context_on_it_alone(two, use, contexts):
     assert two.contexts == set()
     use(two.module)
     assert two.contexts == contexts
+    if contexts == {0, 1}:
+        two(devices=2)
+        with two.module.device(1):
+            use(two.module)
+        assert two.contexts == {1}
 
 
 def test_streams_belong_to_a_device_and_turn_their_thread_to_it(two):
@@ -213,3 +228,44 @@ def test_the_current_stream_of_the_wrong_device_orders_nothing(two):
     with two.module.stream(side):
         assert x.sum().item() == 4
     assert len(two.take_faults()) == 1
+
+
+# --- forked processes
+
+
+class Doubled(torch.utils.data.Dataset):
+    """Samples that are made on a device, in whatever process asks."""
+
+    def __init__(self, held):
+        self.held = held
+
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        return (self.held.to("sim") * 2 + index).cpu()
+
+
+def in_a_fork(run):
+    """Whether `run` gives True in a forked child."""
+    child = os.fork()
+    if child == 0:
+        held = False
+        try:
+            held = run()
+        finally:
+            os._exit(0 if held else 1)
+    return os.waitpid(child, 0)[1] == 0
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+def test_a_fork_may_use_the_device_if_its_parent_has_not_and_a_worker_is_told(sim):
+    assert in_a_fork(lambda: torch.ones(3, device=sim.device).tolist() == [1, 1, 1])
+    held = torch.ones(4, device=sim.device)
+    assert in_a_fork(lambda: sim.module._is_in_bad_fork() and torch.manual_seed(3) is not None)
+    assert not sim.module._is_in_bad_fork()
+    loader = DataLoader(Doubled(held), num_workers=1, multiprocessing_context="fork")
+    match = r"Cannot re-initialize sim in forked subprocess.*'spawn' start method"
+    with pytest.raises(RuntimeError, match=match):
+        next(iter(loader))
+    assert held.sum().item() == 4  # the parent goes on

@@ -38,8 +38,7 @@ def test_a_program_that_copes_hands_its_result_to_the_check(sim):
         except torch.OutOfMemoryError:
             return "coped"
 
-    met = for_each_allocation(program, lambda failure: results.append(failure.result))
-    assert met == 3
+    assert for_each_allocation(program, lambda failure: results.append(failure.result)) == 3
     assert results == ["coped"] * 3
 
 
@@ -54,28 +53,6 @@ def test_another_error_says_which_allocation_had_failed(sim):
         for_each_allocation(program)
     assert caught.value.__notes__[0].startswith("raised while allocation 1 of")
     assert not sim.failure_is_planted
-
-
-def test_a_budget_that_is_too_small_is_not_taken_for_the_planted_failure(sim):
-    sim(budget=60)
-
-    def program():
-        torch.ones(1, device=sim.device)
-        torch.ones(100, device=sim.device)
-
-    with pytest.raises(torch.OutOfMemoryError, match=r"budget of 60 bytes .*streams\.$"):
-        for_each_allocation(program)
-    with pytest.raises(SimulatorUsageError, match=r"\(check=3\): it can't be called"):
-        for_each_allocation(program, 3)
-
-
-def test_a_program_without_an_end_is_given_up(sim):
-    with pytest.raises(AssertionError, match="still allocates after 5 runs; raise max_runs="):
-        for_each_allocation(
-            lambda: [torch.ones(1, device=sim.device) for _ in range(9)],
-            lambda _: None,
-            max_runs=5,
-        )
 
 
 def test_the_causes_of_a_failure_hold_no_memory_either(sim):
@@ -93,19 +70,30 @@ def test_the_causes_of_a_failure_hold_no_memory_either(sim):
     assert for_each_allocation(program, check) == 2
 
 
-def test_a_sweep_of_the_wrong_device_says_how_to_choose_another(sim):
+def test_a_budget_that_is_too_small_is_not_taken_for_the_planted_failure(sim):
+    sim(budget=60)
+    with pytest.raises(torch.OutOfMemoryError, match=r"budget of 60 bytes .*streams\.$"):
+        for_each_allocation(lambda: [torch.ones(n, device=sim.device) for n in (1, 100)])
+
+
+def test_what_can_not_be_swept_says_what_to_do(sim):
+    def ones(n=1, device="sim:0"):
+        return [torch.ones(1, device=device) for _ in range(n)]
+
+    with pytest.raises(SimulatorUsageError, match=r"\(check=3\): it can't be called"):
+        for_each_allocation(ones, 3)
+    with pytest.raises(AssertionError, match="still allocates after 5 runs; raise max_runs="):
+        for_each_allocation(lambda: ones(9), lambda _: None, max_runs=5)
+
+    def in_a_sweep():
+        with pytest.raises(SimulatorUsageError, match=r"planted on sim:0 already.*around this one"):
+            for_each_allocation(ones)
+        assert sim.failure_is_planted
+        return ones()
+
+    assert for_each_allocation(in_a_sweep) == 1
     sim(devices=2)
     match = r"nothing on sim:0, .* Let it use sim:0, or choose another of the 2 devices with index="
     with pytest.raises(SimulatorUsageError, match=match):
-        for_each_allocation(lambda: torch.ones(3, device="sim:1"))
-    assert for_each_allocation(lambda: torch.ones(3, device="sim:1"), index=1) == 1
-
-
-def test_a_sweep_in_a_sweep_is_refused_and_the_outer_failure_stays(sim):
-    def program():
-        with pytest.raises(SimulatorUsageError, match=r"planted on sim:0 already.*around this one"):
-            for_each_allocation(lambda: torch.ones(1, device=sim.device))
-        assert sim.failure_is_planted
-        return torch.ones(1, device=sim.device)
-
-    assert for_each_allocation(program) == 1
+        for_each_allocation(lambda: ones(device="sim:1"))
+    assert for_each_allocation(lambda: ones(device="sim:1"), index=1) == 1

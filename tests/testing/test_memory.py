@@ -9,6 +9,14 @@ from tenure.testing import Rates
 
 pytestmark = pytest.mark.sim_allocator("exact")
 ON_SIM = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+CUDA_FIGURES = {
+    f"{name}.all.{figure}"
+    for name in (
+        *("allocation", "allocated_bytes", "requested_bytes", "active", "active_bytes"),
+        *("reserved_bytes", "segment"),
+    )
+    for figure in ("current", "peak", "allocated", "freed")
+}
 
 
 def taken(sim, n_bytes):
@@ -85,6 +93,13 @@ def test_the_error_names_the_device_and_every_size_exactly(sim):
     assert kept.nbytes == sim.allocated_bytes
 
 
+def test_an_allocation_that_even_the_host_has_no_room_for_leaves_nothing(sim):
+    with pytest.raises(torch.OutOfMemoryError, match="no memory that could stand for it"):
+        torch.empty(1 << 58, device=sim.device)
+    assert sim.allocated_bytes == sim.peak_bytes == sim.n_allocations == 0
+    assert sim.n_ooms == 1
+
+
 def test_a_full_pool_waits_for_recorded_streams_before_it_fails(sim):
     sim(budget=100, rates=Rates(memory_bytes_per_s=1e3))
     x, side = taken(sim, 80), sim.module.Stream()
@@ -92,8 +107,56 @@ def test_a_full_pool_waits_for_recorded_streams_before_it_fails(sim):
         sim.launch_kernel(1.0, writes=[x])
     x.record_stream(side)
     del x
+    assert sim.allocated_bytes == 0
+    assert sim.module.memory_stats()["active_bytes.all.current"] == 80
     waits = sim.host_waits
     assert taken(sim, 90).nbytes == 90
+    assert sim.module.memory_stats()["active_bytes.all.current"] == 0
     assert sim.host_waits == waits + 1
     assert sim.module.memory_stats()["num_alloc_retries"] == 1
     assert sim.n_ooms == 0
+
+
+def test_a_view_keeps_the_whole_storage_and_a_caught_failure_no_temporary(sim):
+    x = torch.zeros(100, device=sim.device)
+    view = x[3:5].view(2, 1)
+    del x
+    assert sim.allocated_bytes == 400
+    sim.fail_at(3)
+    with pytest.raises(torch.OutOfMemoryError, match="planted") as caught:
+        torch.var_mean(view + 1)
+    assert caught.tb is not None
+    assert sim.allocated_bytes == 400
+    del view
+    assert sim.allocated_bytes == 0
+
+
+def test_tensors_from_before_a_fresh_start_work_but_do_not_count(sim):
+    x = torch.ones(100, device=sim.device)
+    sim(budget=1000)
+    assert sim.allocated_bytes == 0
+    y = x + 1
+    assert sim.allocated_bytes == 400
+    del x
+    assert sim.allocated_bytes == 400
+    assert y.sum().item() == 200
+
+
+def test_memory_is_told_with_the_names_of_torch_cuda(sim):
+    assert sim.module.mem_get_info() == (1 << 40, 1 << 40)  # without a budget
+    sim(budget=1000)
+    module, x = sim.module, torch.zeros(100, device=sim.device)
+    stats = module.memory_stats()
+    assert stats.keys() >= CUDA_FIGURES | {"num_ooms", "num_alloc_retries", "num_device_alloc"}
+    assert stats["allocated_bytes.all.current"] == x.nbytes
+    assert stats["allocation.all.allocated"] == 1
+    assert module.memory_allocated(0) == module.memory_reserved("sim") == 400
+    assert torch.accelerator.memory_allocated() == torch.accelerator.memory_reserved() == 400
+    assert module.mem_get_info() == torch.accelerator.get_memory_info() == (600, 1000)
+    assert torch.accelerator.memory_stats() == dict(sorted(module.memory_stats().items()))
+    del x
+    assert module.memory_stats()["allocated_bytes.all.freed"] == 400
+    assert module.max_memory_allocated(sim.device) == torch.accelerator.max_memory_reserved() == 400
+    module.reset_peak_memory_stats()
+    torch.accelerator.reset_accumulated_memory_stats()
+    assert module.max_memory_allocated() == module.memory_stats()["allocation.all.allocated"] == 0

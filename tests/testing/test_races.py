@@ -37,9 +37,14 @@ def test_uses_of_which_one_writes_need_an_order(sim, first, second, kind):
     home.wait_stream(side)
 
 
-def test_a_detector_that_is_off_finds_nothing(sim):
-    sim(detect_races=False)
+def test_a_race_names_both_operators_and_a_detector_that_is_off_finds_none(sim):
     x, side = torch.ones(4, device=sim.device), sim.module.Stream()
+    match = r"orders the two \(aten::exp_? after aten::fill_\)\. Make the later stream wait"
+    with sim.module.stream(side), pytest.raises(RaceError, match=match):
+        x.exp()
+    assert len(sim.take_faults()) == 1
+    sim(detect_races=False)
+    x = torch.ones(4, device=sim.device)
     launch(sim, side, x, "writes")
     del x
     assert sim.faults == []
@@ -87,9 +92,83 @@ def test_forgetting_covered_accesses_loses_no_race(sim, actions):
     sim.take_faults()
 
 
-def test_a_race_names_both_operators(sim):
-    x, side = torch.ones(4, device=sim.device), sim.module.Stream()
-    match = r"orders the two \(aten::exp_? after aten::fill_\)\. Make the later stream wait"
-    with sim.module.stream(side), pytest.raises(RaceError, match=match):
-        x.exp()
+@pytest.mark.parametrize("records", [False, True])
+@pytest.mark.parametrize("end", ["freed", "emptied"])
+def test_freeing_on_its_home_stream_what_a_side_stream_uses_is_caught(sim, end, records):
+    side = sim.module.Stream()
+    x = torch.zeros(1000, device=sim.device)
+    side.wait_stream(sim.module.current_stream())
+    launch(sim, side, x, "writes")
+    if records:
+        x.record_stream(side)
+    if end == "emptied":
+        x.untyped_storage().resize_(0)
+    del x
+    faults = sim.take_faults()
+    assert len(faults) == (not records)
+    assert records or "a block of 3.91 KiB of stream 0 was freed while stream" in faults[0]
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_what_a_recorded_stream_waited_for_is_over_before_the_block_is_used_again(sim, waits):
+    current, side, third = sim.module.current_stream(), sim.module.Stream(), sim.module.Stream()
+    x = torch.zeros(1000, device=sim.device)
+    x.record_stream(side)
+    third.wait_stream(current)
+    launch(sim, third, x, "writes")
+    if waits:
+        side.wait_stream(third)
+    del x
+    assert len(sim.take_faults()) == (0 if waits else 1)
+
+
+# --- pinned memory of the host
+
+
+def pinned(*values):
+    return torch.tensor(values).pin_memory()
+
+
+@pytest.mark.parametrize("waits_elsewhere", [False, True])
+def test_overwriting_the_source_of_a_copy_in_flight_is_caught(sim, waits_elsewhere):
+    host = pinned(1.0, 2.0)
+    device = host.to(sim.device, non_blocking=True)
+    if waits_elsewhere:
+        sim.module.Stream().synchronize()
+    host.fill_(9)
+    with pytest.raises(RaceError, match="host overwrite: pinned host memory was written while"):
+        sim.module.synchronize()
     assert len(sim.take_faults()) == 1
+    assert device.tolist() == [1, 2]
+
+
+def test_the_target_of_a_copy_in_flight_has_poison_until_the_host_waits_for_it(sim):
+    host, other = pinned(0.0, 0.0), pinned(3.0, 4.0)
+    host.copy_(torch.tensor([1.0, 2.0], device=sim.device), non_blocking=True)
+    there = other.to(sim.device, non_blocking=True)
+    other.copy_(there, non_blocking=True)  # work that is ordered after it delivers nothing
+    done = sim.module.current_stream().record_event()
+    assert host.isnan().all()
+    side = sim.module.Stream()
+    with sim.module.stream(side), pytest.raises(RaceError, match="RAW"):
+        host.to(sim.device, non_blocking=True)
+    assert len(sim.take_faults()) == 1
+    while not done.query():
+        pass
+    assert (host.tolist(), other.tolist()) == ([1, 2], [3, 4])
+    sim(detect_races=False)
+    host.copy_(torch.ones(2, device=sim.device), non_blocking=True)
+    assert host.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.complex64])
+def test_a_buffer_may_go_out_and_come_back_on_one_stream(sim, dtype):
+    host = torch.tensor([1.0, 0.0]).to(dtype).pin_memory()
+    device = host.to(sim.device, non_blocking=True)
+    device.logical_not_()
+    host.copy_(device, non_blocking=True)
+    strided = torch.zeros(4, dtype=dtype).pin_memory()
+    strided[::2].copy_(device, non_blocking=True)
+    sim.module.synchronize()
+    assert host.tolist() == [0, 1]
+    assert strided.tolist() == [0, 0, 1, 0]

@@ -1,13 +1,10 @@
 import doctest
 import inspect
-import subprocess
 import sys
-import textwrap
 
 import pytest
 import torch
 
-from tenure import testing
 from tenure.testing import (
     RaceError,
     Rates,
@@ -16,26 +13,9 @@ from tenure.testing import (
     for_each_allocation,
     simulated_accelerator,
 )
+from tests.programs import run_program
 
 pytestmark = pytest.mark.simdevice
-
-_SNAPSHOT = """
-    import sys
-    import torch
-
-    def state():
-        held = torch, torch._C, torch.autograd, torch.Tensor, torch.UntypedStorage
-        return torch._C._get_privateuse1_backend_name(), [dict(vars(each)) for each in held]
-
-    before, modules = state(), set(sys.modules)
-"""
-
-
-def _in_a_process_of_its_own(*parts):
-    code = "".join(textwrap.dedent(part) for part in parts)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def _leave_a_race(sim):
@@ -44,41 +24,95 @@ def _leave_a_race(sim):
     x.fill_(2)
 
 
+def _leave_a_race_and_fail():
+    with simulated_accelerator() as sim:
+        _leave_a_race(sim)
+        with pytest.raises(RaceError):
+            sim.module.synchronize()
+        raise KeyError("the block's own")
+
+
 @pytest.mark.slow
 def test_importing_it_changes_nothing_in_torch_and_the_first_block_does():
-    out = _in_a_process_of_its_own(
-        _SNAPSHOT,
+    done = run_program(
         """
-        import tenure.testing
-        assert state() == before
-        assert not [name for name in set(sys.modules) - modules if name.startswith("torch")]
-        with tenure.testing.simulated_accelerator() as sim:
-            print(torch.ones(2, device=sim.device).device)
-        assert state() != before
+import sys
+import torch
+
+def state():
+    held = torch, torch._C, torch.autograd, torch.Tensor, torch.UntypedStorage
+    return torch._C._get_privateuse1_backend_name(), [dict(vars(each)) for each in held]
+
+before, modules = state(), set(sys.modules)
+import tenure.testing
+assert state() == before
+assert not [name for name in set(sys.modules) - modules if name.startswith("torch")]
+with tenure.testing.simulated_accelerator() as sim:
+    print(torch.ones(2, device=sim.device).device)
+assert state() != before
         """,
+        has_tenure=False,
     )
-    assert out == "sim:0\n"
+    assert (done.stdout, done.returncode) == ("sim:0\n", 0), done.stderr
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_process_whose_privateuse1_has_a_name_is_refused_by_that_name():
-    out = _in_a_process_of_its_own(
+    done = run_program(
         """
-        import torch
-        torch.utils.rename_privateuse1_backend("npu")
-        from tenure.testing import SimulatorUsageError, simulated_accelerator
-        for _ in range(2):
-            try:
-                with simulated_accelerator():
-                    raise SystemExit("it ran")
-            except SimulatorUsageError as error:
-                print(error)
-        """
+import torch
+torch.utils.rename_privateuse1_backend("npu")
+from tenure.testing import SimulatorUsageError, simulated_accelerator
+for _ in range(2):
+    try:
+        with simulated_accelerator():
+            raise SystemExit("it ran")
+    except SimulatorUsageError as error:
+        print(error)
+        """,
+        has_tenure=False,
     )
-    first, second = out.splitlines()
+    first, second = done.stdout.splitlines()
     assert first == second
     assert first.startswith("torch's PrivateUse1 backend is 'npu' in this process already, and")
     assert "run its tests in a process of their own, in which nothing sets up 'npu'." in first
+
+
+@pytest.mark.slow
+def test_the_device_may_come_after_the_first_backward_pass_of_the_process():
+    done = run_program(
+        """
+import torch
+from torch import nn
+from tenure.paging import page
+from tenure.testing import simulated_accelerator
+
+torch.ones(3, requires_grad=True).sum().backward()
+model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
+with simulated_accelerator() as sim:
+    x = torch.ones(3, device=sim.device, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda _: 1 / 0)
+    try:
+        y.sum().backward()
+    except ZeroDivisionError:
+        del y
+    assert sim.allocated_bytes == x.nbytes
+    side = sim.module.Stream()
+    side.wait_stream(sim.module.current_stream())
+    with sim.module.stream(side):
+        z = x.exp()
+    sim.module.current_stream().wait_stream(side)
+    (gradient,) = torch.autograd.grad(z.sum(), [x])
+    assert torch.equal(gradient, z)
+    with page(model, sim.device, budget="1KiB", training=True, activations="host"):
+        model(torch.ones(2, 8, device=sim.device)).sum().backward()
+    assert model[3].bias.grad.tolist() == [2.0] * 8
+print("done")
+""",
+        has_tenure=False,
+    )
+    assert (done.stdout, done.returncode) == ("done\n", 0), done.stderr
 
 
 def test_the_options_are_those_of_the_simulator_and_are_checked_there():
@@ -91,10 +125,6 @@ def test_the_options_are_those_of_the_simulator_and_are_checked_there():
     with pytest.raises(torch.OutOfMemoryError, match="budget of 1024 bytes"):
         torch.ones(400, device=sim.device)
     assert sim.peak_bytes == x.nbytes
-    with pytest.raises(TypeError, match="unexpected keyword argument 'bugdet'"):
-        simulated_accelerator(bugdet=1)  # not first where the block is entered
-    with simulated_accelerator() as sim:  # the refused one is not left open
-        assert sim.budget_bytes is None
 
 
 @pytest.mark.parametrize(
@@ -116,6 +146,8 @@ def test_a_value_that_means_nothing_is_refused_by_name_and_changes_nothing(
     x = torch.ones(100, device=sim.device)
     with pytest.raises(ValueError, match=f"{option}={value!r}: .*{match}"):
         sim(**{option: value})
+    with pytest.raises(TypeError, match="unexpected keyword argument 'bugdet'"):
+        simulated_accelerator(bugdet=1)
     assert sim.allocated_bytes == x.nbytes
 
 
@@ -137,21 +169,11 @@ def test_a_block_in_a_block_is_refused_and_the_outer_one_goes_on(sim):
     assert for_each_allocation(lambda: x + 1) == 1
 
 
-def test_a_race_that_is_not_taken_is_raised_at_the_end():
+def test_a_race_that_is_not_taken_is_raised_at_the_end_or_told_of_an_error_of_the_block():
     with pytest.raises(RaceError, match=r"^host overwrite"), simulated_accelerator() as sim:
         _leave_a_race(sim)
-
-
-def test_an_error_of_the_block_comes_out_and_is_told_of_the_races():
-    def block():
-        with simulated_accelerator() as sim:
-            _leave_a_race(sim)
-            with pytest.raises(RaceError):
-                sim.module.synchronize()
-            raise KeyError("the block's own")
-
     with pytest.raises(KeyError) as caught:
-        block()
+        _leave_a_race_and_fail()
     [note] = caught.value.__notes__
     assert note.startswith("The simulated accelerator found races before this:\nhost overwrite")
     with simulated_accelerator() as sim:
@@ -164,12 +186,6 @@ def test_a_sweep_without_a_simulator_says_what_to_do():
     match = r"^for_each_allocation\(\) found no simulated accelerator that runs.*inside `with simul"
     with pytest.raises(SimulatorUsageError, match=match):
         for_each_allocation(lambda: torch.ones(1, device=sim.device))
-
-
-@pytest.mark.parametrize("name", testing.__all__)
-def test_a_public_name_reads_as_where_it_is_imported_from(name):
-    assert getattr(testing, name).__module__ == "tenure.testing"
-    assert inspect.getdoc(getattr(testing, name))
 
 
 @pytest.mark.parametrize("shown", [simulated_accelerator, for_each_allocation, Simulator, Rates])
