@@ -38,6 +38,9 @@ _MAX_LEVELS = 24
 _MAX_OBJECTS = 50_000
 # As many are followed for each of the objects: each may have some containers of its own.
 _MAX_OBJECTS_OF_EACH = 8
+# A scan for a few objects takes a tenth of what an index of all references takes.
+_MAX_SCANS = 6
+_MAX_SCANNED_FOR = 16
 _SHARES = Step("", "numpy", anchor="numpy array", link=" ", shares=True)
 # the list of the search, and the variable that is asked about
 _OWN_REFERENCES = 1 + SOLE
@@ -98,6 +101,7 @@ class Search:
         self._roots = found_roots
         self._image: Image | None = None
         self._indexes: list[Index] = []
+        self._n_scans = 0
         self._ignored = {id(self.alive)}
         if image is not None:
             self._set_image(image)
@@ -155,11 +159,11 @@ class Search:
             missing = self._ask_near(missing, wanted)
         met: set[int] = set()
         if missing:
-            self._ask(self._heap, [id(self.alive[n]) for n in missing], wanted, met)
+            self._ask(self._in_heap(missing), wanted, met)
             missing = [n for n in missing if self._misses_holders(n)]
         # a running frame has the cells of its captured variables, and nobody stores them elsewhere
         if any(type(self.alive[n]) is not types.CellType for n in missing):
-            self._ask(self._hidden, wanted, wanted, met)
+            self._ask(self._hidden.of(wanted), wanted, met)
             missing = [n for n in missing if self._misses_holders(n)]
         without = frozenset(missing)
         for n in level:
@@ -227,10 +231,18 @@ class Search:
                 wanted.pop(id(self.alive[n]), None)
         return [n for n in missing if left[n]]
 
-    def _ask(
-        self, index: Index, asked: Iterable[int], wanted: dict[int, int], met: set[int]
-    ) -> None:
-        for holder in index.of(asked):
+    def _in_heap(self, missing: list[int]) -> list[object]:
+        """Return what refers to some objects among all that the collector tracks."""
+        if self._n_scans == _MAX_SCANS or len(missing) > _MAX_SCANNED_FOR:
+            self._n_scans = _MAX_SCANS
+            return self._heap.of([id(self.alive[n]) for n in missing])
+        self._n_scans += 1
+        # the collector shows nothing that is frozen
+        gc.unfreeze()
+        return gc.get_referrers(*map(self.alive.__getitem__, missing))
+
+    def _ask(self, holders: Iterable[object], wanted: dict[int, int], met: set[int]) -> None:
+        for holder in holders:
             if id(holder) not in met and not self._is_own(holder):
                 met.add(id(holder))
                 self._add_holder(holder, wanted)
