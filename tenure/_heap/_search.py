@@ -38,9 +38,9 @@ _MAX_LEVELS = 24
 _MAX_OBJECTS = 50_000
 # As many are followed for each of the objects: each may have some containers of its own.
 _MAX_OBJECTS_OF_EACH = 8
-# A scan for a few objects takes a tenth of what an index of all references takes.
-_MAX_SCANS = 6
-_MAX_SCANNED_FOR = 16
+# An index of all references takes as long as a scan for 240 objects, and a scan for none as long as
+# 16 objects more. So a search scans as long as that takes half of what an index takes.
+_MOST_SCANNED, _EMPTY_SCAN = 128, 16
 _SHARES = Step("", "numpy", anchor="numpy array", link=" ", shares=True)
 # the list of the search, and the variable that is asked about
 _OWN_REFERENCES = 1 + SOLE
@@ -101,7 +101,7 @@ class Search:
         self._roots = found_roots
         self._image: Image | None = None
         self._indexes: list[Index] = []
-        self._n_scans = 0
+        self._n_scanned = 0
         self._ignored = {id(self.alive)}
         if image is not None:
             self._set_image(image)
@@ -233,10 +233,9 @@ class Search:
 
     def _in_heap(self, missing: list[int]) -> list[object]:
         """Return what refers to some objects among all that the collector tracks."""
-        if self._n_scans == _MAX_SCANS or len(missing) > _MAX_SCANNED_FOR:
-            self._n_scans = _MAX_SCANS
+        self._n_scanned += _EMPTY_SCAN + len(missing)
+        if self._n_scanned > _MOST_SCANNED:
             return self._heap.of([id(self.alive[n]) for n in missing])
-        self._n_scans += 1
         # the collector shows nothing that is frozen
         gc.unfreeze()
         return gc.get_referrers(*map(self.alive.__getitem__, missing))
