@@ -112,7 +112,7 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser() -> tuple[_Parser, dict[str, _Parser]]:
     """Return the parser, and those of the verbs."""
-    parser = _Parser(prog="tenure", description="Deterministic tensor lifetimes for PyTorch.")
+    parser = _Parser(prog="tenure", description="Help PyTorch programs run in limited memory.")
     parser.add_argument("--version", action="version", version=f"tenure {tenure.__version__}")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB")
     for verb in _VERBS:

@@ -36,10 +36,11 @@ class Run(Verb):
     as they are.
 
     By default, tenure looks for tensors that grow from step to step, and explains an out-of-memory
-    error that ends the program. Both cost little. Ask for more with --timeline, --lines, --on-oom.
+    error that ends the program. Both cost little. If you name --leaks, --timeline, --lines or
+    --on-oom, only what you name is measured.
 
     Examples:
-      tenure run train.py --epochs 3
+      tenure run train.py --epochs 6
       tenure run --timeline -m package.train
       tenure run --lines Model.forward --budget 2GiB train.py
       torchrun --nproc-per-node 2 -m tenure run train.py   (each rank writes its own file)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -40,6 +40,35 @@ unrecognised = Patch("torch._subclasses", {"FakeTensor": lambda _: _NoValue}).bl
 
 transformers takes another way for those, as it does while it is compiled.
 """
+
+
+def saving_on_host(told: Any) -> AbstractContextManager[None]:
+    """Return a block in which ``save_on_cpu`` copies tensors without data, even if on the CPU.
+
+    Args:
+        told: its ``is_offloading`` is True while one is copied to the host.
+    """
+
+    def copying(found: Any) -> Any:
+        def init(hooks: Any, *args: Any, **kwargs: Any) -> None:
+            found(hooks, *args, **kwargs)
+            pack, unpack = hooks.pack_hook, hooks.unpack_hook
+
+            def copied(tensor: Tensor) -> Any:
+                if not is_fake(tensor):
+                    return pack(tensor)
+                told.is_offloading = True
+                try:
+                    return tensor.clone()
+                finally:
+                    told.is_offloading = False
+
+            hooks.pack_hook = copied
+            hooks.unpack_hook = lambda kept: kept.clone() if is_fake(kept) else unpack(kept)
+
+        return init
+
+    return Patch(torch.autograd.graph.save_on_cpu, {"__init__": copying}).block()
 
 
 @contextmanager

@@ -124,8 +124,8 @@ class PeakReport(Advised, Report):
         reserved_bytes: the most that this allocator takes from the device; None on the CPU.
         later_reserved_bytes: the same of a later step; None where none is other.
         allowance_bytes: what kernels of which nothing is known may take on top, at the most.
-        host_bytes: what ``fully_shard`` offloads to the memory of the host and what the optimizer
-            takes there, at the worst moment there; None if nothing is offloaded.
+        host_bytes: what ``fully_shard`` or ``save_on_cpu`` offloads to the memory of the host and
+            what the optimizer takes there, at the worst moment there; None if nothing is offloaded.
         budget_bytes: what there is, as ``against`` was told; None if it was not.
     """
 
@@ -254,7 +254,7 @@ class PeakReport(Advised, Report):
             yield f"The allocator reserves {reserved} for it{more}."
         if self.host_bytes is not None:
             host = format_bytes(self.host_bytes)
-            yield f"In host memory, shards, gradients and the optimizer take {host} at most."
+            yield f"In host memory, what is offloaded takes {host} at most."
 
     def _amounts(self) -> Iterator[tuple[str, int]]:
         yield from self.categories.items()

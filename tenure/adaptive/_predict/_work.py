@@ -26,7 +26,7 @@ from tenure._heap import collector_paused
 from tenure._torch import cpu_allocator, gradient_sums
 from tenure._torch.autograd import BACKWARD_TWICE
 from tenure._torch.compiler import is_compiled
-from tenure._torch.fakes import is_fake, mode_of, new_mode, unrecognised
+from tenure._torch.fakes import is_fake, mode_of, new_mode, saving_on_host, unrecognised
 from tenure._torch.optimizers import stepping_fakes
 from tenure._torch.resizing import tell, tell_no_more
 from tenure._torch.sharding import Shards, is_dtensor, offloading, shapes_found_unseen
@@ -210,6 +210,7 @@ class Work:
             if stands_for is not None:
                 shown = Elsewhere(stands_for.__eq__, self.target.runs_on, keeps_names=True)
                 stack.enter_context(shown)
+                stack.enter_context(saving_on_host(observer))
             stack.enter_context(mode)
             stack.enter_context(shapes_found_unseen())
             stack.callback(tell_no_more, observer.note_resized)

@@ -372,7 +372,7 @@ class RecordedLeaks(Report):
             )
         before = [step for step in self.look_steps if step != n_steps]
         if before and n_steps in self.look_steps:
-            times += f", before the end after step {before[-1]}"
+            times += f": last after step {before[-1]}, then at the end"
         return f"Nothing grew from step to step: {times}."
 
     def _parts(self) -> list[Part]:

@@ -21,6 +21,11 @@ def test_activations_on_the_host_take_what_was_told(sim):
 
     assert found.saves_bytes > 0
     assert predict_peak(by_hand, x).peak_bytes == found.peak_bytes
+    # the same of a device that is not here, for which the CPU stands
+    model.cpu()
+    same = the_advice_on("on the host", predict_peak(fn, x.cpu(), device="cuda"))
+    assert (same.saves_bytes, same.peak_bytes) == (found.saves_bytes, found.peak_bytes)
+    assert predict_peak(by_hand, x.cpu(), device="cuda").peak_bytes == found.peak_bytes
 
 
 def test_paging_is_named_beside_activations_on_the_host_and_trains(sim):

@@ -309,7 +309,7 @@ def test_a_cell_of_a_table_is_no_formula_and_commands_no_terminal(name, tmp_path
         ((1, 2, 3, 4, 6, 8, 16, 32, 40), 40, "Nothing grew from step to step: looked 9 times in "),
         ((1, 2, 3, 4, 6), 7, "Not enough looks to judge growth: looked 5 times in 7 steps. "),
         ((1, 2, 3, 4, 6, 8, 16), 1000, "Not enough looks to judge growth: looked 7 times in "),
-        ((1, 2, 4, 8), 8, "Nothing grew from step to step: looked 4 times in 8 steps, before the "),
+        ((1, 2, 4, 8), 8, "Nothing grew from step to step: looked 4 times in 8 steps: last after "),
         ((), 0, "Not enough looks to judge growth: looked 0 times. "),
         ((1, 2, 4, 8, 16, 32, 64), None, "Nothing grew from step to step: looked 7 times."),
     ],
@@ -320,5 +320,5 @@ def test_no_growth_is_claimed_only_where_looks_lie_in_most_of_the_run(steps, n_s
     assert found.summary().splitlines()[-1].startswith(told)
     assert " ".join(str(found.leaks_found()).split()).startswith(told.strip())
     if steps[-1:] == (40,):
-        assert found.summary().endswith(" in 40 steps, before the end after step 32.")
+        assert found.summary().endswith(" in 40 steps: last after step 32, then at the end.")
     assert Recording.from_dict(found.to_dict()).look_steps == steps

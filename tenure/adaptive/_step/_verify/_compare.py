@@ -284,7 +284,8 @@ def mismatch(what: str, whole: float, split: float, error: float, sizes: Sequenc
     """
     runs = [(size, len(list(group))) for size, group in groupby(sizes)]
     parts = " + ".join(str(size) if n == 1 else f"{n} x {size}" for size, n in runs)
-    off = f"{100 * error:.2g} %" if error < 10 else f"{error:.2g} times its size"
+    percent = f"{100 * error:.2g}" if error < 0.1 else f"{100 * error:.0f}"
+    off = f"{percent} %" if error < 10 else f"{error:.2g} times its size"
     return Mismatch(
         f"{what} for {sum(sizes)} samples is {whole:.6g} in one piece and {split:.6g} as {parts} "
         f"({off} off)",
