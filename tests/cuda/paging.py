@@ -166,8 +166,8 @@ def paged_auto(rig):
 @check()
 def paged_retry(rig):
     """A step that runs out of memory gets memory of the pager's; its gradients are the batch's."""
-    width, n_samples = rig.pick(512, 64), rig.pick(16384, 2048)
-    model = layers(8, width).double()
+    width, n_samples = rig.pick(512, 64), rig.pick(16384, 512)
+    model = layers(rig.pick(8, 3), width).double()
     x = torch.randn(n_samples, width, dtype=torch.float64, device=rig.device)
     whole = copy.deepcopy(model).to(rig.device)
     whole(x).square().mean().backward()
@@ -177,7 +177,7 @@ def paged_retry(rig):
     add_listener(events.append)
     weights = parameter_bytes(model)
     with page(model, rig.device, budget=int(0.9 * weights), training=True):
-        with rig.limited(rig.pick(512, 10) * MIB):
+        with rig.limited(rig.pick(512, 3) * MIB):
             result = step(
                 lambda x: model(x).square().mean(),
                 x,
@@ -220,7 +220,7 @@ def paged_from_disk(rig):
 def paged_compiled(rig):
     """Compiled blocks of a paged model: the results of the compiled plain model, in one graph."""
     torch._dynamo.config.error_on_recompile = False
-    backend = rig.pick("inductor", "aot_eager")
+    backend = rig.pick("inductor", "eager")
     figures = {}
     for trains in rig.pick((False, True), (True,)):
         torch._dynamo.reset()

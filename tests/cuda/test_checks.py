@@ -8,20 +8,29 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.programs import run_program
+
 _RUN = Path(__file__).with_name("run.sh")
 
 
-def _run(out, *options):
-    command = ["sh", str(_RUN), str(out), *options]
-    environment = {"PYTHON": sys.executable, "PATH": "/usr/bin:/bin"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    return done, json.loads((out / "cuda.json").read_text())
+def _run(out, python=sys.executable):
+    environment = {"PYTHON": str(python), "PATH": "/usr/bin:/bin"}
+    command = ["sh", str(_RUN), str(out)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
+def _found(out):
+    return json.loads((out / "cuda.json").read_text())
 
 
 @pytest.mark.slow
-def test_all_checks_pass_on_the_simulated_device(tmp_path):
-    done, found = _run(tmp_path, "--dry")
+def test_all_checks_pass_on_the_simulated_device(tmp_path, monkeypatch):
+    monkeypatch.chdir(_RUN.parents[2])
+    done = run_program(
+        "-m", "tests.cuda", str(tmp_path), "--dry", imported=("torch._dynamo",), hides=True
+    )
     assert done.returncode == 0, done.stdout[-4000:]
+    found = _found(tmp_path)
     assert found["dry"]
     assert found["device"] is None
     assert found["counts"]["FAIL"] == 0
@@ -34,20 +43,17 @@ def test_all_checks_pass_on_the_simulated_device(tmp_path):
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has a CUDA device")
 def test_a_run_without_a_gpu_says_that_nothing_was_verified(tmp_path):
-    done, found = _run(tmp_path)
+    done = _run(tmp_path)
     assert done.returncode == 2
     assert "Nothing was verified: no CUDA device (this PyTorch is 2." in done.stdout
-    assert set(found["counts"].items()) >= {("PASS", 0), ("FAIL", 0)}
+    assert set(_found(tmp_path)["counts"].items()) >= {("PASS", 0), ("FAIL", 0)}
 
 
 def test_a_python_without_torch_is_told(tmp_path):
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S -E "$@"\n')
     python.chmod(0o755)
-    environment = {"PYTHON": str(python), "PATH": "/usr/bin:/bin"}
-    done = subprocess.run(
-        ["sh", str(_RUN)], env=environment, capture_output=True, text=True, check=False
-    )
+    done = _run(tmp_path, python)
     assert done.returncode == 2
     assert f"{python} has no torch. Set PYTHON to an interpreter that has it." in done.stderr
 
@@ -56,6 +62,6 @@ def test_a_python_without_torch_is_told(tmp_path):
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_all_checks_pass_on_a_gpu(tmp_path):
-    done, found = _run(tmp_path)
+    done = _run(tmp_path)
     assert done.returncode == 0, done.stdout[-4000:]
-    assert found["counts"]["PASS"] > 30
+    assert _found(tmp_path)["counts"]["PASS"] > 30
