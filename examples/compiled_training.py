@@ -12,25 +12,20 @@ from torch.nn import functional as F
 from tenure.adaptive import statistics, step
 from tenure.testing import simulated_accelerator
 
-N_STEPS, N_SAMPLES, LENGTH, WIDTH = 5, 64, 16, 32
+N_STEPS, N_SAMPLES, LENGTH, WIDTH = 3, 64, 16, 32
 
 
 class Classifier(nn.Module):
-    """Layers of a transformer over token ids."""
+    """A layer of a transformer over token ids."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embedding, self.head = nn.Embedding(50, WIDTH), nn.Linear(WIDTH, 4)
-        self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(WIDTH, 4, 64, dropout=0.0, batch_first=True)
-            for _ in range(2)
-        )
+        self.layer = nn.TransformerEncoderLayer(WIDTH, 4, 64, dropout=0.0, batch_first=True)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Class scores of each sequence."""
-        x = self.embedding(tokens)
-        for layer in self.layers:
-            x = layer(x)
+        x = self.layer(self.embedding(tokens))
         scores: torch.Tensor = self.head(x.mean(1))
         return scores
 

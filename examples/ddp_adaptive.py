@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tenure.adaptive import add_listener, memory_budget, step
 
 Batch = tuple[torch.Tensor, torch.Tensor]
-STEPS = 20
+STEPS = 8
 BATCH_SIZE = 400
 
 

@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 
 from tenure.adaptive import chunked, memory_budget, step
 
-EPOCHS, BATCH = 10, 448
+EPOCHS, BATCH = 6, 448
 # each smaller size is logged; what is told below is enough here
 logging.getLogger("tenure.adaptive").setLevel(logging.ERROR)
 
