@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks._figure import drawn
+from benchmarks.bench_reports import _CASES
 from benchmarks.tables import (
     FIGURE,
     RESULTS,
@@ -15,6 +16,7 @@ from benchmarks.tables import (
     sections_of,
     without_tables,
 )
+from tests.profiler.owners import saved_cases
 
 from .quoted import NOT_MEASURED, QUOTED
 
@@ -72,15 +74,6 @@ def test_the_figure_is_what_the_results_give():
     assert FIGURE.name in (ROOT / "docs" / "performance.md").read_text()
 
 
-def test_the_figure_draws_other_results_otherwise(tmp_path):
-    for path in RESULTS.glob("*.json"):
-        text = path.read_text()
-        (tmp_path / path.name).write_text(text.replace('"value": "0.249"', '"value": "0.777"'))
-    before, after = drawn(RESULTS).splitlines(), drawn(tmp_path).splitlines()
-    changed = [line for line, was in zip(after, before, strict=True) if line != was]
-    assert [("0.78" in line or 'width="186.5"' in line) for line in changed] == [True, True]
-
-
 def test_the_figure_names_a_row_that_is_gone(tmp_path):
     with pytest.raises(
         LookupError, match=r"in a scope / plain: ResNet-18', and scopes\.json has no"
@@ -129,52 +122,21 @@ def test_a_quoted_number_is_that_of_its_row(page, quantity):
     assert _is_quote(quantity, row), f"{row} has no {quantity}"
 
 
-def test_numbers_that_nobody_quotes_any_more_are_taken_off_the_list():
-    for page, quantities in NOT_MEASURED.items():
-        assert quantities <= _quantities(ROOT / page)
-
-
-def test_a_number_is_a_quote_only_where_it_rounds_to_it():
-    row = {"what": "a", "value": "1.169", "note": "5.96 ms each"}
-    assert _is_quote("1.17 times", row)
-    assert _is_quote("6 ms", row)
-    assert _is_quote("0.006 s", row)
-    assert not _is_quote("1.16 times", row)
-    assert not _is_quote("1 ms", row)
-    assert not _is_quote("6 s", row)
-
-
-def _results(tmp_path, value):
-    row = {"what": "a thing", "value": value, "bar": "<= 2", "reached": False, "note": "some"}
+def test_a_stale_table_is_written_anew_and_the_words_around_it_stay(tmp_path):
+    row = {"what": "a thing", "value": "3", "bar": "<= 2", "reached": False, "note": "some"}
     report = {"machine": {"CPU": "X", "torch": "2"}, "rows": [row]}
     (tmp_path / "things.json").write_text(json.dumps(report))
-    return Path(tmp_path)
-
-
-def test_a_stale_table_is_written_anew_and_the_words_around_it_stay(tmp_path):
     page = "before\n<!-- things: begin -->\nstale\n<!-- things: end -->\nafter\n"
-    assert rendered(page, _results(tmp_path, "3")) == (
+    assert rendered(page, tmp_path) == (
         "before\n<!-- things: begin -->\nCPU X, torch 2.\n\n"
         "| what | measured | bar | reached | |\n|---|---|---|---|---|\n"
         "| a thing | 3 | <= 2 | no | some |\n<!-- things: end -->\nafter\n"
     )
-
-
-def test_a_table_with_columns_of_its_own_shows_those_of_each_row(tmp_path):
-    report = {"columns": ["torch", "passed"], "rows": [{"passed": 3, "torch": "2.15.0", "x": 1}]}
-    (tmp_path / "pairs.json").write_text(json.dumps(report))
-    assert rendered("<!-- pairs: begin -->\n<!-- pairs: end -->\n", tmp_path) == (
-        "<!-- pairs: begin -->\n"
-        "| torch | passed |\n| --- | --- |\n| 2.15.0 | 3 |\n"
-        "<!-- pairs: end -->\n"
-    )
-
-
-def test_a_table_without_results_says_what_to_do(tmp_path):
     with pytest.raises(TableError, match=r"'others' has no others\.json .* run its benchmark"):
         rendered("<!-- others: begin -->\n<!-- others: end -->\n", tmp_path)
-
-
-def test_a_marker_that_stands_alone_is_refused(tmp_path):
     with pytest.raises(TableError, match=r"'things'.* no other"):
-        rendered("<!-- things: begin -->\n", _results(tmp_path, "3"))
+        rendered("<!-- things: begin -->\n", tmp_path)
+
+
+def test_the_cases_that_are_measured_are_those_that_are_tested():
+    assert Path(saved_cases.__file__) == _CASES
