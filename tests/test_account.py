@@ -47,22 +47,18 @@ def limit():
     close_limit(limit)
 
 
-def test_a_limit_is_told_what_its_thread_takes(limit):
+def test_an_open_limit_is_told_what_its_own_thread_takes(limit):
     made = taken(lambda: torch.ones(10), "ring")
     moved(made, torch.ones(5))
     assert made.equal(torch.ones(10))
-    assert limit.taken == [("ring", 40)]
-    assert limit.moved == [(40, 20)]
-
-
-def test_other_threads_and_closed_limits_are_not_told(limit):
     thread = threading.Thread(target=taken, args=(lambda: torch.ones(1), "ring"))
     thread.start()
     thread.join()
     close_limit(limit)
     close_limit(limit)
     taken(lambda: torch.ones(1), "ring")
-    assert limit.taken == []
+    assert limit.taken == [("ring", 40)]
+    assert limit.moved == [(40, 20)]
 
 
 def test_what_is_refused_is_gone_while_the_error_is_handled(limit):

@@ -54,21 +54,8 @@ class Undecorated(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class Two:
-    """Two modes, one above the other."""
-
-    def __enter__(self):
-        self.modes = Direct(), ByHelper()
-        for mode in self.modes:
-            mode.__enter__()
-
-    def __exit__(self, *error):
-        for mode in reversed(self.modes):
-            mode.__exit__(*error)
-
-
-MODES = [lambda: torch.device("cpu"), ByHelper, Undecorated, Two]
-each_mode = pytest.mark.parametrize("mode", MODES, ids=["device", "helper", "disabled", "two"])
+MODES = [lambda: torch.device("cpu"), ByHelper, Undecorated]
+each_mode = pytest.mark.parametrize("mode", MODES, ids=["device", "helper", "disabled"])
 
 
 @each_mode
@@ -116,13 +103,10 @@ def test_the_handler_of_a_mode_may_be_called_by_hand_before_a_mode_calls_it():
         assert owner_of(norm.running_mean) is None
 
 
-def test_without_a_scope_that_captures_there_is_no_site():
+def test_a_site_is_known_of_what_a_scope_that_captures_saw_made_and_after_it_too():
     assert created_at(torch.ones(2)) is None
     with NewDisposeScope():
         assert created_at(torch.ones(2)) is None
-
-
-def test_the_site_stays_known_after_the_scope():
     with NewDisposeScope(capture="site"):
         made = torch.ones(2)
         line = made_at(made)
@@ -152,14 +136,15 @@ def place_of_warning(name):
     return caught[0].filename
 
 
-@pytest.mark.parametrize("name", ["tenure.scopes", "torch.nn", "contextlib"])
-def test_code_of_the_library_and_of_what_calls_it_is_passed_by(name):
-    assert place_of_warning(name) == __file__
-
-
-@pytest.mark.parametrize("name", ["torchmetrics", "tenure._cli", "program"])
-def test_other_code_is_the_users(name):
-    assert place_of_warning(name) == "below.py"
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        *((name, __file__) for name in ("tenure.scopes", "torch.nn", "contextlib")),
+        *((name, "below.py") for name in ("torchmetrics", "tenure._cli", "program")),
+    ],
+)
+def test_code_of_the_library_is_passed_by_and_other_code_is_the_users(name, place):
+    assert place_of_warning(name) == place
 
 
 @pytest.mark.parametrize("of_notebook", [False, True])

@@ -43,23 +43,27 @@ def test_an_error_names_the_cells_that_opened_the_scope_and_made_the_tensor(shel
     assert "created at Cell In[3], line 2." in text
 
 
-def test_a_report_of_leaks_names_the_calls_down_to_the_cell(shell, caplog):
+def test_every_report_says_the_cell(shell, caplog):
     told(
         shell,
         "def make():\n    return torch.ones(3)\n"
-        "with NewDisposeScope('step', capture='stack', policy='report'):\n    y = make()",
+        "with NewDisposeScope('step', capture='stack', policy='report') as scope:\n    y = make()",
     )
     assert "created at Cell In[3], line 2 < Cell In[3], line 4\n" in caplog.text
-
-
-def test_a_row_of_a_snapshot_says_the_cell(shell):
+    code = "print([r.created_at for r in snapshot().records if r.name == '__main__.z'])"
     ran(
-        shell, "with NewDisposeScope(capture='site') as scope:\n    y = scope.detach(torch.ones(3))"
+        shell, "with NewDisposeScope(capture='site') as scope:\n    z = scope.detach(torch.ones(3))"
     )
+    assert told(shell, code) == "['Cell In[4], line 2']\n"
     text = told(
-        shell, "print([r.created_at for r in snapshot().records if r.name == '__main__.y'])"
+        shell,
+        "with LineProfiler(make, device='cpu') as profiler: make()\nprint(profiler.display())",
     )
-    assert text == "['Cell In[3], line 2']\n"
+    assert re.match(r"## make, Cell In\[3\], line \d, cpu\n", text)
+    assert "return torch.ones(3)" in text
+    ran(shell, "from tenure.adaptive import predict_peak\nm = torch.nn.Linear(3, 3)")
+    text = told(shell, "print(predict_peak(lambda b: m(b).sum(), torch.ones(4, 3)))")
+    assert "(Cell In[8], line 1)" in " ".join(text.split())
 
 
 @in_both
@@ -85,25 +89,6 @@ def test_an_explained_error_of_memory_says_the_cell(shell):
     in_function = "def make():\n    return torch.ones(10**15)\n"
     code = in_function + code.replace("torch.ones(10**15)", "make()")
     assert " at Cell In[4], line 2 in make: " in told(shell, code)
-
-
-def test_a_table_of_lines_says_the_cell(shell):
-    ran(shell, "\ndef work():\n    return torch.ones(3)")
-    text = told(
-        shell,
-        "with LineProfiler(work, device='cpu') as profiler: work()\nprint(profiler.display())",
-    )
-    assert re.match(r"## work, Cell In\[3\], line \d, cpu\n", text)
-    assert "return torch.ones(3)" in text
-
-
-def test_a_prediction_says_the_cell(shell):
-    ran(shell, "from tenure.adaptive import predict_peak\nm = torch.nn.Linear(3, 3)")
-    text = told(shell, "print(predict_peak(lambda b: m(b).sum(), torch.ones(4, 3)))")
-    assert "(Cell In[4], line 1)" in " ".join(text.split())
-
-
-# --- magics
 
 
 @in_both

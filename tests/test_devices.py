@@ -60,9 +60,13 @@ STATS = {
 }
 
 
-def test_all_that_statistics_tell(module):
+def test_statistics_tell_what_they_have_and_single_functions_the_rest(module):
     module.memory_stats = lambda device: STATS
     assert counters_of(module, CUDA) == Counters(1536, 1100, 2048, 4096, 512)
+    module.memory_stats = lambda device: {"allocated_bytes.all.current": 0}
+    module.memory_allocated = lambda device: pytest.fail("it was told")
+    module.memory_reserved = lambda device: 20
+    assert counters_of(module, CUDA) == Counters(0, None, None, 20, None)
 
 
 @pytest.mark.parametrize("stats", [None, refusing, lambda device: {}])
@@ -73,13 +77,9 @@ def test_without_statistics_the_single_functions_are_asked(module, stats):
     assert counters_of(module, CUDA) == Counters(10, None, None, None, None)
     module.memory_reserved = lambda device: 20 + device.index
     assert counters_of(module, torch.device("cuda:1")) == Counters(11, None, None, 21, None)
-
-
-def test_statistics_that_tell_a_part_go_first(module):
-    module.memory_stats = lambda device: {"allocated_bytes.all.current": 0}
-    module.memory_allocated = lambda device: pytest.fail("it was told")
-    module.memory_reserved = lambda device: 20
-    assert counters_of(module, CUDA) == Counters(0, None, None, 20, None)
+    module.memory_stats = module.memory_allocated = module.memory_reserved = refusing
+    assert counters_of(module, CUDA) == Counters(None, None, None, None, None)
+    assert told_by(module, "memory_stats", CUDA) is told_by(module, "mem_get_info", CUDA) is None
 
 
 def test_the_only_device_of_its_kind_has_its_own_names(module):
@@ -88,12 +88,6 @@ def test_the_only_device_of_its_kind_has_its_own_names(module):
     names = vars(module)
     assert all(hasattr(torch.mps, name) for name in names)
     assert counters_of(module, torch.device("mps:0")) == Counters(10, None, None, 30, None)
-
-
-def test_a_module_that_tells_nothing_has_no_counters(module):
-    module.memory_stats = module.memory_allocated = refusing
-    assert counters_of(module, CUDA) == Counters(None, None, None, None, None)
-    assert told_by(module, "memory_stats", CUDA) is told_by(module, "mem_get_info", CUDA) is None
 
 
 def test_a_memory_fraction_bounds_what_is_free(sim):
@@ -106,54 +100,33 @@ def test_a_memory_fraction_bounds_what_is_free(sim):
     del kept
 
 
-# --- graphs that are captured
-
-
 @pytest.mark.parametrize("device", ["cpu", "cuda", "xpu"])
 def test_nothing_is_captured_on_a_device_that_is_not_in_use(device):
     assert not is_capturing(torch.device(device))
 
 
-@pytest.mark.parametrize("answer", [True, False])
-def test_the_device_module_is_asked_once_it_is_initialized(module, answer):
-    module.is_initialized = lambda: True
-    module.is_current_stream_capturing = lambda: answer
-    assert is_capturing(CUDA) is answer
-
-
-def test_no_context_is_brought_to_life_by_asking(module):
+def test_the_device_module_is_asked_once_it_is_initialized(module):
     module.is_initialized = lambda: False
     module.is_current_stream_capturing = lambda: pytest.fail("this would create a context")
     assert not is_capturing(CUDA)
+    module.is_initialized = lambda: True
+    for answer in (True, False):
+        module.is_current_stream_capturing = lambda answer=answer: answer
+        assert is_capturing(CUDA) is answer
 
 
-# --- devices that are not here
-
-
-@pytest.fixture(params=[True, False])
-def elsewhere(request):
-    return Elsewhere("xpu".__eq__, CPU, keeps_names=request.param)
-
-
-@pytest.mark.parametrize(
-    "made",
-    [
-        lambda: torch.ones(2).xpu(),
-        lambda: torch.ones(2).to(torch.device("xpu")),
-        lambda: torch.ones(2, device="xpu"),
-        lambda: torch.nn.Linear(2, 2, device="xpu").to("xpu").weight,
-    ],
-)
-def test_what_is_made_there_is_made_on_the_other_one(elsewhere, made):
-    with elsewhere:
-        assert made().device == CPU
-
-
-def test_a_device_keeps_its_name_where_that_is_wanted_and_others_are_what_they_are():
-    for keeps_names in (True, False):
-        with Elsewhere("xpu".__eq__, CPU, keeps_names=keeps_names):
-            assert torch.device("xpu").type == ("xpu" if keeps_names else "cpu")
-            assert torch.ones(2, device="meta").device.type == "meta"
+@pytest.mark.parametrize("keeps_names", [True, False])
+def test_what_is_made_on_a_device_that_is_not_here_is_made_on_the_other_one(keeps_names):
+    with Elsewhere("xpu".__eq__, CPU, keeps_names=keeps_names):
+        for made in (
+            torch.ones(2).xpu(),
+            torch.ones(2).to(torch.device("xpu")),
+            torch.ones(2, device="xpu"),
+            torch.nn.Linear(2, 2, device="xpu").to("xpu").weight,
+        ):
+            assert made.device == CPU
+        assert torch.device("xpu").type == ("xpu" if keeps_names else "cpu")
+        assert torch.ones(2, device="meta").device.type == "meta"
 
 
 def test_a_backend_that_nobody_knows_is_not_here():

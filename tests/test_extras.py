@@ -78,7 +78,6 @@ def test_one_of_two_packages_of_lightning_is_enough(tmp_path):
     assert _imported("lightning", tmp_path, lightning="1.9.5", pytorch_lightning="2.6.0") == ""
 
 
-@pytest.mark.parametrize("release", ["5", "5.0.0rc1", "10.0.0+local"])
-def test_a_release_is_compared_by_its_numbers(release, tmp_path):
-    message = _imported("transformers", tmp_path, transformers=release, accelerate="1.0")
+def test_a_release_is_compared_by_its_numbers(tmp_path):
+    message = _imported("transformers", tmp_path, transformers="10.0.0rc1+local", accelerate="1.0")
     assert "one of them can't be imported" in message

@@ -25,9 +25,12 @@ def test_the_first_name_brings_torch_and_the_rooms_no_compiler():
     )
 
 
-def test_every_public_name_resolves_and_is_listed_once():
+def test_every_public_name_resolves_is_listed_once_and_is_of_tenure():
     for name in tenure.__all__:
-        assert getattr(tenure, name) is not None, name
+        value = getattr(tenure, name)
+        assert value is not None, name
+        if isinstance(value, type) and issubclass(value, Exception):
+            assert value.__module__ == "tenure"
     assert set(tenure.__all__) <= set(dir(tenure))
     assert len(set(tenure.__all__)) == len(tenure.__all__)
 
@@ -39,10 +42,3 @@ def test_an_unknown_name_is_an_attribute_error():
 
 def test_the_package_tells_type_checkers_that_it_is_typed():
     assert resources.files("tenure").joinpath("py.typed").is_file()
-
-
-def test_errors_and_warnings_read_as_tenure_names():
-    for name in tenure.__all__:
-        value = getattr(tenure, name)
-        if isinstance(value, type) and issubclass(value, Exception):
-            assert value.__module__ == "tenure"
