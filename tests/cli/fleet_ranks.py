@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 # private: the parts of `tenure fit`, of which a user sees the answer alone
+from tenure._cli._fleet import answer as answer
 from tenure._cli._fleet._configured import Configured as Configured
 from tenure._cli._fleet._setup import Setup as Setup
 from tenure._cli._fleet._setup import recipe as recipe
@@ -71,7 +72,7 @@ def saved_config(folder, model_type="llama", **values):
     from transformers import CONFIG_MAPPING
 
     small = {
-        "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3,
+        "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 500,
     }  # fmt: skip
     made = CONFIG_MAPPING[model_type](**values if "text_config" in values else small | values)
