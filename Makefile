@@ -27,22 +27,22 @@ SWEEPS := --ignore=tests/sweeps
 LIBRARY_TESTS := tests/integrations/test_accelerate.py tests/integrations/test_lightning.py \
 	tests/integrations/test_transformers.py tests/scopes/test_metrics.py
 ON_SIM := tests $(LIBRARY_TESTS:%=--ignore=%)
-# Searches look through the whole heap, in processes that have imported little: beside ten thousand
-# other tests some take six times as long, and find no more.
+# Some searches look through the whole heap, in processes that have imported little: beside ten
+# thousand other tests they take six times as long, and find no more.
 SEARCHES := tests/heap tests/profiler/owners
 OTHERS := tests $(SEARCHES:%=--ignore=%)
 
 # All that is soon done; test-all is what has to hold before a change lands.
 test: $(VENV)/.test
 	$(PYTEST) -m "not simdevice and $(QUICK)" $(OTHERS) $(SWEEPS) $(PAGES)
-	$(PYTEST) -m "not simdevice and $(QUICK)" --whole-heap $(SEARCHES)
+	$(PYTEST) -m "not simdevice and $(QUICK)" $(SEARCHES)
 	$(PYTEST) -m "simdevice and $(QUICK)" $(ON_SIM) $(SWEEPS)
 
 # Also the slow and exhaustive ones, every operator of torch, and the simulated accelerator once more
 # with the rules of CUDA's allocator: what counts bytes. Tests of values alone have asked for it already.
 test-all: $(VENV)/.test
 	$(PYTEST) -m "not simdevice" $(OTHERS) $(PAGES)
-	$(PYTEST) -m "not simdevice" --whole-heap $(SEARCHES)
+	$(PYTEST) -m "not simdevice" $(SEARCHES)
 	$(PYTEST) -m simdevice $(ON_SIM)
 	$(PYTEST) -m "simdevice and not slow" --sim-allocator=cuda tests/profiler tests/adaptive tests/paging
 

@@ -8,8 +8,7 @@ import pytest
 from .captures import captures
 from .compiling import forget_compiled
 from .small_heap import hide, show
-from .testing import _pytest_plugin
-from .testing._pytest_plugin import pytest_collection_modifyitems, sim
+from .testing._pytest_plugin import pytest_addoption, pytest_collection_modifyitems, sim
 
 __all__ = [
     "captures",
@@ -17,16 +16,6 @@ __all__ = [
     "pytest_collection_modifyitems",
     "sim",
 ]
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    """Let the command choose the simulated allocator, and how much is in the heap."""
-    _pytest_plugin.pytest_addoption(parser)
-    parser.addoption(
-        "--whole-heap",
-        action="store_true",
-        help="let tests find in the heap what was there before them, as in a program",
-    )
 
 
 @pytest.hookimpl(wrapper=True)
@@ -56,16 +45,14 @@ def fresh_compiler() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _small_heap(request: pytest.FixtureRequest) -> None:
-    if not request.config.getoption("--whole-heap"):
-        gc.collect()  # only what is new since the file before
-        hide()
+def _small_heap() -> None:
+    gc.collect()  # only what is new since the file before
+    hide()
 
 
 @pytest.fixture
-def whole_heap(request: pytest.FixtureRequest) -> Iterator[None]:
+def whole_heap() -> Iterator[None]:
     """Nothing is hidden: where a module or a library that was there before has to be found."""
     show()
     yield
-    if not request.config.getoption("--whole-heap"):
-        hide()
+    hide()

@@ -102,6 +102,11 @@ ROWS = (
     Row("CUDA NVRTC error: NVRTC_ERROR_OUT_OF_MEMORY", "host", "cpu"),
     Row("std::bad_alloc", "host", "cpu"),
     Row("bad allocation", "host", "cpu"),
+    # an exact number beats the rounded one, and a number that is none is left out
+    Row(
+        "sim:0 out of memory. Tried to allocate 64.00 KiB (65540 bytes).", "device", "sim:0", 65540
+    ),
+    Row(f"CUDA out of memory. Tried to allocate {'9' * 5000} bytes.", "device", "cuda"),
 )
 
 OFTEN_OOM = (

@@ -5,43 +5,12 @@ By private names where the programs that give such reports would take minutes.
 
 # ruff: noqa: E501 - lines as long as those of the programs that make them
 
-from types import SimpleNamespace
-
 import torch
 
 from tenure import LeakRecord, LeakReport, adaptive, paging
+from tenure import profiler as p
 from tenure._cli._cell import CellReport
 from tenure._cli._fitting import Answer, MicroBatch
-from tenure._cli._fleet import FleetAnswer, Setup
-from tenure._cli._fleet._answer import Case, RankPeak, Remedy
-from tenure._cli._fleet._work import Size
-from tenure.profiler import (
-    CourtesyReport,
-    DeviceReport,
-    DeviceTimeline,
-    Finding,
-    Growth,
-    HolderList,
-    HostTimeline,
-    LineProfiler,
-    LineRecord,
-    MemReport,
-    OomLine,
-    OomMark,
-    OomReport,
-    PeakRow,
-    RecordedRanks,
-    Recording,
-    RecordingDiff,
-    SavedRecord,
-    SavedReport,
-    ScopeSpan,
-    Snapshot,
-    SnapshotDiff,
-    Stay,
-    TensorRow,
-    TimelineReport,
-)
 from tenure.profiler._lines._display import DEFAULT_COLUMNS, RecordsDisplay, Section
 from tenure.profiler._owners import StorageEntry
 
@@ -54,18 +23,13 @@ SAVED = "ScaledDotProductEfficientAttentionBackward0.logsumexp"
 VIEW = "Trainer.fit.<locals>.last_hidden_state_of_first_token"
 
 
-def _row(i, **changed):
-    facts = {
-        "name": LAYER.format(i),
-        "category": "parameters",
-        "shape": (3072, 1024 - i),
-        "dtype": "float32",
-        "device": "cuda:0",
-        "n_bytes": 4 * 3072 * (1024 - i),
-        "owner": None,
-        "created_at": SITE if i % 3 else FAR,
-    }
-    return TensorRow(**(facts | changed))
+def _row(i, name=LAYER, category="parameters", n_bytes=None, owner=None, **facts):
+    shape = (3072, 1024 - i)
+    n_bytes = 4 * 3072 * (1024 - i) if n_bytes is None else n_bytes
+    facts = {"created_at": SITE if i % 3 else FAR} | facts
+    return p.TensorRow(
+        name.format(i), category, shape, "float32", "cuda:0", n_bytes, owner, **facts
+    )
 
 
 PARAMETERS = tuple(map(_row, range(30)))
@@ -82,26 +46,21 @@ _SUMS = {
     "saved for backward": 2**21,
     "other tensors": 2**30,
 }
-DEVICE = DeviceReport("cuda:0", ROWS, _SUMS, 2**31, True, 2**32, 2**33, 2**20, 2**21)
-EMPTY = DeviceReport("cpu", (), dict.fromkeys(_SUMS, 0), 0)
-MEMORY = MemReport((DEVICE, EMPTY))
+DEVICE = p.DeviceReport("cuda:0", ROWS, _SUMS, 2**31, True, 2**32, 2**33, 2**20, 2**21)
+EMPTY = p.DeviceReport("cpu", (), dict.fromkeys(_SUMS, 0), 0)
+MEMORY = p.MemReport((DEVICE, EMPTY))
 FINDINGS = (
-    Finding("growth", "x", f"{HOLDER.format('…')} grew by 100 tensors, 1.0 GiB", 2**30),
-    Finding("view", VIEW, f"{VIEW} shows 4 B and keeps 1.0 GiB alive", 2**30),
+    p.Finding("growth", "x", f"{HOLDER.format('…')} grew by 100 tensors, 1.0 GiB", 2**30),
+    p.Finding("view", VIEW, f"{VIEW} shows 4 B and keeps 1.0 GiB alive", 2**30),
 )
 
 
-def _leak(i, n_bytes=2**20, **changed):
-    facts = {
-        "shape": (64, 512, 1024),
-        "dtype": torch.float32,
-        "device": CUDA,
-        "nbytes": n_bytes,
-        "created_at": SITE if i % 2 else FAR,
-        "holders": (HOLDER.format(i), f"{__name__}.REGISTRY['{VIEW}']"),
-        "kind": "container",
-    }
-    return LeakRecord(**(facts | changed))
+def _leak(i, n_bytes=2**20, holders=None, graph=""):
+    holders = holders or (HOLDER.format(i), f"{__name__}.REGISTRY['{VIEW}']")
+    site = SITE if i % 2 else FAR
+    return LeakRecord(
+        (64, 512, 1024), torch.float32, CUDA, n_bytes, site, holders, "container", graph
+    )
 
 
 _IN_A_GRAPH = {"graph": HOLDER.format(0), "holders": (f"{SAVED} in the graph of {HOLDER}",)}
@@ -124,7 +83,7 @@ def _peak(i):
     category = ("activations", "gradients", "optimizer state", "temporary or unexplained")[i % 4]
     scope = SCOPE if i % 2 else "outside of scopes"
     stack = (*STACK[: i % 3], f"experiments/pretraining/models/layer_{i}.py:{i} in forward")
-    return PeakRow(category, scope, stack if i % 5 else (), (40 - i) * 2**20, i)
+    return p.PeakRow(category, scope, stack if i % 5 else (), (40 - i) * 2**20, i)
 
 
 AT_PEAK = tuple(map(_peak, range(40)))
@@ -135,22 +94,22 @@ BANDS = {
     "activations": tuple(n * 2 // 3 for n in LIVE),
     "temporary or unexplained": tuple(n - n * 2 // 3 for n in LIVE),
 }
-DEVICE_TIMELINE = DeviceTimeline(
+DEVICE_TIMELINE = p.DeviceTimeline(
     "cuda:0", TIMES, LIVE, PEAK, 3.9, AT_PEAK, 0, BANDS, {"outside of scopes": LIVE}, {SITE: LIVE}
 )
 OUT_OF_MEMORY = "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79.1 GiB of which 1.2 GiB is free."
-TIMELINE = TimelineReport(
+TIMELINE = p.TimelineReport(
     (DEVICE_TIMELINE,),
-    (ScopeSpan(SCOPE, 0, 0.0, 4.0),),
-    (OomMark(3.9, OUT_OF_MEMORY),),
-    HostTimeline((0.0,), (2**33,)),
+    (p.ScopeSpan(SCOPE, 0, 0.0, 4.0),),
+    (p.OomMark(3.9, OUT_OF_MEMORY),),
+    p.HostTimeline((0.0,), (2**33,)),
     12345,
     5.0,
     5,
     ("of 20000 storages, those of the 500 largest places are told apart; the others are one row",),
 )
 _OF_ALLOCATOR = "allocated_bytes", "reserved_bytes", "unused_bytes", "largest_free_bytes"
-OOM = OomReport(
+OOM = p.OomReport(
     "leak",
     f"A leak: {HOLDER.format('…')} keeps 1.0 GiB in 100 tensors; keep .detach() or .item() of what is kept.",
     (f"100 tensors of {HOLDER.format('…')} hang on graphs of autograd, with 900 MiB.",),
@@ -162,10 +121,10 @@ OOM = OomReport(
     2**30,
     2**30,
     _SUMS,
-    tuple(OomLine(s, 2**29, 7, "float32[64, 512, 1024] on cuda:0") for s in (SITE, FAR)),
+    tuple(p.OomLine(s, 2**29, 7, "float32[64, 512, 1024] on cuda:0") for s in (SITE, FAR)),
     (
-        OomLine(HOLDER.format("…"), 2**30, 100),
-        OomLine(VIEW, 2**20, 1, "float32[64, 512, 1024] on cuda:0"),
+        p.OomLine(HOLDER.format("…"), 2**30, 100),
+        p.OomLine(VIEW, 2**20, 1, "float32[64, 512, 1024] on cuda:0"),
     ),
     dict(zip(_OF_ALLOCATOR, (2**35, 2**36, 2**35, 2**20), strict=True)),
     {"rss_bytes": 2**33, "free_bytes": 2**34, "limit_bytes": 2**35, "own_limit_bytes": 2**35},
@@ -181,7 +140,7 @@ FILE = SITE.rpartition(":")[0]
 
 def _line(i):
     figures = 300, 2**30 * i, 2**29, 2**30 + i, CUDA, False, False
-    return LineRecord("attention", 1234 + i, *figures, SOURCE[i], FILE)
+    return p.LineRecord("attention", 1234 + i, *figures, SOURCE[i], FILE)
 
 
 LINES = RecordsDisplay(
@@ -210,8 +169,8 @@ def _recording(**changed):
         "peaks": {"cuda:0": 2**31, "cpu": 2**20},
         "leaks": (LEAKS,),
         "growth": (
-            Growth(HOLDER.format("…"), 1, 100, 2**20, 2**27, 1, 99, 2**28),
-            Growth(VIEW, 1, 9, 4, 36, 1, 9),
+            p.Growth(HOLDER.format("…"), 1, 100, 2**20, 2**27, 1, 99, 2**28),
+            p.Growth(VIEW, 1, 9, 4, 36, 1, 9),
         ),
         "lines": LINES,
         "memory": MEMORY,
@@ -219,7 +178,7 @@ def _recording(**changed):
         "oom": OOM,
         "notes": ("lines of <b>MultiHeadAttention</b>.forward were not seen: it is compiled",),
     }
-    return Recording(**(facts | changed))
+    return p.Recording(**(facts | changed))
 
 
 RUN = _recording()
@@ -234,10 +193,9 @@ _OF_LITTLE = {
     "timeline": None,
     "notes": (),
 }
-_SHORT_MEMORY = DeviceReport("cuda:0", ROWS[4:], {"parameters": 2**20}, 2**30, True)
-SHORT = _recording(**_OF_LITTLE, memory=MemReport((_SHORT_MEMORY,)))
-PLAIN = _recording(**_OF_LITTLE, memory=None, peaks={})
-DIFF = SnapshotDiff(
+_SHORT_MEMORY = p.DeviceReport("cuda:0", ROWS[4:], {"parameters": 2**20}, 2**30, True)
+SHORT = _recording(**_OF_LITTLE, memory=p.MemReport((_SHORT_MEMORY,)))
+DIFF = p.SnapshotDiff(
     2**30,
     ROWS[:25],
     ROWS[25:-1],
@@ -247,79 +205,49 @@ DIFF = SnapshotDiff(
 )
 
 
-def _peak_report(**changed):
-    facts = {
-        "peak_bytes": 2**33, "baseline_bytes": 2**31,
-        "categories": {"parameters": 2**31, "activations": 2**32, "temporaries": 2**31},
-        "phase": "backward", "operation": "aten._scaled_dot_product_efficient_attention_backward.default",
-        "place": f"{LAYER.format(3)} ({SITE})", "device": "cuda:0", "approximate": True,
-        "reasons": (f"what <b> {HOLDER.format(3)} selects is taken to be everything, at {SITE}",),
-        "allocated_bytes": 2**33 + 2**20, "reserved_bytes": 2**33 + 2**24, "allowance_bytes": 2**20,
-        "budget_bytes": 2**32, "later_peak_bytes": 2**34,
-    }  # fmt: skip
-    return adaptive.PeakReport(**(facts | changed))
-
-
-def _fleet_answer():
-    model = SimpleNamespace(
-        config=SimpleNamespace(model_type="llama"),
-        notes=["the configuration is for at most 1024 tokens"],
-        sample_in_words=lambda: "2048 tokens",
-    )
-    report = _peak_report()
-    n_bytes = report.needed_bytes
-    peak = RankPeak(report, Size(70_600_000_000, 70_600_000_000, ("Block",)), n_bytes)
-    # code is not broken, whatever the width
-    remedy = Remedy("checkpoints", "import torch\n\nmodel.train()", 2**33)
-    cases = [
-        Case(8, 2**34, n_bytes, False, 2**34 - n_bytes, None, 0, remedy),
-        Case(1024, 2**37, n_bytes, True, 2**37 - n_bytes, None, 12, None),
-    ]
-    return FleetAnswer(Setup("llama", ranks=8), model, peak, cases)
+PEAK_REPORT = adaptive.PeakReport(
+    2**33, 2**31, {"parameters": 2**31, "activations": 2**32, "temporaries": 2**31}, "backward",
+    "aten._scaled_dot_product_efficient_attention_backward.default", f"{LAYER.format(3)} ({SITE})",
+    "cuda:0", True, (f"what <b> {HOLDER.format(3)} selects is taken to be everything, at {SITE}",),
+    allocated_bytes=2**33 + 2**20, reserved_bytes=2**33 + 2**24, allowance_bytes=2**20,
+    budget_bytes=2**32, later_peak_bytes=2**34,
+)  # fmt: skip
 
 
 REPORTS = {
     "memory": MEMORY,
-    "memory, verbose": MemReport((DEVICE,), verbose=True),
-    "no memory": MemReport((EMPTY,)),
-    "no devices": MemReport(()),
-    "snapshot": Snapshot((StorageEntry(ROWS[0], 4),), MEMORY),
+    "no memory": p.MemReport((EMPTY,)),
+    "snapshot": p.Snapshot((StorageEntry(ROWS[0], 4),), MEMORY),
     "difference": DIFF,
-    "no difference": SnapshotDiff(0, (), ()),
     "leaks": LEAKS,
     "no leaks": LeakReport((), scope="s"),
-    "saved": SavedReport(
+    "saved": p.SavedReport(
         tuple(
-            SavedRecord((64, 512, 1024 - i), torch.float32, CUDA, 2**27 - i,
+            p.SavedRecord((64, 512, 1024 - i), torch.float32, CUDA, 2**27 - i,
             (SAVED, "AccumulateGrad.variable"), SITE, bool(i % 2), not i % 2)
             for i in range(30)
         ), 400,
     ),
-    "nothing saved": SavedReport((), 0),
-    "holders": HolderList((HOLDER.format(1), VIEW), n_references=3, n_unexplained=1, tensor=f"float32[64, 512] on cuda:0, 1.0 GiB, created at {SITE}"),
-    "no holders": HolderList((), tensor="float32[3] on cpu, 12 B"),
+    "holders": p.HolderList((HOLDER.format(1), VIEW), n_references=3, n_unexplained=1, tensor=f"float32[64, 512] on cuda:0, 1.0 GiB, created at {SITE}"),
+    "no holders": p.HolderList((), tensor="float32[3] on cpu, 12 B"),
     "lines": LINES,
-    "no lines": LineProfiler().display(),
+    "no lines": p.LineProfiler().display(),
     "timeline": TIMELINE,
-    "empty timeline": TimelineReport((), (), (), HostTimeline((), ()), 0, 0.0, 5, ()),
+    "empty timeline": p.TimelineReport((), (), (), p.HostTimeline((), ()), 0, 0.0, 5, ()),
     "out of memory": OOM,
     "recording": RUN,
     "short recording": SHORT,
-    "plain recording": PLAIN,
-    "recordings of ranks": RecordedRanks.of([_recording(rank=1), _recording(rank=0)]),
-    "difference of recordings": RecordingDiff.of(SHORT, RUN),
-    "the same recording": RecordingDiff.of(PLAIN, PLAIN),
+    "recordings of ranks": p.RecordedRanks.of([_recording(rank=1), _recording(rank=0)]),
+    "difference of recordings": p.RecordingDiff.of(SHORT, RUN),
     "cell": CellReport(RUN, DIFF),
-    "cell that left nothing": CellReport(SHORT, SnapshotDiff(0, (), ())),
     "tree": RUN.tree(),
-    "tree at the end": SHORT.tree(),
     "recorded leaks": RUN.leaks_found(),
     "no recorded leaks": SHORT.leaks_found(),
-    "courtesy": CourtesyReport(
+    "courtesy": p.CourtesyReport(
         2**30, 100, 200,
-        (Stay("float32[64, 512, 1024] on cuda:0, 128.0 MiB", 2**27, "it is shared with another process"),),
+        (p.Stay("float32[64, 512, 1024] on cuda:0, 128.0 MiB", 2**27, "it is shared with another process"),),
     ),
-    "no courtesy": CourtesyReport(0, 0, 0),
+    "no courtesy": p.CourtesyReport(0, 0, 0),
     "paging": paging.PagingReport(
         3, 0.25, 0.05, 0.2, 2**34, 25e9, 12, 245, 0.9, "link", 2**34, 2**32, 2**31, 2**33,
         2**33 + 2**21, 2**28, 2**35, 2**30,
@@ -328,12 +256,8 @@ REPORTS = {
         (8,) * 40, 1e-5,
         (adaptive.SplitDifference("module", f"{LAYER.format(3)} (BatchNorm1d)", 0.5), adaptive.SplitDifference("gradient", LAYER.format(9), 0.25)),
     ),
-    "the same split": adaptive.SplitReport((8,) * 40, 1e-5, ()),
-    "peak": _peak_report(),
-    "answer": Answer(_peak_report(), MicroBatch(4, 16, False, 2**33)),
-    "fleet": _fleet_answer(),
-    "answer that fits": Answer(_peak_report(budget_bytes=2**37)),
-    "peak that fits": _peak_report(budget_bytes=2**37, approximate=False),
+    "peak": PEAK_REPORT,
+    "answer": Answer(PEAK_REPORT, MicroBatch(4, 16, False, 2**33)),
     "plan": adaptive.Plan(
         4, 10, (4, 4, 2), 2**33, 2**33, 2**34, 2**31, {"parameters": 2**31, "gradients": 2**30, "optimizer state": 2**32, "activations": 2**33, "temporaries": 5}, "cuda:0", True,
         (f"what {HOLDER.format(3)} selects is taken to be everything, at {SITE}",),

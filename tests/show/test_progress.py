@@ -14,7 +14,7 @@ from torch import nn
 from tenure import adaptive
 from tenure._show import _progress, steps
 from tenure._show import progress as bar_of
-from tenure.adaptive import find_batch_size, plan, predict_peak, step
+from tenure.adaptive import find_batch_size, step
 from tenure.paging import load_paged
 from tenure.testing import for_each_allocation
 
@@ -197,14 +197,6 @@ def test_a_step_that_did_not_fit_says_which_trials_and_sizes_it_tries(told):
         step(loss_of, torch.ones(2048, 256), predict=True)
     assert told["predictions"][0] == "size 2048"
     assert len(told["predictions"]) > 1
-
-
-def test_a_plan_says_which_micro_batch_and_advice_which_change(told):
-    batch = torch.empty(1000, 64, device="meta")
-    plan(_loss_of(64), batch, "400KiB", margin=0)
-    assert told["plan"][:3] == ["micro-batch 1000", "micro-batch 391", "micro-batch 140"]
-    report = predict_peak(_loss_of(64), batch)
-    assert {each.what for each in report.advice} <= {*told["advice"]}
 
 
 def test_a_fault_sweep_and_weights_of_files_say_how_far_they_are(told, sim, tmp_path):

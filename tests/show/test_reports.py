@@ -75,14 +75,6 @@ def test_a_number_that_json_has_no_word_for_is_written_all_the_same(error):
     assert str(type(report).from_dict(json.loads(strict))) == str(report)
 
 
-def test_numbers_and_text_of_numpy_are_written_as_plain_ones():
-    report = LeakReport(
-        (replace(LEAKS.records[0], nbytes=np.int64(3), shape=(np.int32(2),)),), scope=np.str_()
-    )
-    assert type(report.to_dict()["scope"]) is str
-    assert read_again(report) == report
-
-
 def test_a_leaked_jagged_tensor_is_read_with_its_symbolic_size():
     with tenure.NewDisposeScope("s", policy="report") as scope:
         HISTORY.append(torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged))
@@ -141,7 +133,6 @@ def altered(report, value, *path):
             r"got version 2 of 'tenure\.MemReport', and this tenure knows version 1\. Read it with "
             r"the tenure that wrote it, or update this one\.$",
         ),
-        (MemReport, altered(MEMORY, "1", "version"), r"got version '1' of"),
         (
             MemReport,
             altered(MEMORY, "all", "devices"),
@@ -152,21 +143,10 @@ def altered(report, value, *path):
             altered(MEMORY, [{}], "devices"),
             r"^MemReport\.devices\[0\]\.device is missing\. It was cut or",
         ),
-        (MemReport, altered(MEMORY, 1, "verbose"), r"^MemReport\.verbose is 1, and no bool\. "),
         (
             LeakReport,
             altered(LEAKS, "abacus:0", "records", 1, "device"),
             r"^LeakReport\.records\[1\]\.device is 'abacus:0', a device that",
-        ),
-        (
-            LeakReport,
-            altered(LEAKS, "Tensor", "records", 1, "dtype"),
-            r"^LeakReport\.records\[1\]\.dtype is 'Tensor', a dtype that",
-        ),
-        (
-            adaptive.SplitReport,
-            altered(REPORTS["split"], 10**400, "rtol"),
-            r"^SplitReport\.rtol is 1000.*, and no float",
         ),
         (
             RecordsDisplay,

@@ -9,43 +9,27 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
 from rich.console import Console
 
 from tenure._callers import line_in
 from tenure._errors import ProfilerUsageError
 from tenure._show import (
-    Code,
     Column,
     Paragraph,
-    Shown,
     Table,
     bytes_column,
     in_bytes,
     storage_bytes,
 )
 from tenure._visible import visible
-from tenure.profiler import Branch, HostTimeline, Timeline
+from tenure.adaptive import PeakReport
+from tenure.profiler import DeviceReport, MemReport
 from tests.profiler.recording.makers import growth, recording
 
+from .pages import read_html
 from .report_samples import REPORTS
 
 PLACE = "/opt/lib/torch/nn/modules/transformer.py:123"
-
-
-def kinds_below(kind):
-    return {kind} | {each for below in kind.__subclasses__() for each in kinds_below(below)}
-
-
-def test_every_kind_of_report_is_held_by_these_tests():
-    made_here = {
-        kind for kind in kinds_below(Shown) - {Shown} if kind.__module__.startswith("tenure.")
-    }
-    abstract = {kind for kind in made_here if "_parts" not in vars(kind)}
-    # by name: a dataclass with slots is made twice
-    shown = {type(report).__name__ for report in REPORTS.values()}
-    # a profiler shows its figures, which are among the reports
-    assert {kind.__name__ for kind in made_here - abstract} - {"LineProfiler"} == shown
 
 
 @pytest.mark.parametrize("report", REPORTS.values(), ids=REPORTS)
@@ -70,7 +54,7 @@ def test_a_report_fits_the_terminal_and_rich_and_html_show_its_lines_escaped(rep
     fewest, all_rows = (report.text(top=top, width=80).splitlines() for top in (1, 10**6))
     assert len(fewest) <= len(all_rows)
     for heading in {heading for part in report._parts() for heading in part.sorts()}:
-        report.text(sort=heading)
+        report.text(sort=heading, top=1)
 
 
 def test_a_column_that_no_table_has_is_refused():
@@ -93,21 +77,6 @@ def test_a_name_that_is_wider_than_its_column_goes_on_in_the_next_line(monkeypat
     assert len(Paragraph("", "word " * 24).text(130).split("\n")) == 1
 
 
-def test_text_is_broken_at_spaces_tables_end_code_in_an_ellipsis_and_code_to_paste_is_whole():
-    items = Paragraph("", "- one two three\n  and more of it\n" + "a" * 22)
-    assert items.text(20).split("\n") == ["- one two three", "  and more of it", "a" * 20, "aa"]
-    assert Paragraph("", "- one two three\n  and more").text(9).split("\n") == [
-        "- one two",
-        "  three",
-        "  and",
-        "    more",
-    ]
-    code = Table("", (Column("code", is_code=True),), [("    scores = torch.matmul(a)",)], rule="")
-    assert code.text(20).split("\n")[1] == "    scores = torch.…"
-    lines = "import torch\n\n" + "    call(" + "x" * 90 + ")"
-    assert Code("To paste:", lines).text(40) == f"To paste:\n{lines}"
-
-
 def test_the_largest_stand_first_and_the_others_are_summed_up():
     rows = [(f"t{n}", in_bytes(n)) for n in (1, 30, 2)]
     table = Table("", (Column("name"), bytes_column()), rows, by="bytes")
@@ -122,12 +91,6 @@ def test_the_largest_stand_first_and_the_others_are_summed_up():
     shown = " ".join(table.arranged(None, None).text(80).split()[2:])
     assert shown == "base 8 B view (8 B) w (8 B)"
     assert table.arranged(0, None).text(80).split()[2:] == ["and", "3", "more", "8", "B"]
-
-
-def test_a_column_that_is_empty_everywhere_is_left_out_unless_it_is_fixed():
-    columns = [Column("a"), Column("b", ">"), Column("c", ">", is_fixed=True)]
-    table = Table("title", columns, [("x", "", ""), ("yy", "", "")])
-    assert table.text() == "title\na   c\n--  -\nx\nyy"
 
 
 def test_a_file_is_told_from_the_working_directory(monkeypatch, tmp_path):
@@ -175,13 +138,82 @@ def test_wide_characters_stand_in_line():
     assert Paragraph("", "重み" * 5).text(8) == "重み重み\n重み重み\n重み"
 
 
-def test_the_repr_of_a_record_of_many_numbers_counts_what_is_long():
-    record = HostTimeline((1, 2.5, None), {"cpu": (1, 2)})
-    assert repr(record) == "HostTimeline(times_s=(1, 2.5, None), rss_bytes=<1 item>)"
-    with Timeline() as timeline:
-        kept = [torch.ones(16) for _ in range(300)]
-    device = timeline.report.devices[0]
-    assert len(device.times_s) > len(kept) / 3
-    for record in (device, Branch("x", 300, 300, (Branch("line 1", 1, 1),) * 300)):
-        assert repr(record).startswith(f"{type(record).__name__}(")
-        assert len(repr(record)) < 600
+GIB = 2**30
+PARTS = {
+    "parameters": GIB,
+    "buffers": 16,
+    "gradients": GIB,
+    "inputs": 0,
+    "activations": 3 * GIB // 2,
+    "temporaries": GIB // 10,
+}
+
+
+def predicted(parts, limit=None):
+    peak = sum(parts.values())
+    return PeakReport(peak, 0, parts, "backward", "", "", "cpu", False, (), budget_bytes=limit)
+
+
+def table_of(report, width=None):
+    text = report.text(width=width)
+    return text[text.index("category") :]
+
+
+def test_each_part_begins_where_the_one_above_it_ends_and_what_there_is_has_the_last_row():
+    assert table_of(predicted(PARTS)) == (
+        "category         bytes   share\n"
+        "-----------  ---------  ------  --------------------------------\n"
+        "parameters     1.0 GiB   27.8%  ████████▉\n"
+        "buffers           16 B    0.0%          ▕\n"
+        "gradients      1.0 GiB   27.8%          ▕████████▊\n"
+        "activations    1.5 GiB   41.7%                   ▕█████████████\n"
+        "temporaries  102.4 MiB    2.8%                                 █\n"
+        "total          3.6 GiB  100.0%  ████████████████████████████████"
+    )
+    assert table_of(predicted({"parameters": GIB, "gradients": GIB}, 4 * GIB)) == (
+        "category      bytes   share\n"
+        "----------  -------  ------  --------------------------------\n"
+        "parameters  1.0 GiB   50.0%  ████████\n"
+        "gradients   1.0 GiB   50.0%          ████████\n"
+        "total       2.0 GiB  100.0%  ████████████████\n"
+        "budget      4.0 GiB  200.0%  ████████████████████████████████"
+    )
+    assert table_of(predicted(PARTS, 2 * GIB)).split("\n")[-2:] == [
+        "total          3.6 GiB  100.0%  ████████████████████████████████",
+        "budget         2.0 GiB   55.6%  █████████████████▊",
+    ]
+    text = "category  bytes  share\n--------  -----  -----\ntotal       0 B"
+    assert table_of(predicted({"inputs": 0})) == text
+    # nobody is told how many thousand times more there is
+    assert table_of(predicted({"a": 1}, 10**11)).split()[-3:-1] == ["93.1", "GiB"]
+
+
+def test_the_sums_of_a_memory_report_are_drawn_alike_and_a_negative_part_is_not():
+    report = MemReport((DeviceReport("cpu", (), {"parameters": 3 * GIB}, 2 * GIB, True),))
+    assert table_of(report).startswith(
+        "category        bytes   share\n"
+        "-----------  --------  ------  --------------------------------\n"
+        "parameters    3.0 GiB  150.0%  ████████████████████████████████\n"
+        "unexplained  -1.0 GiB  -50.0%\n"
+        "total         2.0 GiB  100.0%  █████████████████████▎\n"
+    )
+    report = MemReport((DeviceReport("cpu", (), {"parameters": 8}, 12, True, 20),))
+    assert table_of(report).startswith(
+        table_of(predicted({"parameters": 8, "unexplained": 4})) + "\n"
+    )
+
+
+def test_rich_and_html_show_the_same_lines_in_the_same_colours_escaped():
+    console = Console(
+        file=io.StringIO(), width=90, force_terminal=True, color_system="truecolor", record=True
+    )
+    console.print(predicted(PARTS, 2 * GIB))
+    written = console.file.getvalue()
+    assert "\x1b[38;2;74;128;248mparameters" in written
+    assert "\x1b[38;2;74;128;248;49m████████▉" in written
+    assert "budget         2.0 GiB   55.6%  █████████████████▊" in console.export_text()
+    shown = predicted(PARTS | {"<script>": 1}, 4 * GIB)._repr_html_()
+    tags, text = read_html(shown)
+    assert "parameters     1.0 GiB   27.8%  ████████" in text
+    assert '<span style="color: #ffc154; text-decoration-color: #ffc154">gradients' in shown
+    assert {tag for tag, _ in tags} == {"pre", "span"}
