@@ -44,13 +44,15 @@ def alone(work):
     return lines_of(profiler)
 
 
-def test_a_line_profiler_in_a_timeline_in_a_budget_are_all_exact(work):
+@pytest.mark.parametrize("is_inside", [False, True])
+def test_a_line_profiler_in_a_timeline_in_a_budget_are_all_exact(work, is_inside):
     plain, truth, peak = alone(work), truth_of(work), true_peak_bytes(work)
     profiler, timeline = LineProfiler(step, nn.Linear.forward, device="cpu"), Timeline()
     with memory_budget("1GiB") as budget:
         work()
         budgeted = budget.peak_bytes
-    with memory_budget("1GiB") as budget, timeline, profiler:
+    first, second = (profiler, timeline) if is_inside else (timeline, profiler)
+    with memory_budget("1GiB") as budget, first, second:
         work()
     assert lines_of(profiler) == plain
     assert sums_of(profiler) == truth
@@ -59,19 +61,6 @@ def test_a_line_profiler_in_a_timeline_in_a_budget_are_all_exact(work):
     assert timeline.report.notes == ()
     check_sums(timeline.report)
     assert budget.peak_bytes == budgeted
-
-
-@pytest.mark.parametrize("is_inside", [False, True])
-def test_a_line_profiler_beside_a_timeline_has_the_bytes_that_it_has_alone(work, is_inside):
-    plain, peak = alone(work), true_peak_bytes(work)
-    profiler, timeline = LineProfiler(step, nn.Linear.forward, device="cpu"), Timeline()
-    first, second = (profiler, timeline) if is_inside else (timeline, profiler)
-    with first, second:
-        work()
-    assert lines_of(profiler) == plain
-    host = timeline.report.devices[0]
-    assert host.peak_bytes - host.live_bytes[0] == peak
-    assert timeline.report.notes == ()
 
 
 def test_a_hook_of_a_backward_pass_has_its_bytes_beside_a_timeline():

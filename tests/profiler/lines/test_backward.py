@@ -8,7 +8,7 @@ import torch
 from tenure.profiler import LineProfiler
 from tests.compiling import forget_compiled
 
-from .truth import sums_of, truth_of
+from .truth import lines_of, sums_of, truth_of
 
 N = 256
 
@@ -74,9 +74,7 @@ def body(x):
 
 
 PROGRAMS = {
-    "functions of one's own": (chain, (chain, Cube.backward, Cube.forward)),
     "only the outer": (chain, (chain,)),
-    "hooks": (chain, (chain, hook)),
     "all": (chain, (chain, hook, Cube.forward, Cube.backward)),
     "a backward inside a backward": (reentrant, (reentrant,)),
     "checkpoints": (checkpointed, (checkpointed, body)),
@@ -101,15 +99,6 @@ def test_lines_that_the_engine_calls_add_up_too(name, capfd):
     assert not torch._C._autograd._profiler_enabled()
 
 
-def lines_of(profiler, function):
-    first = function.__code__.co_firstlineno
-    return {
-        r.line - first: (r.hits, r.allocated_bytes, r.freed_bytes)
-        for r in profiler.records
-        if r.function == function.__qualname__
-    }
-
-
 def test_each_line_of_a_backward_has_its_own_bytes():
     n, number = 4 * N, 8 + 4
     outer = LineProfiler(chain, Cube.backward, hook, device="cpu")
@@ -128,8 +117,8 @@ def test_each_line_of_a_backward_has_its_own_bytes():
             8: (2, 2 * n),
         }
         lines = lines_of(profiler, hook)
-        assert lines[1] == (1, n + number, number)
-        assert lines[2] == (1, n, n)
+        assert lines[1][:3] == (1, n + number, number)
+        assert lines[2][:3] == (1, n, n)
         assert lines[3][:2] == (1, n)
 
 

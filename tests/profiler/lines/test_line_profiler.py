@@ -2,7 +2,6 @@
 
 import functools
 import io
-import json
 import linecache
 import os
 import subprocess
@@ -10,11 +9,8 @@ import sys
 
 import pytest
 import torch
-from rich.console import Console
 
 from tenure.profiler import LineProfiler, ProfilerUsageError
-
-from ...programs import run_program
 
 HERE = os.path.relpath(__file__)
 
@@ -37,40 +33,30 @@ def ran(*functions, n=256, **options):
     return profiler
 
 
-def run(code):
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-
-
 # --- what starts, and what does not
 
 
 @pytest.mark.slow
 def test_making_a_profiler_starts_nothing_and_one_left_enabled_ends_with_the_program():
-    done = run(
+    program = (
         "import sys, threading, tenure.profiler as p\n"
         "from torch.autograd import profiler\n"
+        "import torch\n"
         "before = profiler._enable_profiler\n"
-        "found = p.LineProfiler(lambda: 1)\n"
-        "assert sys.gettrace() is None and threading.gettrace() is None\n"
-        "assert profiler._enable_profiler is before\n"
-        "assert 'rich.console' not in sys.modules and 'pandas' not in sys.modules\n"
-        "found.enable()\n"
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-
-
-def test_profiling_prints_nothing_and_an_exit_inside_a_function_keeps_its_status():
-    done = run_program(
-        "import sys, torch\n"
-        "from tenure.profiler import LineProfiler\n"
         "old = [torch.ones(10) for _ in range(3000)]\n"
         "def work():\n"
         "    old.clear()\n"
         "    t = torch.ones(10)\n"
         "    sys.exit(3)\n"
-        "profiler = LineProfiler(work)\n"
-        "profiler.enable()\n"
+        "found = p.LineProfiler(work)\n"
+        "assert sys.gettrace() is None and threading.gettrace() is None\n"
+        "assert profiler._enable_profiler is before\n"
+        "assert 'rich.console' not in sys.modules and 'pandas' not in sys.modules\n"
+        "found.enable()\n"
         "work()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stdout, done.stderr) == (3, "", "")
 
@@ -96,13 +82,10 @@ class Model(torch.nn.Module):
 
 
 class Answering:
-    """Has an answer for every attribute: itself, or one more of its kind."""
-
-    def __init__(self, answer=None):
-        self._answer = answer
+    """Has an answer for every attribute."""
 
     def __getattr__(self, name):
-        return self if self._answer is None else self._answer()
+        return Answering()
 
 
 def wrapping(function):
@@ -140,7 +123,6 @@ def test_what_has_a_python_function_in_it_can_be_profiled(handed, name):
         (len, "^len has no lines to profile: it is of type builtin_function_or_method"),
         (Model, "^Model has no lines to profile: it is a class, and no Python function runs when"),
         (Answering(), "has no lines to profile: it is of type Answering"),
-        (Answering(lambda: Answering(Answering)), "has no lines to profile: it is of type Answ"),
     ],
 )
 def test_what_has_no_lines_is_refused(handed, message):
@@ -150,11 +132,10 @@ def test_what_has_no_lines_is_refused(handed, message):
     assert profiler.functions == ("work",)
 
 
-@pytest.mark.parametrize("of_another", [None, "import sys\nprint(sys.argv)\n"])
-def test_code_without_source_has_numbers(of_another, monkeypatch):
-    if of_another is not None:  # as Python 3.13 does with the text of `python -c`
-        lines = of_another.splitlines(keepends=True)
-        monkeypatch.setitem(linecache.cache, "<string>", (len(of_another), None, lines, "<string>"))
+def test_code_without_source_has_numbers(monkeypatch):
+    # as Python 3.13 does with the text of `python -c`
+    lines = ["import sys\n", "print(sys.argv)\n"]
+    monkeypatch.setitem(linecache.cache, "<string>", (27, None, lines, "<string>"))
     names = {"torch": torch}
     exec("def made(n):\n    return torch.ones(n)\n", names)
     profiler = LineProfiler(names["made"], device="cpu")
@@ -169,7 +150,7 @@ def test_code_without_source_has_numbers(of_another, monkeypatch):
     )
 
 
-@pytest.mark.parametrize("edited", ["", "import torch\n'''\n", "x\ndef f(:\n (((\n"])
+@pytest.mark.parametrize("edited", ["", "x\ndef f(:\n (((\n"])
 def test_a_file_that_was_edited_meanwhile_loses_no_numbers(tmp_path, edited):
     path = tmp_path / "edited_meanwhile.py"
     namespace = {"torch": torch}
@@ -303,9 +284,6 @@ def test_an_empty_result_says_why(profiler, enabled, text):
             pass
     assert profiler.display().text(width=300) == text
     assert " ".join(text.split()) in " ".join(profiler._repr_html_().split())
-    console = Console(file=io.StringIO(), width=300)
-    console.print(profiler)
-    assert console.file.getvalue().strip() == text
 
 
 def test_functions_are_shown_themselves_or_by_name():
@@ -341,33 +319,11 @@ def test_columns_are_chosen_by_name_and_the_text_goes_where_it_is_wanted(monkeyp
     assert repr(profiler) == "<LineProfiler of 1 function on cpu, disabled>"
 
 
-@pytest.mark.parametrize("name", ["allocated", 3, "activ_bytes.all.peak"])
-def test_an_unknown_column_is_refused(name):
+def test_an_unknown_column_is_refused():
     message = (
-        rf"^There is no column {name!r}. There are hits, alloc, freed, net, peak, and as the "
-        r"fields of a device's memory_stats\(\), one of allocation, .*, active_bytes, .*, with "
-        r".all or .* behind it, as in active_bytes.all.peak.$"
+        r"^There is no column 'activ_bytes.all.peak'. There are hits, alloc, freed, net, peak, and "
+        r"as the fields of a device's memory_stats\(\), one of allocation, .*, active_bytes, .*, "
+        r"with .all or .* behind it, as in active_bytes.all.peak.$"
     )
     with pytest.raises(ProfilerUsageError, match=message):
-        ran(work).display(columns=[name])
-
-
-def test_a_dict_of_it_is_json():
-    facts = ran(work).display().to_dict()
-    assert json.loads(json.dumps(facts)) == facts
-    first = work.__code__.co_firstlineno
-    assert facts["sections"][0]["rows"][1][2] == {
-        "function": "work",
-        "file": __file__,
-        "line": first + 1,
-        "source": "    x = torch.ones(n)",
-        "device": "cpu",
-        "hits": 1,
-        "allocated_bytes": 1024,
-        "freed_bytes": 0,
-        "net_bytes": 1024,
-        "peak_bytes": 1024,
-        "exact": True,
-        "peak_exact": True,
-        "statistics": {},
-    }
+        ran(work).display(columns=["activ_bytes.all.peak"])

@@ -11,7 +11,8 @@ from torch.nn import functional as F
 
 from tenure.profiler import LineProfiler
 
-from .truth import sums_of, truth_of
+from ...programs import run_program
+from .truth import lines_of, sums_of, truth_of
 
 X = torch.randn(64, 256, requires_grad=True)
 
@@ -77,12 +78,6 @@ def looping():
     return x
 
 
-def linear_algebra():
-    a = torch.eye(20) + 0.5 * torch.ones(20, 20)
-    u, s, v = torch.linalg.svd(a)
-    return (u @ torch.diag(s) @ v).unique()
-
-
 def profiled(call, *functions):
     gc.collect()
     profiler = LineProfiler(*functions, device="cpu")
@@ -91,26 +86,14 @@ def profiled(call, *functions):
     return profiler
 
 
-def lines_of(profiler, function):
-    """(hits, allocated, freed, peak) by the line's place in its function."""
-    first = function.__code__.co_firstlineno
-    return {
-        r.line - first: (r.hits, r.allocated_bytes, r.freed_bytes, r.peak_bytes)
-        for r in profiler.records
-        if r.function == function.__qualname__
-    }
-
-
 @pytest.mark.parametrize(
     ("call", "functions"),
     [
         (step, (step, inner)),
-        (step, (step,)),
         (lambda: recursive(4), (recursive,)),
         (failing, (failing, divide)),
         (consume, (consume, generate)),
         (looping, (looping,)),
-        (linear_algebra, (linear_algebra,)),
     ],
     ids=lambda value: "-".join(f.__name__ for f in value) if isinstance(value, tuple) else None,
 )
@@ -248,6 +231,21 @@ def test_blocks_made_in_between_count_as_freed_where_they_are():
         thread.join()
         work()
     assert lines_of(profiler, work) == {1: (1, 0, 4400, 4400)}
+
+
+def test_the_end_of_a_frozen_tensor_is_seen():
+    done = run_program("""
+import gc, torch
+from tenure.profiler import LineProfiler
+KEPT = [torch.ones(100)]
+def let_go():
+    KEPT.clear()
+gc.freeze()
+with LineProfiler(let_go, device="cpu") as profiler:
+    let_go()
+print([r.freed_bytes for r in profiler.records])
+""")
+    assert (done.stdout, done.stderr) == ("[400]\n", "")
 
 
 def test_a_peak_is_counted_from_where_the_profiler_was_enabled():

@@ -5,8 +5,6 @@ A private meter is asked, because no allocator here has such counters.
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tenure.profiler import LineProfiler, ProfilerUsageError, ProfilerUsageWarning
 from tenure.profiler._lines._book import DeviceMeter
@@ -93,34 +91,6 @@ def test_a_backend_without_running_counters_gives_what_the_ends_tell(fake, chang
     fake.change(*changes)
     fake.figures |= {"allocated": 0, "freed": 0}
     assert facts(meter) == expected
-
-
-@given(
-    st.lists(st.integers(1, 100), min_size=1).flatmap(
-        lambda sizes: st.tuples(st.just(sizes), st.lists(st.booleans(), min_size=len(sizes)))
-    ),
-    st.integers(1, 5),
-)
-def test_intervals_add_up_however_they_are_cut(blocks, every):
-    """Sums over cuts are the sums over the whole, and the peak of the cuts is the peak."""
-    sizes, freed = blocks
-    changes = [
-        n for size, free in zip(sizes, freed, strict=False) for n in (size, -size)[: 1 + free]
-    ]
-    fake = FakeAllocator()
-    original, torch.get_device_module = torch.get_device_module, lambda device: fake
-    try:
-        meter, intervals = cuda_meter(), []
-        for start in range(0, len(changes), every):
-            part = changes[start : start + every]
-            fake.change(*part)
-            intervals.append(meter.read(part, {}))
-    finally:
-        torch.get_device_module = original
-    assert all(usage.peak_exact for usage in intervals)
-    assert sum(i.allocated_bytes for i in intervals) == fake.figures["allocated"]
-    assert sum(i.freed_bytes for i in intervals) == fake.figures["freed"]
-    assert max(i.peak_bytes for i in intervals) == fake.figures["peak"]
 
 
 def test_devices_that_cannot_be_measured_are_refused():

@@ -119,6 +119,19 @@ def test_a_thread_that_outlives_the_profiler_is_traced_no_more():
     assert traces == [None]
 
 
+@new_python
+def test_a_number_of_sys_monitoring_that_someone_took_is_left_to_them():
+    sys.monitoring.use_tool_id(3, "theirs")
+    try:
+        with LineProfiler(work, device="cpu") as profiler:
+            assert sys.monitoring.get_tool(4) == "tenure.profiler"
+            work()
+        assert profiler.records[0].hits == 1
+        assert (sys.monitoring.get_tool(3), sys.monitoring.get_tool(4)) == ("theirs", None)
+    finally:
+        sys.monitoring.free_tool_id(3)
+
+
 def test_a_thread_that_ran_before_collects_for_a_profiler_that_is_on():
     ready, go = threading.Event(), threading.Event()
     profiler = LineProfiler(work, device="cpu")

@@ -31,6 +31,16 @@ def truth_of(call):
     return Truth(allocated, allocated - sum(changes), peak)
 
 
+def lines_of(profiler, function):
+    """(hits, allocated, freed, peak) by the line's place in its function."""
+    first = function.__code__.co_firstlineno
+    return {
+        r.line - first: (r.hits, r.allocated_bytes, r.freed_bytes, r.peak_bytes)
+        for r in profiler.records
+        if r.function == function.__qualname__
+    }
+
+
 def sums_of(profiler):
     """The same numbers from the records of a line profiler."""
     records = profiler.records

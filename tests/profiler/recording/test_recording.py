@@ -1,7 +1,6 @@
 import csv
 import gzip
 import json
-import re
 from dataclasses import replace
 
 import pytest
@@ -76,13 +75,11 @@ def test_the_text_fits_a_terminal_and_names_what_grew_and_what_leaked(tmp_path):
 @pytest.mark.parametrize(
     ("content", "complaint"),
     [
-        (b"", "is no file of tenure, or it is damaged"),
         (b"<html>", "is no file of tenure, or it is damaged"),
         ({"format": "tenure.MemReport", "version": 1}, "another kind of report"),
         ({"format": "tenure.Recording", "version": 99}, "version 99"),
         ({"format": "tenure.Recording", "version": 1}, "Recording.command is missing"),
         ([1], "has no report in it"),
-        (float("nan"), "NaN is no JSON"),
         (10**400, "a number has 401 digits"),
     ],
     ids=str,
@@ -90,8 +87,6 @@ def test_the_text_fits_a_terminal_and_names_what_grew_and_what_leaked(tmp_path):
 def test_what_is_no_recording_is_refused_in_one_line_that_names_the_file(
     content, complaint, tmp_path
 ):
-    import gzip
-
     path = tmp_path / "x.tenure"
     is_packed = not isinstance(content, bytes)
     path.write_bytes(gzip.compress(json.dumps(content).encode()) if is_packed else content)
@@ -99,36 +94,6 @@ def test_what_is_no_recording_is_refused_in_one_line_that_names_the_file(
         Recording.load(path)
     assert "\n" not in str(refused.value)
     assert str(path) in str(refused.value)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"times_s": (0.0,)},
-        {"peak_bytes": 3},
-        {"by_line": {"a.py:1": (1,)}},
-    ],
-    ids=lambda each: next(iter(each)),
-)
-def test_figures_that_do_not_fit_together_are_refused_when_they_are_read(changes, tmp_path):
-    with Timeline() as timeline:
-        torch.ones(8)
-    device = replace(
-        timeline.report.devices[0],
-        times_s=(0.0, 1.0),
-        live_bytes=(1, 2),
-        peak_bytes=2,
-        by_category={},
-        by_scope={},
-        by_line={},
-    )
-    recording(timeline=replace(timeline.report, devices=(device,))).save(tmp_path / "whole")
-    assert Recording.load(tmp_path / "whole").over_time
-    altered = replace(timeline.report, devices=(replace(device, **changes),))
-    recording(timeline=altered).save(tmp_path / "x.tenure")
-    complaint = r"x\.tenure: The figures of cpu do not fit each other.* cut or altered"
-    with pytest.raises(ReportFormatError, match=complaint):
-        Recording.load(tmp_path / "x.tenure")
 
 
 def test_the_tree_folds_calls_and_says_what_has_no_call():
@@ -276,17 +241,6 @@ def test_a_difference_tells_what_grew_in_one_run_alone():
     assert RecordingDiff.of(leaky, recording(seeks_leaks=False)).growth == ()
 
 
-@pytest.mark.parametrize("depth", [985, 100_000])
-def test_nesting_however_deep_is_refused_in_one_error(depth, tmp_path):
-    path = tmp_path / "x"
-    facts = json.dumps(recording().to_dict())
-    for key in ("exit_code", "format", "version", "memory", "timeline"):
-        deep = re.sub(f'"{key}": [^,}}]*', f'"{key}": {"[" * depth}{"]" * depth}', facts, count=1)
-        path.write_bytes(gzip.compress(deep.encode()))
-        with pytest.raises(ReportFormatError, match=f"^{path}"):
-            Recording.load(path)
-
-
 @pytest.mark.parametrize("name", ["=HYPERLINK(1)", "@SUM(A1)", "\x1b[2J\t=1"])
 def test_a_cell_of_a_table_is_no_formula_and_commands_no_terminal(name, tmp_path):
     with Timeline() as timeline, NewDisposeScope(name):
@@ -307,7 +261,6 @@ def test_a_cell_of_a_table_is_no_formula_and_commands_no_terminal(name, tmp_path
     ("steps", "n_steps", "told"),
     [
         ((1, 2, 3, 4, 6, 8, 16, 32, 40), 40, "Nothing grew from step to step: looked 9 times in "),
-        ((1, 2, 3, 4, 6), 7, "Not enough looks to judge growth: looked 5 times in 7 steps. "),
         ((1, 2, 3, 4, 6, 8, 16), 1000, "Not enough looks to judge growth: looked 7 times in "),
         ((1, 2, 4, 8), 8, "Nothing grew from step to step: looked 4 times in 8 steps: last after "),
         ((), 0, "Not enough looks to judge growth: looked 0 times. "),

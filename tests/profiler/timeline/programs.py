@@ -30,14 +30,6 @@ class Cubed(nn.Module):
         return self.second(Cube.apply(self.first(x)))
 
 
-class Conv(nn.Sequential):
-    def __init__(self):
-        super().__init__(
-            nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2),
-            nn.Flatten(), nn.Linear(16 * 49, 3),
-        )  # fmt: skip
-
-
 class Gpt(nn.Module):
     def __init__(self, device=None):
         super().__init__()
@@ -78,14 +70,9 @@ class Columns(nn.Module):
         return torch.stack([(h[:, i] * (i + 1)).cos() * h[:, i] for i in range(8)], 1)
 
 
-def _tokens(*shape):
-    return torch.randint(0, 50, shape)
-
-
 CASES = {
     "perceptron with a custom function": (Cubed, lambda: torch.randn(16, 48), "AdamW"),
-    "convolutions": (Conv, lambda: torch.randn(8, 3, 16, 16), "SGD"),
-    "GPT": (Gpt, lambda: _tokens(4, 16), "AdamW"),
+    "GPT": (Gpt, lambda: torch.randint(0, 50, (4, 16)), "AdamW"),
     "checkpoints": (Checkpointed, lambda: torch.randn(16, 48), "RMSprop"),
     "columns": (Columns, lambda: torch.randn(64, 48), "SGD"),
 }

@@ -1,8 +1,6 @@
 """A timeline where its process ends, or forks, inside of its block."""
 
 import os
-import subprocess
-import sys
 
 import pytest
 
@@ -10,14 +8,11 @@ from tests.programs import run_program
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ending", ["", "os._exit(os.fork() and os.waitpid(-1, 0)[1])"])
-def test_an_interpreter_that_ends_inside_a_block_ends_well(ending):
-    program = (
-        "import os, torch\nfrom tenure.profiler import Timeline\n"
-        f"timeline = Timeline().__enter__()\ntorch.ones(1) + 1\n{ending}\ntorch.ones(1) + 1\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+def test_an_interpreter_that_ends_inside_a_block_ends_well():
+    done = run_program(
+        "import torch\nfrom tenure.profiler import Timeline\n"
+        "timeline = Timeline().__enter__()\ntorch.ones(1) + 1\n",
+        hides=True,
     )
     assert (done.returncode, done.stderr) == (0, "")
 
@@ -40,10 +35,12 @@ def train():
     return model.weight.sum().item()
 
 plain, child = train(), None
+with Timeline() as alone:
+    kept = torch.ones(1000)
+del kept
 with Timeline() as timeline:
     kept = torch.ones(1000)
-    if FORKS:
-        child = os.fork()
+    child = os.fork()
     if child == 0:
         assert _len_torch_dispatch_stack() == 0
         assert train() == plain
@@ -58,9 +55,9 @@ if child == 0:
         train()
     print("child", own.report.n_events > 0, flush=True)
     os._exit(7)
-if child:
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-print("parent", timeline.report.n_events, timeline.report.devices[0].peak_bytes)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+for each in (alone, timeline):
+    print("parent", each.report.n_events, each.report.devices[0].peak_bytes)
 """
 
 
@@ -69,13 +66,10 @@ print("parent", timeline.report.n_events, timeline.report.devices[0].peak_bytes)
 def test_a_child_that_is_forked_in_a_block_runs_plainly_and_leaves_the_recording(
     tmp_path, monkeypatch
 ):
-    lines = []
-    for forks in (False, True):
-        monkeypatch.chdir(tmp_path)
-        done = run_program(f"FORKS = {forks}\n{FORKS}", hides=True)
-        assert (done.returncode, done.stderr) == (0, "")
-        lines.append(done.stdout.splitlines())
-    (alone,), (*child, parent) = lines
+    monkeypatch.chdir(tmp_path)
+    done = run_program(FORKS, hides=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    *child, alone, parent = done.stdout.splitlines()
     assert alone == parent
     assert child[0] == "child <Timeline, left to the parent process>"
     assert "has no report here: this process was forked in its block" in child[1]
