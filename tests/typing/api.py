@@ -1,6 +1,7 @@
 """Never run: uses of the public API that mypy and pyright must accept, with the types they give.
 
-Attributes whose type stands beside their name in a class are not repeated here.
+Attributes whose type stands beside their name in a class are not repeated here, nor calls that
+give nothing and that other tests make.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,129 +16,24 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import Seq2SeqTrainer
 
 import tenure
-from tenure import (
-    DisposedTensorError,
-    DisposeScope,
-    LeakReport,
-    NewDisposeScope,
-    ReportFormatError,
-    ScopeLeakError,
-    ScopeUsageError,
-    ScopeUsageWarning,
-    TenureError,
-    TenureWarning,
-    attach_to_scope,
-    current_scope,
-    detach_from_scope,
-    dispose,
-    is_disposed,
-    move_to,
-    move_to_outer,
-    owner_of,
-    persist,
-    scoped,
-    statistics,
-)
-from tenure.adaptive import (
-    AdaptiveEvent,
-    AdaptiveUsageError,
-    AdaptiveUsageWarning,
-    BatchCoupledError,
-    GlobalBatchsizeCache,
-    LazyTensor,
-    NoBatchsizeCache,
-    OomInfo,
-    OomKind,
-    PeakReport,
-    Plan,
-    RemoteRankError,
-    SplitMismatchError,
-    SplitReport,
-    StepResult,
-    batch,
-    check_split,
-    chunked,
-    execute,
-    explicit,
-    find_batch_size,
-    is_oom,
-    memory_budget,
-    oom_info,
-    register_oom,
-    set_cpu_memory_limit,
-    simple,
-    step,
-)
-from tenure.integrations.accelerate import step as accelerated_step
-from tenure.integrations.lightning import AdaptiveMixin, MemoryCallback
-from tenure.integrations.transformers import AdaptiveTrainer, AdaptiveTrainerMixin
-from tenure.integrations.transformers import MemoryCallback as TrainerMemoryCallback
-from tenure.paging import (
-    PagedModel,
-    PagingBudget,
-    PagingError,
-    PagingPlan,
-    PagingReport,
-    PagingWarning,
-    ShardedModel,
-    chunk,
-    load_paged,
-    page,
-    plan_paging,
-)
-from tenure.profiler import (
-    AwayTensorError,
-    Courtesy,
-    CourtesyError,
-    CourtesyReport,
-    CourtesyWarning,
-    HolderList,
-    LineProfiler,
-    MemReport,
-    MemReporter,
-    OomReport,
-    ProfilerUsageError,
-    ProfilerUsageWarning,
-    RecordsDisplay,
-    SavedReport,
-    Snapshot,
-    SnapshotDiff,
-    Timeline,
-    TimelineReport,
-    clear_global_line_profiler,
-    holders,
-    profile,
-    profile_every,
-    record_oom,
-    saved_for_backward,
-    set_target_device,
-    set_target_gpu,
-    snapshot,
-)
-from tenure.testing import (
-    RaceError,
-    Rates,
-    Simulator,
-    SimulatorUsageError,
-    for_each_allocation,
-    simulated_accelerator,
-)
+from tenure import DisposeScope, LeakReport, adaptive, paging, profiler, testing
+from tenure.integrations import accelerate, lightning, transformers
 
-ERRORS: list[type[TenureError]] = [
-    AdaptiveUsageError,
-    ProfilerUsageError,
-    RaceError,
-    ReportFormatError,
-    ScopeUsageError,
-    SimulatorUsageError,
+ERRORS: list[type[tenure.TenureError]] = [
+    adaptive.AdaptiveUsageError,
+    profiler.ProfilerUsageError,
+    testing.RaceError,
+    tenure.ReportFormatError,
+    tenure.ScopeUsageError,
+    testing.SimulatorUsageError,
     tenure.ByteSizeError,
 ]
-WARNINGS: list[type[TenureWarning]] = [
-    AdaptiveUsageWarning,
-    CourtesyWarning,
-    PagingWarning,
-    ProfilerUsageWarning,
-    ScopeUsageWarning,
+WARNINGS: list[type[tenure.TenureWarning]] = [
+    adaptive.AdaptiveUsageWarning,
+    profiler.CourtesyWarning,
+    paging.PagingWarning,
+    profiler.ProfilerUsageWarning,
+    tenure.ScopeUsageWarning,
 ]
 
 
@@ -155,52 +51,46 @@ class Batch:
 # --- scopes
 
 
-def opening(x: Tensor) -> None:
-    with NewDisposeScope("step", policy="report", on_error="keep", capture="stack") as scope:
+def scopes(x: Tensor) -> None:
+    with tenure.NewDisposeScope("a", policy="report", on_error="keep", capture="stack") as scope:
         assert_type(scope, DisposeScope)
-        assert_type(scope.outer, DisposeScope | None)
-        assert_type(len(scope), int)
-        assert_type(x in scope, bool)
         assert_type(scope.owned(), list[Tensor])
         scope.dispose_everything_but(x, [x])
     assert_type(scope.leaks, LeakReport | None)
-    assert_type(statistics().live, int)
-
-
-def verbs(x: Tensor, scope: DisposeScope) -> None:
-    assert_type(move_to_outer(Pair(x, x)), Pair)
-    assert_type(detach_from_scope(Batch(x, x)), Batch)
-    assert_type(attach_to_scope([x]), list[Tensor])
-    assert_type(move_to(scope, {"x": x}), dict[str, Tensor])
-    assert_type(move_to(None, x), Tensor)
+    assert_type(tenure.statistics().live, int)
+    assert_type(tenure.move_to_outer(Pair(x, x)), Pair)
+    assert_type(tenure.detach_from_scope(Batch(x, x)), Batch)
+    assert_type(tenure.attach_to_scope([x]), list[Tensor])
+    assert_type(tenure.move_to(scope, {"x": x}), dict[str, Tensor])
+    assert_type(tenure.move_to(None, x), Tensor)
     assert_type(scope.move_to_outer(x), Tensor)
     assert_type(scope.move_to(None, x), Tensor)
     assert_type(scope.detach(x), Tensor)
     assert_type(scope.attach(x), Tensor)
-    assert_type(dispose(x), Tensor)
-    assert_type(is_disposed(x), bool)
-    assert_type(current_scope(), DisposeScope | None)
-    assert_type(owner_of(x), DisposeScope | None)
+    assert_type(tenure.dispose(x), Tensor)
+    assert_type(tenure.is_disposed(x), bool)
+    assert_type(tenure.current_scope(), DisposeScope | None)
+    assert_type(tenure.owner_of(x), DisposeScope | None)
 
 
-@scoped
+@tenure.scoped
 def plain(x: Tensor, *, scale: float = 1.0) -> Tensor:
     return x * scale
 
 
-@scoped(name="chunks", policy="raise", on_error="keep")
+@tenure.scoped(name="chunks", policy="raise", on_error="keep")
 def chunks(x: Tensor) -> list[Tensor]:
     return [*x]
 
 
-@scoped
+@tenure.scoped
 async def later(x: Tensor) -> Tensor:
     return x
 
 
-@persist()
+@tenure.persist()
 def cached(n: int) -> Tensor:
-    with persist():
+    with tenure.persist():
         return torch.ones(n)
 
 
@@ -211,133 +101,89 @@ async def functions(x: Tensor) -> str:
     assert_type(cached(2), Tensor)
     try:
         x.sum()
-    except DisposedTensorError as error:
+    except tenure.DisposedTensorError as error:
         return str(error)
-    except ScopeLeakError as error:
+    except tenure.ScopeLeakError as error:
         assert_type(error.report, LeakReport | None)
-    return f"{tenure.scopes.__name__} {tenure.__version__}"
+    return tenure.__version__
 
 
 # --- reports
 
 
-def writing(leaks: LeakReport) -> None:
-    assert_type(leaks.to_dict(), dict[str, object])
+def reports(model: nn.Module, leaks: LeakReport) -> None:
     assert_type(LeakReport.from_dict(leaks.to_dict()), LeakReport)
-    assert_type(RecordsDisplay.from_dict({}), RecordsDisplay)
-    assert_type(PagingReport.from_dict({}), PagingReport)
-    predicted = PeakReport.from_dict({}).against("24GiB")
-    assert_type(predicted, PeakReport)
-    assert_type(predicted.fits(2**30), bool)
-
-
-def reporting(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    reporter = MemReporter(model, pre_collect=True)
-    reporter.add_optimizer(optimizer)
-    reporter.print_stats(verbose=True, target_device=0)
-    assert_type(reporter.get_stats(), MemReport)
-    assert_type(reporter.report(verbose=True, device="cpu"), MemReport)
-    assert_type(MemReporter().report_group(), dict[int, MemReport])
-    with Timeline() as timeline:
-        assert_type(timeline, Timeline)
-    assert_type(timeline.report, TimelineReport)
+    assert_type(profiler.RecordsDisplay.from_dict({}), profiler.RecordsDisplay)
+    assert_type(paging.PagingReport.from_dict({}), paging.PagingReport)
+    assert_type(adaptive.PeakReport.from_dict({}).against("24GiB"), adaptive.PeakReport)
+    reporter = profiler.MemReporter(model, pre_collect=True)
+    assert_type(reporter.report(verbose=True, device="cpu"), profiler.MemReport)
+    assert_type(profiler.MemReporter().report_group(), dict[int, profiler.MemReport])
+    with profiler.Timeline() as timeline:
+        assert_type(timeline, profiler.Timeline)
     assert_type(timeline.export("run.json"), Path)
 
 
 def holding(loss: Tensor) -> None:
-    assert_type(saved_for_backward(loss, [loss], {"loss": loss}), SavedReport)
-    assert_type(holders(loss), HolderList)
-    names: list[str] = holders(nn.Linear(2, 2))
-    before = snapshot()
-    assert_type(before, Snapshot)
-    assert_type(snapshot().diff(before), SnapshotDiff)
-    with record_oom(quiet=True) as recorder:
-        assert_type(recorder.report, OomReport | None)
+    assert_type(profiler.saved_for_backward(loss, [loss], {"a": loss}), profiler.SavedReport)
+    names: list[str] = profiler.holders(nn.Linear(2, 2))
+    before = profiler.snapshot()
+    assert_type(profiler.snapshot().diff(before), profiler.SnapshotDiff)
+    with profiler.record_oom(quiet=True) as recorder:
+        assert_type(recorder.report, profiler.OomReport | None)
     assert names
 
 
-@profile
+@profiler.profile
 def profiled(x: Tensor, *, scale: float = 1.0) -> Tensor:
     return x * scale
 
 
-@profile_every(10, columns=("hits", "peak"))
-def profiled_often(x: Tensor) -> Tensor:
-    return x
-
-
-@profile(columns=["net"])
-def profiled_net(x: Tensor) -> int:
+@profiler.profile_every(10, columns=("hits", "peak"))
+def profiled_often(x: Tensor) -> int:
     return len(x)
 
 
 def profiling(x: Tensor) -> None:
     assert_type(profiled(x, scale=2.0), Tensor)
-    assert_type(profiled_often(x), Tensor)
-    assert_type(profiled_net(x), int)
-    with LineProfiler(profiled, nn.Linear(1, 1), device="cpu") as profiler:
-        assert_type(profiler, LineProfiler)
-    LineProfiler(target_gpu=torch.device("cuda", 1)).add_function(profiled)
-    assert_type(profiler.display(["profiled", profiled], columns=("alloc",)), RecordsDisplay)
-    profiler.print_stats(profiled, ("hits",))
-    set_target_gpu(0)
-    set_target_device("cpu")
-    clear_global_line_profiler()
-
-
-def lending(x: Tensor) -> None:
-    with Courtesy() as courtesy:
-        assert_type(courtesy, Courtesy)
-    assert_type(Courtesy(torch.device("cuda", 1)).yield_memory(), CourtesyReport)
-    Courtesy("cuda").restore()
-    assert_type(courtesy.report, CourtesyReport | None)
+    assert_type(profiled_often(x), int)
+    with profiler.LineProfiler(profiled, nn.Linear(1, 1), device="cpu") as lines:
+        assert_type(lines, profiler.LineProfiler)
+    assert_type(lines.display(["profiled", profiled], columns=("a",)), profiler.RecordsDisplay)
+    with profiler.Courtesy("cuda") as courtesy:
+        assert_type(courtesy.yield_memory(), profiler.CourtesyReport)
     try:
         x.sum()
-    except AwayTensorError as error:
-        assert_type(error.courtesy, Courtesy | None)
-    except CourtesyError as error:
-        assert_type(error.courtesy, Courtesy | None)
-    tenure.load_ipython_extension(object())
+    except profiler.AwayTensorError as error:
+        assert_type(error.courtesy, profiler.Courtesy | None)
+    except profiler.CourtesyError as error:
+        assert_type(error.courtesy, profiler.Courtesy | None)
 
 
 # --- adaptive
 
 
-def recognising(error: BaseException) -> OomInfo | None:
-    assert_type(is_oom(error), bool)
-    assert_type(oom_info(error), OomInfo | None)
-    with register_oom("pool exhausted", "device", retry_safe=False) as registration:
-        assert_type(registration.kind, OomKind)
-    return oom_info(error)
-
-
-@memory_budget(4096)
+@adaptive.memory_budget(4096)
 def limited(x: Tensor, *, scale: float = 1.0) -> Tensor:
     return x * scale
 
 
-def limiting(x: Tensor) -> None:
-    with memory_budget("64MiB", device=torch.device("cpu")) as budget:
-        assert_type(budget, memory_budget)
-    assert_type(limited(x, scale=2.0), Tensor)
-
-
-@batch(initial_batchsize=64, minimum=4, align=4, context=("a", 1), restore_rng=True)
+@adaptive.batch(initial_batchsize=64, minimum=4, align=4, context=("a", 1), restore_rng=True)
 def sized(batch_size: int, x: Tensor, *, scale: float = 1.0) -> list[Tensor]:
     return [x[:batch_size] * scale]
 
 
-@batch
+@adaptive.batch
 def bare(batch_size: int, name: str) -> str:
     return name * batch_size
 
 
-@tenure.adaptive.range(initial_step=64, collect="list")
+@adaptive.range(initial_step=64, collect="list")
 def walked(start: int, end: int, x: Tensor) -> int:
     return end - start
 
 
-@chunked(initial_step=64, dimension=1, collect="cat", cache_type=NoBatchsizeCache)
+@adaptive.chunked(dimension=1, collect="cat", cache_type=adaptive.NoBatchsizeCache)
 def joined(chunk: Tensor, start: int, end: int, scale: float) -> Tensor:
     return chunk * scale
 
@@ -346,7 +192,7 @@ def total(counts: list[int]) -> float:
     return float(sum(counts))
 
 
-@chunked(collect=total)
+@adaptive.chunked(collect=total)
 def counted(chunk: Tensor, start: int, end: int) -> int:
     return end - start
 
@@ -355,29 +201,27 @@ class Losses:
     def update(self, loss: Tensor, weight: int = 1) -> None: ...
 
 
-@chunked(collect=Losses())
+@adaptive.chunked(collect=Losses())
 def reduced_to(chunk: Tensor, start: int, end: int) -> tuple[Tensor, int]:
     return chunk.sum(), end - start
 
 
 class Embedder:
-    @batch(initial_batchsize=64, on_retry=print)
+    @adaptive.batch(initial_batchsize=64, on_retry=print)
     def embed(self, batch_size: int, texts: list[str]) -> Tensor:
         return torch.ones(len(texts), batch_size)
 
-    @chunked(collect="list")
+    @adaptive.chunked(collect="list")
     def rows(self, chunk: Tensor, start: int, end: int, *, scale: int = 1) -> Tensor:
         return chunk
 
 
-def told(event: AdaptiveEvent) -> None:
-    assert_type(event.next_size, int | None)
-
-
 def adapting(x: Tensor, embedder: Embedder) -> None:
+    with adaptive.memory_budget("64MiB", device=torch.device("cpu")) as budget:
+        assert_type(budget, adaptive.memory_budget)
+    assert_type(limited(x, scale=2.0), Tensor)
     assert_type(sized(x, scale=2.0), list[Tensor])
     assert_type(sized(x, toma_initial_batchsize=8, toma_context="b"), list[Tensor])
-    assert_type(sized(x, toma_cache_type=GlobalBatchsizeCache), list[Tensor])
     assert_type(bare("a"), str)
     assert_type(walked(0, 8, x, toma_initial_step=4), Any)
     assert_type(joined(x, 2.0, toma_dimension=0), Any)
@@ -386,50 +230,40 @@ def adapting(x: Tensor, embedder: Embedder) -> None:
     assert_type(embedder.embed(["a"]), Tensor)
     assert_type(embedder.rows(x, scale=2), Any)
 
-    @execute.batch(64)
+    @adaptive.execute.batch(64)
     def found(batch_size: int) -> str:
         return str(batch_size)
 
-    @execute.range(0, 8, 4, collect="list")
-    def pieces(start: int, end: int) -> int:
-        return end
-
-    @execute.chunked(x, 4, dimension=1)
+    @adaptive.execute.chunked(x, 4, dimension=1)
     def nothing(chunk: Tensor, start: int, end: int) -> int:
         return end
 
     assert_type(found, str)
-    assert_type(pieces, Any)
     assert_type(nothing, Any)
 
 
-def calling(x: Tensor) -> None:
+def calling(error: BaseException) -> None:
     def sizes(batch_size: int, more: str) -> str:
         return more * batch_size
-
-    def ends(start: int, end: int) -> None:
-        pass
 
     def width_of(size: int) -> int:
         return size
 
-    def rows(chunk: Tensor, start: int, end: int) -> None:
-        pass
+    def told(event: adaptive.AdaptiveEvent) -> None:
+        assert_type(event.next_size, int | None)
 
-    assert_type(simple.batch(sizes, 64, "more"), str)
-    assert_type(explicit.batch(sizes, 64, "more", toma_context="a"), str)
-    simple.range(ends, 0, 8, 4)
-    explicit.range(ends, 0, 8, 4, toma_cache_type=NoBatchsizeCache)
-    simple.chunked(rows, x, 4, 1)
-    explicit.chunked(rows, x, 4, toma_dimension=1)
-    tenure.adaptive.DEFAULT_CACHE_TYPE = GlobalBatchsizeCache
-    found = find_batch_size(
+    assert_type(adaptive.simple.batch(sizes, 64, "more"), str)
+    assert_type(adaptive.explicit.batch(sizes, 64, "more", toma_context="a"), str)
+    adaptive.DEFAULT_CACHE_TYPE = adaptive.GlobalBatchsizeCache
+    found = adaptive.find_batch_size(
         width_of, low=8, high=64, margin=0, budget="1GiB", align=8, device="cpu", on_retry=told
     )
     assert_type(found, int)
-    find_batch_size(width_of, 64)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
-    tenure.adaptive.save("sizes.json")
-    set_cpu_memory_limit(0.5)
+    adaptive.find_batch_size(width_of, 64)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+    assert_type(adaptive.is_oom(error), bool)
+    assert_type(adaptive.oom_info(error), adaptive.OomInfo | None)
+    with adaptive.register_oom("pool exhausted", "device", retry_safe=False) as registration:
+        assert_type(registration.kind, adaptive.OomKind)
 
 
 def stepping(x: Tensor, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -445,73 +279,78 @@ def stepping(x: Tensor, model: nn.Module, optimizer: torch.optim.Optimizer) -> N
     def named(batch: Tensor) -> dict[str, Tensor | tuple[Tensor, Tensor]]:
         return {"mean": batch.mean(), "other": (batch.sum(), batch.sum())}
 
+    step, cache = adaptive.step, adaptive.NoBatchsizeCache
     try:
         result = step(loss_of, {"x": x}, weight=lambda batch: len(batch["x"]), model=model)
-        assert_type(result, StepResult)
+        assert_type(result, adaptive.StepResult)
         assert_type(result.terms, Mapping[str, Tensor])
         assert_type(step(aside, {"x": x}, has_aux=True).aux, tuple[Any, ...])
-    except BatchCoupledError as error:
+    except adaptive.BatchCoupledError as error:
         assert_type(error.names, tuple[str, ...])
-    except RemoteRankError as remote:
+    except adaptive.RemoteRankError as remote:
         assert_type(remote.rank, int | None)
-    except SplitMismatchError as mismatch:
+    except adaptive.SplitMismatchError as mismatch:
         assert_type(mismatch.split, float)
     step(weighed, Batch(x, x), scaler=torch.amp.GradScaler("cpu"), minimum=2, maximum=8)
     step(loss_of, {"x": x}, backward=lambda loss: (loss / 4).backward(), verify=False)
     step(named, x, then=lambda terms: terms["mean"].log(), once=lambda: x.sum())
     step(model, x, loss=torch.sum, batchnorm="per_chunk", in_dims=1, out_dims=(0, None))
-    step(model, x, loss="sum", in_dims={"x": None}, cache_type=NoBatchsizeCache, context="step")
-    assert_type(accelerated_step(object(), loss_of, {"x": x}, maximum=4), StepResult)
-    assert_type(check_split(loss_of, {"x": x}, n_samples=4, rtol=1e-6), SplitReport)
-    found = tenure.adaptive.plan(loss_of, {"x": x}, "24GiB", margin=0.1, optimizer=optimizer)
-    assert_type(found, Plan)
-    tenure.adaptive.plan(loss_of, x, "24GiB")  # type: ignore[arg-type]
-    tenure.adaptive.plan(loss_of, {"x": x}, 8, loss="avg")  # type: ignore[arg-type]
-    first, second = tenure.adaptive.lazy(x, x, batch=0)
+    step(model, x, loss="sum", in_dims={"x": None}, cache_type=cache, context="step")
+    assert_type(accelerate.step(object(), loss_of, {"x": x}, maximum=4), adaptive.StepResult)
+    assert_type(
+        adaptive.check_split(loss_of, {"x": x}, n_samples=4, rtol=1e-6), adaptive.SplitReport
+    )
+    plan = adaptive.plan
+    assert_type(plan(loss_of, {"x": x}, "1GiB", margin=0.1, optimizer=optimizer), adaptive.Plan)
+    plan(loss_of, x, "24GiB")  # type: ignore[arg-type]
+    plan(loss_of, {"x": x}, 8, loss="avg")  # type: ignore[arg-type]
+    first, second = adaptive.lazy(x, x, batch=0)
     model(first).sub(second).square().mean().backward()
-    recorded: LazyTensor = tenure.adaptive.lazy(x)
+    recorded: adaptive.LazyTensor = adaptive.lazy(x)
     assert_type(recorded.value(), Tensor)
 
 
 # --- paging and testing
 
 
-def paging(model: nn.Module, x: Tensor) -> None:
-    assert_type(load_paged(model, "model.safetensors", "cpu", budget="1GiB"), PagedModel)
-    assert_type(load_paged(model, "folder", host=Path("own"), methods=["encode"]), PagedModel)
-    assert_type(page(model, "cuda", training=True, activations="host", prefetch=2), PagedModel)
+def paged(model: nn.Module, x: Tensor) -> None:
+    page = paging.page
     mesh = init_device_mesh("cpu", (2,))
-    assert_type(page(model, mesh=mesh, host="pageable"), ShardedModel)
+    assert_type(page(model, mesh=mesh, host="pageable"), paging.ShardedModel)
     page(model, mesh=mesh, budget="1GiB")  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue, reportArgumentType]
-    plan = plan_paging(model, "cuda", "64MiB", budget="6GiB", keep=["head"], compute_s=0.1)
-    assert_type(plan, PagingPlan)
+    handles: list[paging.PagedModel] = [
+        paging.load_paged(model, "model.safetensors", "cpu", budget="1GiB"),
+        paging.load_paged(model, "folder", host=Path("own"), methods=["encode"]),
+        page(model, "cuda", training=True, activations="host", prefetch=2),
+        page(model, budget=paging.PagingBudget("8GiB")),
+        paging.chunk(model, "cuda", 10**8),
+    ]
+    plan = paging.plan_paging(model, "cuda", "64MiB", budget="6GiB", keep=["a"], compute_s=0.1)
+    assert_type(plan, paging.PagingPlan)
     with page(model, torch.device("cuda"), budget="80%", methods=("encode",)) as handle:
-        assert_type(handle, PagedModel)
-        assert_type(handle.model, nn.Module)
+        assert_type(handle, paging.PagedModel)
         handle(x)
-        assert_type(handle.report(), PagingReport)
-    shared = PagingBudget("8GiB")
-    assert_type(page(model, budget=shared), PagedModel)
-    assert_type(chunk(model, "cuda", 10**8), PagedModel)
+        assert_type(handle.report(), paging.PagingReport)
     try:
-        page(model).unpage()
-    except PagingError as error:
+        handles[0].unpage()
+    except paging.PagingError as error:
         assert_type(error.minimum_bytes, int | None)
 
 
-def testing(work: Callable[[], int]) -> None:
-    with simulated_accelerator(budget="1MiB", rates=Rates(flops_per_s=1e9), fail_at=3) as sim:
-        assert_type(sim(allocator="cuda", devices=2), Simulator)
+def simulated(work: Callable[[], int]) -> None:
+    rates = testing.Rates(flops_per_s=1e9)
+    with testing.simulated_accelerator(budget="1MiB", rates=rates, fail_at=3) as sim:
+        assert_type(sim(allocator="cuda", devices=2), testing.Simulator)
         sim.launch_kernel(1e-3, reads=[torch.ones(1)])
-        assert_type(for_each_allocation(work, lambda failure: print(failure.error)), int)
-    simulated_accelerator(bugdet="1MiB")  # type: ignore[call-arg]
-    simulated_accelerator(allocator="native")  # type: ignore[arg-type]
+        assert_type(testing.for_each_allocation(work, lambda failure: print(failure.error)), int)
+    testing.simulated_accelerator(bugdet="1MiB")  # type: ignore[call-arg]
+    testing.simulated_accelerator(allocator="native")  # type: ignore[arg-type]
 
 
 # --- integrations
 
 
-class Fitting(AdaptiveMixin, LightningModule):
+class Fitting(lightning.AdaptiveMixin, LightningModule):
     adaptive_options = {"weight": lambda batch: len(batch), "minimum": 2}  # noqa: RUF012
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
@@ -519,14 +358,14 @@ class Fitting(AdaptiveMixin, LightningModule):
         return batch.mean()
 
 
-class Seq2Seq(AdaptiveTrainerMixin, Seq2SeqTrainer):
+class Seq2Seq(transformers.AdaptiveTrainerMixin, Seq2SeqTrainer):
     adaptive_options = {"minimum": 2}  # noqa: RUF012
 
 
-def training(trainer: AdaptiveTrainer, module: Fitting) -> None:
-    assert_type(trainer.adaptive_result, StepResult | None)
-    callback = TrainerMemoryCallback(share=0.1)
+def training(trainer: transformers.AdaptiveTrainer, module: Fitting) -> None:
+    assert_type(trainer.adaptive_result, adaptive.StepResult | None)
+    callback = transformers.MemoryCallback(share=0.1)
     trainer.add_callback(callback)
     Seq2Seq(trainer.model, callbacks=[callback]).train(resume_from_checkpoint=True)
-    assert_type(module.adaptive_result, StepResult | None)
-    Trainer(callbacks=[MemoryCallback(share=0.1)]).fit(module)
+    assert_type(module.adaptive_result, adaptive.StepResult | None)
+    Trainer(callbacks=[lightning.MemoryCallback(share=0.1)]).fit(module)
