@@ -1,11 +1,11 @@
 """The private names of torch that tenure stands on still do what it takes them for."""
 
 import sys
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tenure import NewDisposeScope, TenureWarning, is_disposed, statistics
 from tenure._torch import (
@@ -33,6 +33,7 @@ def test_a_temporary_a_turn_a_mark_and_a_block_of_an_earlier_turn_come_out_right
     kept = torch.empty(64, dtype=torch.uint8, device="cpu")
     torch.UntypedStorage(32, device="cpu")
     first = allocations.turn()
+    kept.add_(kept)  # an operation is no allocation
     allocations.marker()(1)
     del kept
     second = allocations.end()
@@ -105,10 +106,12 @@ def test_the_end_of_a_pass_is_told_and_a_pass_that_fails_lets_go_of_who_is_told(
 # --- tensors without data, storages, versions
 
 
-def test_a_view_and_a_graph_are_seen_to_hold_a_tensor_and_their_end_too():
-    holder = {0: torch.ones(2, 2)}
+@pytest.mark.parametrize("mode", [nullcontext, torch.no_grad, torch.inference_mode])
+def test_a_view_and_a_graph_are_seen_to_hold_a_tensor_and_their_end_too(mode):
+    holder = {0: nn.Parameter(torch.ones(2, 2), requires_grad=False)}
     assert not storages.is_held(holder, 0)
-    view = holder[0].t()
+    with mode():
+        view = holder[0].t()[0]
     assert storages.is_held(holder, 0)
     del view
     product = torch.ones(2, 2, requires_grad=True) * holder[0]

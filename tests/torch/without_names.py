@@ -1,12 +1,9 @@
-"""Uses tenure in a torch that lacks a private name; run by test_private_names.py.
+"""Uses tenure in a torch that lacks private names; run by test_private_names.py.
 
-Prints as JSON, by purpose, the names that tenure needs for it, all their purposes, and what each
-use raised without them: the name in a MissingTorchNameError, the text of any other error, or None.
-A name is taken away where tenure has bound it, which has the effect of its absence at import. What
-is made of names at import is tried by an import without any of them.
+Each fork imports the rooms without some of the names. Prints as JSON what each use raised there:
+the name in a MissingTorchNameError, or the text of any other error.
 """
 
-import functools
 import importlib
 import json
 import logging
@@ -25,35 +22,9 @@ ROOMS = (
     "scopes", "adaptive", "adaptive._predict._measured", "profiler", "paging",
     "testing._interface._accelerator", "testing._interface._backward",
 )  # fmt: skip
-SIMULATION = "the simulated accelerator"
-bindings, asked_for = {}, {}
-gone = set()
-plain_optional = tenure._torch.optional
 
 
-def record(bind):
-    def recording(path, purpose):
-        made = bind(path, purpose)
-        bindings.setdefault(path, []).append(
-            (made, tenure._torch._stand_in(path, purpose), purpose)
-        )
-        return made
-
-    return recording
-
-
-def optional(path):
-    found = None if path in gone else plain_optional(path)
-    asked_for.setdefault(path, []).append(found)
-    return found
-
-
-def load_rooms():
-    for room in ROOMS:
-        importlib.import_module(f"tenure.{room}")
-
-
-def scope():
+def scopes():
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always", tenure.TenureWarning)
         with tenure.scopes.DisposeScope():
@@ -66,28 +37,7 @@ def scope():
     assert tenure.scopes.is_disposed(made)
 
 
-def backward_in_a_scope():
-    leaf = torch.ones(2, requires_grad=True)
-    with tenure.scopes.DisposeScope():
-        product = leaf * leaf
-        product.register_hook(lambda gradient: gradient * 1)
-        product.sum().backward()
-    assert leaf.grad is not None
-
-
-def retry():
-    done = []
-
-    def work(start, end):
-        if end - start > 2:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-        done.append(end)
-
-    tenure.adaptive.simple.range(work, 0, 4, 4)
-    assert done == [2, 4]
-
-
-def budget():
+def memory_budget():
     with tenure.adaptive.memory_budget("1KiB") as made:
         kept = torch.ones(4)
     assert made.live_bytes == kept.nbytes
@@ -99,26 +49,23 @@ def step():
     assert model[0].weight.grad is not None
 
 
-def lines():
+def profiler():
     def work():
         return torch.ones(8).sum()
 
-    with tenure.profiler.LineProfiler(work, device="cpu") as profiler:
+    with tenure.profiler.LineProfiler(work, device="cpu") as lines:
         work()
-    assert len(profiler.records)
+    assert len(lines.records)
 
 
 def holders():
     kept = torch.ones(2)
     assert tenure.profiler.holders(kept)
-
-
-def saved():
     leaf = torch.ones(2, requires_grad=True)
     assert tenure.profiler.saved_for_backward(leaf * leaf)
 
 
-def paged():
+def paging():
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).eval()
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -128,135 +75,89 @@ def paged():
         model(torch.ones(1, 2))
 
 
-def sparse_in_a_budget():
-    with tenure.adaptive.memory_budget("1MiB"):
-        torch.ones(2).to_sparse()
-
-
-def prediction():
+def predictions():
     model = nn.Linear(2, 2)
     assert tenure.adaptive.predict_peak(lambda x: model(x).sum(), torch.ones(4, 2)).peak_bytes
 
 
-def container():
-    class Pair:
-        def __init__(self, *items):
-            self.items = items
-
-    torch.utils._pytree.register_pytree_node(Pair, lambda p: (p.items, None), lambda i, _: Pair(*i))
-    try:
-        with tenure.scopes.DisposeScope():
-            made = tenure.scopes.move_to_outer(Pair(torch.ones(1)))
-        assert not tenure.scopes.is_disposed(made.items[0])
-    finally:
-        torch.utils._pytree.SUPPORTED_NODES.pop(Pair)
-
-
 def simulated():
-    def run():
-        with tenure.testing.simulated_accelerator() as sim:
-            assert float(torch.ones(2, device=sim.device).sum()) == 2
-
-    # the device is put into torch for good
-    reader, writer = os.pipe()
-    if not os.fork():
-        os.write(writer, json.dumps(answer_of(run)).encode())
-        os._exit(0)
-    os.close(writer)
-    os.wait()
-    with os.fdopen(reader) as pipe:
-        error = json.load(pipe)
-    if error is not None:
-        raise tenure.MissingTorchNameError("", error)
+    with tenure.testing.simulated_accelerator() as sim:
+        assert float(torch.ones(2, device=sim.device).sum()) == 2
 
 
-USES = {
-    use.__name__: use
-    for use in (
-        scope, backward_in_a_scope, container, retry, budget, sparse_in_a_budget, step, lines,
-        holders, saved, paged, prediction, simulated,
-    )
+# by a word of what tenure says it needs a name for; the simulated device is in torch for good
+FIRST = {"scopes": scopes, "memory_budget": memory_budget, "step": step}
+SECOND = {
+    "profiler": profiler, "who holds what": holders, "paging": paging, "predictions": predictions,
+    "simulated accelerator": simulated,
 }  # fmt: skip
 
 
-def answer_of(use):
-    """What a use raises."""
-    with warnings.catch_warnings():
+def in_a_fork(function, *arguments):
+    reader, writer = os.pipe()
+    if not os.fork():
         warnings.simplefilter("ignore")
+        os.write(writer, json.dumps(function(*arguments)).encode())
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as pipe:
+        answer = json.load(pipe)
+    os.wait()
+    return answer
+
+
+def import_rooms(bind_instead):
+    """Import them with other functions in the place of those that bind a name."""
+    names = tenure._torch
+    names.bound, names.getter = map(bind_instead, (names.bound, names.getter))
+    for room in ROOMS:
+        importlib.import_module(f"tenure.{room}")
+
+
+def purposes():
+    """What names are needed for, by name."""
+    found = {}
+
+    def noting(bind):
+        def note(path, purpose):
+            found[path] = f"{found.get(path)} {purpose}"
+            return bind(path, purpose)
+
+        return note
+
+    import_rooms(noting)
+    return found
+
+
+def raised_without(gone):
+    """What uses raise, by word; with no names, without any."""
+
+    def lacking(bind):
+        def bind_unless_gone(path, purpose):
+            is_gone = not gone or path in gone
+            return (tenure._torch._stand_in if is_gone else bind)(path, purpose)
+
+        return bind_unless_gone
+
+    if not gone:
+        tenure._torch.optional = lambda path: None
+    import_rooms(lacking)
+    errors = {}
+    for word, use in (FIRST | SECOND).items():
         try:
             use()
         except tenure.MissingTorchNameError as error:
-            return error.name
+            errors[word] = error.name
         except Exception as error:
-            return f"{type(error).__name__}: {error}"
-    return None
-
-
-def tried(purposes=(SIMULATION,)):
-    """What each use raises; of names that the simulator does not need, it is not tried."""
-    needs_it = any(SIMULATION in purpose for purpose in purposes)
-    return {name: answer_of(use) for name, use in USES.items() if needs_it or name != "simulated"}
-
-
-def without(names, made, purposes=()):
-    """What uses raise while tenure lacks names of torch.
-
-    Args:
-        names: the names.
-        made: pairs of the object that tenure has for one, and of its replacement.
-        purposes: what tenure says it needs them for.
-    """
-    modules = [module for name, module in sys.modules.items() if name.startswith("tenure.")]
-    needed = tenure._torch.python_backend._names
-    places = [
-        (values, key, value, other)
-        for values, items in (
-            *((vars(m), vars(m).items()) for m in modules),
-            (needed, enumerate(needed)),
-        )
-        for key, value in items
-        for found, other in made
-        if value is found
-    ]
-    for values, key, _, other in places:
-        values[key] = other
-    for module in modules:
-        for value in vars(module).values():
-            if type(value) is functools._lru_cache_wrapper and "tenure._torch." in value.__module__:
-                value.cache_clear()
-    gone.update(names)
-    try:
-        return [*names], [*purposes], tried(purposes)
-    finally:
-        gone.clear()
-        for values, key, value, _ in places:
-            values[key] = value
-
-
-def without_all():
-    """The rooms, imported anew where torch has no private name at all."""
-    for name in [name for name in sys.modules if name.startswith("tenure")]:
-        del sys.modules[name]
-    names = importlib.import_module("tenure._torch")
-    names.optional = lambda path: None
-    globals()["tenure"] = importlib.import_module("tenure")
-    load_rooms()
-    return [], [], tried()
+            errors[word] = f"{type(error).__name__}: {error}"
+    return errors
 
 
 logging.disable()
-for bind in ("bound", "getter"):
-    setattr(tenure._torch, bind, record(getattr(tenure._torch, bind)))
-tenure._torch.optional = optional
-load_rooms()
-result = {"none": ([], [], tried())}
-for purpose in sorted({purpose for made in bindings.values() for _, _, purpose in made}):
-    names = [path for path, made in bindings.items() if purpose in {each for _, _, each in made}]
-    lost = [(found, other) for name in names for found, other, _ in bindings[name]]
-    result[purpose] = without(names, lost, {each for name in names for *_, each in bindings[name]})
-# those that tenure can do without
-names = [path for path in asked_for.keys() - bindings.keys() if "._" in path]
-lost = [(each, None) for name in names for each in asked_for[name] if each is not None]
-result["optional"] = without(names, lost)
-result["all"] = without_all()
-json.dump(result, sys.stdout)
+needed, answers = in_a_fork(purposes), []
+for uses in (FIRST, SECOND):
+    texts = {path: text.replace("disposed tensors", "scopes") for path, text in needed.items()}
+    served = {path: {w for w in FIRST | SECOND if w in text} for path, text in texts.items()}
+    gone = [path for path, words in served.items() if words and words <= uses.keys()]
+    answers.append(in_a_fork(raised_without, gone))
+json.dump([*answers, in_a_fork(raised_without, [])], sys.stdout)
