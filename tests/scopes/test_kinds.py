@@ -50,15 +50,6 @@ class Wrapper(Tensor):
         return Wrapper(out) if isinstance(out, Tensor) else out
 
 
-def quantized() -> Tensor:
-    return torch.quantize_per_tensor(torch.ones(2, 3), 0.1, 0, torch.qint8)
-
-
-def quantized_per_channel() -> Tensor:
-    scales, zeros = torch.ones(2), torch.zeros(2)
-    return torch.quantize_per_channel(torch.ones(2, 3), scales, zeros, 0, torch.qint8)
-
-
 def jagged() -> Tensor:
     parts = [torch.ones(2, 3), torch.ones(1, 3)]
     return torch.nested.as_nested_tensor(parts, layout=torch.jagged)
@@ -84,16 +75,14 @@ class Kind(NamedTuple):
 
 DENSE = torch.eye(3)
 KINDS = {
-    "empty": Kind(lambda: torch.empty(0, 3), "float32[0, 3]", 0),
-    "scalar": Kind(lambda: torch.tensor(1.0), "float32[]", 4),
     "expanded": Kind(lambda: torch.ones(1, 3).expand(4, 3), "float32[4, 3]", 12),
     "conjugate": Kind(lambda: torch.ones(2, dtype=torch.complex64).conj(), "complex64[2]", 16),
-    "float8": Kind(lambda: torch.ones(3).to(torch.float8_e4m3fn), "float8_e4m3fn[3]", 3),
     "sparse coo": Kind(lambda: DENSE.to_sparse(), "float32[3, 3]", 60),
     "sparse csr": Kind(lambda: DENSE.to_sparse_csr(), "float32[3, 3]", 92),
     "mkldnn": Kind(lambda: DENSE.to_mkldnn(), "float32[3, 3]", 0),  # opaque
-    "quantized": Kind(quantized, "qint8[2, 3]", 6),
-    "quantized per channel": Kind(quantized_per_channel, "qint8[2, 3]", 22),
+    "quantized": Kind(
+        lambda: torch.quantize_per_tensor(torch.ones(2, 3), 0.1, 0, torch.qint8), "qint8[2, 3]", 6
+    ),
     "jagged": Kind(jagged, "float32[2, j", 60),
     "meta": Kind(lambda: torch.ones(2, 3, device="meta"), "float32[2, 3]", 0),
     "inference": Kind(inference, "float32[2, 3]", 24),
@@ -132,7 +121,6 @@ UNSEEN = {
     "from_numpy": lambda: torch.from_numpy(torch.ones(1).numpy()),
     "nested strided": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(1)]),
     "vmap": lambda: torch.vmap(torch.sin)(torch.ones(3)),
-    "func.grad": lambda: torch.func.grad(torch.sin)(torch.tensor(1.0)),
     "wrapper": lambda: Wrapper(torch.ones(2)),
 }
 

@@ -109,11 +109,10 @@ def test_one_storage_counts_once():
     with reporting() as scope:
         CACHE.append(torch.ones(1024))
         CACHE.append(CACHE[0][:1])
-    report = scope.leaks
-    assert [r.nbytes for r in report.records] == [4096, 4096]
-    assert [r.is_shared for r in report.records] == [False, True]
-    assert report.total_bytes == 4096
-    assert "(4.0 KiB)" in str(report)
+    assert [r.nbytes for r in scope.leaks] == [4096, 4096]
+    assert [r.is_shared for r in scope.leaks] == [False, True]
+    assert scope.leaks.total_bytes == 4096
+    assert "(4.0 KiB)" in str(scope.leaks)
 
 
 def test_only_what_a_single_graph_alone_holds_has_its_name():

@@ -17,7 +17,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from torch.utils.data import default_collate
 
 import tenure
@@ -63,30 +62,22 @@ class PassThrough(torch.autograd.Function):
     def forward(ctx, x):
         return x.view_as(x)
 
-    @staticmethod
-    def backward(ctx, grad):
-        return grad
-
 
 LOUD = [
     ("add()", lambda t: t + 1),
-    ("add()", lambda t: 1 + t),
     ("add()", lambda t: torch.add(live(), t)),
     ("eq()", lambda t: t == live()),
     ("mul()", lambda t: np.float64(1) * t),
     ("sin.default()", torch.ops.aten.sin.default),
     # in place and out
     ("add_()", lambda t: operator.iadd(t, 1)),
-    ("copy_()", lambda t: live().copy_(t)),
     ("set_()", lambda t: live().set_(t)),
     ("add()", lambda t: torch.add(live(), 1, out=t)),
     ("_foreach_add_()", lambda t: torch._foreach_add_([live(), t], 1)),
     # shapes
     ("getitem()", lambda t: t[0]),
     ("getitem()", lambda t: live()[t]),
-    ("setitem()", lambda t: operator.setitem(t, 0, 1)),
     ("setitem()", lambda t: operator.setitem(live(), 0, t)),
-    (".T", lambda t: t.T),
     # conversions and copies
     ("numpy()", lambda t: t.numpy()),
     ("array()", np.asarray),
@@ -94,10 +85,7 @@ LOUD = [
     ("tolist()", lambda t: t.tolist()),
     ("bool()", bool),
     ("len()", len),
-    ("dim()", iter),
     ("index()", operator.index),
-    ("contains()", lambda t: 1 in t),
-    ("to()", lambda t: t.to("meta")),
     ("detach()", lambda t: torch.tensor(t)),
     ("float()", lambda t: torch.tensor([t])),
     ("device()", torch.as_tensor),
@@ -106,14 +94,12 @@ LOUD = [
     # questions
     (".shape", lambda t: t.shape),
     ("data_ptr()", lambda t: t.data_ptr()),
-    ("untyped_storage()", lambda t: t.untyped_storage()),
     *(
         (f".{name}", operator.attrgetter(name))
-        for name in ("dtype", "device", "grad", "data", "requires_grad", "grad_fn", "nbytes")
+        for name in ("dtype", "device", "grad", "data", "requires_grad")
     ),
     # autograd
     ("backward()", lambda t: t.backward()),
-    ("grad()", lambda t: torch.autograd.grad(live().requires_grad_().sum(), t)),
     (".data", lambda t: setattr(t, "data", live())),
     (".grad", lambda t: setattr(t, "grad", live())),
     ("device()", lambda t: setattr(live().requires_grad_(), "grad", t)),
@@ -122,11 +108,8 @@ LOUD = [
     ("sym_size()", lambda t: torch.vmap(lambda x: t)(live())),
     # modules
     ("detach()", nn.Parameter),
-    (".is_leaf", lambda t: torch.optim.SGD([t], lr=1.0)),
-    (".shape", lambda t: nn.Linear(3, 2, bias=False).load_state_dict({"weight": t})),
     ("detach()", lambda t: linear_with(held=t).state_dict()),
     ("linear()", lambda t: torch.func.functional_call(nn.Linear(3, 2), {"weight": t}, live())),
-    (".grad", lambda t: nn.utils.clip_grad_norm_([t], 1.0)),
     (".is_nested", lambda t: default_collate([t, t])),
     # past __torch_function__
     ("add()", without_torch_function(lambda t: torch.add(t, 1))),
@@ -260,26 +243,19 @@ def test_what_dies_with_a_tensor_dies_when_it_is_disposed_or_with_the_handle():
 # --- soft, inner and refused disposal
 
 
-def soft_by_retain_grad() -> tuple[Tensor, object]:
-    tensor = live().requires_grad_() * 2
-    tensor.retain_grad()
-    return tensor, None
-
-
-def soft_by_weak_reference() -> tuple[Tensor, object]:
-    tensor = live()
-    return tensor, torch._C._WeakTensorRef(tensor)
-
-
-@pytest.mark.parametrize("make", [soft_by_retain_grad, soft_by_weak_reference])
-def test_a_tensor_that_cpp_holds_weakly_is_disposed_softly(make):
-    with NewDisposeScope("step") as scope:
-        tensor, other = make()[0], torch.ones(3)
-        assert len(scope) >= 2
-    assert is_disposed(tensor)
+def test_a_tensor_that_cpp_holds_weakly_is_disposed_softly():
+    with NewDisposeScope("step"):
+        retaining = live().requires_grad_() * 2
+        retaining.retain_grad()
+        referred = live()
+        reference = torch._C._WeakTensorRef(referred)
+        other = torch.ones(3)
     assert is_disposed(other)  # one tensor that refuses stops no other
-    with pytest.raises(DisposedTensorError, match=r"^add\(\) got float64\[2, 3\] on cpu, 48 B"):
-        tensor + 1
+    for tensor in (retaining, referred):
+        assert is_disposed(tensor)
+        with pytest.raises(DisposedTensorError, match=r"^add\(\) got float64\[2, 3\] on cpu, 48 B"):
+            tensor + 1
+    assert not reference.expired()
 
 
 def test_a_weight_in_the_cache_of_autocast_is_disposed_softly_and_the_pass_goes_on():
@@ -340,31 +316,16 @@ class Immovable(Tensor):
     __slots__ = ("extra",)
 
 
-class Frozen(Tensor):
-    """A subclass whose own code stands in the way."""
-
-    def __setattr__(self, name, value):
-        raise AttributeError("frozen")
-
-    @property
-    def dtype(self):
-        raise ValueError("hidden")
-
-    @property
-    def shape(self):
-        raise ValueError("hidden")
-
-
 def test_disposing_what_cannot_be_disposed_says_so_and_disposes_the_rest(caplog):
-    immovable, frozen = live().as_subclass(Immovable), live().as_subclass(Frozen)
+    immovable, other = live().as_subclass(Immovable), live()
     before = statistics().disposed_outside_scope
     with pytest.raises(
         ScopeUsageError,
         match=r"^dispose\(\) got a Immovable, whose class has __slots__ and no __tensor_flatten__ "
         r"that works.* It stays alive; all other tensors of the call were disposed\. Delete",
     ):
-        dispose(immovable, frozen)
-    assert repr(frozen).startswith("<DisposedTensor float64[2, 3] on cpu, 48 B, disposed by")
+        dispose(immovable, other)
+    assert repr(other).startswith("<DisposedTensor float64[2, 3] on cpu, 48 B, disposed by")
     assert statistics().disposed_outside_scope == before + 1
     with NewDisposeScope() as scope:
         scope.attach(immovable)
@@ -496,19 +457,9 @@ class DoubleInAScope(torch.autograd.Function):
     not hasattr(torch.autograd.Function.apply, "__code__"),
     reason="torch 2.15 calls forward() in C, and the process may end there",
 )
-@pytest.mark.parametrize(
-    "run",
-    [
-        lambda leaf: DoubleInAScope.apply(leaf)[1],
-        lambda leaf: checkpoint(
-            lambda x: DoubleInAScope.forward(None, x), leaf, use_reentrant=True
-        )[1],
-    ],
-    ids=["function", "checkpoint"],
-)
-def test_a_disposed_result_of_a_custom_function_is_refused_at_its_first_use(run):
+def test_a_disposed_result_of_a_custom_function_is_refused_at_its_first_use():
     # torch reads its shape where an exception would end the process
-    result = run(torch.ones(2, requires_grad=True))
+    _, result = DoubleInAScope.apply(torch.ones(2, requires_grad=True))
     assert is_disposed(result)
     with pytest.raises(DisposedTensorError, match=r"^add\(\) got float32\[2\].*'inside'"):
         result + 1

@@ -1,6 +1,5 @@
 """Metrics of torchmetrics in blocks: their declared state and their results are their own."""
 
-import copy
 import io
 import pickle
 
@@ -14,9 +13,10 @@ from torchmetrics.classification import (
     MulticlassConfusionMatrix,
     MulticlassF1Score,
 )
-from torchmetrics.wrappers import MinMaxMetric
 
 from tenure import NewDisposeScope, is_disposed, scoped
+
+from .test_training import bits
 
 STEPS = 3
 
@@ -39,20 +39,10 @@ def collection() -> Metric:
 
 METRICS = {
     "running mean": (lambda: RunningMean(window=2), values),
-    "wrapper": (lambda: MinMaxMetric(MulticlassAccuracy(3)), classes),
     "composition": (lambda: SumMetric() + 2 * MeanMetric(), values),
     "cloned collection": (lambda: collection().clone(prefix="train_"), classes),
     "unpickled": (lambda: pickle.loads(pickle.dumps(CatMetric())), values),
-    "copied": (lambda: copy.deepcopy(SumMetric()), values),
 }
-
-
-def bits(tree: object) -> object:
-    if isinstance(tree, Tensor):
-        return tree.dtype, tree.tolist()
-    if isinstance(tree, dict):
-        return {key: bits(value) for key, value in tree.items()}
-    return [bits(value) for value in tree] if isinstance(tree, list | tuple) else tree
 
 
 @pytest.mark.parametrize("name", METRICS)

@@ -31,12 +31,15 @@ class Item:
         self.disposed = False
 
 
+def of_items(change):
+    return precondition(lambda self: self.items)(rule(data=st.data())(change))
+
+
 class Ownership(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         gc.collect()
         statistics().reset()
-        self.live_before = statistics().live
         self.scopes = []  # open, outermost first
         self.current = None
         self.outer = {}
@@ -99,8 +102,7 @@ class Ownership(RuleBasedStateMachine):
         with persist():
             self.items.append(Item(value, torch.full((2,), float(value)), None))
 
-    @precondition(lambda self: self.items)
-    @rule(data=st.data())
+    @of_items
     def view(self, data):
         item = self.pick(data)
         if not item.disposed:
@@ -108,8 +110,7 @@ class Ownership(RuleBasedStateMachine):
             base = item.base or item
             self.items.append(Item(item.value, item.tensor[:1], self.current, base))
 
-    @precondition(lambda self: self.items)
-    @rule(data=st.data())
+    @of_items
     def drop(self, data):
         item = self.pick(data)
         if any(other.base is item for other in self.items):
@@ -119,8 +120,7 @@ class Ownership(RuleBasedStateMachine):
         if item.owner is not None and not item.disposed:
             self.counts["released"] += 1
 
-    @precondition(lambda self: self.items)
-    @rule(data=st.data())
+    @of_items
     def outwards(self, data):
         item = self.pick(data)
         move_to_outer(item.tensor)
@@ -130,8 +130,7 @@ class Ownership(RuleBasedStateMachine):
                 self.set_free(item)
             item.owner = outer
 
-    @precondition(lambda self: self.items)
-    @rule(data=st.data())
+    @of_items
     def detach(self, data):
         item = self.pick(data)
         detach_from_scope([item.tensor])
@@ -155,8 +154,7 @@ class Ownership(RuleBasedStateMachine):
             self.counts["attached"] += item.owner is None
             item.owner = scope
 
-    @precondition(lambda self: self.items)
-    @rule(data=st.data())
+    @of_items
     def dispose(self, data):
         item = self.pick(data)
         dispose(item.tensor)
@@ -188,20 +186,13 @@ class Ownership(RuleBasedStateMachine):
 
     @invariant()
     def the_counters_are_those_of_the_model(self):
-        s = statistics()
-        counts = {
-            "created": s.created_in_scope,
-            "disposed": s.disposed_in_scope,
-            "released": s.released_in_scope,
-            "attached": s.attached_to_scope,
-            "detached": s.detached_from_scope,
-            "outside": s.disposed_outside_scope,
-        }
+        s, mine = statistics(), self.counts
         # what the checks above made in the current scope has come and gone
-        extra = counts["created"] - self.counts["created"]
-        assert counts["released"] - self.counts["released"] == extra
-        del counts["created"], counts["released"]
-        assert counts == {name: self.counts[name] for name in counts}
+        extra = s.created_in_scope - mine["created"]
+        assert s.released_in_scope - mine["released"] == extra
+        assert (s.disposed_in_scope, s.attached_to_scope) == (mine["disposed"], mine["attached"])
+        assert s.detached_from_scope == mine["detached"]
+        assert s.disposed_outside_scope == mine["outside"]
 
 
 TestOwnership = pytest.mark.slow(Ownership.TestCase)

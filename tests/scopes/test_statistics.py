@@ -36,38 +36,24 @@ def fact():
 
 
 @pytest.mark.parametrize(
-    ("act", "inside", "after"),
+    ("is_outside", "act", "inside", "after"),
     [
-        (lambda scope, t: None, (1, 0, 0, 0, 0, 1), (1, 1, 0, 0, 0, 0)),
-        (lambda scope, t: scope.detach(t), (1, 0, 0, 1, 0, 1), (1, 0, 0, 1, 0, 1)),
-        (lambda scope, t: dispose(dispose(t)), (1, 1, 0, 0, 0, 0), (1, 1, 0, 0, 0, 0)),
+        (False, lambda scope, t: None, (1, 0, 0, 0, 0, 1), (1, 1, 0, 0, 0, 0)),
+        (False, lambda scope, t: scope.detach(t), (1, 0, 0, 1, 0, 1), (1, 0, 0, 1, 0, 1)),
+        (False, lambda scope, t: dispose(dispose(t)), (1, 1, 0, 0, 0, 0), (1, 1, 0, 0, 0, 0)),
+        (True, lambda scope, t: scope.attach(t), (0, 0, 1, 0, 0, 1), (0, 1, 1, 0, 0, 0)),
+        (True, lambda scope, t: detach_from_scope(t), (0, 0, 0, 0, 0, 0), (0, 0, 0, 0, 0, 0)),
+        (True, lambda scope, t: dispose(dispose(t)), (0, 0, 0, 0, 1, 0), (0, 0, 0, 0, 1, 0)),
     ],
-    ids=["as it is", "detached", "disposed twice"],
 )
-def test_of_a_tensor_that_is_made_in_a_scope(fact, act, inside, after):
+def test_of_a_tensor_that_is_made_in_a_scope_or_outside(fact, is_outside, act, inside, after):
+    t = torch.ones(1) if is_outside else None
     with NewDisposeScope() as scope:
-        t = torch.ones(1)
+        t = torch.ones(1) if t is None else t
         act(scope, t)
         assert fact() == inside
     assert fact() == after
     del t
-
-
-@pytest.mark.parametrize(
-    ("act", "inside", "after"),
-    [
-        (lambda scope, t: scope.attach(t), (0, 0, 1, 0, 0, 1), (0, 1, 1, 0, 0, 0)),
-        (lambda scope, t: detach_from_scope(t), (0, 0, 0, 0, 0, 0), (0, 0, 0, 0, 0, 0)),
-        (lambda scope, t: dispose(dispose(t)), (0, 0, 0, 0, 1, 0), (0, 0, 0, 0, 1, 0)),
-    ],
-    ids=["attached", "never its own", "disposed twice"],
-)
-def test_of_a_tensor_that_is_made_outside(fact, act, inside, after):
-    t = torch.ones(1)
-    with NewDisposeScope() as scope:
-        act(scope, t)
-        assert fact() == inside
-    assert fact() == after
 
 
 def test_a_tensor_that_is_detached_and_attached_again_is_live_once(fact):

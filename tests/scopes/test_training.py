@@ -8,7 +8,7 @@ also after one more step once all scopes have closed.
 import copy
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -33,25 +33,18 @@ def bits(tree: object) -> object:
     return tree
 
 
-class Tools(NamedTuple):
-    """What a training loop has made for one model, under the names it is known by."""
+def assert_trains_alike(prepare: Callable[[], list[Any]], body: Callable[..., None]) -> None:
+    """Of what is prepared, all has a state; the body makes a step with it."""
 
-    model: nn.Module
-    optimizer: Optimizer
-    others: dict[str, Any] = {}  # noqa: RUF012  # it is not changed
-
-
-def assert_trains_alike(prepare: Callable[[], Tools], body: Callable[[Tools], None]) -> None:
     def run(around_step=nullcontext, around_all=nullcontext) -> object:
         torch.manual_seed(0)
         with around_all():
             tools = prepare()
             for _ in range(2):
                 with around_step():
-                    body(tools)
-        body(tools)
-        kept = {name: tool.state_dict() for name, tool in tools.others.items()}
-        return bits([tools.model.state_dict(), tools.optimizer.state_dict(), kept])
+                    body(*tools)
+        body(*tools)
+        return bits([tool.state_dict() for tool in tools])
 
     expected = run()
     assert run(NewDisposeScope) == expected
@@ -70,30 +63,6 @@ def tokens() -> tuple[Tensor, Tensor]:
     return torch.randint(0, 10, (4,)), torch.randn(4, 3)
 
 
-def step_on(batch: Callable[[], tuple[Tensor, Tensor]]) -> Callable[[Tools], None]:
-    def body(tools: Tools) -> None:
-        inputs, targets = batch()
-
-        def closure() -> Tensor:
-            tools.optimizer.zero_grad()
-            loss = F.mse_loss(tools.model(inputs), targets)
-            loss.backward()
-            return loss
-
-        tools.optimizer.step(closure)
-        for tool in tools.others.values():
-            tool.step()
-
-    return body
-
-
-def with_adam(model: nn.Module) -> Tools:
-    return Tools(model, torch.optim.Adam(model.parameters(), lr=0.01))
-
-
-# --- models
-
-
 def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 2))
 
@@ -109,26 +78,9 @@ def lazy() -> nn.Module:
     )
 
 
-def normalized(parametrize: Callable[[nn.Linear], nn.Module]) -> Callable[[], nn.Module]:
-    return lambda: nn.Sequential(parametrize(nn.Linear(6, 6)), nn.Tanh(), nn.Linear(6, 2))
-
-
-MODELS = {
-    "cnn with batch norm": (cnn, images),
-    "spectral norm": (normalized(parametrizations.spectral_norm), vectors),
-    "hook-based spectral norm": (normalized(nn.utils.spectral_norm), vectors),
-    "lazy": (lazy, images),
-}
-
-
-@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")  # at each use, for years
-@pytest.mark.filterwarnings("ignore:.*spectral_norm.*:FutureWarning")  # the old one is tested too
-@pytest.mark.parametrize(("model", "batch"), MODELS.values(), ids=MODELS)
-def test_a_model_trains_bit_for_bit_alike(model, batch):
-    assert_trains_alike(lambda: with_adam(model()), step_on(batch))
-
-
-# --- optimizers
+def normalized() -> nn.Module:
+    spectral = parametrizations.spectral_norm(nn.Linear(6, 6))
+    return nn.Sequential(spectral, nn.Tanh(), nn.Linear(6, 2))
 
 
 class Lion(Optimizer):
@@ -150,40 +102,52 @@ class Lion(Optimizer):
                 state["nested"]["count"][0] += 1
                 state["momentum"].lerp_(parameter.grad, 1 - group["beta"])
                 parameter.sub_(group["lr"] * state["momentum"].sign())
+        # no state, but made in a step: it is no scope's
+        self.norm = getattr(self, "norm", 0) + parameter.norm()
 
 
-OPTIMIZERS = {
-    "SGD": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9, nesterov=True),
-    "Adam": lambda p: torch.optim.Adam(p, lr=torch.tensor(0.01), amsgrad=True),
-    "AdamW": lambda p: torch.optim.AdamW(p, foreach=True),
-    "fused AdamW": lambda p: torch.optim.AdamW(p, fused=True),
-    "Adafactor": torch.optim.Adafactor,
-    "LBFGS": lambda p: torch.optim.LBFGS(p, line_search_fn="strong_wolfe"),
-    "Rprop": torch.optim.Rprop,
-    "Lion": Lion,
+def adam(parameters: list[nn.Parameter]) -> Optimizer:
+    return torch.optim.Adam(parameters, lr=0.01)
+
+
+RECIPES = {
+    "cnn with batch norm": (cnn, images, adam),
+    "spectral norm": (normalized, vectors, adam),
+    "lazy": (lazy, images, adam),
+    "sparse": (lambda: nn.Embedding(10, 3, sparse=True), tokens, torch.optim.SparseAdam),
+    "SGD": (mlp, vectors, lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9, nesterov=True)),
+    "Adam": (mlp, vectors, lambda p: torch.optim.Adam(p, lr=torch.tensor(0.01), amsgrad=True)),
+    "fused AdamW": (mlp, vectors, lambda p: torch.optim.AdamW(p, fused=True)),
+    "LBFGS": (mlp, vectors, lambda p: torch.optim.LBFGS(p, line_search_fn="strong_wolfe")),
+    "Lion": (mlp, vectors, Lion),
 }
 
 
-@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_an_optimizer_trains_bit_for_bit_alike(make):
-    def prepare() -> Tools:
-        model = mlp()
-        return Tools(model, make(list(model.parameters())))
+@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")  # at each use, for years
+@pytest.mark.parametrize(("make", "batch", "optimizer"), RECIPES.values(), ids=RECIPES)
+def test_a_model_and_an_optimizer_train_bit_for_bit_alike(make, batch, optimizer):
+    def prepare() -> list[Any]:
+        model = make()
+        return [model, optimizer(list(model.parameters()))]
 
-    assert_trains_alike(prepare, step_on(vectors))
+    def body(model: nn.Module, optimizer: Optimizer) -> None:
+        inputs, targets = batch()
 
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = F.mse_loss(model(inputs), targets)
+            loss.backward()
+            return loss
 
-def test_sparse_gradients_train_bit_for_bit_alike():
-    def prepare() -> Tools:
-        model = nn.Embedding(10, 3, sparse=True)
-        return Tools(model, torch.optim.SparseAdam(list(model.parameters())))
+        optimizer.step(closure)
 
-    assert_trains_alike(prepare, step_on(tokens))
+    assert_trains_alike(prepare, body)
 
 
 def test_nothing_but_the_model_and_the_optimizer_survives_a_step():
     with NewDisposeScope("outer") as outer:
-        model, optimizer, _ = with_adam(cnn())
+        model = cnn()
+        optimizer = adam(list(model.parameters()))
         with NewDisposeScope("step") as scope:
             inputs, targets = images()
             loss = F.mse_loss(model(inputs), targets)
@@ -194,47 +158,32 @@ def test_nothing_but_the_model_and_the_optimizer_survives_a_step():
         assert len(outer) == 0
 
 
-# --- what stands around a step
-
-
-def test_autocast_a_scaler_clipping_and_an_average_train_alike():
-    def prepare() -> Tools:
-        model, optimizer, _ = with_adam(cnn())
-        average = swa_utils.get_ema_multi_avg_fn(0.9)
-        others = {
-            "scaler": torch.amp.GradScaler("cpu", 64.0),
-            "average": swa_utils.AveragedModel(model, multi_avg_fn=average, use_buffers=True),
-            "plateau": lr_scheduler.ReduceLROnPlateau(optimizer, patience=0),
-        }
-        return Tools(model, optimizer, others)
-
-    def body(tools: Tools) -> None:
-        scaler, average, plateau = tools.others.values()
-        inputs, targets = images()
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = F.mse_loss(tools.model(inputs).float(), targets)
-        scaler.scale(loss).backward()
-        scaler.unscale_(tools.optimizer)
-        nn.utils.clip_grad_norm_(tools.model.parameters(), 0.1, foreach=True)
-        nn.utils.clip_grad_value_(tools.model.parameters(), 0.01)
-        scaler.step(tools.optimizer)
-        scaler.update()
-        tools.optimizer.zero_grad(set_to_none=False)
-        average.update_parameters(tools.model)
-        swa_utils.update_bn([images()[0]], average)
-        plateau.step(loss.detach())
-
-    assert_trains_alike(prepare, body)
-
-
-def test_a_schedule_of_a_tensor_trains_alike():
-    def prepare() -> Tools:
-        model = mlp()
+def test_autocast_a_scaler_clipping_an_average_and_a_schedule_of_a_tensor_train_alike():
+    def prepare() -> list[Any]:
+        model = cnn()
         optimizer = torch.optim.Adam(model.parameters(), lr=torch.tensor(0.01))
         schedule = lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 2)
-        return Tools(model, optimizer, {"schedule": lr_scheduler.ChainedScheduler([schedule])})
+        averaging = swa_utils.get_ema_multi_avg_fn(0.9)
+        average = swa_utils.AveragedModel(model, multi_avg_fn=averaging, use_buffers=True)
+        scaler = torch.amp.GradScaler("cpu", 64.0)
+        return [model, optimizer, scaler, average, lr_scheduler.ChainedScheduler([schedule])]
 
-    assert_trains_alike(prepare, step_on(vectors))
+    def body(model, optimizer, scaler, average, schedule) -> None:
+        inputs, targets = images()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = F.mse_loss(model(inputs).float(), targets)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1, foreach=True)
+        nn.utils.clip_grad_value_(model.parameters(), 0.01)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad(set_to_none=False)
+        average.update_parameters(model)
+        swa_utils.update_bn([images()[0]], average)
+        schedule.step()
+
+    assert_trains_alike(prepare, body)
 
 
 # --- what is done to a module inside a scope

@@ -100,26 +100,14 @@ class RaisingMapping(collections.UserDict):
         raise ValueError("mine")
 
 
-class RaisingClass:
-    @property
-    def __class__(self):
-        raise ValueError("mine")
-
-
-class RaisingWrapper(Wrapper):
-    def __tensor_flatten__(self):
-        raise ValueError("mine")
-
-
-@pytest.mark.parametrize("make", [RaisingMapping, RaisingClass, lambda: RaisingWrapper(A)])
-def test_a_container_whose_code_raises_is_named_and_nothing_is_changed(make):
+def test_a_container_whose_code_raises_is_named_and_nothing_is_changed():
     with NewDisposeScope() as scope:
-        tensor, hostile = torch.ones(1), make()
+        tensor, hostile = torch.ones(1), RaisingMapping()
         for verb in (attach_to_scope, detach_from_scope, dispose, move_to_outer):
             with pytest.raises(
                 ScopeUsageError,
-                match=rf"^A {type(hostile).__name__} could not be searched for tensors: its own "
-                r"code raised ValueError\. Nothing was changed\. Pass the tensors in it instead\.$",
+                match=r"^A RaisingMapping could not be searched for tensors: its own code raised "
+                r"ValueError\. Nothing was changed\. Pass the tensors in it instead\.$",
             ) as caught:
                 verb([tensor, hostile])
             assert isinstance(caught.value.__cause__, ValueError)
@@ -128,20 +116,13 @@ def test_a_container_whose_code_raises_is_named_and_nothing_is_changed(make):
 
 
 def test_hostile_objects_are_leaves():
-    class Meta(type):
-        def __eq__(cls, other):
-            raise AssertionError
-
-    class Hostile(metaclass=Meta):
+    class Hostile:
         def __eq__(self, other):
             raise AssertionError
 
-        def __bool__(self):
-            raise AssertionError
-
+        __bool__ = __eq__
         __hash__ = None  # type: ignore[assignment]
 
     assert found_in([Hostile(), A]) == ids(A)
     with pytest.raises(ScopeUsageError, match="got a Hostile, which holds no tensor"):
         move_to_outer(Hostile())
-    assert not is_disposed(RaisingWrapper(A))
