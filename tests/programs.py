@@ -19,6 +19,7 @@ from typing import NamedTuple
 main = entry_points(group="console_scripts")["tenure"].load()
 """What the command `tenure` calls."""
 _SERVER = Path(__file__).with_name("program_server.py")
+_TIMEOUT_S = 300
 _ROOMS = ("tenure.adaptive", "tenure.paging", "tenure.profiler")
 
 
@@ -36,8 +37,6 @@ def run_program(
     imported: tuple[str, ...] = (),
     has_tenure: bool = True,
     hides: bool = False,
-    stdin: str = "",
-    timeout: float = 300,
     **environment: str,
 ) -> Done:
     """Run code, or the file of a path, or after "-m" a module; in this folder and environment.
@@ -49,14 +48,11 @@ def run_program(
             imports one, and then sees all.
         has_tenure: whether the rooms of tenure are among them.
         hides: whether searches of the heap leave out what was imported, which takes them longest.
-        stdin: what it reads.
-        timeout: seconds after which it is killed.
         **environment: more variables.
     """
     words = ["-c", program] if isinstance(program, str) and program != "-m" else [str(program)]
     with TemporaryDirectory() as folder:
-        files = [Path(folder, name) for name in ("stdin", "stdout", "stderr")]
-        files[0].write_text(stdin)
+        files = Path(os.devnull), Path(folder, "stdout"), Path(folder, "stderr")
         request = {
             "words": [*words, *map(str, arguments)], "files": [*map(str, files)], "hides": hides,
             "folder": os.getcwd(), "environment": {**os.environ, **environment},
@@ -64,7 +60,7 @@ def run_program(
         server = _server(*(_ROOMS if has_tenure else ()), *imported)
         server.stdin.write(f"{json.dumps(request)}\n".encode())
         pid = int(server.stdout.readline())
-        if not select.select([server.stdout], [], [], timeout)[0]:
+        if not select.select([server.stdout], [], [], _TIMEOUT_S)[0]:
             os.kill(pid, signal.SIGKILL)
         returncode = int(server.stdout.readline())
         return Done(*(at.read_text() for at in files[1:]), returncode)
