@@ -62,8 +62,6 @@ class OnSideStream(nn.Module):
 class SumOnSideStream(nn.Module):
     """Layers on a side stream, each of which says by `record` that the stream reads its weight."""
 
-    WIDTH = 64
-
     def __init__(self, module, side, record=by_the_weight, *, width=WIDTH, n_layers=6):
         super().__init__()
         self.layers = nn.ModuleList(
@@ -84,11 +82,6 @@ def resnet():
     )
 
 
-def encoder():
-    layer = nn.TransformerEncoderLayer(WIDTH, 2, 2 * WIDTH, batch_first=True)
-    return nn.TransformerEncoder(layer, 6, enable_nested_tensor=False)
-
-
 class Decoder(nn.Module):
     def __init__(self):
         super().__init__()
@@ -97,19 +90,6 @@ class Decoder(nn.Module):
 
     def forward(self, x, *, memory):
         return self.layers(x, memory)
-
-
-class Attention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(
-            [nn.MultiheadAttention(WIDTH, 4, batch_first=True) for _ in range(4)]
-        )
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = x + layer(x, x, x, need_weights=False)[0]
-        return x
 
 
 class TiedLanguageModel(nn.Module):
@@ -187,16 +167,6 @@ class Nested(nn.Module):
         return {"out": Split(self.layers["b"](a), [self.layers["c"](y)])}
 
 
-class Parametrized(nn.Module):
-    def __init__(self):
-        super().__init__()
-        make = nn.utils.parametrizations.weight_norm
-        self.layers = nn.Sequential(*[make(nn.Linear(WIDTH, WIDTH)) for _ in range(4)])
-
-    def forward(self, x):
-        return self.layers(x)
-
-
 def half():
     return mlp().to(torch.bfloat16)
 
@@ -217,12 +187,10 @@ def _x(*shape):
 ZOO = {
     "mlp": (mlp, _x(4, WIDTH)),
     "resnet": (resnet, _x(2, 3, 6, 6)),
-    "encoder": (encoder, _x(2, 5, WIDTH)),
     "decoder": (
         Decoder,
         lambda: ((torch.randn(2, 5, WIDTH),), {"memory": torch.randn(2, 3, WIDTH)}),
     ),
-    "attention": (Attention, _x(2, 5, WIDTH)),
     "tied": (TiedLanguageModel, lambda: ((torch.randint(50, (2, 9)),), {})),
     "functional": (Functional, _x(4, WIDTH)),
     "lstm": (lstm, _x(2, 5, WIDTH)),
@@ -231,7 +199,6 @@ ZOO = {
         Nested,
         lambda: (({"x": torch.randn(2, WIDTH), "rest": (torch.randn(2, WIDTH),)},), {"scale": 2.0}),
     ),
-    "parametrized": (Parametrized, _x(4, WIDTH)),
     "half": (half, lambda: ((torch.randn(4, WIDTH, dtype=torch.bfloat16),), {})),
     "strided": (strided, _x(4, WIDTH)),
 }
@@ -242,32 +209,3 @@ def build(name):
     make, draw = ZOO[name]
     torch.manual_seed(0)
     return make().eval(), *draw()
-
-
-class Side:
-    """A stream that no copy of a model copies."""
-
-    def __init__(self, sim):
-        self.module, self.stream = sim.module, sim.module.Stream()
-
-    def __deepcopy__(self, memo):
-        return self
-
-
-class Beside(nn.Module):
-    """Reads its weight on a stream of its own, which nothing joins but who asks for it."""
-
-    def __init__(self, side, *, joins):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
-        self.side, self.joins = side, joins
-        self.seen = []
-
-    def forward(self, x):
-        with self.side.module.stream(self.side.stream):
-            doubled = self.weight * 2
-        self.seen.append(doubled)
-        if self.joins:
-            self.side.module.current_stream().wait_stream(self.side.stream)
-            return F.linear(x, doubled)
-        return x + 1

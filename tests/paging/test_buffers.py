@@ -53,16 +53,6 @@ def of_another_shape(module, x):
     module.state = module.state * module.square.mean()
 
 
-WAYS = [
-    late_write,
-    late_write_through_a_view,
-    a_view_of_itself,
-    registered_again,
-    of_tied_buffers,
-    of_another_shape,
-]
-
-
 class Layer(nn.Module):
     def __init__(self, way):
         super().__init__()
@@ -78,83 +68,57 @@ class Layer(nn.Module):
         return self.out(x) + self.state + self.square.sum(0)
 
 
-class Pair(nn.Module):
+class Twice(nn.Module):
     def __init__(self, way):
         super().__init__()
-        self.layers = nn.ModuleList([Layer(way), Layer(way)])
+        self.layers, self.seen = nn.ModuleList([Layer(way), Layer(way)]), []
 
     def forward(self, x):
         for layer in [*self.layers, self.layers[0]]:
             x = layer(x) / 100
+        with torch.no_grad():  # after the module has returned
+            self.layers[1].state.add_(1)
+        self.seen = [self.state_dict()["layers.1.state"].clone()]
         return x
 
 
-def whole_on(sim, model):
-    whole = copy.deepcopy(model)
-    for layer in whole.layers:
-        layer.to(sim.device)
-        layer.other_twin = layer.twin
-    return whole
-
-
-def assert_same(paged, plain):
-    state = plain.state_dict()
-    assert paged.state_dict().keys() == state.keys()
-    for name, tensor in paged.state_dict().items():
-        assert torch.equal(tensor.cpu(), state[name].cpu()), name
-
-
-@pytest.mark.parametrize("trains", [False, True])
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+@pytest.mark.parametrize(
+    ("way", "trains"),
+    [
+        (late_write, True),
+        (late_write_through_a_view, False),
+        (late_write_through_a_view, True),
+        (a_view_of_itself, False),
+        (a_view_of_itself, True),
+        (registered_again, True),
+        (of_tied_buffers, False),
+        (of_another_shape, True),
+    ],
+)
 def test_buffers_and_outputs_are_those_of_the_plain_model(sim, way, trains):
     torch.manual_seed(0)
-    model, x = Pair(way), torch.randn(4, WIDTH, device=sim.device)
-    plain = whole_on(sim, model)
+    model, x = Twice(way), torch.randn(4, WIDTH, device=sim.device)
+    plain = copy.deepcopy(model)
+    for layer in plain.layers:
+        layer.to(sim.device)
+        layer.other_twin = layer.twin
     with (
         page(model, sim.device, 1, budget="12KiB", training=trains),
         torch.set_grad_enabled(trains),
     ):
         for _ in range(3):
             output, expected = model(x), plain(x)
-            assert torch.equal(output.cpu(), expected.cpu())
-            assert_same(model, plain)
+            assert torch.equal(output, expected)
+            assert model.seen[0].device.type == "cpu"
+            assert torch.equal(model.seen[0], plain.seen[0].cpu())
+            for name, tensor in model.state_dict().items():
+                assert torch.equal(tensor.cpu(), plain.state_dict()[name].cpu()), name
             if trains:
                 output.sum().backward()
                 expected.sum().backward()
-    assert_same(model, plain)
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         if trains:
             torch.testing.assert_close(ours.grad, theirs.grad.cpu())
-
-
-class Telling(nn.Module):
-    """A child assigns, its parent writes to what it has assigned, and takes a checkpoint."""
-
-    def __init__(self):
-        super().__init__()
-        self.child = Layer(lambda module, x: setattr(module, "state", x.mean(0)))
-        self.saved = []
-
-    def forward(self, x):
-        y = self.child(x)
-        state = self.child.state
-        del x
-        state.add_(1)
-        self.saved.append(self.state_dict()["child.state"])
-        self.copy = copy.deepcopy(self.child)
-        state.mul_(2)
-        return y
-
-
-@torch.no_grad()
-def test_a_write_after_the_module_has_returned_counts_and_a_checkpoint_has_what_was_there(sim):
-    model, x = Telling(), torch.full((2, WIDTH), 3.0, device=sim.device)
-    with page(model, sim.device):
-        model(x)
-        assert model.child.state.tolist() == [8.0] * WIDTH
-        assert model.child.state.device.type == "cpu"
-    assert model.saved[0].tolist() == model.copy.state.tolist() == [4.0] * WIDTH
-    assert model.saved[0].device.type == "cpu"
 
 
 class Recurrence(nn.Module):

@@ -13,8 +13,7 @@ pytestmark = pytest.mark.sim_allocator("cuda")
 
 WIDTH = 16
 UNIT_BYTES = 2048
-BUDGETS = [None, 2 * UNIT_BYTES]
-ways = pytest.mark.parametrize("budget", BUDGETS, ids=["all", "least"])
+LEAST = 2 * UNIT_BYTES
 
 
 def rotate(a, b, c):
@@ -43,10 +42,6 @@ def layers():
     return made
 
 
-def weights_of(model):
-    return [each.weight for each in model[:3]]
-
-
 def run(model, sim):
     with torch.no_grad():
         return model(torch.ones(2, WIDTH, device=sim.device)).cpu()
@@ -58,35 +53,40 @@ def assert_same(ours, theirs, sim):
         assert mine.equal(others)
 
 
+EXCHANGES = [rotate, swap_handles, transpose, take_the_transposed]
+
+
 @pytest.mark.parametrize(
-    ("budget", "training", "size"),
-    [(None, False, 4 * (WIDTH + 1) * WIDTH), (2 * UNIT_BYTES, True, 1), ("auto", False, 1)],
-    ids=["one unit", "trained, a unit each", "auto"],
+    ("where", "exchange"),
+    [
+        *(("one unit", exchange) for exchange in EXCHANGES),
+        *(("trained, a unit each", exchange) for exchange in EXCHANGES),
+        *(("on a disk", exchange) for exchange in (rotate, swap_handles)),
+    ],
 )
-@pytest.mark.parametrize("exchange", [rotate, swap_handles, transpose, take_the_transposed])
-def test_exchanged_values_are_those_of_the_plain_model(sim, budget, training, size, exchange):
+def test_exchanged_values_are_those_of_the_plain_model(sim, where, exchange, tmp_path):
     model = layers()
     plain = copy.deepcopy(model)
-    handle = page(model, sim.device, size, budget=budget, training=training)
-    for _ in range(2):
-        assert_same(model, plain, sim)
-        for each in (model, plain):
-            exchange(*weights_of(each))
-        assert_same(model, plain, sim)
-    handle.unpage()
+    size = 4 * (WIDTH + 1) * WIDTH if where == "one unit" else 1
+    budget = None if where == "one unit" else LEAST
+    host = tmp_path if where == "on a disk" else "pinned"
+    training = where == "trained, a unit each"
+    with page(model, sim.device, size, budget=budget, training=training, host=host):
+        for _ in range(2):
+            assert_same(model, plain, sim)
+            for each in (model, plain):
+                exchange(*[layer.weight for layer in each[:3]])
+            assert_same(model, plain, sim)
     for mine, others in zip(model.parameters(), plain.parameters(), strict=True):
         assert mine.equal(others)
 
 
-@ways
-@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize(("budget", "training"), [(None, True), (LEAST, False)])
 def test_an_average_of_weights_is_applied_and_taken_back(sim, budget, training):
     model = layers()
-    plain = copy.deepcopy(model)
+    plain, pinned = copy.deepcopy(model), []
     with page(model, sim.device, 1, budget=budget, training=training) as handle:
-        pinned = []
         for _ in range(3):
-            assert_same(model, plain, sim)
             kept = {each: each.data for each in model.parameters()}
             for each in model.parameters():
                 each.data = each.data * 0.5
@@ -97,22 +97,6 @@ def test_an_average_of_weights_is_applied_and_taken_back(sim, budget, training):
             assert_same(model, plain, sim)
             pinned.append(handle._engine.pinned_bytes)
         assert len(set(pinned)) == 1
-
-
-@ways
-@pytest.mark.parametrize("exchange", [rotate, swap_handles])
-def test_values_from_a_file_are_exchanged(sim, budget, exchange, tmp_path):
-    model = layers()
-    plain = copy.deepcopy(model)
-    with page(model, sim.device, 1, budget=budget, host=tmp_path):
-        kept = {each: each.data for each in model.parameters()}
-        for _ in range(2):
-            for each in (model, plain):
-                exchange(*weights_of(each))
-            assert_same(model, plain, sim)
-        for each, value in kept.items():
-            each.data = value
-        assert_same(model, layers(), sim)
 
 
 def to_each_other(a, b):
@@ -136,22 +120,17 @@ def test_a_tie_that_comes_while_it_is_paged_is_refused(sim, tie):
         run(model, sim)
 
 
-@ways
-def test_data_set_between_a_forward_and_its_backward_pass_raises(sim, budget):
+@pytest.mark.parametrize("budget", [None, LEAST])
+def test_data_set_between_a_forward_and_its_backward_pass_raises_if_not_given_back(sim, budget):
     model, x = layers(), torch.ones(2, WIDTH, device=sim.device)
+    plain = copy.deepcopy(model).to(sim.device)
     with page(model, sim.device, 1, budget=budget, training=True):
         loss = model(x).sum()
         model[1].weight.data = model[1].weight.data * 2
         with pytest.raises(RuntimeError, match=r"^one of the variables .* '1\.weight' is at vers"):
             loss.backward()
-        model(x).sum().backward()
-
-
-@ways
-def test_data_that_is_given_back_before_the_backward_pass(sim, budget):
-    model, x = layers(), torch.ones(2, WIDTH, device=sim.device)
-    plain = copy.deepcopy(model).to(sim.device)
-    with page(model, sim.device, 1, budget=budget, training=True):
+        model.zero_grad()
+        plain[1].weight.data *= 2
         for each in (model, plain):
             loss, kept = each(x).sum(), each[1].weight.data
             each[1].weight.data = kept * 2

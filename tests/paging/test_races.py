@@ -1,6 +1,7 @@
 """Programs in which each wait of the pager matters: their values are right, and no race is found.
 
-`tests.planted_faults` leaves the waits out one by one.
+Others computed some of them wrongly without a word, where a docstring says. `tests.planted_faults`
+leaves the waits out one by one.
 """
 
 import copy
@@ -12,7 +13,7 @@ from torch import nn
 from tenure.paging import PagingBudget, page
 from tenure.testing import Rates
 
-from .models import WIDTH
+from .models import WIDTH, SumOnSideStream, resnet
 from .training.blocks import LARGE, inputs, transformer
 
 # about values, which no allocator changes: once, with the one that has more rules
@@ -29,6 +30,15 @@ def linears(n=6):
 def random(sim):
     torch.manual_seed(1)
     return torch.randn(4, WIDTH, device=sim.device)
+
+
+def whole(sim, model):
+    return copy.deepcopy(model).to(sim.device)
+
+
+def small(n_layers):
+    """Room for so many of the layers, and for none to stay."""
+    return n_layers * (UNIT_BYTES + 256)
 
 
 def count_call(module, args, output):
@@ -68,6 +78,32 @@ def writes_buffers_and_reads_them_again(sim):
                 assert model.count.seen.eq(6 * n_passes).all()
 
 
+def reads_values_as_soon_as_they_are_home(sim):
+    """verl#6447: the host reads, or frees, what a copy has yet to write, or to read."""
+    sim(rates=Rates(d2h_bytes_per_s=1e6))
+    model, seen = linears(), torch.zeros(64)
+    model[1].register_buffer("seen", seen)
+    model[1].register_forward_hook(count_call)
+    with page(model, sim.device, budget=small(2)):
+        for n in (1, 2, 3):
+            model(random(sim))
+            assert seen.eq(n).all()
+    assert model[1].seen.eq(3).all()
+
+
+def counts_the_statistics_of_batch_norms(sim):
+    """accelerate#2701: running statistics of batch norm are lost."""
+    torch.manual_seed(0)
+    model, images = resnet().train(), torch.randn(2, 3, 6, 6).to(sim.device)
+    there = whole(sim, model)
+    with page(model, sim.device, budget="16KiB"):
+        for _ in range(3):
+            model(images)
+            there(images)
+        for (name, mine), theirs in zip(model.named_buffers(), there.buffers(), strict=True):
+            assert torch.equal(mine, theirs.cpu()), name
+
+
 def is_unpaged_while_it_computes(sim):
     model, x = linears(), random(sim)
     with page(model, sim.device, budget="15KiB"):
@@ -86,6 +122,18 @@ def takes_memory_after_what_used_it(sim):
             # nothing else tells when a copy ran: the device runs one kernel after the other
             pages = handle._pager.engine.room.pages.values()
             assert all(each.ready.at_s > busy_until_s for each in pages)
+
+
+def has_layers_that_its_ring_does_not_divide_behind_a_slow_link(sim):
+    """vllm#54975, fairscale OffloadModel: a slot is overwritten, or read before its copy."""
+    sim(rates=Rates(h2d_bytes_per_s=1e6))
+    x = random(sim)
+    for n, n_slots in ((6, 2), (4, 3), (5, 3), (7, 3)):
+        model = linears(n)
+        expected = whole(sim, model)(x)
+        with page(model, sim.device, budget=small(n_slots)):
+            for _ in range(3):
+                assert torch.equal(model(x), expected)
 
 
 class Early(nn.Module):
@@ -109,7 +157,7 @@ class Early(nn.Module):
 
 def holds_what_it_has_read(sim):
     model, x = Early(), random(sim)
-    expected = copy.deepcopy(model).to(sim.device)(x)
+    expected = whole(sim, model)(x)
     for n_units in (3, 4):
         with page(model, sim.device, 1, budget=n_units * UNIT_BYTES, prefetch=0):
             for _ in range(3):
@@ -117,9 +165,10 @@ def holds_what_it_has_read(sim):
 
 
 def changes_weights_between_passes(sim):
+    """diffusers#11791, ComfyUI#13989: copies on the device are from before, or get it twice."""
     model, x = linears(), random(sim)
     for budget in ("15KiB", "1MiB"):
-        plain, outputs = copy.deepcopy(model).to(sim.device), []
+        plain, outputs = whole(sim, model), []
         with page(model, sim.device, budget=budget):
             for _ in range(3):
                 # looked at when all is launched: that waits for the device
@@ -135,15 +184,29 @@ def changes_a_weight_that_is_still_there(sim):
     with page(model, sim.device, budget="15KiB"):
         model(x)
         model[5].weight.data += 0.1
-        expected = copy.deepcopy(model[5]).to(sim.device)(x)
+        expected = whole(sim, model[5])(x)
         assert torch.equal(model[5](x), expected)
 
 
+def loads_a_state_dict_while_weights_stay(sim):
+    """accelerate: "<All keys matched successfully>", and the forward keeps the old weights."""
+    x = random(sim)
+    for budget in ("1MiB", small(2)):
+        model = linears()
+        new = {name: value * -0.5 + 0.1 for name, value in model.state_dict().items()}
+        with page(model, sim.device, budget=budget):
+            model(x)
+            model.load_state_dict(new)
+            expected = whole(sim, model)(x)
+            assert all(torch.equal(model(x), expected) for _ in range(3))
+
+
 def gives_memory_back(sim):
+    """comfy-aimdo#65: what goes under pressure is unmapped before its last use is over."""
     x = random(sim)
     for n_passes in (0, 1):
         model, other, budget = linears(), linears(8), PagingBudget("40KiB")
-        twin, other_twin = (copy.deepcopy(each).to(sim.device) for each in (model, other))
+        twin, other_twin = whole(sim, model), whole(sim, other)
         with page(model, sim.device, budget=budget):
             for _ in range(n_passes):
                 model(x)
@@ -176,12 +239,35 @@ def takes_a_state_dict_in_its_forward(sim):
     assert model.found == [WIDTH * WIDTH, 2 * WIDTH * WIDTH]
 
 
+class Beside(nn.Module):
+    """Reads its weight on a stream of its own, which nothing joins but who asks for it."""
+
+    def __init__(self, sim):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+        self.module, self.side, self.seen = [sim.module], [sim.module.Stream()], []
+
+    def forward(self, x):
+        with self.module[0].stream(self.side[0]):
+            self.seen.append(self.weight * 2)
+        return x + 1
+
+
+def reads_weights_on_streams_of_their_own(sim):
+    """diffusers#12673, #12721: the memory is kept for another stream than the one that reads it."""
+    sim(rates=Rates(memory_bytes_per_s=1e8))
+    model = nn.Sequential(*[Beside(sim) for _ in range(6)]).eval()
+    with page(model, sim.device, budget="10KiB", prefetch=1):
+        for _ in range(3):
+            model(random(sim))
+
+
 def trains_and_evaluates(sim, activations=None):
     """Steps, a gradient that is added to, and a forward that no backward pass follows."""
     sim(rates=Rates(d2h_bytes_per_s=1e8 if activations else 1e9, h2d_bytes_per_s=1e9))
     torch.manual_seed(0)
     model = transformer()
-    plain = copy.deepcopy(model).to(sim.device)
+    plain = whole(sim, model)
     optimizers = [torch.optim.SGD(each.parameters(), 0.1) for each in (model, plain)]
     budget = sum(p.nbytes for p in model.parameters()) // 2
     with (
@@ -205,17 +291,36 @@ def trains_with_activations_on_the_host(sim):
     trains_and_evaluates(sim, "host")
 
 
+def reads_gradients_as_soon_as_they_are_there(sim):
+    """verl#6447, of gradients: the optimizer reads what a copy has yet to write."""
+    sim(rates=Rates(d2h_bytes_per_s=1e6))
+    model, x = linears().train(), random(sim)
+    there = whole(sim, model)
+    with page(model, sim.device, budget=small(2), training=True), torch.enable_grad():
+        for each in (model, there):
+            for factor in (1, 2):
+                each(factor * x).square().sum().backward()
+        for mine, theirs in zip(model.parameters(), there.parameters(), strict=True):
+            assert torch.equal(mine.grad, theirs.grad.cpu())
+
+
 PROGRAMS = (
     writes_buffers_and_reads_them_again,
+    reads_values_as_soon_as_they_are_home,
+    counts_the_statistics_of_batch_norms,
     is_unpaged_while_it_computes,
     takes_memory_after_what_used_it,
+    has_layers_that_its_ring_does_not_divide_behind_a_slow_link,
     holds_what_it_has_read,
     changes_weights_between_passes,
     changes_a_weight_that_is_still_there,
+    loads_a_state_dict_while_weights_stay,
     gives_memory_back,
     takes_a_state_dict_in_its_forward,
+    reads_weights_on_streams_of_their_own,
     trains_and_evaluates,
     trains_with_activations_on_the_host,
+    reads_gradients_as_soon_as_they_are_there,
 )
 
 
@@ -224,3 +329,53 @@ def test_it_has_the_values_of_the_plain_model_and_no_race(sim, program):
     with torch.no_grad():
         program(sim)
     sim.finish()
+
+
+# --- record_stream() keeps the bytes of a paged weight as it keeps those of any other tensor
+
+
+def by_the_weight(weight, stream):
+    weight.record_stream(stream)
+
+
+def by_a_view(weight, stream):
+    weight.t()[3:].record_stream(stream)
+
+
+def by_the_class(weight, stream):
+    torch.Tensor.record_stream(weight, stream)
+
+
+def not_at_all(weight, stream):
+    pass
+
+
+@pytest.mark.parametrize("record", [by_the_weight, by_a_view, by_the_class, not_at_all])
+def test_a_weight_stays_until_the_stream_that_was_recorded_has_read_it(sim, record):
+    sim(rates=Rates(flops_per_s=1e6))
+    torch.manual_seed(0)
+    model = SumOnSideStream(sim.module, sim.module.Stream(), record, width=64)
+    weights = [layer.weight.detach().clone().requires_grad_() for layer in model.layers]
+    x = torch.randn(4, 64, device=sim.device)
+    expected = sum(x @ weight.to(sim.device) for weight in weights)
+    expected.square().sum().backward()
+    budget = 3 * 4 * 64 * 64
+    if record is not_at_all:
+        with (
+            torch.no_grad(),
+            page(model, sim.device, budget=budget),
+            pytest.raises(RuntimeError, match="no wait orders the two"),
+        ):
+            model(x)
+        assert sim.take_faults()
+        return
+    with torch.no_grad(), page(model, sim.device, budget=budget):
+        for _ in range(3):
+            assert torch.equal(model(x), expected)
+    with page(model, sim.device, budget=budget, training=True):
+        for _ in range(2):
+            model.zero_grad()
+            model(x).square().sum().backward()
+            for layer, weight in zip(model.layers, weights, strict=True):
+                torch.testing.assert_close(layer.weight.grad, weight.grad)
+    assert not sim.take_faults()

@@ -62,20 +62,6 @@ def test_a_failed_registration_is_raised_by_the_next_launch_and_by_none_after(si
     assert x.tolist() == [2, 2, 2, 2]
 
 
-def test_a_copy_within_the_device_looks_and_copies_over_the_link_do_not(sim, host):
-    x, y = torch.zeros(4, device=sim.device), torch.zeros(4, device=sim.device)
-    pinned = torch.ones(4).pin_memory()
-    sim.fail_pinning("all")
-    register(sim, host)
-    x.copy_(pinned, non_blocking=True)
-    sim.module.synchronize()
-    assert x.cpu().tolist() == [1, 1, 1, 1]
-    assert x[0].item() == 1
-    with pytest.raises(torch.AcceleratorError, match=OUT_OF_MEMORY):
-        y.copy_(x)
-    y.copy_(x)
-
-
 def test_the_error_stays_in_its_thread(sim, host):
     x, raised = torch.zeros(4, device=sim.device), []
 

@@ -109,19 +109,6 @@ def test_freeing_on_its_home_stream_what_a_side_stream_uses_is_caught(sim, end, 
     assert records or "a block of 3.91 KiB of stream 0 was freed while stream" in faults[0]
 
 
-@pytest.mark.parametrize("waits", [True, False])
-def test_what_a_recorded_stream_waited_for_is_over_before_the_block_is_used_again(sim, waits):
-    current, side, third = sim.module.current_stream(), sim.module.Stream(), sim.module.Stream()
-    x = torch.zeros(1000, device=sim.device)
-    x.record_stream(side)
-    third.wait_stream(current)
-    launch(sim, third, x, "writes")
-    if waits:
-        side.wait_stream(third)
-    del x
-    assert len(sim.take_faults()) == (0 if waits else 1)
-
-
 # --- pinned memory of the host
 
 

@@ -78,43 +78,6 @@ for _ in range(2):
     assert "run its tests in a process of their own, in which nothing sets up 'npu'." in first
 
 
-@pytest.mark.slow
-def test_the_device_may_come_after_the_first_backward_pass_of_the_process():
-    done = run_program(
-        """
-import torch
-from torch import nn
-from tenure.paging import page
-from tenure.testing import simulated_accelerator
-
-torch.ones(3, requires_grad=True).sum().backward()
-model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
-with simulated_accelerator() as sim:
-    x = torch.ones(3, device=sim.device, requires_grad=True)
-    y = x * 2
-    y.register_hook(lambda _: 1 / 0)
-    try:
-        y.sum().backward()
-    except ZeroDivisionError:
-        del y
-    assert sim.allocated_bytes == x.nbytes
-    side = sim.module.Stream()
-    side.wait_stream(sim.module.current_stream())
-    with sim.module.stream(side):
-        z = x.exp()
-    sim.module.current_stream().wait_stream(side)
-    (gradient,) = torch.autograd.grad(z.sum(), [x])
-    assert torch.equal(gradient, z)
-    with page(model, sim.device, budget="1KiB", training=True, activations="host"):
-        model(torch.ones(2, 8, device=sim.device)).sum().backward()
-    assert model[3].bias.grad.tolist() == [2.0] * 8
-print("done")
-""",
-        has_tenure=False,
-    )
-    assert (done.stdout, done.returncode) == ("done\n", 0), done.stderr
-
-
 def test_the_options_are_those_of_the_simulator_and_are_checked_there():
     declared = list(inspect.signature(Simulator.__call__).parameters.values())[1:]
     assert list(inspect.signature(simulated_accelerator).parameters.values()) == declared

@@ -90,15 +90,6 @@ def test_set_shares_the_memory_of_another_tensor(sim):
     assert y.shape == (4,)
 
 
-def test_complex_numbers_conjugate_lazily(sim):
-    values = torch.tensor([1 + 2j, 3 - 4j])
-    conjugate = values.to(sim.device).conj()
-    assert conjugate.is_conj()
-    assert torch.equal((conjugate * 2j).cpu(), values.conj() * 2j)
-    assert torch.equal(conjugate.cpu(), values.conj())
-    assert torch.equal(conjugate.imag.cpu(), values.conj().imag)
-
-
 # --- beside tensors of the host
 
 

@@ -77,12 +77,6 @@ def test_files_and_indexes_are_named_by_a_path_by_text_or_by_their_folder(tmp_pa
     assert_holds(index.parent)
 
 
-def test_a_shard_may_hold_more_than_the_index_names(tmp_path):
-    index = sharded(tmp_path, TENSORS, 1)
-    index.write_text(json.dumps({"weight_map": {"weight": "model-1-of-1.safetensors"}}))
-    assert_holds(index, {"weight": TENSORS["weight"]})
-
-
 @pytest.mark.parametrize(
     "names",
     [
@@ -91,19 +85,15 @@ def test_a_shard_may_hold_more_than_the_index_names(tmp_path):
         ["open_clip_model.safetensors", "pytorch_model.bin"],
     ],
 )
-def test_the_usual_name_or_the_only_file_is_taken(tmp_path, names):
+def test_the_usual_name_or_the_only_file_is_taken_if_there_is_no_index(tmp_path, names):
     for name in names:
         (tmp_path / name).touch()
     save_file(TENSORS, tmp_path / names[0])
     assert_holds(tmp_path)
-
-
-def test_of_a_folder_an_index_is_taken_before_a_file(tmp_path):
-    save_file(TENSORS, tmp_path / "a.safetensors")
     (tmp_path / "b.safetensors").touch()
-    index = json.dumps({"weight_map": dict.fromkeys(TENSORS, "a.safetensors")})
-    (tmp_path / "diffusion_pytorch_model.safetensors.index.json").write_text(index)
-    assert_holds(tmp_path)
+    index = tmp_path / "diffusion_pytorch_model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"weight": names[0]}}))  # the shard holds more
+    assert_holds(tmp_path, {"weight": TENSORS["weight"]})
 
 
 def saved_index(shard):

@@ -68,17 +68,18 @@ class Early(nn.Module):
         return self.rest(x) @ self.use(kept)
 
 
-def early(keep, use):
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [*(("cpu", name) for name in ALIASES | HOST_ALIASES), *(("sim", name) for name in ALIASES)],
+)
+def test_what_was_read_of_a_weight_stays_right(sim, device, name, tmp_path):
     torch.manual_seed(0)
-    return Early(keep, use).eval(), torch.randn(3, WIDTH)
-
-
-@pytest.mark.parametrize("name", [*ALIASES, *HOST_ALIASES])
-def test_from_a_disk_what_was_read_of_a_weight_stays_right(name, tmp_path):
-    model, x = early(*(ALIASES | HOST_ALIASES)[name])
-    expected = model(x)
-    for kib in (40, 70):
-        with page(model, "cpu", 1, budget=f"{kib}KiB", host=tmp_path):
+    model = Early(*(ALIASES | HOST_ALIASES)[name]).eval()
+    x = torch.randn(3, WIDTH).to(device)
+    expected = copy.deepcopy(model).to(device)(x)
+    host = tmp_path if device == "cpu" else "pinned"
+    for n_units in (2, 5):
+        with page(model, device, 1, budget=n_units * UNIT_BYTES, host=host):
             for _ in range(3):
                 assert torch.equal(model(x), expected)
 
@@ -103,51 +104,26 @@ class Returning(nn.Module):
         }
 
 
-def assert_safe_after(model, x, expected, run_between):
-    """What a pass has returned stays as it was, whatever other passes do."""
-    outputs = []
-    for _ in range(8):
-        outputs.append(model(x))
-        run_between()
-    for output in outputs:
-        assert_equal(home(output), expected)
-
-
-@pytest.mark.parametrize("share", [0.35, 1.0])
-def test_from_a_disk_what_a_forward_returns_of_its_weights_stays_right(share, tmp_path):
+@pytest.mark.parametrize(("device", "share"), [("cpu", 0.35), ("cpu", 1.0), ("sim", 0.35)])
+def test_what_a_forward_returns_of_its_weights_stays_right(sim, device, share, tmp_path):
     torch.manual_seed(0)
     model, x = Returning().eval(), torch.randn(3, WIDTH)
-    expected = copy.deepcopy(model(x))
-    plan = plan_paging(model, "cpu", 1, host=tmp_path)
+    expected = home(copy.deepcopy(model).to(device)(x.to(device)))
+    host = tmp_path if device == "cpu" else "pinned"
+    plan, outputs = plan_paging(model, device, 1, host=host), []
     budget = max(plan.minimum_bytes, int(plan.weight_bytes * share))
-    with page(model, "cpu", 1, budget=budget, host=tmp_path) as handle:
-        assert_safe_after(model, x, expected, lambda: model.rest(x))
+    with page(model, device, 1, budget=budget, host=host):
+        for _ in range(8):
+            outputs.append(model(x))
+            model.rest(x)
+        for output in outputs:
+            assert_equal(home(output), expected)
         output = model(x)
         assert output["same"][0] is output["table"]
         output["weight"][0].zero_()
-        handle.unpage()
-    assert_equal(model(x), expected)
-
-
-@pytest.mark.parametrize("name", ALIASES)
-def test_on_a_device_what_was_read_of_a_weight_stays_right(sim, name):
-    model, x = early(*ALIASES[name])
-    x = x.to(sim.device)
-    expected = copy.deepcopy(model).to(sim.device)(x)
-    for n_units in (2, 5):
-        with page(model, sim.device, 1, budget=n_units * UNIT_BYTES):
-            for _ in range(3):
-                assert torch.equal(model(x), expected)
-
-
-@pytest.mark.parametrize("share", [0.35, 1.0])
-def test_on_a_device_what_a_forward_returns_of_its_weights_stays_right(sim, share):
-    torch.manual_seed(0)
-    model, x = Returning().eval(), torch.randn(3, WIDTH)
-    expected = home(copy.deepcopy(model).to(sim.device)(x.to(sim.device)))
-    plan = plan_paging(model, sim.device, 1)
-    with page(model, sim.device, 1, budget=max(plan.minimum_bytes, int(plan.weight_bytes * share))):
-        assert_safe_after(model, x, expected, lambda: model.rest(x))
+        assert_equal(home(model(x)), expected)
+        del output, outputs
+    assert_equal(home(copy.deepcopy(model).to(device)(x.to(device))), expected)
 
 
 def test_the_scope_of_the_caller_owns_what_a_forward_returns_of_its_weights(

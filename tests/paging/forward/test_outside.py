@@ -70,14 +70,6 @@ def test_the_error_names_the_parameter_and_says_what_to_do(sim, net):
     assert net(torch.zeros(1, WIDTH)).shape == (1, WIDTH)
 
 
-@pytest.fixture
-def told(monkeypatch):
-    """Return the errors that end a program."""
-    told = []
-    monkeypatch.setattr(sys, "excepthook", lambda *error: told.append(error))
-    return told
-
-
 def end_by_an_error(net, sim):
     try:
         direct(net, net(draw(sim)))
@@ -85,7 +77,9 @@ def end_by_an_error(net, sim):
         sys.excepthook(type(error), error, error.__traceback__)
 
 
-def test_an_error_that_ends_a_program_has_the_note_as_long_as_the_model_is_paged(sim, told):
+def test_an_error_that_ends_a_program_has_the_note_as_long_as_the_model_is_paged(sim, monkeypatch):
+    told = []
+    monkeypatch.setattr(sys, "excepthook", lambda *error: told.append(error))
     for keeps_handle in (True, False):
         before, net = sys.excepthook, Net().requires_grad_(False)
         handle = page(net, sim.device)
@@ -102,21 +96,20 @@ def test_an_error_that_ends_a_program_has_the_note_as_long_as_the_model_is_paged
         assert sys.excepthook is before
 
 
-def another_error(model, y):
-    return model.head.weight + torch.ones(3)
+def another_error(net, handle, y):
+    return net.head.weight + torch.ones(3)
 
 
-def after_unpage(model, y):
-    handle = model.handle.pop()
+def after_unpage(net, handle, y):
     handle.unpage()
-    direct(model, y)
+    direct(net, y)
 
 
 @pytest.mark.parametrize("use", [another_error, after_unpage])
 def test_errors_about_other_things_get_no_note(sim, net, use):
     net.requires_grad_(False)
     handle = page(net, sim.device)
-    net.handle = [handle]
+    y = net(draw(sim))
     with pytest.raises(RuntimeError) as caught, handle:
-        use(net, net(draw(sim)))
+        use(net, handle, y)
     assert not hasattr(caught.value, "__notes__")

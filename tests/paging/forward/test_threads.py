@@ -11,7 +11,7 @@ from torch import nn
 
 from tenure.paging import PagingWarning, page
 
-from ..models import WIDTH, mlp
+from ..models import WIDTH
 
 pytestmark = pytest.mark.usefixtures("without_gradients")
 
@@ -47,43 +47,6 @@ def test_a_long_wait_for_another_forward_is_said_once_and_goes_on(x, tmp_path, m
         "Slow is paged and runs on thread 'other_0', and this thread waits until that ends"
     )
     assert caught[0].filename == __file__
-
-
-@pytest.mark.filterwarnings("ignore:Sequential is paged and runs on thread")
-def test_many_threads_take_turns_while_some_are_interrupted(x, tmp_path):
-    model = mlp().eval()
-    expected, wrong = model(x), []
-    fails = threading.local()
-
-    def maybe(*_):
-        if getattr(fails, "now", False):
-            raise KeyboardInterrupt
-
-    def work(number):
-        with torch.no_grad():
-            for turn in range(6):
-                fails.now = (turn + number) % 3 == 0
-                try:
-                    if not model(x).equal(expected):
-                        wrong.append((number, turn))
-                except KeyboardInterrupt:
-                    pass
-
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    try:
-        with page(model, "cpu", "5KiB", budget="10KiB", host=tmp_path):
-            model[6].register_forward_pre_hook(maybe)
-            threads = [threading.Thread(target=work, args=(n,)) for n in range(3)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join(120)
-            assert not any(thread.is_alive() for thread in threads)
-            assert wrong == []
-            assert model(x).equal(expected)
-    finally:
-        sys.setswitchinterval(interval)
 
 
 @pytest.fixture
@@ -162,14 +125,14 @@ def test_wherever_the_engine_is_interrupted_the_next_pass_is_right_and_has_its_r
         for each in (model, reference):
             each[2].weight.data.mul_(1.01)
         assert model(x).equal(reference(x))
-        k += 7
+        k += 11
     assert k > 500
     assert model(x).equal(reference(x))
 
 
-@pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.slow), 41])
+@pytest.mark.slow
 @pytest.mark.parametrize("verb", ["forward", "unpage"])
-def test_wherever_who_goes_in_or_out_is_interrupted_each_thread_gets_in(x, tmp_path, verb, step):
+def test_wherever_who_goes_in_or_out_is_interrupted_each_thread_gets_in(x, tmp_path, verb):
     if verb == "unpage" and sys.version_info >= (3, 13):
         pytest.skip("from Python 3.13 on a trace is not told of every instruction")
     files = ("_pager.py", "_entry.py", "_pass.py", "_handle.py")
@@ -199,7 +162,7 @@ def test_wherever_who_goes_in_or_out_is_interrupted_each_thread_gets_in(x, tmp_p
             handle = paged_anew()
         assert [each.equal(expected) for each in outputs] == [True] * len(outputs), k
         outputs.clear()
-        k += step
+        k += 1
     assert k > 100
     handle.unpage()
     call()

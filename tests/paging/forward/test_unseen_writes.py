@@ -59,38 +59,29 @@ def codebook(write):
     return Codebook(write).eval(), torch.randn(3, WIDTH)
 
 
-def assert_follows(model, whole, x, whole_x, handle):
-    """The paged model does what the whole one does, pass by pass, and has its state after."""
-    for _ in range(3):
-        assert_equal(home(model(x)), home(whole(whole_x)))
-        assert_equal(model.state_dict(), home(whole.state_dict()))
-        assert_equal(home(model.rest(x)), home(whole.rest(whole_x)))
-    handle.unpage()
-    assert_equal(model.state_dict(), home(whole.state_dict()))
-
-
-@pytest.mark.parametrize("percent", [0, 100])
-@pytest.mark.parametrize("write", [*WRITES, through_numpy])
-def test_from_a_disk_they_reach_the_model(write, percent, tmp_path):
+@pytest.mark.parametrize(
+    ("device", "from_disk", "percent", "write"),
+    [
+        *(("cpu", True, 0, write) for write in (*WRITES, through_numpy)),
+        ("cpu", True, 100, decay),
+        *(("sim", False, 0, write) for write in WRITES),
+        ("sim", False, 100, decay),
+        ("sim", False, 100, set_what_it_is),
+        ("sim", True, 0, through_view),
+    ],
+)
+def test_they_reach_the_model(sim, device, from_disk, percent, write, tmp_path):
     model, x = codebook(write)
-    plan = plan_paging(model, "cpu", 1, host=tmp_path)
-    budget = max(plan.minimum_bytes + 2 * WIDTH**2 * 4, plan.weight_bytes * percent // 100)
-    whole = copy.deepcopy(model)
-    handle = page(model, "cpu", 1, budget=budget, host=tmp_path)
-    assert_follows(model, whole, x, x, handle)
-
-
-@pytest.mark.parametrize("from_disk", [False, True])
-@pytest.mark.parametrize("percent", [0, 100])
-@pytest.mark.parametrize("write", WRITES)
-def test_on_a_device_they_reach_the_model(sim, write, percent, from_disk, tmp_path):
-    model, x = codebook(write)
-    plan = plan_paging(model, sim.device, 1)
-    budget = max(plan.minimum_bytes + 2 * WIDTH**2 * 4, plan.weight_bytes * percent // 100)
-    whole = copy.deepcopy(model).to(sim.device)
     host = tmp_path if from_disk else "pinned"
-    handle = page(model, sim.device, 1, budget=budget, host=host)
-    assert_follows(model, whole, x, x.to(sim.device), handle)
+    plan = plan_paging(model, device, 1, host=host)
+    budget = max(plan.minimum_bytes + 2 * WIDTH**2 * 4, plan.weight_bytes * percent // 100)
+    whole, there = copy.deepcopy(model).to(device), x.to(device)
+    with page(model, device, 1, budget=budget, host=host):
+        for _ in range(3):
+            assert_equal(home(model(x)), home(whole(there)))
+            assert_equal(model.state_dict(), home(whole.state_dict()))
+            assert_equal(home(model.rest(x)), home(whole.rest(there)))
+    assert_equal(model.state_dict(), home(whole.state_dict()))
 
 
 def test_an_alias_that_is_kept_is_watched_as_long_as_it_lives(tmp_path):
@@ -112,7 +103,6 @@ def test_an_alias_that_is_kept_is_watched_as_long_as_it_lives(tmp_path):
         (lambda weight: weight.data.t(), r"float32\[64, 64\]"),
         (lambda weight: weight.data[:8].half(), r"float16\[8, 64\]"),
     ],
-    ids=["scaled", "turned", "a part of another type"],
 )
 def test_other_data_in_the_forward_is_refused_by_name_and_nothing_changes(make, form, tmp_path):
     model, x = codebook(lambda weight: None)

@@ -1,6 +1,5 @@
 import errno
 import gc
-import itertools
 import os
 from pathlib import Path
 
@@ -71,10 +70,6 @@ def test_a_folder_that_is_a_file_is_refused(tmp_path):
     with pytest.raises(PagingError, match=message):
         page(model, "cpu", host=path)
     assert path.read_text() == "mine"
-    reason = "(mkdir: )?embedded null (byte|character in path)"
-    message = rf"No file can be made in host='a.x00b': {reason}\. The model is as before"
-    with pytest.raises(PagingError, match=message):
-        page(model, "cpu", host=Path("a\0b"))
 
 
 def test_a_disk_that_fills_up_while_it_is_written_leaves_the_model_in_memory(tmp_path, monkeypatch):
@@ -98,6 +93,10 @@ def test_the_host_may_be_text_that_is_a_path(tmp_path, monkeypatch):
         with page(mlp(), "cpu", host=host) as handle:
             assert handle.plan.device == "cpu"
     assert sorted(each.name for each in tmp_path.iterdir()) == ["here", "new", "there"]
+    for host in ("model.safetensors", Path("model.safetensors")):
+        assert plan_paging(mlp(), "cpu", host=host).device == "cpu"
+    with pytest.raises(PagingError, match=r"a folder, or the path of the weights, such as host="):
+        plan_paging(mlp(), "cpu", host="weights")
 
 
 @pytest.mark.parametrize(
@@ -116,25 +115,3 @@ def test_a_word_that_is_no_path_is_refused_and_no_folder_is_made(
     with pytest.raises(PagingError, match=message):
         page(mlp(), "cpu", host=host)
     assert not list(tmp_path.iterdir())
-
-
-def test_a_plan_takes_the_path_of_weights_as_text_or_path():
-    for host in ("model.safetensors", Path("model.safetensors")):
-        assert plan_paging(mlp(), "cpu", host=host).device == "cpu"
-    with pytest.raises(PagingError, match=r"a folder, or the path of the weights, such as host="):
-        plan_paging(mlp(), "cpu", host="weights")
-
-
-def test_the_cpu_needs_a_folder_and_does_not_train():
-    folder = r", or 'cpu' with a folder: host=Path\(\.\.\.\)\.$"
-    with pytest.raises(PagingError, match=f"Name an accelerator, such as 'cuda'{folder}"):
-        page(mlp(), "cpu")
-    with pytest.raises(
-        PagingError, match=f"no 'xpu' device here .* Name one that is there{folder}"
-    ):
-        page(mlp(), "xpu")
-    for ask, host in itertools.product((page, plan_paging), ("pinned", "./folder")):
-        with pytest.raises(PagingError, match=r"^training=True and 'cpu': .* such as 'cuda', and"):
-            ask(mlp(), "cpu", training=True, host=host)
-    with pytest.raises(PagingError, match=r"^training=True and host='folder': a backward pass"):
-        page(mlp(), "cuda", training=True, host="./folder")

@@ -2,7 +2,6 @@
 
 import os
 import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -45,26 +44,4 @@ def test_a_fork_waits_for_reads_and_the_child_has_a_thread_of_its_own():
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 0
     assert seen == [1]
-    reader.close()
-
-
-@pytest.mark.parametrize("fails", ["submit", "__init__"])
-def test_who_asks_reads_where_python_has_no_thread_for_it(monkeypatch, fails):
-    reader, seen, gate = Reader(), [], threading.Event()
-    if fails == "submit":
-        reader.submit(lambda: (gate.wait(10), seen.append("first")))
-
-    def refuse(*_, **__):
-        raise RuntimeError("cannot schedule new futures after interpreter shutdown")
-
-    threading.Timer(0.05, gate.set).start()
-    with monkeypatch.context() as patch:
-        patch.setattr(ThreadPoolExecutor, fails, refuse)
-        done = reader.submit(lambda: seen.append(threading.get_ident()))
-        failed = reader.submit(lambda: 1 / 0)
-    assert seen[-1] == threading.get_ident()
-    assert len(seen) == 1 + (fails == "submit")
-    assert done.result().error is None
-    assert isinstance(failed.result().error, ZeroDivisionError)
-    assert not reader.is_current
     reader.close()

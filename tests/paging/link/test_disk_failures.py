@@ -12,8 +12,7 @@ import torch
 from tenure.paging import PagingError, load_paged
 
 from ..models import WIDTH, mlp
-from ..test_zoo import assert_equal
-from .test_disk_zoo import saved
+from ..test_zoo import assert_equal, saved
 
 X = torch.ones(4, WIDTH)
 
@@ -23,20 +22,9 @@ def path(tmp_path):
     return tmp_path / "m.safetensors"
 
 
-def on_meta(make=mlp):
+def on_meta():
     with torch.device("meta"):
-        return make()
-
-
-def refused(path, message, **options):
-    """That a model on meta is refused, before anything runs, and stays what it is."""
-    model = on_meta()
-    with pytest.raises(PagingError, match=message) as caught:
-        load_paged(model, path, "cpu", **options)
-    assert {each.device.type for each in model.parameters()} == {"meta"}
-    assert not model._forward_hooks
-    assert not model._forward_pre_hooks
-    return caught.value
+        return mlp()
 
 
 def failing_reads(monkeypatch):
@@ -53,33 +41,27 @@ def failing_reads(monkeypatch):
 def test_a_disk_that_fails_while_residents_are_read_leaves_the_model_as_it_was(path, monkeypatch):
     saved(mlp(), path)
     failing_reads(monkeypatch)
+    model = on_meta()
     message = (
         "m.safetensors can't be read at byte .*: Input/output error. No weights of it were used"
     )
-    refused(path, message, keep=("0",))
+    with pytest.raises(PagingError, match=message):
+        load_paged(model, path, "cpu", keep=("0",))
+    assert {each.device.type for each in model.parameters()} == {"meta"}
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
 
 
 @torch.no_grad()
-def test_a_disk_that_fails_under_a_pass_says_so_and_the_next_pass_is_right(path, monkeypatch):
+@pytest.mark.parametrize(("budget", "prefetch"), [("8KiB", 0), ("12KiB", "auto")])
+def test_a_disk_that_fails_under_a_pass_or_ahead_of_it_says_so_and_the_next_pass_is_right(
+    path, monkeypatch, budget, prefetch
+):
     model = mlp()
-    expected = model(X)
-    with load_paged(model, saved(model, path), "cpu", budget="8KiB", prefetch=0):
-        recover = failing_reads(monkeypatch)
+    expected, path = model(X), saved(model, path)
+    with load_paged(model, path, "cpu", budget=budget, prefetch=prefetch) as handle:
         for _ in range(2):
-            with pytest.raises(PagingError, match="Input/output error"):
-                model(X)
-        recover()
-        for _ in range(2):
-            assert_equal(model(X), expected)
-
-
-@torch.no_grad()
-def test_a_disk_that_fails_ahead_of_use_says_so_when_the_unit_is_used(path, monkeypatch):
-    model = mlp()
-    expected = model(X)
-    with load_paged(model, saved(model, path), "cpu", budget="12KiB") as handle:
-        model(X)
-        model(X)
+            model(X)
         link = handle._pager.engine._link
         link.finish()
         recover = failing_reads(monkeypatch)

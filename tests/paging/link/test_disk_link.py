@@ -10,8 +10,7 @@ from tenure.paging import load_paged, page
 from tenure.testing import Rates
 
 from ..models import WIDTH, mlp
-from ..test_zoo import assert_equal
-from .test_disk_zoo import home, saved
+from ..test_zoo import assert_equal, home, saved
 
 
 @torch.no_grad()

@@ -10,12 +10,10 @@ import torch
 from torch import nn
 
 from tenure.adaptive import memory_budget
-from tenure.paging import load_paged, page
-from tests.shrinking import ask_to_shrink
+from tenure.paging import load_paged
 
 from ..models import WIDTH, mlp
-from ..test_zoo import assert_equal
-from .test_disk_zoo import saved
+from ..test_zoo import assert_equal, saved
 
 MIB = 2**20
 X = torch.ones(4, WIDTH)
@@ -123,17 +121,3 @@ def test_a_memory_budget_counts_what_is_paged_and_what_the_model_computes(tmp_pa
     assert report.resident_bytes + report.ring_bytes < budget.peak_bytes <= 16 * 2**10
     with pytest.raises(torch.OutOfMemoryError), memory_budget("16KiB"):
         mlp().load_state_dict(model.state_dict())
-
-
-@torch.no_grad()
-def test_where_the_hosts_memory_runs_short_units_that_stayed_pass(tmp_path):
-    model = mlp()
-    expected = model(X)
-    with page(model, "cpu", budget="14KiB", host=tmp_path) as handle:
-        handle(X)
-        stayed_bytes = handle.report().resident_bytes
-        assert ask_to_shrink("cuda:0", 1) == 0
-        given_bytes = ask_to_shrink("cpu", 1)
-        assert 0 < given_bytes <= stayed_bytes
-        for _ in range(2):
-            assert_equal(model(X), expected)

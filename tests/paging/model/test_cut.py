@@ -65,31 +65,22 @@ def views():
 
 
 @pytest.mark.parametrize(
-    ("make", "size", "names"),
+    ("make", "size", "keep", "names"),
     [
-        pytest.param(lambda: linears(3), 9999, ["model"], id="fits"),
-        pytest.param(lambda: nn.Sequential(linears(2), linear()), 2200, ["0", "1"], id="children"),
-        pytest.param(lambda: linears(2), 0, ["0", "1"], id="without children"),
-        pytest.param(
-            lambda: nn.Sequential(nn.MultiheadAttention(WIDTH, 2), linear()), 0, ["0", "1"],
-            id="attention",
-        ),
-        pytest.param(
-            lambda: Block(linear(), linear()), 1100, ["model", "inner.0", "inner.1"], id="own"
-        ),
-        pytest.param(tied, 1100, ["0.weight", "1", "2"], id="tied"),
-        pytest.param(twice, 1100, ["0", "1"], id="two names"),
-        pytest.param(views, 1100, ["0", "0.weight", "1"], id="views"),
-        pytest.param(lambda: linears(6), 4 * 1088, ["0 to 2", "3 to 5"], id="neighbours"),
+        (lambda: linears(3), 9999, (), ["model"]),
+        (lambda: linears(6), 4 * 1088, (), ["0 to 2", "3 to 5"]),
+        (lambda: nn.Sequential(linears(2), linear()), 2200, (), ["0", "1"]),
+        (lambda: nn.Sequential(nn.MultiheadAttention(WIDTH, 2), linear()), 0, (), ["0", "1"]),
+        (lambda: Block(linear(), linear()), 1100, (), ["model", "inner.0", "inner.1"]),
+        (tied, 1100, (), ["0.weight", "1", "2"]),
+        (twice, 1100, (), ["0", "1"]),
+        (views, 1100, (), ["0", "0.weight", "1"]),
+        # what is apart shares a unit with nothing, and is not cut
+        (lambda: nn.Sequential(linear(), linears(2), linear()), 8 * 1088, ["1"], ["0", "1", "2"]),
     ],
-)  # fmt: skip
-def test_what_a_unit_is(make, size, names, tmp_path):
-    assert list(units_of(make(), size, tmp_path)) == names
-
-
-def test_what_is_apart_shares_a_unit_with_nothing_and_is_not_cut(tmp_path):
-    model = nn.Sequential(linear(), linears(2), linear())
-    assert list(units_of(model, 8 * 1088, tmp_path, keep=["1"])) == ["0", "1", "2"]
+)
+def test_what_a_unit_is(make, size, keep, names, tmp_path):
+    assert list(units_of(make(), size, tmp_path, keep=keep)) == names
 
 
 def test_what_no_forward_brackets_stays(tmp_path):

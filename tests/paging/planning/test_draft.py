@@ -40,15 +40,6 @@ def layers(*sizes_in_mib):
     return nn.Sequential(*[Layer(int(n * MIB), i + 0.5) for i, n in enumerate(sizes_in_mib)]).eval()
 
 
-def like_gpt2(n_blocks):
-    """The weights of blocks of GPT-2: norms, attention and the layers behind it."""
-    width = 768
-    shapes = [2 * width, (width + 1) * 3 * width, (width + 1) * width]
-    shapes += [2 * width, (width + 1) * 4 * width, (4 * width + 1) * width]
-    blocks = [layers(*[4 * n / MIB for n in shapes]) for _ in range(n_blocks)]
-    return nn.Sequential(*blocks).eval()
-
-
 def output_of(model, x):
     return copy.deepcopy(model)(x)
 
@@ -65,28 +56,37 @@ X = torch.zeros(3)
 
 
 # 40 layers of 11.5 MiB are among the checks on a GPU, which run on the simulated device too
-@pytest.mark.parametrize(
-    ("make", "budget_mib"),
-    [(lambda: layers(*[7] * 20), 100), (lambda: like_gpt2(6), 80)],
-    ids=["7 MiB each", "like GPT-2"],
-)
-def test_neither_allocated_nor_reserved_bytes_exceed_the_budget(sim, make, budget_mib):
+def test_neither_allocated_nor_reserved_bytes_exceed_the_budget_and_segments_go_back_whole(sim):
     sim(allocator="cuda", detect_races=False)
-    model = make()
+    model, n_wanted = layers(*[7] * 20), 12 * MIB
     expected = output_of(model, X)
-    with page(model, sim.device, budget=budget_mib * MIB, host="pageable") as handle:
+    with page(model, sim.device, budget="100MiB", host="pageable") as handle:
         assert_as_planned(sim, handle.plan, pins=False)
-        assert sim.reserved_bytes <= budget_mib * MIB
-        assert sim.allocated_bytes > 0.97 * budget_mib * MIB  # most of it is of use
+        assert sim.reserved_bytes <= 100 * MIB
+        assert sim.allocated_bytes > 0.97 * 100 * MIB  # most of it is of use
         stays_bytes = sum(unit.n_bytes for unit in handle.plan.units if unit.resident)
-        assert stays_bytes + handle.plan.ring_bytes > 0.95 * budget_mib * MIB
+        assert stays_bytes + handle.plan.ring_bytes > 0.95 * 100 * MIB
         for _ in range(2):
             assert torch.equal(model(X).cpu(), expected)
         report = handle.report()
         assert report.resident_bytes == handle.plan.resident_bytes
         assert report.allocated_bytes == handle.plan.allocated_bytes
         assert report.reserved_bytes == handle.plan.reserved_bytes
-        assert sim.reserved_bytes <= budget_mib * MIB + 2 * MIB  # and a segment for what is small
+        assert sim.reserved_bytes <= 102 * MIB  # and a segment for what is small
+        sim.module.empty_cache()
+        before_bytes, stayed_bytes = sim.reserved_bytes, report.resident_bytes
+        given_bytes = ask_to_shrink("sim", n_wanted)
+        assert n_wanted <= given_bytes < n_wanted + 20 * MIB
+        sim.module.empty_cache()
+        assert sim.reserved_bytes == before_bytes - given_bytes
+        for _ in range(2):
+            assert torch.equal(model(X).cpu(), expected)
+        report = handle.report()
+        assert report.resident_bytes == stayed_bytes - given_bytes
+        assert report.allocated_bytes == sim.allocated_bytes == before_bytes - given_bytes
+        while ask_to_shrink("sim", 1 << 40):
+            assert torch.equal(model(X).cpu(), expected)
+        assert ask_to_shrink("sim", 1) == 0
     assert sim.allocated_bytes == 0
     sim.module.empty_cache()
     assert sim.reserved_bytes == 0
@@ -105,9 +105,7 @@ def plan_within(model, device, budget_bytes):
         return plan_paging(model, device, budget=error.minimum_bytes)
 
 
-@settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(ON_SIM, max_examples=40)
 @given(sizes=SIZES, percent=st.integers(1, 110), n_odd_bytes=st.integers(0, 4096))
 def test_any_plan_is_within_its_budget_and_reserves_a_segment_more_at_most(
     sim, sizes, percent, n_odd_bytes
@@ -152,17 +150,6 @@ def test_a_share_of_what_is_free_is_never_too_much(sim, free_mib, share, sizes):
     assert sim.n_ooms == 0
 
 
-def test_where_the_allocator_reserves_more_than_is_free_that_is_said(sim):
-    sim(allocator="cuda", budget="8MiB")
-    with pytest.raises(
-        PagingError,
-        match=r"^Sequential can't be paged on sim:0, where 8.0 MiB are free: the least is 3.0 MiB, "
-        r"for which the allocator reserves 20.0 MiB. Free memory of the device, or name",
-    ):
-        page(layers(3, 3), sim.device, budget="80%")
-    assert sim.n_allocations == 0
-
-
 def test_a_plan_says_what_is_allocated_and_what_is_reserved(sim):
     sim(allocator="cuda")
     plan = plan_paging(layers(5, 5, 5), sim.device, "5MiB", budget="9MiB")
@@ -171,30 +158,6 @@ def test_a_plan_says_what_is_allocated_and_what_is_reserved(sim):
     plan = plan_paging(layers(5, 5, 5), sim.device, "5MiB", budget="11MiB")
     assert plan.resident_bytes + plan.ring_bytes == plan.allocated_bytes == plan.reserved_bytes
     assert "allocator" not in str(plan)
-
-
-def test_under_pressure_whole_segments_go_back_and_the_numbers_stay(sim):
-    sim(allocator="cuda")
-    model, n_wanted = layers(*[7] * 12), 12 * MIB
-    expected = output_of(model, X)
-    with page(model, sim.device, "7MiB", budget="60MiB") as handle:
-        assert torch.equal(model(X).cpu(), expected)
-        sim.module.empty_cache()
-        before_bytes, stayed_bytes = sim.reserved_bytes, handle.report().resident_bytes
-        given_bytes = ask_to_shrink("sim", n_wanted)
-        assert n_wanted <= given_bytes < n_wanted + 20 * MIB
-        sim.module.empty_cache()
-        assert sim.reserved_bytes == before_bytes - given_bytes
-        for _ in range(3):
-            assert torch.equal(model(X).cpu(), expected)
-        report = handle.report()
-        assert report.resident_bytes == stayed_bytes - given_bytes
-        assert report.allocated_bytes == sim.allocated_bytes == before_bytes - given_bytes
-        while ask_to_shrink("sim", 1 << 40):
-            assert torch.equal(model(X).cpu(), expected)
-        assert torch.equal(model(X).cpu(), expected)
-        assert ask_to_shrink("sim", 1) == 0
-    assert sim.allocated_bytes == 0
 
 
 def test_a_batch_that_ran_out_of_memory_fits_in_what_is_given_back(sim):

@@ -1,4 +1,4 @@
-"""Models for training: a transformer, with and without checkpoints."""
+"""Models for training: transformers, with and without checkpoints, and layers beside them."""
 
 import torch
 from torch import nn
@@ -6,7 +6,6 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 WIDTH = 32
-N_BLOCKS = 6
 
 
 class Block(nn.Module):
@@ -26,10 +25,9 @@ class Block(nn.Module):
 class Checkpointed(nn.Module):
     """Computes each block anew in its backward pass."""
 
-    def __init__(self, **options):
+    def __init__(self, blocks, **options):
         super().__init__()
-        self.blocks = nn.ModuleList([Block() for _ in range(N_BLOCKS)])
-        self.options = options
+        self.blocks, self.options = blocks, options
 
     def forward(self, x):
         for block in self.blocks:
@@ -37,8 +35,13 @@ class Checkpointed(nn.Module):
         return x
 
 
-def transformer():
-    return nn.Sequential(*[Block() for _ in range(N_BLOCKS)])
+def transformer(n_blocks=3):
+    return nn.Sequential(*[Block() for _ in range(n_blocks)])
+
+
+def mlp(n_layers=5):
+    layers = [(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(n_layers)]
+    return nn.Sequential(*[each for both in layers for each in both])
 
 
 LARGE = 128

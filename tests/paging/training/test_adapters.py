@@ -1,4 +1,4 @@
-"""Adapters of peft over a paged base that is frozen: they train, merge, switch and save exactly."""
+"""Adapters of peft over a paged base that is frozen, and Trainers of transformers, are exact."""
 
 import pytest
 import torch
@@ -10,11 +10,10 @@ from peft import (
     set_peft_model_state_dict,
 )
 from safetensors.torch import load_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-from tenure.paging import page
-
-from .conftest import same
+from tenure.integrations.transformers import AdaptiveTrainer
+from tenure.paging import PagingError, page
 
 pytestmark = [
     # about values, which no allocator changes: once, with the one that has more rules
@@ -36,19 +35,17 @@ ADAPTERS = {
 }
 
 
-def build(kind="lora"):
+def llama():
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=40,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        attn_implementation="eager",
-        use_cache=False,
-    )
-    return get_peft_model(LlamaForCausalLM(config), ADAPTERS[kind]())
+        vocab_size=40, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, attn_implementation="eager", use_cache=False,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+def build(kind="lora"):
+    return get_peft_model(llama(), ADAPTERS[kind]())
 
 
 def sentences(sim, n=2):
@@ -148,12 +145,16 @@ def merged_and_unloaded(model, x, _):
         return [loss_of(model.merge_and_unload(), x).cpu()]
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("trains", [True, False])
 @pytest.mark.parametrize(
-    "verb",
-    [merged, switched, saved, loaded, merged_and_unloaded],
-    ids=lambda verb: verb.__name__,
+    ("verb", "trains"),
+    [
+        (merged, True),
+        (merged, False),
+        (switched, True),
+        (saved, False),
+        (loaded, True),
+        (merged_and_unloaded, False),
+    ],
 )
 def test_verbs_of_adapters_do_what_they_do_to_a_base_on_the_device(
     sim, pair, tmp_path, verb, trains
@@ -196,4 +197,53 @@ def test_an_adapter_that_came_later_is_named(sim, pair):
     gradients = {name: p.grad for name, p in both.host.named_parameters() if p.grad is not None}
     assert gradients
     assert all("late" in name for name in gradients)
-    assert all(same(each, each) for each in gradients.values())
+
+
+# --- Trainers
+
+
+def bringing_home(kind):
+    class PagedTrainer(kind):
+        def compute_loss(self, *args, **kwargs):
+            found = super().compute_loss(*args, **kwargs)
+            return (found[0].cpu(), found[1]) if isinstance(found, tuple) else found.cpu()
+
+    return PagedTrainer
+
+
+def train_by(kind, model, folder):
+    torch.manual_seed(0)
+    data = [{"input_ids": t, "labels": t} for t in torch.randint(3, 40, (8, 20))]
+    arguments = TrainingArguments(
+        str(folder), per_device_train_batch_size=4, max_steps=2, report_to=[], use_cpu=True,
+        disable_tqdm=True, save_strategy="no", logging_strategy="no", learning_rate=0.1,
+        optim="sgd",
+    )  # fmt: skip
+    kind(model=model, args=arguments, train_dataset=data).train()
+
+
+@pytest.mark.sim_allocator("exact")
+@pytest.mark.parametrize("kind", [Trainer, AdaptiveTrainer])
+def test_a_loss_that_is_brought_home_trains_as_the_plain_model(sim, kind, tmp_path):
+    model, plain = llama(), llama()
+    train_by(Trainer, plain, tmp_path)
+    weight_bytes = sum(p.nbytes for p in model.parameters())
+    if kind is AdaptiveTrainer:
+        sim(budget=4 * weight_bytes)
+    with page(model, sim.device, budget=int(0.6 * weight_bytes), training=True, activations="host"):
+        train_by(bringing_home(kind), model, tmp_path)
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-7)
+
+
+# torch tells so of what is refused once more where the forward ends
+@pytest.mark.filterwarnings("ignore:module forward hook with")
+def test_without_that_it_is_refused_by_name_and_so_is_a_model_that_is_moved(sim, tmp_path):
+    model, before = llama(), llama().state_dict()
+    with page(model, sim.device, training=True):
+        with pytest.raises(ValueError, match="loss must be on the original device"):
+            train_by(Trainer, model, tmp_path)
+        model.to(sim.device)
+        with pytest.raises(PagingError, match=r"was given other memory while it is paged"):
+            model(input_ids=torch.ones(1, 3, dtype=torch.long))
+    assert all(torch.equal(value.cpu(), before[key]) for key, value in model.state_dict().items())

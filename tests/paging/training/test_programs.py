@@ -12,18 +12,15 @@ from benchmarks._paged_cycles import home, least_budget, same_bits, step
 from tenure.paging import page
 
 from ..models import WIDTH, TiedLanguageModel
+from .blocks import mlp
 
 # about values, which no allocator changes: once, with the one that has more rules
 pytestmark = pytest.mark.sim_allocator("cuda")
 
 
-def mlp(n=5):
-    return nn.Sequential(*[each for _ in range(n) for each in (nn.Linear(WIDTH, WIDTH), nn.Tanh())])
-
-
-def draw(sim, number, *shape):
+def draw(sim, number):
     generator = torch.Generator().manual_seed(number)
-    return torch.randn(*(shape or (4, WIDTH)), generator=generator).to(sim.device)
+    return torch.randn(4, WIDTH, generator=generator).to(sim.device)
 
 
 def tokens(sim, number):
@@ -39,8 +36,66 @@ def train(model, optimizer, x):
     return loss
 
 
-def sgd(model):
-    return torch.optim.SGD(model.parameters(), 0.1)
+def norms_of_weights():
+    make = parametrizations.weight_norm, parametrizations.spectral_norm, parametrizations.orthogonal
+    return nn.Sequential(*[each(nn.Linear(WIDTH, WIDTH)) for each in make], mlp(1))
+
+
+def an_embedding_of_largest_norms():
+    return nn.Sequential(nn.Embedding(50, WIDTH, max_norm=0.5), mlp(3))
+
+
+class Routed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, 4)
+        self.experts = nn.ModuleList([mlp(2) for _ in range(4)])
+
+    def forward(self, x):
+        values, chosen = self.gate(x).softmax(-1).topk(2)
+        y = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            rows, columns = torch.where(chosen == number)
+            if len(rows):
+                y = y.index_add(0, rows, expert(x[rows]) * values[rows, columns, None])
+        return y
+
+
+def hooks_that_read_weights():
+    model = mlp()
+    model[2].register_forward_hook(lambda module, _, output: output + module.weight.sum() * 0.1)
+    model[4].register_forward_pre_hook(lambda module, args: (args[0] * module.bias,))
+    model[6].register_full_backward_pre_hook(lambda module, grads: (grads[0] * 1.5,))
+    return model
+
+
+class Complex(nn.Module):
+    def __init__(self):
+        super().__init__()
+        weights = [torch.randn(WIDTH, WIDTH, dtype=torch.cfloat) * 0.1 for _ in range(4)]
+        self.weights = nn.ParameterList(weights)
+
+    def forward(self, x):
+        x = x.to(torch.cfloat)
+        for weight in self.weights:
+            x = x @ weight.conj().T + x @ weight.mT
+        return torch.view_as_real(x)
+
+
+def training(make):
+    """A program that trains such a model."""
+
+    def program(sim):
+        model = yield make()
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+        x_of = tokens if make is an_embedding_of_largest_norms else draw
+        for i in range(3):
+            with nn.utils.parametrize.cached():
+                yield train(model, optimizer, x_of(sim, i))
+            yield train(model, optimizer, x_of(sim, i))
+
+    program.__name__ = make.__name__
+    return program
 
 
 def two_models_that_train_each_other(sim):
@@ -60,53 +115,9 @@ def two_models_that_train_each_other(sim):
         yield loss, other
 
 
-def norms_of_weights(sim):
-    model = yield nn.Sequential(
-        parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)),
-        parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)),
-        parametrizations.orthogonal(nn.Linear(WIDTH, WIDTH)),
-        nn.Linear(WIDTH, WIDTH),
-    )
-    optimizer = sgd(model)
-    for i in range(3):
-        with nn.utils.parametrize.cached():
-            yield train(model, optimizer, draw(sim, i))
-        yield train(model, optimizer, draw(sim, i))
-
-
-def an_embedding_of_largest_norms(sim):
-    model = yield nn.Sequential(nn.Embedding(50, WIDTH, max_norm=0.5), mlp(3))
-    optimizer = sgd(model)
-    for i in range(3):
-        yield train(model, optimizer, tokens(sim, i))
-
-
-class Routed(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.gate = nn.Linear(WIDTH, 4)
-        self.experts = nn.ModuleList([mlp(2) for _ in range(4)])
-
-    def forward(self, x):
-        values, chosen = self.gate(x).softmax(-1).topk(2)
-        y = torch.zeros_like(x)
-        for number, expert in enumerate(self.experts):
-            rows, columns = torch.where(chosen == number)
-            if len(rows):
-                y = y.index_add(0, rows, expert(x[rows]) * values[rows, columns, None])
-        return y
-
-
-def experts_that_are_chosen_by_the_input(sim):
-    model = yield Routed()
-    optimizer = torch.optim.AdamW(model.parameters())
-    for i in range(5):
-        yield train(model, optimizer, draw(sim, i))
-
-
 def a_copy_between_a_forward_and_its_backward_pass(sim):
     model = yield mlp()
-    optimizer = sgd(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
     train(model, optimizer, draw(sim, 0))
     loss = model(draw(sim, 1)).square().mean()
     copies = [copy.deepcopy(model)]
@@ -132,16 +143,6 @@ def an_optimizer_for_each_parameter_in_the_backward_pass(sim):
         loss = model(tokens(sim, i)).square().mean()
         loss.backward()
         yield loss
-
-
-def hooks_that_read_weights(sim):
-    model = yield mlp()
-    model[2].register_forward_hook(lambda module, _, output: output + module.weight.sum() * 0.1)
-    model[4].register_forward_pre_hook(lambda module, args: (args[0] * module.bias,))
-    model[6].register_full_backward_pre_hook(lambda module, grads: (grads[0] * 1.5,))
-    optimizer = sgd(model)
-    for i in range(3):
-        yield train(model, optimizer, draw(sim, i))
 
 
 class Returning(nn.Module):
@@ -173,37 +174,17 @@ def gradients_of_several_outputs_at_once(sim):
     outputs.sum().backward()
 
 
-class Complex(nn.Module):
-    def __init__(self):
-        super().__init__()
-        weights = [torch.randn(WIDTH, WIDTH, dtype=torch.cfloat) * 0.1 for _ in range(4)]
-        self.weights = nn.ParameterList(weights)
-
-    def forward(self, x):
-        x = x.to(torch.cfloat)
-        for weight in self.weights:
-            x = x @ weight.conj().T + x @ weight.mT
-        return torch.view_as_real(x)
-
-
-def complex_weights_and_their_conjugates(sim):
-    model = yield Complex()
-    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
-    for i in range(3):
-        yield train(model, optimizer, draw(sim, i))
-
-
 PROGRAMS = (
     two_models_that_train_each_other,
-    norms_of_weights,
-    experts_that_are_chosen_by_the_input,
     a_copy_between_a_forward_and_its_backward_pass,
     an_optimizer_for_each_parameter_in_the_backward_pass,
-    hooks_that_read_weights,
     weights_that_a_forward_returns,
     gradients_of_several_outputs_at_once,
-    complex_weights_and_their_conjugates,
-    an_embedding_of_largest_norms,
+    training(norms_of_weights),
+    training(an_embedding_of_largest_norms),
+    training(hooks_that_read_weights),
+    training(Routed),
+    training(Complex),
 )
 
 
@@ -216,7 +197,7 @@ def run(sim, program, *, is_paged):
     budget = max(weight_bytes // 2, least_budget(model, sim.device))
     handle = page(model, sim.device, budget=budget, training=True) if is_paged else None
     if handle is None:
-        model = whole(model, sim.device)
+        model = model.to(sim.device)
     found = []
     sim.module.manual_seed_all(3)
     try:
@@ -230,15 +211,6 @@ def run(sim, program, *, is_paged):
     if handle is not None:
         handle.unpage()
     return found
-
-
-def whole(model, device):
-    """The model itself on a device, with its ties."""
-    ties = getattr(model, "embed", None)
-    model = model.to(device)
-    if ties is not None:
-        model.head.weight = model.embed.weight
-    return model
 
 
 @pytest.mark.exhaustive
