@@ -86,16 +86,13 @@ def repository(tmp_path):
     return Repository(tmp_path)
 
 
-def test_a_dry_run_builds_and_changes_nothing(repository):
+def test_a_release_names_its_changes_tags_and_builds_and_a_dry_run_changes_nothing(repository):
     done = repository.release("--dry-run", "1.2.3")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "tenure-1.2.3.tar.gz" in done.stdout
     assert 'would write "## 1.2.3 - ' in done.stdout
     assert repository.git("status", "--porcelain") == repository.git("tag") == ""
     assert not (repository.folder / "dist").exists()
-
-
-def test_a_release_names_its_changes_tags_and_builds(repository):
     done = repository.release("1.2.3")
     assert done.returncode == 0, done.stdout + done.stderr
     assert repository.git("tag") == "v1.2.3\n"
@@ -126,9 +123,6 @@ def test_what_does_not_fit_is_named_and_nothing_is_made(repository):
     assert (done.returncode, repository.git("tag")) == (1, "")
     assert all(told in done.stdout for _, told in wrong.values())
     assert "the tree has changes that are not committed" in done.stdout
-
-
-def test_without_a_version_it_says_how_it_is_called(repository):
     done = repository.release("next")
     assert done.returncode == 2
     assert done.stdout.startswith("usage: sh release.sh")

@@ -86,11 +86,6 @@ def test_a_text_that_is_no_size_is_quoted_with_what_to_write(text):
     assert str(caught.value).startswith(repr(text))
 
 
-def test_a_unit_of_one_letter_gets_both_that_it_may_be():
-    with pytest.raises(ByteSizeError, match=r"such as .* 1\.5G is 1\.5GiB, or 1\.5GB\.$"):
-        parse_bytes("1.5g")
-
-
 @pytest.mark.parametrize(
     ("text", "share"),
     [
@@ -109,8 +104,9 @@ def test_a_share_is_read_only_where_per_cent_are_written(text, share):
         (True, r"^A number of bytes can't be read from a bool\. "),
         (-1, r"^-1 is not a number of bytes: it is negative\. "),
         ("9" * 100_000, r"^'9{37}\.\.\.' is not a number of bytes"),
+        ("1.5g", r"such as .* 1\.5G is 1\.5GiB, or 1\.5GB\.$"),
     ],
-    ids=["float", "bool", "negative", "long"],
+    ids=["float", "bool", "negative", "long", "one letter"],
 )
 def test_a_value_that_is_no_size_is_named(size, told):
     with pytest.raises(ByteSizeError, match=told) as caught:
@@ -126,12 +122,8 @@ def test_what_is_spelled_is_read_back_within_half_of_the_last_decimal(n_bytes):
     assert abs(parse_bytes(text) - n_bytes) <= 0.05 * unit_bytes + 1
 
 
-@pytest.mark.parametrize(("n", "text"), [(0, "0 rows"), (1, "1 row"), (2, "2 rows")])
-def test_only_one_of_something_is_singular(n, text):
-    assert counted(n, "row") == text
-
-
-def test_the_first_of_many_are_listed_and_the_rest_is_counted():
+def test_things_are_counted_and_of_many_the_first_are_listed():
+    assert [counted(n, "row") for n in range(3)] == ["0 rows", "1 row", "2 rows"]
     assert listed(["a", "b"], 2) == "a, b"
     assert listed(["a", "b", "c"], 2) == "a, b and 1 more"
     assert listed(["a is gone", "b moved", "c grew"], 2, "; ") == "a is gone; b moved; and 1 more"
