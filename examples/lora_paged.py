@@ -18,7 +18,7 @@ from tenure.testing import simulated_accelerator
 # transformers has renamed what peft asks it
 warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
 
-WIDTH, LAYERS, WORDS, LENGTH, STEPS = 64, 4, 32, 8, 12
+WIDTH, LAYERS, WORDS, LENGTH, STEPS = 64, 3, 32, 8, 8
 
 
 @contextmanager
