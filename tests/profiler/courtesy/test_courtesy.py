@@ -149,6 +149,19 @@ def test_a_graph_from_before_gives_the_same_gradients_afterwards(sim, name):
     assert all(map(torch.equal, plain, lent))
 
 
+def test_hooks_are_kept_and_run_once(sim):
+    seen = []
+    w = nn.Parameter(torch.ones(3, device=sim.device))
+    w.register_hook(lambda grad: seen.append("tensor"))
+    w.register_post_accumulate_grad_hook(lambda _: seen.append("accumulated"))
+    y = w * 2
+    y.grad_fn.register_prehook(lambda grads: seen.append("node"))
+    with Courtesy():
+        pass
+    y.sum().backward()
+    assert seen == ["node", "tensor", "accumulated"]
+
+
 # --- meanwhile
 
 
@@ -395,6 +408,20 @@ def test_memory_that_cannot_be_resized_or_is_shared_with_another_process_stays(s
     reference = reductions.StorageWeakRef(x.untyped_storage())
     monkeypatch.setattr(reductions, "shared_cache", {"a handle": reference})
     assert list(staying(sim).values()) == ["it is shared with another process"]
+
+
+def test_nothing_is_copied_from_a_device_whose_storages_cannot_be_emptied(sim, monkeypatch):
+    """As on MPS, where torch has no way to resize a storage in place."""
+
+    def refuse(storage, n_bytes):
+        raise RuntimeError(f"UntypedStorage.resize_: got unexpected device type {storage.device}")
+
+    x = torch.ones(4, device=sim.device)
+    monkeypatch.setattr(torch.UntypedStorage, "resize_", refuse)
+    with pytest.raises(CourtesyError, match=r"^torch can't empty a storage of sim:0, and fill it"):
+        Courtesy().yield_memory()
+    assert sim.copied_bytes("d2h") == 0
+    assert x.sum() == 4
 
 
 def test_nothing_moves_under_a_captured_graph(sim, monkeypatch):
