@@ -1,7 +1,7 @@
 """PyTorch's operators and modules, recorded: whole and in parts they give what they give at once.
 
 What is held is the trial on a few samples: a call that is found to keep samples apart is run on two
-parts of the batch, and those have to make the whole.
+parts of the batch, and those have to make the whole. All samples of all operators are `exhaustive`.
 """
 
 import random
@@ -16,7 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tenure.adaptive import (
-    AdaptiveUsageError,
     BatchCoupledError,
     LazyTensor,
     OutOfRetriesError,
@@ -27,10 +26,15 @@ from tenure.adaptive import (
 from .samples import samples_of
 
 # What the operators warn of is no matter of their being recorded.
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
-SAMPLES = 8
-MODULE_SAMPLES = 64
+# one of each kind of verdict: apart in each way, a term, mixed, by place, drawn and never tried
+BRANCHES = {
+    "add", "argmax", "cat", "cumsum", "lu_unpack", "masked_fill", "matmul", "mean", "new_full",
+    "nn.functional.batch_norm", "nn.functional.cross_entropy", "nn.functional.mse_loss",
+    "nn.functional.conv2d", "permute", "repeat", "roll", "select", "sort", "sum", "tril", "unbind",
+    "unique", "where", "index_add", "linalg.solve", "scatter",
+}  # fmt: skip
 _RANDOM = {
     "bernoulli", "multinomial", "normal", "uniform", "cauchy", "exponential", "geometric",
     "log_normal", "rand_like", "randn_like", "randint_like", "svd_lowrank", "pca_lowrank",
@@ -129,10 +133,10 @@ def _check(name, run, expected, found):
         found.n_split += 1
 
 
-def _sweep_operator(info, found):
+def _sweep_operator(info, n_samples, found):
     dtype = torch.float64 if torch.float64 in info.dtypes else torch.int64
     grad = info.supports_autograd and dtype.is_floating_point
-    for sample in samples_of(info, dtype, SAMPLES, grad=grad):
+    for sample in samples_of(info, dtype, n_samples, grad=grad):
         given = (sample.input, tuple(sample.args), sample.kwargs)
         try:
             first, args, kwargs = _copied(given)
@@ -157,25 +161,24 @@ def _sweep_operator(info, found):
                 found.differences.append((info.name, dim, others_too, str(error)[:200]))
 
 
-@pytest.mark.parametrize("shard", range(8))
-def test_operators_give_the_same_recorded_and_in_parts(shard):
+@pytest.mark.parametrize(
+    ("n_samples", "names", "n_split", "n_whole"),
+    [
+        (2, BRANCHES, 30, 40),
+        pytest.param(8, {op.name for op in op_db}, 1600, 400, marks=pytest.mark.exhaustive),
+    ],
+    ids=("branches", "all"),
+)
+def test_operators_give_the_same_recorded_and_in_parts(n_samples, names, n_split, n_whole):
     found = Found()
-    for info in op_db[shard::8]:
+    for info in op_db:
         is_known = {torch.float64, torch.int64} & set(info.dtypes)
-        if info.name not in _RANDOM | _UNWRITTEN | _RESHAPED and is_known:
-            _sweep_operator(info, found)
+        if info.name in names - _RANDOM - _UNWRITTEN - _RESHAPED and is_known:
+            _sweep_operator(info, n_samples, found)
     assert found.differences == []
     # most calls keep samples apart
-    assert found.n_split > 200
-    assert found.n_whole > 50
-
-
-def _module_samples(info, training):
-    samples = info.module_inputs_func(
-        info, device="cpu", dtype=torch.float64, requires_grad=False, training=training
-    )
-    # one loss has 857, every combination of its options
-    return random.Random(0).sample(samples, min(len(samples), MODULE_SAMPLES))
+    assert found.n_split > n_split
+    assert found.n_whole > n_whole
 
 
 _MODULES_LEFT_OUT = {
@@ -185,48 +188,50 @@ _MODULES_LEFT_OUT = {
 
 
 @pytest.mark.parametrize("training", [False, True])
-def test_modules_give_the_same_recorded_and_in_parts(training):
-    found, refused = Found(), []
+@pytest.mark.parametrize("n_samples", [1, pytest.param(64, marks=pytest.mark.exhaustive)])
+def test_modules_give_the_same_recorded_and_in_parts(n_samples, training):
+    found = Found()
     for info in module_db:
         name = info.module_cls.__name__
         # torch's own lazy modules have no parameters yet
         if name in _MODULES_LEFT_OUT or name.startswith("Lazy") or torch.float64 not in info.dtypes:
             continue
-        for sample in _module_samples(info, training):
-            if sample.forward_input is None:
-                continue
-            given = (sample.forward_input.args, sample.forward_input.kwargs)
-            made = sample.constructor_input
-            module = info.module_cls(*made.args, **made.kwargs).double()
-            module.train(training)
-            tensors = [t for t in tree_leaves(given) if isinstance(t, Tensor)]
-            if not tensors or not tensors[0].dim() or tensors[0].shape[0] < 2:
-                continue
-            # one sample without a batch: torch's own fake tensors say (1,) of a result that is ()
-            if name == "MultiLabelMarginLoss" and tensors[0].dim() == 1:
-                continue
-            # with dropout only whole runs draw the same numbers
-            state = torch.get_rng_state()
-            buffers = {k: v.clone() for k, v in module.state_dict().items()}
-            args, kwargs = _copied(given)
-            expected = [t for t in tree_leaves(module(*args, **kwargs)) if isinstance(t, Tensor)]
-            module.load_state_dict(buffers)
-
-            def run(given=given, module=module, state=state, n=tensors[0].shape[0]):
-                args, kwargs = _copied(given)
-                torch.set_rng_state(state)
-                return module(*_recorded(args, 0, n), **kwargs)
-
+        samples = info.module_inputs_func(
+            info, device="cpu", dtype=torch.float64, requires_grad=False, training=training
+        )
+        # one loss has 857, every combination of its options
+        for sample in random.Random(0).sample(samples, min(len(samples), n_samples)):
             try:
-                if (training and "Dropout" in repr(module)) or "dropout" in repr(made.kwargs):
-                    continue
-                _check(info.module_cls.__name__, run, expected, found)
-            except AdaptiveUsageError as error:
-                refused.append((info.module_cls.__name__, str(error)))
+                _sweep_module(info, sample, training, found)
             except Exception as error:
-                found.differences.append(
-                    (info.module_cls.__name__, str(made.kwargs), str(error)[:200])
-                )
+                found.differences.append((name, str(sample), str(error)[:200]))
     assert found.differences == []
-    assert refused == []
     assert found.n_split > 60
+
+
+def _sweep_module(info, sample, training, found):
+    made = sample.constructor_input
+    if sample.forward_input is None or "dropout" in repr(made.kwargs):
+        return
+    given = (sample.forward_input.args, sample.forward_input.kwargs)
+    first = next((t for t in tree_leaves(given) if isinstance(t, Tensor)), None)
+    if first is None or not first.dim() or first.shape[0] < 2:
+        return
+    # one sample without a batch: torch's own fake tensors say (1,) of a result that is ()
+    if info.module_cls.__name__ == "MultiLabelMarginLoss" and first.dim() == 1:
+        return
+    module = info.module_cls(*made.args, **made.kwargs).double().train(training)
+    if training and "Dropout" in repr(module):
+        return
+    state = torch.get_rng_state()
+    buffers = {k: v.clone() for k, v in module.state_dict().items()}
+    args, kwargs = _copied(given)
+    expected = [t for t in tree_leaves(module(*args, **kwargs)) if isinstance(t, Tensor)]
+    module.load_state_dict(buffers)
+
+    def run():
+        args, kwargs = _copied(given)
+        torch.set_rng_state(state)
+        return module(*_recorded(args, 0, first.shape[0]), **kwargs)
+
+    _check(info.module_cls.__name__, run, expected, found)

@@ -2,7 +2,7 @@
 
 Two promises are held against every operator: letting handles go changes no value and no gradient,
 bit for bit, and a scope takes exactly the tensors that a call made. What can't be held is left out
-by rule, and a test holds that each name in a rule belongs there.
+by name, and a test holds that each name belongs there.
 """
 
 import gc
@@ -22,10 +22,6 @@ from tenure import NewDisposeScope, is_disposed
 
 from .samples import samples_of
 
-# What the operators warn of (beta, deprecation, defaults) is the same with a scope and without.
-pytestmark = pytest.mark.filterwarnings("ignore")
-
-SAMPLES = 6
 DTYPES = (torch.float64, torch.float32, torch.complex128, torch.int64, torch.float8_e4m3fn)
 LEFT_OUT = {
     "jiterator_unary": "runs on CUDA only, though its dtypes claim the CPU",
@@ -53,27 +49,37 @@ def is_differentiable(op: OpInfo) -> bool:
 
 RUNNING = [op for op in op_db if dtype_of(op) and name_of(op) not in LEFT_OUT]
 DIFFERENTIABLE = [op for op in RUNNING if is_differentiable(op)]
-for_every_op = pytest.mark.parametrize("op", RUNNING, ids=name_of)
-for_every_differentiable_op = pytest.mark.parametrize("op", DIFFERENTIABLE, ids=name_of)
+SAMPLES = 6
+few_or_all = pytest.mark.parametrize(
+    "n_samples", [1, pytest.param(SAMPLES, marks=pytest.mark.exhaustive)]
+)
+# What the operators warn of (beta, deprecation, defaults) is the same with a scope and without.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def samples(ops: list[OpInfo], n_samples: int) -> Iterator[tuple[OpInfo, SampleInput]]:
+    for op in ops:
+        for sample in samples_of(op, dtype_of(op), n_samples, grad=is_differentiable(op)):
+            yield op, sample
 
 
 # --- the two promises
 
 
 @pytest.mark.usefixtures("nothing_uninitialized")
-@for_every_op
-def test_values_are_the_same_inside_a_scope(op):
-    for sample in samples_of(op, dtype_of(op), SAMPLES, grad=is_differentiable(op)):
+@few_or_all
+def test_values_are_the_same_inside_a_scope(n_samples):
+    for op, sample in samples(RUNNING, n_samples):
         expected = bits_of(run(op, copy_of(sample)))
         with NewDisposeScope():
             actual = bits_of(run(op, copy_of(sample)))
-        assert actual == expected, sample
+        assert actual == expected, (name_of(op), sample)
 
 
 @pytest.mark.usefixtures("nothing_uninitialized")
-@for_every_differentiable_op
-def test_gradients_are_the_same_with_every_handle_disposed_before_backward(op):
-    for sample in samples_of(op, dtype_of(op), SAMPLES, grad=is_differentiable(op)):
+@few_or_all
+def test_gradients_are_the_same_with_every_handle_disposed_before_backward(n_samples):
+    for op, sample in samples(DIFFERENTIABLE, n_samples):
         for call in differentiable_ways_to_call(op, sample):
             expected = backward(forward(call, copy_of(sample), []))
 
@@ -84,44 +90,36 @@ def test_gradients_are_the_same_with_every_handle_disposed_before_backward(op):
             assert all(map(is_disposed, handles))
             scribbles = [torch.full((n_bytes,), 0xA5, dtype=torch.uint8) for n_bytes in sizes]
 
-            assert backward(graph) == expected, (call, sample)
+            assert backward(graph) == expected, (name_of(op), call, sample)
             del scribbles
 
 
-@for_every_op
-def test_a_scope_takes_exactly_what_the_call_made(op, census):
-    for sample in samples_of(op, dtype_of(op), SAMPLES, grad=is_differentiable(op)):
-        for call in ways_to_call(op, sample):
-            given = copy_of(sample)
-            if refuses(call, copy_of(sample)):
-                continue
+@few_or_all
+def test_a_scope_takes_exactly_what_the_call_made(n_samples, census):
+    for op, sample in samples(RUNNING, n_samples):
+        calls = [call for call in ways_to_call(op, sample) if not refuses(call, copy_of(sample))]
+        inputs = [copy_of(sample) for _ in calls]
+        existing = census()
+        for call, given in zip(calls, inputs, strict=True):
             with NewDisposeScope() as scope:
-                existing = census()
                 made = [out for out in tensors_of(run(call, given)) if id(out) not in existing]
                 owned = scope.owned()
-                assert not [tensor for tensor in owned if id(tensor) in existing], (call, sample)
-                assert not [tensor for tensor in made if tensor not in scope], (call, sample)
+                told = name_of(op), call, sample
+                assert not [tensor for tensor in owned if id(tensor) in existing], told
+                assert not [tensor for tensor in made if tensor not in scope], told
 
 
 # --- the rules by which cases were left out
 
 
-@pytest.mark.parametrize("name", LEFT_OUT)
-def test_what_is_left_out_by_name_does_not_run_here(name):
-    (op,) = (op for op in op_db if name_of(op) == name)
-
-    def run_all():
-        for sample in samples_of(op, dtype_of(op), SAMPLES, grad=is_differentiable(op)):
-            run(op, copy_of(sample))
-
-    with pytest.raises((AssertionError, RuntimeError), match=r"CUDA and ROCm|out of bounds"):
-        run_all()
-
-
-def test_the_database_is_as_large_as_it_was():
-    assert (
-        len(op_db) - len(RUNNING) <= len(LEFT_OUT) + 5
-    )  # five have no dtype on the CPU, or float8
+def test_what_is_left_out_by_name_does_not_run_here():
+    left_out = [op for op in op_db if name_of(op) in LEFT_OUT]
+    assert len(left_out) == len(LEFT_OUT)
+    for op in left_out:
+        with pytest.raises((AssertionError, RuntimeError), match=r"CUDA and ROCm|out of bounds"):
+            bits_of([run(op, copy_of(sample)) for _, sample in samples([op], SAMPLES)])
+    # five have no dtype on the CPU, or float8
+    assert len(op_db) - len(RUNNING) <= len(LEFT_OUT) + 5
     assert len(RUNNING) > 680
     assert len(DIFFERENTIABLE) > 480
 

@@ -14,10 +14,23 @@ from benchmarks._paged_cycles import Call, Cycles
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 N_SAMPLES = 3
+# plain weights, buffers that are written, rows, flat weights, children's weights
+# that the parent reads, and none
+BRANCHES = {
+    "nn.BatchNorm2d", "nn.Conv1d", "nn.Embedding", "nn.GRU", "nn.Linear",
+    "nn.MSELoss", "nn.MultiheadAttention", "nn.TransformerEncoderLayer",
+}  # fmt: skip
+for_every_module = pytest.mark.parametrize(
+    ("name", "n_samples"),
+    [
+        *((name, 1) for name in sorted(BRANCHES)),
+        *(pytest.param(name, N_SAMPLES, marks=pytest.mark.exhaustive) for name in names()),
+    ],
+)
 
 
-def differences(sim, name, *, training, trains):
-    samples = samples_of(name, training=training, most=N_SAMPLES)
+def differences(sim, name, n_samples, *, training, trains):
+    samples = samples_of(name, training=training, most=n_samples)
     if not any(list(sample.module.parameters()) for sample in samples):
         # Without weights there is little to page.
         samples = samples[:1]
@@ -26,16 +39,17 @@ def differences(sim, name, *, training, trains):
     return Cycles(sim, modules, trains=trains).differences(calls)
 
 
-@pytest.mark.parametrize("name", names())
-def test_outputs(sim, name):
+@for_every_module
+def test_outputs(sim, name, n_samples):
     for training in (False, True)[: 1 + differs_in_training(name)]:
-        assert differences(sim, name, training=training, trains=False) == []
+        assert differences(sim, name, n_samples, training=training, trains=False) == []
 
 
-@pytest.mark.parametrize("name", names())
-def test_gradients(sim, name):
-    assert differences(sim, name, training=True, trains=True) == []
+@for_every_module
+def test_gradients(sim, name, n_samples):
+    assert differences(sim, name, n_samples, training=True, trains=True) == []
 
 
 def test_the_database_is_as_large_as_it_was():
     assert len(names()) >= 114
+    assert set(names()) >= BRANCHES
