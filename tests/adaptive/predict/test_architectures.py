@@ -69,12 +69,6 @@ class Physics(nn.Module):
         return second
 
 
-def cnn():
-    layers = [nn.Conv2d(3, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU()]
-    layers += [nn.Conv2d(32, 64, 3, 2, 1, groups=32), nn.BatchNorm2d(64), nn.SiLU()]
-    return nn.Sequential(*layers, nn.Conv2d(64, 32, 1), nn.AdaptiveAvgPool2d(1))
-
-
 def reals(*shape):
     return lambda: torch.randn(shape)
 
@@ -84,7 +78,6 @@ def words(*shape):
 
 
 _ARCHITECTURES = {
-    "cnn": (cnn, reals(8, 3, 32, 32)),
     "u-net": (UNet, reals(8, 3, 32, 32)),
     "gru": (lambda: Recurrent(nn.GRU), reals(32, 20, 32)),
     "tied": (Tied, words(16, 32)),
