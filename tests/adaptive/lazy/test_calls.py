@@ -144,17 +144,6 @@ def test_what_can_not_be_recorded_is_refused_by_name():
     assert a.sum().item() == pytest.approx(x.sum().item())
 
 
-def test_where_no_two_samples_fit_it_is_said_that_nothing_could_be_tried():
-    # of a size of its own, as what was tried of a call is known from then on
-    model, (x, _) = mlp(), batch(11)
-    with (
-        RoomFor(1),
-        pytest.raises(OutOfRetriesError, match="can't be split: two samples of it, tried with"),
-    ):
-        torch.cov(model(lazy(x)).T).square().sum().backward()
-    assert all(p.grad is None for p in model.parameters())
-
-
 @pytest.mark.parametrize("room", [1, 3])
 def test_a_view_that_takes_samples_by_number_is_named_beside_a_weight_of_as_many_rows(room):
     """A weight of 6 rows for each of 8 samples is no tensor of samples."""

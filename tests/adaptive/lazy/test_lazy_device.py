@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tenure.adaptive import BatchCoupledError, OutOfRetriesError, lazy, reset
+from tenure.adaptive import lazy
 
 pytestmark = pytest.mark.usefixtures("forgetful", "quiet")
 SAMPLES = 4096
@@ -48,39 +48,6 @@ def test_it_retries_where_less_is_free_than_before(sim):
     assert sim.n_ooms > 0
     torch.testing.assert_close(_gradients(model), _gradients(plain), rtol=1e-11, atol=1e-14)
     assert taken.numel()
-
-
-def test_a_batch_that_does_not_fit_by_samples_leaves_all_as_it_was(sim):
-    sim(budget="8MiB", allocator="exact")
-    model, x, y = _on(sim.device)
-    # its calls are known from then on
-    F.cross_entropy(model(lazy(x)), y).backward()
-    model.zero_grad()
-    reset()
-    resting_bytes = sim.allocated_bytes
-    taken = torch.empty((8 << 20) - resting_bytes - (1 << 10), dtype=torch.uint8, device=sim.device)
-    with pytest.raises(OutOfRetriesError, match="Not even 1 fits"):
-        F.cross_entropy(model(lazy(x)), y).backward()
-    del taken
-    assert all(p.grad is None for p in model.parameters())
-    assert sim.allocated_bytes == resting_bytes
-
-
-BY_NUMBER = {
-    "view": lambda x, model: model(x.view(SAMPLES // 4, 4, 16)).square().mean(),
-    "__getitem__": lambda x, model: (model(x[: SAMPLES // 2]) * model(x[SAMPLES // 2 :])).mean(),
-}
-
-
-@pytest.mark.parametrize("name", BY_NUMBER)
-def test_a_call_that_takes_samples_by_number_is_named_if_what_follows_does_not_fit(sim, name):
-    sim()
-    model, x, _ = _on(sim.device)
-    sim.budget_bytes = sim.allocated_bytes + (1 << 20)
-    text = rf"ran out of memory, .*: {name}\(\) at .* wants all samples \(it "
-    with pytest.raises(BatchCoupledError, match=text):
-        BY_NUMBER[name](lazy(x), model).backward()
-    assert all(p.grad is None for p in model.parameters())
 
 
 def test_autocast_holds_for_a_batch_that_the_program_moves_to_the_device(sim):

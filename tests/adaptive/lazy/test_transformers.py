@@ -41,20 +41,3 @@ def test_language_models(make, room):
 
     expected, found = assert_same_gradients(model, program, room)
     assert found == pytest.approx(expected)
-
-
-def test_a_vision_transformer():
-    sizes = {name: n for name, n in _SIZES.items() if name != "vocab_size"}
-    torch.manual_seed(0)
-    config = transformers.ViTConfig(
-        **sizes, **_WITHOUT_DROPOUT, image_size=16, patch_size=4, num_labels=3
-    )
-    model = transformers.ViTForImageClassification(config).double()
-    pixels, labels = torch.randn(4, 3, 16, 16).double(), torch.tensor([0, 1, 2, 1])
-
-    def program(wrap):
-        a, b = wrap(pixels, labels)
-        model(a, labels=b).loss.backward()
-
-    # of 17 rows for each sample
-    assert_same_gradients(model, program, 40)
