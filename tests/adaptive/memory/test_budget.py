@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from torch.func import grad, vmap
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tenure import NewDisposeScope, TenureError
 from tenure.adaptive import AdaptiveUsageError, memory_budget
@@ -163,38 +162,6 @@ def test_a_refused_out_argument_keeps_its_shape_and_gives_back_what_it_grew():
         assert (out.shape, out.untyped_storage().nbytes(), budget.live_bytes) == ((4,), 4, 0)
 
 
-# --- training
-
-
-def model_and_batch():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 1))
-    return model, torch.randn(8, 16)
-
-
-def step(model, batch, optimizer):
-    optimizer.zero_grad()
-    model(batch).square().mean().backward()
-    optimizer.step()
-
-
-def test_a_step_leaves_what_the_allocator_says_it_leaves():
-    for _ in range(2):  # the profiler reports only the end of what it saw begin
-        net_allocated_bytes(lambda: None)
-    live = []
-
-    def run():
-        with memory_budget("1GiB") as budget:
-            model, batch = model_and_batch()
-            optimizer = torch.optim.AdamW(model.parameters())
-            for _ in range(2):
-                step(model, batch, optimizer)
-            live.append(budget.live_bytes)
-            live.append([model, batch, optimizer])
-
-    assert net_allocated_bytes(run) == live[0]
-
-
 # --- nesting, modes and scopes
 
 
@@ -211,16 +178,6 @@ def test_the_inner_budget_and_the_outer_both_hold():
             also = ones(30)
             assert (outer.live_bytes, inner.live_bytes) == (90, 30)
         assert outer.live_bytes == kept.nbytes + also.nbytes
-
-
-class Names(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.seen.append(str(func))
-        return func(*args, **(kwargs or {}))
 
 
 def test_budgets_inside_and_outside_of_scopes_count_what_the_scope_lets_go():

@@ -116,17 +116,16 @@ def load(n_rows, device, unit=1024):
 LARGEST = (1024 - 4) // 3
 
 
-@pytest.mark.parametrize(("initial", "kept_bytes"), [(600, 0), (20_000, MIB // 2)])
-def test_calls_under_a_budget_find_95_percent_with_three_failures(initial, kept_bytes):
+def test_calls_under_a_budget_find_95_percent_with_three_failures():
     sizes = []
 
-    @adaptive.batch(initial_batchsize=initial, cache_type=GlobalBatchsizeCache)
+    @adaptive.batch(initial_batchsize=20_000, cache_type=GlobalBatchsizeCache)
     def f(batchsize):
         sizes.append(batchsize)
         load(batchsize, "cpu")
 
-    with memory_budget(MIB + kept_bytes):
-        kept = made(kept_bytes)
+    with memory_budget(MIB + MIB // 2):
+        kept = made(MIB // 2)
         for _ in range(10):
             f()
         del kept
@@ -134,12 +133,11 @@ def test_calls_under_a_budget_find_95_percent_with_three_failures(initial, kept_
     assert LARGEST * 0.95 <= sizes[-1] <= LARGEST
 
 
-@pytest.mark.parametrize("initial", [600, 30_000])
-def test_pieces_on_a_device_find_95_percent_with_three_failures_in_one_call(sim, initial):
+def test_pieces_on_a_device_find_95_percent_with_three_failures_in_one_call(sim):
     sim(budget="1GiB")
     steps = []
 
-    @adaptive.range(initial_step=initial)
+    @adaptive.range(initial_step=30_000)
     def f(start, end):
         steps.append(end - start)
         load(end - start, sim.device, unit=1 << 20)
@@ -155,9 +153,8 @@ def test_pieces_on_a_device_find_95_percent_with_three_failures_in_one_call(sim,
 # --- when nothing fits
 
 
-@pytest.mark.parametrize("kept", [64, 512])
-def test_results_that_pile_up_make_the_pieces_smaller_before_they_fail(kept):
-    events = []
+def test_results_that_pile_up_make_the_pieces_smaller_before_they_fail():
+    events, kept = [], 64
 
     @adaptive.range(initial_step=4096, collect="list", on_retry=events.append)
     def f(start, end):
