@@ -1,6 +1,5 @@
 """The largest batch that fits, found by running it: on the CPU, and on a simulated device."""
 
-import bisect
 import random
 import re
 
@@ -19,6 +18,7 @@ from tenure.adaptive import (
 )
 
 from .finding import Training, network
+from .sizes.loads import Load, loads
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
@@ -144,90 +144,27 @@ def test_an_argument_that_can_not_be_used_is_named(options, told):
         find_batch_size(lambda size: None, **options)
 
 
-class Device:
-    """Bytes by size, and the memory that there is."""
-
-    def __init__(self, bytes_at, limit, cut=1.0):
-        self.bytes_at, self.limit, self.cut = bytes_at, limit, cut
-        self.sizes, self.n_failed = [], 0
-
-    def fits(self, size):
-        return self.bytes_at(size) * self.cut <= self.limit
-
-    def largest(self, low, high, align):
-        """The largest size that fits; 0 where none does."""
-        found = bisect.bisect_left(
-            range(low // align, high // align + 1), True, key=lambda n: not self.fits(n * align)
-        )
-        return (low // align + found - 1) * align if found else 0
-
-    def __call__(self, size):
-        self.sizes.append(size)
-        n_bytes = self.bytes_at(size)
-        try:
-            held = [torch.empty(n_bytes, dtype=torch.uint8)]
-            if not self.fits(size):
-                # what fragments add is in no count of what is in use
-                held.append(torch.empty(self.limit - n_bytes + 1, dtype=torch.uint8))
-        except torch.OutOfMemoryError:
-            self.n_failed += 1
-            raise
-
-
-@st.composite
-def devices(draw, kinds=("line", "fixed", "segments", "steep"), cuts=(1, 1.3)):
-    """A device on which about ``big`` fit, whatever the memory grows with; and low, high, align."""
-    kind, big = draw(st.sampled_from(kinds)), draw(st.integers(1, 10**5))
-    # segments count in small memories only: a large one has a smaller part of each
-    limit = draw(st.integers(10**6, 4 * 10**8 if kind == "segments" else 10**9))
-    fixed = limit * draw(st.floats(0, 0.98 if kind == "fixed" else 0.3))
-    each = (limit - fixed) / (big + draw(st.floats(0.05, 0.95)))
-
-    def line(size):
-        return int(fixed + each * size)
-
-    if kind == "segments":
-        segment = max(1, int(limit * draw(st.floats(1e-4, 0.3))))
-
-        def cost(size):
-            return -(-line(size) // segment) * segment
-    elif kind == "steep":
-        power = draw(st.floats(1, 2))
-
-        def cost(size):
-            return int(fixed + (limit - fixed) * (size / (big + 0.5)) ** power)
-    else:
-        cost = line
-    align = draw(st.sampled_from([1, 1, 8, 12]))
-    low = -(-draw(st.integers(1, 64)) // align) * align
-    high = max(low, int(big * 2 ** draw(st.floats(-2, 8))) // align * align)
-    return Device(cost, limit, draw(st.sampled_from(cuts))), low, high, align
-
-
 @settings(deadline=None, max_examples=60)
-@given(devices())
-def test_whatever_memory_grows_with_95_percent_are_found_with_three_failures(case):
-    device, low, high, align = case
-    largest = device.largest(low, high, align)
-    options = {"low": low, "high": high, "align": align, "budget": device.limit, "margin": 0}
-    if not largest:
-        with pytest.raises(OutOfRetriesError):
-            find_batch_size(device, **options)
-        return
-    found = find_batch_size(device, **options)
-    assert found in device.sizes
+@given(loads(256.0, 0.9, (1.0, 2.0), (1.0, 1.3)), st.sampled_from([1, 8, 12]), st.booleans())
+def test_whatever_memory_grows_with_95_percent_are_found_with_three_failures(case, align, is_low):
+    load, high = case
+    high = max(align, high // (4 if is_low else 1) // align * align)
+    largest = min(load.largest, high) // align * align
+    budget = load.limit + load.own
+    found = find_batch_size(load, low=align, high=high, align=align, budget=budget, margin=0)
+    assert found in load.sizes
     assert 20 * found >= 19 * largest
     assert largest < high or found == high
-    assert device.n_failed <= 3
-    assert all(size % align == 0 and low <= size <= high for size in device.sizes)
-    assert len(device.sizes) <= 60
+    assert len(load.failed) <= 3
+    assert all(size % align == 0 and size <= high for size in load.sizes)
+    assert len(load.sizes) <= 60
 
 
 def test_sizes_grow_eight_times_at_most_and_a_line_takes_few_runs():
-    device = Device(lambda size: (1 << 20) + size * 1000, 600 << 20)
-    assert find_batch_size(device, high=1 << 24, budget=device.limit, margin=0) == 615012
-    assert device.sizes == [1, 8, 64, 512, 4096, 32768, 262144, 615012]
-    assert device.n_failed == 0
+    load = Load(600 << 20, 1000, fixed=1 << 20)
+    assert find_batch_size(load, high=1 << 24, budget=load.limit, margin=0) == 615012
+    assert load.sizes == [1, 8, 64, 512, 4096, 32768, 262144, 615012]
+    assert load.failed == []
 
 
 def test_a_size_that_runs_beyond_its_margin_shows_where_the_next_ones_are():

@@ -49,24 +49,20 @@ def test_what_never_fits_fails(call):
         call.range(always, 0, 64, 64)
 
 
-def test_a_size_is_not_remembered_without_a_cache(only_16, sizes):
+@pytest.mark.parametrize(
+    ("cache_type", "tried"),
+    [
+        (NoBatchsizeCache, [64, 32, 16] * 3),
+        (GlobalBatchsizeCache, [64, 32, 16, 16, 16]),
+        (None, [64, 32, 16, 16, 64, 32, 16]),
+    ],
+    ids=["nowhere", "for the function", "for the call"],
+)
+def test_a_size_is_remembered_by_the_type_of_the_cache(only_16, sizes, cache_type, tried):
     for _ in range(2):
-        explicit.batch(only_16, 64, toma_cache_type=NoBatchsizeCache)
-    assert sizes == [64, 32, 16, 64, 32, 16]
-
-
-def test_a_size_is_remembered_for_the_function_wherever_it_is_called(only_16, sizes):
-    for _ in range(3):
-        explicit.batch(only_16, 64, toma_cache_type=GlobalBatchsizeCache)
-    explicit.batch(only_16, 64, toma_cache_type=GlobalBatchsizeCache)
-    assert sizes == [64, 32, 16, 16, 16, 16]
-
-
-def test_a_size_is_remembered_for_the_call_by_default(only_16, sizes):
-    for _ in range(3):
-        explicit.batch(only_16, 64)
-    explicit.batch(only_16, 64)
-    assert sizes == [64, 32, 16, 16, 16, 64, 32, 16]
+        explicit.batch(only_16, 64, toma_cache_type=cache_type)
+    explicit.batch(only_16, 64, toma_cache_type=cache_type)
+    assert sizes == tried
 
 
 def test_two_calls_on_one_line_are_two_calls(only_16, sizes):
@@ -161,13 +157,7 @@ def test_decorators_work_without_arguments(only_16, sizes):
 # --- defects of toma
 
 
-def test_the_dimension_of_the_decorator_counts(sizes):
-    adaptive.chunked(initial_step=2, dimension=1)(
-        lambda chunk, start, end: sizes.append(chunk.shape)
-    )(torch.ones(5, 4))
-    assert sizes == [(5, 2), (5, 2)]
-
-
+@pytest.mark.usefixtures("no_gc")
 @pytest.mark.parametrize("cache_type", [GlobalBatchsizeCache, None])
 def test_nothing_that_a_function_captured_is_kept(cache_type):
     def called():
@@ -183,11 +173,7 @@ def test_nothing_that_a_function_captured_is_kept(cache_type):
         decorated()
         return [weakref.ref(captured), weakref.ref(f), weakref.ref(decorated)]
 
-    gc.disable()
-    try:
-        assert [reference() for reference in called()] == [None] * 3
-    finally:
-        gc.enable()
+    assert [reference() for reference in called()] == [None] * 3
 
 
 def test_the_default_cache_type_can_be_set(only_16, sizes, monkeypatch):

@@ -153,32 +153,34 @@ def test_a_result_with_a_graph_is_refused_at_the_first_piece(sizes):
 
 
 @pytest.mark.parametrize(
-    ("collect", "result", "message"),
+    ("collect", "results", "message"),
     [
-        ("cat", 1.5, "of type float"),
-        ("host", {"x": (torch.ones(()),)}, "that have no dimension"),
+        ("cat", [1.5, None], "of type float"),
+        ("host", [{"x": (torch.ones(()),)}, None], "that have no dimension"),
+        ("host", [torch.ones(2, 5), torch.ones(2, 7)], r"float32\[2, 5\] .* and float32\[2, 7\]"),
+        (
+            "cat",
+            [{"a": torch.ones(1)}, {"b": torch.ones(1)}],
+            r"can't concatenate a dict of 'a' and a dict of 'b'\.",
+        ),
+        (
+            "cat",
+            [[torch.ones(1)] * 2, [torch.ones(1)]],
+            r"can't concatenate a tuple or list of 2 and a tuple or list of 1\.",
+        ),
     ],
 )
-def test_what_can_not_be_concatenated_is_refused_at_the_first_piece(
-    sizes, collect, result, message
+def test_what_can_not_be_concatenated_is_refused_at_the_first_piece_that_shows_it(
+    sizes, collect, results, message
 ):
     @adaptive.range(initial_step=1, collect=collect)
     def f(start, end):
         sizes.append(end - start)
-        return result
+        return results[start]
 
     with pytest.raises(AdaptiveUsageError, match=message):
-        f(0, 4)
-    assert sizes == [1]
-
-
-def test_results_of_different_sizes_are_told_by_their_shapes():
-    @adaptive.chunked(initial_step=2, collect="host")
-    def padded(chunk, start, end):
-        return torch.ones(2, 3 + end)
-
-    with pytest.raises(AdaptiveUsageError, match=r"float32\[2, 5\] .* and float32\[2, 7\]"):
-        padded(torch.arange(4))
+        f(0, 2)
+    assert sizes == [1] * (1 if results[1] is None else 2)
 
 
 # --- into what the user has

@@ -13,7 +13,6 @@ from tenure.adaptive import (
     GlobalBatchsizeCache,
     execute,
     explicit,
-    memory_budget,
 )
 
 from ..attempt.failures import oom
@@ -42,26 +41,6 @@ def test_what_each_call_says_comes_before_what_the_decorator_says(sizes):
     ]
 
 
-def test_a_context_given_in_the_call_or_the_decorator_is_shared(only_16, sizes):
-    one = adaptive.batch(initial_batchsize=64, context="shared")(only_16)
-    other = adaptive.batch(initial_batchsize=64)(only_16)
-    one()
-    other(toma_context="shared")
-    explicit.batch(only_16, 64, toma_context="shared")
-    assert sizes == [64, 32, 16, 16, 16]
-
-
-def test_limits_of_sizes_are_kept(sizes):
-    @adaptive.range(initial_step=100, minimum=8, align=8)
-    def f(start, end):
-        sizes.append(end - start)
-        if end - start > 30:
-            oom()
-
-    f(0, 64)
-    assert sizes == [64, 32, 16, 16, 16, 16]
-
-
 def test_a_maximum_is_where_the_search_begins_without_an_initial_size(only_16, sizes):
     assert adaptive.batch(maximum=64)(only_16)() == 16
     assert sizes == [64, 32, 16]
@@ -82,7 +61,7 @@ def test_random_numbers_of_a_failed_attempt_are_drawn_again_only_on_request():
         return seen
 
     first, second = draws(restore_rng=True)
-    assert first == second
+    assert first == second != torch.rand(1).item()
     first, second = draws(restore_rng=False)
     assert first != second
 
@@ -130,14 +109,6 @@ def test_results_are_concatenated_along_the_dimension_that_was_split():
     assert torch.equal(result["both"][1][0], x + 1)
 
 
-def test_results_are_given_to_a_function():
-    @adaptive.chunked(initial_step=2, collect=sum)
-    def total(chunk, start, end):
-        return chunk.sum().item()
-
-    assert total(torch.ones(7)) == 7.0
-
-
 def test_results_live_on_and_temporaries_do_not(nobody_searches):
     kept = []
 
@@ -159,21 +130,6 @@ def test_nothing_to_concatenate_is_an_error_that_says_what_to_do():
     f = adaptive.chunked(initial_step=2, collect="cat")(lambda chunk, start, end: chunk)
     with pytest.raises(AdaptiveUsageError, match=r'^collect="cat" has nothing to concatenate'):
         f(torch.ones(0))
-
-
-@pytest.mark.parametrize(
-    ("first", "other", "shown"),
-    [
-        ({"a": torch.ones(1)}, {"b": torch.ones(1)}, r"a dict of 'a' and a dict of 'b'\."),
-        ([torch.ones(1)] * 2, [torch.ones(1)], r"a tuple or list of 2 and a tuple or list of 1\."),
-    ],
-)
-def test_results_that_differ_are_not_concatenated_in_part(first, other, shown):
-    f = adaptive.chunked(initial_step=1, collect="cat")(
-        lambda c, start, end: other if start else first
-    )
-    with pytest.raises(AdaptiveUsageError, match=f"can't concatenate {shown}"):
-        f(torch.arange(2))
 
 
 def jagged(x):
@@ -249,10 +205,6 @@ def passed_on(function):
 class Decorated:
     """Methods with a decorator above or below the adaptive one."""
 
-    @adaptive.batch(initial_batchsize=2)
-    def called_this(this, batchsize):
-        return this, batchsize
-
     @adaptive.range(initial_step=4, collect="list")
     @passed_on
     def wrapped(self, start, end):
@@ -262,16 +214,6 @@ class Decorated:
     @adaptive.batch(initial_batchsize=4)
     def batch(self, batchsize, more=0):
         return self, batchsize, more
-
-    @memory_budget("1MiB")
-    @adaptive.range(initial_step=4, collect="list")
-    def range(self, start, end, more=0):
-        return self, start, end, more
-
-    @torch.inference_mode()
-    @adaptive.chunked(initial_step=4, collect="list")
-    def chunked(self, chunk, start, end, more=0):
-        return self, chunk.tolist(), more
 
     @property
     @adaptive.batch(initial_batchsize=4)
@@ -290,14 +232,10 @@ class Inherits(Decorated):
 
 def test_methods_get_their_instance_first_whatever_they_are_decorated_with():
     it = Inherits()
-    assert it.called_this() == (it, 2)
     assert it.wrapped(0, 4) == [(it, 0, 4)]
     assert it.batch() == (it, 4, 0)
     assert it.batch(7) == (it, 4, 7)
     assert Inherits.batch(it, more=7) == (it, 4, 7)
-    assert it.range(0, 6) == [(it, 0, 4, 0), (it, 4, 6, 0)]
-    assert it.range(0, 2, 7) == [(it, 0, 2, 7)]
-    assert it.chunked(torch.arange(5), 7) == [(it, [0, 1, 2, 3], 7), (it, [4], 7)]
     assert it.largest == (it, 4)
     assert Inherits.of_class() == (Inherits, 4)
 

@@ -52,17 +52,22 @@ class Load:
         return memory_budget(self.limit + self.own)
 
 
-def walled(largest):
-    """Work that fits up to a size, and whose errors tell nothing."""
+class Limited:
+    """Work that fits up to a size, and whose errors tell nothing; it notes the sizes."""
 
-    def work(size, *_):
-        work.sizes.append(size)
-        if size > work.largest:
+    def __init__(self, largest=16):
+        self.largest, self.sizes = largest, []
+
+    def __call__(self, size, *args, **kwargs):
+        self.sizes.append(size)
+        if size > self.largest:
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return size
 
-    work.largest, work.sizes = largest, []
-    return work
+    def tried(self):
+        """The sizes since this was called last."""
+        tried, self.sizes = self.sizes, []
+        return tried
 
 
 @st.composite

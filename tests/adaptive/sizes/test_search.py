@@ -13,7 +13,7 @@ from tenure.adaptive import (
     step,
 )
 
-from .loads import Load, loads, walled
+from .loads import Limited, Load, loads
 
 pytestmark = pytest.mark.usefixtures("forgetful", "quiet")
 MANY = settings(deadline=None, max_examples=15)
@@ -72,7 +72,7 @@ def step_of(work, initial):
     ],
 )
 def test_where_nothing_is_known_a_failed_size_is_halved(largest, initial, options, tried):
-    work = walled(largest)
+    work = Limited(largest)
     assert batch_of(work, initial, **options)() == tried[-1]
     assert work.sizes == tried
 
@@ -114,14 +114,14 @@ def test_limits_that_leave_no_size_are_refused(options, told):
 )
 def test_what_allows_no_smaller_size_is_named(options, named):
     with pytest.raises(OutOfRetriesError, match=f"Allow less than {named}"):
-        batch_of(walled(1), 16, **options)()
+        batch_of(Limited(1), 16, **options)()
 
 
 # --- remembered
 
 
 def test_the_next_call_begins_with_what_worked():
-    work = walled(16)
+    work = Limited(16)
     call = batch_of(work, 64, cache_type=GlobalBatchsizeCache)
     assert [call() for _ in range(3)] == [16, 16, 16]
     assert work.sizes == [64, 32, 16, 16, 16]
@@ -130,7 +130,7 @@ def test_the_next_call_begins_with_what_worked():
 
 
 def test_a_later_smaller_initial_size_is_honoured_and_a_larger_one_does_not_forget():
-    work = walled(32)
+    work = Limited(32)
     call = batch_of(work, 64, context="one")
     call()
     found = [call(toma_initial_batchsize=initial) for initial in (8, 20, 64, 1000)]
@@ -140,7 +140,7 @@ def test_a_later_smaller_initial_size_is_honoured_and_a_larger_one_does_not_forg
 
 @pytest.mark.parametrize(("ok", "then"), [(13, 8), (5, 8)])
 def test_a_size_that_another_call_found_is_aligned_and_never_too_small(ok, then):
-    work = walled(ok)
+    work = Limited(ok)
     batch_of(work, 2 * ok, context="one")()
     work.sizes.clear()
     work.largest = 64
@@ -152,21 +152,21 @@ def test_a_size_that_another_call_found_is_aligned_and_never_too_small(ok, then)
 
 
 def test_sixteen_clean_calls_later_larger_sizes_are_tried_until_one_fails():
-    work = walled(20)
+    work = Limited(20)
     call = batch_of(work, 64, cache_type=GlobalBatchsizeCache)
     assert [call() for _ in range(25)] == [16] * 17 + [17, 18, 19] + [20] * 5
     assert [size for size in work.sizes if size > 20] == [64, 32, 21]
 
 
 def test_a_maximum_lets_the_size_grow_beyond_the_initial_one():
-    call = batch_of(walled(1000), 32, maximum=200, cache_type=GlobalBatchsizeCache)
+    call = batch_of(Limited(1000), 32, maximum=200, cache_type=GlobalBatchsizeCache)
     found = [call() for _ in range(30)]
     assert found[:19] == [32] * 16 + [64, 128, 200]
     assert found[-1] == 200
 
 
 def test_an_aligned_size_grows_by_whole_steps():
-    work = walled(100)
+    work = Limited(100)
     call = batch_of(work, 256, align=8, cache_type=GlobalBatchsizeCache)
     assert [call() for _ in range(60)][-1] == 96
     assert all(size % 8 == 0 for size in work.sizes)
@@ -178,7 +178,7 @@ def test_without_any_numbers_95_percent_are_found_with_three_failures_from_four_
     largest, ratio
 ):
     adaptive.reset()
-    work = walled(largest)
+    work = Limited(largest)
     call = batch_of(work, int(largest * ratio), cache_type=GlobalBatchsizeCache)
     found = [call() for _ in range(120)]
     assert sum(size > largest for size in work.sizes) <= 3
@@ -186,7 +186,7 @@ def test_without_any_numbers_95_percent_are_found_with_three_failures_from_four_
 
 
 def test_a_short_last_piece_teaches_nothing_about_larger_ones():
-    work = walled(1000)
+    work = Limited(1000)
     run = adaptive.range(initial_step=64, maximum=500)(lambda start, end: work(end - start))
     for _ in range(2):
         run(0, 64 + 3)
@@ -280,7 +280,7 @@ def test_a_smaller_piece_of_memory_makes_the_size_smaller_before_it_fails():
 
 
 def test_each_growth_is_told_once():
-    events, work = [], walled(18)
+    events, work = [], Limited(18)
     call = batch_of(work, 64, cache_type=GlobalBatchsizeCache, on_retry=events.append)
     for _ in range(30):
         call()
