@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterable
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
@@ -247,9 +248,12 @@ def _allowed_bytes(budget: int | str, margin: float, evaluation: _Evaluation) ->
 
 def _too_large(evaluation: _Evaluation, allowed_bytes: int) -> OutOfRetriesError:
     """Return the error, with the bytes of the best size, and changes that lower them."""
-    known = [(size, report) for (size, _), (report, _) in evaluation.known.items()]
+    known: dict[int, PeakReport] = {}
+    for (size, _), (report, _) in evaluation.known.items():
+        # all samples may take more than the first ones
+        known[size] = max(known.get(size, report), report, key=attrgetter("needed_bytes"))
     # not always the smallest
-    size, report = min(known, key=lambda each: each[1].needed_bytes)
+    size, report = min(known.items(), key=lambda each: each[1].needed_bytes)
     needed_bytes, fn = report.needed_bytes, evaluation.spec.fn
     name = getattr(fn, "__name__", type(fn).__name__)
     # what the allocator and kernels take on top is about the same with each change
@@ -267,6 +271,6 @@ def _too_large(evaluation: _Evaluation, allowed_bytes: int) -> OutOfRetriesError
         f"would take {format_bytes(needed_bytes)} on {report.device}, "
         f"{format_bytes(needed_bytes - allowed_bytes)} more than the {format_bytes(allowed_bytes)} "
         f"that there are: {by_category(report.categories)}. Nothing was run. {help_}",
-        tuple(dict.fromkeys(size for size, _ in known)),
+        tuple(known),
         least=(size, needed_bytes),
     )

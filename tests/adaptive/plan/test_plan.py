@@ -18,17 +18,12 @@ from tenure.adaptive import (
 from tests.true_peak import true_peak_bytes
 
 
-def mlp(width=48, depth=5, n_classes=10):
+def setting(n=64, width=16, depth=2):
+    """A model, a batch, and the mean loss."""
     layers = [nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(depth)]
-    return nn.Sequential(*layers, nn.Linear(width, n_classes))
-
-
-def batch_of(n, width=48, n_classes=10):
-    return {"x": torch.randn(n, width), "y": torch.randint(0, n_classes, (n,))}
-
-
-def mean_of(model):
-    return lambda batch: F.cross_entropy(model(batch["x"]), batch["y"])
+    model = nn.Sequential(*layers, nn.Linear(width, 10))
+    batch = {"x": torch.randn(n, width), "y": torch.randint(0, 10, (n,))}
+    return model, batch, lambda batch: F.cross_entropy(model(batch["x"]), batch["y"])
 
 
 def counted_of(model):
@@ -45,16 +40,15 @@ def true_bytes(fn, batch, size, **options):
 
 @pytest.mark.parametrize("kind", ["mean", "counted", "outputs"])
 def test_the_largest_micro_batch_that_fits_is_found(kind):
-    model, batch = mlp(), batch_of(131)
-    options = {}
+    model, batch, fn = setting(200, depth=5)
+    options, labels = {}, batch["y"]
     if kind == "outputs":
-        labels = batch["y"]
         options["loss"] = lambda outputs: F.cross_entropy(outputs, labels)
         fn = lambda batch: model(batch["x"])  # noqa: E731
-    else:
-        fn = {"mean": mean_of, "counted": counted_of}[kind](model)
+    elif kind == "counted":
+        fn = counted_of(model)
     whole = plan(fn, batch, "1GiB", margin=0, **options)
-    assert whole.sizes == (131,)
+    assert whole.sizes == (200,)
     budget = int(whole.peak_bytes * 0.8)
     found = plan(fn, batch, int(budget / 0.9) + 1, margin=0.1, **options)
     assert found.budget_bytes == budget
@@ -66,51 +60,39 @@ def test_the_largest_micro_batch_that_fits_is_found(kind):
     assert base + true_bytes(fn, batch, found.micro_batch + 1, **options) > budget
 
 
-@pytest.mark.slow
 def test_where_nothing_fits_the_numbers_are_told():
-    model, batch = mlp(), batch_of(64)
+    _, batch, loss_of = setting(8, 48, 2)
     expected = (
         r"plan\(\) finds no micro-batch of 'fn' that fits: 1 sample at a time would take .* KiB on "
         r"cpu, .* more than the 50\.0 KiB that there are: parameters .*, gradients.*Nothing was run"
     )
 
     def fn(batch):
-        return F.cross_entropy(model(batch["x"]), batch["y"])
+        return loss_of(batch)
 
     with pytest.raises(OutOfRetriesError, match=expected) as caught:
-        plan(fn, batch, "50KiB", margin=0)
-    assert caught.value.sizes == (64, 15, 2, 1)
-
-
-def test_an_error_tells_the_size_that_takes_least_and_what_it_needs():
-    model, batch = mlp(), batch_of(8)
-    with pytest.raises(OutOfRetriesError) as caught:
-        plan(mean_of(model), batch, "50KiB", margin=0)
+        plan(fn, batch, "50KiB", margin=0, maximum=1)
     size, n_bytes = caught.value.least
     assert size in caught.value.sizes
-    assert plan(mean_of(model), batch, n_bytes, margin=0, maximum=size).needed_bytes == n_bytes
+    assert plan(fn, batch, n_bytes, margin=0, maximum=size).needed_bytes == n_bytes
 
 
-def test_the_step_of_an_optimizer_counts():
-    model, batch = mlp(), batch_of(64)
-    adam = torch.optim.Adam(model.parameters(), foreach=False)
-    n_bytes = sum(p.nbytes for p in model.parameters())
-    without = plan(mean_of(model), batch, "1GiB")
-    found = plan(mean_of(model), batch, "1GiB", optimizer=adam)
-    assert found.peak_bytes >= found.baseline_bytes + 3 * n_bytes
-    assert found.peak_bytes > without.peak_bytes
-
-
-def test_a_plan_changes_nothing():
+def test_a_plan_changes_nothing_and_the_step_of_an_optimizer_counts():
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(8, 1))
     model[0].weight.grad = torch.ones(8, 8)
-    adam = torch.optim.Adam(model.parameters())
+    adam = torch.optim.Adam(model.parameters(), foreach=False)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    batch = torch.randn(40, 8)
+    small, batch = torch.randn(4, 8), torch.randn(40, 8)
     rng, counts = torch.get_rng_state(), (statistics().attempts, statistics().ooms)
     fn = lambda x: model(x).square().mean()  # noqa: E731
-    needed = plan(fn, batch, "1GiB", optimizer=adam, margin=0).needed_bytes
-    plan(fn, batch, needed - 1, optimizer=adam, margin=0, batchnorm="per_chunk")
+    whole = plan(fn, small, "1GiB", optimizer=adam, margin=0)
+    n_bytes = sum(p.nbytes for p in model.parameters())
+    assert whole.peak_bytes >= whole.baseline_bytes + 3 * n_bytes
+    without = plan(fn, batch, "1GiB", margin=0)
+    with pytest.raises(BatchCoupledError):
+        plan(fn, batch, without.peak_bytes - 1, margin=0)
+    smaller = plan(fn, batch, without.peak_bytes - 1, margin=0, batchnorm="per_chunk")
+    assert smaller.micro_batch < 40
     assert adam.state == {}
     assert torch.equal(model[0].weight.grad, torch.ones(8, 8))
     assert model[3].weight.grad is None
@@ -119,62 +101,9 @@ def test_a_plan_changes_nothing():
     assert (statistics().attempts, statistics().ooms) == counts
 
 
-@pytest.mark.slow
-def test_a_batch_that_is_not_there_is_planned():
-    model = nn.Linear(1024, 1024)
-    batch = torch.empty(2**20, 1024, device="meta")
-    found = plan(lambda x: model(x).square().mean(), batch, "5GiB", margin=0)
-    assert 1 < len(found.sizes) < 40
-    assert found.peak_bytes <= 5 * 2**30 < found.peak_bytes + 8 * 1024 * 1024
-
-
-def test_modules_that_mix_samples_are_refused_where_the_batch_has_to_be_split():
-    model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64))
-    batch = torch.randn(64, 64)
-    fn = lambda x: model(x).square().mean()  # noqa: E731
-    whole = plan(fn, batch, "1GiB", margin=0)
-    assert whole.sizes == (64,)
-    with pytest.raises(BatchCoupledError):
-        plan(fn, batch, whole.peak_bytes - 1, margin=0)
-    assert plan(fn, batch, whole.peak_bytes - 1, margin=0, batchnorm="per_chunk").micro_batch < 64
-
-
-def test_a_share_is_of_what_is_free_beside_what_is_there():
-    model, batch = mlp(), batch_of(64)
-    with memory_budget("300KiB"):
-        found = plan(mean_of(model), batch, "50%", margin=0)
-    assert found.budget_bytes == found.baseline_bytes + 150 * 1024
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"budget": "0%"}, "A share goes from above 0% to 100%"),
-        ({"budget": "1GiB", "margin": 1.0}, "from 0 to below 1"),
-        ({"budget": "1GiB", "minimum": 9, "maximum": 4}, "Raise it"),
-        ({"budget": "1GiB", "loss": "avg"}, r"plan\(\) got loss='avg'"),
-    ],
-)
-def test_arguments_that_cannot_be_used_are_refused(arguments, message):
-    model, batch = mlp(), batch_of(64)
-    budget = arguments.pop("budget")
-    with pytest.raises(AdaptiveUsageError, match=message):
-        plan(mean_of(model), batch, budget, **arguments)
-
-
-def test_a_plan_is_shown_and_kept():
-    model, batch = mlp(), batch_of(64)
-    found = plan(mean_of(model), batch, "1GiB", maximum=40)
-    assert str(found).startswith("64 samples in 2 micro-batches of up to 40: ")
-    again = type(found).from_dict(found.to_dict())
-    assert again == found
-    assert again.advice == ()
-
-
-@pytest.mark.slow
 def test_what_piles_up_is_seen_though_the_search_does_not_run_all():
     # each micro-batch of a step of two passes keeps its random state
-    model, batch = mlp(16, 1), batch_of(400, 16)
+    model, batch, _ = setting(400, 16, 1)
 
     def fn(batch):
         total, count = counted_of(model)(batch)
@@ -185,7 +114,46 @@ def test_what_piles_up_is_seen_though_the_search_does_not_run_all():
     assert base + true_bytes(fn, batch, found.micro_batch) == found.peak_bytes <= 120_000
 
 
-@pytest.mark.slow
+def test_a_batch_that_is_not_there_is_planned():
+    model = nn.Linear(1024, 1024)
+    batch = torch.empty(2**20, 1024, device="meta")
+    found = plan(lambda x: model(x).square().mean(), batch, "5GiB", margin=0)
+    assert 1 < len(found.sizes) < 40
+    assert found.peak_bytes <= 5 * 2**30 < found.peak_bytes + 8 * 1024 * 1024
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"budget": "0%"}, "A share goes from above 0% to 100%"),
+        ({"margin": 1.0}, "from 0 to below 1"),
+        ({"minimum": 9, "maximum": 4}, "Raise it"),
+        ({"loss": "avg"}, r"plan\(\) got loss='avg'"),
+    ],
+)
+def test_arguments_that_cannot_be_used_are_refused(arguments, message):
+    _, batch, fn = setting()
+    with pytest.raises(AdaptiveUsageError, match=message):
+        plan(fn, batch, **{"budget": "1GiB"} | arguments)
+
+
+def test_a_plan_is_shown_and_kept_and_agrees_with_the_prediction_of_the_whole():
+    _, batch, fn = setting()
+    found = plan(fn, batch, "1GiB", maximum=40)
+    assert str(found).startswith("64 samples in 2 micro-batches of up to 40: ")
+    again = type(found).from_dict(found.to_dict())
+    assert again == found
+    assert again.advice == ()
+    # a share is of what is free beside what is there
+    with memory_budget("300KiB"):
+        found = plan(fn, batch, "50%", margin=0)
+    assert found.budget_bytes == found.baseline_bytes + 150 * 1024
+    whole = plan(fn, batch, "1GiB")
+    # the step notes the random state
+    noted = torch.get_rng_state().nbytes
+    assert 0 <= whole.peak_bytes - predict_peak(fn, batch).peak_bytes <= noted + 256
+
+
 def test_a_plan_for_an_accelerator_counts_what_its_allocator_reserves(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     model = nn.Sequential(nn.Linear(1024, 1024), nn.GELU(), nn.Linear(1024, 1024))
@@ -198,12 +166,3 @@ def test_a_plan_for_an_accelerator_counts_what_its_allocator_reserves(monkeypatc
     assert found.device == "cuda"
     assert len(found.sizes) > 1
     assert found.needed_bytes < whole.needed_bytes
-
-
-def test_the_plan_agrees_with_the_prediction_of_the_whole():
-    model, batch = mlp(), batch_of(64)
-    fn = mean_of(model)
-    whole = plan(fn, batch, "1GiB")
-    # the step notes the random state
-    noted = torch.get_rng_state().nbytes
-    assert 0 <= whole.peak_bytes - predict_peak(fn, batch).peak_bytes <= noted + 256
