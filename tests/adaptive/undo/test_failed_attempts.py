@@ -1,6 +1,7 @@
 """The state that a failed attempt changes, brought back."""
 
 import random
+from collections import deque
 
 import numpy.random
 import pytest
@@ -93,22 +94,6 @@ class Stuck(random.Random):
         raise ValueError("stuck")
 
 
-class Unhashable(type):
-    """A metaclass whose classes compare, and so have no hash."""
-
-    def __eq__(cls, other):
-        return cls is other
-
-    __hash__ = None
-
-
-class Odd(metaclass=Unhashable):
-    pass
-
-
-a_variable = Odd()
-
-
 def test_every_kind_of_state_is_undone_although_one_fails():
     model, numbers = nn.BatchNorm1d(3), Stuck(5)
     before = model.weight.grad = torch.ones(3)
@@ -136,36 +121,43 @@ class Keeps(nn.Module):
     def __init__(self):
         super().__init__()
         self.linear = nn.Linear(3, 3)
-        self.mask = None
-        self.by_length = {}
-        self.seen = [1]
-        self.n_calls = 0
+        self.mask, self.n_calls, self.total = None, 0, torch.zeros(())
         self.key = NoName()
         self.by_object = {self.key: torch.ones(2)}
+        self.inner = {"train": {"sizes": [1], "sum": torch.zeros(())}}
+        self.recent, self.shapes = deque([1], maxlen=3), {1}
+        self.pair = torch.zeros(()), {}
+        self.loop = [1]
+        self.loop.append(self.loop)
 
     def forward(self, x):
-        n = len(x)
+        n, train = len(x), self.inner["train"]
         if self.mask is None or len(self.mask) < n:
             self.mask, self.late = torch.ones(n, 1), torch.ones(1)
             self.register_buffer("scale", torch.ones(3), persistent=False)
-        if n not in self.by_length:
-            self.by_length[n] = torch.ones(n, 1)
-        self.by_object[self.key].add_(1)
-        self.seen.append(n)
+        for tensor in (self.by_object[self.key], train["sum"], self.pair[0], self.total):
+            tensor.add_(n)
+        for numbers in (train["sizes"], self.recent, self.loop):
+            numbers.append(n)
+        self.shapes.add(n)
+        self.pair[1][n] = True
         self.n_calls += 1
-        return self.linear(x) * self.mask[:n] * self.by_length[n] * self.scale * self.late
+        return self.linear(x) * self.mask[:n] * self.scale * self.late
 
 
 def test_attributes_get_back_what_they_held():
     model = nn.Sequential(Keeps())
     keeps = model[0]
-    by_length, seen = keeps.by_length, keeps.seen
+    held = dict(vars(keeps))
     fail(model, model)
-    assert (keeps.mask, keeps.by_length, keeps.seen, keeps.n_calls) == (None, {}, [1], 0)
-    assert keeps.by_length is by_length
-    assert keeps.seen is seen
+    assert vars(keeps).keys() == held.keys()
+    assert all(vars(keeps)[name] is value for name, value in held.items())
+    train = keeps.inner["train"]
+    assert (train["sizes"], keeps.recent, keeps.recent.maxlen) == ([1], deque([1]), 3)
+    assert (keeps.shapes, keeps.pair[1], len(keeps.loop)) == ({1}, {}, 2)
+    assert keeps.loop[1] is keeps.loop
     assert keeps.by_object[keeps.key].tolist() == [1, 1]
-    assert not hasattr(keeps, "late")
+    assert (float(train["sum"]), float(keeps.pair[0]), float(keeps.total)) == (0, 0, 0)
     assert not hasattr(keeps, "scale")
     assert "scale" not in keeps._non_persistent_buffers_set
     model(torch.ones(4, 3))
@@ -173,5 +165,5 @@ def test_attributes_get_back_what_they_held():
     fail(model, lambda x: model(torch.ones(6, 3)))
     assert keeps.mask is mask
     assert keeps.late is late
-    assert (list(keeps.by_length), keeps.n_calls) == ([4], 1)
+    assert keeps.n_calls == 1
     assert keeps.linear.weight is dict(model.named_parameters())["0.linear.weight"]
