@@ -6,9 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+
+from tenure.adaptive import SplitMismatchError, step
 
 N_CLASSES = 5
 IGNORED = -100
@@ -176,6 +179,38 @@ def worst_error(got, wanted):
         float((got[name] - w).abs().max()) / max(float(w.abs().max()), 1e-3 * scale, 1e-300)
         for name, w in wanted.items()
     )
+
+
+def squares(net):
+    """The mean of the squares of what a module gives."""
+    return lambda b: net(b).square().mean()
+
+
+def wanted_of(net, loss):
+    """The gradients of a plain step, which are gone afterwards."""
+    loss.backward()
+    found = gradients(net)
+    net.zero_grad()
+    return found
+
+
+def compare(net, whole, fn, batch, **options):
+    """Run a step whose whole has that loss: it has its value and its gradients."""
+    value = whole.detach().clone()
+    wanted = wanted_of(net, whole)
+    result = step(fn, batch, **options)
+    assert worst_error(gradients(net), wanted) <= 1e-10
+    # where its weights are, which may be elsewhere
+    torch.testing.assert_close(result.loss.to(value.device), value, rtol=1e-10, atol=1e-10)
+    net.zero_grad()
+    return result
+
+
+def refused(fn, batch, *, maximum=4, **options):
+    """The error of a split that would change the result."""
+    with pytest.raises(SplitMismatchError) as caught:
+        step(fn, batch, maximum=maximum, **options)
+    return caught.value
 
 
 def small_net():

@@ -1,7 +1,5 @@
 """`step(..., backward=)`: the user's own way to run backward scales everything, and once."""
 
-import weakref
-
 import pytest
 import torch
 from torch import nn
@@ -9,16 +7,25 @@ from torch import nn
 from tenure.adaptive import AdaptiveUsageError, SplitMismatchError, step
 
 from ..attempt.failures import out_of_memory_above
-from .step_cases import LOSSES, contrastive, gradients, made, samples, small_net, worst_error
+from .step_cases import (
+    LOSSES,
+    compare,
+    contrastive,
+    gradients,
+    made,
+    samples,
+    small_net,
+    squares,
+    wanted_of,
+    worst_error,
+)
 
 
 class Accumulating:
     """Divides as accelerate does, and counts."""
 
     def __init__(self, scale=0.25, **options):
-        self.scale = scale
-        self.options = options
-        self.got = []
+        self.scale, self.options, self.got = scale, options, []
 
     def __call__(self, loss):
         assert loss.dim() == 0
@@ -28,25 +35,15 @@ class Accumulating:
 
 def with_scaler(loss):
     """As accelerate does with float16: a division, and a scaler that has its scale on first use."""
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
-    scaler.scale(loss / 3).backward()
-
-
-def writing(loss):
-    """Writes into what it got."""
-    loss.mul_(0.25).backward()
+    torch.amp.GradScaler("cpu", init_scale=2.0**16).scale(loss / 3).backward()
 
 
 BACKWARDS = {
     "a third and a scaler": (with_scaler, 2.0**16 / 3),
-    "in place": (writing, 0.25),
+    "in place": (lambda loss: loss.mul_(0.25).backward(), 0.25),
     "keeping graphs": (Accumulating(2.0, retain_graph=True), 2.0),
 }
 PLAIN = None, 1.0
-
-
-def squares(net):
-    return lambda b: net(b).square().mean()
 
 
 @pytest.mark.parametrize(
@@ -64,8 +61,7 @@ def test_gradients_are_those_of_the_whole_batch_scaled_once(loss, model, backwar
     case = LOSSES[loss]
     net, batch = made(model, 11, seed=3)
     plain = case.plain(net(batch["x"]), batch["y"])
-    (plain * scale).backward()
-    wanted = gradients(net)
+    wanted = wanted_of(net, plain * scale)
     for maximum in (4, 11):
         net.zero_grad()
         options = {"maximum": maximum, "backward": function, **case.options}
@@ -104,18 +100,15 @@ TRAINED = {
 def test_what_the_loss_trains_itself_is_scaled_once(loss, backward):
     function, scale = backward
     net, x = small_net(), samples(9)
-    temperature = torch.tensor(1.3, dtype=torch.float64, requires_grad=True)
+    net.temperature = nn.Parameter(torch.tensor(1.3, dtype=torch.float64))
     plain, fn, options = TRAINED[loss]
-    whole = plain(net(x), temperature)
-    (whole * scale).backward()
-    wanted = gradients(net), temperature.grad
+    whole = plain(net[:3](x), net.temperature)
+    wanted = wanted_of(net, whole * scale)
     for maximum in (4, 9):
         net.zero_grad()
-        temperature.grad = None
-        given = {"maximum": maximum, "backward": function, **options(temperature)}
-        result = step(lambda b: fn(net(b)), x, **given)
-        assert worst_error(gradients(net), wanted[0]) < 1e-10
-        assert torch.allclose(temperature.grad, wanted[1], rtol=1e-10)
+        given = {"maximum": maximum, "backward": function, **options(net.temperature)}
+        result = step(lambda b: fn(net[:3](b)), x, **given)
+        assert worst_error(gradients(net), wanted) < 1e-10
         assert torch.allclose(result.loss, whole, rtol=1e-10)
 
 
@@ -132,6 +125,11 @@ def test_each_micro_batch_gives_one_scalar_and_trials_give_none():
     # a loss of outputs that trains nothing is not passed on
     step(lambda b: net(b), x, loss=contrastive, maximum=4, backward=backward)
     assert len(backward.got) == 3
+    # nor is the comparison of a split any of the user's business
+    backward.got.clear()
+    with pytest.raises(SplitMismatchError):
+        step(lambda b: net(b).var(0).sum(), x, maximum=4, backward=backward)
+    assert backward.got == []
 
 
 @pytest.mark.parametrize("maximum", [4, 9])
@@ -159,11 +157,7 @@ def test_complex_outputs_get_their_gradient():
     def loss_of(out):
         return (out * (1 + 2j)).real.square().mean() + out.imag.std()
 
-    (loss_of(net(x)) * 0.25).backward()
-    wanted = gradients(net)
-    net.zero_grad()
-    step(lambda b: net(b), x, loss=loss_of, maximum=4, backward=Accumulating())
-    assert worst_error(gradients(net), wanted) < 1e-10
+    compare(net, loss_of(net(x)), net, x, loss=loss_of, maximum=4, backward=Accumulating(1.0))
 
 
 @pytest.mark.parametrize("kind", ["terms", "outputs"])
@@ -183,37 +177,6 @@ def test_a_large_scale_reaches_half_precision_finite(kind):
     (loss_of(net(x)) * 2.0**17).backward()
     assert all(grad.isfinite().all() for grad in split.values())
     assert all(torch.allclose(split[k], g, rtol=2e-2, atol=1e-2) for k, g in gradients(net).items())
-
-
-def test_one_graph_is_alive_also_where_backward_keeps_graphs():
-    net, alive, most = small_net(), weakref.WeakSet(), []
-
-    class Marked(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, out):
-            alive.add(ctx)
-            most.append(len(alive))
-            return out.clone()
-
-        @staticmethod
-        def backward(ctx, grad):
-            return grad
-
-    keeping = Accumulating(retain_graph=True)
-    fn = lambda b: Marked.apply(net(b)).square().mean()  # noqa: E731
-    step(fn, samples(9), maximum=2, verify=False, backward=keeping)
-    assert max(most) == 1
-
-
-@torch.no_grad()
-def test_a_backward_without_grad_mode_is_a_backward():
-    net, x = small_net(), samples(9)
-    with torch.enable_grad():
-        step(squares(net), x, maximum=4, backward=torch.no_grad()(torch.Tensor.backward))
-        got = gradients(net)
-        net.zero_grad()
-        net(x).square().mean().backward()
-    assert worst_error(got, gradients(net)) < 1e-10
 
 
 def test_a_backward_that_runs_out_of_memory_is_tried_again_and_what_it_keeps_outlives_that():
@@ -241,35 +204,23 @@ def test_a_backward_that_runs_out_of_memory_is_tried_again_and_what_it_keeps_out
 # --- errors
 
 
-def _nothing(loss, net, x):
-    pass
-
-
-def _other_loss(loss, net, x):
-    net(x).mean().backward()
-
-
 def _fused(loss, net, x):
     loss.backward()
     torch.optim.SGD(net.parameters(), 1.0).step()
 
 
-def _squared(loss, net, x):
-    (loss**2).backward()
+NO_PASS = r"backward= of step\(\), 'wrong_backward', ran no backward pass from the loss"
+FACTOR = "'wrong_backward', multiplied the gradients of one micro-batch by"
 
 
 @pytest.mark.parametrize(
     ("wrong", "maximum", "message"),
     [
-        (
-            _nothing,
-            4,
-            r"backward= of step\(\), 'wrong_backward', ran no backward pass from the loss",
-        ),
-        (_nothing, 9, "ran no backward pass"),
-        (_other_loss, 9, "ran no backward pass"),
+        (lambda loss, net, x: None, 4, NO_PASS),
+        (lambda loss, net, x: None, 9, NO_PASS),
+        (lambda loss, net, x: net(x).mean().backward(), 9, NO_PASS),
         (_fused, 9, r"SGD\.step\(\) was called inside step\(\)"),
-        (_squared, 4, "'wrong_backward', multiplied the gradients of one micro-batch by"),
+        (lambda loss, net, x: (loss**2).backward(), 4, FACTOR),
     ],
 )
 def test_a_backward_that_does_something_else_is_refused_and_changes_nothing(
@@ -285,11 +236,3 @@ def test_a_backward_that_does_something_else_is_refused_and_changes_nothing(
         step(squares(net), x, maximum=maximum, backward=wrong_backward)
     assert all(p.grad is None for p in net.parameters())
     assert all(torch.equal(a, b) for a, b in zip(before, net.parameters(), strict=True))
-
-
-def test_a_split_that_is_wrong_is_found_although_backward_is_the_users():
-    net, backward = small_net(), Accumulating()
-    with pytest.raises(SplitMismatchError):
-        step(lambda b: net(b).var(0).sum(), samples(9), maximum=4, backward=backward)
-    # the comparison is none of the user's business
-    assert backward.got == []

@@ -11,10 +11,13 @@ from tenure.adaptive import (
     AdaptiveUsageError,
     NoBatchsizeCache,
     OutOfRetriesError,
+    SplitMismatchError,
     memory_budget,
     step,
 )
 from tenure.testing import for_each_allocation
+
+from .step_cases import squares
 
 
 class TwoDropouts(nn.Module):
@@ -22,13 +25,12 @@ class TwoDropouts(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.inner = nn.Linear(6, 8)
-        self.norm = nn.BatchNorm1d(8)
-        self.outer = nn.Linear(8, 3)
+        self.inner = nn.Linear(6, 3)
+        self.norm = nn.BatchNorm1d(3)
 
     def forward(self, x):
         x = F.dropout(self.norm(self.inner(x)).tanh(), 0.3)
-        return F.dropout(self.outer(x), 0.5)
+        return F.dropout(x, 0.5)
 
 
 def _pairs(net, b):
@@ -54,44 +56,35 @@ class Rig:
 
     def __init__(self, sim, way):
         torch.manual_seed(0)
-        self.fn, self.options = WAYS[way]
-        self.sim = sim
-        self.net = TwoDropouts().to(sim.device)
+        fn, self.options = WAYS[way]
+        self.sim, self.net = sim, TwoDropouts().to(sim.device)
         self.batch = torch.randn(6, 6).to(sim.device), torch.randint(3, (6,)).to(sim.device)
-        self.priors = [torch.randn_like(p) for p in self.net.parameters()]
-        self.buffers = {k: v.clone() for k, v in self.net.named_buffers()}
-        for p, prior in zip(self.net.parameters(), self.priors, strict=True):
-            p.grad = prior.clone()
-        self.objects = [id(p.grad) for p in self.net.parameters()]
+        self.fn = lambda b: fn(self.net, b)
+        for p in self.net.parameters():
+            p.grad = torch.randn_like(p)
+        self.priors = [(t, t.clone()) for t in [*self.gradients(), *self.net.buffers()]]
+        self.objects = [id(gradient) for gradient in self.gradients()]
         self.reset()
         self.resting_bytes = sim.requested_bytes
 
+    def gradients(self):
+        return [p.grad for p in self.net.parameters()]
+
     def run(self, maximum=None):
-        return step(
-            lambda b: self.fn(self.net, b),
-            self.batch,
-            batchnorm="per_chunk",
-            maximum=maximum,
-            cache_type=NoBatchsizeCache,
-            verify=False,
-            **self.options,
-        )
+        how = {"maximum": maximum, "cache_type": NoBatchsizeCache, "verify": False}
+        return step(self.fn, self.batch, batchnorm="per_chunk", **how, **self.options)
 
     def reset(self):
-        with torch.no_grad():
-            for p, prior in zip(self.net.parameters(), self.priors, strict=True):
-                p.grad.copy_(prior)
-            for name, buffer in self.net.named_buffers():
-                buffer.copy_(self.buffers[name])
+        for tensor, prior in self.priors:
+            tensor.copy_(prior)
         torch.manual_seed(7)
         self.sim.module.manual_seed(7)
 
     def state(self):
         """All that a step may change, as copies on the host."""
-        assert [id(p.grad) for p in self.net.parameters()] == self.objects
-        gradients = [p.grad.cpu() for p in self.net.parameters()]
-        buffers = [b.cpu() for b in self.net.buffers()]
-        return [*gradients, *buffers, torch.get_rng_state(), self.sim.module.get_rng_state()]
+        assert [id(gradient) for gradient in self.gradients()] == self.objects
+        there = [t.cpu() for t in (*self.gradients(), *self.net.buffers())]
+        return [*there, torch.get_rng_state(), self.sim.module.get_rng_state()]
 
 
 @pytest.fixture
@@ -104,10 +97,15 @@ def without_gc():
     gc.unfreeze()
 
 
-@pytest.mark.exhaustive
 @pytest.mark.slow
-@pytest.mark.parametrize("maximum", [None, 3])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("way", "maximum"),
+    [
+        ("one pass", None),
+        pytest.param("two passes for counts", 3, marks=pytest.mark.exhaustive),
+        pytest.param("two passes for outputs", 3, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_a_failure_at_any_allocation_leaves_what_a_run_at_the_final_split_leaves(
     sim, way, maximum, without_gc
 ):
@@ -134,6 +132,38 @@ def test_a_failure_at_any_allocation_leaves_what_a_run_at_the_final_split_leaves
 
 
 @pytest.mark.exhaustive
+@pytest.mark.filterwarnings("ignore:step.. split a batch:UserWarning")
+def test_a_failure_at_any_allocation_of_the_verification_changes_nothing(sim, without_gc):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 4), nn.Dropout(0.5)).to(sim.device)
+    x, seen = torch.randn(12, 6).to(sim.device), set()
+    how = {"maximum": 4, "cache_type": NoBatchsizeCache}
+
+    def run(verify=True):
+        torch.manual_seed(7)
+        sim.module.manual_seed(7)
+        return step(squares(net), x, verify=verify, **how)
+
+    loss = float(run(False).loss)
+    gradients = [p.grad.cpu() for p in net.parameters()]
+    net.zero_grad()
+    at_rest = sim.allocated_bytes
+
+    def check(failure):
+        assert failure.error is None
+        sizes = failure.result.sizes
+        seen.add(sizes)
+        if sizes == (4, 4, 4):
+            assert float(failure.result.loss) == loss
+            assert all(map(torch.equal, gradients, [p.grad.cpu() for p in net.parameters()]))
+        del failure
+        net.zero_grad()
+        assert sim.allocated_bytes <= at_rest + 512
+
+    assert for_each_allocation(run, check) > 40
+    assert (4, 4, 4) in seen
+
+
 @pytest.mark.sim_allocator("exact")
 @pytest.mark.parametrize("way", WAYS)
 def test_a_step_at_no_size_leaves_everything_as_it_was(sim, way, without_gc):
@@ -147,20 +177,16 @@ def test_a_step_at_no_size_leaves_everything_as_it_was(sim, way, without_gc):
     assert sim.allocated_bytes == rig.resting_bytes
 
 
-def _mlp(sim, width=64):
+def _mlp(sim):
     torch.manual_seed(0)
-    layers = [nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(6)]
+    layers = [nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(6)]
     return nn.Sequential(*layers).to(sim.device)
 
 
 @pytest.mark.sim_allocator("exact")  # the budget is less than a segment
 def test_a_budget_too_small_for_the_batch_is_kept_and_gives_the_same_gradients(sim):
     net = _mlp(sim)
-    x = torch.randn(4096, 64).to(sim.device)  # each activation takes 1 MiB
-
-    def fn(b):
-        return net(b).square().mean()
-
+    x, fn = torch.randn(1024, 64).to(sim.device), squares(net)  # each activation takes 256 KiB
     fn(x).backward()
     wanted = [p.grad.cpu() for p in net.parameters()]
     net.zero_grad()
@@ -180,6 +206,11 @@ def test_a_budget_too_small_for_the_batch_is_kept_and_gives_the_same_gradients(s
     assert result.attempts <= 3
     for p, w in zip(net.parameters(), wanted, strict=True):
         torch.testing.assert_close(p.grad.cpu(), w, rtol=1e-5, atol=1e-7)
+    # so does the verification, which refuses wrong losses
+    net.zero_grad()
+    with pytest.raises(SplitMismatchError, match=r"then=torch\.sqrt"):
+        step(lambda b: fn(b).sqrt(), x)
+    assert all(p.grad is None for p in net.parameters())
 
 
 @pytest.mark.parametrize("way", ["mean", "terms", "outputs", "ignored"])
@@ -221,7 +252,7 @@ def test_a_batch_with_a_graph_is_refused_when_the_step_tries_again(sim):
     net.weight.grad = torch.ones_like(net.weight)
     features.register_hook(fail_in_the_end)
     with pytest.raises(AdaptiveUsageError, match=r"got batch, computed from|such as 'batch', that"):
-        step(lambda b: net(b).square().mean(), features)
+        step(squares(net), features)
     assert torch.equal(net.weight.grad.cpu(), torch.ones(64, 64))
     assert encoder.weight.grad is None
 
@@ -239,7 +270,7 @@ def test_outputs_of_the_whole_batch_that_do_not_fit_are_told_to_be_the_trouble()
         step(net, x, loss=torch.std)
     assert net.weight.grad is None
     with memory_budget("800KiB"):
-        assert step(lambda b: net(b).square().mean(), x).attempts > 1
+        assert step(squares(net), x).attempts > 1
 
 
 def test_a_number_with_the_memory_of_all_elements_leaves_none_of_it_behind():

@@ -1,53 +1,214 @@
-"""The size that the first step under a budget comes to, and those after it."""
+"""The size that the first step under a budget comes to, predicted or not, and those after it."""
+
+import logging
 
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
-from tenure.adaptive import NoBatchsizeCache, OutOfRetriesError, memory_budget, step
+from tenure.adaptive import (
+    BatchCoupledError,
+    NoBatchsizeCache,
+    OutOfRetriesError,
+    SplitMismatchError,
+    memory_budget,
+    statistics,
+    step,
+)
+
+from ..finding import Asked, is_real
+from .step_cases import squares
 
 pytestmark = pytest.mark.usefixtures("forgetful")
 
 
-def network(*middle):
+class Training:
+    """A model, its batch, and what the whole batch gives."""
+
+    def __init__(self, device="cpu"):
+        torch.manual_seed(0)
+        layers = [nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(3)]
+        self.net = nn.Sequential(*layers, nn.Linear(32, 4)).double().to(device)
+        self.asked = Asked()
+        x, y = torch.randn(200, 32, dtype=torch.float64), torch.randint(4, (200,))
+        self.batch = {"x": x.to(device), "y": y.to(device)}
+        with memory_budget(1 << 40, device) as budget:
+            self.loss(self.batch).backward()
+        self.whole_bytes = budget.peak_bytes
+        self.wanted = self.gradients()
+        self.net.zero_grad()
+        statistics().reset()
+
+    def loss(self, batch):
+        self.asked.note(self.net, len(batch["x"]))
+        return F.cross_entropy(self.net(batch["x"]), batch["y"])
+
+    def gradients(self):
+        return [p.grad.cpu() for p in self.net.parameters()]
+
+    def error(self):
+        pairs = zip(self.gradients(), self.wanted, strict=True)
+        return max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
+
+    def fits(self, size):
+        """Whether a step in micro-batches of a size fits."""
+        self.net.zero_grad()
+        try:
+            step(self.loss, self.batch, maximum=size, minimum=size, cache_type=NoBatchsizeCache)
+        except OutOfRetriesError:
+            return False
+        finally:
+            self.net.zero_grad()
+        return True
+
+    def check(self, result, predict=True):
+        """A first step is exact, and has 95 % of what fits; predicted, it ran out of nothing."""
+        if predict:
+            assert (result.attempts, statistics().ooms) == (1, 0)
+        assert result.attempts <= 4
+        assert self.error() <= 1e-10
+        assert self.fits(result.micro_batch)
+        assert not self.fits(int(result.micro_batch / 0.95) + 1)
+
+
+@pytest.fixture
+def training():
+    return Training()
+
+
+@pytest.mark.parametrize(("share", "predict"), [(0.2, False), (0.9, False), (0.33, True)])
+def test_the_first_step_comes_to_95_percent_of_what_fits_with_three_failures_or_none(
+    training, share, predict
+):
+    losses = []
+
+    def backward(loss):
+        losses.append(loss.item())
+        loss.backward()
+
+    with memory_budget(int(training.whole_bytes * share)):
+        result = step(training.loss, training.batch, backward=backward, predict=predict)
+        # no prediction and no trial runs the backward of the caller
+        assert len(losses) >= len(result.sizes) > 1
+        assert not predict or len(losses) == len(result.sizes)
+        training.check(result, predict)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.sim_allocator("exact")
+def test_the_first_step_on_an_accelerator_runs_out_of_nothing_and_has_95_percent(sim):
+    training = Training(sim.device)
+    sim.budget_bytes = sim.allocated_bytes + training.whole_bytes // 3
+    training.check(step(training.loss, training.batch, predict=True))
+
+
+def test_what_is_tried_out_or_predicted_leaves_nothing_behind():
     torch.manual_seed(0)
-    layers = [nn.Sequential(nn.Linear(32, 32), nn.Tanh(), *middle) for _ in range(4)]
-    return nn.Sequential(*layers)
+    layers = [nn.Linear(16, 32), nn.BatchNorm1d(32), nn.Dropout(), nn.Linear(32, 16)]
+    net, x = nn.Sequential(*layers), torch.randn(128, 16)
+    scaler, seen = torch.amp.GradScaler("cpu"), []
+
+    def fn(b):
+        seen.append(len(b))
+        net.last = len(b)
+        return net(b).square().mean()
+
+    def outcome(**options):
+        seen.clear()
+        net.load_state_dict(before)
+        net.zero_grad()
+        torch.manual_seed(5)
+        with memory_budget("40KiB") as budget:
+            result = step(fn, x, batchnorm="per_chunk", scaler=scaler, verify=False, **options)
+        assert budget.peak_bytes <= 40 << 10
+        left = [*net.buffers(), *(p.grad for p in net.parameters())]
+        return result, [*map(torch.clone, left), torch.get_rng_state()]
+
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    for predict in (True, False):
+        result, left = outcome(predict=predict, cache_type=NoBatchsizeCache)
+        assert len(result.sizes) > 1
+        # without a prediction, the whole fails, and pairs of one micro-batch are tried
+        assert (len(seen) == len(result.sizes)) == (result.attempts == 1) == predict
+        assert type(scaler._scale) is torch.Tensor
+        assert all(type(p.data) is torch.Tensor for p in net.parameters())
+        same = {"maximum": result.micro_batch, "cache_type": NoBatchsizeCache}
+        assert all(map(torch.equal, left, outcome(**same)[1]))
+    with memory_budget("40KiB"), pytest.raises(BatchCoupledError, match="BatchNorm1d"):
+        step(lambda b: net(b).square().mean(), x, predict=True)
 
 
-def squares(net):
-    return lambda b: net(b).square().mean()
+# --- predictions
 
 
-def peak_of(net, x):
-    with memory_budget(1 << 40) as budget:
-        net(x).square().mean().backward()
-    net.zero_grad()
-    return budget.peak_bytes
+def test_what_is_remembered_is_not_predicted_again_and_a_larger_batch_is(training):
+    small = {name: value[:20] for name, value in training.batch.items()}
+
+    def run(batch):
+        training.net.zero_grad()
+        return step(training.loss, batch, predict=True).sizes, training.asked.sizes()
+
+    # where memory is not measured nothing is predicted
+    assert run(small) == ((20,), [])
+    with memory_budget(training.whole_bytes // 3):
+        sizes, asked = run(small)
+        assert (sizes, asked[0]) == ((20,), 20)
+        assert run(small)[1] == []
+        assert run(training.batch)[1][0] == 200
+        assert run(training.batch)[1] == []
+    assert statistics().ooms == 0
 
 
-@pytest.mark.parametrize("share", [0.15, 0.9])
-def test_the_first_step_comes_to_95_percent_of_what_fits_with_three_failures(share):
-    net, x, events = network(), torch.randn(400, 32), []
-    budget_bytes = int(peak_of(net, x) * share)
+def test_a_step_that_can_not_be_predicted_begins_with_the_whole_batch(training, caplog):
+    seen = []
+
+    def fn(batch):
+        seen.append(len(batch["x"]))
+        loss = training.loss(batch)
+        assert loss.detach().numpy() < 100
+        return loss
+
+    with caplog.at_level(logging.INFO, "tenure.adaptive"), memory_budget(training.whole_bytes // 3):
+        result = step(fn, training.batch, predict=True, verify=False)
+    assert "goes on without predictions: size 200 could not be predicted" in caplog.text
+    assert seen[0] == 200
+    assert result.attempts > 1
+    assert training.error() <= 1e-10
+
+
+def test_a_prediction_that_is_too_low_is_caught_by_the_retry(training):
+    def loss(batch):
+        # of all layers, a prediction sees the last
+        net = training.net if is_real(training.net) else training.net[-1]
+        return F.cross_entropy(net(batch["x"]), batch["y"])
+
+    y, budget_bytes = training.batch["y"], training.whole_bytes // 3
     with memory_budget(budget_bytes):
-        result = step(squares(net), x)
-    assert result.attempts <= 4
-    size = int(result.micro_batch / 0.95) + 1
-    net.zero_grad()
-    with memory_budget(budget_bytes):
-        options = {"maximum": size, "cache_type": NoBatchsizeCache}
-        step(squares(net), x, on_retry=events.append, **options)
-    assert events
+        result = step(loss, training.batch, predict=True)
+        assert result.attempts > 1
+        assert training.error() <= 1e-10
+        with pytest.raises(SplitMismatchError):
+            step(lambda b: training.loss(b).sqrt(), training.batch, predict=True)
+    # a loss on outputs is predicted with all outputs
+    training.net.zero_grad()
+    with memory_budget(budget_bytes) as budget:
+        options = {"loss": lambda out: F.cross_entropy(out, y), "predict": True}
+        result = step(lambda b: training.net(b["x"]), training.batch, **options)
+    assert budget.peak_bytes <= budget_bytes
+    assert result.attempts == 1
+    assert training.error() <= 1e-10
 
 
-def test_state_of_an_optimizer_that_takes_the_memory_is_no_reason_to_fail_again():
-    net, x = network(), torch.randn(1000, 32)
-    optimizer = torch.optim.Adam(net.parameters())
+# --- later steps
+
+
+def test_state_of_an_optimizer_that_takes_the_memory_is_no_reason_to_fail_again(training):
+    optimizer = torch.optim.Adam(training.net.parameters(), 0.0)
     events, sizes = [], []
-    with memory_budget(peak_of(net, x) // 3):
+    with memory_budget(training.whole_bytes // 2):
         for _ in range(10):
-            result = step(squares(net), x, on_retry=events.append)
+            result = step(training.loss, training.batch, on_retry=events.append)
             sizes.append(result.micro_batch)
             optimizer.step()
             optimizer.zero_grad()
@@ -61,19 +222,14 @@ def test_state_of_an_optimizer_that_takes_the_memory_is_no_reason_to_fail_again(
 def test_gradients_that_are_added_to_are_no_reason_to_fail_again(n_samples, limit, set_to_none):
     torch.manual_seed(0)
     layers = [nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10)]
-    net = nn.Sequential(*layers)
-    batch = torch.rand(n_samples, 64), torch.randint(10, (n_samples,))
+    net, x = nn.Sequential(*layers), torch.rand(n_samples, 64)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     events, sizes = [], {True: [], False: []}
-
-    def fn(b):
-        return nn.functional.cross_entropy(net(b[0]), b[1])
-
     with memory_budget(limit << 10):
         # an epoch of an odd number of batches, of which every second one is followed by an update
-        for i in (i for _ in range(8) for i in range(3)):
+        for i in (i for _ in range(6) for i in range(3)):
             adds = net[0].weight.grad is not None
-            sizes[adds].append(step(fn, batch, on_retry=events.append).micro_batch)
+            sizes[adds].append(step(squares(net), x, on_retry=events.append).micro_batch)
             if i % 2:
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=set_to_none)
@@ -82,56 +238,17 @@ def test_gradients_that_are_added_to_are_no_reason_to_fail_again(n_samples, limi
     assert all(len(set(each[-5:])) == 1 for each in sizes.values() if len(each) > 5)
 
 
-def test_what_is_tried_out_leaves_no_trace():
-    net, x, seen = network(nn.BatchNorm1d(32), nn.Dropout()), torch.randn(256, 32), []
-    before = {name: buffer.clone() for name, buffer in net.named_buffers()}
-
-    def fn(b):
-        seen.append(len(b))
-        return net(b).square().mean()
-
-    def outcome(**options):
-        net.load_state_dict(before, strict=False)
-        net.zero_grad()
-        torch.manual_seed(3)
-        result = step(fn, x, batchnorm="per_chunk", **options)
-        state = [*(p.grad for p in net.parameters()), *net.buffers()]
-        return result, [*map(torch.clone, state), torch.get_rng_state()]
-
-    with memory_budget(peak_of(net, x) // 3):
-        result, state = outcome()
-    n_tried = len(seen) - len(result.sizes)
-    assert n_tried > 2  # the whole, and pairs of one micro-batch
-    assert result.micro_batch > seen[1]
-    _, wanted = outcome(maximum=result.micro_batch, cache_type=NoBatchsizeCache)
-    assert all(map(torch.equal, state, wanted))
-
-
-def test_outputs_that_pile_up_beside_a_micro_batch_make_it_smaller_still():
-    net, x = network(), torch.randn(400, 32)
-    with memory_budget(1 << 40) as whole:
-        step(net, x, loss=lambda o: o.logsumexp(0).sum())
-    net.zero_grad()
-    with memory_budget(int(whole.peak_bytes * 0.8)):
-        result = step(net, x, loss=lambda o: o.logsumexp(0).sum())
-    assert len(result.sizes) > 1
-    assert result.attempts <= 4
-
-
-def test_where_nothing_fitted_the_next_call_begins_as_if_nothing_were_known():
+def test_where_nothing_fitted_the_next_call_begins_as_if_nothing_were_known(training):
     """Not with single samples: how little memory there was says nothing of what there is now."""
-    net, x = network(), torch.randn(400, 32)
-    peak_bytes = peak_of(net, x)
 
     def run(budget_bytes):
-        net.zero_grad()
+        training.net.zero_grad()
         with memory_budget(budget_bytes):
-            return step(squares(net), x)
+            return step(training.loss, training.batch)
 
-    with pytest.raises(OutOfRetriesError):
-        run(12 << 10)
-    assert run(2 * peak_bytes).sizes == (400,)
-    assert run(int(0.6 * peak_bytes)).micro_batch >= 100
-    with pytest.raises(OutOfRetriesError):
-        run(12 << 10)
-    assert run(int(0.6 * peak_bytes)).micro_batch >= 100
+    for has_room in (True, False):
+        with pytest.raises(OutOfRetriesError):
+            run(12 << 10)
+        if has_room:
+            assert run(2 * training.whole_bytes).sizes == (200,)
+        assert run(int(0.6 * training.whole_bytes)).micro_batch >= 50

@@ -6,29 +6,15 @@ import numpy
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
-from tenure.adaptive import (
-    AdaptiveUsageError,
-    SplitDifference,
-    SplitReport,
-    check_split,
-)
+from tenure.adaptive import AdaptiveUsageError, SplitDifference, SplitReport, check_split
 
-from ..step_cases import LOSSES, MODELS, made, n_valid
+from ..step_cases import LOSSES, MODELS, made, samples, squares
 
 
 def _net(*middle):
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 8), *middle, nn.Linear(8, 3)).double()
-
-
-def _x(n=8):
-    return torch.randn(n, 4, dtype=torch.float64)
-
-
-def squares(net):
-    return lambda b: net(b).square().mean()
 
 
 def names(report, kind):
@@ -50,27 +36,23 @@ def test_every_model_passes(model):
     assert check_split(lambda b: net(b["x"]).square().mean(), batch)
 
 
-def test_a_loss_that_passes_is_told_in_one_line():
-    report = check_split(squares(_net(nn.Dropout(), nn.Dropout(0.2))), _x())
+def test_a_loss_that_passes_is_told_in_one_line_and_one_that_does_not_in_a_table():
+    report = check_split(squares(_net(nn.Dropout(), nn.Dropout(0.2))), samples(8))
     assert bool(report)
     assert str(report) == (
         "8 samples as 5 + 3: the same loss, gradients and buffers as in one piece."
     )
-    assert check_split(squares(_net(nn.Tanh()).bfloat16()), _x().bfloat16())
-
-
-def test_batchnorm_is_named_with_what_follows_from_it():
-    report = check_split(squares(_net(nn.BatchNorm1d(8))), _x())
-    assert not report
-    assert report.differences[0].kind == "module"
-    assert report.differences[0].name == "net.1 (BatchNorm1d)"
-    assert names(report, "buffer") == [
-        "net.1.running_mean (BatchNorm1d)",
-        "net.1.running_var (BatchNorm1d)",
-        "net.1.num_batches_tracked (BatchNorm1d)",
-    ]
-    assert "net.0.weight" in names(report, "gradient")
-    assert "the module mixes the samples of its batch: freeze it" in str(report)
+    assert check_split(squares(_net(nn.Tanh()).bfloat16()), samples(8).bfloat16())
+    module = SplitDifference("module", "net.1 (BatchNorm1d)", 0.43)
+    report = SplitReport((5, 3), 1e-9, (module, SplitDifference("gradient", "net.0.weight", 0.18)))
+    assert report.text(width=300) == (
+        "8 samples as 5 + 3: not the same as in one piece.\n"
+        "what      rel. error  which\n"
+        "module       4.3e-01  net.1 (BatchNorm1d)\n"
+        "gradient     1.8e-01  net.0.weight\n"
+        "That means: the module mixes the samples of its batch: freeze it, replace it, or keep the "
+        "batch whole."
+    )
 
 
 class Centred(nn.Module):
@@ -88,61 +70,36 @@ class Spread(nn.Module):
 
 @pytest.mark.parametrize("own", [Centred, Spread])
 def test_a_module_of_ones_own_that_mixes_samples_is_named(own):
-    report = check_split(squares(_net(nn.Sequential(nn.Tanh(), own()))), _x())
+    report = check_split(squares(_net(nn.Sequential(nn.Tanh(), own()))), samples(8))
     assert report.differences[0].name == f"net.1.1 ({own.__name__})"
-    net = _net(nn.Tanh())
-    # and is innocent of what is mixed before it
-    report = check_split(lambda b: net(b - b.mean(0)).square().mean(), _x())
-    assert {each.kind for each in report.differences} == {"loss", "gradient"}
+
+
+def test_batchnorm_is_named_with_what_follows_from_it():
+    report = check_split(squares(_net(nn.BatchNorm1d(8))), samples(8))
+    assert not report
+    assert report.differences[0].kind == "module"
+    assert report.differences[0].name == "net.1 (BatchNorm1d)"
+    assert names(report, "buffer") == [
+        "net.1.running_mean (BatchNorm1d)",
+        "net.1.running_var (BatchNorm1d)",
+        "net.1.num_batches_tracked (BatchNorm1d)",
+    ]
+    assert "net.0.weight" in names(report, "gradient")
 
 
 def test_a_batch_coupled_loss_is_told_from_a_coupled_module():
     net = _net(nn.Tanh())
-    report = check_split(lambda b: net(b).var(0).sum(), _x())
+    report = check_split(lambda b: net(b).var(0).sum(), samples(8))
     assert not report.ok
     assert names(report, "module") == []
     assert names(report, "loss") == ["loss"]
-    gradients = names(report, "gradient")
-    assert (
-        gradients == ["net.0.weight", "net.0.bias", "net.2.weight", "net.2.bias"][: len(gradients)]
-    )
-    assert "the loss itself mixes samples, or its weight is wrong: see weight=" in report.text(
-        width=300
-    )
-
-
-def test_a_weight_and_a_penalty_are_found_and_mended_by_their_declaration():
-    net, batch = made("MLP", 12, 0)
-    batch["y"][:8] = torch.tensor([-100, 1, -100, 1, 2, 3, 3, 3])
-
-    def fn(b):
-        return F.cross_entropy(net(b["x"]), b["y"])
-
-    assert not check_split(fn, batch)
-    assert check_split(fn, batch, weight=n_valid)
-
-    def penalty():
-        return net[0].weight.square().sum()
-
-    assert not check_split(lambda b: net(b["x"]).sum() + penalty(), batch, loss="sum")
-    assert check_split(lambda b: net(b["x"]).sum(), batch, loss="sum", once=penalty)
-
-
-def test_a_weight_that_is_of_one_term_alone_names_the_other_and_its_parameters():
-    torch.manual_seed(0)
-    a, b = nn.Linear(4, 1).double(), nn.Linear(4, 1).double()
-    batch = {"x": _x(), "y": torch.tensor([1, 0, 0, 1, 1, 1, 0, 1])}
-
-    def fn(batch):
-        chosen = a(batch["x"])[batch["y"] == 1]
-        return {"chosen": chosen.square().mean(), "all": b(batch["x"]).square().mean()}
-
-    report = check_split(fn, batch, weight=lambda batch: 1)
-    assert names(report, "term") == ["chosen", "all"]
-    assert "a.weight" in names(report, "gradient")
-    report = check_split(fn, batch)
-    assert names(report, "term") == ["chosen"]
-    assert set(names(report, "gradient")) <= {"a.weight", "a.bias"}
+    found = names(report, "gradient")
+    assert found == ["net.0.weight", "net.0.bias", "net.2.weight", "net.2.bias"][: len(found)]
+    told = "the loss itself mixes samples, or its weight is wrong: see weight="
+    assert told in report.text(width=300)
+    # a module is innocent of what is mixed before it
+    report = check_split(lambda b: net(b - b.mean(0)).square().mean(), samples(8))
+    assert {each.kind for each in report.differences} == {"loss", "gradient"}
 
 
 def a_counter(b, calls=[]):  # noqa: B006
@@ -155,22 +112,9 @@ def a_counter(b, calls=[]):  # noqa: B006
 )
 def test_what_differs_between_two_runs_or_can_not_be_the_same_for_parts_is_told(factor):
     net = _net(nn.Tanh())
-    report = check_split(lambda b: (net(b) * factor(b)).mean(), _x())
+    report = check_split(lambda b: (net(b) * factor(b)).mean(), samples(8))
     assert [d.kind for d in report.differences] == ["random"]
     assert "no two runs agree, or Python or NumPy draws random numbers" in report.text(width=300)
-
-
-def test_the_report_is_a_table():
-    module = SplitDifference("module", "net.1 (BatchNorm1d)", 0.43)
-    report = SplitReport((5, 3), 1e-9, (module, SplitDifference("gradient", "net.0.weight", 0.18)))
-    assert report.text(width=300) == (
-        "8 samples as 5 + 3: not the same as in one piece.\n"
-        "what      rel. error  which\n"
-        "module       4.3e-01  net.1 (BatchNorm1d)\n"
-        "gradient     1.8e-01  net.0.weight\n"
-        "That means: the module mixes the samples of its batch: freeze it, replace it, or keep the "
-        "batch whole."
-    )
 
 
 def test_nothing_is_left_behind():
@@ -191,7 +135,7 @@ def test_nothing_is_left_behind():
     def fn(b):
         return net[3](net[:3](b))[0].square().mean() + 0 * torch.rand(1, generator=own).sum()
 
-    x = _x()
+    x = samples(8)
     before = state()
     check_split(fn, x, model=net)
     assert net[0].weight.grad is prior
@@ -208,7 +152,7 @@ def test_the_number_of_samples_and_the_tolerance_can_be_chosen():
         seen.append(len(b))
         return net(b).square().mean() * (1 + 1e-3 * (len(b) == 2))
 
-    x = _x(20).float()
+    x = samples(20).float()
     report = check_split(fn, x, n_samples=numpy.int64(7))
     assert (report.sizes, report.rtol, report.ok) == ((5, 2), 1e-4, False)
     assert max(seen) == 7
@@ -219,24 +163,17 @@ def test_the_number_of_samples_and_the_tolerance_can_be_chosen():
 
 @pytest.mark.parametrize(("n_samples", "sizes"), [(2, (1, 1)), (3, (2, 1)), (4, (2, 2))])
 def test_few_samples_are_compared_in_parts_too(n_samples, sizes):
-    net, seen = _net(nn.Tanh()), []
-
-    def fn(b):
-        seen.append(len(b))
-        return net(b).square().mean()
-
-    report = check_split(fn, _x(n_samples))
+    net, x = _net(nn.Tanh()), samples(n_samples)
+    report = check_split(squares(net), x)
     assert (report.sizes, report.ok) == (sizes, True)
-    assert seen == [n_samples, *sizes]
-    mixed = check_split(lambda b: net(b).logsumexp(0).sum(), _x(n_samples))
-    assert names(mixed, "loss") == ["loss"]
+    assert names(check_split(lambda b: net(b).logsumexp(0).sum(), x), "loss") == ["loss"]
     normed = squares(_net(nn.BatchNorm1d(8)))
     if n_samples < 4:
         needed = rf"got {n_samples} sample\(s\), and a split needs 4 at least, 2 in each part for "
         with pytest.raises(AdaptiveUsageError, match=rf"{needed}net\.1 \(BatchNorm1d, training"):
-            check_split(normed, _x(n_samples))
+            check_split(normed, x)
     else:
-        assert names(check_split(normed, _x(n_samples)), "module") == ["net.1 (BatchNorm1d)"]
+        assert names(check_split(normed, x), "module") == ["net.1 (BatchNorm1d)"]
 
 
 @pytest.mark.parametrize(
@@ -250,44 +187,29 @@ def test_few_samples_are_compared_in_parts_too(n_samples, sizes):
 )
 def test_what_can_not_be_checked_is_refused(n, options, message):
     with pytest.raises(AdaptiveUsageError, match=message):
-        check_split(lambda b: b.mean(), _x(n), **options)
+        check_split(lambda b: b.mean(), samples(n), **options)
 
 
-@pytest.mark.parametrize("is_leaf", [True, False])
-def test_gradients_of_the_batch_and_of_the_closure_are_compared_under_their_names(is_leaf):
-    x = _x().requires_grad_()
-    batch = {"x": x if is_leaf else x * 1.0}
-    scale = torch.ones(4, dtype=torch.float64, requires_grad=True)
-    report = check_split(lambda b: (b["x"] * scale - b["x"].mean(0)).exp().mean(), batch)
-    assert {*names(report, "gradient")} == {"batch['x']", "scale"}
-    assert x.grad is scale.grad is None
-    batch["x"].sum().backward()
-    assert x.grad is not None
+IS_SUM = 'It is a sum over samples, not a mean: pass loss="sum".'
 
 
 def test_the_advice_is_what_helps_or_none():
-    net, x = _net(), _x()
+    net, x = _net(), samples(8)
     report = check_split(lambda b: net(b).square().sum(), x)
-    assert report.advice == 'It is a sum over samples, not a mean: pass loss="sum".'
     assert str(report).endswith(f"That means: {report.advice}")
     assert check_split(lambda b: net(b).square().sum(), x, loss="sum").advice is None
+    # what is added once is no part of it
+    penalized = check_split(
+        lambda b: net(b).square().sum(), x, once=lambda: net[0].weight.square().sum()
+    )
+    assert report.advice == penalized.advice == IS_SUM
     report = check_split(lambda b: net(b).square().sum().sqrt(), x)
     assert report.advice.endswith('pass loss="sum", then=torch.sqrt.')
     assert check_split(lambda b: net(b).std(), x).advice is None
-    report = check_split(lambda b: (net(b).square().sum(), len(b) + 0.5), x)
-    assert report.differences
-    assert report.advice is None
-    # what is added once is no part of it
-
-    def penalty():
-        return net[0].weight.square().sum()
-
-    report = check_split(lambda b: net(b).square().sum(), x, once=penalty)
-    assert report.advice == 'It is a sum over samples, not a mean: pass loss="sum".'
 
 
 def test_a_leaf_that_the_function_makes_itself_is_no_difference():
-    net, x = _net(), _x()
+    net, x = _net(), samples(8)
 
     def of_rows(batch):
         # as models do before a checkpoint of their first layer
@@ -303,7 +225,7 @@ def test_a_leaf_that_the_function_makes_itself_is_no_difference():
 
 
 def test_each_run_finds_the_batch_without_grad_although_the_one_before_let_it_require_grad():
-    net, x, seen = _net(), _x(), []
+    net, x, seen = _net(), samples(8), []
 
     def penalized(b):
         seen.append(b.requires_grad)

@@ -16,11 +16,7 @@ from tenure.adaptive import (
 )
 
 from ...attempt.failures import out_of_memory_above
-from ..step_cases import OwnBatchNorm, samples, small_net
-
-
-def squares(net):
-    return lambda b: net(b).square().mean()
+from ..step_cases import OwnBatchNorm, samples, small_net, squares
 
 
 @pytest.mark.parametrize("norm", [lambda: nn.BatchNorm1d(8), nn.LazyBatchNorm1d])
@@ -95,38 +91,38 @@ def test_modules_that_normalize_with_the_batch_or_write_statistics_are_refused(m
         assert step(squares(net), x, maximum=4).sizes == (4, 3, 2)
 
 
-def test_per_chunk_lets_batchnorm_see_micro_batches_and_never_a_single_sample():
-    net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
-    x, sizes = torch.randn(9, 4), []
-
-    def fn(b):
-        sizes.append(len(b))
-        return net(b).mean()
-
-    result = step(fn, x, batchnorm="per_chunk", maximum=4, verify=False)
-    assert (result.sizes, sizes) == ((4, 3, 2), [4, 3, 2])
-    assert (result.micro_batch, net[1].num_batches_tracked) == (4, 3)
-    check = out_of_memory_above(1)
-    with pytest.raises(OutOfRetriesError, match="micro-batch 9, 4, 2"):
-        step(lambda b: check(len(b)) or net(b).mean(), x, batchnorm="per_chunk")
-
-
 @pytest.mark.parametrize(
-    ("n_samples", "maximum", "sizes"),
-    [(4, 3, (2, 2)), (7, 3, (3, 2, 2)), (5, 2, (2, 3)), (3, 2, (3,)), (1, None, (1,))],
+    ("norm", "n_samples", "maximum", "sizes"),
+    [
+        (nn.BatchNorm1d, 9, 4, (4, 3, 2)),
+        (nn.BatchNorm1d, 4, 3, (2, 2)),
+        (nn.BatchNorm1d, 7, 3, (3, 2, 2)),
+        (nn.BatchNorm1d, 5, 2, (2, 3)),
+        (nn.BatchNorm1d, 3, 2, (3,)),
+        (nn.BatchNorm1d, 9, None, (9,)),
+        (nn.LayerNorm, 3, 1, (1, 1, 1)),
+        (nn.LayerNorm, 3, 2, (2, 1)),
+    ],
 )
 def test_per_chunk_takes_the_partner_of_a_last_sample_from_the_micro_batch_before(
-    n_samples, maximum, sizes
+    norm, n_samples, maximum, sizes
 ):
-    x = torch.randn(n_samples, 4, 3, 3)
-    result = step(squares(nn.BatchNorm2d(4)), x, batchnorm="per_chunk", maximum=maximum)
-    assert (result.sizes, result.micro_batch) == (sizes, max(sizes))
+    net, seen = nn.Sequential(nn.Linear(4, 8), norm(8)), []
+
+    def fn(b):
+        seen.append(len(b))
+        return net(b).square().mean()
+
+    x = torch.randn(n_samples, 4)
+    result = step(fn, x, batchnorm="per_chunk", maximum=maximum, verify=False)
+    assert (result.sizes, tuple(seen), result.micro_batch) == (sizes, sizes, max(sizes))
+    assert norm is nn.LayerNorm or net[1].num_batches_tracked == len(sizes)
 
 
-@pytest.mark.parametrize(("maximum", "sizes"), [(1, (1, 1, 1)), (2, (2, 1))])
-def test_per_chunk_keeps_the_maximum_where_no_module_needs_two_samples(maximum, sizes):
-    result = step(squares(small_net()), samples(3), batchnorm="per_chunk", maximum=maximum)
-    assert (result.sizes, result.micro_batch) == (sizes, maximum)
+def test_per_chunk_gives_batchnorm_never_a_single_sample():
+    net, check = nn.BatchNorm1d(4), out_of_memory_above(1)
+    with pytest.raises(OutOfRetriesError, match="micro-batch 9, 4, 2"):
+        step(lambda b: check(len(b)) or net(b).mean(), torch.randn(9, 4), batchnorm="per_chunk")
 
 
 # --- where modules are found
@@ -151,12 +147,6 @@ def _executed(code, **space):
     return space["loss"]
 
 
-def _python_module(**space):
-    module = types.ModuleType("models")
-    vars(module).update(space)
-    return module
-
-
 def _with_defaults(net):
     def fn(b, *, head=net):
         return head(b)
@@ -166,6 +156,12 @@ def _with_defaults(net):
         return fn(*args)
 
     return functools.partial(wrapper, extra=None)
+
+
+def _of_a_module(net, other):
+    models = types.ModuleType("models")
+    models.net, models.other = net, other
+    return _executed("def loss(b): return models.net(b)", models=models)
 
 
 class _Mean(nn.Module):
@@ -182,12 +178,7 @@ REACHED = {
     "helper": (lambda n, _: (lambda f: lambda b: f(b))(lambda b: n(b)), "n"),
     "list": (lambda n, _: (lambda m: lambda b: m["a"][0](b))({"a": [n]}), "m['a'][0]"),
     "module": (lambda n, _: nn.Sequential(n, _Mean()), "Sequential.0"),
-    "python module": (
-        lambda n, s: _executed(
-            "def loss(b): return models.net(b)", models=_python_module(net=n, other=s)
-        ),
-        "models.net",
-    ),
+    "python module": (_of_a_module, "models.net"),
     "default": (lambda n, _: _with_defaults(n), "head"),
 }
 
@@ -202,23 +193,15 @@ def test_modules_are_found_before_they_run_and_others_are_not(how):
     assert not norm.num_batches_tracked
 
 
-def test_a_variable_of_the_same_name_as_an_attribute_is_not_reached():
-    class Batch(dict):
-        __getattr__ = dict.get
-
-    net, spare = small_net(), nn.BatchNorm1d(4)
-    fn = _executed("def loss(b): return b.model(b.x).mean()", model=spare)
-    batch = Batch(x=samples(), model=net)
-    assert len(step(fn, batch, in_dims={"model": None}, maximum=4).sizes) == 3
-
-
-@pytest.mark.parametrize("is_first", [True, False])
-def test_of_two_modules_of_one_name_neither_is_overlooked(is_first):
+def test_of_two_modules_of_one_name_neither_is_overlooked():
     coupled = Trainer(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), None)
     plain = Trainer(nn.Linear(4, 4), None)
-    p, q = (coupled, plain) if is_first else (plain, coupled)
-    with pytest.raises(BatchCoupledError, match="BatchNorm1d"):
-        step(lambda x: p.loss(x) + q.loss(x), torch.randn(8, 4), maximum=4)
+    for fn in (
+        lambda x: coupled.loss(x) + plain.loss(x),
+        lambda x: plain.loss(x) + coupled.loss(x),
+    ):
+        with pytest.raises(BatchCoupledError, match="BatchNorm1d"):
+            step(fn, torch.randn(8, 4), maximum=4)
 
 
 def test_modules_in_the_batch_and_in_model_are_found():

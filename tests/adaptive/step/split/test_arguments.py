@@ -49,7 +49,6 @@ class Open(dict):
 @pytest.mark.parametrize(
     "make",
     [
-        lambda x: [x, 2.0],
         lambda x: (x, "name"),
         lambda x: Pair(x, None),
         lambda x: Record(x, 1.0),
@@ -89,12 +88,6 @@ def test_in_dims_say_where_samples_are():
     assert seen == [(4, (3, 4, 2), 4, True, (4, 2)), (2, (3, 2, 2), 2, True, (2, 2))]
 
 
-def test_a_step_on_meta_tensors_runs_backward():
-    net = nn.Linear(4, 1, device="meta")
-    step(lambda b: net(b).mean(), torch.ones(9, 4, device="meta"), maximum=4)
-    assert net.weight.grad.shape == (1, 4)
-
-
 class Lengthy(dict):
     def __init__(self, **items):
         super().__init__(**items)
@@ -117,12 +110,7 @@ X = torch.ones(5, 4)
     [
         (3, 0, r"batch holds no tensor with samples, so there is nothing to split\."),
         (torch.tensor(1.0), 0, "batch holds no tensor with samples"),
-        (
-            {"x": torch.ones(4, 2), "mask": torch.ones(7)},
-            0,
-            r"batch\['x'\] has 4 samples along dimension 0, and batch\['mask'\] has 7 samples "
-            r"along dimension 0\. Say with in_dims which dimension of batch\['mask'\] has",
-        ),
+        ({"x": X, "mask": X[:3]}, 0, r"Say with in_dims which dimension of batch\['mask'\] has"),
         ([torch.ones(2), ["a", "b"]], 0, r"batch\[1\] is a list of 2 plain values, as many as"),
         ({"x": torch.ones(2), "g": object()}, 0, r"batch\['g'\] is a object, which can't be taken"),
         (types.MappingProxyType({"x": X}), 0, "mappingproxy"),
@@ -136,11 +124,7 @@ X = torch.ones(5, 4)
         ({"x": torch.ones(2)}, {"x": "items"}, "in_dims has 'items' for batch"),
         ({"x": torch.ones(2), "y": 3}, {"y": "items"}, "Only a list or a tuple has items"),
         (torch.eye(3).to_sparse(), 0, r"batch is float32\[3, 3\].* of layout torch.sparse_coo"),
-        (
-            {"x": X, "boxes": [torch.ones(n, 4) for n in range(1, 6)]},
-            0,
-            r"If batch\['boxes'\] has one item a sample, give \"items\" at its place\.$",
-        ),
+        ({"boxes": [X[:n] for n in range(6)]}, 0, r"If batch\['boxes'\] .* give \"items\" at its"),
     ],
 )
 def test_what_can_not_be_split_is_named(batch, dims, message):
@@ -164,6 +148,9 @@ def test_a_list_of_more_tensors_than_rows_is_asked_about_before_it_is_split():
 
 
 # --- what the function returns
+
+_A = {"a": torch.ones((), requires_grad=True)}
+ONE_COUNT = "a count with the term 'a' for one micro-batch and none for an"
 
 
 @pytest.mark.parametrize(
@@ -192,26 +179,10 @@ def test_a_list_of_more_tensors_than_rows_is_asked_about_before_it_is_split():
         (lambda o: o[:1], {"loss": torch.sum}, r"got \d samples, and output has 1: float64\[1, 3"),
         (lambda o: o.sum(), {"loss": torch.sum}, "an output without samples that differs from one"),
         (lambda o: o.sum(), {"once": lambda: 3.0}, r"once\(\) of step\(\) returned a float, 3\.0"),
-        (
-            lambda o: {"a": o.mean()} | ({"b": o.mean()} if len(o) > 2 else {}),
-            {"verify": False},
-            "the terms 'a', 'b' for one micro-batch and 'a'",
-        ),
-        (
-            lambda o: {"a": (o.sum(), 9) if len(o) == 4 else o.mean()},
-            {"verify": False},
-            "a count with the term 'a' for one micro-batch and none for an",
-        ),
-        (
-            lambda o: {"a": o.mean() if len(o) == 4 else (o.sum(), 9), "b": (o.sum(), 1)},
-            {"verify": False},
-            "a count with the term 'a' for one micro-batch and none for an",
-        ),
-        (
-            lambda o: {"a" if len(o) > 2 else "b": o},
-            {"loss": torch.sum, "verify": False},
-            r"output\['a'\] for one micro-batch",
-        ),
+        (lambda o: {"b": o.mean()} | (_A if len(o) > 2 else {}), {}, "the terms 'b', 'a' for one"),
+        (lambda o: {"a": (o.sum(), 9) if len(o) == 4 else o.mean()}, {}, ONE_COUNT),
+        (lambda o: {"a": o.mean() if len(o) == 4 else (o.sum(), 9)}, {}, ONE_COUNT),
+        (lambda o: {"a" if len(o) > 2 else "b": o}, {"loss": torch.sum}, r"output\['a'\] for one"),
         (lambda o: o.mean(), {"weight": lambda b: -1}, "returned -1 for a micro-batch"),
         (lambda o: o.mean(), {"weight": lambda b: float("nan")}, "returned nan"),
         (lambda o: o.mean(), {"weight": lambda b: torch.ones(3)}, r"returned float32\[3\] on cpu"),
@@ -236,6 +207,8 @@ def test_what_is_refused_in_parts_is_refused_in_a_batch_that_fits(returned):
 
 # --- arguments
 
+SCALER = torch.amp.GradScaler("cpu")
+
 
 async def _suspended(b):
     return b.sum()
@@ -255,10 +228,7 @@ class _Generating:
         ({"loss": torch.sum, "then": torch.log}, r"then= with a loss= that is a function\."),
         ({"weight": 3}, "got a int as weight=, which can't be called"),
         ({"backward": 3}, r"step\(\) got a int as backward="),
-        (
-            {"scaler": torch.amp.GradScaler("cpu"), "backward": torch.sum},
-            "got scaler= and backward=",
-        ),
+        ({"scaler": SCALER, "backward": torch.sum}, "got scaler= and backward="),
         ({"batchnorm": "merge"}, 'batchnorm=\'merge\'. It is "refuse" or "per_chunk"'),
         ({"scaler": 3}, r"got a int as scaler=\. Pass a torch.amp.GradScaler"),
         ({"minimum": 0}, r"minimum=0 is not a size\. Give a whole number from 1 up"),
@@ -276,6 +246,15 @@ def test_arguments_that_do_not_fit_are_refused(options, message):
         step(options.pop("fn", torch.sum), samples(), **options)
 
 
+def test_more_than_one_value_is_told_to_be_one():
+    x = samples()
+    with pytest.raises(AdaptiveUsageError, match=r"got 2 values .* Pass step\(fn, \(x, y\)\), and"):
+        step(lambda x, y: x.mean(), x, x)
+    with pytest.raises(TypeError, match="missing 1 required positional argument") as caught:
+        step(lambda x, y: x.mean(), (x, x))
+    assert caught.value.__notes__[0].startswith("The function of step() gets one argument, the")
+
+
 def test_a_maximum_below_what_batchnorm_needs_is_refused_and_numbers_may_be_of_numpy():
     net = nn.BatchNorm1d(4).double()
     with pytest.raises(AdaptiveUsageError, match=r"^maximum=1 is below 2, the fewest"):
@@ -283,11 +262,6 @@ def test_a_maximum_below_what_batchnorm_needs_is_refused_and_numbers_may_be_of_n
     net = small_net()
     result = step(lambda b: net(b).mean(), samples(), minimum=np.int64(2), maximum=np.int32(4))
     assert (result.sizes, type(result.micro_batch)) == ((4, 3, 2), int)
-
-
-def test_more_than_one_value_beside_the_function_is_refused():
-    with pytest.raises(AdaptiveUsageError, match=r"got 2 values .* Pass step\(fn, \(x, y\)\), and"):
-        step(lambda x, y: x.mean(), samples(), samples())
 
 
 # --- errors of the function
@@ -302,23 +276,6 @@ def test_an_error_in_a_part_names_what_was_not_split():
     assert note.startswith(f"step() ran the function on 4 of {len(x)} samples. Tensors that it")
     assert f"were not split: y (int64[{len(x)}] on cpu, " in note
     assert note.endswith("Pass them in the batch, as in step(fn, (x, y)).")
-
-
-@pytest.mark.parametrize("error", [ValueError, TypeError])
-def test_an_error_in_the_whole_batch_is_told_nothing(error):
-    def fn(b):
-        raise error("of the function")
-
-    with pytest.raises(error, match="of the function") as caught:
-        step(fn, samples())
-    assert not hasattr(caught.value, "__notes__")
-
-
-@pytest.mark.parametrize("fn", [lambda x, y: x.mean(), nn.Bilinear(1, 1, 1)])
-def test_a_function_of_two_arguments_is_told_that_it_gets_one(fn):
-    with pytest.raises(TypeError, match="missing 1 required positional argument") as caught:
-        step(fn, (samples(), samples()))
-    assert caught.value.__notes__[0].startswith("The function of step() gets one argument, the")
 
 
 def test_a_tensor_of_an_attempt_that_was_kept_outside_says_how_to_return_it(forgetful):

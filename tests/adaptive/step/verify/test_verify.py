@@ -1,6 +1,7 @@
 """A split that changes a loss is refused before it delivers; every other one is left alone."""
 
 import math
+import pickle
 import random
 
 import numpy as np
@@ -13,10 +14,11 @@ from torch.utils.checkpoint import checkpoint
 from tenure.adaptive import NoBatchsizeCache, SplitMismatchError, step
 
 from ...attempt.failures import out_of_memory_above
+from ..step_cases import gradients, refused, samples, small_net, wanted_of, worst_error
 
 N, D, C = 24, 6, 5
 CLASS_WEIGHTS = torch.tensor([0.2, 1.0, 3.0, 0.5, 2.0])
-WRONG, RIGHT = {}, {}
+WRONG, RIGHT, ADVICE = {}, {}, {}
 
 
 def net(*middle):
@@ -37,9 +39,10 @@ def batch():
     }
 
 
-def wrong(name, loss, model=net, /, **options):
-    """A loss of the outputs, the batch and the model, that a split changes."""
+def wrong(name, loss, model=net, /, advice="", **options):
+    """A loss of the model and the batch that a split changes, and a part of the advice."""
     WRONG[name] = loss, model, options
+    ADVICE[name] = advice
 
 
 def right(name, loss, model=net, /, **options):
@@ -89,22 +92,32 @@ wrong("class weights", lambda m, b: F.cross_entropy(out(m, b), b["y"], CLASS_WEI
 wrong(
     "masked sum over the mask",
     lambda m, b: (out(m, b).square().mean(1) * b["mask"]).sum() / b["mask"].sum(),
+    advice="weight=lambda batch: batch['mask'].sum()",
 )
-wrong("a sum", lambda m, b: out(m, b).square().sum())
-wrong("a mean declared as a sum", squares, loss="sum")
+wrong("a sum", lambda m, b: out(m, b).square().sum(), advice='pass loss="sum".')
+wrong("a mean declared as a sum", squares, loss="sum", advice='leave loss="sum" out.')
 wrong(
     "the penalty in a sum",
     lambda m, b: out(m, b).square().sum() + m[0].weight.square().sum(),
     loss="sum",
+    advice="Pass a penalty on parameters as once=.",
 )
-wrong("a weight that is none", squares, weight=lambda b: b["x"].abs().sum())
+no_weight = lambda b: b["x"].abs().sum()  # noqa: E731
+wrong("a weight that is none", squares, weight=no_weight, advice="leave weight= out.")
 wrong("a pair with a wrong count", lambda m, b: (ignoring(m, b), n_valid(b)))
 
 # --- wrong: functions of means, samples against samples, and samples that are chosen among all
 
-wrong("root", lambda m, b: squares(m, b).sqrt())
-wrong("log of a sum", lambda m, b: out(m, b).exp().sum().log(), loss="sum")
-wrong("standard deviation", lambda m, b: out(m, b).std())
+wrong("root", lambda m, b: squares(m, b).sqrt(), advice="then=torch.sqrt.")
+wrong("exponential", lambda m, b: squares(m, b).exp(), advice="then=torch.exp.")
+wrong(
+    "log of a sum",
+    lambda m, b: out(m, b).exp().sum().log(),
+    loss="sum",
+    advice='pass loss="sum", then=torch.log.',
+)
+COMPUTED = "pass what is computed of all of them as loss="
+wrong("standard deviation", lambda m, b: out(m, b).std(), advice=COMPUTED)
 
 
 def dice(m, b):
@@ -139,7 +152,12 @@ def ppo(m, b):
 
 
 wrong("PPO", ppo)
-wrong("centred outputs", lambda m, b: out(m, b) - out(m, b).mean(0), loss=lambda o: o.std())
+wrong(
+    "centred outputs",
+    lambda m, b: out(m, b) - out(m, b).mean(0),
+    loss=lambda o: o.std(),
+    advice="do the rest in loss=, which gets all outputs.",
+)
 
 # --- wrong: random numbers that mix samples, or hide nothing
 
@@ -311,6 +329,7 @@ def test_a_loss_that_a_split_changes_is_refused_and_leaves_no_trace(name, forcin
         step(fn, data, **options)
     assert caught.value.whole != caught.value.split
     assert caught.value.advice
+    assert ADVICE[name] in caught.value.advice
     assert caught.value.advice in str(caught.value)
     assert_same(traces(model), before)
 
@@ -332,5 +351,69 @@ def test_mixing_by_numpys_numbers_is_refused_whatever_the_seed():
     for seed in range(5):
         fn, data, options, _ = prepared(WRONG["mixup by NumPy"])
         np.random.seed(seed)
-        with pytest.raises(SplitMismatchError):
-            step(fn, data, maximum=8, **options)
+        refused(fn, data, maximum=8, **options)
+
+
+# --- what the error says
+
+
+def test_the_error_tells_both_numbers_and_what_to_declare():
+    net = small_net()
+
+    def rooted(b):
+        return net(b).square().mean().sqrt()
+
+    error = refused(rooted, samples(16))
+    assert str(error) == (
+        "The batch of 16 has to be split into micro-batches of 4, and 'rooted' would give other "
+        f"results then: the loss for 8 samples is {error.whole:.6g} in one piece and "
+        f"{error.split:.6g} as 5 + 3 "
+        f"({100 * abs(error.whole - error.split) / error.whole:.2g} % off). Nothing was changed. "
+        'It is a function of a mean: return that without the root, and pass loss="mean", '
+        "then=torch.sqrt."
+    )
+    other = pickle.loads(pickle.dumps(error))
+    assert str(other) == str(error)
+    assert (other.whole, other.split, other.advice) == (error.whole, error.split, error.advice)
+
+
+@pytest.mark.parametrize("name", ["criterion.weight", "w"])
+def test_weights_of_classes_are_named_as_what_the_mean_divides_by(name):
+    torch.manual_seed(0)
+    net, w = nn.Linear(3, 4).double(), torch.tensor([0.1, 1.0, 5.0, 2.0]).double()
+    batch = torch.randn(32, 3, dtype=torch.float64), torch.arange(32) % 4
+    criterion = nn.CrossEntropyLoss(weight=w)
+
+    def by_module(batch):
+        return criterion(net(batch[0]), batch[1])
+
+    def by_function(batch):
+        return F.cross_entropy(net(batch[0]), batch[1], weight=w)
+
+    loss_of = by_function if name == "w" else by_module
+    shown = refused(loss_of, batch).advice.partition("weight=")[2].partition(" (with")[0]
+    assert shown == f"lambda batch: {name}[batch[1]].sum()"
+    wanted = wanted_of(net, loss_of(batch))
+    step(loss_of, batch, maximum=4, weight=eval(shown, {"criterion": criterion, "w": w}))
+    assert worst_error(gradients(net), wanted) < 1e-10
+
+
+class Centred(nn.Module):
+    def forward(self, x):
+        return x - x.mean(0)
+
+
+def test_a_module_that_mixes_samples_is_named():
+    net = nn.Sequential(nn.Linear(4, 8), Centred(), nn.Linear(8, 1))
+    error = refused(lambda b: net(b).square().mean(), torch.randn(12, 4))
+    assert "net.1 (Centred) mixes the samples" in error.advice
+
+
+@pytest.mark.parametrize(
+    "mix", [lambda b: 0.3 * b + 0.7 * b[torch.randperm(len(b))], lambda b: b - b.mean(0)]
+)
+def test_a_module_is_innocent_of_what_the_function_mixes_before_it(mix):
+    net = small_net()
+    advice = refused(lambda b: net(mix(b)).square().mean(), samples(12)).advice
+    assert advice.startswith("Return the outputs, one for each sample")
+    assert "Mix samples, as in mixup, before step()." in advice

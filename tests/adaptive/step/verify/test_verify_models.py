@@ -88,20 +88,3 @@ def test_the_router_loss_of_mixtral_is_refused_although_there_is_a_weight():
     advice = _refused(loss_of, batch, model, **weight)
     assert "MixtralForCausalLM adds a router loss over all tokens of its batch" in advice
     assert "pass what is computed of all of them as loss=" in advice
-
-
-def test_a_loss_in_float32_of_a_model_in_float64_and_autocast_are_left_alone():
-    torch.manual_seed(5)
-    config = transformers.GPT2Config(
-        vocab_size=50, n_embd=16, n_layer=2, n_head=2, n_positions=16,
-        resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, attn_implementation="eager",
-    )  # fmt: skip
-    model = transformers.GPT2LMHeadModel(config).double()
-    ids = torch.randint(50, (8, 10))
-    result = step(lambda batch: model(input_ids=batch, labels=batch).loss, ids, maximum=3)
-    assert (result.sizes, result.loss.dtype) == ((3, 3, 2), torch.float32)
-    model = transformers.BertForSequenceClassification(transformers.BertConfig(**_LM))
-    batch = {"input_ids": torch.randint(40, (12, 6)), "labels": torch.randint(2, (12,))}
-    with torch.autocast("cpu", torch.bfloat16):
-        result = step(lambda batch: model(**batch).loss, batch, model=model, maximum=4)
-    assert result.sizes == (4, 4, 4)
