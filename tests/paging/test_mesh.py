@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from tenure.adaptive import step
 from tenure.paging import PagingError, ShardedModel, page
 from tests.adaptive.ranks.launch import run_ranks
-from tests.adaptive.ranks.sharded_nets import whole, whole_gradients
-from tests.adaptive.ranks.test_step_sharded import batch_of, differs, mean, wanted_of
+from tests.adaptive.ranks.sharded_nets import whole_gradients
+from tests.adaptive.ranks.test_step_sharded import all_samples, batch_of, differs, mean, plain_net
 
 RTOL = 1e-10
 
@@ -20,10 +20,18 @@ def mesh_of(n=2):
     return init_device_mesh("cpu", (n,))
 
 
+def of_all(net):
+    return mean(net)(all_samples())
+
+
+def averaged(net):
+    return sum(mean(net)(batch_of(rank)) for rank in (0, 1)) / 2
+
+
 def trained(rank):
     """Differences from one process that has the samples of all; steps and votes among them."""
-    loss, wanted = wanted_of(mean)
-    net = whole().double()
+    net, other = plain_net(), plain_net()
+    loss = float(of_all(other).detach())
     handle = page(net, mesh=mesh_of(), training=True)
     assert type(handle) is ShardedModel
     assert handle.model is net
@@ -33,15 +41,13 @@ def trained(rank):
         optimizer.zero_grad()
         options = {} if maximum is None else {"maximum": maximum}
         result = step(mean(handle), batch_of(rank), model=net, **options)
-        found.append([abs(float(result.loss) - loss), differs(net, wanted)])
+        found.append([abs(float(result.loss) - loss), differs(net, of_all)[0]])
     assert all(p.device.type == "cpu" for p in net.parameters())
     # torch's own loop averages the ranks, whatever they have
     optimizer.zero_grad()
     mean(handle)(batch_of(rank)).backward()
-    other = whole().double()
-    (sum(mean(other)(batch_of(r)) for r in (0, 1)) / 2).backward()
-    expected = {name: p.grad for name, p in other.named_parameters()}
-    found.append([0.0, differs(net, expected)])
+    averaged(other).backward()
+    found.append([0.0, differs(net, averaged)[0]])
     optimizer.step()
     torch.optim.SGD(other.parameters(), 0.1).step()
     moved = {name: p.full_tensor() for name, p in net.named_parameters()}
@@ -50,12 +56,12 @@ def trained(rank):
 
 
 def test_two_ranks_train_as_one_process_that_has_all_samples():
-    blocks = [f"blocks.{i}" for i in range(len(whole().blocks))]
+    blocks = [f"blocks.{i}" for i in range(len(plain_net().blocks))]
     for found, worst, sharded, n_gradients in run_ranks(trained):
         assert all(loss < 1e-12 and differing < RTOL for loss, differing in found)
         assert worst < RTOL
         assert sharded == [*blocks, ""]
-        assert n_gradients == len(list(whole().parameters()))
+        assert n_gradients == len(list(plain_net().parameters()))
 
 
 def said_by(work):

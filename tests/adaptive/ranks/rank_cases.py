@@ -2,8 +2,10 @@
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel as Replicated
 
-from ..step.step_cases import IGNORED, N_CLASSES, gradients
+from ..step.step_cases import IGNORED, N_CLASSES
+from ..step.step_cases import wanted_of as plain_gradients
 
 # uneven, so that a mean of means is not the mean
 SIZES = (9, 4, 14, 6)
@@ -35,13 +37,20 @@ def square(run, b):
     return run(b["x"]).square().mean()
 
 
+def squares(run):
+    return lambda b: square(run, b)
+
+
 def wanted_of(net, parts):
     """The gradients of one process that has the samples of all."""
     net.zero_grad()
-    square(net, joined(parts)).backward()
-    found = gradients(net)
-    net.zero_grad()
-    return found
+    return plain_gradients(net, square(net, joined(parts)))
+
+
+def replicated(n=2, kind="plain", **options):
+    """The samples of each rank, a net, a replica of it, and the gradients of all samples."""
+    parts, net = all_samples(SIZES[:n]), net_of(kind)
+    return parts, net, Replicated(net, **options), wanted_of(net, parts)
 
 
 class Fails:

@@ -38,11 +38,11 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    def __init__(self, n_words=N_WORDS, *, checkpoints=False):
+    def __init__(self, n_words=N_WORDS, *, checkpoints=False, depth=3):
         super().__init__()
         self.words = nn.Embedding(n_words, WIDTH)
         # a first, a last, and one between: what is sent for one beside the work of another
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.blocks = nn.ModuleList(Block() for _ in range(depth))
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, n_words, bias=False)
         self.checkpoints = checkpoints
@@ -99,10 +99,10 @@ KINDS = {
 }
 
 
-def net_of(kind, dtype=torch.float32):
+def net_of(kind, dtype=torch.float32, **of_net):
     """A net of a kind of `KINDS`."""
-    place, options, of_net = KINDS[kind]
-    return place(whole(**of_net).to(dtype), **options)
+    place, options, of_kind = KINDS[kind]
+    return place(whole(**of_kind, **of_net).to(dtype), **options)
 
 
 def tokens(n_samples, seed=1):

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import threading
 import time
 from datetime import timedelta
 
@@ -15,7 +14,17 @@ from tenure.adaptive import RemoteRankError, find_batch_size, step
 
 from ..step.step_cases import gradients, worst_error
 from .launch import run_checks, run_ranks
-from .rank_cases import RTOL, SIZES, Fails, all_samples, net_of, square, wanted_of
+from .rank_cases import (
+    RTOL,
+    SIZES,
+    Fails,
+    all_samples,
+    net_of,
+    replicated,
+    square,
+    squares,
+    wanted_of,
+)
 
 
 def told_by(work):
@@ -55,11 +64,8 @@ def an_interrupt_before_the_vote(rank):
         interrupts = work == "in the work"
         seen.is_armed = bool(rank) and not interrupts
         name, text = told_by(searching if work == "in a search" else lambda: step(fn, x))
-        if rank:
-            assert name == "KeyboardInterrupt"
-        else:
-            assert name == "RemoteRankError"
-            assert "failed on rank 1 (KeyboardInterrupt) of 2 ranks" in text
+        assert name == ("KeyboardInterrupt" if rank else "RemoteRankError")
+        assert rank or "failed on rank 1 (KeyboardInterrupt) of 2 ranks" in text
         assert not gradients(net)
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
         interrupts = False
@@ -69,9 +75,8 @@ def an_interrupt_before_the_vote(rank):
 
 def an_interrupt_after_the_vote_has_begun(rank):
     """All get their gradients first."""
-    parts, net = all_samples(SIZES[:2]), net_of()
-    wanted = wanted_of(net, parts)
-    module, plain, all_reduce = Replicated(net), dist.ProcessGroupGloo.send, dist.all_reduce
+    parts, net, module, wanted = replicated()
+    plain, all_reduce = dist.ProcessGroupGloo.send, dist.all_reduce
     for place in ("in the vote", "in the exchange"):
         armed = [place] if rank else []
 
@@ -89,15 +94,15 @@ def an_interrupt_after_the_vote_has_begun(rank):
             return plain(*args)
 
         dist.ProcessGroupGloo.send, dist.all_reduce = sent, exchanged
-        name, _ = told_by(lambda: step(lambda b: square(module, b), parts[rank]))
+        name, _ = told_by(lambda: step(squares(module), parts[rank]))
         dist.ProcessGroupGloo.send, dist.all_reduce = plain, all_reduce
         assert name == ("KeyboardInterrupt" if rank else None)
         assert worst_error(gradients(net), wanted) < RTOL
         net.zero_grad()
 
 
-def a_program_that_ends_on_one_rank(rank):
-    module = Replicated(net_of())
+def a_program_that_ends_on_one_rank_and_errors_on_all(rank):
+    module, kind = Replicated(net_of()), ValueError if rank else TypeError
 
     def fn(b):
         if rank:
@@ -106,11 +111,7 @@ def a_program_that_ends_on_one_rank(rank):
 
     name, text = told_by(lambda: step(fn, all_samples()[0]))
     assert name == "SystemExit" if rank else "rank 1 (SystemExit: 3)" in text
-
-
-def errors_on_all_ranks(rank):
-    """Each has its own."""
-    module, kind = Replicated(net_of()), ValueError if rank else TypeError
+    # each has its own
     with pytest.raises(kind):
         step(lambda b: (Fails(0, kind)(b["x"]), square(module, b))[1], all_samples()[0])
 
@@ -129,19 +130,6 @@ def a_collective_that_the_program_has_begun(rank):
     assert found.tolist() == [3.0] * 3
 
 
-def a_step_on_another_thread(rank):
-    """One that gets no signals."""
-    parts, module, done = all_samples(SIZES[:2]), Replicated(net_of()), []
-
-    def work():
-        done.append(step(lambda b: square(module, b), parts[rank]).n_samples)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert done == [sum(SIZES[:2])]
-
-
 def a_rank_that_comes_too_late(rank):
     """It is an error on all after the timeout of the group, and the next call goes well."""
     group = dist.new_group([0, 1], timeout=timedelta(seconds=2))
@@ -151,7 +139,7 @@ def a_rank_that_comes_too_late(rank):
         net.zero_grad()
         if rank and name:
             time.sleep(3)
-        told = told_by(lambda: step(lambda b: square(net, b), parts[rank], group=group))
+        told = told_by(lambda: step(squares(net), parts[rank], group=group))
         assert told[0] == name
         assert rank or not name or "did not come" in told[1]
     assert worst_error(gradients(net), wanted) < RTOL
@@ -161,18 +149,15 @@ def test_what_happens_to_one_rank_is_told_to_the_other():
     run_checks(
         an_interrupt_before_the_vote,
         an_interrupt_after_the_vote_has_begun,
-        a_program_that_ends_on_one_rank,
-        errors_on_all_ranks,
+        a_program_that_ends_on_one_rank_and_errors_on_all,
         a_collective_that_the_program_has_begun,
-        a_step_on_another_thread,
         a_rank_that_comes_too_late,
     )
 
 
 def early_weights(rank):
     """Weights that can't be had, while one rank has no samples, and in turn while it has."""
-    parts, net = all_samples(SIZES[:3]), net_of()
-    module = Replicated(net)
+    parts, _, module, _ = replicated(3)
 
     def fn(b):
         return {"a": square(module, b), "b": square(module, b)}
@@ -194,8 +179,7 @@ def test_weights_that_can_not_be_had_are_an_error_on_all_also_without_samples():
 
 
 def dying_on(rank, when):
-    parts, net = all_samples(SIZES[:3]), net_of()
-    module = Replicated(net)
+    parts, net, module, _ = replicated(3)
     if rank == 2 and when == "in the exchange":
         dist.all_reduce = lambda *_, **how: os.kill(os.getpid(), signal.SIGKILL)
 
