@@ -101,6 +101,13 @@ def lent_to(tensor: Tensor) -> Lent | None:
     return _lent.get(key_of(storage))
 
 
+def form_of(tensor: Tensor) -> tuple[object, ...]:
+    """Return the address of a tensor with all that says how its bytes are read there."""
+    with without_functions():
+        bits = tensor.is_conj(), tensor.is_neg()
+        return tensor.dtype, tensor.data_ptr(), tensor.shape, tensor.stride(), bits
+
+
 def note_while(owner: object) -> weakref.finalize[[], object]:
     """Have it noted until what is returned is called, or its owner is gone."""
     return _noting.last_while(owner)
@@ -130,7 +137,7 @@ class _NotingData(_Noting):
         if name is None:
             self._original.__set__(tensor, value)
         # as it is after ``weight.data += 1``
-        elif lent_to(value) is not lent_to(tensor) or _form(value) != _form(tensor):
+        elif lent_to(value) is not lent_to(tensor) or form_of(value) != form_of(tensor):
             given, has = describe_tensor(value), describe_tensor(tensor)
             _refuse(f"{name!r} was given {given} in the place of {has} through .data")
 
@@ -185,8 +192,3 @@ def _refuse(deed: str) -> NoReturn:
         f"{deed} in the forward of a paged model, where its memory is shared with others. Nothing "
         "was changed. Write the values with weight.data.copy_(values), or unpage() first."
     )
-
-
-def _form(tensor: Tensor) -> tuple[object, ...]:
-    bits = tensor.is_conj(), tensor.is_neg()
-    return tensor.dtype, tensor.data_ptr(), tensor.shape, tensor.stride(), bits

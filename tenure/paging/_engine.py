@@ -123,6 +123,7 @@ class Engine:
         self.room.take_back()
         self.room.lease.begin()
         self._now = now
+        self.room.moved.clear()
         now.begin()
         self._fresh.clear()
         self._is_settled = False
@@ -325,6 +326,7 @@ class Engine:
 
     def _save(self, page: Page) -> None:
         """Write what was written to a page back to the host."""
+        self.room.moved += page.forget_moved()
         changed = page.written(with_buffers=self._now.saves_buffers)
         if changed:
             self._write_back(page, changed)

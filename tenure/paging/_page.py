@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 
 from tenure._torch.compiler import never_compiled
-from tenure._torch.lending import Lent
+from tenure._torch.lending import Lent, form_of
 from tenure._torch.quiet import aside, aside_with_subclasses
 from tenure._torch.storages import is_held
 from tenure._torch.writes import counter_of, set_version
@@ -60,6 +60,7 @@ class Page:
     _lent: Lent | None = None
     _shown: dict[HostTensor, Tensor] = field(default_factory=dict)
     _shown_versions: dict[HostTensor, int] = field(default_factory=dict)
+    _forms: dict[HostTensor, tuple[object, ...]] = field(default_factory=dict)
     _aliases: dict[HostTensor, Tensor] = field(default_factory=dict)
     _nodes: dict[HostTensor, object] = field(default_factory=dict)
     # Tensors that were shown since the last look for writes, and those that something may hold.
@@ -84,7 +85,7 @@ class Page:
         if found is None:
             with aside():
                 found = self._show(host)
-            self._shown_versions[host] = counter_of(found)
+            self._shown_versions[host], self._forms[host] = counter_of(found), form_of(found)
             self._shown[host] = found
             self._lend().show(found, host.name)
         # Some kernels choose their way by this flag, also where no graph is recorded. Where one is,
@@ -221,6 +222,20 @@ class Page:
             if is_unseen or counter_of(tensor) != self._shown_versions[host]:
                 written.append(host)
         return written
+
+    def forget_moved(self) -> list[HostTensor]:
+        """Forget the tensors that lie in other memory, or in another form, and return whose."""
+        # As after `Tensor.set_(weight, other)` or `weight.t_()`: no write to it is in the page.
+        both = self._shown, self._aliases
+        moved = [
+            host
+            for host in {**self._unseen, **self._doubtful}
+            if any(host in each and form_of(each[host]) != self._forms[host] for each in both)
+        ]
+        for host in moved:
+            for known in (*both, self._nodes, self._unseen, self._doubtful):
+                known.pop(host, None)
+        return moved
 
     def note_saved(self, written: list[HostTensor]) -> None:
         """Note that these are on their way to the host, which has counted a write of each."""

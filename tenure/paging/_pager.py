@@ -490,6 +490,12 @@ class Pager:
                 self.engine.set_host(host, entry)
         self.engine.end()
         self.engine.let_host_read()
+        if completed and self.engine.room.moved:
+            raise PagingError(
+                f"{self.engine.room.moved[0].name!r} was given other memory or another form in the "
+                f"forward of {now.name}, as by Tensor.set_(), where it is paged. It has the values "
+                "that it had before. Write them with weight.copy_(values), or unpage() first."
+            )
 
     def _let_go_of_loose(self, now: Pass, *, held_too: bool = False) -> None:
         """Release the pages that no forward brackets and whose tensors nobody holds any more."""

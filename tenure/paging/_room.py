@@ -87,6 +87,7 @@ class Room:
             for it.
         written_in_graphs: the weights of pages that are gone which the pass has written in place
             as part of a graph.
+        moved: those that the pass has given other memory.
     """
 
     def __init__(self, link: Link, *, in_graphs: bool) -> None:
@@ -102,6 +103,7 @@ class Room:
         self._ring_place = nowhere()
         self.lease = Lease()
         self.written_in_graphs: list[HostTensor] = []
+        self.moved: list[HostTensor] = []
         # By number in the arrangement: the first one never leaves, and the last ones go first. The
         # plans are of all that there could be; none if what goes does not come back.
         self._slab_plans: dict[int, SlabPlan] = {}

@@ -136,6 +136,25 @@ def test_set_in_the_forward_is_refused_by_name_and_nothing_changes(sim, training
     assert_equal(model.state_dict(), before)
 
 
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize(
+    "write",
+    [lambda w: Tensor.set_(w, w * 2), lambda w: Tensor.data.__set__(w, w.data * 2), Tensor.t_],
+    ids=["set_ of the class", "data of the class", "t_"],
+)
+def test_other_memory_that_is_given_past_the_weight_is_refused(sim, training, write):
+    model, x = codebook(lambda weight: None)
+    before = copy.deepcopy(model.state_dict())
+    with page(model, sim.device, 1, budget="100KiB", training=training):
+        expected = model(x)
+        model.write = write
+        with pytest.raises(PagingError, match=r"^'.*' was given other memory or another form in"):
+            model(x)
+        model.write = lambda weight: None
+        assert torch.equal(model(x), expected)
+        assert_equal(model.state_dict(), before)
+
+
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how:UserWarning")  # of a graph break
 def test_a_compiled_block_that_reads_data_computes_the_same(tmp_path):
     model, x = codebook(decay)
