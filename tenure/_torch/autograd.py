@@ -94,6 +94,11 @@ def hooks_of_saved() -> tuple[Callable[[Any], Any], Callable[[Any], Any]] | None
     return pair
 
 
+def is_of_checkpoint(hooks: tuple[Callable[[Any], Any], Callable[[Any], Any]] | None) -> bool:
+    """Return whether hooks are those of a checkpoint, as it computes or recomputes."""
+    return hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"
+
+
 def is_transformed() -> bool:
     """Return whether a transform of ``torch.func`` runs on this thread."""
     return _transform() is not None

@@ -46,6 +46,7 @@ from tenure._torch.autograd import (
     hooks_of_saved,
     is_batch_of_gradients,
     is_in_engine,
+    is_of_checkpoint,
     is_running_node,
     is_transformed,
     running_task,
@@ -313,7 +314,6 @@ def _before_steps(engine: TrainingEngine) -> Callable[[], object]:
 Hooks = tuple[Callable[[Any], Any], Callable[[Any], Any]]
 Packed = Callable[[], Tensor]
 """A node keeps it in place of a tensor; it gives the tensor back."""
-_CHECKPOINT = "torch.utils.checkpoint"
 _NOTHING = torch.empty(0, device="cpu")
 """What hooks of a checkpoint get in the place of a weight."""
 
@@ -605,11 +605,6 @@ def _backward_of(kind: Hashable) -> Hashable:
 def _waits_for_nodes(now: Pass) -> bool:
     """Return whether the pass's thread waits in autograd's engine for nodes elsewhere."""
     return is_in_engine(sys._current_frames().get(now.thread))
-
-
-def is_of_checkpoint(hooks: Hooks | None) -> bool:
-    """Return whether hooks are those of a checkpoint, as it computes or recomputes."""
-    return hooks is not None and getattr(hooks[0], "__module__", None) == _CHECKPOINT
 
 
 def _recomputed(recompute: Packed, weight: Packed) -> Tensor:

@@ -22,6 +22,7 @@ from tenure._containers import passed_tensors
 from tenure._errors import AdaptiveUsageError, OutOfRetriesError
 from tenure._oom import oom_of_work
 from tenure._storages import storage_key
+from tenure._torch.autograd import hooks_of_saved, is_of_checkpoint
 from tenure._torch.compiler import SCRIPTED
 from tenure._torch.fakes import new_mode, unlogged
 from tenure._torch.lending import lent_to
@@ -53,6 +54,11 @@ _PAGED = (
     "A tensor of lazy() was given to a paged model. What is recorded runs later, when other "
     "weights lie where these are now. Nothing was computed. Call step(): it runs the forward and "
     "the backward pass of a paged model in micro-batches that fit."
+)
+_CHECKPOINTED = (
+    "{} writes statistics or other plain tensors from tensors of lazy() inside a checkpoint: torch "
+    "runs that again in the backward pass and writes twice, and lazy() would once. Leave the "
+    "checkpoint out, or use step()."
 )
 _SQUEEZES = frozenset({torch.squeeze, Tensor.squeeze, Tensor.squeeze_})
 _NORMALIZATIONS = frozenset({F.batch_norm, torch.batch_norm, F.instance_norm})
@@ -90,7 +96,10 @@ def record(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     entry = RecordedCall(func, stored, named, Modes.now(), reads, walk.plains, site)
     # a write into a tensor that was not recorded is seen by who reads it at once
     shape = _shape_of(entry, walk, tape)
-    writes_plain = shape is not None and shape.writes_plain and func not in _NORMALIZATIONS
+    writes = shape is not None and shape.writes_plain
+    if writes and entry.modes.grad and is_of_checkpoint(hooks_of_saved()):
+        raise AdaptiveUsageError(_CHECKPOINTED.format(entry))
+    writes_plain = writes and func not in _NORMALIZATIONS
     if not writes_plain:
         _cut(entry, {} if shape is None else shape.cuts, tape)
     tensors: list[Tensor] = []
