@@ -202,9 +202,10 @@ class Verification:
                 raise _drawn_again_error(parts.name)
             found = comparison.mismatch
             self._wants_whole = not comparison.is_coupled
-            # other numbers for the parts than for the whole explain any difference
-            if found is not None and step.has_others:
-                self._wants_whole = False
+            # other numbers for the parts than for the whole explain any difference; and the same
+            # factor for both, which may be nearly 0 or 1 this time, hides one
+            if step.has_others and self._could_compare and not comparison.is_coupled:
+                self._wants_whole = found is None
                 self._could_compare, found = exchanged(step)
             self._refuse(found, step, size)
 

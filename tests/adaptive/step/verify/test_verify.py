@@ -168,8 +168,12 @@ def mixup(m, b):
 
 
 def numpy_mixup(m, b):
-    share, order = np.random.beta(1, 1), torch.from_numpy(np.random.permutation(len(b["x"])))
+    share, order = np.random.beta(0.2, 0.2), torch.from_numpy(np.random.permutation(len(b["x"])))
     return m(share * b["x"] + (1 - share) * b["x"][order]).square().mean()
+
+
+def numpy_noise(m, b):
+    return m(b["x"] + torch.from_numpy(np.random.randn(len(b["x"]), D)).float()).std(1)
 
 
 def random_pairs(m, b):
@@ -179,6 +183,8 @@ def random_pairs(m, b):
 wrong("mixup", mixup)
 wrong("mixup by NumPy", numpy_mixup)
 wrong("random pairs", random_pairs)
+wrong("a sum of NumPy's noise", lambda m, b: numpy_noise(m, b).sum())
+wrong("a mean of NumPy's noise", lambda m, b: numpy_noise(m, b).mean(), loss="sum")
 wrong("dropout and ignored labels", ignoring, lambda: net(nn.Dropout(0.2)))
 
 # --- right: what is declared
@@ -223,12 +229,7 @@ right(
     "noise of Python",
     lambda m, b: (out(m, b) * torch.tensor([[random.random()] for _ in b["x"]])).square().mean(),
 )
-right(
-    "noise of NumPy",
-    lambda m, b: (
-        m(b["x"] + torch.from_numpy(np.random.randn(len(b["x"]), D)).float()).std(1).mean()
-    ),
-)
+right("noise of NumPy", lambda m, b: numpy_noise(m, b).mean())
 right(
     "zero in value",
     lambda m, b: (
@@ -348,7 +349,8 @@ def test_a_loss_that_a_split_leaves_alone_has_what_it_has_without_verification(n
 
 
 def test_mixing_by_numpys_numbers_is_refused_whatever_the_seed():
-    for seed in range(5):
+    # of these seeds the second is the first that drew nearly 0 or 1 three times
+    for seed in (0, 1):
         fn, data, options, _ = prepared(WRONG["mixup by NumPy"])
         np.random.seed(seed)
         refused(fn, data, maximum=8, **options)
