@@ -47,6 +47,12 @@ from ._runs import SampledRun, SampledStep, first_that_fits
 from ._when import SplitCall
 
 _COARSE = (torch.float16, torch.bfloat16)
+_UPDATE_AFTER = (
+    "It also gives other results whenever it is called again, for the same samples and random "
+    "numbers: it remembers something outside of its modules, such as past losses, or how often it "
+    "was called. Update that after step(), once for each batch; or pass verify=False if "
+    "micro-batches may see it change."
+)
 _COUNT_RTOL = (1e-4, 2e-2)
 
 
@@ -204,10 +210,11 @@ class Verification:
             self._wants_whole = not comparison.is_coupled
             # other numbers for the parts than for the whole explain any difference; and the same
             # factor for both, which may be nearly 0 or 1 this time, hides one
-            if step.has_others and self._could_compare and not comparison.is_coupled:
+            is_clear = comparison.is_coupled or comparison.remembers
+            if step.has_others and self._could_compare and not is_clear:
                 self._wants_whole = found is None
                 self._could_compare, found = exchanged(step)
-            self._refuse(found, step, size)
+            self._refuse(found, step, size, _UPDATE_AFTER if comparison.remembers else None)
 
     def before_delivery(self, outcome: StepOutcome) -> None:
         """Compare the loss of the whole batch, if it is time, before gradients are delivered.
