@@ -1,5 +1,6 @@
 """A LightningModule whose steps are split, against the same one that is not."""
 
+import copy
 import logging
 import os
 import pickle
@@ -503,6 +504,17 @@ def asked(module, x, y):
     return loss
 
 
+def copied(module, x, y):
+    now = copy.deepcopy(module.mean)
+    module.log("mean", now(loss := module.loss_of((x, y))))
+    return loss
+
+
+def edited(module, x, y):
+    module.mean.mean_value += 1.0
+    return module.loss_of((x, y))
+
+
 def made_and_kept(module, x, y):
     if not hasattr(module, "late"):
         module.late = torchmetrics.MeanMetric()
@@ -518,6 +530,8 @@ def made_and_kept(module, x, y):
         (sometimes_none, "returned None for some micro-batches"),
         (kept_update, "was updated by a method that was kept"),
         (asked, r"compute\(\) or reset\(\) of the metric 'mean'"),
+        (copied, "The metric 'mean' was copied"),
+        (edited, "The metric 'mean' was copied, or its state was read"),
         (made_and_kept, "The metric 'late' was made in a training_step and kept"),
     ],
 )

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from contextvars import ContextVar
 from typing import Any, TypeVar
@@ -30,8 +30,10 @@ V = TypeVar("V")
 _COUNT = "_update_count"
 """Each update of a metric reads it."""
 _MERGE = "merge_state"
-_METHODS = ("forward", "update", "compute", "reset", _MERGE, _COUNT)
-"""The attributes of a metric that do something else while parts run."""
+_COPY = "__getstate__"
+"""Each copy of a metric reads it."""
+_METHODS = ("forward", "update", "compute", "reset", _MERGE, _COUNT, _COPY)
+"""The attributes of a metric that do something else while parts run, as its states do."""
 _listening: ContextVar[MetricRecorder | None] = ContextVar("_listening", default=None)
 _outside: WeakValueDictionary[str, Any] = WeakValueDictionary()
 """The metrics that no module holds, by the name by which it is known how their numbers add up."""
@@ -73,6 +75,10 @@ class MetricRecorder:
 
     def attribute(self, metric: Any, name: str, read: Callable[[Any, str], Any]) -> Any:
         """Return what the program gets as an attribute of a metric."""
+        caller = sys._getframe(2).f_globals.get("__name__", "")
+        # the hash of a metric, for one
+        if name not in _METHODS and caller.startswith("torchmetrics."):
+            return read(metric, name)
         collection = sys.modules["torchmetrics"].MetricCollection
         members = list(metric.children()) if isinstance(metric, collection) else [metric]
         for each in members:
@@ -89,7 +95,7 @@ class MetricRecorder:
                 _tell(metric)
             return read(metric, name)
         # its items() share states; its update(), if it was kept, has a count read elsewhere
-        if sys._getframe(2).f_globals.get("__name__") == collection.__module__:
+        if caller == collection.__module__:
             return read(metric, name)
         if name == "forward":
             return functools.partial(self._forward, metric)
@@ -141,7 +147,9 @@ def _refused(name: str, attribute: str) -> AdaptiveUsageError:
             f"The metric {name!r} was made in a training_step and kept, and its batch runs several "
             "times, such as in micro-batches. Make it in __init__() of the module."
         )
-    if attribute == _COUNT:
+    if attribute not in _METHODS or attribute == _COPY:
+        did = f"The metric {name!r} was copied, or its state was read,"
+    elif attribute == _COUNT:
         did = (
             f"The metric {name!r} was updated by a method that was kept from before, or asked how "
             "often it was updated,"
@@ -191,8 +199,8 @@ def _patch_of(kind: type) -> Patch:
             return run_with(_listening, None, functools.partial(read, metric, name))
 
         def __getattribute__(metric: Any, name: str) -> Any:
-            recorder = _listening.get() if name in _METHODS else None
-            if recorder is not None:
+            recorder = _listening.get()
+            if recorder is not None and (name in _METHODS or name in _states_of(metric)):
                 return recorder.attribute(metric, name, unheard)
             patch.was_called()
             return read(metric, name)
@@ -201,6 +209,12 @@ def _patch_of(kind: type) -> Patch:
 
     patch = Patch(kind, {"__getattribute__": listening}, lingers=True)
     return patch
+
+
+def _states_of(metric: Any) -> Collection[str]:
+    # as object has it: a metric that is asked would ask here again
+    known: Collection[str] = object.__getattribute__(metric, "__dict__").get("_defaults", ())
+    return known
 
 
 def _tell(metric: Any) -> None:
