@@ -72,6 +72,7 @@ class SizeModel:
         device: the memory that ran out, as torch spells it.
         n_clean: calls without a failure since the last one.
         interval: clean calls before a larger size is tried, where nothing is measured.
+        most_samples: the largest batch of a step.
     """
 
     ok: int = 0
@@ -85,6 +86,7 @@ class SizeModel:
     device: str | None = None
     n_clean: int = 0
     interval: int = _FIRST_INTERVAL
+    most_samples: int = 0
 
     def snapshot(self) -> SizeModel:
         """Return a consistent copy, whatever other threads note meanwhile."""

@@ -42,6 +42,7 @@ class AdaptiveSearch:
         remembered: where this call finds and leaves what is known of its site.
         in_pieces: whether a call has many pieces, of which each may have its size.
         has_trials: whether a part of the work can be run and taken back, to measure a size.
+        n_samples: what a step runs in micro-batches of a size; 0 for other work.
         predict: the bytes that a size is predicted to need; asked after the first failure.
 
     Attributes:
@@ -54,7 +55,7 @@ class AdaptiveSearch:
     __slots__ = (
         "_each_bytes", "_free_bytes", "_had_worked", "_has_failed", "_has_trials", "_in_pieces",
         "_initial", "_limits", "_meter", "_model", "_n_pieces", "_n_trials", "_predict",
-        "_remembered", "_sizes", "_works", "is_trial", "room", "size",
+        "_n_samples", "_remembered", "_sizes", "_works", "is_trial", "room", "size",
     )  # fmt: skip
 
     def __init__(
@@ -65,10 +66,12 @@ class AdaptiveSearch:
         *,
         in_pieces: bool = False,
         has_trials: bool = False,
+        n_samples: int = 0,
         predict: Forecast | None = None,
     ) -> None:
         self._initial, self._limits, self._remembered = initial, limits, remembered
         self._in_pieces, self._has_trials, self._predict = in_pieces, has_trials, predict
+        self._n_samples = n_samples
         # it measures what is tried now; None: nobody has to know
         self._meter: MemoryMeter | None = None
         self.room: MemoryMeter | None = None
@@ -88,12 +91,13 @@ class AdaptiveSearch:
             # with a maximum it may grow without ever having failed: its calls have to be counted
             self._model = remembered.new()
         if self._model is not None:
-            self._begin(self._model)
+            self._begin(self._learn())
 
     def _learn(self) -> SizeModel:
         """Return what is known of sizes, which is kept for later calls from now on."""
         if self._model is None:
             self._model = self._remembered.new()
+        self._model.most_samples = max(self._model.most_samples, self._n_samples)
         return self._model
 
     def at_most(self, n_left: int) -> None:
@@ -230,6 +234,10 @@ class AdaptiveSearch:
             return None
         size, before = self.size, model.ok
         meter, self._meter = self._meter, None
+        if self._n_samples < min(model.most_samples, 2 * size):
+            # Of a small batch, such as the last of an epoch, fewer than two micro-batches are as
+            # large: none has gradients of another beside it, and the batch itself takes less.
+            return None
         needed_bytes = meter.needed_bytes() if meter is not None else None
         grew = model.ran(size, needed_bytes, self._free_bytes)
         each_bytes, self._each_bytes = self._each_bytes, None

@@ -304,7 +304,9 @@ def _search(
         stands_for(parts.spec.fn), frame, options.context, cache_type, parts.values, {},
         adds_gradients=parts.gradients.are_there_before,
     )  # fmt: skip
-    return AdaptiveSearch(largest, limits, remembered, has_trials=not is_idle)
+    return AdaptiveSearch(
+        largest, limits, remembered, has_trials=not is_idle, n_samples=parts.n_samples
+    )
 
 
 def _run(

@@ -252,3 +252,20 @@ def test_where_nothing_fitted_the_next_call_begins_as_if_nothing_were_known(trai
         if has_room:
             assert run(2 * training.whole_bytes).sizes == (200,)
         assert run(int(0.6 * training.whole_bytes)).micro_batch >= 50
+
+
+def test_a_small_last_batch_of_an_epoch_lets_no_later_batch_run_out_of_memory():
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(9)]
+    net = nn.Sequential(*layers).double()
+    optimizer = torch.optim.AdamW(net.parameters())
+    attempts = []
+    with memory_budget(580_000):
+        for i in range(24):
+            x = torch.randn(100 if i % 5 == 4 else 512, 32, dtype=torch.float64)
+            attempts.append(step(lambda x: net(x).square().mean(), x, model=net).attempts)
+            if i % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+    assert sum(attempts) > len(attempts)
+    assert attempts[8:] == [1] * 16
