@@ -10,7 +10,7 @@ INPUTS := pyproject.toml constraints.txt
 # assertions: four of the thirteen seconds in which they are collected.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all test-short matrix matrix-short lint mypy pyright bench tables soak faults dist-test release docs clean
+.PHONY: demo test test-all test-exhaustive test-short matrix matrix-short lint mypy pyright bench tables soak faults dist-test release docs clean
 
 demo: $(VENV)/.test
 	$(BIN)/python -m tenure demo
@@ -38,13 +38,18 @@ test: $(VENV)/.test
 	$(PYTEST) -m "not simdevice and $(QUICK)" $(SEARCHES)
 	$(PYTEST) -m "simdevice and $(QUICK)" $(ON_SIM) $(SWEEPS)
 
-# Also the slow and exhaustive ones, every operator of torch, and the simulated accelerator once more
-# with the rules of CUDA's allocator: what counts bytes. Tests of values alone have asked for it already.
+# Also the slow ones, operators of torch, and the simulated accelerator once more with the rules of
+# CUDA's allocator: what counts bytes. Tests of values alone have asked for it already.
 test-all: $(VENV)/.test
-	$(PYTEST) -m "not simdevice" $(OTHERS) $(PAGES)
-	$(PYTEST) -m "not simdevice" $(SEARCHES)
-	$(PYTEST) -m simdevice $(ON_SIM)
-	$(PYTEST) -m "simdevice and not slow" --sim-allocator=cuda tests/profiler tests/adaptive tests/paging
+	$(PYTEST) -m "not simdevice and not exhaustive" $(OTHERS) $(PAGES)
+	$(PYTEST) -m "not simdevice and not exhaustive" $(SEARCHES)
+	$(PYTEST) -m "simdevice and not exhaustive" $(ON_SIM)
+	$(PYTEST) -m "simdevice and $(QUICK)" --sim-allocator=cuda tests/profiler tests/adaptive tests/paging
+
+# What tries every allocation, every setting, and every sample of every operator: each night
+test-exhaustive: $(VENV)/.test
+	$(PYTEST) -m "not simdevice and exhaustive" tests
+	$(PYTEST) -m "simdevice and exhaustive" $(ON_SIM)
 
 # The tests that other versions of torch and Python have broken before: some files of each room.
 SHORT := tests/torch tests/scopes/test_scope.py tests/scopes/test_autograd.py tests/heap/test_holders.py \
