@@ -54,8 +54,8 @@ class AdaptiveSearch:
 
     __slots__ = (
         "_each_bytes", "_free_bytes", "_had_worked", "_has_failed", "_has_trials", "_in_pieces",
-        "_initial", "_limits", "_meter", "_model", "_n_pieces", "_n_trials", "_predict",
-        "_n_samples", "_remembered", "_sizes", "_works", "is_trial", "room", "size",
+        "_initial", "_limits", "_meter", "_model", "_n_pieces", "_n_samples",
+        "_n_trials", "_predict", "_remembered", "_sizes", "_works", "is_trial", "room", "size",
     )  # fmt: skip
 
     def __init__(
