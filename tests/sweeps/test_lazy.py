@@ -32,8 +32,8 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 BRANCHES = {
     "add", "argmax", "cat", "cumsum", "lu_unpack", "masked_fill", "matmul", "mean", "new_full",
     "nn.functional.batch_norm", "nn.functional.cross_entropy", "nn.functional.mse_loss",
-    "nn.functional.conv2d", "permute", "repeat", "roll", "select", "sort", "sum", "tril", "unbind",
-    "unique", "where", "index_add", "linalg.solve", "scatter",
+    "nn.functional.conv2d", "permute", "repeat", "roll", "select", "sort", "squeeze", "sum", "tril",
+    "unbind", "unique", "where", "index_add", "linalg.solve", "scatter",
 }  # fmt: skip
 _RANDOM = {
     "bernoulli", "multinomial", "normal", "uniform", "cauchy", "exponential", "geometric",

@@ -134,6 +134,25 @@ def test_what_wants_the_graph_of_the_whole_is_refused_by_name(program, text, roo
     assert gradients(model).keys() == dict(model.named_parameters()).keys()
 
 
+def _with_a_parameter(x):
+    a = lazy(x)
+    return a.add_(nn.Parameter(torch.ones(4, dtype=torch.float64)))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: lazy(x.requires_grad_()),
+        _with_a_parameter,
+        lambda x: (lazy(x) * 2).requires_grad_(),
+    ],
+)
+def test_a_function_of_its_own_is_refused_wherever_gradients_begin(make):
+    x, _ = batch()
+    with pytest.raises(AdaptiveUsageError, match="came out of 'Twice'"):
+        Twice.apply(make(x)).sum().backward()
+
+
 def test_gradients_of_a_computed_tensor_and_requires_grad_of_a_recorded_one_are_refused():
     x, _ = batch()
     computed = (lazy(x) * 2).requires_grad_()

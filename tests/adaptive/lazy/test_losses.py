@@ -72,6 +72,7 @@ LOSSES = {
     "added in place": lambda out, x, y: F.cross_entropy(out, y).add_(out.pow(2).mean()),
     "by hand": lambda out, x, y: (_each(out, y) * (y > 0)).sum() / (y > 0).sum(),
     "by the number of samples": lambda out, x, y: (_each(out, y) / x.size(0)).sum(),
+    "by the length of the batch": lambda out, x, y: _each(out, y).sum() / len(x),
     "root": lambda out, x, y: out.pow(2).mean().sqrt(),
     "product of terms": lambda out, x, y: F.cross_entropy(out, y) * out.pow(2).sum(),
     "contrastive": lambda out, x, y: F.cross_entropy(out @ out.T, torch.arange(len(y))),
@@ -101,6 +102,19 @@ def test_gradients_and_loss_are_those_of_plain_tensors(loss, room):
         value.backward()
         assert tuple(value.detach().numpy().shape) == tuple(value.shape)
         return value.item()
+
+    expected, found = assert_same_gradients(model, program, room)
+    assert found == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("room", [8, 4, 2])
+def test_a_single_sample_that_is_left_over_is_a_batch_too(room):
+    model, (x, y) = mlp(), batch(9)
+
+    def program(wrap):
+        loss = F.cross_entropy(model(wrap(x)).squeeze(), wrap(y))
+        loss.backward()
+        return loss.item()
 
     expected, found = assert_same_gradients(model, program, room)
     assert found == pytest.approx(expected, rel=1e-12)

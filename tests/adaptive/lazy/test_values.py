@@ -97,6 +97,23 @@ def test_a_program_runs_once_however_much_of_it_is_read():
     assert value.tolist() == [2.0**40] * 2
 
 
+@pytest.mark.parametrize("room", [8, 3])
+def test_a_loss_that_failed_does_not_fail_the_next_one_on_the_same_outputs(room):
+    model, (x, y) = mlp(), batch()
+    F.cross_entropy(model(x), y).backward()
+    expected = gradients(model)
+    model.zero_grad()
+    with RoomFor(room):
+        out = model(lazy(x))
+        failed = F.cross_entropy(out, y + 3)
+        with pytest.raises(IndexError):
+            failed.backward()
+        F.cross_entropy(out, y).backward()
+        torch.testing.assert_close(gradients(model), expected)
+        with pytest.raises(IndexError):
+            failed.item()
+
+
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_inference_is_split_and_put_together(mode):
     # of a size of its own, as what was tried of a call is known from then on
@@ -185,6 +202,13 @@ def test_a_tensor_written_to_after_it_was_recorded_is_refused():
     assert gradients(model) == {}
 
 
+def test_a_write_into_a_plain_tensor_is_seen_at_once():
+    x, _ = batch()
+    mean = torch.zeros(4, dtype=torch.float64)
+    mean.mul_(0.9).add_(lazy(x).mean(0), alpha=0.1)
+    torch.testing.assert_close(mean, 0.1 * x.mean(0))
+
+
 def test_a_handle_that_is_gone_frees_the_batch(no_gc):
     model = mlp()
     for room in (8, 3):
@@ -196,6 +220,27 @@ def test_a_handle_that_is_gone_frees_the_batch(no_gc):
             loss.backward()
         del x, loss
         assert gone() is None
+
+
+def test_gradients_that_wait_are_used_when_there_is_more_memory_by_then():
+    model, positions, (x, _) = mlp(), nn.Parameter(torch.randn(4, dtype=torch.float64)), batch()
+
+    def loss_of(x):
+        # computed beside the batch: a graph that runs backward once
+        return model(x + positions.exp()).square().mean()
+
+    loss_of(x).backward()
+    wanted = [gradients(model), positions.grad]
+    model.zero_grad()
+    positions.grad = None
+    with RoomFor(3):
+        loss = loss_of(lazy(x))
+        assert loss.item() > 0
+    assert (gradients(model), positions.grad) == ({}, None)
+    with RoomFor(8) as room:
+        loss.backward()
+    assert room.rows == []
+    torch.testing.assert_close([gradients(model), positions.grad], wanted)
 
 
 @pytest.mark.parametrize("room", [None, 3])

@@ -53,8 +53,25 @@ def _rows_and_labels(model, a, b):
     return [loss.item(), a.sum().item(), a[0, 1].item(), F.cross_entropy(model(a), b).item()]
 
 
+def _columns(model, a, b):
+    a -= a.mean(0)
+    a[:, 0] = a[:, 0].flip(0)
+    a.mul_(2)
+    loss = F.cross_entropy(model(a), b)
+    loss.backward()
+    return [loss.item(), a.sum().item()]
+
+
 def _masked_labels(model, a, b):
     b.masked_fill_(a[:, 0] > 0, -100)
+    loss = F.cross_entropy(model(a), b)
+    loss.backward()
+    return [loss.item(), (b != -100).sum().item()]
+
+
+def _set_labels_of_a_copy(model, a, b):
+    b = b.clone()
+    b[a[:, 0] > 0] = -100
     loss = F.cross_entropy(model(a), b)
     loss.backward()
     return [loss.item(), (b != -100).sum().item()]
@@ -92,7 +109,9 @@ WRITES = [
     _without_gradients,
     _by_a_view_that_nobody_uses_again,
     _rows_and_labels,
+    _columns,
     _masked_labels,
+    _set_labels_of_a_copy,
     _what_a_model_gave,
     _by_index,
     _parameters,
