@@ -156,7 +156,7 @@ def test_whatever_memory_grows_with_95_percent_are_found_with_three_failures(cas
     assert 20 * found >= 19 * largest
     assert largest < high or found == high
     assert len(load.failed) <= 3
-    assert all(size % align == 0 and size <= high for size in load.sizes)
+    assert all(size % align == 0 and align <= size <= high for size in load.sizes)
     assert len(load.sizes) <= 60
 
 
@@ -181,7 +181,6 @@ def test_a_size_that_runs_beyond_its_margin_shows_where_the_next_ones_are():
     assert len(sizes) <= 9
 
 
-@pytest.mark.exhaustive
 def test_on_a_device_95_percent_are_found_with_three_failures(sim):
     sim(budget="48MiB", allocator="cuda")
     train = Training(network(sim.device))

@@ -17,6 +17,7 @@ SOURCE = """
 import functools, torch
 from torch import nn
 
+CACHE = {}
 MASK = None
 
 @functools.lru_cache
@@ -25,6 +26,9 @@ def pair(n):
 
 def cached(n):
     return pair(n)[0]
+
+def in_dict(n):
+    return CACHE.setdefault(n, {"mask": torch.ones(n, n)})["mask"]
 
 def in_global(n):
     global MASK
@@ -77,7 +81,7 @@ def _n_fakes():
     return sum(type(each) is FakeTensor for each in gc.get_objects())
 
 
-@pytest.mark.parametrize("name", ["cached", "in_global", "on_object", "in_closure"])
+@pytest.mark.parametrize("name", ["cached", "in_dict", "in_global", "on_object", "in_closure"])
 def test_a_cache_that_a_prediction_filled_holds_no_fakes(code, name):
     net, batch = code.Net(vars(code)[name]), torch.ones(8, 4)
     before = _n_fakes()

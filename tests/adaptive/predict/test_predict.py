@@ -334,6 +334,16 @@ def test_inference_mode_takes_functions_apart():
     assert report.reasons == ("layers of attention run without their fast path",)
 
 
+def test_an_optimizer_with_a_closure_runs_the_work_again():
+    model, batch = mlp(), torch.randn(128, 64)
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
+    report = predict_peak(lambda x: model(x).square().mean(), batch, optimizer=optimizer)
+    assert report.peak_bytes > 4 * sum(p.nbytes for p in model.parameters())
+    # how often it runs depends on values
+    assert report.approximate
+    assert not optimizer.state
+
+
 class Marked(torch.Tensor):
     pass
 

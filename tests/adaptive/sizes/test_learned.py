@@ -184,6 +184,22 @@ def test_a_function_that_is_decorated_in_each_call_of_another_knows_its_size():
     assert limited.tried() == [*LEARNING, 16]
 
 
+def test_training_and_evaluation_of_the_module_of_a_method_are_apart():
+    limited = Limited()
+
+    class Net(nn.Module):
+        embed = decorated(lambda self, batchsize: limited(batchsize))
+
+    net = Net()
+    net.embed()
+    limited.largest = 8
+    net.eval().embed()
+    limited.largest = 16
+    limited.tried()
+    assert (net.train().embed(), net.eval().embed()) == (16, 8)
+    assert limited.tried() == [16, 8]
+
+
 class Key:
     """An object of a user, as a context."""
 
