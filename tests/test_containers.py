@@ -140,6 +140,14 @@ def test_a_container_that_holds_itself_can_not_be_made_again():
         Survey(ring).replaced({id(ring[1]): 2})
 
 
+def test_settings_in_a_tree_have_attributes_of_their_own():
+    old = object()
+    tree = Settings(x=old)
+    made = Survey(tree).replaced({id(old): 3})
+    assert made.x == made["x"] == 3
+    assert tree.x is old
+
+
 def test_what_leads_to_nothing_replaced_stands_for_itself():
     old, apart = object(), [1]
     made = Survey([old, apart]).replaced({id(old): 3})

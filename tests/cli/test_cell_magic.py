@@ -153,15 +153,13 @@ def refused(shell, code):
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        (" --nosuch", "unrecognized arguments: --nosuch. See %%tenure? for what there is."),
-        (" -o 'x", "No closing quotation."),
-        (" --lines 'work('", "not a name, such as func or Net.forward."),
+        ("--nosuch", ": unrecognized arguments: --nosuch. See %%tenure? for what there is."),
+        ("-o 'x", ": No closing quotation."),
+        ("--lines 'work('", " --lines work(: not a name, such as func or Net.forward."),
     ],
 )
 def test_nothing_runs_under_options_that_are_wrong(shell, options, told):
-    message = refused(shell, f"%%tenure{options}\nran = True")
-    assert message.startswith("%%tenure")
-    assert told in message
+    assert refused(shell, f"%%tenure {options}\nran = True").startswith(f"%%tenure{told}")
 
 
 def test_loading_adds_it_with_a_help_that_tells_every_option_and_prints_nothing():

@@ -228,15 +228,19 @@ class Lbfgs(Net):
 
 
 class Sparse(Net):
+    """Sparse gradients, tied parameters, and one that is in no optimizer."""
+
     def __init__(self):
         super().__init__()
         self.rows = nn.Embedding(4, 4, sparse=True).double()
+        self.tied, self.alone = self.net[2], nn.Parameter(torch.ones(4).double())
 
     def loss_of(self, batch):
-        return F.cross_entropy(self.net(batch[0]) * self.rows(batch[1]), batch[1])
+        out = self.tied(self.net[:2](batch[0])) * self.rows(batch[1]) + self.alone
+        return F.cross_entropy(out, batch[1])
 
     def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+        return torch.optim.SGD([*self.net.parameters(), *self.rows.parameters()], lr=0.1)
 
 
 class Float32(Logs):
@@ -314,6 +318,7 @@ class Told(Body, LightningModule):
         self.log("right as a number", float(right.sum()), batch_size=len(right))
         self.log("summed", F.cross_entropy(out, batch[1], reduction="sum"))
         self.log("largest class", (batch[0].abs() * 10).long().max())
+        self.log("batch", batch_idx)
         self.log("weights", self.net[0].weight.norm())
         self.log_dict(
             {"right": right.sum(), "highest": out.max(), "accuracy": right.double().mean()}

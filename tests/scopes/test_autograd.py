@@ -97,8 +97,9 @@ def test_gradcheck_gradgradcheck_and_forward_mode_pass_through_a_scoped_function
     primal, tangent = doubles(3).detach(), torch.ones(3, dtype=torch.float64)
     with forward_ad.dual_level(), NewDisposeScope() as scope:
         dual = forward_ad.make_dual(primal, tangent)
-        _, slope = scope.detach(*forward_ad.unpack_dual(polynomial(dual, primal)))
+        value, slope = scope.detach(*forward_ad.unpack_dual(polynomial(dual, primal)))
     _, expected = torch.func.jvp(lambda x: polynomial(x, primal), (primal,), (tangent,))
+    assert torch.equal(value, polynomial(primal, primal))
     assert torch.equal(slope, expected)
 
 

@@ -78,9 +78,8 @@ def lazy() -> nn.Module:
     )
 
 
-def normalized() -> nn.Module:
-    spectral = parametrizations.spectral_norm(nn.Linear(6, 6))
-    return nn.Sequential(spectral, nn.Tanh(), nn.Linear(6, 2))
+def normalized(norm: Callable[..., nn.Module]) -> Callable[[], nn.Module]:
+    return lambda: nn.Sequential(norm(nn.Linear(6, 6)), nn.Tanh(), nn.Linear(6, 2))
 
 
 class Lion(Optimizer):
@@ -112,18 +111,22 @@ def adam(parameters: list[nn.Parameter]) -> Optimizer:
 
 RECIPES = {
     "cnn with batch norm": (cnn, images, adam),
-    "spectral norm": (normalized, vectors, adam),
+    "spectral norm": (normalized(parametrizations.spectral_norm), vectors, adam),
+    "spectral norm by a hook": (normalized(nn.utils.spectral_norm), vectors, adam),
     "lazy": (lazy, images, adam),
     "sparse": (lambda: nn.Embedding(10, 3, sparse=True), tokens, torch.optim.SparseAdam),
     "SGD": (mlp, vectors, lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9, nesterov=True)),
     "Adam": (mlp, vectors, lambda p: torch.optim.Adam(p, lr=torch.tensor(0.01), amsgrad=True)),
+    "AdamW": (mlp, vectors, lambda p: torch.optim.AdamW(p, foreach=True)),
     "fused AdamW": (mlp, vectors, lambda p: torch.optim.AdamW(p, fused=True)),
+    "Adafactor": (mlp, vectors, torch.optim.Adafactor),
     "LBFGS": (mlp, vectors, lambda p: torch.optim.LBFGS(p, line_search_fn="strong_wolfe")),
     "Lion": (mlp, vectors, Lion),
 }
 
 
 @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")  # at each use, for years
+@pytest.mark.filterwarnings("ignore:.*spectral_norm.*:FutureWarning")
 @pytest.mark.parametrize(("make", "batch", "optimizer"), RECIPES.values(), ids=RECIPES)
 def test_a_model_and_an_optimizer_train_bit_for_bit_alike(make, batch, optimizer):
     def prepare() -> list[Any]:
