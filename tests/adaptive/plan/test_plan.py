@@ -70,10 +70,16 @@ def test_where_nothing_fits_the_numbers_are_told():
     def fn(batch):
         return loss_of(batch)
 
-    with pytest.raises(OutOfRetriesError, match=expected) as caught:
+    with pytest.raises(OutOfRetriesError, match=expected):
         plan(fn, batch, "50KiB", margin=0, maximum=1)
+
+
+def test_an_error_tells_the_size_that_takes_least_and_what_it_needs():
+    _, batch, fn = setting(8, 48, 5)
+    with pytest.raises(OutOfRetriesError) as caught:
+        plan(fn, batch, "50KiB", margin=0)
     size, n_bytes = caught.value.least
-    assert size in caught.value.sizes
+    assert (caught.value.sizes, size) == ((8, 3, 2, 1), 8)
     assert plan(fn, batch, n_bytes, margin=0, maximum=size).needed_bytes == n_bytes
 
 

@@ -45,7 +45,7 @@ NUMBERS = {
 }
 
 
-def compare_numbers(make):
+def compare_numbers(make, device="cpu"):
     """Train with weights and with counts of a kind of number."""
     net, batch = made("MLP", 9, 0)
 
@@ -55,8 +55,10 @@ def compare_numbers(make):
     def pair(b):
         return mean(b) * len(b["y"]), make(len(b["y"]))
 
-    for fn, options in ((mean, {"weight": lambda b: make(len(b["y"]))}), (pair, {})):
-        compare(net, mean(batch), fn, batch, maximum=4, **options)
+    weight = {"weight": lambda b: make(len(b["y"]))}
+    # a mean stays where it is, and a sum is divided where its count is
+    for fn, options, where in ((mean, weight, "cpu"), (pair, {}, device)):
+        compare(net, mean(batch).to(where), fn, batch, maximum=4, **options)
 
 
 @pytest.mark.parametrize("number", NUMBERS)
@@ -65,7 +67,7 @@ def test_every_kind_of_number_is_taken(number):
 
 
 def test_weights_on_two_devices_are_read_from_each(sim):
-    compare_numbers(lambda n: torch.tensor(n, device="cpu" if n == 2 else "sim"))
+    compare_numbers(lambda n: torch.tensor(n, device="cpu" if n == 2 else "sim"), "sim")
 
 
 class Refusing(TorchFunctionMode):

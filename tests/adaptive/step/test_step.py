@@ -135,7 +135,7 @@ def test_random_numbers_depend_on_the_seed_and_the_final_split_alone():
     assert torch.equal(direct_state, state)
 
 
-@pytest.mark.parametrize("way", ["retry", "outputs", "once"])
+@pytest.mark.parametrize("way", ["retry", "outputs", "terms", "once"])
 def test_a_function_that_runs_again_on_what_it_wrote_into_the_batch_is_warned_of_once(way):
     net, x = small_net(), {"x": samples(8), "n": 8}
     fits = out_of_memory_above(2)
@@ -145,11 +145,14 @@ def test_a_function_that_runs_again_on_what_it_wrote_into_the_batch_is_warned_of
         if way == "retry":
             fits(len(batch["x"]))
         out = net(batch["x"])
+        if way == "terms":
+            return {"sum": (out.sum(), len(out)), "square": (out.square().sum(), out.numel())}
         return out if way == "outputs" else out.sum()
 
     options = {
         "retry": {"loss": "sum"},
         "outputs": {"loss": lambda o: o.std(), "maximum": 3},
+        "terms": {"maximum": 3},
         "once": {"loss": "sum", "maximum": 2},
     }[way] | {"in_dims": {"x": 0, "n": None}, "verify": False}
     if way == "once":

@@ -9,7 +9,6 @@ from tenure.adaptive import AdaptiveUsageError, SplitMismatchError, step
 from ..attempt.failures import out_of_memory_above
 from .step_cases import (
     LOSSES,
-    compare,
     contrastive,
     gradients,
     made,
@@ -100,15 +99,17 @@ TRAINED = {
 def test_what_the_loss_trains_itself_is_scaled_once(loss, backward):
     function, scale = backward
     net, x = small_net(), samples(9)
-    net.temperature = nn.Parameter(torch.tensor(1.3, dtype=torch.float64))
+    temperature = torch.tensor(1.3, dtype=torch.float64, requires_grad=True)
     plain, fn, options = TRAINED[loss]
-    whole = plain(net[:3](x), net.temperature)
-    wanted = wanted_of(net, whole * scale)
+    whole = plain(net(x), temperature)
+    wanted, of_its_own = wanted_of(net, whole * scale), temperature.grad
     for maximum in (4, 9):
         net.zero_grad()
-        given = {"maximum": maximum, "backward": function, **options(net.temperature)}
-        result = step(lambda b: fn(net[:3](b)), x, **given)
+        temperature.grad = None
+        given = {"maximum": maximum, "backward": function, **options(temperature)}
+        result = step(lambda b: fn(net(b)), x, **given)
         assert worst_error(gradients(net), wanted) < 1e-10
+        assert torch.allclose(temperature.grad, of_its_own, rtol=1e-10)
         assert torch.allclose(result.loss, whole, rtol=1e-10)
 
 
@@ -157,7 +158,9 @@ def test_complex_outputs_get_their_gradient():
     def loss_of(out):
         return (out * (1 + 2j)).real.square().mean() + out.imag.std()
 
-    compare(net, loss_of(net(x)), net, x, loss=loss_of, maximum=4, backward=Accumulating(1.0))
+    wanted = wanted_of(net, loss_of(net(x)) * 0.25)
+    step(net, x, loss=loss_of, maximum=4, backward=Accumulating())
+    assert worst_error(gradients(net), wanted) < 1e-10
 
 
 @pytest.mark.parametrize("kind", ["terms", "outputs"])

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tenure.adaptive import (
     AdaptiveUsageError,
+    BatchCoupledError,
     SplitMismatchError,
     check_split,
     find_batch_size,
@@ -164,6 +165,20 @@ def test_nothing_is_compiled_to_look_at_a_step(counter):
     with pytest.raises(SplitMismatchError):
         step(lambda b: fn(b).sqrt(), b, maximum=20)
     assert counter.frame_count == 0
+
+
+def test_what_mixes_samples_is_refused_in_compiled_code_too(counter):
+    net, (_, b) = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)), made()
+    compiled = torch.compile(net.double(), backend=counter)
+    with pytest.raises(BatchCoupledError, match="BatchNorm1d"):
+        step(loss_by(compiled), b, maximum=20)
+    outcomes = []
+    for model in (net, compiled):
+        net.zero_grad()
+        net[1].reset_running_stats()
+        step(loss_by(model), b, maximum=20, batchnorm="per_chunk")
+        outcomes.append(gradients(net) | {"mean": net[1].running_mean.clone()})
+    assert far(*outcomes) <= 1e-10
 
 
 def test_dropout_that_a_backward_pass_may_draw_anew_is_refused(counter):

@@ -6,10 +6,11 @@ import numpy
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from tenure.adaptive import AdaptiveUsageError, SplitDifference, SplitReport, check_split
 
-from ..step_cases import LOSSES, MODELS, made, samples, squares
+from ..step_cases import LOSSES, MODELS, made, n_valid, samples, squares
 
 
 def _net(*middle):
@@ -100,6 +101,54 @@ def test_a_batch_coupled_loss_is_told_from_a_coupled_module():
     # a module is innocent of what is mixed before it
     report = check_split(lambda b: net(b - b.mean(0)).square().mean(), samples(8))
     assert {each.kind for each in report.differences} == {"loss", "gradient"}
+
+
+def test_a_weight_and_a_penalty_are_found_and_mended_by_their_declaration():
+    net, batch = made("MLP", 12, 0)
+    batch["y"][:8] = torch.tensor([-100, 1, -100, 1, 2, 3, 3, 3])
+
+    def fn(b):
+        return F.cross_entropy(net(b["x"]), b["y"])
+
+    def total(b):
+        return net(b["x"]).sum()
+
+    def penalty():
+        return net[0].weight.square().sum()
+
+    assert not check_split(fn, batch)
+    assert check_split(fn, batch, weight=n_valid)
+    assert not check_split(lambda b: total(b) + penalty(), batch, loss="sum")
+    assert check_split(total, batch, loss="sum", once=penalty)
+
+
+def test_a_weight_that_is_of_one_term_alone_names_the_other_and_its_parameters():
+    torch.manual_seed(0)
+    a, b = nn.Linear(4, 1).double(), nn.Linear(4, 1).double()
+    batch = {"x": samples(8), "y": torch.tensor([1, 0, 0, 1, 1, 1, 0, 1])}
+
+    def fn(batch):
+        chosen = a(batch["x"])[batch["y"] == 1]
+        return {"chosen": chosen.square().mean(), "all": b(batch["x"]).square().mean()}
+
+    report = check_split(fn, batch, weight=lambda batch: 1)
+    assert names(report, "term") == ["chosen", "all"]
+    assert "a.weight" in names(report, "gradient")
+    report = check_split(fn, batch)
+    assert names(report, "term") == ["chosen"]
+    assert set(names(report, "gradient")) <= {"a.weight", "a.bias"}
+
+
+@pytest.mark.parametrize("is_leaf", [True, False])
+def test_gradients_of_the_batch_and_of_the_closure_are_compared_under_their_names(is_leaf):
+    x = samples(8).requires_grad_()
+    batch = {"x": x if is_leaf else x * 1.0}
+    scale = torch.ones(4, dtype=torch.float64, requires_grad=True)
+    report = check_split(lambda b: (b["x"] * scale - b["x"].mean(0)).exp().mean(), batch)
+    assert {*names(report, "gradient")} == {"batch['x']", "scale"}
+    assert x.grad is scale.grad is None
+    batch["x"].sum().backward()
+    assert x.grad is not None
 
 
 def a_counter(b, calls=[]):  # noqa: B006
@@ -206,6 +255,9 @@ def test_the_advice_is_what_helps_or_none():
     report = check_split(lambda b: net(b).square().sum().sqrt(), x)
     assert report.advice.endswith('pass loss="sum", then=torch.sqrt.')
     assert check_split(lambda b: net(b).std(), x).advice is None
+    report = check_split(lambda b: (net(b).square().sum(), len(b) + 0.5), x)
+    assert report.differences
+    assert report.advice is None
 
 
 def test_a_leaf_that_the_function_makes_itself_is_no_difference():

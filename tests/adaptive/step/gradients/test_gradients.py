@@ -1,5 +1,6 @@
 """Split steps give the gradients of the unsplit one: every loss, every model, any split."""
 
+import math
 from contextlib import nullcontext
 
 import pytest
@@ -71,6 +72,20 @@ def test_a_batch_that_fits_is_the_plain_step_to_the_bit(loss):
     assert worst_error(gradients(net), wanted) <= 1e-15
 
 
+@pytest.mark.parametrize("maximum", [4, 9])
+def test_a_penalty_on_parameters_counts_once(maximum):
+    net, batch = made("MLP", 9, 0)
+
+    def penalty():
+        return 0.01 * sum(p.square().sum() for p in net.parameters())
+
+    def fn(b):
+        return net(b["x"]).exp().sum()
+
+    options = {"loss": "sum", "once": penalty, "maximum": maximum}
+    compare(net, fn(batch) + penalty(), fn, batch, **options)
+
+
 def test_ignored_labels_alone_give_what_the_unsplit_call_gives():
     net, batch = made("MLP", 6, 0)
     batch["y"] = torch.tensor([1, 2, IGNORED, IGNORED, 0, IGNORED])
@@ -90,6 +105,17 @@ def test_ignored_labels_alone_give_what_the_unsplit_call_gives():
         assert step(each, batch, maximum=2, **options).loss.isnan()
         got = gradients(net)
         assert all(torch.equal(got[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.parametrize("count", [torch.tensor(0), math.nan, torch.tensor(math.inf)])
+def test_a_count_that_is_zero_or_not_finite_gives_what_the_division_gives(count):
+    net, batch = made("MLP", 9, 0)
+    factor = 0 if count == 0 else 1
+    whole = net(batch["x"]).sum() * factor / count
+    wanted = wanted_of(net, whole)
+    result = step(lambda b: (net(b["x"]).sum() * factor, count), batch, maximum=4)
+    torch.testing.assert_close(result.loss, whole.detach(), equal_nan=True)
+    torch.testing.assert_close(gradients(net), wanted, equal_nan=True)
 
 
 @pytest.mark.parametrize("maximum", [4, 9])
@@ -125,13 +151,15 @@ def test_a_batch_that_was_computed_with_gradients_fits_or_is_refused():
 def test_captured_leaves_get_the_sum_of_all_chunks_and_unused_ones_none():
     net, batch = made("MLP", 9, 0)
     net.spare = nn.Linear(2, 2).double()
-    net.scale = nn.Parameter(torch.randn(6, dtype=torch.float64))
+    scale = torch.randn(6, dtype=torch.float64, requires_grad=True)
 
     def fn(b):
-        return net[:4](b["x"] * net.scale).square().mean()
+        return net[:4](b["x"] * scale).square().mean()
 
     # which leaves have gradients is compared, too
+    (wanted,) = torch.autograd.grad(fn(batch), scale)
     compare(net, fn(batch), fn, batch, maximum=2, model=net)
+    torch.testing.assert_close(scale.grad, 2 * wanted, rtol=_EXACT, atol=_EXACT)
 
 
 @pytest.mark.parametrize("sparse", [False, True])
@@ -170,6 +198,16 @@ def test_hooks_of_parameters_see_the_gradient_of_the_whole_batch_once_and_may_ch
     assert (len(seen), len(several)) == (2, 2)
     torch.testing.assert_close(seen[1], seen[0])
     torch.testing.assert_close(several[1], several[0])
+
+
+def test_a_hook_that_takes_itself_away_runs_once_and_stays_away():
+    net, batch = made("MLP", 9, 0)
+    prior = net[0].weight.grad = torch.ones_like(net[0].weight)
+    handles = [net[0].weight.register_hook(lambda gradient: handles[0].remove() or gradient * 0)]
+    step(mean_of(net), batch, maximum=4)
+    assert net[0].weight.grad is prior
+    assert torch.equal(prior, torch.ones_like(prior))
+    assert not net[0].weight._backward_hooks
 
 
 # --- types of numbers
@@ -235,6 +273,18 @@ def test_a_scaler_finds_the_gradients_scaled_and_the_loss_not(loss):
         assert float(net[3].bias.grad.abs().max()) > 100 * float(wanted["3.bias"].abs().max())
         scaler.unscale_(torch.optim.SGD(net.parameters(), 0.1))
         assert worst_error(gradients(net), wanted) <= _EXACT
+
+
+def test_a_scaler_skips_the_update_when_a_gradient_is_infinite():
+    net, batch = made("MLP", 9, 0)
+    batch["x"][5] = 1e308
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    before = [p.detach().clone() for p in net.parameters()]
+    step(lambda b: net[0](b["x"]).square().mean(), batch, scaler=scaler, maximum=4)
+    scaler.step(torch.optim.SGD(net.parameters(), 0.1))
+    scaler.update()
+    assert scaler.get_scale() == 512.0
+    assert all(torch.equal(a, b) for a, b in zip(before, net.parameters(), strict=True))
 
 
 def test_a_half_precision_sum_and_its_count_stay_in_range():

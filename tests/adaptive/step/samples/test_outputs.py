@@ -10,7 +10,15 @@ from torch.nn import functional as F
 
 from tenure.adaptive import AdaptiveUsageError, step
 
-from ..step_cases import compare, samples, small_net
+from ..step_cases import (
+    compare,
+    gradients,
+    samples,
+    small_net,
+    squares,
+    wanted_of,
+    worst_error,
+)
 
 
 @dataclasses.dataclass
@@ -109,24 +117,47 @@ EITHER = pytest.mark.parametrize("verify", [True, False])
 
 
 @EITHER
-def test_weights_and_counts_in_one_memory_are_those_of_each_micro_batch(verify):
-    net, held = small_net(), torch.zeros((), dtype=torch.float64)
+@pytest.mark.parametrize("make", [lambda: torch.zeros(()).double(), lambda: numpy.zeros(1)])
+def test_weights_and_counts_in_one_memory_are_those_of_each_micro_batch(make, verify):
+    net, held = small_net(), make()
     batch = {"x": samples(16), "mask": (torch.arange(16) % 5 == 0).double()}
     batch["mask"][:4] = 1
+
+    def filled(b):
+        held[...] = float(b["mask"].sum())
+        return held
 
     def mean(b):
         return (net(b["x"]).square().sum(1) * b["mask"]).sum() / b["mask"].sum()
 
     def terms(b):
         total = (net(b["x"]).square().sum(1) * b["mask"]).sum()
-        return {
-            "a": (total, held.copy_(b["mask"].sum())),
-            "b": (net(b["x"]).exp().sum(), len(b["x"])),
-        }
+        return {"a": (total, filled(b)), "b": (net(b["x"]).exp().sum(), len(b["x"]))}
 
     how = {"maximum": 4, "verify": verify}
-    compare(net, mean(batch), mean, batch, weight=lambda b: held.copy_(b["mask"].sum()), **how)
+    compare(net, mean(batch), mean, batch, weight=filled, **how)
     compare(net, mean(batch) + net(batch["x"]).exp().sum() / 16, terms, batch, **how)
+
+
+@EITHER
+def test_losses_in_one_memory_are_compared_and_returned_as_they_were(verify):
+    net, held = small_net(), torch.zeros((), dtype=torch.float64)
+    mean, batches = squares(net), [samples(16), 2 * samples(16), samples(4)]
+
+    def fn(b):
+        return held.detach_().copy_(mean(b))
+
+    def then(value):
+        return held.detach_().copy_(value.sqrt())
+
+    results = [step(fn, batch, maximum=4, verify=verify).loss for batch in batches]
+    split = gradients(net)
+    net.zero_grad()
+    wanted = [mean(batch) for batch in batches]
+    assert worst_error(split, wanted_of(net, sum(wanted))) < 1e-10
+    torch.testing.assert_close(results, [each.detach() for each in wanted])
+    results = [step(mean, batch, then=then, maximum=4).loss for batch in batches]
+    torch.testing.assert_close(results, [each.detach().sqrt() for each in wanted])
 
 
 @EITHER

@@ -181,7 +181,11 @@ ONE_COUNT = "a count with the term 'a' for one micro-batch and none for an"
         (lambda o: o.sum(), {"once": lambda: 3.0}, r"once\(\) of step\(\) returned a float, 3\.0"),
         (lambda o: {"b": o.mean()} | (_A if len(o) > 2 else {}), {}, "the terms 'b', 'a' for one"),
         (lambda o: {"a": (o.sum(), 9) if len(o) == 4 else o.mean()}, {}, ONE_COUNT),
-        (lambda o: {"a": o.mean() if len(o) == 4 else (o.sum(), 9)}, {}, ONE_COUNT),
+        (
+            lambda o: {"a": o.mean() if len(o) == 4 else (o.sum(), 9), "b": (o.sum(), 1)},
+            {},
+            ONE_COUNT,
+        ),
         (lambda o: {"a" if len(o) > 2 else "b": o}, {"loss": torch.sum}, r"output\['a'\] for one"),
         (lambda o: o.mean(), {"weight": lambda b: -1}, "returned -1 for a micro-batch"),
         (lambda o: o.mean(), {"weight": lambda b: float("nan")}, "returned nan"),
