@@ -196,7 +196,8 @@ class Page:
     def note_copied(self) -> None:
         """Remember that what is on the host now is what the page will hold."""
         for host in self.unit.tensors:
-            host.touched = False
+            # Back at home, it has the version that it had before it left.
+            host.touched = host.has_left
         self.host_versions = {host: host.version for host in self.unit.tensors}
 
     def forget_copied(self) -> None:

@@ -81,11 +81,13 @@ def test_exchanged_values_are_those_of_the_plain_model(sim, where, exchange, tmp
         assert mine.equal(others)
 
 
-@pytest.mark.parametrize(("budget", "training"), [(None, True), (LEAST, False)])
-def test_an_average_of_weights_is_applied_and_taken_back(sim, budget, training):
+@pytest.mark.parametrize("budget", [None, LEAST])
+@pytest.mark.parametrize("where", ["on the host", "on a disk", "trained"])
+def test_an_average_of_weights_is_applied_and_taken_back(sim, budget, where, tmp_path):
     model = layers()
     plain, pinned = copy.deepcopy(model), []
-    with page(model, sim.device, 1, budget=budget, training=training) as handle:
+    options = {"training": where == "trained", "host": tmp_path if "disk" in where else "pinned"}
+    with page(model, sim.device, 1, budget=budget, **options) as handle:
         for _ in range(3):
             kept = {each: each.data for each in model.parameters()}
             for each in model.parameters():
