@@ -120,8 +120,8 @@ def x_of(sim):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("compiles", "is_first", "trains"),
-    [(around, True, False), (in_place, False, True)],
-    ids=["around", "while paged, trained"],
+    [(in_place, True, False), (around, True, False), (in_place, False, True)],
+    ids=["in place", "around", "while paged, trained"],
 )
 def test_blocks_take_as_many_graphs_as_those_of_a_plain_model(
     sim, plain, compiles, is_first, trains

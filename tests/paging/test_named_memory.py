@@ -83,6 +83,31 @@ def test_in_slabs_each_unit_has_a_row_and_no_byte_counts_twice(sim):
     assert sim.allocated_bytes == 0
 
 
+def test_two_paged_models_have_rows_of_their_own(sim):
+    models = {"Sequential": layers(), "a": layers(32)}
+    both = nn.ModuleDict({"a": models["a"]})
+    handles = {
+        "Sequential": page(models["Sequential"], sim.device, "17KiB", budget="60KiB"),
+        "a": page(models["a"], sim.device, "5KiB", budget="20KiB"),
+    }
+    outputs = [models["Sequential"](torch.randn(2, 64)), models["a"](torch.randn(2, 32))]
+    device = assert_exact(sim, report_on(both))
+    rows = {row.name: row.n_bytes for row in device.rows if row.category.startswith("paged")}
+    resident_bytes = 0
+    for name, handle in handles.items():
+        assert rows[f"{name}.ring"] == handle.report().ring_bytes
+        resident_bytes += handle.report().resident_bytes
+    assert device.categories["paged: resident"] == resident_bytes > 0
+    kept = {unit.name for unit in handles["Sequential"].plan.units if unit.resident}
+    assert {f"Sequential.{name}" for name in kept} <= rows.keys()
+    handles["Sequential"].unpage()
+    device = assert_exact(sim, report_on(both))
+    assert device.categories["paged: ring"] == handles["a"].report().ring_bytes
+    handles["a"].unpage()
+    assert not any(name.startswith("paged") for name in report_on(both).categories)
+    assert outputs
+
+
 def test_on_the_host_a_parameter_lies_in_its_buffer_and_counts_once(sim):
     gc.collect()
     others = report_on(device="cpu").categories["parameters"]
@@ -118,15 +143,23 @@ def test_the_table_of_a_paged_model(sim):
     model = layers(n=4)
     with page(model, sim.device, "17KiB", budget="50KiB"):
         shown = str(report_on(model, device=sim.device))
-    assert shown.startswith(
-        """\
+    assert (
+        shown
+        == """\
 Storage on sim:0
 Element type      Size  Used MEM  Category
 ------------  --------  --------  ---------------
 ring          (34304,)  33.5 KiB  paged: ring
 0             (16896,)  16.5 KiB  paged: resident
 Total: 2 tensors with 51200 elements, 50.0 KiB
-"""
+category            bytes   share
+---------------  --------  ------  --------------------------------
+paged: ring      33.5 KiB   67.0%  █████████████████████▍
+paged: resident  16.5 KiB   33.0%                       ▐██████████
+total            50.0 KiB  100.0%  ████████████████████████████████
+The allocated memory on sim:0: 50.0 KiB, of 50.0 KiB that the allocator has
+reserved.
+In use on sim:0 by all processes and the driver: 50.0 KiB."""
     )
 
 

@@ -177,6 +177,18 @@ def test_a_model_that_changed_its_type_is_refused_until_it_is_unpaged(sim, model
     assert model(x.half()).dtype is torch.float16
 
 
+def test_buffers_that_change_in_inference_mode_and_after_it_are_those_of_the_whole_model(sim):
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.BatchNorm1d(WIDTH) for _ in range(5)], nn.Linear(WIDTH, WIDTH))
+    whole, batch = copy.deepcopy(model).to(sim.device), torch.randn(16, WIDTH, device=sim.device)
+    with paged(sim, model, 60):
+        for mode in (torch.inference_mode, torch.no_grad):
+            with mode():
+                assert torch.equal(model(batch), whole(batch))
+        for name, value in model.state_dict().items():
+            assert torch.equal(value, whole.state_dict()[name].cpu()), name
+
+
 def test_autocast_keeps_no_copies_of_weights(sim, model, x):
     there = x.to(sim.device)
     with torch.autocast("sim", dtype=torch.bfloat16):

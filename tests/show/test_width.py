@@ -14,6 +14,7 @@ from rich.console import Console
 from tenure._callers import line_in
 from tenure._errors import ProfilerUsageError
 from tenure._show import (
+    Code,
     Column,
     Paragraph,
     Table,
@@ -75,6 +76,11 @@ def test_a_name_that_is_wider_than_its_column_goes_on_in_the_next_line(monkeypat
         lines = Paragraph("", f"    {PLACE} and more").text(width).split("\n")
         assert max(map(len, lines)) <= 7
     assert len(Paragraph("", "word " * 24).text(130).split("\n")) == 1
+
+
+def test_code_to_paste_is_whole_whatever_the_width():
+    lines = "import torch\n\n" + "    call(" + "x" * 90 + ")"
+    assert Code("To paste:", lines).text(40) == f"To paste:\n{lines}"
 
 
 def test_the_largest_stand_first_and_the_others_are_summed_up():

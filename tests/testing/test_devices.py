@@ -212,6 +212,20 @@ def test_streams_belong_to_a_device_and_turn_their_thread_to_it(two):
     assert (module.current_device(), module.current_stream("sim:1")) == (1, side)
 
 
+def test_the_current_stream_of_the_wrong_device_orders_nothing(two):
+    """The planted fault: an event is recorded where device 0 is current, the work is on 1."""
+    x, side = torch.ones(4, device="sim:1"), two.module.Stream(1)
+    done = two.module.Event()
+    done.record()
+    side.wait_event(done)
+    with two.module.stream(side), pytest.raises(RaceError, match="RAW"):
+        x.sum()
+    side.wait_event(two.module.current_stream(x.device).record_event())
+    with two.module.stream(side):
+        assert x.sum().item() == 4
+    assert len(two.take_faults()) == 1
+
+
 # --- forked processes
 
 

@@ -8,7 +8,9 @@ import pytest
 _DOCS = Path(__file__).parents[2] / "docs"
 pytestmark = pytest.mark.simdevice
 
-exec("\n\n".join(re.findall(r"```python\n(.*?)```", (_DOCS / "testing.md").read_text(), re.DOTALL)))
+_BLOCKS = re.findall(r"```python\n(.*?)```", (_DOCS / "testing.md").read_text(), re.DOTALL)
+assert any("def test_" in block for block in _BLOCKS)
+exec("\n\n".join(_BLOCKS))
 
 
 def test_the_page_names_every_figure_that_it_lists(sim):

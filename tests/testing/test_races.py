@@ -109,6 +109,19 @@ def test_freeing_on_its_home_stream_what_a_side_stream_uses_is_caught(sim, end, 
     assert records or "a block of 3.91 KiB of stream 0 was freed while stream" in faults[0]
 
 
+@pytest.mark.parametrize("waits", [False, True])
+def test_what_a_recorded_stream_waited_for_is_over_before_the_block_is_used_again(sim, waits):
+    side, third = sim.module.Stream(), sim.module.Stream()
+    x = torch.zeros(1000, device=sim.device)
+    x.record_stream(side)
+    third.wait_stream(sim.module.current_stream())
+    launch(sim, third, x, "writes")
+    if waits:
+        side.wait_stream(third)
+    del x
+    assert len(sim.take_faults()) == (not waits)
+
+
 # --- pinned memory of the host
 
 

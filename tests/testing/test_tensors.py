@@ -90,6 +90,15 @@ def test_set_shares_the_memory_of_another_tensor(sim):
     assert y.shape == (4,)
 
 
+def test_complex_numbers_conjugate_lazily(sim):
+    values = torch.tensor([1 + 2j, 3 - 4j])
+    conjugate = values.to(sim.device).conj()
+    assert conjugate.is_conj()
+    assert torch.equal((conjugate * 2j).cpu(), values.conj() * 2j)
+    assert torch.equal(conjugate.cpu(), values.conj())
+    assert torch.equal(conjugate.imag.cpu(), values.conj().imag)
+
+
 # --- beside tensors of the host
 
 
@@ -99,6 +108,7 @@ def test_set_shares_the_memory_of_another_tensor(sim):
         lambda host, device: host + device,
         lambda host, device: torch.cat([host, device]),
         lambda host, device: device.add_(host),
+        lambda host, device: host + device.sum(),
         lambda host, device: torch.std(device, (0, 1), out=host[0, 0]),
     ],
 )

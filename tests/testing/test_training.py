@@ -38,6 +38,17 @@ def test_layers_train_as_on_the_cpu(sim, module, inputs):
     torch.testing.assert_close(dict(twin.cpu().named_buffers()), dict(module.named_buffers()))
 
 
+@torch.no_grad()
+def test_an_encoder_takes_its_fast_path_with_a_padding_mask_as_on_the_cpu(sim):
+    layer = nn.TransformerEncoderLayer(4, 2, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
+    x, mask = torch.randn(2, 3, 4), torch.tensor([[False, False, True], [False, False, False]])
+    expected = encoder(x, src_key_padding_mask=mask)
+    twin = copy.deepcopy(encoder).to(sim.device)
+    actual = twin(x.to(sim.device), src_key_padding_mask=mask.to(sim.device))
+    torch.testing.assert_close(actual.cpu(), expected)
+
+
 def train(model, x, make_optimizer, **options):
     optimizer = make_optimizer(model.parameters(), lr=0.1, **options)
     for _ in range(3):
@@ -155,8 +166,8 @@ def test_gradients_arrive_in_the_type_of_the_weights_and_a_scaler_skips_and_back
     scaler = torch.amp.GradScaler("sim", init_scale=4.0)
     for factor, value, scale in ((1, 0, 4.0), (torch.inf, 0, 2.0)):
         optimizer.zero_grad()
-        scaler.scale(factor * weight.sum()).backward()
-        assert weight.grad.tolist() == [4 * factor] * 2
+        scaler.scale(factor * weight[0] + weight[1]).backward()
+        assert weight.grad.tolist() == [4 * factor, 4]
         scaler.step(optimizer)
         scaler.update()
         assert weight.tolist() == [value, value]

@@ -104,7 +104,9 @@ class Returning(nn.Module):
         }
 
 
-@pytest.mark.parametrize(("device", "share"), [("cpu", 0.35), ("cpu", 1.0), ("sim", 0.35)])
+@pytest.mark.parametrize(
+    ("device", "share"), [("cpu", 0.35), ("cpu", 1.0), ("sim", 0.35), ("sim", 1.0)]
+)
 def test_what_a_forward_returns_of_its_weights_stays_right(sim, device, share, tmp_path):
     torch.manual_seed(0)
     model, x = Returning().eval(), torch.randn(3, WIDTH)
@@ -122,7 +124,6 @@ def test_what_a_forward_returns_of_its_weights_stays_right(sim, device, share, t
         assert output["same"][0] is output["table"]
         output["weight"][0].zero_()
         assert_equal(home(model(x)), expected)
-        del output, outputs
     assert_equal(home(copy.deepcopy(model).to(device)(x.to(device))), expected)
 
 

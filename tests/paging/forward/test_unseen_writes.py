@@ -59,15 +59,12 @@ def codebook(write):
     return Codebook(write).eval(), torch.randn(3, WIDTH)
 
 
+@pytest.mark.parametrize("percent", [0, 100])
 @pytest.mark.parametrize(
-    ("device", "from_disk", "percent", "write"),
+    ("device", "from_disk", "write"),
     [
-        *(("cpu", True, 0, write) for write in (*WRITES, through_numpy)),
-        ("cpu", True, 100, decay),
-        *(("sim", False, 0, write) for write in WRITES),
-        ("sim", False, 100, decay),
-        ("sim", False, 100, set_what_it_is),
-        ("sim", True, 0, through_view),
+        *(("cpu", True, write) for write in (*WRITES, through_numpy)),
+        *(("sim", from_disk, write) for from_disk in (False, True) for write in WRITES),
     ],
 )
 def test_they_reach_the_model(sim, device, from_disk, percent, write, tmp_path):

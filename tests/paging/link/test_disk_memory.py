@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from tenure.adaptive import memory_budget
-from tenure.paging import load_paged
+from tenure.paging import load_paged, page
+from tests.shrinking import ask_to_shrink
 
 from ..models import WIDTH, mlp
 from ..test_zoo import assert_equal, saved
@@ -121,3 +122,16 @@ def test_a_memory_budget_counts_what_is_paged_and_what_the_model_computes(tmp_pa
     assert report.resident_bytes + report.ring_bytes < budget.peak_bytes <= 16 * 2**10
     with pytest.raises(torch.OutOfMemoryError), memory_budget("16KiB"):
         mlp().load_state_dict(model.state_dict())
+
+
+@torch.no_grad()
+def test_where_the_hosts_memory_runs_short_units_that_stayed_pass(tmp_path):
+    model = mlp()
+    expected = model(X)
+    with page(model, "cpu", budget="14KiB", host=tmp_path) as handle:
+        model(X)
+        stayed_bytes = handle.report().resident_bytes
+        assert ask_to_shrink("cuda:0", 1) == 0
+        assert 0 < ask_to_shrink("cpu", 1) <= stayed_bytes
+        for _ in range(2):
+            assert_equal(model(X), expected)

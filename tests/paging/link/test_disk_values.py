@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from tenure.paging import load_paged, page
+from tenure.paging import PagingError, load_paged, page
 
 from ..models import WIDTH, mlp, resnet
 from ..test_zoo import assert_equal, saved
@@ -105,3 +105,16 @@ def test_statistics_of_a_training_pass_are_kept(paged):
         assert_equal(model(x), plain(x))
     handle.unpage()
     assert_equal(model.state_dict(), plain.state_dict())
+
+
+@torch.no_grad()
+def test_a_weight_that_is_given_data_of_another_layout_is_refused(paged):
+    model = mlp()
+    plain = copy.deepcopy(model)
+    plain[0].weight.zero_()
+    handle = paged(model, budget="8KiB")
+    model[0].weight.data = torch.zeros(WIDTH, 2 * WIDTH)[:, ::2]
+    with pytest.raises(PagingError, match=r"'0.weight' was given other .* not laid out as its own"):
+        model(X)
+    handle.unpage()
+    assert_equal(model(X), plain(X))

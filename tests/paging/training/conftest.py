@@ -83,7 +83,8 @@ def pair(sim):
 
 
 on_host = pytest.mark.parametrize("halved", ["host"], indirect=True)
-"""With activations on the host."""
+either_way = pytest.mark.parametrize("halved", [None, "host"], indirect=True)
+"""With activations on the device, and on the host."""
 
 
 @pytest.fixture

@@ -27,15 +27,8 @@ def train(model, optimizer, x):
     return loss.detach().cpu()
 
 
-@pytest.mark.parametrize(
-    ("mode", "activations"),
-    [
-        ("plain", None),
-        ("plain", "host"),
-        ("checkpoint", "host"),
-        ("reentrant checkpoint", None),
-    ],
-)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("activations", [None, "host"])
 def test_steps_of_adamw_equal_those_of_a_plain_model(sim, pair, mode, activations):
     torch.manual_seed(0)
     both = pair(MODES[mode]())

@@ -97,10 +97,20 @@ def test_what_shares_memory_still_shares_it(sim):
     assert views[0][1, 1] == views[1][1, 2] == views[4][2, 1] == 99
 
 
+def test_every_bit_comes_back(sim):
+    floats = torch.tensor([float("nan"), -0.0, float("inf"), 1e-45])
+    values = [floats, torch.tensor([True, False]), torch.tensor([1 + 2j, -3j]), torch.empty(0, 3)]
+    there = [each.to(sim.device) for each in values]
+    with Courtesy():
+        assert sim.allocated_bytes == 0
+    assert [bits(each) for each in there] == [bits(each) for each in values]
+
+
 # --- graphs
 
 
 GRAPHS = {
+    "checkpoint": lambda model, x: checkpoint(model, x, use_reentrant=False).exp().sum(),
     "reentrant checkpoint": lambda model, x: checkpoint(model, x, use_reentrant=True).exp().sum(),
     "saved on the host": lambda model, x: saved_on_host(model, x),
     "custom function": lambda model, x: Squared.apply(model(x)).sum(),
@@ -169,6 +179,7 @@ USES = {
     "add": lambda t: t + 1,
     "copy": copy.deepcopy,
     "data": lambda t: t.data,
+    "pickle": lambda t: t.__reduce_ex__(2),
     "storage": lambda t: t.untyped_storage(),
     "list": lambda t: torch.stack([t, t]),
     "out": lambda t: torch.add(torch.ones(4), 1, out=t),
@@ -217,6 +228,17 @@ def test_a_backward_pass_meanwhile_is_refused_before_it_reads(sim):
             on_host.backward(retain_graph=True)
         assert caught.value.courtesy is courtesy
     assert w.grad is None
+
+
+def test_gradients_can_be_let_go_meanwhile(sim, trained):
+    model, optimizer = trained
+    n_bytes = sum(p.nbytes for p in model.parameters())
+    with Courtesy() as courtesy:
+        away_bytes = courtesy.away_bytes
+        optimizer.zero_grad()
+        gc.collect()
+        assert courtesy.away_bytes == away_bytes - n_bytes
+    assert all(p.grad is None for p in model.parameters())
 
 
 def test_what_dies_or_is_disposed_meanwhile_frees_its_host_memory_and_is_not_brought_back(sim):

@@ -2,6 +2,7 @@
 
 import functools
 import io
+import json
 import linecache
 import os
 import subprocess
@@ -327,3 +328,23 @@ def test_an_unknown_column_is_refused():
     )
     with pytest.raises(ProfilerUsageError, match=message):
         ran(work).display(columns=["activ_bytes.all.peak"])
+
+
+def test_a_dict_of_it_is_json():
+    facts = ran(work).display().to_dict()
+    assert json.loads(json.dumps(facts)) == facts
+    assert facts["sections"][0]["rows"][1][2] == {
+        "function": "work",
+        "file": __file__,
+        "line": work.__code__.co_firstlineno + 1,
+        "source": "    x = torch.ones(n)",
+        "device": "cpu",
+        "hits": 1,
+        "allocated_bytes": 1024,
+        "freed_bytes": 0,
+        "net_bytes": 1024,
+        "peak_bytes": 1024,
+        "exact": True,
+        "peak_exact": True,
+        "statistics": {},
+    }

@@ -78,6 +78,15 @@ def looping():
     return x
 
 
+def calling_often():
+    x = torch.ones(1)
+    return [negative(x) for _ in range(5000)][-3:]
+
+
+def negative(x):
+    return torch.neg(x)
+
+
 def profiled(call, *functions):
     gc.collect()
     profiler = LineProfiler(*functions, device="cpu")
@@ -94,6 +103,7 @@ def profiled(call, *functions):
         (failing, (failing, divide)),
         (consume, (consume, generate)),
         (looping, (looping,)),
+        (calling_often, (calling_often,)),
     ],
     ids=lambda value: "-".join(f.__name__ for f in value) if isinstance(value, tuple) else None,
 )

@@ -75,6 +75,14 @@ def main():
     for step in range(2000):
         loss = F.cross_entropy(net(torch.randn(64, 128)), torch.randint(10, (64,)))
         running_loss += loss
+=== total | leak | total; item() | 16MiB
+net = nn.Sequential(nn.Linear(128, 256), nn.Tanh(), nn.Linear(256, 1)).eval()
+def validate():
+    total = 0
+    for _ in range(10_000):
+        total = total + F.mse_loss(net(torch.randn(64, 128)), torch.zeros(64, 1))
+    return total / 10_000
+validate()
 === callbacks for later | leak | callbacks[…]; detach() | 16MiB
 def train(model):
     callbacks = []

@@ -79,6 +79,12 @@ def test_training_without_a_leak_grows_nowhere():
     assert len(data) == 8
 
 
+def test_a_deque_that_has_just_filled_is_no_growth():
+    recent = collections.deque(maxlen=10)
+    watch = _trained(lambda i, out, loss: recent.append(out.detach().clone()), n_steps=20)
+    assert watch.growth(snapshot()) == ()
+
+
 def test_of_two_optimizers_one_is_looked_at():
     """What is alive after the other's step is something else, each time."""
     models = [torch.nn.Linear(N, N) for _ in range(2)]
@@ -240,3 +246,31 @@ def test_what_grows_inside_a_model_is_named_by_module_and_buffer(kind):
                 watch.look(step + 1)
     names = [each.name.partition(",")[0] for each in watch.growth(snapshot())]
     assert names == [f"_Bank.{kind}"]
+
+
+def _of_list(kept):
+    kept.append(torch.nn.Linear(N, N))
+
+
+def _of_cat(kept):
+    kept[:] = [torch.cat([*kept, torch.ones(1, N)])]
+
+
+def _of_links(kept):
+    link = _Holder()
+    link.tensor, link.rest = torch.ones(N), kept[0] if kept else None
+    kept[:] = [link]
+
+
+@pytest.mark.parametrize(
+    ("grow", "name"),
+    [(_of_list, "Linear"), (_of_cat, "kept"), (_of_links, "kept[…].rest.….tensor")],
+)
+def test_one_place_grows_of(grow, name):
+    kept, watch = [], GrowthWatch()
+    for step in range(16):
+        watch.look(step)
+        grow(kept)
+    (found,) = watch.growth(snapshot())
+    assert found.name.endswith(name)
+    assert found.last_step == 15

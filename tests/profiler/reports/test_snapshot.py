@@ -217,9 +217,11 @@ def test_the_printed_difference_and_its_dictionary():
 def test_what_is_no_snapshot_and_one_that_was_read_are_not_compared():
     with pytest.raises(ProfilerUsageError, match=r"wants the earlier Snapshot, and got int"):
         snapshot().diff(3)
-    HISTORY.append(torch.ones(3))
+    HISTORY.append(torch.ones(64, requires_grad=True).exp().sin())
     taken = snapshot()
     read = Snapshot.from_dict(json.loads(json.dumps(taken.to_dict())))
+    assert read.records == taken.records
+    assert f"{HERE}.HISTORY[0]" in {row.graph for row in read.records}
     for one, other in ((taken, read), (read, taken)):
         with pytest.raises(ProfilerUsageError, match=r"no longer knows.*`tenure diff A B`"):
             one.diff(other)

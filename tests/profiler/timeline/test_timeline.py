@@ -209,6 +209,17 @@ def test_an_error_of_memory_is_marked_once_where_it_was(is_below):
     assert kept.numel()
 
 
+@pytest.mark.sim_allocator("exact")
+def test_an_error_of_an_accelerator_is_marked(sim):
+    sim(budget="1MiB")
+    with Timeline() as timeline:
+        kept = torch.ones(700 * KIB, dtype=torch.uint8, device="sim")
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.ones(700 * KIB, dtype=torch.uint8, device="sim")
+    assert len(timeline.report.ooms) == 1
+    assert kept.numel()
+
+
 def test_no_tensor_is_kept_alive_and_no_random_number_is_drawn():
     before = torch.get_rng_state()
     with Timeline() as timeline:
