@@ -76,7 +76,7 @@ _known: dict[Any, Shape] = {}
 
 def record(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Note a call; what it gives, as tensors to be computed later."""
-    if func in _SQUEEZES and not (args[1:] or kwargs):
+    if func in _SQUEEZES and not (args[1:] or kwargs) and args[0]._tape.n_samples != 1:
         # the dimensions of size 1, which another number of samples has too
         meta = args[0]._value.meta
         kept = meta.label.dim if meta.label.is_batch else -1

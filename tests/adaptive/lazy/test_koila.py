@@ -37,6 +37,11 @@ def test_operators_of_recorded_and_plain_tensors_in_any_mix(name):
         _same(apply(2.5, lazy(B)), apply(2.5, B))
 
 
+def test_a_batch_of_one_sample_is_squeezed_as_a_plain_one():
+    one = torch.ones(1, 3)
+    _same(lazy(one).squeeze(), one.squeeze())
+
+
 def test_other_things_come_back_as_they_are():
     assert lazy(None) is None
     assert lazy("text", 3) == ("text", 3)

@@ -95,7 +95,6 @@ def test_the_first_step_comes_to_95_percent_of_what_fits_with_three_failures_or_
         training.check(result, predict)
 
 
-@pytest.mark.exhaustive
 @pytest.mark.sim_allocator("exact")
 def test_the_first_step_on_an_accelerator_runs_out_of_nothing_and_has_95_percent(sim):
     training = Training(sim.device)
