@@ -110,8 +110,8 @@ scope_watchers: list[ScopeWatcher] = []
 """Who is told which scopes are current; mostly nobody."""
 refusal_watchers: list[Callable[[str], None]] = []
 """Who is told, with its text, that tenure itself raises an out-of-memory error; mostly nobody."""
-retry_watchers: list[Callable[[], object]] = []
-"""Functions to call when a retry has caught an out-of-memory error of its work; mostly none."""
+retry_watchers: list[Callable[[BaseException], object]] = []
+"""Functions to call with an out-of-memory error of its work that a retry caught; mostly none."""
 leak_watchers: list[Callable[[Any], None]] = []
 """What is given the report of each scope that tensors outlived, as it is logged."""
 ended_frames: list[FrameType] = []

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from tenure.profiler import Recording
 
 
+_TRACEBACK = b"Traceback (most recent call last):"
+
+
 class ReportVerb(Verb):
     """Show the peak memory of a run, how it ended, and which tensors grew.
 
@@ -173,4 +176,9 @@ def _loaded(path: str) -> Recording:
     except OSError as error:
         raise CommandError(f"{path} can't be read: {error.strerror or error}.") from None
     except ReportFormatError as error:
+        if _TRACEBACK in Path(path).read_bytes():
+            raise CommandError(
+                f"{path} is a traceback, which does not tell what was in memory. Record the "
+                "program: tenure run SCRIPT."
+            ) from None
         raise CommandError(str(error)) from None

@@ -30,6 +30,7 @@ def files(tmp_path, monkeypatch):
     recording(growth=(growth(),), peaks={"cpu": 6 * MIB}, rank=1).save("b.tenure")
     pickled(tmp_path / "snapshot.pickle", torch_snapshot())
     (tmp_path / "text.txt").write_text("nothing")
+    (tmp_path / "error.log").write_text("Traceback (most recent call last):\n  File ...")
     os.mkfifo("pipe")
     os.symlink("pipe", "to_pipe")
     return tmp_path
@@ -106,6 +107,7 @@ def test_export_writes_by_extension_and_overwrites_when_told(files, capsys):
         (["report", "nowhere"], "nowhere can't be read: No such file or directory."),
         (["report", "."], ". can't be read: Is a directory."),
         (["tree", "text.txt"], "text.txt is no file of tenure, or it is damaged"),
+        (["report", "error.log"], "error.log is a traceback, which does not tell what was in"),
         (["tree", "b.tenure"], "The recording tells of no memory"),
         (["diff", "a.tenure", "text.txt"], "text.txt is no file of tenure"),
         (

@@ -438,10 +438,12 @@ def test_by_default_no_operation_is_watched_and_an_error_that_ends_it_is_explain
                 raise error
         train()
         """
-    _run(program, code=1)
+    done = _run(program, code=1)
     found = _recorded()
     # the call, and not the line that raises its error again
     assert found.oom.site == "train.py:14 in train"
+    # below the traceback, where a reader begins
+    assert f"\nOut of memory: {found.oom.first_line}\n" in done.stderr.rpartition("RuntimeError")[2]
     assert found.timeline is None
 
 
@@ -482,6 +484,8 @@ def test_work_that_step_tries_again_is_no_error_that_the_program_handled():
             if len(sys.argv) > 1:
                 with contextlib.suppress(torch.OutOfMemoryError):
                     torch.empty(1 << 30, device=sim.device)
+                with memory_budget("2MiB"):
+                    train()
             else:
                 thread = threading.Thread(target=train, args=(sim.device,))
                 thread.start()

@@ -206,8 +206,12 @@ class Measuring:
 
         self._n_refused += not handles_ooms.get()
 
-    def _note_retry(self) -> None:
-        self._n_retried += 1
+    def _note_retry(self, error: BaseException) -> None:
+        from tenure._oom import oom_info
+
+        # those of a budget on the CPU are not among the errors that devices count
+        info = oom_info(error)
+        self._n_retried += info is None or info.device != "cpu"
 
     def _found_of_oom(self, _: ExitStack) -> dict[str, Any]:
         """Return the explanation; without one, a note on an error that the program has handled."""

@@ -247,7 +247,7 @@ class Attempts:
         """Free what the attempt made, whoever keeps its exception or its tensors."""
         self._statistics.ooms += 1
         for watcher in tuple(retry_watchers):
-            watcher()
+            watcher(failure.error)
         # The frames too, not the scope alone: their locals may be the last to hold what no scope
         # owns, such as the graph of a loss. See Note [Retry and undo], rule 4.
         release(failure.error, self._outside)

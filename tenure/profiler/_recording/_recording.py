@@ -230,8 +230,8 @@ class Recording(Report):
         return parts
 
     def summary(self) -> str:
-        """Return the highest peak, and what grew most or how often nothing was seen to grow."""
-        lines = []
+        """Return why memory ran out, the highest peak, and what grew most or that nothing grew."""
+        lines = [] if self.oom is None else [f"Out of memory: {self.oom.first_line}"]
         if self.peaks:
             device, n_bytes = max(self.peaks.items(), key=lambda each: each[1])
             largest = [track.largest() for track in self.over_time if track.device == device]
