@@ -326,6 +326,9 @@ class Entry:
         self.paged = paged
         self._module, self._name = weakref.ref(module), name
         self._attached, self._pager, self._units = attached, attached.pager, units
+        # It would remove this entry at its first call.
+        if isinstance(vars(module).get(name), LeftBehind):
+            del vars(module)[name]
         self._own = vars(module).get(name)
         # A method of the class is called with the module at hand; to keep it bound would keep the
         # module.

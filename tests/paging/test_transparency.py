@@ -218,6 +218,16 @@ def test_copies_pickles_and_what_is_saved_are_plain_and_of_their_own(sim, model,
             assert not model[0].weight.eq(0).any()
 
 
+def test_a_copy_of_a_paged_model_is_paged_in_each_of_its_calls(sim, model, x):
+    with paged(sim, model):
+        twins = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+    for twin in twins:
+        with paged(sim, twin):
+            for _ in range(2):
+                assert twin(x).device == sim.device
+        assert twin(x).device == x.device
+
+
 def test_functional_call_uses_what_it_is_given_and_a_submodule_can_be_called_alone(sim, model, x):
     zeros = {name: torch.zeros_like(p, device=sim.device) for name, p in model.named_parameters()}
     expected, inner = on_device_whole(sim, model, x), on_device_whole(sim, model[2], x)
