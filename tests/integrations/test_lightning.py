@@ -527,6 +527,28 @@ def made_and_kept(module, x, y):
     return loss
 
 
+def test_attributes_that_micro_batches_leave_with_other_values_are_named_in_a_warning():
+    class Keeping(AdaptiveMixin, Net):
+        def __init__(self):
+            super().__init__()
+            self.mean = torchmetrics.MeanMetric()
+            self.n_calls, self.n_seen, self.counted = 0, 0, torch.zeros(())
+
+        def training_step(self, batch, batch_idx):
+            out = self.net(batch[0])
+            self.net[0].last, self.mean.mean_value = out.detach(), out.sum().detach()
+            self.kind, self.width, self.scores = "mean", 4, torch.zeros(3)
+            self.n_calls += 1
+            self.counted += 1
+            self.n_seen += len(out)
+            return F.cross_entropy(out, batch[1])
+
+    names = "self.counted, self.mean.mean_value, self.n_calls and 1 more"
+    told = f"^'Keeping.training_step' sets {names}, and runs in micro-batches: .* of the last one"
+    with pytest.warns(AdaptiveUsageWarning, match=told):
+        trained(seeded(Keeping))
+
+
 @pytest.mark.parametrize(
     ("step", "why"),
     [

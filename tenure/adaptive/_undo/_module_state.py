@@ -175,6 +175,21 @@ class ModuleState:
             answers = differing(pairs)
         return written + [each for each, differs in zip(unsure, answers, strict=True) if differs]
 
+    def kept(self) -> list[tuple[nn.Module, str, Tensor | float]]:
+        """Return the tensors and numbers that attributes got, or that were written, since then."""
+        found: list[tuple[nn.Module, str, Tensor | float]] = [
+            (note.owner, note.name, note.tensor)
+            for note in self._tensors
+            if note.has_other_version()
+        ]
+        for module, _, attributes, _ in self._noted:
+            before = vars(module) if attributes is None else attributes
+            for name, value in vars(module).items():
+                is_number = type(value) in (Tensor, int, float)
+                if is_number and name not in OF_EVERY_MODULE and value is not before.get(name):
+                    found.append((module, name, value))
+        return found
+
     def _forget(self) -> None:
         # each module, its mode, its attributes unless torch sets them, the names of its buffers
         self._noted: list[tuple[nn.Module, bool, dict[str, Any] | None, set[str]]] = []

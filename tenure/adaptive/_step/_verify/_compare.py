@@ -328,12 +328,14 @@ class Comparison:
         mismatch: what differs.
         is_coupled: whether modules mix samples, as was allowed, and can't be kept from it.
         remembers: whether the whole differs from itself when it runs again.
+        kept: the attributes of modules that parts leave with other values than the whole does.
     """
 
     def __init__(self, step: SampledStep) -> None:
         self.step = step
         self.mismatch: Mismatch | None = None
         self.is_coupled = self.remembers = False
+        self.kept: set[str] = set()
         # the loss of a few samples; what is much smaller counts as nothing
         self._scale = 0.0
 
@@ -381,6 +383,7 @@ class Comparison:
                 # of a function that tells more than its loss, such as what a trainer logs
                 if on_compared := getattr(step.spec.fn, "on_compared", None):
                     on_compared(whole.outcome, split.outcome)
+                    self._compare_kept(whole, split)
                 self._scale = 0.0
                 again = functools.partial(step.observe, indices, n)
                 if not self._agree(whole, split, _GRADIENTS, again):
@@ -390,6 +393,13 @@ class Comparison:
             # statistics of each micro-batch were asked for: a difference is what the user wants
             self.is_coupled = True
         return True
+
+    def _compare_kept(self, whole: SampledRun, split: SampledRun) -> None:
+        rtol = rtol_of(_GRADIENTS, whole.rounded(), self.step.types)
+        for name in whole.kept.keys() & split.kept.keys():
+            one, other = whole.kept[name], split.kept[name]
+            if one.shape != other.shape or not relative_error(other, one) <= rtol:
+                self.kept.add(name)
 
     def losses(self, outcome: StepOutcome, most: int) -> bool:
         """Compare the loss of the whole batch; return whether that could be done.

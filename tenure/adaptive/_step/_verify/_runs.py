@@ -64,12 +64,14 @@ class SampledRun(NamedTuple):
             watched; the loss; its terms, if there are several; and gradients.
         calls: what modules returned, those of all chunks one after the other; if watched.
         counts: what the terms of a whole divide by; None: all terms.
+        kept: what plain attributes of modules got, if that is watched, by name.
     """
 
     outcome: StepOutcome
     numbers: Numbers
     calls: Sequence[ModuleCall] = ()
     counts: Mapping[str | None, float] = {}  # nobody writes there
+    kept: Mapping[str, Tensor] = {}
 
     @classmethod
     def of(cls, outcome: StepOutcome) -> Self:
@@ -257,7 +259,8 @@ class SampledStep:
                     found |= SampledRun.of(outcome).numbers | self._gradients(parts)
                     if self.has_others:
                         self.drawn = parts.state.random_now()
-                    return SampledRun(outcome, found, calls, counts)
+                    kept = _kept(parts) if learns and hasattr(spec.fn, "on_compared") else {}
+                    return SampledRun(outcome, found, calls, counts, kept)
             finally:
                 state.undo()
                 # an error holds this frame, and must not hold copies
@@ -325,6 +328,15 @@ def _uses_statistics(module: nn.Module) -> bool:
     """Return whether a module could normalize with the statistics that it has collected."""
     is_norm = isinstance(module, (BatchNorm, InstanceNorm))
     return is_norm and module.training and module.running_mean is not None
+
+
+def _kept(parts: StepParts) -> dict[str, Tensor]:
+    names = {module: name for name, module in named_modules(parts.roots)}
+    return {
+        f"{names[module]}.{key}": torch.as_tensor(value).detach().clone()
+        for module, key, value in parts.state.modules.kept()
+        if module in names
+    }
 
 
 def _buffers(roots: Mapping[str, nn.Module]) -> Numbers:

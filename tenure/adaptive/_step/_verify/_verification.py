@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from tenure._callers import warn_user
 from tenure._errors import AdaptiveUsageError, AdaptiveUsageWarning, SplitMismatchError
 from tenure._show import steps
+from tenure._text import listed
 from tenure._torch.compiler import draws_again_in_backward, not_compiling
 from tenure._torch.quiet import without_functions
 
@@ -215,6 +216,13 @@ class Verification:
                 self._wants_whole = found is None
                 self._could_compare, found = exchanged(step)
             self._refuse(found, step, size, _UPDATE_AFTER if comparison.remembers else None)
+            if comparison.kept:
+                warn_user(
+                    f"{parts.name!r} sets {listed(sorted(comparison.kept), most=3)}, and runs in "
+                    "micro-batches: what it assigns stays that of the last one, and what it counts "
+                    "is counted for each. Set it once for the batch, as in on_train_batch_end().",
+                    AdaptiveUsageWarning,
+                )
 
     def before_delivery(self, outcome: StepOutcome) -> None:
         """Compare the loss of the whole batch, if it is time, before gradients are delivered.
