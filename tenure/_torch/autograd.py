@@ -5,13 +5,15 @@ Every public way into the engine passes one Python function; its code object is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from types import CodeType, FrameType
 from typing import Any
 
 from torch import Tensor
 
 from . import bound, getter, optional, refuse, require
+from .patches import Patch
 
 BACKWARD_TWICE = "through the graph a second time"
 """Part of the text of ERR_BACKWARD_TWICE in torch/csrc/autograd/saved_variable.cpp: torch has no
@@ -97,6 +99,26 @@ def hooks_of_saved() -> tuple[Callable[[Any], Any], Callable[[Any], Any]] | None
 def is_of_checkpoint(hooks: tuple[Callable[[Any], Any], Callable[[Any], Any]] | None) -> bool:
     """Return whether hooks are those of a checkpoint, as it computes or recomputes."""
     return hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"
+
+
+def patch_of_checkpoints(around: Callable[[Any, Any], AbstractContextManager[None]]) -> Patch:
+    """Return a patch by which each checkpoint that is not reentrant opens a block.
+
+    Args:
+        around: gets the function that runs in the checkpoint and what it is given, and returns the
+            block.
+    """
+
+    def wrapper(generator: Callable[..., Any]) -> Callable[..., Any]:
+        checkpointed = contextmanager(generator)
+
+        def watched(function: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
+            with checkpointed(function, *args, **kwargs), around(function, (args, kwargs)):
+                yield
+
+        return watched
+
+    return Patch("torch.utils.checkpoint", {"_checkpoint_without_reentrant_generator": wrapper})
 
 
 def is_transformed() -> bool:

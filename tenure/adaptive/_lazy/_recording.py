@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 
 from tenure._callers import capture_site
@@ -22,13 +23,15 @@ from tenure._containers import passed_tensors
 from tenure._errors import AdaptiveUsageError, OutOfRetriesError
 from tenure._oom import oom_of_work
 from tenure._storages import storage_key
-from tenure._torch.autograd import hooks_of_saved, is_of_checkpoint
+from tenure._torch.autograd import hooks_of_saved, is_of_checkpoint, patch_of_checkpoints
 from tenure._torch.compiler import SCRIPTED
 from tenure._torch.fakes import new_mode, unlogged
 from tenure._torch.lending import lent_to
 from tenure._torch.writes import version_of
 from tenure.scopes import persist
 
+from .._reachable import Reachable
+from .._undo import ModuleState, modules_below
 from ._meta import SHARED, BatchInt, Label, Meta, meta_of, names
 from ._split import value_of
 from ._tape import (
@@ -56,9 +59,9 @@ _PAGED = (
     "the backward pass of a paged model in micro-batches that fit."
 )
 _CHECKPOINTED = (
-    "{} writes statistics or other plain tensors from tensors of lazy() inside a checkpoint: torch "
-    "runs that again in the backward pass and writes twice, and lazy() would once. Leave the "
-    "checkpoint out, or use step()."
+    "{} writes statistics or other plain tensors inside a checkpoint: torch runs that again in the "
+    "backward pass and writes twice, and lazy() would once. Leave the checkpoint out, or use "
+    "step()."
 )
 _SQUEEZES = frozenset({torch.squeeze, Tensor.squeeze, Tensor.squeeze_})
 _NORMALIZATIONS = frozenset({F.batch_norm, torch.batch_norm, F.instance_norm})
@@ -72,6 +75,14 @@ _WITH_RATES = names("""
     """)
 
 _known: dict[Any, Shape] = {}
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+_KEEPING = (_as_it_is, _as_it_is)
+"""Hooks of tensors that plain calls in a checkpoint save: what is recorded does not run again."""
 
 
 def record(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -97,7 +108,8 @@ def record(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     # a write into a tensor that was not recorded is seen by who reads it at once
     shape = _shape_of(entry, walk, tape)
     writes = shape is not None and shape.writes_plain
-    if writes and entry.modes.grad and is_of_checkpoint(hooks_of_saved()):
+    hooks = hooks_of_saved()
+    if writes and entry.modes.grad and (hooks == _KEEPING or is_of_checkpoint(hooks)):
         raise AdaptiveUsageError(_CHECKPOINTED.format(entry))
     writes_plain = writes and func not in _NORMALIZATIONS
     if not writes_plain:
@@ -128,6 +140,33 @@ def record(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
             each if type(each) is not Out else handles[each] if each >= 0 else others[-1 - each]
         ),
     )
+
+
+@contextmanager
+def _around_checkpoint(function: Any, given: Any) -> Iterator[None]:
+    """Return a block for the function of a checkpoint, which writes no buffers if it is recorded.
+
+    Raises:
+        AdaptiveUsageError: one was written, such as that of a spectral norm; it is brought back.
+    """
+    is_recorded = any(isinstance(tensor, Handle) for tensor in passed_tensors(given))
+    if not (is_recorded and torch.is_grad_enabled()):
+        yield
+        return
+    state = ModuleState(modules_below(Reachable(function).modules.values()), with_modes=False)
+    state.begin()
+    try:
+        with saved_tensors_hooks(*_KEEPING):
+            yield
+        for module, name in state.written():
+            raise AdaptiveUsageError(_CHECKPOINTED.format(f"{type(module).__name__}.{name}"))
+    except AdaptiveUsageError:
+        state.undo()
+        raise
+    state.finish()
+
+
+watched_checkpoints = patch_of_checkpoints(_around_checkpoint)
 
 
 def _note(entry: RecordedCall, tensors: list[Tensor], tape: Tape) -> None:

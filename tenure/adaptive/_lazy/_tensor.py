@@ -23,7 +23,7 @@ from tenure._torch.compiler import is_dynamo_compiling, never_compiled
 from .._interrupts import Interrupts
 from .._step import IsolatedGradients, leaves_of
 from ._meta import Label
-from ._recording import record
+from ._recording import record, watched_checkpoints
 from ._split import (
     Gradients,
     collecting,
@@ -171,7 +171,10 @@ def lazy(*values: Any, batch: int = 0) -> Any:
             )
         dim = int(batch) % tensor.dim()
         n_samples = tensor.shape[dim]
-        tape = tapes.setdefault(n_samples, Tape(n_samples))
+        if n_samples not in tapes:
+            tapes[n_samples] = Tape(n_samples)
+            watched_checkpoints.last_while(tapes[n_samples])
+        tape = tapes[n_samples]
         return LazyTensor._of(tape, Value.known(tensor, Label(dim)))
 
     made = tuple(mapped(recorded, value) for value in values)

@@ -1,9 +1,12 @@
 """Ways to run backward, and where the gradients go."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from torch.utils.checkpoint import checkpoint
 
 from tenure.adaptive import AdaptiveUsageError, OutOfRetriesError, lazy
@@ -132,6 +135,55 @@ def test_what_wants_the_graph_of_the_whole_is_refused_by_name(program, text, roo
         # and nothing was recorded of it
         out.sum().backward()
     assert gradients(model).keys() == dict(model.named_parameters()).keys()
+
+
+@ROOMS
+def test_weights_that_are_computed_in_a_checkpoint_get_their_gradients(room):
+    model, (x, _) = weight_norm(nn.Linear(4, 4).double()), batch()
+
+    def program(recorded):
+        checkpoint(model, recorded(x), use_reentrant=False).square().mean().backward()
+
+    assert_same_gradients(model, program, room)
+
+
+class Calls(nn.Linear):
+    """Counts its calls in a buffer, in place or not."""
+
+    def __init__(self, in_place):
+        super().__init__(4, 4)
+        self.in_place = in_place
+        self.register_buffer("n_calls", torch.zeros(()))
+
+    def forward(self, x):
+        if self.in_place:
+            self.n_calls += 1
+        else:
+            self.n_calls = self.n_calls + 1
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda: spectral_norm(nn.Linear(4, 4)), "_SpectralNorm._u"),
+        (lambda: Calls(True), "Calls.n_calls"),
+        (lambda: nn.Sequential(nn.Tanh(), Calls(False)), "Calls.n_calls"),
+        (lambda: nn.BatchNorm1d(4), r"batch_norm\(\) at .*"),
+    ],
+    ids=["spectral norm", "counter", "new counter", "statistics"],
+)
+def test_buffers_that_are_written_in_a_checkpoint_are_refused_and_brought_back(make, name):
+    model = make().double()
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(AdaptiveUsageError, match=f"^{name} writes .* inside a checkpoint"):
+        checkpoint(lambda x: model(x).tanh(), lazy(batch()[0]), use_reentrant=False)
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    # without gradients it runs once, and plain tensors are none of it
+    recorded = lazy(batch()[0])
+    with torch.no_grad():
+        checkpoint(model, recorded, use_reentrant=False).value()
+    checkpoint(model, batch()[0], use_reentrant=False)
 
 
 def _with_a_parameter(x):
