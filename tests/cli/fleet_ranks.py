@@ -3,6 +3,7 @@
 from functools import partial
 from pathlib import Path
 
+import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
@@ -18,6 +19,10 @@ from tenure._cli._fleet._work import shard
 from tenure._torch.fake_ranks import fake_ranks as fake_ranks
 from tenure.adaptive import memory_budget
 from tests.true_peak import counted_bytes, step_of, true_peak_bytes
+
+pytest.importorskip("transformers")
+# before ranks are forked; the model takes seconds, too
+from transformers import CONFIG_MAPPING, LlamaForCausalLM  # noqa: F401
 
 
 def measured(rank, setups):
@@ -69,8 +74,6 @@ def predicted_sharded(setup, rank):
 
 def saved_config(folder, model_type="llama", **values):
     """A small model's configuration, in a folder of its own."""
-    from transformers import CONFIG_MAPPING
-
     small = {
         "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 500,

@@ -313,6 +313,8 @@ class _Peaks:
 
     def split(self, setup: Setup, n_bytes: int, before: str) -> Iterator[Remedy]:
         """Find the largest micro-batch of `step` that fits."""
+        if setup.batch == 1:
+            return
         self._show(f"{setup.words()}, in micro-batches")
         made, batch = self._work_of(setup)
         with self._its_errors():
