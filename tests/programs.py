@@ -20,6 +20,9 @@ main = entry_points(group="console_scripts")["tenure"].load()
 """What the command `tenure` calls."""
 _SERVER = Path(__file__).with_name("program_server.py")
 _TIMEOUT_S = 300
+# What a replica imports when it is made, and what runs tests: one set for all that ask for more
+# than torch, because each other set is a process that takes six seconds to start.
+IMPORTED = ("torch._dynamo", "pytest", "xdist")
 _ROOMS = ("tenure.adaptive", "tenure.paging", "tenure.profiler")
 
 

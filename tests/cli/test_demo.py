@@ -15,7 +15,7 @@ import pytest
 
 from tenure._demo import _chapters, _programs
 from tenure.profiler import Recording
-from tests.programs import run_program
+from tests.programs import IMPORTED, run_program
 
 _SIZE = r"([\d.]+ (?:B|[KMGT]iB))"
 
@@ -25,7 +25,7 @@ def told(tmp_path_factory):
     """What the quick demo prints to a file; it leaves its files in a folder of this test."""
     folder = str(tmp_path_factory.mktemp("demo"))
     done = run_program(
-        "-m", "tenure", "demo", "--quick", imported=("torch._dynamo",), hides=True, TMPDIR=folder
+        "-m", "tenure", "demo", "--quick", imported=IMPORTED, hides=True, TMPDIR=folder
     )
     assert (done.stderr, done.returncode) == ("", 0)
     return done.stdout

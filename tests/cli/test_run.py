@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tenure.profiler import Recording
-from tests.programs import main, run_program
+from tests.programs import IMPORTED, main, run_program
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +29,7 @@ def _run(program, *options, rest=(), code=0, **environment):
     Path("train.py").write_text(textwrap.dedent(program))
     command = ("-m", "tenure", "run", *options, "train.py", *rest)
     if "torch" in program:
-        done = run_program(*command, imported=("torch._dynamo",), hides=True, **environment)
+        done = run_program(*command, imported=IMPORTED, hides=True, **environment)
     else:
         done = subprocess.run(
             [sys.executable, *command], env={**os.environ, **environment},

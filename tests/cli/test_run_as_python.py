@@ -14,7 +14,7 @@ from typing import NamedTuple
 import pytest
 
 from tenure.profiler import Recording
-from tests.programs import run_program
+from tests.programs import IMPORTED, run_program
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -183,7 +183,7 @@ def _forked(command, folder):
     """As `_run`, in a process that is forked with torch."""
     first = command[0] if command[0] == "-m" else Path(command[0])
     with contextlib.chdir(folder):
-        done = run_program(first, *command[1:], imported=("torch._dynamo",))
+        done = run_program(first, *command[1:], imported=IMPORTED)
     return Ended(done.stdout.encode(), done.stderr.encode(), done.returncode)
 
 

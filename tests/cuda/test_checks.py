@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.programs import run_program
+from tests.programs import IMPORTED, run_program
 
 _RUN = Path(__file__).with_name("run.sh")
 
@@ -26,9 +26,7 @@ def _found(out):
 @pytest.mark.slow
 def test_all_checks_pass_on_the_simulated_device(tmp_path, monkeypatch):
     monkeypatch.chdir(_RUN.parents[2])
-    done = run_program(
-        "-m", "tests.cuda", str(tmp_path), "--dry", imported=("torch._dynamo",), hides=True
-    )
+    done = run_program("-m", "tests.cuda", str(tmp_path), "--dry", imported=IMPORTED, hides=True)
     assert done.returncode == 0, done.stdout[-4000:]
     found = _found(tmp_path)
     assert found["dry"]

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.adaptive.ranks.launch import IMPORTED
-from tests.programs import run_program
+from tests.programs import IMPORTED, run_program
 
 _HEAD = """import pytest, torch, unittest
 from tenure import NewDisposeScope, is_disposed

@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 
 from tenure.adaptive import PredictionError, memory_budget, predict_peak
-from tests.programs import run_program
+from tests.programs import IMPORTED, run_program
 from tests.true_peak import counted_bytes
 
-from ..ranks.launch import IMPORTED, run_checks
+from ..ranks.launch import run_checks
 from ..ranks.sharded_nets import KINDS, loss_of, net_of, tokens, whole_gradients
 
 pytestmark = pytest.mark.slow

@@ -18,11 +18,9 @@ from tempfile import TemporaryDirectory
 import torch
 import torch.distributed as dist
 
-from tests.programs import run_program
+from tests.programs import IMPORTED, run_program
 from tests.small_heap import hide
 
-# what a replica imports when it is made, which takes longer than most tests
-IMPORTED = ("torch._dynamo", "pytest", "xdist")
 _ROOT = Path(__file__).parents[3]
 _PROGRAM = """
 import sys

@@ -15,7 +15,7 @@ from torch import nn
 
 from tenure.adaptive import OutOfRetriesError, memory_budget, step
 from tenure.profiler import OomReport, ProfilerUsageError, record_oom
-from tests.programs import run_program
+from tests.programs import IMPORTED, run_program
 
 
 def out_of_memory():
@@ -175,6 +175,7 @@ with memory_budget("6MiB"):
     except RuntimeError:
         work(1000)
 """,
+        imported=IMPORTED,
         hides=True,
     )
     assert done.stdout == "2 traceback\n"
@@ -202,7 +203,8 @@ def test_of_another_thread_what_nobody_handles_is_explained(monkeypatch):
 
 
 def test_below_four_mib_of_memory_there_is_a_report_all_the_same():
-    done = run_program("""
+    done = run_program(
+        """
 import atexit, json, resource, torch
 from tenure.profiler import record_oom
 recorder = record_oom()
@@ -215,7 +217,10 @@ report_of = lambda report: (report.cause, report.categories["other tensors"] >> 
 atexit.register(lambda: print(*report_of(recorder.report)))
 resource.setrlimit(resource.RLIMIT_DATA, (used + (60 << 20),) * 2)
 main()
-""")
+""",
+        imported=IMPORTED,
+        hides=True,
+    )
     assert "DefaultCPUAllocator: can't allocate memory" in done.stderr
     cause, n_mib = done.stdout.split()
     assert cause == "leak"
