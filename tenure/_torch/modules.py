@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Container, Iterable, Iterator
+from contextlib import contextmanager
 from types import CodeType, FrameType
 from typing import Any
 
@@ -79,47 +79,56 @@ def is_assigning(frame: FrameType, names: Iterable[str]) -> bool:
 
 
 class _CallsOfThread(threading.local):
-    listeners: tuple[tuple[Listener, Listener | None], ...] = ()
+    listeners: tuple[tuple[Container[int], Listener, Listener | None], ...] = ()
 
 
 _this_thread = _CallsOfThread()
+_NOTHING = (None, None)
 
 
 @contextmanager
-def modules_told(called: Listener, returned: Listener | None = None) -> Iterator[None]:
+def modules_told(
+    called: Listener, returned: Listener | None = None, known: Container[int] = ()
+) -> Iterator[None]:
     """Return a block in which ``called`` gets each module that this thread calls, before it runs.
 
     It also gets what the module is called with, and ``returned`` what it returns. Modules that run
     inside compiled code are not told. Where blocks nest, each is told. Mark both functions with
     `never_compiled`: compiled code that broke its graph may call a module.
+
+    Args:
+        called: gets a module, and the arguments of its call.
+        returned: gets a module, and what it returns.
+        known: the identities of modules that ``called`` need not get; asked at each call.
     """
-    listener = called, returned
-    with _calls.block():
+    listener = known, called, returned
+    _calls.begin()
+    try:
         _this_thread.listeners = (listener, *_this_thread.listeners)
-        try:
-            yield
-        finally:
-            # blocks may end in any order, and on another thread
-            rest = [*_this_thread.listeners]
-            with suppress(ValueError):
-                rest.remove(listener)
-            _this_thread.listeners = tuple(rest)
+        yield
+    finally:
+        # blocks may end in any order, and on another thread; by identity, as `known` may be equal
+        rest = [each for each in _this_thread.listeners if each is not listener]
+        _this_thread.listeners = tuple(rest)
+        _calls.end()
 
 
 def _telling(call: Any) -> Any:
     @never_compiled_alone
     @functools.wraps(call)
     def told_call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        # dynamo folds the first condition, and sees a plain call
-        if _is_compiled() or not _calls.is_current("__call__", told_call):
+        # dynamo folds the first condition, and sees a plain call; else as `is_current`, which would
+        # be one more call at each module
+        if _is_compiled() or _calls.replaced.get("__call__", _NOTHING)[1] is not told_call:
             return call(self, *args, **kwargs)
         listeners = _this_thread.listeners
         if not listeners:
             _calls.was_called()
-        for called, _ in listeners:
-            called(self, (args, kwargs))
+        for known, called, _ in listeners:
+            if id(self) not in known:
+                called(self, (args, kwargs))
         result = call(self, *args, **kwargs)
-        for _, returned in listeners:
+        for _, _, returned in listeners:
             if returned is not None:
                 returned(self, result)
         return result

@@ -33,6 +33,10 @@ class Patch:
             no such thing.
         wrappers: for the name of each attribute what makes the new one of the one that is there.
         lingers: whether it stays for a while; see rule 3. Its wrappers call ``was_called``.
+
+    Attributes:
+        replaced: by name what the target itself had, None if it was inherited, and what replaced
+            it; a wrapper that is not there was left below another patcher's.
     """
 
     def __init__(
@@ -44,22 +48,21 @@ class Patch:
         self._lock = threading.RLock()
         self._n_owners = self._n_unneeded = 0
         self._most_unneeded = _MOST_UNNEEDED
-        # by name what the target itself had, None if it was inherited, and what replaced it
-        self._replaced: dict[str, tuple[Any, Any]] = {}
+        self.replaced: dict[str, tuple[Any, Any]] = {}
 
     def last_while(self, owner: object) -> weakref.finalize[[], object]:
         """Have it last until what is returned is called, or its owner is gone."""
-        self._begin()
-        return weakref.finalize(owner, self._end)
+        self.begin()
+        return weakref.finalize(owner, self.end)
 
     @contextmanager
     def block(self) -> Iterator[None]:
         """Return a block in which it lasts."""
-        self._begin()
+        self.begin()
         try:
             yield
         finally:
-            self._end()
+            self.end()
 
     def need(self) -> bool:
         """Make it unless it stands, and if it lingers let it stay; return whether it stood."""
@@ -72,14 +75,14 @@ class Patch:
                 owner, *replaced = getattr(own, _MARK, (None,))
                 if owner is self:
                     # ours, which another patcher has put back, or that of functools.wraps over it
-                    self._replaced[name] = replaced[0], replaced[1]
+                    self.replaced[name] = replaced[0], replaced[1]
                 elif not (own is not None and self.is_current(name, own)) and hasattr(target, name):
                     has_stood = False
                     made = wrapper(getattr(target, name))
                     if isinstance(made, FunctionType):
                         # functools.wraps, with which torch.fx wraps it, copies the mark
                         vars(made)[_MARK] = self, own, made
-                    self._replaced[name] = own, made
+                    self.replaced[name] = own, made
                     setattr(target, name, made)
         return has_stood
 
@@ -95,15 +98,17 @@ class Patch:
 
     def is_current(self, name: str, made: object) -> bool:
         """Return whether a wrapper is the outermost, not left below another patcher's."""
-        replaced = self._replaced.get(name)
+        replaced = self.replaced.get(name)
         return replaced is not None and replaced[1] is made
 
-    def _begin(self) -> None:
+    def begin(self) -> None:
+        """Have it last from here on; each call is followed by one of `end`."""
         with self._lock:
             self._n_owners += 1
             self.need()
 
-    def _end(self) -> None:
+    def end(self) -> None:
+        """Need it no longer."""
         with self._lock:
             self._n_owners -= 1
             if not (self._n_owners or self._lingers):
@@ -111,7 +116,7 @@ class Patch:
 
     def _undo(self) -> None:
         target = self._target
-        for name, (own, made) in self._replaced.items():
+        for name, (own, made) in self.replaced.items():
             if vars(target).get(name) is not made:
                 continue
             # the mark makes a cycle, which would be garbage after each block
@@ -121,4 +126,4 @@ class Patch:
                 delattr(target, name)
             else:
                 setattr(target, name, own)
-        self._replaced.clear()
+        self.replaced.clear()

@@ -70,20 +70,21 @@ class StepModels:
         self.roots = roots
         self.found = roots.copy()
         self.all = modules_below(roots.values())
-        # what stands below a root was looked at before the split; other modules are when they run
+        # What stands below a root was looked at before the split; other modules are when they run.
+        # All of them are kept in `all`, so that an id is that of no other.
         self._judged = set(map(id, self.all))
         self._is_given = is_given
         # what the loss uses is noted too, so that it can be taken back
         if not self._judged.issuperset(map(id, others)):
             self.all = modules_below([*self.all, *others])
         self._known = set(map(id, self.all))
-        self._ran: dict[int, nn.Module] = {}
         self._new: dict[str, nn.Module] = {}
         self.listeners: list[Listener] = []
 
     def seeing(self) -> AbstractContextManager[None]:
         """Open a block in which modules are seen when they run."""
-        return modules_told(self._see)
+        # most calls of modules are of one that was judged, and cost a look here
+        return modules_told(self._see, known=self._judged)
 
     @contextmanager
     def telling(self, *listeners: Listener) -> Iterator[None]:
@@ -102,13 +103,6 @@ class StepModels:
     # it runs between the frames of compiled code: see test_a_compiled_module_trains_the_same
     @never_compiled
     def _see(self, module: nn.Module, values: object) -> None:
-        # the only line that most calls of modules cost
-        if id(module) in self._ran:
-            return
-        # kept, so that its id is that of no other
-        self._ran[id(module)] = module
-        if id(module) in self._judged:
-            return
         below = modules_below([module])
         self._judged.update(map(id, below))
         name = unused(type(module).__name__, self.roots.keys() | self._new.keys())
