@@ -14,7 +14,7 @@ Source: ``c10::impl::cow`` of PyTorch; ``test_cow_input`` holds that operators r
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -39,6 +39,11 @@ _ALONE = 2
 def version_of(tensor: Tensor) -> int | None:
     """Return how often a tensor was written to; None for inference tensors, uncounted."""
     return None if tensor.is_inference() else counter_of(tensor)
+
+
+def versions_of(tensors: Iterable[Tensor]) -> list[int | None]:
+    """Return `version_of` each, in one call: a model may have thousands of parameters."""
+    return [None if each.is_inference() else counter_of(each) for each in tensors]
 
 
 def write_back(tensor: Tensor, values: Tensor, version: int | None) -> None:

@@ -7,51 +7,45 @@ its weights; and none between the vote of a rank and its gradients, or other ran
 
 from __future__ import annotations
 
-import inspect
+import importlib
 import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Self
 
-# past their enums, which cost more than all else that the end of a step does
-_handler: Any = inspect.unwrap(signal.getsignal)
-_set_handler: Any = inspect.unwrap(signal.signal)
+# The module below `signal`: that one makes an enum of each handler, which costs more than all else
+# that the end of a step does.
+_signals: Any = importlib.import_module("_signal")
 
 
 class Interrupts:
     """Ctrl-C is kept from `keep` to `end`; as a block, from its beginning to its end."""
 
-    def __init__(self) -> None:
-        self._before: Any = None
-        self._has_come = False
+    _before: Any = None
+    _has_come = False
 
-    def __enter__(self) -> Self:
-        self.keep()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.end()
-
-    def keep(self) -> None:
+    def keep(self) -> Self:
         """Keep Ctrl-C from here on."""
         # other threads get none
-        if threading.current_thread() is not threading.main_thread():
-            return
-        handler = _handler(signal.SIGINT)
-        # what C code has set can't be put back
-        if handler is not None and handler != self._note:
-            self._before = handler
-            _set_handler(signal.SIGINT, self._note)
+        if threading.current_thread() is threading.main_thread():
+            handler = _signals.getsignal(signal.SIGINT)
+            # what C code has set can't be put back
+            if handler is not None and handler != self._note:
+                self._before = handler
+                _signals.signal(signal.SIGINT, self._note)
+        return self
 
-    def end(self) -> None:
+    def end(self, *_: object) -> None:
         """Let Ctrl-C through from here on, also one that has come before."""
         # a handler that the work has set stays
-        if self._before is not None and _handler(signal.SIGINT) == self._note:
-            _set_handler(signal.SIGINT, self._before)
+        if self._before is not None and _signals.getsignal(signal.SIGINT) == self._note:
+            _signals.signal(signal.SIGINT, self._before)
         if self._has_come:
             self._has_come = False
             signal.raise_signal(signal.SIGINT)
+
+    __enter__, __exit__ = keep, end
 
     @contextmanager
     def let_through(self) -> Iterator[None]:

@@ -29,10 +29,9 @@ from ._callables import short_name_of, unused
 from ._undo import (
     Generator,
     generator_kinds,
-    generators_in,
+    generators_of,
     is_gone,
     modules_below,
-    used_variables,
 )
 
 Listener = Callable[[list[nn.Module]], object]
@@ -61,6 +60,7 @@ class StepModels:
         roots: those by name, each with what is below it.
         found: those of them that were known before anything ran.
         all: every module that is known, once.
+        new: those that ran and are below no root, by name, until somebody judges and removes them.
         listeners: get modules that nobody knew, before they run in a block of `seeing`.
     """
 
@@ -78,7 +78,7 @@ class StepModels:
         if not self._judged.issuperset(map(id, others)):
             self.all = modules_below([*self.all, *others])
         self._known = set(map(id, self.all))
-        self._new: dict[str, nn.Module] = {}
+        self.new: dict[str, nn.Module] = {}
         self.listeners: list[Listener] = []
 
     def seeing(self) -> AbstractContextManager[None]:
@@ -95,18 +95,13 @@ class StepModels:
         finally:
             self.listeners = before
 
-    def take_new_roots(self) -> dict[str, nn.Module]:
-        """Return the modules that ran and are below no root, by name; each is returned once."""
-        new, self._new = self._new, {}
-        return new
-
     # it runs between the frames of compiled code: see test_a_compiled_module_trains_the_same
     @never_compiled
     def _see(self, module: nn.Module, values: object) -> None:
         below = modules_below([module])
         self._judged.update(map(id, below))
-        name = unused(type(module).__name__, self.roots.keys() | self._new.keys())
-        self._new[name] = module
+        name = unused(type(module).__name__, self.roots.keys() | self.new.keys())
+        self.new[name] = module
         # a model that the user named is what names in reports start from, and nothing is added to
         # it
         if not self._is_given:
@@ -118,21 +113,6 @@ class StepModels:
         self.all += new
         for listener in self.listeners:
             listener(new)
-
-
-def generators_of(objects: Iterable[Any], values: Iterable[object] = ()) -> list[Generator]:
-    """Return the generators that modules hold, those that code may use, and those among values.
-
-    Args:
-        objects: modules and functions.
-        values: anything else.
-    """
-    objects = [*objects]
-    found = [*values, *used_variables(objects)]
-    for each in objects:
-        if issubclass(type(each), nn.Module):
-            found += vars(each).values()
-    return generators_in(found)
 
 
 class CodeNames(NamedTuple):
@@ -216,13 +196,13 @@ class Reachable:
         self._noted: set[int] = set()
         # keeps what its ids belong to
         self._seen: dict[tuple[int, frozenset[str], bool], Any] = {}
-        self.look_into(*functions)
-
-    def look_into(self, *functions: Callable[..., Any] | None) -> None:
-        """Add what more functions use."""
         for function in functions:
             if function is not None:
-                self._visit(short_name_of(function), function, frozenset(), 0)
+                self.look_into(function)
+
+    def look_into(self, function: Callable[..., Any]) -> None:
+        """Add what one more function uses."""
+        self._visit(short_name_of(function), function, frozenset(), 0)
 
     def visited(self) -> list[Any]:
         """Return all objects that were visited: modules, functions, and what they name."""

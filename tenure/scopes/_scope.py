@@ -352,7 +352,7 @@ class DisposeScope:
     def outer(self) -> DisposeScope | None:
         """The nearest scope around this one that is still open."""
         scope = self._outer if self._status is not NEW else None
-        while scope is not None and not scope.is_open:
+        while scope is not None and scope._status is not OPEN:
             scope = scope._outer
         return scope
 
@@ -381,7 +381,7 @@ class DisposeScope:
 
     def owned(self) -> list[Tensor]:
         """Return the tensors that it owns, in no particular order; none once it has closed."""
-        if not self.is_open:
+        if self._status is not OPEN:
             return []
         check_thread(self, "owned")
         return alive(self._ledger)

@@ -18,7 +18,7 @@ from torch import Tensor
 from tenure._errors import ScopeUsageError
 
 from ._disposed import Cause
-from ._ledger import Ledger, Reference, enter, n_alive, owns, prune, take
+from ._ledger import OPEN, Ledger, Reference, enter, n_alive, owns, prune, take
 from ._library_objects import install_hooks
 from ._tracker import Tracker
 
@@ -152,7 +152,7 @@ def check_open(scope: DisposeScope, call: str) -> None:
     Raises:
         ScopeUsageError: it is not.
     """
-    if not scope.is_open:
+    if scope._status is not OPEN:
         raise ScopeUsageError(
             f"{call}() was called on {scope!r}. Use a scope inside its with block. {ONE_BLOCK}"
         )
@@ -165,7 +165,7 @@ def check_thread(scope: DisposeScope, call: str) -> None:
     Raises:
         ScopeUsageError: it is not.
     """
-    if scope._thread is not this_thread():
+    if scope._thread is not _local.scopes:
         raise ScopeUsageError(
             f"{call}() was called on {scope!r} from thread {threading.current_thread().name!r}. "
             f"Nothing was changed. {_ONE_THREAD}"

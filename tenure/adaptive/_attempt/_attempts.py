@@ -33,7 +33,7 @@ from tenure.scopes import DisposeScope
 
 from .._interrupts import Interrupts
 from .._undo import Caches, Rollback
-from ._events import AdaptiveEvent, EventKind, OnRetry, memory_of, statistics, tell
+from ._events import AdaptiveEvent, EventKind, OnRetry, memory_of, tell, this_thread
 from ._relief import Relief, free_bytes_of, pieces_in, unused_bytes_at
 
 T = TypeVar("T")
@@ -129,7 +129,7 @@ class Attempts:
         # False also when memory runs out while the state is noted: there is nothing to undo then,
         # and what was noted in part has been brought back by begin() itself
         self._is_noted = False
-        self._statistics = statistics()
+        self._statistics = this_thread.statistics
         self._on_retry = on_retry
         # The interpreter makes what the caller is handling the context of what is raised here. It
         # is none of the attempts', and its frames are the caller's.

@@ -138,7 +138,7 @@ class _ListenersOfThread(threading.local):
         self.statistics = AdaptiveStatistics()
 
 
-_this_thread = _ListenersOfThread()
+this_thread = _ListenersOfThread()
 # replaced under the lock and never changed, so that whoever tells an event reads it without one
 _listeners: tuple[OnRetry, ...] = ()
 _lock = threading.Lock()
@@ -146,7 +146,7 @@ _lock = threading.Lock()
 
 def statistics() -> AdaptiveStatistics:
     """Return the counts of this thread, always the same object."""
-    return _this_thread.statistics
+    return this_thread.statistics
 
 
 def add_listener(listener: _AnyListener) -> _AnyListener:

@@ -99,8 +99,9 @@ class IsolatedGradients:
     def new(self) -> list[tuple[Tensor, Tensor]]:
         """Return the leaves that this attempt has given a gradient, and that gradient."""
         with without_functions():
-            pairs = [(leaf, leaf.grad) for leaf, _ in self._held.values()]
-        return [(leaf, grad) for leaf, grad in pairs if grad is not None]
+            return [
+                (leaf, new) for leaf, _ in self._held.values() if (new := leaf.grad) is not None
+            ]
 
     def old(self, leaf: Tensor) -> Tensor | None:
         """Return the gradient that a leaf had before."""
@@ -221,36 +222,38 @@ def leaves_of(roots: Iterable[Tensor]) -> list[Tensor]:
 
     A graph that a node makes only while it runs backward (reentrant checkpoints) is not seen.
     """
-    roots = list(roots)
     found: dict[int, Tensor] = {}
-    for root in roots:
-        if root.grad_fn is None and root.requires_grad:
-            found[id(root)] = root
-    for node in nodes_of(roots)[1]:
-        # `AccumulateGrad` alone has a `variable` and nothing below it
-        leaf = getattr(node, "variable", None)
-        if leaf is not None:
-            found[id(leaf)] = leaf
+    _inner_nodes(roots, found)
     return list(found.values())
 
 
-def nodes_of(roots: Iterable[Tensor]) -> tuple[list[Any], list[Any]]:
-    """Return the nodes of the graphs of ``roots``, each once: the inner ones, and those at ends."""
+def _inner_nodes(roots: Iterable[Tensor], leaves: dict[int, Tensor]) -> list[Any]:
+    """Return the inner nodes of the graphs of ``roots``, each once.
+
+    Args:
+        roots: tensors of any shape.
+        leaves: gets the leaves of these graphs by identity.
+    """
     waiting: list[Any] = []
-    seen: set[Any] = {None}
+    for root in roots:
+        if root.grad_fn is not None:
+            waiting.append(root.grad_fn)
+        elif root.requires_grad:
+            leaves[id(root)] = root
+    seen: set[Any] = {None, *waiting}
     inner: list[Any] = []
-    ends: list[Any] = []
-    below: Iterable[tuple[Any, int]] = [(root.grad_fn, 0) for root in roots]
-    while True:
-        for node, _ in below:
-            if node not in seen:
-                seen.add(node)
-                waiting.append(node)
-        if not waiting:
-            return inner, ends
+    while waiting:
         node = waiting.pop()
-        below = node.next_functions
-        (inner if below else ends).append(node)
+        if below := node.next_functions:
+            inner.append(node)
+            for each, _ in below:
+                if each not in seen:
+                    seen.add(each)
+                    waiting.append(each)
+        # `AccumulateGrad` alone has a `variable` and nothing below it
+        elif (leaf := getattr(node, "variable", None)) is not None:
+            leaves[id(leaf)] = leaf
+    return inner
 
 
 Backward = Callable[[Tensor], object]
@@ -472,9 +475,9 @@ class SplitBackward:
             # those of a leaf that is frozen don't run
             leaves = [leaf for leaf in leaves if leaf.requires_grad]
             # such a hook may step an optimizer and drop the gradient, which makes waiting senseless
-            if n_hooked := sum(bool(post_hooks_of(leaf)) for leaf in leaves):
+            if hooked := [leaf for leaf in leaves if post_hooks_of(leaf)]:
                 raise AdaptiveUsageError(
-                    f"{n_hooked} of the parameters have a hook from "
+                    f"{len(hooked)} of the parameters have a hook from "
                     "register_post_accumulate_grad_hook(). It would run for each micro-batch, with "
                     "a part of the gradient. Do its work after step(), or pass a batch that fits; "
                     "if the whole batch was tried, its hooks may have run already."
@@ -525,9 +528,9 @@ def _giving_zeros(weightless: Iterable[Tensor], others: Iterable[Tensor]) -> Ite
         weightless: these roots.
         others: further roots of the same passes; what they come of, too, gets their gradients.
     """
-    shared = set(nodes_of(others)[0])
+    shared = set(_inner_nodes(others, {}))
     # to what is shared they add zeros
-    own = [node for node in nodes_of(weightless)[0] if node not in shared]
+    own = [node for node in _inner_nodes(weightless, {}) if node not in shared]
     with ExitStack() as hooks:
         for node in own:
             hooks.enter_context(node.register_hook(_zeros))

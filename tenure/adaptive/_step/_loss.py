@@ -62,19 +62,19 @@ class Terms(NamedTuple):
         return {name: term.count is not None for name, term in self.by_name.items()}
 
     def counts(self) -> dict[str, Count]:
-        """Return copies of the counts: a function may count the next chunk in the same tensor."""
+        """Return the counts of those that have one."""
         found: dict[str, Count] = {}
         for name, term in self.by_name.items():
             if term.count is not None:
-                found[name] = copied(term.count)
+                found[name] = term.count
         return found
 
     def detached(self) -> Terms:
         """Return copies without graphs."""
-        counts, terms = self.counts(), {}
+        terms: dict[str, Term] = {}
         for name, term in self.by_name.items():
             # copies: what losses of torch return still has the memory of all their elements
-            terms[name] = Term(term.value.detach().clone(), counts.get(name))
+            terms[name] = Term(term.value.detach().clone(), term.count)
         return Terms(terms, self.named)
 
 
@@ -202,9 +202,10 @@ def _term(value: object, place: str, reduction: Reduction) -> Term:
 
 
 def _count(count: object, what: str) -> Count:
-    # kept on its device: reading it would make the host wait in each micro-batch
+    # A copy, because a function may count the next chunk in the same tensor. It stays on its
+    # device, because reading it would make the host wait in each micro-batch.
     if isinstance(count, Tensor) and count.numel() == 1 and not count.requires_grad:
-        return count.detach().reshape(())
+        return count.detach().clone().reshape(())
     number = plain_number(count)
     if number is not None:
         return number

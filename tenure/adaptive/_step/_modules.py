@@ -37,7 +37,7 @@ from tenure._torch.quiet import without_functions
 from tenure._torch.replicas import specialities_of
 from tenure._torch.sharding import ShardedGroup, Shards, sharded_groups
 from tenure._torch.storages import key_of
-from tenure._torch.writes import version_of
+from tenure._torch.writes import versions_of
 
 from .._ranks import (
     Replicated,
@@ -348,7 +348,7 @@ class WrittenParameters:
     ) -> None:
         self._entry, self._function, self._roots, self.asks = entry, function, roots, asks
         self.error: AdaptiveUsageError | None = None
-        self._noted: list[tuple[Tensor, Tensor, int | None]] = []
+        self._noted: list[tuple[Tensor, Tensor]] = []
         with without_functions():
             for module in modules_below(roots.values()):
                 # looking rows up renormalizes them, again to the same
@@ -357,7 +357,8 @@ class WrittenParameters:
                     # of other classes nobody knows what a write is: sharded, quantized, without
                     # data
                     if each is not None and type(each) in _PLAIN and not is_lazy(each):
-                        self._noted.append((each, each.detach(), version_of(each)))
+                        self._noted.append((each, each.detach()))
+            self._versions = versions_of([each for each, _ in self._noted])
 
     def guarded(self) -> AbstractContextManager[Any]:
         """Return a block for a call of the function."""
@@ -369,13 +370,18 @@ class WrittenParameters:
         Raises:
             AdaptiveUsageError: one was.
         """
-        noted, self._noted = self._noted, []
+        noted, known = self._noted, self._versions
+        self._noted, self._versions = [], []
         written = []
         with without_functions():
-            for parameter, data, version in noted:
-                if _has_other_data(parameter, data):
+            versions = versions_of([each for each, _ in noted])
+            for (parameter, data), before, now in zip(noted, known, versions, strict=True):
+                # of another class, or without data, nothing tells
+                is_plain = type(parameter) in _PLAIN and not parameter.is_meta
+                is_elsewhere = is_plain and parameter.data_ptr() != data.data_ptr()
+                if is_elsewhere and _has_other_values(parameter, data):
                     parameter.data = data
-                elif version == version_of(parameter):
+                elif before == now:
                     continue
                 written.append(parameter)
         if written:
@@ -402,14 +408,10 @@ class WrittenParameters:
 
     def by_storage(self) -> dict[int, Tensor]:
         """Return the parameters that were noted, by the keys of their storages."""
-        return {key_of(data.untyped_storage()): each for each, data, _ in self._noted}
+        return {key_of(data.untyped_storage()): each for each, data in self._noted}
 
 
-def _has_other_data(parameter: Tensor, data: Tensor) -> bool:
-    if type(parameter) not in _PLAIN or parameter.is_meta:
-        return False
-    if parameter.data_ptr() == data.data_ptr():
-        return False
+def _has_other_values(parameter: Tensor, data: Tensor) -> bool:
     # a pager moves parameters, and a quantized layer lays them out anew
     kinds = [(each.shape, each.dtype, each.device, each.layout) for each in (parameter, data)]
     return kinds[0] == kinds[1] and not torch.equal(parameter, data)

@@ -23,8 +23,8 @@ from tenure._torch.sharding import whole_of
 from tenure._torch.writes import version_of
 
 from .._callables import short_name_of
-from .._reachable import Reachable, StepModels, generators_of, modules_given
-from .._undo import AllOf, Generator, ModuleState, RngState
+from .._reachable import Reachable, StepModels, modules_given
+from .._undo import AllOf, Generator, ModuleState, RngState, generators_of
 from ._arguments import StepSpec
 from ._gradients import IsolatedGradients, SplitBackward
 from ._loss import scalar
@@ -141,10 +141,18 @@ class StepParts:
             self.spec = spec
             self.tree = SampleTree(spec.batch, spec.in_dims, name="batch", argument="in_dims")
             self.found = Reachable(spec.fn)
-            roots = self._roots()
+            if spec.model is not None:
+                roots = modules_given(spec.entry, spec.model)
+            else:
+                roots = self.found.modules.copy()
+                for path, value, _ in self.tree.leaves:
+                    # a model may come with the batch, as in a population that is trained
+                    if isinstance(value, nn.Module):
+                        roots[path] = value
             # modules of the loss see the whole batch: they are no roots and may mix samples
-            loss = spec.loss if callable(spec.loss) else None
-            self.found.look_into(loss, spec.then, spec.once)
+            for function in (spec.loss, spec.then, spec.once):
+                if callable(function):
+                    self.found.look_into(function)
         else:
             self.tree = like.tree.like([*values])
             self.spec = replace(spec, batch=self.tree.with_leaves([*values]))
@@ -210,17 +218,6 @@ class StepParts:
     def outside(self) -> dict[str, Tensor]:
         """Tensors of any shape that the function takes from elsewhere, by name."""
         return self.found.constants | self.found.tensors
-
-    def _roots(self) -> dict[str, nn.Module]:
-        """Return the modules that the function is known to run, by name."""
-        if self.spec.model is not None:
-            return modules_given(self.spec.entry, self.spec.model)
-        roots = self.found.modules.copy()
-        for path, value, _ in self.tree.leaves:
-            # a model may come with the batch, as in a population that is trained
-            if isinstance(value, nn.Module):
-                roots[path] = value
-        return roots
 
     def watching(self) -> AbstractContextManager[Any]:
         """Open a block whose modules are known by running, and noted before they change."""
@@ -303,7 +300,9 @@ class StepParts:
         if not self.spec.is_planned:
             self.exchange.check_splittable()
         self._refuse_mixing(self.roots, size)
-        self.backward.let_hooks_wait(self.gradients.leaves())
+        # those of a run that is thrown away wait already
+        if not self.backward.is_thrown_away:
+            self.backward.let_hooks_wait(self.gradients.leaves())
 
     def forward(self, chunk: Chunk) -> Any:
         """Run the function, and see by what ran, and by what it wrote, whether it mixes samples."""
@@ -312,7 +311,7 @@ class StepParts:
             returned = self.call(self.inputs.chunk(start, length), start)
         except Exception as error:
             # such as BatchNorm of a single sample
-            if isinstance(error, ValueError):
+            if self.models.new and isinstance(error, ValueError):
                 self._refuse_new(length)
             if length < self.n_samples:
                 tell_of_part(error, length, self.n_samples, self.outside)
@@ -320,7 +319,8 @@ class StepParts:
         if start in self.aux:
             self.aux[start] = _lasting(self.aux[start])
         # after it ran, for modules are known only then; nothing was delivered yet
-        self._refuse_new(length)
+        if self.models.new:
+            self._refuse_new(length)
         # the first chunk tells: what a buffer collects, it collects of each
         if not start and self.spec.batchnorm == "refuse":
             written = written_modules(self.roots, self.state.modules)
@@ -329,8 +329,8 @@ class StepParts:
 
     def _refuse_new(self, size: int) -> None:
         """Judge the modules that nobody knew before they ran."""
-        if new := self.models.take_new_roots():
-            self._refuse_mixing(new, size)
+        new, self.models.new = self.models.new, {}
+        self._refuse_mixing(new, size)
 
     def _refuse_mixing(self, roots: Mapping[str, nn.Module], size: int) -> None:
         if self.spec.batchnorm == "refuse":

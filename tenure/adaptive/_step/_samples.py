@@ -23,7 +23,7 @@ from tenure._text import describe_tensor, listed
 from tenure._torch.compiler import is_compiled, mark_dynamic, marked_dynamic, never_compiled
 from tenure._torch.modules import modules_told
 from tenure._torch.quiet import without_functions
-from tenure._torch.writes import version_of
+from tenure._torch.writes import versions_of
 from tenure.scopes import owner_of
 
 from ._gradients import leaves_of
@@ -331,21 +331,22 @@ class CutInputs:
     def __init__(self, tree: SampleTree, whole: Any) -> None:
         self._tree = tree
         self._whole = whole
-        self._versions: list[tuple[Tensor, int | None]] = []
+        self._tensors: list[Tensor] = []
         self.frozen: list[Tensor] = []
         self.computed: list[str] = []
         self.trained: list[tuple[str, Tensor]] = []
         with without_functions():
             for path, value, _ in tree.leaves:
                 if isinstance(value, Tensor):
-                    # versions count writes, so that nothing has to be copied to notice one
-                    self._versions.append((value, version_of(value)))
+                    self._tensors.append(value)
                     if value.grad_fn is not None:
                         self.computed.append(path)
                     if value.requires_grad:
                         self.trained.append((path, value))
                     elif value.is_floating_point():
                         self.frozen.append(value)
+            # they count writes, so that nothing has to be copied to notice one
+            self._versions = versions_of(self._tensors)
             # one that the function itself lets require grad has a gradient of no interest
             self.leaves = leaves_of([value for _, value in self.trained]) if self.trained else []
         self.expects_writes = False
@@ -359,9 +360,10 @@ class CutInputs:
     def _written(self) -> Tensor | None:
         """Return a tensor that was written."""
         with without_functions():
-            for tensor, known in self._versions:
-                if version_of(tensor) != known:
-                    return tensor
+            versions = versions_of(self._tensors)
+        for tensor, before, now in zip(self._tensors, self._versions, versions, strict=True):
+            if before != now:
+                return tensor
         return None
 
     def begin(self) -> None:
@@ -408,11 +410,13 @@ class CutInputs:
     def chunk(self, start: int, length: int) -> Any:
         """Return a container like the batch, of views of some of its samples."""
         self.length = length
-        pieces = [leaf.part(start, length) for leaf in self._tree.leaves]
-        for leaf, piece in zip(self._tree.leaves, pieces, strict=True):
+        pieces = []
+        for leaf in self._tree.leaves:
+            piece = leaf.part(start, length)
             # else compiled code would be compiled again for each size that is tried
             if isinstance(piece, Tensor) and isinstance(leaf.dim, int):
                 mark_dynamic(piece, leaf.dim)
+            pieces.append(piece)
         return self._tree.with_leaves(pieces)
 
 

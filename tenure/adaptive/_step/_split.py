@@ -26,8 +26,7 @@ from torch import Tensor
 from tenure._errors import AdaptiveUsageError
 from tenure._torch.quiet import without_functions
 
-from .._reachable import generators_of
-from .._undo import ModuleState, RngState
+from .._undo import ModuleState, RngState, generators_of
 from ._loss import (
     ONLY,
     Count,
@@ -119,7 +118,8 @@ def _run_terms(parts: StepParts, of: ChunkTerms, chunks: Sequence[Chunk]) -> Res
             if len(with_counts) > 1 and has_counts:
                 parts.start_over()
                 return None
-        check_same_terms(with_counts, terms.by_name)
+        else:
+            check_same_terms(with_counts, terms.by_name)
         # nothing here outlives the step
         with without_functions():
             seen.append(terms.detached().by_name)
@@ -385,8 +385,23 @@ def try_at(parts: StepParts, size: int) -> None:
 
 
 def _whole(parts: StepParts) -> StepOutcome:
-    backward = parts.backward
-    loss, terms = _whole_loss(parts)
+    spec, inputs, backward = parts.spec, parts.inputs, parts.backward
+    # compiled code is compiled for a size that may change, before it has to be for a smaller one
+    with inputs.expecting_other_sizes() if parts.may_compile else nullcontext():
+        returned = parts.call(inputs.whole())
+    terms: dict[str, Tensor] = {}
+    if callable(spec.loss):
+        loss = terms[ONLY] = scalar(spec.loss(returned), "loss() of step()")
+    else:
+        with without_functions():
+            found = terms_of(returned, spec.loss)
+            parts.counts = found.counts()
+        check_weight_is_used(found, spec.weight)
+        for name, term in found.by_name.items():
+            terms[name] = term.value if term.count is None else term.value / term.count
+        loss = finished_loss(terms, found.named, spec.then)
+    # what nobody runs backward, such as logits, goes before the backward pass
+    del returned
     if parts.spec.once is not None:
         loss = loss + parts.once()
     if parts.factor == 1:
@@ -400,27 +415,9 @@ def _whole(parts: StepParts) -> StepOutcome:
         parts.send_back([], [], [loss])
     # copies: the function may compute its next loss in the same memory
     value = copied(loss)
-    by_name = {name: value if each is loss else copied(each) for name, each in terms.items()}
-    return StepOutcome(value, by_name, (parts.n_samples,), parts.all_aux())
-
-
-def _whole_loss(parts: StepParts) -> tuple[Tensor, dict[str, Tensor]]:
-    """Run the function on the batch; the loss, and its terms."""
-    spec, inputs = parts.spec, parts.inputs
-    # compiled code is compiled for a size that may change, before it has to be for a smaller one
-    with inputs.expecting_other_sizes() if parts.may_compile else nullcontext():
-        returned = parts.call(inputs.whole())
-    if callable(spec.loss):
-        loss = scalar(spec.loss(returned), "loss() of step()")
-        return loss, {ONLY: loss}
-    with without_functions():
-        terms = terms_of(returned, spec.loss)
-        parts.counts = terms.counts()
-    check_weight_is_used(terms, spec.weight)
-    values = {}
-    for name, term in terms.by_name.items():
-        values[name] = term.value if term.count is None else term.value / term.count
-    return finished_loss(values, terms.named, spec.then), values
+    for name, each in terms.items():
+        terms[name] = value if each is loss else copied(each)
+    return StepOutcome(value, terms, (parts.n_samples,), parts.all_aux())
 
 
 def _split(parts: StepParts, size: int, verifier: Verifier | None) -> StepOutcome:
@@ -435,7 +432,8 @@ def _split(parts: StepParts, size: int, verifier: Verifier | None) -> StepOutcom
         extra = parts.once()
         parts.backward.run([parts.backward.scaled(extra)], [None])
         loss = loss + extra.detach()
-    return StepOutcome(loss, terms, tuple(length for _, length in chunks), parts.all_aux())
+    sizes = tuple([chunk.length for chunk in chunks])
+    return StepOutcome(loss, terms, sizes, parts.all_aux())
 
 
 def _chunks(parts: StepParts, size: int) -> list[Chunk]:

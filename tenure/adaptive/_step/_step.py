@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import FrameType, MappingProxyType
 from typing import Any, Never, TypeVar
@@ -17,7 +18,7 @@ from tenure._torch.compiler import never_compiled
 from tenure.scopes import DisposeScope, is_disposed
 
 from .._attempt import Attempts, OnRetry
-from .._ranks import is_rank
+from .._ranks import has_other_ranks, is_rank
 from .._sizes import (
     AdaptiveSearch,
     BatchsizeCache,
@@ -263,7 +264,10 @@ class StepOptions:
 
 def run_step(spec: StepSpec, options: StepOptions, frame: FrameType) -> StepResult:
     """Run a step; ``frame`` is where it was called, which sizes are remembered for."""
-    with taking_part(spec, options.group, per_rank=options.per_rank) as ranks:
+    others: AbstractContextManager[StepRanks | PlannedRanks | None] = nullcontext()
+    if has_other_ranks():
+        others = taking_part(spec, options.group, per_rank=options.per_rank)
+    with others as ranks:
         # the end of a loop for several ranks, run on one
         if spec.batch is None and ranks is None and is_rank():
             nothing = torch.tensor(0.0 if spec.loss == "sum" else float("nan"))

@@ -1,9 +1,6 @@
 """What a failed attempt has changed, noted before it runs and brought back after."""
 
 from ._caches import Caches as Caches
-from ._caches import home_of as home_of
-from ._caches import is_library as is_library
-from ._caches import used_variables as used_variables
 from ._module_state import OF_EVERY_MODULE as OF_EVERY_MODULE
 from ._module_state import ModuleState as ModuleState
 from ._module_state import modules_below as modules_below
@@ -17,3 +14,6 @@ from ._rollback import RngState as RngState
 from ._rollback import Rollback as Rollback
 from ._rollback import generator_kinds as generator_kinds
 from ._rollback import generators_in as generators_in
+from ._rollback import generators_of as generators_of
+from ._rollback import home_of as home_of
+from ._rollback import is_library as is_library

@@ -111,7 +111,8 @@ class ModuleState:
         for _, _, _, note in self._buffers:
             if note is not None:
                 self._tensors.append(note)
-        remember_written(self._tensors)
+        if self._tensors:
+            remember_written(self._tensors)
         self._forget()
 
     def undo(self) -> None:
@@ -143,9 +144,10 @@ class ModuleState:
             if hooks.keys() != before.keys():
                 hooks.clear()
                 hooks.update(before)
-        for parameter, requires_grad in self._frozen:
-            if parameter.requires_grad != requires_grad:
-                parameter.requires_grad_(requires_grad)
+        with without_functions():
+            for parameter, requires_grad in self._frozen:
+                if parameter.requires_grad != requires_grad:
+                    parameter.requires_grad_(requires_grad)
 
     def written(self) -> list[tuple[nn.Module, str]]:
         """Return the buffers, by module and name, that have other values than when they were noted.

@@ -1,4 +1,4 @@
-"""Kinds of state that an attempt may change: several as one, and random state.
+"""Kinds of state that an attempt may change: several as one, and random state of what code uses.
 
 Invariant: between ``begin`` and the end of an attempt, ``undo`` brings back what was there at
 ``begin``, however far the attempt came, and allocates no device memory.
@@ -6,15 +6,19 @@ Invariant: between ``begin`` and the end of an attempt, ``undo`` brings back wha
 
 from __future__ import annotations
 
+import functools
 import importlib
+import operator
 import pickle
 import random
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from types import FunctionType, MethodType, ModuleType
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from tenure._devices import NO_ACCELERATOR
 from tenure.scopes import persist
@@ -54,7 +58,7 @@ class AllOf:
                 begun.append(part)
         # a state may run out of memory while it is noted, as copies of buffers do
         except BaseException:
-            self._undo(begun)
+            self.undo(begun)
             raise
 
     def finish(self) -> None:
@@ -62,16 +66,17 @@ class AllOf:
         for part in self._parts:
             part.finish()
 
-    def undo(self) -> None:
-        """Bring each state back, whatever becomes of another."""
-        self._undo(self._parts)
+    def undo(self, begun: Iterable[Rollback] | None = None) -> None:
+        """Bring each state back, whatever becomes of another.
 
-    def _undo(self, parts: Iterable[Rollback]) -> None:
+        Args:
+            begun: those that were noted; None: all.
+        """
         # half of a state brought back is worse than none, and harder to see
         with ExitStack() as stack:
             # last: the others take blocks without gradients, whose end an interrupt may skip
             stack.callback(torch.set_grad_enabled, self._has_gradients)
-            for part in parts:
+            for part in self._parts if begun is None else begun:
                 stack.callback(part.undo)
 
 
@@ -94,6 +99,30 @@ def generators_in(values: Iterable[object]) -> list[Generator]:
         if issubclass(kind, kinds):
             found += [value for value in values if type(value) is kind]
     return found
+
+
+def generators_of(objects: Iterable[Any], values: Iterable[object] = ()) -> list[Generator]:
+    """Return the generators that modules hold, those that code may use, and those among values.
+
+    Code may use the variables of the Python modules that it is from, and of those that these
+    import, or import a function from.
+
+    Args:
+        objects: modules and functions.
+        values: anything else.
+    """
+    objects, variables = [*objects], list[Any]()
+    known: set[str] = set()
+    for users in (objects, variables):
+        homes = homes_of(users) - known
+        known |= homes
+        for name in sorted(homes):
+            # at once: another thread may set a variable meanwhile
+            variables += vars(sys.modules[name]).values()
+    for each in objects:
+        if issubclass(type(each), nn.Module):
+            variables += vars(each).values()
+    return generators_in([*values, *variables])
 
 
 def generator_kinds() -> tuple[type, ...]:
@@ -240,3 +269,59 @@ def _is_initialized(device: torch.device) -> bool:
     """Return whether its generator exists; asking one of an unused CUDA would start CUDA."""
     module: Any = torch.get_device_module(device)
     return bool(getattr(module, "is_initialized", lambda: True)())
+
+
+# --- the Python modules that code is from
+
+_LIBRARIES = sys.stdlib_module_names | {"torch", "numpy", "tenure"}
+"""Their variables hold nothing that a model keeps for itself."""
+CACHE = type(functools.lru_cache(len))
+_module_of = operator.attrgetter("__module__")
+
+
+def homes_of(objects: Iterable[Any]) -> set[str]:
+    """Return the names of the Python modules that define modules, functions and caches."""
+    names: list[Any] = []
+    # by identity, because a metaclass may have no hash
+    kinds: dict[int, type] = {}
+    # a loop without calls: a step asks for all variables of the user's files
+    for each in objects:
+        kind = type(each)
+        if kind is CACHE:
+            each = each.__wrapped__
+            kind = FunctionType if is_a(each, FunctionType, MethodType) else CACHE
+        if kind is FunctionType or kind is MethodType:
+            names.append(each.__module__)
+        elif kind is ModuleType:
+            names.append(each.__name__)
+        else:
+            kinds[id(kind)] = kind
+    for kind in kinds.values():
+        if issubclass(kind, nn.Module):
+            names += map(_module_of, kind.__mro__)
+    found: set[str] = set()
+    for name in names:
+        if type(name) is str and name in sys.modules and name.partition(".")[0] not in _LIBRARIES:
+            found.add(name)
+    return found
+
+
+def variables_of(homes: Iterable[str]) -> list[dict[str, Any]]:
+    """Return the variables of Python modules."""
+    return [vars(sys.modules[name]) for name in sorted(homes)]
+
+
+def home_of(value: Any) -> str:
+    """Return the name of the Python module that a class or a function is from."""
+    name = value.__module__
+    return name if type(name) is str else ""
+
+
+def is_library(name: str) -> bool:
+    """Return whether a Python module keeps nothing of a model in its variables."""
+    return name.partition(".")[0] in _LIBRARIES
+
+
+def is_a(value: object, *kinds: type) -> bool:
+    """Return `isinstance` by type, because a dead weak proxy raises."""
+    return issubclass(type(value), kinds)

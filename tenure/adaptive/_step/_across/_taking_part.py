@@ -23,7 +23,6 @@ from ..._ranks import (
     RankCall,
     RankGroup,
     Replicated,
-    has_other_ranks,
     has_other_replicas,
     is_first_fsdp,
     is_sharded,
@@ -47,7 +46,7 @@ _AFTERWARDS = (
 def taking_part(
     spec: StepSpec, group: Any, *, per_rank: bool
 ) -> Iterator[StepRanks | PlannedRanks | None]:
-    """Return a block in which ranks make a step together.
+    """Return a block in which ranks make a step together; asked where there are other processes.
 
     Args:
         spec: the step.
@@ -57,9 +56,6 @@ def taking_part(
     Returns:
         What the step has to do with the others; None where there are none.
     """
-    if not has_other_ranks():
-        yield None
-        return
     name = f"{spec.entry}({short_name_of(spec.fn)!r})"
     with Interrupts() as interrupts:
         found = _found_by(spec)

@@ -86,23 +86,23 @@ class ConstantNumbers(EagerMode):
         if (self._types is not None or self._n_roundings) and _may_round(func):
             for arg in args:
                 if isinstance(arg, Tensor) and arg.is_floating_point():
-                    self._look_at(func, [result] if isinstance(result, Tensor) else result)
+                    made = [result] if isinstance(result, Tensor) else passed_tensors(result)
+                    for each in made:
+                        if each.is_floating_point():
+                            self._look_at(func, each)
                     break
         return result
 
-    def _look_at(self, func: Any, made: Any) -> None:
-        for each in passed_tensors(made):
-            if not each.is_floating_point():
-                continue
-            if self._types is not None:
-                self._types.add(each.dtype)
-            # an expanded tensor can't be written to
-            is_expanded = each.dim() and 0 in each.stride() and each.numel() > 1
-            if self._n_roundings and each.layout is torch.strided and not is_expanded:
-                eps = self._n_roundings * _eps(func, each)
-                # some at a time: the step may need all memory that there is
-                for part in each.view(-1).split(_MOST_AT_ONCE) if each.is_contiguous() else [each]:
-                    self._round(part, eps)
+    def _look_at(self, func: Any, made: Tensor) -> None:
+        if self._types is not None:
+            self._types.add(made.dtype)
+        # an expanded tensor can't be written to
+        is_expanded = made.dim() and 0 in made.stride() and made.numel() > 1
+        if self._n_roundings and made.layout is torch.strided and not is_expanded:
+            eps = self._n_roundings * _eps(func, made)
+            # some at a time: the step may need all memory that there is
+            for part in made.view(-1).split(_MOST_AT_ONCE) if made.is_contiguous() else [made]:
+                self._round(part, eps)
 
     def _round(self, made: Tensor, eps: float) -> None:
         # half precision could not hold a factor so near to 1

@@ -276,13 +276,14 @@ class SampledStep:
         """Copy the gradients that a run made."""
         # those that were known before anything ran are the same in each run
         names = _parameter_names(parts.models.found) | parts.leaf_names
-        seen = _parameter_names(parts.roots)
+        seen: dict[int, str] | None = None
         found: Numbers = {}
         taken: set[str] = set()
         for leaf, gradient in parts.gradients.new():
             name = names.get(id(leaf))
             if name is None:
                 if id(leaf) not in self.unnamed:
+                    seen = _parameter_names(parts.roots) if seen is None else seen
                     known = [other for _, other in self.unnamed.values()]
                     shown = seen.get(id(leaf), f"a tensor of shape {list(leaf.shape)}")
                     self.unnamed[id(leaf)] = leaf, unused(shown, known)
@@ -431,7 +432,7 @@ def chosen_samples(
         for side, index, room in zip((left, right), ends, (n_left, most - n_left), strict=True):
             if len(side) < room and index not in left and index not in right:
                 side.append(index)
-    evenly = (i * n_samples // most for i in range(most))
+    evenly = [i * n_samples // most for i in range(most)]
     for index in dict.fromkeys([*evenly, *range(min(n_samples, 2 * most))]):
         if index not in left and index not in right and len(left) + len(right) < most:
             (left if len(left) < n_left else right).append(index)

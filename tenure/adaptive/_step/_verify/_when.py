@@ -199,12 +199,13 @@ def _place(parts: StepParts) -> tuple[Hashable, dict[Hashable, Any]]:
     spec, held = parts.spec, parts.found.held
     modules = modules_below(parts.roots.values())
     # the numbers of torch's own say how it is built, those of its losses what they compute
-    homes = ((module, type(module).__module__) for module in modules)
-    own = [module for module, home in homes if is_of_a_library(home) and home != _LOSSES]
+    homes = {type(module).__module__ for module in modules} - {_LOSSES}
+    libraries = {home for home in homes if is_of_a_library(home)}
+    own = [module for module in modules if type(module).__module__ in libraries]
     # a text may select another loss, and differs in each call where it names a sample
     shared = [leaf.value for leaf in parts.leaves if not leaf.is_split]
     values = _values([*held, *modules, *shared, spec.weight], own)
-    modes = hash(tuple(module.training for module in modules))
+    modes = hash(tuple([module.training for module in modules]))
     asked = [type(each) for each in (spec.weight, spec.then, spec.once)]
     loss = None if callable(spec.loss) else spec.loss
     options = spec.batchnorm, torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
