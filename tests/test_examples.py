@@ -9,10 +9,25 @@ _EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
 _PAGE = Path(__file__).parent.parent / "docs" / "demo.md"
 # as long as it takes to see that they run
 _ARGUMENTS = {"lightning_digits": ["1"], "trainer": ["--steps", "4", "--length", "32"]}
-_ON_RANKS = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
-# what takes longer to import than to use, in one process for all who use any of it
-_LIBRARIES = ("accelerate", "lightning.pytorch", "transformers", "transformers.trainer", "peft")
-_USE_THEM = ("accelerate_loop", "lightning_digits", "lora_paged", "paged_generation", "trainer")
+# what takes longer to import than to use, in one process for all
+_LIBRARIES = (
+    *("torch._dynamo", "accelerate", "lightning.pytorch", "transformers", "transformers.trainer"),
+    *("peft", "sklearn.datasets"),
+)
+# as torchrun does, with what is imported already
+_ON_TWO_RANKS = """
+import os, runpy, socket, sys
+with socket.create_server(("localhost", 0)) as free:
+    port = str(free.getsockname()[1])
+os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=port, WORLD_SIZE="2", OMP_NUM_THREADS="1")
+pids = []
+for rank in "01":
+    if not (pid := os.fork()):
+        os.environ["RANK"] = rank
+        runpy.run_path(sys.argv[1], run_name="__main__")
+    pids.append(pid)
+sys.exit(any(os.waitpid(pid, 0)[1] for pid in pids))
+"""
 
 
 @pytest.mark.skipif(not _PAGE.exists(), reason="runs where the docs are")
@@ -29,13 +44,7 @@ def test_an_example_has_less_than_a_hundred_lines(path):
 @pytest.mark.slow
 @pytest.mark.parametrize("path", _EXAMPLES, ids=lambda path: path.stem)
 def test_an_example_runs_and_tells_what_it_found(path):
-    if path.stem == "ddp_adaptive":
-        # each rank imports torch and dynamo by itself; torchrun would say that it sets the variable
-        done = run_program(*_ON_RANKS, str(path), OMP_NUM_THREADS="1")
-    else:
-        uses = path.stem in _USE_THEM
-        done = run_program(
-            path, *_ARGUMENTS.get(path.stem, []), imported=_LIBRARIES * uses, hides=uses
-        )
+    words = [_ON_TWO_RANKS, str(path)] if path.stem == "ddp_adaptive" else [path]
+    done = run_program(*words, *_ARGUMENTS.get(path.stem, []), imported=_LIBRARIES, hides=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout

@@ -134,7 +134,7 @@ def paged_activations(rig):
 @check(limit_s=120, sim={"allocator": "exact"})
 def paged_auto(rig):
     """`budget="auto"` gives memory back when computation needs it, and takes it again."""
-    n_layers, width = rig.pick((24, 1024), (12, 256))
+    n_layers, width = rig.pick((24, 1024), (8, 256))
     model = layers(n_layers, width).eval()
     x = torch.randn(8, width, device=rig.device)
     weights = parameter_bytes(model)
@@ -150,7 +150,8 @@ def paged_auto(rig):
             return rig.bytes(n_mib * MIB)
 
         with rig.limited(3 * weights // 4), page(model, rig.device, budget="auto") as handle:
-            for n_passes, takes in ((6, False), (6, True), (rig.pick(30, 16), False)):
+            few, many = rig.pick((6, 30), (3, 12))
+            for n_passes, takes in ((few, False), (few, True), (many, False)):
                 kept = taken() if takes else None
                 for _ in range(n_passes):
                     assert torch.equal(model(x).cpu(), expected)

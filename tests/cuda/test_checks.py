@@ -11,6 +11,7 @@ import torch
 from tests.programs import IMPORTED, run_program
 
 _RUN = Path(__file__).with_name("run.sh")
+_COMMAND = "-m", "tests.cuda"
 
 
 def _run(out, python=sys.executable):
@@ -26,7 +27,7 @@ def _found(out):
 @pytest.mark.slow
 def test_all_checks_pass_on_the_simulated_device(tmp_path, monkeypatch):
     monkeypatch.chdir(_RUN.parents[2])
-    done = run_program("-m", "tests.cuda", str(tmp_path), "--dry", imported=IMPORTED, hides=True)
+    done = run_program(*_COMMAND, str(tmp_path), "--dry", imported=IMPORTED, hides=True)
     assert done.returncode == 0, done.stdout[-4000:]
     found = _found(tmp_path)
     assert found["dry"]
@@ -40,8 +41,9 @@ def test_all_checks_pass_on_the_simulated_device(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has a CUDA device")
-def test_a_run_without_a_gpu_says_that_nothing_was_verified(tmp_path):
-    done = _run(tmp_path)
+def test_a_run_without_a_gpu_says_that_nothing_was_verified(tmp_path, monkeypatch):
+    monkeypatch.chdir(_RUN.parents[2])
+    done = run_program(*_COMMAND, str(tmp_path), imported=IMPORTED)
     assert done.returncode == 2
     assert "Nothing was verified: no CUDA device (this PyTorch is 2." in done.stdout
     assert set(_found(tmp_path)["counts"].items()) >= {("PASS", 0), ("FAIL", 0)}
