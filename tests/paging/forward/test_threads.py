@@ -116,8 +116,9 @@ def interrupted_at(k, call, files=("_engine.py", "_room.py", "_memory.py", "_pag
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("every", [41, pytest.param(7, marks=pytest.mark.exhaustive)])
 def test_wherever_the_engine_is_interrupted_the_next_pass_is_right_and_has_its_room(
-    paged, model, x
+    paged, model, x, every
 ):
     reference, k = copy.deepcopy(model), 1
     model(x)
@@ -125,14 +126,15 @@ def test_wherever_the_engine_is_interrupted_the_next_pass_is_right_and_has_its_r
         for each in (model, reference):
             each[2].weight.data.mul_(1.01)
         assert model(x).equal(reference(x))
-        k += 11
+        k += every
     assert k > 500
     assert model(x).equal(reference(x))
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("verb", ["forward", "unpage"])
-def test_wherever_who_goes_in_or_out_is_interrupted_each_thread_gets_in(x, tmp_path, verb):
+def test_wherever_who_goes_in_or_out_is_interrupted_each_thread_gets_in(x, tmp_path, verb, every):
     if verb == "unpage" and sys.version_info >= (3, 13):
         pytest.skip("from Python 3.13 on a trace is not told of every instruction")
     files = ("_pager.py", "_entry.py", "_pass.py", "_handle.py")
@@ -162,7 +164,7 @@ def test_wherever_who_goes_in_or_out_is_interrupted_each_thread_gets_in(x, tmp_p
             handle = paged_anew()
         assert [each.equal(expected) for each in outputs] == [True] * len(outputs), k
         outputs.clear()
-        k += 1
+        k += every
     assert k > 100
     handle.unpage()
     call()
