@@ -41,7 +41,7 @@ _MAX_OBJECTS_OF_EACH = 8
 # An index of all references takes as long as a scan for 240 objects, and a scan for none as long as
 # 16 objects more. So a search scans as long as that takes half of what an index takes.
 _MOST_SCANNED, _EMPTY_SCAN = 128, 16
-_SHARES = Step("", "numpy", anchor="numpy array", link=" ", shares=True)
+_SHARES = Step("", "numpy", anchor="numpy array", link=" ", whole=True, shares=True)
 # the list of the search, and the variable that is asked about
 _OWN_REFERENCES = 1 + SOLE
 

@@ -146,6 +146,7 @@ class Tracker(TorchFunctionMode):
             ):
                 # counted here, because an argument is a reference or not, by the version of Python
                 new = _new_of(getrefcount(out) == SOLE, out, func, (args, kwargs))
+                new = new or self._in_array(out, scope)
                 self._enter(new, scope, getframe(1), func is _DEEPCOPY)
         return out
 
@@ -201,6 +202,17 @@ class Tracker(TorchFunctionMode):
             self._admitted.clear()
         self._admitted[id(code)] = self._last = code
         return True
+
+    def _in_array(self, out: Any, scope: DisposeScope) -> list[Tensor]:
+        """Return the tensor through which a NumPy array holds its memory, to report it.
+
+        None for a scope that disposes: the array would be left with freed memory.
+        """
+        reporting = self.open_scope(scope)
+        if reporting is None or reporting.policy == "dispose":
+            return []
+        base = getattr(out, "base", None)
+        return [base] if isinstance(base, Tensor) else []
 
     def _enter_sole(self, outs: Sequence[Any], scope: DisposeScope, frame: FrameType) -> bool:
         """Enter outputs of which each is held by its container alone, and so is new.

@@ -1,8 +1,10 @@
 """The leak report: what is a leak, what the report says, and that it keeps nothing alive."""
 
 import gc
+import sys
 import weakref
 
+import numpy as np
 import pytest
 import torch
 
@@ -92,6 +94,21 @@ def test_variables_of_running_functions_and_values_on_their_way_out_are_no_leak(
         assert not each.leaks
         assert str(each.leaks) == "<DisposeScope 'step'>: no tensors leaked."
     assert len(pair) == len(best) == 2
+
+
+def test_an_array_that_keeps_the_memory_of_a_tensor_is_a_leak_unless_it_is_a_variable():
+    history = []
+    with reporting() as scope:
+        x = torch.ones(4)
+        history += [x.detach().numpy()[1:], np.asarray(x * 2), (x + 1).numpy().sum()]
+        local = (x * 3).numpy()
+        del x
+    place = f"numpy array {sys._getframe().f_code.co_qualname}.<locals>.history"
+    assert [each.holders for each in scope.leaks] == [(f"{place}[{i}]",) for i in range(2)]
+    with NewDisposeScope():
+        history.append((torch.ones(4) * 5).numpy())
+    assert history[-1].tolist() == [5.0] * 4
+    assert local.tolist() == [3.0] * 4
 
 
 def test_graph_of_a_local_loss_is_no_leak_of_a_local_but_one_of_temporaries():
