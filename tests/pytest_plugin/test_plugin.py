@@ -287,7 +287,7 @@ def test_none():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("workers", [(), ("-n", "2")])
+@pytest.mark.parametrize("workers", [(), ("-n", "1")])
 def test_the_option_lists_the_tests_that_took_the_most(tmp_path, workers):
     told = _run(tmp_path, {"it": LARGE}, "--tenure", *workers).text
     assert "1 failed, 2 passed" in told
