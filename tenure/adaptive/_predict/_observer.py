@@ -13,7 +13,7 @@ from weakref import ref
 import torch
 from torch import Tensor, UntypedStorage, nn
 
-from tenure._callers import Site, is_internal
+from tenure._callers import Site, is_internal, module_of
 from tenure._containers import passed_tensors
 from tenure._torch import cpu_allocator, gradient_sums
 from tenure._torch.fakes import is_fake
@@ -184,6 +184,8 @@ class Observer(DispatchMode):
             result = shown_for(func)(*args, **kwargs)
         except CAN_NOT as error:
             result, reason = worked_out(func, args, kwargs, self.known, error)
+            if result is False and _is_check(sys._getframe(1)):
+                result, reason = True, None
             if reason is not None:
                 _, site = _place(sys._getframe(1))
                 self.reasons.setdefault(f"{reason} at {site or ''}")
@@ -312,6 +314,13 @@ def _operation(name: str, phase: Phase) -> Operation:
     if gradient_sums.current_node() is not None:
         return Operation(name, phase, None, gradient_sums.sequence_of_node())
     return Operation(name, phase, _place(sys._getframe(2)), gradient_sums.next_sequence())
+
+
+def _is_check(frame: FrameType | None) -> bool:
+    """Return whether torch.distributions checks its arguments: those of a program are valid."""
+    while frame is not None and module_of(frame).startswith("torch._"):
+        frame = frame.f_back
+    return frame is not None and module_of(frame).startswith("torch.distributions.")
 
 
 def _place(frame: FrameType | None) -> OperationPlace:

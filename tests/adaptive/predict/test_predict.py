@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import nn
+from torch import distributions, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.nn import functional as F
@@ -412,3 +412,21 @@ def test_memory_that_an_operation_enlarges_in_place_is_counted():
     with torch.no_grad():
         report = predict_peak(fn, torch.empty(2**20))
     assert report.peak_bytes == 2 * 4 * 2**20
+
+
+def _elbo(hidden):
+    mean, deviation = hidden.chunk(2, -1)
+    found = distributions.Normal(mean, deviation.exp())
+    prior = distributions.Normal(torch.zeros_like(mean), torch.ones_like(mean))
+    return distributions.kl_divergence(found, prior).mean() - found.log_prob(found.rsample()).mean()
+
+
+def _policy(hidden):
+    found = distributions.Categorical(hidden.softmax(-1))
+    return -found.log_prob(found.sample()).mean() - found.entropy().mean()
+
+
+@pytest.mark.parametrize("loss_of", [_elbo, _policy])
+def test_distributions_whose_arguments_are_checked_are_predicted(loss_of):
+    model = mlp()
+    assert not exact(lambda x: loss_of(model(x)), torch.randn(512, 64)).approximate
