@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from . import bound, getter
-from .modes import DispatchMode
+from .modes import EagerMode
 from .quiet import without_functions
 
 _ALL = "everything that tells storages apart"
@@ -114,7 +114,7 @@ def _alone() -> int:
     return n_holders({0: object()}, 0)
 
 
-class UseProbe(DispatchMode):
+class UseProbe(EagerMode):
     """Notes how often an argument of an operation was used when the handler got it.
 
     Args:

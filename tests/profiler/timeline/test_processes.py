@@ -8,10 +8,11 @@ from tests.programs import run_program
 
 
 @pytest.mark.slow
-def test_an_interpreter_that_ends_inside_a_block_ends_well():
+def test_an_interpreter_that_ends_inside_a_block_ends_well_and_has_not_imported_the_compiler():
     done = run_program(
-        "import torch\nfrom tenure.profiler import Timeline\n"
-        "timeline = Timeline().__enter__()\ntorch.ones(1) + 1\n",
+        "import sys, torch\nfrom tenure.profiler import Timeline\n"
+        "timeline = Timeline().__enter__()\ntorch.ones(1) + 1\n"
+        "assert 'torch._dynamo' not in sys.modules\n",
         hides=True,
     )
     assert (done.returncode, done.stderr) == (0, "")
