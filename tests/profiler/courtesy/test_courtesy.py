@@ -1,4 +1,3 @@
-import copy
 import gc
 import warnings
 
@@ -177,10 +176,8 @@ def test_hooks_are_kept_and_run_once(sim):
 
 USES = {
     "add": lambda t: t + 1,
-    "copy": copy.deepcopy,
     "data": lambda t: t.data,
     "pickle": lambda t: t.__reduce_ex__(2),
-    "storage": lambda t: t.untyped_storage(),
     "list": lambda t: torch.stack([t, t]),
     "out": lambda t: torch.add(torch.ones(4), 1, out=t),
     "backward": lambda t: torch.autograd.backward([t], [torch.ones(4)]),
@@ -497,9 +494,6 @@ def test_modes_of_the_program_see_nothing_of_it(sim):
     assert not x.is_inference()
 
 
-# --- devices and reports
-
-
 # --- what CUDA asks for beside tensors
 
 
@@ -568,9 +562,6 @@ def test_the_workspaces_of_libraries_go_before_the_cache_is_emptied(sim, monkeyp
         assert sim.module.memory_reserved() == 0
         assert not workspaces
     assert x.sum() == 4
-
-
-# --- what pytorch_memlab does wrong
 
 
 def test_what_is_no_device_is_refused_by_name():
