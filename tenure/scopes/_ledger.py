@@ -50,12 +50,7 @@ def enter(ledger: Ledger, reference: Reference) -> None:
 
 def take(ledger: Ledger, tensor: Tensor) -> Reference | None:
     """Remove a tensor and return its reference; None if it is not in ``ledger``."""
-    reference = ledger.get(id(tensor))
-    # the entry may be of a dead handle that had this address before
-    if reference is None or reference() is not tensor:
-        return None
-    del ledger[id(tensor)]
-    return reference
+    return ledger.pop(id(tensor)) if owns(ledger, tensor) else None
 
 
 def take_all(ledger: Ledger) -> list[tuple[Tensor, Reference]]:

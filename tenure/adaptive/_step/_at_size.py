@@ -77,7 +77,7 @@ class SizedStep:
         self.n_samples = tree.n_samples()
         # outputs pile up with each micro-batch, and so do gradients of parts of the batch
         self._piles_up = callable(spec.loss) or any(
-            leaf.is_split and isinstance(leaf.value, Tensor) and leaf.value.requires_grad
+            leaf.dim is not None and isinstance(leaf.value, Tensor) and leaf.value.requires_grad
             for leaf in tree.leaves
         )
 

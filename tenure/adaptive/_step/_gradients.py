@@ -381,11 +381,11 @@ class SplitBackward:
             self.n_roots += len(tensors)
             # read from the graph before it runs: a leaf that the function made has to be set aside
             # too, or its old gradient would be added to in place
-            leaves = leaves_of(tensors)
-            if own:
-                made = set(map(id, own))
-                leaves = [leaf for leaf in leaves if id(leaf) not in made]
-            new = self._gradients.watch(leaves)
+            leaves: dict[int, Tensor] = {}
+            _inner_nodes(tensors, leaves)
+            for leaf in own:
+                leaves.pop(id(leaf), None)
+            new = self._gradients.watch(leaves.values())
         # those that were known before were told to wait when the split began
         if new and (self._is_split or self.is_thrown_away):
             self.let_hooks_wait(new)
@@ -472,17 +472,21 @@ class SplitBackward:
             AdaptiveUsageError: one has a hook that wants to run right after each backward pass.
         """
         with without_functions():
-            # those of a leaf that is frozen don't run
-            leaves = [leaf for leaf in leaves if leaf.requires_grad]
+            n_hooked, waiting = 0, []
+            for leaf in leaves:
+                # those of a leaf that is frozen don't run
+                if leaf.requires_grad:
+                    n_hooked += bool(post_hooks_of(leaf))
+                    waiting.append(leaf)
             # such a hook may step an optimizer and drop the gradient, which makes waiting senseless
-            if hooked := [leaf for leaf in leaves if post_hooks_of(leaf)]:
+            if n_hooked:
                 raise AdaptiveUsageError(
-                    f"{len(hooked)} of the parameters have a hook from "
+                    f"{n_hooked} of the parameters have a hook from "
                     "register_post_accumulate_grad_hook(). It would run for each micro-batch, with "
                     "a part of the gradient. Do its work after step(), or pass a batch that fits; "
                     "if the whole batch was tried, its hooks may have run already."
                 )
-            self._gradients.hold_hooks(leaves)
+            self._gradients.hold_hooks(waiting)
 
     def _in_types_of(self, roots: Sequence[Tensor], backward: Callable[[], T]) -> T:
         """Run a backward pass in the types of its forward pass, and return what it returns.

@@ -218,14 +218,16 @@ def _count(count: object, what: str) -> Count:
 
 
 def _combined(column: list[Term], shares: Sequence[float], reduction: Reduction) -> Tensor:
+    # the scope around owns the result, and need not see what is computed on the way
     with without_functions():
         values = [widened(term.value) for term in column]
         counts = [widened_count(term.count) for term in column if term.count is not None]
-    if reduction == "mean" and not counts:
-        # a chunk without a share is left out, and not multiplied by zero: its mean is nan
-        values = [value * share for value, share in zip(values, shares, strict=True) if share]
-    total: Tensor = sum(values[1:], values[0])
-    return total / sum(counts) if counts else total
+        if reduction == "mean" and not counts:
+            # a chunk without a share is left out, and not multiplied by zero: its mean is nan
+            values = [value * share for value, share in zip(values, shares, strict=True) if share]
+        total: Tensor = sum(values[1:], values[0])
+        total = total / sum(counts) if counts else total
+    return total.clone()
 
 
 def _brief(value: object) -> str:

@@ -20,7 +20,7 @@ import functools
 import threading
 from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -238,20 +238,19 @@ def written_modules(roots: Mapping[str, nn.Module], state: ModuleState) -> list[
     ]
 
 
-def refuse_coupled(found: list[Coupled], n_samples: int, size: int) -> None:
-    """Make sure that nothing mixes the samples.
+def refuse_coupled(found: list[Coupled], n_samples: int, size: int) -> NoReturn:
+    """Say which modules mix the samples.
 
     Raises:
-        BatchCoupledError: something does.
+        BatchCoupledError: always.
     """
-    if found:
-        raise BatchCoupledError(
-            f"The batch of {n_samples} has to be split into micro-batches of {size}, and "
-            f"{listed([*map(str, found)], most=6)} would give other results then. Nothing was "
-            "changed. Freeze them with eval(), use LayerNorm or GroupNorm, or accept statistics "
-            'of each micro-batch with batchnorm="per_chunk".',
-            tuple(each.name for each in found),
-        )
+    raise BatchCoupledError(
+        f"The batch of {n_samples} has to be split into micro-batches of {size}, and "
+        f"{listed([*map(str, found)], most=6)} would give other results then. Nothing was "
+        "changed. Freeze them with eval(), use LayerNorm or GroupNorm, or accept statistics "
+        'of each micro-batch with batchnorm="per_chunk".',
+        tuple(each.name for each in found),
+    )
 
 
 def _why_coupled(module: nn.Module) -> str | None:
@@ -408,7 +407,8 @@ class WrittenParameters:
 
     def by_storage(self) -> dict[int, Tensor]:
         """Return the parameters that were noted, by the keys of their storages."""
-        return {key_of(data.untyped_storage()): each for each, data in self._noted}
+        with without_functions():
+            return {key_of(data.untyped_storage()): each for each, data in self._noted}
 
 
 def _has_other_values(parameter: Tensor, data: Tensor) -> bool:

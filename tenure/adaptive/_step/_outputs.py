@@ -41,7 +41,7 @@ class Outputs:
         self.n_samples = n_samples
         for leaf in self.tree.leaves:
             _refuse_without_gradient(leaf)
-            if leaf.is_split and leaf.n_samples != n_samples:
+            if leaf.dim is not None and leaf.n_samples != n_samples:
                 raise AdaptiveUsageError(
                     f"The function of step() got {n_samples} samples, and {leaf.path} has "
                     f"{leaf.n_samples}: {_described(leaf)}. A loss= of outputs needs one for each "
@@ -192,7 +192,7 @@ def _refuse_without_gradient(leaf: Leaf) -> None:
     if isinstance(leaf.value, Tensor):
         return
     kind = type(leaf.value)
-    if leaf.is_split or hasattr(kind, "__array_interface__"):
+    if leaf.dim is not None or hasattr(kind, "__array_interface__"):
         raise AdaptiveUsageError(
             f"The function of step() returned an {leaf.path} that is a {kind.__name__}, of whose "
             "items a loss= of outputs gives no gradients. Return tensors with a row for each "

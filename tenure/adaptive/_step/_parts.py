@@ -122,7 +122,8 @@ class StepParts:
         writes: whether the function writes parameters; None where that does not matter.
         may_compile: whether anything is compiled in this process.
         compiled: the compiled modules and functions that it runs.
-        aux: what the function returned beside its loss in this attempt, by the first sample.
+        aux: what the function returned beside its loss in this attempt, by the first sample, which
+            is also their order.
         counts: what the sums of terms were divided by in this attempt, by name.
         divisors: what the means of each chunk of this attempt divide by.
         added: what was added once in this attempt.
@@ -285,10 +286,6 @@ class StepParts:
         self.added = extra.detach()
         return extra
 
-    def all_aux(self) -> tuple[Any, ...]:
-        """Return what the function returned beside its loss, in the order of the samples."""
-        return tuple([self.aux[start] for start in sorted(self.aux)]) if self.aux else ()
-
     def check_splittable(self, size: int) -> None:
         """Make sure that no module that is known, and no hook, has to see the whole batch.
 
@@ -322,8 +319,8 @@ class StepParts:
         if self.models.new:
             self._refuse_new(length)
         # the first chunk tells: what a buffer collects, it collects of each
-        if not start and self.spec.batchnorm == "refuse":
-            written = written_modules(self.roots, self.state.modules)
+        looks = not start and self.spec.batchnorm == "refuse"
+        if looks and (written := written_modules(self.roots, self.state.modules)):
             refuse_coupled(written, self.n_samples, length)
         return returned
 
@@ -333,8 +330,8 @@ class StepParts:
         self._refuse_mixing(new, size)
 
     def _refuse_mixing(self, roots: Mapping[str, nn.Module], size: int) -> None:
-        if self.spec.batchnorm == "refuse":
-            refuse_coupled(coupled_modules(roots), self.n_samples, size)
+        if self.spec.batchnorm == "refuse" and (found := coupled_modules(roots)):
+            refuse_coupled(found, self.n_samples, size)
 
     def send_back(
         self,

@@ -61,11 +61,6 @@ class Leaf(NamedTuple):
     dim: _Dim
 
     @property
-    def is_split(self) -> bool:
-        """True if it has a part for each sample."""
-        return self.dim is not None
-
-    @property
     def n_samples(self) -> int:
         """The number of its samples; only if it is split."""
         if self.dim == "items":
@@ -184,7 +179,7 @@ class SampleTree:
         Raises:
             AdaptiveUsageError: there are more of them than each has rows, and nothing beside them.
         """
-        split = [leaf for leaf in self.leaves if leaf.is_split]
+        split = [leaf for leaf in self.leaves if leaf.dim is not None]
         for path, length in self._alike:
             rows = split[0].n_samples
             if length > max(rows, 3) and all(leaf.path.startswith(f"{path}[") for leaf in split):
@@ -352,13 +347,8 @@ class CutInputs:
         self.expects_writes = False
         self.n_samples = self.length = tree.n_samples()
 
-    @property
-    def is_written(self) -> bool:
-        """True if the batch is no longer what it was."""
-        return self._written() is not None
-
-    def _written(self) -> Tensor | None:
-        """Return a tensor that was written."""
+    def written(self) -> Tensor | None:
+        """Return a tensor that was written; None while the batch is what it was."""
         with without_functions():
             versions = versions_of(self._tensors)
         for tensor, before, now in zip(self._tensors, self._versions, versions, strict=True):
@@ -368,8 +358,7 @@ class CutInputs:
 
     def begin(self) -> None:
         """Warn, once, if the batch is no longer what the function was given the last time."""
-        written = self._written()
-        if written is not None and not self.expects_writes:
+        if not self.expects_writes and (written := self.written()) is not None:
             # once: a warning for each chunk tells nothing new
             self.expects_writes = True
             warn_user(

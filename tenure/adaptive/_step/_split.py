@@ -417,7 +417,7 @@ def _whole(parts: StepParts) -> StepOutcome:
     value = copied(loss)
     for name, each in terms.items():
         terms[name] = value if each is loss else copied(each)
-    return StepOutcome(value, terms, (parts.n_samples,), parts.all_aux())
+    return StepOutcome(value, terms, (parts.n_samples,), tuple(parts.aux.values()))
 
 
 def _split(parts: StepParts, size: int, verifier: Verifier | None) -> StepOutcome:
@@ -433,7 +433,7 @@ def _split(parts: StepParts, size: int, verifier: Verifier | None) -> StepOutcom
         parts.backward.run([parts.backward.scaled(extra)], [None])
         loss = loss + extra.detach()
     sizes = tuple([chunk.length for chunk in chunks])
-    return StepOutcome(loss, terms, sizes, parts.all_aux())
+    return StepOutcome(loss, terms, sizes, tuple(parts.aux.values()))
 
 
 def _chunks(parts: StepParts, size: int) -> list[Chunk]:

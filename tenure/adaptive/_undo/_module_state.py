@@ -248,9 +248,9 @@ def named_modules(roots: Mapping[str, nn.Module]) -> list[tuple[str, nn.Module]]
         name, module = waiting.pop()
         if id(module) not in found:
             found[id(module)] = name, module
-            if below := module._modules:
-                named = [(f"{name}.{key}", each) for key, each in below.items() if each is not None]
-                waiting += named[::-1]
+            for key, each in [*module._modules.items()][::-1]:
+                if each is not None:
+                    waiting.append((f"{name}.{key}", each))
     return list(found.values())
 
 

@@ -92,10 +92,15 @@ Generator = Any
 def generators_in(values: Iterable[object]) -> list[Generator]:
     """Return the generators among some values."""
     values, kinds = [*values], generator_kinds()
-    types = [*map(type, values)]
     found = []
-    # thousands of attributes are of a few types; by identity, because a metaclass may have no hash
-    for kind in dict(zip(map(id, types), types, strict=True)).values():
+    # thousands of attributes are of a few types
+    types: Iterable[type] = ()
+    try:
+        types = dict.fromkeys(map(type, values))
+    # a metaclass may have no hash
+    except TypeError:
+        types = {id(kind): kind for kind in map(type, values)}.values()
+    for kind in types:
         if issubclass(kind, kinds):
             found += [value for value in values if type(value) is kind]
     return found
@@ -200,11 +205,11 @@ class RngState:
         if not self._knows_numpy and _NUMPY in sys.modules:
             return True
         with persist():
-            return any(
-                not _same(read(), state)
-                for state, read, _ in self._noted
-                if not (elsewhere and isinstance(state, torch.Tensor))
-            )
+            for state, read, _ in self._noted:
+                is_meant = not (elsewhere and isinstance(state, torch.Tensor))
+                if is_meant and not _same(read(), state):
+                    return True
+        return False
 
     def add(self, generators: Iterable[Generator]) -> None:
         """Note more of the user's own, before they are used."""

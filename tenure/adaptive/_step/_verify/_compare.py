@@ -160,7 +160,7 @@ def rtol_of(
     # around the call autocast counts although no result shows it
     if not on_the_way or any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
         return tolerance[2]
-    return tolerance[max(known.get(dtype, 2) for dtype in on_the_way)]
+    return tolerance[max([known.get(dtype, 2) for dtype in on_the_way])]
 
 
 def _flat(x: Tensor) -> Tensor:
@@ -388,7 +388,8 @@ class Comparison:
                 again = functools.partial(step.observe, indices, n)
                 if not self._agree(whole, split, _GRADIENTS, again):
                     break
-                self._scale = float(whole.outcome.loss.detach().abs().nan_to_num())
+                with without_functions():
+                    self._scale = float(whole.outcome.loss.detach().abs().nan_to_num())
         except MixesSamples:
             # statistics of each micro-batch were asked for: a difference is what the user wants
             self.is_coupled = True

@@ -88,23 +88,22 @@ class ConstantNumbers(EagerMode):
                 if isinstance(arg, Tensor) and arg.is_floating_point():
                     made = [result] if isinstance(result, Tensor) else passed_tensors(result)
                     for each in made:
-                        if each.is_floating_point():
-                            self._look_at(func, each)
+                        if each.is_floating_point() and self._types is not None:
+                            self._types.add(each.dtype)
+                        if each.is_floating_point() and self._n_roundings:
+                            self._round(each, self._n_roundings * _eps(func, each))
                     break
         return result
 
-    def _look_at(self, func: Any, made: Tensor) -> None:
-        if self._types is not None:
-            self._types.add(made.dtype)
+    def _round(self, made: Tensor, eps: float) -> None:
         # an expanded tensor can't be written to
         is_expanded = made.dim() and 0 in made.stride() and made.numel() > 1
-        if self._n_roundings and made.layout is torch.strided and not is_expanded:
-            eps = self._n_roundings * _eps(func, made)
+        if made.layout is torch.strided and not is_expanded:
             # some at a time: the step may need all memory that there is
             for part in made.view(-1).split(_MOST_AT_ONCE) if made.is_contiguous() else [made]:
-                self._round(part, eps)
+                self._round_part(part, eps)
 
-    def _round(self, made: Tensor, eps: float) -> None:
+    def _round_part(self, made: Tensor, eps: float) -> None:
         # half precision could not hold a factor so near to 1
         wide = made.dtype if made.dtype is torch.float64 else torch.float32
         # of the CPU: not every device lets a program make a generator

@@ -76,10 +76,11 @@ class SampledRun(NamedTuple):
     @classmethod
     def of(cls, outcome: StepOutcome) -> Self:
         """Return the losses of a run."""
+        numbers: Numbers = {("loss", ONLY): outcome.loss}
         # a single term is the loss, and would be told twice
-        terms = outcome.terms if len(outcome.terms) > 1 else {}
-        named: Numbers = {("term", name): each for name, each in terms.items()}
-        return cls(outcome, {("loss", ONLY): outcome.loss, **named})
+        if len(outcome.terms) > 1:
+            numbers |= {("term", name): each for name, each in outcome.terms.items()}
+        return cls(outcome, numbers)
 
     def rounded(self) -> list[Tensor]:
         """Return all that rounding may have changed: a float64 model may have a loss in float32."""
@@ -134,7 +135,7 @@ class SampledStep:
         self.drawn = RngState()
         self._parts = parts
         # the same tensors in each run, so that their gradients are known again
-        self._shared = [None if leaf.is_split else _part_of(leaf, None) for leaf in parts.leaves]
+        self._shared = [_part_of(leaf, None) if leaf.dim is None else None for leaf in parts.leaves]
         self._last: tuple[Sequence[int] | None, StepParts] | None = None
         # a write into an array of NumPy is not seen
         self._sees_writes = not any(hasattr(type(v), "__array_interface__") for v in parts.values)
@@ -154,9 +155,9 @@ class SampledStep:
         """
         self.n_run += self.n_samples if indices is None else len(indices)
         last, self._last = self._last, None
-        if last is None or last[0] != indices or last[1].inputs.is_written:
+        if last is None or last[0] != indices or last[1].inputs.written() is not None:
             values = [
-                _part_of(leaf, indices) if leaf.is_split else shared
+                shared if leaf.dim is None else _part_of(leaf, indices)
                 for leaf, shared in zip(self.tree.leaves, self._shared, strict=True)
             ]
             last = indices, StepParts(self.spec, self._parts, values)
@@ -288,7 +289,8 @@ class SampledStep:
                     shown = seen.get(id(leaf), f"a tensor of shape {list(leaf.shape)}")
                     self.unnamed[id(leaf)] = leaf, unused(shown, known)
                 name = self.unnamed[id(leaf)][1]
-            name = unused(name, taken)
+            if name in taken:
+                name = unused(name, taken)
             taken.add(name)
             # those of two runs need not fit on a device
             found["gradient", name] = gradient.detach().cpu()
@@ -415,7 +417,9 @@ def chosen_samples(
             # a loss may count only samples that several masks let through
             shared: Any = sum(ranks for share, ranks in columns if share >= _MASKED)
             columns = [(share, ranks + 1e-6 * shared) for share, ranks in columns]
-    orders = [(share, each.argsort(stable=True).tolist()) for share, each in columns if share < 1]
+        orders = [
+            (share, each.argsort(stable=True).tolist()) for share, each in columns if share < 1
+        ]
     # two of either kind first: of few samples a mask alone tells which count
     pairs = [(i, order) for share, order in orders if spreads and share > _MASKED for i in (0, 1)]
     pairs += [(i, order) for i in range(most) for _, order in orders]

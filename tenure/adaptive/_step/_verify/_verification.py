@@ -245,7 +245,7 @@ class Verification:
         parts.backward.check_linear()
         step = comparison.step
         # a batch that the micro-batches have written into is no longer the one they ran on
-        if self._wants_whole and not parts.inputs.is_written:
+        if self._wants_whole and parts.inputs.written() is None:
             most = step.n_samples if call.is_first or not step.is_random else step.n_samples // 2
             with not_compiling():
                 self._could_compare |= comparison.losses(outcome, most)
@@ -270,7 +270,7 @@ class Verification:
         for lowest in _lowest_counts(self._parts.divisors):
             if not call.wants_count(lowest.name, lowest.value, 4 * lowest.chunk.length):
                 continue
-            if self._parts.inputs.is_written:
+            if self._parts.inputs.written() is not None:
                 return
             step = SampledStep(self._parts)
             with not_compiling():

@@ -141,7 +141,7 @@ class SplitCall:
         place.n_calls += 1
         code.n_samples += parts.n_samples
         changed = place.changed(values)
-        is_early = place.n_verified < _FIRST or any(n < _FIRST for n in changed)
+        is_early = place.n_verified < _FIRST or min(changed, default=_FIRST) < _FIRST
         # another model or loss may be wrong where many were right before it, and a place that was
         # refused stays so until the function is another one
         is_open = not place.n_verified or place.refusal is not None
@@ -203,7 +203,7 @@ def _place(parts: StepParts) -> tuple[Hashable, dict[Hashable, Any]]:
     libraries = {home for home in homes if is_of_a_library(home)}
     own = [module for module in modules if type(module).__module__ in libraries]
     # a text may select another loss, and differs in each call where it names a sample
-    shared = [leaf.value for leaf in parts.leaves if not leaf.is_split]
+    shared = [leaf.value for leaf in parts.leaves if leaf.dim is None]
     values = _values([*held, *modules, *shared, spec.weight], own)
     modes = hash(tuple([module.training for module in modules]))
     asked = [type(each) for each in (spec.weight, spec.then, spec.once)]
