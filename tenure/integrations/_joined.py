@@ -127,18 +127,18 @@ class Joiner:
         if self.are_losses(values):
             return self.loss_like(first)
         # as in `metric.update(loss, weight=len(x))`
-        if self.count_samples(values):
+        if self.count_samples(values, place):
             return sum(values)
         if all(map(_is_number, values)):
             return self.rules.joined(self, f"{place} is a number", values, advice=_ADVICE)
         if all(isinstance(value, Tensor) for value in values):
-            joined = joined_rows(values, self.sizes)
+            joined = joined_rows(values, () if place in self.rules.shared else self.sizes)
             if joined is None:
                 raise self._refusal(first, place)
             return joined
         if isinstance(first, Number | str | bytes | None) and all(v == first for v in values):
             return first
-        if isinstance(first, list) and self._have_rows([len(value) for value in values]):
+        if isinstance(first, list) and self._have_rows(values, place):
             return [item for value in values for item in value]
         levels = levels_of(values)
         if not levels:
@@ -167,6 +167,7 @@ class Joiner:
             whole: what these samples gave in one piece.
             place: what errors call them.
         """
+        self.rules.learn_rows(place, values, whole)
         if all(map(_is_number, (whole, *values))):
             self.rules.learn(self, f"{place} is a number", values, whole)
             return
@@ -186,9 +187,9 @@ class Joiner:
         assert self._loss is not None
         return self._loss if isinstance(value, Tensor) else self._loss.item()
 
-    def count_samples(self, values: Sequence[Any]) -> bool:
+    def count_samples(self, values: Sequence[Any], place: str) -> bool:
         """Return whether each value is how many samples its micro-batch has."""
-        return type(values[0]) is int and self._have_rows(values)
+        return type(values[0]) is int and self._have_rows(values, place)
 
     def mean(self, values: Sequence[Any], weights: Sequence[float] | None = None) -> Any:
         """Return the mean of means.
@@ -239,15 +240,15 @@ class Joiner:
             return self.loss_like(first)
         if kind in ("min", "max"):
             return _extreme(values, kind)
-        if kind == "sum" or self.count_samples(values):
+        if kind == "sum" or self.count_samples(values, place):
             return self.total(values)
         # who says what it is has not to be asked
         if reduction is not None or weights is not None:
             return self.mean(values, weights)
         return self.rules.joined(self, place, values, advice=advice)
 
-    def _have_rows(self, lengths: Sequence[int]) -> bool:
-        return list(lengths) == list(self.sizes)
+    def _have_rows(self, values: Sequence[Any], place: str) -> bool:
+        return [*map(_n_rows, values)] == [*self.sizes] and place not in self.rules.shared
 
     def _refusal(self, first: Any, place: str) -> AdaptiveUsageError:
         shown = describe_tensor(first) if isinstance(first, Tensor) else f"a {type(first).__name__}"
@@ -308,6 +309,15 @@ def _is_number(value: Any) -> bool:
     return type(value) in (int, float)
 
 
+def _n_rows(value: Any) -> int | None:
+    """Return how many samples a value has or counts, if it is of samples; else None."""
+    if isinstance(value, Tensor):
+        return value.shape[0] if value.dim() else None
+    if isinstance(value, list):
+        return len(value)
+    return value if type(value) is int else None
+
+
 def _wide(value: Any) -> Any:
     if isinstance(value, Tensor) and value.dtype not in (torch.float32, torch.float64):
         return value.float()
@@ -320,12 +330,22 @@ def detached(value: Any) -> Any:
 
 
 class NumberRules:
-    """How numbers of parts add up, where nobody has said so: found out with a few samples."""
+    """How numbers of parts add up, where nobody has said so: found out with a few samples.
+
+    Attributes:
+        shared: the places of what has as many rows, or is the same number, for any samples.
+    """
 
     def __init__(self) -> None:
+        self.shared: set[str] = set()
         # the rules by which parts have made the whole each time
         self._fitting: dict[str, set[str]] = {}
         self._told: set[str] = set()
+
+    def learn_rows(self, place: str, values: Sequence[Any], whole: Any) -> None:
+        """Find out whether values have as many rows whatever the samples are."""
+        if len({*map(_n_rows, (*values, whole))}) == 1:
+            self.shared.add(place)
 
     def learn(self, joiner: Joiner, what: str, values: Sequence[Any], whole: Any) -> None:
         """Compare the number of a few samples with those of their parts.
@@ -338,7 +358,8 @@ class NumberRules:
         """
         if not all(isinstance(each, Tensor | Number) for each in (whole, *values)):
             return
-        if joiner.are_losses(values) or joiner.count_samples(values):
+        self.learn_rows(what, values, whole)
+        if joiner.are_losses(values) or joiner.count_samples(values, what):
             return
         numbers, wanted = [float(each) for each in values], float(whole)
         # neither the mean over nothing nor zeros tell one rule from another

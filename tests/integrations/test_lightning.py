@@ -338,6 +338,24 @@ def test_logs_and_outputs_are_those_of_the_whole_batch():
     compared(Told)
 
 
+def test_what_has_the_size_of_micro_batches_by_chance_is_not_taken_for_samples():
+    class Chance(Body, LightningModule):
+        def training_step(self, batch, batch_idx):
+            loss = self.loss_of(batch)
+            self.log("epoch", 3)
+            self.log("n", len(batch[0]), reduce_fx="sum")
+            same = {"count": 3, "weights": torch.ones(3), "names": [2, 1, 0]}
+            return {"loss": loss, **same, "rows": batch[0][:, 0], "n": len(batch[1])}
+
+    seen = [Seen(), Seen()]
+    for kind, each in zip((Chance, adaptive_of(Chance)), seen, strict=True):
+        module = seeded(kind)
+        trained(module, loader_of(*rows(12), batch_size=6), callbacks=[each])
+    assert module.adaptive_result.sizes == (3, 3)
+    torch.testing.assert_close(seen[1].logged, seen[0].logged)
+    torch.testing.assert_close(seen[1].outputs, seen[0].outputs)
+
+
 def test_a_step_that_returns_none_is_skipped():
     class Skipping(Net):
         def training_step(self, batch, batch_idx):
@@ -535,6 +553,8 @@ def test_attributes_that_micro_batches_leave_with_other_values_are_named_in_a_wa
         def __init__(self):
             super().__init__()
             self.mean = torchmetrics.MeanMetric()
+            precision = torchmetrics.classification.MulticlassPrecision(num_classes=4)
+            self.called = torchmetrics.MetricCollection([precision])
             self.n_calls, self.n_seen, self.counted = 0, 0, torch.zeros(())
 
         def training_step(self, batch, batch_idx):
@@ -544,6 +564,7 @@ def test_attributes_that_micro_batches_leave_with_other_values_are_named_in_a_wa
             self.n_calls += 1
             self.counted += 1
             self.n_seen += len(out)
+            self.called(out, batch[1])
             return F.cross_entropy(out, batch[1])
 
     names = "self.counted, self.mean.mean_value, self.n_calls and 1 more"

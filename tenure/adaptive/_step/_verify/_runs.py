@@ -334,7 +334,8 @@ def _uses_statistics(module: nn.Module) -> bool:
 
 
 def _kept(parts: StepParts) -> dict[str, Tensor]:
-    names = {module: name for name, module in named_modules(parts.roots)}
+    # those that only a run shows may be of a trainer, such as metrics that stand in for others
+    names = {module: name for name, module in named_modules(parts.models.found)}
     return {
         f"{names[module]}.{key}": torch.as_tensor(value).detach().clone()
         for module, key, value in parts.state.modules.kept()
