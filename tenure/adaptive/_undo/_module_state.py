@@ -44,7 +44,8 @@ class ModuleState:
     the attempt: the attribute gets back what it held, and so do the numbers beside it. Dicts,
     lists, sets and deques get their items back, also inside each other, and tensors that were
     written in place their values. So do layers of torch, on which hooks keep such things; torch's
-    wrappers and lazy layers set their own. Buffers that were not there are taken away.
+    wrappers and lazy layers set their own. Buffers, parameters and modules that were not there are
+    taken away.
 
     Args:
         modules: all modules that the work runs, those below others too; what is added to them
@@ -93,7 +94,7 @@ class ModuleState:
                         attributes[name] = value = space[name]
                         if type(value) not in _PLAIN:
                             held.append((module, name, value))
-                self._noted.append((module, module.training, attributes, {*module._buffers.keys()}))
+                self._noted.append((module, module.training, attributes, _names_in(module)))
                 for name, tensor in module._buffers.items():
                     # a first call that fails may leave a lazy buffer with a shape
                     if tensor is None or not is_lazy(tensor):
@@ -118,7 +119,7 @@ class ModuleState:
     def undo(self) -> None:
         """Set them as they were, and put back values, and what is no longer there."""
         for module, _, _, names in self._noted:
-            for name in set(module._buffers.keys()) - names:
+            for name in _names_in(module) - names:
                 delattr(module, name)
         for module, name, tensor, note in self._buffers:
             module._buffers[name] = tensor
@@ -193,7 +194,7 @@ class ModuleState:
         return found
 
     def _forget(self) -> None:
-        # each module, its mode, its attributes unless torch sets them, the names of its buffers
+        # each module, its mode, its attributes unless torch sets them, the names of what it has
         self._noted: list[tuple[nn.Module, bool, dict[str, Any] | None, set[str]]] = []
         self._buffers: list[tuple[nn.Module, str, Tensor | None, TensorNote | None]] = []
         self._hooks: list[tuple[dict[int, Any], dict[int, Any]]] = []
@@ -252,6 +253,11 @@ def named_modules(roots: Mapping[str, nn.Module]) -> list[tuple[str, nn.Module]]
                 if each is not None:
                     waiting.append((f"{name}.{key}", each))
     return list(found.values())
+
+
+def _names_in(module: nn.Module) -> set[str]:
+    own = (module._buffers, module._parameters, module._modules)
+    return {name for each in own for name in each.keys()}  # noqa: SIM118  # of scripted modules
 
 
 def _may_be_statistic(tensor: Tensor) -> bool:

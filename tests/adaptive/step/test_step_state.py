@@ -9,7 +9,7 @@ from torch import nn
 from transformers.modeling_outputs import BaseModelOutput
 
 from tenure import NewDisposeScope, dispose
-from tenure.adaptive import NoBatchsizeCache, memory_budget, step
+from tenure.adaptive import AdaptiveUsageError, NoBatchsizeCache, memory_budget, step
 
 from .step_cases import OwnBatchNorm, samples, squares
 
@@ -71,6 +71,31 @@ def test_a_lazy_layer_that_a_failed_attempt_has_made_is_used_by_the_next():
     retried(net)
     assert (type(net[0]), net[0].in_features, net[1].num_features) == (nn.Linear, 4, 3)
     assert net[0].weight.grad.shape == (3, 4)
+
+
+class Growing(nn.Module):
+    """Makes a layer in its first call."""
+
+    def forward(self, x):
+        if not hasattr(self, "layer"):
+            self.layer = nn.Linear(x.shape[1], 3).double()
+        return self.layer(x)
+
+
+def test_layers_of_a_first_call_have_the_random_weights_that_they_have_without_step():
+    found = []
+    for maximum in (8, 4):
+        torch.manual_seed(0)
+        net = Growing()
+        x = torch.ones(8, 4).double()
+        step(squares(net), x, maximum=maximum)
+        found.append(net.layer.weight.detach())
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+
+    lazy = nn.Sequential(nn.LazyLinear(3))
+    with pytest.raises(AdaptiveUsageError, match=r"net\.0 \(LazyLinear\) makes its parameters in"):
+        step(squares(lazy), torch.ones(8, 4), maximum=4)
+    step(squares(lazy), torch.ones(8, 4), maximum=4, verify=False)
 
 
 def test_how_modules_are_set_is_as_before_when_a_failed_attempt_begins_again():
