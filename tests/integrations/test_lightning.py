@@ -188,7 +188,7 @@ class Logging(Body):
 
 @pytest.mark.parametrize(
     ("package", "n_steps"),
-    [(lightning, 5), pytest.param(pytorch_lightning, 2, marks=pytest.mark.slow)],
+    [(lightning, 20), pytest.param(pytorch_lightning, 2, marks=pytest.mark.slow)],
 )
 def test_a_third_of_the_memory_trains_the_same(package, n_steps, events):
     class Plain(Logging, package.LightningModule):
