@@ -389,18 +389,20 @@ def _whole(parts: StepParts) -> StepOutcome:
     # compiled code is compiled for a size that may change, before it has to be for a smaller one
     with inputs.expecting_other_sizes() if parts.may_compile else nullcontext():
         returned = parts.call(inputs.whole())
-    terms: dict[str, Tensor] = {}
     if callable(spec.loss):
-        loss = terms[ONLY] = scalar(spec.loss(returned), "loss() of step()")
+        loss = scalar(spec.loss(returned), "loss() of step()")
+        terms = {ONLY: loss}
     else:
         with without_functions():
-            found = terms_of(returned, spec.loss)
-            parts.counts = found.counts()
-        check_weight_is_used(found, spec.weight)
-        for name, term in found.by_name.items():
-            terms[name] = term.value if term.count is None else term.value / term.count
-        loss = finished_loss(terms, found.named, spec.then)
-    # what nobody runs backward, such as logits, goes before the backward pass
+            returned = terms_of(returned, spec.loss)
+            parts.counts = returned.counts()
+        check_weight_is_used(returned, spec.weight)
+        terms = {
+            name: term.value if term.count is None else term.value / term.count
+            for name, term in returned.by_name.items()
+        }
+        loss = finished_loss(terms, returned.named, spec.then)
+    # what the backward pass does not need goes before it: logits, and sums that have been divided
     del returned
     if parts.spec.once is not None:
         loss = loss + parts.once()
@@ -415,9 +417,8 @@ def _whole(parts: StepParts) -> StepOutcome:
         parts.send_back([], [], [loss])
     # copies: the function may compute its next loss in the same memory
     value = copied(loss)
-    for name, each in terms.items():
-        terms[name] = value if each is loss else copied(each)
-    return StepOutcome(value, terms, (parts.n_samples,), tuple(parts.aux.values()))
+    by_name = {name: value if each is loss else copied(each) for name, each in terms.items()}
+    return StepOutcome(value, by_name, (parts.n_samples,), tuple(parts.aux.values()))
 
 
 def _split(parts: StepParts, size: int, verifier: Verifier | None) -> StepOutcome:

@@ -62,6 +62,19 @@ def test_the_result_tells_the_loss_its_terms_and_the_split():
         other.terms["other"] = out
 
 
+@pytest.mark.parametrize("most", [9, 4])
+def test_the_terms_that_a_function_of_them_got_are_its_own(most):
+    net, kept = small_net(), []
+
+    def then(terms):
+        kept.append(terms)
+        return terms["size"]
+
+    result = step(lambda b: {"size": net(b).square().mean()}, samples(), then=then, maximum=most)
+    kept[-1].clear()
+    assert list(result.terms) == ["size"]
+
+
 def test_minimum_and_maximum_bound_the_micro_batch():
     net, sizes = small_net(), []
     fits = fitting(net, 2)

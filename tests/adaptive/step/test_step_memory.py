@@ -1,6 +1,7 @@
 """Steps that run out of memory, on a device where each allocation can fail and bytes count."""
 
 import gc
+import weakref
 
 import pytest
 import torch
@@ -282,3 +283,17 @@ def test_a_number_with_the_memory_of_all_elements_leaves_none_of_it_behind():
     with memory_budget("80KiB"):
         result = step(lambda b: F.mse_loss(net(b), b), rows, verify=False)
     assert len(result.sizes) > 40
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_sums_that_were_divided_are_gone_before_the_backward_pass(named):
+    net, sums, alive = nn.Linear(64, 64), [], []
+
+    def fn(b):
+        total = F.mse_loss(net(b), b, reduction="sum")
+        sums.append(weakref.ref(total))
+        return {"error": (total, len(b))} if named else (total, len(b))
+
+    net.bias.register_hook(lambda gradient: alive.append(sums[-1]() is not None))
+    step(fn, torch.randn(8, 64))
+    assert alive == [False]
