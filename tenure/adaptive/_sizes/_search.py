@@ -404,13 +404,11 @@ class SizeLimits:
 
     def first(self, initial: int) -> int:
         """Return the size to begin with where nothing is known."""
-        most = initial if self.maximum is None else min(initial, self.maximum)
-        return most // self.align * self.align or most
+        return self.aligned(initial if self.maximum is None else min(initial, self.maximum))
 
     def ceiling(self, initial: int) -> int:
         """Return the largest size that may be tried."""
-        most = initial if self.maximum is None else self.maximum
-        return most // self.align * self.align or most
+        return self.aligned(initial if self.maximum is None else self.maximum)
 
     def below(self, failed: int, wanted: int) -> int | None:
         """Return the allowed size nearest to ``wanted`` below ``failed``, or None.
