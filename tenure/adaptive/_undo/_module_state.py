@@ -118,13 +118,15 @@ class ModuleState:
 
     def undo(self) -> None:
         """Set them as they were, and put back values, and what is no longer there."""
-        for module, _, _, names in self._noted:
-            for name in _names_in(module) - names:
-                delattr(module, name)
         for module, name, tensor, note in self._buffers:
             module._buffers[name] = tensor
             if note is not None:
                 note.undo()
+        for module, _, _, names in self._noted:
+            now = _names_in(module)
+            # a parametrization has put what was there under another name, and would take it along
+            for name in now - names if names <= now else ():
+                delattr(module, name)
         for module, _, attributes, _ in self._noted:
             if attributes is None:
                 continue

@@ -6,6 +6,8 @@ from collections import OrderedDict, defaultdict
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
+from torch.nn.utils.parametrizations import weight_norm
 from transformers.modeling_outputs import BaseModelOutput
 
 from tenure import NewDisposeScope, dispose
@@ -96,6 +98,26 @@ def test_layers_of_a_first_call_have_the_random_weights_that_they_have_without_s
     with pytest.raises(AdaptiveUsageError, match=r"net\.0 \(LazyLinear\) makes its parameters in"):
         step(squares(lazy), torch.ones(8, 4), maximum=4)
     step(squares(lazy), torch.ones(8, 4), maximum=4, verify=False)
+
+
+@pytest.mark.parametrize("fails", [True, False], ids=["failed attempt", "verification"])
+def test_weights_that_the_first_call_parametrizes_stay_there(fails):
+    layer, x = nn.Linear(4, 3).double(), samples(8)
+
+    def write(b):
+        if not parametrize.is_parametrized(layer):
+            weight_norm(layer)
+
+    def fn(b):
+        write(b)
+        return squares(layer)(b)
+
+    if fails:
+        retried(layer, write)
+    else:
+        step(fn, x, maximum=4, cache_type=NoBatchsizeCache)
+    names = [f"parametrizations.weight.original{i}" for i in (0, 1)]
+    assert [name for name, p in layer.named_parameters() if p.grad is not None] == ["bias", *names]
 
 
 def test_how_modules_are_set_is_as_before_when_a_failed_attempt_begins_again():
