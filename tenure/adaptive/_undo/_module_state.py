@@ -50,7 +50,8 @@ class ModuleState:
     Args:
         modules: all modules that the work runs, those below others too; what is added to them
             later counts from the next ``begin`` on, and `add` notes it at once.
-        with_modes: whether how they are set is noted as well.
+        with_modes: whether how they are set, and which parameters and modules they have, is noted
+            as well.
     """
 
     __slots__ = (
@@ -94,7 +95,7 @@ class ModuleState:
                         attributes[name] = value = space[name]
                         if type(value) not in _PLAIN:
                             held.append((module, name, value))
-                self._noted.append((module, module.training, attributes, _names_in(module)))
+                self._noted.append((module, module.training, attributes, self._names_in(module)))
                 for name, tensor in module._buffers.items():
                     # a first call that fails may leave a lazy buffer with a shape
                     if tensor is None or not is_lazy(tensor):
@@ -123,7 +124,7 @@ class ModuleState:
             if note is not None:
                 note.undo()
         for module, _, _, names in self._noted:
-            now = _names_in(module)
+            now = self._names_in(module)
             # a parametrization has put what was there under another name, and would take it along
             for name in now - names if names <= now else ():
                 delattr(module, name)
@@ -195,6 +196,13 @@ class ModuleState:
                     found.append((module, name, value))
         return found
 
+    def _names_in(self, module: nn.Module) -> set[str]:
+        own = [module._buffers]
+        # those that the first of two passes has made are for the second one, too
+        if self._with_modes:
+            own += [module._parameters, module._modules]  # type: ignore[list-item]
+        return {name for each in own for name in each.keys()}  # noqa: SIM118  # of scripted modules
+
     def _forget(self) -> None:
         # each module, its mode, its attributes unless torch sets them, the names of what it has
         self._noted: list[tuple[nn.Module, bool, dict[str, Any] | None, set[str]]] = []
@@ -255,11 +263,6 @@ def named_modules(roots: Mapping[str, nn.Module]) -> list[tuple[str, nn.Module]]
                 if each is not None:
                     waiting.append((f"{name}.{key}", each))
     return list(found.values())
-
-
-def _names_in(module: nn.Module) -> set[str]:
-    own = (module._buffers, module._parameters, module._modules)
-    return {name for each in own for name in each.keys()}  # noqa: SIM118  # of scripted modules
 
 
 def _may_be_statistic(tensor: Tensor) -> bool:

@@ -120,6 +120,24 @@ def test_weights_that_the_first_call_parametrizes_stay_there(fails):
     assert [name for name, p in layer.named_parameters() if p.grad is not None] == ["bias", *names]
 
 
+class Late(nn.Module):
+    """Makes its layer in its first call."""
+
+    def forward(self, x):
+        if not hasattr(self, "layer"):
+            self.layer = nn.Linear(4, 1).double()
+        return self.layer(x)
+
+
+def test_a_layer_that_the_first_pass_has_made_is_that_of_the_second_one():
+    """Whose first chunk has no weight, so that it runs once."""
+    net, x = Late(), samples(8)
+    x[:4, 0] = 7
+    options = {"weight": lambda b: float(b[0, 0] != 7), "then": torch.sqrt, "verify": False}
+    loss = step(squares(net), x, maximum=4, cache_type=NoBatchsizeCache, **options).loss
+    torch.testing.assert_close(loss, squares(net)(x[4:]).sqrt().detach())
+
+
 def test_how_modules_are_set_is_as_before_when_a_failed_attempt_begins_again():
     net = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 3)).double()
     weight, seen = net[0].weight, []
