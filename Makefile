@@ -134,3 +134,8 @@ $(VENV)/.bench: $(VENV)/.test
 $(VENV)/.docs: $(VENV)/.test
 	$(PIP) -e '.[docs]'
 	@touch $@
+
+# What `.ci/run` needs, installed at once: each installation builds tenure again.
+$(VENV)/.ci: $(VENV)/.python $(INPUTS)
+	$(PIP) -e '.[test,lint,docs]'
+	@touch $(VENV)/.test $(VENV)/.lint $(VENV)/.docs $@
