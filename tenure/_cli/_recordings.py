@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tenure.profiler import Recording
 
 
-_TRACEBACK = b"Traceback (most recent call last):"
+_TRACEBACK, _MOST_READ = b"Traceback (most recent call last):", 1 << 20
 
 
 class ReportVerb(Verb):
@@ -176,7 +176,10 @@ def _loaded(path: str) -> Recording:
     except OSError as error:
         raise CommandError(f"{path} can't be read: {error.strerror or error}.") from None
     except ReportFormatError as error:
-        if _TRACEBACK in Path(path).read_bytes():
+        with open(path, "rb") as file:
+            # a log that has one may be of any size
+            is_traceback = _TRACEBACK in file.read(_MOST_READ)
+        if is_traceback:
             raise CommandError(
                 f"{path} is a traceback, which does not tell what was in memory. Record the "
                 "program: tenure run SCRIPT."

@@ -146,7 +146,8 @@ class Tracker(TorchFunctionMode):
             ):
                 # counted here, because an argument is a reference or not, by the version of Python
                 new = _new_of(getrefcount(out) == SOLE, out, func, (args, kwargs))
-                new = new or self._in_array(out, scope)
+                if not new and not isinstance(out, Tensor):
+                    new = self._in_array(out, scope)
                 self._enter(new, scope, getframe(1), func is _DEEPCOPY)
         return out
 

@@ -197,11 +197,11 @@ class ModuleState:
         return found
 
     def _names_in(self, module: nn.Module) -> set[str]:
-        own = [module._buffers]
+        names = {*module._buffers.keys()}
         # those that the first of two passes has made are for the second one, too
         if self._with_modes:
-            own += [module._parameters, module._modules]  # type: ignore[list-item]
-        return {name for each in own for name in each.keys()}  # noqa: SIM118  # of scripted modules
+            names.update(module._parameters.keys(), module._modules.keys())
+        return names
 
     def _forget(self) -> None:
         # each module, its mode, its attributes unless torch sets them, the names of what it has
