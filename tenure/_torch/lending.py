@@ -2,8 +2,9 @@
 
 A variable, a view or a graph of autograd holds a tensor; what was made by `detach()`, `.data` or
 NumPy holds no tensor of ours, but the storage that it lies in. Who asks a weight for ``.data`` or
-for an array may write it without raising a version. The caching allocators ignore
-``record_stream()`` of a storage that is not theirs, so the stream is noted here instead.
+for an array, also of the host's memory, may write it without raising a version. The caching
+allocators ignore ``record_stream()`` of a storage that is not theirs, so the stream is noted here
+instead.
 
 Source: ``recordStream`` of c10/cuda/CUDACachingAllocator.cpp.
 
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 from torch import Tensor, UntypedStorage
 from torch.utils.dlpack import from_dlpack
@@ -30,6 +31,13 @@ from .storages import key_of, n_holders, n_uses
 
 _to_dlpack = bound("torch._C._to_dlpack", "paging")
 _lent: weakref.WeakValueDictionary[int, Lent] = weakref.WeakValueDictionary()
+_watched: weakref.WeakValueDictionary[int, Watcher] = weakref.WeakValueDictionary()
+
+
+class Watcher(Protocol):
+    """Learns that memory may be written, without raising a version."""
+
+    is_aliased: bool
 
 
 class Lent:
@@ -88,17 +96,24 @@ def in_own_storage(memory: Tensor, start: int, end: int) -> Tensor:
     return part
 
 
+def watch(storage: UntypedStorage, watcher: Watcher) -> None:
+    """Have it noted when ``.data`` or an array of what lies in a storage is asked for."""
+    _watched[key_of(storage)] = watcher
+
+
 def lent_to(tensor: Tensor) -> Lent | None:
     """Return the lent memory that a tensor lies in; None if it has no plain storage."""
-    if not _lent:
-        return None
+    return _lent.get(_key(tensor)) if _lent else None
+
+
+def _key(tensor: Tensor) -> int:
+    """Return the key of a tensor's storage; 0 if it has no plain one."""
     try:
         with without_functions():
-            storage = tensor.untyped_storage()
+            return key_of(tensor.untyped_storage())
     # wrapper subclasses, transforms, sparse ones
     except (RuntimeError, NotImplementedError):
-        return None
-    return _lent.get(key_of(storage))
+        return 0
 
 
 def form_of(tensor: Tensor) -> tuple[object, ...]:
@@ -123,9 +138,10 @@ class _Noting:
         if tensor is None:
             # subclasses know the operations by these objects
             return self._original
-        lent = lent_to(tensor)
-        if lent is not None:
-            lent.is_aliased = True
+        key = _key(tensor)
+        for watcher in (_lent.get(key), _watched.get(key)):
+            if watcher is not None:
+                watcher.is_aliased = True
         return self._original.__get__(tensor, owner)
 
 

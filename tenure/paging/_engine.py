@@ -284,7 +284,7 @@ class Engine:
     def let_host_write(self, host: HostTensor) -> None:
         """Stop the host until no copy reads a tensor; it counts as changed from now on."""
         for each in host.parts or [host]:
-            each.touched = True
+            each.is_aliased = True
             if each.unit is not None:
                 self._wait_for_copies(each.unit)
 

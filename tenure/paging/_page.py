@@ -191,13 +191,13 @@ class Page:
 
     def is_stale(self, host: HostTensor) -> bool:
         """Return whether one of them may have."""
-        return host.touched or host.version != self.host_versions.get(host) or host.has_left
+        return host.is_aliased or host.version != self.host_versions.get(host) or host.has_left
 
     def note_copied(self) -> None:
         """Remember that what is on the host now is what the page will hold."""
         for host in self.unit.tensors:
             # Back at home, it has the version that it had before it left.
-            host.touched = host.has_left
+            host.is_aliased = host.has_left
         self.host_versions = {host: host.version for host in self.unit.tensors}
 
     def forget_copied(self) -> None:

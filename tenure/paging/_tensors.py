@@ -23,6 +23,7 @@ from tenure._cuda_blocks import up_to
 from tenure._errors import PagingError
 from tenure._storages import named_inner_tensors
 from tenure._text import describe_tensor
+from tenure._torch.lending import watch
 from tenure._torch.quiet import aside_with_subclasses
 from tenure._torch.storages import byte_range, key_of
 from tenure._torch.writes import version_of
@@ -115,7 +116,7 @@ UNIT_ALIGNMENT_BYTES = 512
 _ADDRESS_ALIGNMENT_BYTES = 16
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class HostTensor:
     """One parameter or buffer of the model, as it is on the host.
 
@@ -124,7 +125,7 @@ class HostTensor:
         name: its first qualified name.
         is_buffer: whether it is registered as a buffer.
         at_bytes: where it begins in its extent; from when it is in a unit, in that unit.
-        touched: whether code outside of the model's forward may have written to it.
+        is_aliased: whether code outside of the model's forward may have written to it unseen.
         home: the address of its bytes in the pager's memory; 0 while they are the model's own.
         home_form: its form there.
         home_strides: its strides there.
@@ -138,7 +139,7 @@ class HostTensor:
     name: str
     is_buffer: bool
     at_bytes: int = 0
-    touched: bool = False
+    is_aliased: bool = False
     home: int = 0
     home_form: tuple[object, ...] = ()
     home_strides: tuple[int, ...] = ()
@@ -168,6 +169,8 @@ class HostTensor:
         """Remember where it lies now, in the pager's memory, and how."""
         self.home = self.tensor.data_ptr()
         self.home_form, self.home_strides = self.form, self.tensor.stride()
+        # Who has kept the parameter since before the last pass, as optimizers do, writes unseen.
+        watch(self.tensor.untyped_storage(), self)
 
     @property
     def has_left(self) -> bool:

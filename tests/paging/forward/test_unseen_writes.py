@@ -1,4 +1,4 @@
-"""Writes in the forward that raise no version reach the model as all others do."""
+"""Writes that raise no version reach the model as all others do, in the forward and outside."""
 
 import copy
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tenure.paging import PagingError, page, plan_paging
+from tenure.paging import PagingError, chunk, page, plan_paging
 
 from ..test_zoo import assert_equal, home
 
@@ -79,6 +79,25 @@ def test_they_reach_the_model(sim, device, from_disk, percent, write, tmp_path):
             assert_equal(model.state_dict(), home(whole.state_dict()))
             assert_equal(home(model.rest(x)), home(whole.rest(there)))
     assert_equal(model.state_dict(), home(whole.state_dict()))
+
+
+@pytest.mark.parametrize("write", [decay, through_numpy])
+@pytest.mark.parametrize("where", ["chunk", "page", "training", "disk"])
+def test_so_do_writes_between_calls_to_parameters_that_a_program_has_kept(
+    sim, where, write, tmp_path
+):
+    model, x = codebook(lambda weight: None)
+    whole = copy.deepcopy(model).to(sim.device)
+    kept = list(model.parameters())
+    options = {"host": tmp_path} if where == "disk" else {"training": where == "training"}
+    with chunk(model, sim.device) if where == "chunk" else page(model, sim.device, **options):
+        for _ in range(2):
+            assert_equal(home(model(x)), home(whole(x.to(sim.device))))
+            sim.module.synchronize()
+            for each, other in zip(kept, whole.parameters(), strict=True):
+                write(each)
+                other.copy_(each)
+        assert_equal(home(model(x)), home(whole(x.to(sim.device))))
 
 
 def test_an_alias_that_is_kept_is_watched_as_long_as_it_lives(tmp_path):
