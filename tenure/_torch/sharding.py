@@ -139,6 +139,11 @@ class Shards:
 
     def reshard(self) -> None:
         """Let go of parameters that are whole; no rank talks to another."""
+        for each in self._whole():
+            info = each._module_info
+            # the user froze or thawed the parameter that the module shows, and passes ask the shard
+            shown = info.module._parameters[info.param_name]
+            each.sharded_param.requires_grad_(shown.requires_grad)
         for group in self._groups:
             group.reshard()
 
