@@ -304,6 +304,7 @@ class SplitBackward:
         n_roots: the tensors that a pass of this attempt ran from; 0 at the end means that nothing
             was trained, which nobody wants silently: see test_gradients_disabled_are_explained.
         is_thrown_away: whether nobody gets the gradients, so that no hook of the user's sees them.
+        unhooked: leaves whose gradients come without autograd, and so without hooks, by identity.
     """
 
     def __init__(
@@ -321,6 +322,7 @@ class SplitBackward:
         self._computed = computed
         self._is_split = self._delegates = self.is_thrown_away = False
         self.n_roots = 0
+        self.unhooked: frozenset[int] = frozenset()
 
     def begin(self, *, is_split: bool, is_trial: bool = False) -> None:
         """Start an attempt.
@@ -477,7 +479,8 @@ class SplitBackward:
                 # those of a leaf that is frozen don't run
                 if leaf.requires_grad:
                     n_hooked += bool(post_hooks_of(leaf))
-                    waiting.append(leaf)
+                    if id(leaf) not in self.unhooked:
+                        waiting.append(leaf)
             # such a hook may step an optimizer and drop the gradient, which makes waiting senseless
             if n_hooked:
                 raise AdaptiveUsageError(

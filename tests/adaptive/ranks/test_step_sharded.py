@@ -4,6 +4,7 @@ import json
 import os
 import sys
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -196,6 +197,27 @@ def outputs_that_are_not_used(rank):
     exactly(net, lambda net: sum(loss(each)(net(parts[each])) for each in range(2)) / 2)
 
 
+def a_root_that_was_frozen_in_the_pass_before(rank):
+    """A root stays whole then, and what the user thaws is the whole parameter."""
+    net = sharded_net()
+    net.requires_grad_(False)
+    with torch.no_grad():
+        mean(net)(batch_of(rank))
+    net.requires_grad_(True)
+    step(mean(net), batch_of(rank), maximum=4)
+    exactly(net)
+
+
+def hooks_that_only_autograd_runs(rank):
+    """A module of fully_shard brings gradients without it, so no hook of a shard runs."""
+    net, ran = sharded_net(), []
+    for parameter in net.parameters():
+        parameter.register_hook(ran.append)
+    for run in (lambda fn, x: fn(x).backward(), partial(step, maximum=4)):
+        run(mean(net), batch_of(rank))
+    assert not ran
+
+
 def penalty(net):
     found = 0.0
     for p in net.parameters():
@@ -335,6 +357,8 @@ def test_two_ranks_get_the_gradients_of_all_samples_or_an_error():
         other_losses,
         samples_that_weigh_nothing,
         outputs_that_are_not_used,
+        a_root_that_was_frozen_in_the_pass_before,
+        hooks_that_only_autograd_runs,
         penalties,
         settings_and_arguments_that_are_refused,
         a_failure_after_all_passes_of_one_rank,

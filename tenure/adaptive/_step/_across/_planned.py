@@ -102,6 +102,7 @@ class PlannedRanks:
         )
         _refuse_settings(spec.entry, self._shards, per_rank=self._per_rank)
         self.n_samples = tally.n_samples
+        parts.backward.unhooked = frozenset(map(id, self._shards.shards()))
         if self._per_rank:
             return
         # ranks that are parallel over tensors have the same samples
