@@ -305,6 +305,14 @@ def settings_and_arguments_that_are_refused(rank):
 # --- sizes and failures
 
 
+def an_error_of_fully_shard_itself(rank):
+    """It is no rank that died, though torch.distributed raises it."""
+    with torch.device("meta"):
+        net = plain_net()
+    with pytest.raises(RuntimeError, match=r"^FSDP parameters should be materialized"):
+        step(mean(sharded(net)), batch_of(rank))
+
+
 def a_failure_after_all_passes_of_one_rank(rank):
     """Nothing is delivered on either, and the next step goes on."""
     net, n_passes = sharded_net(), []
@@ -361,6 +369,7 @@ def test_two_ranks_get_the_gradients_of_all_samples_or_an_error():
         hooks_that_only_autograd_runs,
         penalties,
         settings_and_arguments_that_are_refused,
+        an_error_of_fully_shard_itself,
         a_failure_after_all_passes_of_one_rank,
         the_step_after_one_that_ran_out_on_all_ranks,
         timeout=240,

@@ -11,7 +11,6 @@ as all parameters, which is what sharding is there to avoid.
 from __future__ import annotations
 
 import sys
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -261,11 +260,12 @@ class PlannedRanks:
 
 
 def _is_of_an_exchange(error: BaseException) -> TypeGuard[Exception]:
-    """Return whether a collective of the modules raised it; group errors have no class."""
-    if not isinstance(error, RuntimeError) or isinstance(error, TenureError):
+    """Return whether a collective of the modules raised it."""
+    distributed: Any = torch.distributed
+    if isinstance(error, TenureError) or not isinstance(error, RuntimeError):
         return False
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    return str(frame.f_globals.get("__name__")).startswith("torch.distributed")
+    # gloo has no class for its errors, and names the file that raised
+    return isinstance(error, distributed.DistError) or "/gloo/" in str(error)
 
 
 def refuse_group(entry: str, group: Any, shards: Shards) -> None:
