@@ -6,6 +6,7 @@ such as caches and counters.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -29,6 +30,9 @@ from ._notes import (
 )
 
 _LAYERS = ("torch.nn.modules.", "torch.nn.utils.")
+_OWN_KINDS = (dict, OrderedDict, set)
+_OWN = tuple([name for name, each in vars(nn.Module()).items() if type(each) in _OWN_KINDS])
+"""Hooks, and the names and objects of parameters, buffers and modules."""
 OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _PLAIN = frozenset((int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device))
 
@@ -36,16 +40,15 @@ _PLAIN = frozenset((int, float, complex, str, bytes, bool, type(None), torch.dty
 class ModuleState:
     """Attributes and buffers of some modules, and how they are set.
 
-    How they are set is training or evaluation, the hooks of forward passes, and which parameters
-    get gradients: a function that sets one and puts it back at its end doesn't, if it runs out of
-    memory between.
+    How they are set is training or evaluation, the hooks, and which parameters get gradients: a
+    function that sets one and puts it back at its end doesn't, if it runs out of memory between.
 
     A tensor that a failed attempt keeps on a module, as a cache for calls to come, is let go with
     the attempt: the attribute gets back what it held, and so do the numbers beside it. Dicts,
     lists, sets and deques get their items back, also inside each other, and tensors that were
     written in place their values. So do layers of torch, on which hooks keep such things; torch's
-    wrappers and lazy layers set their own. Buffers, parameters and modules that were not there are
-    taken away.
+    wrappers set their own. Buffers, parameters and modules that were not there are taken away, and
+    what a parametrization or a lazy layer has replaced is there again.
 
     Args:
         modules: all modules that the work runs, those below others too; what is added to them
@@ -55,12 +58,14 @@ class ModuleState:
     """
 
     __slots__ = (
-        "_buffers", "_contents", "_frozen", "_hooks", "_modules", "_noted", "_seen", "_tensors",
-        "_with_modes",
+        "_buffers", "_contents", "_frozen", "_lazy", "_modules", "_noted", "_own_names", "_seen",
+        "_tensors", "_with_modes",
     )  # fmt: skip
 
     def __init__(self, modules: Iterable[nn.Module], *, with_modes: bool = True) -> None:
         self._modules, self._with_modes = modules, with_modes
+        # what the first of two passes has made is for the second one, too
+        self._own_names = _OWN if with_modes else ("_buffers",)
         self._forget()
 
     def begin(self) -> None:
@@ -77,29 +82,35 @@ class ModuleState:
         # a mode would see each attribute of a tensor that is read
         with without_functions():
             for module in modules:
-                # a lazy layer removes its own in its first call, with its class
-                is_lazy_layer = issubclass(type(module), LazyModuleMixin)
+                kind, space, attributes = type(module), vars(module), None
+                # most are empty; those of a scripted module are of other kinds
+                own = {
+                    name: each.copy()
+                    for name in self._own_names
+                    if (each := space.get(name)) and type(each) in _OWN_KINDS
+                }
                 if self._with_modes:
-                    if not is_lazy_layer:
-                        for hooks in (module._forward_pre_hooks, module._forward_hooks):
-                            self._hooks.append((hooks, hooks.copy()))
                     for parameter in module._parameters.values():
                         if parameter is not None:
                             self._frozen.append((parameter, parameter.requires_grad))
-                home, attributes = type(module).__module__, None
-                # those are torch's wrappers, such as of ranks or compiled code, and lazy layers
-                is_set_by_torch = f"{home}.".startswith("torch.")
-                if not (is_lazy_layer if home.startswith(_LAYERS) else is_set_by_torch):
-                    space, attributes = vars(module), {}
+                            if is_lazy(parameter):
+                                self._lazy.append((parameter, type(parameter)))
+                home = kind.__module__
+                is_made = not self._with_modes and issubclass(kind, LazyModuleMixin)
+                # those are torch's wrappers, such as of ranks or compiled code
+                is_set_by_torch = f"{home}.".startswith("torch.") and not home.startswith(_LAYERS)
+                if not (is_made or is_set_by_torch):
+                    attributes = {}
                     for name in space.keys() - OF_EVERY_MODULE:
                         attributes[name] = value = space[name]
                         if type(value) not in _PLAIN:
                             held.append((module, name, value))
-                self._noted.append((module, module.training, attributes, self._names_in(module)))
+                self._noted.append((module, kind, module.training, own, attributes))
                 for name, tensor in module._buffers.items():
-                    # a first call that fails may leave a lazy buffer with a shape
                     if tensor is None or not is_lazy(tensor):
                         self._buffers.append((module, name, tensor, None))
+                    elif self._with_modes:
+                        self._lazy.append((tensor, type(tensor)))
             if held or len(self._buffers) > n_buffers:
                 with persist(), torch.no_grad():
                     self._note_held(held)
@@ -123,15 +134,23 @@ class ModuleState:
             module._buffers[name] = tensor
             if note is not None:
                 note.undo()
-        for module, _, _, names in self._noted:
-            now = self._names_in(module)
-            # a parametrization has put what was there under another name, and would take it along
-            for name in now - names if names <= now else ():
-                delattr(module, name)
-        for module, _, attributes, _ in self._noted:
+        for module, kind, training, own, attributes in self._noted:
+            space = vars(module)
+            for name in self._own_names:
+                now: Any = space.get(name)
+                before = own.get(name, ())
+                # the object itself stays: handles of hooks refer to it
+                if type(now) in _OWN_KINDS and [*now] != [*before]:
+                    now.clear()
+                    now.update(before)
+            if self._with_modes:
+                if module.training != training:
+                    module.training = training
+                # a parametrization, or the first call of a lazy layer, sets another one
+                if type(module) is not kind:
+                    module.__class__ = kind
             if attributes is None:
                 continue
-            space = vars(module)
             # what every module has, its dicts of parameters and hooks among it, is others' to undo
             for name in space.keys() - attributes.keys() - OF_EVERY_MODULE:
                 del space[name]
@@ -140,15 +159,11 @@ class ModuleState:
             contents.undo()
         for each in self._tensors:
             each.undo()
-        for module, training, _, _ in self._noted if self._with_modes else ():
-            if module.training != training:
-                module.training = training
-        for hooks, before in self._hooks:
-            # the dict itself stays: handles of hooks refer to it
-            if hooks.keys() != before.keys():
-                hooks.clear()
-                hooks.update(before)
         with without_functions():
+            for tensor, lazy_kind in self._lazy:
+                if not is_lazy(tensor):
+                    tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+                    tensor.__class__ = lazy_kind
             for parameter, requires_grad in self._frozen:
                 if parameter.requires_grad != requires_grad:
                     parameter.requires_grad_(requires_grad)
@@ -161,11 +176,13 @@ class ModuleState:
         written: list[tuple[nn.Module, str]] = []
         unsure: list[tuple[nn.Module, str]] = []
         pairs: list[tuple[Tensor, Tensor]] = []
+        # a lazy layer sets its own in its first call
+        first = {module for module, kind, *_ in self._noted if type(module) is not kind}
         for module, name, tensor, note in self._buffers:
             buffers = module._buffers
             # of a scripted module, a mapping without get()
             now = buffers[name] if name in buffers else None  # noqa: SIM401
-            if note is None or now is None:
+            if note is None or now is None or module in first:
                 continue
             # three answers that cost nothing, then the comparison of values for what is left
             if now is tensor and note.has_other_version():
@@ -188,7 +205,7 @@ class ModuleState:
             for note in self._tensors
             if note.has_other_version()
         ]
-        for module, _, attributes, _ in self._noted:
+        for module, *_, attributes in self._noted:
             before = vars(module) if attributes is None else attributes
             for name, value in vars(module).items():
                 is_number = type(value) in (Tensor, int, float)
@@ -196,18 +213,12 @@ class ModuleState:
                     found.append((module, name, value))
         return found
 
-    def _names_in(self, module: nn.Module) -> set[str]:
-        names = {*module._buffers.keys()}
-        # those that the first of two passes has made are for the second one, too
-        if self._with_modes:
-            names.update(module._parameters.keys(), module._modules.keys())
-        return names
-
     def _forget(self) -> None:
-        # each module, its mode, its attributes unless torch sets them, the names of what it has
-        self._noted: list[tuple[nn.Module, bool, dict[str, Any] | None, set[str]]] = []
+        # each module, its class, its mode, the containers of `_OWN` that are not empty, and its
+        # attributes unless torch sets them
+        self._noted: list[tuple[nn.Module, type, bool, dict[str, Any], dict[str, Any] | None]] = []
         self._buffers: list[tuple[nn.Module, str, Tensor | None, TensorNote | None]] = []
-        self._hooks: list[tuple[dict[int, Any], dict[int, Any]]] = []
+        self._lazy: list[tuple[Tensor, type]] = []
         self._frozen: list[tuple[Tensor, bool]] = []
         self._contents: list[ContainerNote] = []
         self._tensors: list[TensorNote] = []

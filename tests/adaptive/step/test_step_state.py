@@ -11,7 +11,7 @@ from torch.nn.utils.parametrizations import weight_norm
 from transformers.modeling_outputs import BaseModelOutput
 
 from tenure import NewDisposeScope, dispose
-from tenure.adaptive import AdaptiveUsageError, NoBatchsizeCache, memory_budget, step
+from tenure.adaptive import NoBatchsizeCache, memory_budget, step
 
 from .step_cases import OwnBatchNorm, samples, squares
 
@@ -84,20 +84,45 @@ class Growing(nn.Module):
         return self.layer(x)
 
 
-def test_layers_of_a_first_call_have_the_random_weights_that_they_have_without_step():
-    found = []
-    for maximum in (8, 4):
-        torch.manual_seed(0)
-        net = Growing()
-        x = torch.ones(8, 4).double()
-        step(squares(net), x, maximum=maximum)
-        found.append(net.layer.weight.detach())
-    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+class Normalizing(nn.Module):
+    """Parametrizes its layer in its first call."""
 
-    lazy = nn.Sequential(nn.LazyLinear(3))
-    with pytest.raises(AdaptiveUsageError, match=r"net\.0 \(LazyLinear\) makes its parameters in"):
-        step(squares(lazy), torch.ones(8, 4), maximum=4)
-    step(squares(lazy), torch.ones(8, 4), maximum=4, verify=False)
+    def __init__(self, apply):
+        super().__init__()
+        self.layer, self.apply_to, self.is_ready = nn.Linear(4, 3).double(), apply, False
+
+    def forward(self, x):
+        if not self.is_ready:
+            self.apply_to(self.layer)
+            self.is_ready = True
+        return self.layer(x)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        Growing,
+        lambda: nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d().eval()).double(),
+        lambda: Normalizing(weight_norm),
+        lambda: Normalizing(nn.utils.weight_norm),
+    ],
+    ids=["made", "lazy", "parametrized", "old weight norm"],
+)
+@pytest.mark.parametrize("fails", [False, True], ids=["verification", "failed attempt"])
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated:FutureWarning")
+def test_layers_of_a_first_call_are_those_that_they_are_without_step(make, fails):
+    found = []
+    for is_split in (False, True):
+        torch.manual_seed(0)
+        net = make()
+        if is_split and fails:
+            retried(net)
+        else:
+            maximum = 4 if is_split else 8
+            step(squares(net), samples(8), maximum=maximum, cache_type=NoBatchsizeCache)
+        gradients = [p.grad for p in net.parameters()]
+        found.append((net.state_dict(), gradients, torch.get_rng_state()))
+    torch.testing.assert_close(found[1], found[0])
 
 
 @pytest.mark.parametrize("fails", [True, False], ids=["failed attempt", "verification"])
@@ -120,18 +145,9 @@ def test_weights_that_the_first_call_parametrizes_stay_there(fails):
     assert [name for name, p in layer.named_parameters() if p.grad is not None] == ["bias", *names]
 
 
-class Late(nn.Module):
-    """Makes its layer in its first call."""
-
-    def forward(self, x):
-        if not hasattr(self, "layer"):
-            self.layer = nn.Linear(4, 1).double()
-        return self.layer(x)
-
-
 def test_a_layer_that_the_first_pass_has_made_is_that_of_the_second_one():
     """Whose first chunk has no weight, so that it runs once."""
-    net, x = Late(), samples(8)
+    net, x = Growing(), samples(8)
     x[:4, 0] = 7
     options = {"weight": lambda b: float(b[0, 0] != 7), "then": torch.sqrt, "verify": False}
     loss = step(squares(net), x, maximum=4, cache_type=NoBatchsizeCache, **options).loss

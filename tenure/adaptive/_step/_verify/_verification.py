@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.lazy import LazyModuleMixin
 
 from tenure._callers import warn_user
 from tenure._errors import AdaptiveUsageError, AdaptiveUsageWarning, SplitMismatchError
@@ -25,7 +24,6 @@ from tenure._torch.compiler import draws_again_in_backward, not_compiling
 from tenure._torch.quiet import without_functions
 
 from ..._sizes import checked_size
-from ..._undo import named_modules
 from .._arguments import StepSpec
 from .._gradients import Scaler
 from .._loss import ONLY, Reduction, plain_number, read_numbers
@@ -199,14 +197,6 @@ class Verification:
         self._call = SplitCall(parts)
         if not self._call.is_due:
             return
-        for name, module in named_modules(parts.roots):
-            if isinstance(module, LazyModuleMixin):
-                raise AdaptiveUsageError(
-                    f"step() has to split the batch, and {name} ({type(module).__name__}) makes "
-                    "its parameters in its first call, which would be one that verifies the split, "
-                    "with constant numbers in place of random ones. Nothing was changed. Call the "
-                    "model once before step(), on one sample."
-                )
         step = SampledStep(parts)
         self._due = comparison = Comparison(step)
         # a graph for each of its sizes and modes would cost minutes
