@@ -10,7 +10,7 @@ from torch import Tensor, UntypedStorage
 from torch.nn import Buffer, Parameter
 
 from tenure._storages import all_storages_of
-from tenure._torch.gradient_sums import SUM, adds_plain_in_place
+from tenure._torch.gradient_sums import IN_PLACE, writes_in_place
 from tenure._torch.modes import schema_of
 from tenure._torch.quiet import without_dispatch
 
@@ -38,13 +38,13 @@ def run(
         kwargs: those that have names.
         mode: the mode whose handler calls this; while it measures, it is one of ``stream.modes``.
         stream: the stream of the thread that entered the mode.
-        sums: called with the storage of a gradient, and that of a sum which autograd would add to
-            the gradient in place if no mode measured.
+        sums: called with the storage of an operand, and that of a result which autograd would write
+            into the operand if no mode measured.
     """
     numbers = _wrapped_numbers(func, args)
     if numbers:
         stream.hide_numbers(numbers)
-    if func is not SUM:
+    if func not in IN_PLACE:
         return func(*args, **kwargs)
     stream.hold(+1)
     try:
@@ -53,7 +53,8 @@ def run(
         caller = sys._getframe(1).f_back
         if mode in stream.modes:
             n_above = stream.modes[::-1].index(mode)
-            if adds_plain_in_place(args[0], caller, n_above):
+            # the engine writes into no subclass
+            if type(args[0]) is Tensor and writes_in_place(func, args[0], caller, n_above):
                 sums(args[0].untyped_storage(), total.untyped_storage())
     finally:
         stream.hold(-1)

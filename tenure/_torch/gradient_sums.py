@@ -96,27 +96,25 @@ def adds_in_place(gradient: Tensor, frame: FrameType | None, n_modes_above: int 
     return _has_one_owner(gradient, n_modes_above) and _is_dense(gradient)
 
 
-def writes_in_place(func: Any, operand: Tensor, frame: FrameType | None) -> bool:
+def writes_in_place(
+    func: Any, operand: Tensor, frame: FrameType | None, n_modes_above: int = 0
+) -> bool:
     """Return whether the engine, or a formula of torch, would write a result into an operand.
 
     Args:
         func: one of `IN_PLACE`, in whose handler this is asked.
         operand: its first one.
-        frame: the caller of the handler.
+        frame: the caller of the handler; None on a thread of the engine's own.
+        n_modes_above: how many modes got the operation before this one.
     """
     if func is SUM:
-        return adds_in_place(operand, frame)
+        return adds_in_place(operand, frame, n_modes_above)
     node = current_node()
-    if node is None or not _is_called_by_engine(frame, 0):
+    if node is None or not _is_called_by_engine(frame, n_modes_above):
         return False
     if func in _FILLED:
         return node.name() in _FILL_ZEROS
-    return node.name() == _ONLY_IN_PLACE and _has_one_owner(operand, 0)
-
-
-def adds_plain_in_place(gradient: Tensor, frame: FrameType | None, n_modes_above: int = 0) -> bool:
-    """See `adds_in_place`; of a subclass, which the engine never adds to in place, it is False."""
-    return type(gradient) is Tensor and adds_in_place(gradient, frame, n_modes_above)
+    return node.name() == _ONLY_IN_PLACE and _has_one_owner(operand, n_modes_above)
 
 
 def _is_called_by_engine(frame: FrameType | None, n_modes_above: int) -> bool:

@@ -270,9 +270,6 @@ class Observer(DispatchMode):
         """
         if func not in gradient_sums.IN_PLACE or self.phase != "backward":
             return None
-        # a budget is a mode as well: under it, formulas write nothing in place
-        if self._is_counted and func is not gradient_sums.SUM:
-            return None
         frame: FrameType | None = sys._getframe()
         # Called for a result, by the handler, by the caller of the sum: a frame that a thread of
         # autograd's engine may not have.

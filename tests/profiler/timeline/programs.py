@@ -70,11 +70,23 @@ class Columns(nn.Module):
         return torch.stack([(h[:, i] * (i + 1)).cos() * h[:, i] for i in range(8)], 1)
 
 
+class Chosen(nn.Module):
+    """Gathers from a large tensor, so that autograd fills zeros in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(48, 512)
+
+    def forward(self, x):
+        return self.first(x).log_softmax(1).gather(1, torch.tensor([[3, 1, 2]]).expand(len(x), 3))
+
+
 CASES = {
     "perceptron with a custom function": (Cubed, lambda: torch.randn(16, 48), "AdamW"),
     "GPT": (Gpt, lambda: torch.randint(0, 50, (4, 16)), "AdamW"),
     "checkpoints": (Checkpointed, lambda: torch.randn(16, 48), "RMSprop"),
     "columns": (Columns, lambda: torch.randn(64, 48), "SGD"),
+    "chosen": (Chosen, lambda: torch.randn(64, 48), "SGD"),
 }
 
 
