@@ -293,16 +293,15 @@ def _two_passes(
     at_end.begin()
     # the second pass finds the buffers that the first one found
     at_start.undo()
-    # a chunk that the loss does not depend on has nothing to learn
-    learning = [i for i, each in enumerate(gradients) if any(g is not None for g in each)]
-    # but other ranks may wait for it in modules
-    for i in range(n_chunks) if parts.spec.is_planned else learning:
+    # also those that the loss does not depend on: other ranks may wait for them in modules, and
+    # what one of them makes, such as a layer, the others use
+    for i in range(n_chunks):
         drawn[i].undo()
         tensors = forward(i)[1]
         # an output that the loss does not use gets none
         pairs = [(t, g) for t, g in zip(tensors, gradients[i], strict=True) if g is not None]
         roots, seeds = [root for root, _ in pairs], [seed for _, seed in pairs]
-        parts.send_back(roots, seeds, () if i in learning else tensors)
+        parts.send_back(roots, seeds, () if roots else tensors)
         del tensors, pairs, roots
     at_end.undo()
     end.undo()

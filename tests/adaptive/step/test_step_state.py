@@ -145,13 +145,28 @@ def test_weights_that_the_first_call_parametrizes_stay_there(fails):
     assert [name for name, p in layer.named_parameters() if p.grad is not None] == ["bias", *names]
 
 
-def test_a_layer_that_the_first_pass_has_made_is_that_of_the_second_one():
-    """Whose first chunk has no weight, so that it runs once."""
-    net, x = Growing(), samples(8)
+class Flagged(Growing):
+    """Remembers by an attribute that it has made its layer."""
+
+    is_made = False
+
+    def forward(self, x):
+        if not self.is_made:
+            self.layer, self.is_made = nn.Linear(x.shape[1], 3).double(), True
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("make", [Growing, Flagged])
+def test_a_layer_that_the_first_pass_has_made_is_that_of_the_second_one(make):
+    """Whose first chunk has no weight."""
+    net, x = make(), samples(8)
     x[:4, 0] = 7
     options = {"weight": lambda b: float(b[0, 0] != 7), "then": torch.sqrt, "verify": False}
     loss = step(squares(net), x, maximum=4, cache_type=NoBatchsizeCache, **options).loss
-    torch.testing.assert_close(loss, squares(net)(x[4:]).sqrt().detach())
+    given = [p.grad for p in net.parameters()]
+    wanted = squares(net)(x[4:]).sqrt()
+    torch.testing.assert_close(loss, wanted.detach())
+    torch.testing.assert_close(given, [*torch.autograd.grad(wanted, [*net.parameters()])])
 
 
 def test_how_modules_are_set_is_as_before_when_a_failed_attempt_begins_again():
