@@ -70,13 +70,9 @@ class IsolatedGradients:
         """
         self._late += leaves
 
-    def watch(self, leaves: Iterable[Tensor]) -> list[Tensor]:
-        """Set aside the gradients of more leaves, before the first backward pass that has them.
-
-        Returns:
-            Those that were not watched yet.
-        """
-        held, new = self._held, []
+    def watch(self, leaves: Iterable[Tensor]) -> None:
+        """Set aside the gradients of more leaves, before the first backward pass that has them."""
+        held = self._held
         if self._late:
             leaves = [*leaves, *self._late]
             self._leaves += self._late
@@ -87,10 +83,8 @@ class IsolatedGradients:
                 if id(leaf) not in held:
                     prior = leaf.grad
                     held[id(leaf)] = leaf, prior
-                    new.append(leaf)
                     if prior is not None:
                         leaf.grad = None
-        return new
 
     def leaves(self) -> list[Tensor]:
         """Return all leaves that are watched."""
@@ -112,9 +106,19 @@ class IsolatedGradients:
         self._with_old.add(id(leaf))
 
     def hold_hooks(self, leaves: Iterable[Tensor]) -> None:
-        """Let the hooks of leaves wait: they get the sum of several backward passes, once."""
+        """Let the hooks of leaves wait: they get the sum of several backward passes, once.
+
+        Raises:
+            AdaptiveUsageError: those of one wait already, so that it got more of them since.
+        """
         for leaf in leaves:
             if hooks := hooks_of(leaf):
+                if any(leaf is waiting for waiting, _ in self._hooks):
+                    raise AdaptiveUsageError(
+                        "The function of step() registers a hook of a parameter in each call, so "
+                        "that there would be one for each micro-batch. No gradient was "
+                        "delivered. Register it before step(), which runs it once."
+                    )
                 self._hooks.append((leaf, dict(hooks)))
                 # in the same dict: autograd of C++ holds it, and a removable handle, too
                 hooks.clear()
@@ -387,10 +391,10 @@ class SplitBackward:
             _inner_nodes(tensors, leaves)
             for leaf in own:
                 leaves.pop(id(leaf), None)
-            new = self._gradients.watch(leaves.values())
-        # those that were known before were told to wait when the split began
-        if new and (self._is_split or self.is_thrown_away):
-            self.let_hooks_wait(new)
+            self._gradients.watch(leaves.values())
+        # those of before were told to wait when the split began; the function may have new ones
+        if self._is_split or self.is_thrown_away:
+            self.let_hooks_wait(leaves.values())
         plain = functools.partial(torch.autograd.backward, tensors, weights)
         pairs = zip(tensors, weights, strict=True)
         with zeros:
@@ -467,11 +471,12 @@ class SplitBackward:
                 "or then=."
             )
 
-    def let_hooks_wait(self, leaves: Sequence[Tensor]) -> None:
+    def let_hooks_wait(self, leaves: Iterable[Tensor]) -> None:
         """Make sure that no hook of a leaf sees a part of a gradient.
 
         Raises:
-            AdaptiveUsageError: one has a hook that wants to run right after each backward pass.
+            AdaptiveUsageError: one has a hook that wants to run right after each backward pass, or
+                gets a hook in each call of the function.
         """
         with without_functions():
             n_hooked, waiting = 0, []

@@ -200,6 +200,43 @@ def test_hooks_of_parameters_see_the_gradient_of_the_whole_batch_once_and_may_ch
     torch.testing.assert_close(several[1], several[0])
 
 
+@pytest.mark.parametrize(
+    ("name", "match"),
+    [
+        ("register_hook", "registers a hook of a parameter in each call"),
+        ("register_post_accumulate_grad_hook", "1 of the parameters have a hook from register_po"),
+    ],
+)
+def test_hooks_that_each_call_of_the_function_registers_are_refused_in_micro_batches(name, match):
+    net, batch = made("MLP", 8, 0)
+
+    def fn(b):
+        getattr(net[0].weight, name)(lambda *_: None)
+        return mean_of(net)(b)
+
+    with pytest.raises(AdaptiveUsageError, match=match):
+        step(fn, batch, maximum=4, verify=False)
+    assert not gradients(net)
+    step(fn, batch, maximum=8)
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_hook_that_the_first_call_of_the_function_registers_sees_the_whole_gradient(verify):
+    net, batch = made("MLP", 9, 0)
+    seen, handles = [], []
+
+    def fn(b):
+        if not handles:
+            handles.append(net[0].weight.register_hook(lambda g: seen.append(1) or g.clamp(max=0)))
+        return mean_of(net)(b)
+
+    wanted = wanted_of(net, fn(batch))
+    handles.pop().remove()
+    step(fn, batch, maximum=4, verify=verify)
+    assert len(seen) == 2
+    assert worst_error(gradients(net), wanted) < _EXACT
+
+
 def test_a_hook_that_takes_itself_away_runs_once_and_stays_away():
     net, batch = made("MLP", 9, 0)
     prior = net[0].weight.grad = torch.ones_like(net[0].weight)
