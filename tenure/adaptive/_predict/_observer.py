@@ -13,7 +13,7 @@ from weakref import ref
 import torch
 from torch import Tensor, UntypedStorage, nn
 
-from tenure._callers import Site, is_internal, module_of
+from tenure._callers import Site, is_internal, maker_of, module_of
 from tenure._containers import passed_tensors
 from tenure._torch import cpu_allocator, gradient_sums
 from tenure._torch.fakes import is_fake
@@ -317,7 +317,7 @@ def _is_check(frame: FrameType | None) -> bool:
     """Return whether torch.distributions checks its arguments: those of a program are valid."""
     while frame is not None and module_of(frame).startswith("torch._"):
         frame = frame.f_back
-    return frame is not None and module_of(frame).startswith("torch.distributions.")
+    return frame is not None and module_of(maker_of(frame)).startswith("torch.distributions.")
 
 
 def _place(frame: FrameType | None) -> OperationPlace:

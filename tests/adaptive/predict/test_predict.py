@@ -11,6 +11,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from tenure import NewDisposeScope
 from tenure.adaptive import AdaptiveUsageError, PredictionError, memory_budget, predict_peak
 from tests.true_peak import counted_bytes, step_of, true_peak_bytes
 
@@ -430,3 +431,12 @@ def _policy(hidden):
 def test_distributions_whose_arguments_are_checked_are_predicted(loss_of):
     model = mlp()
     assert not exact(lambda x: loss_of(model(x)), torch.randn(512, 64)).approximate
+
+
+@pytest.mark.parametrize("around", [NewDisposeScope, lambda: torch.device("cpu")])
+def test_arguments_of_distributions_are_valid_in_a_scope_and_with_a_default_device(around):
+    def fn(x):
+        with around():
+            return distributions.Normal(x, x.exp()).sample().mean().item()
+
+    predict_peak(fn, torch.randn(8))
