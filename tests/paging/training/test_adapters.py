@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from accelerate.utils import send_to_device
 from peft import (
     LoraConfig,
     VeraConfig,
@@ -204,20 +205,21 @@ def test_an_adapter_that_came_later_is_named(sim, pair):
 
 def bringing_home(kind):
     class PagedTrainer(kind):
-        def compute_loss(self, *args, **kwargs):
-            found = super().compute_loss(*args, **kwargs)
+        def compute_loss(self, model, inputs, *args, **kwargs):
+            inputs = send_to_device(inputs, "sim")
+            found = super().compute_loss(model, inputs, *args, **kwargs)
             return (found[0].cpu(), found[1]) if isinstance(found, tuple) else found.cpu()
 
     return PagedTrainer
 
 
-def train_by(kind, model, folder):
+def train_by(kind, model, folder, **options):
     torch.manual_seed(0)
     data = [{"input_ids": t, "labels": t} for t in torch.randint(3, 40, (8, 20))]
     arguments = TrainingArguments(
         str(folder), per_device_train_batch_size=4, max_steps=2, report_to=[], use_cpu=True,
         disable_tqdm=True, save_strategy="no", logging_strategy="no", learning_rate=0.1,
-        optim="sgd",
+        optim="sgd", **options,
     )  # fmt: skip
     kind(model=model, args=arguments, train_dataset=data).train()
 
@@ -226,12 +228,14 @@ def train_by(kind, model, folder):
 @pytest.mark.parametrize("kind", [Trainer, AdaptiveTrainer])
 def test_a_loss_that_is_brought_home_trains_as_the_plain_model(sim, kind, tmp_path):
     model, plain = llama(), llama()
-    train_by(Trainer, plain, tmp_path)
+    # a loss that the Trainer computes itself, of the batch
+    options = {"label_smoothing_factor": 0.1}
+    train_by(Trainer, plain, tmp_path, **options)
     weight_bytes = sum(p.nbytes for p in model.parameters())
     if kind is AdaptiveTrainer:
         sim(budget=4 * weight_bytes)
     with page(model, sim.device, budget=int(0.6 * weight_bytes), training=True, activations="host"):
-        train_by(bringing_home(kind), model, tmp_path)
+        train_by(bringing_home(kind), model, tmp_path, **options)
     for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-7)
 
