@@ -70,11 +70,15 @@ class IsolatedGradients:
         """
         self._late += leaves
 
-    def watch(self, leaves: Iterable[Tensor]) -> None:
-        """Set aside the gradients of more leaves, before the first backward pass that has them."""
-        held = self._held
+    def watch(self, leaves: Iterable[Tensor]) -> list[Tensor]:
+        """Set aside the gradients of more leaves, before the first backward pass that has them.
+
+        Returns:
+            These leaves, and those that were learned of since.
+        """
+        held, leaves = self._held, [*leaves]
         if self._late:
-            leaves = [*leaves, *self._late]
+            leaves += self._late
             self._leaves += self._late
             self._late = []
         # a mode of the user's would count, and a scope would own, what is only looked at
@@ -85,6 +89,7 @@ class IsolatedGradients:
                     held[id(leaf)] = leaf, prior
                     if prior is not None:
                         leaf.grad = None
+        return leaves
 
     def leaves(self) -> list[Tensor]:
         """Return all leaves that are watched."""
@@ -391,10 +396,10 @@ class SplitBackward:
             _inner_nodes(tensors, leaves)
             for leaf in own:
                 leaves.pop(id(leaf), None)
-            self._gradients.watch(leaves.values())
+            watched = self._gradients.watch(leaves.values())
         # those of before were told to wait when the split began; the function may have new ones
         if self._is_split or self.is_thrown_away:
-            self.let_hooks_wait(leaves.values())
+            self.let_hooks_wait(watched)
         plain = functools.partial(torch.autograd.backward, tensors, weights)
         pairs = zip(tensors, weights, strict=True)
         with zeros:
