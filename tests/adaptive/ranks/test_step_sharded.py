@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 
 from tenure.adaptive import (
@@ -137,6 +139,25 @@ def other_losses(rank):
         module.set_gradient_divide_factor(1.0)
     step(mean(net), batch_of(rank), maximum=4)
     exactly(net)
+
+
+def tensors_that_are_no_parameters(rank):
+    """They are brought to no other rank, and have the scale that they have beside replicas."""
+    for reduction, divisor, n in (("mean", None, 2), ("sum", None, 1), ("mean", 1.0, 2)):
+        net, scales = sharded_net(), [torch.ones(1, dtype=torch.float64) for _ in range(2)]
+        for module in (net, *net.blocks):
+            module.set_gradient_divide_factor(divisor)
+        for scale in scales:
+            scale.requires_grad_()
+
+        def loss(net, b, scale, reduction=reduction):
+            return getattr(net(b).square() * scale, reduction)()
+
+        fn = partial(loss, net, scale=scales[0])
+        step(fn, batch_of(rank), loss=reduction, maximum=4)
+        loss(plain_net(), batch_of(rank), scales[1]).backward()
+        share = len(batch_of(rank)) / len(all_samples()) if reduction == "mean" else 1
+        torch.testing.assert_close(scales[0].grad, scales[1].grad * n * share)
 
 
 def known(rank, ignored):
@@ -363,6 +384,7 @@ def test_two_ranks_get_the_gradients_of_all_samples_or_an_error():
     run_checks(
         exact,
         other_losses,
+        tensors_that_are_no_parameters,
         samples_that_weigh_nothing,
         outputs_that_are_not_used,
         a_root_that_was_frozen_in_the_pass_before,
@@ -426,8 +448,18 @@ def models_on_some_ranks(rank):
     exactly(net)
 
 
+def a_parameter_that_is_only_parallel(rank):
+    """Beside others of fully_shard, over ranks with other samples."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    style = RowwiseParallel(input_layouts=Replicate())
+    net = parallelize_module(plain_net(), mesh["tensor"], {"words": style, "head": style})
+    for part in (*net.blocks, net.norm, net.head):
+        fully_shard(part, mesh=mesh["data"])
+    refused(rank // 2, mean(net), "'words.weight', float64[60, 32]", net)
+
+
 def test_models_on_some_ranks_name_a_group_of_these_beside_their_own():
-    run_checks(models_on_some_ranks, n=4)
+    run_checks(models_on_some_ranks, a_parameter_that_is_only_parallel, n=4)
 
 
 def fails_alone(rank, folder):

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from tenure._errors import AdaptiveUsageError, OutOfRetriesError, TenureError
 from tenure._oom import OomInfo, oom_of_work
 from tenure._text import describe_tensor, format_bytes, listed
-from tenure._torch.sharding import Shards, is_dtensor
+from tenure._torch.sharding import Shards
 
 from ..._attempt import memory_of, release
 from ..._ranks import Ballot, RankCall, lost_rank_error, mark_of
@@ -31,6 +31,7 @@ from .._arguments import StepSpec
 from .._parts import StepParts
 from .._split import StepOutcome
 from ._alike import LossOfAll, asked_by, refuse_other_terms, share_of, weight_of
+from ._exchange import multiply
 
 _PATIENCE_S = 10.0
 """So long a rank that has failed waits for the others, most of which are inside a collective."""
@@ -202,7 +203,7 @@ class PlannedRanks:
         if self._per_rank:
             self._call.vote(Ballot(self._mark))
             return outcome
-        self._refuse_late()
+        self._finish_gradients()
         loss = LossOfAll(self._parts, outcome)
         values, terms = loss.times(self._share), mark_of(*outcome.terms)
         tally = self._call.vote(Ballot(self._mark, n_with_data=1, size=terms, values=values))
@@ -227,8 +228,8 @@ class PlannedRanks:
                 hooks.enter_context(shard.register_hook(note))
             yield
 
-    def _refuse_late(self) -> None:
-        """Make sure that all gradients that are there are those of all ranks."""
+    def _finish_gradients(self) -> None:
+        """Make sure that gradients of parameters are those of all ranks; scale the others."""
         entry, parts = self._spec.entry, self._parts
         if parts.counts:
             raise AdaptiveUsageError(
@@ -247,16 +248,22 @@ class PlannedRanks:
         # ranks that are parallel over tensors have the same samples, and so the same gradients
         if self._shards.n_averaged == 1:
             return
-        for leaf, _ in parts.gradients.new():
-            if isinstance(leaf, nn.Parameter) and not is_dtensor(leaf):
+        # asked now: the first pass finds parameters that were replaced
+        brought = {id(shard) for shard in self._shards.shards()}
+        for leaf, gradient in parts.gradients.new():
+            if id(leaf) in brought:
+                continue
+            if isinstance(leaf, nn.Parameter):
                 name = parts.leaf_names.get(id(leaf)) or _name_of(leaf, parts)
                 raise AdaptiveUsageError(
-                    f"{entry}() has trained {name}, {describe_tensor(leaf)}, which is not sharded, "
-                    "beside modules of fully_shard: nobody brings its gradient to other ranks, "
-                    "where it would become another. Nothing was delivered. Call fully_shard() on "
-                    "the root of the model, too, after its layers; freeze it; or pass "
-                    "per_rank=True, and average its gradient yourself."
+                    f"{entry}() has trained {name}, {describe_tensor(leaf)}, which no module of "
+                    "fully_shard has: nobody brings its gradient to other ranks. Nothing was "
+                    "delivered. Call fully_shard() on the root of the model, too, after its "
+                    "layers; freeze it; or pass per_rank=True, and average its gradient yourself."
                 )
+            # nobody divides it
+            n_own = 1 if self._spec.loss == "sum" else self._shards.n_averaged
+            multiply(gradient, n_own / self._shards.divisors[0])
 
 
 def _is_of_an_exchange(error: BaseException) -> TypeGuard[Exception]:
