@@ -102,6 +102,10 @@ class IsolatedGradients:
                 (leaf, new) for leaf, _ in self._held.values() if (new := leaf.grad) is not None
             ]
 
+    def aside(self) -> set[int]:
+        """Return the identities of the leaves that had a gradient before."""
+        return {key for key, (_, prior) in self._held.items() if prior is not None}
+
     def old(self, leaf: Tensor) -> Tensor | None:
         """Return the gradient that a leaf had before."""
         return self._held[id(leaf)][1]

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple, NoReturn
 
@@ -33,6 +33,7 @@ from tenure._errors import AdaptiveUsageError, BatchCoupledError
 from tenure._text import listed
 from tenure._torch.modes import EagerMode, schema_of
 from tenure._torch.modules import BatchNorm, InstanceNorm
+from tenure._torch.patches import Patch
 from tenure._torch.quiet import without_functions
 from tenure._torch.replicas import specialities_of
 from tenure._torch.sharding import ShardedGroup, Shards, sharded_groups
@@ -267,29 +268,39 @@ def _why_coupled(module: nn.Module) -> str | None:
     return None
 
 
-_OptimizerGuard = tuple[str, Container[int] | None]
-"""The name of a block, and the identities of parameters that may not move in it; None: all."""
+_OptimizerGuard = tuple[str, Container[int] | None, Container[int]]
+"""The name of a block, and the identities of parameters that may not move in it; None: all. And of
+those whose gradients of before are set aside."""
 _guarded: dict[int, _OptimizerGuard] = {}
 """The blocks that are open, by thread, so that autograd's own threads find them, too."""
 
 
 @contextmanager
-def no_optimizer_steps(name: str, parameters: Container[int] | None = None) -> Iterator[None]:
+def no_optimizer_steps(
+    name: str, parameters: Container[int] | None = None, aside: Collection[int] = ()
+) -> Iterator[None]:
     """Open a block in which optimizers that step, also in its backward passes, raise.
 
     Args:
         name: what the error calls the block.
         parameters: the identities of those that may not move; None: no optimizer may step.
+        aside: the identities of those that ``zero_grad()`` would not find the gradients of.
 
     Raises:
-        AdaptiveUsageError: in the block, from ``optimizer.step()``, before it changes anything.
+        AdaptiveUsageError: in the block, from ``optimizer.step()`` or ``zero_grad()``, before it
+            changes anything.
     """
     _listen()
     thread = threading.get_ident()
-    before, _guarded[thread] = _guarded.get(thread), (name, parameters)
+    before, _guarded[thread] = _guarded.get(thread), (name, parameters, aside)
+    zeroing = _zeroing if aside else ()
+    for patch in zeroing:
+        patch.begin()
     try:
         yield
     finally:
+        for patch in zeroing:
+            patch.end()
         # a step inside a step is still inside the outer one, whose guard holds again
         if before is None:
             del _guarded[thread]
@@ -307,7 +318,7 @@ def _refuse_inside(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     guard = _guarded.get(threading.get_ident()) or _guard_of_backward()
     if guard is None:
         return
-    name, parameters = guard
+    name, parameters, _ = guard
     moved = [id(each) for group in optimizer.param_groups for each in group["params"]]
     if parameters is None or any(each in parameters for each in moved):
         raise AdaptiveUsageError(
@@ -315,6 +326,28 @@ def _refuse_inside(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             "its function again: an update can't be taken back. Nothing was updated. Call the "
             f"optimizer after {name}()."
         )
+
+
+def _refusing(zero_grad: Any) -> Any:
+    @functools.wraps(zero_grad)
+    def refused(self: Any, *args: Any, **kwargs: Any) -> Any:
+        for patch in _zeroing:
+            patch.was_called()
+        name, _, aside = _guarded.get(threading.get_ident(), ("", None, ()))
+        groups = (
+            [{"params": self.parameters()}] if isinstance(self, nn.Module) else self.param_groups
+        )
+        if aside and any(id(each) in aside for group in groups for each in group["params"]):
+            raise AdaptiveUsageError(
+                f"zero_grad() was called inside {name}(), which adds to the gradients that were "
+                f"there before. Nothing was changed. Call it before {name}()."
+            )
+        return zero_grad(self, *args, **kwargs)
+
+    return refused
+
+
+_zeroing = [Patch(kind, {"zero_grad": _refusing}, lingers=True) for kind in (nn.Module, Optimizer)]
 
 
 def _guard_of_backward() -> _OptimizerGuard | None:

@@ -200,6 +200,29 @@ def test_hooks_of_parameters_see_the_gradient_of_the_whole_batch_once_and_may_ch
     torch.testing.assert_close(several[1], several[0])
 
 
+@pytest.mark.parametrize("maximum", [8, 4])
+@pytest.mark.parametrize("kind", ["module", "optimizer"])
+def test_a_function_that_zeroes_gradients_of_before_is_refused(kind, maximum):
+    net, batch = made("MLP", 8, 0)
+    zeroed = net if kind == "module" else torch.optim.SGD(net.parameters())
+    other = nn.Linear(1, 1)
+
+    def fn(b):
+        other.zero_grad()
+        zeroed.zero_grad()
+        return mean_of(net)(b)
+
+    mean_of(net)(batch).backward()
+    before = gradients(net)
+    with pytest.raises(
+        AdaptiveUsageError, match=r"^zero_grad\(\) was called inside step\(\), which"
+    ):
+        step(fn, batch, maximum=maximum, verify=False)
+    assert worst_error(gradients(net), before) == 0
+    zeroed.zero_grad()
+    assert not gradients(net)
+
+
 @pytest.mark.parametrize(
     ("name", "match"),
     [
