@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from tenure.paging import page, plan_paging
+from tenure.adaptive import plan, predict_peak
+from tenure.paging import PagingError, page, plan_paging
 
 N_FEATURES = 64
 
@@ -88,3 +89,16 @@ def test_inputs_may_be_of_meta_and_the_text_says_whether_the_host_helps(sim):
     assert 'activations="host" does not lower it: ' in str(small)
     assert "of activations" not in str(plan_paging(model, sim.device))
     assert plan_paging(model, sim.device).peak_bytes is None
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_prediction_of_a_model_that_is_paged_is_refused_and_changes_nothing(sim, trains):
+    model, x = mlp().train(trains), torch.ones(4, N_FEATURES)
+    before = [p.clone() for p in model.parameters()]
+    with page(model, sim.device, 1, training=trains):
+        for predict in (predict_peak, lambda fn, x: plan(fn, x, "1MiB")):
+            with pytest.raises(PagingError, match=r"^Sequential is paged, .* Nothing was changed"):
+                predict(lambda x: model(x).sum(), x)
+        with torch.no_grad():
+            model(x)
+    assert all(map(torch.equal, model.parameters(), before))
