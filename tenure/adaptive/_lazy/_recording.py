@@ -149,11 +149,13 @@ def _around_checkpoint(function: Any, given: Any) -> Iterator[None]:
     Raises:
         AdaptiveUsageError: one was written, such as that of a spectral norm; it is brought back.
     """
-    is_recorded = any(isinstance(tensor, Handle) for tensor in passed_tensors(given))
-    if not (is_recorded and torch.is_grad_enabled()):
+    found = Reachable(function)
+    # a closure may hold them
+    used = [*passed_tensors(given), *found.tensors.values(), *found.constants.values()]
+    if not (torch.is_grad_enabled() and any(isinstance(tensor, Handle) for tensor in used)):
         yield
         return
-    state = ModuleState(modules_below(Reachable(function).modules.values()), with_modes=False)
+    state = ModuleState(modules_below(found.modules.values()), with_modes=False)
     state.begin()
     try:
         with saved_tensors_hooks(*_KEEPING):
