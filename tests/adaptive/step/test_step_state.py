@@ -145,6 +145,27 @@ def test_weights_that_the_first_call_parametrizes_stay_there(fails):
     assert [name for name, p in layer.named_parameters() if p.grad is not None] == ["bias", *names]
 
 
+def _keeping_a_layer():
+    made = []
+
+    def fn(batch):
+        if not made:
+            made.append(nn.Linear(4, 3).double())
+        return squares(made[0])(batch)
+
+    return fn, made
+
+
+def test_a_layer_that_a_function_keeps_itself_has_the_weights_that_it_has_without_step():
+    found = []
+    for maximum in (8, 4):
+        torch.manual_seed(0)
+        fn, made = _keeping_a_layer()
+        step(fn, torch.ones(8, 4).double(), maximum=maximum, cache_type=NoBatchsizeCache)
+        found.append(made[0].state_dict())
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+
+
 class Flagged(Growing):
     """Remembers by an attribute that it has made its layer."""
 

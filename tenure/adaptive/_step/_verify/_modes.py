@@ -1,10 +1,10 @@
 """The mode below which a step is verified: constant random numbers, and worse rounding.
 
-Random numbers are the same for every sample, so that two runs can be compared. What torch knows of
-its operations decides: those that its tag calls seeded. Dispatch modes see them below autograd, in
-checkpoints and in backward passes; a verification compiles nothing. Invariant: an
-operation draws as many numbers whatever the shape that it fills, so a run of fewer samples from the
-same random state gets the same numbers.
+Random numbers are the same for every sample, so that two runs can be compared; weights of layers
+keep theirs. What torch knows of its operations decides: those that its tag calls seeded. Dispatch
+modes see them below autograd, in checkpoints and in backward passes; a verification compiles
+nothing. Invariant: an operation draws as many numbers whatever the shape that it fills, so a run of
+fewer samples from the same random state gets the same numbers.
 
 Rounding is a little worse than the hardware's, to see how far it carries. Source: Monte Carlo
 arithmetic, Parker 1997, https://www.cs.cmu.edu/~rutenbar/pdf/. Two kernels for two sizes of a batch
@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tenure._containers import passed_tensors
 from tenure._torch.modes import EagerMode, schema_of
@@ -79,7 +79,9 @@ class ConstantNumbers(EagerMode):
         """Run an operation, a random one with a constant."""
         # a higher-order operator has no tags
         is_random = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
-        if is_random or getattr(func, "overloadpacket", None) is _aten.random_:
+        is_random |= getattr(func, "overloadpacket", None) is _aten.random_
+        # a function may keep a layer that it makes; its shape does not depend on the samples
+        if is_random and not (args and isinstance(args[0], nn.Parameter)):
             result = self._without_numbers(func, args, kwargs or {})
         else:
             result = func(*args, **(kwargs or {}))
