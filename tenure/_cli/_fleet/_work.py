@@ -122,11 +122,16 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
             if isinstance(named.get(name.rpartition(".")[0]), nn.ModuleList | nn.Sequential)
             and type(each).forward is not nn.Module.forward
         }
-    # the outermost, each with parameters
+    owners: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owners.setdefault(id(parameter), []).append(name)
+    # the outermost, each with parameters; weights that are tied to others, as BERT's words, are
+    # sharded with the rest
     return [
         each
         for name, each in found.items()
-        if any(True for _ in each.parameters())
+        if (names := [owner for p in each.parameters() for owner in owners[id(p)]])
+        and all(owner.startswith(f"{name}.") for owner in names)
         and not any(name.startswith(f"{other}.") for other in found)
     ]
 
