@@ -115,6 +115,8 @@ def test_what_a_configuration_takes_is_what_the_real_model_takes(
 
 
 @pytest.mark.slow
+# of BERT's logits, which nobody writes into
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view:UserWarning")
 def test_each_rank_takes_what_is_predicted(llama, tmp_path):
     # its words are tied to its head: no block of their own
     bert = saved_config(tmp_path, "bert")
