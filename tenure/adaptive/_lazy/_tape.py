@@ -30,13 +30,13 @@ from .._undo import RngState
 from ._meta import BatchInt, Label, Meta, meta_of
 
 _numbers = count()
-_Mark = tuple[int | None, int | None]
+_Mark = tuple[int | None, int | None, bool]
 
 
 def mark_of(tensor: Tensor) -> _Mark:
-    """Return how often a tensor was written, and the memory that it has."""
+    """Return how often a tensor was written, the memory that it has, and if it requires grad."""
     # what is written through ``.data`` counts nowhere; what is assigned to it is other memory
-    return version_of(tensor), storage_key(tensor)
+    return version_of(tensor), storage_key(tensor), tensor.requires_grad
 
 
 class Value:
@@ -625,22 +625,24 @@ def check_unwritten(entries: list[RecordedCall]) -> None:
     Raises:
         AdaptiveUsageError: a tensor was written to since.
     """
-    taken: list[tuple[Any, _Mark | None]] = [
-        (value.tensor if value.origin is None else value.origin, value.mark)
+    taken: list[tuple[Any, _Mark, bool]] = [
+        (value.tensor if value.origin is None else value.origin, value.mark, False)
         for value in inputs_of(entries)
         if value.mark is not None
     ]
     for entry in entries:
         # it writes into some of them itself
         if not entry.shape.writes_plain:
-            taken += zip(entry.tensors, entry.marks, strict=True)
-    for tensor, mark in taken:
-        if mark_of(tensor) != mark:
+            for tensor, mark in zip(entry.tensors, entry.marks, strict=True):
+                taken.append((tensor, mark, entry.modes.grad))
+    for tensor, mark, has_graph in taken:
+        *now, requires_grad = mark_of(tensor)
+        if now != [*mark[:2]] or (has_graph and requires_grad and not mark[2]):
             raise AdaptiveUsageError(
                 f"{describe_tensor(tensor)} was written to after a call of torch that takes it was "
                 "recorded by lazy() and before that was computed, as by an optimizer, or was given "
-                "other memory: the result would be another one. Compute what was recorded first: "
-                "read it, call value() or backward(), or let go of it."
+                "other memory, or set to require grad: the result would be another one. Compute "
+                "what was recorded first: read it, call value() or backward(), or let go of it."
             )
 
 

@@ -184,6 +184,24 @@ def test_python_gets_values(read):
     assert read(lazy(x) * 1.5) == read(x * 1.5)
 
 
+def test_a_parameter_that_was_frozen_as_it_was_recorded_is_refused_once_it_requires_grad():
+    model = mlp()
+    model[0].requires_grad_(False)
+    loss = model(lazy(batch()[0])).sum()
+    with torch.no_grad():
+        value = model(lazy(batch()[0])).sum()
+    model[0].requires_grad_(True)
+    assert value.item() != 0
+    with pytest.raises(
+        AdaptiveUsageError, match="given other memory, or set to require grad: the r"
+    ):
+        loss.backward()
+    assert not gradients(model)
+    model[0].requires_grad_(False)
+    loss.backward()
+    assert [*gradients(model)] == ["2.weight", "2.bias"]
+
+
 def test_a_tensor_written_to_after_it_was_recorded_is_refused():
     model, (x, _) = mlp(), batch()
     out = model(lazy(x))
