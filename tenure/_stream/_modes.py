@@ -10,7 +10,7 @@ from torch import Tensor, UntypedStorage
 from torch.nn import Buffer, Parameter
 
 from tenure._storages import all_storages_of
-from tenure._torch.gradient_sums import IN_PLACE, writes_in_place
+from tenure._torch.gradient_sums import SUMS_AND_FILLS, writes_in_place
 from tenure._torch.modes import schema_of
 from tenure._torch.quiet import without_dispatch
 
@@ -44,7 +44,7 @@ def run(
     numbers = _wrapped_numbers(func, args)
     if numbers:
         stream.hide_numbers(numbers)
-    if func not in IN_PLACE:
+    if func not in SUMS_AND_FILLS:
         return func(*args, **kwargs)
     stream.hold(+1)
     try:

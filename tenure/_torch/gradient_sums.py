@@ -36,8 +36,10 @@ _FILLED = frozenset(
     }
 )
 """Operations by which formulas fill zeros of theirs."""
-IN_PLACE = frozenset({SUM, torch.ops.aten.mul.Tensor, torch.ops.aten.sub.Tensor, *_FILLED})
+SUMS_AND_FILLS = _FILLED | {SUM}
 """Operations that torch may have done in place if no mode looked on."""
+IN_PLACE = SUMS_AND_FILLS | {torch.ops.aten.mul.Tensor, torch.ops.aten.sub.Tensor}
+"""The same, and those of `_ONLY_IN_PLACE`, which only predictions leave out."""
 _ONLY_IN_PLACE = "BinaryCrossEntropyWithLogitsBackward0"
 """A node whose formula does `mul` and `sub` in place, unless a mode looks on."""
 _FILL_ZEROS = frozenset(

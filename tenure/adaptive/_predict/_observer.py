@@ -270,6 +270,9 @@ class Observer(DispatchMode):
         """
         if func not in gradient_sums.IN_PLACE or self.phase != "backward":
             return None
+        # a budget hides no others
+        if self._is_counted and func not in gradient_sums.SUMS_AND_FILLS:
+            return None
         frame: FrameType | None = sys._getframe()
         # Called for a result, by the handler, by the caller of the sum: a frame that a thread of
         # autograd's engine may not have.

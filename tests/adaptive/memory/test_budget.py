@@ -356,3 +356,10 @@ def test_a_gradient_whose_zeros_autograd_fills_in_place_counts_once():
     few_bytes = 2 * labels.nbytes
     assert logits.grad.nbytes <= inner.peak_bytes < logits.grad.nbytes + few_bytes
     assert (outer.peak_bytes, outer.live_bytes) == (inner.peak_bytes, inner.live_bytes)
+
+
+def test_a_product_that_autograd_makes_out_of_place_counts_beside_its_operand():
+    logits, labels = torch.zeros(64, 128, requires_grad=True), torch.ones(64, 128)
+    with memory_budget("1GiB") as budget:
+        F.binary_cross_entropy_with_logits(logits, labels).backward()
+    assert 0 <= budget.peak_bytes - 2 * logits.grad.nbytes < 64
