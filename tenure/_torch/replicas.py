@@ -88,6 +88,15 @@ def _telling(asks: Any) -> Any:
 _asking = Patch(_C10D, {_ASKS: _telling})
 
 
+def active_replica() -> nn.parallel.DistributedDataParallel | None:
+    """Return the module whose forward pass this code runs in, or None."""
+    # without that name a mistake is not noticed, and nothing else is lost
+    found: nn.parallel.DistributedDataParallel | None = getattr(
+        nn.parallel.DistributedDataParallel, "_active_ddp_module", None
+    )
+    return found
+
+
 def rebuild_buckets(module: nn.parallel.DistributedDataParallel) -> None:
     """Let a module put its buckets into the order of its last exchange, if it waits to do so.
 

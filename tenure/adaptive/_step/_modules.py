@@ -35,7 +35,7 @@ from tenure._torch.modes import EagerMode, schema_of
 from tenure._torch.modules import BatchNorm, InstanceNorm
 from tenure._torch.patches import Patch
 from tenure._torch.quiet import without_functions
-from tenure._torch.replicas import specialities_of
+from tenure._torch.replicas import active_replica, specialities_of
 from tenure._torch.sharding import ShardedGroup, Shards, sharded_groups
 from tenure._torch.storages import key_of
 from tenure._torch.writes import versions_of
@@ -128,6 +128,21 @@ class GradientExchange:
                 yield
             finally:
                 self._aside = None
+
+    def refuse_active_replica(self) -> None:
+        """Make sure that backward passes exchange nothing before all micro-batches have run.
+
+        Raises:
+            AdaptiveUsageError: the step runs inside a replica, which it can't keep from that.
+        """
+        if self.is_rank and (active := active_replica()) and has_other_replicas(active):
+            raise AdaptiveUsageError(
+                "step() has to split the batch, and runs inside the forward pass of a "
+                "DistributedDataParallel, as in a training_step of Lightning. Each micro-batch "
+                "would exchange gradients, and ranks with other splits would wait for each other. "
+                "Nothing was changed. Call step() outside, with a function that runs the replica; "
+                "train on one device; or pass a batch that fits."
+            )
 
     def check_splittable(self) -> None:
         """Make sure that modules may run several times before gradients are exchanged.

@@ -296,6 +296,7 @@ class StepParts:
         self.inputs.check_splittable()
         if not self.spec.is_planned:
             self.exchange.check_splittable()
+            self.exchange.refuse_active_replica()
         self._refuse_mixing(self.roots, size)
         # those of a run that is thrown away wait already
         if not self.backward.is_thrown_away:

@@ -39,6 +39,15 @@ def post_hooked():
     return module
 
 
+class Stepping(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = net_of()
+
+    def forward(self, b):
+        return step(squares(self.net), b, maximum=4)
+
+
 def joined_step(module):
     with Join([module]):
         try:
@@ -183,6 +192,11 @@ CASES = {
         synchronized,
         lambda m: plain(m, group=dist.group.WORLD),
         "SyncBatchNorm in training",
+    ),
+    "a step in a replica": (
+        lambda: Replicated(Stepping()),
+        lambda m: m(all_samples()[0]),
+        "runs inside the forward pass of a DistributedDataParallel",
     ),
     "Join": (replica, joined_step, "with a block of torch's Join"),
     "two groups": (replica, in_two_groups, "whose process group is not that of the step"),
