@@ -30,6 +30,7 @@ _FILLED = frozenset(
     {
         torch.ops.aten.index_add.default,
         torch.ops.aten.index_put.default,
+        torch.ops.aten.masked_scatter.default,
         torch.ops.aten.put.default,
         torch.ops.aten.scatter.src,
         torch.ops.aten.scatter_add.default,
@@ -45,8 +46,8 @@ _ONLY_IN_PLACE = "BinaryCrossEntropyWithLogitsBackward0"
 _FILL_ZEROS = frozenset(
     f"{name}Backward{number}"
     for name in (
-        "Cummax", "Cummin", "Gather", "Index", "IndexSelect", "Kthvalue", "Max", "Median", "Min",
-        "Mode", "Nanmedian", "Sort", "Take", "Topk",
+        "Cummax", "Cummin", "Gather", "Index", "IndexSelect", "Kthvalue", "MaskedSelect", "Max",
+        "Median", "Min", "Mode", "Nanmedian", "Sort", "Take", "Topk",
     )
     for number in range(2)
 )  # fmt: skip
