@@ -24,7 +24,6 @@ from tenure._errors import PagingError, PagingWarning
 from tenure._graph_capture import captures_somewhere, is_capturing
 from tenure._text import describe_tensor
 from tenure._torch.compiler import never_compiled
-from tenure._torch.fakes import are_made, is_fake
 from tenure._torch.quiet import aside
 from tenure._torch.storages import key_of
 
@@ -191,19 +190,12 @@ class Pager:
             Whether it did; not if the model was unpaged while this thread waited.
 
         Raises:
-            PagingError: it would train, or a graph is being captured, or its memory predicted, or
-                there is no room for what it needs.
+            PagingError: it would train, or a graph is being captured, or there is no room for
+                what it needs.
         """
         check_capture(self.engine.device, f"{type(module).__name__} is paged and was called")
         now = self._pass
         if now is None or now.thread != get_ident():
-            if are_made() and any(is_fake(host.tensor) for host in self._hosts):
-                raise PagingError(
-                    f"{type(module).__name__} is paged, and the memory of a call was to be "
-                    "predicted: of its weights only a part is on the device. Nothing was changed. "
-                    "Call plan_paging(..., inputs=...) before page(), or unpage() to predict the "
-                    "model as a whole."
-                )
             kind = token, module.training, torch.is_grad_enabled()
             now = Pass(self.engine.access_order, kind, type(module).__name__)
             if not self._comes_in(now):

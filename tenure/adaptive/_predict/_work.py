@@ -23,6 +23,7 @@ from tenure._containers import tensors_in
 from tenure._devices import Elsewhere
 from tenure._errors import AdaptiveUsageError, PredictionError
 from tenure._heap import collector_paused
+from tenure._registries import namers
 from tenure._torch import cpu_allocator, gradient_sums
 from tenure._torch.autograd import BACKWARD_TWICE
 from tenure._torch.compiler import is_compiled
@@ -147,9 +148,17 @@ class Work:
             is_counted: whether to tell what a memory budget counts, rather than what there is.
 
         Raises:
-            PredictionError: a module of ``fully_shard`` is between a forward and a backward pass;
-                or the work keeps a tensor without data, and nobody knows what was there before.
+            PredictionError: a model is paged, or a module of ``fully_shard`` is between a forward
+                and a backward pass; or the work keeps a tensor without data, and nobody knows what
+                was there before.
         """
+        for model in (namer.served_model() for namer in namers.alive()):
+            if model is not None and model in self.modules:
+                raise PredictionError(
+                    f"The memory of this work can't be predicted: {type(model).__name__} is paged, "
+                    "and only a part of its weights is on the device. Call plan_paging(..., "
+                    "inputs=...) before page(), or unpage() to predict the model as a whole."
+                )
         if self._shards.is_exchanging:
             # what is predicted would be added to it
             raise PredictionError(
