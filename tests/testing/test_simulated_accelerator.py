@@ -57,6 +57,25 @@ assert state() != before
 
 
 @pytest.mark.slow
+def test_backward_passes_run_though_autograd_started_before_the_device_and_the_first_is_traced():
+    done = run_program(
+        """
+import torch
+from tenure.testing import simulated_accelerator
+w = torch.ones(2, requires_grad=True)
+w.sum().backward()
+with simulated_accelerator():
+    # as torch.compile does while it traces
+    with torch.autograd.set_multithreading_enabled(False):
+        w.sum().backward()
+    w.sum().backward()
+print(w.grad.tolist())
+        """
+    )
+    assert (done.stdout, done.returncode) == ("[3.0, 3.0]\n", 0), done.stderr
+
+
+@pytest.mark.slow
 def test_a_process_whose_privateuse1_has_a_name_is_refused_by_that_name():
     done = run_program(
         """

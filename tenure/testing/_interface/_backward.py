@@ -126,7 +126,9 @@ def _has_thread(run: Any) -> bool:
     Source: ``Engine::start_device_threads`` of torch/csrc/autograd/engine.cpp.
     """
     try:
-        _wait_for_engine(run)
+        # torch.compile disables it while it traces, and then no queue is looked for
+        with torch.autograd.set_multithreading_enabled(True):
+            _wait_for_engine(run)
     except RuntimeError as error:
         if "device_ready_queues_" not in str(error):
             raise
