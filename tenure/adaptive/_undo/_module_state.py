@@ -48,7 +48,7 @@ class ModuleState:
     lists, sets and deques get their items back, also inside each other, and tensors that were
     written in place their values. So do layers of torch, on which hooks keep such things; torch's
     wrappers set their own. Buffers, parameters and modules that were not there are taken away, and
-    what a parametrization or a lazy layer has replaced is there again.
+    what a parametrization, a lazy layer or an assignment has replaced is there again.
 
     Args:
         modules: all modules that the work runs, those below others too; what is added to them
@@ -140,7 +140,8 @@ class ModuleState:
                 now: Any = space.get(name)
                 before = own.get(name, ())
                 # the object itself stays: handles of hooks refer to it
-                if type(now) in _OWN_KINDS and [*now] != [*before]:
+                is_own = type(now) in _OWN_KINDS and (now or before)
+                if is_own and _objects_in(now) != _objects_in(before):
                     now.clear()
                     now.update(before)
             if self._with_modes:
@@ -247,6 +248,13 @@ class ModuleState:
             for i, (_, each) in enumerate(entries(items)):
                 if type(each) not in _PLAIN:
                     waiting.append((module, f"{name}[{i}]", each))
+
+
+def _objects_in(own: Any) -> list[Any]:
+    # a first call may replace what stands under a name, such as a placeholder; and fully_shard
+    # itself replaces parameters by whole ones, and puts them back
+    others = own.values() if isinstance(own, dict) else ()
+    return [*own, *[id(each) for each in others if not issubclass(type(each), Tensor)]]
 
 
 def modules_below(models: Iterable[nn.Module]) -> list[nn.Module]:

@@ -84,6 +84,21 @@ class Growing(nn.Module):
         return self.layer(x)
 
 
+class Replacing(nn.Module):
+    """Puts a layer and a parameter in place of what stands for them in its first call."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Identity()
+        self.register_parameter("bias", None)
+
+    def forward(self, x):
+        if self.bias is None:
+            self.layer = nn.Sequential(self.layer, nn.Linear(4, 3).double())
+            self.bias = nn.Parameter(torch.rand(3).double())
+        return self.layer(x) + self.bias
+
+
 class Normalizing(nn.Module):
     """Parametrizes its layer in its first call."""
 
@@ -102,11 +117,12 @@ class Normalizing(nn.Module):
     "make",
     [
         Growing,
+        Replacing,
         lambda: nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d().eval()).double(),
         lambda: Normalizing(weight_norm),
         lambda: Normalizing(nn.utils.weight_norm),
     ],
-    ids=["made", "lazy", "parametrized", "old weight norm"],
+    ids=["made", "replaced", "lazy", "parametrized", "old weight norm"],
 )
 @pytest.mark.parametrize("fails", [False, True], ids=["verification", "failed attempt"])
 @pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated:FutureWarning")
