@@ -46,7 +46,7 @@ class IsolatedGradients:
         self._with_old: set[int] = set()
         # leaves and their old gradients by identity: two leaves may hold the same numbers
         self._held: dict[int, tuple[Tensor, Tensor | None]] = {}
-        self._hooks: list[tuple[Tensor, _Hooks]] = []
+        self._hooks: dict[int, tuple[Tensor, _Hooks]] = {}
 
     def are_there_before(self) -> bool:
         """Return whether a leaf that is known before the attempt has a gradient now."""
@@ -122,13 +122,13 @@ class IsolatedGradients:
         """
         for leaf in leaves:
             if hooks := hooks_of(leaf):
-                if any(leaf is waiting for waiting, _ in self._hooks):
+                if id(leaf) in self._hooks:
                     raise AdaptiveUsageError(
                         "The function of step() registers a hook of a parameter in each call, so "
                         "that there would be one for each micro-batch. No gradient was "
                         "delivered. Register it before step(), which runs it once."
                     )
-                self._hooks.append((leaf, dict(hooks)))
+                self._hooks[id(leaf)] = leaf, dict(hooks)
                 # in the same dict: autograd of C++ holds it, and a removable handle, too
                 hooks.clear()
 
@@ -137,7 +137,8 @@ class IsolatedGradients:
         if not self._hooks:
             return
         # a leaf that got no gradient has hooks that autograd would not run either
-        leaves = [leaf for leaf, _ in self._hooks if leaf.grad is not None and leaf.requires_grad]
+        waiting = [leaf for leaf, _ in self._hooks.values()]
+        leaves = [leaf for leaf in waiting if leaf.grad is not None and leaf.requires_grad]
         self._put_back()
         if leaves:
             # a backward pass of its own, because only there a hook may change the gradient, and
@@ -221,13 +222,13 @@ class IsolatedGradients:
 
     def _put_back(self) -> None:
         """Give the leaves their hooks, before those that were added meanwhile."""
-        for leaf, hooks in self._hooks:
+        for leaf, hooks in self._hooks.values():
             present: dict[int, Any] = hooks_of(leaf)
             # the order of a dict is the order in which hooks run
             added_meanwhile = dict(present)
             present.clear()
             present.update(hooks | added_meanwhile)
-        self._hooks = []
+        self._hooks = {}
 
 
 def leaves_of(roots: Iterable[Tensor]) -> list[Tensor]:
