@@ -287,17 +287,24 @@ class StepParts:
         return extra
 
     def check_splittable(self, size: int) -> None:
-        """Make sure that no module that is known, and no hook, has to see the whole batch.
+        """Make sure that no module that is known has to see the whole batch.
 
         Raises:
             BatchCoupledError: a module mixes samples.
-            AdaptiveUsageError: other processes would wait, or a hook would see parts.
+            AdaptiveUsageError: other processes would wait.
         """
         self.inputs.check_splittable()
         if not self.spec.is_planned:
             self.exchange.check_splittable()
             self.exchange.refuse_active_replica()
         self._refuse_mixing(self.roots, size)
+
+    def let_hooks_wait(self) -> None:
+        """Make sure that no hook of a leaf that is known sees a part of a gradient.
+
+        Raises:
+            AdaptiveUsageError: one would.
+        """
         # those of a run that is thrown away wait already
         if not self.backward.is_thrown_away:
             self.backward.let_hooks_wait(self.gradients.leaves())

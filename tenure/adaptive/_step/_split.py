@@ -370,6 +370,7 @@ def try_at(parts: StepParts, size: int) -> None:
     parts.begin(is_split=True, is_trial=True)
     with parts.watching():
         parts.check_splittable(size)
+        parts.let_hooks_wait()
         for chunk in _chunks(parts, size)[:2]:
             returned = parts.forward(chunk)
             # what the loss will be is not known for one chunk, and ones take as much memory
@@ -425,6 +426,8 @@ def _split(parts: StepParts, size: int, verifier: Verifier | None) -> StepOutcom
     # before the first chunk: its graph and gradients would stand beside those of the samples
     if verifier is not None:
         verifier.before_split(size)
+    # after that, because the function may register a hook in it, and one more in the first chunk
+    parts.let_hooks_wait()
     chunks = _chunks(parts, size)
     loss, terms = run_chunks(parts, chunks)
     if parts.spec.once is not None:

@@ -243,6 +243,21 @@ def test_hooks_that_each_call_of_the_function_registers_are_refused_in_micro_bat
     step(fn, batch, maximum=8)
 
 
+def test_a_hook_that_is_registered_again_because_a_verification_is_undone_is_refused():
+    net, batch = made("MLP", 8, 0)
+    net.is_ready = False
+
+    def fn(b):
+        if not net.is_ready:
+            net[0].weight.register_hook(lambda g: 2 * g)
+            net.is_ready = True
+        return mean_of(net)(b)
+
+    with pytest.raises(AdaptiveUsageError, match="registers a hook of a parameter in each call"):
+        step(fn, batch, maximum=4)
+    assert not gradients(net)
+
+
 @pytest.mark.parametrize("verify", [True, False])
 def test_a_hook_that_the_first_call_of_the_function_registers_sees_the_whole_gradient(verify):
     net, batch = made("MLP", 9, 0)
