@@ -152,8 +152,9 @@ class Work:
                 and a backward pass; or the work keeps a tensor without data, and nobody knows what
                 was there before.
         """
+        reached = set(map(id, self.parameters))
         for model in (namer.served_model() for namer in namers.alive()):
-            if model is not None and model in self.modules:
+            if model is not None and not reached.isdisjoint(map(id, model.parameters())):
                 raise PredictionError(
                     f"The memory of this work can't be predicted: {type(model).__name__} is paged, "
                     "and only a part of its weights is on the device. Call plan_paging(..., "

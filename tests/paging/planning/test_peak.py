@@ -99,6 +99,8 @@ def test_a_prediction_of_a_model_that_is_paged_is_refused_and_changes_nothing(si
         for predict in (predict_peak, lambda fn, x: plan(fn, x, "1MiB")):
             with pytest.raises(PredictionError, match=r"Sequential is paged, .* unpage\(\)"):
                 predict(lambda x: model(x).sum(), x)
+        with pytest.raises(PredictionError, match="Sequential is paged"):
+            predict_peak(model[0], x)
         with torch.no_grad():
             model(x)
     assert all(map(torch.equal, model.parameters(), before))
