@@ -102,9 +102,12 @@ class IsolatedGradients:
                 (leaf, new) for leaf, _ in self._held.values() if (new := leaf.grad) is not None
             ]
 
-    def aside(self) -> set[int]:
-        """Return the identities of the leaves that had a gradient before."""
-        return {key for key, (_, prior) in self._held.items() if prior is not None}
+    def has_any(self, leaf: Tensor) -> bool:
+        """Return whether a leaf had a gradient before, or has got one in this attempt."""
+        if id(leaf) not in self._held:
+            return False
+        with without_functions():
+            return self.old(leaf) is not None or leaf.grad is not None
 
     def old(self, leaf: Tensor) -> Tensor | None:
         """Return the gradient that a leaf had before."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Collection, Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple, NoReturn
 
@@ -48,6 +48,7 @@ from .._ranks import (
     kept_apart,
 )
 from .._undo import ModuleState, modules_below, named_modules
+from ._gradients import IsolatedGradients
 
 
 class GradientExchange:
@@ -283,34 +284,36 @@ def _why_coupled(module: nn.Module) -> str | None:
     return None
 
 
-_OptimizerGuard = tuple[str, Container[int] | None, Container[int]]
-"""The name of a block, and the identities of parameters that may not move in it; None: all. And of
-those whose gradients of before are set aside."""
+_OptimizerGuard = tuple[str, Container[int] | None, IsolatedGradients | None]
+"""The name of a block, the identities of parameters that may not move in it, or None for all, and
+the gradients that ``zero_grad()`` may not drop in it."""
 _guarded: dict[int, _OptimizerGuard] = {}
 """The blocks that are open, by thread, so that autograd's own threads find them, too."""
 
 
 @contextmanager
 def no_optimizer_steps(
-    name: str, parameters: Container[int] | None = None, aside: Collection[int] = ()
+    name: str,
+    parameters: Container[int] | None = None,
+    gradients: IsolatedGradients | None = None,
 ) -> Iterator[None]:
     """Open a block in which optimizers that step, also in its backward passes, raise.
 
     Args:
         name: what the error calls the block.
         parameters: the identities of those that may not move; None: no optimizer may step.
-        aside: the identities of those that ``zero_grad()`` would not find the gradients of.
+        gradients: those of the attempt and of before, which ``zero_grad()`` may not drop.
 
     Raises:
         AdaptiveUsageError: in the block, from ``optimizer.step()`` or ``zero_grad()``, before it
             changes anything.
     """
     _listen()
-    thread = threading.get_ident()
-    before, _guarded[thread] = _guarded.get(thread), (name, parameters, aside)
-    zeroing = _zeroing if aside else ()
+    zeroing = _zeroing if gradients is not None else ()
     for patch in zeroing:
         patch.begin()
+    thread = threading.get_ident()
+    before, _guarded[thread] = _guarded.get(thread), (name, parameters, gradients)
     try:
         yield
     finally:
@@ -348,14 +351,16 @@ def _refusing(zero_grad: Any) -> Any:
     def refused(self: Any, *args: Any, **kwargs: Any) -> Any:
         for patch in _zeroing:
             patch.was_called()
-        name, _, aside = _guarded.get(threading.get_ident(), ("", None, ()))
+        name, _, gradients = _guarded.get(threading.get_ident(), ("", None, None))
         groups = (
             [{"params": self.parameters()}] if isinstance(self, nn.Module) else self.param_groups
         )
-        if aside and any(id(each) in aside for group in groups for each in group["params"]):
+        if gradients is not None and any(
+            gradients.has_any(each) for group in groups for each in group["params"]
+        ):
             raise AdaptiveUsageError(
-                f"zero_grad() was called inside {name}(), which adds to the gradients that were "
-                f"there before. Nothing was changed. Call it before {name}()."
+                f"zero_grad() was called inside {name}(), which adds gradients of micro-batches "
+                f"to those of before. Nothing was changed. Call it before {name}()."
             )
         return zero_grad(self, *args, **kwargs)
 

@@ -223,6 +223,20 @@ def test_a_function_that_zeroes_gradients_of_before_is_refused(kind, maximum):
     assert not gradients(net)
 
 
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_function_that_zeroes_gradients_of_micro_batches_is_refused(verify):
+    net, batch = made("MLP", 8, 0)
+
+    def fn(b):
+        net.zero_grad()
+        return mean_of(net)(b)
+
+    with pytest.raises(AdaptiveUsageError, match=r"^zero_grad\(\) was called inside step\(\)"):
+        step(fn, batch, maximum=4, verify=verify)
+    assert not gradients(net)
+    step(fn, batch)
+
+
 @pytest.mark.parametrize(
     ("name", "match"),
     [
