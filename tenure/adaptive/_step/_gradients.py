@@ -102,12 +102,12 @@ class IsolatedGradients:
                 (leaf, new) for leaf, _ in self._held.values() if (new := leaf.grad) is not None
             ]
 
-    def has_any(self, leaf: Tensor) -> bool:
-        """Return whether a leaf had a gradient before, or has got one in this attempt."""
+    def has_any(self, leaf: Tensor, *, or_new: bool) -> bool:
+        """Return whether a leaf had a gradient before, or has a new one."""
         if id(leaf) not in self._held:
             return False
         with without_functions():
-            return self.old(leaf) is not None or leaf.grad is not None
+            return self.old(leaf) is not None or (or_new and leaf.grad is not None)
 
     def old(self, leaf: Tensor) -> Tensor | None:
         """Return the gradient that a leaf had before."""
@@ -353,6 +353,11 @@ class SplitBackward:
         self._delegates = self._function is not None and not is_trial
         self.n_roots = 0
         self._factors = []
+
+    def needs_gradient_of(self, leaf: Tensor) -> bool:
+        """Return whether a leaf has a gradient from before or from a pass of this attempt."""
+        # before the first pass they are those of a function that runs backward itself
+        return self._gradients.has_any(leaf, or_new=self.n_roots > 0)
 
     def scaled(self, value: Tensor) -> Tensor:
         """Return a loss, or a weight of one, times the scale of the scaler."""

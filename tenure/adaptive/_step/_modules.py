@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple, NoReturn
 
@@ -48,7 +48,6 @@ from .._ranks import (
     kept_apart,
 )
 from .._undo import ModuleState, modules_below, named_modules
-from ._gradients import IsolatedGradients
 
 
 class GradientExchange:
@@ -284,9 +283,9 @@ def _why_coupled(module: nn.Module) -> str | None:
     return None
 
 
-_OptimizerGuard = tuple[str, Container[int] | None, IsolatedGradients | None]
+_OptimizerGuard = tuple[str, Container[int] | None, Callable[[Tensor], bool] | None]
 """The name of a block, the identities of parameters that may not move in it, or None for all, and
-the gradients that ``zero_grad()`` may not drop in it."""
+whether it needs the gradient of a leaf."""
 _guarded: dict[int, _OptimizerGuard] = {}
 """The blocks that are open, by thread, so that autograd's own threads find them, too."""
 
@@ -295,25 +294,26 @@ _guarded: dict[int, _OptimizerGuard] = {}
 def no_optimizer_steps(
     name: str,
     parameters: Container[int] | None = None,
-    gradients: IsolatedGradients | None = None,
+    needs: Callable[[Tensor], bool] | None = None,
 ) -> Iterator[None]:
     """Open a block in which optimizers that step, also in its backward passes, raise.
 
     Args:
         name: what the error calls the block.
         parameters: the identities of those that may not move; None: no optimizer may step.
-        gradients: those of the attempt and of before, which ``zero_grad()`` may not drop.
+        needs: whether the block needs the gradient of a leaf, so that ``zero_grad()`` may not drop
+            it; None: it may drop all.
 
     Raises:
         AdaptiveUsageError: in the block, from ``optimizer.step()`` or ``zero_grad()``, before it
             changes anything.
     """
     _listen()
-    zeroing = _zeroing if gradients is not None else ()
+    zeroing = _zeroing if needs is not None else ()
     for patch in zeroing:
         patch.begin()
     thread = threading.get_ident()
-    before, _guarded[thread] = _guarded.get(thread), (name, parameters, gradients)
+    before, _guarded[thread] = _guarded.get(thread), (name, parameters, needs)
     try:
         yield
     finally:
@@ -351,13 +351,11 @@ def _refusing(zero_grad: Any) -> Any:
     def refused(self: Any, *args: Any, **kwargs: Any) -> Any:
         for patch in _zeroing:
             patch.was_called()
-        name, _, gradients = _guarded.get(threading.get_ident(), ("", None, None))
+        name, _, needs = _guarded.get(threading.get_ident(), ("", None, None))
         groups = (
             [{"params": self.parameters()}] if isinstance(self, nn.Module) else self.param_groups
         )
-        if gradients is not None and any(
-            gradients.has_any(each) for group in groups for each in group["params"]
-        ):
+        if needs is not None and any(needs(each) for group in groups for each in group["params"]):
             raise AdaptiveUsageError(
                 f"zero_grad() was called inside {name}(), which adds gradients of micro-batches "
                 f"to those of before. Nothing was changed. Call it before {name}()."

@@ -332,7 +332,7 @@ def _run(
         if ranks is not None:
             ranks.check_not_gone()
         # a failed attempt is taken back, and what an optimizer has moved can't be
-        with no_optimizer_steps(spec.entry, gradients=parts.gradients):
+        with no_optimizer_steps(spec.entry, needs=parts.backward.needs_gradient_of):
             # where sizes have failed and none is known to fit
             if search.is_trial:
                 _try_out(parts, search, attempts)

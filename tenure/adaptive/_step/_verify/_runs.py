@@ -233,7 +233,8 @@ class SampledStep:
             )
             if is_random or looks or roughness[0]:
                 block.enter_context(numbers)
-            block.enter_context(no_optimizer_steps(spec.entry, gradients=parts.gradients))
+            needs = parts.backward.needs_gradient_of
+            block.enter_context(no_optimizer_steps(spec.entry, needs=needs))
             state.begin()
             try:
                 # nor do hooks of leaves see it that are found only when they run

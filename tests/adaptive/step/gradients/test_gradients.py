@@ -223,6 +223,20 @@ def test_a_function_that_zeroes_gradients_of_before_is_refused(kind, maximum):
     assert not gradients(net)
 
 
+def test_a_batch_that_fits_may_be_attacked_by_a_backward_pass_whose_gradients_are_zeroed():
+    net, batch = made("MLP", 8, 0)
+
+    def fn(b):
+        loss = mean_of(net)(b)
+        loss.backward()
+        net.zero_grad()
+        return mean_of(net)(b)
+
+    wanted = wanted_of(net, fn(batch))
+    step(fn, batch)
+    assert worst_error(gradients(net), wanted) < _EXACT
+
+
 @pytest.mark.parametrize("verify", [True, False])
 def test_a_function_that_zeroes_gradients_of_micro_batches_is_refused(verify):
     net, batch = made("MLP", 8, 0)
