@@ -1,10 +1,9 @@
 """Bytes that are lent out in a storage of their own: whether they are held, and written unseen.
 
 A variable, a view or a graph of autograd holds a tensor; what was made by `detach()`, `.data` or
-NumPy holds no tensor of ours, but the storage that it lies in. Who asks a weight for ``.data`` or
-for an array, also of the host's memory, may write it without raising a version. The caching
-allocators ignore ``record_stream()`` of a storage that is not theirs, so the stream is noted here
-instead.
+NumPy holds no tensor of ours, but the storage that it lies in. Code that asks a weight for
+``.data`` or an array, on the host as well, may write it without raising a version. The caching
+allocators ignore ``record_stream()`` of a storage that is not theirs, so the stream is noted here.
 
 Source: ``recordStream`` of c10/cuda/CUDACachingAllocator.cpp.
 
@@ -30,12 +29,11 @@ from .quiet import without_functions
 from .storages import key_of, n_holders, n_uses
 
 _to_dlpack = bound("torch._C._to_dlpack", "paging")
-_lent: weakref.WeakValueDictionary[int, Lent] = weakref.WeakValueDictionary()
 _watched: weakref.WeakValueDictionary[int, Watcher] = weakref.WeakValueDictionary()
 
 
 class Watcher(Protocol):
-    """Learns that memory may be written, without raising a version."""
+    """What is told that memory may be written without raising a version."""
 
     is_aliased: bool
 
@@ -65,7 +63,7 @@ class Lent:
         self.is_aliased = False
         self.tensors: dict[int, tuple[weakref.ref[Tensor], str]] = {}
         self.streams: dict[int, Any] = {}
-        _lent[key_of(self._holder[0])] = self
+        watch(self.storage, self)
 
     @property
     def storage(self) -> UntypedStorage:
@@ -97,23 +95,26 @@ def in_own_storage(memory: Tensor, start: int, end: int) -> Tensor:
 
 
 def watch(storage: UntypedStorage, watcher: Watcher) -> None:
-    """Have it noted when ``.data`` or an array of what lies in a storage is asked for."""
+    """Note it when code asks for ``.data`` or an array of a tensor that lies in a storage."""
     _watched[key_of(storage)] = watcher
 
 
 def lent_to(tensor: Tensor) -> Lent | None:
     """Return the lent memory that a tensor lies in; None if it has no plain storage."""
-    return _lent.get(_key(tensor)) if _lent else None
+    watcher = _watcher_of(tensor)
+    return watcher if isinstance(watcher, Lent) else None
 
 
-def _key(tensor: Tensor) -> int:
-    """Return the key of a tensor's storage; 0 if it has no plain one."""
+def _watcher_of(tensor: Tensor) -> Watcher | None:
+    if not _watched:
+        return None
     try:
         with without_functions():
-            return key_of(tensor.untyped_storage())
+            storage = tensor.untyped_storage()
     # wrapper subclasses, transforms, sparse ones
     except (RuntimeError, NotImplementedError):
-        return 0
+        return None
+    return _watched.get(key_of(storage))
 
 
 def form_of(tensor: Tensor) -> tuple[object, ...]:
@@ -138,10 +139,9 @@ class _Noting:
         if tensor is None:
             # subclasses know the operations by these objects
             return self._original
-        key = _key(tensor)
-        for watcher in (_lent.get(key), _watched.get(key)):
-            if watcher is not None:
-                watcher.is_aliased = True
+        watcher = _watcher_of(tensor)
+        if watcher is not None:
+            watcher.is_aliased = True
         return self._original.__get__(tensor, owner)
 
 

@@ -169,7 +169,7 @@ class HostTensor:
         """Remember where it lies now, in the pager's memory, and how."""
         self.home = self.tensor.data_ptr()
         self.home_form, self.home_strides = self.form, self.tensor.stride()
-        # Who has kept the parameter since before the last pass, as optimizers do, writes unseen.
+        # Code that keeps the parameter, such as an optimizer, may write through .data unseen.
         watch(self.tensor.untyped_storage(), self)
 
     @property

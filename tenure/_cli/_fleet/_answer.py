@@ -256,7 +256,7 @@ def _remedies(peaks: _Peaks, setup: Setup, n_bytes: int) -> Iterator[Remedy]:
     # the fewest ranks; what is sharded falls with the number of ranks, the rest stays
     powers = [n for n in _POWERS if n > setup.ranks and setup.optimizer != PAGED]
     sharded = replace(setup, shard="fsdp2")
-    # an optimizer may not step shards, as Adafactor
+    # some optimizers, such as Adafactor, step no shards
     with suppress(CommandError):
         if powers and peaks.of(replace(sharded, ranks=powers[-1])).fits(n_bytes):
             n = powers[
