@@ -20,6 +20,8 @@ from .storages import UseProbe, owners_of_storage, uses_of_tensor
 
 _PREDICTION = "predictions of memory and memory_budget()"
 _WRAPPERS = ("torch._dynamo", "torch._compile", "torch._ops", "tenure._stream._modes")
+_TRANSFORMS = "torch._functorch.eager_transforms"
+"""The module in which torch.func runs its backward passes."""
 SUM = torch.ops.aten.add.Tensor
 """The operation by which the engine adds two gradients."""
 current_node: Any = bound("torch._C._current_autograd_node", _PREDICTION)
@@ -121,14 +123,24 @@ def writes_in_place(
 
 
 def _is_called_by_engine(frame: FrameType | None, n_modes_above: int) -> bool:
+    """Return whether the engine runs the handler, on tensors that torch may write into."""
     while frame is not None:
         # functions between two handlers, or around one to keep the compiler out
-        if not frame.f_globals.get("__name__", "").startswith(_WRAPPERS):
+        if not _name_of(frame).startswith(_WRAPPERS):
             if not n_modes_above or frame.f_code.co_name != "__torch_dispatch__":
                 break
             n_modes_above -= 1
         frame = frame.f_back
-    return frame is None or frame.f_code is ENGINE_CODE
+    if frame is None or frame.f_code is not ENGINE_CODE:
+        return frame is None
+    while frame is not None and _name_of(frame).startswith("torch.autograd"):
+        frame = frame.f_back
+    # torch.func wraps its tensors, and torch writes into none of these
+    return frame is None or _name_of(frame) != _TRANSFORMS
+
+
+def _name_of(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__"))
 
 
 def _has_one_owner(gradient: Tensor, n_modes_above: int) -> bool:

@@ -364,6 +364,13 @@ def test_a_gradient_whose_zeros_autograd_fills_in_place_counts_once(choose):
     assert (outer.peak_bytes, outer.live_bytes) == (inner.peak_bytes, inner.live_bytes)
 
 
+def test_zeros_that_torch_func_fills_out_of_place_count_beside_the_result():
+    logits = torch.zeros(64, 128)
+    with memory_budget("1GiB") as budget:
+        torch.func.grad(lambda x: x.gather(1, torch.zeros(64, 1, dtype=torch.long)).sum())(logits)
+    assert 0 <= budget.peak_bytes - 2 * logits.nbytes < 2048
+
+
 def test_a_product_that_autograd_makes_out_of_place_counts_beside_its_operand():
     logits, labels = torch.zeros(64, 128, requires_grad=True), torch.ones(64, 128)
     with memory_budget("1GiB") as budget:
