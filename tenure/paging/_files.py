@@ -114,10 +114,11 @@ class MappedFile:
         here = self.address + offset
         # Read, not copied from the mapping: the pages of the file would count as this process's
         # memory, and stay. Only what was written to tensors over it is in the mapping alone.
-        low, high = written_range(here, n_bytes) if tells_written() else (0, n_bytes)
-        if high - low < n_bytes:
+        written = written_parts(here, n_bytes) if tells_written() else [(0, n_bytes)]
+        if written != [(0, n_bytes)]:
             self._read(address, offset, n_bytes)
-        ctypes.memmove(address + low, here + low, high - low)
+        for low, high in written:
+            ctypes.memmove(address + low, here + low, high - low)
         # Once more: it may have been cut or written while it was read.
         self.check_unchanged()
 
@@ -197,16 +198,16 @@ def tells_written() -> bool:
             memory = mmap.mmap(file.fileno(), 2 * _PAGE_BYTES, access=mmap.ACCESS_COPY)
             bytes_of = torch.frombuffer(memory, dtype=torch.uint8)
             address = bytes_of.data_ptr()
-            before = bytes_of.sum().item(), written_range(address, 2 * _PAGE_BYTES)
+            before = bytes_of.sum().item(), written_parts(address, 2 * _PAGE_BYTES)
             bytes_of[_PAGE_BYTES] = 1
-            after = written_range(address, 2 * _PAGE_BYTES)
-            return before == (0, (0, 0)) and after == (_PAGE_BYTES, 2 * _PAGE_BYTES)
+            after = written_parts(address, 2 * _PAGE_BYTES)
+            return before == (0, []) and after == [(_PAGE_BYTES, 2 * _PAGE_BYTES)]
     except (OSError, ValueError):
         return False
 
 
-def written_range(address: int, n_bytes: int) -> tuple[int, int]:
-    """Return from where to where pages of a mapped range were written, as offsets; (0, 0) if none.
+def written_parts(address: int, n_bytes: int) -> list[tuple[int, int]]:
+    """Return from where to where each page of a mapped range was written, as offsets.
 
     Raises:
         ValueError: the kernel does not tell.
@@ -223,8 +224,9 @@ def written_range(address: int, n_bytes: int) -> tuple[int, int]:
         raise ValueError(f"{_PAGEMAP} tells less than was asked for")
     flags = torch.frombuffer(entries, dtype=torch.int64) >> _FLAGS_SHIFT
     written = ((flags & _HAS_CONTENT) != 0) & ((flags & _OF_A_FILE) == 0)
-    pages = [int(page) * _PAGE_BYTES - address % _PAGE_BYTES for page in written.nonzero()]
-    return (max(0, pages[0]), min(n_bytes, pages[-1] + _PAGE_BYTES)) if pages else (0, 0)
+    before = address % _PAGE_BYTES
+    starts = [page * _PAGE_BYTES - before for page in written.nonzero().flatten().tolist()]
+    return [(max(0, start), min(n_bytes, start + _PAGE_BYTES)) for start in starts]
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,6 +246,11 @@ class _UnitRange:
     address: int
     file: MappedFile | None
     storage: UntypedStorage
+
+    def continues(self, other: _UnitRange) -> bool:
+        """Return whether it is as far behind another one in the file as in the unit."""
+        is_there = self.file is not None and self.file is other.file
+        return is_there and self.address - self.start == other.address - other.start
 
     def read_into(self, address: int) -> None:
         if self.file is None:
@@ -315,10 +322,14 @@ class FileStore:
     def adopt(self, units: Iterable[Unit]) -> None:
         """Take units as they lie: over the files, or in memory."""
         for unit in units:
-            self._parts[unit] = [
-                self._part(start, extent.n_bytes, extent.low_byte, extent.storage)
-                for extent, start in unit.starts()
-            ]
+            parts = self._parts[unit] = []
+            for extent, start in unit.starts():
+                part = self._part(start, extent.n_bytes, extent.low_byte, extent.storage)
+                # as in files of our own: read at once, with what is between them
+                if parts and part.continues(parts[-1]):
+                    first = parts.pop()
+                    part = replace(first, n_bytes=part.start + part.n_bytes - first.start)
+                parts.append(part)
             for host in unit.tensors:
                 host.remember_home()
 
