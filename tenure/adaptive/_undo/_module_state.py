@@ -23,7 +23,7 @@ from ._notes import (
     TensorNote,
     differing,
     entries,
-    is_gone,
+    has_values,
     noted,
     noted_container,
     remember_written,
@@ -115,7 +115,7 @@ class ModuleState:
                 with persist(), torch.no_grad():
                     self._note_held(held)
                     for i, (module, name, tensor, _) in enumerate(self._buffers[n_buffers:]):
-                        if tensor is not None and not is_gone(tensor):
+                        if tensor is not None and has_values(tensor):
                             note = noted(module, name, tensor)
                             self._buffers[n_buffers + i] = module, name, tensor, note
 
@@ -234,7 +234,7 @@ class ModuleState:
                 continue
             items: Iterable[Any] = ()
             if issubclass(type(value), Tensor):
-                if not (is_gone(value) or value.requires_grad):
+                if has_values(value) and not value.requires_grad:
                     self._tensors.append(noted(module, name, value))
             elif issubclass(type(value), tuple):
                 items = tuple.__iter__(value)

@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from tenure._storages import all_storages_of
 from tenure._torch.modules import NormBase
 from tenure._torch.quiet import without_dispatch
 from tenure._torch.writes import lazy_copy, share_memory, version_of, write_back
@@ -79,8 +80,13 @@ def noted(owner: nn.Module, name: str, tensor: Tensor) -> TensorNote:
     return TensorNote(owner, name, tensor, version_of(tensor), copy, is_lazy)
 
 
+def has_values(tensor: Tensor) -> bool:
+    """Return whether there are values to note: none of a disposed or a recorded tensor."""
+    return type(tensor) is Tensor or (not is_disposed(tensor) and bool(all_storages_of(tensor)))
+
+
 def is_gone(tensor: Tensor) -> bool:
-    """Return whether a module holds a disposed tensor, which has no values to note."""
+    """Return whether a tensor is disposed."""
     return type(tensor) is not Tensor and is_disposed(tensor)
 
 

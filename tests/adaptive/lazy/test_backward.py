@@ -147,6 +147,32 @@ def test_weights_that_are_computed_in_a_checkpoint_get_their_gradients(room):
     assert_same_gradients(model, program, room)
 
 
+class Remembers(nn.Linear):
+    """Keeps its last output, as for a loss beside the model's own."""
+
+    last = None
+
+    def forward(self, x):
+        for _ in range(2):
+            x = checkpoint(self.call, x, use_reentrant=False)
+            self.last = x.detach()
+        return x
+
+    def call(self, x):
+        return super().forward(x)
+
+
+@ROOMS
+def test_a_module_keeps_a_recorded_tensor_between_checkpoints(room):
+    model, (x, _) = Remembers(4, 4).double(), batch()
+    wanted = model(x)
+    assert_same_gradients(
+        model, lambda recorded: model(recorded(x)).square().mean().backward(), room
+    )
+    model(lazy(x))
+    torch.testing.assert_close(model.last.value(), wanted.detach())
+
+
 class Calls(nn.Linear):
     """Counts its calls in a buffer, in place or not."""
 
