@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tenure._devices import NO_ACCELERATOR, indexed
-from tenure._errors import AdaptiveUsageError, OutOfRetriesError
+from tenure._errors import AdaptiveUsageError, OutOfRetriesError, TenureError
 from tenure._host_memory import free_host_bytes
 from tenure._oom import OomInfo
 from tenure._show import steps
@@ -53,7 +53,8 @@ def find_batch_size(
     fails. ``high`` is tried only if smaller sizes say that it may fit.
 
     Each run is undone: its tensors are freed, and random state, gradients and the buffers of the
-    modules that ``fn`` reaches are restored. An optimizer must not move existing parameters.
+    modules that ``fn`` reaches are restored. Neither ``fn`` nor an optimizer may move existing
+    parameters.
 
     Args:
         fn: does the work with so many samples, such as forward and backward; its result is ignored.
@@ -77,8 +78,8 @@ def find_batch_size(
     Raises:
         OutOfRetriesError: ``low`` does not fit.
         RemoteRankError: of a ``group``: the search has failed on another rank.
-        AdaptiveUsageError: an argument can't be used, a graph is being captured, or an optimizer
-            stepped.
+        AdaptiveUsageError: an argument can't be used, a graph is being captured, an optimizer
+            stepped, or ``fn`` writes a parameter.
 
     Example:
         >>> import torch
@@ -100,6 +101,7 @@ def find_batch_size(
         low, high = _checked_range(low, high, checked_size("align", align))
         margin = _checked_margin(margin)
         state = FunctionState(fn)
+        writes = state.writes(_ENTRY, name)
         where = _device_of(device, state.devices)
         meter = _meter_of(where, budget, stack)
         show = stack.enter_context(steps(f"{_ENTRY}({name})"))
@@ -123,8 +125,14 @@ def find_batch_size(
             empty_cache(where)
             caches = Caches(state.reached)
             finder.restart()
-            with no_optimizer_steps(_ENTRY, state.parameters), state.watching():
+            with (
+                no_optimizer_steps(_ENTRY, state.parameters),
+                state.watching(),
+                writes.guarded(),
+            ):
                 fn(size)
+            # the first run tells
+            writes.check()
             finder.measure()
             attempts.take_back(caches)
 
@@ -132,6 +140,13 @@ def find_batch_size(
             attempts.run(finder, attempt)
             while finder.go_on():
                 attempts.run(finder, attempt)
+        except Exception as error:
+            if not isinstance(error, TenureError):
+                error.add_note(
+                    f"{_ENTRY}() ran {name!r} at batch size {finder.size}, between low={low} and "
+                    f"high={high}. If it can't run at that size, give other limits."
+                )
+            raise
         finally:
             # an error holds this frame, and must not hold copies
             state.finish()

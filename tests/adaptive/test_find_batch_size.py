@@ -106,6 +106,35 @@ def test_an_optimizer_may_not_move_what_was_there_before():
     assert all(torch.equal(p, w) for p, w in zip(net.parameters(), weights, strict=True))
 
 
+@pytest.mark.parametrize("how", ["in place", "data in place", "other data"])
+def test_weights_that_the_function_moves_without_an_optimizer_are_named_and_left(how):
+    net = network()
+    weights = [p.detach().clone() for p in net.parameters()]
+
+    def train(size):
+        net(torch.randn(size, 64)).square().mean().backward()
+        for p in net.parameters():
+            if how == "in place":
+                with torch.no_grad():
+                    p -= 0.1 * p.grad
+            elif how == "data in place":
+                p.data.sub_(p.grad)
+            else:
+                p.data = p.data - p.grad
+
+    with pytest.raises(AdaptiveUsageError, match=r"writes the parameter net\.0\.0\.weight"):
+        find_batch_size(train, high=64, budget="16MiB")
+    assert all(torch.equal(p, w) for p, w in zip(net.parameters(), weights, strict=True))
+    assert net[0][0].weight.grad is None
+
+
+def test_an_error_of_the_function_is_told_the_size_that_it_ran_at():
+    net = nn.BatchNorm1d(4)
+    with pytest.raises(ValueError, match="more than 1 value per channel") as caught:
+        find_batch_size(lambda size: net(torch.randn(size, 4)), high=64)
+    assert "at batch size 1, between low=1 and high=64" in caught.value.__notes__[0]
+
+
 def test_a_model_and_an_optimizer_of_the_run_itself_may_do_what_they_like():
     def train(size):
         net = network()

@@ -449,10 +449,9 @@ class WrittenParameters:
                 names.setdefault(id(each), f"{name}.{key}")
         called = list(dict.fromkeys([names.get(id(each), "of no name") for each in written]))
         self.error = AdaptiveUsageError(
-            f"{self._function!r} writes the parameter {listed(called, most=3)}. Where "
-            f"{self._entry}() splits the batch, each micro-batch would do so again, and so would "
-            "each run that verifies the split. No gradient was delivered. Move a teacher, or clip "
-            f"weights, after {self._entry}() or before it."
+            f"{self._function!r} writes the parameter {listed(called, most=3)}. {self._entry}() "
+            "runs it more than once, and each run would do so again. No gradient was delivered. "
+            f"Move weights, such as of a teacher, after {self._entry}() or before it."
         )
         raise self.error
 

@@ -422,6 +422,10 @@ class FunctionState(AllOf):
         """Return a block whose modules are known by running, and noted before they change."""
         return self._models.seeing()
 
+    def writes(self, entry: str, function: str) -> WrittenParameters:
+        """Return the check that the function, as errors call it, writes no parameter."""
+        return WrittenParameters(entry, function, self._models.roots, asks=True)
+
 
 _MOST_NAMED = 3
 _CALL_OF_MODULES = "_call_impl"
