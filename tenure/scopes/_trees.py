@@ -64,7 +64,11 @@ def _below(node: Any) -> list[Any]:
             return inner_tensors(node)
         if isinstance(node, nn.Module):
             return [*node.parameters(), *node.buffers()]
-        return _containers.contents_of(node)
+        contents = _containers.contents_of(node)
+        # a cache of keys and values is no registered pytree: what a scoped step returns holds one
+        if not contents and type(node).__module__.startswith("transformers."):
+            return list(getattr(node, "__dict__", {}).values())
+        return contents
     except MissingTorchNameError:
         raise
     except Exception as error:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tenure import adaptive
+from tenure import NewDisposeScope, adaptive, detach_from_scope, is_disposed, scoped
 from tenure.adaptive import (
     AdaptiveUsageError,
     OutOfRetriesError,
@@ -755,3 +755,18 @@ def test_training_that_dies_of_memory_is_told_what_held_it(tmp_path, caplog):
     (note,) = caught.value.__notes__
     assert "optimizer state" in note
     assert note in caplog.text
+
+
+@pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")
+def test_a_cache_of_keys_and_values_is_returned_by_a_scoped_function_and_detached():
+    config = LlamaConfig(**_SMALL, num_attention_heads=2, num_key_value_heads=1, vocab_size=_WORDS)
+    model = LlamaForCausalLM(config).eval()
+    read = torch.no_grad()(model)
+    words = torch.tensor([[3, 4, 5]])
+    expected = read(words).logits[:, -1:]
+    first = scoped(read)(words[:, :1])
+    with NewDisposeScope():
+        second = read(words[:, 1:2], past_key_values=first.past_key_values)
+        cache = detach_from_scope(second.past_key_values)
+    assert is_disposed(second.logits)
+    assert torch.allclose(read(words[:, 2:], past_key_values=cache).logits, expected, atol=1e-6)
