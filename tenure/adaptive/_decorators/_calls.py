@@ -168,8 +168,8 @@ def call_range(
     options: Options,
     function: _Function,
     /,
-    start: Any,
-    end: Any,
+    start: Any = None,
+    end: Any = None,
     *args: Any,
     toma_initial_step: int | None = None,
     toma_context: Any = None,
@@ -199,8 +199,9 @@ def call_range(
 def call_chunked(
     options: Options,
     function: _Function,
+    # none where it was passed by name, which is refused; its own name is the function's to use
+    tensor: Any = None,
     /,
-    tensor: Tensor,
     *args: Any,
     toma_initial_step: int | None = None,
     toma_dimension: int | None = None,

@@ -126,6 +126,14 @@ def test_results_live_on_and_temporaries_do_not(nobody_searches):
     assert kept[1].sum() == 3
 
 
+def test_a_function_may_have_an_argument_that_is_called_tensor():
+    @adaptive.chunked(collect="cat")
+    def scaled(chunk, start, end, tensor):
+        return chunk * tensor
+
+    assert scaled(torch.ones(3), tensor=2).tolist() == [2, 2, 2]
+
+
 def test_nothing_to_concatenate_is_an_error_that_says_what_to_do():
     f = adaptive.chunked(initial_step=2, collect="cat")(lambda chunk, start, end: chunk)
     with pytest.raises(AdaptiveUsageError, match=r'^collect="cat" has nothing to concatenate'):
@@ -311,7 +319,9 @@ def test_functions_that_can_be_suspended_are_refused(call):
             r"^collect='sum' is none of \"list\", \"cat\"",
         ),
         (lambda: adaptive.range(print)(0.0, 4), r"^print\(\) got the range 0\.0 to 4\. Its first"),
+        (lambda: adaptive.range(print)(4), r"^print\(\) got the range 4 to None\. Its first two"),
         (lambda: adaptive.chunked(print)([1, 2]), r"a list to split.*adaptive\.range"),
+        (lambda: adaptive.chunked(print)(rows=torch.ones(3)), r"a NoneType to split.*tensor of it"),
         (
             lambda: adaptive.chunked(print, dimension=2)(torch.ones(3)),
             r"^print\(\) can't split dimension 2 of a tensor that has 1\. Choose another",
