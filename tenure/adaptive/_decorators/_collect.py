@@ -216,6 +216,12 @@ def _joined(results: list[Any], dimension: int) -> Any:
 def _cat(tensors: list[Tensor], dimension: int) -> Tensor:
     try:
         return torch.cat(tensors, dimension)
+    except torch.OutOfMemoryError as error:
+        error.add_note(
+            "All pieces are done, and their results are joined, for which they need memory twice. "
+            'With collect="host" it is memory of the host; collect="list" does not join.'
+        )
+        raise
     except RuntimeError:
         # the error of torch says "zero-dimensional tensor", and nothing of pieces
         for tensor in tensors:

@@ -183,6 +183,13 @@ def test_what_can_not_be_concatenated_is_refused_at_the_first_piece_that_shows_i
     assert sizes == [1] * (1 if results[1] is None else 2)
 
 
+def test_memory_that_runs_out_as_results_are_joined_is_told_of_the_host():
+    whole = adaptive.range(lambda start, end: torch.ones(end - start), collect="cat", maximum=1024)
+    with memory_budget("10KiB"), pytest.raises(torch.OutOfMemoryError) as caught:
+        whole(0, 2 * 1024)
+    assert 'memory twice. With collect="host"' in caught.value.__notes__[-1]
+
+
 # --- into what the user has
 
 
