@@ -48,9 +48,10 @@ def find_batch_size(
     """Run ``fn`` with some sizes, and return one that is at least 95 % of the largest that fits.
 
     The size has run itself, and at most three others ran out of memory. It may be half of the
-    largest if memory goes up in large steps, such as a buffer that doubles. If memory can be
-    measured, small sizes show how large the next may be; otherwise the size doubles until one
-    fails. ``high`` is tried only if smaller sizes say that it may fit.
+    largest if memory goes up in large steps, such as a buffer that doubles, or if the allocator of
+    the device reserves much more than tensors use. If memory can be measured, small sizes show how
+    large the next may be; otherwise the size doubles until one fails. ``high`` is tried only if
+    smaller sizes say that it may fit.
 
     Each run is undone: its tensors are freed, and random state, gradients and the buffers of the
     modules that ``fn`` reaches are restored. Neither ``fn`` nor an optimizer may move existing
