@@ -51,8 +51,13 @@ _KEEPS_WHAT_IT_MAKES = {
 }
 _COPYING = {"copy", "torch._tensor", "torch.overrides"}
 """The modules whose frames stand between ``copy.deepcopy`` of an object and that of its tensors."""
-# what a metric computed last, what it puts aside in forward, and what it starts again from
-_KEPT_BY_METRICS = ("_computed", "_forward_cache", "_cache", "_defaults")
+_KEEP_PLAIN_ATTRIBUTES = ("transformers.", "peft.")
+# of their modules: what a dynamic RoPE has seen, the shift of positions by images; the prompts and
+# indices of adapters, and the norms with which DoRA undoes a merge
+_KEPT_BY_MODULES = (
+    *("max_seq_len_cached", "long_inv_freq", "rope_deltas"),
+    *("prompt_tokens", "indices", "shira_indices", "_caches"),
+)
 _STATE_CONTAINERS = frozenset({list, tuple, dict, defaultdict, OrderedDict, deque})
 
 
@@ -177,9 +182,13 @@ def _state_of(owner: Any) -> list[Any]:
     # past a __getattribute__ of the user's
     attributes: dict[str, Any] = object.__getattribute__(owner, "__dict__")
     if not issubclass(type(owner), Optimizer):
-        declared = attributes.get("_defaults")
-        names = (*declared, *_KEPT_BY_METRICS) if isinstance(declared, dict) else ()
-        return [attributes.get("_buffers"), [attributes.get(name) for name in names]]
+        # a metric, all of which is state
+        if "_defaults" in attributes:
+            return [attributes]
+        kept = [attributes.get("_buffers")]
+        if type(owner).__module__.startswith(_KEEP_PLAIN_ATTRIBUTES):
+            kept += [attributes[name] for name in _KEPT_BY_MODULES if name in attributes]
+        return kept
     # all but the parameters, which are what it was given
     own = [value for name, value in attributes.items() if name not in {"state", "param_groups"}]
     groups = [

@@ -36,6 +36,7 @@ from transformers import (  # noqa: E402
     TrainingArguments,
 )
 from transformers.modeling_outputs import CausalLMOutput  # noqa: E402
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding  # noqa: E402
 
 from tenure.integrations.transformers import (  # noqa: E402
     AdaptiveTrainer,
@@ -770,3 +771,42 @@ def test_a_cache_of_keys_and_values_is_returned_by_a_scoped_function_and_detache
         cache = detach_from_scope(second.past_key_values)
     assert is_disposed(second.logits)
     assert torch.allclose(read(words[:, 2:], past_key_values=cache).logits, expected, atol=1e-6)
+
+
+def test_a_dynamic_rope_that_grew_in_a_scope_computes_as_without_scopes():
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    config = LlamaConfig(
+        **_SMALL,
+        num_attention_heads=2,
+        max_position_embeddings=_LENGTH,
+        rope_parameters=rope,
+    )
+    lengths = (4, 3 * _LENGTH, 2 * _LENGTH, 4)
+    given = [(torch.ones(1, n, 16), torch.arange(n)[None]) for n in lengths]
+    plain, ours = LlamaRotaryEmbedding(config), LlamaRotaryEmbedding(config)
+    for tensors in given:
+        with NewDisposeScope():
+            found = ours(*tensors)
+            assert all(map(torch.equal, found, plain(*tensors)))
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_adapters_made_and_merged_in_scopes_are_whole():
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    config = LlamaConfig(**_SMALL, num_attention_heads=2, vocab_size=_WORDS)
+    words = torch.tensor([[3, 4, 5]])
+    for kind in (
+        peft.LoraConfig(r=2, target_modules=["q_proj"], use_dora=True),
+        peft.FourierFTConfig(n_frequency=8, target_modules=["q_proj"]),
+        peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2),
+    ):
+        base = LlamaForCausalLM(config)
+        with NewDisposeScope():
+            model = peft.get_peft_model(base, kind).eval()
+            expected = detach_from_scope(model(input_ids=words).logits)
+        if isinstance(kind, peft.LoraConfig):
+            with NewDisposeScope():
+                model.merge_adapter()
+            with NewDisposeScope():
+                model.unmerge_adapter()
+        assert torch.allclose(model(input_ids=words).logits, expected, atol=1e-6)

@@ -13,6 +13,7 @@ from torchmetrics.classification import (
     MulticlassConfusionMatrix,
     MulticlassF1Score,
 )
+from torchmetrics.wrappers import MinMaxMetric
 
 from tenure import NewDisposeScope, is_disposed, scoped
 
@@ -81,6 +82,20 @@ def test_a_metric_made_in_a_block_and_its_checkpoint_are_whole():
         metric.load_state_dict(torch.load(saved))
         metric.update(torch.zeros(3))
     assert metric.compute().item() == 0.5
+
+
+def test_extremes_that_a_metric_keeps_undeclared_are_its_own():
+    with NewDisposeScope():
+        metric = MinMaxMetric(MeanMetric())
+    for n in (2.0, 4.0):
+        with NewDisposeScope():
+            metric.update(torch.tensor(n))
+            metric.compute()
+    assert {key: each.item() for key, each in metric.compute().items()} == {
+        "raw": 3.0,
+        "min": 2.0,
+        "max": 3.0,
+    }
 
 
 class Logged(Metric):
