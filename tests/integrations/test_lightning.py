@@ -344,6 +344,7 @@ def test_what_has_the_size_of_micro_batches_by_chance_is_not_taken_for_samples()
             loss = self.loss_of(batch)
             self.log("epoch", 3)
             self.log("n", len(batch[0]), reduce_fx="sum")
+            self.log("seen", len(batch[1]))
             same = {"count": 3, "weights": torch.ones(3), "names": [2, 1, 0]}
             return {"loss": loss, **same, "rows": batch[0][:, 0], "n": len(batch[1])}
 
