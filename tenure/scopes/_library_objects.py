@@ -187,7 +187,7 @@ def _state_of(owner: Any) -> list[Any]:
             return [attributes]
         kept = [attributes.get("_buffers")]
         if type(owner).__module__.startswith(_KEEP_PLAIN_ATTRIBUTES):
-            kept += [attributes[name] for name in _KEPT_BY_MODULES if name in attributes]
+            kept.append([attributes[name] for name in _KEPT_BY_MODULES if name in attributes])
         return kept
     # all but the parameters, which are what it was given
     own = [value for name, value in attributes.items() if name not in {"state", "param_groups"}]
