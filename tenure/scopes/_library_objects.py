@@ -48,6 +48,11 @@ _KEEPS_WHAT_IT_MAKES = {
     # Up to torch 2.11 a checkpoint finds its inputs by the node of a tensor without elements:
     # https://github.com/pytorch/pytorch/blob/v2.11.0/torch/utils/checkpoint.py
     ("torch.utils.checkpoint", "_NoopSaveInputs.forward"),
+    # what a Trainer of Lightning shows in callback_metrics after a scope around fit()
+    *(
+        (f"{package}.trainer.connectors.logger_connector.result", "_ResultCollection._get_cache")
+        for package in ("lightning.pytorch", "pytorch_lightning")
+    ),
 }
 _COPYING = {"copy", "torch._tensor", "torch.overrides"}
 """The modules whose frames stand between ``copy.deepcopy`` of an object and that of its tensors."""

@@ -15,7 +15,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from tenure import adaptive
+from tenure import NewDisposeScope, adaptive
 from tenure.adaptive import (
     AdaptiveUsageError,
     AdaptiveUsageWarning,
@@ -802,3 +802,25 @@ def test_an_error_of_memory_in_an_evaluation_names_what_lets_it_fit():
         assert f"{fails.replace('validate', 'validation')}_step" in note
         assert "execute.chunked(" in note
         assert 'collect="host"' in note
+
+
+@pytest.mark.parametrize("package", [lightning, pytorch_lightning])
+def test_logged_values_can_be_read_after_a_scope_around_fit(package):
+    class Logger(package.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 1)
+
+        def training_step(self, batch, index):
+            loss = self.layer(batch[0]).square().mean()
+            self.log("loss", loss, on_epoch=True)
+            return loss
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.0)
+
+    module, trainer = Logger(), trainer_of(package)
+    with NewDisposeScope():
+        trainer.fit(module, DataLoader(TensorDataset(torch.ones(4, 8)), batch_size=2))
+    expected = module.layer(torch.ones(1, 8)).square().item()
+    assert trainer.callback_metrics["loss"].item() == pytest.approx(expected)
