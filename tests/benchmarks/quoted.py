@@ -66,8 +66,8 @@ QUOTED = {
     ("docs/performance.md", "227 ms"): ("reports", "holders / gc.get_referrers"),
     ("docs/performance.md", "58 ms"): ("profiler", "enable and disable"),
     ("docs/performance.md", "102 ms"): ("timeline", "begin and end a recording"),
-    ("docs/performance.md", "21 µs"): ("paging_cost", "a module of 16 blocks, all resident"),
-    ("docs/performance.md", "84 µs"): ("paging_cost", "a module of 16 blocks, half resident"),
+    ("docs/performance.md", "24 µs"): ("paging_cost", "a module of 16 blocks, all resident"),
+    ("docs/performance.md", "108 µs"): ("paging_cost", "a module of 16 blocks, half resident"),
     ("docs/performance.md", "2.0 times"): (
         "paging_disk",
         "paged from the page cache / all in memory: a few rows",
