@@ -188,7 +188,7 @@ def _state_of(owner: Any) -> list[Any]:
     attributes: dict[str, Any] = object.__getattribute__(owner, "__dict__")
     if not issubclass(type(owner), Optimizer):
         # a metric, all of which is state
-        if "_defaults" in attributes:
+        if isinstance(attributes.get("_defaults"), dict):
             return [attributes]
         kept = [attributes.get("_buffers")]
         if type(owner).__module__.startswith(_KEEP_PLAIN_ATTRIBUTES):
