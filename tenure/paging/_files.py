@@ -26,6 +26,7 @@ from typing import BinaryIO, cast
 
 import torch
 from torch import Tensor, UntypedStorage
+from torch.nn import functional as F
 
 from tenure._errors import PagingError
 from tenure._registries import NamedTensor
@@ -207,7 +208,7 @@ def tells_written() -> bool:
 
 
 def written_parts(address: int, n_bytes: int) -> list[tuple[int, int]]:
-    """Return from where to where each page of a mapped range was written, as offsets.
+    """Return from where to where pages of a mapped range were written, as offsets.
 
     Raises:
         ValueError: the kernel does not tell.
@@ -224,9 +225,14 @@ def written_parts(address: int, n_bytes: int) -> list[tuple[int, int]]:
         raise ValueError(f"{_PAGEMAP} tells less than was asked for")
     flags = torch.frombuffer(entries, dtype=torch.int64) >> _FLAGS_SHIFT
     written = ((flags & _HAS_CONTENT) != 0) & ((flags & _OF_A_FILE) == 0)
-    before = address % _PAGE_BYTES
-    starts = [page * _PAGE_BYTES - before for page in written.nonzero().flatten().tolist()]
-    return [(max(0, start), min(n_bytes, start + _PAGE_BYTES)) for start in starts]
+    # in most models none, and this is asked for each unit of each pass
+    if not written.any():
+        return []
+    # where written pages begin and where they end, by turns
+    edges = F.pad(written.to(torch.int8), (1, 1)).diff().nonzero().flatten().tolist()
+    offsets = [page * _PAGE_BYTES - address % _PAGE_BYTES for page in edges]
+    pairs = zip(offsets[::2], offsets[1::2], strict=True)
+    return [(max(0, low), min(n_bytes, high)) for low, high in pairs]
 
 
 @dataclass(frozen=True, slots=True)
