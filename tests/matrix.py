@@ -2,7 +2,7 @@
 
 `make matrix` runs all pairs, `make matrix TORCH=2.15.0 PYTHON=3.12` that pair; either may be left
 out. A pair needs some 6 GB of disk, the network, and its Python, on the path or from pyenv.
-The counts are kept in ``benchmarks/results/matrix.json`` and shown in ``docs/install.md``.
+The counts are kept in ``benchmarks/results/matrix.json`` and shown in ``docs/versions.md``.
 `make matrix-short` runs `make test-short` with the newest pair, and keeps nothing.
 """
 

@@ -14,7 +14,7 @@ from typing import NoReturn
 import torch
 
 _ADVICE = (
-    "Use torch 2.10 or later on a Python with the GIL (docs/install.md lists tested versions)."
+    "Use torch 2.10 or later on a Python with the GIL (docs/versions.md lists tested versions)."
 )
 
 
