@@ -7,15 +7,18 @@ has succeeded; what it refuses by its kind it refuses at the first piece.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from tenure._containers import contents_of, level_of
+from tenure._containers import contents_of, level_of, tensors_in
 from tenure._errors import AdaptiveUsageError
+from tenure._storages import element_bytes, storage_key
 from tenure._text import describe_tensor
+from tenure._torch.quiet import without_functions
 from tenure.scopes import persist
 
 from ._landing import Landing
@@ -54,6 +57,8 @@ class Collector:
     def __init__(self, join: Callable[[list[Any]], Any] = list) -> None:
         self._join = join
         self._results: list[Any] = []
+        # where each tensor begins and ends in which storage, how often that was written, its piece
+        self._extents: list[tuple[int, int, int, int, int]] = []
 
     def land(self, result: Any) -> Any:
         """Return the part of a result to keep; part of the attempt, and retried with it."""
@@ -62,10 +67,40 @@ class Collector:
     def add(self, landed: Any) -> None:
         """Take what has landed: its attempt has succeeded."""
         self._results.append(landed)
+        self._note(tensors_in([landed]))
 
     def collected(self, dimension: int) -> Any:
-        """Return the joined results that were split along a dimension."""
+        """Return the joined results that were split along a dimension.
+
+        Raises:
+            AdaptiveUsageError: a piece has written over the result of an earlier one.
+        """
+        self._refuse_overwritten()
         return self._join(self._results)
+
+    def _note(self, tensors: Iterable[Tensor]) -> None:
+        """Note where a result is kept as it is, in memory that later pieces may write."""
+        with without_functions():
+            for tensor in tensors:
+                if type(tensor) is not Tensor or tensor.layout is not torch.strided:
+                    continue
+                storage, n_bytes = storage_key(tensor), element_bytes(tensor)
+                if storage is not None and n_bytes and tensor.is_contiguous():
+                    begin = int(tensor.storage_offset()) * tensor.element_size()
+                    # writes of an inference tensor are not counted: each object is a result anew
+                    written = id(tensor) if tensor.is_inference() else tensor._version
+                    extent = (storage, begin, begin + n_bytes, written, len(self._results))
+                    self._extents.append(extent)
+
+    def _refuse_overwritten(self) -> None:
+        for one, other in itertools.pairwise(sorted(self._extents)):
+            is_shared = one[0] == other[0] and other[1] < one[2] and one[4] != other[4]
+            if is_shared and one[3] != other[3]:
+                raise AdaptiveUsageError(
+                    "collect= got results of two pieces in the same memory, so the later piece has "
+                    "written over the earlier one. Return a tensor of its own for each piece, such "
+                    "as buffer[:n].clone()."
+                )
 
 
 def collector_for(collect: Collect | None) -> Callable[[], Collector] | None:
@@ -108,6 +143,7 @@ class _Concatenated(Collector):
         return result
 
     def collected(self, dimension: int) -> Any:
+        self._refuse_overwritten()
         if not self._results:
             raise AdaptiveUsageError(
                 f'collect="{self._name}" has nothing to concatenate: there was no piece to work '
@@ -134,6 +170,7 @@ class _OnHost(_Concatenated):
 
     def add(self, landed: Any) -> None:
         self._coming = landed
+        self._note(landed.on_host)
 
     def collected(self, dimension: int) -> Any:
         self._arrive()

@@ -22,21 +22,26 @@ class Landing:
     """A result of one piece, on its way to the host.
 
     Args:
-        result: tuples, lists and dicts of tensors; nothing of it is kept.
+        result: tuples, lists and dicts of tensors; nothing of it is kept but tensors on the host.
+
+    Attributes:
+        on_host: the tensors that were there already.
 
     Raises:
         AdaptiveUsageError: a tensor requires grad, or a graph is being captured.
     """
 
-    __slots__ = ("_begun", "_copies", "_events")
+    __slots__ = ("_begun", "_copies", "_events", "on_host")
 
     def __init__(self, result: Any) -> None:
         self._copies: list[Tensor] = []
+        self.on_host: list[Tensor] = []
         devices: set[torch.device] = set()
 
         def begin(tensor: Tensor) -> Tensor:
             _check(tensor)
             if tensor.device.type == "cpu":
+                self.on_host.append(tensor)
                 return tensor
             copy = _copied(tensor)
             self._copies.append(copy)

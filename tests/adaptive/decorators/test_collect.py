@@ -293,3 +293,26 @@ def test_a_metric_that_is_a_class_is_refused_by_name():
         AdaptiveUsageError, match=r"^collect=MeanMetric is a class\. Give .* collect=MeanMetric\(\)"
     ):
         adaptive.chunked(collect=MeanMetric)(lambda chunk, start, end: chunk)
+
+
+@pytest.mark.parametrize("collect", ["list", "cat", "host", len])
+@pytest.mark.parametrize("guard", [torch.no_grad, torch.inference_mode])
+def test_a_buffer_that_the_next_piece_writes_is_refused(collect, guard):
+    rows, constant = torch.arange(6.0), torch.ones(2)
+
+    def run(function):
+        with guard():
+            buffer = torch.empty(6)
+            return adaptive.execute.chunked(rows, initial_step=2, collect=collect)(
+                lambda chunk, start, end: function(buffer, chunk, start, end)
+            )
+
+    for part in (
+        lambda buffer, chunk, start, end: torch.mul(chunk, 2, out=buffer[: end - start]),
+        lambda buffer, chunk, start, end: {"x": [chunk, buffer[:2].copy_(chunk)]},
+    ):
+        with pytest.raises(AdaptiveUsageError, match="two pieces in the same memory"):
+            run(part)
+    # rows of one buffer, views of one result, and a constant are no such results
+    run(lambda buffer, chunk, start, end: torch.mul(chunk, 2, out=buffer[start:end]))
+    run(lambda buffer, chunk, start, end: (x := chunk * 2, x.view(-1), constant))
