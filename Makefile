@@ -53,7 +53,7 @@ test-exhaustive: $(VENV)/.test
 
 # The tests that other versions of torch and Python have broken before: some files of each room.
 SHORT := tests/torch tests/scopes/test_scope.py tests/scopes/test_autograd.py tests/heap/test_holders.py \
-	tests/adaptive/test_toma.py tests/adaptive/test_surface_device.py tests/adaptive/step/test_step.py \
+	tests/adaptive/test_toma.py tests/adaptive/decorators/test_collect.py tests/adaptive/step/test_step.py \
 	tests/adaptive/step/test_step_exchange.py tests/adaptive/predict/test_scratch.py \
 	tests/paging/forward/test_modes.py tests/paging/test_handle.py \
 	tests/profiler/lines/test_line_profiler.py tests/profiler/lines/test_line_profiler_device.py \

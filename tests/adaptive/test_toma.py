@@ -1,6 +1,5 @@
 """What toma's and accelerate's own tests say of toma's names, and that toma's defects are gone."""
 
-import functools
 import gc
 import inspect
 import threading
@@ -191,19 +190,6 @@ def test_the_default_cache_type_can_be_set(only_16, sizes, monkeypatch):
         f()
 
 
-@pytest.mark.parametrize("initial", [0, 2.5, "64"])
-def test_a_step_that_would_never_end_is_refused(initial):
-    with pytest.raises(AdaptiveUsageError, match=r"^initial_step=.* is not a size"):
-        simple.range(lambda start, end: None, 0, 10, initial)
-
-
-def test_a_batch_without_any_size_is_refused_and_not_called_with_none(sizes):
-    f = adaptive.batch(sizes.append)
-    with pytest.raises(AdaptiveUsageError, match=r"append\(\) has no batch size to begin with\. "):
-        f()
-    assert sizes == []
-
-
 def test_a_nested_call_of_the_same_context_does_not_repeat_or_skip_anything():
     seen = []
     inner_failed = []
@@ -305,30 +291,6 @@ def test_where_a_size_has_worked_and_none_does_the_error_speaks_of_a_leak():
         "Batch size 1 has worked here before: if sizes shrink from call to call, something keeps "
         "memory, and tenure.NewDisposeScope(policy='report') around a call names it."
     )
-
-
-def test_any_other_error_passes_unchanged(sizes):
-    error = ValueError("batch 64 is broken")
-
-    def f(batchsize):
-        sizes.append(batchsize)
-        raise error
-
-    for call in (simple.batch, explicit.batch):
-        with pytest.raises(ValueError, match=r"^batch 64 is broken$") as caught:
-            call(f, 64)
-        assert caught.value is error
-    assert sizes == [64, 64]
-
-
-def test_functions_of_any_arguments_and_partials_work(sizes):
-    def f(*args, **kwargs):
-        sizes.append((args, kwargs))
-
-    adaptive.batch(initial_batchsize=4)(f)(1, two=2)
-    adaptive.batch(initial_batchsize=4)(functools.partial(f, key="v"))(1)
-    explicit.batch(functools.partial(f, key="v"), 4)
-    assert sizes == [((4, 1), {"two": 2}), ((4, 1), {"key": "v"}), ((4,), {"key": "v"})]
 
 
 def test_numbers_of_numpy_are_numbers():

@@ -23,10 +23,9 @@ from .failures import on_sim
 OOM = "CUDA out of memory. Tried to allocate 2.00 GiB."
 
 
-def run(work, size=4, floor=1, **options):
+def run(work, size=4, **options):
     work.__qualname__ = work.__name__
-    decorate = batch(initial_batchsize=size, minimum=floor, cache_type=NoBatchsizeCache, **options)
-    return decorate(work)()
+    return batch(initial_batchsize=size, cache_type=NoBatchsizeCache, **options)(work)()
 
 
 def test_the_collector_is_off_while_a_failure_is_handled():
@@ -170,13 +169,7 @@ def test_the_last_error_still_shows_its_lines_and_holds_no_tensor():
     assert [ref() for ref in made] == [None, None, None]
 
 
-@pytest.mark.parametrize(
-    ("error", "in_oom"),
-    [
-        (ValueError, False),
-        (KeyboardInterrupt, True),
-    ],
-)
+@pytest.mark.parametrize(("error", "in_oom"), [(ValueError, False), (KeyboardInterrupt, True)])
 def test_another_error_goes_on_and_what_was_drawn_is_undone(error, in_oom):
     kept = []
 
@@ -260,23 +253,20 @@ def test_statistics_count_on_this_thread():
 # --- an error that is handled around the call
 
 
-def refuse_with(error, tried):
+def test_an_oom_that_is_handled_around_the_call_makes_no_other_error_one():
+    tried = []
+
     def work(size):
         tried.append(size)
         raise error
 
-    return work
-
-
-def test_an_oom_that_is_handled_around_the_call_makes_no_other_error_one():
-    tried = []
     try:
         raise torch.OutOfMemoryError(OOM)
-    except torch.OutOfMemoryError as error:
-        with pytest.raises(ValueError, match="a bug"):
-            run(refuse_with(ValueError("a bug"), tried), 64)
-        with pytest.raises(torch.OutOfMemoryError):
-            run(refuse_with(error, tried), 64)
+    except torch.OutOfMemoryError as outside:
+        for error in (ValueError("a bug"), outside):
+            with pytest.raises(type(error)) as caught:
+                run(work, 64)
+            assert caught.value is error
     assert tried == [64, 64]
 
 

@@ -13,7 +13,7 @@ from tenure import NewDisposeScope, adaptive
 from tenure.adaptive import AdaptiveUsageError, NoBatchsizeCache, memory_budget
 from tenure.testing import for_each_allocation
 
-from ..attempt.failures import oom
+from ..attempt.failures import on_sim, oom
 
 pytestmark = pytest.mark.usefixtures("forgetful")
 
@@ -229,15 +229,27 @@ def test_a_tuple_is_spread_by_place_a_dict_by_name_and_all_else_is_one_result():
         assert (total.value, total.ends) == (3, ends)
 
 
-def test_a_failure_of_any_allocation_updates_nothing_twice_or_in_part(sim):
+@pytest.mark.parametrize("collect", ["list", "reducer"])
+def test_a_failure_of_any_allocation_repeats_and_loses_nothing_and_leaves_nothing(sim, collect):
     rows = torch.arange(24.0).reshape(12, 2).to(sim.device)
     resting_bytes = sim.allocated_bytes
-    totals = []
+    escaped, totals = [], []
 
     def run():
-        totals.append(Total())
-        f = adaptive.chunked(initial_step=5, collect=totals[-1], cache_type=NoBatchsizeCache)
-        f(lambda chunk, start, end: ((chunk * 2).sum(1).cpu(), (start, end)))(rows)
+        escaped.clear()
+        total = Total()
+        options = {"collect": total if collect == "reducer" else "list"}
+
+        @adaptive.chunked(initial_step=5, cache_type=NoBatchsizeCache, **options)
+        def work(chunk, start, end):
+            escaped.append(chunk * 2)
+            return escaped[-1].sum(1).cpu(), (start, end)
+
+        found = work(rows)
+        if collect == "list":
+            for each in found:
+                total.update(*each)
+        totals.append(total)
 
     def check(failure):
         assert failure.error is None
@@ -245,9 +257,24 @@ def test_a_failure_of_any_allocation_updates_nothing_twice_or_in_part(sim):
         assert total.value == 2 * sum(range(24))
         assert [start for start, _ in total.ends] == [0, *(end for _, end in total.ends[:-1])]
         assert total.ends[-1][1] == 12
+        escaped.clear()
         assert sim.allocated_bytes == resting_bytes
 
     assert for_each_allocation(run, check) >= 4
+
+
+def test_tensors_of_a_failed_attempt_that_escaped_are_gone_before_the_next(sim):
+    sim(budget="100MiB")
+    escaped = []
+
+    @adaptive.batch(initial_batchsize=8)
+    def f(batchsize):
+        assert sim.allocated_bytes == 0
+        escaped.extend(on_sim(batchsize * 9 << 20) for _ in range(2))
+        return batchsize
+
+    assert f() == 4
+    assert sim.allocated_bytes == 2 * 4 * 9 << 20
 
 
 @pytest.mark.parametrize("collect", ["list", "reducer"])

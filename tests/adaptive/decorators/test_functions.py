@@ -1,19 +1,16 @@
 """Decorated functions: their arguments, their results, and what they are as functions."""
 
 import copy
+import functools
 import inspect
 import pickle
+import re
 
 import pytest
 import torch
 
-from tenure import DisposedTensorError, adaptive
-from tenure.adaptive import (
-    AdaptiveUsageError,
-    GlobalBatchsizeCache,
-    execute,
-    explicit,
-)
+from tenure import adaptive
+from tenure.adaptive import AdaptiveUsageError, GlobalBatchsizeCache, execute, explicit, simple
 
 from ..attempt.failures import oom
 
@@ -46,43 +43,6 @@ def test_a_maximum_is_where_the_search_begins_without_an_initial_size(only_16, s
     assert sizes == [64, 32, 16]
 
 
-def test_random_numbers_of_a_failed_attempt_are_drawn_again_only_on_request():
-    def draws(restore_rng):
-        adaptive.reset()  # both functions have the same code, and so the same size
-        seen = []
-
-        @adaptive.batch(initial_batchsize=4, restore_rng=restore_rng)
-        def f(batchsize):
-            seen.append(torch.rand(1).item())
-            if batchsize > 2:
-                oom()
-
-        f()
-        return seen
-
-    first, second = draws(restore_rng=True)
-    assert first == second != torch.rand(1).item()
-    first, second = draws(restore_rng=False)
-    assert first != second
-
-
-def test_random_numbers_of_generators_among_the_arguments_are_drawn_again_too():
-    seen = []
-
-    @adaptive.range(initial_step=4, restore_rng=True)
-    def f(start, end, generator):
-        seen.append(torch.rand(1, generator=generator).item())
-        if end - start > 2:
-            oom()
-
-    generator = torch.Generator().manual_seed(0)
-    f(0, 2, generator)
-    seen.clear()
-    f(0, 4, generator=generator)
-    assert len(seen) == 3
-    assert seen[0] == seen[1] != seen[2]
-
-
 # --- results
 
 
@@ -109,23 +69,6 @@ def test_results_are_concatenated_along_the_dimension_that_was_split():
     assert torch.equal(result["both"][1][0], x + 1)
 
 
-def test_results_live_on_and_temporaries_do_not(nobody_searches):
-    kept = []
-
-    @adaptive.chunked(initial_step=4, collect="list")
-    def f(chunk, start, end):
-        kept.append(torch.ones(3))
-        if len(chunk) > 2:
-            oom()
-        return chunk + 1
-
-    results = f(torch.zeros(4))
-    assert [result.sum().item() for result in results] == [2.0, 2.0]
-    with pytest.raises(DisposedTensorError, match=r"while <DisposeScope 'attempt of "):
-        kept[0].sum()
-    assert kept[1].sum() == 3
-
-
 def test_a_function_may_have_an_argument_that_is_called_tensor():
     @adaptive.chunked(collect="cat")
     def scaled(chunk, start, end, tensor):
@@ -134,30 +77,15 @@ def test_a_function_may_have_an_argument_that_is_called_tensor():
     assert scaled(torch.ones(3), tensor=2).tolist() == [2, 2, 2]
 
 
-def test_nothing_to_concatenate_is_an_error_that_says_what_to_do():
-    f = adaptive.chunked(initial_step=2, collect="cat")(lambda chunk, start, end: chunk)
-    with pytest.raises(AdaptiveUsageError, match=r'^collect="cat" has nothing to concatenate'):
-        f(torch.ones(0))
-
-
-def jagged(x):
-    return torch.nested.nested_tensor([x[:2], x], layout=torch.jagged)
-
-
-@pytest.mark.parametrize("make", [torch.Tensor.to_sparse, jagged])
-def test_a_tensor_that_is_not_dense_is_refused_by_its_layout(make):
-    f = adaptive.chunked(initial_step=2)(lambda chunk, start, end: None)
-    with pytest.raises(
-        AdaptiveUsageError, match=r"got \w+\[.*4\] .* of layout torch\._?\w+, and splits dense"
-    ):
-        f(make(torch.eye(4)))
-
-
 # --- being a function
 
 
+def passed_on(function):
+    return lambda *args: function(*args)
+
+
 class Model:
-    """A class whose methods adapt."""
+    """A class whose methods adapt, some with a decorator above or below the adaptive one."""
 
     def __init__(self, name):
         self.name = name
@@ -184,10 +112,34 @@ class Model:
     def of_the_class(cls, batchsize):
         return cls.__name__, batchsize
 
+    @classmethod
+    @adaptive.batch(initial_batchsize=4)
+    def of_class(cls, batchsize):
+        return cls.__name__, batchsize
+
     @adaptive.batch(initial_batchsize=2)
     @staticmethod
     def of_nothing(batchsize):
         return batchsize
+
+    @adaptive.range(initial_step=4, collect="list")
+    @passed_on
+    def wrapped(self, start, end):
+        return self.name, start, end
+
+    @torch.no_grad()
+    @adaptive.batch(initial_batchsize=4)
+    def batch(self, batchsize, more=0):
+        return self.name, batchsize, more
+
+    @property
+    @adaptive.batch(initial_batchsize=4)
+    def largest(self, batchsize):
+        return self.name, batchsize
+
+
+class Inherits(Model):
+    pass
 
 
 @adaptive.batch(initial_batchsize=8)
@@ -195,57 +147,20 @@ def at_the_top(batchsize):
     return batchsize
 
 
-def test_methods_get_their_instance_first():
-    model = Model("a")
-    assert model.run("x") == ("a", 16, "x")
+@pytest.mark.parametrize("kind", [Model, Inherits])
+def test_methods_get_their_instance_first_whatever_they_are_decorated_with(kind):
+    model = kind("a")
+    assert model.run("x") == kind.run(model, "x") == ("a", 16, "x")
     assert model.pieces(0, 6) == [("a", 0, 4), ("a", 4, 6)]
     assert model.chunks(torch.ones(5)) == [("a", 4), ("a", 1)]
-    assert Model.of_the_class() == model.of_the_class() == ("Model", 2)
-    assert Model.of_nothing() == model.of_nothing() == 2
-    assert Model.run(model, "x") == ("a", 16, "x")
-    assert Model.chunks(model, torch.ones(5)) == [("a", 4), ("a", 1)]
-
-
-def passed_on(function):
-    return lambda *args: function(*args)
-
-
-class Decorated:
-    """Methods with a decorator above or below the adaptive one."""
-
-    @adaptive.range(initial_step=4, collect="list")
-    @passed_on
-    def wrapped(self, start, end):
-        return self, start, end
-
-    @torch.no_grad()
-    @adaptive.batch(initial_batchsize=4)
-    def batch(self, batchsize, more=0):
-        return self, batchsize, more
-
-    @property
-    @adaptive.batch(initial_batchsize=4)
-    def largest(self, batchsize):
-        return self, batchsize
-
-    @classmethod
-    @adaptive.batch(initial_batchsize=4)
-    def of_class(cls, batchsize):
-        return cls, batchsize
-
-
-class Inherits(Decorated):
-    pass
-
-
-def test_methods_get_their_instance_first_whatever_they_are_decorated_with():
-    it = Inherits()
-    assert it.wrapped(0, 4) == [(it, 0, 4)]
-    assert it.batch() == (it, 4, 0)
-    assert it.batch(7) == (it, 4, 7)
-    assert Inherits.batch(it, more=7) == (it, 4, 7)
-    assert it.largest == (it, 4)
-    assert Inherits.of_class() == (Inherits, 4)
+    assert kind.chunks(model, torch.ones(5)) == [("a", 4), ("a", 1)]
+    assert kind.of_the_class() == model.of_the_class() == (kind.__name__, 2)
+    assert kind.of_class() == model.of_class() == (kind.__name__, 4)
+    assert kind.of_nothing() == model.of_nothing() == 2
+    assert model.wrapped(0, 4) == [("a", 0, 4)]
+    assert model.batch() == ("a", 4, 0)
+    assert model.batch(7) == kind.batch(model, more=7) == ("a", 4, 7)
+    assert model.largest == ("a", 4)
 
 
 def test_instances_share_the_size_of_their_method():
@@ -271,6 +186,103 @@ def test_decorated_functions_and_methods_are_pickled_and_copied_by_reference():
     assert bound() == ("a", 16, None)
 
 
+def first_of(results):
+    return results[0]
+
+
+class Holder:
+    """An object that decorates its own methods, and has decorated ones."""
+
+    def __init__(self, name):
+        self.name = name
+        self.fit = adaptive.batch(initial_batchsize=8, maximum=32)(self._fit)
+        self.plain = adaptive.batch(initial_batchsize=8)(self.plain)
+        self.first = adaptive.range(initial_step=2, collect=first_of)(self._piece)
+        self.all = adaptive.range(initial_step=2, collect="list")(self._piece)
+
+    def _fit(self, batchsize, extra=None):
+        return self.name, batchsize, extra
+
+    def plain(self, batchsize):
+        return self.name, batchsize
+
+    def _piece(self, start, end):
+        return self.name, start, end
+
+
+def pickled(value):
+    return pickle.loads(pickle.dumps(value))
+
+
+@pytest.fixture(params=[copy.deepcopy, pickled], ids=["copied", "pickled"])
+def duplicate(request):
+    return request.param
+
+
+def test_a_copy_of_what_decorated_its_own_methods_has_them_decorated_and_bound_to_itself(duplicate):
+    holder = duplicate(Holder("old"))
+    holder.name = "new"
+    assert holder.fit(3) == ("new", 8, 3)
+    assert holder.fit() == ("new", 8, None)
+    assert holder.plain() == ("new", 8)
+    assert holder.first(0, 4) == ("new", 0, 2)
+    assert holder.all(0, 4) == [("new", 0, 2), ("new", 2, 4)]
+
+
+def test_a_star_import_replaces_no_builtin():
+    space = {}
+    exec("from tenure.adaptive import *", space)
+    assert not space.keys() & {"batch", "range", "chunked"}
+    assert space["step"] is adaptive.step
+    # and what pytest puts into modules that it rewrites
+    public = {name for name in vars(adaptive) if not name.startswith(("_", "@"))}
+    assert public - space.keys() == {"batch", "range", "chunked"}
+
+
+@pytest.mark.parametrize(
+    ("decorate", "option", "meant"),
+    [
+        (adaptive.batch, "starting_batch_size", "initial_batchsize"),
+        (adaptive.batch, "max_batch_size", "maximum"),
+        (adaptive.range, "initial_batchsize", "initial_step"),
+        (adaptive.chunked, "chunk_size", "initial_step"),
+        (adaptive.chunked, "contxt", "context"),
+        (functools.partial(adaptive.execute.range, 0, 4), "step", "initial_step"),
+        (adaptive.batch, "verbose", None),
+        (functools.partial(execute.batch, initial_batchsize=8), "zzz", None),
+    ],
+)
+def test_an_argument_of_another_library_is_told_the_name_it_has_here_or_all(
+    decorate, option, meant
+):
+    with pytest.raises(AdaptiveUsageError) as caught:
+        decorate(**{option: 3})
+    told, _, names = str(caught.value).partition(". ")
+    assert told == f"{option!r} is no argument of this function"
+    if meant is None:
+        assert re.match("The options of all are cache_type, context, min.*on_retry", names)
+    else:
+        assert names == f"Did you mean {meant!r}?"
+
+
+def test_a_batch_size_that_is_passed_all_the_same_is_said_to_come_from_tenure():
+    @adaptive.batch(initial_batchsize=64)
+    def train(batchsize, net):
+        return len(net)
+
+    message = r"train\(\) takes 2 positional arguments but 3 were given"
+    with pytest.raises(TypeError, match=message) as caught:
+        train(64, [])
+    (note,) = caught.value.__notes__
+    assert note.endswith(
+        "train() gets its batch size from tenure, before what it is called with. Call it without "
+        "one: leave 64 out."
+    )
+    with pytest.raises(TypeError) as caught:
+        train("a", "b")
+    assert not hasattr(caught.value, "__notes__")
+
+
 async def coroutine(batchsize):
     pass
 
@@ -294,6 +306,13 @@ def test_functions_that_can_be_suspended_are_refused(call):
         call()
 
 
+def jagged(x):
+    return torch.nested.nested_tensor([x[:2], x], layout=torch.jagged)
+
+
+NOT_DENSE = r"got \w+\[.*4\] .* of layout torch\._?\w+, and splits dense"
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -301,6 +320,7 @@ def test_functions_that_can_be_suspended_are_refused(call):
             lambda: adaptive.batch(5),
             r"^@tenure\.adaptive\.batch wants a function, and got 5\. For a size",
         ),
+        (lambda: adaptive.range(8), r"write @tenure\.adaptive\.range\(initial_step=8"),
         (
             lambda: adaptive.batch(cache_type=int),
             r"^cache_type is <class 'int'>, which is no cache",
@@ -330,6 +350,16 @@ def test_functions_that_can_be_suspended_are_refused(call):
             lambda: adaptive.chunked(print)(torch.ones(())),
             r"^print\(\) can't split dimension 0 of a tensor that has 0\.",
         ),
+        (
+            lambda: adaptive.chunked(print, collect="cat")(torch.ones(0)),
+            r'^collect="cat" has nothing to concatenate',
+        ),
+        (lambda: adaptive.chunked(print)(torch.eye(4).to_sparse()), NOT_DENSE),
+        (lambda: adaptive.chunked(print)(jagged(torch.eye(4))), NOT_DENSE),
+        (lambda: simple.range(print, 0, 10, 0), r"^initial_step=0 is not a size"),
+        (lambda: simple.range(print, 0, 10, 2.5), r"^initial_step=2\.5 is not a size"),
+        (lambda: simple.range(print, 0, 10, "64"), r"^initial_step='64' is not a size"),
+        (lambda: adaptive.batch(print)(), r"print\(\) has no batch size to begin with\. "),
         (
             lambda: adaptive.batch(print, initial_batchsize=8)(toma_initial_batchsize=0),
             r"^toma_initial_batchsize=0 is not a size\.",

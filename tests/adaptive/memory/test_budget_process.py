@@ -43,17 +43,20 @@ def test_past_the_limit_the_cpu_runs_out_of_memory_and_the_first_step_down_is_la
     assert done.stdout.split() == ["True", "8192", "True", "True", "host"]
 
 
-@pytest.mark.parametrize("gigabytes", [0, "8", True, float("nan")])
-def test_what_is_no_limit_is_refused(gigabytes):
-    with pytest.raises(
-        AdaptiveUsageError, match=r"which is no number of GiB\. Give one, such as 8"
-    ):
-        set_cpu_memory_limit(gigabytes)
+NO_NUMBER = r"which is no number of GiB\. Give one, such as 8"
 
 
-def test_a_limit_below_what_is_used_is_refused_and_changes_nothing():
-    with pytest.raises(AdaptiveUsageError, match=r"is less than this process uses already: .* GiB"):
-        set_cpu_memory_limit(0.01)
+@pytest.mark.parametrize(
+    ("gigabytes", "message"),
+    [
+        *[(each, NO_NUMBER) for each in (0, "8", True, float("nan"))],
+        (0.01, r"is less than this process uses already: .* GiB"),
+    ],
+)
+def test_a_limit_that_can_not_be_is_refused_and_changes_nothing(gigabytes, message):
     import resource
 
-    assert resource.getrlimit(resource.RLIMIT_AS)[0] != int(0.01 * 2**30)
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    with pytest.raises(AdaptiveUsageError, match=message):
+        set_cpu_memory_limit(gigabytes)
+    assert resource.getrlimit(resource.RLIMIT_AS) == before

@@ -7,12 +7,7 @@ import pytest
 import torch
 
 from tenure import adaptive
-from tenure.adaptive import (
-    GlobalBatchsizeCache,
-    NoBatchsizeCache,
-    OutOfRetriesError,
-    memory_budget,
-)
+from tenure.adaptive import NoBatchsizeCache, OutOfRetriesError, memory_budget
 
 MIB = 1 << 20
 
@@ -21,12 +16,6 @@ pytestmark = pytest.mark.usefixtures("forgetful")
 
 def made(n_bytes, device="cpu"):
     return torch.empty(n_bytes, dtype=torch.uint8, device=device)
-
-
-def made_by_another_thread(n_bytes, device):
-    """Memory that no budget of this thread counts."""
-    with ThreadPoolExecutor(1) as executor:
-        return executor.submit(made, n_bytes, device).result()
 
 
 def told_free(device, text=None):
@@ -101,52 +90,27 @@ def test_a_budget_leaves_what_it_counts_whatever_other_threads_take(sim):
     sim(allocator="cuda", budget="1GiB")
     with memory_budget("50MiB", "sim"):
         kept = made(20 * MIB, "sim")
-        others = made_by_another_thread(120 * MIB, "sim")
+        with ThreadPoolExecutor(1) as executor:
+            others = executor.submit(made, 120 * MIB, "sim").result()
         assert told_free("sim:0") == "30.0 MiB"
     del kept, others
 
 
-def load(n_rows, device, unit=1024):
-    """Needs 4 KiB, and 3 KiB for each row; of another unit than KiB as much."""
-    fixed = made(4 * unit, device)
-    layers = [made(n_rows * unit, device) for _ in range(3)]
-    return fixed.numel() + sum(layer.numel() for layer in layers)
-
-
-LARGEST = (1024 - 4) // 3
-
-
-def test_calls_under_a_budget_find_95_percent_with_three_failures():
-    sizes = []
-
-    @adaptive.batch(initial_batchsize=20_000, cache_type=GlobalBatchsizeCache)
-    def f(batchsize):
-        sizes.append(batchsize)
-        load(batchsize, "cpu")
-
-    with memory_budget(MIB + MIB // 2):
-        kept = made(MIB // 2)
-        for _ in range(10):
-            f()
-        del kept
-    assert sum(size > LARGEST for size in sizes) <= 3
-    assert LARGEST * 0.95 <= sizes[-1] <= LARGEST
-
-
 def test_pieces_on_a_device_find_95_percent_with_three_failures_in_one_call(sim):
     sim(budget="1GiB")
-    steps = []
+    steps, largest = [], (1024 - 4) // 3
 
     @adaptive.range(initial_step=30_000)
     def f(start, end):
         steps.append(end - start)
-        load(end - start, sim.device, unit=1 << 20)
+        held = [made(4 * MIB, sim.device)]
+        held += [made((end - start) * MIB, sim.device) for _ in range(3)]
 
     f(0, 100_000)
-    assert sum(step > LARGEST for step in steps) <= 3
+    assert sum(step > largest for step in steps) <= 3
     # of CUDA's memory the pieces that did not fit have cut up some
     least = {"exact": 0.95, "cuda": 0.85}[sim.allocator]
-    assert LARGEST * least <= steps[-2] <= LARGEST
+    assert largest * least <= steps[-2] <= largest
     assert sim.allocated_bytes == 0
 
 

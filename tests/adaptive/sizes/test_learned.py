@@ -67,18 +67,32 @@ def test_a_signature_tells_modes_and_arguments_without_the_first_dimension(tmp_p
     ]
 
 
-def test_evaluation_does_not_make_training_smaller():
+@pytest.mark.parametrize(
+    ("where", "evaluated"), [("argument without grad", [64, 32, 16, 8]), ("method", [16, 8])]
+)
+def test_evaluation_does_not_make_training_smaller(where, evaluated):
     limited = Limited()
-    f = decorated(limited)
-    model = nn.Linear(2, 2)
-    f(model)
+    of_a_module = decorated(limited)
+
+    class Net(nn.Linear):
+        embed = decorated(lambda self, batchsize: limited(batchsize))
+
+    model = Net(2, 2)
+
+    def run(is_training):
+        model.train(is_training)
+        if where == "method":
+            return model.embed()
+        with torch.set_grad_enabled(is_training):
+            return of_a_module(model)
+
+    run(True)
     limited.largest = 8
-    with torch.no_grad():
-        f(model.eval())
-    assert limited.tried() == [*LEARNING, 64, 32, 16, 8]
+    run(False)
+    assert limited.tried() == [*LEARNING, *evaluated]
     limited.largest = 16
-    f(model.train())
-    assert limited.tried() == [16]
+    assert (run(True), run(False)) == (16, 8)
+    assert limited.tried() == [16, 8]
 
 
 def test_another_shape_under_the_same_modes_begins_with_the_size_of_the_last():
@@ -118,14 +132,6 @@ def test_gradients_of_before_are_a_circumstance_that_begins_with_a_quarter(tmp_p
     adaptive.reset()
     run(adds=True)
     assert run(adds=False) == 16
-
-
-def test_clean_calls_count_for_their_site_where_each_has_another_shape():
-    limited = Limited(20)
-    f = decorated(limited)
-    found = [f(torch.ones(2, n + 1)) for n in range(60)]
-    assert found == [16] * 17 + [17, 18, 19] + [20] * 40
-    assert [size for size in limited.tried() if size > 20] == [64, 32, 21]
 
 
 def test_another_shape_is_measured_on_its_first_call():
@@ -182,22 +188,6 @@ def test_a_function_that_is_decorated_in_each_call_of_another_knows_its_size():
     evaluate()
     evaluate()
     assert limited.tried() == [*LEARNING, 16]
-
-
-def test_training_and_evaluation_of_the_module_of_a_method_are_apart():
-    limited = Limited()
-
-    class Net(nn.Module):
-        embed = decorated(lambda self, batchsize: limited(batchsize))
-
-    net = Net()
-    net.embed()
-    limited.largest = 8
-    net.eval().embed()
-    limited.largest = 16
-    limited.tried()
-    assert (net.train().embed(), net.eval().embed()) == (16, 8)
-    assert limited.tried() == [16, 8]
 
 
 class Key:

@@ -120,15 +120,6 @@ def test_what_allows_no_smaller_size_is_named(options, named):
 # --- remembered
 
 
-def test_the_next_call_begins_with_what_worked():
-    work = Limited(16)
-    call = batch_of(work, 64, cache_type=GlobalBatchsizeCache)
-    assert [call() for _ in range(3)] == [16, 16, 16]
-    assert work.sizes == [64, 32, 16, 16, 16]
-    work.largest = 10
-    assert call() == 8
-
-
 def test_a_later_smaller_initial_size_is_honoured_and_a_larger_one_does_not_forget():
     work = Limited(32)
     call = batch_of(work, 64, context="one")
@@ -151,10 +142,12 @@ def test_a_size_that_another_call_found_is_aligned_and_never_too_small(ok, then)
 # --- larger, where nothing is measured
 
 
-def test_sixteen_clean_calls_later_larger_sizes_are_tried_until_one_fails():
+@pytest.mark.parametrize("grows", [False, True], ids=["one shape", "another each time"])
+def test_sixteen_clean_calls_later_larger_sizes_are_tried_until_one_fails(grows):
     work = Limited(20)
     call = batch_of(work, 64, cache_type=GlobalBatchsizeCache)
-    assert [call() for _ in range(25)] == [16] * 17 + [17, 18, 19] + [20] * 5
+    found = [call(torch.ones(2, n + 1 if grows else 1)) for n in range(60)]
+    assert found == [16] * 17 + [17, 18, 19] + [20] * 40
     assert [size for size in work.sizes if size > 20] == [64, 32, 21]
 
 

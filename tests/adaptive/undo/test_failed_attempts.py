@@ -1,47 +1,58 @@
 """The state that a failed attempt changes, brought back."""
 
 import random
-from collections import deque
+from collections import OrderedDict, defaultdict, deque
 
 import numpy.random
 import pytest
 import torch
 from torch import nn
+from transformers.modeling_outputs import BaseModelOutput
 
-from tenure.adaptive import NoBatchsizeCache, batch, step
+from tenure.adaptive import NoBatchsizeCache, step
+from tenure.adaptive import range as range_of
 
 from ..attempt.failures import oom
 
 
-def attempts(draws):
-    """What a function draws that fits at 1 of 4."""
+def drawn(draw, restore_rng=True):
+    """What is drawn by the attempts of work on a range that fits at 1 of 4."""
     found = []
 
-    @batch(initial_batchsize=4, restore_rng=True, cache_type=NoBatchsizeCache)
-    def work(size, *generators):
-        found.append(draws(*generators))
-        if size > 1:
+    @range_of(initial_step=4, restore_rng=restore_rng, cache_type=NoBatchsizeCache)
+    def work(start, end, one, _, *, other):
+        found.append(draw(one, other))
+        if end - start > 1:
             oom()
 
-    return work, found
+    generators = [torch.Generator().manual_seed(5) for _ in range(2)]
+    work(0, 4, generators[0], random.SystemRandom(), other=generators[1])
+    return found
 
 
-def test_all_generators_draw_the_same_numbers_in_each_attempt():
-    def draw(generator, *_):
-        numbers = torch.rand(2, generator=generator)
-        return [*torch.rand(3).tolist(), random.random(), numpy.random.rand(), *numbers.tolist()]
+DRAWS = {
+    "torch": lambda *_: torch.rand(1).item(),
+    "python": lambda *_: random.random(),
+    "numpy": lambda *_: numpy.random.rand(),
+    "an argument": lambda one, _: torch.rand(1, generator=one).item(),
+    "an argument by name": lambda _, other: torch.rand(1, generator=other).item(),
+}
 
-    work, found = attempts(draw)
-    generator = torch.Generator().manual_seed(5)
-    work(generator, random.SystemRandom())
-    assert found == found[:1] * 3
-    assert draw(generator) != found[0]
+
+@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
+def test_all_generators_draw_the_same_numbers_in_each_attempt_only_on_request(draw):
+    found = drawn(draw)
+    assert len(found) == 6
+    # 4, 2 and 1 of the first piece, and each other piece at once
+    assert found[:2] == [found[2]] * 2
+    assert len(set(found)) == 4
+    assert len(set(drawn(draw, restore_rng=False))) == 6
 
 
 def test_the_generator_of_the_device_is_restored(sim):
-    work, found = attempts(lambda: torch.rand(4, device="sim").cpu().tolist())
-    work()
-    assert found == found[:1] * 3
+    found = drawn(lambda *_: torch.rand(1, device="sim").item())
+    assert found[:2] == [found[2]] * 2
+    assert len(set(found)) == 4
 
 
 def fail(model, change):
@@ -115,6 +126,14 @@ class NoName:
         raise AssertionError("a key may be a whole model")
 
 
+class Named(OrderedDict):
+    """A container whose class wants another argument than items."""
+
+    def __init__(self, name):
+        super().__init__()
+        self.name = name
+
+
 class Keeps(nn.Module):
     """Keeps what it computed as plain attributes."""
 
@@ -127,6 +146,9 @@ class Keeps(nn.Module):
         self.inner = {"train": {"sizes": [1], "sum": torch.zeros(())}}
         self.recent, self.shapes = deque([1], maxlen=3), {1}
         self.pair = torch.zeros(()), {}
+        self.named, self.lists = Named("a"), defaultdict(list)
+        # keeps its items as attributes, too
+        self.output = BaseModelOutput(last_hidden_state=torch.zeros(3))
         self.loop = [1]
         self.loop.append(self.loop)
 
@@ -140,7 +162,9 @@ class Keeps(nn.Module):
         for numbers in (train["sizes"], self.recent, self.loop):
             numbers.append(n)
         self.shapes.add(n)
-        self.pair[1][n] = True
+        self.output["last_hidden_state"] = torch.ones(n)
+        for items in (self.pair[1], self.named, self.lists):
+            items[n] = True
         self.n_calls += 1
         return self.linear(x) * self.mask[:n] * self.scale * self.late
 
@@ -148,13 +172,15 @@ class Keeps(nn.Module):
 def test_attributes_get_back_what_they_held():
     model = nn.Sequential(Keeps())
     keeps = model[0]
-    held = dict(vars(keeps))
+    held, output = dict(vars(keeps)), keeps.output.last_hidden_state
     fail(model, model)
     assert vars(keeps).keys() == held.keys()
     assert all(vars(keeps)[name] is value for name, value in held.items())
     train = keeps.inner["train"]
     assert (train["sizes"], keeps.recent, keeps.recent.maxlen) == ([1], deque([1]), 3)
     assert (keeps.shapes, keeps.pair[1], len(keeps.loop)) == ({1}, {}, 2)
+    assert (list(keeps.named), list(keeps.lists)) == ([], [])
+    assert keeps.output["last_hidden_state"] is keeps.output.last_hidden_state is output
     assert keeps.loop[1] is keeps.loop
     assert keeps.by_object[keeps.key].tolist() == [1, 1]
     assert (float(train["sum"]), float(keeps.pair[0]), float(keeps.total)) == (0, 0, 0)
