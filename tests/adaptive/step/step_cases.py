@@ -194,10 +194,13 @@ def wanted_of(net, loss):
     return found
 
 
-def compare(net, whole, fn, batch, **options):
-    """Run a step whose whole has that loss: it has its value, its device and its gradients."""
+def compare(net, whole, fn, batch, scale=1, **options):
+    """Run a step whose whole has that loss: it has its value, its device and its gradients.
+
+    The gradients are multiplied by the scale.
+    """
     value = whole.detach().clone()
-    wanted = wanted_of(net, whole)
+    wanted = wanted_of(net, whole * scale)
     result = step(fn, batch, **options)
     assert worst_error(gradients(net), wanted) <= 1e-10
     torch.testing.assert_close(result.loss, value, rtol=1e-10, atol=1e-10)

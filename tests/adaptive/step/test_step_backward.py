@@ -9,13 +9,13 @@ from tenure.adaptive import AdaptiveUsageError, SplitMismatchError, step
 from ..attempt.failures import out_of_memory_above
 from .step_cases import (
     LOSSES,
+    compare,
     contrastive,
     gradients,
     made,
     samples,
     small_net,
     squares,
-    wanted_of,
     worst_error,
 )
 
@@ -59,14 +59,11 @@ def test_gradients_are_those_of_the_whole_batch_scaled_once(loss, model, backwar
     function, scale = BACKWARDS[backward]
     case = LOSSES[loss]
     net, batch = made(model, 11, seed=3)
-    plain = case.plain(net(batch["x"]), batch["y"])
-    wanted = wanted_of(net, plain * scale)
+    fn = lambda b: case.fn(net(b["x"]), b["y"])  # noqa: E731
     for maximum in (4, 11):
-        net.zero_grad()
+        whole = case.plain(net(batch["x"]), batch["y"])
         options = {"maximum": maximum, "backward": function, **case.options}
-        result = step(lambda b: case.fn(net(b["x"]), b["y"]), batch, **options)
-        assert worst_error(gradients(net), wanted) < 1e-10
-        assert float(result.loss) == pytest.approx(plain.item(), rel=1e-10)
+        compare(net, whole, fn, batch, scale, **options)
 
 
 # losses that have something to train of their own, plain and for `step`
@@ -99,18 +96,11 @@ TRAINED = {
 def test_what_the_loss_trains_itself_is_scaled_once(loss, backward):
     function, scale = backward
     net, x = small_net(), samples(9)
-    temperature = torch.tensor(1.3, dtype=torch.float64, requires_grad=True)
+    net.temperature = temperature = nn.Parameter(torch.tensor(1.3, dtype=torch.float64))
     plain, fn, options = TRAINED[loss]
-    whole = plain(net(x), temperature)
-    wanted, of_its_own = wanted_of(net, whole * scale), temperature.grad
     for maximum in (4, 9):
-        net.zero_grad()
-        temperature.grad = None
         given = {"maximum": maximum, "backward": function, **options(temperature)}
-        result = step(lambda b: fn(net(b)), x, **given)
-        assert worst_error(gradients(net), wanted) < 1e-10
-        assert torch.allclose(temperature.grad, of_its_own, rtol=1e-10)
-        assert torch.allclose(result.loss, whole, rtol=1e-10)
+        compare(net, plain(net(x), temperature), lambda b: fn(net(b)), x, scale, **given)
 
 
 def test_each_micro_batch_gives_one_scalar_and_trials_give_none():
@@ -158,9 +148,8 @@ def test_complex_outputs_get_their_gradient():
     def loss_of(out):
         return (out * (1 + 2j)).real.square().mean() + out.imag.std()
 
-    wanted = wanted_of(net, loss_of(net(x)) * 0.25)
-    step(net, x, loss=loss_of, maximum=4, backward=Accumulating())
-    assert worst_error(gradients(net), wanted) < 1e-10
+    options = {"loss": loss_of, "maximum": 4, "backward": Accumulating()}
+    compare(net, loss_of(net(x)), net, x, 0.25, **options)
 
 
 @pytest.mark.parametrize("kind", ["terms", "outputs"])

@@ -1,4 +1,4 @@
-"""Compiled training steps: one graph for all sizes, and the gradients of the whole batch."""
+"""Compiled steps and chunks: one graph for all sizes, and the gradients of the whole batch."""
 
 import pytest
 import torch
@@ -11,8 +11,10 @@ from torch.utils.checkpoint import checkpoint
 from tenure.adaptive import (
     AdaptiveUsageError,
     BatchCoupledError,
+    NoBatchsizeCache,
     SplitMismatchError,
     check_split,
+    chunked,
     find_batch_size,
     plan,
     predict_peak,
@@ -20,8 +22,9 @@ from tenure.adaptive import (
     step,
 )
 from tests.needs import needs_torch
+from tests.programs import run_program
 
-from .step_cases import gradients, wanted_of
+from .step_cases import gradients, wanted_of, worst_error
 
 # dynamo reads it of every tensor that a block gets, in a plain loop as well
 pytestmark = [
@@ -29,7 +32,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
     pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace"),
 ]
-SIZES = (66, 64, 7)
+SIZES = (66, 64, 32, 13, 7, 2)
 
 
 class Block(nn.Module):
@@ -69,9 +72,12 @@ def loss_by(net, criterion=F.cross_entropy):
     return lambda b: criterion(net(b["x"]), b["y"])
 
 
-def far(ours, wanted):
-    assert ours.keys() == wanted.keys()
-    return max(float((ours[name].cpu() - wanted[name].cpu()).abs().max()) for name in wanted)
+def train(net, fn, b, wanted, sizes=SIZES):
+    """Steps in micro-batches of each size give the gradients of the whole."""
+    for size in sizes:
+        net.zero_grad()
+        assert step(fn, b, maximum=size).micro_batch == size
+        assert worst_error(gradients(net), wanted) <= 1e-10
 
 
 @pytest.fixture
@@ -101,10 +107,7 @@ def test_all_sizes_run_one_graph_and_give_the_gradients_of_the_whole(form, count
     net, b = made(checkpoints=form == "checkpoints")
     wanted = wanted_of(net, loss_by(net)(b))
     fn = FORMS[form](net, counter)
-    for size in SIZES:
-        net.zero_grad()
-        step(fn, b, maximum=size)
-        assert far(gradients(net), wanted) <= 1e-10
+    train(net, fn, b, wanted)
     assert counter.frame_count == 1
     if form == "the model":
         # a last sample gets a partner, and single samples are another graph
@@ -139,10 +142,7 @@ def test_a_compiled_loss_that_modules_break_has_one_graph_for_each_part(counter)
     step(compiled, b)
     n_graphs = counter.frame_count
     assert n_graphs > 1
-    for size in SIZES:
-        net.zero_grad()
-        assert step(compiled, b, maximum=size).micro_batch == size
-        assert far(gradients(net), wanted) <= 1e-10
+    train(net, compiled, b, wanted)
     hook.remove()
     assert counter.frame_count == n_graphs
     assert found
@@ -178,7 +178,7 @@ def test_what_mixes_samples_is_refused_in_compiled_code_too(counter):
         net[1].reset_running_stats()
         step(loss_by(model), b, maximum=20, batchnorm="per_chunk")
         outcomes.append(gradients(net) | {"mean": net[1].running_mean.clone()})
-    assert far(*outcomes) <= 1e-10
+    assert worst_error(*outcomes) <= 1e-10
 
 
 def test_dropout_that_a_backward_pass_may_draw_anew_is_refused(counter):
@@ -202,8 +202,8 @@ def test_a_size_that_does_not_fit_costs_no_graph_and_a_prediction_compiles_none(
     before = sim.allocated_bytes
     loss_by(net)(b).backward()
     whole_bytes = sim.peak_bytes - before
-    wanted = {name: gradient.cpu() for name, gradient in gradients(net).items()}
-    net.zero_grad()
+    wanted = gradients(net.cpu())
+    net.to(sim.device).zero_grad()
     fn = FORMS["the model"](net, counter)
     sim.budget_bytes = before + whole_bytes // 3
     statistics().reset()
@@ -212,7 +212,7 @@ def test_a_size_that_does_not_fit_costs_no_graph_and_a_prediction_compiles_none(
     assert sim.peak_bytes <= sim.budget_bytes or predict
     assert 20 < result.micro_batch < 110
     sim.budget_bytes = None
-    assert far(gradients(net), wanted) <= 1e-10
+    assert worst_error(gradients(net.cpu()), wanted) <= 1e-10
     assert counter.frame_count == 1
 
 
@@ -226,8 +226,42 @@ def test_the_default_compiler_gives_the_gradients_of_the_whole():
     _, b = made()
     net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
     wanted = wanted_of(net, loss_by(net)(b))
-    compiled = torch.compile(net)
-    for size in (66, 7):
-        net.zero_grad()
-        step(loss_by(compiled), b, maximum=size)
-        assert far(gradients(net), wanted) <= 1e-10
+    train(net, loss_by(torch.compile(net)), b, wanted, (66, 7))
+
+
+def test_the_batch_of_the_user_keeps_no_mark():
+    net, b = made()
+    compiled = torch.compile(net, backend="eager")
+    step(loss_by(compiled), b)
+    assert vars(b["x"]) == {}
+    torch._dynamo.mark_static(b["x"], 0)
+    marks = dict(vars(b["x"]))
+    step(loss_by(compiled), b)
+    assert vars(b["x"]) == marks
+
+
+@pytest.mark.slow
+def test_a_step_that_compiles_nothing_does_not_load_dynamo():
+    program = """
+import sys, torch
+from tenure.adaptive import step
+net = torch.nn.Linear(4, 1)
+step(lambda b: net(b).mean(), torch.randn(8, 4), maximum=4)
+print("torch._dynamo" in sys.modules)
+"""
+    done = run_program(program)
+    assert (done.stdout, done.stderr) == ("False\n", "")
+
+
+def test_chunks_of_any_number_of_sizes_run_one_graph(counter):
+    square = torch.compile(lambda chunk: chunk.square() + 1, backend=counter)
+    _, b = made()
+    for size in SIZES:
+
+        @chunked(initial_step=size, collect="cat", cache_type=NoBatchsizeCache)
+        def squared(chunk, start, end):
+            return square(chunk)
+
+        x = b["x"][: 66 // size * size]
+        assert torch.equal(squared(x), x**2 + 1)
+    assert counter.frame_count == 1
