@@ -196,11 +196,14 @@ def test_a_short_last_piece_teaches_nothing_about_larger_ones():
 )
 def test_measured_memory_is_used_for_the_very_next_size(make, tried):
     load = Load(10_000, 10)
+    load.own = 5000
     with load.budget():
+        held = torch.empty(load.own, dtype=torch.uint8)
         call = make(load, 1024, cache_type=GlobalBatchsizeCache)
         for _ in range(3):
             call()
     assert load.sizes[:4] == tried
+    del held
 
 
 @MANY
