@@ -7,7 +7,8 @@ A lazy copy takes memory only when one of the two is written, which moves to oth
 Nobody else may have its address: a NumPy array or another tensor over the same storage would still
 read the old memory. So only what has a storage to itself is copied like this. And only on the CPU:
 on CUDA torch moves the memory on the default stream (``copy_data`` of CUDACachingAllocator.cpp),
-and work on another would not wait.
+and work on another would not wait. Nor may the tensor be resized, after which each write fails
+(``COW.cpp``): what observers of quantization resize has one element before, or none.
 
 Source: ``c10::impl::cow`` of PyTorch; ``test_cow_input`` holds that operators read without copying.
 """
@@ -93,6 +94,7 @@ def lazy_copy(tensor: Tensor) -> Tensor | None:
         or tensor.device.type != "cpu"
         or tensor.layout is not torch.strided
         or tensor.is_inference()
+        or tensor.numel() < 2
         or n_uses(tensor.untyped_storage()) != _ALONE
     ):
         return None

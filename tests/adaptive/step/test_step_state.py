@@ -251,3 +251,34 @@ def test_a_buffer_that_was_written_stays_where_it_is():
         retried(net, lambda b: net.table.add_(1), batchnorm="per_chunk")
         assert net.table.data_ptr() == address
         assert array.tolist() == net.table.tolist() == [1.0 + 2 * n_steps] * 4
+
+
+class Observer(nn.Module):
+    """Resizes its buffers in the first call, as fake quantization by channels does."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("least", torch.empty(0))
+        self.register_buffer("scale", torch.ones(1))
+
+    def forward(self, x):
+        if not self.least.numel():
+            self.least.resize_(3).fill_(2.0)
+            self.scale.resize_(3).fill_(4.0)
+        return x * self.scale
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_buffers_that_a_first_call_resizes_are_those_that_they_are_without_step(fails):
+    net = nn.Sequential(nn.Linear(4, 3), Observer())
+    failures = [torch.OutOfMemoryError("CUDA out of memory.")] * fails
+
+    def fn(x):
+        loss = net(x).square().mean()
+        if failures:
+            assert net[1].least.shape == (3,)
+            raise failures.pop()
+        return loss
+
+    step(fn, torch.ones(8, 4), batchnorm="per_chunk", cache_type=NoBatchsizeCache)
+    assert [net[1].least.tolist(), net[1].scale.tolist()] == [[2.0] * 3, [4.0] * 3]
