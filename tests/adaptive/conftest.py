@@ -50,15 +50,3 @@ def only_16(sizes):
         return batchsize
 
     return f
-
-
-@pytest.fixture
-def tight_end(sizes):
-    """A piece over 16 fits only while as much again is left."""
-
-    def f(start, end):
-        sizes.append(end - start)
-        if end - start > 16 and end - start > 128 - end:
-            oom()
-
-    return f

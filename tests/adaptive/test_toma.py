@@ -25,9 +25,6 @@ from .attempt.failures import oom
 
 pytestmark = pytest.mark.usefixtures("forgetful")
 
-SHRINKING = [64, 64, 32, 32, 16, 16]
-
-
 # --- toma's tests of simple and explicit
 
 
@@ -68,24 +65,6 @@ def test_two_calls_on_one_line_are_two_calls(only_16, sizes):
     both = explicit.batch(only_16, 64), explicit.batch(only_16, 64)
     assert both == (16, 16)
     assert sizes == [64, 32, 16, 64, 32, 16]
-
-
-def test_progress_is_kept_when_the_step_shrinks(tight_end, sizes):
-    f = adaptive.range(initial_step=64, cache_type=GlobalBatchsizeCache)(tight_end)
-    assert [f(0, 128) for _ in range(2)] == [None, None]
-    assert sizes == SHRINKING + [16] * 8
-
-
-@pytest.mark.parametrize("call", [explicit.chunked, simple.chunked])
-def test_every_element_is_written(call):
-    tensor = torch.zeros(130, 4, 4)
-
-    def fill(chunk, start, end):
-        assert chunk.shape == (end - start, 4, 4)
-        chunk += 1
-
-    call(fill, tensor, 32)
-    assert torch.equal(tensor, torch.ones(130, 4, 4))
 
 
 def test_range_and_chunked_pass_on_more_arguments():

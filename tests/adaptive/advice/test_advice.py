@@ -13,6 +13,8 @@ from tenure.adaptive import plan, predict_peak, statistics
 from tests.needs import needs_torch
 from tests.true_peak import step_of, true_peak_bytes
 
+from ..unchanged import unchanged
+
 # scalars that kernels make of numbers are seen or not
 _SLACK = 256
 
@@ -176,20 +178,12 @@ def test_reading_advice_changes_nothing():
     model.head.weight.grad = torch.ones(600, 32)
     model.layers[0].register_forward_hook(lambda *_: None)
     adam = torch.optim.Adam(model.parameters())
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    attributes = {name: set(vars(module)) for name, module in model.named_modules()}
-    rng, group = torch.get_rng_state(), copy.copy(adam.param_groups[0])
-    attempts = statistics().attempts
-    assert predict_peak(loss_of(model), x, optimizer=adam).advice
+    group, attempts = copy.copy(adam.param_groups[0]), statistics().attempts
+    with unchanged(model):
+        assert predict_peak(loss_of(model), x, optimizer=adam).advice
     assert statistics().attempts == attempts
     assert adam.state == {}
     assert adam.param_groups[0] == group
-    assert torch.equal(model.head.weight.grad, torch.ones(600, 32))
-    assert model.head.bias.grad is None
-    assert {name: set(vars(module)) for name, module in model.named_modules()} == attributes
-    assert len(model.layers[0]._forward_hooks) == 1
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    assert torch.equal(torch.get_rng_state(), rng)
 
 
 def test_a_plan_advises_on_its_step():
