@@ -10,7 +10,7 @@ from tests.programs import run_program
 REFUSED = (
     r"tenure can't be used with torch \S+ on Python 3\.\S+: reference counts don't say what else "
     r"holds a tensor, so a scope could free gradients that are in use\. Use torch 2\.10 or later "
-    r"on a Python with the GIL \(docs/install\.md lists tested versions\)\."
+    r"on a Python with the GIL \(docs/versions\.md lists tested versions\)\."
 )
 # as if gradients counted as new tensors, and as if there were no GIL
 COUNTS, GIL = "sys.getrefcount = lambda _: 2", "sys._is_gil_enabled = lambda: False"

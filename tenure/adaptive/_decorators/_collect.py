@@ -19,6 +19,7 @@ from tenure._errors import AdaptiveUsageError
 from tenure._storages import element_bytes, storage_key
 from tenure._text import describe_tensor
 from tenure._torch.quiet import without_functions
+from tenure._torch.writes import counter_of
 from tenure.scopes import persist
 
 from ._landing import Landing
@@ -88,7 +89,7 @@ class Collector:
                 if storage is not None and n_bytes and tensor.is_contiguous():
                     begin = int(tensor.storage_offset()) * tensor.element_size()
                     # writes of an inference tensor are not counted: each object is a result anew
-                    written = id(tensor) if tensor.is_inference() else tensor._version
+                    written = id(tensor) if tensor.is_inference() else counter_of(tensor)
                     extent = (storage, begin, begin + n_bytes, written, len(self._results))
                     self._extents.append(extent)
 
