@@ -8,9 +8,9 @@ from torch import nn
 from tenure.adaptive import memory_budget
 
 
-def network(device="cpu", width=64):
+def network(device="cpu", width=64, n_layers=3):
     torch.manual_seed(0)
-    layers = [nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(3)]
+    layers = [nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(n_layers)]
     return nn.Sequential(*layers).to(device)
 
 

@@ -2,6 +2,7 @@
 
 import random
 import re
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -19,28 +20,28 @@ from .unchanged import unchanged
 pytestmark = pytest.mark.usefixtures("quiet")
 
 
-def test_the_budget_around_the_call_counts_too():
-    train = Training(network())
-    with memory_budget("2MiB"):
-        found = find_batch_size(train, high=1 << 20, margin=0)
-    assert len(train.failed) <= 3
-    assert train.fits(found, "2MiB")
-    assert not train.fits(int(found / 0.95) + 1, "2MiB")
+BUDGET = 2 << 20
+MEMORY = {
+    "around the call": {},
+    "of the host": {},
+    "of the call": {"budget": BUDGET, "low": 5, "align": 48},
+    # a share of the budget that is left free
+    "with a margin": {"budget": 2 * BUDGET, "margin": 0.5},
+}
 
 
-def test_a_margin_is_a_share_of_the_budget_that_is_left_free():
-    train, budget = Training(network()), 8 << 20
-    found = find_batch_size(train, high=1 << 20, budget=budget, margin=0.5)
-    assert train.failed == []
-    assert train.fits(found, budget // 2)
-    assert not train.fits(int(found / 0.95) + 1, budget // 2)
-
-
-def test_without_a_budget_the_free_memory_of_the_host_counts(monkeypatch):
-    monkeypatch.setattr("tenure.adaptive._find_batch_size.free_host_bytes", lambda: 2 << 20)
-    train = Training(network())
-    found = find_batch_size(train, high=1 << 20, margin=0)
-    assert not train.fits(int(found / 0.95) + 1, "2MiB")
+@pytest.mark.parametrize("which", MEMORY)
+def test_95_percent_of_the_memory_that_is_meant_are_found_in_multiples_of_align(which, monkeypatch):
+    if which == "of the host":
+        monkeypatch.setattr("tenure.adaptive._find_batch_size.free_host_bytes", lambda: BUDGET)
+    options, train = {"margin": 0} | MEMORY[which], Training(network())
+    align = options.get("align", 1)
+    with memory_budget(BUDGET) if which == "around the call" else nullcontext():
+        found = find_batch_size(train, high=1 << 20, **options)
+    assert len(train.failed) <= (0 if options["margin"] else 3)
+    assert all(size % align == 0 for size in train.sizes)
+    assert which == "of the host" or train.fits(found, BUDGET)
+    assert not train.fits(int(found / 0.95) + align, BUDGET)
 
 
 @pytest.mark.parametrize(("wall", "high"), [(1, 64), (777, 10**6)])
@@ -56,13 +57,6 @@ def test_where_nothing_is_measured_sizes_double_until_one_fails(wall, high):
     assert found in sizes
     assert 0.95 * wall <= found <= wall
     assert sum(size > wall for size in sizes) <= 3
-
-
-def test_sizes_are_multiples_of_align():
-    train = Training(network())
-    found = find_batch_size(train, low=5, high=1 << 20, align=48, budget="2MiB", margin=0)
-    assert all(size % 48 == 0 for size in train.sizes)
-    assert not train.fits(int(found / 0.95) + 48, "2MiB")
 
 
 def test_nothing_of_a_run_stays():

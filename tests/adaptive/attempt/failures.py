@@ -18,6 +18,17 @@ def out_of_memory_above(size):
     return check
 
 
+def out_of_memory_once():
+    """What work does that runs out of memory the first time."""
+    turns = [oom]
+
+    def check():
+        if turns:
+            turns.pop()()
+
+    return check
+
+
 def on_sim(n_bytes):
     """Memory of the simulated device."""
     return torch.empty(n_bytes, dtype=torch.uint8, device="sim")

@@ -13,23 +13,13 @@ from tenure import adaptive
 from tenure.adaptive import AdaptiveUsageError, GlobalBatchsizeCache, explicit, memory_budget
 from tests.programs import run_program
 
+from ..attempt.failures import out_of_memory_once
 from .loads import Limited
 
 pytestmark = pytest.mark.usefixtures("forgetful")
 
 
 LEARNING = [64, 32, 16]
-
-
-def failing_once():
-    """A function of chunks, which runs out of memory at first."""
-    turns = iter([True])
-
-    def f(*args, **kwargs):
-        if next(turns, False):
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-
-    return f
 
 
 def signatures(tmp_path):
@@ -49,7 +39,8 @@ def decorated(limited, **options):
 
 def test_a_signature_tells_modes_and_arguments_without_the_first_dimension(tmp_path):
     x, model = torch.ones(8, 3, dtype=torch.float16), nn.Linear(2, 2)
-    chunked = adaptive.chunked(initial_step=4, dimension=1)(failing_once())
+    fail = out_of_memory_once()
+    chunked = adaptive.chunked(initial_step=4, dimension=1)(lambda *_, **named: fail())
     chunked(torch.ones(4, 9), x, 5, model, y=x[0], n=1)
     found = decorated(Limited(), context="one")
     with torch.no_grad():

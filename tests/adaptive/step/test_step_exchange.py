@@ -96,29 +96,6 @@ def test_a_failure_leaves_the_exchange_whole(kind, where, options):
     assert worst_error(gradients(net), wanted) < 1e-10
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("maximum", [4, 9])
-def test_gradients_are_accumulated(kind, maximum):
-    net, x = small_net(), samples(9)
-    wanted = wanted_of(net, 2 * squares(net)(x))
-    module = Replicated(net, **KINDS[kind])
-    # buckets are built anew in the second step: gradients stand in those from then on
-    for _ in range(3):
-        net.zero_grad()
-        squares(module)(x).backward()
-    step(squares(module), x, maximum=maximum)
-    assert worst_error(gradients(net), wanted) < 1e-10
-
-
-def test_a_block_of_no_sync_around_the_step_holds():
-    net, x = small_net(), samples(9)
-    module = Replicated(net)
-    with module.no_sync():
-        compare(net, squares(net)(x), squares(module), x, maximum=4)
-        assert not module.require_backward_grad_sync
-    assert module.require_backward_grad_sync
-
-
 def test_a_module_that_is_seen_only_when_it_runs_is_kept_apart_from_its_first_line_on():
     net, x, exchanges = small_net(), samples(9), []
     globals()["_HIDDEN"] = module = Replicated(net)

@@ -18,6 +18,7 @@ from tenure.adaptive import (
 )
 from tenure.testing import for_each_allocation
 
+from ..finding import network
 from .step_cases import squares
 
 
@@ -178,15 +179,9 @@ def test_a_step_at_no_size_leaves_everything_as_it_was(sim, way, without_gc):
     assert sim.allocated_bytes == rig.resting_bytes
 
 
-def _mlp(sim):
-    torch.manual_seed(0)
-    layers = [nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(6)]
-    return nn.Sequential(*layers).to(sim.device)
-
-
 @pytest.mark.sim_allocator("exact")  # the budget is less than a segment
 def test_a_budget_too_small_for_the_batch_is_kept_and_gives_the_same_gradients(sim):
-    net = _mlp(sim)
+    net = network(sim.device, n_layers=6)
     x, fn = torch.randn(1024, 64).to(sim.device), squares(net)  # each activation takes 256 KiB
     fn(x).backward()
     wanted = [p.grad.cpu() for p in net.parameters()]
@@ -216,7 +211,7 @@ def test_a_budget_too_small_for_the_batch_is_kept_and_gives_the_same_gradients(s
 
 @pytest.mark.parametrize("way", ["mean", "terms", "outputs", "ignored"])
 def test_the_graph_of_one_chunk_at_a_time_is_alive_and_chunks_are_views(sim, way):
-    net = _mlp(sim)
+    net = network(sim.device, n_layers=6)
     x = torch.randn(64, 64).to(sim.device)
     loss_of, options = {
         "mean": (lambda out, b: out.square().mean(), {}),

@@ -11,19 +11,18 @@ from torch.nn.utils.parametrizations import weight_norm
 from tenure import NewDisposeScope, dispose
 from tenure.adaptive import NoBatchsizeCache, memory_budget, step
 
+from ..attempt.failures import out_of_memory_once
 from .step_cases import OwnBatchNorm, samples, squares
 
 
 def retried(net, write=lambda b: None, **options):
     """A step whose first attempt fails at its end, and whose second one runs two micro-batches."""
-    n_calls = []
+    fail = out_of_memory_once()
 
     def fn(batch):
         write(batch)
         loss = net(batch).square().mean()
-        n_calls.append(1)
-        if len(n_calls) == 1:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
+        fail()
         return loss
 
     result = step(fn, samples(8), cache_type=NoBatchsizeCache, **options)
@@ -177,7 +176,7 @@ def test_a_layer_that_the_first_pass_has_made_is_that_of_the_second_one(make):
 
 def test_how_modules_are_set_is_as_before_when_a_failed_attempt_begins_again():
     net = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 3)).double()
-    weight, seen = net[0].weight, []
+    weight, seen, fail = net[0].weight, [], out_of_memory_once()
 
     def fn(batch):
         seen.append((net.training, weight.requires_grad, len(net._forward_hooks)))
@@ -185,8 +184,7 @@ def test_how_modules_are_set_is_as_before_when_a_failed_attempt_begins_again():
         weight.requires_grad_(False)
         handle = net.register_forward_hook(lambda *_: None)
         loss = net(batch).square().mean()
-        if len(seen) == 1:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
+        fail()
         handle.remove()
         weight.requires_grad_(True)
         net.train()
