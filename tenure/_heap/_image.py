@@ -91,8 +91,7 @@ class Image:
         for node in self.nodes:
             found.setdefault(id(node), GraphRoot(node, None))
         # The tensor at the top of a graph is what has to be dropped: below a loss, every result
-        # that a variable still has would be named for its part. See
-        # test_what_a_graph_saved_is_told_with_the_tensor_at_its_top.
+        # that a variable still has would be named for its part.
         nodes = walk_nodes([root.node for root in found.values()], {})
         inner = frozenset(id(inner) for node in nodes for inner in inner_nodes(node))
 

@@ -369,8 +369,7 @@ class AllocationStream:
 class ThisThread(threading.local):
     """An object of each thread, ``found``, which a class makes when it is first asked for.
 
-    Not in ``__init__``: monitoring reports that call, too, which asks for the object. See
-    test_a_thread_may_enable_a_profiler_that_is_on_as_the_first_thing_it_does.
+    Not in ``__init__``: monitoring reports that call, too, which asks for the object.
     """
 
     kind: ClassVar[type]

@@ -89,7 +89,6 @@ def dispose_all(
                 elif is_new is None and opener is not None:
                     thread.hand_out(reference)
             # Ctrl-C, or a log handler that raises: the rest goes all the same
-            # (see test_an_exception_while_one_tensor_is_disposed_stops_no_other)
             except BaseException as error:
                 interruptions.append(error)
     owned.clear()

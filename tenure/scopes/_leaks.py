@@ -220,7 +220,6 @@ def _grouped(records: Iterable[LeakRecord]) -> list[tuple[LeakRecord, ...]]:
     """Return the records in their order, those that one graph alone holds together."""
     groups: defaultdict[object, list[LeakRecord]] = defaultdict(list)
     for i, record in enumerate(records):
-        # A step of training leaves hundreds of saved tensors by one loss: one line says it. See
-        # test_text_has_one_line_for_what_one_graph_saved.
+        # A step of training leaves hundreds of saved tensors by one loss: one line says it.
         groups[record.graph or i].append(record)
     return list(map(tuple, groups.values()))

@@ -188,7 +188,6 @@ class DisposeScope:
             try:
                 _warn_in_generator(frame, self)
             # where warnings are errors no __exit__ follows
-            # (see test_a_warning_that_is_an_error_leaves_no_scope_open)
             except BaseException:
                 self._leave()
                 raise
@@ -222,7 +221,7 @@ class DisposeScope:
             # once more: what it disposed was let go within it
             if scope_watchers:
                 _tell_end(self)
-        # as in _open (see test_an_interrupt_while_closing_leaves_no_scope_open)
+        # as in _open
         except BaseException:
             if thread.thread_id == get_ident():
                 self._leave()
@@ -265,7 +264,6 @@ class DisposeScope:
             if scope_watchers:
                 _tell_beginning(self)
         # Ctrl-C or the recursion limit: no __exit__ will follow
-        # (see test_the_recursion_limit_leaves_no_scope_open)
         except BaseException:
             self._leave()
             raise

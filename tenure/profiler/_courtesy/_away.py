@@ -80,8 +80,7 @@ class Away:
         """Make every use raise an error, then free the device memory."""
         # First: an interrupt in the middle of this must find it.
         all_away[holding.storage] = self
-        # Handles first, nodes next, memory last: whatever fails between, no use reads freed bytes;
-        # see test_an_interrupt_while_leaving_brings_back_what_had_left.
+        # Handles first, nodes next, memory last: whatever fails between, no use reads freed bytes.
         for handle in holding.tensors.values():
             _attributes(handle)[_GUARD] = type(handle), self
             set_class(handle, AwayTensor)
@@ -90,8 +89,7 @@ class Away:
             refusal = partial(_refuse_backward, weakref.ref(self), type_name(type(node)))
             self._hooks.append(node.register_prehook(refusal))
         holding.storage.resize_(0)
-        # C++ that has a pointer passes Python by: the empty storage itself refuses. See
-        # test_what_passes_python_by_is_trapped_meanwhile.
+        # C++ that has a pointer passes Python by: the empty storage itself refuses.
         trap.arm(holding.storage, f"{self}: {_TRAP}")
 
     def allocate(self, storage: UntypedStorage) -> None:

@@ -97,7 +97,7 @@ def _add(by_key: dict[int, Holding], t: Tensor, nodes: dict[int, Any]) -> None:
 def _unseen_owners(holding: Holding, uses: Counter[int]) -> int:
     """Return how many owners of the storage, and of its tensors, the image does not show."""
     # A tensor that more of C++ owns than graphs, views and gradients explain is in use by
-    # something that can't be told to wait; see test_an_owner_that_cannot_be_seen_is_counted.
+    # something that can't be told to wait.
     of_tensors = sum(cpp_uses(t) - _ALONE - uses[key] for key, t in holding.tensors.items())
     n_seen = len(holding.tensors)
     return max(0, owners_of_storage(holding.storage) - n_seen) + max(0, of_tensors)
@@ -176,7 +176,7 @@ def _reason(held: Holding, shared: frozenset[int], apart: list[dict[str, Any]]) 
             "an operation that is running, the graph of a change to a view, or a sparse tensor"
         )
     # Its class can't be exchanged for one that refuses, and a silent read of freed bytes is worse
-    # than memory that stays; see test_a_subclass_with_slots_stays.
+    # than memory that stays.
     kinds = [type(t) for t in held.tensors.values()]
     blunt = [cls.__name__ for cls in kinds if cls.__basicsize__ != Tensor.__basicsize__]
     return f"a {blunt[0]} has slots, so its use meanwhile could not be refused" if blunt else ""

@@ -95,8 +95,7 @@ class Monitor(LineEngine):
     def _start(self, code: CodeType, _: int) -> None:
         self.tick()
 
-    # A generator may go on in the middle of a line, and then does something before the next: see
-    # test_what_a_generator_does_after_it_goes_on_is_of_the_line_that_it_waited_on.
+    # A generator may go on in the middle of a line, and then does something before the next.
     def _resume(self, code: CodeType, _: int) -> None:
         frame = sys._getframe(1)
         self.line(id(frame), code, frame.f_lineno, hits=0)

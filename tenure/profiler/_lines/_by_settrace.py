@@ -65,8 +65,7 @@ class Tracer(LineEngine):
         if id(code) not in self.codes:
             self.tick()
             return None
-        # A generator may go on in the middle of a line, and then does something before the next:
-        # see test_what_a_generator_does_after_it_goes_on_is_of_the_line_that_it_waited_on.
+        # A generator may go on in the middle of a line, and then does something before the next.
         if code.co_flags & SUSPENDS:
             self.line(id(frame), code, frame.f_lineno, hits=0)
         return self._local_event

@@ -221,8 +221,7 @@ class LineProfiler(Shown):
         if self.enabled:
             the_engine.read()
         book, here = self._book, threading.get_ident()
-        # The session of another thread can't be read from here: more of its lines is to come. See
-        # test_lines_that_another_thread_has_not_told_yet_are_lower_bounds.
+        # The session of another thread can't be read from here: more of its lines is to come.
         is_whole = not any(
             frames.visits for number, frames in list(book.frames.items()) if number != here
         )

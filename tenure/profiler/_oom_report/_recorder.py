@@ -134,8 +134,7 @@ class OomRecorder:
         """Keep the report of the first error, and of the last: what ends the program may be it.
 
         What happened is best told as it was raised. So the second of a line is explained as well: a
-        retry in the midst of the handling of the first; see
-        test_an_error_that_ends_the_program_is_explained_beside_the_first.
+        retry in the midst of the handling of the first.
         """
         # the error of memory, which others may have been raised from
         of_memory = (e for e in chain_of(error) if (i := oom_info(e)) and len(i.chain) == 1)

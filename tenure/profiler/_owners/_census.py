@@ -169,7 +169,7 @@ class _Census:
             graph = None if root is None else self._called(root).name
             members = self._over(key)
             # A variable and a graph share it: dropping the variable alone would free nothing, so it
-            # counts as saved; see test_a_variable_that_autograd_saved_counts_as_saved.
+            # counts as saved.
             if members and not record.is_leaf:
                 first = min(members, key=lambda member: member.rank)
                 # A parameter that a graph saves is a parameter.

@@ -94,14 +94,12 @@ def _state_of(
     attributes = instance_attributes(optimizer)
     # by identity: subclasses of tensors may define __eq__
     states = {id(key): state for key, state in _pairs(attributes.get("state"))}
-    # Groups, and not only states: an optimizer that has not stepped yet has no state; see
-    # test_an_optimizer_that_has_not_stepped_yet_is_named_later.
+    # Groups, and not only states: an optimizer that has not stepped yet has no state.
     for index, parameter in enumerate(_parameters_of(attributes.get("param_groups"))):
         named = names.get(id(parameter))
         owner = named.name if named else f"param{index}"
         yield from _tensors_in(states.get(id(parameter)), f"{label}.{owner}")
-    # Such as the history of LBFGS, or a master copy that a wrapper keeps; see
-    # test_state_in_lists_and_outside_of_parameters_is_named.
+    # Such as the history of LBFGS, or a master copy that a wrapper keeps.
     rest = {k: v for k, v in attributes.items() if k not in {"state", "param_groups"}}
     yield from _tensors_in(rest, label)
 

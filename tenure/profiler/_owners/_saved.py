@@ -225,8 +225,7 @@ def _leaf_storages(
 def _has_others(entries: list[tuple[Referent, TensorPart]]) -> bool:
     """Tell whether a leaf that the graph has not saved may show the storage.
 
-    Such as x of x.t() or x.detach(); see
-    test_an_input_that_is_a_view_or_an_alias_of_a_held_leaf_does_not_count.
+    Such as x of x.t() or x.detach().
     """
     bases = [read(part.tensor, "_base") for _, part in entries]
     tensors = [t for entry, part in entries for t in (entry.found, part.tensor)]
