@@ -3,7 +3,6 @@
 import copy
 import functools
 import io
-import threading
 
 import pytest
 import torch
@@ -100,24 +99,3 @@ def test_what_is_loaded_in_a_block_is_the_blocks():
         copied = scope.detach(copy.deepcopy(loaded))
     assert is_disposed(loaded["b"][0])
     assert copied["b"][0].tolist() == [0]
-
-
-def test_threads_run_scopes_of_their_own_on_a_shared_leaf():
-    leaf = torch.ones(8, requires_grad=True)
-    disposed: list[bool] = []
-
-    def work() -> None:
-        for _ in range(50):
-            with NewDisposeScope() as scope:
-                product = leaf * 2
-                total = scope.move_to_outer(product.sum())
-            disposed.append(is_disposed(product))
-            total.backward()
-
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert disposed == [True] * 200
-    assert leaf.grad.tolist() == [400.0] * 8

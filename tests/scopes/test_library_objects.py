@@ -62,19 +62,6 @@ def test_optimizer_state_loaded_in_a_block_is_the_optimizers(cls):
     train(model, optimizer)
 
 
-def test_a_bad_step_is_rolled_back_in_a_block():
-    model, optimizer = trained_optimizer()
-    good = copy.deepcopy([model.state_dict(), optimizer.state_dict()])
-    for _ in range(2):
-        with NewDisposeScope():
-            weights, state = copy.deepcopy(good)
-            train(model, optimizer)
-            model.load_state_dict(weights, assign=True)
-            optimizer.load_state_dict(state)
-    assert torch.equal(model.weight, good[0]["weight"])
-    train(model, optimizer)
-
-
 def test_state_written_into_an_optimizer_in_a_block_is_the_optimizers_however_deep():
     model, optimizer = trained_optimizer()
     nested = optimizer.state[model.weight]["preconditioner"] = {}

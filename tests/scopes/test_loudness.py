@@ -15,11 +15,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.data import default_collate
 
-import tenure
 from tenure import (
     DisposedTensorError,
     NewDisposeScope,
@@ -136,19 +135,6 @@ def test_every_use_of_a_disposed_tensor_says_what_it_was(operation, use, nobody_
     )
 
 
-def test_what_torch_checks_first_is_refused_in_its_words():
-    with pytest.raises((RuntimeError, TypeError), match="incompatible tensor type"):
-        nn.Parameter(live()).data = disposed_tensor()
-    with pytest.raises((RuntimeError, TypeError), match=r"\.numpy\(\) is not supported"):
-        without_torch_function(lambda t: t.numpy())(disposed_tensor())
-    with pytest.raises(RuntimeError, match="TorchScript interpreter"):
-        torch.jit.script(plus_one)(disposed_tensor())
-
-
-def plus_one(x: Tensor) -> Tensor:
-    return x + 1
-
-
 @pytest.mark.parametrize("look", [repr, str, "{:.3f}".format, lambda t: pprint.pformat([t])[1:]])
 def test_looking_at_a_disposed_tensor_is_quiet(look):
     assert look(disposed_tensor()).startswith("<DisposedTensor float64[2, 3] on cpu, 48 B, ")
@@ -181,33 +167,6 @@ def test_views_and_bases_stay_valid_whichever_is_disposed_first():
     assert alias.tolist() == [0, 1, 20, 30, 4, 5]
     dispose(view)
     assert alias.tolist() == [0, 1, 20, 30, 4, 5]
-    base = torch.tensor([[1 + 2j, 3 - 4j]])
-    conjugate = base.conj()
-    dispose(base)
-    assert conjugate.tolist() == [[1 - 2j, 3 + 4j]]
-
-
-def test_gradients_flow_through_a_view_whose_base_is_disposed_and_then_changed():
-    leaf = torch.arange(4.0, requires_grad=True)
-    with NewDisposeScope("forward") as scope:
-        base = leaf * 2
-        view = scope.detach(base[1:3])
-        view.mul_(5)  # rebases the history of ``base``
-        total = scope.move_to_outer(base.sum())
-        dispose(base)
-    total.backward()
-    assert leaf.grad.tolist() == [2, 10, 10, 2]
-
-
-@pytest.mark.parametrize("split", [torch.unbind, lambda t: [t.expand(2, 2, 3)]])
-def test_several_views_of_a_disposed_base_keep_their_values_and_gradients(split):
-    leaf = live().requires_grad_()
-    with NewDisposeScope() as scope:
-        parts = scope.detach(list(split(leaf * 3)))
-    sum(part.sum() for part in parts).backward()
-    plain = split(leaf * 3)
-    (expected,) = torch.autograd.grad(sum(part.sum() for part in plain), leaf)
-    assert torch.equal(leaf.grad, expected)
 
 
 @pytest.mark.parametrize("export", [np.asarray, torch.from_dlpack, lambda t: t.untyped_storage()])
@@ -258,50 +217,19 @@ def test_a_tensor_that_cpp_holds_weakly_is_disposed_softly():
     assert not reference.expired()
 
 
-def test_a_weight_in_the_cache_of_autocast_is_disposed_softly_and_the_pass_goes_on():
-    weight = torch.ones(3, 3, requires_grad=True)
-    x = torch.ones(2, 3)
-    with torch.autocast("cpu", torch.bfloat16):
-        expected = F.linear(x, weight) + F.linear(x, weight)
-    with torch.autocast("cpu", torch.bfloat16), NewDisposeScope() as scope:
-        first = F.linear(x, weight)
-        with NewDisposeScope():
-            second = tenure.move_to_outer(F.linear(x, weight))
-        total = scope.detach(first + second)
-    assert torch.equal(total, expected)
-    total.float().sum().backward()
-    assert weight.grad.flatten().tolist() == [4.0] * 9
-
-
-class Slotted(Tensor):
+class Slotted(TwoTensor):
     """A wrapper subclass whose class can't be exchanged, as a DTensor's can't."""
 
-    __slots__ = ("inner", "second")
-
-    @staticmethod
-    def __new__(cls, *inner):
-        return Tensor._make_wrapper_subclass(cls, inner[0].shape, dtype=inner[0].dtype)
-
-    def __init__(self, *inner):
-        self.inner, self.second = inner
-
-    def __tensor_flatten__(self):
-        return ["inner", "second"], None
-
-    @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        unwrapped = [arg.inner if isinstance(arg, Slotted) else arg for arg in args]
-        return func(*unwrapped, **(kwargs or {}))
+    __slots__ = ("extra",)
 
 
 def test_a_wrapper_with_slots_is_disposed_inside_and_is_so_when_all_tensors_in_it_are():
     inner, second = live(), live()
     wrapper = Slotted(inner, second)
-    assert torch.equal(wrapper + 1, inner + 1)
     dispose(inner)
     assert not is_disposed(wrapper)
     with NewDisposeScope("step") as scope:
-        scope.attach(wrapper.second)
+        scope.attach(second)
     assert is_disposed(wrapper)
     with NewDisposeScope("step") as scope:
         wrapper = scope.attach(Slotted(live(), live()))

@@ -1,6 +1,5 @@
 """Metrics of torchmetrics in blocks: their declared state and their results are their own."""
 
-import io
 import pickle
 
 import pytest
@@ -15,7 +14,7 @@ from torchmetrics.classification import (
 )
 from torchmetrics.wrappers import MinMaxMetric
 
-from tenure import NewDisposeScope, is_disposed, scoped
+from tenure import NewDisposeScope
 
 from .test_training import bits
 
@@ -69,21 +68,6 @@ def test_a_metric_updated_or_called_in_blocks_computes_what_it_does_without_them
     assert bits(ours.compute()) == bits(plain.compute())
 
 
-def test_a_metric_made_in_a_block_and_its_checkpoint_are_whole():
-    with NewDisposeScope():
-        metric = MeanMetric()
-        metric.persistent(True)
-        metric.update(loss := torch.ones(3))
-        saved = io.BytesIO()
-        torch.save(metric.state_dict(), saved)
-    assert is_disposed(loss)
-    saved.seek(0)
-    with NewDisposeScope():
-        metric.load_state_dict(torch.load(saved))
-        metric.update(torch.zeros(3))
-    assert metric.compute().item() == 0.5
-
-
 def test_extremes_that_a_metric_keeps_undeclared_are_its_own():
     with NewDisposeScope():
         metric = MinMaxMetric(MeanMetric())
@@ -96,33 +80,3 @@ def test_extremes_that_a_metric_keeps_undeclared_are_its_own():
         "min": 2.0,
         "max": 3.0,
     }
-
-
-class Logged(Metric):
-    """What a training framework keeps for each value that a step logs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.add_state("value", torch.tensor(0.0), dist_reduce_fx="sum")
-
-    def update(self, value: Tensor) -> None:
-        self._forward_cache = value.clone()
-        self.value = self.value + value
-
-    def compute(self) -> Tensor:
-        return self.value
-
-
-def test_a_framework_that_logs_in_every_step_reads_its_log_afterwards():
-    results: dict[str, Logged] = {}
-
-    @scoped
-    def step(n: float) -> None:
-        if "loss" not in results:
-            results["loss"] = Logged()
-        results["loss"].update(torch.tensor(n))
-
-    for n in (1.0, 2.0):
-        step(n)
-        assert results["loss"]._forward_cache.item() == n
-    assert results["loss"].compute().item() == 3

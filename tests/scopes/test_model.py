@@ -1,6 +1,8 @@
-"""Random programs against a model of ownership that is too simple to be wrong."""
+"""Random programs against a model of ownership that is too simple to be wrong; the counters."""
 
+import copy
 import gc
+import tracemalloc
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ from tenure import (
     persist,
     statistics,
 )
+from tests.threads import on_thread
 
 
 class Item:
@@ -28,7 +31,7 @@ class Item:
 
     def __init__(self, value, tensor, owner, base=None):
         self.value, self.tensor, self.owner, self.base = value, tensor, owner, base
-        self.disposed = False
+        self.disposed = self.is_free = False
 
 
 def of_items(change):
@@ -40,6 +43,7 @@ class Ownership(RuleBasedStateMachine):
         super().__init__()
         gc.collect()
         statistics().reset()
+        self.live_before = statistics().live
         self.scopes = []  # open, outermost first
         self.current = None
         self.outer = {}
@@ -70,7 +74,7 @@ class Ownership(RuleBasedStateMachine):
     def set_free(self, item):
         if item.owner is not None:
             self.counts["detached"] += 1
-            item.owner = None
+            item.owner, item.is_free = None, True
 
     @rule()
     def open(self):
@@ -193,7 +197,72 @@ class Ownership(RuleBasedStateMachine):
         assert (s.disposed_in_scope, s.attached_to_scope) == (mine["disposed"], mine["attached"])
         assert s.detached_from_scope == mine["detached"]
         assert s.disposed_outside_scope == mine["outside"]
+        alive = [item for item in self.items if not item.disposed]
+        known = sum(item.owner is not None or item.is_free for item in alive)
+        assert s.live - self.live_before == known
 
 
 TestOwnership = pytest.mark.slow(Ownership.TestCase)
 TestOwnership.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+# --- the counters
+
+
+@pytest.fixture(autouse=True)
+def _from_zero():
+    gc.collect()
+    statistics().reset()
+
+
+def test_temporaries_are_released_and_a_reset_inside_keeps_the_sums_right():
+    data = torch.ones(4)
+    with NewDisposeScope(), NewDisposeScope() as scope:
+        result = data * data + data
+        s = statistics()
+        assert (s.created_in_scope, s.released_in_scope, len(scope)) == (2, 1, 1)
+        s.reset()
+        second = torch.ones(1)
+        assert (s.created_in_scope, s.released_in_scope) == (1, 0)
+        del result
+        assert s.released_in_scope == 1
+    assert s.disposed_in_scope == 1
+    del second
+
+
+def test_each_thread_counts_for_itself():
+    def work():
+        with NewDisposeScope():
+            torch.ones(1)
+        return statistics().created_in_scope
+
+    assert on_thread(work) == 1
+    assert statistics().created_in_scope == 0
+
+
+def test_the_text_is_stable_and_an_unknown_counter_is_refused_by_name():
+    assert str(statistics()).startswith(
+        "created_in_scope: 0; disposed_in_scope: 0; released_in_scope: 0; attached_to_scope: 0; "
+        "detached_from_scope: 0; disposed_outside_scope: 0; live: "
+    )
+    with pytest.raises(AttributeError, match="has no counter 'created'; it has"):
+        _ = statistics().created
+    assert copy.copy(statistics()).to_dict() == statistics().to_dict()
+
+
+def test_the_census_of_handed_out_tensors_forgets_the_dead():
+    before = statistics().live
+    with NewDisposeScope():
+        kept = [detach_from_scope(torch.ones(1)) for _ in range(1000)]
+        assert statistics().live == before + 1000
+        kept.clear()
+        tracemalloc.start()
+        try:
+            for _ in range(2000):
+                detach_from_scope(torch.ones(1))
+            grown_bytes, _ = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+    # a reference to each would take 200 kB
+    assert grown_bytes < 50_000
+    assert statistics().live == before

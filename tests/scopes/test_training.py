@@ -147,20 +147,6 @@ def test_a_model_and_an_optimizer_train_bit_for_bit_alike(make, batch, optimizer
     assert_trains_alike(prepare, body)
 
 
-def test_nothing_but_the_model_and_the_optimizer_survives_a_step():
-    with NewDisposeScope("outer") as outer:
-        model = cnn()
-        optimizer = adam(list(model.parameters()))
-        with NewDisposeScope("step") as scope:
-            inputs, targets = images()
-            loss = F.mse_loss(model(inputs), targets)
-            loss.backward()
-            optimizer.step()
-            assert all(tensor in scope for tensor in (inputs, targets, loss))
-        assert all(map(is_disposed, (inputs, targets, loss)))
-        assert len(outer) == 0
-
-
 def test_autocast_a_scaler_clipping_an_average_and_a_schedule_of_a_tensor_train_alike():
     def prepare() -> list[Any]:
         model = cnn()

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils import _pytree
 
 from tenure import (
@@ -17,8 +18,6 @@ from tenure import (
     is_disposed,
     move_to_outer,
 )
-
-from .test_kinds import Wrapper
 
 
 class Pair(NamedTuple):
@@ -80,8 +79,8 @@ def test_registered_containers_wrappers_and_modules_are_taken_apart():
         assert found_in(Registered([A, Registered(B)])) == ids(A, B)
     finally:
         _pytree.SUPPORTED_NODES.pop(Registered)
-    wrapper, norm = Wrapper(A), torch.nn.BatchNorm1d(2)
-    assert found_in(wrapper) == ids(wrapper, A)
+    wrapper, norm = TwoTensor(A, B), torch.nn.BatchNorm1d(2)
+    assert found_in(wrapper) == ids(wrapper, A, B)
     assert found_in(norm) == ids(*norm.parameters(), *norm.buffers())
 
 
