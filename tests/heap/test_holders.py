@@ -57,6 +57,13 @@ def held(ref):
     return [(holder.kind, holder.chain) for holder in find_holders([ref()])[0]]
 
 
+def balance(ref):
+    """References that were found and not, and the number that there are beside one temporary's."""
+    found = holders(ref())
+    alone = sys.getrefcount(torch.ones(1))
+    return found.n_references, found.n_unexplained, sys.getrefcount(ref()) - alone
+
+
 def running(ref):
     return [holder.running for holder in find_holders([ref()])[0]]
 
@@ -70,7 +77,7 @@ def held_in(setup, tensor):
     """The same of a tensor in a function `place`, after some lines in it."""
     imports = "import collections, contextlib, functools, threading"
     lines = textwrap.indent(
-        f"{imports}\n{setup}\nref = weakref.ref({tensor})\nreturn held(ref)", "    "
+        f"{imports}\n{setup}\nref = weakref.ref({tensor})\nreturn held(ref), balance(ref)", "    "
     )
     made = {}
     exec(f"def place():\n{lines}", globals(), made)
@@ -88,103 +95,161 @@ def boom(refs):
     raise ValueError
 
 
-# --- one place. In a chain @ is what stands before a variable of the function.
-
-ONES = "torch.ones(3)"
-PLACES = [
-    (f"CACHE.append({ONES})", "CACHE[0]", "global", f"{HERE}.CACHE[0]"),
-    (f"local = threading.local(); local.t = {ONES}", "local.t", "thread", "@local['t']"),
-    # containers
-    (f"history = [None, None, {ONES}]", "history[2]", "container", "@history[2]"),
-    (
-        f"state = {{'k': (None, collections.deque([{{('a', 1): {ONES}}}]))}}",
-        *("state['k'][1][0]['a', 1]", "container", "@state['k'][1][0][('a', 1)]"),
-    ),
-    (f"pool = {{({ONES}, 1)}}", "next(iter(pool))[0]", "container", "@pool (a member)[0]"),
-    (f"table = {{{ONES}: 1}}", "next(iter(table))", "container", "@table (a key)"),
-    (f"ring = [{ONES}]; ring.append(ring)", "ring[0]", "container", "@ring[0]"),
-    # objects
-    (f"box = Box(); box.t = {ONES}; vars(box)", "box.t", "attribute", "@box.t"),
-    (f"box = Slotted(); box.t = {ONES}", "box.t", "attribute", "@box.t"),
-    (f"space = types.SimpleNamespace(t={ONES})", "space.t", "attribute", "@space.t"),
-    (f"class Registry:\n    t = [{ONES}]", "Registry.t[0]", "attribute", "@Registry.t[0]"),
-    (
-        "model = Model()",
-        "model.encoder['layers'][0].weight",
-        *("attribute", "Model.encoder.layers[0].weight, held by @model"),
-    ),
-    # callables
-    (
-        f"def f(*, c={ONES}): pass",
-        *("f.__kwdefaults__['c']", "default", "default of @f: c"),
-    ),
-    (
-        f"call = functools.partial(max, key={ONES})",
-        *("call.keywords['key']", "partial", "partial of max: keywords['key'], held by @call"),
-    ),
-    (
-        "calls = [Model().forward]",
-        "calls[0].__self__.cache['k']",
-        *("method", "Model.cache['k'], held by the bound method @calls[0]"),
-    ),
-    (
-        f"call = {ONES}.sum",
-        *("call.__self__", "method", "Tensor, held by the bound method @call"),
-    ),
-    (
-        "@functools.lru_cache\ndef cached(n):\n    return torch.ones(n)",
-        *("cached(3)", "cache", "lru_cache of @cached"),
-    ),
-    # arrays of objects
-    (
-        f"rows = np.empty((2, 3), object); rows[1, 2] = {{'loss': {ONES}}}",
-        *("rows[1, 2]['loss']", "container", "@rows.flat[5]['loss']"),
-    ),
-    (
-        "inner, outer = np.empty(4, object), np.empty(2, object)\n"
-        f"inner[1], outer[0] = {ONES}, inner[1:]; del inner",
-        *("outer[0][0]", "container", "@outer.flat[0].base.flat[1]"),
-    ),
-    # an optimizer's, and code that stands still
-    (
-        f"weight = torch.nn.Parameter({ONES}); weight.grad = {ONES}",
-        *("weight.grad", "attribute", "@weight.grad"),
-    ),
-    (
-        f"weight = torch.nn.Parameter({ONES}); weight.grad = {ONES}\n"
-        "optimizer = torch.optim.Adam([weight]); optimizer.step()",
-        "optimizer.state[weight]['exp_avg']",
-        *("attribute", "@optimizer.state[<Parameter>]['exp_avg']"),
-    ),
-    (
-        "async def task(refs):\n    t = torch.ones(3)\n    refs.append(weakref.ref(t))\n"
-        "    await pause()\nrefs = []; coroutine = task(refs); coroutine.send(None)",
-        *("refs[0]()", "generator", "coroutine @task: local t, held by @coroutine"),
-    ),
-    (
-        "async def stream(refs):\n    t = torch.ones(3)\n    refs.append(weakref.ref(t))\n"
-        "    yield\n    del t\nrefs = []; generator = stream(refs)\n"
-        "with contextlib.suppress(StopIteration): generator.asend(None).send(None)",
-        *("refs[0]()", "generator", "async generator @stream: local t, held by @generator"),
-    ),
-    (
-        "refs = []\ntry: boom(refs)\nexcept ValueError as error: stored = error",
-        "refs[0]()",
-        *("traceback", "traceback of ValueError in boom(): local q, held by @stored"),
-    ),
-    # too far away, or nowhere
-    (
-        f"deep = [{ONES}]; ref = weakref.ref(deep[0])\nfor _ in range(50): deep = [deep]",
-        *("ref()", "unknown", "list[0], which nothing with a name was found to hold"),
-    ),
-]
+def closing(t):
+    return lambda *_: t
 
 
-@pytest.mark.parametrize(
-    ("setup", "tensor", "kind", "chain"), PLACES, ids=[setup[:50] for setup, *_ in PLACES]
-)
-def test_what_holds_a_tensor_has_its_kind_and_its_name(setup, tensor, kind, chain):
-    assert held_in(setup, tensor) == [(kind, chain.replace("@", "place.<locals>."))]
+def generate(refs):
+    t = torch.ones(3)
+    refs.append(weakref.ref(t))
+    yield
+
+
+# --- one place: kind, tensor and name, and the lines that put it there. In a name @ is what stands
+# before a variable of their function.
+
+PLACES = """
+global | CACHE[0] | HERE.CACHE[0]
+CACHE.append(ONES)
+
+thread | local.t | @local['t']
+local = threading.local(); local.t = ONES
+
+container | history[2] | @history[2]
+history = [None, None, ONES]
+
+container | state['k'][1][0]['a', 1] | @state['k'][1][0][('a', 1)]
+state = {'k': (None, collections.deque([{('a', 1): ONES}]))}
+
+container | next(iter(pool))[0] | @pool (a member)[0]
+pool = {(ONES, 1)}
+
+container | next(iter(table)) | @table (a key)
+table = {ONES: 1}
+
+container | ring[0] | @ring[0]
+ring = [ONES]; ring.append(ring)
+
+attribute | box.t | @box.t
+box = Box(); box.t = ONES; vars(box)
+
+attribute | box.t | @box.t
+box = Slotted(); box.t = ONES
+
+attribute | space.t | @space.t
+space = types.SimpleNamespace(t=ONES)
+
+attribute | Registry.t[0] | @Registry.t[0]
+class Registry:
+    t = [ONES]
+
+attribute | model.encoder['layers'][0].weight | Model.encoder.layers[0].weight, held by @model
+model = Model()
+
+global | CACHE[0]['Out'][3] | notebook.Out[3]
+CACHE.append({'__name__': 'notebook', '__builtins__': {}, 'Out': {3: ONES}})
+
+closure | call() | CLOSURE @call
+call = closing(ONES)
+
+closure | layer._forward_hooks[0]() | CLOSURE Linear._forward_hooks[0], held by @layer
+layer = torch.nn.Linear(1, 1); layer._forward_hooks[0] = closing(ONES)
+
+closure | weight._backward_hooks[0]() | CLOSURE @weight._backward_hooks[0]
+weight = torch.zeros(1).requires_grad_(); weight._backward_hooks = {0: closing(ONES)}
+
+closure | call.__callback__() | CLOSURE @call.__callback__
+box = Box(); call = weakref.ref(box, closing(ONES))
+
+default | calls[0].__defaults__[0] | default of @<lambda>: x, held by @calls[0]
+calls = [lambda x=ONES: x]
+
+partial | call.args[0] | partial of print: args[0], held by @call
+call = functools.partial(print, ONES)
+
+default | f.__kwdefaults__['c'] | default of @f: c
+def f(*, c=ONES): pass
+
+partial | call.keywords['key'] | partial of max: keywords['key'], held by @call
+call = functools.partial(max, key=ONES)
+
+method | calls[0].__self__.cache['k'] | Model.cache['k'], held by the bound method @calls[0]
+calls = [Model().forward]
+
+method | call.__self__ | Tensor, held by the bound method @call
+call = ONES.sum
+
+cache | cached(3) | lru_cache of @cached
+@functools.lru_cache
+def cached(n):
+    return torch.ones(n)
+
+container | rows[1, 2]['loss'] | @rows.flat[5]['loss']
+rows = np.empty((2, 3), object); rows[1, 2] = {'loss': ONES}
+
+container | outer[0][0] | @outer.flat[0].base.flat[1]
+inner, outer = np.empty(4, object), np.empty(2, object)
+inner[1], outer[0] = ONES, inner[1:]; del inner
+
+view | view._base | a view in @view
+view = ONES[:1]
+
+autograd | refs[0]() | MulBackward0 (saved other) in the graph of @loss
+t = ONES; loss = (torch.ones(3, requires_grad=True) * t).sum()
+refs = [weakref.ref(t)]; del t
+
+attribute | weight.grad | @weight.grad
+weight = torch.nn.Parameter(ONES); weight.grad = ONES
+
+attribute | optimizer.state[weight]['exp_avg'] | @optimizer.state[<Parameter>]['exp_avg']
+weight = torch.nn.Parameter(ONES); weight.grad = ONES
+optimizer = torch.optim.Adam([weight]); optimizer.step()
+
+generator | refs[0]() | generator generate: local t, held by @generator
+refs = []; generator = generate(refs); next(generator)
+
+generator | refs[0]() | coroutine @task: local t, held by @coroutine
+async def task(refs):
+    t = ONES
+    refs.append(weakref.ref(t))
+    await pause()
+refs = []; coroutine = task(refs); coroutine.send(None)
+
+generator | refs[0]() | async generator @stream: local t, held by @generator
+async def stream(refs):
+    t = ONES
+    refs.append(weakref.ref(t))
+    yield
+    del t
+refs = []; generator = stream(refs)
+with contextlib.suppress(StopIteration): generator.asend(None).send(None)
+
+traceback | refs[0]() | traceback of ValueError in boom(): local q, held by @stored
+refs = []
+try: boom(refs)
+except ValueError as error: stored = error
+
+unknown | ref() | list[0], which nothing with a name was found to hold
+deep = [ONES]; ref = weakref.ref(deep[0])
+for _ in range(50): deep = [deep]
+"""
+
+
+def spelled(text):
+    closure = "closure of closing.<locals>.<lambda>: t, held by"
+    names = {"CLOSURE": closure, "HERE": HERE, "@": "place.<locals>."}
+    for short, long in names.items():
+        text = text.replace(short, long)
+    return text
+
+
+@pytest.mark.parametrize("place", PLACES.strip().split("\n\n"))
+def test_what_holds_a_tensor_has_its_kind_and_its_name_and_the_balance_is_even(place):
+    facts, setup = place.replace("ONES", "torch.ones(3)").split("\n", 1)
+    kind, tensor, chain = facts.split(" | ")
+    found, (n_references, n_unexplained, count) = held_in(setup, tensor)
+    assert found == [(kind, spelled(chain))]
+    assert (n_references, n_unexplained) == (count, 0)
 
 
 # --- variables

@@ -9,8 +9,7 @@ import sys
 
 import torch
 from torch import nn
-from torch._C._profiler import _EventType
-from torch.autograd.profiler import profile
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 from tenure.profiler import saved_for_backward
@@ -88,17 +87,11 @@ def cases():
 
 def held_after(build):
     """The result of a function, and the bytes the allocator says that it left allocated."""
-    with profile(use_kineto=True, profile_memory=True) as session:
+    with profile(profile_memory=True, activities=[ProfilerActivity.CPU]) as session:
         result = build()
         gc.collect()
-    waiting = list(session.kineto_results.experimental_event_tree())
-    n_bytes = 0
-    while waiting:
-        event = waiting.pop()
-        if event.tag == _EventType.Allocation:
-            n_bytes += event.extra_fields.alloc_size
-        waiting.extend(event.children)
-    return result, n_bytes
+    events = session.profiler.kineto_results.events()
+    return result, sum(event.nbytes() for event in events if event.name() == "[memory]")
 
 
 def measured(build):

@@ -5,9 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from tenure import NewDisposeScope
 from tenure.profiler import ProfilerUsageError, SavedRecord, SavedReport, saved_for_backward
@@ -120,28 +118,6 @@ def test_sparse_gradients_indices_and_values_count():
 
 
 # asking changes nothing
-
-
-def train(asks):
-    torch.manual_seed(0)
-    model = nn.Sequential(transformer(), nn.Linear(32, 4))
-    optimizer = torch.optim.Adam(model.parameters())
-    for _ in range(3):
-        hidden = checkpoint(model[0], torch.randn(4, 8, 32), use_reentrant=False)
-        loss = F.cross_entropy(model[1](hidden).flatten(0, 1), torch.randint(0, 4, (32,)))
-        if asks:
-            saved_for_backward(loss)
-        loss.backward()
-        if asks:
-            saved_for_backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-    return [loss.detach(), *model.parameters()]
-
-
-def test_training_is_bit_for_bit_the_same():
-    for plain, asked in zip(train(False), train(True), strict=True):
-        assert torch.equal(plain, asked)
 
 
 def test_no_hook_runs_and_no_checkpoint_is_recomputed():
