@@ -9,7 +9,7 @@ from tenure.profiler import LineProfiler, Timeline
 from tests.true_peak import true_peak_bytes
 
 from .lines.truth import sums_of, truth_of
-from .timeline.test_truth import check_sums
+from .timeline.test_timeline import check_sums
 
 
 def step(model, optimizer, x):

@@ -73,18 +73,6 @@ def test_a_loop_without_an_optimizer_has_it_look_itself():
     assert (found.n_before, found.n_tensors, found.first_step, found.last_step) == (0, 2, 0, 2)
 
 
-def test_training_without_a_leak_grows_nowhere():
-    data = [torch.ones(N) for _ in range(8)]
-    assert _trained(lambda i, out, loss: None).growth(snapshot()) == ()
-    assert len(data) == 8
-
-
-def test_a_deque_that_has_just_filled_is_no_growth():
-    recent = collections.deque(maxlen=10)
-    watch = _trained(lambda i, out, loss: recent.append(out.detach().clone()), n_steps=20)
-    assert watch.growth(snapshot()) == ()
-
-
 def test_of_two_optimizers_one_is_looked_at():
     """What is alive after the other's step is something else, each time."""
     models = [torch.nn.Linear(N, N) for _ in range(2)]

@@ -8,7 +8,6 @@ import torch
 
 from tenure import NewDisposeScope, ReportFormatError
 from tenure.profiler import (
-    LineProfiler,
     MemReporter,
     ProfilerUsageError,
     RecordedRanks,
@@ -16,58 +15,27 @@ from tenure.profiler import (
     RecordingDiff,
     Timeline,
 )
-from tests.show.pages import assert_stands_alone
+from tests.show.pages import assert_stands_alone, read_data, read_html
+from tests.show.report_samples import LINES, OOM, RUN, SHORT, TIMELINE
 
 from .makers import MIB, block, growth, recording, track
 
 
-def _work():
-    x = torch.ones(256)
-    return x * 2
-
-
-def _full():
-    """One with something in every field."""
-    weights = torch.ones(7, 11)
-    kept = []
-    with NewDisposeScope("step", policy="report") as scope:
-        kept.append(torch.ones(5))
-    with LineProfiler(_work, device="cpu") as profiler:
-        _work()
-    reporter = MemReporter()
-    reporter.collect_tensor()
-    assert weights.numel() == 77
-    return recording(
-        leaks=(scope.leaks,),
-        growth=(growth(),),
-        lines=profiler.display(),
-        memory=reporter.get_stats(),
-        tracks=(track("cpu", MIB, 3 * MIB, at_peak=[block(3 * MIB, "train.py:3 in f")]),),
-        rank=3,
-        notes=("something was not seen",),
-    )
-
-
 def test_a_recording_reads_back_from_its_file_as_it_was(tmp_path):
-    found = _full()
-    assert len(found.leaks) == 1
     path = tmp_path / "train.tenure"
-    found.save(path)
+    RUN.save(path)
     read = Recording.load(path)
-    assert read.to_dict() == json.loads(json.dumps(found.to_dict()))
-    assert str(read) == str(found)
-    assert read._repr_html_() == found._repr_html_()
+    assert read.to_dict() == json.loads(json.dumps(RUN.to_dict()))
+    assert str(read) == str(RUN)
+    assert read._repr_html_() == RUN._repr_html_()
     assert [p.name for p in tmp_path.iterdir()] == ["train.tenure"]
 
 
-def test_the_text_fits_a_terminal_and_names_what_grew_and_what_leaked(tmp_path):
-    text = str(_full())
-    assert max(map(len, text.splitlines())) <= 80
+def test_the_text_names_what_ran_and_what_grew_and_the_largest_device_first():
+    text = str(recording(growth=(growth(),), rank=3, notes=("something was not seen",)))
     words = " ".join(text.split())
     assert "rank 3: python train.py --lr 1e-3 exit code 0 after 12.5 s" in words
     assert "losses grew by 6 tensors, 24 B and kept graphs of autograd alive, 1.0 MiB" in words
-    assert "<DisposeScope 'step'>" in words
-    assert "_full.<locals>.weights 308 B other tensors float32[7, 11]" in words
     assert text.index("cuda:0") < text.index("cpu ")
     assert "- something was not seen" in text
 
@@ -202,18 +170,17 @@ def test_ranks_stand_side_by_side_and_the_largest_is_told_in_full():
 
 
 def test_exports_by_extension(tmp_path):
-    found = _full()
     for name in ("x.json", "x.html", "X.HTML"):
-        assert found.export(str(tmp_path / name)) == tmp_path / name
+        assert SHORT.export(str(tmp_path / name)) == tmp_path / name
     assert (tmp_path / "X.HTML").read_text() == (tmp_path / "x.html").read_text()
     with pytest.raises(ProfilerUsageError, match=r"x\.trace\.json asks for live bytes over time"):
-        found.export(tmp_path / "x.trace.json")
-    assert Recording.from_dict(json.loads((tmp_path / "x.json").read_text())).growth == found.growth
+        SHORT.export(tmp_path / "x.trace.json")
+    assert Recording.from_dict(json.loads((tmp_path / "x.json").read_text())).memory == SHORT.memory
     assert_stands_alone((tmp_path / "x.html").read_text(), is_drawn=True)
     for end in ("xlsx", "csv"):
         told = rf"'x\.{end}', and there is no format for that ending; .*\.timeline\.csv"
         with pytest.raises(ProfilerUsageError, match=told):
-            found.export(tmp_path / f"x.{end}")
+            SHORT.export(tmp_path / f"x.{end}")
 
 
 def test_an_ending_means_the_same_with_a_timeline_and_without(tmp_path):
@@ -276,3 +243,31 @@ def test_no_growth_is_claimed_only_where_looks_lie_in_most_of_the_run(steps, n_s
     if steps[-1:] == (40,):
         assert found.summary().endswith(" in 40 steps: last after step 32, then at the end.")
     assert Recording.from_dict(found.to_dict()).look_steps == steps
+
+
+# --- its page
+
+
+def test_a_page_draws_the_timeline_and_tells_all_that_the_report_does(tmp_path):
+    text = RUN.export(tmp_path / "page.html").read_text("utf-8")
+    assert_stands_alone(text, is_drawn=True)
+    drawn = read_data(text)
+    facts = json.loads(json.dumps(TIMELINE.to_dict()))
+    assert drawn == facts | {name: drawn[name] for name in ("named", "others")}
+    shown = " ".join(read_html(text)[1].split())
+    assert "Charts need JavaScript" in shown
+    assert " ".join(RUN.text(top=50, width=120).split()) in shown
+    assert "cuda:0 after 3.9 s: 39.0 MiB gradients, made at experiments/" in shown
+    # how it ended and why memory ran out stand first
+    parts = ("torch.OutOfMemoryError", OOM.first_line[:7], "At most", "Notes")
+    at = [shown.index(part) for part in parts]
+    assert at == sorted(at)
+    assert read_data(TIMELINE.export(tmp_path / "alone.html").read_text("utf-8")) == drawn
+
+
+def test_columns_and_code_that_a_narrow_terminal_has_no_room_for_are_left_out():
+    found = recording(lines=LINES)
+    shown = [{"alloc", "freed"}.intersection(found.text(width=n).split()) for n in (40, 120)]
+    assert shown == [set(), {"alloc", "freed"}]
+    # code goes on in no second line
+    assert any(line.endswith("…") for line in found.text(width=60).splitlines())

@@ -2,10 +2,9 @@ import os
 import pickle
 
 import pytest
-import torch
 
 from tenure import ReportFormatError
-from tenure.profiler import Recording, Timeline
+from tenure.profiler import Recording
 
 from .makers import MIB, pickled, torch_snapshot
 
@@ -29,14 +28,6 @@ def test_a_snapshot_of_torch_is_played_to_its_peak(tmp_path):
         "   4.0 MiB  25%   train.py:4 in step\n"
         "   4.0 MiB  25%  unknown"
     )
-
-
-def test_a_timeline_that_was_written_as_a_snapshot_has_its_own_devices(tmp_path):
-    with Timeline() as timeline:
-        torch.ones(MIB, dtype=torch.uint8)
-    found = Recording.load(timeline.export(tmp_path / "run.pickle"))
-    assert [track.device for track in found.over_time] == ["cpu"]
-    assert found.peaks == {"cpu": timeline.report.devices[0].peak_bytes}
 
 
 def test_what_was_freed_and_had_been_there_before_counts_until_then(tmp_path):

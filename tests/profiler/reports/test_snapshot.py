@@ -2,7 +2,6 @@
 
 import gc
 import json
-import weakref
 
 import pytest
 import torch
@@ -107,17 +106,7 @@ def test_on_a_device_the_change_is_that_of_the_allocator(sim):
     assert loss.requires_grad
 
 
-def test_a_snapshot_keeps_nothing_alive(sim):
-    t = torch.ones(256, device=sim.device)
-    ref = weakref.ref(t)
-    taken = snapshot()
-    del t
-    assert ref() is None
-    assert sim.allocated_bytes == 0
-    assert any(row.n_bytes == 1024 and row.device == str(sim.device) for row in taken.records)
-
-
-def test_what_a_graph_saved_is_told_with_the_tensor_at_its_top():
+def test_losses_that_keep_their_graphs_are_found_with_what_these_saved():
     net, losses = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1)), []
     before = snapshot()
     for _ in range(3):
@@ -125,28 +114,21 @@ def test_what_a_graph_saved_is_told_with_the_tensor_at_its_top():
         losses.append(out.square().mean())
     change = snapshot().diff(before)
     saved = [row for row in change.new if row.category == "saved for backward"]
-    here = "test_what_a_graph_saved_is_told_with_the_tensor_at_its_top.<locals>"
+    here = "test_losses_that_keep_their_graphs_are_found_with_what_these_saved.<locals>"
     # `out` has a graph of its own, a part of the last loss's
     assert {row.graph for row in saved} == {f"{here}.losses[{i}]" for i in range(3)}
     assert f"AddmmBackward0.mat1 and 1 more in the graph of {here}.losses[1]" in change.text(
         width=400
     )
-    (graphs,) = (finding for finding in change.findings if finding.kind == "graph")
+    (graphs, growth) = change.findings
+    assert (graphs.kind, growth.kind) == ("graph", "growth")
     assert graphs.what == f"{here}.losses[…]"
+    assert graphs.n_bytes == sum(row.n_bytes for row in saved)
+    assert f"with {len(saved)} storages, " in str(graphs)
+    assert ". Call backward(), or keep loss.detach()" in str(graphs)
 
 
 # findings
-
-
-def test_losses_that_keep_their_graphs_are_found():
-    model, x = nn.Linear(64, 64), torch.randn(32, 64)
-    before = snapshot()
-    HISTORY.extend(model(x).square().sum() for _ in range(2))
-    (graph, growth) = snapshot().diff(before).findings
-    assert (graph.kind, growth.kind) == ("graph", "growth")
-    assert graph.what == f"{HERE}.HISTORY[…]"
-    assert graph.n_bytes == 2 * 32 * 64 * 4
-    assert "with 2 storages, 16.0 KiB. Call backward(), or keep loss.detach()" in str(graph)
 
 
 def test_a_small_view_of_a_large_storage_is_found():

@@ -1,11 +1,10 @@
-"""What a recording tells of storages: what they count as, and where they were made."""
+"""A recording: peaks to the byte, what storages count as, and where they were made."""
 
 import gc
 import re
 import sys
-import threading
 import weakref
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 
 import pytest
 import torch
@@ -16,10 +15,41 @@ from torch.utils._python_dispatch import _len_torch_dispatch_stack
 from tenure import NewDisposeScope
 from tenure.adaptive import memory_budget
 from tenure.profiler import ProfilerUsageError, Timeline
+from tests.threads import on_thread
+from tests.true_peak import true_peak_bytes
 
-from .test_truth import check_sums
+from .programs import CASES, training
 
 KIB = 1024
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def check_sums(report):
+    for device in report.devices:
+        assert len(device.times_s) == len(device.live_bytes)
+        assert list(device.times_s) == sorted(set(device.times_s))
+        for division in (device.by_category, device.by_scope, device.by_line):
+            assert [sum(at) for at in zip(*division.values(), strict=True)] == [*device.live_bytes]
+            assert all(n_bytes >= 0 for series in division.values() for n_bytes in series)
+        assert sum(row.n_bytes for row in device.at_peak) == device.peak_bytes
+        assert device.peak_bytes == max(device.live_bytes)
+        assert device.live_bytes[device.times_s.index(device.peak_at_s)] == device.peak_bytes
+
+
+@contextmanager
+def recorded():
+    """A timeline that misses nothing, and whose divisions add up."""
+    with Timeline() as timeline:
+        yield timeline
+    assert timeline.report.notes == ()
+    check_sums(timeline.report)
 
 
 def at_peak(report, category=None):
@@ -31,17 +61,44 @@ def kib(n):
     return torch.ones(n * KIB, dtype=torch.uint8)
 
 
+# --- peaks are the allocator's
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_peak_of_a_training_step_is_that_of_the_allocator(name):
+    plain = training(name)()
+    truth = true_peak_bytes(training(name))
+    train = training(name)
+    with recorded() as timeline:
+        seen = train()
+    # a recording changes no weight
+    assert all(map(torch.equal, plain, seen))
+    host = timeline.report.devices[0]
+    assert host.peak_bytes - host.live_bytes[0] == truth
+
+
+@pytest.mark.parametrize("name", ["GPT", "checkpoints"])
+def test_the_peak_of_an_accelerator_is_that_of_its_allocator(sim, name):
+    train = training(name, device="sim")
+    torch.sim.reset_peak_memory_stats()
+    with recorded() as timeline:
+        train()
+    device = next(each for each in timeline.report.devices if each.device == "sim:0")
+    assert device.peak_bytes == torch.sim.max_memory_allocated()
+    known = sum(row.n_bytes for row in device.at_peak if row.n_storages)
+    assert known > 0.9 * device.peak_bytes
+
+
 # --- what storages count as
 
 
 def test_a_storage_that_the_backward_pass_lets_go_was_saved_for_it_all_its_life():
     w = torch.ones(64 * KIB, requires_grad=True)
-    with Timeline() as timeline:
+    with recorded() as timeline:
         w.exp().sum().backward()
     host = timeline.report.devices[0]
     assert max(host.by_category["saved for backward"]) == 256 * KIB
     assert max(host.by_category["gradients"]) == 256 * KIB
-    check_sums(timeline.report)
 
 
 def test_parameters_and_state_that_are_gone_at_the_end_are_known_by_the_first_step():
@@ -92,13 +149,11 @@ def test_what_is_alive_at_the_beginning_is_counted_from_there():
 
 
 def test_a_storage_that_is_resized_ends_one_life_and_begins_another():
-    with Timeline() as timeline:
+    with recorded() as timeline:
         x = kib(10)
         x.resize_(500 * KIB)
         y = torch.ones(1)
     assert at_peak(timeline.report, "other tensors") >= 500 * KIB
-    assert timeline.report.notes == ()
-    check_sums(timeline.report)
     del x, y
 
 
@@ -115,7 +170,7 @@ def test_a_storage_that_no_operation_resizes_is_followed_and_stays_what_it_is():
     """As sharded models do it: the storage of a parameter is empty while nobody uses it."""
     model = nn.Linear(64, 64, bias=False)
     storage = model.weight.untyped_storage()
-    with Timeline() as timeline:
+    with recorded() as timeline:
         storage.resize_(0)
         torch.ones(1)
         storage.resize_(16 * KIB)
@@ -123,30 +178,17 @@ def test_a_storage_that_no_operation_resizes_is_followed_and_stays_what_it_is():
     parameters = timeline.report.devices[0].by_category["parameters"]
     assert parameters[0] == parameters[-1] == 16 * KIB
     assert 0 in parameters
-    assert timeline.report.notes == ()
-    check_sums(timeline.report)
 
 
 def test_memory_of_numpy_is_in_no_figure_and_a_copy_of_it_is_an_input():
     numpy = pytest.importorskip("numpy")
-    with Timeline() as timeline:
+    with recorded() as timeline:
         x = torch.from_numpy(numpy.ones(100 * KIB, dtype="uint8"))
         y = x.to(torch.int16)
     host = timeline.report.devices[0]
     assert host.peak_bytes - host.live_bytes[0] == y.nbytes
     assert at_peak(timeline.report, "inputs") >= y.nbytes
-    check_sums(timeline.report)
     del x
-
-
-def test_a_temporary_within_an_operation_is_part_of_the_peak_and_of_no_tensor():
-    x = torch.rand(64, 64, dtype=torch.float64)
-    with Timeline() as timeline:
-        torch.linalg.svdvals(x)
-    report = timeline.report
-    assert report.devices[0].by_category["temporary or unexplained"]
-    assert max(report.devices[0].by_category["temporary or unexplained"]) > 32 * KIB
-    check_sums(report)
 
 
 # --- where they were made
@@ -245,16 +287,12 @@ def test_a_profiler_of_torch_inside_sees_its_own_and_a_note_says_what_is_missed(
 
 
 def test_what_other_threads_make_is_in_the_level_though_nobody_says_what_it_is():
-    kept = []
-    with Timeline() as timeline:
-        thread = threading.Thread(target=lambda: kept.append(kib(800)))
+    with recorded() as timeline:
         torch.ones(1)
-        thread.start()
-        thread.join()
+        kept = on_thread(kib, 800)
         torch.ones(1)
     host = timeline.report.devices[0]
-    check_sums(timeline.report)
-    assert host.live_bytes[-1] >= host.live_bytes[0]
+    assert host.live_bytes[-1] >= host.live_bytes[0] + kept.nbytes
 
 
 def test_in_a_generator_that_is_closed_late_the_modes_of_others_stay():
@@ -282,14 +320,13 @@ def test_compiled_code_runs_compiled_and_its_memory_is_in_the_level():
 
     x = torch.ones(256 * KIB, requires_grad=True)
     expected = double(x)
-    with Timeline() as timeline:
+    with recorded() as timeline:
         y = double(x)
         z = y.sum()
         z.backward()
     assert torch.equal(y, expected)
     host = timeline.report.devices[0]
     assert host.peak_bytes - host.live_bytes[0] >= 2 * 1024 * KIB
-    check_sums(timeline.report)
 
 
 # --- its life
@@ -306,20 +343,11 @@ def test_a_timeline_is_used_once_and_its_report_waits_for_the_end():
 
 
 def test_the_end_on_another_thread_is_refused_and_changes_nothing():
-    errors = []
-
-    def end(timeline):
-        try:
-            timeline.__exit__(None, None, None)
-        except ProfilerUsageError as error:
-            errors.append(str(error))
-
+    told = "closed from thread 'other', and stays open"
     with Timeline() as timeline:
-        thread = threading.Thread(target=end, args=(timeline,), name="other")
-        thread.start()
-        thread.join()
+        with pytest.raises(ProfilerUsageError, match=told):
+            on_thread(timeline.__exit__, None, None, None)
         kept = kib(300)
-    assert "closed from thread 'other', and stays open" in errors[0]
     assert at_peak(timeline.report) >= 300 * KIB
     assert kept.numel()
 
@@ -327,7 +355,7 @@ def test_the_end_on_another_thread_is_refused_and_changes_nothing():
 @pytest.mark.slow
 def test_a_long_run_is_thinned_and_its_peak_is_exact():
     # more lives than are searched at once, and many times as many moments as are kept
-    with Timeline() as timeline:
+    with recorded() as timeline:
         kept = [torch.ones(10 + i) for i in range(400)]
         for i in range(25_000):
             kept[i * 7 % 400] = torch.ones(10 + i % 400)
@@ -339,7 +367,6 @@ def test_a_long_run_is_thinned_and_its_peak_is_exact():
     host = timeline.report.devices[0]
     assert 500 < len(host.times_s) <= 2048
     assert timeline.report.n_events > 100_000
-    check_sums(timeline.report)
     row = host.at_peak[0]
     assert (row.n_bytes, row.n_storages) == (400_000, 1)
     # all that was alive at the peak is known by its line
@@ -352,7 +379,7 @@ def test_many_long_lives_leave_fewer_moments_and_the_peak(monkeypatch):
     series = "tenure.profiler._timeline._series"
     for name, value in (("_FIRST_LOOK", 200), ("_MOST_LIVES", 500), ("_FEWEST_MOMENTS", 8)):
         monkeypatch.setattr(f"{series}.{name}", value)
-    with Timeline() as timeline:
+    with recorded() as timeline:
         kept = [torch.ones(10 + i) for i in range(400)]
         for i in range(1000):
             kept[i % 400] = torch.ones(10 + (i * 7) % 400) * 2
@@ -362,7 +389,6 @@ def test_many_long_lives_leave_fewer_moments_and_the_peak(monkeypatch):
             torch.ones(5)
     host = timeline.report.devices[0]
     assert len(host.times_s) <= 64
-    check_sums(timeline.report)
     row = host.at_peak[0]
     assert (row.n_bytes, row.n_storages) == (400_000, 1)
     assert max(host.by_category["temporary or unexplained"]) < 10_000
