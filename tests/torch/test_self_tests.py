@@ -14,7 +14,6 @@ from tenure._torch import (
     autograd,
     bound,
     cpu_allocator,
-    lending,
     modes,
     optional,
     quiet,
@@ -118,42 +117,6 @@ def test_a_view_and_a_graph_are_seen_to_hold_a_tensor_and_their_end_too(mode):
     assert storages.is_held(holder, 0)
     del product
     assert not storages.is_held(holder, 0)
-
-
-def test_what_shows_lent_bytes_is_seen_and_its_end_too():
-    lent = lending.Lent(torch.arange(8, dtype=torch.uint8), 2, 4)
-    tensor = torch.empty(0, dtype=torch.uint8).set_(lent.storage)
-    assert tensor.tolist() == [2, 3, 4, 5]
-    assert (lent.is_shared(0), lent.is_shared(1)) == (True, False)
-    for show in (Tensor.detach, Tensor.untyped_storage):
-        shown = show(tensor)
-        assert lent.is_shared(1)
-        del shown
-        assert not lent.is_shared(1)
-
-
-def test_writes_are_counted_by_what_does_not_keep_the_memory_that_is_written():
-    tensor = torch.zeros(2)
-    counting_ = writes.writes_of(tensor)
-    before = writes.counter_of(counting_)
-    tensor.view(1, 2).add_(1)
-    assert writes.counter_of(counting_) == before + 1
-    assert counting_.numel() == 0
-    apart = tensor.data
-    writes.set_version(apart, writes.counter_of(counting_))
-    assert writes.counts_with(tensor, counting_)
-    assert not writes.counts_with(tensor, apart)
-
-
-def test_a_backward_pass_accepts_a_saved_tensor_that_was_changed_and_written_back():
-    weight = torch.ones(2, requires_grad=True)
-    buffer = torch.tensor([2.0, 3.0])
-    before, version = buffer.clone(), writes.version_of(buffer)
-    result = (weight * buffer).sum()
-    buffer.zero_()
-    writes.write_back(buffer, before, version)
-    result.backward()
-    assert weight.grad.tolist() == [2.0, 3.0]
 
 
 def test_what_is_written_moves_away_from_its_lazy_copy_and_only_then():
