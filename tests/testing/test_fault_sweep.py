@@ -13,33 +13,28 @@ def three_allocations(sim):
 def test_each_allocation_fails_once_and_the_last_run_passes(sim):
     failures, runs = [], []
 
-    def program():
+    def program(copes):
         runs.append(1)
-        return three_allocations(sim)
-
-    def check(failure):
-        assert "planted" in str(failure.error)
-        assert failure.error.__traceback__ is None
-        assert sim.allocated_bytes == 0
-        failures.append(failure.number)
-
-    assert for_each_allocation(program, check) == 3
-    assert failures == [1, 2, 3]
-    assert len(runs) == 4
-    assert not sim.failure_is_planted
-
-
-def test_a_program_that_copes_hands_its_result_to_the_check(sim):
-    results = []
-
-    def program():
         try:
             return three_allocations(sim)
         except torch.OutOfMemoryError:
+            if not copes:
+                raise
             return "coped"
 
-    assert for_each_allocation(program, lambda failure: results.append(failure.result)) == 3
-    assert results == ["coped"] * 3
+    def check(failure):
+        assert copes or "planted" in str(failure.error)
+        assert copes or failure.error.__traceback__ is None
+        assert sim.allocated_bytes == 0
+        failures.append((failure.number, failure.result))
+
+    for copes, result in ((False, None), (True, "coped")):
+        assert for_each_allocation(lambda copes=copes: program(copes), check) == 3
+        assert failures == [(number, result) for number in (1, 2, 3)]
+        assert len(runs) == 4
+        assert not sim.failure_is_planted
+        failures.clear()
+        runs.clear()
 
 
 def test_another_error_says_which_allocation_had_failed(sim):

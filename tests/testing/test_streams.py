@@ -1,6 +1,6 @@
 """Streams, events, and backward passes, which run on the streams that are current around them."""
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -38,20 +38,17 @@ def test_streams_have_the_interface_of_torch_cuda(sim):
 
 
 def test_another_thread_works_on_the_default_stream_until_it_chooses(sim):
-    side, other = sim.module.Stream(), sim.module.Stream()
-    seen = []
+    module = sim.module
+    side, other = module.Stream(), module.Stream()
 
     def work():
-        seen.append(sim.module.current_stream())
-        with sim.module.stream(other):
-            seen.append(sim.module.current_stream())
+        before = module.current_stream()
+        with module.stream(other):
+            return before, module.current_stream()
 
-    with sim.module.stream(side):
-        thread = threading.Thread(target=work)
-        thread.start()
-        thread.join()
-        assert sim.module.current_stream() is side
-    assert seen == [sim.module.default_stream(), other]
+    with module.stream(side), ThreadPoolExecutor(1) as thread:
+        assert thread.submit(work).result() == (module.default_stream(), other)
+        assert module.current_stream() is side
 
 
 def test_a_wait_moves_the_waiting_stream_on_the_virtual_clock(sim, side):

@@ -2,18 +2,14 @@
 
 import contextlib
 import copy
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
-
-
-def tensors_of(result):
-    return torch.utils._pytree.tree_leaves(result)
 
 
 @pytest.mark.parametrize(
@@ -28,14 +24,13 @@ def tensors_of(result):
 )
 def test_layers_train_as_on_the_cpu(sim, module, inputs):
     twin = copy.deepcopy(module).to(sim.device)
-    expected, actual = tensors_of(module(inputs)), tensors_of(twin(inputs.to(sim.device)))
+    expected, actual = tree_leaves(module(inputs)), tree_leaves(twin(inputs.to(sim.device)))
     for result in (expected, actual):
         sum(each.sum() for each in result).backward()
-    for mine, theirs in zip(actual, expected, strict=True):
-        torch.testing.assert_close(mine.cpu(), theirs)
-    for mine, theirs in zip(twin.parameters(), module.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad.cpu(), theirs.grad, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(dict(twin.cpu().named_buffers()), dict(module.named_buffers()))
+    torch.testing.assert_close([each.cpu() for each in actual], expected)
+    gradients = [[p.grad for p in each.parameters()] for each in (twin.cpu(), module)]
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(dict(twin.named_buffers()), dict(module.named_buffers()))
 
 
 @torch.no_grad()
@@ -112,12 +107,10 @@ def test_a_module_keeps_its_parameters_ties_gradients_and_hooks_on_the_way(sim):
 
 def test_data_may_be_set_across_devices_and_within_one(sim):
     parameter = nn.Parameter(torch.zeros(2))
-    parameter.data = torch.ones(3, device=sim.device)
-    assert parameter.device == sim.device
-    assert parameter.requires_grad
-    assert parameter.is_leaf
-    parameter.data = torch.zeros(4, device=sim.device)
-    assert parameter.shape == (4,)
+    for n in (3, 4):
+        parameter.data = torch.ones(n, device=sim.device)
+        assert (parameter.device, parameter.shape) == (sim.device, (n,))
+        assert (parameter.requires_grad, parameter.is_leaf) == (True, True)
     assert parameter.data.requires_grad is False
 
 
@@ -219,25 +212,16 @@ def test_a_failed_operation_draws_nothing_and_leaves_running_statistics_as_they_
     assert layer.running_mean.mean() > 0
 
 
-def yielding(run):
-    def run_and_let_other_threads_run(*args):
-        run(*args)
+def test_threads_that_draw_on_the_device_leave_the_state_of_the_host_alone(sim, monkeypatch):
+    set_state, before = torch.set_rng_state, torch.get_rng_state()
+
+    def set_and_let_other_threads_run(state):
+        set_state(state)
         time.sleep(0.0001)
 
-    return run_and_let_other_threads_run
-
-
-def test_threads_that_draw_on_the_device_leave_the_state_of_the_host_alone(sim, monkeypatch):
-    monkeypatch.setattr(torch, "set_rng_state", yielding(torch.set_rng_state))
-    before = torch.get_rng_state()
-
-    def draw():
-        for _ in range(20):
-            torch.randn(10, device=sim.device)
-
+    monkeypatch.setattr(torch, "set_rng_state", set_and_let_other_threads_run)
     with ThreadPoolExecutor(4) as executor:
-        for task in [executor.submit(draw) for _ in range(4)]:
-            task.result()
+        list(executor.map(lambda _: torch.randn(10, device=sim.device), range(80)))
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -291,21 +275,12 @@ def test_an_error_of_a_hook_reaches_the_caller_and_the_next_pass_is_right(sim, m
 
 
 def test_threads_that_fail_together_each_raise_an_error_of_a_hook(sim):
-    raised = []
+    def work(_):
+        with pytest.raises(HookError):
+            of_a_tensor(leaf(sim)).sum().backward()
 
-    def work():
-        for _ in range(10):
-            try:
-                of_a_tensor(leaf(sim)).sum().backward()
-            except Exception as error:
-                raised.append(type(error))
-
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert raised == [HookError] * 40
+    with ThreadPoolExecutor(4) as executor:
+        assert len(list(executor.map(work, range(40)))) == 40
 
 
 def test_running_out_of_memory_in_backward_reaches_the_caller_and_leaves_it_repeatable(sim):
