@@ -10,11 +10,10 @@ import pytest
 import torch
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from tenure._torch import gradient_sums
 
-from .samples import samples_of
+from .samples import samples_of, tensors_in
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 _MOST_SAMPLES = 6
@@ -57,7 +56,7 @@ def test_no_formula_of_torch_is_taken_for_a_sum_of_the_engine():
                 made = op(sample.input, *sample.args, **sample.kwargs)
             except (RuntimeError, TypeError):
                 continue
-            outs = [o for o in tree_leaves(made) if isinstance(o, torch.Tensor) and o.requires_grad]
+            outs = [each for each in tensors_in(made) if each.requires_grad]
             if not outs or _gradients_meet(o.grad_fn for o in outs if o.grad_fn is not None):
                 continue
             n_run += 1

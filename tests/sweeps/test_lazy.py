@@ -13,17 +13,11 @@ from torch import Tensor
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.common_modules import module_db
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
-from tenure.adaptive import (
-    BatchCoupledError,
-    LazyTensor,
-    OutOfRetriesError,
-    lazy,
-    reset,
-)
+from tenure.adaptive import BatchCoupledError, LazyTensor, OutOfRetriesError, lazy, reset
 
-from .samples import samples_of
+from .samples import samples_of, tensors_in
 
 # What the operators warn of is no matter of their being recorded.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -64,22 +58,19 @@ def _copied(tree):
 
 def _recorded(tree, dim, size):
     def one(tensor):
-        return (
-            lazy(tensor, batch=dim) if tensor.dim() > dim and tensor.shape[dim] == size else tensor
-        )
+        has_samples = tensor.dim() > dim and tensor.shape[dim] == size
+        return lazy(tensor, batch=dim) if has_samples else tensor
 
     return tree_map_only(Tensor, one, tree)
 
 
 def _ways(sample):
     """Which tensors have samples, and where: all that can, or the first alone, or in its second."""
-    first = next(iter(t for t in tree_leaves(sample.input) if isinstance(t, Tensor)), None)
+    first = next(iter(tensors_in(sample.input)), None)
     if first is None or first.layout is not torch.strided or not first.dim():
         return
     if (n := first.shape[0]) > 1:
-        alike = {
-            t.dim() for t in tree_leaves((sample.args, sample.kwargs)) if isinstance(t, Tensor)
-        }
+        alike = {t.dim() for t in tensors_in((sample.args, sample.kwargs))}
         if alike <= {first.dim()}:
             yield 0, n, True
         yield 0, n, False
@@ -104,7 +95,7 @@ class FailsOnce(TorchDispatchMode):
 
 
 def _check(name, run, expected, found):
-    out = [t for t in tree_leaves(run()) if isinstance(t, Tensor)]
+    out = tensors_in(run())
     assert len(out) == len(expected), name
     for mine, theirs in zip(out, expected, strict=True):
         assert tuple(mine.shape) == tuple(theirs.shape), name
@@ -112,16 +103,11 @@ def _check(name, run, expected, found):
         _same(mine.value() if isinstance(mine, LazyTensor) else mine, theirs)
     reset()
     with torch.no_grad():
-        out = [t for t in tree_leaves(run()) if isinstance(t, Tensor)]
-    recorded = [
-        (mine, each)
-        for mine, each in zip(out, expected, strict=True)
-        if isinstance(mine, LazyTensor)
-    ]
+        out = tensors_in(run())
     memory = FailsOnce()
-    for mine, theirs in recorded:
+    for mine, theirs in zip(out, expected, strict=True):
         # what is there already asks for no memory
-        if "not computed" not in repr(mine):
+        if not isinstance(mine, LazyTensor) or "not computed" not in repr(mine):
             continue
         try:
             with memory:
@@ -140,10 +126,9 @@ def _sweep_operator(info, n_samples, found):
         given = (sample.input, tuple(sample.args), sample.kwargs)
         try:
             first, args, kwargs = _copied(given)
-            expected = list(tree_leaves(info.op(first, *args, **kwargs)))
+            expected = tensors_in(info.op(first, *args, **kwargs))
         except Exception:  # torch refuses a sample of its own
             continue
-        expected = [t for t in expected if isinstance(t, Tensor)]
         if any(t.layout is not torch.strided for t in expected):
             continue
         for dim, size, others_too in _ways(sample):
@@ -214,7 +199,7 @@ def _sweep_module(info, sample, training, found):
     if sample.forward_input is None or "dropout" in repr(made.kwargs):
         return
     given = (sample.forward_input.args, sample.forward_input.kwargs)
-    first = next((t for t in tree_leaves(given) if isinstance(t, Tensor)), None)
+    first = next(iter(tensors_in(given)), None)
     if first is None or not first.dim() or first.shape[0] < 2:
         return
     # one sample without a batch: torch's own fake tensors say (1,) of a result that is ()
@@ -226,7 +211,7 @@ def _sweep_module(info, sample, training, found):
     state = torch.get_rng_state()
     buffers = {k: v.clone() for k, v in module.state_dict().items()}
     args, kwargs = _copied(given)
-    expected = [t for t in tree_leaves(module(*args, **kwargs)) if isinstance(t, Tensor)]
+    expected = tensors_in(module(*args, **kwargs))
     module.load_state_dict(buffers)
 
     def run():

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from tenure import NewDisposeScope, is_disposed
 
-from .samples import samples_of
+from .samples import samples_of, tensors_in
 
 DTYPES = (torch.float64, torch.float32, torch.complex128, torch.int64, torch.float8_e4m3fn)
 LEFT_OUT = {
@@ -102,7 +102,7 @@ def test_a_scope_takes_exactly_what_the_call_made(n_samples, census):
         existing = census()
         for call, given in zip(calls, inputs, strict=True):
             with NewDisposeScope() as scope:
-                made = [out for out in tensors_of(run(call, given)) if id(out) not in existing]
+                made = [out for out in tensors_in(run(call, given)) if id(out) not in existing]
                 owned = scope.owned()
                 told = name_of(op), call, sample
                 assert not [tensor for tensor in owned if id(tensor) in existing], told
@@ -193,8 +193,8 @@ class Graph(NamedTuple):
 
 def forward(call: Call, sample: SampleInput, handles: list[Tensor]) -> Graph:
     result = run(call, sample)
-    outs = [out for out in tensors_of(sample.output_process_fn_grad(result)) if out.requires_grad]
-    handles += [*inputs_of(sample), *tensors_of(result), *outs]
+    outs = [out for out in tensors_in(sample.output_process_fn_grad(result)) if out.requires_grad]
+    handles += [*inputs_of(sample), *tensors_in(result), *outs]
     leaves = [leaf for leaf in inputs_of(sample) if leaf.requires_grad]
     return Graph(
         [get_gradient_edge(out) for out in outs],
@@ -214,12 +214,8 @@ def backward(graph: Graph) -> list[object]:
 # --- tensors
 
 
-def tensors_of(tree: object) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
-
-
 def inputs_of(sample: SampleInput) -> list[Tensor]:
-    return tensors_of((sample.input, sample.args, sample.kwargs))
+    return tensors_in((sample.input, sample.args, sample.kwargs))
 
 
 def bits_of(tree: object) -> list[object]:

@@ -12,7 +12,7 @@ import torch
 from torch.testing import assert_close
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from .samples import samples_of
+from .samples import gradients_of, samples_of
 
 DTYPES = (torch.float32, torch.complex64, torch.int64, torch.bool)
 # Set on each generator by itself: torch.manual_seed also queues a call, with its traceback, for
@@ -99,11 +99,11 @@ def _agrees(info, sample, device):
     tolerance = {"rtol": 1e-4, "atol": 1e-4} if info.name in OTHER_PATH else {}
     _compare(actual, expected, device, tolerance)
     try:
-        theirs = _gradients(expected, host_arguments)
+        theirs = gradients_of(expected, host_arguments)
     except RuntimeError:
         # not differentiable at this sample
         return True
-    _compare(_gradients(actual, device_arguments), theirs, device, tolerance)
+    _compare(gradients_of(actual, device_arguments), theirs, device, tolerance)
     return True
 
 
@@ -130,18 +130,6 @@ def _run(info, arguments):
         warnings.simplefilter("always")
         result = info.op(first, *args, **kwargs)
     return result, {str(warning.message).partition(".")[0] for warning in caught}
-
-
-def _gradients(result, arguments):
-    outputs, inputs = _requiring_grad(result), _requiring_grad(arguments)
-    if not outputs or not inputs:
-        return []
-    ones = [torch.ones_like(output) for output in outputs]
-    return list(torch.autograd.grad(outputs, inputs, ones, allow_unused=True))
-
-
-def _requiring_grad(tree):
-    return [x for x in tree_leaves(tree) if isinstance(x, torch.Tensor) and x.requires_grad]
 
 
 def _compare(actual, expected, device, tolerance):

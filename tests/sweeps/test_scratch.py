@@ -10,11 +10,10 @@ from contextlib import suppress
 import pytest
 import torch
 from torch.testing._internal.common_methods_invocations import op_db
-from torch.utils._pytree import tree_leaves
 
 from ..adaptive.predict.scratch_cases import convolutions, layers, losses
 from ..adaptive.predict.scratch_truth import Listening, listen
-from .samples import samples_of
+from .samples import gradients_of, samples_of
 from .test_operators import LEFT_OUT, name_of
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.exhaustive]
@@ -56,10 +55,5 @@ def _calls(op):
 def _run(op, sample, differentiable):
     result = op(sample.input, *sample.args, **sample.kwargs)
     if differentiable:
-        result = sample.output_process_fn_grad(result)
-        ends = [t for t in tree_leaves(result) if torch.is_tensor(t) and t.requires_grad]
-        inputs = tree_leaves((sample.input, sample.args, sample.kwargs))
-        leaves = [t for t in inputs if torch.is_tensor(t) and t.requires_grad and t.is_leaf]
-        if ends and leaves:
-            ones = [torch.ones_like(t) for t in ends]
-            torch.autograd.grad(ends, leaves, ones, allow_unused=True)
+        given = sample.input, sample.args, sample.kwargs
+        gradients_of(sample.output_process_fn_grad(result), given)
