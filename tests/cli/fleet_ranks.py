@@ -72,13 +72,15 @@ def predicted_sharded(setup, rank):
         return counted_bytes(made.fn, batch, made.optimizer)
 
 
+TEXT = {
+    "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 500,
+}  # fmt: skip
+
+
 def saved_config(folder, model_type="llama", **values):
     """A small model's configuration, in a folder of its own."""
-    small = {
-        "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 500,
-    }  # fmt: skip
-    made = CONFIG_MAPPING[model_type](**values if "text_config" in values else small | values)
+    made = CONFIG_MAPPING[model_type](**values if "text_config" in values else TEXT | values)
     path = Path(folder, model_type)
     made.save_pretrained(path)
     return str(path)

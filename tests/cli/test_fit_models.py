@@ -17,6 +17,7 @@ from tests.programs import main
 from tests.true_peak import step_of, true_peak_bytes
 
 from .fleet_ranks import (
+    TEXT,
     Configured,
     Setup,
     answer,
@@ -37,10 +38,6 @@ IMAGES = {
 PAIRS = {
     "d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4,
     "decoder_start_token_id": 0,
-}  # fmt: skip
-TEXT = {
-    "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 500,
 }  # fmt: skip
 MIXED = {
     "text_config": TEXT | {"model_type": "llama"},
@@ -142,11 +139,10 @@ def test_each_rank_takes_what_is_predicted(llama, tmp_path):
     assert all(0 <= of_rank[-1] - predicted_bytes <= 2048 for of_rank in found)
 
 
-def test_a_generated_text_takes_its_whole_cache(tmp_path):
-    n_layers, n_heads, width = 3, 2, 16
-    path = saved_config(tmp_path, num_hidden_layers=n_layers)
+def test_a_generated_text_takes_its_whole_cache(tiny):
+    n_layers, n_heads, width = 1, 2, 16
     short, long = (
-        predicted(Setup(path, batch=8, sequence=32, generate=n)).peak_bytes for n in (301, 401)
+        predicted(Setup(tiny, batch=8, sequence=32, generate=n)).peak_bytes for n in (301, 401)
     )
     cache_bytes = 2 * n_layers * 8 * 100 * n_heads * width * 4
     assert long - short >= cache_bytes
@@ -203,8 +199,7 @@ def test_a_peak_in_the_loss_is_at_the_model(tiny, capsys):
 def test_a_model_whose_shared_weights_can_not_be_sharded_is_answered_without_shards(
     tmp_path, capsys
 ):
-    small = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
-    bert = saved_config(tmp_path, "bert", **small, vocab_size=300)
+    bert = saved_config(tmp_path, "bert", num_hidden_layers=1, vocab_size=300)
     words = "--ranks 2 --shard ddp --checkpointing --device-memory 16MiB"
     code, found = answered(capsys, bert, *words.split())
     # and a change that does not help is not named
