@@ -4,7 +4,17 @@ import pickle
 
 import pytest
 
-from tenure import MissingTorchNameError, ScopeLeakError, TenureError, TenureWarning
+import tenure
+from tenure import (
+    MissingTorchNameError,
+    ScopeLeakError,
+    TenureError,
+    TenureWarning,
+    adaptive,
+    paging,
+    profiler,
+    testing,
+)
 from tenure.adaptive import (
     BatchCoupledError,
     OutOfRetriesError,
@@ -24,6 +34,14 @@ def kinds_of(error):
 
 
 ERRORS = list(dict.fromkeys([*kinds_of(TenureError), *kinds_of(TenureWarning)]))
+
+
+def test_every_public_error_is_one_of_tenure():
+    rooms = tenure, adaptive, paging, profiler, testing
+    public = [getattr(room, name) for room in rooms for name in dir(room)]
+    errors = {each for each in public if isinstance(each, type) and issubclass(each, Exception)}
+    assert {each for each in errors if each.__module__.startswith("tenure")} <= {*ERRORS}
+    assert len(errors) > 20
 
 
 @pytest.mark.parametrize("error", ERRORS)
