@@ -69,6 +69,15 @@ def run_program(
         return Done(*(at.read_text() for at in files[1:]), returncode)
 
 
+def run_python(*arguments: str, **environment: str) -> Done:
+    """Run a new interpreter, for what it does by itself or imports in an order of its own."""
+    done = subprocess.run(
+        [sys.executable, *arguments], env={**os.environ, **environment},
+        capture_output=True, text=True, timeout=_TIMEOUT_S, check=False,
+    )  # fmt: skip
+    return Done(done.stdout, done.stderr, done.returncode)
+
+
 @cache
 def _server(*imported: str) -> subprocess.Popen[bytes]:
     """Ends with this process, whose end of the pipe it reads."""

@@ -4,7 +4,6 @@ Private names are asked: what follows from them depends on the machine that runs
 """
 
 import mmap
-import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -16,6 +15,7 @@ from tenure._host_memory import GroupMemory, free_host_bytes
 from tenure._reserve import Reserve
 from tenure.adaptive._memory import meter_for
 from tenure.paging._checks import _free_bytes
+from tests.programs import run_python
 
 MACHINE = 1000
 MIB = 1 << 20
@@ -136,8 +136,7 @@ def test_the_memory_of_this_process_is_what_psutil_says():
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the figure of who starts it counts")
 def test_the_peak_of_a_process_is_not_that_of_the_one_that_started_it():
     code = "from tenure import _host_memory as own; print(own.peak_resident_bytes())"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert 2 * int(done.stdout) < host_memory.resident_bytes()
+    assert 2 * int(run_python("-c", code).stdout) < host_memory.resident_bytes()
 
 
 # --- a reserve that is kept for a report of an error of memory

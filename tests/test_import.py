@@ -1,28 +1,22 @@
-import subprocess
-import sys
 from importlib import resources
 
 import pytest
 
 import tenure
-
-
-def _run(code):
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+from tests.programs import run_python
 
 
 def test_importing_tenure_imports_neither_torch_nor_rich_and_prints_nothing():
-    done = _run("import sys, tenure; assert not {'torch', 'rich', 'psutil'} & set(sys.modules)")
-    assert (done.stdout, done.stderr) == ("", "")
+    code = "import sys, tenure; assert not {'torch', 'rich', 'psutil'} & set(sys.modules)"
+    assert run_python("-c", code) == ("", "", 0)
 
 
 @pytest.mark.slow
 def test_the_first_name_brings_torch_and_the_rooms_no_compiler():
     rooms = "tenure.adaptive, tenure.paging, tenure.profiler, tenure.scopes, tenure.testing"
-    _run(
-        f"import sys, tenure; tenure.scoped; assert 'torch' in sys.modules; import {rooms}; "
-        "assert not {'torch._dynamo', 'sympy'} & set(sys.modules)"
-    )
+    code = f"import sys, tenure; tenure.scoped; assert 'torch' in sys.modules; import {rooms}; "
+    done = run_python("-c", code + "assert not {'torch._dynamo', 'sympy'} & set(sys.modules)")
+    assert done.returncode == 0, done.stderr
 
 
 def test_every_public_name_resolves_is_listed_once_and_is_of_tenure():

@@ -1,11 +1,8 @@
-import subprocess
-import sys
-
 import pytest
 
 import tenure
 from tenure.paging import PagingError
-from tests.programs import main
+from tests.programs import main, run_python
 
 
 def test_help_lists_the_verbs_and_that_of_a_verb_is_its_docstring(capsys):
@@ -32,8 +29,7 @@ for words in ("--version", "--help", "demo --help", "run --help"):
         print("it did not end")
 print({"torch", "rich", "numpy", "psutil", "tenure._cli._program"} & set(sys.modules))
 """
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = run_python("-c", program)
     assert done.stdout.startswith(f"tenure {tenure.__version__}\nusage: tenure ")
     assert done.stdout.endswith("\nset()\n")
     assert "it did not end" not in done.stdout

@@ -6,8 +6,6 @@ The programs that it shows are private; their source is compared with what is sh
 import inspect
 import itertools
 import re
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
@@ -15,7 +13,7 @@ import pytest
 
 from tenure._demo import _chapters, _programs
 from tenure.profiler import Recording
-from tests.programs import IMPORTED, run_program
+from tests.programs import IMPORTED, run_program, run_python
 
 _SIZE = r"([\d.]+ (?:B|[KMGT]iB))"
 
@@ -46,7 +44,7 @@ def _bytes(text):
 
 def test_it_begins_before_torch_is_imported():
     code = "import sys, tenure._demo; sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    assert run_python("-c", code).returncode == 0
 
 
 @pytest.mark.slow

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -15,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tenure.profiler import Recording
-from tests.programs import IMPORTED, main, run_program
+from tests.programs import IMPORTED, main, run_program, run_python
 
 
 @pytest.fixture(autouse=True)
@@ -31,10 +30,7 @@ def _run(program, *options, rest=(), code=0, **environment):
     if "torch" in program:
         done = run_program(*command, imported=IMPORTED, hides=True, **environment)
     else:
-        done = subprocess.run(
-            [sys.executable, *command], env={**os.environ, **environment},
-            capture_output=True, text=True, timeout=200, check=False,
-        )  # fmt: skip
+        done = run_python(*command, **environment)
     assert done.returncode == code, done.stderr
     return done
 
@@ -268,10 +264,7 @@ def test_a_mistake_is_one_line_and_nothing_runs(arguments, complaint, capsys, mo
 def test_options_after_a_program_are_the_programs_and_its_name_may_begin_with_a_dash():
     Path("-x.py").write_text("import sys; print(sys.argv)")
     words = ["-x.py", "-q", "--", "--leaks", "-m", "x"]
-    done = subprocess.run(
-        [sys.executable, "-m", "tenure", "run", "-q", "--", *words],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    done = run_python("-m", "tenure", "run", "-q", "--", *words)
     assert (done.stdout, done.stderr) == (f"{words}\n", "")
 
 

@@ -2,14 +2,12 @@
 
 import os
 import re
-import subprocess
-import sys
 from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
 
-from tests.programs import IMPORTED, run_program
+from tests.programs import IMPORTED, run_program, run_python
 
 _HEAD = """import pytest, torch, unittest
 from tenure import NewDisposeScope, is_disposed
@@ -314,10 +312,5 @@ def test(pytestconfig):
     assert "tenure.scopes" not in sys.modules
 """
     )
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-c", os.devnull, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run_python("-m", "pytest", "-q", "-c", os.devnull, str(tmp_path))
     assert done.returncode == 0, done.stdout
