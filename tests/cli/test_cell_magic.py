@@ -8,7 +8,6 @@ from IPython.core.error import UsageError
 from IPython.utils.capture import capture_output
 
 from tenure.profiler import Recording
-from tests.programs import run_program
 from tests.shells import opened, ran
 
 WORK = "import torch\ndef work():\n    a = torch.ones(1000, 1000)\n    return (a * 2).sum()"
@@ -160,20 +159,3 @@ def refused(shell, code):
 )
 def test_nothing_runs_under_options_that_are_wrong(shell, options, told):
     assert refused(shell, f"%%tenure {options}\nran = True").startswith(f"%%tenure{told}")
-
-
-def test_loading_adds_it_with_a_help_that_tells_every_option_and_prints_nothing():
-    code = """
-import inspect
-from IPython.core.interactiveshell import InteractiveShell
-shell = InteractiveShell()
-shell.run_cell("%load_ext tenure")
-# from Python 3.13 on it has no indentation
-words = inspect.cleandoc(shell.find_cell_magic("tenure").__doc__)
-for flag in ("--leaks", "--timeline", "--on-oom", "--lines", "--budget", "-o", "-f", "-q"):
-    assert f"\\n{flag}" in words, flag
-shell.run_cell("%unload_ext tenure")
-assert shell.find_cell_magic("tenure") is None
-"""
-    done = run_program(code)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
