@@ -36,48 +36,42 @@ def run(stride):
     with simulated_accelerator() as sim:
         for name in EXAMPLES:
             module = _main_of(name)
-            names = set(vars(module))
-            n_allocations, met, wrong = 0, 0, []
-            number = 1
-            while True:
-                before = statistics().live
-                sim.fail_at(number)
-                try:
-                    with torch.device(sim.device), contextlib.redirect_stdout(io.StringIO()):
-                        module.main()
-                except torch.OutOfMemoryError:
-                    pass
-                except BaseException as error:
-                    wrong.append(f"allocation {number}: {type(error).__name__}: {error}")
-                is_met = not sim.failure_is_planted
-                sim.fail_at(None)
-                wrong += _left(sim, module, before, number)
-                if set(vars(module)) != names:
-                    wrong.append(f"allocation {number} left names in {name}")
-                if not is_met:
+            last, met, wrong = 0, 0, []
+            for number in (*range(1, 21), *range(21, 10**6, stride)):
+                wrong += (f"allocation {number} {what}" for what in _run(sim, module, number))
+                if sim.failure_is_planted:
                     break
-                met += 1
-                n_allocations = number
-                number += stride if number > 20 else 1
-            found[name] = {"last": n_allocations, "met": met, "wrong": wrong}
+                last, met = number, met + 1
+            found[name] = {"last": last, "met": met, "wrong": wrong}
+            sim.fail_at(None)
     return found
 
 
-def _left(sim, module, before, number):
-    """What a run left: a scope that is open, a mode, tensors that are alive."""
+def _run(sim, module, number):
+    """What a run with this failure raised, and left: a scope, a mode, tensors that are alive."""
+    before, names = statistics().live, set(vars(module))
+    sim.fail_at(number)
+    try:
+        with torch.device(sim.device), contextlib.redirect_stdout(io.StringIO()):
+            module.main()
+    except torch.OutOfMemoryError:
+        pass
+    except BaseException as error:
+        yield f"raised {type(error).__name__}: {error}"
+    if set(vars(module)) != names:
+        yield "left names in the module"
     if current_scope() is not None or torch._C._len_torch_function_stack():
-        yield f"allocation {number} left a scope open"
+        yield "left a scope open"
     # a cache of the example, which is to outlive its requests
-    for value in vars(module).values():
-        if isinstance(value, dict) and any(isinstance(v, torch.Tensor) for v in value.values()):
-            value.clear()
-        if isinstance(value, list) and any(isinstance(v, torch.Tensor) for v in value):
-            value.clear()
+    for cache in [each for each in vars(module).values() if isinstance(each, dict | list)]:
+        values = cache.values() if isinstance(cache, dict) else cache
+        if any(isinstance(value, torch.Tensor) for value in values):
+            cache.clear()
     gc.collect()
     if statistics().live > before:
-        yield f"allocation {number} left {statistics().live - before} tensors in scopes"
+        yield f"left {statistics().live - before} tensors in scopes"
     if held := sim.allocated_bytes:
-        yield f"allocation {number} left {held} bytes on the device"
+        yield f"left {held} bytes on the device"
 
 
 if __name__ == "__main__":

@@ -157,6 +157,13 @@ def test_a_full_device_gives_back_whole_segments_waits_for_its_work_and_tries_ag
     assert sim.host_waits > waits
     assert sim.reserved_bytes == 38 * MIB
     assert other.nbytes + kept.nbytes == sim.allocated_bytes
+    # cached memory of the other pool is given back as well
+    sim(allocator="cuda", budget="20MiB")
+    small = [taken(sim, MIB) for _ in range(20)]
+    small.clear()
+    assert sim.reserved_bytes == 20 * MIB
+    assert taken(sim, 2 * MIB).nbytes == 2 * MIB
+    assert sim.module.memory_stats()["num_alloc_retries"] == 1
 
 
 def test_the_error_is_cudas_word_for_word_but_for_the_devices_name(sim):
@@ -216,15 +223,6 @@ def test_only_the_allocator_of_cuda_finds_the_fault(sim, sizes, kept, fault_byte
     with pytest.raises(torch.OutOfMemoryError, match="is reserved by PyTorch"):
         taken(sim, fault_bytes)
     del held
-
-
-def test_cached_memory_of_the_other_pool_is_given_back_before_an_error(sim):
-    sim(allocator="cuda", budget="20MiB")
-    small = [taken(sim, MIB) for _ in range(20)]
-    small.clear()
-    assert sim.reserved_bytes == 20 * MIB
-    assert taken(sim, 2 * MIB).nbytes == 2 * MIB
-    assert sim.module.memory_stats()["num_alloc_retries"] == 1
 
 
 def test_a_fraction_counts_what_is_reserved(sim):

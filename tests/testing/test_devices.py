@@ -66,9 +66,11 @@ def test_what_names_no_index_means_the_current_device(two, index):
             torch.ones(2).to(device=torch.device("sim"), dtype=torch.float64),
             torch.ones(2).sim(),
             nn.Linear(2, 2).to("sim").weight,
+            nn.Linear(2, 2).sim().weight,
             torch.zeros(2, device=torch.device("sim", 1 - index)).to("sim"),
         ]
         assert [tensor.device for tensor in made] == [here] * len(made)
+        assert all(tensor.is_sim for tensor in made)
         assert module.Stream().device == module.current_stream().device == here
         assert module.memory_allocated() == module.memory_allocated(index)
     assert module.current_device() == 0
@@ -215,9 +217,7 @@ def test_streams_belong_to_a_device_and_turn_their_thread_to_it(two):
 def test_the_current_stream_of_the_wrong_device_orders_nothing(two):
     """The planted fault: an event is recorded where device 0 is current, the work is on 1."""
     x, side = torch.ones(4, device="sim:1"), two.module.Stream(1)
-    done = two.module.Event()
-    done.record()
-    side.wait_event(done)
+    side.wait_event(two.module.current_stream().record_event())
     with two.module.stream(side), pytest.raises(RaceError, match="RAW"):
         x.sum()
     side.wait_event(two.module.current_stream(x.device).record_event())
@@ -246,11 +246,10 @@ def in_a_fork(run):
     """Whether `run` gives True in a forked child."""
     child = os.fork()
     if child == 0:
-        held = False
         try:
-            held = run()
+            os._exit(not run())
         finally:
-            os._exit(0 if held else 1)
+            os._exit(1)
     return os.waitpid(child, 0)[1] == 0
 
 

@@ -18,20 +18,6 @@ from tests.programs import run_program
 pytestmark = pytest.mark.simdevice
 
 
-def _leave_a_race(sim):
-    x = torch.ones(4).pin_memory()
-    x.to(sim.device, non_blocking=True)
-    x.fill_(2)
-
-
-def _leave_a_race_and_fail():
-    with simulated_accelerator() as sim:
-        _leave_a_race(sim)
-        with pytest.raises(RaceError):
-            sim.module.synchronize()
-        raise KeyError("the block's own")
-
-
 @pytest.mark.slow
 def test_importing_it_changes_nothing_in_torch_and_the_first_block_does():
     done = run_program(
@@ -84,8 +70,7 @@ torch.utils.rename_privateuse1_backend("npu")
 from tenure.testing import SimulatorUsageError, simulated_accelerator
 for _ in range(2):
     try:
-        with simulated_accelerator():
-            raise SystemExit("it ran")
+        simulated_accelerator().__enter__()
     except SimulatorUsageError as error:
         print(error)
         """,
@@ -120,24 +105,21 @@ def test_the_options_are_those_of_the_simulator_and_are_checked_there():
         ("detect_races", None, "True or False"),
         ("late_engine", 1, "True or False"),
         ("rates", 5, r"give Rates\(\.\.\.\)"),
+        ("round_to_bytes", 256, r'allocator="cuda" .* 512 bytes'),
     ],
 )
 def test_a_value_that_means_nothing_is_refused_by_name_and_changes_nothing(
     sim, option, value, match
 ):
     x = torch.ones(100, device=sim.device)
+    options = {"allocator": "cuda"} if value == 256 else {}
     with pytest.raises(ValueError, match=f"{option}={value!r}: .*{match}"):
-        sim(**{option: value})
+        sim(**options, **{option: value})
+    with pytest.raises(ValueError, match="there is no allocator 'cudaMallocAsync'; there are"):
+        sim(allocator="cudaMallocAsync")
     with pytest.raises(TypeError, match="unexpected keyword argument 'bugdet'"):
         simulated_accelerator(bugdet=1)
     assert sim.allocated_bytes == x.nbytes
-
-
-def test_another_allocator_and_another_rounding_than_that_of_cuda_are_refused(sim):
-    with pytest.raises(ValueError, match="there is no allocator 'cudaMallocAsync'; there are"):
-        sim(allocator="cudaMallocAsync")
-    with pytest.raises(ValueError, match=r'round_to_bytes=256: allocator="cuda" .* 512 bytes'):
-        sim(allocator="cuda", round_to_bytes=256)
 
 
 def test_a_block_in_a_block_is_refused_and_the_outer_one_goes_on(sim):
@@ -151,11 +133,25 @@ def test_a_block_in_a_block_is_refused_and_the_outer_one_goes_on(sim):
     assert for_each_allocation(lambda: x + 1) == 1
 
 
+def _leave_a_race(end=lambda sim: None):
+    with simulated_accelerator() as sim:
+        x = torch.ones(4).pin_memory()
+        x.to(sim.device, non_blocking=True)
+        x.fill_(2)
+        end(sim)
+
+
+def _fail(sim):
+    with pytest.raises(RaceError):
+        sim.module.synchronize()
+    raise KeyError("the block's own")
+
+
 def test_a_race_that_is_not_taken_is_raised_at_the_end_or_told_of_an_error_of_the_block():
-    with pytest.raises(RaceError, match=r"^host overwrite"), simulated_accelerator() as sim:
-        _leave_a_race(sim)
+    with pytest.raises(RaceError, match=r"^host overwrite"):
+        _leave_a_race()
     with pytest.raises(KeyError) as caught:
-        _leave_a_race_and_fail()
+        _leave_a_race(_fail)
     [note] = caught.value.__notes__
     assert note.startswith("The simulated accelerator found races before this:\nhost overwrite")
     with simulated_accelerator() as sim:

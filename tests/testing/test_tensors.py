@@ -13,16 +13,6 @@ MIXED = (
 )
 
 
-def test_factories_reach_the_device(sim):
-    for make in (torch.zeros, torch.ones, torch.empty, torch.rand, torch.randn):
-        assert make(2, 3, device="sim").device == sim.device
-    assert torch.arange(3, device=sim.device).tolist() == [0, 1, 2]
-    assert torch.tensor([1.5], device="sim:0").item() == 1.5
-    assert torch.full((2,), 7, device=sim.device).tolist() == [7, 7]
-    assert torch.ones(2).sim().is_sim
-    assert nn.Linear(2, 2).sim().weight.device == sim.device
-
-
 def test_values_survive_the_way_there_and_back_in_every_type_and_convert_on_it(sim):
     for dtype in (torch.float64, torch.bfloat16, torch.int8, torch.bool, torch.complex64):
         x = torch.tensor([0, 1, 1]).to(dtype)
