@@ -96,15 +96,6 @@ def test_what_shares_memory_still_shares_it(sim):
     assert views[0][1, 1] == views[1][1, 2] == views[4][2, 1] == 99
 
 
-def test_every_bit_comes_back(sim):
-    floats = torch.tensor([float("nan"), -0.0, float("inf"), 1e-45])
-    values = [floats, torch.tensor([True, False]), torch.tensor([1 + 2j, -3j]), torch.empty(0, 3)]
-    there = [each.to(sim.device) for each in values]
-    with Courtesy():
-        assert sim.allocated_bytes == 0
-    assert [bits(each) for each in there] == [bits(each) for each in values]
-
-
 # --- graphs
 
 
@@ -443,19 +434,6 @@ def test_nothing_is_copied_from_a_device_whose_storages_cannot_be_emptied(sim, m
     assert x.sum() == 4
 
 
-def test_nothing_moves_under_a_captured_graph(sim, monkeypatch):
-    class CUDAGraph:
-        pass
-
-    monkeypatch.setattr(sim.module, "CUDAGraph", CUDAGraph, raising=False)
-    x, graph = torch.ones(4, device=sim.device), CUDAGraph()
-    graph.itself = graph  # the collector must know it
-    with pytest.raises(CourtesyError, match=r"^A live CUDAGraph replays on the addresses of sim:0"):
-        Courtesy().yield_memory()
-    assert x.sum() == 4
-    del graph
-
-
 def test_a_subclass_moves_with_its_attributes_and_a_wrapper_as_often_as_its_parts_do(sim):
     class Named(torch.Tensor):
         pass
@@ -497,47 +475,35 @@ def test_modes_of_the_program_see_nothing_of_it(sim):
 # --- what CUDA asks for beside tensors
 
 
-@pytest.fixture
-def capture(sim, monkeypatch):
-    """Let a stream of the device capture a graph, or no longer."""
-    state = {"captures": False}
-    monkeypatch.setattr(
-        sim.module, "is_current_stream_capturing", lambda: state["captures"], raising=False
-    )
-
-    def change(captures):
-        state["captures"] = captures
-
-    return change
-
-
 BREAKS = r"^A graph is being captured on sim(:0)?\. A copy or a wait would end the capture with an "
 
 
 @pytest.mark.parametrize("device", [None, "sim:0"])
-def test_nothing_is_moved_or_brought_back_while_a_graph_is_captured(
-    sim, capture, monkeypatch, device
-):
-    x = torch.ones(4, device=sim.device)
-    capture(True)
-    courtesy = Courtesy(device)
-    with monkeypatch.context() as patched:
-        for name in ("synchronize", "empty_cache"):
-            patched.setattr(sim.module, name, lambda *_: pytest.fail("this breaks the capture"))
+def test_nothing_is_moved_or_brought_back_while_a_graph_is_captured(captures, device):
+    module, courtesy = captures.module, Courtesy(device)
+    x = torch.ones(4, device=captures.device)
+    with module.graph(module.CUDAGraph()):
         with pytest.raises(CourtesyError, match=BREAKS + ".*nothing was moved to host") as raised:
             courtesy.yield_memory()
-    assert raised.value.courtesy is courtesy
-    assert courtesy.away_bytes == 0
+        assert raised.value.courtesy is courtesy
+        assert courtesy.away_bytes == 0
     assert x.sum() == 4
-    capture(False)
     courtesy.yield_memory()
-    capture(True)
-    with pytest.raises(CourtesyError, match=BREAKS + ".*nothing was brought back"):
-        courtesy.restore()
-    assert courtesy.away_bytes == 16
-    capture(False)
+    with module.graph(module.CUDAGraph()):
+        with pytest.raises(CourtesyError, match=BREAKS + ".*nothing was brought back"):
+            courtesy.restore()
+        assert courtesy.away_bytes == 16
     courtesy.restore()
     assert x.sum() == 4
+
+
+def test_nothing_moves_under_a_captured_graph(captures):
+    x, graph = torch.ones(4, device=captures.device), captures.module.CUDAGraph()
+    graph.itself = graph  # the collector must know it
+    with pytest.raises(CourtesyError, match=r"^A live CUDAGraph replays on the addresses of sim:0"):
+        Courtesy().yield_memory()
+    assert x.sum() == 4
+    del graph
 
 
 def test_the_weights_that_autocast_has_cast_are_let_go(sim):

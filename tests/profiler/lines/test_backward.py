@@ -1,14 +1,11 @@
 """Python code that autograd's engine calls: the engine swaps the thread's state around it."""
 
-import gc
-
 import pytest
 import torch
 
 from tenure.profiler import LineProfiler
-from tests.compiling import forget_compiled
 
-from .truth import lines_of, sums_of, truth_of
+from .truth import check_lines_add_up, lines_of
 
 N = 256
 
@@ -73,30 +70,17 @@ def body(x):
     return torch.exp(y) * x
 
 
-PROGRAMS = {
-    "only the outer": (chain, (chain,)),
-    "all": (chain, (chain, hook, Cube.forward, Cube.backward)),
-    "a backward inside a backward": (reentrant, (reentrant,)),
-    "checkpoints": (checkpointed, (checkpointed, body)),
-}
-
-
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_lines_that_the_engine_calls_add_up_too(name, capfd):
-    call, functions = PROGRAMS[name]
-
-    def wrapped():
-        call()
-
-    truth = truth_of(wrapped)
-    gc.collect()
-    capfd.readouterr()
-    profiler = LineProfiler(*functions, wrapped, device="cpu")
-    with profiler:
-        wrapped()
-    assert sums_of(profiler) == truth
-    assert capfd.readouterr().err == ""
-    assert not torch._C._autograd._profiler_enabled()
+@pytest.mark.parametrize(
+    ("call", "functions"),
+    [
+        pytest.param(chain, [chain], id="only the outer"),
+        pytest.param(chain, [chain, hook, Cube.forward, Cube.backward], id="all"),
+        pytest.param(reentrant, [reentrant], id="a backward inside a backward"),
+        pytest.param(checkpointed, [checkpointed, body], id="checkpoints"),
+    ],
+)
+def test_lines_that_the_engine_calls_add_up_too(call, functions, capfd):
+    check_lines_add_up(call, functions, capfd)
 
 
 def test_each_line_of_a_backward_has_its_own_bytes():
@@ -145,6 +129,7 @@ def test_a_peak_inside_a_backward_is_seen_on_its_line_and_on_the_caller():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("fresh_compiler")
 def test_compiled_code_counts_on_the_line_that_calls_it(capfd):
     compiled = torch.compile(body, backend="aot_eager")
     x = torch.ones(N, requires_grad=True)
@@ -154,12 +139,4 @@ def test_compiled_code_counts_on_the_line_that_calls_it(capfd):
         loss.backward()
         x.grad = None
 
-    try:
-        truth = truth_of(step)
-        capfd.readouterr()
-        with LineProfiler(step, device="cpu") as profiler:
-            step()
-        assert sums_of(profiler) == truth
-        assert capfd.readouterr().err == ""
-    finally:
-        forget_compiled()
+    check_lines_add_up(step, [step], capfd)

@@ -241,22 +241,6 @@ def test_results_survive_an_exception_and_a_keyboard_interrupt():
 # --- what it shows
 
 
-def test_the_table_of_a_function():
-    first = work.__code__.co_firstlineno
-    assert str(ran(work)) == "\n".join(
-        [
-            f"## work, {HERE}:{first}, cpu",
-            "line  hits    alloc    freed      net     peak  code",
-            f"{first:4}                                            def work(n):",
-            f"{first + 1:4}     1  1.0 KiB      0 B  1.0 KiB  1.0 KiB      x = torch.ones(n)",
-            f"{first + 2:4}     3      0 B      0 B      0 B  4.0 KiB      for _ in range(2):",
-            f"{first + 3:4}     2  6.0 KiB  3.0 KiB  3.0 KiB  6.0 KiB          "
-            "x = torch.cat([x, x])",
-            f"{first + 4:4}     1      0 B      0 B      0 B  4.0 KiB      return x",
-        ]
-    )
-
-
 @pytest.mark.parametrize(
     ("profiler", "enabled", "text"),
     [

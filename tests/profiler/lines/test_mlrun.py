@@ -7,7 +7,6 @@ from IPython.core.error import UsageError
 from IPython.utils.capture import capture_output
 
 from tenure.profiler import LineProfiler, ProfilerUsageError
-from tests.programs import run_program
 from tests.shells import opened, ran
 
 WORK = "import torch\ndef work(n):\n    x = torch.ones(n)\n    return (x * 2).sum()\n"
@@ -25,17 +24,6 @@ def table(captured):
     """The one table that was displayed, as text."""
     (shown,) = [output.data["text/plain"] for output in captured.outputs]
     return shown
-
-
-def test_loading_the_extension_adds_both_magics_and_prints_nothing():
-    code = (
-        "from IPython.core.interactiveshell import InteractiveShell\n"
-        "shell = InteractiveShell()\n"
-        "shell.run_cell('%load_ext tenure')\n"
-        "assert shell.find_line_magic('mlrun') and shell.find_cell_magic('mlrun')\n"
-    )
-    done = run_program(code)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 def test_a_statement_is_profiled_and_shown_as_a_whole(shell):

@@ -5,7 +5,10 @@ from __future__ import annotations
 import gc
 from typing import NamedTuple
 
+import torch
 from torch.profiler import ProfilerActivity, profile
+
+from tenure.profiler import LineProfiler
 
 
 class Truth(NamedTuple):
@@ -50,3 +53,23 @@ def sums_of(profiler):
         sum(record.freed_bytes for record in records),
         max(record.peak_bytes for record in records),
     )
+
+
+def check_lines_add_up(call, functions, capfd):
+    """Lines of a call and of functions in it have what the allocator did; nothing is printed."""
+
+    def wrapped():
+        try:
+            call()
+        except ZeroDivisionError:
+            return  # the exception, and the frames it held, end here
+
+    truth = truth_of(wrapped)
+    gc.collect()
+    capfd.readouterr()  # torch's own profiler may print
+    with LineProfiler(*functions, wrapped, device="cpu") as profiler:
+        wrapped()
+    assert sums_of(profiler) == truth
+    assert truth.allocated_bytes > 0
+    assert capfd.readouterr().err == ""
+    assert not torch._C._autograd._profiler_enabled()
