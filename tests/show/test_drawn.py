@@ -53,14 +53,6 @@ def test_a_name_that_the_script_draws_hides_nothing_and_turns_nothing_around():
     assert "        x = 1" in data
 
 
-def test_a_page_without_scripts_shows_its_report():
-    tags, text = read_html(sample_page())
-    assert "noscript" in [tag for tag, _ in tags]
-    assert "Charts need JavaScript" in text
-    assert text.count("python train.py") == 3
-    assert "exit code 1" in text
-
-
 def test_a_name_has_its_colour_and_others_take_the_next():
     data = read_data(sample_page())
     named, others = data["named"], data["others"]

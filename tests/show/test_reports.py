@@ -11,7 +11,6 @@ import tenure
 from tenure import LeakReport, ReportFormatError, adaptive, paging, profiler
 from tenure.profiler import MemReport, RecordsDisplay, Snapshot, snapshot
 
-from ..programs import run_program
 from .report_samples import LEAKS, LINES, MEMORY, REPORTS
 
 PUBLIC = {
@@ -40,32 +39,6 @@ def test_what_was_written_reads_as_the_same_report(report):
 
 def test_every_public_report_is_held_by_these_tests():
     assert {type(report) for report in WRITTEN.values()} | {Snapshot} == PUBLIC
-
-
-OTHER_PROCESS = """
-import json, sys, torch
-from tenure import NewDisposeScope
-from tenure.profiler import LineProfiler, MemReporter, snapshot
-
-def work():
-    return torch.ones(64).sum()
-
-model = torch.nn.Linear(4, 2, bias=False)
-CACHE = []
-with NewDisposeScope("step", policy="report") as scope:
-    CACHE.append(torch.ones(3))
-with LineProfiler(work, device="cpu") as profiler:
-    work()
-reports = [MemReporter(model).get_stats(), scope.leaks, profiler.display(), snapshot()]
-print(json.dumps([[report.to_dict(), str(report)] for report in reports]))
-"""
-
-
-def test_a_report_of_another_process_reads_as_it_was_printed_there():
-    done = run_program(OTHER_PROCESS)
-    kinds = (MemReport, LeakReport, RecordsDisplay, Snapshot)
-    for kind, (facts, text) in zip(kinds, json.loads(done.stdout), strict=True):
-        assert str(kind.from_dict(facts)) == text
 
 
 @pytest.mark.parametrize("error", [float("nan"), float("inf"), float("-inf"), np.float32(0.5), 1])
