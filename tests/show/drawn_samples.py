@@ -29,6 +29,7 @@ HOSTILE = {
     "\u202eright to left\u202d \u05e9\u05dc\u05d5\u05dd": (
         r"\u202eright to left\u202d " + "\u05e9\u05dc\u05d5\u05dd"
     ),
+    "zero\u200bwidth\x1b\U000e0041": r"zero\u200bwidth\x1b\U000e0041",
     "line\nbreak\ttab\0nul \ud800 \u2028\u2029": (
         "line\nbreak   tab" + r"\x00nul \ud800 \u2028\u2029"
     ),
