@@ -62,8 +62,8 @@ def test_the_largest_micro_batch_that_fits_is_found(kind):
     assert base + true_bytes(fn, batch, found.micro_batch + 1, **options) > budget
 
 
-def test_where_nothing_fits_the_numbers_are_told():
-    _, batch, loss_of = setting(8, 48, 2)
+def test_where_nothing_fits_the_numbers_and_the_size_that_takes_least_are_told():
+    _, batch, loss_of = setting(8, 48, 5)
     expected = (
         r"plan\(\) finds no micro-batch of 'fn' that fits: 1 sample at a time would take .* KiB on "
         r"cpu, .* more than the 50\.0 KiB that there are: parameters .*, gradients.*Nothing was run"
@@ -74,10 +74,6 @@ def test_where_nothing_fits_the_numbers_are_told():
 
     with pytest.raises(OutOfRetriesError, match=expected):
         plan(fn, batch, "50KiB", margin=0, maximum=1)
-
-
-def test_an_error_tells_the_size_that_takes_least_and_what_it_needs():
-    _, batch, fn = setting(8, 48, 5)
     with pytest.raises(OutOfRetriesError) as caught:
         plan(fn, batch, "50KiB", margin=0)
     size, n_bytes = caught.value.least

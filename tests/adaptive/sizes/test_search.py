@@ -229,17 +229,6 @@ def test_the_first_step_comes_to_95_percent(given_load):
     assert found >= 0.95 * min(initial, load.largest) - 1
 
 
-def test_measured_memory_that_comes_free_is_used_at_once():
-    load = Load(10_000, 10)
-    call = batch_of(load, 1024, maximum=1 << 20, cache_type=GlobalBatchsizeCache)
-    with load.budget():
-        call()
-    load.limit *= 3
-    with load.budget():
-        found = [call() for _ in range(4)]
-    assert found[-1] >= 0.95 * load.largest
-
-
 @pytest.mark.parametrize(
     ("calls", "tried"),
     [
@@ -259,15 +248,17 @@ def test_memory_that_only_the_first_calls_needed_does_not_count_later(calls, tri
     assert load.sizes == tried
 
 
-def test_a_smaller_piece_of_memory_makes_the_size_smaller_before_it_fails():
+@pytest.mark.parametrize("make", [batch_of, pieces_of], ids=["calls", "pieces"])
+@pytest.mark.parametrize("limit", [7000, 30_000])
+def test_more_or_less_memory_than_in_the_last_call_is_used_without_a_failure(make, limit):
     load = Load(10_000, 10, fixed=2000)
-    call = pieces_of(load, 1000)
+    call = make(load, 1000, maximum=1 << 20, cache_type=GlobalBatchsizeCache)
     with load.budget():
         call()
     load.failed.clear()
-    load.limit = 7000
+    load.limit = limit
     with load.budget():
-        found = call()
+        found = [call() for _ in range(4)][-1]
     assert load.failed == []
     assert 0.95 * load.largest <= found <= load.largest
 

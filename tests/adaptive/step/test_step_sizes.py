@@ -1,7 +1,5 @@
 """The size that the first step under a budget comes to, predicted or not, and those after it."""
 
-import logging
-
 import pytest
 import torch
 from torch import nn
@@ -157,23 +155,6 @@ def test_what_is_remembered_is_not_predicted_again_and_a_larger_batch_is(trainin
         assert run(training.batch)[1][0] == 200
         assert run(training.batch)[1] == []
     assert statistics().ooms == 0
-
-
-def test_a_step_that_can_not_be_predicted_begins_with_the_whole_batch(training, caplog):
-    seen = []
-
-    def fn(batch):
-        seen.append(len(batch["x"]))
-        loss = training.loss(batch)
-        assert loss.detach().numpy() < 100
-        return loss
-
-    with caplog.at_level(logging.INFO, "tenure.adaptive"), memory_budget(training.whole_bytes // 3):
-        result = step(fn, training.batch, predict=True, verify=False)
-    assert "goes on without predictions: size 200 could not be predicted" in caplog.text
-    assert seen[0] == 200
-    assert result.attempts > 1
-    assert training.error() <= 1e-10
 
 
 def test_a_prediction_that_is_too_low_is_caught_by_the_retry(training):

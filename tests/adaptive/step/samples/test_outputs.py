@@ -1,6 +1,7 @@
 """Outputs of every form train what they were computed from, also in memory used again."""
 
 import dataclasses
+from functools import partial
 
 import numpy
 import pytest
@@ -160,33 +161,36 @@ def test_losses_in_one_memory_are_compared_and_returned_as_they_were(verify):
     torch.testing.assert_close(results, [each.detach().sqrt() for each in wanted])
 
 
+HELD = torch.zeros(16, 3, dtype=torch.float64)
+
+
+def _two_in_one_memory(net, b):
+    """Without a common element."""
+    out = net(b).T.contiguous()
+    return out[0], out[1]
+
+
+WRITTEN = {
+    "the function fills one memory": (
+        lambda net, b: (net(b), HELD[: len(b)].copy_(b[:, :3])),
+        lambda outputs: F.mse_loss(*outputs).sqrt(),
+    ),
+    "the loss writes outputs": (
+        lambda net, b: net(b),
+        lambda out: out.mul_(2).relu_().square().mean().sqrt(),
+    ),
+    "the loss writes one of two": (
+        _two_in_one_memory,
+        lambda outputs: (outputs[0].mul_(2) * outputs[1]).square().mean().sqrt(),
+    ),
+}
+
+
 @EITHER
-def test_outputs_in_one_memory_are_those_of_each_micro_batch(verify):
-    net, held, x = small_net(), torch.zeros(16, 3, dtype=torch.float64), samples(16)
-
-    def fn(b):
-        return net(b), held[: len(b)].copy_(b[:, :3])
-
-    def loss(outputs):
-        return F.mse_loss(*outputs).sqrt()
-
-    compare(net, loss(fn(x)), fn, x, loss=loss, maximum=4, verify=verify)
-
-
-@EITHER
-def test_a_loss_that_writes_the_outputs_in_place_can_be_split(verify):
+@pytest.mark.parametrize(("fn", "loss"), WRITTEN.values(), ids=WRITTEN)
+def test_outputs_that_are_written_are_those_of_each_micro_batch(fn, loss, verify):
     net, x = small_net(), samples(16)
-
-    def outputs(b):
-        # of one memory, without a common element
-        out = net(b).T.contiguous()
-        return out[0], out[1]
-
-    for fn, loss in (
-        (net, lambda o: o.mul_(2).relu_().square().mean().sqrt()),
-        (outputs, lambda o: (o[0].mul_(2) * o[1]).square().mean().sqrt()),
-    ):
-        compare(net, loss(fn(x)), fn, x, loss=loss, maximum=4, verify=verify)
+    compare(net, loss(fn(net, x)), partial(fn, net), x, loss=loss, maximum=4, verify=verify)
 
 
 @EITHER
