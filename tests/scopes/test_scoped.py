@@ -219,3 +219,5 @@ def test_persist_does_not_return_to_a_scope_that_closed_meanwhile():
         scope.close()
     assert current_scope() is None
     assert not is_disposed(torch.ones(1))
+    with NewDisposeScope() as later:
+        assert later.outer is None

@@ -6,12 +6,10 @@ Tables and paragraphs are made here by their private names, because no report ha
 import html
 import io
 import re
-from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from tenure._callers import line_in
 from tenure._errors import ProfilerUsageError
 from tenure._show import (
     Code,
@@ -97,12 +95,6 @@ def test_the_largest_stand_first_and_the_others_are_summed_up():
     shown = " ".join(table.arranged(None, None).text(80).split()[2:])
     assert shown == "base 8 B view (8 B) w (8 B)"
     assert table.arranged(0, None).text(80).split()[2:] == ["and", "3", "more", "8", "B"]
-
-
-def test_a_file_is_told_from_the_working_directory(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    assert line_in(str(tmp_path / "a" / "b.py"), 3) == f"{Path('a', 'b.py')}:3"
-    assert line_in("/elsewhere/b.py", 3) == "/elsewhere/b.py:3"
 
 
 @pytest.mark.parametrize(

@@ -94,27 +94,6 @@ def test_a_disposed_tensor_has_holders_and_the_site_of_a_scope_is_told():
     assert found.summary().endswith(">: 2 references, 2 explained, 0 unexplained")
 
 
-class Trainer:
-    """Has a model, as trainers do."""
-
-    def __init__(self, model):
-        self.model = model
-
-    def step(self):
-        return holders(self.model)
-
-
-def test_a_module_is_held_by_what_has_it():
-    trainer = Trainer(torch.nn.Linear(2, 2))
-    CACHE["best"] = [trainer.model]
-    CACHE["forward"] = trainer.model.forward
-    assert set(trainer.step()) == {
-        "Trainer.model",
-        f"{HERE}.CACHE['best'][0]",
-        f"Linear, held by the bound method {HERE}.CACHE['forward']",
-    }
-
-
 def test_a_module_is_told_with_what_it_weighs_and_its_balance():
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2, bias=False))
     model[1].weight = model[0].weight
