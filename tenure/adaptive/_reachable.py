@@ -95,7 +95,7 @@ class StepModels:
         finally:
             self.listeners = before
 
-    # it runs between the frames of compiled code: see test_a_compiled_module_trains_the_same
+    # it runs between the frames of compiled code
     @never_compiled
     def _see(self, module: nn.Module, values: object) -> None:
         below = modules_below([module])
@@ -106,8 +106,7 @@ class StepModels:
         # it
         if not self._is_given:
             self.roots[name] = module
-        # told before its first line runs, or its buffers would be noted too late: see
-        # test_buffers_of_a_module_that_no_search_finds_are_written_once
+        # told before its first line runs, or its buffers would be noted too late
         new = [each for each in below if id(each) not in self._known]
         self._known.update(map(id, new))
         self.all += new

@@ -158,8 +158,7 @@ class Attempts:
                 sizes.append(search.size)
                 self._let_go(outcome, search.size)
                 if not self._prepare_next(outcome, search, relief):
-                    # The traceback of the failure leads back to this frame: held here, it would be
-                    # a cycle. See test_the_last_error_still_shows_its_lines_and_holds_no_tensor.
+                    # the traceback of the failure leads back to this frame: a cycle, if held here
                     last = [outcome]
                     del outcome
                     self._give_up(last, sizes, search.limited_by, search.gave_up())
@@ -170,8 +169,7 @@ class Attempts:
                 self._collect_again()
                 outcome = self._attempt(work, search.size)
         except BaseException:
-            # An interrupt may come between an attempt that failed and the end of its undoing, see
-            # test_an_undoing_that_is_interrupted_is_done_again.
+            # An interrupt may come between an attempt that failed and the end of its undoing.
             self._collect_again()
             self._undo()
             raise
@@ -369,8 +367,7 @@ def release(error: BaseException, outside: BaseException | None) -> None:
     waiting = [frame for one in chain_of(error, outside) for frame in _frames_of(one)]
     n_before = -1
     # A frame that is cleared may have held the last reference to a generator, which ends with it
-    # and can be cleared in the next round: see
-    # test_a_generator_that_only_the_attempt_held_lets_go_of_its_variables.
+    # and can be cleared in the next round.
     while len(waiting) != n_before:
         n_before = len(waiting)
         waiting = [frame for frame in waiting if not _clear(frame)]

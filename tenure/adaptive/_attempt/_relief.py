@@ -143,9 +143,8 @@ def _drain(info: OomInfo) -> None:
         return
     module, device = found
     # Waits for two things, each of which would take memory from the retry: autograd's thread, which
-    # lets go of a failed pass late (see test_a_retry_finds_all_memory_though_the_engine_is_late),
-    # and kernels that still use blocks of the attempt. Either may raise what failed on the device,
-    # which is not what this is for.
+    # lets go of a failed pass late, and kernels that still use blocks of the attempt. Either may
+    # raise what failed on the device, which is not what this is for.
     with contextlib.suppress(Exception):
         _wait_for_engine(device)
     with contextlib.suppress(Exception):
@@ -181,8 +180,7 @@ def _free_cache(info: OomInfo, unused_bytes: int | None) -> int:
     module, device = found
     before = held_by(module, device)
     # Of what was unused at the error, the free parts of segments in use can't be given back; what
-    # stays is what the allocator could give, as one piece. See
-    # test_a_cache_cut_up_by_older_tensors_promises_nothing.
+    # stays is what the allocator could give, as one piece.
     set_free_bytes = unused_bytes - before.split_bytes
     if info.kind not in _OUTSIDE_THE_ALLOCATOR and not _serves(set_free_bytes, info):
         return 0

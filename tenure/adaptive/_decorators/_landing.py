@@ -56,8 +56,7 @@ class Landing:
         for event in self._events:
             event.synchronize()
         copies = {id(copy) for copy in self._copies}
-        # Called by the next attempt, whose failure must not dispose of this: see
-        # test_what_has_landed_outlives_a_failure_of_the_next_piece.
+        # Called by the next attempt, whose failure must not dispose of this.
         with persist():
             return mapped(lambda each: each.clone() if id(each) in copies else each, self._begun)
 

@@ -171,8 +171,7 @@ def run_pieces(
         )
         while piece.start < end:
             left = end - piece.start
-            # only after a failure: until then nothing is measured, see
-            # test_nothing_is_collected_or_emptied_while_everything_fits
+            # only after a failure: until then nothing is measured
             if search.room is not None:
                 search.go_on(search.room)
             if search.size > left:

@@ -208,7 +208,7 @@ class CountingMode(DispatchMode):
         if self._account.live_bytes <= self._limit_bytes:
             return False
         # Storages that became smaller without an operation are seen only now: nobody is refused for
-        # memory that has gone, see test_memory_that_is_freed_without_an_operation_counts_no_more.
+        # memory that has gone.
         self._account.measure_again()
         return self._account.live_bytes > self._limit_bytes
 

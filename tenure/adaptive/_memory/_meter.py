@@ -152,8 +152,8 @@ class _Allocator:
         if told is None:
             raise RuntimeError(f"the free memory of {self._device} is not known")
         # Not the free parts of segments in use: work that needs several pieces does not fit there
-        # though their sum does, see test_a_fragmented_cache_misleads_no_search. Where all free
-        # memory lies so, the size found is too small rather than one that fails.
+        # though their sum does. Where all free memory lies so, the size found is too small rather
+        # than one that fails.
         return told[0] + held.spare_bytes
 
     def restart(self) -> None:

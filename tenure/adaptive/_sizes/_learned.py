@@ -71,8 +71,7 @@ class SizeSite:
     def _similar(self, signature: str) -> SizeModel | None:
         """Return a copy of the latest record of another shape, as a first guess.
 
-        Not of other modes: without gradients far larger ones fit, see
-        test_evaluation_does_not_make_training_smaller.
+        Not of other modes: without gradients far larger ones fit.
         """
         modes, adds = circumstances_in(signature)
         for wanted in ((modes, adds), (modes, not adds)):
@@ -100,7 +99,7 @@ def find(key: SiteKey) -> SizeSite | None:
     """Return the site of a key, if something is known there."""
     site = sites.get(key)
     # one whose objects are gone is another's by now, though the identities are the same: add() puts
-    # a new one in its place, see test_an_identity_that_is_used_again_is_no_acquaintance
+    # a new one in its place
     if site is None or not site.is_alive:
         return None
     with _lock:

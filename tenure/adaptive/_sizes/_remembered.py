@@ -166,8 +166,7 @@ class RememberedCall:
         owner, frame = self._owner, self._frame
         if cache_type.remembered_for == "function" and owner is not None:
             return cache_type, id(owner)
-        # the instruction, not the line: of two calls on one line each has sizes of its own, see
-        # test_two_calls_on_one_line_are_two_calls
+        # the instruction, not the line: of two calls on one line each has sizes of its own
         return cache_type, id(owner), id(frame.f_code), frame.f_lasti
 
     def _add(self) -> SizeSite:
@@ -190,8 +189,7 @@ class RememberedCall:
 
     def _signature(self) -> str:
         function, (args, kwargs, adds_gradients) = self._function, self._arguments
-        # a module that runs is in training or evaluation like one that is passed, see
-        # test_training_and_evaluation_of_the_module_of_a_method_are_apart
+        # a module that runs is in training or evaluation like one that is passed
         of = function.__self__ if isinstance(function, MethodType) else function
         args = (of, *args) if isinstance(of, nn.Module) else args
         chunked, dimension = self._split or (None, 0)

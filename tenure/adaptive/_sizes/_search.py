@@ -243,8 +243,7 @@ class AdaptiveSearch:
         each_bytes, self._each_bytes = self._each_bytes, None
         less = max(self._limits.floor, size // 2)
         if each_bytes is not None and needed_bytes and less < size:
-            # or all of it would pass for what a smaller size does not need: see
-            # test_what_is_remembered_is_not_predicted_again
+            # or all of it would pass for what a smaller size does not need
             model.ran_part(less, max(1, needed_bytes - int(each_bytes * (size - less))))
         self._n_pieces += 1
         self._works = True

@@ -319,7 +319,7 @@ class SplitBackward:
 
     Attributes:
         n_roots: the tensors that a pass of this attempt ran from; 0 at the end means that nothing
-            was trained, which nobody wants silently: see test_gradients_disabled_are_explained.
+            was trained, which nobody wants silently.
         is_thrown_away: whether nobody gets the gradients, so that no hook of the user's sees them.
         unhooked: leaves whose gradients come without autograd, and so without hooks, by identity.
     """

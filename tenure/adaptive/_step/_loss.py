@@ -267,8 +267,7 @@ def _has_float64(device: torch.device) -> bool:
     try:
         torch.ones(1, dtype=torch.float64, device=device)
     except (RuntimeError, TypeError) as error:
-        # no answer of the device's, and remembered it would be wrong for good: see
-        # test_a_device_without_memory_is_asked_again
+        # no answer of the device's, and remembered it would be wrong for good
         if is_oom(error):
             raise
         return False
@@ -340,8 +339,7 @@ def numbers_of(weights: Sequence[object]) -> list[float]:
 def read_numbers(values: Sequence[object]) -> list[object]:
     """Return the same with numbers for one-element tensors, read together by device."""
     read = list(values)
-    # the host waits for a device once, not for each chunk: see
-    # test_weights_on_two_devices_are_read_from_each
+    # the host waits for a device once, not for each chunk
     alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for i, value in enumerate(values):
         if isinstance(value, Tensor) and value.numel() == 1:

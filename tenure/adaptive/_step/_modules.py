@@ -273,8 +273,7 @@ def _why_coupled(module: nn.Module) -> str | None:
     if isinstance(module, BatchNorm):
         if module.training:
             return "training with the statistics of its batch"
-        # frozen, it normalizes with constants: see
-        # test_batchnorm_may_stay_when_the_batch_fits_or_it_is_frozen
+        # frozen, it normalizes with constants
         has_none = module.running_mean is None
         return "without running statistics, so it uses those of its batch" if has_none else None
     # each sample is normalized alone, but running statistics are a mean over the batch

@@ -290,7 +290,7 @@ def _search(
 ) -> AdaptiveSearch:
     """Return which sizes to try."""
     limits = SizeLimits(max(checked_size("minimum", options.minimum), parts.smallest))
-    # of an empty batch, too: see test_an_empty_batch_does_what_the_plain_call_does
+    # of an empty batch, too
     largest = max(parts.n_samples, 1)
     if options.maximum is not None:
         most = checked_size("maximum", options.maximum)

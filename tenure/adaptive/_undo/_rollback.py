@@ -175,8 +175,7 @@ class RngState:
         ]
         noted += map(_generator, self._generators)
         devices = dict.fromkeys(self._devices)
-        # all of them, not the current one: a part may move its work to any, see
-        # test_a_retried_part_draws_what_it_had_drawn_on_every_device
+        # all of them, not the current one: a part may move its work to any
         found = torch.accelerator.current_accelerator(check_available=True)
         if found is not None and _is_initialized(found):
             for index in range(torch.accelerator.device_count()):
