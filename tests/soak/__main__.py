@@ -39,6 +39,10 @@ def _zero(what, n, note=""):
     return Row(what, f"{n:,}", "0", n == 0, note)
 
 
+def _wrong(what, wrong, *notes):
+    return _zero(what, len(wrong), "; ".join([*notes, *wrong[:1]]))
+
+
 def scopes():
     """A million scopes."""
     yield from _growth_rows(f"{_SCOPES:,} scopes", many_scopes.run(_SCOPES))
@@ -48,9 +52,7 @@ def random_programs():
     """Programs in many threads at once."""
     errors = threads.run(_THREADS, _PROGRAMS_A_THREAD, _STEPS)
     what = f"{_THREADS * _PROGRAMS_A_THREAD:,} random programs in {_THREADS} threads"
-    yield _zero(
-        f"{what}: differences from the model", len(errors), "; ".join(map(repr, errors[:1]))
-    )
+    yield _wrong(f"{what}: differences from the model", [*map(repr, errors)])
 
 
 def days():
@@ -67,19 +69,14 @@ def failures():
     program = [sys.executable, "-m", "tests.soak.allocations", str(_STRIDE)]
     found = json.loads(subprocess.run(program, check=True, capture_output=True).stdout)
     for name, of_it in found.items():
-        note = f"among the first {of_it['last']:,} allocations; {'; '.join(of_it['wrong'][:1])}"
-        yield _zero(
-            f"{of_it['met']:,} allocations of examples/{name}.py fail: something left or broken",
-            len(of_it["wrong"]),
-            note.rstrip("; "),
-        )
+        what = f"{of_it['met']:,} allocations of examples/{name}.py fail: something left or broken"
+        yield _wrong(what, of_it["wrong"], f"among the first {of_it['last']:,} allocations")
 
 
 def killed():
     """Processes that end by SIGKILL."""
-    failed = kills.run(_KILLS)
     what = f"{_KILLS} processes killed while paging from a disk: files left or changed"
-    yield _zero(what, len(failed), "; ".join(failed[:1]))
+    yield _wrong(what, kills.run(_KILLS))
 
 
 def damaged():
@@ -87,17 +84,14 @@ def damaged():
     for name, found in damage.run(_CUTS, _FLIPS).items():
         n = found.refused + found.exact + len(found.wrong)
         note = f"{found.refused:,} refused by name, {found.exact:,} read exactly"
-        note = "; ".join([note, *found.wrong[:1]])
-        yield _zero(
-            f"{n:,} damaged copies of {name}: read as something else", len(found.wrong), note
-        )
+        yield _wrong(f"{n:,} damaged copies of {name}: read as something else", found.wrong, note)
 
 
 def hostile():
     """Names that are markup or commands."""
     shown, refused, wrong = names.run(10**6)
-    note = "; ".join([f"{refused:,} refused", *wrong[:1]])
-    yield _zero(f"{shown:,} reports with a hostile name: more than shown", len(wrong), note)
+    what = f"{shown:,} reports with a hostile name: more than shown"
+    yield _wrong(what, wrong, f"{refused:,} refused")
 
 
 _PIECES = {
@@ -125,17 +119,13 @@ def collect():
     sys.exit(f"missed: {missed}" if missed else 0)
 
 
-def main():
-    """Each piece in a process of its own, so that none grows by what another left."""
-    if sys.argv[1:] != ["--collect"]:
-        for name in sys.argv[1:]:
-            run(name)
-        if sys.argv[1:]:
-            return
+if __name__ == "__main__":
+    named = [name for name in sys.argv[1:] if name != "--collect"]
+    for name in named:
+        run(name)
+    if not sys.argv[1:]:
+        # in a process of its own, so that none grows by what another left
         for name in _PIECES:
             subprocess.run([sys.executable, "-m", "tests.soak", name], check=True)
-    collect()
-
-
-if __name__ == "__main__":
-    main()
+    if not named:
+        collect()

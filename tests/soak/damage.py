@@ -33,7 +33,7 @@ class Damage:
 
     def cut(self, n_cuts, chance):
         ends = range(len(self.whole))
-        for end in ends if n_cuts >= len(ends) else sorted(chance.sample(ends, n_cuts)):
+        for end in chance.sample(ends, min(n_cuts, len(ends))):
             self.try_one(self.whole[:end], f"cut at {end}")
 
     def flip(self, n_flips, chance):
@@ -61,16 +61,17 @@ class Damage:
 
 
 def _weights(path):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 4), nn.Linear(4, 2))
-    save_file(model.state_dict(), path, {"format": "pt"})
-    x = torch.ones(1, 8)
+    def made():
+        return nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 4), nn.Linear(4, 2))
 
     def read():
         with torch.device("meta"):
-            model = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 4), nn.Linear(4, 2))
+            model = made()
         with load_paged(model, path, "cpu"), torch.no_grad():
-            return model(x).tolist()
+            return model(torch.ones(1, 8)).tolist()
+
+    torch.manual_seed(0)
+    save_file(made().state_dict(), path, {"format": "pt"})
 
     head = 8 + int.from_bytes(path.read_bytes()[:8], "little")
     return Damage(path, read, head)
@@ -78,11 +79,7 @@ def _weights(path):
 
 def _recording(path):
     RUN.save(path)
-
-    def read():
-        return json.dumps(Recording.load(path).to_dict())
-
-    return Damage(path, read)
+    return Damage(path, lambda: json.dumps(Recording.load(path).to_dict()))
 
 
 def _sizes(path):

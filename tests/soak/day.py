@@ -32,7 +32,7 @@ class Day:
         with torch.no_grad():
             self.whole = self.paged(self.input)
         self.folder = folder
-        self.retries = self.passes = self.reports = 0
+        self.retries = self.passes = 0
 
     def one(self, i):
         """The step of one second."""
@@ -48,7 +48,6 @@ class Day:
         if i % 200 == 199:
             self.page_once()
         if i % 10_000 == 9_999:
-            self.reports += 1
             str(snapshot())
 
     def loss(self, batch):
@@ -58,12 +57,11 @@ class Day:
     def retried(self):
         """A step of which the whole does not fit."""
 
-        def loss(batch):
-            x, y = batch
+        def loss(x, y):
             return ((self.model(x) - y).expand(-1, 256).contiguous() ** 2).mean()
 
         with memory_budget("150KiB"):
-            result = step(loss, (self.x, self.y))
+            result = step(lambda batch: loss(*batch), (self.x, self.y))
         self.retries += result.micro_batch < len(self.x)
 
     def page_once(self):
@@ -76,19 +74,13 @@ class Day:
 
 
 def run(n_steps, *, n_warm):
-    """Run so many seconds; the growth after the first ones, and the day."""
-    logger = logging.getLogger("tenure")
-    level = logger.level
+    """Run so many seconds, in a process of their own; the growth, the day, and its last loss."""
     # every retry would be a line
-    logger.setLevel(logging.ERROR)
-    try:
-        with TemporaryDirectory() as folder:
-            day = Day(Path(folder))
-            # a place remembers which sizes failed in it, which are more from time to time
-            growth = grown(day.one, n_steps, n_warm, forget=reset)
-            gc.collect()
-            assert list(Path(folder).iterdir()) == []
-            final = day.loss((day.x, day.y)).item()
-            return growth, day, final
-    finally:
-        logger.setLevel(level)
+    logging.getLogger("tenure").setLevel(logging.ERROR)
+    with TemporaryDirectory() as folder:
+        day = Day(Path(folder))
+        # a place remembers which sizes failed in it, which are more from time to time
+        growth = grown(day.one, n_steps, n_warm, forget=reset)
+        gc.collect()
+        assert list(Path(folder).iterdir()) == []
+        return growth, day, day.loss((day.x, day.y)).item()

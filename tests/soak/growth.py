@@ -19,7 +19,7 @@ _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 class Held(NamedTuple):
-    """What the process holds at a moment."""
+    """What the process holds at a moment, or more than at another one."""
 
     rss_bytes: int
     kinds: Counter[type]
@@ -28,7 +28,7 @@ class Held(NamedTuple):
     @property
     def objects(self):
         """How many objects of Python, of all types."""
-        return self.kinds.total()
+        return sum(self.kinds.values())
 
     @property
     def types(self):
@@ -36,12 +36,9 @@ class Held(NamedTuple):
         return ", ".join(f"{n:+} {kind.__qualname__}" for kind, n in self.kinds.items())
 
     def since(self, before):
-        kinds = Counter(self.kinds)
-        # also what there is less of
-        kinds.subtract(before.kinds)
-        kinds = Counter({kind: n for kind, n in kinds.items() if n})
-        rss_bytes, entries = self.rss_bytes - before.rss_bytes, self.entries - before.entries
-        return Held(rss_bytes, kinds, entries)
+        more = {kind: self.kinds[kind] - before.kinds[kind] for kind in self.kinds | before.kinds}
+        kinds = Counter({kind: n for kind, n in more.items() if n})
+        return Held(self.rss_bytes - before.rss_bytes, kinds, self.entries - before.entries)
 
 
 def held():
