@@ -26,13 +26,6 @@ from tenure._cells import cell_of
 from tests.shells import opened
 
 
-class Direct(TorchFunctionMode):
-    """Calls on in its handler."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        return func(*args, **(kwargs or {}))
-
-
 class ByHelper(TorchFunctionMode):
     """Calls on in a function that its handler calls."""
 
@@ -90,13 +83,13 @@ def test_what_the_block_makes_under_a_mode_is_the_blocks_and_has_its_line(mode):
 
 
 def test_the_handler_of_a_mode_may_be_called_by_hand_before_a_mode_calls_it():
-    class Borrowing(Direct):
+    class Borrowing(ByHelper):
         def __torch_function__(self, func, types, args=(), kwargs=None):
             return super().__torch_function__(func, types, args, kwargs)
 
     norm = nn.BatchNorm1d(2)
     with NewDisposeScope() as scope:
-        by_hand = Direct().__torch_function__(torch.ones, (), (2,))
+        by_hand = ByHelper().__torch_function__(torch.ones, (), (2,))
         assert by_hand in scope
         with Borrowing():
             norm.double()
@@ -109,31 +102,17 @@ def test_a_site_is_known_of_what_a_scope_that_captures_saw_made_and_after_it_too
         assert created_at(torch.ones(2)) is None
     with NewDisposeScope(capture="site"):
         made = torch.ones(2)
-        line = made_at(made)
+        place = created_at(made)
         detach_from_scope(made)
-    assert made_at(made) == line
     with NewDisposeScope(policy="report"):
         survivor = torch.ones(2)
-    assert made_at(survivor) == line + 5
-
-
-def made_at(tensor):
-    """The line in this file."""
-    path, _, line = created_at(tensor).rpartition(":")
-    assert path.endswith("test_callers.py")
-    return int(line)
+    first = test_a_site_is_known_of_what_a_scope_that_captures_saw_made_and_after_it_too.__code__
+    lines = [f"tests/test_callers.py:{first.co_firstlineno + n}" for n in (5, 9)]
+    assert [created_at(made), created_at(survivor)] == lines
+    assert place == lines[0]
 
 
 CODE = "def below(): warn_user('here', TenureWarning)"
-
-
-def place_of_warning(name):
-    """The file that a warning names which comes from code of a module of that name."""
-    names = {"__name__": name, "warn_user": warn_user, "TenureWarning": TenureWarning}
-    exec(compile(CODE, "below.py", "exec"), names)
-    with pytest.warns(TenureWarning, match="here") as caught:
-        names["below"]()
-    return caught[0].filename
 
 
 @pytest.mark.parametrize(
@@ -144,7 +123,12 @@ def place_of_warning(name):
     ],
 )
 def test_code_of_the_library_is_passed_by_and_other_code_is_the_users(name, place):
-    assert place_of_warning(name) == place
+    """A warning names the file of code of a module of that name, or of who calls it."""
+    names = {"__name__": name, "warn_user": warn_user, "TenureWarning": TenureWarning}
+    exec(compile(CODE, "below.py", "exec"), names)
+    with pytest.warns(TenureWarning, match="here") as caught:
+        names["below"]()
+    assert caught[0].filename == place
 
 
 @pytest.mark.parametrize("of_notebook", [False, True])

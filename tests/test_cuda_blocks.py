@@ -104,13 +104,9 @@ def test_a_replay_is_the_allocator_to_the_byte(existing, changes, budget):
 
 
 def test_what_is_cached_is_given_back_before_it_is_too_much():
-    record = record_of([], [])
     first, second = LiveBlock(12 * MIB), LiveBlock(14 * MIB)
-    record.events += [
-        BlockEvent(first, 12 * MIB, 0),
-        BlockEvent(first, 0, 0),
-        BlockEvent(second, 14 * MIB, 0),
-    ]
+    sizes = (first, 12 * MIB), (first, 0), (second, 14 * MIB)
+    record = MemoryRecord(events=[BlockEvent(block, n_bytes, 0) for block, n_bytes in sizes])
     assert replay(record) == (14 * MIB, 26 * MIB, True)
     assert replay(record, 14 * MIB) == (14 * MIB, 14 * MIB, True)
     assert replay(record, 14 * MIB - 1) == (14 * MIB, 14 * MIB, False)

@@ -59,10 +59,9 @@ def profiler():
 
 
 def holders():
-    kept = torch.ones(2)
+    kept = torch.ones(2, requires_grad=True)
     assert tenure.profiler.holders(kept)
-    leaf = torch.ones(2, requires_grad=True)
-    assert tenure.profiler.saved_for_backward(leaf * leaf)
+    assert tenure.profiler.saved_for_backward(kept * kept)
 
 
 def paging():
@@ -120,7 +119,7 @@ def purposes():
 
     def noting(bind):
         def note(path, purpose):
-            found[path] = f"{found.get(path)} {purpose}"
+            found[path] = f"{found.get(path)} {purpose}".replace("disposed tensors", "scopes")
             return bind(path, purpose)
 
         return note
@@ -153,11 +152,15 @@ def raised_without(gone):
     return errors
 
 
+def only_for(uses):
+    """The names that these uses need and the others don't."""
+    for path, text in needed.items():
+        words = {word for word in FIRST | SECOND if word in text}
+        if words and words <= uses.keys():
+            yield path
+
+
 logging.disable()
-needed, answers = in_a_fork(purposes), []
-for uses in (FIRST, SECOND):
-    texts = {path: text.replace("disposed tensors", "scopes") for path, text in needed.items()}
-    served = {path: {w for w in FIRST | SECOND if w in text} for path, text in texts.items()}
-    gone = [path for path, words in served.items() if words and words <= uses.keys()]
-    answers.append(in_a_fork(raised_without, gone))
-json.dump([*answers, in_a_fork(raised_without, [])], sys.stdout)
+needed = in_a_fork(purposes)
+lacks = [*only_for(FIRST)], [*only_for(SECOND)], []
+json.dump([in_a_fork(raised_without, gone) for gone in lacks], sys.stdout)
