@@ -4,13 +4,13 @@ import asyncio
 import gc
 import pickle
 import re
-import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from tenure import ScopeUsageError, TenureError, adaptive
 from tenure.adaptive import AdaptiveUsageError, OomInfo, is_oom, oom_info, register_oom
@@ -299,16 +299,12 @@ def test_it_keeps_neither_the_exception_nor_its_tensors():
     class Wordy(RuntimeError):
         """A class of Python's own allows no weak reference."""
 
-    def attempt():
-        activations = torch.ones(8)
-        references.append(weakref.ref(activations))
-        raise Wordy(CUDA_OOM, activations)
-
     def failed():
+        activations = torch.ones(8)
         try:
-            attempt()
+            raise Wordy(CUDA_OOM, activations)
         except Wordy as error:
-            references.append(weakref.ref(error))
+            references.extend(map(weakref.ref, (activations, error)))
             return oom_info(error)
 
     references = []
@@ -342,14 +338,9 @@ _EXHAUSTED = RuntimeError("pool exhausted on npu:0, Tried to allocate 3.00 MiB")
 def test_a_registration_counts_on_every_thread_until_it_is_taken_back():
     registration = register_oom("pool exhausted", "device", retry_safe=False)
     assert repr(registration) == "<OomRegistration 'pool exhausted' as 'device', registered>"
-    seen = []
-    try:
-        thread = threading.Thread(target=lambda: seen.append(oom_info(_EXHAUSTED)))
-        thread.start()
-        thread.join()
-    finally:
-        registration.unregister()
-    assert _facts(seen[0]) == ("device", None, 3 << 20, False)
+    with registration, ThreadPoolExecutor(1) as thread:
+        seen = thread.submit(oom_info, _EXHAUSTED).result()
+    assert _facts(seen) == ("device", None, 3 << 20, False)
     assert not is_oom(_EXHAUSTED)
     registration.unregister()
     assert repr(registration).endswith("taken back>")
@@ -358,18 +349,15 @@ def test_a_registration_counts_on_every_thread_until_it_is_taken_back():
 def test_the_newest_registration_wins_and_comes_before_what_is_built_in():
     error = RuntimeError(CUDA_OOM)
 
-    def failing_block():
-        with register_oom(re.compile("cuda OUT", re.IGNORECASE), "driver"):
-            assert oom_info(error).kind == "driver"
-            raise KeyError
+    def kind_with(pattern, kind):
+        with register_oom(pattern, kind):
+            raise KeyError(oom_info(error).kind)
 
     with register_oom("CUDA out of memory", "host"):
-        with register_oom("out of memory", "size_limit"):
-            assert oom_info(error).kind == "size_limit"
-        assert oom_info(error).kind == "host"
-        with pytest.raises(KeyError):
-            failing_block()
-        assert oom_info(error).kind == "host"
+        for pattern in ("out of memory", re.compile("cuda OUT", re.IGNORECASE)):
+            with pytest.raises(KeyError, match="size_limit"):
+                kind_with(pattern, "size_limit")
+            assert oom_info(error).kind == "host"
     assert oom_info(error).kind == "device"
 
 
@@ -398,19 +386,7 @@ def test_what_can_not_be_registered_is_refused(pattern, kind, message):
     assert not is_oom(_EXHAUSTED)
 
 
-def _failure(call):
-    """The error of a call that must fail; which one it is, is what the tests look at."""
-    try:
-        call()
-    except Exception as error:
-        return error
-    pytest.fail("it fitted")
-
-
-class _Unallocatable(Dataset):
-    def __len__(self):
-        return 1
-
+class _Unallocatable(list):
     def __getitem__(self, index):
         return numpy.empty((2**20, 2**36))
 
@@ -422,11 +398,13 @@ class _Unallocatable(Dataset):
         (lambda: numpy.empty((2**20, 2**36)), 2**59),
         (lambda: torch.UntypedStorage._new_shared(2**60), None),
         (lambda: [0] * 2**60, None),
-        (lambda: next(iter(DataLoader(_Unallocatable(), num_workers=1))), 2**59),
+        (lambda: next(iter(DataLoader(_Unallocatable([0]), num_workers=1))), 2**59),
     ],
     ids=["torch", "numpy", "shared memory", "python", "a worker of a data loader"],
 )
 def test_memory_of_the_host(call, requested_bytes):
-    info = oom_info(_failure(call))
+    with pytest.raises((RuntimeError, MemoryError)) as caught:
+        call()
+    info = oom_info(caught.value)
     assert (info.kind, info.device, info.requested_bytes) == ("host", "cpu", requested_bytes)
     assert info.retry_safe
