@@ -21,7 +21,7 @@ from typing import NamedTuple
 _ROOT = Path(__file__).parent.parent
 # of pytest
 _ALL_PASSED, _SOME_FAILED, _NONE_OF_THIS_KIND = 0, 1, 5
-_COPIED = ("tenure", "tests", "benchmarks", "conftest.py", "pyproject.toml")
+_FOLDERS, _FILES = ("tenure", "tests", "benchmarks"), ("conftest.py", "pyproject.toml")
 
 
 class Fault(NamedTuple):
@@ -64,13 +64,9 @@ def is_noticed(fault: Fault, copy: Path) -> bool:
         # tests on the simulated device need a process of their own
         for which in ("not simdevice", "simdevice"):
             run = subprocess.run(
-                [*command, "-m", which, f"tests/{fault.tests}"],
-                cwd=copy,
-                env=environment,
-                capture_output=True,
-                text=True,
-                check=False,
-            )
+                [*command, "-m", which, f"tests/{fault.tests}"], cwd=copy, env=environment,
+                capture_output=True, text=True, check=False,
+            )  # fmt: skip
             if run.returncode == _SOME_FAILED:
                 return True
             if run.returncode not in (_ALL_PASSED, _NONE_OF_THIS_KIND):
@@ -86,12 +82,11 @@ def main(part: str = "") -> int:
     unnoticed = 0
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder)
-        for name in _COPIED:
-            source = _ROOT / name
-            if source.is_dir():
-                shutil.copytree(source, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
-            else:
-                shutil.copy(source, copy / name)
+        for name in _FOLDERS:
+            ignored = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(_ROOT / name, copy / name, ignore=ignored)
+        for name in _FILES:
+            shutil.copy(_ROOT / name, copy)
         for fault in chosen:
             began = time.monotonic()
             noticed = is_noticed(fault, copy)

@@ -1,7 +1,6 @@
 import os
 import re
 import shutil
-import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -43,7 +42,7 @@ class Repository:
         shutil.copy(_SCRIPT, self.folder)
         self.python = folder / "python"
         self.python.write_text(_PYTHON.format(executable=sys.executable))
-        self.python.chmod(self.python.stat().st_mode | stat.S_IXUSR)
+        self.python.chmod(0o755)
         self.git("init", "-q", "-b", "main")
         self.commit()
 
@@ -52,17 +51,18 @@ class Repository:
         (self.folder / name).write_text(text)
 
     def git(self, *arguments):
-        who = ("-c", "user.name=a", "-c", "user.email=a@example.org", "-c", "commit.gpgsign=false")
-        command = ["git", *who, *arguments]
-        return subprocess.run(
-            command, cwd=self.folder, check=True, capture_output=True, text=True
-        ).stdout
+        done = self.run("git", "-c", "commit.gpgsign=false", *arguments)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
 
     def commit(self):
         self.git("add", "-A")
         self.git("commit", "-q", "-m", "A commit")
 
     def release(self, *arguments):
+        return self.run("sh", "release.sh", *arguments)
+
+    def run(self, *command):
         environment = {
             **{name: value for name, value in os.environ.items() if not name.startswith("PYTHON")},
             **{f"GIT_{who}_NAME": "a" for who in ("AUTHOR", "COMMITTER")},
@@ -70,12 +70,7 @@ class Repository:
             "PYTHON": str(self.python),
         }
         return subprocess.run(
-            ["sh", "release.sh", *arguments],
-            cwd=self.folder,
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=False,
+            command, cwd=self.folder, env=environment, capture_output=True, text=True, check=False
         )
 
 

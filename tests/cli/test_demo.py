@@ -15,6 +15,7 @@ from tenure._demo import _chapters, _programs
 from tenure.profiler import Recording
 from tests.programs import IMPORTED, run_program, run_python
 
+_ROOT = Path(__file__).parents[2]
 _SIZE = r"([\d.]+ (?:B|[KMGT]iB))"
 
 
@@ -100,25 +101,10 @@ def test_the_files_that_it_names_are_there_and_can_be_read(told):
     assert "<svg" in folder.joinpath("train.html").read_text("utf-8")
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/command-line.md"])
-def test_what_other_pages_show_of_its_last_program_is_what_the_demo_has(name):
-    root = Path(__file__).parents[2]
-    if not (root / "docs").exists():
-        pytest.skip("runs where the docs are")
-    demo = _words((root / "docs" / "demo.md").read_text("utf-8"))
-    (shown,) = re.findall(
-        r"^train\.<locals>.losses .*\nWrote .*$", (root / name).read_text("utf-8"), re.MULTILINE
-    )
-    assert _words(shown) in demo
-
-
 @pytest.mark.slow
+@pytest.mark.skipif(not (_ROOT / "docs").exists(), reason="runs where the docs are")
 def test_the_docs_show_what_the_demo_prints(told):
     """Whatever the numbers, which a larger model or another machine changes."""
-    page = Path(__file__).parents[2].joinpath("docs", "demo.md")
-    if not page.exists():
-        pytest.skip("runs where the docs are")
-    shown = re.findall(r"```text\n(Chapter (\d).*?)```", page.read_text("utf-8"), re.DOTALL)
 
     def outline(text):
         # as many rows as steps
@@ -126,6 +112,10 @@ def test_the_docs_show_what_the_demo_prints(told):
         text = re.sub(r"\S*tenure-demo-\S+", "FOLDER", text)
         return re.sub(r"[\d][\d,.]*(e-\d+)?(\+\w+)?( [KMG]?i?B\b)?", "#", _words(text))
 
-    assert [number for _, number in shown] == ["4"]
-    for chapter, number in shown:
-        assert outline(chapter) == outline(_chapter(told, int(number)))
+    demo = (_ROOT / "docs" / "demo.md").read_text("utf-8")
+    (shown,) = re.findall(r"```text\n(Chapter \d.*?)```", demo, re.DOTALL)
+    assert outline(shown) == outline(_chapter(told, 4))
+    for name in ("README.md", "docs/command-line.md"):
+        page = (_ROOT / name).read_text("utf-8")
+        (shown,) = re.findall(r"^train\.<locals>.losses .*\nWrote .*$", page, re.MULTILINE)
+        assert _words(shown) in _words(demo)

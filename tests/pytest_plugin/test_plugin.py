@@ -31,9 +31,8 @@ class Outcome:
 
     def __init__(self, text):
         self.text = text
-        verdicts = re.findall(r"^\S+::(\w+) (PASSED|SKIPPED|FAILED)", text, re.MULTILINE)
-        self.failed = [name for name, verdict in verdicts if verdict == "FAILED"]
-        self.others = [name for name, verdict in verdicts if verdict != "FAILED"]
+        self.failed = re.findall(r"^\S+::(\w+) FAILED", text, re.MULTILINE)
+        self.others = re.findall(r"^\S+::(\w+) (?:PASSED|SKIPPED)", text, re.MULTILINE)
         # the whole name of each, and what is below it up to the next
         found = re.split(r"^_{3,} ([\w. ]+) _{3,}$", text, flags=re.MULTILINE)
         self.of = dict(zip(found[1::2], found[2::2], strict=True))

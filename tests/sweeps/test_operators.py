@@ -24,13 +24,12 @@ from .samples import samples_of, tensors_in
 
 DTYPES = (torch.float64, torch.float32, torch.complex128, torch.int64, torch.float8_e4m3fn)
 LEFT_OUT = {
-    "jiterator_unary": "runs on CUDA only, though its dtypes claim the CPU",
-    "jiterator_binary": "runs on CUDA only, though its dtypes claim the CPU",
-    "jiterator_4inputs_with_extra_args": "runs on CUDA only, though its dtypes claim the CPU",
-    "jiterator_binary_return_by_ref": "runs on CUDA only, though its dtypes claim the CPU",
-    "jiterator_2inputs_2outputs": "runs on CUDA only, though its dtypes claim the CPU",
-    "as_strided.partial_views": "reads beside its operand, where a copy of that may have no memory",
-}
+    # run on CUDA only, though their dtypes claim the CPU
+    "jiterator_unary", "jiterator_binary", "jiterator_4inputs_with_extra_args",
+    "jiterator_binary_return_by_ref", "jiterator_2inputs_2outputs",
+    # reads beside its operand, where a copy of that may have no memory
+    "as_strided.partial_views",
+}  # fmt: skip
 
 Call = Callable[..., Any]
 
