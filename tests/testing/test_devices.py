@@ -94,9 +94,9 @@ def test_a_copy_between_devices_keeps_its_values_and_orders_both_streams(two):
     source.zero_()
     assert copied.sum().item() == 499500
     assert source.copy_(copied).tolist() == copied.tolist()
-    side = two.module.Stream("sim:1")
     copied.mul_(2)
-    with two.module.stream(side), pytest.raises(RaceError, match="the default stream of device 1"):
+    match = "the default stream of device 1"
+    with two.module.stream(two.module.Stream("sim:1")), pytest.raises(RaceError, match=match):
         copied.add_(1)
     assert len(two.take_faults()) == 1
 
@@ -200,16 +200,15 @@ def test_the_first_use_of_a_device_makes_a_context_on_it_alone(two, use, context
 
 
 def test_streams_belong_to_a_device_and_turn_their_thread_to_it(two):
-    module = two.module
-    side = module.Stream(1)
+    module, side = two.module, two.module.Stream(1)
+    first, second = module.default_stream(0), module.default_stream(1)
+    assert first is not second
+    assert first.stream_id == second.stream_id == 0
     with module.stream(side):
-        assert module.current_device() == 1
-        assert module.current_stream() is side
-        assert module.current_stream(0) is module.default_stream(0)
+        assert (module.current_device(), module.current_stream()) == (1, side)
+        assert module.current_stream(0) is first
     assert module.current_device() == 0
-    assert module.current_stream(1) is module.default_stream(1)
-    assert module.default_stream(0) is not module.default_stream(1)
-    assert module.default_stream(0).stream_id == module.default_stream(1).stream_id == 0
+    assert module.current_stream(1) is second
     module.set_stream(side)
     assert (module.current_device(), module.current_stream("sim:1")) == (1, side)
 

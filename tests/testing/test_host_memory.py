@@ -17,10 +17,6 @@ def register(sim, host):
     return sim.module.cudart().cudaHostRegister(host.data_ptr(), host.nbytes, 0)
 
 
-def unregister(sim, host):
-    return sim.module.cudart().cudaHostUnregister(host.data_ptr())
-
-
 def test_pinned_memory_is_a_copy_that_says_so(sim):
     plain = torch.arange(4)
     host = plain.pin_memory()
@@ -92,7 +88,7 @@ def test_one_number_fails_once_and_no_more_than_a_size_is_pinned_at_a_time(sim, 
     assert [register(sim, host) for host in hosts] == codes
     assert [host.is_pinned() for host in hosts] == [code == 0 for code in codes]
     if fails == "3KiB":
-        assert unregister(sim, hosts[0]) == 0
+        assert sim.module.cudart().cudaHostUnregister(hosts[0].data_ptr()) == 0
         del resting
         assert register(sim, hosts[2]) == 0
     sim.fail_pinning(None)

@@ -1,11 +1,21 @@
 """Streams, events, and backward passes, which run on the streams that are current around them."""
 
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import pytest
 import torch
 
 from tenure.testing import RaceError, Rates
+
+
+@contextmanager
+def races(sim, match):
+    """One race is found in the block."""
+    with pytest.raises(RaceError, match=match):
+        yield
+    assert len(sim.take_faults()) == 1
+    sim.module.synchronize()
 
 
 @pytest.fixture
@@ -68,10 +78,8 @@ def test_an_event_recorded_too_early_does_not_order_later_work(sim, side):
     with sim.module.stream(side):
         x.fill_(1)
     early.wait()
-    with pytest.raises(RaceError, match="RAW"):
+    with races(sim, "RAW"):
         x.sum()
-    assert len(sim.take_faults()) == 1
-    sim.module.synchronize()
 
 
 def test_events_measure_virtual_milliseconds(sim):
@@ -88,18 +96,16 @@ def test_events_measure_virtual_milliseconds(sim):
 def test_what_was_recorded_before_a_fresh_start_orders_nothing(sim):
     for _ in range(9):
         torch.ones(1, device=sim.device)
-    event, old = sim.module.current_stream().record_event(), sim.module.current_stream()
+    old = sim.module.current_stream()
+    event = old.record_event()
     sim()
-    x = torch.ones(4, device=sim.device)
-    side = sim.module.Stream()
+    x, side = torch.ones(4, device=sim.device), sim.module.Stream()
     side.wait_event(event)
     side.wait_stream(old)
     old.synchronize()
-    with sim.module.stream(side), pytest.raises(RaceError, match="RAW"):
+    with sim.module.stream(side), races(sim, "RAW"):
         x.sum()
     assert event.query()
-    side.wait_stream(sim.module.current_stream())
-    assert len(sim.take_faults()) == 1
 
 
 def test_what_is_not_a_stream_says_what_to_make(sim):
@@ -135,10 +141,8 @@ def test_nodes_hooks_and_callbacks_run_on_the_stream_around_the_pass(sim, side):
     with sim.module.stream(side):
         loss.backward()
     assert streams == [side, side]
-    with pytest.raises(RaceError, match="no wait orders the two"):
+    with races(sim, "no wait orders the two"):
         x.grad.sum()
-    sim.take_faults()
-    sim.module.synchronize()
 
 
 def test_a_gradient_that_a_hook_makes_elsewhere_is_used_without_a_wait(sim, side):
@@ -149,10 +153,8 @@ def test_a_gradient_that_a_hook_makes_elsewhere_is_used_without_a_wait(sim, side
 
     y = leaf().exp()
     y.register_hook(make_elsewhere)
-    with pytest.raises(RaceError, match=r"stream 0 reads .* that stream \d+"):
+    with races(sim, r"stream 0 reads .* that stream \d+"):
         y.sum().backward()
-    sim.take_faults()
-    sim.module.synchronize()
 
 
 def test_devices_have_streams_of_their_own_in_a_pass(sim):
