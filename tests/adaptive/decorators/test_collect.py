@@ -214,19 +214,19 @@ def test_a_metric_is_updated_over_many_calls_as_by_the_whole_batches():
     torch.testing.assert_close(ours.compute(), plain.compute())
 
 
-def test_a_tuple_is_spread_by_place_a_dict_by_name_and_all_else_is_one_result():
-    shapes = [
-        lambda x, end: (x, end),
-        lambda x, end: {"end": end, "x": x},
-        lambda x, end: x,
-    ]
-    for shape, ends in zip(shapes, ([2, 3], [2, 3], [None, None]), strict=True):
-        total = Total()
-        f = adaptive.chunked(initial_step=2, collect=total)(
-            lambda c, start, end, shape=shape: shape(c, end)
-        )
-        assert f(torch.ones(3)) is total
-        assert (total.value, total.ends) == (3, ends)
+@pytest.mark.parametrize(
+    ("shape", "ends"),
+    [
+        (lambda x, end: (x, end), [2, 3]),
+        (lambda x, end: {"end": end, "x": x}, [2, 3]),
+        (lambda x, end: x, [None, None]),
+    ],
+)
+def test_a_tuple_is_spread_by_place_a_dict_by_name_and_all_else_is_one_result(shape, ends):
+    total = Total()
+    f = adaptive.chunked(initial_step=2, collect=total)(lambda c, start, end: shape(c, end))
+    assert f(torch.ones(3)) is total
+    assert (total.value, total.ends) == (3, ends)
 
 
 @pytest.mark.parametrize("collect", ["list", "reducer"])
