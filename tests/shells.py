@@ -34,6 +34,21 @@ def opened(*, of_notebook=False, extension=True):
             InteractiveShell.clear_instance()
 
 
+def fixture_of_shell(first_cell):
+    """A fixture: a shell of a notebook, or of a terminal where `in_both` asks for both."""
+
+    @pytest.fixture
+    def shell(request):
+        with opened(of_notebook=getattr(request, "param", "notebook") == "notebook") as shell:
+            ran(shell, first_cell)
+            yield shell
+
+    return shell
+
+
+in_both = pytest.mark.parametrize("shell", ["terminal", "notebook"], indirect=True)
+
+
 def _name_of_kernel(raw_code, transformed_code, number):
     """As ipykernel does: a file that is written for a debugger alone, by the code's hash."""
     digest = hashlib.sha1(raw_code.encode(), usedforsecurity=False).hexdigest()

@@ -4,13 +4,13 @@ By private names, because what calls them takes memory of sizes that no test can
 """
 
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 from tenure._account import available_bytes, close_limit, moved, open_limit, taken
 from tenure.adaptive import memory_budget
+from tests.threads import on_thread
 
 CPU = torch.device("cpu")
 
@@ -49,8 +49,7 @@ def test_an_open_limit_is_told_what_its_own_thread_takes_and_what_it_refuses_is_
     # while the error is handled
     assert caught.tb is not None
     assert refused[0]() is None
-    with ThreadPoolExecutor(1) as thread:
-        thread.submit(taken, lambda: torch.ones(1), "ring").result()
+    on_thread(taken, lambda: torch.ones(1), "ring")
     close_limit(limit)
     close_limit(limit)
     taken(lambda: torch.ones(1), "ring")
@@ -99,6 +98,7 @@ def test_each_open_budget_counts_all_storages_of_a_tensor_and_none_of_another_de
             taken(torch.eye(3).to_sparse, "resident"),
             taken(lambda: torch.empty(0), "nothing"),
             taken(lambda: torch.ones(400, device="meta"), "ring"),
+            taken(lambda: torch.frombuffer(bytearray(40), dtype=torch.uint8), "ring"),
         ]
-        assert outer.live_bytes == inner.live_bytes == 2 * 3 * 8 + 3 * 4
-    assert len(kept) == 3
+        assert outer.live_bytes == inner.live_bytes == 2 * 3 * 8 + 3 * 4 + 40
+    assert len(kept) == 4

@@ -8,20 +8,13 @@ import warnings
 
 import pytest
 
-from tests.shells import opened, ran
+from tests.shells import fixture_of_shell, in_both, opened, ran
 
 IMPORTS = "import torch\nfrom tenure import *\nfrom tenure.profiler import *"
 
 
-@pytest.fixture
-def shell(request):
-    """A shell of a notebook, whose next cell is the third, or of a terminal for some tests."""
-    with opened(of_notebook=getattr(request, "param", "notebook") == "notebook") as shell:
-        ran(shell, IMPORTS)
-        yield shell
-
-
-in_both = pytest.mark.parametrize("shell", ["terminal", "notebook"], indirect=True)
+# the next cell is the third
+shell = fixture_of_shell(IMPORTS)
 
 
 def told(shell, code):
@@ -80,16 +73,6 @@ def test_a_timeline_begins_with_the_cell_and_exports_its_lines(shell, tmp_path):
     frames = [frame for trace in traces for event in trace for frame in event["frames"]]
     assert {"filename": "Cell In[3]", "line": 2, "name": "make"} in frames
     assert {"filename": "Cell In[4]", "line": 3, "name": "<module>"} in frames
-
-
-@pytest.mark.slow
-def test_an_explained_error_of_memory_says_the_cell(shell):
-    code = "with record_oom() as recorder:\n    try:\n        torch.ones(10**15)\n"
-    code += "    except RuntimeError:\n        pass\nprint(recorder.report)"
-    assert " at Cell In[3], line 3: " in told(shell, code)
-    in_function = "def make():\n    return torch.ones(10**15)\n"
-    code = in_function + code.replace("torch.ones(10**15)", "make()")
-    assert " at Cell In[4], line 2 in make: " in told(shell, code)
 
 
 @in_both

@@ -8,20 +8,12 @@ from IPython.core.error import UsageError
 from IPython.utils.capture import capture_output
 
 from tenure.profiler import Recording
-from tests.shells import opened, ran
+from tests.shells import fixture_of_shell, in_both, ran
 
 WORK = "import torch\ndef work():\n    a = torch.ones(1000, 1000)\n    return (a * 2).sum()"
 
 
-@pytest.fixture
-def shell(request):
-    """A shell of a notebook, or of a terminal where a test asks for both."""
-    with opened(of_notebook=getattr(request, "param", "notebook") == "notebook") as shell:
-        ran(shell, WORK)
-        yield shell
-
-
-in_both = pytest.mark.parametrize("shell", ["terminal", "notebook"], indirect=True)
+shell = fixture_of_shell(WORK)
 
 
 def shown(captured):

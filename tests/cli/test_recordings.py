@@ -36,95 +36,92 @@ def files(tmp_path, monkeypatch):
     return tmp_path
 
 
-def _printed(arguments, capsys, code=0):
-    assert main(arguments) == code
+def _printed(command, capsys, code=0):
+    assert main(command.split()) == code
     return capsys.readouterr()
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    "command",
     [
-        ["report", "a.tenure"],
-        ["report", "a.tenure", "b.tenure"],
-        ["tree", "a.tenure"],
-        ["tree", "snapshot.pickle"],
-        ["leaks", "b.tenure"],
-        ["diff", "a.tenure", "snapshot.pickle"],
+        "report a.tenure",
+        "report a.tenure b.tenure",
+        "tree a.tenure",
+        "tree snapshot.pickle",
+        "leaks b.tenure",
+        "diff a.tenure snapshot.pickle",
     ],
-    ids=" ".join,
 )
-def test_every_verb_prints_eighty_columns_and_json(arguments, files, capsys):
-    out, err = _printed(arguments, capsys)
+def test_every_verb_prints_eighty_columns_and_json(command, files, capsys):
+    out, err = _printed(command, capsys)
     assert err == ""
     assert out.strip()
     assert max(map(len, out.splitlines())) <= 80
-    out, err = _printed([*arguments, "--json"], capsys)
+    out, err = _printed(f"{command} --json", capsys)
     assert err == ""
     assert json.loads(out)["format"].startswith("tenure.Record")
 
 
 def test_json_reads_back(files, capsys):
-    out = _printed(["report", "a.tenure", "--json"], capsys).out
-    assert Recording.from_dict(json.loads(out)) == Recording.load("a.tenure")
-    out = _printed(["diff", "a.tenure", "b.tenure", "--json"], capsys).out
-    loaded = [Recording.load(name) for name in ("a.tenure", "b.tenure")]
-    assert RecordingDiff.from_dict(json.loads(out)) == RecordingDiff.of(*loaded)
+    first, second = (Recording.load(name) for name in ("a.tenure", "b.tenure"))
+    for kind, verb, expected in (
+        (Recording, "report a.tenure", first),
+        (RecordingDiff, "diff a.tenure b.tenure", RecordingDiff.of(first, second)),
+    ):
+        out = _printed(f"{verb} --json", capsys).out
+        assert kind.from_dict(json.loads(out)) == expected
 
 
 def test_leaks_names_the_variable_and_says_if_nobody_looked(files, capsys):
-    lines = _printed(["leaks", "b.tenure"], capsys).out.splitlines()
+    lines = _printed("leaks b.tenure", capsys).out.splitlines()
     assert lines[0] == "What grew"
     assert lines[1].startswith("- losses grew by 6 tensors, 24 B")
-    told = _printed(["leaks", "a.tenure"], capsys).out
+    told = _printed("leaks a.tenure", capsys).out
     assert told == "Nothing grew from step to step. Nothing outlived a scope that reports.\n"
     recording(seeks_leaks=False).save("c.tenure")
     for name in ("c.tenure", "snapshot.pickle"):
-        told = _printed(["leaks", name], capsys).out
+        told = _printed(f"leaks {name}", capsys).out
         assert told == "Leaks were not recorded. Run with --leaks to look for them.\n"
 
 
 def test_export_writes_by_extension_and_overwrites_when_told(files, capsys):
     for name in ("x.json", "x.html"):
-        out, err = _printed(["export", "a.tenure", "-o", name], capsys)
+        out, err = _printed(f"export a.tenure -o {name}", capsys)
         assert (out, err) == ("", f"Wrote {name}\n")
         assert (files / name).stat().st_size
     (files / "x.json").write_text("mine")
-    told = _printed(["export", "a.tenure", "-o", "x.json"], capsys, code=2).err
+    told = _printed("export a.tenure -o x.json", capsys, code=2).err
     assert told == (
         "tenure export: error: x.json is there already, and was left as it is. Overwrite it with "
         "-f, or name another file with -o.\n"
     )
     assert (files / "x.json").read_text() == "mine"
-    out = _printed(["export", "a.tenure", "-f", "--json", "-o", "x.json"], capsys).out
+    out = _printed("export a.tenure -f --json -o x.json", capsys).out
     assert json.loads(out) == {"written": "x.json", "n_bytes": (files / "x.json").stat().st_size}
-    told = _printed(["export", "a.tenure", "-o", "y.trace.json"], capsys, code=2).err
+    told = _printed("export a.tenure -o y.trace.json", capsys, code=2).err
     assert "y.trace.json asks for live bytes over time, and there is no timeline" in told
 
 
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["report", "nowhere"], "nowhere can't be read: No such file or directory."),
-        (["report", "."], ". can't be read: Is a directory."),
-        (["tree", "text.txt"], "text.txt is no file of tenure, or it is damaged"),
-        (["report", "error.log"], "error.log is a traceback, which does not tell what was in"),
-        (["tree", "b.tenure"], "The recording tells of no memory"),
-        (["diff", "a.tenure", "text.txt"], "text.txt is no file of tenure"),
-        (
-            ["export", "a.tenure", "-o", "x.xlsx"],
-            "export() got 'x.xlsx', and there is no format for that",
-        ),
-        (["export", "a.tenure", "-o", "no/x.html"], "There is no folder no. Make it"),
-        (["export", "a.tenure", "-o", "to_pipe"], "to_pipe is a device or a pipe, and was left"),
-        (["run", "-f", "-o", "pipe", "text.txt"], "pipe is a device or a pipe, and was left"),
-        (["run", "-o", "n" * 256, "text.txt"], f"{'n' * 256} can't be written: File name"),
+        ("report nowhere", "nowhere can't be read: No such file or directory."),
+        ("report .", ". can't be read: Is a directory."),
+        ("tree text.txt", "text.txt is no file of tenure, or it is damaged"),
+        ("report error.log", "error.log is a traceback, which does not tell what was in"),
+        ("tree b.tenure", "The recording tells of no memory"),
+        ("diff a.tenure text.txt", "text.txt is no file of tenure"),
+        ("export a.tenure -o x.xlsx", "export() got 'x.xlsx', and there is no format for that"),
+        ("export a.tenure -o no/x.html", "There is no folder no. Make it"),
+        ("export a.tenure -o to_pipe", "to_pipe is a device or a pipe, and was left"),
+        ("run -f -o pipe text.txt", "pipe is a device or a pipe, and was left"),
+        (f"run -o {'n' * 256} text.txt", f"{'n' * 256} can't be written: File name"),
     ],
-    ids=lambda each: " ".join(each) if isinstance(each, list) else "",
 )
 def test_a_mistake_is_one_line_and_exit_code_2(arguments, complaint, files, capsys):
     out, err = _printed(arguments, capsys, code=2)
     assert out == ""
-    assert err.startswith(f"tenure {arguments[0]}: error: {complaint}")
+    assert err.startswith(f"tenure {arguments.split()[0]}: error: {complaint}")
     assert err.count("\n") == 1
 
 
@@ -142,7 +139,7 @@ def _altered(**facts):
 )
 def test_what_a_file_says_commands_no_terminal_in_an_error(data, files, capsys):
     (files / "x").write_bytes(data)
-    err = _printed(["report", "x"], capsys, code=2).err
+    err = _printed("report x", capsys, code=2).err
     assert err.startswith("tenure report: error: x")
     assert err.removesuffix("\n").isprintable()
     assert len(err) < 20_000

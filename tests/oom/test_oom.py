@@ -5,7 +5,6 @@ import gc
 import pickle
 import re
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy
 import pytest
@@ -14,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from tenure import ScopeUsageError, TenureError, adaptive
 from tenure.adaptive import AdaptiveUsageError, OomInfo, is_oom, oom_info, register_oom
+from tests.threads import on_thread
 
 from .oom_texts import (
     CUDA_ERROR_OOM,
@@ -338,8 +338,8 @@ _EXHAUSTED = RuntimeError("pool exhausted on npu:0, Tried to allocate 3.00 MiB")
 def test_a_registration_counts_on_every_thread_until_it_is_taken_back():
     registration = register_oom("pool exhausted", "device", retry_safe=False)
     assert repr(registration) == "<OomRegistration 'pool exhausted' as 'device', registered>"
-    with registration, ThreadPoolExecutor(1) as thread:
-        seen = thread.submit(oom_info, _EXHAUSTED).result()
+    with registration:
+        seen = on_thread(oom_info, _EXHAUSTED)
     assert _facts(seen) == ("device", None, 3 << 20, False)
     assert not is_oom(_EXHAUSTED)
     registration.unregister()

@@ -5,12 +5,13 @@ because both generators are seeded alike before each run.
 """
 
 import warnings
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from torch.testing import assert_close
 from torch.utils._pytree import tree_leaves, tree_map_only
+
+from tests.threads import on_thread
 
 from .samples import gradients_of, samples_of
 
@@ -51,8 +52,7 @@ NOT_COMPARABLE = {
 @pytest.mark.parametrize("n_samples", [1, pytest.param(8, marks=pytest.mark.exhaustive)])
 def test_every_operator_gives_what_it_gives_on_the_cpu_or_is_listed_here(sim, n_samples):
     # OpInfo inspects the whole stack for its samples: a thread's is short, pytest's is not.
-    with ThreadPoolExecutor(1) as executor:
-        agreeing, not_on_cpu, failing = executor.submit(sweep, sim.device, n_samples).result()
+    agreeing, not_on_cpu, failing = on_thread(sweep, sim.device, n_samples)
     assert failing.keys() == DOES_NOT_RUN, failing
     assert not_on_cpu == NOT_COMPARABLE
     assert len(agreeing) > 680

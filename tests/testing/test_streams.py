@@ -1,12 +1,12 @@
 """Streams, events, and backward passes, which run on the streams that are current around them."""
 
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
 import torch
 
 from tenure.testing import RaceError, Rates
+from tests.threads import on_thread
 
 
 @contextmanager
@@ -56,8 +56,8 @@ def test_another_thread_works_on_the_default_stream_until_it_chooses(sim):
         with module.stream(other):
             return before, module.current_stream()
 
-    with module.stream(side), ThreadPoolExecutor(1) as thread:
-        assert thread.submit(work).result() == (module.default_stream(), other)
+    with module.stream(side):
+        assert on_thread(work) == (module.default_stream(), other)
         assert module.current_stream() is side
 
 

@@ -37,20 +37,25 @@ def test_events_of_several_threads_are_put_in_the_order_of_time():
 
 
 @pytest.mark.parametrize("way", ["reported", "named"])
-def test_a_mark_is_no_memory(way, monkeypatch):
+def test_events_are_of_blocks_and_turns_and_a_mark_among_them_is_no_memory(way, monkeypatch):
     if way == "named":
         monkeypatch.setattr(allocations, "_report", lambda: None)
     cpu_allocator.keep_sizes()
     allocations.begin()
     before = cpu_allocator.live_bytes()
+    kept = torch.empty(64, dtype=torch.uint8, device="cpu")
+    torch.UntypedStorage(32, device="cpu")
+    first = allocations.turn()
     allocations.marker()(3)
-    block = torch.UntypedStorage(64, device="cpu")
+    kept.add_(kept)  # an operation is no allocation
     allocations.marker()(2**20)
     after = cpu_allocator.live_bytes()
-    events = allocations.end().cpu
+    del kept
+    second = allocations.end()
     cpu_allocator.keep_sizes_as_before()
-    assert events == [allocations.as_event(3), 64, allocations.as_event(2**20)]
-    assert after - before == block.nbytes()
+    assert first == ([64, 32, -32], [])
+    assert second == ([allocations.as_event(3), allocations.as_event(2**20), -64], [])
+    assert after - before == 64
     assert not allocations.is_profiling()
 
 

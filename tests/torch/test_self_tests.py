@@ -7,10 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from tenure import NewDisposeScope, TenureWarning, is_disposed, statistics
+from tenure import statistics
 from tenure._torch import (
-    _stand_in,
-    allocations,
     autograd,
     bound,
     cpu_allocator,
@@ -18,27 +16,12 @@ from tenure._torch import (
     optional,
     quiet,
     storages,
-    swap,
     writes,
 )
 from tenure._torch.counting import OF_CPP, SOLE
 from tenure.scopes import _self_test, _tracker
 
 # --- what is asked at run time
-
-
-def test_a_temporary_a_turn_a_mark_and_a_block_of_an_earlier_turn_come_out_right():
-    allocations.begin()
-    kept = torch.empty(64, dtype=torch.uint8, device="cpu")
-    torch.UntypedStorage(32, device="cpu")
-    first = allocations.turn()
-    kept.add_(kept)  # an operation is no allocation
-    allocations.marker()(1)
-    del kept
-    second = allocations.end()
-    assert first == ([64, 32, -32], [])
-    assert second == ([allocations.as_event(1), -64], [])
-    assert not allocations.is_profiling()
 
 
 def test_a_block_from_before_is_seen_to_end_once_it_is_entered():
@@ -190,15 +173,3 @@ def test_a_gradient_that_is_taken_for_a_new_tensor_is_noticed(monkeypatch):
     monkeypatch.setattr(_tracker, "SOLE", SOLE + OF_CPP)
     with pytest.raises(ImportError, match=r"on Python 3.*: a scope disposes gradients that were"):
         _self_test.check()
-
-
-def test_without_the_name_that_frees_a_tensor_it_passes_and_scopes_leave_tensors_alone(monkeypatch):
-    """A handle that is disposed without a twin would be what `.grad` gives."""
-    name = "torch._C._swap_tensor_impl"
-    monkeypatch.setattr(swap, "_swap", _stand_in(name, "freeing memory"))
-    with pytest.warns(TenureWarning, match=name):
-        _self_test.check()
-    with pytest.warns(TenureWarning, match=name), NewDisposeScope():
-        made = torch.ones(3)
-    assert not is_disposed(made)
-    assert made.sum() == 3
