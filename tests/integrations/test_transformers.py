@@ -159,8 +159,8 @@ class Run:
         # the Trainer adds losses up in float32
         for mine, theirs in zip(self.logged, other.logged, strict=True):
             assert mine == pytest.approx(theirs, rel=max(tolerance, 1e-6))
-        for mine, theirs in zip(self.parameters, other.parameters, strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance)
+        tolerances = {"rtol": tolerance, "atol": tolerance}
+        torch.testing.assert_close(self.parameters, other.parameters, **tolerances)
 
 
 def trainer_of(
@@ -329,8 +329,7 @@ def test_training_that_is_resumed_ends_where_one_that_was_not_does(tmp_path):
     resumed = trained(AdaptiveTrainer, tmp_path, gpt2(), texts(), resume=checkpoint, **settings)
     assert resumed.trainer.state.global_step == 6
     assert resumed.losses[3:] == pytest.approx(whole.losses[3:])
-    for mine, theirs in zip(resumed.parameters, whole.parameters, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(resumed.parameters, whole.parameters, rtol=1e-9, atol=1e-9)
 
 
 class Told(TrainerCallback):
@@ -560,13 +559,30 @@ def test_memory_that_does_not_do_for_one_sample_is_an_error_and_parameters_are_a
 # --- evaluation
 
 
-def evaluated(kind, folder, model, data, *, most=None, arguments=None, **kwargs):
+def evaluated(kind, folder, model, data, *, most=None, full_at=None, arguments=None, **kwargs):
+    """What a prediction gives where a module has room for so many samples."""
     arguments = {"per_device_eval_batch_size": 16, **(arguments or {})}
     trainer = trainer_of(kind, folder, model, data, arguments=arguments, **kwargs)
-    hook = model.register_forward_pre_hook(full(most), with_kwargs=True)
+    (full_at or model).register_forward_pre_hook(full(most), with_kwargs=True)
     output = trainer.predict(data)
-    hook.remove()
-    return output, trainer
+    assert trainer.args.per_device_eval_batch_size == 16
+    return output
+
+
+def assert_same_evaluation(fitted, whole):
+    assert fitted.metrics["test_loss"] == pytest.approx(whole.metrics["test_loss"], rel=1e-6)
+    for mine, theirs in zip(
+        _arrays((fitted.predictions, fitted.label_ids)),
+        _arrays((whole.predictions, whole.label_ids)),
+        strict=True,
+    ):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-9, atol=1e-12)
+
+
+def _arrays(tree):
+    if isinstance(tree, np.ndarray):
+        return [tree]
+    return [array for each in tree or () for array in _arrays(each)]
 
 
 @pytest.mark.slow
@@ -575,22 +591,9 @@ def evaluated(kind, folder, model, data, *, most=None, arguments=None, **kwargs)
 )
 def test_an_evaluation_in_pieces_gives_what_the_whole_does(tmp_path, kind, make):
     data = texts(40)
-    whole, _ = evaluated(kind, tmp_path, make(), data)
-    fitted, trainer = evaluated(adaptive_of(kind), tmp_path, make(), data, most=5)
-    assert fitted.metrics["test_loss"] == pytest.approx(whole.metrics["test_loss"], rel=1e-6)
-    for mine, theirs in zip(
-        _arrays((fitted.predictions, fitted.label_ids)),
-        _arrays((whole.predictions, whole.label_ids)),
-        strict=True,
-    ):
-        np.testing.assert_allclose(mine, theirs, rtol=1e-9, atol=1e-12)
-    assert trainer.args.per_device_eval_batch_size == 16
-
-
-def _arrays(tree):
-    if isinstance(tree, np.ndarray):
-        return [tree]
-    return [array for each in tree or () for array in _arrays(each)]
+    whole = evaluated(kind, tmp_path, make(), data)
+    fitted = evaluated(adaptive_of(kind), tmp_path, make(), data, most=5)
+    assert_same_evaluation(fitted, whole)
 
 
 def test_metrics_of_each_batch_see_what_they_would_of_the_whole(tmp_path):
@@ -603,19 +606,15 @@ def test_metrics_of_each_batch_see_what_they_would_of_the_whole(tmp_path):
 
         return compute_metrics
 
-    settings = {"arguments": {"batch_eval_metrics": True}, "compute_metrics": None}
-    settings["preprocess_logits_for_metrics"] = lambda logits, _: logits.argmax(-1)
+    settings = {
+        "arguments": {"batch_eval_metrics": True},
+        "preprocess_logits_for_metrics": lambda logits, _: logits.argmax(-1),
+    }
     found = []
     for kind, most in ((Trainer, None), (AdaptiveTrainer, 5)):
         settings["compute_metrics"] = counting()
-        model = llama()
-        trainer = trainer_of(
-            kind, tmp_path, model, None, eval_dataset=texts(40),
-            **settings | {"arguments": {**settings["arguments"], "per_device_eval_batch_size": 16}},
-        )  # fmt: skip
-        model.register_forward_pre_hook(full(most), with_kwargs=True)
-        metrics = trainer.evaluate()
-        found.append((metrics["eval_hits"], metrics["eval_batches"]))
+        output = evaluated(kind, tmp_path, llama(), texts(40), most=most, **settings)
+        found.append((output.metrics["test_hits"], output.metrics["test_batches"]))
     assert found[0] == found[1]
     assert found[0][1] == 3
 
@@ -638,26 +637,25 @@ def test_an_evaluation_that_runs_out_changes_no_size_of_the_training(tmp_path, e
     trained(Trainer, tmp_path, gpt2(), texts()).assert_same(Run(trainer))
 
 
-def test_a_loss_of_pairs_is_no_loss_of_pieces(tmp_path):
-    class Contrastive(Trainer):
-        def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
-            outputs = model(**inputs)
-            rows = outputs.logits.flatten(1)
-            loss = F.cross_entropy(rows @ rows.T, torch.arange(len(rows)))
-            return (loss, outputs) if return_outputs else loss
-
-    kind = adaptive_of(Contrastive)
-    with pytest.raises(SplitMismatchError, match="pieces of a batch don't tell the loss"):
-        evaluated(kind, tmp_path, llama(), texts(16), most=6)
+class Contrastive(Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
+        outputs = model(**inputs)
+        rows = outputs.logits.flatten(1)
+        loss = F.cross_entropy(rows @ rows.T, torch.arange(len(rows)))
+        return (loss, outputs) if return_outputs else loss
 
 
-def test_outputs_without_a_row_for_each_sample_are_named(tmp_path):
-    def one_number(logits, labels):
-        return logits.mean()
-
-    settings = {"preprocess_logits_for_metrics": one_number}
-    with pytest.raises(SplitMismatchError, match=r"float64\[\] on cpu, 8 B among its outputs"):
-        evaluated(AdaptiveTrainer, tmp_path, llama(), texts(16), most=6, **settings)
+@pytest.mark.parametrize(
+    ("kind", "preprocess", "message"),
+    [
+        (Contrastive, None, "pieces of a batch don't tell the loss"),
+        (Trainer, lambda logits, _: logits.mean(), r"float64\[\] on cpu, 8 B among its outputs"),
+    ],
+)
+def test_an_evaluation_that_pieces_do_not_tell_is_refused(tmp_path, kind, preprocess, message):
+    settings = {"most": 6, "preprocess_logits_for_metrics": preprocess}
+    with pytest.raises(SplitMismatchError, match=message):
+        evaluated(adaptive_of(kind), tmp_path, llama(), texts(16), **settings)
 
 
 def test_a_batch_of_other_lengths_is_predicted_whole(tmp_path):
@@ -671,10 +669,10 @@ def test_a_batch_of_other_lengths_is_predicted_whole(tmp_path):
         evaluated(AdaptiveTrainer, tmp_path, llama(), texts(16), most=6, **settings)
     assert "other numbers of samples: {" in caught.value.__notes__[0]
     options, kind = {"in_dims": {"position_ids": None}}, MeanOfSamples
-    whole, _ = evaluated(kind, tmp_path, llama(), texts(16), **settings)
+    whole = evaluated(kind, tmp_path, llama(), texts(16), **settings)
     kind = adaptive_of(kind)
-    fitted, _ = evaluated(kind, tmp_path, llama(), texts(16), most=6, options=options, **settings)
-    assert fitted.metrics["test_loss"] == pytest.approx(whole.metrics["test_loss"], rel=1e-6)
+    fitted = evaluated(kind, tmp_path, llama(), texts(16), most=6, options=options, **settings)
+    assert_same_evaluation(fitted, whole)
 
 
 @pytest.mark.slow
@@ -683,17 +681,11 @@ def test_generated_sequences_are_put_together(tmp_path):
         "args_kind": Seq2SeqTrainingArguments,
         "arguments": {"predict_with_generate": True, "generation_max_length": 5},
     }
-    kind = adaptive_of(Seq2SeqTrainer)
-    whole, _ = evaluated(Seq2SeqTrainer, tmp_path, t5(), texts(16), **settings)
-    model = t5()
-    trainer = trainer_of(kind, tmp_path, model, None, **settings | {
-        "arguments": settings["arguments"] | {"per_device_eval_batch_size": 16},
-    })  # fmt: skip
-    encoder = model.get_encoder()
-    encoder.register_forward_pre_hook(full(6), with_kwargs=True)
-    fitted = trainer.predict(texts(16))
-    assert np.array_equal(fitted.predictions, whole.predictions)
-    assert fitted.metrics["test_loss"] == pytest.approx(whole.metrics["test_loss"], rel=1e-6)
+    kind, model = adaptive_of(Seq2SeqTrainer), t5()
+    whole = evaluated(Seq2SeqTrainer, tmp_path, t5(), texts(16), **settings)
+    settings["full_at"] = model.get_encoder()
+    assert_same_evaluation(evaluated(kind, tmp_path, model, texts(16), most=6, **settings), whole)
+    del settings["full_at"]
     trained(kind, tmp_path, t5(), texts(), options={"maximum": 6}, **settings, steps=1)
 
 

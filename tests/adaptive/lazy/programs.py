@@ -1,7 +1,8 @@
 """What the tests of recorded tensors share: memory for a number of samples, and comparisons."""
 
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 
+import pytest
 import torch
 from torch import nn
 from torch._subclasses import FakeTensor
@@ -11,8 +12,8 @@ from tenure.adaptive import lazy
 
 WIDE = 48
 """A width that nothing but the activations of a model has."""
-
-
+ROOMS = pytest.mark.parametrize("room", [None, 3])
+"""Samples that fit: all, or fewer than a batch has."""
 _PRODUCTS = (torch.ops.aten.addmm.default, torch.ops.aten.linear.default)
 
 
@@ -55,35 +56,64 @@ def gradients(model):
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-@contextmanager
-def kept_random_state():
-    state = torch.get_rng_state()
-    yield
-    torch.set_rng_state(state)
+class Twice(torch.autograd.Function):
+    """A function with a backward pass of its own."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 2
+
+
+class Vision(nn.Module):
+    """A token that is put before each sample, positions, and a scale that all share."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = mlp(n_out=4)
+        self.token = nn.Parameter(torch.randn(1, 1, 4, dtype=torch.float64))
+        self.positions = nn.Embedding(3, 4).double()
+        self.scale = nn.Parameter(torch.randn(4, dtype=torch.float64))
+
+    def beside(self, n=8):
+        """What is computed from parameters alone."""
+        return (
+            self.token.tanh().expand(n, -1, -1),
+            self.positions(torch.arange(3)).sin(),
+            self.scale.exp(),
+        )
+
+    def forward(self, x, beside=None):
+        token, positions, scale = beside or self.beside(int(x.shape[0]))
+        tokens = torch.cat([token, x.unflatten(1, (2, 2)).repeat(1, 1, 2)], 1) + positions
+        return self.inner(tokens.flatten(0, 1)).unflatten(0, (-1, 3))[:, 0] * scale
 
 
 def plain(*values):
     return values[0] if len(values) == 1 else values
 
 
-def assert_same_gradients(model, program, room=None):
-    """Run a program with plain tensors and with recorded ones; what both returned.
+def assert_same(model, program, room=None, *, rtol=1e-11):
+    """Results and gradients of recorded tensors are those of plain ones.
 
     Args:
         model: whose gradients are compared.
         program: gets what makes tensors recorded ones, or leaves them as they are.
         room: how many samples fit; None: all.
+        rtol: of what the program returns.
     """
     model.zero_grad()
-    with kept_random_state():
+    with torch.random.fork_rng(devices=[]):
         expected = program(plain)
     wanted = gradients(model)
     model.zero_grad()
     with RoomFor(room) if room else nullcontext():
         found = program(lazy)
-    got = gradients(model)
-    assert got.keys() == wanted.keys()
-    for name, gradient in wanted.items():
-        torch.testing.assert_close(got[name], gradient, rtol=1e-11, atol=1e-13)
+    torch.testing.assert_close(gradients(model), wanted, rtol=1e-11, atol=1e-13)
+    torch.testing.assert_close(found, expected, rtol=rtol, atol=1e-12)
     model.zero_grad()
-    return expected, found
+    return found

@@ -1,7 +1,10 @@
 """What makes two calls alike, what a call is tried with, and calls that can't be split."""
 
+import operator
 import warnings
+from collections import UserDict, defaultdict
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -11,14 +14,25 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from tenure.adaptive import (
     AdaptiveUsageError,
     BatchCoupledError,
+    LazyTensor,
     OutOfRetriesError,
     SplitMismatchError,
     lazy,
 )
 
-from .programs import WIDE, RoomFor, assert_same_gradients, batch, gradients, mlp
+from .programs import WIDE, RoomFor, assert_same, batch, gradients, mlp
 
 pytestmark = pytest.mark.usefixtures("forgetful")
+A = torch.tensor([[0.3, -1.2, 2.0], [0.7, 0.1, 0.9]], dtype=torch.float64)
+B = torch.tensor([[1.5, 0.4, -0.6], [2.5, 3.0, 0.2]], dtype=torch.float64)
+
+_BINARY = "add sub mul truediv pow mod eq ne lt le gt ge floordiv matmul"
+
+
+def _same(found, expected):
+    assert isinstance(found, LazyTensor)
+    assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
+    torch.testing.assert_close(found.value(), expected, equal_nan=True)
 
 
 def _twins(n):
@@ -63,36 +77,43 @@ def test_no_trial_of_a_call_warns_and_a_warning_of_the_call_itself_is_the_users(
         F.mse_loss(net(lazy(x)), y[:, 0]).backward()
 
 
-@pytest.mark.parametrize("make", ["new_tensor", "tensor"])
-def test_the_number_of_samples_in_a_tensor_is_a_number(make):
+# --- mixes of recorded and plain
+
+
+# the cases of koila 0.1.1, https://github.com/rentruewang/koila, by behaviour
+@pytest.mark.parametrize("name", _BINARY.split())
+def test_operators_of_recorded_and_plain_tensors_in_any_mix(name):
+    apply, b = getattr(operator, name), B.T if name == "matmul" else B
+    for left, right in ((lazy(A), lazy(b)), (lazy(A), b), (A, lazy(b))):
+        _same(apply(left, right), apply(A, b))
+    if name in ("add", "sub", "mul", "truediv", "pow", "floordiv", "mod"):
+        _same(apply(lazy(B), 2), apply(B, 2))
+        _same(apply(2.5, lazy(B)), apply(2.5, B))
+    _same(lazy(A[:1]).squeeze(), A[0])
+
+
+def test_other_things_come_back_as_they_are():
+    assert lazy(None) is None
+    assert lazy("text", 3) == ("text", 3)
+    made = lazy({"x": A, "n": [B, 1]})
+    assert isinstance(made["x"], LazyTensor)
+    assert isinstance(made["n"][0], LazyTensor)
+    made = lazy(UserDict(x=A), defaultdict(list, x=[A]))
+    assert isinstance(made[0]["x"], LazyTensor)
+    assert isinstance(made[1]["x"][0], LazyTensor)
+    assert made[1]["y"] == []
+    assert lazy(lazy(A), batch=0).shape == (2, 3)
+
+
+@pytest.mark.parametrize("dim", [-1, numpy.int64(1)])
+def test_the_batch_may_stand_in_any_dimension(dim):
     model, (x, _) = mlp(), batch()
 
     def program(wrap):
-        out = model(wrap(x))
-        n = out.shape[0]
-        loss = out.square().sum() / (out.new_tensor(n) if make == "new_tensor" else torch.tensor(n))
-        loss.backward()
-        return loss.item()
+        recorded = wrap(x.T.contiguous()) if wrap is not lazy else lazy(x.T.contiguous(), batch=dim)
+        model(recorded.transpose(0, 1)).square().mean().backward()
 
-    expected, found = assert_same_gradients(model, program, 3)
-    assert found == pytest.approx(expected, rel=1e-11)
-
-
-@pytest.mark.parametrize("batch_first", [True, False])
-def test_a_batchmean_divides_by_the_first_dimension(batch_first):
-    model, x = mlp(), torch.randn(8, 5, 4, dtype=torch.float64)
-
-    def program(wrap):
-        out = model(wrap(x)).log_softmax(-1)
-        target = torch.full((8, 5, 3), 1 / 3, dtype=torch.float64)
-        if not batch_first:
-            out, target = out.transpose(0, 1), target.transpose(0, 1)
-        loss = F.kl_div(out, target, reduction="batchmean")
-        loss.backward()
-        return loss.item()
-
-    expected, found = assert_same_gradients(model, program, 15)
-    assert found == pytest.approx(expected, rel=1e-11)
+    assert_same(model, program, room=3)
 
 
 # --- what has to run whole: the error says which call is the reason
@@ -121,8 +142,7 @@ def test_packed_sequences_run_whole_and_are_the_reason_if_they_do_not_fit():
         loss.backward()
         return loss.item()
 
-    expected, found = assert_same_gradients(model, program)
-    assert found == pytest.approx(expected, rel=1e-11)
+    assert_same(model, program)
     text = r"lstm\(\) at .*test_calls.py:\d+ ran out of memory on all 8 samples, .*smaller batch"
     with RoomFor(3), pytest.raises(OutOfRetriesError, match=text) as caught:
         program(lazy)

@@ -7,10 +7,9 @@ from torch.nn import functional as F
 
 from tenure.adaptive import BatchCoupledError, OutOfRetriesError, lazy, memory_budget, reset
 
-from .programs import RoomFor, assert_same_gradients, batch, mlp
+from .programs import ROOMS, RoomFor, assert_same, batch, mlp
 
 pytestmark = pytest.mark.usefixtures("forgetful")
-ROOMS = pytest.mark.parametrize("room", [None, 3])
 WEIGHTS = torch.tensor([0.2, 1.0, 2.5], dtype=torch.float64)
 
 
@@ -103,8 +102,7 @@ def test_gradients_and_loss_are_those_of_plain_tensors(loss, room):
         assert tuple(value.detach().numpy().shape) == tuple(value.shape)
         return value.item()
 
-    expected, found = assert_same_gradients(model, program, room)
-    assert found == pytest.approx(expected, rel=1e-12)
+    assert_same(model, program, room, rtol=1e-12)
 
 
 @pytest.mark.parametrize("room", [8, 4, 2])
@@ -116,88 +114,7 @@ def test_a_single_sample_that_is_left_over_is_a_batch_too(room):
         loss.backward()
         return loss.item()
 
-    expected, found = assert_same_gradients(model, program, room)
-    assert found == pytest.approx(expected, rel=1e-12)
-
-
-@ROOMS
-@pytest.mark.parametrize("takes_root", [True, False])
-def test_a_number_for_a_log_is_that_of_the_line_that_made_it(takes_root, room):
-    model, (x, y) = mlp(), batch()
-
-    def program(wrap):
-        a, b = wrap(x, y)
-        out = model(a)
-        loss = F.cross_entropy(out, b)
-        log = loss * 2
-        loss += out.pow(2).mean()
-        loss = loss.sqrt() if takes_root else loss
-        loss.backward()
-        return [loss.item(), log.item()]
-
-    expected, found = assert_same_gradients(model, program, room)
-    assert found == pytest.approx(expected, rel=1e-12)
-
-
-class Scaled(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.net, self.norm = mlp(), nn.BatchNorm1d(4).double().requires_grad_(False)
-        self.factor = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
-
-
-@ROOMS
-def test_a_factor_of_the_batch_alone_is_computed_once_and_one_that_is_trained_is(room):
-    model, (x, y) = Scaled(), batch()
-
-    def program(wrap):
-        model.norm.reset_running_stats()
-        a, b = wrap(x, y)
-        torch.manual_seed(5)
-        scale = F.dropout(model.norm(a)).abs().mean()
-        penalty = 0.1 * model.net[0].weight.square().sum()
-        loss = F.cross_entropy(model.net(a), b) * scale * model.factor + penalty
-        loss.backward()
-        return loss.item(), model.norm.running_mean.tolist(), int(model.norm.num_batches_tracked)
-
-    (loss, *expected), found = assert_same_gradients(model, program, room)
-    assert found[0] == pytest.approx(loss, rel=1e-12)
-    assert found[1] == pytest.approx(expected[0])
-    assert found[2] == expected[1] == 1
-
-
-INPUTS = {
-    "normalized by the batch": lambda x: (x - x.mean(0)) / x.std(0),
-    "mixed up": lambda x: 0.3 * x + 0.7 * x[torch.randperm(len(x))],
-    "twice": lambda x: torch.cat([x, -x]),
-    "noise": lambda x: x + 0 * torch.randn_like(x),
-}
-
-
-@ROOMS
-@pytest.mark.parametrize("prepare", INPUTS.values(), ids=INPUTS)
-def test_what_is_made_of_the_batch_alone_may_mix_its_samples(prepare, room):
-    model, (x, _) = mlp(), batch()
-
-    def program(wrap):
-        torch.manual_seed(5)
-        model(prepare(wrap(x.clone()))).square().mean().backward()
-
-    # a doubled batch is a product of twice the rows
-    assert_same_gradients(model, program, room and 7)
-
-
-@pytest.mark.parametrize("flat", [False, True])
-def test_labels_and_masks_that_are_plain_are_cut_with_the_batch(flat):
-    model, (x, _) = mlp(n_out=6), batch()
-    y, mask = torch.randint(0, 3, (8, 2)), torch.rand(8, 6) > 0.5
-
-    def program(wrap):
-        out = model(wrap(x)).masked_fill(mask, -1.0).view(8, 2, 3)
-        out, labels = (out.reshape(-1, 3), y.view(-1)) if flat else (out.transpose(1, 2), y)
-        F.cross_entropy(out, labels).backward()
-
-    assert_same_gradients(model, program, 3)
+    assert_same(model, program, room, rtol=1e-12)
 
 
 def test_a_call_in_the_middle_that_mixes_samples_is_named_where_the_rest_does_not_fit():

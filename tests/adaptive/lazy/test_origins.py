@@ -7,89 +7,9 @@ from torch._subclasses import FakeTensor
 
 from tenure.adaptive import AdaptiveUsageError, lazy
 
-from .programs import WIDE, RoomFor, assert_same_gradients, batch, gradients, mlp
+from .programs import ROOMS, WIDE, RoomFor, Vision, assert_same, batch, gradients, mlp
 
 pytestmark = pytest.mark.usefixtures("forgetful")
-BOTH = pytest.mark.parametrize("room", [None, 3])
-
-
-class Vision(nn.Module):
-    """A token that is put before each sample, positions, and a scale that all share."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.inner = mlp(n_out=4)
-        self.token = nn.Parameter(torch.randn(1, 1, 4, dtype=torch.float64))
-        self.positions = nn.Embedding(3, 4).double()
-        self.scale = nn.Parameter(torch.randn(4, dtype=torch.float64))
-
-    def beside(self, n=8):
-        """What is computed from parameters alone."""
-        return (
-            self.token.tanh().expand(n, -1, -1),
-            self.positions(torch.arange(3)).sin(),
-            self.scale.exp(),
-        )
-
-    def forward(self, x, beside=None):
-        token, positions, scale = beside or self.beside(int(x.shape[0]))
-        tokens = torch.cat([token, x.unflatten(1, (2, 2)).repeat(1, 1, 2)], 1) + positions
-        return self.inner(tokens.flatten(0, 1)).unflatten(0, (-1, 3))[:, 0] * scale
-
-
-def _twice_by_one(model, x, y):
-    beside = model.beside()
-    first, second = model(x, beside).square().mean(), model(x * 2, beside).sum()
-    first.backward(retain_graph=True)
-    second.backward()
-
-
-def _read_first(model, x, y):
-    loss = model(x).square().mean()
-    assert loss.item() > 0
-    loss.backward(retain_graph=True)
-    loss.backward()
-
-
-def _and_what_is_plain(model, x, y):
-    loss = model(x).square().mean()
-    (loss + model.scale.square().sum().exp()).backward()
-
-
-def _contrast(model, x, y):
-    out = model(x)
-    (out @ out.T).logsumexp(1).mean().backward()
-
-
-def _written(model, x, y):
-    _, positions, scale = model.beside()
-    x = x * positions[0]
-    x.mul_(scale)
-    model.inner(x).square().mean().backward()
-
-
-PROGRAMS = {
-    "labels": lambda model, x, y: nn.functional.cross_entropy(model(x), y).backward(),
-    "two losses": _twice_by_one,
-    "read first": _read_first,
-    "plain term": _and_what_is_plain,
-    "contrast": _contrast,
-    "written": _written,
-}
-
-
-@BOTH
-@pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
-def test_gradients_reach_what_they_came_of(program, room):
-    model, (x, y) = Vision(), batch()
-
-    def run(wrap):
-        for parameter in model.parameters():
-            parameter.grad = torch.ones_like(parameter)
-        program(model, *wrap(x, y))
-
-    assert_same_gradients(model, run, room and 3 * room)
 
 
 def _piled(model, x, y):
@@ -104,7 +24,7 @@ def _piled(model, x, y):
 
 def test_what_is_piled_up_in_a_plain_tensor_gets_its_gradients_or_is_refused():
     model, (x, y) = Vision(), batch()
-    assert_same_gradients(model, lambda wrap: _piled(model, *wrap(x, y)))
+    assert_same(model, lambda wrap: _piled(model, *wrap(x, y)))
     with (
         RoomFor(3),
         pytest.raises(AdaptiveUsageError, match=r"index_add_\(\) writes what has a"),
@@ -160,7 +80,7 @@ class _Fails(torch.autograd.Function):
         raise _Fails.error("out of memory")
 
 
-@BOTH
+@ROOMS
 @pytest.mark.parametrize("kind", [torch.OutOfMemoryError, KeyboardInterrupt])
 def test_where_such_a_graph_fails_no_gradient_is_delivered(room, kind, monkeypatch):
     model, (x, _) = Vision(), batch()
@@ -176,7 +96,7 @@ def test_where_such_a_graph_fails_no_gradient_is_delivered(room, kind, monkeypat
         assert torch.equal(parameter.grad, torch.ones_like(parameter))
 
 
-@BOTH
+@ROOMS
 def test_hooks_see_whole_gradients_once(room):
     model, (x, _) = Vision(), batch()
     seen = []
@@ -192,7 +112,7 @@ def test_hooks_see_whole_gradients_once(room):
         for handle in handles:
             handle.remove()
 
-    assert_same_gradients(model, program, room and 3 * room)
+    assert_same(model, program, room and 3 * room)
     assert len(seen) == 10
     for found in seen[5:]:
         assert any(found.shape == each.shape and torch.allclose(found, each) for each in seen[:5])

@@ -24,8 +24,8 @@ class Call:
     shapes: str
     truth_bytes: int
     out_bytes: int
+    made_bytes: int
     said: Inside
-    made_bytes: int = 0
 
     @property
     def is_low(self):
@@ -43,12 +43,6 @@ class Call:
         # oneDNN's buffers for 16 bits grow in steps
         part = 0.12 if "bfloat16" in self.shapes else 0.02
         return excess > max(64, part * (self.truth_bytes + self.out_bytes))
-
-    def __repr__(self):
-        return (
-            f"{self.func} {self.shapes}: takes {self.truth_bytes} beside {self.out_bytes}, "
-            f"said {self.said.n_bytes} {self.said.reason or ''}"
-        )
 
 
 class Listening(TorchDispatchMode):
@@ -76,9 +70,8 @@ class Listening(TorchDispatchMode):
                 peak = max(peak, live)
             shapes = str([_short(each) for each in tree_leaves((args, kwargs))])
             made_bytes = _made_bytes((args, kwargs), result)
-            self.calls.append(
-                Call(func, shapes, max(0, peak - out_bytes), out_bytes, said, made_bytes)
-            )
+            truth_bytes = max(0, peak - out_bytes)
+            self.calls.append(Call(func, shapes, truth_bytes, out_bytes, made_bytes, said))
         return result
 
 

@@ -1,5 +1,7 @@
 """What a prediction says of an accelerator is what the simulated one then counts."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -7,85 +9,50 @@ from torch import nn
 from tenure.adaptive import PredictionError, predict_peak
 from tests.true_peak import step_of
 
-
-def mlp():
-    return nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.Tanh())
+from .networks import layer, mlp, squared, wide
 
 
-def wide():
-    """Its parameters are much, its activations are little: the peak is the optimizer's."""
-    return nn.Sequential(*(nn.Linear(700, 700) for _ in range(8)))
-
-
-def transformer():
-    return nn.TransformerEncoderLayer(64, 4, 128, batch_first=True)
-
-
-_MODELS = {
-    "large batch": (mlp, (20_000, 64)),
-    "wide": (wide, (4, 700)),
-    "transformer": (transformer, (8, 32, 64)),
-    "long sequences": (transformer, (16, 400, 64)),
-}
-_OPTIMIZERS = {
-    "none": lambda parameters: None,
-    "adamw": torch.optim.AdamW,
-    "one by one": lambda parameters: torch.optim.AdamW(parameters, foreach=False),
-    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
-    "rmsprop": torch.optim.RMSprop,
-}
-
-
-def squared(model):
-    return lambda x: model(x).square().mean()
-
-
-def counted(sim):
+def assert_takes(sim, report, fn, batch, optimizer):
+    """A step takes of the device what the report says."""
+    sim.module.reset_peak_memory_stats()
+    kept = step_of(fn, batch, optimizer)()
     stats = sim.module.memory_stats()
-    return [stats[f"{name}_bytes.all.peak"] for name in ("requested", "allocated", "reserved")]
-
-
-def told(report):
-    return [report.peak_bytes, report.allocated_bytes, report.reserved_bytes]
+    counted = [stats[f"{name}_bytes.all.peak"] for name in ("requested", "allocated", "reserved")]
+    assert counted == [report.peak_bytes, report.allocated_bytes, report.reserved_bytes]
+    assert report.device == str(sim.device)
+    del kept
 
 
 @pytest.mark.sim_allocator("cuda")
 @pytest.mark.parametrize(
-    ("name", "optimizer"),
+    ("make", "shape", "optimizer"),
     [
-        ("wide", "adamw"),
-        ("wide", "one by one"),
-        ("transformer", "momentum"),
-        pytest.param("large batch", "none", marks=pytest.mark.exhaustive),
-        pytest.param("long sequences", "rmsprop", marks=pytest.mark.exhaustive),
+        (wide, (4, 700), torch.optim.AdamW),
+        (wide, (4, 700), partial(torch.optim.AdamW, foreach=False)),
+        (layer, (8, 32, 64), partial(torch.optim.SGD, lr=0.1, momentum=0.9)),
+        pytest.param(mlp, (20_000, 64), None, marks=pytest.mark.exhaustive),
+        pytest.param(layer, (16, 400, 64), torch.optim.RMSprop, marks=pytest.mark.exhaustive),
     ],
+    ids=["wide", "one by one", "transformer", "large batch", "long sequences"],
 )
-def test_a_step_takes_of_an_accelerator_what_was_predicted(sim, name, optimizer):
-    make, shape = _MODELS[name]
+def test_a_step_takes_of_an_accelerator_what_was_predicted(sim, make, shape, optimizer):
     model = make().to(sim.device)
     batch = torch.randn(shape).to(sim.device)
-    stepped = _OPTIMIZERS[optimizer](model.parameters())
+    stepped = optimizer and optimizer(model.parameters())
     report = predict_peak(squared(model), batch, optimizer=stepped)
     assert sim.peak_bytes == sim.allocated_bytes
-    kept = step_of(squared(model), batch, stepped)()
-    assert report.device == str(sim.device)
-    assert counted(sim) == told(report)
     assert not report.approximate
-    del kept
+    assert_takes(sim, report, squared(model), batch, stepped)
 
 
 @pytest.mark.sim_allocator("cuda")
 def test_a_later_step_takes_what_was_predicted_with_the_state_that_is_there(sim):
-    make, shape = _MODELS["wide"]
-    model, batch = make().to(sim.device), torch.randn(shape).to(sim.device)
+    model, batch = wide().to(sim.device), torch.randn(4, 700, device=sim.device)
     stepped = torch.optim.AdamW(model.parameters())
     step_of(squared(model), batch, stepped)()
     stepped.zero_grad()
     report = predict_peak(squared(model), batch, optimizer=stepped)
-    sim.module.reset_peak_memory_stats()
-    kept = step_of(squared(model), batch, stepped)()
-    assert counted(sim) == told(report)
-    del kept
+    assert_takes(sim, report, squared(model), batch, stepped)
 
 
 @pytest.mark.sim_allocator("cuda")
@@ -95,18 +62,11 @@ def test_a_model_on_the_host_is_predicted_as_if_it_were_there(sim):
     stepped = torch.optim.AdamW(model.parameters())
     report = predict_peak(squared(model), batch.to("meta"), optimizer=stepped, device="sim")
     assert sim.peak_bytes == 0
-    assert {
-        each.device.type
-        for p in model.parameters()
-        for each in (p, p.grad, p.data)
-        if each is not None
-    } == {"cpu"}
-    there = model.to(sim.device)
-    batch = batch.to(sim.device)
-    kept = step_of(squared(there), batch, torch.optim.AdamW(there.parameters()))()
-    assert report.device == "sim:0"
-    assert counted(sim) == told(report)
-    del kept
+    there = [each for p in model.parameters() for each in (p, p.data)]
+    assert {each.device.type for each in (*there, model[0].weight.grad)} == {"cpu"}
+    model.to(sim.device)
+    stepped = torch.optim.AdamW(model.parameters())
+    assert_takes(sim, report, squared(model), batch.to(sim.device), stepped)
 
 
 @pytest.mark.sim_allocator("cuda")

@@ -1,5 +1,6 @@
 """What work leaves behind is gone when its prediction ends, however it ends."""
 
+import random
 import signal
 import sys
 
@@ -8,6 +9,38 @@ import torch
 from torch import nn
 
 from tenure.adaptive import predict_peak
+
+
+def test_nothing_is_left_of_a_prediction():
+    class Caching(nn.Sequential):
+        pass
+
+    model = Caching(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(), nn.LSTM(8, 8))
+    model[0].weight.grad = torch.full((8, 8), 2.0)
+    model[0].weight.note = "kept"
+    optimizer = torch.optim.AdamW(model.parameters())
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    handles = {name: (id(p), p.data_ptr(), type(p)) for name, p in model.named_parameters()}
+    batch = torch.randn(4, 8)
+    rng, python_rng = torch.get_rng_state(), random.getstate()
+    calls = []
+    model[0].bias.register_post_accumulate_grad_hook(lambda p: calls.append(p.grad.shape))
+
+    def fn(x):
+        model.seen = model[:3](x)
+        return model[3](model.seen)[0].sum()
+
+    predict_peak(fn, batch, optimizer=optimizer)
+    assert calls == [(8,)]
+    assert not hasattr(model, "seen")
+    assert optimizer.state == {}
+    assert {n: (id(p), p.data_ptr(), type(p)) for n, p in model.named_parameters()} == handles
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert torch.equal(model[0].weight.grad, torch.full((8, 8), 2.0))
+    assert model[0].weight.note == "kept"
+    assert model[0].bias.grad is None
+    assert torch.equal(torch.get_rng_state(), rng)
+    assert random.getstate() == python_rng
 
 
 class Growing(nn.Module):
@@ -132,21 +165,6 @@ def test_an_interrupt_waits_until_all_tensors_have_their_data():
     assert {type(p) for p in model.parameters()} == {nn.Parameter}
     assert all(type(p.data) is torch.Tensor for p in model.parameters())
     assert found is handler
-
-
-def test_a_loop_that_ends_at_a_length_ends():
-    def generate(x):
-        is_running, length = torch.ones(2, dtype=torch.int64), 0
-        while True:
-            x, length = torch.cat([x, x[:, -1:]], 1), length + 1
-            is_done = torch.full((2,), length >= 3) | (x[:, -1] > 5)
-            is_running = is_running & ~is_done
-            if is_running.max() == 0:
-                return x
-
-    batch = torch.zeros(2, 64)
-    report = predict_peak(generate, batch)
-    assert report.peak_bytes <= batch.nbytes * 4
 
 
 def test_parameters_that_no_name_leads_to_keep_their_gradients():

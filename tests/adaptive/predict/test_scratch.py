@@ -13,15 +13,15 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tenure.adaptive import predict_peak
-from tenure.adaptive._predict import _measured, _scratch
+from tenure.adaptive._predict import _scratch
 from tenure.adaptive._predict._device import taken_inside
 from tenure.adaptive._predict._scratch import inside
 from tenure.adaptive._predict._values import STAND_INS
+from tests.true_peak import true_peak_bytes
 
 from .scratch_cases import convolutions, layers, losses, optimizers, sequences
 from .scratch_truth import listen
 
-aten = torch.ops.aten
 CASES = {**layers(), **losses(), **convolutions(), **sequences(), **optimizers()}
 GIB = 1 << 30
 
@@ -29,14 +29,6 @@ GIB = 1 << 30
 @pytest.fixture(autouse=True)
 def nothing_measured_before(monkeypatch):
     monkeypatch.setattr(_scratch, "_known", {})
-
-
-def asked(func, *args):
-    """What is said of a call with fake tensors of these shapes, and what the call gives."""
-    with FakeTensorMode():
-        args = [torch.empty(each) if isinstance(each, tuple) else each for each in args]
-        result = func(*args)
-        return inside(func, args, {}, result)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -50,33 +42,15 @@ def test_what_is_said_is_never_too_low_and_hardly_too_high(name):
     assert [call for call in calls if call.said.reason] == []
 
 
-def test_a_convolution_of_a_batch_far_larger_than_memory_is_measured_in_a_few_mib(monkeypatch):
-    ran = []
-
-    def small(func, make, threads):
-        args, _ = make()
-        ran.append(sum(each.untyped_storage().nbytes() for each in args if torch.is_tensor(each)))
-        return run(func, make, threads)
-
-    run = _measured.run
-    monkeypatch.setattr(_measured, "run", small)
-    conv = (
-        (1_000_000, 64, 224, 224),
-        (64, 64, 3, 3),
-        None,
-        [1, 1],
-        [1, 1],
-        [1, 1],
-        False,
-        [0, 0],
-        1,
-    )
-    said = asked(aten.convolution.default, *conv)
-    assert said.reason is None
+def test_a_convolution_of_a_batch_far_larger_than_memory_is_measured_in_a_few_mib():
+    conv, batch = nn.Conv2d(64, 64, 3, 1, 1), torch.empty(1_000_000, 64, 224, 224, device="meta")
+    reports = []
+    measured_bytes = true_peak_bytes(lambda: reports.append(predict_peak(conv, batch)))
+    (report,) = reports
+    assert report.reasons == ()
     # a copy of the input in the layout of oneDNN, at the least
-    assert said.n_bytes >= said.result.untyped_storage().nbytes() > 10_000 * GIB
-    assert ran
-    assert max(ran) < 4 << 20
+    assert report.peak_bytes >= 3 * batch.nbytes > 30_000 * GIB
+    assert 0 < measured_bytes < 8 << 20
 
 
 def test_measuring_draws_no_random_number_and_is_seen_by_no_mode():
@@ -94,14 +68,14 @@ def test_measuring_draws_no_random_number_and_is_seen_by_no_mode():
 
     with FakeTensorMode():
         x = torch.empty(300, 400)
-        result = aten.multinomial.default(x, 3)
+        result = torch.multinomial(x, 3)
     state = torch.get_rng_state()
     with Functions(), Operations(), torch.autocast("cpu", dtype=torch.bfloat16):
-        said = inside(aten.multinomial.default, (x, 3), {}, result)
+        said = inside(torch.ops.aten.multinomial.default, (x, 3), {}, result)
     assert said.reason is None
     assert said.n_bytes > 0
     assert torch.equal(torch.get_rng_state(), state)
-    assert not [func for func in seen if func is aten.multinomial.default]
+    assert not [func for func in seen if func is torch.ops.aten.multinomial.default]
 
 
 def test_an_operation_of_somebody_else_is_not_run_but_named():
@@ -113,9 +87,10 @@ def test_an_operation_of_somebody_else_is_not_run_but_named():
     def _(x):
         return torch.empty_like(x)
 
-    said = asked(torch.ops.tenure_tests.taking.default, (3, 4))
-    assert said.n_bytes == 0
-    assert said.reason == "nobody has measured what tenure_tests.taking.default takes for itself"
+    report = predict_peak(taking, torch.ones(3, 4))
+    assert report.peak_bytes == 2 * 48
+    said = "nobody has measured what tenure_tests.taking.default takes for itself"
+    assert report.reasons == (said,)
 
 
 def test_a_part_of_a_batch_takes_the_same_when_it_is_predicted_first():

@@ -62,7 +62,3 @@ def test_ranks_search_together_and_call_alone():
         an_error_on_one_rank,
         a_smaller_batch_is_said_once_and_pieces_are_not,
     )
-
-
-def test_a_process_alone_asks_for_no_group():
-    assert adaptive.find_batch_size(lambda n: n, high=8, margin=0, group="any") == 8

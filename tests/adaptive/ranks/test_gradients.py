@@ -1,5 +1,6 @@
 """A step on several ranks: gradients, buffers and losses are those of all samples."""
 
+import itertools
 from contextlib import nullcontext
 from functools import partial
 
@@ -9,6 +10,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as Replicated
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from tenure.adaptive import check_split, memory_budget, plan, predict_peak, reset, step
 
@@ -464,3 +467,64 @@ def test_a_vote_is_the_same_on_all_ranks_to_the_bit():
     first, *others = run_ranks(voted_on, 5)
     assert others == [first] * 4
     assert first[1] == 15
+
+
+# --- each allocation of a step fails once
+
+
+class Failing(TorchDispatchMode):
+    """Lets the n-th allocation of a block fail; 0 counts."""
+
+    def __init__(self, n):
+        super().__init__()
+        self.n, self.n_seen = n, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        there = {each.untyped_storage()._cdata for each in tensors((args, kwargs))}
+        if any(each.untyped_storage()._cdata not in there for each in tensors(out)):
+            self.n_seen += 1
+            if self.n_seen == self.n:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB")
+        return out
+
+
+def tensors(tree):
+    return [each for each in tree_leaves(tree) if isinstance(each, torch.Tensor)]
+
+
+def swept(rank):
+    """All have samples; one has none; a sum, and the first has none."""
+    for idle, loss, victims in ((None, "mean", (0, 3)), (2, "mean", (2, 1)), (0, "sum", (0,))):
+        parts = all_samples()
+        batch = None if rank == idle else parts[rank]
+        reduce = torch.sum if loss == "sum" else torch.mean
+        net = net_of()
+        whole = joined([part for i, part in enumerate(parts) if i != idle])
+        # a gradient of before, of which half waits for an exchange
+        wanted = plain_gradients(net, reduce(net(whole["x"]).square()))
+        wanted["0.bias"] += sum(range(4)) / 4
+        module = Replicated(net)
+
+        def fn(b, module=module, reduce=reduce):
+            return reduce(module(b["x"]).square())
+
+        for victim in victims:
+            for n in itertools.count(1):
+                reset()
+                net.zero_grad()
+                net[0].bias.grad = torch.ones_like(net[0].bias) * rank
+                with Failing(n if rank == victim else 0) as failing:
+                    step(fn, batch, loss=loss)
+                assert_same(gradients(net), wanted)
+                # whether the victim has met its failure
+                met = torch.tensor(int(failing.n_seen >= n and rank == victim))
+                dist.all_reduce(met)
+                if not met:
+                    break
+            assert n >= 8
+
+
+@pytest.mark.slow
+def test_ranks_finish_with_exact_gradients_whichever_allocation_fails():
+    run_checks(swept, n=4, timeout=400)

@@ -278,3 +278,4 @@ def test_a_process_alone_asks_for_no_group():
     net = net_of()
     result = step(lambda b: square(net, b), all_samples()[0], group="anything", per_rank=True)
     assert result.n_samples == 9
+    assert find_batch_size(lambda n: n, high=8, margin=0, group="any") == 8

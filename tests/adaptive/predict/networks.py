@@ -1,15 +1,44 @@
-"""Kinds of networks in float32: the prediction is not too low, and within two percent."""
+"""Networks whose steps are predicted."""
 
-import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from tenure.adaptive import predict_peak
-from tests.true_peak import step_of, true_peak_bytes
 
-pytestmark = pytest.mark.slow
+class Residual(nn.Module):
+    def __init__(self, checkpointed=False):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+        self.checkpointed = checkpointed
+
+    def block(self, layer, x):
+        return x + torch.tanh(layer(x)) * torch.sigmoid(x)
+
+    def forward(self, x):
+        for layer in self.layers:
+            if self.checkpointed:
+                x = checkpoint(self.block, layer, x, use_reentrant=False)
+            else:
+                x = self.block(layer, x)
+        return x
+
+
+def mlp():
+    return nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.Tanh())
+
+
+def wide():
+    """Its parameters are much, its activations are little: the peak is the optimizer's."""
+    return nn.Sequential(*(nn.Linear(700, 700) for _ in range(8)))
+
+
+def layer():
+    return nn.TransformerEncoderLayer(64, 4, 128, batch_first=True)
+
+
+def transformer():
+    return nn.TransformerEncoder(layer(), 2)
 
 
 class Tied(nn.Module):
@@ -47,9 +76,9 @@ class UNet(nn.Module):
 
 
 class Recurrent(nn.Module):
-    def __init__(self, cell):
+    def __init__(self):
         super().__init__()
-        self.cell, self.head = cell(32, 64, batch_first=True), nn.Linear(64, 8)
+        self.cell, self.head = nn.GRU(32, 64, batch_first=True), nn.Linear(64, 8)
 
     def forward(self, x):
         return self.head(self.cell(x)[0])
@@ -69,33 +98,5 @@ class Physics(nn.Module):
         return second
 
 
-def reals(*shape):
-    return lambda: torch.randn(shape)
-
-
-def words(*shape):
-    return lambda: torch.randint(500, shape)
-
-
-_ARCHITECTURES = {
-    "u-net": (UNet, reals(8, 3, 32, 32)),
-    "gru": (lambda: Recurrent(nn.GRU), reals(32, 20, 32)),
-    "tied": (Tied, words(16, 32)),
-    "physics": (Physics, reals(512, 2)),
-}
-
-
-@pytest.mark.parametrize("name", _ARCHITECTURES)
-def test_a_prediction_is_not_too_low_and_within_two_percent(name):
-    make, batch_of = _ARCHITECTURES[name]
-    torch.manual_seed(0)
-    model, batch = make(), batch_of()
-    optimizer = torch.optim.AdamW(model.parameters())
-
-    def loss(batch):
-        return model(batch).square().mean()
-
-    predicted = predict_peak(loss, batch, optimizer=optimizer)
-    true_bytes = predicted.baseline_bytes + true_peak_bytes(step_of(loss, batch, optimizer))
-
-    assert true_bytes <= predicted.peak_bytes <= 1.02 * true_bytes
+def squared(model):
+    return lambda x: model(x).square().mean()
