@@ -149,14 +149,25 @@ def close(a, b, rtol=1e-10):
         torch.testing.assert_close(p, q, rtol=rtol, atol=rtol / 100)
 
 
-def compared(kind, loader=None, *, rtol=1e-10, more=dict, **options):
+def compared(
+    kind,
+    split=None,
+    loader=None,
+    *,
+    declared=None,
+    sizes=(3, 3, 2),
+    rtol=1e-10,
+    more=dict,
+    **options,
+):
     """Train without and with the mixin, in micro-batches: parameters, hooks, logs and outputs."""
-    modules, seen = [seeded(kind), seeded(adaptive_of(kind))], [Seen(), Seen()]
+    modules = [seeded(kind), seeded(split or adaptive_of(kind), **(declared or {}))]
+    seen = [Seen(), Seen()]
     for module, each in zip(modules, seen, strict=True):
         trained(module, loader, callbacks=[each], **options, **more())
     close(*modules, rtol)
     # and it was split: a mixin that does nothing would train the same, too
-    assert modules[1].adaptive_result.sizes == (3, 3, 2)
+    assert modules[1].adaptive_result.sizes == sizes
     plain, split = seen
     assert [name for name, _ in plain.told] == [name for name, _ in split.told]
     numbers = [[number for _, number in each.told] for each in seen]
@@ -166,7 +177,7 @@ def compared(kind, loader=None, *, rtol=1e-10, more=dict, **options):
     torch.testing.assert_close(plain.logged, split.logged, **logged)
     outputs = {"rtol": rtol, "atol": rtol / 100, "equal_nan": True}
     torch.testing.assert_close(plain.outputs, split.outputs, **outputs)
-    return modules[1], split
+    return modules
 
 
 class Logging(Body):
@@ -255,63 +266,7 @@ class Float32(Logs):
         return batch[0].to(self.net[0].weight.dtype), batch[1]
 
 
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [
-        (Logs, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1, "max_epochs": 2}),
-        (Lbfgs, {}),
-        (Sparse, {"accumulate_grad_batches": 2}),
-        (Float32, {"precision": "bf16-mixed", "rtol": 5e-2}),
-    ],
-    ids=["accumulate, clip norm", "LBFGS", "sparse", "bfloat16"],
-)
-def test_the_trainer_does_the_same(kind, options):
-    compared(kind, **options)
-
-
-def test_a_scaler_scales_once():
-    scalers = []
-
-    def mixed():
-        scalers.append(torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2))
-        return {"plugins": [MixedPrecision("16-mixed", "cpu", scalers[-1])]}
-
-    compared(Float32, rtol=2e-2, more=mixed, accumulate_grad_batches=2)
-    plain, split = scalers
-    assert plain.get_scale() == split.get_scale() == 2.0**11
-
-
-def test_a_batch_that_fits_is_the_plain_step_to_the_bit():
-    modules = [seeded(Logs), seeded(adaptive_of(Logs), maximum=None)]
-    for module in modules:
-        trained(module)
-    for p, q in zip(*(module.parameters() for module in modules), strict=True):
-        assert torch.equal(p, q)
-
-
-def test_a_resumed_fit_is_the_uninterrupted_one(tmp_path):
-    whole, first, second = (seeded(adaptive_of(Net)) for _ in range(3))
-    trained(whole, max_epochs=2)
-    trained(first).save_checkpoint(tmp_path / "half.ckpt")
-    trained(second, ckpt_path=tmp_path / "half.ckpt", max_epochs=2)
-    close(whole, second)
-
-
-@pytest.mark.slow
-def test_a_compiled_module_trains_the_same_with_one_graph_for_all_sizes():
-    graphs = CompileCounterWithBackend("eager")
-    modules = [seeded(Net), seeded(adaptive_of(Net))]
-    trained(modules[0])
-    trained(torch.compile(modules[1], backend=graphs))
-    close(*modules)
-    assert modules[1].adaptive_result.sizes == (3, 3, 2)
-    assert graphs.frame_count == 1
-
-
-# --- what a training_step returns, logs, and gives to metrics
-
-
-class Told(Body, LightningModule):
+class Told(Net):
     """Logs and outputs that don't say how they add up."""
 
     def training_step(self, batch, batch_idx):
@@ -334,36 +289,115 @@ class Told(Body, LightningModule):
         }  # fmt: skip
 
 
-def test_logs_and_outputs_are_those_of_the_whole_batch():
-    compared(Told)
+class Chance(Net):
+    """What has the size of micro-batches by chance is not taken for samples."""
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss_of(batch)
+        self.log("epoch", 3)
+        self.log("n", len(batch[0]), reduce_fx="sum")
+        self.log("seen", len(batch[1]))
+        same = {"count": 3, "weights": torch.ones(3), "names": [2, 1, 0]}
+        return {"loss": loss, **same, "rows": batch[0][:, 0], "n": len(batch[1])}
 
 
-def test_what_has_the_size_of_micro_batches_by_chance_is_not_taken_for_samples():
-    class Chance(Body, LightningModule):
-        def training_step(self, batch, batch_idx):
-            loss = self.loss_of(batch)
-            self.log("epoch", 3)
-            self.log("n", len(batch[0]), reduce_fx="sum")
-            self.log("seen", len(batch[1]))
-            same = {"count": 3, "weights": torch.ones(3), "names": [2, 1, 0]}
-            return {"loss": loss, **same, "rows": batch[0][:, 0], "n": len(batch[1])}
-
-    seen = [Seen(), Seen()]
-    for kind, each in zip((Chance, adaptive_of(Chance)), seen, strict=True):
-        module = seeded(kind)
-        trained(module, loader_of(*rows(12), batch_size=6), callbacks=[each])
-    assert module.adaptive_result.sizes == (3, 3)
-    torch.testing.assert_close(seen[1].logged, seen[0].logged)
-    torch.testing.assert_close(seen[1].outputs, seen[0].outputs)
+class Skipping(Net):
+    def training_step(self, batch, batch_idx):
+        self.log("index", float(batch_idx))
+        return None if batch_idx == 1 else self.loss_of(batch)
 
 
-def test_a_step_that_returns_none_is_skipped():
-    class Skipping(Net):
-        def training_step(self, batch, batch_idx):
-            self.log("index", float(batch_idx))
-            return None if batch_idx == 1 else self.loss_of(batch)
+def spread(out):
+    return out.std(0).sum()
 
-    compared(Skipping, accumulate_grad_batches=2)
+
+class OfSpread(Net):
+    def training_step(self, batch, batch_idx):
+        return spread(self.net(batch[0]))
+
+
+class Outputs(AdaptiveMixin, Net):
+    def training_step(self, batch, batch_idx):
+        return self.net(batch[0])
+
+
+class Nested(Net):
+    def training_step(self, batch, batch_idx):
+        return self.loss_of(batch["train"]["pair"]) + self.loss_of(batch["other"])
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        return {"train": {"pair": tuple(batch["a"])}, "other": batch["b"], "note": "text"}
+
+
+def several_loaders():
+    x, y = rows()
+    loaders = {"a": loader_of(x, y), "b": loader_of(x.flip(0), y.flip(0))}
+    return CombinedLoader(loaders, "min_size")
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (Logs, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1, "max_epochs": 2}),
+        (Logs, {"declared": {"maximum": None}, "sizes": (8,), "rtol": 0}),
+        (Lbfgs, {}),
+        (Sparse, {"accumulate_grad_batches": 2}),
+        (Float32, {"precision": "bf16-mixed", "rtol": 5e-2}),
+        (Told, {}),
+        (Chance, {"loader": loader_of(*rows(12), batch_size=6), "sizes": (3, 3)}),
+        (Skipping, {"accumulate_grad_batches": 2}),
+        (OfSpread, {"split": Outputs, "declared": {"loss": spread}}),
+        (Nested, {"loader": several_loaders()}),
+    ],
+    ids=[
+        "accumulate, clip norm",
+        "a batch that fits, to the bit",
+        "LBFGS",
+        "sparse",
+        "bfloat16",
+        "logs and outputs",
+        "sizes by chance",
+        "skipped",
+        "a loss of all outputs",
+        "several loaders",
+    ],
+)
+def test_training_logs_and_outputs_are_those_of_the_whole_batch(kind, options):
+    compared(kind, **options)
+
+
+def test_a_scaler_scales_once():
+    scalers = []
+
+    def mixed():
+        scalers.append(torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2))
+        return {"plugins": [MixedPrecision("16-mixed", "cpu", scalers[-1])]}
+
+    compared(Float32, rtol=2e-2, more=mixed, accumulate_grad_batches=2)
+    plain, split = scalers
+    assert plain.get_scale() == split.get_scale() == 2.0**11
+
+
+def test_a_resumed_fit_is_the_uninterrupted_one(tmp_path):
+    whole, first, second = (seeded(adaptive_of(Net)) for _ in range(3))
+    trained(whole, max_epochs=2)
+    trained(first).save_checkpoint(tmp_path / "half.ckpt")
+    trained(second, ckpt_path=tmp_path / "half.ckpt", max_epochs=2)
+    close(whole, second)
+
+
+@pytest.mark.slow
+def test_a_compiled_module_trains_the_same_with_one_graph_for_all_sizes():
+    graphs = CompileCounterWithBackend("eager")
+    modules = [seeded(Net), seeded(adaptive_of(Net))]
+    trained(modules[0])
+    trained(torch.compile(modules[1], backend=graphs))
+    close(*modules)
+    assert modules[1].adaptive_result.sizes == (3, 3, 2)
+    assert graphs.frame_count == 1
+
+
+# --- what a training_step returns, logs, and gives to metrics
 
 
 @pytest.mark.parametrize(
@@ -411,25 +445,6 @@ def test_a_loss_that_is_no_mean_over_samples_is_refused_until_it_is_declared():
     compared(Ignoring)
 
 
-def test_a_loss_of_all_outputs_sees_all_outputs():
-    def spread(out):
-        return out.std(0).sum()
-
-    class Outputs(Net):
-        def training_step(self, batch, batch_idx):
-            return self.net(batch[0])
-
-    class Plain(Net):
-        def training_step(self, batch, batch_idx):
-            return spread(self.net(batch[0]))
-
-    modules = seeded(Plain), seeded(adaptive_of(Outputs), loss=spread)
-    for module in modules:
-        trained(module)
-    close(*modules)
-    assert modules[1].adaptive_result.sizes == (3, 3, 2)
-
-
 _seen = torchmetrics.SumMetric()
 
 
@@ -475,7 +490,7 @@ class Metrics(Net):
 
 @pytest.mark.filterwarnings("ignore:No .* samples in targets")
 def test_metrics_end_as_by_the_whole_batch():
-    module, _ = compared(Metrics, max_epochs=2)
+    _, module = compared(Metrics, max_epochs=2)
     assert ["precision", "recall"] in [*module.several.compute_groups.values()]
     assert module.tracker.mean.update_count == 6
     assert "forward" not in vars(module.accuracy)
@@ -603,22 +618,6 @@ def test_a_step_that_has_no_whole_is_refused_and_metrics_are_as_before(step, why
     assert not module.mean.update_called
 
 
-# --- batches
-
-
-def test_batches_of_several_loaders_and_batch_hooks():
-    class Nested(Net):
-        def training_step(self, batch, batch_idx):
-            return self.loss_of(batch["train"]["pair"]) + self.loss_of(batch["other"])
-
-        def on_after_batch_transfer(self, batch, dataloader_idx):
-            return {"train": {"pair": tuple(batch["a"])}, "other": batch["b"], "note": "text"}
-
-    x, y = rows()
-    loaders = {"a": loader_of(x, y), "b": loader_of(x.flip(0), y.flip(0))}
-    compared(Nested, CombinedLoader(loaders, "min_size"))
-
-
 # --- the class
 
 
@@ -632,10 +631,8 @@ def test_steps_above_and_below_the_mixin_run_once_for_each_micro_batch():
         def training_step(self, batch, batch_idx):
             return super().training_step(batch, batch_idx) / 2
 
-    seen, modules = [], (seeded(Net), seeded(Below, verify=False))
-    for module in modules:
-        trained(module)
-    close(*modules)
+    seen = []
+    compared(Net, Below, declared={"verify": False})
     assert seen == [3, 3, 2] * 3
 
 
@@ -696,11 +693,9 @@ def test_hooks_of_parameters_see_the_whole_gradient_once():
                 lambda leaf: self.seen.append(leaf.grad.norm().item())
             )
 
-    modules = seeded(Hooked), seeded(adaptive_of(Hooked))
-    for module in modules:
-        trained(module, accumulate_grad_batches=3)
-    torch.testing.assert_close(modules[0].seen, modules[1].seen, rtol=1e-10, atol=0)
-    assert len(modules[0].seen) == 6
+    plain, split = compared(Hooked, accumulate_grad_batches=3)
+    torch.testing.assert_close(plain.seen, split.seen, rtol=1e-10, atol=0)
+    assert len(plain.seen) == 6
 
 
 # --- refused

@@ -16,25 +16,7 @@ from tenure.adaptive import (
 )
 
 transformers = pytest.importorskip("transformers", reason="the extra transformers is not installed")
-from transformers import (  # noqa: E402
-    BatchEncoding,
-    BertConfig,
-    BertForSequenceClassification,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    PrinterCallback,
-    Seq2SeqTrainer,
-    Seq2SeqTrainingArguments,
-    T5Config,
-    T5ForConditionalGeneration,
-    Trainer,
-    TrainerCallback,
-    TrainingArguments,
-)
+from transformers import Seq2SeqTrainer, Trainer, TrainerCallback, TrainingArguments  # noqa: E402
 from transformers.modeling_outputs import CausalLMOutput  # noqa: E402
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding  # noqa: E402
 
@@ -51,6 +33,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.torch.cpu.amp.autocast:FutureWa
 _WORDS, _LENGTH = 32, 12
 # each without dropout, whose masks are others in other pieces
 _SMALL = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+_ENDS = {"bos_token_id": 0, "eos_token_id": 1}
 
 
 @pytest.fixture(autouse=True)
@@ -62,13 +45,34 @@ def _alone():
     adaptive.reset()
 
 
-def llama(**kwargs):
+def made(family, head, **config):
+    """A small model in float64."""
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=_WORDS, num_attention_heads=2, bos_token_id=0, eos_token_id=1,
-        max_position_embeddings=64, **(_SMALL | kwargs),
-    )  # fmt: skip
-    return LlamaForCausalLM(config).double()
+    made_config = getattr(transformers, f"{family}Config")(vocab_size=_WORDS, **config)
+    return getattr(transformers, f"{family}{head}")(made_config).double()
+
+
+def llama():
+    settings = {"num_attention_heads": 2, "max_position_embeddings": 64}
+    return made("Llama", "ForCausalLM", **_SMALL, **_ENDS, **settings)
+
+
+def gpt2(dropout=0.0):
+    rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
+    sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": _LENGTH}
+    return made("GPT2", "LMHeadModel", **sizes, **_ENDS, **rates)
+
+
+def bert():
+    rates = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    settings = {"num_attention_heads": 2, "num_labels": 3}
+    return made("Bert", "ForSequenceClassification", **_SMALL, **settings, **rates)
+
+
+def t5():
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}
+    ends = {"decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1}
+    return made("T5", "ForConditionalGeneration", **sizes, **ends, dropout_rate=0.0)
 
 
 class Words(nn.Module):
@@ -91,33 +95,6 @@ class Words(nn.Module):
 def words():
     torch.manual_seed(0)
     return Words().double()
-
-
-def gpt2(dropout=0.0):
-    torch.manual_seed(0)
-    config = GPT2Config(
-        vocab_size=_WORDS, n_embd=16, n_layer=1, n_head=2, n_positions=_LENGTH,
-        bos_token_id=0, eos_token_id=1, resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout,
-    )  # fmt: skip
-    return GPT2LMHeadModel(config).double()
-
-
-def bert():
-    torch.manual_seed(0)
-    config = BertConfig(
-        vocab_size=_WORDS, num_attention_heads=2, num_labels=3, **_SMALL,
-        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-    )  # fmt: skip
-    return BertForSequenceClassification(config).double()
-
-
-def t5():
-    torch.manual_seed(0)
-    config = T5Config(
-        vocab_size=_WORDS, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2, dropout_rate=0.0,
-        decoder_start_token_id=0, pad_token_id=0, eos_token_id=1,
-    )  # fmt: skip
-    return T5ForConditionalGeneration(config).double()
 
 
 def texts(n=64, length=_LENGTH):
@@ -171,7 +148,7 @@ def trainer_of(
     settings |= {"max_steps": steps, "per_device_train_batch_size": batch, "use_cpu": True}
     args = args_kind(str(folder), **(settings | (arguments or {})))
     trainer = kind(model, args, train_dataset=data, callbacks=list(callbacks), **kwargs)
-    trainer.remove_callback(PrinterCallback)
+    trainer.remove_callback(transformers.PrinterCallback)
     if options is not None:
         trainer.adaptive_options = options
     return trainer
@@ -374,11 +351,11 @@ def test_a_batch_encoding_stays_one(tmp_path):
 
     def collate(samples):
         stacked = {key: torch.stack([each[key] for each in samples]) for key in samples[0]}
-        return BatchEncoding(stacked)
+        return transformers.BatchEncoding(stacked)
 
     compared(tmp_path, Seeing, gpt2, texts(), 1e-6, 6, steps=1, data_collator=collate)
-    assert {(BatchEncoding, 6), (BatchEncoding, 4)} <= kinds
-    assert {cls for cls, _ in kinds} == {BatchEncoding}
+    assert {(transformers.BatchEncoding, 6), (transformers.BatchEncoding, 4)} <= kinds
+    assert {cls for cls, _ in kinds} == {transformers.BatchEncoding}
 
 
 # --- what can't be split
@@ -386,11 +363,11 @@ def test_a_batch_encoding_stays_one(tmp_path):
 
 def test_a_loss_that_mixes_samples_is_refused_and_what_was_tried_is_told(tmp_path):
     torch.manual_seed(0)
-    config = MixtralConfig(
+    config = transformers.MixtralConfig(
         vocab_size=_WORDS, num_attention_heads=2, num_key_value_heads=2, num_local_experts=2,
         output_router_logits=True, bos_token_id=0, eos_token_id=1, **_SMALL,
     )  # fmt: skip
-    model = MixtralForCausalLM(config)
+    model = transformers.MixtralForCausalLM(config)
     before = [p.detach().clone() for p in model.parameters()]
     with pytest.raises(SplitMismatchError) as caught:
         trained(AdaptiveTrainer, tmp_path, model, texts(), options={"maximum": 8})
@@ -678,7 +655,7 @@ def test_a_batch_of_other_lengths_is_predicted_whole(tmp_path):
 @pytest.mark.slow
 def test_generated_sequences_are_put_together(tmp_path):
     settings = {
-        "args_kind": Seq2SeqTrainingArguments,
+        "args_kind": transformers.Seq2SeqTrainingArguments,
         "arguments": {"predict_with_generate": True, "generation_max_length": 5},
     }
     kind, model = adaptive_of(Seq2SeqTrainer), t5()
@@ -752,8 +729,10 @@ def test_training_that_dies_of_memory_is_told_what_held_it(tmp_path, caplog):
 
 @pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")
 def test_a_cache_of_keys_and_values_is_returned_by_a_scoped_function_and_detached():
-    config = LlamaConfig(**_SMALL, num_attention_heads=2, num_key_value_heads=1, vocab_size=_WORDS)
-    model = LlamaForCausalLM(config).eval()
+    config = transformers.LlamaConfig(
+        **_SMALL, num_attention_heads=2, num_key_value_heads=1, vocab_size=_WORDS
+    )
+    model = transformers.LlamaForCausalLM(config).eval()
     read = torch.no_grad()(model)
     words = torch.tensor([[3, 4, 5]])
     expected = read(words).logits[:, -1:]
@@ -767,7 +746,7 @@ def test_a_cache_of_keys_and_values_is_returned_by_a_scoped_function_and_detache
 
 def test_a_dynamic_rope_that_grew_in_a_scope_computes_as_without_scopes():
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
-    config = LlamaConfig(
+    config = transformers.LlamaConfig(
         **_SMALL,
         num_attention_heads=2,
         max_position_embeddings=_LENGTH,
@@ -785,14 +764,14 @@ def test_a_dynamic_rope_that_grew_in_a_scope_computes_as_without_scopes():
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_adapters_made_and_merged_in_scopes_are_whole():
     peft = pytest.importorskip("peft", reason="peft is not installed")
-    config = LlamaConfig(**_SMALL, num_attention_heads=2, vocab_size=_WORDS)
+    config = transformers.LlamaConfig(**_SMALL, num_attention_heads=2, vocab_size=_WORDS)
     words = torch.tensor([[3, 4, 5]])
     for kind in (
         peft.LoraConfig(r=2, target_modules=["q_proj"], use_dora=True),
         peft.FourierFTConfig(n_frequency=8, target_modules=["q_proj"]),
         peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2),
     ):
-        base = LlamaForCausalLM(config)
+        base = transformers.LlamaForCausalLM(config)
         with NewDisposeScope():
             model = peft.get_peft_model(base, kind).eval()
             expected = detach_from_scope(model(input_ids=words).logits)

@@ -14,7 +14,6 @@ from tests.needs import needs_torch
 
 from .programs import ROOMS, RoomFor, Twice, assert_same, batch, gradients, mlp
 
-pytestmark = pytest.mark.usefixtures("forgetful")
 SEED = torch.ones(8, 3, dtype=torch.float64)
 
 
@@ -67,8 +66,7 @@ REFUSED = {
         for name, each in REFUSED.items()
     ],
 )
-def test_what_wants_the_graph_of_the_whole_is_refused_by_name(program, text, room):
-    model, (x, _) = mlp(), batch()
+def test_what_wants_the_graph_of_the_whole_is_refused_by_name(program, text, room, model, x):
     with RoomFor(room or 8):
         out = model(lazy(x))
         with pytest.raises(AdaptiveUsageError, match=text):
@@ -162,8 +160,7 @@ def test_gradients_that_begin_or_end_elsewhere_are_refused(use, kind, text):
         use(batch()[0])
 
 
-def test_a_function_of_its_own_runs_where_gradients_are_not_wanted_any_more():
-    x, _ = batch()
+def test_a_function_of_its_own_runs_where_gradients_are_not_wanted_any_more(x):
     a = (lazy(x) * 1).requires_grad_().requires_grad_(False)
     assert torch.equal(Twice.apply(a).value(), x * 2)
 
@@ -184,8 +181,7 @@ def test_the_batch_gets_its_gradient_and_passes_it_on(room):
 
 
 @ROOMS
-def test_a_graph_runs_backward_once(room):
-    model, (x, _) = mlp(), batch()
+def test_a_graph_runs_backward_once(room, model, x):
     with RoomFor(room or 8):
         out = model(lazy(x))
         out.sum().backward()
@@ -210,8 +206,7 @@ def test_autocast_holds_where_it_was_recorded(room):
     torch.testing.assert_close(*found, rtol=2e-2, atol=2e-2)
 
 
-def test_batches_of_two_sizes_that_meet_run_whole():
-    model, (x, _) = mlp(), batch()
+def test_batches_of_two_sizes_that_meet_run_whole(model, x):
 
     def program(wrap):
         (model(wrap(x)).sum() + model(wrap(x[:5])).sum()).backward()

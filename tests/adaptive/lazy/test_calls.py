@@ -20,9 +20,8 @@ from tenure.adaptive import (
     lazy,
 )
 
-from .programs import WIDE, RoomFor, assert_same, batch, gradients, mlp
+from .programs import WIDE, RoomFor, assert_same, gradients, mlp
 
-pytestmark = pytest.mark.usefixtures("forgetful")
 A = torch.tensor([[0.3, -1.2, 2.0], [0.7, 0.1, 0.9]], dtype=torch.float64)
 B = torch.tensor([[1.5, 0.4, -0.6], [2.5, 3.0, 0.2]], dtype=torch.float64)
 
@@ -106,8 +105,7 @@ def test_other_things_come_back_as_they_are():
 
 
 @pytest.mark.parametrize("dim", [-1, numpy.int64(1)])
-def test_the_batch_may_stand_in_any_dimension(dim):
-    model, (x, _) = mlp(), batch()
+def test_the_batch_may_stand_in_any_dimension(dim, model, x):
 
     def program(wrap):
         recorded = wrap(x.T.contiguous()) if wrap is not lazy else lazy(x.T.contiguous(), batch=dim)
@@ -149,8 +147,7 @@ def test_packed_sequences_run_whole_and_are_the_reason_if_they_do_not_fit():
     assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
 
 
-def test_what_can_not_be_recorded_is_refused_by_name():
-    x, _ = batch()
+def test_what_can_not_be_recorded_is_refused_by_name(x):
     with pytest.raises(AdaptiveUsageError, match=r"forward\(\) of a model in TorchScript"):
         torch.jit.script(mlp())(lazy(x))
     for dim in (1, None):
@@ -165,9 +162,10 @@ def test_what_can_not_be_recorded_is_refused_by_name():
 
 
 @pytest.mark.parametrize("room", [1, 3])
-def test_a_view_that_takes_samples_by_number_is_named_beside_a_weight_of_as_many_rows(room):
+def test_a_view_that_takes_samples_by_number_is_named_beside_a_weight_of_as_many_rows(
+    room, model, x
+):
     """A weight of 6 rows for each of 8 samples is no tensor of samples."""
-    model, (x, _) = mlp(), batch()
     text = r"view\(\) at .*test_calls.py:\d+ wants all samples \(it "
     with RoomFor(room), pytest.raises(BatchCoupledError, match=text):
         model(lazy(x).view(2, 4, -1)).square().mean().backward()
@@ -197,8 +195,7 @@ REFUSALS = (AdaptiveUsageError, BatchCoupledError, OutOfRetriesError, SplitMisma
 
 @pytest.mark.parametrize("trains", [False, True])
 @pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
-def test_values_and_gradients_are_those_of_the_whole_or_refused(place, trains):
-    model, (x, _) = mlp(), batch()
+def test_values_and_gradients_are_those_of_the_whole_or_refused(place, trains, model, x):
 
     def run(wrap):
         with torch.set_grad_enabled(trains):

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from tenure.adaptive import lazy
 
-pytestmark = pytest.mark.usefixtures("forgetful", "quiet")
+pytestmark = pytest.mark.usefixtures("quiet")
 SAMPLES = 4096
 
 

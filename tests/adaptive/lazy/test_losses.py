@@ -9,7 +9,6 @@ from tenure.adaptive import BatchCoupledError, OutOfRetriesError, lazy, memory_b
 
 from .programs import ROOMS, RoomFor, assert_same, batch, mlp
 
-pytestmark = pytest.mark.usefixtures("forgetful")
 WEIGHTS = torch.tensor([0.2, 1.0, 2.5], dtype=torch.float64)
 
 
@@ -91,8 +90,7 @@ LOSSES = {
 
 @ROOMS
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
-def test_gradients_and_loss_are_those_of_plain_tensors(loss, room):
-    model, (x, y) = mlp(), batch()
+def test_gradients_and_loss_are_those_of_plain_tensors(loss, room, model, x, y):
 
     def program(wrap):
         torch.manual_seed(5)
@@ -170,8 +168,7 @@ def test_the_first_of_two_passes_keeps_no_graph():
     torch.testing.assert_close([p.grad for p in net.parameters()], expected)
 
 
-def test_what_does_not_fit_sample_by_sample_says_so():
-    model, (x, _) = mlp(), batch()
+def test_what_does_not_fit_sample_by_sample_says_so(model, x):
     # its calls are known from then on
     with RoomFor(3):
         model(lazy(x)).sum().backward()

@@ -9,8 +9,6 @@ from tenure.adaptive import AdaptiveUsageError, lazy
 
 from .programs import ROOMS, WIDE, RoomFor, Vision, assert_same, batch, gradients, mlp
 
-pytestmark = pytest.mark.usefixtures("forgetful")
-
 
 def _piled(model, x, y):
     """Pile up what a model gives in a tensor that is plain, as mixtures of experts do."""

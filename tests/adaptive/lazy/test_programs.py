@@ -13,7 +13,6 @@ from tenure.adaptive import lazy
 
 from .programs import Twice, Vision, assert_same, batch, mlp
 
-pytestmark = pytest.mark.usefixtures("forgetful")
 SEED = torch.linspace(-1, 1, 24, dtype=torch.float64).view(8, 3)
 ORDER = torch.randperm(8, generator=torch.Generator().manual_seed(2))
 

@@ -6,7 +6,7 @@ import torch
 from .programs import assert_same
 
 transformers = pytest.importorskip("transformers")
-pytestmark = [pytest.mark.usefixtures("forgetful"), pytest.mark.slow]
+pytestmark = pytest.mark.slow
 _SIZES = {
     "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 50,
     "intermediate_size": 48,

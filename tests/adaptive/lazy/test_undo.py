@@ -11,8 +11,6 @@ from tenure.adaptive import lazy, statistics
 
 from .programs import RoomFor, assert_same, batch, gradients, mlp
 
-pytestmark = pytest.mark.usefixtures("forgetful")
-
 
 class Counting(nn.Module):
     """Counts its calls and averages what it sees, in buffers of its own."""

@@ -15,8 +15,6 @@ from tenure.adaptive import AdaptiveUsageError, LazyTensor, lazy
 
 from .programs import RoomFor, assert_same, batch, gradients, mlp
 
-pytestmark = pytest.mark.usefixtures("forgetful")
-
 
 def test_the_loss_that_was_read_is_the_one_whose_gradients_come_with_dropout():
     model, (x, _) = nn.Sequential(mlp(), nn.Dropout(0.5)).double(), batch()
@@ -50,8 +48,7 @@ def test_whole_random_numbers_are_those_of_the_plain_program():
     assert_same(model, program, rtol=0)
 
 
-def test_a_program_runs_once_however_much_of_it_is_read():
-    model, (x, y) = mlp(), batch()
+def test_a_program_runs_once_however_much_of_it_is_read(model, x, y):
     with RoomFor(8) as room:
         out = model(lazy(x))
         loss = F.cross_entropy(out, y)
@@ -76,8 +73,7 @@ def test_a_program_runs_once_however_much_of_it_is_read():
 
 
 @pytest.mark.parametrize("room", [8, 3])
-def test_a_loss_that_failed_does_not_fail_the_next_one_on_the_same_outputs(room):
-    model, (x, y) = mlp(), batch()
+def test_a_loss_that_failed_does_not_fail_the_next_one_on_the_same_outputs(room, model, x, y):
     F.cross_entropy(model(x), y).backward()
     expected = gradients(model)
     model.zero_grad()
@@ -111,8 +107,7 @@ def test_inference_is_split_and_put_together(mode):
 
 
 @pytest.mark.parametrize("mixed", [lambda y: y.flip(0), lambda y: y.cumsum(0)])
-def test_whole_numbers_that_begin_alike_are_not_taken_to_be_kept_apart(mixed):
-    model, (x, _) = mlp(), batch()
+def test_whole_numbers_that_begin_alike_are_not_taken_to_be_kept_apart(mixed, model, x):
     y = torch.tensor([0, 0, 0, 0, 0, 1, 2, 1])
     expected = mixed(y) + model(x).argmax(1)
     with torch.no_grad(), RoomFor(3):
@@ -120,8 +115,7 @@ def test_whole_numbers_that_begin_alike_are_not_taken_to_be_kept_apart(mixed):
         assert (mixed(b) + model(a).argmax(1)).value().equal(expected)
 
 
-def test_repr_computes_nothing_and_says_so():
-    model, (x, _) = mlp(), batch()
+def test_repr_computes_nothing_and_says_so(model, x):
     with RoomFor(0):
         out = model(lazy(x))
         loss = out.mean()
@@ -157,8 +151,7 @@ READS = {
 
 
 @pytest.mark.parametrize("read", READS.values(), ids=READS)
-def test_python_gets_values(read):
-    x, _ = batch()
+def test_python_gets_values(read, x):
     assert read(lazy(x) * 1.5) == read(x * 1.5)
 
 
@@ -180,8 +173,7 @@ def test_a_parameter_that_was_frozen_as_it_was_recorded_is_refused_once_it_requi
     assert [*gradients(model)] == ["2.weight", "2.bias"]
 
 
-def test_a_tensor_written_to_after_it_was_recorded_is_refused():
-    model, (x, _) = mlp(), batch()
+def test_a_tensor_written_to_after_it_was_recorded_is_refused(model, x):
     out = model(lazy(x))
     with torch.no_grad():
         model[0].weight.add_(1)
@@ -198,8 +190,7 @@ def test_a_tensor_written_to_after_it_was_recorded_is_refused():
     assert gradients(model) == {}
 
 
-def test_a_write_into_a_plain_tensor_is_seen_at_once():
-    x, _ = batch()
+def test_a_write_into_a_plain_tensor_is_seen_at_once(x):
     mean = torch.zeros(4, dtype=torch.float64)
     mean.mul_(0.9).add_(lazy(x).mean(0), alpha=0.1)
     torch.testing.assert_close(mean, 0.1 * x.mean(0))
@@ -240,8 +231,7 @@ def test_gradients_that_wait_are_used_when_there_is_more_memory_by_then():
 
 
 @pytest.mark.parametrize("keeps", [True, False])
-def test_a_call_that_draws_is_split_only_if_it_keeps_samples_apart(keeps):
-    model, (x, _) = mlp(), batch()
+def test_a_call_that_draws_is_split_only_if_it_keeps_samples_apart(keeps, model, x):
     with torch.no_grad(), RoomFor(3):
         drawn = F.gumbel_softmax(model(lazy(x)), dim=1 if keeps else 0).value()
     torch.testing.assert_close(drawn.sum(1 if keeps else 0), torch.ones(8 if keeps else 3).double())

@@ -5,13 +5,10 @@ import torch
 
 from tenure.adaptive import AdaptiveUsageError, lazy
 
-from .programs import RoomFor, batch, gradients, mlp
-
-pytestmark = pytest.mark.usefixtures("forgetful")
+from .programs import RoomFor, batch, gradients
 
 
-def test_a_write_is_done_once_where_a_second_loss_starts_over():
-    model, (x, _) = mlp(), batch()
+def test_a_write_is_done_once_where_a_second_loss_starts_over(model, x):
     a = x * 3
     (model(a).square().mean() + model(a).abs().mean() + model(a).mean()).backward()
     wanted = gradients(model)
@@ -44,8 +41,7 @@ def _a_view_of_before(a):
 
 
 @pytest.mark.parametrize("write", [_elsewhere, _another_view, _a_view_of_before])
-def test_other_writes_through_a_view_of_a_recorded_tensor_are_refused(write):
-    x, _ = batch()
+def test_other_writes_through_a_view_of_a_recorded_tensor_are_refused(write, x):
     with pytest.raises(AdaptiveUsageError, match=r"Write by index, as in x\[:, 0\] \+= 1"):
         write(lazy(x) * 1)
 

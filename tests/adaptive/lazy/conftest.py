@@ -1,0 +1,25 @@
+"""Fixtures of recorded tensors: a model and a batch for it, and nothing that is known of calls."""
+
+import pytest
+
+from .programs import batch, mlp
+
+
+@pytest.fixture(autouse=True)
+def _forgetful(forgetful):
+    pass
+
+
+@pytest.fixture
+def model():
+    return mlp()
+
+
+@pytest.fixture
+def x():
+    return batch()[0]
+
+
+@pytest.fixture
+def y():
+    return batch()[1]
