@@ -91,7 +91,7 @@ def elsewhere_error(calls: Sequence[str], after: str) -> AdaptiveUsageError:
     for rank, call in enumerate(calls):
         ranks.setdefault(call, []).append(str(rank))
     told = [f"{call} on rank {listed(who, most=8)}" for call, who in ranks.items()]
-    # a mark says more than a name: see test_ranks_with_other_parameters_are_told_so
+    # a mark says more than a name
     unseen = (
         ", by other functions of one name, or with parameters or buffers of other shapes or in "
         "another order"
