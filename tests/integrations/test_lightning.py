@@ -164,7 +164,7 @@ def compared(
     modules = [seeded(kind), seeded(split or adaptive_of(kind), **(declared or {}))]
     seen = [Seen(), Seen()]
     for module, each in zip(modules, seen, strict=True):
-        trained(module, loader, callbacks=[each], **options, **more())
+        trained(module, loader and loader(), callbacks=[each], **options, **more())
     close(*modules, rtol)
     # and it was split: a mixin that does nothing would train the same, too
     assert modules[1].adaptive_result.sizes == sizes
@@ -344,10 +344,10 @@ def several_loaders():
         (Sparse, {"accumulate_grad_batches": 2}),
         (Float32, {"precision": "bf16-mixed", "rtol": 5e-2}),
         (Told, {}),
-        (Chance, {"loader": loader_of(*rows(12), batch_size=6), "sizes": (3, 3)}),
+        (Chance, {"loader": lambda: loader_of(*rows(12), batch_size=6), "sizes": (3, 3)}),
         (Skipping, {"accumulate_grad_batches": 2}),
         (OfSpread, {"split": Outputs, "declared": {"loss": spread}}),
-        (Nested, {"loader": several_loaders()}),
+        (Nested, {"loader": several_loaders}),
     ],
     ids=[
         "accumulate, clip norm",

@@ -1,7 +1,6 @@
 """Trainers and loops on two ranks, one of which splits: what both would train without tenure."""
 
 import os
-import tempfile
 
 import pytest
 import torch
@@ -34,9 +33,7 @@ def train_with_too_little_memory_on_the_second(rank, make, data):
     models = [make() for _ in range(3)]
     for kind, model in zip((Trainer, AdaptiveTrainer), models, strict=False):
         arguments = {"optim": "sgd"}
-        trainer = trainer_of(
-            kind, tempfile.gettempdir(), model, data, batch=8, steps=3, arguments=arguments
-        )
+        trainer = trainer_of(kind, model, data, batch=8, steps=3, arguments=arguments)
         if rank and kind is AdaptiveTrainer:
             model.register_forward_pre_hook(full(3), with_kwargs=True)
         trainer.train()

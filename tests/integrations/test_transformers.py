@@ -37,7 +37,9 @@ _ENDS = {"bos_token_id": 0, "eos_token_id": 1}
 
 
 @pytest.fixture(autouse=True)
-def _alone():
+def _alone(tmp_path, monkeypatch):
+    # trainers write here
+    monkeypatch.chdir(tmp_path)
     adaptive.reset()
     # models import more of transformers
     hide()
@@ -141,12 +143,12 @@ class Run:
 
 
 def trainer_of(
-    kind, folder, model, data, *, steps=3, batch=16, options=None, callbacks=(), arguments=None,
+    kind, model, data, *, steps=3, batch=16, options=None, callbacks=(), arguments=None,
     args_kind=TrainingArguments, **kwargs,
 ):  # fmt: skip
     settings = {"report_to": [], "logging_steps": 1, "save_strategy": "no", "disable_tqdm": True}
     settings |= {"max_steps": steps, "per_device_train_batch_size": batch, "use_cpu": True}
-    args = args_kind(str(folder), **(settings | (arguments or {})))
+    args = args_kind(".", **(settings | (arguments or {})))
     trainer = kind(model, args, train_dataset=data, callbacks=list(callbacks), **kwargs)
     trainer.remove_callback(transformers.PrinterCallback)
     if options is not None:
@@ -173,11 +175,11 @@ def full(most):
 # --- a third of the memory
 
 
-def test_a_third_of_the_memory_trains_the_same_model(tmp_path, events):
+def test_a_third_of_the_memory_trains_the_same_model(events):
     with memory_budget("1GiB") as unlimited:
-        plain = trained(Trainer, tmp_path, gpt2(), texts(), steps=20)
+        plain = trained(Trainer, gpt2(), texts(), steps=20)
     with memory_budget(unlimited.peak_bytes // 3) as limited:
-        fitted = trained(AdaptiveTrainer, tmp_path, gpt2(), texts(), steps=20)
+        fitted = trained(AdaptiveTrainer, gpt2(), texts(), steps=20)
     fitted.assert_same(plain, 1e-6)
     assert len(fitted.losses) == fitted.trainer.state.global_step == 20
     assert limited.peak_bytes <= unlimited.peak_bytes // 3
@@ -244,12 +246,12 @@ def bfloat16():
     return llama().float()
 
 
-def compared(folder, kind, model, data, tolerance=1e-9, maximum=5, **settings):
+def compared(kind, model, data, tolerance=1e-9, maximum=5, **settings):
     """Train without and with the mixin, in pieces; the same, and what was logged too."""
-    plain = trained(kind, folder, model(), data, **settings)
+    plain = trained(kind, model(), data, **settings)
     torch.compiler.reset()
     settings["options"] = {"maximum": maximum, **settings.get("options", {})}
-    fitted = trained(adaptive_of(kind), folder, model(), data, **settings)
+    fitted = trained(adaptive_of(kind), model(), data, **settings)
     fitted.assert_same(plain, tolerance)
     assert fitted.trainer.adaptive_result.micro_batch == maximum
     return fitted
@@ -281,29 +283,28 @@ _FEATURES = {
 # dynamo tells so of the masks of transformers 4
 @pytest.mark.filterwarnings("ignore:.*autograd.function.Function.*should not be instantiated")
 @pytest.mark.parametrize("feature", _FEATURES)
-def test_pieces_train_as_the_whole_does(tmp_path, feature):
+def test_pieces_train_as_the_whole_does(feature):
     kind, model, data, arguments = _FEATURES[feature]
     # AdamW makes a step of a rounding error
     arguments = {"optim": "sgd", **arguments}
     tolerance = 2e-2 if feature == "bfloat16" else 1e-9
-    run = compared(tmp_path, kind, model, data(), tolerance, arguments=arguments, steps=2)
+    run = compared(kind, model, data(), tolerance, arguments=arguments, steps=2)
     assert run.trainer.adaptive_result.sizes == (5, 5, 4, 2)
 
 
-def test_a_batch_that_fits_is_the_plain_step_to_the_bit(tmp_path):
+def test_a_batch_that_fits_is_the_plain_step_to_the_bit():
     # random numbers, too
-    plain = trained(Trainer, tmp_path, gpt2(dropout=0.1), texts())
-    fitted = trained(AdaptiveTrainer, tmp_path, gpt2(dropout=0.1), texts())
+    plain = trained(Trainer, gpt2(dropout=0.1), texts())
+    fitted = trained(AdaptiveTrainer, gpt2(dropout=0.1), texts())
     assert fitted.losses == plain.losses
     assert all(map(torch.equal, fitted.parameters, plain.parameters))
 
 
-def test_training_that_is_resumed_ends_where_one_that_was_not_does(tmp_path):
+def test_training_that_is_resumed_ends_where_one_that_was_not_does():
     settings = {"steps": 6, "options": {"maximum": 5}}
     saving = {"save_strategy": "steps", "save_steps": 3}
-    whole = trained(AdaptiveTrainer, tmp_path, gpt2(), texts(), arguments=saving, **settings)
-    checkpoint = str(tmp_path / "checkpoint-3")
-    resumed = trained(AdaptiveTrainer, tmp_path, gpt2(), texts(), resume=checkpoint, **settings)
+    whole = trained(AdaptiveTrainer, gpt2(), texts(), arguments=saving, **settings)
+    resumed = trained(AdaptiveTrainer, gpt2(), texts(), resume="checkpoint-3", **settings)
     assert resumed.trainer.state.global_step == 6
     assert resumed.losses[3:] == pytest.approx(whole.losses[3:])
     torch.testing.assert_close(resumed.parameters, whole.parameters, rtol=1e-9, atol=1e-9)
@@ -327,21 +328,19 @@ class Told(TrainerCallback):
         return told
 
 
-def test_callbacks_and_state_are_those_of_the_plain_trainer_and_the_library_is_unchanged(tmp_path):
+def test_callbacks_and_state_are_those_of_the_plain_trainer_and_the_library_is_unchanged():
     told, before = [Told(), Told()], dict(vars(Trainer))
     settings = {"arguments": {"gradient_accumulation_steps": 2, "num_train_epochs": 2}, "steps": 4}
     for kind, each in zip((Trainer, AdaptiveTrainer), told, strict=True):
         options = {"maximum": 7} if kind is AdaptiveTrainer else None
-        run = trained(
-            kind, tmp_path, gpt2(), texts(), callbacks=[each], options=options, **settings
-        )
+        run = trained(kind, gpt2(), texts(), callbacks=[each], options=options, **settings)
     assert run.trainer.adaptive_result.micro_batch < 16
     assert told[0].events == told[1].events
     assert dict(vars(Trainer)) == before
     assert "backward" not in vars(run.trainer.accelerator)
 
 
-def test_a_batch_encoding_stays_one(tmp_path):
+def test_a_batch_encoding_stays_one():
     kinds = set()
 
     class Seeing(Trainer):
@@ -353,7 +352,7 @@ def test_a_batch_encoding_stays_one(tmp_path):
         stacked = {key: torch.stack([each[key] for each in samples]) for key in samples[0]}
         return transformers.BatchEncoding(stacked)
 
-    compared(tmp_path, Seeing, gpt2, texts(), 1e-6, 6, steps=1, data_collator=collate)
+    compared(Seeing, gpt2, texts(), 1e-6, 6, steps=1, data_collator=collate)
     assert {(transformers.BatchEncoding, 6), (transformers.BatchEncoding, 4)} <= kinds
     assert {cls for cls, _ in kinds} == {transformers.BatchEncoding}
 
@@ -361,16 +360,14 @@ def test_a_batch_encoding_stays_one(tmp_path):
 # --- what can't be split
 
 
-def test_a_loss_that_mixes_samples_is_refused_and_what_was_tried_is_told(tmp_path):
-    torch.manual_seed(0)
-    config = transformers.MixtralConfig(
-        vocab_size=_WORDS, num_attention_heads=2, num_key_value_heads=2, num_local_experts=2,
-        output_router_logits=True, bos_token_id=0, eos_token_id=1, **_SMALL,
-    )  # fmt: skip
-    model = transformers.MixtralForCausalLM(config)
+def test_a_loss_that_mixes_samples_is_refused_and_what_was_tried_is_told():
+    experts = {"num_key_value_heads": 2, "num_local_experts": 2, "output_router_logits": True}
+    settings = _SMALL | _ENDS | experts
+    # its experts multiply no numbers of 64 bits
+    model = made("Mixtral", "ForCausalLM", num_attention_heads=2, **settings).float()
     before = [p.detach().clone() for p in model.parameters()]
     with pytest.raises(SplitMismatchError) as caught:
-        trained(AdaptiveTrainer, tmp_path, model, texts(), options={"maximum": 8})
+        trained(AdaptiveTrainer, model, texts(), options={"maximum": 8})
     # what is no advice to who writes no function
     assert "takes num_items_in_batch" not in caught.value.advice
     assert "output_router_logits" in caught.value.advice
@@ -395,12 +392,12 @@ class ClassWeights(Trainer):
 
 
 @pytest.mark.slow
-def test_weights_of_classes_are_refused_with_the_line_to_write(tmp_path):
+def test_weights_of_classes_are_refused_with_the_line_to_write():
     kind = adaptive_of(ClassWeights)
 
     def run(kind, options=None):
         settings = {"arguments": {"optim": "sgd"}, "steps": 2, "options": options}
-        return trained(kind, tmp_path, words(), classes(), **settings)
+        return trained(kind, words(), classes(), **settings)
 
     with pytest.raises(SplitMismatchError) as caught:
         run(kind, {"maximum": 5})
@@ -415,24 +412,22 @@ def test_weights_of_classes_are_refused_with_the_line_to_write(tmp_path):
     run(kind, {"maximum": 5, **options}).assert_same(run(ClassWeights))
 
 
-def test_patches_that_are_no_samples_are_refused_by_name(tmp_path):
+def test_patches_that_are_no_samples_are_refused_by_name():
     def collate(samples):
         stacked = {key: torch.stack([each[key] for each in samples]) for key in samples[0]}
         return stacked | {"pixel_values": torch.ones(40, 6), "image_grid_thw": torch.ones(5, 3)}
 
+    arguments = {"remove_unused_columns": False}
     with pytest.raises(AdaptiveUsageError, match=r"'pixel_values'\] has 40 samples .* in_dims"):
-        trained(
-            AdaptiveTrainer, tmp_path, gpt2(), texts(), data_collator=collate,
-            arguments={"remove_unused_columns": False},
-        )  # fmt: skip
+        trained(AdaptiveTrainer, gpt2(), texts(), data_collator=collate, arguments=arguments)
 
 
-def test_what_does_not_verify_has_to_say_how_its_loss_adds_up(tmp_path):
+def test_what_does_not_verify_has_to_say_how_its_loss_adds_up():
     with pytest.raises(AdaptiveUsageError, match=r"verify=False .* Say it with loss= or weight="):
-        trained(AdaptiveTrainer, tmp_path, gpt2(), texts(), options={"verify": False})
+        trained(AdaptiveTrainer, gpt2(), texts(), options={"verify": False})
     options = {"verify": False, "loss": "sum", "maximum": 5}
-    plain = trained(Trainer, tmp_path, gpt2(), texts(), steps=1)
-    trained(AdaptiveTrainer, tmp_path, gpt2(), texts(), options=options, steps=1).assert_same(plain)
+    plain = trained(Trainer, gpt2(), texts(), steps=1)
+    trained(AdaptiveTrainer, gpt2(), texts(), options=options, steps=1).assert_same(plain)
 
 
 # what `compute_loss` returns of the outputs, and what the option makes of that
@@ -443,7 +438,7 @@ _MADE_LATER = {
 
 
 @pytest.mark.parametrize("name", _MADE_LATER)
-def test_accumulation_divides_the_loss_and_not_what_it_is_made_of(tmp_path, name):
+def test_accumulation_divides_the_loss_and_not_what_it_is_made_of(name):
     part, made = _MADE_LATER[name]
 
     class Plain(Trainer):
@@ -462,16 +457,16 @@ def test_accumulation_divides_the_loss_and_not_what_it_is_made_of(tmp_path, name
     data = [{"input_ids": each["input_ids"]} for each in texts()]
     # the second step has one batch: the epoch ends
     settings = {"arguments": {"gradient_accumulation_steps": 3, "optim": "sgd"}, "steps": 2}
-    plain = trained(Plain, tmp_path, words(), data, **settings)
+    plain = trained(Plain, words(), data, **settings)
     options = {"maximum": 5, name: made}
-    fitted = trained(Later, tmp_path, words(), data, options=options, **settings)
+    fitted = trained(Later, words(), data, options=options, **settings)
     # the logs are of what the loss is made of, and not of the loss
     fitted.assert_same(plain)
     assert len([each for each in fitted.logged if "told" in each]) == 4
     assert fitted.trainer.adaptive_result.sizes == (5, 5, 4, 2)
 
 
-def test_a_trainer_that_runs_backward_itself_is_refused(tmp_path):
+def test_a_trainer_that_runs_backward_itself_is_refused():
     class Base(Trainer):
         def training_step(self, model, inputs, num_items_in_batch=None):
             loss = self.compute_loss(model, inputs)
@@ -480,7 +475,7 @@ def test_a_trainer_that_runs_backward_itself_is_refused(tmp_path):
 
     kind = adaptive_of(Base)
     with pytest.raises(AdaptiveUsageError, match=r"called accelerator.backward\(\) 0 times"):
-        trained(kind, tmp_path, gpt2(), texts())
+        trained(kind, gpt2(), texts())
 
 
 def test_a_mixin_that_would_never_be_reached_is_refused_by_its_class():
@@ -510,9 +505,9 @@ def test_a_mixin_that_would_never_be_reached_is_refused_by_its_class():
     ],
 )
 def test_what_can_not_be_taken_back_is_refused_before_training(
-    tmp_path, monkeypatch, setting, value, message
+    monkeypatch, setting, value, message
 ):
-    trainer = trainer_of(AdaptiveTrainer, tmp_path, gpt2(), texts())
+    trainer = trainer_of(AdaptiveTrainer, gpt2(), texts())
     if "fsdp" in setting:
         monkeypatch.setattr(TrainingArguments, "world_size", 2)
     *path, name = setting.split(".")
@@ -522,24 +517,24 @@ def test_what_can_not_be_taken_back_is_refused_before_training(
     assert trainer.state.global_step == 0
 
 
-def test_memory_that_does_not_do_for_one_sample_is_an_error_and_parameters_are_as_before(tmp_path):
+def test_memory_that_does_not_do_for_one_sample_is_an_error_and_parameters_are_as_before():
     model = gpt2()
     before = [p.detach().clone() for p in model.parameters()]
     with (
         memory_budget("60KiB"),
         pytest.raises(OutOfRetriesError, match=r"AdaptiveTrainer\.training"),
     ):
-        trained(AdaptiveTrainer, tmp_path, model, texts())
+        trained(AdaptiveTrainer, model, texts())
     assert all(map(torch.equal, before, model.parameters()))
 
 
 # --- evaluation
 
 
-def evaluated(kind, folder, model, data, *, most=None, full_at=None, arguments=None, **kwargs):
+def evaluated(kind, model, data, *, most=None, full_at=None, arguments=None, **kwargs):
     """What a prediction gives where a module has room for so many samples."""
     arguments = {"per_device_eval_batch_size": 16, **(arguments or {})}
-    trainer = trainer_of(kind, folder, model, data, arguments=arguments, **kwargs)
+    trainer = trainer_of(kind, model, data, arguments=arguments, **kwargs)
     (full_at or model).register_forward_pre_hook(full(most), with_kwargs=True)
     output = trainer.predict(data)
     assert trainer.args.per_device_eval_batch_size == 16
@@ -566,14 +561,14 @@ def _arrays(tree):
 @pytest.mark.parametrize(
     ("kind", "make"), [(Trainer, llama), (MeanOfSamples, llama), (Trainer, t5)]
 )
-def test_an_evaluation_in_pieces_gives_what_the_whole_does(tmp_path, kind, make):
+def test_an_evaluation_in_pieces_gives_what_the_whole_does(kind, make):
     data = texts(40)
-    whole = evaluated(kind, tmp_path, make(), data)
-    fitted = evaluated(adaptive_of(kind), tmp_path, make(), data, most=5)
+    whole = evaluated(kind, make(), data)
+    fitted = evaluated(adaptive_of(kind), make(), data, most=5)
     assert_same_evaluation(fitted, whole)
 
 
-def test_metrics_of_each_batch_see_what_they_would_of_the_whole(tmp_path):
+def test_metrics_of_each_batch_see_what_they_would_of_the_whole():
     def counting():
         seen = []
 
@@ -590,17 +585,17 @@ def test_metrics_of_each_batch_see_what_they_would_of_the_whole(tmp_path):
     found = []
     for kind, most in ((Trainer, None), (AdaptiveTrainer, 5)):
         settings["compute_metrics"] = counting()
-        output = evaluated(kind, tmp_path, llama(), texts(40), most=most, **settings)
+        output = evaluated(kind, llama(), texts(40), most=most, **settings)
         found.append((output.metrics["test_hits"], output.metrics["test_batches"]))
     assert found[0] == found[1]
     assert found[0][1] == 3
 
 
-def test_an_evaluation_that_runs_out_changes_no_size_of_the_training(tmp_path, events):
+def test_an_evaluation_that_runs_out_changes_no_size_of_the_training(events):
     model = gpt2()
     settings = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 16}
     trainer = trainer_of(
-        AdaptiveTrainer, tmp_path, model, texts(), eval_dataset=texts(20), arguments=settings
+        AdaptiveTrainer, model, texts(), eval_dataset=texts(20), arguments=settings
     )
 
     def refuse(module, args, kwargs):
@@ -611,7 +606,7 @@ def test_an_evaluation_that_runs_out_changes_no_size_of_the_training(tmp_path, e
     trainer.train()
     assert {event.name for event in events} == {"AdaptiveTrainer.prediction_step"}
     assert trainer.adaptive_result.sizes == (16,)
-    trained(Trainer, tmp_path, gpt2(), texts()).assert_same(Run(trainer))
+    trained(Trainer, gpt2(), texts()).assert_same(Run(trainer))
 
 
 class Contrastive(Trainer):
@@ -629,41 +624,41 @@ class Contrastive(Trainer):
         (Trainer, lambda logits, _: logits.mean(), r"float64\[\] on cpu, 8 B among its outputs"),
     ],
 )
-def test_an_evaluation_that_pieces_do_not_tell_is_refused(tmp_path, kind, preprocess, message):
+def test_an_evaluation_that_pieces_do_not_tell_is_refused(kind, preprocess, message):
     settings = {"most": 6, "preprocess_logits_for_metrics": preprocess}
     with pytest.raises(SplitMismatchError, match=message):
-        evaluated(adaptive_of(kind), tmp_path, llama(), texts(16), **settings)
+        evaluated(adaptive_of(kind), llama(), texts(16), **settings)
 
 
-def test_a_batch_of_other_lengths_is_predicted_whole(tmp_path):
+def test_a_batch_of_other_lengths_is_predicted_whole():
     def collate(samples):
         stacked = {key: torch.stack([each[key] for each in samples]) for key in samples[0]}
         return {"position_ids": torch.arange(_LENGTH)[None], **stacked}
 
     settings = {"data_collator": collate, "arguments": {"remove_unused_columns": False}}
-    evaluated(AdaptiveTrainer, tmp_path, llama(), texts(16), **settings)
+    evaluated(AdaptiveTrainer, llama(), texts(16), **settings)
     with pytest.raises(torch.OutOfMemoryError) as caught:
-        evaluated(AdaptiveTrainer, tmp_path, llama(), texts(16), most=6, **settings)
+        evaluated(AdaptiveTrainer, llama(), texts(16), most=6, **settings)
     assert "other numbers of samples: {" in caught.value.__notes__[0]
     options, kind = {"in_dims": {"position_ids": None}}, MeanOfSamples
-    whole = evaluated(kind, tmp_path, llama(), texts(16), **settings)
+    whole = evaluated(kind, llama(), texts(16), **settings)
     kind = adaptive_of(kind)
-    fitted = evaluated(kind, tmp_path, llama(), texts(16), most=6, options=options, **settings)
+    fitted = evaluated(kind, llama(), texts(16), most=6, options=options, **settings)
     assert_same_evaluation(fitted, whole)
 
 
 @pytest.mark.slow
-def test_generated_sequences_are_put_together(tmp_path):
+def test_generated_sequences_are_put_together():
     settings = {
         "args_kind": transformers.Seq2SeqTrainingArguments,
         "arguments": {"predict_with_generate": True, "generation_max_length": 5},
     }
     kind, model = adaptive_of(Seq2SeqTrainer), t5()
-    whole = evaluated(Seq2SeqTrainer, tmp_path, t5(), texts(16), **settings)
+    whole = evaluated(Seq2SeqTrainer, t5(), texts(16), **settings)
     settings["full_at"] = model.get_encoder()
-    assert_same_evaluation(evaluated(kind, tmp_path, model, texts(16), most=6, **settings), whole)
+    assert_same_evaluation(evaluated(kind, model, texts(16), most=6, **settings), whole)
     del settings["full_at"]
-    trained(kind, tmp_path, t5(), texts(), options={"maximum": 6}, **settings, steps=1)
+    trained(kind, t5(), texts(), options={"maximum": 6}, **settings, steps=1)
 
 
 # --- the callback
@@ -690,13 +685,11 @@ class Reporter(TrainerCallback):
 
 
 @pytest.mark.slow
-def test_what_outlives_steps_comes_to_the_log(tmp_path, caplog):
-    reporter, memory = Reporter(), MemoryCallback(share=float("inf"))
+def test_what_outlives_steps_comes_to_the_log(caplog):
+    reporter = Reporter()
+    settings = {"callbacks": [reporter, Hoarder(), MemoryCallback(share=float("inf"))], "steps": 7}
     with caplog.at_level(logging.WARNING, "tenure.memory"):
-        run = trained(
-            AdaptiveTrainer, tmp_path, gpt2(), texts(), steps=7, options={"maximum": 6},
-            callbacks=[reporter, Hoarder(), memory],
-        )  # fmt: skip
+        run = trained(AdaptiveTrainer, gpt2(), texts(), options={"maximum": 6}, **settings)
     last = [each for each in run.trainer.state.log_history if "loss" in each][-1]
     # those of steps 2 to 7
     assert (last["memory/outlived_tensors"], last["memory/outlived_bytes"]) == (6, 2400)
@@ -709,19 +702,15 @@ def test_what_outlives_steps_comes_to_the_log(tmp_path, caplog):
     assert not any("memory" in key for key in run.trainer.state.log_history[-1])
 
 
-def test_training_that_dies_of_memory_is_told_what_held_it(tmp_path, caplog):
-    hoarder = Hoarder()
-
+def test_training_that_dies_of_memory_is_told_what_held_it(caplog):
     class Dying(TrainerCallback):
         def on_step_begin(self, args, state, control, **kwargs):
             if state.global_step == 2:
                 raise torch.OutOfMemoryError("CUDA out of memory.")
 
+    callbacks = [Hoarder(), MemoryCallback(), Dying()]
     with pytest.raises(torch.OutOfMemoryError) as caught:
-        trained(
-            AdaptiveTrainer, tmp_path, gpt2(), texts(),
-            callbacks=[hoarder, MemoryCallback(), Dying()],
-        )  # fmt: skip
+        trained(AdaptiveTrainer, gpt2(), texts(), callbacks=callbacks)
     (note,) = caught.value.__notes__
     assert "optimizer state" in note
     assert note in caplog.text
@@ -729,11 +718,7 @@ def test_training_that_dies_of_memory_is_told_what_held_it(tmp_path, caplog):
 
 @pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")
 def test_a_cache_of_keys_and_values_is_returned_by_a_scoped_function_and_detached():
-    config = transformers.LlamaConfig(
-        **_SMALL, num_attention_heads=2, num_key_value_heads=1, vocab_size=_WORDS
-    )
-    model = transformers.LlamaForCausalLM(config).eval()
-    read = torch.no_grad()(model)
+    read = torch.no_grad()(llama().eval())
     words = torch.tensor([[3, 4, 5]])
     expected = read(words).logits[:, -1:]
     first = scoped(read)(words[:, :1])
@@ -764,14 +749,13 @@ def test_a_dynamic_rope_that_grew_in_a_scope_computes_as_without_scopes():
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_adapters_made_and_merged_in_scopes_are_whole():
     peft = pytest.importorskip("peft", reason="peft is not installed")
-    config = transformers.LlamaConfig(**_SMALL, num_attention_heads=2, vocab_size=_WORDS)
     words = torch.tensor([[3, 4, 5]])
     for kind in (
         peft.LoraConfig(r=2, target_modules=["q_proj"], use_dora=True),
         peft.FourierFTConfig(n_frequency=8, target_modules=["q_proj"]),
         peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2),
     ):
-        base = transformers.LlamaForCausalLM(config)
+        base = llama().float()
         with NewDisposeScope():
             model = peft.get_peft_model(base, kind).eval()
             expected = detach_from_scope(model(input_ids=words).logits)
