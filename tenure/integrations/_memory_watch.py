@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -39,7 +38,6 @@ class MemoryWatch:
 
     Args:
         share: the share of the time that looks may take; infinite for one each third step.
-        clock: tells the time in seconds.
 
     Example:
         >>> import torch
@@ -53,9 +51,8 @@ class MemoryWatch:
         6
     """
 
-    def __init__(self, share: float = 0.03, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, share: float = 0.03) -> None:
         self._share = share
-        self._clock = clock
         self.begin()
 
     def begin(self, device: str | torch.device | None = None) -> None:
@@ -89,7 +86,7 @@ class MemoryWatch:
         self._steps_to_wait -= 1
         if self._steps_to_wait > 0:
             return
-        if self._growth.n_looks < _LOOKS_AT_ONCE or self._clock() >= self._due:
+        if self._growth.n_looks < _LOOKS_AT_ONCE or time.perf_counter() >= self._due:
             self._look()
 
     def figures(self) -> dict[str, float]:
@@ -169,13 +166,13 @@ class MemoryWatch:
         return sum(each.total_bytes for each in self._last.report.devices if each.device == "cpu")
 
     def _look(self) -> None:
-        began = self._clock()
+        began = time.perf_counter()
         self._last = self._growth.look(self._n_steps)
         self._first = self._first or self._last
         for each in self._growth.growth():
             if each.name not in self._told:
                 self._told.add(each.name)
                 _logger.warning("%s", each)
-        ended = self._clock()
+        ended = time.perf_counter()
         self._due = ended + (ended - began) / self._share
         self._steps_to_wait = _STEPS_BETWEEN_LOOKS
