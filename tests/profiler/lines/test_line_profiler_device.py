@@ -87,6 +87,29 @@ def test_fields_of_memory_stats_are_columns(sim):
         profiler.display(columns=["active_bytes.all.most"])
 
 
+def test_the_device_can_be_switched_inside_a_profiled_function(sim):
+    def work():
+        first = torch.ones(128, device="sim")
+        profiler.device = "cpu"
+        second = torch.ones(1000)
+        profiler.device = "sim"
+        third = torch.ones(128, device="sim")
+        return first, second, third
+
+    with LineProfiler(work, device="sim") as profiler:
+        kept = work()
+    first = work.__code__.co_firstlineno
+    found = {(str(r.device), r.line - first): r.net_bytes for r in profiler.records}
+    on_cpu, on_sim = {3: 4000, 4: 0}, {1: 512, 2: 0, 5: 512, 6: 0}
+    assert found == {("cpu", line): n_bytes for line, n_bytes in on_cpu.items()} | {
+        ("sim:0", line): n_bytes for line, n_bytes in on_sim.items()
+    }
+    tables = profiler.display().text(width=200).split("\n\n")
+    titles = [table.splitlines()[0] for table in tables]
+    assert [title.rpartition(", ")[2] for title in titles] == ["cpu", "sim:0"]
+    assert kept is not None
+
+
 N = 10_240
 N_BYTES = 4 * N
 
