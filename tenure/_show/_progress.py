@@ -40,7 +40,8 @@ def steps(
         A function to call as each step begins, with the name of the step.
     """
     if not display.acquire(blocking=False):
-        yield _nothing
+        # the other call shows its progress
+        yield lambda what: None
         return
     try:
         yield _ProgressLines(label, are_counted, patience_s).begin
@@ -70,10 +71,6 @@ def progress(label: str, total: int, *, in_bytes: bool = False) -> Iterator[Call
             show(f"{spelled(n_done)} of {spelled(total)}")
 
         yield advance
-
-
-def _nothing(_: object) -> None:
-    """Do nothing, because another call shows its progress."""
 
 
 class _ProgressLines:

@@ -117,9 +117,6 @@ class DisposedTensor(Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # untyped
         return f"<DisposedTensor {_text_of(self)}>"
 
-    def __str__(self) -> str:
-        return repr(self)
-
     def __format__(self, spec: str) -> str:
         # a spec such as .3f is for the number that is gone
         return repr(self)

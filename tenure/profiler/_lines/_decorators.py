@@ -80,9 +80,7 @@ def profile_every(
     Source: ``profile_every`` of pytorch_memlab.
     """
     # Without brackets the function itself comes here.
-    if not isinstance(output_interval, int) or isinstance(output_interval, bool):
-        output_interval = 0
-    if output_interval < 1:
+    if type(output_interval) is not int or output_interval < 1:
         raise ProfilerUsageError(
             "profile_every() wants a number of calls, at least 1, after which to print. Use it as "
             "@profile_every(10), with brackets."
