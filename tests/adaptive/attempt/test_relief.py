@@ -51,12 +51,12 @@ class FakeAllocator:
 
 @pytest.fixture
 def retries(monkeypatch):
-    """What is done after each failure of work that fits at no size, or from an attempt on."""
+    """What is done after each failure of work that fits at no size."""
 
-    def found(fake, text=TEXT, size=1, n_failures=100):
+    def found(fake, text=TEXT, size=1):
         monkeypatch.setattr(torch, "get_device_module", lambda device: fake)
         monkeypatch.setattr(gc, "collect", fake.collect)
-        events, failures = [], []
+        events = []
 
         @batch(
             initial_batchsize=size,
@@ -64,15 +64,10 @@ def retries(monkeypatch):
             on_retry=lambda event: events.append((event.kind, event.freed_bytes)),
         )
         def work(size):
-            if len(failures) < n_failures:
-                failures.append(size)
-                raise RuntimeError(text)
+            raise RuntimeError(text)
 
-        if n_failures < 100:
+        with pytest.raises(OutOfRetriesError):
             work()
-        else:
-            with pytest.raises(OutOfRetriesError):
-                work()
         monkeypatch.undo()
         return events
 
