@@ -14,8 +14,8 @@ from torch import nn
 from tenure import DisposedTensorError
 from tenure.adaptive import AdaptiveUsageError, step
 
-from ...attempt.failures import out_of_memory_above
-from ..step_cases import samples, small_net
+from ..attempt.failures import out_of_memory_above
+from .step_cases import samples, small_net
 
 # --- batches
 

@@ -14,8 +14,8 @@ from torch.overrides import TorchFunctionMode
 from tenure.adaptive import AdaptiveUsageError, step
 from tests.programs import run_program
 
-from ...unchanged import unchanged
-from ..step_cases import (
+from ..unchanged import unchanged
+from .step_cases import (
     IGNORED,
     LOSSES,
     MODELS,

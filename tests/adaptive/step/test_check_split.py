@@ -9,8 +9,8 @@ from torch import nn
 
 from tenure.adaptive import AdaptiveUsageError, SplitDifference, SplitReport, check_split
 
-from ...unchanged import unchanged
-from ..step_cases import LOSSES, MODELS, made, samples, squares
+from ..unchanged import unchanged
+from .step_cases import LOSSES, MODELS, made, samples, squares
 
 
 def _net(*middle):

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from tenure.adaptive import AdaptiveUsageError, step
 
-from ..step_cases import (
+from .step_cases import (
     compare,
     gradients,
     samples,

@@ -20,9 +20,9 @@ from tenure.adaptive import (
     step,
 )
 
-from ...attempt.failures import out_of_memory_above, out_of_memory_once
-from ...unchanged import unchanged
-from ..step_cases import (
+from ..attempt.failures import out_of_memory_above, out_of_memory_once
+from ..unchanged import unchanged
+from .step_cases import (
     OwnBatchNorm,
     compare,
     gradients,
