@@ -34,18 +34,11 @@ DOES_NOT_RUN = {"sparse.mm.reduce", "sparse.sampled_addmm", "to_sparse"}
 
 # Reviewed. These have no samples that the CPU runs, so there is nothing to compare with.
 NOT_COMPARABLE = {
-    "broadcast_shapes",
-    "jiterator_2inputs_2outputs",
-    "jiterator_4inputs_with_extra_args",
-    "jiterator_binary",
-    "jiterator_binary_return_by_ref",
-    "jiterator_unary",
-    "nn.functional.batch_norm.without_cudnn",
-    "torch._scaled_mm",
-    "torch._scaled_mm_v2",
-    "torch.ops.aten._efficient_attention_forward",
-    "torch.ops.aten._flash_attention_forward",
-}
+    "broadcast_shapes", "jiterator_2inputs_2outputs", "jiterator_4inputs_with_extra_args",
+    "jiterator_binary", "jiterator_binary_return_by_ref", "jiterator_unary",
+    "nn.functional.batch_norm.without_cudnn", "torch._scaled_mm", "torch._scaled_mm_v2",
+    "torch.ops.aten._efficient_attention_forward", "torch.ops.aten._flash_attention_forward",
+}  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore")

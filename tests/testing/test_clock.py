@@ -94,6 +94,7 @@ def test_pinned_copies_run_at_the_speed_of_the_link_and_pageable_ones_do_not(sim
         (torch.zeros(4, 2).t(), torch.zeros(2, 4), SLOW.pageable_bytes_per_s),
         (torch.zeros(2, 8)[:, ::2], torch.zeros(2, 4), SLOW.pageable_bytes_per_s),
         (torch.zeros(2, 4, dtype=torch.float16), torch.zeros(2, 4), SLOW.pageable_bytes_per_s),
+        (torch.zeros(2, 8)[:, ::2], torch.zeros(2, 8)[:, ::2], SLOW.pageable_bytes_per_s),
         # of the same layout, and a part of a pinned buffer
         (torch.zeros(2, 3).t(), torch.zeros(2, 3).t(), SLOW.h2d_bytes_per_s),
         (torch.zeros(10, 4)[2:5], torch.zeros(3, 4), SLOW.h2d_bytes_per_s),

@@ -228,17 +228,11 @@ def test_the_current_stream_of_the_wrong_device_orders_nothing(two):
 # --- forked processes
 
 
-class Doubled(torch.utils.data.Dataset):
+class Doubled(list):
     """Samples that are made on a device, in whatever process asks."""
 
-    def __init__(self, held):
-        self.held = held
-
-    def __len__(self):
-        return 2
-
     def __getitem__(self, index):
-        return (self.held.to("sim") * 2 + index).cpu()
+        return (super().__getitem__(index).to("sim") * 2).cpu()
 
 
 def in_a_fork(run):
@@ -258,7 +252,7 @@ def test_a_fork_may_use_the_device_if_its_parent_has_not_and_a_worker_is_told(si
     held = torch.ones(4, device=sim.device)
     assert in_a_fork(lambda: sim.module._is_in_bad_fork() and torch.manual_seed(3) is not None)
     assert not sim.module._is_in_bad_fork()
-    loader = DataLoader(Doubled(held), num_workers=1, multiprocessing_context="fork")
+    loader = DataLoader(Doubled([held, held]), num_workers=1, multiprocessing_context="fork")
     match = r"Cannot re-initialize sim in forked subprocess.*'spawn' start method"
     with pytest.raises(RuntimeError, match=match):
         next(iter(loader))
