@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from tenure import statistics
+from tenure import NewDisposeScope, TenureWarning, is_disposed, statistics
 from tenure._torch import (
+    _stand_in,
     autograd,
     bound,
     cpu_allocator,
@@ -16,6 +17,7 @@ from tenure._torch import (
     optional,
     quiet,
     storages,
+    swap,
     writes,
 )
 from tenure._torch.counting import OF_CPP, SOLE
@@ -173,3 +175,15 @@ def test_a_gradient_that_is_taken_for_a_new_tensor_is_noticed(monkeypatch):
     monkeypatch.setattr(_tracker, "SOLE", SOLE + OF_CPP)
     with pytest.raises(ImportError, match=r"on Python 3.*: a scope disposes gradients that were"):
         _self_test.check()
+
+
+def test_without_the_name_that_frees_a_tensor_it_passes_and_scopes_leave_tensors_alone(monkeypatch):
+    """A handle that is disposed without a twin would be what `.grad` gives."""
+    name = "torch._C._swap_tensor_impl"
+    monkeypatch.setattr(swap, "_swap", _stand_in(name, "freeing memory"))
+    with pytest.warns(TenureWarning, match=name):
+        _self_test.check()
+    with pytest.warns(TenureWarning, match=name), NewDisposeScope():
+        made = torch.ones(3)
+    assert not is_disposed(made)
+    assert made.sum() == 3
