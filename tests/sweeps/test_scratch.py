@@ -11,17 +11,13 @@ import pytest
 import torch
 from torch.testing._internal.common_methods_invocations import op_db
 
-from ..adaptive.predict.scratch_cases import convolutions, layers, losses
+from ..adaptive.predict.scratch_cases import layers
 from ..adaptive.predict.scratch_truth import Listening, listen
 from .samples import gradients_of, samples_of
 from .test_operators import LEFT_OUT, name_of
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.exhaustive]
-CASES = {
-    name: case
-    for group in (layers, losses, convolutions)
-    for name, case in group(torch.float64).items()
-}
+CASES = layers(torch.float64)
 # of sparse tensors nothing is said
 RUNNING = [op for op in op_db if name_of(op) not in LEFT_OUT and not op.name.startswith("sparse.")]
 

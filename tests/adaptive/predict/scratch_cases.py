@@ -9,8 +9,6 @@ def _x(*shape, dtype=torch.float32, like=None):
     made = torch.randn(*shape).to(dtype)
     if like == "channels_last":
         made = made.to(memory_format=torch.channels_last)
-    elif like == "transposed":
-        made = made.transpose(-1, -2)
     return made.requires_grad_()
 
 
@@ -19,10 +17,15 @@ def _ids(n, *shape):
 
 
 def layers(dtype=torch.float32):
-    """By name, a call of one layer; each gives a tensor to go backward from."""
+    """By name, a call of a layer, a loss or a convolution, to go backward from."""
     x = lambda *shape, **options: _x(*shape, dtype=dtype, **options)  # noqa: E731
     image, last = (16, 48, 40, 40), {"like": "channels_last"}
     running = torch.zeros(48, dtype=dtype), torch.ones(48, dtype=dtype)
+    picture = (16, 3, 120, 120)
+
+    def target():
+        return torch.rand(*picture).to(dtype)
+
     return {
         "batch_norm": lambda: F.batch_norm(x(*image), *running, x(48), x(48), True),
         "batch_norm_channels_last": lambda: F.batch_norm(
@@ -57,20 +60,8 @@ def layers(dtype=torch.float32):
         ),
         "mask_product": lambda: x(200, 3000) * torch.ones(200, 3000, dtype=torch.bool),
         "cdist": lambda: torch.cdist(x(8, 200, 40), x(8, 300, 40)),
-    }
-
-
-def losses(dtype=torch.float32):
-    """By name, a call of one loss."""
-    x = lambda *shape: _x(*shape, dtype=dtype)  # noqa: E731
-    image = (16, 3, 120, 120)
-
-    def other():
-        return torch.rand(*image).to(dtype)
-
-    return {
-        "mse": lambda: F.mse_loss(x(*image), other()),
-        "bce_logits": lambda: F.binary_cross_entropy_with_logits(x(*image), other()),
+        "mse": lambda: F.mse_loss(x(*picture), target()),
+        "bce_logits": lambda: F.binary_cross_entropy_with_logits(x(*picture), target()),
         "cross_entropy": lambda: F.cross_entropy(x(2000, 1000), _ids(1000, 2000)),
         "cross_entropy_weighted": lambda: F.cross_entropy(
             x(2000, 1000), _ids(1000, 2000), weight=torch.ones(1000, dtype=dtype)
@@ -78,42 +69,6 @@ def losses(dtype=torch.float32):
         "kl": lambda: F.kl_div(
             x(500, 3000), torch.rand(500, 3000).to(dtype), reduction="batchmean"
         ),
-    }
-
-
-def sequences(dtype=torch.float32):
-    """By name, a call of what goes along a sequence, or compares two."""
-    x = lambda *shape, **options: _x(*shape, dtype=dtype, **options)  # noqa: E731
-
-    def lstm(inputs, hidden, steps=32, samples=16, **options):
-        layer = nn.LSTM(inputs, hidden, **options).to(dtype)
-        return lambda: layer(x(steps, samples, inputs))[0]
-
-    def ctc():
-        lengths = torch.randint(5, 30, (16,))
-        targets = torch.randint(1, 80, (16, 30))
-        inputs = F.log_softmax(torch.randn(200, 16, 80).requires_grad_(), -1)
-        return F.ctc_loss(inputs, targets, torch.full((16,), 200), lengths)
-
-    cases = {
-        "lstm": lstm(256, 256),
-        "lstm_layers": lstm(128, 256, num_layers=2, bidirectional=True),
-        "ctc": ctc,
-    }
-    if dtype is torch.float32:
-        cases["spectrum"] = lambda: torch.fft.irfft(torch.fft.rfft(x(300, 1000)))
-        cases["cholesky"] = lambda: torch.linalg.cholesky(
-            x(4, 100, 100) @ x(4, 100, 100).mT * 0 + torch.eye(100)
-        )
-        cases["solve"] = lambda: torch.linalg.solve(torch.eye(200) + 0 * x(200, 200), x(200, 50))
-    return cases
-
-
-def convolutions(dtype=torch.float32):
-    """By name, a call of one convolution."""
-    x = lambda *shape, **options: _x(*shape, dtype=dtype, **options)  # noqa: E731
-    last = {"like": "channels_last"}
-    return {
         "stem": lambda: F.conv2d(x(8, 3, 128, 128), x(64, 3, 7, 7), None, 2, 3),
         "3x3": lambda: F.conv2d(x(8, 64, 56, 56), x(64, 64, 3, 3), x(64), 1, 1),
         "3x3_channels_last": lambda: F.conv2d(
@@ -126,29 +81,50 @@ def convolutions(dtype=torch.float32):
     }
 
 
+def sequences():
+    """By name, a call of what goes along a sequence, or solves equations."""
+
+    def lstm(inputs, hidden, steps=32, samples=16, **options):
+        layer = nn.LSTM(inputs, hidden, **options)
+        return lambda: layer(_x(steps, samples, inputs))[0]
+
+    def ctc():
+        lengths = torch.randint(5, 30, (16,))
+        targets = torch.randint(1, 80, (16, 30))
+        inputs = F.log_softmax(torch.randn(200, 16, 80).requires_grad_(), -1)
+        return F.ctc_loss(inputs, targets, torch.full((16,), 200), lengths)
+
+    return {
+        "lstm": lstm(256, 256),
+        "lstm_layers": lstm(128, 256, num_layers=2, bidirectional=True),
+        "ctc": ctc,
+        "spectrum": lambda: torch.fft.irfft(torch.fft.rfft(_x(300, 1000))),
+        "cholesky": lambda: torch.linalg.cholesky(
+            _x(4, 100, 100) @ _x(4, 100, 100).mT * 0 + torch.eye(100)
+        ),
+        "solve": lambda: torch.linalg.solve(torch.eye(200) + 0 * _x(200, 200), _x(200, 50)),
+    }
+
+
+def _with_gradients(*shapes):
+    made = [nn.Parameter(torch.randn(shape)) for shape in shapes]
+    for each in made:
+        each.grad = torch.randn_like(each)
+    return made
+
+
 def optimizers():
     """By name, the first step of an optimizer on parameters that it has gradients of."""
 
-    def first_step(cls, **options):
-        def run():
-            parameters = [nn.Parameter(torch.randn(300, 400)), nn.Parameter(torch.randn(500))]
-            for each in parameters:
-                each.grad = torch.randn_like(each)
-            cls(
-                [p for p in parameters if p.dim() == 2 or cls is not torch.optim.Muon], **options
-            ).step()
+    def first_step(cls, *shapes, **options):
+        return lambda: cls(_with_gradients(*shapes), **options).step()
 
-        return run
-
-    names = ("SGD", "Adam", "RMSprop", "NAdam", "Adafactor", "Muon")
-    made = {name: first_step(getattr(torch.optim, name)) for name in names}
-    made["Adam_fused"] = first_step(torch.optim.Adam, fused=True)
-    made["AdamW_foreach"] = first_step(torch.optim.AdamW, foreach=True)
-
-    def clip():
-        parameters = [nn.Parameter(torch.randn(300, 400)) for _ in range(3)]
-        for each in parameters:
-            each.grad = torch.randn_like(each)
-        nn.utils.clip_grad_norm_(parameters, 1.0)
-
-    return {**made, "clip": clip}
+    matrix, vector = (300, 400), (500,)
+    names = ("SGD", "Adam", "RMSprop", "NAdam", "Adafactor")
+    return {
+        **{name: first_step(getattr(torch.optim, name), matrix, vector) for name in names},
+        "Muon": first_step(torch.optim.Muon, matrix),
+        "Adam_fused": first_step(torch.optim.Adam, matrix, vector, fused=True),
+        "AdamW_foreach": first_step(torch.optim.AdamW, matrix, vector, foreach=True),
+        "clip": lambda: nn.utils.clip_grad_norm_(_with_gradients(matrix, matrix, matrix), 1.0),
+    }

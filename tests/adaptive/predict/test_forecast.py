@@ -20,21 +20,9 @@ def largest(train, budget):
     return low
 
 
-class Real(Training):
-    """Notes sizes of runs on real tensors alone."""
-
-    def __call__(self, size):
-        known = len(self.sizes), len(self.failed)
-        try:
-            super().__call__(size)
-        finally:
-            if not is_real(self.net):
-                del self.sizes[known[0] :], self.failed[known[1] :]
-
-
 @pytest.mark.parametrize("too_large", [1.5, 60])
 def test_the_first_run_of_a_batch_has_95_percent_after_one_failure(too_large):
-    train = Real(network())
+    train = Training(network())
     budget = 4 << 20
     best = largest(train, budget)
     train.sizes.clear()
