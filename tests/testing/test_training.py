@@ -292,7 +292,10 @@ def test_memory_is_exact_as_soon_as_a_pass_has_ended(sim, retains):
         with pytest.raises(torch.OutOfMemoryError, match="planted"):
             loss.backward(retain_graph=True)
         x.grad = None
+        assert sim.allocated_bytes == resting_bytes + 400 + 4
         loss.backward(retain_graph=retains)
+        # the gradient is in the place of what was kept
+        assert sim.allocated_bytes == resting_bytes + 400 + 4 + 400 * retains
         torch.testing.assert_close(x.grad, x.detach().exp() * x.detach().exp().cos())
         del loss
         x.grad = None
