@@ -8,12 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from tenure import NewDisposeScope, adaptive, detach_from_scope, is_disposed, scoped
-from tenure.adaptive import (
-    AdaptiveUsageError,
-    OutOfRetriesError,
-    SplitMismatchError,
-    memory_budget,
-)
+from tenure.adaptive import AdaptiveUsageError, OutOfRetriesError, SplitMismatchError, memory_budget
 
 transformers = pytest.importorskip("transformers", reason="the extra transformers is not installed")
 from transformers import Seq2SeqTrainer, Trainer, TrainerCallback, TrainingArguments  # noqa: E402
@@ -732,10 +727,7 @@ def test_a_cache_of_keys_and_values_is_returned_by_a_scoped_function_and_detache
 def test_a_dynamic_rope_that_grew_in_a_scope_computes_as_without_scopes():
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
     config = transformers.LlamaConfig(
-        **_SMALL,
-        num_attention_heads=2,
-        max_position_embeddings=_LENGTH,
-        rope_parameters=rope,
+        **_SMALL, num_attention_heads=2, max_position_embeddings=_LENGTH, rope_parameters=rope
     )
     lengths = (4, 3 * _LENGTH, 2 * _LENGTH, 4)
     given = [(torch.ones(1, n, 16), torch.arange(n)[None]) for n in lengths]

@@ -24,10 +24,7 @@ def _piled(model, x, y):
 def test_what_is_piled_up_in_a_plain_tensor_gets_its_gradients_or_is_refused():
     model, (x, y) = Vision(), batch()
     assert_same(model, lambda wrap: _piled(model, *wrap(x, y)))
-    with (
-        RoomFor(3),
-        pytest.raises(AdaptiveUsageError, match=r"index_add_\(\) writes what has a"),
-    ):
+    with RoomFor(3), pytest.raises(AdaptiveUsageError, match=r"index_add_\(\) writes what has a"):
         _piled(model, *lazy(x, y))
     assert gradients(model) == {}
 

@@ -177,10 +177,6 @@ def test_values_of_the_batch_and_what_is_made_of_them_are_known(fn, batch, at_mo
     assert not any("taken to" in reason for reason in report.reasons)
 
 
-def _selected(x):
-    return x[x > 0].sum()
-
-
 def _counted(x):
     counted = torch.zeros(4, dtype=torch.int64)
     counted += (x > 0).sum(0)
@@ -194,7 +190,7 @@ def _householder(x):
 @pytest.mark.parametrize(
     ("fn", "reason"),
     [
-        (_selected, "a mask is taken to select everything"),
+        (lambda x: x[x > 0].sum(), "a mask is taken to select everything"),
         (_counted, "a number is taken to be 1"),
         (_householder, "LinalgHouseholder.*works in another way"),
         (torch.max, "MaxBackward1.*works in another way"),
@@ -224,29 +220,18 @@ def test_a_loop_that_ends_at_a_length_ends():
 # --- kernels
 
 
-def _convolved(x):
-    return F.conv2d(x, torch.ones(16, 3, 5, 5)).sum()
-
-
-def _enlarged(x):
-    return F.interpolate(x, size=(512, 512), mode="bilinear").sum()
-
-
-def _into_an_empty_one(x):
-    return torch.add(x, x, out=torch.empty(0))
-
-
 @pytest.mark.parametrize(
     ("fn", "shape", "at_most"),
     [
         (mlp(), (512, 64), 256),
         # a result of n - 4 pixels grows faster than n, and yet along a line
-        (_convolved, (4, 3, 224, 224), 0.01),
+        (lambda x: F.conv2d(x, torch.ones(16, 3, 5, 5)).sum(), (4, 3, 224, 224), 0.01),
         # images of up to 64 pixels are resized by another kernel
-        (_enlarged, (2, 21, 65, 65), 0.01),
+        (lambda x: F.interpolate(x, (512, 512), mode="bilinear").sum(), (2, 21, 65, 65), 0.01),
         # memory that an operation enlarges in place
-        (_into_an_empty_one, (2**20,), 0),
+        (lambda x: torch.add(x, x, out=torch.empty(0)), (2**20,), 0),
     ],
+    ids=["mlp", "convolution", "interpolation", "enlarged in place"],
 )
 def test_inference_takes_what_was_predicted(fn, shape, at_most):
     with torch.no_grad():

@@ -6,16 +6,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-
-# private: a test can't wait as long as a rank that others have left does
-from tenure.adaptive._step._across import _planned
 
 N_WORDS, WIDTH, LENGTH, HEAD = 60, 32, 8, 4
 
@@ -80,11 +73,6 @@ def in_parallel(net):
     words = RowwiseParallel(input_layouts=Replicate())
     head = ColwiseParallel(output_layouts=Replicate())
     return parallelize_module(net, mesh, {"words": words, "head": head})
-
-
-def wait_at_most(seconds):
-    """How long this rank waits for others that may have failed."""
-    _planned._PATIENCE_S = seconds
 
 
 HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

@@ -27,11 +27,6 @@ def hooked():
     return module
 
 
-def synchronized():
-    # a replica of it is for devices alone
-    return nn.Sequential(nn.Linear(4, 8), nn.SyncBatchNorm(8)).double()
-
-
 def post_hooked():
     module = replica()
     for parameter in module.parameters():
@@ -76,16 +71,8 @@ def plain(module, **options):
     return step(squares(module), all_samples()[0], **options)
 
 
-def of_outputs(module, **options):
-    return step(lambda b: module(b["x"]), all_samples()[0], **options)
-
-
 def terms(module, made):
     return step(lambda b: made(square(module, b)), all_samples()[0])
-
-
-def net_in_a_set():
-    return nn.ModuleList(net_of() for _ in range(2))
 
 
 def step_of_a_set(module):
@@ -127,19 +114,12 @@ def other_calls(module, **options):
     step(fn, all_samples()[0], **(options if dist.get_rank() else {}))
 
 
-def other_parameters():
-    return nn.Linear(4, 3 + dist.get_rank()).double()
-
-
-def reducing(module):
-    return terms(module, lambda loss: dist.all_reduce(loss.detach().clone()) or loss)
-
-
 def searching(module, work):
     find_batch_size(work, high=8, group=dist.group.WORLD)
 
 
 def searching_elsewhere(module):
+    # on two lines, by which they are told apart
     work = [
         lambda n: torch.ones(1),
         lambda n: torch.zeros(1),
@@ -171,11 +151,15 @@ CASES = {
     "other kinds": (replica, lambda m: other_calls(m, per_rank=True), ELSEWHERE),
     "other lambdas": (replica, searching_elsewhere, "different calls, by other functions of one"),
     "other parameters": (
-        other_parameters,
+        lambda: nn.Linear(4, 3 + dist.get_rank()).double(),
         lambda m: plain(m, group=dist.group.WORLD),
         "with parameters or buffers of other shapes or in another order: step('<lambda>')",
     ),
-    "a collective": (replica, reducing, "called torch.distributed.all_reduce()"),
+    "a collective": (
+        replica,
+        lambda m: terms(m, lambda loss: dist.all_reduce(loss.detach().clone()) or loss),
+        "called torch.distributed.all_reduce()",
+    ),
     "a collective in a search": (
         replica,
         lambda m: searching(m, lambda n: dist.barrier()),
@@ -189,7 +173,8 @@ CASES = {
     "a comm hook": (hooked, plain, "with a comm hook, which acts while the module runs"),
     "a static graph": (lambda: replica(static_graph=True), plain, "with static_graph=True"),
     "SyncBatchNorm": (
-        synchronized,
+        # a replica of it is for devices alone
+        lambda: nn.Sequential(nn.Linear(4, 8), nn.SyncBatchNorm(8)).double(),
         lambda m: plain(m, group=dist.group.WORLD),
         "SyncBatchNorm in training",
     ),
@@ -201,7 +186,11 @@ CASES = {
     "Join": (replica, joined_step, "with a block of torch's Join"),
     "two groups": (replica, in_two_groups, "whose process group is not that of the step"),
     "then=": (replica, lambda m: plain(m, then=torch.sqrt), "got then= a function"),
-    "loss=": (replica, lambda m: of_outputs(m, loss=torch.std), "got loss= a function"),
+    "loss=": (
+        replica,
+        lambda m: step(lambda b: m(b["x"]), all_samples()[0], loss=torch.std),
+        "got loss= a function",
+    ),
     "a count among terms": (
         replica,
         lambda m: terms(m, lambda loss: {"a": loss, "b": (loss, 7)}),
@@ -209,7 +198,11 @@ CASES = {
     ),
     "a batch with a graph": (replica, computed_batch, "a batch that was computed with gradients"),
     "a hidden replica": (replica, hidden_step, "that it has not found through its function"),
-    "replicas in a set": (net_in_a_set, step_of_a_set, "in a set, nets, whose order is another"),
+    "replicas in a set": (
+        lambda: nn.ModuleList(net_of() for _ in range(2)),
+        step_of_a_set,
+        "in a set, nets, whose order is another",
+    ),
     "buffers that grow": (with_buffer, growing_buffers, "with buffers of other shapes"),
     "many terms": (
         replica,
