@@ -194,9 +194,11 @@ class FileLink(Link):
         super().finish()
 
     def close(self) -> None:
-        """Unpin the staging memory."""
+        """Unpin and free the staging memory: the handle may be kept for long."""
         if self._pinning is not None:
             self._pinning.undo()
+        self._slots.clear()
+        self._staging.clear()
 
     def let_wait(self, stream: Any, event: Any) -> None:
         """Wait until a read is over, and let a stream wait for the copies from it.

@@ -171,9 +171,6 @@ class Fences:
     def __init__(self) -> None:
         self._fences: list[tuple[int, int, Any]] = []
 
-    def __len__(self) -> int:
-        return len(self._fences)
-
     def add(self, start: int, end: int, event: Any) -> None:
         """Note that the bytes from ``start`` to ``end`` are in use until ``event``."""
         self._fences.append((start, end, event))
