@@ -177,12 +177,10 @@ def _machine(*, dry: bool) -> dict[str, Any]:
 
     versions: dict[str, str] = {"tenure": __version__, "torch": str(torch.__version__)}
     versions["Python"] = platform.python_version()
-    missing = []
     for name in _LIBRARIES:
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            missing.append(name)
+    missing = [name for name in _LIBRARIES if name not in versions]
     found: dict[str, Any] = {"dry": dry, "device": None, "driver": None}
     if not dry and torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)

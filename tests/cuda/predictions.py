@@ -24,18 +24,15 @@ def _compared(rig: Rig, model, loss_of, *batch):
     except PredictionError as raised:
         error = str(raised)
     rig.tidy()
-    begun = rig.allocated()
-    rig.reset_peak()
-    loss_of(model, *batch).backward()
-    passes = rig.peak()
-    optimizer.step()
-    first = rig.peak()
-    optimizer.zero_grad()
-    rig.reset_peak()
-    loss_of(model, *batch).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    later = rig.peak()
+    begun, peaks = rig.allocated(), []
+    for _ in range(2):
+        rig.reset_peak()
+        loss_of(model, *batch).backward()
+        peaks.append(rig.peak())
+        optimizer.step()
+        peaks.append(rig.peak())
+        optimizer.zero_grad()
+    passes, first, _, later = peaks
     reserved = int(rig.module.max_memory_reserved(rig.device))
     assert report is not None, f"{first} bytes in the first step, {later} later: {error}"
     predicted = report.allocated_bytes

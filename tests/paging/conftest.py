@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from .models import WIDTH, mlp
+from .support import Pair
+from .training import blocks
 
 
 @pytest.fixture
@@ -22,3 +24,16 @@ def model():
 def x():
     torch.manual_seed(1)
     return torch.randn(4, WIDTH)
+
+
+@pytest.fixture
+def pair(sim):
+    """Makes a pair."""
+
+    def make(model=None):
+        if model is None:
+            torch.manual_seed(0)
+            model = blocks.mlp()
+        return Pair(sim, model)
+
+    return make

@@ -20,6 +20,11 @@ def mlp():
     )
 
 
+def linears(n_layers, width=WIDTH, *, seed=0, bias=True):
+    torch.manual_seed(seed)
+    return nn.Sequential(*[nn.Linear(width, width, bias) for _ in range(n_layers)]).eval()
+
+
 class Residual(nn.Module):
     def __init__(self, channels):
         super().__init__()

@@ -10,10 +10,10 @@ from tenure.paging import PagingError, page
 from tests.compiling import forget_compiled
 
 from .models import WIDTH
+from .support import about_values, assert_equal, weight_bytes
 
 pytestmark = [
-    # about values, which no allocator changes: once, with the one that has more rules
-    pytest.mark.sim_allocator("cuda"),
+    about_values,
     # dynamo reads the gradient of what one block gives the next, in a plain model too
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
 ]
@@ -65,8 +65,8 @@ def build():
     return Net()
 
 
-def budget_of(model, share=0.8):
-    return int(sum(p.nbytes for p in model.parameters()) * share)
+def budget_of(model):
+    return int(weight_bytes(model) * 0.8)
 
 
 class Counted:
@@ -91,10 +91,6 @@ class Counted:
         return found, self.counter.frame_count, self.counter.op_count
 
 
-def same(one, other):
-    return len(one) == len(other) and all(map(torch.equal, one, other))
-
-
 @pytest.fixture
 def plain(sim):
     """What a model that is whole on the device gives, and its graphs."""
@@ -105,16 +101,16 @@ def plain(sim):
         for block in model.blocks:
             block.to(sim.device)
             block.both = [block.up.weight, block.down.weight]
-        counted = Counted(model.to(sim.device), x_of(sim), trains=trains)
+        counted = Counted(model.to(sim.device), x_of(sim.device), trains=trains)
         compiles(model, counted.counter)
         return counted.run()
 
     return run
 
 
-def x_of(sim):
+def x_of(device):
     torch.manual_seed(1)
-    return torch.randn(4, WIDTH).to(sim.device)
+    return torch.randn(4, WIDTH).to(device)
 
 
 @pytest.mark.slow
@@ -128,7 +124,7 @@ def test_blocks_take_as_many_graphs_as_those_of_a_plain_model(
 ):
     values, n_graphs, n_ops = plain(compiles, trains=trains)
     model = build()
-    counted = Counted(model, x_of(sim), trains=trains)
+    counted = Counted(model, x_of(sim.device), trains=trains)
     if is_first:
         compiles(model, counted.counter)
     with page(model, sim.device, budget=budget_of(model), training=trains) as handle:
@@ -138,7 +134,7 @@ def test_blocks_take_as_many_graphs_as_those_of_a_plain_model(
         found, n_found, n_found_ops = counted.run()
         # in a backward pass, one of a plain model as well: the ring has no room for two blocks
         assert handle.report().faults <= trains
-    assert same(found, values)
+    assert_equal(found, values)
     assert (n_found, n_found_ops) == (n_graphs, n_ops)
 
 
@@ -154,13 +150,13 @@ def test_a_whole_model_that_is_compiled_needs_room_for_all_of_it(sim, plain):
     torch.manual_seed(0)
     model = Whole()
     expected, *_ = plain(in_place, trains=True)
-    counted = Counted(model, x_of(sim), trains=True)
+    counted = Counted(model, x_of(sim.device), trains=True)
     model.compile(backend=counted.counter)
     with pytest.raises(PagingError, match=r"of its weights are needed at once") as caught:
         page(model, sim.device, budget=budget_of(model), training=True)
     with page(model, sim.device, budget=caught.value.minimum_bytes, training=True):
         found, n_graphs, _ = counted.run()
-    assert same(found, expected)
+    assert_equal(found, expected)
     assert n_graphs == 1
 
 
@@ -170,7 +166,7 @@ def test_a_whole_model_that_is_compiled_needs_room_for_all_of_it(sim, plain):
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how:UserWarning")  # of graph breaks
 def test_a_whole_model_that_is_compiled_while_it_is_paged_names_the_budget(tmp_path):
     forget_compiled()
-    model, x = build().eval(), x_on_host()
+    model, x = build().eval(), x_of("cpu")
     with torch.no_grad(), page(model, "cpu", 1, budget="40KiB", host=tmp_path):
         expected = model(x)
         model.compile(backend="eager")
@@ -178,8 +174,3 @@ def test_a_whole_model_that_is_compiled_while_it_is_paged_names_the_budget(tmp_p
             model(x)
         model._compiled_call_impl = None
         assert torch.equal(model(x), expected)
-
-
-def x_on_host():
-    torch.manual_seed(1)
-    return torch.randn(4, WIDTH)

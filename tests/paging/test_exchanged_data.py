@@ -4,12 +4,13 @@ import copy
 
 import pytest
 import torch
-from torch import nn
 
 from tenure.paging import PagingError, page
 
-# about values, which no allocator changes: once, with the one that has more rules
-pytestmark = pytest.mark.sim_allocator("cuda")
+from .models import linears
+from .support import about_values, assert_equal
+
+pytestmark = about_values
 
 WIDTH = 16
 UNIT_BYTES = 2048
@@ -34,8 +35,7 @@ def take_the_transposed(a, b, _):
 
 
 def layers():
-    torch.manual_seed(0)
-    made = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+    made = linears(4, WIDTH).train()
     # whole numbers, whose sums are the same in any order: a transposed weight has another one
     for each in made.parameters():
         each.data = torch.randint(-2, 3, each.shape).float()
@@ -49,8 +49,7 @@ def run(model, sim):
 
 def assert_same(ours, theirs, sim):
     assert run(ours, sim).equal(run(copy.deepcopy(theirs).to(sim.device), sim))
-    for mine, others in zip(ours.parameters(), theirs.parameters(), strict=True):
-        assert mine.equal(others)
+    assert_equal(list(ours.parameters()), list(theirs.parameters()))
 
 
 EXCHANGES = [rotate, swap_handles, transpose, take_the_transposed]
@@ -77,8 +76,7 @@ def test_exchanged_values_are_those_of_the_plain_model(sim, where, exchange, tmp
             for each in (model, plain):
                 exchange(*[layer.weight for layer in each[:3]])
             assert_same(model, plain, sim)
-    for mine, others in zip(model.parameters(), plain.parameters(), strict=True):
-        assert mine.equal(others)
+    assert_equal(list(model.parameters()), list(plain.parameters()))
 
 
 @pytest.mark.parametrize("budget", [None, LEAST])
@@ -122,17 +120,29 @@ def test_a_tie_that_comes_while_it_is_paged_is_refused(sim, tie):
         run(model, sim)
 
 
+def doubled(optimizer, weight):
+    weight.data = weight.data * 2
+
+
+def stepped(optimizer, weight):
+    optimizer.step()
+
+
+@pytest.mark.parametrize(("change", "name"), [(doubled, "1.weight"), (stepped, "3.weight")])
 @pytest.mark.parametrize("budget", [None, LEAST])
-def test_data_set_between_a_forward_and_its_backward_pass_raises_if_not_given_back(sim, budget):
+def test_a_change_between_a_forward_and_its_backward_pass_raises_if_not_given_back(
+    sim, budget, change, name
+):
     model, x = layers(), torch.ones(2, WIDTH, device=sim.device)
-    plain = copy.deepcopy(model).to(sim.device)
+    optimizer, weight = torch.optim.SGD(model.parameters(), 0.1), model[1].weight
     with page(model, sim.device, 1, budget=budget, training=True):
+        model(x).sum().backward()
         loss = model(x).sum()
-        model[1].weight.data = model[1].weight.data * 2
-        with pytest.raises(RuntimeError, match=r"^one of the variables .* '1\.weight' is at vers"):
+        change(optimizer, weight)
+        with pytest.raises(RuntimeError, match=rf"^one of the variables .* '{name}' is at vers"):
             loss.backward()
         model.zero_grad()
-        plain[1].weight.data *= 2
+        plain = copy.deepcopy(model).to(sim.device)
         for each in (model, plain):
             loss, kept = each(x).sum(), each[1].weight.data
             each[1].weight.data = kept * 2

@@ -1,4 +1,4 @@
-"""The handle: its report, its block, giving memory back, and the README that it was modelled on."""
+"""The handle: its report, its block, its calls, and giving memory back."""
 
 import copy
 import pickle
@@ -11,15 +11,14 @@ from tenure.paging import PagingBudget, PagingError, chunk, page
 from tenure.testing import Rates
 from tests.shrinking import Shrinkable, ask_to_shrink
 
-from .models import mlp, resnet
+from .models import linears, mlp
 
 pytestmark = pytest.mark.usefixtures("without_gradients")
 
 
 @pytest.fixture
 def model():
-    torch.manual_seed(0)
-    return nn.Sequential(*[nn.Linear(256, 256, bias=False) for _ in range(8)]).eval()
+    return linears(8, 256, bias=False)
 
 
 SLOW = Rates(h2d_bytes_per_s=1e9, copy_latency_s=0.0, host_copy_s=0.0)
@@ -96,23 +95,14 @@ def test_pageable_memory_is_asked_for_without_a_warning(sim, model):
 
 
 @pytest.mark.parametrize("run", [page, chunk])
-def test_the_readme_of_optimem_runs_with_its_device_changed(sim, run):
-    torch.manual_seed(0)
-    image, net = torch.randn(2, 3, 6, 6), resnet().eval()
-    expected = copy.deepcopy(net).to(sim.device)(image.to(sim.device)).cpu()
-    paged_resnet = run(net, torch.device("sim"))
-    torch.testing.assert_close(net(image.to(sim.device)).cpu(), expected)
-    torch.testing.assert_close(paged_resnet(image).cpu(), expected)
-    paged_resnet.unpage()
-
-
-def test_a_model_of_one_layer_and_one_without_weights_can_be_paged(sim):
+def test_a_model_of_one_layer_and_one_without_weights_can_be_paged_and_its_handle_called(sim, run):
+    x = torch.ones(1, 32)
     for model in (nn.Linear(32, 32), nn.ReLU(), nn.Sequential(), mlp()[0]):
-        expected = model(torch.ones(1, 32))
-        with page(model.eval(), sim.device):
-            found = model(torch.ones(1, 32))
-            assert found.device == sim.device
-            torch.testing.assert_close(found.cpu(), expected)
+        expected = model(x)
+        with run(model.eval(), torch.device("sim")) as handle:
+            for found in (model(x), model(x.to(sim.device)), handle(x)):
+                assert found.device == sim.device
+                torch.testing.assert_close(found.cpu(), expected)
 
 
 @pytest.mark.parametrize("copied", [pickle.dumps, copy.deepcopy])

@@ -13,18 +13,13 @@ from torch import nn
 from tenure.paging import PagingBudget, page
 from tenure.testing import Rates
 
-from .models import WIDTH, SumOnSideStream, resnet
+from .models import WIDTH, SumOnSideStream, by_the_weight, linears
+from .support import Pair, about_values, weight_bytes
 from .training.blocks import LARGE, inputs, transformer
 
-# about values, which no allocator changes: once, with the one that has more rules
-pytestmark = pytest.mark.sim_allocator("cuda")
+pytestmark = about_values
 
 UNIT_BYTES = 4 * WIDTH * (WIDTH + 1) + 128
-
-
-def linears(n=6):
-    torch.manual_seed(0)
-    return nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(n)]).eval()
 
 
 def random(sim):
@@ -81,7 +76,7 @@ def writes_buffers_and_reads_them_again(sim):
 def reads_values_as_soon_as_they_are_home(sim):
     """verl#6447: the host reads, or frees, what a copy has yet to write, or to read."""
     sim(rates=Rates(d2h_bytes_per_s=1e6))
-    model, seen = linears(), torch.zeros(64)
+    model, seen = linears(6), torch.zeros(64)
     model[1].register_buffer("seen", seen)
     model[1].register_forward_hook(count_call)
     with page(model, sim.device, budget=small(2)):
@@ -91,28 +86,15 @@ def reads_values_as_soon_as_they_are_home(sim):
     assert model[1].seen.eq(3).all()
 
 
-def counts_the_statistics_of_batch_norms(sim):
-    """accelerate#2701: running statistics of batch norm are lost."""
-    torch.manual_seed(0)
-    model, images = resnet().train(), torch.randn(2, 3, 6, 6).to(sim.device)
-    there = whole(sim, model)
-    with page(model, sim.device, budget="16KiB"):
-        for _ in range(3):
-            model(images)
-            there(images)
-        for (name, mine), theirs in zip(model.named_buffers(), there.buffers(), strict=True):
-            assert torch.equal(mine, theirs.cpu()), name
-
-
 def is_unpaged_while_it_computes(sim):
-    model, x = linears(), random(sim)
+    model, x = linears(6), random(sim)
     with page(model, sim.device, budget="15KiB"):
         model(x)
 
 
 def takes_memory_after_what_used_it(sim):
     sim(rates=Rates(memory_bytes_per_s=1e8))
-    model, x = linears(), random(sim)
+    model, x = linears(6), random(sim)
     for budget in ("9KiB", "100KiB"):
         sim.module.synchronize()
         torch.zeros(1 << 16, device=sim.device).add_(1)  # its memory may be what the pager gets
@@ -136,37 +118,9 @@ def has_layers_that_its_ring_does_not_divide_behind_a_slow_link(sim):
                 assert torch.equal(model(x), expected)
 
 
-class Early(nn.Module):
-    """Reads weights before the rest runs, and uses them after."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers, self.kept = linears(), []
-        self.layers[0].register_forward_hook(self.keep)
-
-    def keep(self, module, args, output):
-        self.kept.append(module.weight.detach())
-
-    def forward(self, x):
-        x = self.layers(x) @ self.kept.pop()
-        weight = self.layers[1].weight.detach()
-        x = self.layers[2:](x) @ weight
-        del weight
-        return self.layers[1:](x)
-
-
-def holds_what_it_has_read(sim):
-    model, x = Early(), random(sim)
-    expected = whole(sim, model)(x)
-    for n_units in (3, 4):
-        with page(model, sim.device, 1, budget=n_units * UNIT_BYTES, prefetch=0):
-            for _ in range(3):
-                assert torch.equal(model(x), expected)
-
-
 def changes_weights_between_passes(sim):
     """diffusers#11791, ComfyUI#13989: copies on the device are from before, or get it twice."""
-    model, x = linears(), random(sim)
+    model, x = linears(6), random(sim)
     for budget in ("15KiB", "1MiB"):
         plain, outputs = whole(sim, model), []
         with page(model, sim.device, budget=budget):
@@ -180,7 +134,7 @@ def changes_weights_between_passes(sim):
 
 
 def changes_a_weight_that_is_still_there(sim):
-    model, x = linears(), random(sim)
+    model, x = linears(6), random(sim)
     with page(model, sim.device, budget="15KiB"):
         model(x)
         model[5].weight.data += 0.1
@@ -192,7 +146,7 @@ def loads_a_state_dict_while_weights_stay(sim):
     """accelerate: "<All keys matched successfully>", and the forward keeps the old weights."""
     x = random(sim)
     for budget in ("1MiB", small(2)):
-        model = linears()
+        model = linears(6)
         new = {name: value * -0.5 + 0.1 for name, value in model.state_dict().items()}
         with page(model, sim.device, budget=budget):
             model(x)
@@ -205,7 +159,7 @@ def gives_memory_back(sim):
     """comfy-aimdo#65: what goes under pressure is unmapped before its last use is over."""
     x = random(sim)
     for n_passes in (0, 1):
-        model, other, budget = linears(), linears(8), PagingBudget("40KiB")
+        model, other, budget = linears(6), linears(8), PagingBudget("40KiB")
         twin, other_twin = whole(sim, model), whole(sim, other)
         with page(model, sim.device, budget=budget):
             for _ in range(n_passes):
@@ -214,29 +168,6 @@ def gives_memory_back(sim):
                 for _ in range(4):
                     assert torch.equal(other(x), other_twin(x))
                 assert torch.equal(model(x), twin(x))
-
-
-class Saved(nn.Module):
-    """Writes a buffer before and after it takes a state dict, which it reads at once."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.register_buffer("seen", torch.zeros(WIDTH, WIDTH))
-        self.found = []
-
-    def forward(self, x):
-        for _ in range(2):
-            self.seen.add_(1)
-            self.found.append(self.state_dict()["seen"].sum().item())
-        return self.linear(x)
-
-
-def takes_a_state_dict_in_its_forward(sim):
-    model, x = Saved().eval(), random(sim)
-    with page(model, sim.device, "1MiB", budget="1MiB"):
-        model(x)
-    assert model.found == [WIDTH * WIDTH, 2 * WIDTH * WIDTH]
 
 
 class Beside(nn.Module):
@@ -266,25 +197,20 @@ def trains_and_evaluates(sim, activations=None):
     """Steps, a gradient that is added to, and a forward that no backward pass follows."""
     sim(rates=Rates(d2h_bytes_per_s=1e8 if activations else 1e9, h2d_bytes_per_s=1e9))
     torch.manual_seed(0)
-    model = transformer()
-    plain = whole(sim, model)
-    optimizers = [torch.optim.SGD(each.parameters(), 0.1) for each in (model, plain)]
-    budget = sum(p.nbytes for p in model.parameters()) // 2
-    with (
-        torch.enable_grad(),
-        page(model, sim.device, budget=budget, training=True, activations=activations),
-    ):
+    both = Pair(sim, transformer())
+
+    def step(model, x):
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for _ in range(2):
+            model(x).square().mean().backward()
+        model(x)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    with torch.enable_grad(), both.page(activations=activations):
         for x in inputs(sim, 2, LARGE if activations else 2):
-            for each, optimizer in zip((model, plain), optimizers, strict=True):
-                torch.manual_seed(2)
-                sim.module.manual_seed_all(2)
-                for _ in range(2):
-                    each(x).square().mean().backward()
-                each(x)
-                optimizer.step()
-                optimizer.zero_grad()
-            for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-                assert torch.equal(mine, theirs.cpu())
+            both.run(lambda model, x=x: step(model, x))
+            assert both.values_differ() == []
 
 
 def trains_with_activations_on_the_host(sim):
@@ -294,29 +220,23 @@ def trains_with_activations_on_the_host(sim):
 def reads_gradients_as_soon_as_they_are_there(sim):
     """verl#6447, of gradients: the optimizer reads what a copy has yet to write."""
     sim(rates=Rates(d2h_bytes_per_s=1e6))
-    model, x = linears().train(), random(sim)
-    there = whole(sim, model)
-    with page(model, sim.device, budget=small(2), training=True), torch.enable_grad():
-        for each in (model, there):
-            for factor in (1, 2):
-                each(factor * x).square().sum().backward()
-        for mine, theirs in zip(model.parameters(), there.parameters(), strict=True):
-            assert torch.equal(mine.grad, theirs.grad.cpu())
+    both, x = Pair(sim, linears(6).train()), random(sim)
+    with both.page(small(2) / both.weight_bytes), torch.enable_grad():
+        for factor in (1, 2):
+            both.run(lambda model, factor=factor: model(factor * x).square().sum().backward())
+        assert both.gradients_differ() == []
 
 
 PROGRAMS = (
     writes_buffers_and_reads_them_again,
     reads_values_as_soon_as_they_are_home,
-    counts_the_statistics_of_batch_norms,
     is_unpaged_while_it_computes,
     takes_memory_after_what_used_it,
     has_layers_that_its_ring_does_not_divide_behind_a_slow_link,
-    holds_what_it_has_read,
     changes_weights_between_passes,
     changes_a_weight_that_is_still_there,
     loads_a_state_dict_while_weights_stay,
     gives_memory_back,
-    takes_a_state_dict_in_its_forward,
     reads_weights_on_streams_of_their_own,
     trains_and_evaluates,
     trains_with_activations_on_the_host,
@@ -328,14 +248,9 @@ PROGRAMS = (
 def test_it_has_the_values_of_the_plain_model_and_no_race(sim, program):
     with torch.no_grad():
         program(sim)
-    sim.finish()
 
 
 # --- record_stream() keeps the bytes of a paged weight as it keeps those of any other tensor
-
-
-def by_the_weight(weight, stream):
-    weight.record_stream(stream)
 
 
 def by_a_view(weight, stream):
@@ -346,29 +261,28 @@ def by_the_class(weight, stream):
     torch.Tensor.record_stream(weight, stream)
 
 
-def not_at_all(weight, stream):
-    pass
-
-
-@pytest.mark.parametrize("record", [by_the_weight, by_a_view, by_the_class, not_at_all])
-def test_a_weight_stays_until_the_stream_that_was_recorded_has_read_it(sim, record):
+def reading_beside(sim, record):
+    """A model that reads its weights on a side stream, its input, and a budget of half of them."""
     sim(rates=Rates(flops_per_s=1e6))
     torch.manual_seed(0)
     model = SumOnSideStream(sim.module, sim.module.Stream(), record, width=64)
+    return model, torch.randn(4, 64, device=sim.device), weight_bytes(model) // 2
+
+
+def test_a_stream_that_was_not_recorded_is_found_to_race(sim):
+    model, x, budget = reading_beside(sim, lambda weight, stream: None)
+    race = pytest.raises(RuntimeError, match="no wait orders the two")
+    with torch.no_grad(), page(model, sim.device, budget=budget), race:
+        model(x)
+    assert sim.take_faults()
+
+
+@pytest.mark.parametrize("record", [by_the_weight, by_a_view, by_the_class])
+def test_a_weight_stays_until_the_stream_that_was_recorded_has_read_it(sim, record):
+    model, x, budget = reading_beside(sim, record)
     weights = [layer.weight.detach().clone().requires_grad_() for layer in model.layers]
-    x = torch.randn(4, 64, device=sim.device)
     expected = sum(x @ weight.to(sim.device) for weight in weights)
     expected.square().sum().backward()
-    budget = 3 * 4 * 64 * 64
-    if record is not_at_all:
-        with (
-            torch.no_grad(),
-            page(model, sim.device, budget=budget),
-            pytest.raises(RuntimeError, match="no wait orders the two"),
-        ):
-            model(x)
-        assert sim.take_faults()
-        return
     with torch.no_grad(), page(model, sim.device, budget=budget):
         for _ in range(3):
             assert torch.equal(model(x), expected)
@@ -378,4 +292,3 @@ def test_a_weight_stays_until_the_stream_that_was_recorded_has_read_it(sim, reco
             model(x).square().sum().backward()
             for layer, weight in zip(model.layers, weights, strict=True):
                 torch.testing.assert_close(layer.weight.grad, weight.grad)
-    assert not sim.take_faults()

@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from tenure.paging import PagingWarning, page, plan_paging
+from tenure.paging import PagingWarning, page
 from tests.shrinking import ask_to_shrink
 
 from .models import build, mlp
+from .support import percent_of_weights, whole_output
 
 pytestmark = pytest.mark.usefixtures("without_gradients")
 THERE = "sim:1"
@@ -27,12 +28,10 @@ def assert_untouched(sim):
 @pytest.mark.parametrize("is_on_disk", [False, True])
 def test_a_model_is_paged_to_the_second_device_alone(two, is_on_disk, tmp_path):
     model, args, kwargs = build("resnet")
-    expected = model.to(THERE)(*(x.to(THERE) for x in args), **kwargs).cpu()
-    model.cpu()
+    expected = whole_output(THERE, model, *args, **kwargs)
     two(devices=2)
-    weight_bytes = sum(p.nbytes for p in model.parameters())
-    least_bytes = plan_paging(model, THERE).minimum_bytes
-    budget, host = max(least_bytes, weight_bytes // 2), tmp_path if is_on_disk else "pinned"
+    host = tmp_path if is_on_disk else "pinned"
+    budget = percent_of_weights(model, THERE, 50, host)
     with page(model, THERE, budget=budget, host=host) as handle:
         for _ in range(3):
             assert torch.equal(model(*args, **kwargs).cpu(), expected)
@@ -56,20 +55,3 @@ def test_memory_that_can_not_be_pinned_or_unpinned_leaves_the_first_device_alone
     assert_untouched(two)
     torch.ones(1, device=two.device).add_(1)
     torch.ones(1, device=THERE).add_(1)
-
-
-def test_each_of_two_models_keeps_to_its_device(two, x):
-    models, devices = [mlp().eval(), mlp().eval()], ["sim:0", THERE]
-    expected = [model.to(d)(x.to(d)).cpu() for model, d in zip(models, devices, strict=True)]
-    for model in models:
-        model.cpu()
-    two(devices=2)
-    handles = [page(m, d, budget="12KiB") for m, d in zip(models, devices, strict=True)]
-    for index in (0, 1, 0):
-        with two.module.device(1 - index):
-            for model, y in zip(models, expected, strict=True):
-                assert torch.equal(model(x).cpu(), y)
-    for index, handle in enumerate(handles):
-        assert 0 < two.on(index).allocated_bytes <= handle.plan.budget_bytes
-        handle.unpage()
-        assert two.on(index).allocated_bytes == 0

@@ -10,23 +10,13 @@ import torch
 from torch import nn
 
 from tenure import NewDisposeScope
-from tenure.paging import PagingError, PagingWarning, page, plan_paging
+from tenure.paging import PagingError, PagingWarning
 from tenure.testing import for_each_allocation
 
-from .models import TiedLanguageModel, build, mlp
+from .models import WIDTH, build, linears, mlp
+from .support import assert_equal, home, paged, whole_output
 
 pytestmark = pytest.mark.usefixtures("without_gradients")
-
-WIDTH = 32
-
-
-def paged(sim, model, percent=40, **options):
-    budget_bytes = plan_paging(model, sim.device).weight_bytes * percent // 100
-    return page(model, sim.device, budget=budget_bytes, **options)
-
-
-def on_device_whole(sim, model, *args):
-    return copy.deepcopy(model).to(sim.device)(*(arg.to(sim.device) for arg in args)).cpu()
 
 
 def test_the_model_its_modules_and_its_parameters_stay_the_same_objects(sim):
@@ -63,20 +53,6 @@ def test_the_model_its_modules_and_its_parameters_stay_the_same_objects(sim):
     assert repr(handle) == "<PagedModel Sequential on sim:0, unpaged>"
 
 
-def test_ties_stay_tied_and_are_on_the_device_once(sim):
-    torch.manual_seed(0)
-    model, tokens = TiedLanguageModel().eval(), torch.randint(50, (2, 9))
-    expected = on_device_whole(sim, model, tokens)
-    plan = plan_paging(model, sim.device)
-    assert plan.weight_bytes < sum(p.nbytes for p in model.parameters()) + 512 * len(plan.units)
-    with paged(sim, model, percent=60):
-        assert torch.equal(model(tokens).cpu(), expected)
-        assert model.head.weight is model.embed.weight
-        model.embed.weight.data.zero_()
-        assert model(tokens).eq(0).all()
-    assert model.head.weight is model.embed.weight
-
-
 class Saving(nn.Module):
     """Takes state dicts in the middle of its forward."""
 
@@ -84,8 +60,7 @@ class Saving(nn.Module):
         super().__init__()
         self.first = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
         self.register_buffer("seen", torch.zeros(WIDTH))
-        self.rest = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(4)])
-        self.states = []
+        self.rest, self.states, self.sums = linears(4), [], []
 
     def forward(self, x):
         self.seen += 1
@@ -93,6 +68,7 @@ class Saving(nn.Module):
         copied = copy.deepcopy(self)
         self.states = [self.state_dict(), self.state_dict(keep_vars=True), copied.state_dict()]
         self.seen += 1
+        self.sums.append(self.state_dict()["seen"].sum().item())  # on the host, at once
         return self.rest(x)
 
 
@@ -108,13 +84,13 @@ def test_a_state_dict_in_the_middle_of_a_forward_is_the_hosts(sim, x):
             state, kept, copied = model.states
             assert all(kept[name] is each for name, each in outside.items())
             assert all(each.data_ptr() == outside[name].data_ptr() for name, each in state.items())
-            for name, each in copied.items():
-                torch.testing.assert_close(each, plain.states[2][name].cpu(), rtol=0, atol=0)
+            assert_equal(copied, home(plain.states[2]))
             assert model.seen.eq(plain.seen.cpu()).all()
+        assert model.sums == plain.sums == [2 * WIDTH, 4 * WIDTH]
 
 
 def test_a_state_dict_whose_tensors_are_to_be_assigned_is_refused(sim, model, x):
-    expected, other = on_device_whole(sim, model, x), mlp().state_dict()
+    expected, other = whole_output(sim.device, model, x), mlp().state_dict()
     before = [*model.parameters()]
     with paged(sim, model):
         with pytest.raises(PagingError, match=r"^load_state_dict\(assign=True\) was called of a"):
@@ -122,26 +98,8 @@ def test_a_state_dict_whose_tensors_are_to_be_assigned_is_refused(sim, model, x)
         assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
         assert model(x).cpu().equal(expected)
         model.load_state_dict(other)
-        assert model(x).cpu().equal(on_device_whole(sim, model, x))
+        assert model(x).cpu().equal(whole_output(sim.device, model, x))
     model.load_state_dict(other, assign=True)
-
-
-@pytest.mark.parametrize("percent", [40, 100])
-def test_writes_from_before_by_a_version_or_by_other_data_are_what_the_next_pass_uses(
-    sim, model, x, percent
-):
-    held, weight = model[0].weight, model[4].weight
-    with paged(sim, model, percent):
-        model(x)
-        sim.module.synchronize()  # as for any pinned memory that the device may be reading
-        weight.mul_(2)
-        assert torch.equal(model(x).cpu(), on_device_whole(sim, model, x))
-        model[2].weight.data = model[2].weight.data.t() + 1
-        held.data = held.data * 2
-        expected = on_device_whole(sim, model, x)
-        assert torch.equal(model(x).cpu(), expected)
-        assert model[2].weight.is_pinned()
-    assert torch.equal(on_device_whole(sim, model, x), expected)
 
 
 @pytest.mark.parametrize(
@@ -149,7 +107,7 @@ def test_writes_from_before_by_a_version_or_by_other_data_are_what_the_next_pass
 )
 def test_a_write_in_the_middle_of_a_pass_is_seen_by_the_layers_to_come(sim, x, percent, write):
     # all layers share a unit, whose tensors are looked at together where the pass first uses it
-    model = nn.Sequential(nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(3)])).eval()
+    model = nn.Sequential(linears(3))
     weight = model[0][2].weight
 
     def change(*_):
@@ -164,7 +122,7 @@ def test_a_write_in_the_middle_of_a_pass_is_seen_by_the_layers_to_come(sim, x, p
         handle = model[0][0].register_forward_hook(change)
         found = model(x).cpu()
         handle.remove()
-        assert torch.equal(found, on_device_whole(sim, model, x))
+        assert torch.equal(found, whole_output(sim.device, model, x))
 
 
 def test_a_model_that_changed_its_type_is_refused_until_it_is_unpaged(sim, model, x):
@@ -185,8 +143,7 @@ def test_buffers_that_change_in_inference_mode_and_after_it_are_those_of_the_who
         for mode in (torch.inference_mode, torch.no_grad):
             with mode():
                 assert torch.equal(model(batch), whole(batch))
-        for name, value in model.state_dict().items():
-            assert torch.equal(value, whole.state_dict()[name].cpu()), name
+        assert_equal(model.state_dict(), home(whole.state_dict()))
 
 
 def test_autocast_keeps_no_copies_of_weights(sim, model, x):
@@ -206,7 +163,7 @@ def test_copies_pickles_and_what_is_saved_are_plain_and_of_their_own(sim, model,
         with torch.inference_mode():
             model(x)
         assert list(model.state_dict()) == list(state)
-        assert all(torch.equal(model.state_dict()[name], state[name]) for name in state)
+        assert_equal(model.state_dict(), state)
         torch.save(model[0].bias, file)
         assert len(file.getvalue()) < 3000  # and nothing else of its unit
         twins = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
@@ -216,11 +173,6 @@ def test_copies_pickles_and_what_is_saved_are_plain_and_of_their_own(sim, model,
             assert not any(m._forward_hooks or m._forward_pre_hooks for m in twin.modules())
             twin[0].weight.zero_()
             assert not model[0].weight.eq(0).any()
-
-
-def test_a_copy_of_a_paged_model_is_paged_in_each_of_its_calls(sim, model, x):
-    with paged(sim, model):
-        twins = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
     for twin in twins:
         with paged(sim, twin):
             for _ in range(2):
@@ -230,7 +182,7 @@ def test_a_copy_of_a_paged_model_is_paged_in_each_of_its_calls(sim, model, x):
 
 def test_functional_call_uses_what_it_is_given_and_a_submodule_can_be_called_alone(sim, model, x):
     zeros = {name: torch.zeros_like(p, device=sim.device) for name, p in model.named_parameters()}
-    expected, inner = on_device_whole(sim, model, x), on_device_whole(sim, model[2], x)
+    expected, inner = whole_output(sim.device, model, x), whole_output(sim.device, model[2], x)
     with paged(sim, model):
         assert torch.func.functional_call(model, zeros, (x,)).eq(0).all()
         assert torch.equal(model(x).cpu(), expected)
@@ -240,7 +192,7 @@ def test_functional_call_uses_what_it_is_given_and_a_submodule_can_be_called_alo
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 def test_after_an_exception_the_model_works_again_and_leaving_by_one_unpages(sim, model, x, error):
-    expected = on_device_whole(sim, model, x)
+    expected = whole_output(sim.device, model, x)
 
     def fail(*_):
         raise error("mine")
@@ -261,7 +213,7 @@ def test_after_an_exception_the_model_works_again_and_leaving_by_one_unpages(sim
 
 
 def test_a_failing_allocation_at_every_index_leaves_the_model_usable(sim, model, x):
-    expected = on_device_whole(sim, model, x)
+    expected = whole_output(sim.device, model, x)
     weights = list(model.parameters())
 
     def run():
@@ -280,28 +232,22 @@ def test_a_failing_allocation_at_every_index_leaves_the_model_usable(sim, model,
 
 
 def test_the_scopes_of_the_user_never_dispose_a_page(sim, model, x):
-    expected = on_device_whole(sim, model, x)
+    expected = whole_output(sim.device, model, x)
     with NewDisposeScope():
         handle = paged(sim, model)
     for _ in range(3):
         with NewDisposeScope():
-            found = model(x).cpu()
-            assert torch.equal(found, expected)
-            del found
+            assert torch.equal(model(x).cpu(), expected)
     handle.unpage()
 
 
 def test_in_the_steady_state_nothing_is_fetched_late_nor_allocated_and_the_host_never_waits(sim):
-    model = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(6)]).eval()
-    x = torch.randn(1, 1024, device=sim.device)
+    model, x = linears(6, 1024), torch.randn(1, 1024, device=sim.device)
     with paged(sim, model) as handle:
         model(x)
         model(x)
-        resting_bytes, waits, allocations = (
-            sim.allocated_bytes,
-            sim.host_waits,
-            sim.n_allocations,
-        )
+        resting_bytes, waits = sim.allocated_bytes, sim.host_waits
+        allocations = sim.n_allocations
         model(x)
         assert sim.host_waits == waits
         assert sim.allocated_bytes == resting_bytes

@@ -4,23 +4,20 @@ import copy
 
 import pytest
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from tenure import ByteSizeError
-from tenure.paging import PagingError, chunk, load_paged, page, plan_paging
+from tenure.paging import PagingError, chunk, load_paged, page
 
-from .models import ZOO, build, mlp
+from .models import ZOO, build, linears, mlp
+from .support import assert_equal, home, on_device, on_meta, percent_of_weights, saved
 
-save_file = pytest.importorskip("safetensors.torch").save_file
 KINDS = ["decoder", "functional", "half", "lstm", "resnet", "strided", "tied"]
 
 
-def home(tree):
-    return tree_map(lambda x: x.cpu() if isinstance(x, torch.Tensor) else x, tree)
-
-
-def on_device(tree, device):
-    return tree_map(lambda x: x.to(device) if isinstance(x, torch.Tensor) else x, tree)
+def outputs_of(model, args, kwargs):
+    with torch.no_grad():
+        return [home(model(*args, **kwargs)) for _ in range(3)]
 
 
 def on_whole_device(sim, model, args, kwargs):
@@ -34,36 +31,25 @@ def on_whole_device(sim, model, args, kwargs):
     return home(output), sim.peak_bytes - before_bytes
 
 
-def percent_of_weights(model, device, percent, host="pinned"):
-    """That share of the weights, or the least that the model can be paged in."""
-    wanted_bytes = plan_paging(model, device, host=host).weight_bytes * percent // 100
-    try:
-        plan_paging(model, device, budget=wanted_bytes, host=host)
-    except PagingError as error:
-        return error.minimum_bytes
-    return wanted_bytes
+def objects_of(model):
+    """Its parameters, of which tied ones are one."""
+    return [*map(id, model.parameters())]
 
 
-def assert_equal(found, expected):
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
-
-
-def saved(model, path):
-    """The file of a model as its user may have saved it: each name for itself."""
-    state = model.state_dict()
-    save_file({name: value.contiguous().clone() for name, value in state.items()}, path)
-    return path
-
-
-def run_paged(sim, model, args, kwargs, budget_bytes, activation_bytes):
+def check_paged(sim, model, paging, call, expected, most_bytes):
+    """Check the outputs of a model, its parameters' objects and the device's peak; a report."""
     sim()
-    with page(model, sim.device, budget=budget_bytes) as handle:
-        assert sim.allocated_bytes <= handle.plan.allocated_bytes <= budget_bytes
-        for _ in range(3):
-            with torch.no_grad():
-                yield home(model(*args, **kwargs))
+    with paging() as handle:
+        before = objects_of(model)
+        assert sim.allocated_bytes <= handle.plan.allocated_bytes <= handle.plan.budget_bytes
+        for output in outputs_of(model, *call):
+            assert_equal(output, expected)
+        assert objects_of(model) == before
+        report = handle.report()
+    assert objects_of(model) == before
     assert sim.allocated_bytes == 0
-    assert sim.peak_bytes <= budget_bytes + activation_bytes
+    assert sim.peak_bytes <= most_bytes
+    return report
 
 
 @pytest.mark.parametrize("percent", [25, 75])
@@ -71,59 +57,56 @@ def run_paged(sim, model, args, kwargs, budget_bytes, activation_bytes):
 def test_outputs_equal_those_of_the_whole_model_and_the_peak_stays_below_the_budget(
     sim, name, percent
 ):
-    model, args, kwargs = build(name)
-    expected, activation_bytes = on_whole_device(sim, model, args, kwargs)
-    state = copy.deepcopy(model.state_dict())
-    budget_bytes = percent_of_weights(model, sim.device, percent)
+    model, *call = build(name)
+    expected, activation_bytes = on_whole_device(sim, model, *call)
+    before, state = objects_of(model), copy.deepcopy(model.state_dict())
+
+    def check(budget_bytes):
+        def paging():
+            return page(model, sim.device, budget=budget_bytes)
+
+        check_paged(sim, model, paging, call, expected, budget_bytes + activation_bytes)
+
     try:
-        outputs = list(run_paged(sim, model, args, kwargs, budget_bytes, activation_bytes))
+        check(percent_of_weights(model, sim.device, percent))
     except PagingError as error:  # which weights a forward holds at once, only running it tells
         assert name == "functional"
-        budget_bytes = error.minimum_bytes
-        outputs = list(run_paged(sim, model, args, kwargs, budget_bytes, activation_bytes))
-    for output in outputs:
-        assert_equal(output, expected)
+        check(error.minimum_bytes)
+    assert objects_of(model) == before
     assert_equal(model.state_dict(), state)
 
 
 # --- from a disk
 
 
-def outputs_of(model, args, kwargs):
-    with torch.no_grad():
-        return [home(model(*args, **kwargs)) for _ in range(3)]
-
-
 @pytest.mark.parametrize("name", KINDS)
 def test_on_the_cpu_a_model_computes_from_a_folder_as_from_memory(name, tmp_path):
-    model, args, kwargs = build(name)
-    (expected, *_), state = outputs_of(model, args, kwargs), copy.deepcopy(model.state_dict())
+    model, *call = build(name)
+    (expected, *_), state = outputs_of(model, *call), copy.deepcopy(model.state_dict())
     with page(model, "cpu", budget=percent_of_weights(model, "cpu", 50, tmp_path), host=tmp_path):
-        for output in outputs_of(model, args, kwargs):
+        for output in outputs_of(model, *call):
             assert_equal(output, expected)
         assert_equal(model.state_dict(), state)
-    assert_equal(outputs_of(model, args, kwargs)[0], expected)
+    assert_equal(outputs_of(model, *call)[0], expected)
     assert_equal(model.state_dict(), state)
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_on_a_device_a_model_without_values_computes_from_its_file(sim, name, tmp_path):
-    model, args, kwargs = build(name)
-    expected, activation_bytes = on_whole_device(sim, model, args, kwargs)
+    model, *call = build(name)
+    expected, activation_bytes = on_whole_device(sim, model, *call)
     path = saved(model, tmp_path / "m.safetensors")
-    with torch.device("meta"):
-        ours = ZOO[name][0]().eval()
+    ours = on_meta(ZOO[name][0]).eval()
     for module in ours.modules():
         for buffer in module._non_persistent_buffers_set:  # which no file holds
             setattr(module, buffer, torch.ones_like(getattr(module, buffer), device="cpu"))
     budget_bytes = percent_of_weights(model, sim.device, 50, path)
-    sim()
-    with load_paged(ours, path, sim.device, budget=budget_bytes) as handle:
-        for output in outputs_of(ours, args, kwargs):
-            assert_equal(output, expected)
-        assert handle.report().host_bytes == 0
-    assert sim.allocated_bytes == 0
-    assert sim.peak_bytes <= budget_bytes + activation_bytes
+
+    def paging():
+        return load_paged(ours, path, sim.device, budget=budget_bytes)
+
+    report = check_paged(sim, ours, paging, call, expected, budget_bytes + activation_bytes)
+    assert report.host_bytes == 0
     assert_equal(ours.state_dict(), model.state_dict())
 
 
@@ -139,26 +122,25 @@ def test_outputs_equal_the_plain_ones_and_are_on_the_device(sim, name):
     n_parameters = sum(p.numel() for p in model.parameters())
     with chunk(model, sim.device, n_parameters // 2) as handle:
         assert sim.allocated_bytes == handle.plan.allocated_bytes < handle.plan.weight_bytes
-        for _ in range(2):
-            output = model(*args, **kwargs)
+        for device in ("cpu", "cpu", sim.device):
+            given, by_name = on_device((args, kwargs), device)
+            output = model(*given, **by_name)
             assert all(x.device == sim.device for x in tree_leaves(output))
             torch.testing.assert_close(home(output), expected)
-        there = on_device((args, kwargs), sim.device)
-        torch.testing.assert_close(home(model(*there[0], **there[1])), expected)
-        del output, there
+        del output, given, by_name
     assert sim.requested_bytes == 0
-    torch.testing.assert_close(model.state_dict(), state, rtol=0, atol=0)
+    assert_equal(model.state_dict(), state)
 
 
 @torch.no_grad()
 def test_layers_are_computed_where_their_weights_are_as_the_plan_says(sim):
-    model, places = mlp()[:4].eval(), []
-    for layer in model[::2]:
-        layer.register_forward_hook(
-            lambda module, args, output: places.append(
-                (args[0].device.type, module.weight.device.type)
-            )
-        )
+    model, places = linears(2), []
+
+    def look(module, args, output):
+        places.append((args[0].device.type, module.weight.device.type))
+
+    for layer in model:
+        layer.register_forward_hook(look)
     with chunk(model, sim.device, 32 * 32 + 32) as handle:
         assert model(torch.randn(2, 32)).device == sim.device
         assert str(handle.plan) == (
@@ -167,7 +149,7 @@ def test_layers_are_computed_where_their_weights_are_as_the_plan_says(sim):
             "  host    4.5 KiB in 1 unit, computed there\n"
             "  takes   4.5 KiB of sim:0, in 2.0 MiB that its allocator reserves\n"
             "    0     4.5 KiB  stays\n"
-            "    2     4.5 KiB  host"
+            "    1     4.5 KiB  host"
         )
     assert places == [("sim", "sim"), ("cpu", "cpu")]
 

@@ -7,12 +7,12 @@ import os
 
 import pytest
 import torch
+from safetensors.torch import save, save_file
 from torch import nn
 
 from tenure.paging import PagingError, load_paged
 
-safetensors = pytest.importorskip("safetensors.torch")
-save, save_file = safetensors.save, safetensors.save_file
+from ..support import open_files
 
 TENSORS = {
     "weight": torch.arange(6.0).view(2, 3),
@@ -22,8 +22,6 @@ TENSORS = {
     "nothing": torch.empty(0, 4),
 }
 USUAL, INDEX = "model.safetensors", "model.safetensors.index.json"
-
-
 F4 = b'{"weight":{"dtype":"F4","shape":[4],"data_offsets":[0,2]}}'
 
 
@@ -53,28 +51,20 @@ def path(tmp_path):
     return path
 
 
-def sharded(folder, tensors, n_shards=2):
-    """Shards as large models have them, and their index."""
-    names = sorted(tensors)
-    weight_map = {}
-    for number in range(n_shards):
-        shard = f"model-{number + 1}-of-{n_shards}.safetensors"
-        part = {name: tensors[name] for name in names[number::n_shards]}
-        save_file(part, folder / shard)
-        weight_map |= dict.fromkeys(part, shard)
-    index = folder / INDEX
-    index.write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": weight_map}))
-    return index
-
-
 def test_files_and_indexes_are_named_by_a_path_by_text_or_by_their_folder(tmp_path, path):
     path.chmod(0o444)
     for each in (path, str(path), path.parent):
         assert_holds(each)
-    index = sharded(tmp_path, TENSORS)
+    index, weight_map = tmp_path / INDEX, {}
+    for number in range(2):
+        shard = f"model-{number + 1}-of-2.safetensors"
+        part = {name: TENSORS[name] for name in sorted(TENSORS)[number::2]}
+        save_file(part, tmp_path / shard)
+        weight_map |= dict.fromkeys(part, shard)
+    index.write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": weight_map}))
     assert_holds(index)
     path.unlink()
-    assert_holds(index.parent)
+    assert_holds(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -148,11 +138,11 @@ def test_what_holds_no_weights_is_refused_and_leaves_no_file_open(tmp_path, file
     for name, content in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(content)
-    gc.collect()  # Files of tests before this one.
-    n_files = len(os.listdir("/proc/self/fd"))
+    gc.collect()  # files of tests before this one
+    n_files = open_files()
     refused(tmp_path, message)
-    gc.collect()  # The traceback of an error leads to what it failed with.
-    assert len(os.listdir("/proc/self/fd")) == n_files
+    gc.collect()  # the traceback of an error leads to what it failed with
+    assert open_files() == n_files
 
 
 def test_a_path_of_no_file_is_refused_and_a_pipe_is_not_waited_for(tmp_path):

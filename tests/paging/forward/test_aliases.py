@@ -11,7 +11,9 @@ from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from tenure import DisposedTensorError, NewDisposeScope
 from tenure.paging import page, plan_paging
-from tests.paging.test_zoo import assert_equal, home
+
+from ..models import linears
+from ..support import assert_equal, home, whole_output
 
 pytestmark = pytest.mark.usefixtures("without_gradients")
 
@@ -60,7 +62,7 @@ class Early(nn.Module):
     def __init__(self, keep, use) -> None:
         super().__init__()
         self.first = nn.Linear(WIDTH, WIDTH)
-        self.rest = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(6)])
+        self.rest = linears(6, WIDTH)
         self.keep, self.use = keep, use
 
     def forward(self, x: Tensor) -> Tensor:
@@ -91,7 +93,7 @@ class Returning(nn.Module):
         super().__init__()
         self.register_buffer("table", torch.randn(16, WIDTH))
         self.first = nn.Linear(WIDTH, WIDTH)
-        self.rest = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(6)])
+        self.rest = linears(6, WIDTH)
 
     def forward(self, x: Tensor) -> dict[str, object]:
         table = self.table.data[:8]
@@ -110,7 +112,7 @@ class Returning(nn.Module):
 def test_what_a_forward_returns_of_its_weights_stays_right(sim, device, share, tmp_path):
     torch.manual_seed(0)
     model, x = Returning().eval(), torch.randn(3, WIDTH)
-    expected = home(copy.deepcopy(model).to(device)(x.to(device)))
+    expected = whole_output(device, model, x)
     host = tmp_path if device == "cpu" else "pinned"
     plan, outputs = plan_paging(model, device, 1, host=host), []
     budget = max(plan.minimum_bytes, int(plan.weight_bytes * share))
@@ -124,7 +126,7 @@ def test_what_a_forward_returns_of_its_weights_stays_right(sim, device, share, t
         assert output["same"][0] is output["table"]
         output["weight"][0].zero_()
         assert_equal(home(model(x)), expected)
-    assert_equal(home(copy.deepcopy(model).to(device)(x.to(device))), expected)
+    assert_equal(whole_output(device, model, x), expected)
 
 
 def test_the_scope_of_the_caller_owns_what_a_forward_returns_of_its_weights(

@@ -1,7 +1,6 @@
 """Arguments in containers of all kinds: moved, handed back, and named where left behind."""
 
 import collections
-import copy
 import dataclasses
 from typing import Any, NamedTuple
 
@@ -15,7 +14,8 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from tenure.paging import page
 
-from ..models import WIDTH
+from ..models import linears
+from ..support import whole_output
 
 
 class Named(NamedTuple):
@@ -163,7 +163,7 @@ def test_what_is_put_into_a_container_arrives_in_the_callers(sim, given):
 class Remembering(nn.Module):
     def __init__(self):
         super().__init__()
-        self.layers = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+        self.layers = linears(4)
 
     def forward(self, batch, *more, cache=None):
         x = batch.x if isinstance(batch, Cache | Batch) else batch["x"]
@@ -173,14 +173,18 @@ class Remembering(nn.Module):
         return out
 
 
+def fail(*_):
+    raise RuntimeError("something else")
+
+
 @pytest.mark.usefixtures("without_gradients")
 def test_a_cache_in_a_dictionary_is_the_callers_and_what_is_left_behind_is_named(sim, x):
     model = Remembering().eval()
-    expected = copy.deepcopy(model).to(sim.device)(Batch(x.to(sim.device)))
+    expected = whole_output(sim.device, model, {"x": x})
     with page(model, sim.device, budget="16KiB"):
         for cache in ({}, {"last": x}):
             output = model(Batch(x), cache=cache)
-            assert torch.equal(output, expected)
+            assert torch.equal(output.cpu(), expected)
             assert cache["last"] is output
         for args, name in [
             ((Cache(x),), "batch (float32["),
@@ -197,7 +201,3 @@ def test_a_cache_in_a_dictionary_is_the_callers_and_what_is_left_behind_is_named
         with pytest.raises(RuntimeError, match="something else") as caught:
             model({"x": x}, Cache(x))
         assert not hasattr(caught.value, "__notes__")
-
-
-def fail(*_):
-    raise RuntimeError("something else")

@@ -9,18 +9,18 @@ import pytest
 import torch
 from torch import nn
 
-from tenure.paging import PagingError, page, plan_paging
+from tenure.paging import PagingError, page
+
+from ..models import WIDTH, linears
+from ..support import paged
 
 pytestmark = pytest.mark.usefixtures("without_gradients")
-
-WIDTH = 32
 
 
 class Coder(nn.Module):
     def __init__(self):
         super().__init__()
-        self.encoder = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(4)])
-        self.decoder = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+        self.encoder, self.decoder = linears(4), linears(4, seed=1)
         self.shift = nn.Parameter(torch.randn(WIDTH))
         self.register_buffer("seen", torch.zeros(()))
 
@@ -57,16 +57,11 @@ def coder():
     return Coder().eval()
 
 
-def paged(sim, model, methods=METHODS, percent=50):
-    budget_bytes = plan_paging(model, sim.device).weight_bytes * percent // 100
-    return page(model, sim.device, budget=budget_bytes, methods=methods)
-
-
 def test_methods_compute_what_those_of_the_whole_model_do_each_in_an_order_of_its_own(
     sim, coder, x
 ):
     plain, there = copy.deepcopy(coder).to(sim.device), x.to(sim.device)
-    with paged(sim, coder, percent=60) as handle:
+    with paged(sim, coder, 60, methods=METHODS) as handle:
         for _ in range(3):
             z = coder.encode(x)
             assert torch.equal(z, plain.encode(there))
@@ -82,19 +77,19 @@ def test_methods_compute_what_those_of_the_whole_model_do_each_in_an_order_of_it
 
 
 def test_a_method_that_raises_leaves_the_model_on_the_host(sim, coder, x):
-    with paged(sim, coder, ("fail", "encode")) as handle:
+    with paged(sim, coder, methods=("fail", "encode")) as handle:
         with pytest.raises(ValueError, match="sim"):
             coder.fail(x)
         assert coder.shift.device.type == "cpu"
         assert not handle._pager.is_inside
         coder.encode(x)
-    with paged(sim, coder, ()), pytest.raises(ValueError, match="cpu"):
+    with paged(sim, coder), pytest.raises(ValueError, match="cpu"):
         coder.fail(None)
 
 
 def test_copies_and_pickles_have_plain_methods(sim, coder, x):
     expected = coder.decode(x)
-    with paged(sim, coder):
+    with paged(sim, coder, methods=METHODS):
         for each in (copy.deepcopy(coder), pickle.loads(pickle.dumps(coder))):
             assert each is not coder
             assert each.decode.__self__ is each
@@ -104,7 +99,7 @@ def test_copies_and_pickles_have_plain_methods(sim, coder, x):
 
 def test_nothing_keeps_a_model_whose_methods_are_named(sim, x):
     coder = Coder().eval()
-    handle = paged(sim, coder)
+    handle = paged(sim, coder, methods=METHODS)
     coder.encode(x)
     encode, alive = coder.encode, weakref.ref(coder)
     gc.disable()  # nothing waits for a collection

@@ -11,8 +11,10 @@ from torch import nn
 
 from tenure.paging import page
 
-# about values and words, which no allocator changes: once, with the one that has more rules
-pytestmark = pytest.mark.sim_allocator("cuda")
+from ..models import linears
+from ..support import about_values
+
+pytestmark = about_values
 
 WIDTH = 16
 
@@ -20,7 +22,7 @@ WIDTH = 16
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.body = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+        self.body = linears(4, WIDTH)
         self.head = nn.Linear(WIDTH, 10, bias=False)
         self.register_buffer("scale", torch.ones(WIDTH))
 
@@ -49,8 +51,8 @@ def test_a_copy_of_a_weight_and_a_penalty_over_all_give_the_gradients_of_the_pla
     loss_of(plain, x.cpu(), plain.head.weight).backward()
     with page(net, sim.device, 1, budget="6KiB", training=True):
         loss_of(net, x, net.head.weight.to(x.device)).backward()
-    for ours, theirs in zip(net.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, theirs.grad)
+    gradients = [[p.grad for p in each.parameters()] for each in (net, plain)]
+    torch.testing.assert_close(*gradients)
 
 
 def direct(model, y):

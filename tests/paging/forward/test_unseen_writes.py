@@ -8,10 +8,9 @@ from torch import Tensor, nn
 
 from tenure.paging import PagingError, chunk, page, plan_paging
 
-from ..test_zoo import assert_equal, home
+from ..support import about_values, assert_equal, home
 
-# about values, which no allocator changes: once, with the one that has more rules
-pytestmark = [pytest.mark.sim_allocator("cuda"), pytest.mark.usefixtures("without_gradients")]
+pytestmark = [about_values, pytest.mark.usefixtures("without_gradients")]
 
 WIDTH = 64
 
@@ -81,23 +80,35 @@ def test_they_reach_the_model(sim, device, from_disk, percent, write, tmp_path):
     assert_equal(model.state_dict(), home(whole.state_dict()))
 
 
-@pytest.mark.parametrize("write", [decay, through_numpy])
-@pytest.mark.parametrize("where", ["chunk", "page", "training", "disk"])
+def by_the_version(weight: Tensor) -> None:
+    weight.mul_(0.5)
+
+
+PLACES = ["chunk", "page", "inference mode", "training", "disk"]
+
+
+@pytest.mark.parametrize("write", [decay, through_numpy, by_the_version])
+@pytest.mark.parametrize("where", PLACES)
 def test_so_do_writes_between_calls_to_parameters_that_a_program_has_kept(
     sim, where, write, tmp_path
 ):
     model, x = codebook(lambda weight: None)
-    whole = copy.deepcopy(model).to(sim.device)
+    whole, there = copy.deepcopy(model).to(sim.device), x.to(sim.device)
     kept = list(model.parameters())
     options = {"host": tmp_path} if where == "disk" else {"training": where == "training"}
-    with chunk(model, sim.device) if where == "chunk" else page(model, sim.device, **options):
+    with torch.inference_mode() if where == "inference mode" else torch.no_grad():
+        handle = (
+            chunk(model, sim.device) if where == "chunk" else page(model, sim.device, **options)
+        )
+        assert_equal(home(model(x)), home(whole(there)))
+    with handle:
         for _ in range(2):
-            assert_equal(home(model(x)), home(whole(x.to(sim.device))))
             sim.module.synchronize()
             for each, other in zip(kept, whole.parameters(), strict=True):
                 write(each)
                 other.copy_(each)
-        assert_equal(home(model(x)), home(whole(x.to(sim.device))))
+            assert_equal(home(model(x)), home(whole(there)))
+    assert_equal(model.state_dict(), home(whole.state_dict()))
 
 
 def test_an_alias_that_is_kept_is_watched_as_long_as_it_lives(tmp_path):
@@ -112,63 +123,51 @@ def test_an_alias_that_is_kept_is_watched_as_long_as_it_lives(tmp_path):
     assert_equal(model.codes, nn.Parameter(expected, requires_grad=False))
 
 
-@pytest.mark.parametrize(
-    ("make", "form"),
-    [
-        (lambda weight: weight.data * 0.5, r"float32\[64, 64\]"),
-        (lambda weight: weight.data.t(), r"float32\[64, 64\]"),
-        (lambda weight: weight.data[:8].half(), r"float16\[8, 64\]"),
-    ],
-)
-def test_other_data_in_the_forward_is_refused_by_name_and_nothing_changes(make, form, tmp_path):
-    model, x = codebook(lambda weight: None)
-    expected, before = model(x), copy.deepcopy(model.state_dict())
+OTHER_MEMORY = {
+    "data": (lambda w: w.data * 0.5, r"^'codes' was given float32\[64, 64\].* through .data"),
+    "turned data": (lambda w: w.data.t(), r"^'codes' was given float32\[64, 64\].* through .data"),
+    "half": (lambda w: w.data[:8].half(), r"^'codes' was given float16\[8, 64\].* through .data"),
+}
+SET = r"^set_\(\) was called of 'codes'"
+PAST = r"^'.*' was given other memory or another form in"
 
-    def give(weight):
+
+def give(make):
+    def write(weight):
         weight.data = make(weight)
 
-    with page(model, "cpu", 1, budget="100KiB", host=tmp_path):
-        model.write = give
-        with pytest.raises(PagingError, match=rf"^'codes' was given {form}.* through .data"):
-            model(x)
-        assert_equal(model.state_dict(), before)
-        model.write = lambda weight: None
-        assert torch.equal(model(x), expected)
+    return write
 
 
-@pytest.mark.parametrize("training", [False, True])
-def test_set_in_the_forward_is_refused_by_name_and_nothing_changes(sim, training):
-    model, x = codebook(lambda weight: None)
-    before = copy.deepcopy(model.state_dict())
-    with page(model, sim.device, 1, budget="100KiB", training=training) as handle:
-        expected = model(x)
-        for write in (lambda weight: weight.set_(weight * 2), lambda weight: weight.set_()):
-            model.write = write
-            with pytest.raises(PagingError, match=r"^set_\(\) was called of 'codes'"):
-                model(x)
-        model.write = lambda weight: None
-        assert torch.equal(model(x), expected)
-        handle.unpage()
-    assert_equal(model.state_dict(), before)
-
-
-@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("where", ["inference", "training", "on a disk"])
 @pytest.mark.parametrize(
-    "write",
-    [lambda w: Tensor.set_(w, w * 2), lambda w: Tensor.data.__set__(w, w.data * 2), Tensor.t_],
-    ids=["set_ of the class", "data of the class", "t_"],
+    ("write", "told"),
+    [
+        *[(give(make), told) for make, told in OTHER_MEMORY.values()],
+        (lambda weight: weight.set_(weight * 2), SET),
+        (lambda weight: weight.set_(), SET),
+        (lambda w: Tensor.set_(w, w * 2), PAST),
+        (lambda w: Tensor.data.__set__(w, w.data * 2), PAST),
+        (Tensor.t_, PAST),
+    ],
+    ids=[*OTHER_MEMORY, "set_", "emptied", "set_ of the class", "data of the class", "t_"],
 )
-def test_other_memory_that_is_given_past_the_weight_is_refused(sim, training, write):
+def test_other_memory_that_is_given_in_the_forward_is_refused_and_nothing_changes(
+    sim, tmp_path, where, write, told
+):
     model, x = codebook(lambda weight: None)
     before = copy.deepcopy(model.state_dict())
-    with page(model, sim.device, 1, budget="100KiB", training=training):
+    options = {"host": tmp_path} if where == "on a disk" else {"training": where == "training"}
+    device = "cpu" if where == "on a disk" else sim.device
+    with page(model, device, 1, budget="100KiB", **options):
         expected = model(x)
         model.write = write
-        with pytest.raises(PagingError, match=r"^'.*' was given other memory or another form in"):
+        with pytest.raises(PagingError, match=told):
             model(x)
         model.write = lambda weight: None
         assert torch.equal(model(x), expected)
         assert_equal(model.state_dict(), before)
+    assert_equal(model.state_dict(), before)
 
 
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how:UserWarning")  # of a graph break

@@ -1,3 +1,5 @@
+"""A folder that a model is paged from: made, left as it was, or refused, the model as before."""
+
 import errno
 import gc
 import os
@@ -9,54 +11,48 @@ import torch
 from tenure.paging import PagingError, page, plan_paging
 
 from ..models import mlp
-from ..test_zoo import assert_equal
+from ..support import assert_equal, open_files
 
 X = torch.ones(4, 32)
 
 
-def open_files(folder):
+def open_or_mapped(folder):
     """How many files in a folder this process holds open or mapped, named or not."""
     with open("/proc/self/maps") as maps:
-        mapped = sum(str(folder) in line for line in maps)
-    links = [os.path.join("/proc/self/fd", fd) for fd in os.listdir("/proc/self/fd")]
-    return mapped + sum(str(folder) in os.readlink(each) for each in links if os.path.islink(each))
+        return sum(str(folder) in line for line in maps) + open_files(folder)
 
 
-def computed(model):
-    with torch.no_grad():
-        return model(X)
-
-
+@torch.no_grad()
 def test_the_folder_is_made_nothing_is_seen_in_it_and_its_file_goes_with_the_model(tmp_path):
     folder, model = tmp_path / "deep" / "down", mlp()
-    expected = computed(model)
+    expected = model(X)
     storages = [each.untyped_storage()._weak_ref() for each in model.parameters()]
     with page(model, "cpu", budget="8KiB", host=folder):
         # the memory that the model had is given back
         assert all(torch.UntypedStorage._expired(each) for each in storages)
         assert os.listdir(folder) == []
-        assert open_files(folder) > 0
-        assert_equal(computed(model), expected)
-    assert_equal(computed(model), expected)
+        assert open_or_mapped(folder) > 0
+        assert_equal(model(X), expected)
+    assert_equal(model(X), expected)
     assert os.listdir(folder) == []
     del model
     gc.collect()
-    assert open_files(folder) == 0
+    assert open_or_mapped(folder) == 0
     page(mlp(), "cpu", host=folder)
     gc.collect()
-    assert open_files(folder) == 0
+    assert open_or_mapped(folder) == 0
 
 
+@torch.no_grad()
 def test_models_share_a_folder_in_which_all_else_stays(tmp_path):
     (tmp_path / "model.safetensors").write_text("precious")
     models = [mlp() for _ in range(3)]
-    expected = [computed(model) for model in models]
+    expected = [model(X) for model in models]
     handles = [page(model, "cpu", host=tmp_path) for model in models]
     for _ in range(2):
-        for model, output in zip(models, expected, strict=True):
-            assert_equal(computed(model), output)
+        assert_equal([model(X) for model in models], expected)
     handles[0].unpage()
-    assert_equal([computed(model) for model in models], expected)
+    assert_equal([model(X) for model in models], expected)
     assert (tmp_path / "model.safetensors").read_text() == "precious"
 
 
@@ -83,7 +79,7 @@ def test_a_disk_that_fills_up_while_it_is_written_leaves_the_model_in_memory(tmp
     with pytest.raises(PagingError, match=r"27.0 KiB of Sequential .*: No space left on device; "):
         page(model, "cpu", host=tmp_path)
     assert [each.data_ptr() for each in model.parameters()] == before
-    assert open_files(tmp_path) == 0
+    assert open_or_mapped(tmp_path) == 0
 
 
 def test_the_host_may_be_text_that_is_a_path(tmp_path, monkeypatch):

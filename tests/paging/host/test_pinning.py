@@ -1,6 +1,5 @@
-"""Host memory that can't be pinned or unpinned: it is told, and no error is left behind."""
+"""Host memory of a paged model, and what is told if it can't be pinned or unpinned."""
 
-import copy
 import gc
 from concurrent.futures import ThreadPoolExecutor
 
@@ -10,6 +9,7 @@ import torch
 from tenure.paging import PagingWarning, page
 
 from ..models import build, mlp
+from ..support import assert_equal, whole_output
 
 pytestmark = pytest.mark.usefixtures("without_gradients")
 
@@ -26,7 +26,7 @@ def leave_an_error_behind(sim):
 @pytest.mark.parametrize(("name", "which"), [("mlp", "all"), ("tied", 4), ("mlp", "10KiB")])
 def test_what_can_not_be_pinned_is_told_once_and_the_values_are_the_same(sim, name, which):
     model, args, kwargs = build(name)
-    expected = copy.deepcopy(model).to(sim.device)(*(x.to(sim.device) for x in args)).cpu()
+    expected = whole_output(sim.device, model, *args, **kwargs)
     sim(fail_pinning=which)
     with pytest.warns(PagingWarning, match=r"could not be pinned .the driver says 2.") as caught:
         handle = page(model, sim.device, budget="24KiB")
@@ -78,12 +78,34 @@ def test_an_error_that_the_user_left_behind_is_raised_and_the_model_is_as_it_was
         use(sim)
 
 
+def test_values_and_strides_survive_in_storages_of_their_own_and_the_old_memory_is_let_go(sim):
+    model, _, _ = build("strided")
+    values = [p.clone() for p in model.parameters()]
+    strides = [p.stride() for p in model.parameters()]
+    old = [p.untyped_storage()._weak_ref() for p in model.parameters()]
+    gc.collect()
+    gc.disable()  # nothing waits for a collection
+    try:
+        handle = page(model, sim.device, budget="20KiB")
+        assert all(map(torch.UntypedStorage._expired, old))
+    finally:
+        gc.enable()
+    assert_equal(list(model.parameters()), [torch.nn.Parameter(value) for value in values])
+    assert [p.stride() for p in model.parameters()] == strides
+    for parameter in model.parameters():
+        assert parameter.untyped_storage().nbytes() == parameter.nbytes
+        assert parameter.data_ptr() % 256 == 0
+        assert parameter.is_pinned()
+    handle.unpage()
+    assert not any(p.is_pinned() for p in model.parameters())
+
+
 @pytest.mark.parametrize("name", ["cudaHostRegister", "cudaHostUnregister"])
 def test_a_runtime_that_pins_nothing_in_place_leaves_it_to_the_allocator(
     sim, model, x, monkeypatch, name
 ):
     monkeypatch.delattr(type(sim.module.cudart()), name)
-    expected = copy.deepcopy(model).to(sim.device)(x.to(sim.device)).cpu()
+    expected = whole_output(sim.device, model, x)
     with page(model, sim.device, budget="12KiB") as handle:
         assert torch.equal(model(x).cpu(), expected)
         report = handle.report()

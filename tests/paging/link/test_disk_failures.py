@@ -1,6 +1,5 @@
 """A file that can't be read any more: a clear error where it is used, and a model that lives on."""
 
-import copy
 import gc
 import os
 import weakref
@@ -12,7 +11,9 @@ import torch
 from tenure.paging import PagingError, load_paged
 
 from ..models import WIDTH, mlp
-from ..test_zoo import assert_equal, saved
+from ..support import assert_equal, on_meta, saved
+
+pytestmark = pytest.mark.usefixtures("without_gradients")
 
 X = torch.ones(4, WIDTH)
 
@@ -20,11 +21,6 @@ X = torch.ones(4, WIDTH)
 @pytest.fixture
 def path(tmp_path):
     return tmp_path / "m.safetensors"
-
-
-def on_meta():
-    with torch.device("meta"):
-        return mlp()
 
 
 def failing_reads(monkeypatch):
@@ -41,7 +37,7 @@ def failing_reads(monkeypatch):
 def test_a_disk_that_fails_while_residents_are_read_leaves_the_model_as_it_was(path, monkeypatch):
     saved(mlp(), path)
     failing_reads(monkeypatch)
-    model = on_meta()
+    model = on_meta(mlp)
     message = (
         "m.safetensors can't be read at byte .*: Input/output error. No weights of it were used"
     )
@@ -52,7 +48,6 @@ def test_a_disk_that_fails_while_residents_are_read_leaves_the_model_as_it_was(p
     assert not model._forward_pre_hooks
 
 
-@torch.no_grad()
 @pytest.mark.parametrize(("budget", "prefetch"), [("8KiB", 0), ("12KiB", "auto")])
 def test_a_disk_that_fails_under_a_pass_or_ahead_of_it_says_so_and_the_next_pass_is_right(
     path, monkeypatch, budget, prefetch
@@ -87,7 +82,6 @@ def written_in_place_with_its_old_time(path):
     assert path.stat().st_mtime_ns == before.st_mtime_ns
 
 
-@torch.no_grad()
 @pytest.mark.parametrize(
     "change",
     [
@@ -97,7 +91,7 @@ def written_in_place_with_its_old_time(path):
     ],
 )
 def test_a_file_that_is_changed_while_paged_is_told_each_time_and_keeps_no_model(path, change):
-    model = on_meta()
+    model = on_meta(mlp)
     load_paged(model, saved(mlp(), path), "cpu", budget="8KiB", prefetch=0)
     change(path)
     told = r"m.safetensors was changed while a model is paged from it.*Load the model anew"
@@ -117,28 +111,11 @@ def replaced(path):
     other.replace(path)
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("change", [lambda path: path.chmod(0o400), Path.unlink, replaced])
 def test_a_file_that_gets_another_name_or_permission_is_used_on(path, change):
     torch.manual_seed(0)
-    whole, model = mlp(), on_meta()
+    whole, model = mlp(), on_meta(mlp)
     with load_paged(model, saved(whole, path), "cpu", budget="8KiB", prefetch=0):
         change(path)
         assert_equal(model(X), whole(X))
         assert_equal(model(X), whole(X))
-
-
-@torch.no_grad()
-def test_a_read_only_file_in_a_read_only_folder_is_enough(path):
-    model = mlp()
-    plain, expected = copy.deepcopy(model), model(X)
-    saved(model, path).chmod(0o444)
-    path.parent.chmod(0o555)
-    try:
-        with load_paged(model, path, "cpu", budget="8KiB"):
-            assert_equal(model(X), expected)
-            for each in (model[0], plain[0]):
-                each.weight.zero_()
-            assert_equal(model(X), plain(X))
-    finally:
-        path.parent.chmod(0o755)

@@ -1,14 +1,17 @@
 """What is written to a model over a file is used and kept, and never reaches the file."""
 
 import copy
+import os
 
 import pytest
 import torch
 
 from tenure.paging import PagingError, load_paged, page
 
-from ..models import WIDTH, mlp, resnet
-from ..test_zoo import assert_equal, saved
+from ..models import WIDTH, linears, mlp, resnet
+from ..support import assert_equal, on_meta, saved
+
+pytestmark = pytest.mark.usefixtures("without_gradients")
 
 X = torch.ones(4, WIDTH)
 
@@ -35,8 +38,7 @@ def paged(request, tmp_path):
 
 
 def double_in_place(model):
-    with torch.no_grad():
-        model[0].weight.mul_(2)
+    model[0].weight.mul_(2)
 
 
 def double_by_numpy(model):
@@ -57,10 +59,9 @@ WAYS = [double_in_place, double_by_numpy, double_by_load, give_other_data]
 
 @pytest.mark.parametrize("budget", ["8KiB", "1MiB"], ids=["passing", "resident"])
 @pytest.mark.parametrize("double", WAYS)
-@torch.no_grad()
 def test_a_weight_that_is_written_counts_from_then_on(paged, double, budget):
-    model, plain = mlp(), mlp()
-    plain.load_state_dict(model.state_dict())
+    model = mlp()
+    plain = copy.deepcopy(model)
     handle = paged(model, budget=budget)
     for _ in range(3):
         assert_equal(model(X), plain(X))
@@ -74,11 +75,10 @@ def test_a_weight_that_is_written_counts_from_then_on(paged, double, budget):
     assert_equal(model.state_dict(), plain.state_dict())
 
 
-@torch.no_grad()
 def test_a_write_through_an_old_alias_counts_when_the_weight_passes_again(paged):
     """Neither a version nor the model sees it: the kernel does."""
-    model, plain = mlp(), mlp()
-    plain.load_state_dict(model.state_dict())
+    model = mlp()
+    plain = copy.deepcopy(model)
     handle = paged(model, budget="8KiB")
     alias = model[0].weight.data
     model(X)
@@ -92,22 +92,17 @@ def test_a_write_through_an_old_alias_counts_when_the_weight_passes_again(paged)
 
 def test_statistics_of_a_training_pass_are_kept(paged):
     torch.manual_seed(0)
-    model = resnet()
+    model, x = resnet(), torch.randn(2, 3, 6, 6)
     plain = copy.deepcopy(model)
-    handle, x = paged(model, budget="24KiB"), torch.randn(2, 3, 6, 6)
-    with torch.no_grad():
-        for _ in range(3):
-            assert_equal(model(x), plain(x))
-    assert_equal(model.state_dict(), plain.state_dict())
-    model.eval()
-    plain.eval()
-    with torch.no_grad():
+    handle = paged(model, budget="24KiB")
+    for trains in (True, True, True, False):
+        for each in (model, plain):
+            each.train(trains)
         assert_equal(model(x), plain(x))
     handle.unpage()
     assert_equal(model.state_dict(), plain.state_dict())
 
 
-@torch.no_grad()
 def test_a_weight_that_is_given_data_of_another_layout_is_refused(paged):
     model = mlp()
     plain = copy.deepcopy(model)
@@ -118,3 +113,40 @@ def test_a_weight_that_is_given_data_of_another_layout_is_refused(paged):
         model(X)
     handle.unpage()
     assert_equal(model(X), plain(X))
+
+
+# --- however the system reads
+
+
+def in_parts(monkeypatch):
+    """A disk that reads a thousand bytes at a time."""
+    whole = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda fd, views, at: whole(fd, [views[0][:1000]], at))
+
+
+def untold(monkeypatch):
+    """A system that does not tell which pages were written, as any other than Linux."""
+    monkeypatch.setattr("tenure.paging._files.tells_written", lambda: False)
+
+
+@pytest.mark.parametrize("system", [lambda monkeypatch: None, in_parts, untold])
+def test_a_pass_has_the_values_of_the_file_and_those_written_since(system, tmp_path, monkeypatch):
+    system(monkeypatch)
+    # larger than pages of memory, in the middle of which they begin
+    plain = linears(3, 70)
+    path, x = saved(plain, tmp_path / "model.safetensors"), torch.randn(3, 70)
+    content, model = path.read_bytes(), on_meta(lambda: linears(3, 70))
+    generator = torch.Generator().manual_seed(0)
+    with load_paged(model, path, "cpu", budget="48KiB") as handle:
+        assert handle.plan.ring_bytes
+        for _ in range(12):
+            for _ in range(2):
+                assert torch.equal(model(x), plain(x))
+            for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+                at = torch.randint(ours.numel(), (1,), generator=generator).item()
+                ours.view(-1)[at] = theirs.view(-1)[at] = 7.0
+    assert path.read_bytes() == content
+    path.unlink()
+    # each has a storage of its own, which outlives the file
+    assert torch.equal(model(x), plain(x))
+    assert all(each.untyped_storage().nbytes() == each.nbytes for each in model.parameters())

@@ -8,6 +8,9 @@ from torch import nn
 
 from tenure.paging import PagingError, page, plan_paging
 
+from ..models import linears
+from ..support import assert_equal
+
 WIDTH = 16
 LINEAR_BYTES = 4 * WIDTH * WIDTH + 256  # a weight, and a bias in 256 bytes of its own
 UNIT_ALIGNMENT_BYTES = 512
@@ -15,10 +18,6 @@ UNIT_ALIGNMENT_BYTES = 512
 
 def linear():
     return nn.Linear(WIDTH, WIDTH)
-
-
-def linears(n):
-    return nn.Sequential(*[linear() for _ in range(n)])
 
 
 def rounded(n_bytes, to=UNIT_ALIGNMENT_BYTES):
@@ -58,7 +57,7 @@ def twice():
 
 def views():
     """The weights of two layers are parts of one storage."""
-    model = linears(2)
+    model = linears(2, WIDTH)
     both = torch.randn(2, WIDTH, WIDTH)
     model[0].weight, model[1].weight = (nn.Parameter(each) for each in both)
     return model
@@ -67,16 +66,21 @@ def views():
 @pytest.mark.parametrize(
     ("make", "size", "keep", "names"),
     [
-        (lambda: linears(3), 9999, (), ["model"]),
-        (lambda: linears(6), 4 * 1088, (), ["0 to 2", "3 to 5"]),
-        (lambda: nn.Sequential(linears(2), linear()), 2200, (), ["0", "1"]),
+        (lambda: linears(3, WIDTH), 9999, (), ["model"]),
+        (lambda: linears(6, WIDTH), 4 * 1088, (), ["0 to 2", "3 to 5"]),
+        (lambda: nn.Sequential(linears(2, WIDTH), linear()), 2200, (), ["0", "1"]),
         (lambda: nn.Sequential(nn.MultiheadAttention(WIDTH, 2), linear()), 0, (), ["0", "1"]),
         (lambda: Block(linear(), linear()), 1100, (), ["model", "inner.0", "inner.1"]),
         (tied, 1100, (), ["0.weight", "1", "2"]),
         (twice, 1100, (), ["0", "1"]),
         (views, 1100, (), ["0", "0.weight", "1"]),
         # what is apart shares a unit with nothing, and is not cut
-        (lambda: nn.Sequential(linear(), linears(2), linear()), 8 * 1088, ["1"], ["0", "1", "2"]),
+        (
+            lambda: nn.Sequential(linear(), linears(2, WIDTH), linear()),
+            8 * 1088,
+            ["1"],
+            ["0", "1", "2"],
+        ),
     ],
 )
 def test_what_a_unit_is(make, size, keep, names, tmp_path):
@@ -116,6 +120,5 @@ def test_every_tensor_is_in_one_unit_and_none_beyond_the_size(tree, n_bytes, tie
     assert all(each % UNIT_ALIGNMENT_BYTES == 0 for each in units.values())
     values = {name: each.clone() for name, each in tree.state_dict().items()}
     with page(tree, "cpu", f"{n_bytes}B", host=tmp_path):
-        state = tree.state_dict()
-        assert all(torch.equal(state[name], each) for name, each in values.items())
+        assert_equal(dict(tree.state_dict()), values)
         assert all(each.data_ptr() % 16 == 0 for each in tree.parameters())

@@ -6,15 +6,18 @@ import pytest
 import torch
 
 from tenure.adaptive import memory_budget
-from tenure.paging import page, plan_paging
+from tenure.paging import page
 from tests.shrinking import namers
 
 from ..models import build, mlp
-from ..test_zoo import assert_equal, percent_of_weights
+from ..support import assert_equal, percent_of_weights, weight_bytes
 
 pytestmark = pytest.mark.usefixtures("without_gradients")
 
-OOM = torch.OutOfMemoryError
+
+@pytest.fixture(params=["pinned", "disk"])
+def host(request, tmp_path):
+    return tmp_path if request.param == "disk" else "pinned"
 
 
 def named_bytes(device_type):
@@ -24,11 +27,11 @@ def named_bytes(device_type):
 
 
 @pytest.mark.parametrize("name", ["lstm", "strided", "tied"])
-def test_a_budget_counts_what_the_device_has_allocated(sim, name):
+def test_a_budget_counts_what_the_device_has_allocated_and_reports_name(sim, name, host):
     model, args, kwargs = build(name)
-    budget_bytes = percent_of_weights(model, sim.device, 60)
-    with memory_budget("16MiB", sim.device) as budget:
-        with page(model, sim.device, budget=2 * budget_bytes) as handle:
+    budget_bytes = 2 * percent_of_weights(model, sim.device, 60, host)
+    with memory_budget("16MiB", sim.device) as budget, memory_budget("16MiB") as ours:
+        with page(model, sim.device, budget=budget_bytes, host=host) as handle:
             taken_bytes = budget.live_bytes
             assert taken_bytes == sim.allocated_bytes == handle.plan.allocated_bytes
             for _ in range(2):
@@ -36,56 +39,41 @@ def test_a_budget_counts_what_the_device_has_allocated(sim, name):
                 assert budget.live_bytes == sim.requested_bytes
             del output
             assert budget.live_bytes == taken_bytes
-        assert budget.live_bytes == sim.allocated_bytes == 0
-        assert budget.peak_bytes >= taken_bytes
-
-
-@pytest.mark.parametrize("host", ["pinned", "disk"])
-def test_what_is_counted_is_what_reports_name(sim, model, x, host, tmp_path):
-    where = tmp_path if host == "disk" else host
-    with memory_budget("1MiB", sim.device) as device, memory_budget("1MiB") as ours:
-        with page(model, sim.device, budget="16KiB", host=where):
-            model(x)
-            assert device.live_bytes == sim.requested_bytes
-            in_buffers = host != "disk"  # where the model's own memory was moved
+            in_buffers = host == "pinned"  # where the model's own memory was moved
             assert ours.live_bytes == (0 if in_buffers else named_bytes("cpu"))
-        assert (device.live_bytes, ours.live_bytes) == (0, 0)
+        assert (budget.live_bytes, ours.live_bytes, sim.allocated_bytes) == (0, 0, 0)
+        assert budget.peak_bytes >= taken_bytes
 
 
 def test_a_model_that_is_made_in_the_block_counts_once_on_the_host_paged_and_unpaged(sim, x):
     with memory_budget("1MiB") as budget:
         model = mlp().eval()
         before_bytes = budget.live_bytes
-        weight_bytes = plan_paging(model, sim.device).weight_bytes
-        assert before_bytes == sum(each.nbytes for each in model.parameters())
-        with page(model, sim.device, budget="16KiB"):
-            assert before_bytes <= budget.live_bytes <= weight_bytes
+        assert before_bytes == weight_bytes(model)
+        with page(model, sim.device, budget="16KiB") as handle:
+            most_bytes = handle.plan.weight_bytes
+            assert before_bytes <= budget.live_bytes <= most_bytes
             model(x)
             model[0].weight.data = model[0].weight.data * 2
             model(x)
-            assert before_bytes <= budget.live_bytes <= weight_bytes
-        assert before_bytes <= budget.live_bytes <= weight_bytes
-        del model
+            assert before_bytes <= budget.live_bytes <= most_bytes
+        assert before_bytes <= budget.live_bytes <= most_bytes
+        del model, handle
         assert budget.live_bytes == 0
 
 
-@pytest.mark.parametrize("host", ["pinned", "disk"])
-def test_paging_beyond_the_limit_is_out_of_memory_and_leaves_all_as_before(
-    sim, model, x, host, tmp_path
-):
-    expected = copy.deepcopy(model)(x)
-    state = copy.deepcopy(model.state_dict())
-    where = tmp_path if host == "disk" else host
+def test_paging_beyond_the_limit_is_out_of_memory_and_leaves_all_as_before(sim, model, x, host):
+    expected, state = copy.deepcopy(model)(x), copy.deepcopy(model.state_dict())
+    told = (
+        r"^sim:0 out of memory. Tried to allocate .* in paged: (ring|resident). "
+        r"memory_budget has a limit of 15.0 KiB"
+    )
     with memory_budget("15KiB", sim.device) as budget:
-        with pytest.raises(
-            OOM,
-            match=r"^sim:0 out of memory. Tried to allocate .* in paged: (ring|resident). "
-            r"memory_budget has a limit of 15.0 KiB",
-        ):
-            page(model, sim.device, budget="16KiB", host=where)
+        with pytest.raises(torch.OutOfMemoryError, match=told):
+            page(model, sim.device, budget="16KiB", host=host)
         assert budget.live_bytes == sim.allocated_bytes == 0
         assert_equal(model.state_dict(), state)
-        with page(model, sim.device, budget="14KiB", host=where):
+        with page(model, sim.device, budget="14KiB", host=host):
             assert budget.live_bytes == sim.allocated_bytes > 0
     assert torch.equal(model(x), expected)
 

@@ -7,24 +7,19 @@ from torch import nn
 from tenure.adaptive import PredictionError, plan, predict_peak
 from tenure.paging import page, plan_paging
 
+from ..models import linears
+from ..support import assert_equal, weight_bytes
+from ..transformers_models import build
+
 N_FEATURES = 64
 
 
 def mlp():
-    return nn.Sequential(
-        *[m for _ in range(6) for m in (nn.Linear(N_FEATURES, N_FEATURES), nn.Tanh())]
-    )
+    return nn.Sequential(*[m for layer in linears(6, N_FEATURES) for m in (layer, nn.Tanh())])
 
 
 def llama():
-    transformers = pytest.importorskip("transformers")
-    return transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            vocab_size=60, hidden_size=32, intermediate_size=64, num_hidden_layers=3,
-            num_attention_heads=4, num_key_value_heads=2, pad_token_id=0, bos_token_id=1,
-            eos_token_id=2,
-        )
-    )  # fmt: skip
+    return build("LlamaForCausalLM", num_hidden_layers=3)
 
 
 def tokens():
@@ -62,13 +57,12 @@ def test_the_peak_is_never_above_what_was_told_and_near_it(sim, make, trains, ac
     torch.manual_seed(0)
     model = make().train(trains)
     inputs = torch.randn(512, N_FEATURES) if make is mlp else tokens()
-    budget_bytes = int(0.9 * sum(p.nbytes for p in model.parameters()))
-    options = {"budget": budget_bytes}
+    options = {"budget": int(0.9 * weight_bytes(model))}
     if trains:
         options |= {"training": True, "activations": activations}
     state = {key: value.clone() for key, value in model.state_dict().items()}
     plan = plan_paging(model, sim.device, inputs=inputs, **options)
-    assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
+    assert_equal(model.state_dict(), state)
     assert all(p.grad is None for p in model.parameters())
     assert plan.peak_bytes == plan.allocated_bytes + plan.activation_bytes
     peak_bytes = true_peak(sim, model, inputs, trains, options)

@@ -8,13 +8,12 @@ from torch import nn
 from tenure import ByteSizeError
 from tenure.paging import PagingError, page, plan_paging
 
-from ..models import TiedLanguageModel, mlp
+from ..models import TiedLanguageModel, linears, mlp
 
 
 @pytest.fixture
 def model():
-    torch.manual_seed(0)
-    return nn.Sequential(*[nn.Linear(256, 256, bias=False) for _ in range(6)]).eval()
+    return linears(6, 256, bias=False)
 
 
 def test_a_plan_is_printable_before_anything_runs(sim, model):
@@ -36,8 +35,7 @@ def test_a_plan_is_printable_before_anything_runs(sim, model):
 
 
 def test_what_stays_is_evenly_spread(sim):
-    layers = [nn.Linear(512, 512, bias=False) for _ in range(16)]
-    plan = plan_paging(nn.Sequential(*layers), sim.device, "1MiB", budget="10MiB")
+    plan = plan_paging(linears(16, 512, bias=False), sim.device, "1MiB", budget="10MiB")
     stays = [number for number, unit in enumerate(plan.units) if unit.resident]
     gaps = {b - a for a, b in pairwise(stays)}
     assert len(stays) == 8
@@ -105,6 +103,8 @@ def test_max_layer_size_is_in_parameters_or_in_bytes(sim):
         ({"device": "nowhere"}, "^'nowhere' is not a device.$"),
         ({"device": "sim:1"}, "^There is no device 'sim:1': there are 1.$"),
         ({"device": "cpu", "training": True}, "^training=True and 'cpu': .* such as 'cuda', and"),
+        ({"training": True, "activations": "disk"}, r"^activations='disk': write activations=\"ho"),
+        ({"activations": "host"}, r"^activations='host' without training=True: only a backward"),
         ({"link_bytes_per_s": 0}, "^link_bytes_per_s="),
         ({"link_bytes_per_s": float("nan")}, "^link_bytes_per_s="),
         ({"compute_s": -1}, "^compute_s="),
@@ -138,6 +138,7 @@ def foreign():
         (shared, "^'0.weight' is in memory shared with other processes"),
         (foreign, r"^'0' is offloaded by accelerate \(_hf_hook\), which moves its weights. Remove"),
         (lambda: mlp, "^A model is paged, a torch.nn.Module; this is a function.$"),
+        (lambda: nn.Sequential(torch.jit.script(mlp())), "^'0' is a module of TorchScript"),
         (lambda: mlp().to("sim"), r"^'0.weight' is not in host memory .* Call model.cpu\("),
     ],
 )

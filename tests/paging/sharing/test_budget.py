@@ -1,4 +1,4 @@
-"""Models that share a budget, on the simulated device: its bytes, its values, its virtual time."""
+"""Models that share a budget, or follow what is free, on the simulated device."""
 
 import copy
 import gc
@@ -8,8 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from tenure.paging import PagingBudget, PagingError, page
+from tenure.paging import PagingBudget, PagingError, page, plan_paging
 from tests.shrinking import ask_to_shrink
+
+from ..models import linears as linears_of
+from ..support import weight_bytes, whole_output
 
 pytestmark = pytest.mark.usefixtures("without_gradients")
 
@@ -19,12 +22,7 @@ FINE = {"max_layer_size": "17KiB"}
 
 
 def linears(n_layers, seed=0):
-    torch.manual_seed(seed)
-    return nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(n_layers)]).eval()
-
-
-def bytes_of(*models):
-    return sum(p.nbytes for model in models for p in model.parameters())
+    return linears_of(n_layers, WIDTH, seed=seed)
 
 
 class Paged:
@@ -34,7 +32,7 @@ class Paged:
         self.sim, self.model = sim, model
         memory, sim.budget_bytes = sim.budget_bytes, None
         self.x = torch.randn(4, WIDTH).to(sim.device)
-        self.expected = copy.deepcopy(model).to(sim.device)(self.x).cpu()
+        self.expected = whole_output(sim.device, model, self.x)
         sim.budget_bytes = memory
         sim.reset_peak()
         self.handle = page(model, sim.device, budget=budget, **FINE, **options)
@@ -52,7 +50,7 @@ class Paged:
 def two(sim):
     """Two models that are twice as large as what they share."""
     first, second = linears(12), linears(16, seed=1)
-    budget = PagingBudget(bytes_of(first, second) // 2)
+    budget = PagingBudget((weight_bytes(first) + weight_bytes(second)) // 2)
     both = Paged(sim, first, budget), Paged(sim, second, budget)
     yield budget, *both
     for each in both:
@@ -162,7 +160,7 @@ def test_a_budget_is_of_one_device(sim):
 def test_weights_on_a_disk_share_a_budget_of_memory(tmp_path):
     first, second = linears(12), linears(16, seed=1)
     expected = [model(torch.ones(2, WIDTH)) for model in (first, second)]
-    budget = PagingBudget(bytes_of(first, second) // 2)
+    budget = PagingBudget((weight_bytes(first) + weight_bytes(second)) // 2)
     with (
         page(first, "cpu", budget=budget, host=tmp_path),
         page(second, "cpu", budget=budget, host=tmp_path),
@@ -172,3 +170,126 @@ def test_weights_on_a_disk_share_a_budget_of_memory(tmp_path):
                 for _ in range(n_passes):
                     assert torch.equal(model(torch.ones(2, WIDTH)), values)
                 assert budget.held_bytes <= budget.limit_bytes
+
+
+# --- budget="auto": all that is free, given back before it is missed
+
+# Memory of a few hundred KiB is less than a segment of CUDA's allocator.
+exact = pytest.mark.sim_allocator("exact")
+MEMORY = 2**19
+
+
+def run(sim, paged, n_passes):
+    """What stays after each of some passes."""
+    found = []
+    for _ in range(n_passes):
+        paged.run()
+        found.append(paged.resident_bytes)
+    return found
+
+
+@exact
+def test_it_begins_with_a_part_and_takes_what_computation_leaves(sim):
+    sim(budget=MEMORY)
+    model = linears(40)
+    inputs = torch.empty(4, WIDTH, device=sim.device)
+    plan = plan_paging(model, sim.device, budget="auto", **FINE)
+    del inputs
+    paged = Paged(sim, model, "auto")
+    assert paged.handle.plan == plan
+    assert plan.allocated_bytes <= 3 * MEMORY // 4
+    found = run(sim, paged, 12)
+    assert found == sorted(found)
+    assert found[-1] > found[0] + 0.1 * MEMORY
+    assert MEMORY // 32 <= MEMORY - sim.peak_bytes <= MEMORY // 8
+    assert sim.n_ooms == 0
+    assert paged.handle.plan == plan
+    paged.handle.unpage()
+
+
+@exact
+def test_what_another_process_takes_is_given_back_and_taken_again_when_it_is_gone(sim):
+    sim(budget=MEMORY)
+    paged = Paged(sim, linears(40), "auto")
+    whole = run(sim, paged, 12)[-1]
+    for _ in range(4):
+        sim.budget_bytes = sim.allocated_bytes + 2048  # what was free, but for a little
+        run(sim, paged, 2)
+    least = paged.resident_bytes
+    assert least < whole - 2 * MEMORY // 32
+    sim.budget_bytes = MEMORY
+    found = run(sim, paged, 20)
+    assert found == sorted(found)
+    assert found[2] == least
+    assert found[-1] == pytest.approx(whole, rel=0.05)
+    assert sim.n_ooms == 0
+    paged.handle.unpage()
+
+
+class Keeping(nn.Module):
+    """Layers whose outputs are all kept to the end of the pass."""
+
+    def __init__(self, n_layers):
+        super().__init__()
+        self.layers = linears(n_layers)
+
+    def forward(self, x):
+        kept = [x]
+        for layer in self.layers:
+            kept.append(torch.tanh(layer(kept[-1])))
+        return kept[-1]
+
+
+@exact
+def test_weights_go_within_a_pass_before_memory_runs_out(sim):
+    sim(budget=MEMORY)
+    model = Keeping(40)
+    x = torch.randn(25, WIDTH)
+    expected = copy.deepcopy(model)(x)
+    with page(model, sim.device, budget="auto", **FINE) as handle:
+        before_bytes = handle._engine.room.resident_bytes
+        x = x.to(sim.device)
+        # more than is left beside the weights, and little at a time
+        assert 40 * x.nbytes > MEMORY - sim.allocated_bytes
+        for _ in range(3):
+            assert torch.equal(model(x).cpu(), expected)
+        assert handle._engine.room.resident_bytes < before_bytes
+    assert sim.n_ooms == 0
+
+
+@exact
+def test_models_that_follow_what_is_free_share_it(sim):
+    sim(budget=MEMORY)
+    first = Paged(sim, linears(20), "auto")
+    second = Paged(sim, linears(22, seed=1), "auto")
+    for _ in range(3):
+        first.run(4)
+        second.run(4)
+    assert second.resident_bytes > 0.5 * MEMORY
+    assert sim.n_ooms == 0
+    second.handle.unpage()
+    run(sim, first, 12)
+    assert first.handle.report().bytes_per_pass == 0
+    first.handle.unpage()
+
+
+def test_on_the_host_it_follows_what_the_machine_has_free(monkeypatch, tmp_path):
+    model, x = linears(12), torch.ones(2, WIDTH)
+    expected = model(x)
+    free = {"bytes": 400_000}
+    monkeypatch.setattr("tenure.paging._budget.free_host_bytes", lambda: free["bytes"])
+    with page(model, "cpu", budget="auto", host=tmp_path) as handle:
+        assert torch.equal(model(x), expected)
+        whole = handle.report().resident_bytes
+        free["bytes"] = 0
+        for _ in range(2):
+            assert torch.equal(model(x), expected)
+        assert handle.report().resident_bytes < whole
+
+
+def test_a_device_that_tells_nothing_is_refused_by_name(sim, monkeypatch):
+    monkeypatch.delattr(sim.module, "mem_get_info")
+    with pytest.raises(RuntimeError, match='which budget="auto" follows'):
+        page(linears(4), sim.device, budget="auto")
+    with page(linears(4), sim.device, budget=PagingBudget("1MiB")) as handle:
+        assert handle.plan.ring_bytes

@@ -16,9 +16,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 from tenure.integrations.transformers import AdaptiveTrainer
 from tenure.paging import PagingError, page
 
+from ..support import about_values, weight_bytes
+
 pytestmark = [
-    # about values, which no allocator changes: once, with the one that has more rules
-    pytest.mark.sim_allocator("cuda"),
+    about_values,
     # what peft calls and passes, transformers has renamed
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
@@ -79,10 +80,10 @@ def vector_bytes(model):
 def train(both, xs, *, sim):
     """Steps of both; the adapters' gradients may go to the host, and no weights or matrices."""
     models = (both.host, both.there)
-    optimizers = {
-        id(m): torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=0.01)
-        for m in models
-    }
+    optimizers = [
+        torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+        for model in models
+    ]
     for x in xs:
         d2h_bytes = []
 
@@ -92,13 +93,11 @@ def train(both, xs, *, sim):
             d2h_bytes.append(sim.copied_bytes("d2h") - before_bytes)
             return loss
 
-        paged, plain = both.run(whole_step)
-        assert torch.equal(paged, plain)
-        assert both.gradients_differ() == []
+        both.agree(whole_step)
         extra_bytes = vector_bytes(both.host)
         assert d2h_bytes[0] - d2h_bytes[1] == trained_bytes(both.host) + extra_bytes
-        for model in models:
-            optimizers[id(model)].step()
+        for optimizer in optimizers:
+            optimizer.step()
     assert both.values_differ() == []
 
 
@@ -174,10 +173,8 @@ def test_verbs_of_adapters_do_what_they_do_to_a_base_on_the_device(
         both.there.eval()
     with page(both.host, sim.device, budget=budget, training=trains):
         with torch.set_grad_enabled(trains):
-            assert torch.equal(*both.run(lambda model: step(model, x)))
-            paged, plain = both.run(lambda model: verb(model, x, tmp_path))
-        assert all(map(torch.equal, paged, plain))
-        assert both.gradients_differ() == []
+            both.agree(lambda model: step(model, x))
+            both.agree(lambda model: verb(model, x, tmp_path))
         assert both.values_differ() == []
 
 
@@ -231,10 +228,10 @@ def test_a_loss_that_is_brought_home_trains_as_the_plain_model(sim, kind, tmp_pa
     # a loss that the Trainer computes itself, of the batch
     options = {"label_smoothing_factor": 0.1}
     train_by(Trainer, plain, tmp_path, **options)
-    weight_bytes = sum(p.nbytes for p in model.parameters())
+    n_bytes = weight_bytes(model)
     if kind is AdaptiveTrainer:
-        sim(budget=4 * weight_bytes)
-    with page(model, sim.device, budget=int(0.6 * weight_bytes), training=True, activations="host"):
+        sim(budget=4 * n_bytes)
+    with page(model, sim.device, budget=int(0.6 * n_bytes), training=True, activations="host"):
         train_by(bringing_home(kind), model, tmp_path, **options)
     for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-7)

@@ -11,19 +11,10 @@ from tenure.adaptive import AdaptiveUsageError, add_listener, lazy, remove_liste
 from tenure.paging import page
 from tests.shrinking import ask_to_shrink
 
+from ..support import weight_bytes
 from .blocks import LARGE, WIDTH, inputs, mlp
 
 _TUTORIAL = Path(__file__).parents[3] / "docs" / "tutorial.md"
-
-
-def trained_whole(batch):
-    """A model, a copy with the gradients of a batch that is larger than all here, and its loss."""
-    torch.manual_seed(0)
-    model = mlp(12).double().eval()
-    plain, x = copy.deepcopy(model), torch.randn(batch, 4, WIDTH, dtype=torch.float64)
-    whole = plain(x).square().mean()
-    whole.backward()
-    return model, plain, x, whole
 
 
 @pytest.fixture
@@ -41,7 +32,11 @@ def told():
 def test_the_pager_gives_memory_back_then_the_same_size_runs_then_a_smaller_one(
     sim, pair, told, activations
 ):
-    model, plain, x, whole = trained_whole(64)
+    torch.manual_seed(0)
+    model = mlp(12).double().eval()
+    plain, x = copy.deepcopy(model), torch.randn(64, 4, WIDTH, dtype=torch.float64)
+    whole = plain(x).square().mean()
+    whole.backward()
     both = pair(model)
     sim(budget=int(1.25 * both.weight_bytes))
     with both.page(0.9, activations=activations) as handle:
@@ -57,8 +52,8 @@ def test_the_pager_gives_memory_back_then_the_same_size_runs_then_a_smaller_one(
         # activations on the host leave room for several times the samples
         assert (found.micro_batch >= 8) is (activations == "host")
         assert abs(found.loss.item() - whole.item()) < 1e-12
-        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-10, atol=1e-10)
+        gradients = [[p.grad for p in each.parameters()] for each in (model, plain)]
+        torch.testing.assert_close(*gradients, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.exhaustive
@@ -70,13 +65,13 @@ def test_the_paged_loop_of_the_tutorial(sim, told):
     torch.manual_seed(0)
     model = mlp(12).eval()
     whole = copy.deepcopy(model)
-    weight_bytes = sum(p.nbytes for p in model.parameters())
+    n_bytes = weight_bytes(model)
     batches = [torch.randn(32, 5, WIDTH) for _ in range(2)]
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
-    sim(budget=int(1.25 * weight_bytes))
+    sim(budget=int(1.25 * n_bytes))
     program = block.group(1).replace('"cuda"', "device").replace('"6GiB"', "budget")
     assert "device" in program
-    names = {"device": sim.device, "budget": int(0.6 * weight_bytes), "batches": batches}
+    names = {"device": sim.device, "budget": int(0.6 * n_bytes), "batches": batches}
     names |= {"page": page, "step": step}
 
     def loss_of(batch):
@@ -89,8 +84,7 @@ def test_the_paged_loop_of_the_tutorial(sim, told):
         there.zero_grad()
         whole(batch).square().mean().backward()
         there.step()
-    for mine, theirs in zip(model.parameters(), whole.parameters(), strict=True):
-        torch.testing.assert_close(mine, theirs)
+    torch.testing.assert_close(list(model.parameters()), list(whole.parameters()))
 
 
 def test_a_lazy_batch_is_refused_by_name(sim):
@@ -105,20 +99,16 @@ def test_a_lazy_batch_is_refused_by_name(sim):
 
 @pytest.mark.sim_allocator("exact")
 def test_memory_is_given_back_between_forward_and_backward(sim, pair):
-    both = pair()
-    x = inputs(sim)[0]
+    both, freed_bytes = pair(), []
+
+    def run(model):
+        loss = model(inputs(sim)[0]).sum()
+        freed_bytes.append(ask_to_shrink("sim", 1))
+        loss.backward()
+
     with both.page(0.8):
-        both.run(lambda model: model(x).sum().backward())
-        freed_bytes = []
-
-        def run(model):
-            loss = model(x).sum()
-            freed_bytes.append(ask_to_shrink("sim", 1))
-            loss.backward()
-
-        both.run(run)
-        assert freed_bytes[0] > 0
-        assert both.gradients_differ() == []
+        both.agree(run)
+    assert freed_bytes[0] > 0
 
 
 @pytest.mark.sim_allocator("exact")

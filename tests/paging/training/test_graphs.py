@@ -11,12 +11,12 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from tenure.paging import PagingError, page
 
-from ..models import build
+from ..models import build, linears
+from ..support import about_values, on_device
 from .blocks import LARGE, WIDTH, inputs, mlp
-from .conftest import either_way, same
+from .conftest import either_way
 
-# about values, which no allocator changes: once, with the one that has more rules
-pytestmark = pytest.mark.sim_allocator("cuda")
+pytestmark = about_values
 STALE = r"^one of the variables needed for gradient .* at vers"
 
 
@@ -37,9 +37,7 @@ def test_models_of_every_kind_get_the_gradients_of_a_plain_one(
     monkeypatch.setattr("tenure.paging._activations.SMALL_BYTES", 1)
     model, args, kwargs = build(name)
     both = pair(model.train())
-    args, kwargs = torch.utils._pytree.tree_map_only(
-        torch.Tensor, lambda t: t.to(sim.device), (args, kwargs)
-    )
+    args, kwargs = on_device((args, kwargs), sim.device)
 
     def total(outputs):
         leaves = torch.utils._pytree.tree_leaves(outputs)
@@ -83,51 +81,73 @@ def test_a_graph_that_is_kept_gives_the_same_again_and_leaks_nothing(sim, halved
         gc.enable()
 
 
-def test_autograd_grad_of_parameters_and_of_inputs(sim, halved):
-    def gradients(model):
-        x = inputs(sim)[0].requires_grad_()
-        loss = model(x).square().sum()
-        return torch.autograd.grad(loss, [x, *model.parameters()])
-
-    (mine, *ours), (theirs, *others) = halved.run(gradients)
-    assert torch.equal(mine, theirs)
-    assert all(map(same, ours, others))
-    assert all(p.grad is None for p in halved.host.parameters())
+def gradients_of_parameters_and_of_inputs(model, x, *_):
+    x = x.detach().requires_grad_()
+    loss = model(x).square().sum()
+    return torch.autograd.grad(loss, [x, *model.parameters()])
 
 
-@pytest.mark.parametrize(("share", "activations"), [(0.7, "host"), (2, None)])
-def test_gradients_of_gradients(sim, pair, share, activations):
-    both = pair()
+def a_penalty_of_gradients(model, x, *_):
+    x = x.detach().requires_grad_()
+    loss = model(x).square().mean()
+    own = torch.autograd.grad(loss, [x, *model.parameters()], create_graph=True)
+    (loss + sum(each.square().sum().to(loss.device) for each in own)).backward()
 
-    def penalty(model):
-        x = inputs(sim, 1, LARGE)[0].requires_grad_()
+
+def two_forwards_before_their_backward_passes(model, x, y, _):
+    one, other = model(x).sum(), model(y).square().sum()
+    one.backward()
+    other.backward()
+
+
+def forwards_of_one_loss(model, x, y, z):
+    (model(x).mean() + model(model(y)).square().mean() * model(z).mean()).backward()
+
+
+def autocast_and_a_checkpoint_of_the_whole_model(model, x, *_):
+    with torch.autocast(x.device.type, torch.bfloat16):
         loss = model(x).square().mean()
-        own = torch.autograd.grad(loss, [x, *model.parameters()], create_graph=True)
-        (loss + sum(each.square().sum().to(loss.device) for each in own)).backward()
+    loss.backward()
+    checkpoint(model, x, use_reentrant=False).sum().backward()
 
+
+def passes_without_gradients_in_between(model, x, y, _):
+    model.eval()
+    with torch.no_grad():
+        before = model(y)
+    model.train()
+    model(x).sum().backward()
+    with torch.inference_mode():
+        return before, model.eval()(y)
+
+
+@pytest.mark.parametrize("activations", [None, "host"])
+@pytest.mark.parametrize(
+    ("program", "is_exact"),
+    [
+        (gradients_of_parameters_and_of_inputs, True),
+        (a_penalty_of_gradients, False),
+        (two_forwards_before_their_backward_passes, True),
+        (forwards_of_one_loss, False),
+        (autocast_and_a_checkpoint_of_the_whole_model, True),
+        (passes_without_gradients_in_between, True),
+    ],
+    ids=lambda each: getattr(each, "__name__", str(each)),
+)
+def test_a_program_gives_what_it_gives_of_a_plain_model(sim, pair, program, is_exact, activations):
+    both, xs, share = pair(), inputs(sim, 3, LARGE), 0.5
+    if program is a_penalty_of_gradients:
+        # its graph holds weights, if activations don't wait on the host
+        share = 2 if activations is None else 0.7
     with both.page(share, activations=activations):
-        both.run(penalty)
+        for _ in range(2):
+            if is_exact:
+                both.agree(lambda model: program(model, *xs))
+            else:
+                both.run(lambda model: program(model, *xs))
+                assert both.gradients_are_close()
+            both.run(nn.Module.zero_grad)
         assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
-    assert both.gradients_are_close()
-
-
-@either_way
-def test_several_forwards_before_their_backward_passes(sim, halved):
-    x, y, z = inputs(sim, 3, LARGE)
-
-    def run(model):
-        one, other = model(x).sum(), model(y).square().sum()
-        one.backward()
-        other.backward()
-
-    halved.run(run)
-    assert halved.gradients_differ() == []
-
-    def run_together(model):
-        (model(x).mean() + model(model(y)).square().mean() * model(z).mean()).backward()
-
-    halved.run(run_together)
-    assert halved.gradients_are_close()
 
 
 def test_hooks_of_tensors_and_of_their_accumulation_see_gradients_on_the_host(sim, halved):
@@ -140,20 +160,6 @@ def test_hooks_of_tensors_and_of_their_accumulation_see_gradients_on_the_host(si
     assert len(seen[halved.host]) == 2 * len(list(halved.host.parameters()))
     ours, theirs = ({tuple(t.flatten().tolist()) for t in told} for told in seen.values())
     assert ours == theirs
-
-
-@either_way
-def test_autocast_and_a_checkpoint_of_the_whole_model(sim, halved):
-    x = inputs(sim, 1, LARGE)[0]
-
-    def run(model):
-        with torch.autocast(sim.device.type, torch.bfloat16):
-            loss = model(x).square().mean()
-        loss.backward()
-        checkpoint(model, x, use_reentrant=False).sum().backward()
-
-    halved.run(run)
-    assert halved.gradients_differ() == []
 
 
 def selective():
@@ -246,21 +252,6 @@ def test_hooks_of_the_users_own_come_first_and_get_all_but_weights(sim, pair, ac
 # --- what is written between a forward and its backward pass
 
 
-def test_a_weight_that_is_stepped_between_forward_and_backward_raises_torchs_words(sim, pair):
-    both = pair()
-    optimizer = torch.optim.SGD(both.host.parameters(), 0.1)
-    x = inputs(sim)[0]
-    with both.page():
-        both.host(x).sum().backward()
-        loss = both.host(x).sum()
-        optimizer.step()
-        with pytest.raises(RuntimeError, match=STALE):
-            loss.backward()
-        both.host.zero_grad()
-        both.there.load_state_dict(both.host.state_dict())
-        both.train(x)
-
-
 @pytest.mark.parametrize("activations", [None, "host"])
 def test_an_activation_that_is_written_in_place_raises_torchs_words(sim, pair, activations):
     both = pair()
@@ -285,7 +276,7 @@ class Writing(nn.Module):
 
     def __init__(self, how):
         super().__init__()
-        self.linears = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+        self.linears = linears(4)
         self.how = how
 
     def forward(self, x):

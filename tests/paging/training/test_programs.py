@@ -1,5 +1,6 @@
 """Programs as people write them give the steps of a plain model, bit for bit, where it is paged."""
 
+import contextlib
 import copy
 
 import pytest
@@ -12,10 +13,10 @@ from benchmarks._paged_cycles import home, least_budget, same_bits, step
 from tenure.paging import page
 
 from ..models import WIDTH, TiedLanguageModel
+from ..support import about_values, weight_bytes
 from .blocks import mlp
 
-# about values, which no allocator changes: once, with the one that has more rules
-pytestmark = pytest.mark.sim_allocator("cuda")
+pytestmark = about_values
 
 
 def draw(sim, number):
@@ -193,23 +194,19 @@ def run(sim, program, *, is_paged):
     torch.manual_seed(0)
     steps = program(sim)
     model = next(steps)
-    weight_bytes = sum(p.nbytes for p in model.parameters())
-    budget = max(weight_bytes // 2, least_budget(model, sim.device))
-    handle = page(model, sim.device, budget=budget, training=True) if is_paged else None
-    if handle is None:
-        model = model.to(sim.device)
+    budget = max(weight_bytes(model) // 2, least_budget(model, sim.device))
     found = []
     sim.module.manual_seed_all(3)
-    try:
+    with contextlib.ExitStack() as end:
+        if is_paged:
+            end.enter_context(page(model, sim.device, budget=budget, training=True))
+        else:
+            model = model.to(sim.device)
         told = steps.send(model)
-        while True:
+        while told is not None:
             found += home(torch.utils._pytree.tree_leaves(told))
-            told = next(steps)
-    except StopIteration:
-        pass
-    found += home(model.state_dict().values()) + home(p.grad for p in model.parameters())
-    if handle is not None:
-        handle.unpage()
+            told = next(steps, None)
+        found += home(model.state_dict().values()) + home(p.grad for p in model.parameters())
     return found
 
 

@@ -9,10 +9,10 @@ from torch import nn
 from tenure.paging import PagingError, page
 from tenure.profiler import MemReporter
 
+from ..support import about_values
 from .blocks import inputs
 
-# about values, which no allocator changes: once, with the one that has more rules
-pytestmark = pytest.mark.sim_allocator("cuda")
+pytestmark = about_values
 
 
 @pytest.fixture
@@ -50,18 +50,6 @@ def test_a_parameter_that_can_not_be_paged_is_refused(sim):
         model(x).sum().backward()
     assert model[0].weight.grad is not None
     assert model.none.grad is None
-
-
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"training": True, "activations": "disk"}, r"^activations='disk': write activations=\"ho"),
-        ({"activations": "host"}, r"^activations='host' without training=True: only a backward"),
-    ],
-)
-def test_what_makes_no_sense_is_refused(sim, options, text):
-    with pytest.raises(PagingError, match=text):
-        page(nn.Linear(2, 2), sim.device, **options)
 
 
 @pytest.mark.usefixtures("captures")

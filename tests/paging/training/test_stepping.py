@@ -8,17 +8,15 @@ import torch
 from torch import nn
 from torch.amp.grad_scaler import _MultiDeviceReplicator
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
-from torch.optim.optimizer import (
-    _global_optimizer_pre_hooks,
-)
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from tenure.paging import PagingError, page
 
 from ..models import TiedLanguageModel
+from ..support import about_values, weight_bytes
 from .blocks import inputs, mlp
 
-# about values, which no allocator changes: once, with the one that has more rules
-pytestmark = pytest.mark.sim_allocator("cuda")
+pytestmark = about_values
 
 
 @pytest.fixture(autouse=True)
@@ -55,8 +53,8 @@ SCHEDULES = {
 def run(sim, model, optimizer, *, meanwhile, xs=None, schedule=None, **options):
     """Some steps; the values, the states and the settings after them."""
     scheduler = schedule and schedule(optimizer)
-    weight_bytes = sum(p.nbytes for p in model.parameters())
-    with page(model, sim.device, 1, budget=int(weight_bytes * 0.7), training=True) as handle:
+    budget = int(weight_bytes(model) * 0.7)
+    with page(model, sim.device, 1, budget=budget, training=True) as handle:
         for x in inputs(sim, 3) if xs is None else xs:
             optimizer.zero_grad()
             loss = model(x).square().mean()

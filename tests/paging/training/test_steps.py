@@ -6,11 +6,10 @@ from torch import nn
 
 from tenure.paging import page
 
+from ..support import about_values, same
 from .blocks import LARGE, Checkpointed, inputs, mlp, transformer
-from .conftest import same
 
-# about values, which no allocator changes: once, with the one that has more rules
-pytestmark = pytest.mark.sim_allocator("cuda")
+pytestmark = about_values
 
 MODES = {
     "plain": transformer,
@@ -36,9 +35,7 @@ def test_steps_of_adamw_equal_those_of_a_plain_model(sim, pair, mode, activation
     with both.page(activations=activations):
         for x in inputs(sim, 3, LARGE if activations else 2):
             x = x.requires_grad_("reentrant" in mode)
-            paged, plain = both.run(lambda model, x=x: train(model, optimizers[model], x))
-            assert torch.equal(paged, plain)
-            assert both.gradients_differ() == []
+            both.agree(lambda model, x=x: train(model, optimizers[model], x))
     assert both.values_differ() == []
 
 
@@ -100,24 +97,6 @@ def test_a_gradient_that_is_kept_is_not_written_over(sim, pair):
         assert all(map(torch.equal, views, copies))
 
 
-def test_passes_without_gradients_come_in_between(sim, halved):
-    x, y = inputs(sim, 2)
-
-    def step(model):
-        model.eval()
-        with torch.no_grad():
-            before = model(y)
-        model.train()
-        model(x).sum().backward()
-        with torch.inference_mode():
-            return before, model.eval()(y)
-
-    for _ in range(2):
-        ours, theirs = halved.run(step)
-        assert all(map(torch.equal, ours, theirs))
-        assert halved.gradients_differ() == []
-
-
 def test_what_is_frozen_sends_no_byte_to_the_host_also_from_later_on(sim, pair):
     model = transformer()
     for block in model[1:]:
@@ -142,19 +121,18 @@ def test_what_is_frozen_sends_no_byte_to_the_host_also_from_later_on(sim, pair):
 
 
 def test_a_frozen_model_gives_its_input_gradients_within_half_its_weights(sim, pair):
+    def gradient(model):
+        x = inputs(sim)[0].requires_grad_()
+        model(x).sum().backward()
+        return x.grad
+
     both = pair(transformer().requires_grad_(False))
-    before_bytes = sim.copied_bytes("d2h")
     with both.page():
-
-        def gradient(model):
-            x = inputs(sim)[0].requires_grad_()
-            model(x).sum().backward()
-            return x.grad
-
         for _ in range(2):
-            paged, plain = both.run(gradient)
-            assert torch.equal(paged, plain)
-    assert sim.copied_bytes("d2h") == before_bytes
+            before_bytes = sim.copied_bytes("d2h")
+            both.run(gradient)
+            assert sim.copied_bytes("d2h") == before_bytes
+            both.agree(gradient)
 
 
 @pytest.mark.sim_allocator("exact")
