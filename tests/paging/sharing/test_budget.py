@@ -11,7 +11,7 @@ from torch import nn
 from tenure.paging import PagingBudget, PagingError, page, plan_paging
 from tests.shrinking import ask_to_shrink
 
-from ..models import linears as linears_of
+from ..models import linears
 from ..support import weight_bytes, whole_output
 
 pytestmark = pytest.mark.usefixtures("without_gradients")
@@ -19,10 +19,6 @@ pytestmark = pytest.mark.usefixtures("without_gradients")
 WIDTH = 64
 # A unit for each layer, so that memory is taken and given back in small steps.
 FINE = {"max_layer_size": "17KiB"}
-
-
-def linears(n_layers, seed=0):
-    return linears_of(n_layers, WIDTH, seed=seed)
 
 
 class Paged:
@@ -49,7 +45,7 @@ class Paged:
 @pytest.fixture
 def two(sim):
     """Two models that are twice as large as what they share."""
-    first, second = linears(12), linears(16, seed=1)
+    first, second = linears(12, WIDTH), linears(16, WIDTH, seed=1)
     budget = PagingBudget((weight_bytes(first) + weight_bytes(second)) // 2)
     both = Paged(sim, first, budget), Paged(sim, second, budget)
     yield budget, *both
@@ -91,7 +87,7 @@ def test_a_model_that_is_closed_leaves_its_share_to_the_others(sim, two):
     first.handle.unpage()
     assert budget.held_bytes == 0
     assert repr(budget).endswith("no models>")
-    page(linears(12), sim.device, budget=budget, **FINE)
+    page(linears(12, WIDTH), sim.device, budget=budget, **FINE)
     gc.collect()
     assert budget.held_bytes == 0
 
@@ -134,13 +130,13 @@ def test_what_a_retry_was_given_is_not_taken_again_at_once(sim, two):
 
 def test_what_does_not_fit_is_refused_and_leaves_the_budget_as_it_was(sim):
     budget = PagingBudget("40KiB")
-    with page(linears(12), sim.device, budget=budget):
+    with page(linears(12, WIDTH), sim.device, budget=budget):
         held_bytes = budget.held_bytes
         told = (
             r"can't be paged within .* what other models leave of <PagingBudget 40\.0 KiB on sim:0"
         )
         with pytest.raises(PagingError, match=told):
-            page(linears(4), sim.device, budget=budget, keep=["0", "1", "2"])
+            page(linears(4, WIDTH), sim.device, budget=budget, keep=["0", "1", "2"])
         assert budget.held_bytes <= held_bytes
     with pytest.raises(PagingError, match="0% to 100%"):
         PagingBudget("0%")
@@ -149,8 +145,8 @@ def test_what_does_not_fit_is_refused_and_leaves_the_budget_as_it_was(sim):
 def test_a_budget_is_of_one_device(sim):
     two = sim(devices=2)
     budget = PagingBudget("40KiB")
-    with page(linears(4), "sim:0", budget=budget):
-        model = linears(4)
+    with page(linears(4, WIDTH), "sim:0", budget=budget):
+        model = linears(4, WIDTH)
         with pytest.raises(PagingError, match="Make another PagingBudget"):
             page(model, "sim:1", budget=budget)
         assert two.on(1).allocated_bytes == 0
@@ -158,7 +154,7 @@ def test_a_budget_is_of_one_device(sim):
 
 
 def test_weights_on_a_disk_share_a_budget_of_memory(tmp_path):
-    first, second = linears(12), linears(16, seed=1)
+    first, second = linears(12, WIDTH), linears(16, WIDTH, seed=1)
     expected = [model(torch.ones(2, WIDTH)) for model in (first, second)]
     budget = PagingBudget((weight_bytes(first) + weight_bytes(second)) // 2)
     with (
@@ -191,7 +187,7 @@ def run(sim, paged, n_passes):
 @exact
 def test_it_begins_with_a_part_and_takes_what_computation_leaves(sim):
     sim(budget=MEMORY)
-    model = linears(40)
+    model = linears(40, WIDTH)
     inputs = torch.empty(4, WIDTH, device=sim.device)
     plan = plan_paging(model, sim.device, budget="auto", **FINE)
     del inputs
@@ -210,7 +206,7 @@ def test_it_begins_with_a_part_and_takes_what_computation_leaves(sim):
 @exact
 def test_what_another_process_takes_is_given_back_and_taken_again_when_it_is_gone(sim):
     sim(budget=MEMORY)
-    paged = Paged(sim, linears(40), "auto")
+    paged = Paged(sim, linears(40, WIDTH), "auto")
     whole = run(sim, paged, 12)[-1]
     for _ in range(4):
         sim.budget_bytes = sim.allocated_bytes + 2048  # what was free, but for a little
@@ -231,7 +227,7 @@ class Keeping(nn.Module):
 
     def __init__(self, n_layers):
         super().__init__()
-        self.layers = linears(n_layers)
+        self.layers = linears(n_layers, WIDTH)
 
     def forward(self, x):
         kept = [x]
@@ -260,8 +256,8 @@ def test_weights_go_within_a_pass_before_memory_runs_out(sim):
 @exact
 def test_models_that_follow_what_is_free_share_it(sim):
     sim(budget=MEMORY)
-    first = Paged(sim, linears(20), "auto")
-    second = Paged(sim, linears(22, seed=1), "auto")
+    first = Paged(sim, linears(20, WIDTH), "auto")
+    second = Paged(sim, linears(22, WIDTH, seed=1), "auto")
     for _ in range(3):
         first.run(4)
         second.run(4)
@@ -274,7 +270,7 @@ def test_models_that_follow_what_is_free_share_it(sim):
 
 
 def test_on_the_host_it_follows_what_the_machine_has_free(monkeypatch, tmp_path):
-    model, x = linears(12), torch.ones(2, WIDTH)
+    model, x = linears(12, WIDTH), torch.ones(2, WIDTH)
     expected = model(x)
     free = {"bytes": 400_000}
     monkeypatch.setattr("tenure.paging._budget.free_host_bytes", lambda: free["bytes"])
@@ -290,6 +286,6 @@ def test_on_the_host_it_follows_what_the_machine_has_free(monkeypatch, tmp_path)
 def test_a_device_that_tells_nothing_is_refused_by_name(sim, monkeypatch):
     monkeypatch.delattr(sim.module, "mem_get_info")
     with pytest.raises(RuntimeError, match='which budget="auto" follows'):
-        page(linears(4), sim.device, budget="auto")
-    with page(linears(4), sim.device, budget=PagingBudget("1MiB")) as handle:
+        page(linears(4, WIDTH), sim.device, budget="auto")
+    with page(linears(4, WIDTH), sim.device, budget=PagingBudget("1MiB")) as handle:
         assert handle.plan.ring_bytes
