@@ -77,7 +77,7 @@ def test_leaks_names_the_variable_and_says_if_nobody_looked(files, capsys):
     assert lines[0] == "What grew"
     assert lines[1].startswith("- losses grew by 6 tensors, 24 B")
     told = _printed("leaks a.tenure", capsys).out
-    assert told == "Nothing grew from step to step. Nothing outlived a scope that reports.\n"
+    assert told == "Found no growth from step to step. Nothing outlived a scope that reports.\n"
     recording(seeks_leaks=False).save("c.tenure")
     for name in ("c.tenure", "snapshot.pickle"):
         told = _printed(f"leaks {name}", capsys).out

@@ -198,7 +198,7 @@ def test_each_run_writes_a_new_file_and_report_takes_the_newest(capsys):
         assert f"Wrote {name}. See it with: tenure report {name}\n" in _run("pass").stderr
     # of a program without torch
     assert main(["leaks", "train.tenure"]) == 0
-    told = "Not enough looks to judge growth: looked 0 times."
+    told = "No growth to judge: no optimizer made a step, and no model was called."
     assert capsys.readouterr().out.startswith(told)
     assert main(["report", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["exit_code"] == 0
@@ -344,7 +344,7 @@ def test_too_few_looks_claim_nothing():
         r"At most [\d.]+ MiB of RAM; at the end 12 B of other tensors, such as kept\[0\]\.", peak
     )
     # the end right after a look is no other one
-    told = "Not enough looks to judge growth: looked 2 times in 2 steps."
+    told = "Too short to judge growth (2 steps). Run at least 8 steps."
     assert judged.startswith(told)
     assert told in str(_recorded().leaks_found())
 

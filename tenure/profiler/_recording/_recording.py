@@ -50,6 +50,7 @@ _NO_LEAKS = "Nothing outlived a scope that reports."
 _NOT_SOUGHT = "Leaks were not recorded. Run with --leaks to look for them."
 # A look counts if it is in all but the first eighth of the steps, of which there are enough.
 _LATE, _STEPS = 8, 8
+_NEITHER = "no optimizer made a step, and no model was called"
 # The formats of a timeline that have longer names here: a recording's own .json is another, and its
 # table of times is no table of all.
 _LONGER = {".json": ".trace.json", ".csv": ".timeline.csv"}
@@ -357,23 +358,26 @@ class RecordedLeaks(Report):
     def no_growth(self) -> str:
         """Return the sentence for looks that saw no growth."""
         if self.n_looks is None:
-            return "Nothing grew from step to step."
-        times = f"looked {counted(self.n_looks, 'time')}"
-        n_steps = self.n_steps or 0
+            return "Found no growth from step to step."
+        if self.n_steps == 0:
+            return f"No growth to judge: {_NEITHER}. Compare two snapshots."
+        times, n_steps = f"looked {counted(self.n_looks, 'time')}", self.n_steps or 0
         if n_steps:
             times += f" in {counted(n_steps, 'step')}"
+            if n_steps < _STEPS:
+                short = f"Too short to judge growth ({counted(n_steps, 'step')})."
+                return f"{short} Run at least {_STEPS} steps."
         late = {step for step in self.look_steps if step * _LATE >= n_steps}
         n_late = self.n_looks if self.n_steps is None else len(late)
-        if n_late < LOOKS or (self.n_steps is not None and n_steps < _STEPS):
-            none = " This program has neither: compare two snapshots." if not n_steps else ""
+        if n_late < LOOKS:
             return (
                 f"Not enough looks to judge growth: {times}. It takes {LOOKS} in the last seven "
-                f"eighths of at least {_STEPS} steps of an optimizer, or calls of a model.{none}"
+                "eighths of the steps."
             )
         before = [step for step in self.look_steps if step != n_steps]
         if before and n_steps in self.look_steps:
             times += f": last after step {before[-1]}, then at the end"
-        return f"Nothing grew from step to step: {times}."
+        return f"Found no growth from step to step: {times}."
 
     def _parts(self) -> list[Part]:
         if not self:

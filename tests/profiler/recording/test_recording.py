@@ -227,12 +227,13 @@ def test_a_cell_of_a_table_is_no_formula_and_commands_no_terminal(name, tmp_path
 @pytest.mark.parametrize(
     ("steps", "n_steps", "told"),
     [
-        ((1, 2, 3, 4, 6, 8, 16, 32, 40), 40, "Nothing grew from step to step: looked 9 times in "),
-        ((1, 2, 3, 4, 6), 7, "Not enough looks to judge growth: looked 5 times in 7 steps. "),
+        ((1, 2, 3, 4, 6, 8, 16, 32, 40), 40, "Found no growth from step to step: looked 9 times "),
+        ((1, 2, 3, 4, 6), 7, "Too short to judge growth (7 steps). Run at least 8 steps."),
+        ((1,), 1, "Too short to judge growth (1 step). Run at least 8 steps."),
         ((1, 2, 3, 4, 6, 8, 16), 1000, "Not enough looks to judge growth: looked 7 times in "),
-        ((1, 2, 4, 8), 8, "Nothing grew from step to step: looked 4 times in 8 steps: last after "),
-        ((), 0, "Not enough looks to judge growth: looked 0 times. "),
-        ((1, 2, 4, 8, 16, 32, 64), None, "Nothing grew from step to step: looked 7 times."),
+        ((1, 2, 4, 8), 8, "Found no growth from step to step: looked 4 times in 8 steps: last "),
+        ((), 0, "No growth to judge: no optimizer made a step, and no model was called. Compare "),
+        ((1, 2, 4, 8, 16, 32, 64), None, "Found no growth from step to step: looked 7 times."),
     ],
     ids=str,
 )
