@@ -138,11 +138,13 @@ class Modes(NamedTuple):
         grad: whether gradients are recorded.
         inference: whether inference mode is on.
         autocast: the type of each kind of device that has autocast on.
+        caches: whether autocast keeps the weights that it casts.
     """
 
     grad: bool
     inference: bool
     autocast: tuple[tuple[str, torch.dtype], ...]
+    caches: bool
 
     @staticmethod
     def now() -> Modes:
@@ -154,6 +156,7 @@ class Modes(NamedTuple):
             torch.is_grad_enabled(),
             torch.is_inference_mode_enabled(),
             tuple((k, torch.get_autocast_dtype(k)) for k in kinds if torch.is_autocast_enabled(k)),
+            torch.is_autocast_cache_enabled(),
         )
 
     @contextmanager
@@ -164,10 +167,11 @@ class Modes(NamedTuple):
             if now.inference != self.inference:
                 block.enter_context(torch.inference_mode(self.inference))
             block.enter_context(torch.set_grad_enabled(self.grad))
-            if now.autocast != self.autocast:
+            if (now.autocast, now.caches) != (self.autocast, self.caches):
                 for kind in sorted(ours.keys() | dict(now.autocast).keys()):
                     dtype = ours.get(kind) or torch.get_autocast_dtype(kind)
-                    block.enter_context(torch.autocast(kind, dtype, kind in ours))
+                    how = torch.autocast(kind, dtype, kind in ours, cache_enabled=self.caches)
+                    block.enter_context(how)
             yield
 
 
