@@ -76,13 +76,16 @@ class Growth:
 
     def __str__(self) -> str:
         parts, n_new = [], self.n_tensors - self.n_before
-        grown = format_bytes(self.n_bytes - self.before_bytes)
-        if n_new > 0:
-            parts.append(f"grew by {counted(n_new, 'tensor')}, {grown}")
-        elif self.n_bytes > self.before_bytes:
-            parts.append(f"grew by {grown}")
+        more_bytes = self.n_bytes - self.before_bytes
+        # of a running sum the first tensor is no growth
+        is_graph_alone = self.graph_bytes > 0 and not more_bytes
+        if n_new > 0 and not is_graph_alone:
+            parts.append(f"grew by {counted(n_new, 'tensor')}, {format_bytes(more_bytes)}")
+        elif more_bytes > 0:
+            parts.append(f"grew by {format_bytes(more_bytes)}")
         if self.graph_bytes:
-            parts.append(f"kept graphs of autograd alive, {format_bytes(self.graph_bytes)}")
+            graphs = "a growing graph" if is_graph_alone else "graphs"
+            parts.append(f"kept {graphs} of autograd alive, {format_bytes(self.graph_bytes)}")
         when = f"from step {self.first_step} to step {self.last_step}"
         advice = _ADVICE_OF_GRAPHS if self.graph_bytes else ADVICE_OF_GROWTH
         return f"{self.name} {' and '.join(parts)} {when}. {advice}"

@@ -43,6 +43,18 @@ def test_a_list_of_losses_is_named_with_the_graphs_that_it_keeps():
     assert str(found).endswith(". Keep .detach() or .item() of what is kept, or bound it.")
 
 
+def test_of_a_running_sum_only_the_graph_grows():
+    trainer = _Holder()
+    trainer.total = 0
+
+    def add(i, out, loss):
+        if i > 1:
+            trainer.total = trainer.total + loss
+
+    (found, *_) = _trained(add).growth()
+    assert "trainer.total kept a growing graph of autograd alive, " in str(found)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("keys", "told"),
