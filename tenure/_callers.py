@@ -185,6 +185,11 @@ class Site:
         line = None if self._instruction < 0 else position_of(self._code, self._instruction)[0]
         return line or self._code.co_firstlineno
 
+    @property
+    def is_own(self) -> bool:
+        """Whether the line is in a file of tenure."""
+        return self._code.co_filename.startswith(_OWN_FOLDER)
+
     def __str__(self) -> str:
         return " < ".join((line_in(self._code.co_filename, self.line), *map(str, self._around)))
 

@@ -9,7 +9,6 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
-from dataclasses import replace
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -139,9 +138,6 @@ def answer(target: str, budget_bytes: int | None, device: str | None) -> Answer:
             fn, batch, *rest = _made_by(_loaded(target), target)
             optimizer = rest[0] if rest else None
             report = predict_peak(fn, batch, optimizer=optimizer, device=device)
-            if os.path.join("_cli", "_fitting.py") in report.place:
-                # the step of an optimizer is called from here, and has no line in the program
-                report = replace(report, place="")
             if budget_bytes is None:
                 return Answer(report)
             report = report.against(budget_bytes)

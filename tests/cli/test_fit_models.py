@@ -196,6 +196,12 @@ def test_a_peak_in_the_loss_is_at_the_model(tiny, capsys):
     assert "in the backward pass, at model (" in " ".join(capsys.readouterr().out.split())
 
 
+def test_a_peak_in_the_step_of_the_optimizer_has_no_line_of_the_command(tiny, capsys):
+    main(["fit", tiny, "--sequence", "8", "--optimizer", "adamw-foreach", "--device", "cpu"])
+    told = " ".join(capsys.readouterr().out.split())
+    assert "of cpu at most: in the optimizer step, in aten._foreach" in told
+
+
 def test_a_model_whose_shared_weights_can_not_be_sharded_is_answered_without_shards(
     tmp_path, capsys
 ):

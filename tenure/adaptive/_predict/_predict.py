@@ -168,7 +168,8 @@ def _described(
         return ""
     module = None if place.module is None else place.module()
     name = "" if module is None else names.get(id(module), type(module).__name__)
-    line = "" if place.site is None else str(place.site)
+    # `tenure fit` steps the optimizer itself, which is no line of the program
+    line = "" if place.site is None or place.site.is_own else str(place.site)
     return f"{name} ({line})" if name and line else name or line
 
 
