@@ -134,6 +134,6 @@ def recipe(
 
 
 def checkpoints_of(model: Any) -> str:
-    """Return the name of what turns checkpoints on, which is another since transformers 5.20."""
+    """Return the name of what turns checkpoints on, which is another since transformers 5.23."""
     new, old = "activation_checkpointing_enable", "gradient_checkpointing_enable"
     return new if hasattr(model, new) else old
