@@ -173,6 +173,11 @@ def test_copies_pickles_and_what_is_saved_are_plain_and_of_their_own(sim, model,
             assert not any(m._forward_hooks or m._forward_pre_hooks for m in twin.modules())
             twin[0].weight.zero_()
             assert not model[0].weight.eq(0).any()
+
+
+def test_a_copy_of_a_paged_model_is_paged_in_each_of_its_calls(sim, model, x):
+    with paged(sim, model):
+        twins = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
     for twin in twins:
         with paged(sim, twin):
             for _ in range(2):
