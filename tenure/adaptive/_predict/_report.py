@@ -210,10 +210,15 @@ class PeakReport(Advised, Report):
         where = f", at {self.place}" if self.place else ""
         what = f", in {self.operation.removesuffix('.default')}" if self.operation else ""
         phase = _WORDS_OF_PHASES.get(self.phase, f"the {self.phase}")
+        step = "The first step" if self._later_takes_more else "A step"
         return (
-            f"A step takes {about}{format_bytes(self.peak_bytes)} of {self.device} at most: "
+            f"{step} takes {about}{format_bytes(self.peak_bytes)} of {self.device} at most: "
             f"in {phase}{where}{what}."
         )
+
+    @property
+    def _later_takes_more(self) -> bool:
+        return (self.later_peak_bytes or 0) > self.peak_bytes
 
     def verdict(self) -> str:
         """Return whether it fits in the budget, in one sentence; "" without one."""
@@ -230,9 +235,14 @@ class PeakReport(Advised, Report):
 
     def _parts(self) -> list[Part]:
         first, *others = filter(None, (self.verdict(), self.summary(), *self._facts_beside()))
+        needed = format_bytes(self.needed_bytes)
+        title = (
+            f"The first step (later ones need up to {needed}):" if self._later_takes_more else ""
+        )
         parts: list[Part] = [
             Paragraph(first, "\n".join(others)),
-            Amounts("", list(self._amounts()), self.budget_bytes),
+            # the categories are those of the first step
+            Amounts(title, list(self._amounts()), self.budget_bytes),
         ]
         if self.reasons:
             told = "Approximate, for these reasons:" if self.approximate else "Assumed:"
@@ -241,8 +251,8 @@ class PeakReport(Advised, Report):
 
     def _facts_beside(self) -> Iterator[str]:
         yield f"{format_bytes(self.baseline_bytes)} of it were there before."
-        if self.later_peak_bytes is not None and self.later_peak_bytes > self.peak_bytes:
-            later = format_bytes(self.later_peak_bytes)
+        if self._later_takes_more:
+            later = format_bytes(self.later_peak_bytes or 0)
             yield f"Later steps take {later}: they begin with the optimizer's state."
         if self.reserved_bytes is not None:
             amounts = self.reserved_bytes, self.later_reserved_bytes or 0, self.allowance_bytes

@@ -61,6 +61,18 @@ def test_beside_a_budget_it_says_what_is_left_and_what_is_only_assumed():
     )
 
 
+def test_a_first_step_that_takes_less_than_later_ones_says_so_above_its_table():
+    later = replace(REPORT, place="", later_peak_bytes=12 * MIB)
+    assert str(later.against("32MiB")).partition("\ncategory")[0] == (
+        "It fits in 32.0 MiB: it needs 12.0 MiB, 20.0 MiB to spare.\n"
+        "The first step takes 10.0 MiB of cpu at most: in the backward pass, in aten.mm.\n"
+        "4.0 MiB of it were there before.\n"
+        "Later steps take 12.0 MiB: they begin with the optimizer's state.\n"
+        "\n"
+        "The first step (later ones need up to 12.0 MiB):"
+    )
+
+
 def test_what_does_not_fit_says_by_how_much():
     told = "It does not fit in 8.0 MiB: it needs 10.0 MiB, 2.0 MiB too much."
     assert REPORT.against("8MiB").verdict() == told
