@@ -17,7 +17,7 @@ NAMED = {
     "activations": "#21775f",
     "saved for backward": "#21775f",
     "inputs": "#ea79a8",
-    "made and let go in backward": "#ab9a21",
+    "temporary in backward": "#ab9a21",
     "other tensors": "#c43100",
     "temporaries": _GREY,
     "temporary or unexplained": _GREY,

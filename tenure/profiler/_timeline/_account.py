@@ -30,7 +30,7 @@ from ._timeline_report import DeviceTimeline, PeakRow
 # Counters take long to read: a fiftieth of the time, unless there may be a new peak.
 _SHARE = 50
 INPUTS = "inputs"
-IN_BACKWARD = "made and let go in backward"
+IN_BACKWARD = "temporary in backward"
 UNEXPLAINED = "temporary or unexplained"
 """The bytes that the allocator has in use and no tensor shows: made and freed within an operation,
 or in code that no mode sees."""
