@@ -84,12 +84,16 @@ class ProgramFiles:
         return next((name for name in _INDEXED.findall(place)[::-1] if name in self.needed), "")
 
     def added_to(self, place: str) -> str:
-        """Return the value that a line adds with its graph, if its code is short; else ""."""
+        """Return the only value that lines add with its graph, if its code is short; else ""."""
         values = self.added.get(place.partition("[")[0].rpartition(".")[2], [])
-        listed = [e for each in values if isinstance(each, ast.List) for e in each.elts]
-        found = (e for e in (*values, *listed) if isinstance(e, ast.Name | ast.Attribute))
-        told = (text for text in sorted(map(ast.unparse, found)) if not text.endswith(".data"))
-        return next((text for text in told if len(text) <= _MOST_OF_SOURCE), "")
+        listed = (each.elts if isinstance(each, ast.List) else [each] for each in values)
+        found = {ast.unparse(e): e for elements in listed for e in elements if _graph_names(e)}
+        # of several, the source does not tell which of them fills the memory
+        if len(found) != 1:
+            return ""
+        ((text, value),) = found.items()
+        is_short = isinstance(value, ast.Name | ast.Attribute) and len(text) <= _MOST_OF_SOURCE
+        return text if is_short else ""
 
 
 def _read(paths: set[str]) -> tuple[list[ast.Module], bool]:

@@ -75,6 +75,15 @@ def main():
     for step in range(2000):
         loss = F.cross_entropy(net(torch.randn(64, 128)), torch.randint(10, (64,)))
         running_loss += loss
+=== a log that two lines fill | leak | keeps; graphs; keep .item() of each | 8MiB
+def main():
+    net, log, mode = mlp(128, 256, 10), {}, "mean"
+    for step in range(2000):
+        out = net(torch.randn(64, 128))
+        if mode == "out":
+            log[step] = out
+        else:
+            log[step] = {"mean": out.mean()}
 === tensors under a limit of the process | leak | _memo; bound | 220MiB process
 _memo = {}
 def main():
