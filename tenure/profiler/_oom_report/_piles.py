@@ -190,7 +190,7 @@ def kept_tensors(facts: Facts) -> Iterator[Candidate]:
     joined: dict[str, _StoragePile] = {}
     # the largest of a pile is the first of its names
     for entry in sorted(facts.entries, key=lambda entry: -entry.owner.n_bytes):
-        row, name = entry.owner, _name_of(entry.owner, facts)
+        row, name = entry.owner, holder_name(entry.owner, facts)
         is_saved = row.graph is not None and row.category == SAVED
         is_kept = row.category in (OTHERS, SAVED) and entry.kind not in ("", "autograd")
         is_joined = _joins(entry, facts)[0] >= _FEWEST
@@ -210,7 +210,7 @@ def kept_tensors(facts: Facts) -> Iterator[Candidate]:
     yield from filter(None, (*found.values(), *others))
 
 
-def _name_of(row: TensorRow, facts: Facts) -> str:
+def holder_name(row: TensorRow, facts: Facts) -> str:
     """Name the holder of a tensor, or of the graph that saved it, as before the error was raised.
 
     Where nobody handles an error, what ran is in its traceback alone: that keeps nothing by itself.
@@ -224,7 +224,7 @@ def _name_of(row: TensorRow, facts: Facts) -> str:
 
 
 def _place(name: str, facts: Facts) -> str:
-    """Return the place of a name that `_name_of` gave."""
+    """Return the place of a name that `holder_name` gave."""
     if name.endswith(_CYCLE):
         return _CYCLE
     if _TRACEBACK in name or _IN_FRAME.search(name):

@@ -29,7 +29,7 @@ from .._owners import CATEGORIES, SAVED, TensorRow, describe_row
 from .._reports import place_of
 from ._causes import TEXTS, UNKNOWN, judge
 from ._facts import Facts
-from ._piles import Candidate
+from ._piles import Candidate, holder_name
 from ._watch import Watch
 
 # A program may handle thousands of a line: whoever looks for a size that fits does.
@@ -331,17 +331,17 @@ def build(facts: Facts, cause: Candidate) -> OomReport:
         cause.n_bytes,
         {name: facts.bytes_of(name) for name in names},
         _largest(facts, lambda row: row.created_at)[:_MOST_LINES],
-        _largest(facts, _holder_of)[:_MOST_HOLDERS],
+        _largest(facts, lambda row: _holder_of(row, facts))[:_MOST_HOLDERS],
         facts.fragmentation,
         facts.host,
         tuple(facts.notes),
     )
 
 
-def _holder_of(row: TensorRow) -> str:
-    if row.graph is not None and row.category == SAVED:
-        return f"graph of {place_of(row.graph)}"
-    return place_of(row.name)
+def _holder_of(row: TensorRow, facts: Facts) -> str:
+    place = place_of(holder_name(row, facts))
+    is_saved = row.graph is not None and row.category == SAVED
+    return f"graph of {place}" if is_saved else place
 
 
 def _largest(facts: Facts, name_of: Callable[[TensorRow], str | None]) -> tuple[OomLine, ...]:

@@ -405,6 +405,9 @@ def test_the_cause_of_a_planted_error_is_told(name, cause, says, where, code, tm
     for word in says.replace("{loss}", _LOSS).split("; "):
         assert word.lower() in first.lower()
     assert len(first) <= _MOST_CHARACTERS
+    # the variables of what ran are named as before the error
+    holders = [each["name"] for each in report["holders"]]
+    assert cause == "traceback" or not any("traceback of" in each for each in holders)
 
 
 def test_each_cause_is_planted():
