@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import pairwise
@@ -10,7 +11,7 @@ from typing import TypeVar
 import pytest
 
 from tenure._text import counted, format_bytes, parse_bytes
-from tenure.profiler import Growth, GrowthWatch, Snapshot
+from tenure.profiler import Growth, GrowthWatch, Snapshot, SnapshotDiff, TensorRow
 
 _Item = TypeVar("_Item")
 # findings of a difference that tell of growth
@@ -110,7 +111,7 @@ def _check(looks: dict[int, Snapshot], most_bytes: int, found: tuple[Growth, ...
     if grown <= most_bytes:
         return
     first, *_, last = looks
-    change = looks[last].diff(looks[first])
+    change = _without_replaced(looks[last].diff(looks[first]))
     # what grew at each look is told of the looks, and once
     others = [each for each in change.findings if not found or each.kind not in _GROWTH]
     lines = [
@@ -120,3 +121,18 @@ def _check(looks: dict[int, Snapshot], most_bytes: int, found: tuple[Growth, ...
         str(replace(change, findings=tuple(others))),
     ]
     pytest.fail("\n".join(lines), pytrace=False)
+
+
+def _without_replaced(change: SnapshotDiff) -> SnapshotDiff:
+    """Leave out tensors that equal ones have replaced, such as the gradients of each step."""
+    new, freed = (Counter(map(_alike, rows)) for rows in (change.new, change.freed))
+    equal = {each for each, n in new.items() if freed[each] == n}
+    return replace(
+        change,
+        new=tuple(row for row in change.new if _alike(row) not in equal),
+        freed=tuple(row for row in change.freed if _alike(row) not in equal),
+    )
+
+
+def _alike(row: TensorRow) -> tuple[object, ...]:
+    return row.name, row.shape, row.dtype, row.device, row.n_bytes

@@ -165,6 +165,7 @@ _LOOPS = {
 GROWTH = """def test_grows(tensor_growth):
     for _ in tensor_growth(range(6)):
         holds()
+        replaced = torch.ones(77)
 
 def test_fills_a_cache(tensor_growth):
     for i in tensor_growth(range(6)):
