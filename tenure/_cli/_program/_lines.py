@@ -13,6 +13,7 @@ from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any
 
 from ._main_module import MAIN
+from ._measuring import say
 
 if TYPE_CHECKING:
     from tenure.profiler import LineProfiler
@@ -40,9 +41,13 @@ class Lines:
     def on_code(self, code: CodeType) -> None:
         """Find the functions in the code of the program, which is about to run."""
         for asked in [each for each in self._missing if each[0] == MAIN]:
+            self._missing.remove(asked)
             if found := _functions_of(code, asked[1]):
-                self._missing.remove(asked)
                 self._add(*map(_as_function, found))
+            else:
+                self._notes.append(f"the program has no function {asked[1]} for --lines")
+                # before a long run, and not after it
+                say(f"tenure run: {self._notes[-1]}")
 
     def on_module(self, module: str) -> None:
         """Find those of a module, once it was imported."""
@@ -65,8 +70,7 @@ class Lines:
     def found(self, profiler: LineProfiler) -> dict[str, Any]:
         """Return their figures, and what is missing, as fields of a recording."""
         for module, name in self._missing:
-            where = "the program" if module == MAIN else module
-            self._notes.append(f"--lines {name}: {where} has no such function")
+            self._notes.append(f"--lines {name}: {module} has no such function")
         lines = profiler.display() if profiler.functions else None
         return {"lines": lines, "notes": self._notes}
 
