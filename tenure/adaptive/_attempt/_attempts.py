@@ -25,7 +25,7 @@ from typing import Any, NoReturn, Protocol, TypeVar
 
 from tenure._errors import OutOfRetriesError
 from tenure._graph_capture import accelerator_is_capturing
-from tenure._oom import OomInfo, chain_of, free_bytes_in, oom_of_work
+from tenure._oom import OomInfo, chain_of, free_bytes_in, limit_bytes_in, oom_of_work
 from tenure._registries import handles_ooms, retry_watchers
 from tenure._text import counted, format_bytes
 from tenure._torch.compiler import never_compiled
@@ -336,11 +336,16 @@ def _bytes_of(info: OomInfo) -> list[str]:
     free = [] if free_bytes is None else [f"free {format_bytes(free_bytes)}"]
     if needed_bytes is not None and free_bytes is not None and free_bytes >= needed_bytes:
         # what the attempt held is let go by now, and would fit as it is
-        left_bytes = free_bytes_in(info.text)
+        left_bytes, limit_bytes = free_bytes_in(info.text), limit_bytes_in(info.text)
+        were_free = f"of {format_bytes(free_bytes)} that were free"
         if left_bytes is None or left_bytes >= free_bytes:
-            return [f"{needed[0]} beside what it held, of {format_bytes(free_bytes)} for both"]
-        held = format_bytes(free_bytes - left_bytes)
-        return [f"held {held} of the {format_bytes(free_bytes)} it had, and {needed[0]} more"]
+            return [f"{needed[0]} beside what it used {were_free}"]
+        used = format_bytes(free_bytes - left_bytes)
+        # the rest is taken by what was there before
+        in_all = ""
+        if limit_bytes is not None and limit_bytes > free_bytes:
+            in_all = f", of {format_bytes(limit_bytes)} in all"
+        return [f"the last used {used} {were_free}{in_all}, and {needed[0]} more"]
     return [", ".join(needed + free)] if needed or free else []
 
 

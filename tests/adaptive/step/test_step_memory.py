@@ -259,14 +259,25 @@ def test_outputs_of_the_whole_batch_that_do_not_fit_are_told_to_be_the_trouble()
         memory_budget("800KiB"),
         pytest.raises(
             OutOfRetriesError,
-            match=r"held [78]\d\d\.\d KiB of the 800\.0 KiB it had, and needed 16\.0 KiB more\)\. "
-            r"Not even 1 fits: loss= gets the outputs of the whole batch, so these and their grad",
+            match=r"; the last used [78]\d\d\.\d KiB of 800\.0 KiB that were free, and needed "
+            r"16\.0 KiB more\)\. Not even 1 fits: loss= gets the outputs of the whole batch, so "
+            r"these and their grad",
         ),
     ):
         step(net, x, loss=torch.std)
     assert net.weight.grad is None
     with memory_budget("800KiB"):
         assert step(squares(net), x).attempts > 1
+
+
+def test_an_error_tells_what_was_free_from_what_there_is_in_all():
+    net, x = nn.Linear(4, 4096), torch.randn(64, 4)
+    used = r"the last used 6\d\d\.\d KiB of 700\.0 KiB that were free, of 800\.0 KiB in all, and"
+    with memory_budget("800KiB"):
+        kept = torch.ones(100, 256)
+        with pytest.raises(OutOfRetriesError, match=used):
+            step(net, x, loss=torch.std)
+    assert kept.nbytes == 100 * 1024
 
 
 def test_a_number_with_the_memory_of_all_elements_leaves_none_of_it_behind():
