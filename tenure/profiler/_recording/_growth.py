@@ -8,6 +8,7 @@ Invariant: a look keeps no tensor alive.
 
 from __future__ import annotations
 
+import re
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -37,7 +38,9 @@ _FILLING = 4
 _MOST_KEYS = 16
 # Storages of a pile that are looked for at the next look.
 _MOST_SAMPLES = 8
-_MAIN, _OF_EACH, _GRAPH = "__main__.", "[…]", "graph of "
+_MAIN, _OF_EACH, _GRAPH, _HELD = "__main__.", "[…]", "graph of ", ", held by "
+# A variable that a function or a call has bound.
+_BOUND = re.compile(r"((?:closure|default|partial) of [^:]+): (.+)")
 _UNNAMED = "something without a name"
 _NO_VARIABLE = frozenset({"", "unknown", "autograd"})
 _ADVICE_OF_GRAPHS = "Keep .detach() or .item() of what is kept, or bound it."
@@ -88,7 +91,7 @@ class Growth:
             parts.append(f"kept {graphs} of autograd alive, {format_bytes(self.graph_bytes)}")
         when = f"from step {self.first_step} to step {self.last_step}"
         advice = _ADVICE_OF_GRAPHS if self.graph_bytes else ADVICE_OF_GROWTH
-        return f"{self.name} {' and '.join(parts)} {when}. {advice}"
+        return f"{_subject(self.name)} {' and '.join(parts)} {when}. {advice}"
 
 
 class Pile(NamedTuple):
@@ -253,6 +256,16 @@ def _growth(name: str, first: Look, last: Look, *, is_of_values: bool) -> Growth
 def _shown(place: str) -> str:
     """Return the name of a place in the program: that of the container, not of its items."""
     return place.removeprefix(_MAIN).removesuffix(_OF_EACH)
+
+
+def _subject(name: str) -> str:
+    """Return a name with its variable first, and what holds that in parentheses."""
+    inner, _, holders = name.partition(_HELD)
+    bound = _BOUND.fullmatch(inner)
+    variable = bound[2] if bound else inner
+    around = [bound[1] if bound else "", f"held by {holders}" if holders else ""]
+    held = ", ".join(filter(None, around))
+    return f"{variable.removesuffix(_OF_EACH)} ({held})" if held else name
 
 
 # --- does it grow?

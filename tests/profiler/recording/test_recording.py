@@ -41,6 +41,26 @@ def test_the_text_names_what_ran_and_what_grew_and_the_largest_device_first():
 
 
 @pytest.mark.parametrize(
+    ("name", "subject"),
+    [
+        (
+            "default of f.<locals>.<lambda>: kept[…], held by Net.hooks[…], held by Trainer.net",
+            "kept (default of f.<locals>.<lambda>, held by Net.hooks[…], held by Trainer.net)",
+        ),
+        ("closure of hook: seen['relu']", "seen['relu'] (closure of hook)"),
+        (
+            "Trainer.logs['a: b'][…], held by f.<locals>.t",
+            "Trainer.logs['a: b'] (held by f.<locals>.t)",
+        ),
+        ("Trainer.logs['a: b']", "Trainer.logs['a: b']"),
+    ],
+    ids=["default", "closure", "held", "plain"],
+)
+def test_the_variable_that_grew_is_named_before_what_holds_it(name, subject):
+    assert str(growth(name)).startswith(f"{subject} grew by 6 tensors, 24 B and kept graphs ")
+
+
+@pytest.mark.parametrize(
     ("content", "complaint"),
     [
         (b"<html>", "is no file of tenure, or it is damaged"),
