@@ -303,6 +303,7 @@ def _matched(model: nn.Module, checkpoint: Checkpoint) -> list[tuple[_Wanted, St
     troubles: list[str] = []
     known = {name for each in wanted if each.is_saved for name in each.names}
     missing: list[str] = []
+    without_values: list[_Wanted] = []
     for each in wanted:
         found = [name for name in each.names if each.is_saved and name in checkpoint.tensors]
         if found:
@@ -312,22 +313,33 @@ def _matched(model: nn.Module, checkpoint: Checkpoint) -> list[tuple[_Wanted, St
         elif each.is_saved:
             missing.append(each.names[0])
         elif each.tensor.device.type == "meta":
-            troubles.append(
-                f"{each.names[0]!r} is a buffer that no file holds (persistent=False), and it is "
-                "on meta: give it its values first"
-            )
+            without_values.append(each)
     if missing:
         troubles.insert(0, f"the file lacks {_quoted(missing)}")
     unexpected = [name for name in checkpoint.tensors if name not in known]
     if unexpected:
         troubles.insert(0, f"the model has no {_quoted(unexpected)}")
+    advice = ""
+    if troubles:
+        advice = " Build the model as it was when its state_dict was saved, or save this one's."
+    if without_values:
+        advice += f" {_advice_for(without_values[0])}"
+        names = _quoted([each.names[0] for each in without_values])
+        troubles.append(f"no file holds {names} (buffers on meta, persistent=False)")
     if troubles:
         raise PagingError(
             f"{checkpoint.name} does not fit {type(model).__name__}: "
-            f"{listed(troubles, _N_TROUBLES, '; ')}. Nothing was loaded. Build the model as it "
-            "was when its state_dict was saved, or save this one's."
+            f"{listed(troubles, _N_TROUBLES, '; ')}. Nothing was loaded.{advice}"
         )
     return pairs
+
+
+def _advice_for(buffer: _Wanted) -> str:
+    owner, _, name = buffer.names[0].rpartition(".")
+    module = type(buffer.sites[0][0]).__name__
+    line = f"{owner} = {module}(...)" if owner else f"{name} = ..."
+    line = re.sub(r"\.(\d+)", r"[\1]", f"model.{line}")
+    return f'Give such a buffer its values outside of torch.device("meta") first, as by `{line}`.'
 
 
 def _wanted(model: nn.Module) -> list[_Wanted]:

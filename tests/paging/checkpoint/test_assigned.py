@@ -100,11 +100,18 @@ def test_tied_parameters_stay_tied_whichever_name_the_file_has(path, left_out):
         (
             lambda: Net(has_rope=True),
             {},
-            r"'rope' is a buffer that no file holds \(persistent=False\), and it is on meta: give "
-            "it its values first",
+            r"0.safetensors does not fit Net: no file holds 'rope' \(buffers on meta, "
+            r"persistent=False\). Nothing was loaded. Give such a buffer "
+            r'its values outside of torch.device\("meta"\) first, as by `model.rope = ...`.$',
+        ),
+        (
+            lambda: nn.Sequential(Net(has_rope=True)),
+            {},
+            r'loaded. Give such a buffer its values outside of torch.device\("meta"\) first, as by '
+            r"`model\[0\] = Net\(...\)`.$",
         ),
     ],
-    ids=["missing", "unexpected", "other", "tied", "without values"],
+    ids=["missing", "unexpected", "other", "tied", "without values", "inside"],
 )
 def test_what_does_not_fit_is_refused_and_the_model_stays_as_it_is(path, make, changes, message):
     def seen():
