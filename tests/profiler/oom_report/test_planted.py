@@ -355,6 +355,11 @@ parts = [torch.empty(9 << 20, dtype=torch.uint8, device=DEVICE) for _ in range(1
 kept = parts[::2]
 del parts
 whole = torch.empty(15 << 20, dtype=torch.uint8, device=DEVICE)
+=== a list in blocks with a little unused | leak | kept[…] keeps; bound it | 96MiB sim-cuda
+kept = []
+def main():
+    while True:
+        kept.append(torch.empty(19 << 19, dtype=torch.uint8, device=DEVICE))
 === another process | other_process | another process | 16MiB
 def allocate():
     raise torch.OutOfMemoryError(
