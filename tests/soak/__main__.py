@@ -11,17 +11,21 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
+from hypothesis import settings
+from hypothesis.stateful import run_state_machine_as_test
 
 from benchmarks._record import Row, publish, show
 
-from . import damage, day, kills, many_scopes, names, threads
+from ..scopes.test_model import Ownership
+from . import damage, day, kills, many_scopes, names, random_programs
 
 _FOLDER = Path(__file__).parents[2] / "build" / "soak"
 _MIB = 1 << 20
 # what the allocator of the C library and its arenas move by between two looks
 _RSS_BAR_MIB = 1.0
 _SCOPES = 1_000_000
-_THREADS, _PROGRAMS_A_THREAD, _STEPS = 64, 50, 60
+_THREADS, _PROGRAMS_A_THREAD = 64, 50
+_MACHINES, _STEPS = 500, 60
 _KILLS = 40
 _CUTS, _FLIPS = 2000, 2000
 _STRIDE = 25
@@ -48,11 +52,37 @@ def scopes():
     yield from _growth_rows(f"{_SCOPES:,} scopes", many_scopes.run(_SCOPES))
 
 
-def random_programs():
+def threads():
     """Programs in many threads at once."""
-    errors = threads.run(_THREADS, _PROGRAMS_A_THREAD, _STEPS)
+    errors, left = random_programs.run_in_threads(_THREADS, _PROGRAMS_A_THREAD)
     what = f"{_THREADS * _PROGRAMS_A_THREAD:,} random programs in {_THREADS} threads"
     yield _wrong(f"{what}: differences from the model", [*map(repr, errors)])
+    yield _zero(f"{what}: entries left", sum(left))
+
+
+def model():
+    """Programs that hypothesis makes, and would shrink."""
+    ran = {"programs": 0}
+
+    class Counted(Ownership):
+        def teardown(self):
+            super().teardown()
+            ran["programs"] += 1
+
+    chosen = settings(
+        max_examples=_MACHINES,
+        stateful_step_count=_STEPS,
+        derandomize=True,
+        deadline=None,
+        database=None,
+    )
+    run_state_machine_as_test(Counted, settings=chosen)
+    # it raises at the first
+    yield _zero(
+        f"{ran['programs']:,} programs of hypothesis of up to {_STEPS} steps: "
+        "differences from the model",
+        0,
+    )
 
 
 def days():
@@ -95,7 +125,7 @@ def hostile():
 
 
 _PIECES = {
-    f.__name__: f for f in (scopes, random_programs, days, failures, killed, damaged, hostile)
+    f.__name__: f for f in (scopes, threads, model, days, failures, killed, damaged, hostile)
 }
 
 

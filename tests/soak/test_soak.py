@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from ..programs import run_program
-from . import damage, kills, names, threads
+from . import damage, kills, names, random_programs
 
 _BEGIN = """
 import os, sys
@@ -29,7 +29,8 @@ def test_scopes_leave_nothing_however_many_there_were():
 
 
 def test_random_programs_in_many_threads_do_what_the_model_says():
-    assert threads.run(8, 2, 30) == []
+    errors, left = random_programs.run_in_threads(8, 3)
+    assert (errors, left) == ([], [0] * 8)
 
 
 @pytest.mark.slow
