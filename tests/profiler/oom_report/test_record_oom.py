@@ -30,10 +30,11 @@ def recorder():
 
 
 def pile_up(limit="1MiB"):
-    kept, net = [], nn.Identity()
+    # no other module that pytest imports has this name, which reports look up in all of them
+    piled_up, net = [], nn.Identity()
     with memory_budget(limit):
         while True:
-            kept.append(net(torch.ones(64, 1024)))
+            piled_up.append(net(torch.ones(64, 1024)))
 
 
 # --- what it says
@@ -54,7 +55,7 @@ def test_an_error_that_the_program_handles_is_told_once_on_one_screen(monkeypatc
     report = recorder.report
     assert (report.cause, report.device, report.requested_bytes) == ("results", "cpu", 262_144)
     assert report.first_line == (
-        "Results pile up: kept[…] keeps 4 tensors, 1.0 MiB. Use chunked(collect=)."
+        "Results pile up: piled_up[…] keeps 4 tensors, 1.0 MiB. Use chunked(collect=)."
     )
     assert report.site.endswith("in pile_up")
     assert (report.total_bytes, report.free_bytes) == (1 << 20, 0)
