@@ -48,8 +48,8 @@ def test_a_convolution_of_a_batch_far_larger_than_memory_is_measured_in_a_few_mi
     measured_bytes = true_peak_bytes(lambda: reports.append(predict_peak(conv, batch)))
     (report,) = reports
     assert report.reasons == ()
-    # a copy of the input in the layout of oneDNN, at the least
-    assert report.peak_bytes >= 3 * batch.nbytes > 30_000 * GIB
+    # beside the batch, its result and a gradient of that a copy in oneDNN's layout, at the least
+    assert report.peak_bytes >= 4 * batch.nbytes > 40_000 * GIB
     assert 0 < measured_bytes < 8 << 20
 
 
