@@ -9,7 +9,7 @@ import weakref
 import pytest
 import torch
 
-from tenure import NewDisposeScope, is_disposed, owner_of
+from tenure import DisposedTensorError, NewDisposeScope, is_disposed, owner_of
 from tenure.adaptive import (
     NoBatchsizeCache,
     OutOfRetriesError,
@@ -101,6 +101,8 @@ def test_every_tensor_of_a_failed_attempt_is_dead_at_the_retry(escape):
     assert run(work) == 1
     assert dead_at_retry == [True] * 8
     assert [is_disposed(loss) for loss in outer] == [True, True, False]
+    with pytest.raises(DisposedTensorError, match=r"'attempt of work at batch size 4'> .+ owned"):
+        outer[0].sum()
 
 
 def test_what_a_success_makes_belongs_to_the_scope_around():
