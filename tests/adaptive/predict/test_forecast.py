@@ -68,7 +68,7 @@ def test_a_prediction_leaves_gradients_random_numbers_and_parameters_as_they_wer
     assert all(type(p) is torch.nn.Parameter for p in parameters)
 
 
-def test_work_that_leaves_torch_goes_on_as_without_predictions():
+def test_work_that_leaves_torch_goes_on_as_without_predictions(caplog):
     net, sizes = network(), []
 
     def train(size):
@@ -77,8 +77,9 @@ def test_work_that_leaves_torch_goes_on_as_without_predictions():
         assert loss.detach().numpy() < 100
         loss.backward()
 
-    with memory_budget("4MiB"):
+    with caplog.at_level(logging.INFO, "tenure.adaptive"), memory_budget("4MiB"):
         batch(initial_batchsize=20_000, predict=True)(train)()
+    assert "goes on without predictions: size 20000 could not be predicted (" in caplog.text
     # the prediction in between is in vain, and leaves no size in the list
     assert sizes[:2] == [20_000, 10_000]
 
