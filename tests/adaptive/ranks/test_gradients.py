@@ -313,6 +313,8 @@ def steps_in_no_sync(rank):
     for i, each in enumerate(parts):
         with module.no_sync() if i < 2 else nullcontext():
             step(squares(module), each[rank], maximum=3 + rank)
+            # plain passes of the block exchange nothing either
+            assert module.require_backward_grad_sync is (i == 2)
         assert is_alike(net[0].weight.grad) is (i == 2)
     assert_same(gradients(net), {name: sum(each[name] for each in wanted) for name in wanted[0]})
 
