@@ -354,9 +354,12 @@ def test_the_newest_registration_wins_and_comes_before_what_is_built_in():
             raise KeyError(oom_info(error).kind)
 
     with register_oom("CUDA out of memory", "host"):
-        for pattern in ("out of memory", re.compile("cuda OUT", re.IGNORECASE)):
-            with pytest.raises(KeyError, match="size_limit"):
-                kind_with(pattern, "size_limit")
+        for pattern, kind in (
+            ("out of memory", "size_limit"),
+            (re.compile("cuda OUT", re.IGNORECASE), "driver"),
+        ):
+            with pytest.raises(KeyError, match=kind):
+                kind_with(pattern, kind)
             assert oom_info(error).kind == "host"
     assert oom_info(error).kind == "device"
 
