@@ -6,6 +6,7 @@ import copy
 import gc
 import logging
 import pickle
+import re
 import weakref
 
 import numpy as np
@@ -358,6 +359,16 @@ def test_an_error_says_by_which_calls_a_tensor_was_made_if_asked_to():
         made = make()
     with pytest.raises(DisposedTensorError, match=r"created at tests\S+:\d+ < tests\S+:\d+"):
         made + 1
+
+
+def test_repr_says_where_a_scope_was_opened_and_its_name_if_it_has_one():
+    scope, begin = NewDisposeScope("step"), r"^<DisposeScope 'step' "
+    with scope:
+        made = torch.ones(1)
+        assert re.match(begin + r"open, 1 tensor, opened at tests/scopes/\S+:\d+>$", repr(scope))
+        del made
+    assert re.match(begin + r"closed, opened at tests/scopes/\S+:\d+>$", repr(scope))
+    assert repr(NewDisposeScope()) == "<DisposeScope not yet open>"
 
 
 def test_the_error_of_a_disposed_tensor_gives_the_advice_of_who_disposed_it():
