@@ -97,11 +97,17 @@ TRAINED = {
 def test_what_the_loss_trains_itself_is_scaled_once(loss, backward):
     function, scale = backward
     net, x = small_net(), samples(9)
-    net.temperature = temperature = nn.Parameter(torch.tensor(1.3, dtype=torch.float64))
+    # no parameter of a module
+    temperature = torch.tensor(1.3, dtype=torch.float64, requires_grad=True)
     plain, fn, options = TRAINED[loss]
     for maximum in (4, 9):
+        whole = plain(net(x), temperature)
+        (own,) = torch.autograd.grad(whole * scale, temperature, retain_graph=True)
+        temperature.grad = None
         given = {"maximum": maximum, "backward": function, **options(temperature)}
-        compare(net, plain(net(x), temperature), lambda b: fn(net(b)), x, scale, **given)
+        compare(net, whole, lambda b: fn(net(b)), x, scale, **given)
+        # by the whole, and by the step
+        torch.testing.assert_close(temperature.grad, 2 * own, rtol=1e-10, atol=0)
 
 
 def test_each_micro_batch_gives_one_scalar_and_trials_give_none():
