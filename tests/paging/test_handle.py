@@ -88,6 +88,11 @@ def test_memory_is_given_back_when_it_is_short_elsewhere(sim, model):
 def test_pageable_memory_is_asked_for_without_a_warning(sim, model):
     with page(model, sim.device, budget="1MiB"):
         assert model[0].weight.is_pinned()
+        # also once it was given other memory, if its own is kept
+        kept = model[0].weight.data
+        model[0].weight.data = kept * 2
+        model(torch.ones(1, 256))
+        assert model[0].weight.is_pinned()
     sim(fail_pinning="all")  # pinning would warn
     with page(model, sim.device, budget="1MiB", host="pageable"):
         model(torch.randn(2, 256))
