@@ -194,9 +194,8 @@ def test_memory_that_runs_out_as_results_are_joined_is_told_of_the_host():
 
 
 def test_a_metric_is_updated_over_many_calls_as_by_the_whole_batches():
-    from torchmetrics.classification import BinaryAUROC
-
-    plain, ours = BinaryAUROC(), BinaryAUROC()
+    metrics = pytest.importorskip("torchmetrics.classification")
+    plain, ours = metrics.BinaryAUROC(), metrics.BinaryAUROC()
     net = nn.Linear(3, 1)
 
     @adaptive.chunked(initial_step=8, collect=ours)
@@ -314,12 +313,11 @@ def test_what_has_an_update_of_its_own_is_a_reducer_and_a_class_is_a_function():
 
 
 def test_a_metric_that_is_a_class_is_refused_by_name():
-    from torchmetrics import MeanMetric
-
+    kind = pytest.importorskip("torchmetrics").MeanMetric
     with pytest.raises(
         AdaptiveUsageError, match=r"^collect=MeanMetric is a class\. Give .* collect=MeanMetric\(\)"
     ):
-        adaptive.chunked(collect=MeanMetric)(lambda chunk, start, end: chunk)
+        adaptive.chunked(collect=kind)(lambda chunk, start, end: chunk)
 
 
 @pytest.mark.parametrize("collect", ["list", "cat", "host", len])
