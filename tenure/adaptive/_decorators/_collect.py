@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterable
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -43,6 +43,29 @@ _PILED_UP = (
 )
 
 
+class _Extent(NamedTuple):
+    """Where a tensor of a result lies; sorted, those that overlap are neighbours.
+
+    Attributes:
+        storage: the identity of its storage.
+        begin: the first of its bytes there.
+        end: the byte after the last.
+        written: how often it had been written; of an inference tensor, which object it is.
+        piece: the number of the piece that it is a result of.
+    """
+
+    storage: int
+    begin: int
+    end: int
+    written: int
+    piece: int
+
+    def is_overwritten_by(self, other: _Extent) -> bool:
+        """Return whether another piece has written where it lies, if it stands before that."""
+        is_shared = self.storage == other.storage and other.begin < self.end
+        return is_shared and self.piece != other.piece and self.written != other.written
+
+
 class Collector:
     """Takes the results of the pieces of one call, and gives a function the list of them.
 
@@ -58,8 +81,7 @@ class Collector:
     def __init__(self, join: Callable[[list[Any]], Any] = list) -> None:
         self._join = join
         self._results: list[Any] = []
-        # where each tensor begins and ends in which storage, how often that was written, its piece
-        self._extents: list[tuple[int, int, int, int, int]] = []
+        self._extents: list[_Extent] = []
 
     def land(self, result: Any) -> Any:
         """Return the part of a result to keep; part of the attempt, and retried with it."""
@@ -90,13 +112,12 @@ class Collector:
                     begin = int(tensor.storage_offset()) * tensor.element_size()
                     # writes of an inference tensor are not counted: each object is a result anew
                     written = id(tensor) if tensor.is_inference() else counter_of(tensor)
-                    extent = (storage, begin, begin + n_bytes, written, len(self._results))
-                    self._extents.append(extent)
+                    piece = len(self._results)
+                    self._extents.append(_Extent(storage, begin, begin + n_bytes, written, piece))
 
     def _refuse_overwritten(self) -> None:
         for one, other in itertools.pairwise(sorted(self._extents)):
-            is_shared = one[0] == other[0] and other[1] < one[2] and one[4] != other[4]
-            if is_shared and one[3] != other[3]:
+            if one.is_overwritten_by(other):
                 raise AdaptiveUsageError(
                     "collect= got results of two pieces in the same memory, so the later piece has "
                     "written over the earlier one. Return a tensor of its own for each piece, such "

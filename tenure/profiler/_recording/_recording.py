@@ -50,7 +50,6 @@ _NO_LEAKS = "Nothing outlived a scope that reports."
 _NOT_SOUGHT = "Leaks were not recorded. Run with --leaks to look for them."
 # A look counts if it is in all but the first eighth of the steps, of which there are enough.
 _LATE, _STEPS = 8, 8
-_NEITHER = "no optimizer made a step, and no model was called"
 # The formats of a timeline that have longer names here: a recording's own .json is another, and its
 # table of times is no table of all.
 _LONGER = {".json": ".trace.json", ".csv": ".timeline.csv"}
@@ -360,7 +359,8 @@ class RecordedLeaks(Report):
         if self.n_looks is None:
             return "Found no growth from step to step."
         if self.n_steps == 0:
-            return f"No growth to judge: {_NEITHER}. Compare two snapshots."
+            neither = "no optimizer made a step, and no model was called"
+            return f"No growth to judge: {neither}. Compare two snapshots."
         times, n_steps = f"looked {counted(self.n_looks, 'time')}", self.n_steps or 0
         if n_steps:
             times += f" in {counted(n_steps, 'step')}"
