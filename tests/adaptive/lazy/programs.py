@@ -22,12 +22,13 @@ class RoomFor(TorchDispatchMode):
 
     Attributes:
         rows: of those that ran, how many rows each had.
+        n_ooms: how many did not.
     """
 
     def __init__(self, most):
         super().__init__()
         self._most = most
-        self.rows = []
+        self.rows, self.n_ooms = [], 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
@@ -35,6 +36,7 @@ class RoomFor(TorchDispatchMode):
         # inference mode takes no product apart
         if wide and not isinstance(out, FakeTensor) and func in _PRODUCTS:
             if out.shape[0] > self._most:
+                self.n_ooms += 1
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
             self.rows.append(out.shape[0])
         return out

@@ -61,3 +61,11 @@ def test_autocast_holds_for_a_batch_that_the_program_moves_to_the_device(sim):
         loss.backward()
         found.append(_gradients(model))
     torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
+def test_calls_with_indices_are_tried_and_split(sim):
+    sim(budget="64MiB")
+    table, head = nn.Embedding(8, 4096, device=sim.device), nn.Linear(4096, 1, device=sim.device)
+    ids = torch.arange(SAMPLES, device=sim.device) % 8
+    head(table(lazy(ids)).relu()).sum().backward()
+    assert sim.n_ooms > 0

@@ -131,3 +131,17 @@ def test_where_nothing_is_computed_all_is_as_before(read, why):
     # and it can be read where there is room
     assert loss.item() > 0
     assert first.num_batches_tracked == 1
+
+
+def test_an_attempt_that_fails_leaves_what_an_earlier_program_wrote():
+    first, model, (x, _) = nn.BatchNorm1d(4).double(), mlp(), batch()
+
+    def program(wrap):
+        first.reset_running_stats()
+        with torch.no_grad():
+            normed = first(wrap(x))
+            normed.sum().item()
+        model(normed).sum().backward()
+        return first.running_mean.clone()
+
+    assert_same(model, program, room=3)

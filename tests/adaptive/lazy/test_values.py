@@ -59,6 +59,9 @@ def test_a_program_runs_once_however_much_of_it_is_read(model, x, y):
         # results that nobody has do not run
         a = lazy(x)
         abandoned = model(a)
+        # nor do those that wait, for what is made of the batch alone
+        assert (a > 0).any()
+        assert room.rows == [8]
         model(a).sum().item()
         assert room.rows == [8, 8, 8]
         del abandoned
@@ -94,25 +97,30 @@ def test_inference_is_split_and_put_together(mode):
     model, (x, y) = mlp(), batch(13)
     expected = model(x)
     # its calls are tried on three samples before they are split for the first time
-    for n_rows in (13 + 12, 13):
+    for n_rows, n_ooms in ((13 + 12, 2), (13, 0)):
         with mode(), RoomFor(3) as room:
             out = model(lazy(x))
             right = (out.argmax(1) == y).sum()
             torch.testing.assert_close(out.cpu().value(), expected.detach())
             assert right.item() == (expected.argmax(1) == y).sum()
             assert max(room.rows) <= 3
-            assert sum(room.rows) == n_rows
+            assert (sum(room.rows), room.n_ooms) == (n_rows, n_ooms)
             loss = F.cross_entropy(model(lazy(x)), y).item()
         assert loss == pytest.approx(F.cross_entropy(expected, y).item())
 
 
 @pytest.mark.parametrize("mixed", [lambda y: y.flip(0), lambda y: y.cumsum(0)])
-def test_whole_numbers_that_begin_alike_are_not_taken_to_be_kept_apart(mixed, model, x):
-    y = torch.tensor([0, 0, 0, 0, 0, 1, 2, 1])
+def test_whole_numbers_that_begin_alike_are_not_taken_to_be_kept_apart(mixed, model):
+    x, y = batch(256)[0], (torch.arange(256) > 253).long()
     expected = mixed(y) + model(x).argmax(1)
     with torch.no_grad(), RoomFor(3):
         a, b = lazy(x, y)
         assert (mixed(b) + model(a).argmax(1)).value().equal(expected)
+
+
+def test_numbers_that_a_call_is_tried_with_are_valid_where_only_one_is(model, x):
+    table, types = nn.Embedding(1, 4).double(), torch.zeros(8, dtype=torch.long)
+    assert_same(model, lambda wrap: model(wrap(x) + table(wrap(types))).sum().backward(), room=3)
 
 
 def test_repr_computes_nothing_and_says_so(model, x):
@@ -207,6 +215,14 @@ def test_a_handle_that_is_gone_frees_the_batch(no_gc):
             loss.backward()
         del x, loss
         assert gone() is None
+
+
+def test_a_question_about_shapes_keeps_no_tensor(x, no_gc):
+    a, other = lazy(x), torch.ones_like(x)
+    gone = weakref.ref(other)
+    assert torch.is_same_size(a, other)
+    del other
+    assert gone() is None
 
 
 def test_gradients_that_wait_are_used_when_there_is_more_memory_by_then():
