@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from tenure import NewDisposeScope
-from tenure.paging import PagingError, PagingWarning
+from tenure.paging import PagingError, PagingWarning, page
 from tenure.testing import for_each_allocation
 
 from .models import WIDTH, build, linears, mlp
-from .support import assert_equal, home, paged, whole_output
+from .support import assert_equal, home, paged, weight_bytes, whole_output
 
 pytestmark = pytest.mark.usefixtures("without_gradients")
 
@@ -102,11 +102,12 @@ def test_a_state_dict_whose_tensors_are_to_be_assigned_is_refused(sim, model, x)
     model.load_state_dict(other, assign=True)
 
 
-@pytest.mark.parametrize(
-    ("percent", "write"), [(40, "by its version"), (100, "by its version"), (100, "by other data")]
-)
-def test_a_write_in_the_middle_of_a_pass_is_seen_by_the_layers_to_come(sim, x, percent, write):
-    # all layers share a unit, whose tensors are looked at together where the pass first uses it
+# a layer a unit; or all share one, whose tensors are looked at together where a pass first uses it
+@pytest.mark.parametrize(("unit", "percent"), [("1B", 40), ("1B", 100), ("1MiB", 110)])
+@pytest.mark.parametrize("write", ["by its version", "by other data"])
+def test_a_write_in_the_middle_of_a_pass_is_seen_by_the_layers_to_come(
+    sim, x, unit, percent, write
+):
     model = nn.Sequential(linears(3))
     weight = model[0][2].weight
 
@@ -117,7 +118,7 @@ def test_a_write_in_the_middle_of_a_pass_is_seen_by_the_layers_to_come(sim, x, p
         else:
             weight.data = weight.detach() * 2
 
-    with paged(sim, model, percent):
+    with page(model, sim.device, unit, budget=weight_bytes(model) * percent // 100):
         model(x)
         handle = model[0][0].register_forward_hook(change)
         found = model(x).cpu()
