@@ -44,8 +44,10 @@ def test_95_percent_of_the_memory_that_is_meant_are_found_in_multiples_of_align(
     assert not train.fits(int(found / 0.95) + align, BUDGET)
 
 
-@pytest.mark.parametrize(("wall", "high"), [(1, 64), (777, 10**6)])
-def test_where_nothing_is_measured_sizes_double_until_one_fails(wall, high):
+@pytest.mark.parametrize(
+    ("wall", "high", "margin"), [(1, 64, 0), (777, 10**6, 0), (777, 10**6, 0.3)]
+)
+def test_where_nothing_is_measured_sizes_double_until_one_fails(wall, high, margin):
     sizes = []
 
     def work(size):
@@ -53,9 +55,9 @@ def test_where_nothing_is_measured_sizes_double_until_one_fails(wall, high):
         if size > wall:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
-    found = find_batch_size(work, high=high, margin=0)
+    found = find_batch_size(work, high=high, margin=margin)
     assert found in sizes
-    assert 0.95 * wall <= found <= wall
+    assert 0.95 * wall <= found / (1 - margin) <= wall
     assert sum(size > wall for size in sizes) <= 3
 
 

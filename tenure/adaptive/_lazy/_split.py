@@ -478,9 +478,6 @@ class SplitProgram:
             for value, entry in self._terms.items():
                 terms, counts = zip(*[part[value] for part in seen], strict=True)
                 self._whole[value] = whole_of(entry.verdict.reduces, [*terms], [*counts])
-            if self._taken and self._root is not None:
-                # with the random numbers that its gradients are of
-                self._whole[self._root] = result.loss.clone().reshape(self._root.meta.shape)
         return result
 
     def _function(self, name: str) -> Any:
@@ -513,10 +510,8 @@ class SplitProgram:
         """Return the loss by the results of all parts."""
         given = {v: v.label.back(each) for v, each in zip(self._taken, outputs, strict=True)}
         env = self._run_late(given, self._late)
-        # a verification passes those of a few samples
-        if all(tensor.shape == value.meta.shape for value, tensor in given.items()):
-            with persist():
-                self._whole |= {value: tensor.detach() for value, tensor in env.items()}
+        with persist():
+            self._whole |= {value: tensor.detach() for value, tensor in env.items()}
         root: Any = self._root
         loss: Tensor = env[root]
         return loss.reshape(())

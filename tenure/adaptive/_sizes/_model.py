@@ -297,7 +297,7 @@ class SizeModel:
             else:
                 wanted = self._by_line(sizes, limit_bytes, top, least)
                 if n_failed is not None:
-                    wanted = self._searching(wanted, limit_bytes, top, n_failed)
+                    wanted = self._searching(wanted, limit_bytes, top)
                 elif (
                     self.other is None
                     and (is_flat or ok < 2 * sizes.low)
@@ -309,19 +309,14 @@ class SizeModel:
                 return None
             return max(min(wanted, top) // sizes.align, ok // sizes.align + 1) * sizes.align
 
-    def _searching(
-        self, wanted: int | None, limit_bytes: int, top: int, n_failed: int
-    ) -> int | None:
+    def _searching(self, wanted: int | None, limit_bytes: int, top: int) -> int | None:
         """Return the size of a search, which is to end near the largest whatever measuring says."""
+        if wanted is not None:
+            return wanted
         less = self.ok if self.other is None else self.other.size
-        if wanted is None:
-            # one size does not show what is fixed, nor any what fits if memory goes up in segments
-            is_shown = limit_bytes >= _SEGMENTS_BYTES and 4 * less <= 3 * self.ok
-            return None if is_shown else self._stepped(top, MOST_FAILURES - 1)
-        if n_failed == 1 and less <= self.ok:
-            # far from what worked it is a guess, whose failure is not worth what it saves
-            return min(wanted, max(2 * self.ok, wanted // 2))
-        return wanted
+        # one size does not show what is fixed, nor any what fits if memory goes up in segments
+        is_shown = limit_bytes >= _SEGMENTS_BYTES and 4 * less <= 3 * self.ok
+        return None if is_shown else self._stepped(top, MOST_FAILURES - 1)
 
     def with_fixed_part(self, sizes: SizeRange, limit_bytes: int) -> int | None:
         """Return a smaller size that shows what of the bytes is fixed, if that matters now."""

@@ -158,6 +158,14 @@ def test_a_maximum_lets_the_size_grow_beyond_the_initial_one():
     assert found[-1] == 200
 
 
+def test_a_size_that_failed_and_runs_now_is_no_limit():
+    work = Limited(20)
+    call = batch_of(work, 64, maximum=512, cache_type=GlobalBatchsizeCache)
+    call()
+    work.largest = 512
+    assert [call() for _ in range(40)][-1] == 512
+
+
 def test_an_aligned_size_grows_by_whole_steps():
     work = Limited(100)
     call = batch_of(work, 256, align=8, cache_type=GlobalBatchsizeCache)

@@ -1,5 +1,6 @@
 """What `step` refuses to split, and where it looks for it."""
 
+import dataclasses
 import functools
 import threading
 import types
@@ -182,12 +183,18 @@ class _Mean(nn.Module):
         return x.square().mean()
 
 
+@dataclasses.dataclass(slots=True)
+class _Slot:
+    net: nn.Module
+
+
 REACHED = {
     "closure": (lambda n, _: lambda b: n(b), "n"),
     "global": (lambda n, s: _executed("def loss(b): return net(b)", net=n, len=s, spare=s), "net"),
     "partial": (lambda n, _: functools.partial(lambda m, b: m(b), n), "<lambda> argument 1"),
     "method": (lambda n, s: Trainer(n, s).loss, "self.net"),
     "lambda of self": (lambda n, s: (lambda t: lambda b: t.loss(b))(Trainer(n, s)), "self.net"),
+    "slot": (lambda n, _: (lambda s: lambda b: s.net(b))(_Slot(n)), "s.net"),
     "helper": (lambda n, _: (lambda f: lambda b: f(b))(lambda b: n(b)), "n"),
     "list": (lambda n, _: (lambda m: lambda b: m["a"][0](b))({"a": [n]}), "m['a'][0]"),
     "module": (lambda n, _: nn.Sequential(n, _Mean()), "Sequential.0"),

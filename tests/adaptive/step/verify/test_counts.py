@@ -164,6 +164,13 @@ def masked_mean(net):
     return lambda b: (net(b[0]).square().mean(1) * b[1]).sum() / b[1].sum().clamp(min=1)
 
 
+def test_a_mean_over_what_two_masks_let_through_is_no_sum():
+    net, i = nn.Linear(4, 3).double(), torch.arange(300)
+    rows = torch.randperm(300, generator=torch.Generator().manual_seed(2))
+    batch = samples(300), torch.isin(i, rows[:10]), torch.isin(i, rows[8:18])
+    refused(lambda b: masked_mean(net)((b[0], b[1] & b[2])), batch, maximum=100, loss="sum")
+
+
 # in the second one, memory runs out as it is asked whether the difference is rounding
 @pytest.mark.parametrize(("width", "n", "budget"), [(256, 1000, "1500KiB"), (128, 500, "500KiB")])
 def test_a_masked_mean_is_no_sum_where_memory_allows_few_samples(width, n, budget):

@@ -151,6 +151,12 @@ class Centred(nn.Module):
 
 
 wrong("a module", squares, lambda: net(Centred()), advice=".2 (Centred) mixes the samples")
+wrong(
+    "root, batch norm per chunk",
+    lambda m, b: squares(m, b).sqrt(),
+    lambda: net(nn.BatchNorm1d(8)),
+    batchnorm="per_chunk",
+)
 
 
 def ppo(m, b):
@@ -282,6 +288,17 @@ def autocast(m, b):
 right("autocast with dropout", autocast, lambda: net(nn.Dropout(0.5)))
 right("nan", lambda m, b: squares(m, b) * math.nan)
 right("infinite", lambda m, b: (squares(m, b) + 1e38) * 1e38)
+
+
+def chaotic(m, b):
+    """Rounding is all that a split changes, as in an RNN that was not trained yet."""
+    x = out(m, b).sigmoid()
+    for _ in range(20):
+        x = 3.9 * x * (1 - x)
+    return x.mean()
+
+
+right("chaotic", chaotic)
 right("huge", lambda m, b: squares(m, b) * 1e20)
 right("frozen batch norm", squares, lambda: net(nn.BatchNorm1d(8).eval()))
 right("batch norm per chunk", squares, lambda: net(nn.BatchNorm1d(8)), batchnorm="per_chunk")

@@ -72,6 +72,18 @@ def test_a_closure_that_is_new_in_each_call_is_one_place():
     assert sum(more > 0 for more in extra) <= 6
 
 
+def test_a_count_that_stays_is_looked_at_in_few_calls():
+    net, runs = nn.Linear(1, 1), []
+
+    def fn(b):
+        runs.append(len(b))
+        return net(b).square().sum(), torch.ones(len(b)).sum()
+
+    for _ in range(10):
+        step(fn, torch.randn(4, 1), maximum=1)
+    assert sum(runs) <= 10 * 4 + 3 * 20 + 4
+
+
 def test_a_wrong_loss_is_refused_however_many_right_ones_one_line_has_run():
     batch = {"x": torch.randn(12, 4), "y": torch.randint(3, (12,))}
 
@@ -173,6 +185,16 @@ def a_text_of_an_object():
     return lambda e: getattr(e, held.kind)(), lambda: setattr(held, "kind", "sum")
 
 
+def a_text_of_a_loss_of_torch():
+    loss = nn.MSELoss()
+    return lambda e: loss(e, e.detach() + 1), lambda: setattr(loss, "reduction", "sum")
+
+
+def a_number_of_numpy():
+    held = SimpleNamespace(share=np.float32(1))
+    return lambda e: hardest(e, held.share), lambda: setattr(held, "share", np.float32(0.25))
+
+
 def a_variable_of_the_environment():
     os.environ["TENURE_SHARE"] = "1.0"
     change = lambda: os.environ.update(TENURE_SHARE="0.25")  # noqa: E731
@@ -185,6 +207,8 @@ HELD = [
     a_tensor,
     slots_below_a_module,
     a_text_of_an_object,
+    a_text_of_a_loss_of_torch,
+    a_number_of_numpy,
     a_variable_of_the_environment,
 ]
 
