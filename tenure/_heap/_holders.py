@@ -8,6 +8,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import sys
+import threading
 import types
 from collections import deque
 from collections.abc import Collection, Sequence
@@ -57,6 +58,9 @@ _MAX_CHARACTERS = 400
 _MANY_STEPS = 8
 # plumbing between an object and what it is made of; a chain does not begin there
 _PLUMBING = (dict, tuple, types.CellType)
+
+# A search holds what it looks at, so a second one on another thread would find and follow all that.
+_one_search = threading.RLock()
 
 # an object, and whether what holds it is no more than a variable of a running function
 _Place = tuple[int, bool]
@@ -111,7 +115,7 @@ def find_holders(
     Returns:
         For each object its holders: those whose chain is a name first, the shortest first.
     """
-    with without_functions(), collector_paused():
+    with _one_search, without_functions(), collector_paused():
         search = Search(objects, (objects, *ignore), Roots(sys._getframe(1)), image)
         chains = Chains(search)
         return [_holders_of(n, search, chains) for n in search.targets]
@@ -120,7 +124,7 @@ def find_holders(
 def weigh_holders(found: object) -> tuple[list[Holder], Balance]:
     """Do as `find_holders` for one object of any kind, and balance the references to it."""
     ours = [found]
-    with without_functions(), collector_paused():
+    with _one_search, without_functions(), collector_paused():
         # from this very frame on: its argument is a reference as well
         search = Search(ours, (ours,), Roots(sys._getframe()))
         (n,) = search.targets

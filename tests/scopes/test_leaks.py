@@ -2,13 +2,16 @@
 
 import gc
 import sys
+import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
 
 from tenure import NewDisposeScope
+from tenure._heap import _holders
 from tenure.scopes import LeakRecord, LeakReport
 
 CACHE = []
@@ -120,6 +123,30 @@ def test_graph_of_a_local_loss_is_no_leak_of_a_local_but_one_of_temporaries():
     assert found.kind == "autograd"
     assert "SinBackward0 (saved self) in the graph of " in found.holders[0]
     assert loss.requires_grad
+
+
+def test_scopes_of_several_threads_search_one_after_the_other(monkeypatch):
+    running, most = [], []
+    search = _holders.Search
+
+    def noted(*args):
+        running.append(None)
+        time.sleep(0.02)
+        most.append(len(running))
+        found = search(*args)
+        running.pop()
+        return found
+
+    def request():
+        with reporting() as scope:
+            CACHE.append(torch.ones(2))
+        return scope.leaks
+
+    monkeypatch.setattr(_holders, "Search", noted)
+    with ThreadPoolExecutor(4) as pool:
+        reports = [pool.submit(request) for _ in range(4)]
+    assert most == [1] * 4
+    assert {each.result().records[0].kind for each in reports} == {"global"}
 
 
 def test_one_storage_counts_once():
