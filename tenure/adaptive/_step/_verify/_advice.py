@@ -17,6 +17,7 @@ from ._runs import SampledStep, chosen_samples, first_that_fits
 _SPLITS = ((5, 3), (3, 5), (4, 4))
 # torch's own, what other libraries take, padding, and the void of segmentation masks.
 _IGNORED = (-100, -1, 0, 255)
+_EXACT = 1e-6
 _Curve = Callable[[float], float]
 _CURVES: dict[str, tuple[str, _Curve]] = {
     "then=torch.sqrt": ("without the root", lambda value: value**2),
@@ -111,10 +112,9 @@ def _declared(step: SampledStep, parts: StepParts, n: int) -> str:
     # a masked mean is a sum as well while one part alone has samples that count
     counts_apart = any(values[0, a] and values[a, n] for a, _ in splits)
 
-    def adds_up(weights: Tensor | None, inverse: _Curve) -> bool:
-        """Return whether the whole is the sum, or the mean by weights of samples, of its parts."""
-        if weights is None and not counts_apart:
-            return False
+    def error_of(weights: Tensor | None, inverse: _Curve) -> float:
+        """Return how far off the whole is from the sum, or the weighted mean, of its parts."""
+        error = math.inf if weights is None and not counts_apart else 0.0
         try:
             for a, _ in splits:
                 whole, *each = (inverse(values[run]) for run in ((0, n), (0, a), (a, n)))
@@ -123,14 +123,19 @@ def _declared(step: SampledStep, parts: StepParts, n: int) -> str:
                     counts = [float(weights[:a].sum()), float(weights[a:].sum())]
                     shares = [count / sum(counts) for count in counts]
                 total = each[0] * shares[0] + each[1] * shares[1]
-                if abs(whole - total) > rtol * max(abs(whole), abs(total)):
-                    return False
+                error = max(error, abs(whole - total) / (max(abs(whole), abs(total)) or 1.0))
         except (ValueError, OverflowError, ZeroDivisionError):
-            return False
-        return True
+            return math.inf
+        return error
 
-    tried = _candidates(step, parts, indices)
-    return next((told for told, weights, inverse in tried if adds_up(weights, inverse)), "")
+    tried = [
+        (told, error)
+        for told, weights, inverse in _candidates(step, parts, indices)
+        if (error := error_of(weights, inverse)) <= rtol
+    ]
+    # where little is exact, others are nearly right as well
+    least = min([error for _, error in tried], default=0.0)
+    return next((told for told, error in tried if error <= max(4 * least, _EXACT)), "")
 
 
 def _candidates(
@@ -170,13 +175,17 @@ _Named = Sequence[tuple[str, Tensor]]
 
 def _counts(tensors: _Named, parts: StepParts) -> Iterator[tuple[str, Tensor]]:
     """Yield what losses often divide by, as code, and its numbers for the samples."""
-    for name, values in tensors:
-        is_mask = bool(((values == 0) | (values == 1)).all())
-        counted = [("{}.sum()", values)] if is_mask else []
-        if not is_mask and not values.is_floating_point():
-            masks = [(f"({{}} != {ignored}).sum()", values != ignored) for ignored in _IGNORED]
-            counted = [(shown, valid) for shown, valid in masks if not bool(valid.all())]
-        for shown, counts in counted:
+    # labels before the mask of their inputs, which may count more
+    for ignored in (_IGNORED[0], None, *_IGNORED[1:]):
+        for name, values in tensors:
+            is_mask = bool(((values == 0) | (values == 1)).all())
+            if is_mask is not (ignored is None) or (not is_mask and values.is_floating_point()):
+                continue
+            shown, counts = "{}.sum()", values
+            if ignored is not None:
+                shown, counts = f"({{}} != {ignored}).sum()", torch.ne(values, ignored)
+            if not is_mask and bool(counts.all()):
+                continue
             found = [(shown.format(name), counts)]
             if counts.dim() > 1:
                 # language models predict the next token, so the first label of a row is not counted

@@ -385,7 +385,10 @@ def _identity_of(value: Any) -> Hashable:
 
 
 def _contents(leaves: Sequence[Leaf]) -> Hashable:
-    """Describe each leaf: its kind, whether labels are ignored, whether samples are alike."""
+    """Describe each leaf: its kind, whether labels are ignored, whether samples are alike.
+
+    And which leaves leave out as many places: a mask counts like labels until prompts are ignored.
+    """
     kinds: dict[str, Hashable] = {}
     traits: dict[torch.device, list[tuple[str, Tensor]]] = {}
     for leaf in leaves:
@@ -401,10 +404,13 @@ def _contents(leaves: Sequence[Leaf]) -> Hashable:
             if (found := _traits(leaf)) is not None:
                 traits.setdefault(found.device, []).append((leaf.path, found))
     told = dict[str, Hashable]()
+    first_with = dict[float, str]()
     # the host waits for each device once, not for each leaf
     for there in traits.values():
         numbers = torch.stack([each for _, each in there]).tolist()
-        told |= {path: tuple(each) for (path, _), each in zip(there, numbers, strict=True)}
+        for (path, _), (*signs, n_left_out) in zip(there, numbers, strict=True):
+            like = first_with.setdefault(n_left_out, path) if n_left_out else path
+            told[path] = (*signs, like)
     return tuple([(path, kind, told.get(path)) for path, kind in kinds.items()])
 
 
@@ -418,10 +424,10 @@ def _extent(item: Any) -> Hashable:
 
 
 def _traits(leaf: Leaf) -> Tensor | None:
-    """Return the sign of the least label, whether all are the same, and whether samples are even.
+    """Return the sign of the least label, if all are the same, if samples are even, and a count.
 
     The sign tells -100 among labels, and 0 in a mask. A leaf is even where each sample has as much
-    of a mask, or as many ignored labels.
+    of a mask, or as many ignored labels. The count is of these, and of the zeros of a mask.
     """
     value, dim = leaf.value, leaf.dim
     if hasattr(type(value), "__array_interface__"):
@@ -437,10 +443,13 @@ def _traits(leaf: Leaf) -> Tensor | None:
     is_measured = value.is_floating_point()
     low, high = value.aminmax()
     fewest, most = low, high
+    n_left_out = torch.zeros_like(low)
     # torch sums small integers in 8 bytes each
     if isinstance(dim, int) and (value.element_size() > 2 or value.numel() <= _MOST_SUMMED):
         amounts = value if is_measured else value == low
         others = [i for i in range(value.dim()) if i != dim % value.dim()]
-        fewest, most = (amounts.sum(others) if others else amounts).aminmax()
+        amounts = amounts.sum(others) if others else amounts
+        fewest, most = amounts.aminmax()
+        n_left_out = n_left_out if is_measured else amounts.sum() * (low <= 0)
     sign = torch.zeros_like(low) if is_measured else low
-    return torch.stack([sign.float().sign(), low == high, fewest == most])
+    return torch.stack([sign.float().sign(), low == high, fewest == most, n_left_out])

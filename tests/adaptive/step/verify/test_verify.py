@@ -414,6 +414,27 @@ def test_weights_of_classes_are_named_as_what_the_mean_divides_by(name):
     assert worst_error(gradients(net), wanted) < 1e-10
 
 
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, "autocast"])
+def test_a_mean_over_the_tokens_that_count_is_refused_in_every_precision(dtype, seed):
+    torch.manual_seed(seed)
+    net = nn.Sequential(nn.Embedding(50, 32), nn.Linear(32, 256), nn.GELU(), nn.Linear(256, 50))
+    net.to(None if dtype == "autocast" else dtype)
+    ids, lengths = torch.randint(1, 50, (64, 20)), torch.randint(14, 21, (64,)).sort().values
+    mask = (torch.arange(20) < lengths[:, None]).long()
+    batch = {"ids": ids, "mask": mask, "labels": ids.roll(-1, 1).masked_fill(mask == 0, -100)}
+
+    def fn(b):
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "autocast"):
+            return F.cross_entropy(net(b["ids"]).flatten(0, 1), b["labels"].flatten())
+
+    advice = refused(fn, batch, maximum=16).advice
+    # the mask of the inputs counts as much, until prompts are ignored; so does one place less for
+    # each row, nearly
+    assert dtype is torch.bfloat16 or "batch: (batch['labels'] != -100).sum() (with" in advice
+    step(fn, batch, maximum=16, weight=lambda b: (b["labels"] != -100).sum())
+
+
 @pytest.mark.parametrize(
     "mix", [lambda b: 0.3 * b + 0.7 * b[torch.randperm(len(b))], lambda b: b - b.mean(0)]
 )

@@ -308,6 +308,23 @@ def test_a_mask_that_becomes_ragged_is_verified_anew(kind):
     refused(fn, batch(ragged), maximum=5)
 
 
+def test_a_mask_that_no_longer_counts_what_labels_do_is_verified_anew():
+    net, lengths = small_net(), torch.arange(16)[:, None] % 6 + 1
+    given = {"weight": lambda b: b["mask"].sum(), "maximum": 4}
+
+    def batch(first):
+        places = torch.arange(6)
+        y = torch.randint(3, (16, 6)).where((first <= places) & (places < lengths), -100)
+        return {"x": samples(96).reshape(16, 6, 4), "mask": (places < lengths).long(), "y": y}
+
+    def fn(b):
+        return F.cross_entropy(net(b["x"]).flatten(0, 1), b["y"].flatten())
+
+    for _ in range(5):
+        step(fn, batch(0), **given)
+    refused(fn, batch(torch.arange(16)[:, None] % 2 * (lengths // 2)), **given)
+
+
 def test_items_that_become_of_different_length_are_verified_anew():
     net, given = small_net(), {"in_dims": {"boxes": "items"}, "maximum": 4}
 
