@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..._undo import named_modules
 from .._parts import StepParts
-from ._compare import CHECKED, DECLARED, MOST_SAMPLES, first_module, rtol_of
+from ._compare import DECLARED, MOST_SAMPLES, OUTPUTS, first_module, rtol_of
 from ._runs import SampledStep, chosen_samples, first_that_fits
 
 # Unequal ones, and an equal one: a mean of means is right for equal parts by accident.
@@ -81,7 +81,7 @@ def _of_module(step: SampledStep, n: int) -> str:
     indices = chosen_samples(step.tree, step.n_samples, n)
     # unequal parts again, and the whole in the same way, with the same numbers
     whole, split = (step.observe(indices, size, watches=True) for size in (n, -(-n * 5 // 8)))
-    found = first_module(whole, split, rtol_of(CHECKED, whole.rounded()))
+    found = first_module(whole, split, rtol_of(OUTPUTS, whole.rounded()))
     told = "mixes the samples of its batch: freeze it with eval(), or replace it."
     return f"{found[0].name} {told}" if found else ""
 

@@ -40,11 +40,11 @@ from ._runs import (
 # The largest relative error that passes, by the coarsest type of floating point on the way: where
 # all is float64, where some is float32, and anything else.
 Tolerance = tuple[float, float, float]
-# `check_split` asks nobody else: float32 gets what a deep network loses, and bfloat16, with 8 bits,
-# the 5 % that its gradients are off in whole networks. The numbers stand in its docstring.
-CHECKED: Tolerance = (1e-9, 1e-4, 5e-2)
-# What is farther off is no error yet: `_is_noise` decides, by runs that cost time.
-_GRADIENTS: Tolerance = (1e-9, 1e-4, 1e-2)
+# Of the output of a module, float32 gets what a deep network loses, and bfloat16 5 %.
+OUTPUTS: Tolerance = (1e-9, 1e-4, 5e-2)
+# What is farther off is no error yet: `is_noise` decides, by runs that cost time. The numbers stand
+# in the docstring of `check_split`.
+GRADIENTS: Tolerance = (1e-9, 1e-4, 1e-2)
 # A loss is a sum of many, without the cancellation that gradients have.
 _LOSSES: Tolerance = (1e-9, 2e-5, 1e-2)
 # Losses that were put together of two and went through a logarithm or a root.
@@ -387,7 +387,7 @@ class Comparison:
                     self._compare_kept(whole, split)
                 self._scale = 0.0
                 again = functools.partial(step.observe, indices, n)
-                if not self._agree(whole, split, _GRADIENTS, again):
+                if not self.agree(whole, split, GRADIENTS, again):
                     break
                 with without_functions():
                     self._scale = float(whole.outcome.loss.detach().abs().nan_to_num())
@@ -397,7 +397,7 @@ class Comparison:
         return True
 
     def _compare_kept(self, whole: SampledRun, split: SampledRun) -> None:
-        rtol = rtol_of(_GRADIENTS, whole.rounded(), self.step.types)
+        rtol = rtol_of(GRADIENTS, whole.rounded(), self.step.types)
         for name in whole.kept.keys() & split.kept.keys():
             one, other = whole.kept[name], split.kept[name]
             if one.shape != other.shape or not relative_error(other, one) <= rtol:
@@ -430,10 +430,10 @@ class Comparison:
         is_other = callable(step.spec.loss) or step.spec.once is not None or indices is not None
         if step.is_random or is_other or step.without_statistics:
             split = step.observe(indices, max(outcome.sizes), learns=False)
-        self._agree(whole, split, _LOSSES, again)
+        self.agree(whole, split, _LOSSES, again)
         return True
 
-    def _agree(
+    def agree(
         self,
         whole: SampledRun,
         split: SampledRun,
@@ -463,7 +463,7 @@ class Comparison:
             anew = noise(0, 0).get(name, 0.0)
             # A function that counts its calls, for one; kernels that add up in any order round.
             # Into the whole batch, which is no copy, it may have written.
-            is_copy = tolerance is _GRADIENTS
+            is_copy = tolerance is GRADIENTS
             if anew > _ROUNDINGS * rtol and is_copy and not step.has_unknown:
                 self.remembers = True
                 return False

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from tenure.adaptive import NoBatchsizeCache, SplitMismatchError, step
+from tenure.adaptive import NoBatchsizeCache, SplitMismatchError, check_split, step
 
 from ...attempt.failures import out_of_memory_above
 from ...unchanged import assert_same, traces, unchanged
@@ -429,10 +429,13 @@ def test_a_mean_over_the_tokens_that_count_is_refused_in_every_precision(dtype, 
             return F.cross_entropy(net(b["ids"]).flatten(0, 1), b["labels"].flatten())
 
     advice = refused(fn, batch, maximum=16).advice
+    assert not check_split(fn, batch)
     # the mask of the inputs counts as much, until prompts are ignored; so does one place less for
     # each row, nearly
     assert dtype is torch.bfloat16 or "batch: (batch['labels'] != -100).sum() (with" in advice
-    step(fn, batch, maximum=16, weight=lambda b: (b["labels"] != -100).sum())
+    declared = {"weight": lambda b: (b["labels"] != -100).sum()}
+    assert check_split(fn, batch, **declared)
+    step(fn, batch, maximum=16, **declared)
 
 
 @pytest.mark.parametrize(
