@@ -17,7 +17,7 @@ from tenure._text import format_bytes
 from tenure._torch.compiler import never_compiled
 from tenure.scopes import DisposeScope
 
-from ._attempt import Attempts, OnRetry, empty_cache
+from ._attempt import Attempts, OnRetry
 from ._callables import check_function, name_of
 from ._memory import MemoryMeter, memory_budget, meter_for
 from ._ranks import call_of_ranks
@@ -122,9 +122,8 @@ def find_batch_size(
             if size in finder.ran:
                 return
             show(f"batch size {size}")
-            # as a program finds the device that begins with this size
-            empty_cache(where)
             caches = Caches(state.reached)
+            # it empties the cache of the device, too, as a program finds it
             finder.restart()
             with (
                 no_optimizer_steps(_ENTRY, state.parameters),

@@ -221,11 +221,12 @@ class Scaled(Trainer):
 class Logging(Trainer):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         outputs = model(**inputs)
-        words = outputs.logits.argmax(-1)
+        words, labels = outputs.logits.argmax(-1), inputs["labels"]
         told = {
             "told loss": float(outputs.loss.detach()), "rate": 0.1,
             "largest": float(outputs.logits.detach().max()),
-            "n right": int((words == inputs["labels"]).sum()),
+            "n right": int((words == labels).sum()),
+            "mean label": float(labels[labels != -100].double().mean()),
         }  # fmt: skip
         self.log(told)
         return outputs.loss

@@ -27,10 +27,10 @@ _MOST_HEADS = 2
 """So many linear layers are tried, the last that are in no repeated block."""
 
 
-def chunked_cross_entropy(work: Work, has_backward: bool) -> Iterator[AdvisedChange]:
+def chunked_cross_entropy(work: Work, _has_backward: bool) -> Iterator[AdvisedChange]:
     """`F.linear_cross_entropy` in the place of a linear layer and its cross entropy."""
     # torch before 2.13
-    if not has_backward or not hasattr(F, "linear_cross_entropy"):
+    if not hasattr(F, "linear_cross_entropy"):
         return
     repeated = {
         m for _, _, each in repeated_blocks(work) for block in each for m in block.modules()

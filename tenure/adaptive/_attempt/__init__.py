@@ -9,4 +9,3 @@ from ._events import add_listener as add_listener
 from ._events import memory_of as memory_of
 from ._events import remove_listener as remove_listener
 from ._events import statistics as statistics
-from ._relief import empty_cache as empty_cache

@@ -70,8 +70,6 @@ class Relief:
 
     def last_resort(self, info: OomInfo) -> int:
         """Free what is expensive to free, before giving up: garbage, memory of libraries."""
-        if info.kind == "size_limit":
-            return 0
         if info.device not in _HOST:
             return self._let_libraries_go(info)
         # For the host a collection comes only now: it takes the longer the more objects there are,
@@ -111,13 +109,6 @@ class Relief:
             return 0
         freed_bytes = max(0, before_bytes - used_bytes())
         return freed_bytes if _serves(freed_bytes, info) else 0
-
-
-def empty_cache(device: str | torch.device) -> None:
-    """Give back what the allocator of a device holds and nothing uses; of the host, nothing."""
-    found = accelerator_of(device)
-    if found is not None:
-        _empty_cache(found[0])
 
 
 def free_bytes_of(info: OomInfo) -> int | None:

@@ -77,9 +77,6 @@ def checked_cache_type(cache_type: object) -> CacheType:
     if cache_type is None:
         named = f"{_ROOM}.DEFAULT_CACHE_TYPE"
         cache_type = sys.modules[_ROOM].DEFAULT_CACHE_TYPE
-    if cache_type is StacktraceMemoryBatchsizeCache or cache_type is GlobalBatchsizeCache:
-        # by far the most, of each call: the checks below are for classes of the user's own
-        return cache_type
     if isinstance(cache_type, type) and issubclass(cache_type, BatchsizeCache):
         if getattr(cache_type, "remembered_for", None) in _ANSWERS:
             return cache_type

@@ -132,6 +132,10 @@ def test_logits_in_parts_take_what_was_told():
     by_hand = predict_peak(in_parts(model), x).peak_bytes
     assert abs(by_hand - found.peak_bytes) <= _SLACK
     assert abs(found.peak_bytes - true_peak_of(in_parts(model), x)) <= _SLACK
+    # without a backward pass, too
+    with torch.no_grad():
+        found = the_advice_on("logits of model.head", predict_peak(loss_of(model), x))
+        assert found.peak_bytes == predict_peak(in_parts(model), x).peak_bytes
 
 
 @pytest.mark.parametrize(

@@ -292,6 +292,12 @@ def test_inference_mode_takes_functions_apart():
     with torch.inference_mode():
         report = exact(transformer().eval(), torch.randn(8, 32, 64), trains=False, at_most=0.5)
     assert report.reasons == ("layers of attention run without their fast path",)
+    x, peaks = torch.randn(8, 32, 64), []
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            attention = lambda x: F.scaled_dot_product_attention(x, x, x)  # noqa: E731
+            peaks.append(predict_peak(attention, x, device="cuda").peak_bytes)
+    assert peaks[0] == peaks[1]
 
 
 def test_an_optimizer_with_a_closure_runs_the_work_again():

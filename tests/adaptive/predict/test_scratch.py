@@ -121,6 +121,7 @@ def test_a_product_of_16_bits_takes_no_more_than_a_copy_in_32():
     report = predict_peak(fn, x, device="cpu")
     tensors_bytes = x.nbytes + layer.weight.nbytes + 4 * n * 4096
     assert report.peak_bytes < 6 * tensors_bytes
+    assert "grows in steps for 16 bits" in report.reasons[0]
 
 
 # kind, times, samples, features, hidden, layers, directions, projected, reserve on an H100

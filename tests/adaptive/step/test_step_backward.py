@@ -130,6 +130,15 @@ def test_each_micro_batch_gives_one_scalar_and_trials_give_none():
     assert backward.got == []
 
 
+def test_a_loss_in_half_precision_stays_what_it_is():
+    net, seen = nn.Linear(4, 1).bfloat16(), []
+    step(
+        lambda b: net(b).mean(), torch.randn(4, 4).bfloat16(),
+        backward=lambda loss: seen.append(loss.dtype) or loss.backward(),
+    )  # fmt: skip
+    assert seen == [torch.bfloat16]
+
+
 @pytest.mark.parametrize("maximum", [4, 9])
 def test_gradients_of_the_batch_and_of_hooks_are_scaled_once(maximum):
     net, raw, seen = small_net(), samples(9).requires_grad_(), []

@@ -72,7 +72,8 @@ def test_a_closure_that_is_new_in_each_call_is_one_place():
     assert sum(more > 0 for more in extra) <= 6
 
 
-def test_a_count_that_stays_is_looked_at_in_few_calls():
+@pytest.mark.parametrize("maximum", [1, 2])
+def test_a_count_that_stays_is_looked_at_in_few_calls(maximum):
     net, runs = nn.Linear(1, 1), []
 
     def fn(b):
@@ -80,7 +81,7 @@ def test_a_count_that_stays_is_looked_at_in_few_calls():
         return net(b).square().sum(), torch.ones(len(b)).sum()
 
     for _ in range(10):
-        step(fn, torch.randn(4, 1), maximum=1)
+        step(fn, torch.randn(4, 1), maximum=maximum)
     assert sum(runs) <= 10 * 4 + 3 * 20 + 4
 
 
@@ -190,6 +191,12 @@ def a_text_of_a_loss_of_torch():
     return lambda e: loss(e, e.detach() + 1), lambda: setattr(loss, "reduction", "sum")
 
 
+def a_closure_of_a_module():
+    loss, made = Hardest(), lambda share: lambda e: hardest(e, share)
+    loss.forward = made(1.0)
+    return loss, lambda: setattr(loss, "forward", made(0.25))
+
+
 def a_number_of_numpy():
     held = SimpleNamespace(share=np.float32(1))
     return lambda e: hardest(e, held.share), lambda: setattr(held, "share", np.float32(0.25))
@@ -208,6 +215,7 @@ HELD = [
     slots_below_a_module,
     a_text_of_an_object,
     a_text_of_a_loss_of_torch,
+    a_closure_of_a_module,
     a_number_of_numpy,
     a_variable_of_the_environment,
 ]
