@@ -84,7 +84,7 @@ class Holder(NamedTuple):
         running: a frame that runs on this thread holds the tensor as a plain local variable. Its
             function's captured variable, a tuple that is a variable, a view of all of the tensor,
             or a view, array or graph beside a variable of the tensor itself, count as that
-            variable.
+            variable; so does all that only the exception in flight holds.
         graph: what holds the graph of autograd that the chain goes through; empty without one.
         named: false where the chain only counts references that have no name.
     """
@@ -165,7 +165,7 @@ def _is_variable(chain: Chain) -> bool:
 def _is_running(chain: Chain, variables: list[Chain]) -> bool:
     if not chain.root.running:
         return False
-    if not (steps := _unfrozen(chain)):
+    if chain.root.passing or not (steps := _unfrozen(chain)):
         return True
     first = steps[0]
     if _BORROWED.get(first.kind) != len(steps):
@@ -250,7 +250,7 @@ class Chains:
         return Chain(root, tuple(e.step for e in self._edges_of(way)))
 
     def _further(self, place: _Place, way: _Way, edge: Edge) -> _Way:
-        fleeting = way.fleeting and edge.step.borrows
+        fleeting = way.fleeting and (edge.step.borrows or way.root.passing)
         return _Way(way.root, way.cost + edge.step.cost, edge, place, fleeting)
 
     def _edges_of(self, way: _Way) -> list[Edge]:

@@ -4,6 +4,7 @@ import contextvars
 import inspect
 import sys
 import threading
+import traceback
 import types
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -22,13 +23,18 @@ from ._reading import (
     read_locals,
     type_name,
 )
-from ._words import FAR, Root, attribute
+from ._words import FAR, Root, Step, attribute
 
 # an exception that a variable holds as well is better named by the variable
-_IN_FLIGHT = Root("", "traceback", cost=2)
+_IN_FLIGHT = Root("", "traceback", running=True, passing=True, cost=2)
 # The current context of a thread is held by no object. What runs in a context of its own, such as a
 # task, is better named by who has it.
 _IN_CONTEXT = Root("a context variable", "context", cost=2)
+
+# past the attributes of a subclass
+_TRACEBACK, _CAUSE, _CONTEXT = (
+    vars(BaseException)[f"__{name}__"].__get__ for name in ("traceback", "cause", "context")
+)
 
 
 class Roots:
@@ -56,9 +62,16 @@ class Roots:
             for name, module in reversed(list(sys.modules.items()))
             if is_kind(type(module), types.ModuleType)
         }
-        self._in_flight = id(sys.exc_info()[1])
+        # the exception in flight and its causes, and by identity which of them has an object in the
+        # variables of a function that it ended
+        self.errors = _errors_in_flight()
+        self.of_errors: defaultdict[int, list[tuple[int, Step]]] = defaultdict(list)
         self._callers_keep = callers_keep_arguments()
         self._add_stack(innermost, thread=None)
+        for number, error in enumerate(self.errors):
+            for frame, _ in traceback.walk_tb(_TRACEBACK(error)):
+                if id(frame) not in self.ids:
+                    self._add_frame(frame, None, silent=is_tenure(frame), error=number)
         for frame in ended_frames:
             self._add_frame(frame, None, silent=False)
         names = {thread.ident: thread.name for thread in threading.enumerate()}
@@ -71,7 +84,7 @@ class Roots:
     def of(self, candidate: object) -> list[Root]:
         """Return every way in which this object is a root; most objects are none."""
         found = list(self._variables.get(id(candidate), ()))
-        if id(candidate) == self._in_flight and candidate is not None:
+        if any(candidate is error for error in self.errors):
             found.append(_IN_FLIGHT)
         if type(candidate) is contextvars.Context:
             found.append(_IN_CONTEXT)
@@ -89,10 +102,14 @@ class Roots:
             self._add_frame(frame, thread, silent)
             frame = frame.f_back
 
-    def _add_frame(self, frame: FrameType, thread: str | None, silent: bool) -> None:
+    def _add_frame(
+        self, frame: FrameType, thread: str | None, silent: bool, error: int | None = None
+    ) -> None:
         self.ids.add(id(frame))
         code = frame.f_code
-        if self._callers_keep and LENDS:
+        # the call of a function that an error has ended holds no arguments any more
+        callers_keep = self._callers_keep and error is None
+        if callers_keep and LENDS:
             self.references.update(values_in_flight(frame))
         if not is_optimized(frame):
             # the globals of a module
@@ -104,7 +121,7 @@ class Roots:
         without_reference = cells | lent_parameters(frame)
         pairs = read_locals(frame)
         of_library = is_of_library(frame)
-        if self._callers_keep and not LENDS:
+        if callers_keep and not LENDS:
             self.references.update(map(id, _arguments_of(code, dict(pairs))))
         for name, value in pairs:
             text = _spell(frame, name, value)
@@ -119,9 +136,27 @@ class Roots:
             )
             if thread is not None:
                 root = Root(f"thread {thread}: {text}", "thread", cost=root.cost)
-            self._variables[id(value)].append(root)
+            if error is None or silent:
+                self._variables[id(value)].append(root)
+            else:
+                text = f" in {code.co_qualname}(): local {name}"
+                anchor = f"traceback of {type_name(type(self.errors[error]))}"
+                cost = 2 * FAR if of_library else 1
+                step = Step(text, "traceback", anchor=anchor, cost=cost)
+                self.of_errors[id(value)].append((error, step))
             self.references[id(value)] += name not in without_reference
             self.named[id(value)] += name not in cells and not silent
+
+
+def _errors_in_flight() -> list[BaseException]:
+    """Return the exception that is handled now, and those that it has as cause or context."""
+    found = [error for error in sys.exc_info()[1:2] if error is not None]
+    # the list grows while it is read
+    for error in found:
+        for before in (_CAUSE(error), _CONTEXT(error)):
+            if before is not None and all(before is not known for known in found):
+                found.append(before)
+    return found
 
 
 def _arguments_of(code: CodeType, variables: dict[str, object]) -> Iterator[object]:

@@ -42,6 +42,7 @@ _MAX_OBJECTS_OF_EACH = 8
 # 16 objects more. So a search scans as long as that takes half of what an index takes.
 _MOST_SCANNED, _EMPTY_SCAN = 128, 16
 _SHARES = Step("", "numpy", anchor="numpy array", link=" ", whole=True, shares=True)
+_NEVER_HIDDEN = (types.CellType, BaseException)
 # the list of the search, and the variable that is asked about
 _OWN_REFERENCES = 1 + SOLE
 
@@ -102,7 +103,7 @@ class Search:
         self._image: Image | None = None
         self._indexes: list[Index] = []
         self._n_scanned = 0
-        self._ignored = {id(self.alive)}
+        self._ignored = {id(self.alive), id(found_roots.errors)}
         if image is not None:
             self._set_image(image)
         self.targets = [self._add(found, is_target=True) for found in objects]
@@ -110,7 +111,8 @@ class Search:
         self._target_numbers = frozenset(self.targets)
         self._ignore(ignore)
         try:
-            self._run(list(dict.fromkeys(self.targets)))
+            # with the exception in flight, if its functions have one
+            self._run(list(range(len(self.alive))))
         finally:
             for index in self._indexes:
                 index.close()
@@ -136,6 +138,7 @@ class Search:
         found = self.alive[n]
         own = _OWN_REFERENCES + self._roots.references[id(found)]
         own += self._image is not None and found in self._image
+        own += sum(found is error for error in self._roots.errors)
         for index in self._indexes:
             own += found in index
         return sys.getrefcount(found) - own
@@ -161,8 +164,9 @@ class Search:
         if missing:
             self._ask(self._in_heap(missing), wanted, met)
             missing = [n for n in missing if self._misses_holders(n)]
-        # a running frame has the cells of its captured variables, and nobody stores them elsewhere
-        if any(type(self.alive[n]) is not types.CellType for n in missing):
+        # a running frame has the cells of its captured variables and the interpreter the exception
+        # in flight, and no array has either
+        if any(not is_kind(type(self.alive[n]), *_NEVER_HIDDEN) for n in missing):
             self._ask(self._hidden.of(wanted), wanted, met)
             missing = [n for n in missing if self._misses_holders(n)]
         without = frozenset(missing)
@@ -275,12 +279,15 @@ class Search:
         self.roots.append(self._roots.of(found))
         for root in self.roots[number]:
             # of what is asked about, a variable of torch's is no name to end the search with
-            if root.silent or (is_target and root.cost >= FAR):
+            # and something may keep the exception in flight
+            if root.silent or root.passing or (is_target and root.cost >= FAR):
                 continue
             if root.running:
                 self._in_variable.add(number)
             else:
                 self._resolve(number)
+        for error, step in self._roots.of_errors.get(id(found), ()):
+            self._link(self._add(self._roots.errors[error]), number, step)
         return number
 
     def _link(self, holder: int, held: int, step: Step) -> None:

@@ -252,7 +252,11 @@ def _traceback_slots(holder: types.TracebackType, wanted: Wanted) -> Iterator[Sl
 
 def _exception_slots(holder: BaseException, wanted: Wanted) -> Iterator[Slot]:
     step = Step("", "traceback", anchor=f"traceback of {type_name(type(holder))}")
-    yield BaseException.__dict__["__traceback__"].__get__(holder), step
+    # past the attributes of a subclass
+    own = BaseException.__dict__
+    yield own["__traceback__"].__get__(holder), step
+    for name in ("__cause__", "__context__"):
+        yield own[name].__get__(holder), Step("", "traceback")
 
 
 def _variables(

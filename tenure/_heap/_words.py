@@ -77,7 +77,8 @@ class Root(NamedTuple):
         text: its name; empty when the chain is clearer without.
         kind: the kind that a chain has when nothing on it is more telling.
         namer: how to spell the first step.
-        running: the root is a local variable of a frame of this thread.
+        running: the root is a local variable of a frame of this thread, or passing.
+        passing: the root is of the exception in flight, and all that it leads to is gone after it.
         silent: the root is tenure's own, and no news.
         cost: steps that this root counts for when chains are compared; of a variable of a library
             more than any chain has, because each name of the program says more.
@@ -89,6 +90,7 @@ class Root(NamedTuple):
     kind: str
     namer: Namer | None = None
     running: bool = False
+    passing: bool = False
     silent: bool = False
     cost: int = 0
     captured: bool = False

@@ -4,6 +4,7 @@ import gc
 import sys
 import time
 import weakref
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -123,6 +124,36 @@ def test_graph_of_a_local_loss_is_no_leak_of_a_local_but_one_of_temporaries():
     assert found.kind == "autograd"
     assert "SinBackward0 (saved self) in the graph of " in found.holders[0]
     assert loss.requires_grad
+
+
+def test_what_only_the_exception_of_the_block_holds_is_no_leak():
+    def request(kept):
+        parts, captured = {"k": [torch.ones(2)]}, torch.ones(3)
+        CACHE.append(torch.ones(4))
+
+        def inner():
+            local = torch.ones(5, requires_grad=True)
+            raise ValueError(torch.ones(6), (local * 2).sin(), captured)
+
+        try:
+            inner()
+        except ValueError as error:
+            kept.append(error)
+            raise KeyError(torch.ones(7)) from error
+        return parts
+
+    chains = []
+    errors = []
+    for kept in (deque(maxlen=0), errors):
+        with pytest.raises(KeyError), reporting() as scope:
+            request(kept)
+        chains.append([(each.shape, each.holders[0]) for each in scope.leaks])
+    assert chains[0] == [((4,), f"{__name__}.CACHE[0]")]
+    inner = f"{request.__qualname__}.<locals>.inner(): local local"
+    held_by = f"{request.__qualname__.rpartition('.')[0]}.errors[0]"
+    expected = f"traceback of ValueError in {inner}, held by {held_by}"
+    assert ((5,), expected) in chains[1]
+    assert (7,) not in dict(chains[1])
 
 
 def test_scopes_of_several_threads_search_one_after_the_other(monkeypatch):
