@@ -97,3 +97,14 @@ def test_a_share_of_the_budget_is_beside_the_shards_alone():
         with memory_budget("4MiB"):
             found = plan(lambda x: net(x).square().mean(), batch, "50%", margin=0)
     assert found.budget_bytes == found.baseline_bytes + 2 * 2**20
+
+
+def test_what_an_exchange_takes_is_there_until_two_more_have_run():
+    def fn(x):
+        outs = [torch.empty_like(x) for _ in range(4)]
+        for _ in range(4):
+            dist.all_gather(outs, x)
+
+    x = torch.zeros(1 << 18)
+    with one_of_many(0, 4):
+        assert predict_peak(fn, x).peak_bytes == (1 + 4 + 3 * 4) * x.nbytes
