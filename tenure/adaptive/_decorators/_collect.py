@@ -74,9 +74,11 @@ class Collector:
 
     Attributes:
         advice: what to do where no piece fits beside the results kept; None: they leave the device.
+        needs_one: whether it needs a result of an empty piece if there is no other.
     """
 
     advice: str | None = _PILED_UP
+    needs_one = False
 
     def __init__(self, join: Callable[[list[Any]], Any] = list) -> None:
         self._join = join
@@ -157,7 +159,7 @@ def collector_for(collect: Collect | None) -> Callable[[], Collector] | None:
 class _Concatenated(Collector):
     """The results are put together where they are."""
 
-    _name = "cat"
+    needs_one = True
 
     def land(self, result: Any) -> Any:
         if not self._results:
@@ -166,11 +168,6 @@ class _Concatenated(Collector):
 
     def collected(self, dimension: int) -> Any:
         self._refuse_overwritten()
-        if not self._results:
-            raise AdaptiveUsageError(
-                f'collect="{self._name}" has nothing to concatenate: there was no piece to work '
-                'on. Use collect="list" where that may be.'
-            )
         return _joined(self._results, dimension)
 
 
@@ -178,7 +175,6 @@ class _OnHost(_Concatenated):
     """The results are put together on the host, where each is brought while the next is made."""
 
     advice = None
-    _name = "host"
 
     def __init__(self) -> None:
         super().__init__()

@@ -169,6 +169,8 @@ def run_pieces(
             state=_random_state(piece.args, piece.kwargs) if options.restore_rng else None,
             on_retry=options.on_retry,
         )
+        if collector is not None and collector.needs_one and piece.start >= end:
+            collector.add(attempts.run(search, lambda _: work(0)))
         while piece.start < end:
             left = end - piece.start
             # only after a failure: until then nothing is measured

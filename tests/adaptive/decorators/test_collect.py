@@ -55,6 +55,19 @@ def test_results_come_to_the_host_as_they_would_be_concatenated(sim):
         assert torch.equal(there.cpu(), here)
 
 
+@pytest.mark.parametrize("collect", ["cat", "host"])
+def test_nothing_to_split_gives_the_result_of_an_empty_piece(collect):
+    f = adaptive.chunked(
+        lambda rows, start, end: (rows.half() @ torch.ones(3, 2).half(),), collect=collect
+    )
+    (found,) = f(torch.ones(0, 3))
+    assert (found.shape, found.dtype) == ((0, 2), torch.float16)
+    squares = adaptive.range(lambda start, end: torch.arange(start, end) ** 2, collect=collect)
+    assert squares(5, 5).tolist() == squares(5, 3).tolist() == []
+    with NewDisposeScope():
+        assert squares(0, 0).shape == (0,)
+
+
 def test_a_failure_of_any_allocation_loses_no_result_on_its_way(sim):
     rows = torch.arange(24.0).reshape(12, 2).to(sim.device)
     weights = torch.ones(2, 3).to(sim.device)

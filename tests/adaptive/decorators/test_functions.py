@@ -350,10 +350,6 @@ NOT_DENSE = r"got \w+\[.*4\] .* of layout torch\._?\w+, and splits dense"
             lambda: adaptive.chunked(print)(torch.ones(())),
             r"^print\(\) can't split dimension 0 of a tensor that has 0\.",
         ),
-        (
-            lambda: adaptive.chunked(print, collect="cat")(torch.ones(0)),
-            r'^collect="cat" has nothing to concatenate',
-        ),
         (lambda: adaptive.chunked(print)(torch.eye(4).to_sparse()), NOT_DENSE),
         (lambda: adaptive.chunked(print)(jagged(torch.eye(4))), NOT_DENSE),
         (lambda: simple.range(print, 0, 10, 0), r"^initial_step=0 is not a size"),
