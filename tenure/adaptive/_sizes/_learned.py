@@ -12,7 +12,6 @@ import json
 import os
 import threading
 import weakref
-from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -90,7 +89,7 @@ class SizeSite:
 
 
 _lock = threading.RLock()
-sites: OrderedDict[SiteKey, SizeSite] = OrderedDict()
+sites: dict[SiteKey, SizeSite] = {}
 from_files: dict[str, dict[str, SizeModel]] = {}
 """What was loaded; where there is something, sites not seen yet are looked up by name."""
 
@@ -100,14 +99,7 @@ def find(key: SiteKey) -> SizeSite | None:
     site = sites.get(key)
     # one whose objects are gone is another's by now, though the identities are the same: add() puts
     # a new one in its place
-    if site is None or not site.is_alive:
-        return None
-    with _lock:
-        # another thread may forget
-        if key in sites:
-            # in one step: a thread that looks meanwhile finds it
-            sites.move_to_end(key)
-    return site
+    return site if site is not None and site.is_alive else None
 
 
 def add(key: SiteKey, name: str, about: Iterable[object]) -> SizeSite:
@@ -139,7 +131,7 @@ def reset() -> None:
 
 
 def _shorten(entries: dict[Any, Any], most: int) -> None:
-    """Let go of the entries that were not used for longest."""
+    """Drop the first entries."""
     while len(entries) > most:
         del entries[next(iter(entries))]
 

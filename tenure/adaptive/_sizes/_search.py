@@ -308,13 +308,9 @@ class AdaptiveSearch:
         is_measured = meter is not None and meter.measures
         # the model forgets what worked where that fails
         known = model.snapshot()
-        was_trial, self.is_trial = self.is_trial, False
         fits = None if free_bytes is None else self._fitting(known, free_bytes)
         self._n_pieces, self._works, self._has_failed, self._each_bytes = 0, False, True, None
         model.ran_out(size, limits.align, info.device, free_bytes)
-        if known.ok >= size and not was_trial:
-            # the part that was measured fits, and the whole does not: it tells nothing
-            self._has_trials = False
         if is_measured and self._has_trials and model.needed_bytes is not None:
             smaller: int | None = model.next_size(self._sizes, free_bytes) or model.ok
             self.is_trial = smaller != model.ok
