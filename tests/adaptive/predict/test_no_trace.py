@@ -130,7 +130,8 @@ def test_scalers_schedules_and_lists_that_the_work_names_are_as_before():
     assert scaler.get_scale() == 65536.0
 
 
-def test_an_interrupt_waits_until_all_tensors_have_their_data():
+@pytest.mark.parametrize("is_back", [False, True])
+def test_an_interrupt_waits_until_all_tensors_have_their_data(is_back):
     # also where the tests were started in the background, which ignores it
     handler = signal.default_int_handler
     ignored = signal.signal(signal.SIGINT, handler)
@@ -138,7 +139,7 @@ def test_an_interrupt_waits_until_all_tensors_have_their_data():
 
     def look(*_):
         lent = sum(type(p) is not nn.Parameter for p in model._parameters.values())
-        if lent == 1 and 2 in n_lent:
+        if lent == 1 and (2 in n_lent) is is_back:
             sys.setprofile(None)
             interrupted.append(lent)
             signal.raise_signal(signal.SIGINT)
