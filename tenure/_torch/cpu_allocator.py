@@ -42,6 +42,7 @@ class _NullTable:
     def __init__(self) -> None:
         self.flag = ctypes.c_bool(False)
         self.live: Any = ctypes.c_size_t(0)
+        self.n_unseen = ctypes.c_size_t(0)
         # what the program had asked for before we did; None while we ask for nothing
         self.asked_before: bool | None = None
 
@@ -68,6 +69,8 @@ class _C10Table(_NullTable):
         self._new.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
         self._new.restype = None
         self.live = self._find_live()
+        # behind it c10 counts the blocks that are freed unseen
+        self.n_unseen = ctypes.c_size_t.from_address(ctypes.addressof(self.live) + 8)
 
     def enter(self, address: int, n_bytes: int) -> None:
         self._new(self._address, address, n_bytes)
@@ -94,7 +97,7 @@ def keep_sizes() -> None:
     table = _table()
     if table.asked_before is None:
         table.asked_before = table.flag.value
-    table.flag.value = True
+    _ask(table)
 
 
 def keep_sizes_as_before() -> None:
@@ -107,12 +110,19 @@ def keep_sizes_as_before() -> None:
 @contextmanager
 def sizes_kept(table: _NullTable | None = None) -> Iterator[None]:
     """Return a block in which the sizes of new blocks are kept; restored afterwards."""
-    flag = (table or _table()).flag
-    before, flag.value = flag.value, True
+    table = table or _table()
+    before = table.flag.value
+    _ask(table)
     try:
         yield
     finally:
-        flag.value = before
+        table.flag.value = before
+
+
+def _ask(table: _NullTable) -> None:
+    table.flag.value = True
+    # of each thousand that are freed unseen, c10 would log the first
+    table.n_unseen.value = 1
 
 
 def live_bytes() -> int:

@@ -40,6 +40,16 @@ def test_a_block_from_before_is_seen_to_end_once_it_is_entered():
         cpu_allocator.keep_sizes_as_before()
 
 
+def test_a_block_that_is_freed_unseen_is_counted_and_c10_does_not_log_it(capfd):
+    old = torch.empty(96, dtype=torch.uint8, device="cpu")
+    with cpu_allocator.sizes_kept():
+        count = cpu_allocator._table().n_unseen
+        before = count.value
+        del old
+        assert (before, count.value) == (1, 2)
+    assert capfd.readouterr().err == ""
+
+
 # --- autograd
 
 
