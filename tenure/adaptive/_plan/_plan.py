@@ -1,7 +1,7 @@
 """The largest micro-batch of a step that fits, found by running the step on tensors without data.
 
-Invariant: what a plan says was evaluated, and so was that one sample more does not fit; nothing is
-extrapolated, for the peak of a step is no straight line of its micro-batches.
+Invariant: a plan's size was evaluated, and so was one sample more, which does not fit. Of many
+micro-batches some are left out, and what these leave behind is counted in proportion.
 """
 
 from __future__ import annotations
@@ -124,18 +124,18 @@ def plan(
     allowed = _allowed_bytes(budget, margin, evaluation)
     with steps("plan") as show:
 
-        def bytes_at(size: int, in_full: bool = False) -> int:
+        def bytes_at(size: int, is_long: bool = False) -> int:
             show(f"micro-batch {size}")
-            report, _ = evaluation.report(size, in_full=in_full)
+            report, _ = evaluation.report(size, is_long=is_long)
             # an allocator that gives back what it caches may have room for more than the budget
             return min(report.needed_bytes, allowed if report.fits(allowed) else sys.maxsize)
 
         found = largest_predicted(bytes_at, fewest, most, allowed, is_exact=True)
-        # what a long step piles up is seen only when all of it runs
-        in_full = functools.partial(bytes_at, in_full=True)
-        while fewest < found and in_full(found) > allowed:
-            found = largest_predicted(in_full, fewest, found - 1, allowed, is_exact=True)
-        if max(bytes_at(found), in_full(found)) > allowed:
+        # what a long step piles up is seen when more of it runs
+        long_bytes_at = functools.partial(bytes_at, is_long=True)
+        while fewest < found and long_bytes_at(found) > allowed:
+            found = largest_predicted(long_bytes_at, fewest, found - 1, allowed, is_exact=True)
+        if bytes_at(found) > allowed or long_bytes_at(found) > allowed:
             raise _too_large(evaluation, allowed)
     report, sizes = evaluation.report(found)
     return Plan(
@@ -176,7 +176,7 @@ class _Evaluation:
 
     Attributes:
         work: the step with micro-batches of one sample.
-        known: the reports and the samples of each micro-batch, by size and whether all samples ran.
+        known: the reports and the samples of each micro-batch, by size and how many samples ran.
     """
 
     def __init__(
@@ -188,17 +188,18 @@ class _Evaluation:
         self.n_samples = self._step.n_samples
         run = self._step_of(1, _Sizes(), self.n_samples)
         self.work = Work(run, (spec.batch,), {}, optimizer, device)
-        self.known: dict[tuple[int, bool], tuple[PeakReport, tuple[int, ...]]] = {}
+        self.known: dict[tuple[int, int], tuple[PeakReport, tuple[int, ...]]] = {}
 
-    def report(self, size: int, *, in_full: bool = True) -> tuple[PeakReport, tuple[int, ...]]:
+    def report(self, size: int, *, is_long: bool = True) -> tuple[PeakReport, tuple[int, ...]]:
         """Return the peak of a size, and the samples of each micro-batch."""
-        length = self.n_samples if in_full else self._step.length(size)
-        key = size, length == self.n_samples
+        length = self._step.length(size, is_long=is_long)
+        key = size, length
         if key not in self.known:
             sizes = _Sizes()
             run, batch = self._step_of(size, sizes, length), self.spec.batch
             report = predict_peak(run, batch, optimizer=self._optimizer, device=self._device)
-            self.known[key] = report, sizes.parts
+            left_out = (size,) * ((self.n_samples - length) // size)
+            self.known[key] = report, (*left_out, *sizes.parts)
         return self.known[key]
 
     def _step_of(self, size: int, sizes: _Sizes, length: int, around: Any = None) -> Any:

@@ -1,6 +1,7 @@
 """The memory that work would take, without running it."""
 
 from ._fake_ranks import fake_ranks as fake_ranks
+from ._observer import observer_here as observer_here
 from ._predict import Forecast as Forecast
 from ._predict import advise_with as advise_with
 from ._predict import predict_peak as predict_peak

@@ -15,9 +15,10 @@ from torch import Tensor, UntypedStorage, nn
 
 from tenure._callers import Site, is_internal, maker_of, module_of
 from tenure._containers import passed_tensors
+from tenure._cuda_blocks import MIB, taken_by
 from tenure._torch import cpu_allocator, gradient_sums
 from tenure._torch.fakes import is_fake
-from tenure._torch.modes import DispatchMode
+from tenure._torch.modes import DispatchMode, all_modes
 from tenure._torch.modules import module_called_by
 from tenure._torch.sharding import dtensor_class
 from tenure._torch.storages import key_of
@@ -140,6 +141,20 @@ class Observer(DispatchMode):
         if block is not None and n_bytes != block.n_bytes:
             block.n_bytes = n_bytes
             self._change(block, n_bytes)
+
+    @property
+    def live_bytes(self) -> int:
+        """The bytes that are alive on the device now, as its allocator rounds them."""
+        blocks = {block for _, block in self._entries.values() if not block.is_offloaded}
+        taken = taken_by((block.n_bytes for block in blocks), self._target.device)
+        return self._real.n_bytes + taken.allocated_bytes
+
+    def add(self, n_bytes: int) -> None:
+        """Count bytes that work which is left out would leave behind."""
+        # no larger than blocks of small segments, because most are losses and random states
+        for start in range(0, n_bytes, MIB):
+            size = min(MIB, n_bytes - start)
+            self._change(LiveBlock(size, self.phase, "activations"), size)
 
     @property
     def has_backward(self) -> bool:
@@ -308,6 +323,11 @@ class Observer(DispatchMode):
 
     def _record_of(self, block: LiveBlock) -> MemoryRecord:
         return self.offloaded if block.is_offloaded else self.record
+
+
+def observer_here() -> Observer:
+    """Return the observer that looks at the work that runs now."""
+    return next(each for each in reversed(all_modes()) if isinstance(each, Observer))
 
 
 def _operation(name: str, phase: Phase) -> Operation:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from tenure._text import format_bytes
 from tenure.scopes import DisposeScope
 
 from .._memory import counting_on, meter_for
-from .._predict import Forecast
+from .._predict import Forecast, observer_here
 from .._sizes import AdaptiveSearch
 from ._arguments import StepSpec
 from ._modules import no_optimizer_steps
@@ -27,6 +28,10 @@ from ._split import StepOutcome, run_at
 
 # the first, one beside its gradients, one more, and the last with a partner of the one before
 _ENOUGH = 5
+# of more micro-batches, these show what each leaves behind
+_FIRST, _LAST, _MANY = 8, 56, 64
+# bytes of each in the tensor of all losses
+_IN_ALL = 8
 
 
 def step_at_size(spec: StepSpec, size: int) -> StepOutcome:
@@ -81,10 +86,15 @@ class SizedStep:
             for leaf in tree.leaves
         )
 
-    def length(self, size: int) -> int:
-        """Return the number of samples to run, because middle micro-batches are alike."""
-        n = self.n_samples
-        n_middle = 0 if self._piles_up else max(n // size - _ENOUGH, 0)
+    def length(self, size: int, *, is_long: bool = False) -> int:
+        """Return the number of samples to run, because middle micro-batches are alike.
+
+        Args:
+            size: the samples of a micro-batch.
+            is_long: whether to run enough for what micro-batches leave behind.
+        """
+        n, enough = self.n_samples, _MANY if is_long else _ENOUGH
+        n_middle = 0 if self._piles_up else max(n // size - enough, 0)
         return n - n_middle * size
 
     def at(
@@ -103,7 +113,15 @@ class SizedStep:
             fn: runs instead of the step's own.
             done: gets what the step gives.
         """
+        n_left = (self.n_samples - length) // size
         spec = self._spec if fn is None else replace(self._spec, fn=fn)
+        if n_left:
+            weight, n_run = spec.weight, -(-length // size)
+            spec = replace(
+                spec,
+                fn=_in_proportion(spec.fn, n_run, n_left),
+                weight=None if weight is None else _in_proportion(weight, n_run, n_left),
+            )
 
         def run(batch: Any, _reached: Any = self.reached) -> None:
             part = batch if length == self.n_samples else self._first(batch, length)
@@ -120,6 +138,31 @@ class SizedStep:
 
     def _tree(self, batch: Any) -> SampleTree:
         return SampleTree(batch, self._spec.in_dims, name="batch", argument="in_dims")
+
+
+def _in_proportion(fn: Callable[[Any], Any], n_run: int, n_left: int) -> Callable[[Any], Any]:
+    """Have a function count what micro-batches that are left out would leave behind.
+
+    Args:
+        fn: runs one micro-batch.
+        n_run: how many are run, in each pass.
+        n_left: how many are left out.
+    """
+    calls = count()
+    before = 0
+
+    def counting(samples: Any) -> Any:
+        nonlocal before
+        # of a step of two passes, each leaves something
+        call = next(calls) % n_run
+        if call == _FIRST:
+            before = observer_here().live_bytes
+        elif call == _LAST:
+            each_bytes = (observer_here().live_bytes - before) // (_LAST - _FIRST)
+            observer_here().add(n_left * max(each_bytes + _IN_ALL, 0))
+        return fn(samples)
+
+    return counting
 
 
 _MOST_MICRO_BATCHES = 64

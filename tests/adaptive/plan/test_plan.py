@@ -114,6 +114,37 @@ def test_what_piles_up_is_seen_though_the_search_does_not_run_all():
     assert base + true_bytes(fn, batch, found.micro_batch) == found.peak_bytes <= 120_000
 
 
+@pytest.mark.parametrize("kind", ["mean", "weighted", "two passes", "kept"])
+def test_a_long_step_is_planned_from_some_of_its_micro_batches(kind):
+    model, batch, loss_of = setting(601)
+    kept, options, calls = [], {}, []
+    if kind == "weighted":
+        options["weight"] = lambda batch: (batch["y"] != 3).sum()
+    elif kind == "two passes":
+        options["then"] = torch.sqrt
+
+    def fn(batch):
+        calls.append(1)
+        loss = loss_of(batch)
+        if kind == "kept":
+            kept.append(loss.detach() * torch.ones(100))
+        return loss
+
+    found = plan(fn, batch, "1GiB", maximum=2, **options)
+    assert len(calls) < 300
+    assert found.sizes == step(fn, batch, maximum=2, verify=False, **options).sizes
+    kept.clear()
+    model.zero_grad()
+    real_bytes = found.baseline_bytes + true_bytes(fn, batch, 2, **options)
+    assert real_bytes <= found.peak_bytes < 1.1 * real_bytes
+    # most need no more time than few do, also where nothing fits
+    calls.clear()
+    million = {"x": torch.empty(10**6, 16, device="meta"), "y": torch.empty(10**6).long()}
+    with pytest.raises(OutOfRetriesError):
+        plan(fn, million, "1MiB", **options)
+    assert len(calls) < 3000
+
+
 def test_a_batch_that_is_not_there_is_planned():
     model = nn.Linear(1024, 1024)
     batch = torch.empty(2**20, 1024, device="meta")
