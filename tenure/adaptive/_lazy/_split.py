@@ -508,7 +508,11 @@ class SplitProgram:
 
     def _loss_of(self, outputs: list[Any]) -> Tensor:
         """Return the loss by the results of all parts."""
-        given = {v: v.label.back(each) for v, each in zip(self._taken, outputs, strict=True)}
+        # a call may not be differentiable with respect to what is made of labels
+        given = {
+            v: v.label.back(each if v.meta.requires_grad else each.detach())
+            for v, each in zip(self._taken, outputs, strict=True)
+        }
         env = self._run_late(given, self._late)
         with persist():
             self._whole |= {value: tensor.detach() for value, tensor in env.items()}
