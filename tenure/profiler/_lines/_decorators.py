@@ -152,9 +152,16 @@ def clear_global_line_profiler() -> None:
 
 
 def _print_at_exit() -> None:
+    idle = []
     for func, columns in _to_print:
         try:
-            _profiler().print_stats(func, columns)
+            shown = _profiler().display(func, columns)
+            if shown.records:
+                print(shown)
+            else:
+                idle.append(func)
         # The other tables must come all the same.
         except Exception:
             traceback.print_exc()
+    if idle:
+        _profiler().print_stats(idle)

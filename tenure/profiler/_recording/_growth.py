@@ -21,7 +21,7 @@ from torch import UntypedStorage
 from tenure._text import counted, format_bytes
 
 from .._owners import BUFFERS, OPTIMIZER_STATE, PARAMETERS, SAVED, StorageEntry
-from .._reports import ADVICE_OF_GROWTH, keyed_place_of, place_of
+from .._reports import advice_of_growth, keyed_place_of, place_of
 
 LOOKS = 3
 """Fewer looks than these tell nothing."""
@@ -90,7 +90,7 @@ class Growth:
             graphs = "a growing graph" if is_graph_alone else "graphs"
             parts.append(f"kept {graphs} of autograd alive, {format_bytes(self.graph_bytes)}")
         when = f"from step {self.first_step} to step {self.last_step}"
-        advice = _ADVICE_OF_GRAPHS if self.graph_bytes else ADVICE_OF_GROWTH
+        advice = advice_of_growth(self.name, _ADVICE_OF_GRAPHS if self.graph_bytes else "")
         return f"{_subject(self.name)} {' and '.join(parts)} {when}. {advice}"
 
 

@@ -1,7 +1,7 @@
 """Reports of memory: of a model, of a group of ranks, of one moment, of the time between two."""
 
-from ._findings import ADVICE_OF_GROWTH as ADVICE_OF_GROWTH
 from ._findings import Finding as Finding
+from ._findings import advice_of_growth as advice_of_growth
 from ._findings import keyed_place_of as keyed_place_of
 from ._findings import place_of as place_of
 from ._mem_report import DeviceReport as DeviceReport

@@ -23,9 +23,10 @@ _MAX_ROOTS = 3
 # of a container, and of a thread without a name of its own
 _INDEX = re.compile(r"\[[^\]]*\]|(?<=thread Thread-)\d+")
 _NUMBER = re.compile(r"\[(?!')[^\]]*\]")
-ADVICE_OF_GROWTH = "Bound it, or keep numbers instead of tensors."
+# of an error that is kept, and of hooks that are registered again and again
+_IN_TRACEBACK = re.compile(r" in \S+\(\): local ")
+_IN_HOOKS = re.compile(r"(?<!\[…\]), held by [^,]*_hooks(\[…\])?(,|$)")
 _ADVICE = {
-    "growth": ADVICE_OF_GROWTH,
     "graph": "Call backward(), or keep loss.detach() or loss.item() instead of the loss.",
     "cycle": "gc.collect() frees it; break the cycle, or open a scope around what makes it.",
     "view": "Keep a clone() of the part that is needed.",
@@ -51,7 +52,8 @@ class Finding:
     n_bytes: int
 
     def __str__(self) -> str:
-        return f"{self.text}. {_ADVICE[self.kind]}"
+        advice = advice_of_growth(self.what) if self.kind == "growth" else _ADVICE[self.kind]
+        return f"{self.text}. {advice}"
 
 
 def find_growth(new: Sequence[StorageEntry]) -> tuple[Finding, ...]:
@@ -113,3 +115,12 @@ def place_of(name: str) -> str:
 def keyed_place_of(name: str) -> str:
     """Return the same with the keys that are names left in: ``history['loss'][…]``."""
     return _NUMBER.sub("[…]", name)
+
+
+def advice_of_growth(place: str, otherwise: str = "") -> str:
+    """Return what to do about a place that grows."""
+    if _IN_TRACEBACK.search(place):
+        return "Keep str(error), or error.with_traceback(None)."
+    if _IN_HOOKS.search(place):
+        return "Keep the handle of each hook, and call handle.remove()."
+    return otherwise or "Bound it, or keep numbers instead of tensors."

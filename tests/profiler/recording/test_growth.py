@@ -43,6 +43,48 @@ def test_a_list_of_losses_is_named_with_the_graphs_that_it_keeps():
     assert str(found).endswith(". Keep .detach() or .item() of what is kept, or bound it.")
 
 
+def _fail(kept):
+    x = torch.ones(N)
+    try:
+        raise ValueError(len(x))
+    except ValueError as error:
+        kept.append(error)
+
+
+def _register(kept):
+    x = torch.ones(N)
+    kept[:] = kept or [torch.nn.Linear(1, 1)]
+    kept[0].register_forward_hook(lambda *_: x.sum())
+
+
+def _append_in_a_hook(kept):
+    if not kept:
+        kept.append(torch.nn.Linear(1, 1))
+        outs = []
+        kept[0].register_forward_hook(lambda *_: outs.append(torch.ones(N)))
+    kept[0](torch.ones(1))
+
+
+@pytest.mark.parametrize(
+    ("grow", "advice"),
+    [
+        (_fail, "Keep str(error), or error.with_traceback(None)."),
+        (_register, "Keep the handle of each hook, and call handle.remove()."),
+        (_append_in_a_hook, "Bound it, or keep numbers instead of tensors."),
+    ],
+)
+def test_the_advice_is_of_what_holds_the_tensors(grow, advice):
+    kept, watch = [], GrowthWatch()
+    before = snapshot()
+    for step in range(4):
+        watch.look(step)
+        grow(kept)
+    (found,) = watch.growth(now := snapshot())
+    (finding,) = now.diff(before).findings
+    assert str(found).endswith(f" to step 3. {advice}")
+    assert str(finding).endswith(f". {advice}")
+
+
 def test_of_a_running_sum_only_the_graph_grows():
     trainer = _Holder()
     trainer.total = 0
