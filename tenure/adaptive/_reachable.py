@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from tenure._errors import AdaptiveUsageError
 from tenure._torch.compiler import never_compiled
-from tenure._torch.modules import modules_told
+from tenure._torch.modules import BatchNorm, InstanceNorm, modules_told
 
 from ._callables import short_name_of, unused
 from ._undo import (
@@ -32,6 +32,7 @@ from ._undo import (
     generators_of,
     is_gone,
     modules_below,
+    named_modules,
 )
 
 Listener = Callable[[list[nn.Module]], object]
@@ -365,3 +366,41 @@ def modules_given(entry: str, model: nn.Module | Iterable[nn.Module]) -> dict[st
             "function runs, or a list of them."
         )
     return several
+
+
+# --- modules that mix samples, by their type and state
+
+_MIXING = (BatchNorm, InstanceNorm)
+
+
+class Coupled(NamedTuple):
+    """A module that mixes samples."""
+
+    name: str
+    kind: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.kind}, {self.why})"
+
+
+def coupled_modules(roots: Mapping[str, nn.Module]) -> list[Coupled]:
+    """Return the modules that couple samples, by their type and state."""
+    return [
+        Coupled(name, type(module).__name__, why)
+        for name, module in named_modules(roots)
+        if isinstance(module, _MIXING) and (why := _why_coupled(module)) is not None
+    ]
+
+
+def _why_coupled(module: nn.Module) -> str | None:
+    if isinstance(module, BatchNorm):
+        if module.training:
+            return "training with the statistics of its batch"
+        # frozen, it normalizes with constants
+        has_none = module.running_mean is None
+        return "without running statistics, so it uses those of its batch" if has_none else None
+    # each sample is normalized alone, but running statistics are a mean over the batch
+    if isinstance(module, InstanceNorm) and module.training and module.track_running_stats:
+        return "training its running statistics"
+    return None

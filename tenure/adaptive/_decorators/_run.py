@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from tenure._callers import warn_user
 from tenure._errors import AdaptiveUsageWarning
+from tenure._text import listed
 from tenure._torch.compiler import mark_dynamic
 from tenure._torch.quiet import without_functions
 from tenure.scopes import DisposeScope
@@ -20,6 +21,7 @@ from tenure.scopes import DisposeScope
 from .._attempt import Attempts
 from .._predict import Forecast
 from .._ranks import has_other_ranks
+from .._reachable import Reachable, coupled_modules
 from .._sizes import AdaptiveSearch, RememberedCall
 from .._undo import RngState, generators_in
 from ._options import Options
@@ -171,7 +173,9 @@ def run_pieces(
         )
         if collector is not None and collector.needs_one and piece.start >= end:
             collector.add(attempts.run(search, lambda _: work(0)))
+        n_pieces = 0
         while piece.start < end:
+            n_pieces += 1
             left = end - piece.start
             # only after a failure: until then nothing is measured
             if search.room is not None:
@@ -187,7 +191,23 @@ def run_pieces(
             # here alone the work goes on: an attempt that failed has left the start where it was
             piece.start = piece.end
     search.finished()
+    # only after a failure, as to look for modules takes its time
+    if 1 < n_pieces < attempts.n_begun:
+        _warn_of_mixing(name, piece)
     return None if collector is None else collector.collected(piece.dimension)
+
+
+def _warn_of_mixing(name: str, piece: RangePart) -> None:
+    reachable = Reachable(piece.function)
+    for given in (*piece.args, *piece.kwargs.values()):
+        if isinstance(given, nn.Module):
+            reachable.look_into(given)
+    if found := coupled_modules(reachable.modules):
+        warn_user(
+            f"{name}() was split to fit, and {listed([*map(str, found)], most=6)} gives other "
+            "results for each piece than for all at once. To evaluate, call eval() first.",
+            AdaptiveUsageWarning,
+        )
 
 
 def _let_go(result: Any) -> None:

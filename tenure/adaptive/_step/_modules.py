@@ -20,7 +20,7 @@ import functools
 import threading
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,6 @@ from tenure._containers import passed_tensors
 from tenure._errors import AdaptiveUsageError, BatchCoupledError
 from tenure._text import listed
 from tenure._torch.modes import EagerMode, schema_of
-from tenure._torch.modules import BatchNorm, InstanceNorm
 from tenure._torch.patches import Patch
 from tenure._torch.quiet import without_functions
 from tenure._torch.replicas import active_replica, specialities_of
@@ -47,6 +46,7 @@ from .._ranks import (
     is_rank,
     kept_apart,
 )
+from .._reachable import Coupled
 from .._undo import ModuleState, modules_below, named_modules
 
 
@@ -218,29 +218,6 @@ def _not_found(what: str) -> AdaptiveUsageError:
     )
 
 
-_MIXING = (BatchNorm, InstanceNorm)
-
-
-class Coupled(NamedTuple):
-    """A module that mixes samples."""
-
-    name: str
-    kind: str
-    why: str
-
-    def __str__(self) -> str:
-        return f"{self.name} ({self.kind}, {self.why})"
-
-
-def coupled_modules(roots: Mapping[str, nn.Module]) -> list[Coupled]:
-    """Yield the modules that couple samples, by their type and state."""
-    return [
-        Coupled(name, type(module).__name__, why)
-        for name, module in named_modules(roots)
-        if isinstance(module, _MIXING) and (why := _why_coupled(module)) is not None
-    ]
-
-
 def written_modules(roots: Mapping[str, nn.Module], state: ModuleState) -> list[Coupled]:
     """Return the modules with a buffer that was written since it was noted."""
     if not (written := state.written()):
@@ -267,19 +244,6 @@ def refuse_coupled(found: list[Coupled], n_samples: int, size: int) -> NoReturn:
         'of each micro-batch with batchnorm="per_chunk".',
         tuple(each.name for each in found),
     )
-
-
-def _why_coupled(module: nn.Module) -> str | None:
-    if isinstance(module, BatchNorm):
-        if module.training:
-            return "training with the statistics of its batch"
-        # frozen, it normalizes with constants
-        has_none = module.running_mean is None
-        return "without running statistics, so it uses those of its batch" if has_none else None
-    # each sample is normalized alone, but running statistics are a mean over the batch
-    if isinstance(module, InstanceNorm) and module.training and module.track_running_stats:
-        return "training its running statistics"
-    return None
 
 
 _OptimizerGuard = tuple[str, Container[int] | None, Callable[[Tensor], bool] | None]

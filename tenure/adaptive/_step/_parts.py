@@ -23,7 +23,7 @@ from tenure._torch.sharding import whole_of
 from tenure._torch.writes import version_of
 
 from .._callables import short_name_of
-from .._reachable import Reachable, StepModels, modules_given
+from .._reachable import Reachable, StepModels, coupled_modules, modules_given
 from .._undo import AllOf, Generator, ModuleState, RngState, generators_of
 from ._arguments import StepSpec
 from ._gradients import IsolatedGradients, SplitBackward
@@ -31,7 +31,6 @@ from ._loss import scalar
 from ._modules import (
     GradientExchange,
     WrittenParameters,
-    coupled_modules,
     refuse_coupled,
     written_modules,
 )

@@ -26,6 +26,7 @@ from torch import Tensor
 from tenure._errors import AdaptiveUsageError
 from tenure._torch.quiet import without_functions
 
+from .._reachable import coupled_modules
 from .._undo import ModuleState, RngState, generators_of
 from ._loss import (
     ONLY,
@@ -44,7 +45,6 @@ from ._loss import (
     widened_count,
     widest_float,
 )
-from ._modules import coupled_modules
 from ._outputs import JoinedOutputs, Outputs
 from ._parts import Chunk, StepParts
 

@@ -10,7 +10,12 @@ import torch
 from torch import nn
 
 from tenure import NewDisposeScope, adaptive
-from tenure.adaptive import AdaptiveUsageError, NoBatchsizeCache, memory_budget
+from tenure.adaptive import (
+    AdaptiveUsageError,
+    AdaptiveUsageWarning,
+    NoBatchsizeCache,
+    memory_budget,
+)
 from tenure.testing import for_each_allocation
 
 from ..attempt.failures import on_sim, oom
@@ -66,6 +71,25 @@ def test_nothing_to_split_gives_the_result_of_an_empty_piece(collect):
     assert squares(5, 5).tolist() == squares(5, 3).tolist() == []
     with NewDisposeScope():
         assert squares(0, 0).shape == (0,)
+
+
+@pytest.mark.parametrize("is_given", [False, True])
+def test_a_module_that_mixes_samples_is_named_if_its_batch_is_split(is_given):
+    net = nn.Sequential(nn.Linear(64, 256), nn.BatchNorm1d(256))
+    functions = {
+        True: lambda rows, start, end, model: model(rows).argmax(1),
+        False: lambda rows, start, end: net(rows).argmax(1),
+    }
+    predict = adaptive.chunked(torch.no_grad()(functions[is_given]), collect="host")
+    arguments = (torch.randn(500, 64), net)[: 1 + is_given]
+    assert predict(*arguments).shape == (500,)
+    named = r"was split to fit, and \w+\.1 \(BatchNorm1d, training .*call eval\(\)"
+    with memory_budget("300KiB"), pytest.warns(AdaptiveUsageWarning, match=named):
+        predict(*arguments)
+    adaptive.reset()
+    net.eval()
+    with memory_budget("300KiB"):
+        predict(*arguments)
 
 
 def test_a_failure_of_any_allocation_loses_no_result_on_its_way(sim):

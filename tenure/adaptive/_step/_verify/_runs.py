@@ -25,9 +25,10 @@ from tenure.scopes import DisposeScope
 
 from ..._attempt import release
 from ..._callables import unused
+from ..._reachable import coupled_modules
 from ..._undo import AllOf, RngState, named_modules
 from .._loss import ONLY, numbers_of, widened_count
-from .._modules import coupled_modules, no_optimizer_steps, written_modules
+from .._modules import no_optimizer_steps, written_modules
 from .._outputs import differentiable
 from .._parts import StepParts
 from .._samples import Leaf, SampleTree, cut_off

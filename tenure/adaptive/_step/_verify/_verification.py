@@ -23,11 +23,11 @@ from tenure._text import listed
 from tenure._torch.compiler import draws_again_in_backward, not_compiling
 from tenure._torch.quiet import without_functions
 
+from ..._reachable import coupled_modules
 from ..._sizes import checked_size
 from .._arguments import StepSpec
 from .._gradients import Scaler
 from .._loss import ONLY, Reduction, plain_number, read_numbers
-from .._modules import coupled_modules
 from .._parts import Chunk, Divisors, StepParts
 from .._samples import SampleDims
 from .._split import StepOutcome
