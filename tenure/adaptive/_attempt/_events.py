@@ -73,7 +73,7 @@ class AdaptiveEvent:
         if self.kind == "retry":
             return f"tries it again after {format_bytes(self.freed_bytes)} came free"
         if self.kind == "shrink":
-            return f"tries {self.next_size}, and may grow from there"
+            return f"begins again with {self.next_size}, and may grow from there"
         return "gives up"
 
 

@@ -225,9 +225,9 @@ def test_each_new_size_is_logged_in_one_line_and_told_to_listeners(caplog):
         remove_listener(heard.append)
     assert [record.getMessage() for record in caplog.records] == [
         "tenure: 'work' ran out of cuda memory at batch size 4 (needed 2.0 GiB more); "
-        "tries 2, and may grow from there.",
+        "begins again with 2, and may grow from there.",
         "tenure: 'work' ran out of cuda memory at batch size 2 (needed 2.0 GiB more); "
-        "tries 1, and may grow from there.",
+        "begins again with 1, and may grow from there.",
     ]
     assert [(event.kind, event.size, event.next_size) for event in heard] == [
         ("shrink", 4, 2),
