@@ -39,8 +39,8 @@ def failed_rank_error(name: str, failures: Sequence[Failure | None], after: str)
     rank, first = next(iter(failed.items()), (None, ("", "")))
     return RemoteRankError(
         f"{name} failed on {listed(told, most=4)} of {len(failures)} ranks, and not on this one. "
-        f"{after} Mend what failed there. To leave a batch out, catch that error there and "
-        "this one here, and go on with the next batch on all ranks.",
+        f"{after} Mend what failed there. To go on without this call, catch that error there and "
+        "this one here.",
         rank,
         ": ".join(filter(None, first)),
     )
