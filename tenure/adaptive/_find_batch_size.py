@@ -55,7 +55,8 @@ def find_batch_size(
 
     Each run is undone: its tensors are freed, and random state, gradients and the buffers of the
     modules that ``fn`` reaches are restored. Neither ``fn`` nor an optimizer may move existing
-    parameters.
+    parameters. A new optimizer has no state yet: let another one of its kind, with ``lr=0``, step
+    on gradients of zero before the search, and delete it afterwards.
 
     Args:
         fn: does the work with so many samples, such as forward and backward; its result is ignored.
@@ -64,8 +65,8 @@ def find_batch_size(
         margin: the share of the memory that stays free, from 0 (none) to below 1, because memory
             varies from run to run, for example by fragmentation. If memory can't be measured, the
             size is smaller by this share.
-        budget: the memory of a run, in bytes or like ``"6GiB"``, counted as by `memory_budget`;
-            None: the free memory.
+        budget: the memory of a run, in bytes or like ``"6GiB"``, counted as by `memory_budget`:
+            weights and optimizer state that exist are free. None: the free memory.
         align: sizes are multiples of it.
         device: the device whose memory counts; None: the device of the tensors that ``fn`` reaches,
             or else the current accelerator, or else the CPU.
