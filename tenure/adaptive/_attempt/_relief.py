@@ -20,6 +20,7 @@ from tenure._oom import OomInfo, unallocated_bytes_in
 from tenure._registries import ask_to_shrink
 from tenure._text import format_bytes
 from tenure._torch.device_allocator import clear_workspaces, has_expandable_segments
+from tenure._torch.quiet import without_functions
 
 from .._memory import held_by, meter_for
 
@@ -153,7 +154,8 @@ def _wait_for_engine(device: torch.device) -> None:
     gradients a moment later: a retry would begin with less memory. It takes the next node, here one
     without any bytes or kernel, only when it is done with that.
     """
-    with torch.inference_mode(False), torch.enable_grad():
+    # no scope of the program owns it
+    with without_functions(), torch.inference_mode(False), torch.enable_grad():
         leaf = torch.empty(0, device=device, requires_grad=True)
         torch.autograd.grad(leaf.view(0), leaf, torch.empty(0, device=device))
 

@@ -8,6 +8,7 @@ import psutil
 import pytest
 import torch
 
+from tenure import NewDisposeScope, statistics
 from tenure.adaptive import NoBatchsizeCache, OutOfRetriesError, batch
 from tests.shrinking import shrinkables
 
@@ -172,6 +173,15 @@ def test_a_cache_cut_up_by_older_tensors_promises_nothing(sim):
     kept = [on_sim(4 * MIB) for _ in range(25)][::5]
     assert kinds_of(lambda size: on_sim(size * 15 * MIB), 2) == ["shrink"]
     del kept
+
+
+def test_a_retry_makes_no_tensor_that_a_scope_of_the_program_owns(sim):
+    sim(budget="1MiB")
+    with NewDisposeScope():
+        before = statistics().created_in_scope
+        assert kinds_of(lambda size: on_sim(size * MIB), 2) == ["shrink"]
+        # the result of the attempt that worked
+        assert statistics().created_in_scope == before + 1
 
 
 @pytest.mark.sim_allocator("exact")  # it counts bytes
