@@ -29,7 +29,7 @@ from ._split import StepOutcome, run_at
 # the first, one beside its gradients, one more, and the last with a partner of the one before
 _ENOUGH = 5
 # of more micro-batches, these show what each leaves behind
-_FIRST, _LAST, _MANY = 8, 56, 64
+_FIRST, _LAST, _MANY = 6, 27, 32
 # bytes of each in the tensor of all losses
 _IN_ALL = 8
 

@@ -131,7 +131,7 @@ def test_a_long_step_is_planned_from_some_of_its_micro_batches(kind):
         return loss
 
     found = plan(fn, batch, "1GiB", maximum=2, **options)
-    assert len(calls) < 300
+    assert len(calls) < 200
     assert found.sizes == step(fn, batch, maximum=2, verify=False, **options).sizes
     kept.clear()
     model.zero_grad()
@@ -142,7 +142,7 @@ def test_a_long_step_is_planned_from_some_of_its_micro_batches(kind):
     million = {"x": torch.empty(10**6, 16, device="meta"), "y": torch.empty(10**6).long()}
     with pytest.raises(OutOfRetriesError):
         plan(fn, million, "1MiB", **options)
-    assert len(calls) < 3000
+    assert len(calls) < 2000
 
 
 def test_a_batch_that_is_not_there_is_planned():
