@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from tenure._byte_sizes import format_bytes
 from tenure._errors import CommandError, ProfilerUsageError, ReportFormatError
 
 from ._run import SUFFIX, check_target
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from tenure.profiler import Recording
 
 
-_TRACEBACK, _MOST_READ = b"Traceback (most recent call last):", 1 << 20
+_TRACEBACK, _MOST_READ = "Traceback (most recent call last):", 1 << 20
 
 
 class ReportVerb(Verb):
@@ -176,12 +177,31 @@ def _loaded(path: str) -> Recording:
     except OSError as error:
         raise CommandError(f"{path} can't be read: {error.strerror or error}.") from None
     except ReportFormatError as error:
-        with open(path, "rb") as file:
-            # a log that has one may be of any size
-            is_traceback = _TRACEBACK in file.read(_MOST_READ)
-        if is_traceback:
-            raise CommandError(
-                f"{path} is a traceback, which does not tell what was in memory. Record the "
-                "program: tenure run SCRIPT."
-            ) from None
-        raise CommandError(str(error)) from None
+        raise CommandError(_told_of_log(path) or str(error)) from None
+
+
+def _told_of_log(path: str) -> str | None:
+    """Return what the end of a log tells of memory; None if it has no traceback."""
+    with open(path, "rb") as file:
+        # it may be of any size
+        file.seek(max(0, os.stat(path).st_size - _MOST_READ))
+        text = file.read().decode(errors="replace")
+    if _TRACEBACK not in text:
+        return None
+    from tenure._oom import free_bytes_in, oom_info, own_bytes_in, unallocated_bytes_in
+
+    what, cause = "a traceback", ""
+    if (info := oom_info(text)) is not None:
+        wanted_bytes, free_bytes = info.requested_bytes or 0, free_bytes_in(info.text) or 0
+        own_bytes = own_bytes_in(info.text) or 0
+        unused_bytes = unallocated_bytes_in(info.text) or 0
+        what = f"a log of an out-of-memory error of {info.device or info.kind}"
+        if own_bytes <= 10 * unused_bytes and 0 < wanted_bytes <= unused_bytes + free_bytes:
+            cause = (
+                f" The likely cause is fragmentation: {format_bytes(unused_bytes)} were reserved "
+                "and unused. Set PYTORCH_ALLOC_CONF=expandable_segments:True."
+            )
+    return (
+        f"{path} is {what}, which does not tell what was in memory.{cause} Record the program: "
+        "tenure run SCRIPT."
+    )

@@ -54,6 +54,7 @@ _MESSAGE = re.compile(
     r"((?![nr]ccl)[A-Za-z_][\w.]{0,200}(?:Error|Exception))(?::\s|:?$)",
     re.MULTILINE,
 )
+_COLOURS = re.compile(r"\x1b\[[\d;]*m")
 _NEXT_TRACEBACK = "Traceback (most recent call last):\n"
 _LITTLE_BYTES = 1 << 29
 """What a handle and the kernels that come with it take at the most, generously."""
@@ -135,7 +136,7 @@ def oom_info(error: BaseException | str) -> OomInfo | None:
 def _info_of_text(text: str) -> OomInfo | None:
     """Return what the last message in a text says that is of an out-of-memory error."""
     # without the name of a type, what stands at the end of a log
-    head, *typed = _MESSAGE.split(text)
+    head, *typed = _MESSAGE.split(_COLOURS.sub("", text))
     messages = [("", head[-MOST_OF_TEXT:]), *zip(typed[::2], typed[1::2], strict=True)]
     for name, message in reversed(messages):
         message = message[:MOST_OF_TEXT].partition(_NEXT_TRACEBACK)[0].strip()

@@ -21,6 +21,16 @@ from tests.profiler.recording.makers import (
 )
 from tests.programs import main
 
+FRAGMENTED = """\x1b[31mtorch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.34 GiB. GPU
+0 has a total capacity of 23.65 GiB of which 812.44 MiB is free. Process 31337 has
+22.82 GiB memory in use. Of the allocated memory 15.91 GiB is allocated by PyTorch,
+and 6.40 GiB is reserved by PyTorch but unallocated.\x1b[0m""".replace("\n", " ")
+OOM_LOG = (
+    "a log of an out-of-memory error of cuda:0, which does not tell what was in memory. The likely "
+    "cause is fragmentation: 6.4 GiB were reserved and unused. Set "
+    "PYTORCH_ALLOC_CONF=expandable_segments:True. Record the program: tenure run SCRIPT."
+)
+
 
 @pytest.fixture
 def files(tmp_path, monkeypatch):
@@ -31,6 +41,7 @@ def files(tmp_path, monkeypatch):
     pickled(tmp_path / "snapshot.pickle", torch_snapshot())
     (tmp_path / "text.txt").write_text("nothing")
     (tmp_path / "error.log").write_text("Traceback (most recent call last):\n  File ...")
+    (tmp_path / "oom.log").write_text(f"\x1b[31mTraceback (most recent call last):\n{FRAGMENTED}")
     os.mkfifo("pipe")
     os.symlink("pipe", "to_pipe")
     return tmp_path
@@ -109,6 +120,7 @@ def test_export_writes_by_extension_and_overwrites_when_told(files, capsys):
         ("report .", ". can't be read: Is a directory."),
         ("tree text.txt", "text.txt is no file of tenure, or it is damaged"),
         ("report error.log", "error.log is a traceback, which does not tell what was in"),
+        ("report oom.log", f"oom.log is {OOM_LOG}"),
         ("tree b.tenure", "The recording tells of no memory"),
         ("diff a.tenure text.txt", "text.txt is no file of tenure"),
         ("export a.tenure -o x.xlsx", "export() got 'x.xlsx', and there is no format for that"),
