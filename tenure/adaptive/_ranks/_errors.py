@@ -68,9 +68,10 @@ def lost_rank_error(
         )
     else:
         what = (
-            f"One of {n_ranks} ranks has died, or did not come to the call of tenure.adaptive that "
-            f"the others are in, within the timeout of the process group ({told}). The call gives "
-            "this rank nothing; the next one connects all again, if all are still there."
+            f"One of {n_ranks} ranks has died, has raised an error, or did not come in time to the "
+            f"call of tenure.adaptive that the others are in ({told}). The call gives this rank "
+            "nothing. With sharded modules, let all processes end; without, the next call connects "
+            "all again, if all are still there."
         )
     return RemoteRankError(
         f"{what} Look for the first error among all ranks, and let every rank make the same calls; "

@@ -474,4 +474,5 @@ def test_a_rank_that_waits_for_one_that_failed_hears_of_it_when_that_ends(tmp_pa
     waiting, failed = (json.loads((tmp_path / f"answer{rank}").read_text()) for rank in range(2))
     assert failed.startswith("OutOfRetriesError")
     assert "The other ranks could not be told of it" in failed
-    assert waiting.startswith("RemoteRankError: One of 2 ranks has died")
+    assert waiting.startswith("RemoteRankError: One of 2 ranks has died, has raised an error")
+    assert "With sharded modules, let all processes end" in waiting
