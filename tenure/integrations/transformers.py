@@ -213,7 +213,14 @@ class AdaptiveTrainerMixin(_Base):
         except UncuttableError as error:
             with _noting(f"{_NOT_CUT}{error}"):
                 return predict(inputs)
-        outputs = self._prediction(predict, batch, lambda: weights_of(self, inputs, in_dims))
+
+        def types() -> set[torch.dtype]:
+            is_mixed = self.accelerator.mixed_precision != "no"
+            found = {parameter.dtype for parameter in model.parameters()}
+            return found | {torch.bfloat16} if is_mixed else found
+
+        weights = functools.partial(weights_of, self, inputs, in_dims)
+        outputs = self._prediction(predict, batch, weights, types)
         # outputs of batches pile up in one place; with one that is emptied each time, on the host
         if self.args.eval_accumulation_steps == 1:
             return outputs

@@ -613,17 +613,40 @@ class Contrastive(Trainer):
         return (loss, outputs) if return_outputs else loss
 
 
+class SpreadOfLogits(Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
+        outputs = model(**inputs)
+        loss = outputs.logits.std()
+        return (loss, outputs) if return_outputs else loss
+
+
 @pytest.mark.parametrize(
     ("kind", "preprocess", "message"),
     [
         (Contrastive, None, "pieces of a batch don't tell the loss"),
+        (ClassWeights, None, "pieces of a batch don't tell the loss"),
+        (SpreadOfLogits, None, "pieces of a batch don't tell the loss.*adaptive_options"),
+        (Trainer, lambda logits, _: logits - logits.mean(0), "rows depend on other samples"),
+        (Trainer, lambda logits, _: logits.argsort(0), "rows depend on other samples"),
         (Trainer, lambda logits, _: logits.mean(), r"float64\[\] on cpu, 8 B among its outputs"),
     ],
 )
 def test_an_evaluation_that_pieces_do_not_tell_is_refused(kind, preprocess, message):
     settings = {"most": 6, "preprocess_logits_for_metrics": preprocess}
+    data = by_class() if kind is ClassWeights else texts(16)
     with pytest.raises(SplitMismatchError, match=message):
-        evaluated(adaptive_of(kind), llama(), texts(16), **settings)
+        evaluated(adaptive_of(kind), llama(), data, **settings)
+
+
+def by_class():
+    return sorted(classes(16), key=lambda each: each["labels"])
+
+
+def test_an_evaluation_in_pieces_uses_the_declared_weight():
+    options = {"weight": lambda batch: ClassWeights.weights[batch["labels"]].sum()}
+    whole = evaluated(ClassWeights, llama(), by_class())
+    fitted = evaluated(adaptive_of(ClassWeights), llama(), by_class(), most=6, options=options)
+    assert_same_evaluation(fitted, whole)
 
 
 def test_a_batch_of_other_lengths_is_predicted_whole():

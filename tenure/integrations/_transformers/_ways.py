@@ -16,7 +16,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from tenure._errors import SplitMismatchError
 
-from ._prediction import Batch, Weight, Weights
+from ._prediction import DECLARED, Batch, Weight, Weights
 
 _IGNORED = -100
 _OF_LABELS = ("a mean over valid labels", "a mean over valid labels, shifted by one")
@@ -89,9 +89,11 @@ def _counting(shift: int) -> Callable[[Any], Tensor]:
     return n_valid
 
 
-def weights_of(trainer: Trainer, inputs: Any, in_dims: Any) -> Weights:
+def weights_of(trainer: Any, inputs: Any, in_dims: Any) -> Weights:
     """Return the counts that the loss of an evaluation may be a mean over."""
     weights: dict[str, Weight | None] = {}
+    if callable(declared := trainer.adaptive_options.get("weight")):
+        weights[DECLARED] = declared
     # num_items_in_batch as the Trainer counts it, which differs from version to version
     count, device = getattr(trainer, "_get_num_items_in_batch", None), trainer.args.device
     if count and count([inputs], device) is not None:
