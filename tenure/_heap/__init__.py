@@ -12,6 +12,7 @@ from ._collector import wait_for_readers as wait_for_readers
 from ._graphs import Graphs as Graphs
 from ._graphs import Referent as Referent
 from ._graphs import walk_nodes as walk_nodes
+from ._holders import IN_CYCLE as IN_CYCLE
 from ._holders import Holder as Holder
 from ._holders import find_holders as find_holders
 from ._holders import weigh_holders as weigh_holders

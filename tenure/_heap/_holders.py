@@ -46,8 +46,9 @@ _TELLING = (
     "attribute",
     "container",
 )
+IN_CYCLE = ", in a reference cycle"
 _ENDINGS = {
-    "cycle": ", in a reference cycle",
+    "cycle": IN_CYCLE,
     "unknown": ", which nothing with a name was found to hold",
 }
 # A chain of more steps, as through a linked list, begins anew with its name so far, unless that is
@@ -311,8 +312,8 @@ class Chains:
             return None
         start = next(filter(self._is_worth_naming, above), edge.holder)
         # what only refers to itself is garbage that waits for the collector
-        outside = any(self._search.unexplained(n) for n in above)
-        kind = "unknown" if outside or not self._search.complete else "cycle"
+        outside = any(n in self._search.unasked or self._search.unexplained(n) for n in above)
+        kind = "unknown" if outside else "cycle"
         name = type_name(type(self._search.alive[start]))
         steps = (*above[start], edge.step)
         if steps[0].anchor and kind == "unknown":

@@ -75,7 +75,7 @@ class Search:
         alive: the objects by number.
         parents: by number, the edges from each known holder.
         roots: by number, the roots that an object is.
-        complete: no limit cut the search short.
+        unasked: objects whose holders a limit kept it from looking for.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Search:
         self.alive: list[object] = []
         self.parents: list[list[Edge]] = []
         self.roots: list[list[Root]] = []
-        self.complete = False
+        self.unasked: frozenset[int] = frozenset()
         self._children: list[list[int]] = []
         self._number: dict[int, int] = {}
         # objects that a root holds which will last; that are a variable; that a variable lends on
@@ -149,7 +149,7 @@ class Search:
             if not level or len(self.alive) > most:
                 break
             level = self._expand(level)
-        self.complete = not level
+        self.unasked = frozenset(level)
 
     def _expand(self, level: list[int]) -> list[int]:
         """Find the holders of one level; those that no lasting root is known to hold are next."""

@@ -11,7 +11,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor, UntypedStorage, nn
 from torch.optim import Optimizer
@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from tenure._callers import created_at
 from tenure._cells import is_of_shell
 from tenure._heap import (
+    IN_CYCLE,
     Holder,
     Image,
     collector_paused,
@@ -34,7 +35,7 @@ from tenure._text import dtype_name, listed
 from tenure._torch.quiet import quietly
 from tenure._torch.storages import key_of
 
-from ._naming import PARAMETERS, TensorName, names_of
+from ._naming import PARAMETERS, TensorName, names_of, outermost, tensors_of
 from ._parts import device_of, dtype_of, identity_of, is_plain, parts_of, shape_or_empty
 from ._rows import CATEGORIES, GRADIENTS, OTHERS, SAVED, StorageEntry, TensorRow
 from ._saved import SavedStorage, saved_storages
@@ -128,7 +129,7 @@ class _Census:
         self._numbers = itertools.count()
 
     def search(self, tops: set[int]) -> None:
-        """Name the largest of the tensors that no module and no optimizer has a name for.
+        """Name the largest of the tensors that have no name yet, and those of garbage.
 
         Args:
             tops: the tensors that hold graphs, by identity.
@@ -143,9 +144,31 @@ class _Census:
         unnamed.sort(key=lambda t: (id(t) not in tops, -(storage_bytes(t) or 0)))
         # The largest are worth the search; the rest get a number.
         del unnamed[_MAX_SEARCHED:]
-        for t, found in zip(map(id, unnamed), find_holders(unnamed, image=image), strict=True):
-            if (best := _best(found)) is not None:
+        # optimizers first, because their state has the names of parameters
+        owners = [*image.optimizers, *outermost(image.modules)]
+        found = find_holders([*owners, *unnamed], ignore=(owners, unnamed), image=image)
+        for t, holders in zip(map(id, unnamed), found[len(owners) :], strict=True):
+            if (best := _best(holders)) is not None:
                 self._held[t] = best
+        self._name_garbage(owners, found)
+
+    def _name_garbage(self, owners: list[Any], found: list[list[Holder]]) -> None:
+        """Name the tensors of modules and optimizers that only a reference cycle holds."""
+        named = [
+            entry
+            for owner, holders in zip(owners, found, strict=False)
+            if _is_garbage(holders)
+            for entry in tensors_of(owner, holders[0].chain.removesuffix(IN_CYCLE), self._held)
+        ]
+        if not named:
+            return
+        tensors = [t for _, t in named]
+        # a module that lives may have a part of one that does not
+        objects = [*tensors, *owners]
+        found = find_holders(objects, ignore=(tensors, owners, *named), image=self._image)
+        for (name, t), holders in zip(named, found, strict=False):
+            if _is_garbage(holders):
+                self._held[id(t)] = self._held[id(t)]._replace(name=name, kind="cycle")
 
     def enter_handles(self) -> None:
         """Enter what Python holds, and gradients."""
@@ -277,6 +300,10 @@ def _homes(kept: Iterable[NamedTensor]) -> dict[int, int]:
         if home is not None:
             homes.update((key_of(storage), home) for storage in named.inside)
     return homes
+
+
+def _is_garbage(holders: Sequence[Holder]) -> bool:
+    return bool(holders) and all(holder.kind == "cycle" for holder in holders)
 
 
 def _best(found: Sequence[Holder]) -> TensorName | None:

@@ -104,6 +104,16 @@ def _state_of(
     yield from _tensors_in(rest, label)
 
 
+def tensors_of(
+    owner: Any, label: str, names: dict[int, TensorName]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a module, or of the state of an optimizer, with names after a label."""
+    if is_kind(type(owner), nn.Module):
+        yield from ((_dotted(label, name), t) for name, _, t in named_tensors_of(owner))
+    else:
+        yield from _state_of(owner, label, names)
+
+
 def _labelled(objects: Iterable[_T]) -> Iterator[tuple[_T, str]]:
     """Yield each object with the name of its class, the second instance as ``Linear#2``."""
     counts: Counter[str] = Counter()

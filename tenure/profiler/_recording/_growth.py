@@ -21,7 +21,7 @@ from torch import UntypedStorage
 from tenure._text import counted, format_bytes
 
 from .._owners import BUFFERS, OPTIMIZER_STATE, PARAMETERS, SAVED, StorageEntry
-from .._reports import advice_of_growth, keyed_place_of, place_of
+from .._reports import advice_of_growth, cycle_of, keyed_place_of, place_of
 
 LOOKS = 3
 """Fewer looks than these tell nothing."""
@@ -155,7 +155,9 @@ def _places_of(entry: StorageEntry) -> Iterator[str]:
     name, category = entry.owner.name, entry.owner.category
     if category == SAVED:
         yield _GRAPH + place_of(entry.owner.graph or _UNNAMED)
-    if entry.kind not in _NO_VARIABLE:
+    if entry.kind == "cycle":
+        yield cycle_of(name)
+    elif entry.kind not in _NO_VARIABLE:
         yield place_of(name)
     elif entry.kind == "unknown":
         yield _UNNAMED

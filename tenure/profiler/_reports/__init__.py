@@ -2,6 +2,7 @@
 
 from ._findings import Finding as Finding
 from ._findings import advice_of_growth as advice_of_growth
+from ._findings import cycle_of as cycle_of
 from ._findings import keyed_place_of as keyed_place_of
 from ._findings import place_of as place_of
 from ._mem_report import DeviceReport as DeviceReport

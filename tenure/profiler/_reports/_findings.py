@@ -6,11 +6,12 @@ A finding is a sentence with a number, and says what to do about it.
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from tenure._heap import without_repetitions
+from tenure._heap import IN_CYCLE, without_repetitions
 from tenure._text import counted, format_bytes
 
 from .._owners import SAVED, StorageEntry
@@ -64,7 +65,7 @@ def find_growth(new: Sequence[StorageEntry]) -> tuple[Finding, ...]:
         # A place is a name with an index in it; without one, nothing says that more will come
         # there. Without a kind the name is a model's, an optimizer's or a node's, which grow by
         # what they do.
-        if place != entry.owner.name and entry.kind:
+        if place != entry.owner.name and entry.kind not in ("", "cycle"):
             by_place.setdefault(place, []).append(entry.owner.n_bytes)
     found = [
         _finding("growth", place, f"{place} grew by {len(sizes)} tensors", sum(sizes))
@@ -85,17 +86,21 @@ def find_growth(new: Sequence[StorageEntry]) -> tuple[Finding, ...]:
 
 def find_standing(entries: Sequence[StorageEntry]) -> tuple[Finding, ...]:
     """Cycles, and views of large storages."""
-    found = []
+    found, garbage = [], defaultdict(list)
     for entry in entries:
         row, wasted = entry.owner, entry.owner.n_bytes - entry.shown_bytes
         if entry.kind == "cycle":
-            text = f"{row.name} is garbage that waits for the collector"
-            found.append(_finding("cycle", row.name, text, row.n_bytes))
+            garbage[cycle_of(row.name)].append(row)
         # Both bounds: a small tensor wastes little, and of a large one a kept half is no waste.
         if wasted >= max(_MIN_WASTED_BYTES, entry.shown_bytes):
             shown, kept = format_bytes(entry.shown_bytes), format_bytes(row.n_bytes)
             text = f"{row.name} shows {shown} and keeps {kept} alive"
             found.append(Finding("view", row.name, text, wasted))
+    for cycle, rows in garbage.items():
+        name = rows[0].name if len(rows) == 1 else cycle
+        n_bytes = sum(row.n_bytes for row in rows)
+        text = f"{name} is garbage that waits for the collector"
+        found.append(_finding("cycle", name, text, n_bytes))
     return _ranked(found)
 
 
@@ -105,6 +110,11 @@ def _finding(kind: FindingKind, what: str, text: str, n_bytes: int) -> Finding:
 
 def _ranked(found: list[Finding]) -> tuple[Finding, ...]:
     return tuple(sorted(found, key=lambda finding: (-finding.n_bytes, finding.text)))
+
+
+def cycle_of(name: str) -> str:
+    """Return the object that a reference cycle holds, of the name of a tensor in it."""
+    return place_of(name.removesuffix(IN_CYCLE).partition(".")[0]) + IN_CYCLE
 
 
 def place_of(name: str) -> str:
@@ -119,6 +129,8 @@ def keyed_place_of(name: str) -> str:
 
 def advice_of_growth(place: str, otherwise: str = "") -> str:
     """Return what to do about a place that grows."""
+    if place.endswith(IN_CYCLE):
+        return _ADVICE["cycle"]
     if _IN_TRACEBACK.search(place):
         return "Keep str(error), or error.with_traceback(None)."
     if _IN_HOOKS.search(place):

@@ -1,5 +1,6 @@
 import collections
 import copy
+import gc
 import weakref
 
 import pandas as pd
@@ -57,6 +58,12 @@ def _register(kept):
     kept[0].register_forward_hook(lambda *_: x.sum())
 
 
+def _make_a_cycle(kept):
+    trainer = _Holder()
+    trainer.model = torch.nn.Linear(N, N)
+    trainer.model.trainer = trainer
+
+
 def _append_in_a_hook(kept):
     if not kept:
         kept.append(torch.nn.Linear(1, 1))
@@ -70,16 +77,25 @@ def _append_in_a_hook(kept):
     [
         (_fail, "Keep str(error), or error.with_traceback(None)."),
         (_register, "Keep the handle of each hook, and call handle.remove()."),
+        (
+            _make_a_cycle,
+            "gc.collect() frees it; break the cycle, or open a scope around what makes it.",
+        ),
         (_append_in_a_hook, "Bound it, or keep numbers instead of tensors."),
     ],
 )
 def test_the_advice_is_of_what_holds_the_tensors(grow, advice):
     kept, watch = [], GrowthWatch()
+    gc.collect()
     before = snapshot()
-    for step in range(4):
-        watch.look(step)
-        grow(kept)
-    (found,) = watch.growth(now := snapshot())
+    gc.disable()
+    try:
+        for step in range(4):
+            watch.look(step)
+            grow(kept)
+        (found,) = watch.growth(now := snapshot())
+    finally:
+        gc.enable()
     (finding,) = now.diff(before).findings
     assert str(found).endswith(f" to step 3. {advice}")
     assert str(finding).endswith(f". {advice}")

@@ -151,6 +151,36 @@ def test_a_cycle_that_waits_for_the_collector_is_found():
     assert "gc.collect() frees it" in str(finding)
 
 
+def test_a_model_in_a_cycle_is_found_with_its_gradients_and_optimizer_state():
+    def train():
+        trainer, shared = Box(), nn.Linear(8, 8)
+        trainer.net = nn.Sequential(shared, nn.Linear(8, 8))
+        trainer.net.trainer = trainer
+        trainer.optimizer = torch.optim.SGD(trainer.net.parameters(), momentum=0.9)
+        trainer.net(torch.ones(8)).sum().backward()
+        trainer.optimizer.step()
+        return shared
+
+    train()  # the first optimizer imports much
+    gc.collect()
+    gc.disable()
+    try:
+        before = snapshot()
+        shared = train()
+        change = snapshot().diff(before)
+    finally:
+        gc.enable()
+    (finding,) = change.findings
+    # the parameters and gradients of one layer, and the momentum of both
+    assert (finding.kind, finding.n_bytes) == ("cycle", (8 * 8 + 8) * 4 * 4)
+    assert finding.what == "Box, in a reference cycle"
+    names = {row.name for row in change.new}
+    assert {"Box.net.1.weight", "Box.net.1.weight.grad"} <= names
+    assert any("optimizer" in name and name.endswith(".momentum_buffer") for name in names)
+    # a live module's parameters are no garbage
+    assert shared.weight.grad is not None
+
+
 # what it says
 
 DIFF = SnapshotDiff(
