@@ -39,6 +39,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from tenure._cuda_blocks import up_to
 from tenure._errors import PagingError
+from tenure._oom import oom_info
 from tenure._registries import NamedTensor
 from tenure._text import describe, describe_tensor
 from tenure._torch.autograd import (
@@ -338,6 +339,19 @@ class TrainingPager(Pager):
         self._joining = RLock()
         # Read by forwards in a checkpoint around no module: none is called to recompute it.
         self._checkpointed: set[HostTensor] = set()
+
+    def explain(self, error: BaseException | None) -> None:
+        """Add a note as a pager does, or to an out-of-memory error of the device."""
+        super().explain(error)
+        if self._closed or error is None:
+            return
+        device, info = self.engine.device, oom_info(error)
+        if info is not None and info.device == str(device):
+            moved = "" if self._activations else ', pass activations="host"'
+            error.add_note(
+                f"A model is trained that is paged to {device}. Activations and gradients come on "
+                f"top of its budget: lower budget={moved}, or run smaller batches."
+            )
 
     def enter(self, forward: Forward, token: object, units: list[Unit], module: nn.Module) -> bool:
         """Enter as a pager does; a forward that a node runs is part of its backward pass."""

@@ -9,7 +9,7 @@ from tenure.paging import page
 from tenure.profiler import MemReporter
 from tenure.testing import Rates
 
-from .blocks import LARGE, WIDTH, inputs
+from .blocks import LARGE, WIDTH, inputs, mlp
 from .conftest import on_host
 
 
@@ -22,6 +22,23 @@ class Saving(nn.Module):
         a, b, c = self.inner(x).chunk(3, dim=-1)
         a = a.transpose(0, 1).contiguous().transpose(0, 1)
         return (a * b).sum() + (b * c.exp()).sum() + (c.flip(0) * a).sum() + (c * c).sum()
+
+
+@pytest.mark.parametrize("activations", [None, "host"])
+def test_an_error_out_of_memory_says_what_comes_on_top_of_the_budget(sim, activations):
+    model = mlp()
+    x = torch.randn(4096, WIDTH)
+
+    def train():
+        with page(model, sim.device, budget="1MiB", training=True, activations=activations):
+            sim(budget=sim.allocated_bytes + x.nbytes)
+            model(x).sum().backward()
+
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        train()
+    (note,) = caught.value.__notes__
+    assert "Activations and gradients come on top of its budget: lower budget=" in note
+    assert ('activations="host"' in note) == (activations is None)
 
 
 def test_a_storage_that_is_saved_several_times_is_copied_once(sim, pair):
