@@ -375,6 +375,9 @@ class NumberRules:
         found = _by_rule(joiner, values)
         fitting = self._fitting.get(what)
         likely = [rule for rule in found if rule in (fitting or found)]
+        if {*likely} == {"max", "min"}:
+            # such as a mean of which one part had nothing: the samples did not tell
+            likely = ["mean", *likely]
         if len(likely) == 1:
             # known, so nothing is compared: reading a number waits for its device
             return found[likely[0]]

@@ -441,6 +441,7 @@ def test_a_loss_that_is_no_mean_over_samples_is_refused_until_it_is_declared():
             trained(module)
     assert "'AdaptiveIgnoring.training_step'" in str(refused.value)
     assert "stand in its adaptive_options" in refused.value.__notes__[0]
+    assert "class_weights[batch[1]].sum()" in refused.value.__notes__[0]
     Ignoring.adaptive_options = {"weight": lambda batch: (batch[1] != 0).sum()}
     compared(Ignoring)
 

@@ -101,7 +101,9 @@ def _telling_where_to_declare(kind: type) -> Iterator[None]:
     except (AdaptiveUsageError, BatchCoupledError, SplitMismatchError) as error:
         error.add_note(
             f"{kind.__name__} is an AdaptiveMixin: arguments of step() stand in its "
-            'adaptive_options, a dict such as {"weight": lambda batch: ...}.'
+            'adaptive_options, a dict such as {"weight": lambda batch: ...}, what the mean of the '
+            'loss divides by. Where classes have weights: {"weight": lambda batch: '
+            'class_weights[batch[1]].sum()}; of a sum: {"loss": "sum"}.'
         )
         raise
 
