@@ -79,7 +79,8 @@ def mlrun(shell: Any, line: str, cell: str | None = None) -> LineProfiler | None
     if cell is not None:
         # What follows the options belongs to the cell, as the first line that runs.
         statement = f"{statement}\n{cell}"
-    columns = [*(() if options.no_default_columns else DEFAULT_COLUMNS), *options.column]
+    defaults = () if options.no_default_columns else DEFAULT_COLUMNS
+    columns = [*dict.fromkeys([*defaults, *options.column])]
     # Before anything runs: a misspelled column must not cost a long statement.
     checked_columns(columns)
     named = Named(options.function, shell, "%mlrun -f")
