@@ -649,6 +649,19 @@ def test_an_evaluation_in_pieces_uses_the_declared_weight():
     assert_same_evaluation(fitted, whole)
 
 
+def test_comparisons_of_an_evaluation_in_pieces_change_no_random_numbers():
+    def drawing(module, args, outputs):
+        torch.rand(len(outputs.logits))
+
+    drawn = []
+    for kind, most in ((Trainer, None), (AdaptiveTrainer, 5)):
+        model = llama()
+        model.register_forward_hook(drawing)
+        evaluated(kind, model, texts(20), most=most)
+        drawn.append(torch.rand(()))
+    assert drawn[0] == drawn[1]
+
+
 def test_a_batch_of_other_lengths_is_predicted_whole():
     def collate(samples):
         stacked = {key: torch.stack([each[key] for each in samples]) for key in samples[0]}

@@ -9,7 +9,8 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -136,6 +137,18 @@ def _dim_of(key: Any, value: Any, in_dims: Any) -> Any:
     )
 
 
+@contextmanager
+def _random_state_kept() -> Iterator[None]:
+    """Restore torch's generators, so that a comparison changes no random numbers of the program."""
+    device = torch.accelerator.current_accelerator(check_available=True)
+    module: Any = None if device is None else torch.get_device_module(device)
+    # asking a device that is not used yet would start it
+    is_used = getattr(module, "is_initialized", bool)()
+    devices = range(module.device_count() if is_used else 0)
+    with torch.random.fork_rng(devices, device_type="cuda" if device is None else device.type):
+        yield
+
+
 class _PredictedPiece(NamedTuple):
     start: int
     end: int
@@ -232,6 +245,7 @@ class PredictionInPieces:
         like: Tensor = pieces[0].loss
         return torch.tensor(totals[self._possible[0]], dtype=like.dtype, device=like.device)
 
+    @_random_state_kept()
     def _compare_few(self, predict: Predict, batch: Batch, weights: Weights) -> None:
         """Compare what a few samples give in one piece and in two, before anything is trusted."""
 
@@ -260,6 +274,7 @@ class PredictionInPieces:
             ):
                 raise _mixed(describe_tensor(tensor))
 
+    @_random_state_kept()
     def _compare_halves(
         self, piece: _PredictedPiece, predict: Predict, batch: Batch, weights: Weights
     ) -> None:
