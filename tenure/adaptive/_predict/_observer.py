@@ -150,7 +150,8 @@ class Observer(DispatchMode):
         return self._real.n_bytes + taken.allocated_bytes
 
     def add(self, n_bytes: int) -> None:
-        """Count bytes that work which is left out would leave behind."""
+        """Count bytes that work which is left out would leave behind, if it is like the rest."""
+        self.reasons.setdefault("what further micro-batches leave behind is counted in proportion")
         # no larger than blocks of small segments, because most are losses and random states
         for start in range(0, n_bytes, MIB):
             size = min(MIB, n_bytes - start)

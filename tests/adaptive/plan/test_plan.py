@@ -132,6 +132,8 @@ def test_a_long_step_is_planned_from_some_of_its_micro_batches(kind):
 
     found = plan(fn, batch, "1GiB", maximum=2, **options)
     assert len(calls) < 200
+    # a function may leave more behind each time
+    assert "in proportion" in found.reasons[0]
     assert found.sizes == step(fn, batch, maximum=2, verify=False, **options).sizes
     kept.clear()
     model.zero_grad()
