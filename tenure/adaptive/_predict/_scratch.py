@@ -97,15 +97,17 @@ def _is_view(func: Any) -> bool:
 
 
 def _measured_once(func: Any, args: Any, kwargs: Any, result: Any) -> KernelRun | str:
+    mkldnn: Any = torch.backends.mkldnn
     key = (
         func,
         repr(mapped((tuple(args), dict(kwargs)), layout_of)),
         # what kernels are chosen by besides their arguments
         torch.get_num_threads(),
         torch.is_grad_enabled(),
-        torch.backends.mkldnn.enabled,
+        mkldnn.enabled,
         torch.are_deterministic_algorithms_enabled(),
-        torch.get_float32_matmul_precision(),
+        # the function for all backends raises after a setting of one, such as the Trainer's tf32=
+        mkldnn.matmul.fp32_precision,
     )
     if (known := _known.get(key)) is None:
         try:

@@ -224,7 +224,8 @@ def _eps(func: Any, made: Tensor) -> float:
     """Return one rounding of an operation; CUDA may compute float32 products in TF32."""
     if made.dtype is torch.float32 and made.device.type == "cuda":
         is_convolution = "convolution" in func.overloadpacket.__name__
-        precision = torch.get_float32_matmul_precision()
-        if torch.backends.cudnn.allow_tf32 if is_convolution else precision != "highest":
+        backends: Any = torch.backends
+        backend = backends.cudnn.conv if is_convolution else backends.cuda.matmul
+        if backend.fp32_precision == "tf32":
             return 2.0**-11
     return torch.finfo(made.dtype).eps
