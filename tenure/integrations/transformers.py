@@ -71,6 +71,16 @@ _OF_RANKS = (
 )
 
 
+def _computes_in_tf32(model: nn.Module, device: torch.device) -> bool:
+    """Return whether products of float32 may be rounded to TF32; CUDA's convolutions are."""
+    # functions without a backend's name raise after a setting of one
+    if torch.backends.cuda.matmul.fp32_precision == "tf32":
+        return True
+    has_convolution = any(isinstance(each, nn.modules.conv._ConvNd) for each in model.modules())
+    cudnn: Any = torch.backends.cudnn
+    return device.type == "cuda" and has_convolution and cudnn.conv.fp32_precision == "tf32"
+
+
 class AdaptiveTrainerMixin(_Base):
     """Makes the steps of a Trainer fit: ``class MyTrainer(AdaptiveTrainerMixin, Seq2SeqTrainer)``.
 
@@ -215,9 +225,11 @@ class AdaptiveTrainerMixin(_Base):
                 return predict(inputs)
 
         def types() -> set[torch.dtype]:
-            is_mixed = self.accelerator.mixed_precision != "no"
             found = {parameter.dtype for parameter in model.parameters()}
-            return found | {torch.bfloat16} if is_mixed else found
+            is_rough = self.accelerator.mixed_precision != "no"
+            if torch.float32 in found:
+                is_rough = is_rough or _computes_in_tf32(model, self.args.device)
+            return found | {torch.bfloat16} if is_rough else found
 
         weights = functools.partial(weights_of, self, inputs, in_dims)
         outputs = self._prediction(predict, batch, weights, types)
