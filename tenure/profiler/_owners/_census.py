@@ -231,7 +231,8 @@ class _Census:
         found = [(key, members) for key, members in self._members.items() if members]
         for _, members in found:
             if len(members) > 1:
-                members.sort(key=lambda member: member.rank)
+                # what lives keeps the storage of what is garbage
+                members.sort(key=lambda member: (member.held.kind == "cycle", member.rank))
         found.sort(key=lambda entry: entry[1][0].rank)
         return [_entry(key, members) for key, members in found]
 
