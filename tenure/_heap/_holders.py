@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import os
 import sys
 import threading
 import types
@@ -62,6 +63,13 @@ _PLUMBING = (dict, tuple, types.CellType)
 
 # A search holds what it looks at, so a second one on another thread would find and follow all that.
 _one_search = threading.RLock()
+# A fork waits for it: the child has no other thread that would release it, or enable the collector.
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(
+        before=_one_search.acquire,
+        after_in_parent=_one_search.release,
+        after_in_child=_one_search.release,
+    )
 
 # an object, and whether what holds it is no more than a variable of a running function
 _Place = tuple[int, bool]

@@ -1,7 +1,10 @@
 """The leak report: what is a leak, what the report says, and that it keeps nothing alive."""
 
 import gc
+import os
+import signal
 import sys
+import threading
 import time
 import weakref
 from collections import deque
@@ -178,6 +181,32 @@ def test_scopes_of_several_threads_search_one_after_the_other(monkeypatch):
         reports = [pool.submit(request) for _ in range(4)]
     assert most == [1] * 4
     assert {each.result().records[0].kind for each in reports} == {"global"}
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+def test_a_child_forked_during_a_search_can_search(monkeypatch):
+    begun, search = threading.Event(), _holders.Search
+
+    def slow(*args):
+        begun.set()
+        time.sleep(0.1)
+        return search(*args)
+
+    CACHE.append(torch.ones(2))
+    monkeypatch.setattr(_holders, "Search", slow)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(_holders.find_holders, CACHE)
+        begun.wait(10)
+        if not (child := os.fork()):
+            try:
+                # in place of waiting for ever
+                signal.alarm(10)
+                _holders.find_holders(CACHE)
+                os._exit(0 if gc.isenabled() else 1)
+            finally:
+                os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_one_storage_counts_once():
