@@ -70,6 +70,7 @@ class Batch:
                 f"The batch is a {type(inputs).__name__}, and no dict of tensors."
             )
         self.inputs = inputs
+        self._in_dims = in_dims
         self._dims = {key: _dim_of(key, value, in_dims) for key, value in inputs.items()}
         lengths = {
             key: len(inputs[key]) if dim == "items" else inputs[key].shape[dim]
@@ -88,16 +89,10 @@ class Batch:
     def few(self, n: int) -> Batch:
         """Return so many samples that differ most."""
         # the ends of each tensor tell most about a loss; labels before measurements
-        columns = [
-            value.detach().movedim(dim, 0).flatten(1).sum(1).argsort().tolist()
-            if value.dim() > 1
-            else value.detach().argsort().tolist()
-            for value, dim in sorted(
-                ((self.inputs[key], dim) for key, dim in self._dims.items() if type(dim) is int),
-                key=lambda each: each[0].is_floating_point(),
-            )
-            if not value.is_complex()
-        ]
+        leaves = [(self.inputs[key], dim) for key, dim in self._dims.items() if type(dim) is int]
+        leaves.sort(key=lambda leaf: leaf[0].is_floating_point())
+        values = [value.detach().real.movedim(dim, 0).unsqueeze(-1) for value, dim in leaves]
+        columns = [each.flatten(1).sum(1).argsort().tolist() for each in values]
         columns.append(list(range(self.n_samples)))
         low: list[int] = []
         high: list[int] = []
@@ -106,8 +101,6 @@ class Batch:
                 if index not in low + high and len(side) < n // 2:
                     side.append(index)
         chosen = low + high[::-1]
-        few = copy.copy(self)
-        few.n_samples = len(chosen)
         rows = dict(self.inputs)
         for key, dim in self._dims.items():
             value = self.inputs[key]
@@ -116,8 +109,7 @@ class Batch:
             elif dim is not None:
                 index = torch.tensor(chosen, device=value.device)
                 rows[key] = value.index_select(dim, index)
-        few.inputs = type(self.inputs)(rows)  # type: ignore[call-arg]
-        return few
+        return Batch(type(self.inputs)(rows), self._in_dims)  # type: ignore[call-arg]
 
     def _cut(self, key: Any, start: int, end: int) -> Any:
         value, dim = self.inputs[key], self._dims[key]
