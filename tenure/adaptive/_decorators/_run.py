@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from tenure._callers import warn_user
 from tenure._errors import AdaptiveUsageWarning
@@ -23,12 +24,13 @@ from .._predict import Forecast
 from .._ranks import has_other_ranks
 from .._reachable import Reachable, coupled_modules
 from .._sizes import AdaptiveSearch, RememberedCall
-from .._undo import RngState, generators_in
+from .._undo import RngState, generators_in, named_modules
 from ._options import Options
 
 _Function = Callable[..., Any]
 _Args = tuple[Any, ...]
 _Kwargs = Mapping[str, Any]
+_Means = tuple[Tensor | None, Tensor | None]
 
 
 def run_batch(
@@ -173,7 +175,7 @@ def run_pieces(
         )
         if collector is not None and collector.needs_one and piece.start >= end:
             collector.add(attempts.run(search, lambda _: work(0)))
-        n_pieces = 0
+        n_pieces, mixing = 0, dict[str, _Means]()
         while piece.start < end:
             n_pieces += 1
             left = end - piece.start
@@ -188,24 +190,42 @@ def run_pieces(
                 attempts.advice = collector.advice
             # it may be the last that holds memory of the device, which the next piece needs
             del landed
+            # only after a failure, as to look for modules takes its time
+            if n_pieces == 1 < attempts.n_begun and piece.end < end:
+                mixing = _mixing_modules(piece)
             # here alone the work goes on: an attempt that failed has left the start where it was
             piece.start = piece.end
     search.finished()
-    # only after a failure, as to look for modules takes its time
-    if 1 < n_pieces < attempts.n_begun:
-        _warn_of_mixing(name, piece)
+    _warn_of_mixing(name, mixing)
     return None if collector is None else collector.collected(piece.dimension)
 
 
-def _warn_of_mixing(name: str, piece: RangePart) -> None:
+def _mixing_modules(piece: RangePart) -> dict[str, _Means]:
+    """Return the running means, now and as they go on, of modules that mix samples, by name."""
     reachable = Reachable(piece.function)
     for given in (*piece.args, *piece.kwargs.values()):
         if isinstance(given, nn.Module):
             reachable.look_into(given)
-    if found := coupled_modules(reachable.modules):
+    named, found = dict(named_modules(reachable.modules)), coupled_modules(reachable.modules)
+    with without_functions():
+        means = [getattr(named[each.name], "running_mean", None) for each in found]
+        # a lazy one that nobody has called has no numbers
+        copies = [None if mean is None or is_lazy(mean) else mean.clone() for mean in means]
+    return dict(zip(map(str, found), zip(copies, means, strict=True), strict=True))
+
+
+def _warn_of_mixing(name: str, mixing: dict[str, _Means]) -> None:
+    with without_functions():
+        # one that the function does not call, or only in evaluation mode, has written nothing
+        found = [
+            told
+            for told, (before, after) in mixing.items()
+            if before is None or after is None or not before.equal(after)
+        ]
+    if found:
         warn_user(
-            f"{name}() was split to fit, and {listed([*map(str, found)], most=6)} gives other "
-            "results for each piece than for all at once. To evaluate, call eval() first.",
+            f"{name}() was split to fit, and {listed(found, most=6)} gives other results for each "
+            "piece than for all at once. To evaluate, call eval() first.",
             AdaptiveUsageWarning,
         )
 

@@ -92,6 +92,21 @@ def test_a_module_that_mixes_samples_is_named_if_its_batch_is_split(is_given):
         predict(*arguments)
 
 
+def test_a_batch_norm_that_is_not_called_in_training_mode_is_no_cause_for_a_warning():
+    net, other = (nn.Sequential(nn.Linear(64, 256), nn.BatchNorm1d(256)) for _ in range(2))
+
+    @adaptive.chunked(collect="host")
+    @torch.no_grad()
+    def predict(rows, start, end):
+        net.eval()
+        found = other[0](rows).argmax(1) + net(rows).argmax(1)
+        net.train()
+        return found
+
+    with memory_budget("300KiB"):
+        assert predict(torch.randn(500, 64)).shape == (500,)
+
+
 def test_a_failure_of_any_allocation_loses_no_result_on_its_way(sim):
     rows = torch.arange(24.0).reshape(12, 2).to(sim.device)
     weights = torch.ones(2, 3).to(sim.device)
