@@ -649,15 +649,14 @@ def test_an_evaluation_in_pieces_uses_the_declared_weight():
     assert_same_evaluation(fitted, whole)
 
 
-def test_an_evaluation_in_pieces_may_round_as_tf32_does(request):
-    request.addfinalizer(lambda: setattr(torch.backends, "fp32_precision", "none"))
-    torch.backends.fp32_precision = "tf32"
-
+def test_an_evaluation_in_pieces_may_round_as_tf32_does():
     def rounded(logits, labels):
         return logits * (1 + 1e-4 * len(logits))
 
     settings = {"most": 6, "preprocess_logits_for_metrics": rounded}
-    assert evaluated(AdaptiveTrainer, llama().float(), texts(16), **settings).metrics["test_loss"]
+    with torch.backends.flags(fp32_precision="tf32"):
+        found = evaluated(AdaptiveTrainer, llama().float(), texts(16), **settings)
+    assert found.metrics["test_loss"]
 
 
 def test_comparisons_of_an_evaluation_in_pieces_change_no_random_numbers():

@@ -300,10 +300,9 @@ def test_inference_mode_takes_functions_apart():
     assert peaks[0] == peaks[1]
 
 
-def test_a_precision_that_was_set_for_all_backends_is_no_hindrance(request):
-    request.addfinalizer(lambda: setattr(torch.backends, "fp32_precision", "none"))
-    torch.backends.fp32_precision = "tf32"
-    assert predict_peak(lambda x: (x @ x).sum(), torch.ones(8, 8)).peak_bytes > 0
+def test_a_precision_that_was_set_for_all_backends_is_no_hindrance():
+    with torch.backends.flags(fp32_precision="tf32"):
+        assert predict_peak(lambda x: (x @ x).sum(), torch.ones(8, 8)).peak_bytes > 0
 
 
 def test_an_optimizer_with_a_closure_runs_the_work_again():
