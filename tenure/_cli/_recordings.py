@@ -196,7 +196,8 @@ def _told_of_log(path: str) -> str | None:
         own_bytes = own_bytes_in(info.text) or 0
         unused_bytes = unallocated_bytes_in(info.text) or 0
         what = f"a log of an out-of-memory error of {info.device or info.kind}"
-        if own_bytes <= 10 * unused_bytes and 0 < wanted_bytes <= unused_bytes + free_bytes:
+        is_much = unused_bytes > 0 and own_bytes <= 10 * unused_bytes
+        if is_much and 0 < wanted_bytes <= unused_bytes + free_bytes:
             cause = (
                 f" The likely cause is fragmentation: {format_bytes(unused_bytes)} were reserved "
                 "and unused. Set PYTORCH_ALLOC_CONF=expandable_segments:True."

@@ -7,7 +7,7 @@ the work has come is known to this call alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -30,7 +30,6 @@ from ._options import Options
 _Function = Callable[..., Any]
 _Args = tuple[Any, ...]
 _Kwargs = Mapping[str, Any]
-_Means = tuple[Tensor | None, Tensor | None]
 
 
 def run_batch(
@@ -175,9 +174,8 @@ def run_pieces(
         )
         if collector is not None and collector.needs_one and piece.start >= end:
             collector.add(attempts.run(search, lambda _: work(0)))
-        n_pieces, mixing = 0, dict[str, _Means]()
+        begin, mixing = piece.start, list[_Mixing]()
         while piece.start < end:
-            n_pieces += 1
             left = end - piece.start
             # only after a failure: until then nothing is measured
             if search.room is not None:
@@ -191,7 +189,7 @@ def run_pieces(
             # it may be the last that holds memory of the device, which the next piece needs
             del landed
             # only after a failure, as to look for modules takes its time
-            if n_pieces == 1 < attempts.n_begun and piece.end < end:
+            if piece.start == begin and attempts.n_begun > 1 and piece.end < end:
                 mixing = _mixing_modules(piece)
             # here alone the work goes on: an attempt that failed has left the start where it was
             piece.start = piece.end
@@ -200,28 +198,44 @@ def run_pieces(
     return None if collector is None else collector.collected(piece.dimension)
 
 
-def _mixing_modules(piece: RangePart) -> dict[str, _Means]:
-    """Return the running means, now and as they go on, of modules that mix samples, by name."""
+class _Mixing(NamedTuple):
+    """A module that mixes samples.
+
+    Attributes:
+        told: what warnings call it.
+        mean: its running mean, if it has one.
+        before: a copy of that; None if it has no numbers yet.
+    """
+
+    told: str
+    mean: Tensor | None
+    before: Tensor | None
+
+    def has_mixed(self) -> bool:
+        """Return whether it has written its mean since, or has none that would tell."""
+        return self.mean is None or self.before is None or not self.before.equal(self.mean)
+
+
+def _mixing_modules(piece: RangePart) -> list[_Mixing]:
+    """Return the modules that mix samples, with their means as they are now."""
     reachable = Reachable(piece.function)
     for given in (*piece.args, *piece.kwargs.values()):
         if isinstance(given, nn.Module):
             reachable.look_into(given)
-    named, found = dict(named_modules(reachable.modules)), coupled_modules(reachable.modules)
+    named, found = dict(named_modules(reachable.modules)), list[_Mixing]()
     with without_functions():
-        means = [getattr(named[each.name], "running_mean", None) for each in found]
-        # a lazy one that nobody has called has no numbers
-        copies = [None if mean is None or is_lazy(mean) else mean.clone() for mean in means]
-    return dict(zip(map(str, found), zip(copies, means, strict=True), strict=True))
+        for each in coupled_modules(reachable.modules):
+            mean = getattr(named[each.name], "running_mean", None)
+            # a lazy one that nobody has called has no numbers
+            before = None if mean is None or is_lazy(mean) else mean.clone()
+            found.append(_Mixing(str(each), mean, before))
+    return found
 
 
-def _warn_of_mixing(name: str, mixing: dict[str, _Means]) -> None:
+def _warn_of_mixing(name: str, mixing: list[_Mixing]) -> None:
     with without_functions():
         # one that the function does not call, or only in evaluation mode, has written nothing
-        found = [
-            told
-            for told, (before, after) in mixing.items()
-            if before is None or after is None or not before.equal(after)
-        ]
+        found = [each.told for each in mixing if each.has_mixed()]
     if found:
         warn_user(
             f"{name}() was split to fit, and {listed(found, most=6)} gives other results for each "

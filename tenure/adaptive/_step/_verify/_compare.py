@@ -475,6 +475,9 @@ class Comparison:
             found = {d.name: d.relative_error for d in differences(step, whole, run, 0.0, scale)}
             return found | {_ALL: _distance(run, whole)}
 
+        # of all gradients, and so one number for each of them that differs
+        apart = functools.cache(functools.partial(_distance, split, whole))
+
         def is_noise(each: SplitDifference) -> bool:
             name, error = each.name, each.relative_error
             anew = noise(0, 0).get(name, 0.0)
@@ -488,7 +491,7 @@ class Comparison:
                 return True
             most, rough, rougher = float(_ROUNDINGS), 0.0, 0.0
             if is_copy and each.kind == "gradient" and rtol == tolerance[2]:
-                most, name, error = _ROUNDINGS_OF_HALVES, _ALL, _distance(split, whole)
+                most, name, error = _ROUNDINGS_OF_HALVES, _ALL, apart()
             for draw in range(_DRAWS):
                 rough = max(rough, noise(1, draw).get(name, 0.0))
                 if error <= most * rough:
