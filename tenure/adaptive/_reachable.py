@@ -142,6 +142,13 @@ def names_in(code: CodeType) -> CodeNames:
     )
 
 
+def _attributes_in(function: FunctionType) -> frozenset[str]:
+    """Return the attributes that a function reads; a decorated method is bound by its decorator."""
+    names = names_in(function.__code__).attributes
+    wrapped = getattr(function, "__wrapped__", None)
+    return names | _attributes_in(wrapped) if isinstance(wrapped, FunctionType) else names
+
+
 def used_by(function: FunctionType) -> list[tuple[str, Any]]:
     """Return the values that a function's code names: captured, global, defaults."""
     used: list[tuple[str, Any]] = []
@@ -236,7 +243,7 @@ class Reachable:
         function = value.__func__ if isinstance(value, MethodType) else value
         if isinstance(function, FunctionType):
             # of its own code, not of the caller's
-            attributes = names_in(function.__code__).attributes
+            attributes = _attributes_in(function)
         is_held = is_held and depth < _HELD_DEPTH
         key = (id(value), attributes, is_held)
         if is_held and value is not None:

@@ -170,8 +170,12 @@ def test_nothing_is_compiled_to_look_at_a_step(counter):
 def test_what_mixes_samples_is_refused_in_compiled_code_too(counter):
     net, (_, b) = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)), made()
     compiled = torch.compile(net.double(), backend=counter)
-    with pytest.raises(BatchCoupledError, match="BatchNorm1d"):
-        step(loss_by(compiled), b, maximum=20)
+    # a method, which is bound by its decorator
+    method = torch.compile(lambda self, x: loss_by(self.net)(x), backend=counter)
+    holder = type("Trainer", (), {"net": net, "loss": method})()
+    for fn in (loss_by(compiled), holder.loss):
+        with pytest.raises(BatchCoupledError, match="BatchNorm1d"):
+            step(fn, b, maximum=20)
     outcomes = []
     for model in (net, compiled):
         net.zero_grad()

@@ -58,6 +58,8 @@ _WRAPPING = (types.MappingProxyType, types.CellType, types.MethodType)
 _HOLDING = ("argparse", "collections", "types")
 """The modules of Python with classes whose objects are settings or containers."""
 _MOST_SUMMED = 1 << 20
+_FAR_ABOVE = 1.5
+"""Times the largest label so far: 255, of 150 classes."""
 
 
 @dataclass(slots=True)
@@ -110,6 +112,8 @@ class _CodeCounts:
     n_samples: int = 0
     n_extra: int = 0
     n_free: int = 0
+    # of each part of a batch the largest label, or the sign of the least measurement, negated
+    extremes: dict[str, float] = field(default_factory=dict)
     places: OrderedDict[Hashable, _CallSite] = field(default_factory=OrderedDict)
 
 
@@ -131,11 +135,12 @@ class SplitCall:
     """
 
     def __init__(self, parts: StepParts) -> None:
-        with without_functions():
-            key, values = _place(parts)
         # the counts below may be off by one between threads, which costs a verification
         with _lock:
             self._code = code = _at(_codes, _identity_of(stands_for(parts.spec.fn)), _CodeCounts)
+        with without_functions():
+            key, values = _place(parts, code.extremes)
+        with _lock:
             self.place: _CallSite = _at(code.places, key, _CallSite)
         place = self.place
         place.n_calls += 1
@@ -194,7 +199,7 @@ def _at(known: OrderedDict[Hashable, Any], key: Hashable, make: type) -> Any:
     return found
 
 
-def _place(parts: StepParts) -> tuple[Hashable, dict[Hashable, Any]]:
+def _place(parts: StepParts, extremes: dict[str, float]) -> tuple[Hashable, dict[Hashable, Any]]:
     """Return what tells a place from others, and the values in it, which may change."""
     spec, held = parts.spec, parts.found.held
     modules = modules_below(parts.roots.values())
@@ -210,7 +215,7 @@ def _place(parts: StepParts) -> tuple[Hashable, dict[Hashable, Any]]:
     loss = None if callable(spec.loss) else spec.loss
     options = spec.batchnorm, torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
     kinds = tuple([_look_at(each).kind for each in held])
-    return (kinds, modes, *asked, loss, options, _contents(parts.leaves)), values
+    return (kinds, modes, *asked, loss, options, _contents(parts.leaves, extremes)), values
 
 
 # --- what a function holds
@@ -384,10 +389,15 @@ def _identity_of(value: Any) -> Hashable:
 # --- the kind of a batch
 
 
-def _contents(leaves: Sequence[Leaf]) -> Hashable:
+def _contents(leaves: Sequence[Leaf], extremes: dict[str, float]) -> Hashable:
     """Describe each leaf: its kind, whether labels are ignored, whether samples are alike.
 
     And which leaves leave out as many places: a mask counts like labels until prompts are ignored.
+
+    Args:
+        leaves: of the batch.
+        extremes: the largest label of each so far, or the sign of the least measurement, negated.
+            A label far above may be one that is ignored, such as 255; the first zero may be a hole.
     """
     kinds: dict[str, Hashable] = {}
     traits: dict[torch.device, list[tuple[str, Tensor]]] = {}
@@ -408,9 +418,12 @@ def _contents(leaves: Sequence[Leaf]) -> Hashable:
     # the host waits for each device once, not for each leaf
     for there in traits.values():
         numbers = torch.stack([each for _, each in there]).tolist()
-        for (path, _), (*signs, n_left_out) in zip(there, numbers, strict=True):
+        for (path, _), (sign, *alike, n_left_out, high) in zip(there, numbers, strict=True):
             like = first_with.setdefault(n_left_out, path) if n_left_out else path
-            told[path] = (*signs, like)
+            # over all calls: in each small batch they may be others
+            if high > _FAR_ABOVE * extremes.get(path, -math.inf):
+                extremes[path] = high
+            told[path] = (sign, *alike, like, extremes[path])
     return tuple([(path, kind, told.get(path)) for path, kind in kinds.items()])
 
 
@@ -424,10 +437,13 @@ def _extent(item: Any) -> Hashable:
 
 
 def _traits(leaf: Leaf) -> Tensor | None:
-    """Return the sign of the least label, if all are the same, if samples are even, and a count.
+    """Return what tells that samples may count otherwise than before.
 
-    The sign tells -100 among labels, and 0 in a mask. A leaf is even where each sample has as much
-    of a mask, or as many ignored labels. The count is of these, and of the zeros of a mask.
+    That is the sign of the least label, or of measurements whether one is nan; whether all are the
+    same; whether samples are even; how many places are left out; and the largest label, or the sign
+    of the least measurement, negated. The sign tells -100 among labels, and 0 in a mask. A leaf is
+    even where each sample has as much of a mask, or as many ignored labels. Left out are these, and
+    the zeros of a mask.
     """
     value, dim = leaf.value, leaf.dim
     if hasattr(type(value), "__array_interface__"):
@@ -451,5 +467,7 @@ def _traits(leaf: Leaf) -> Tensor | None:
         amounts = amounts.sum(others) if others else amounts
         fewest, most = amounts.aminmax()
         n_left_out = n_left_out if is_measured else amounts.sum() * (low <= 0)
-    sign = torch.zeros_like(low) if is_measured else low
-    return torch.stack([sign.float().sign(), low == high, fewest == most, n_left_out])
+    sign = low.float().sign()
+    if is_measured:
+        high, sign = -sign.nan_to_num(1), low.isnan()
+    return torch.stack([sign, low == high, fewest == most, n_left_out, high])

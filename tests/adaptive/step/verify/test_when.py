@@ -1,5 +1,6 @@
 """When a step is verified, and what that costs."""
 
+import math
 import os
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -314,6 +315,27 @@ def test_a_mask_that_becomes_ragged_is_verified_anew(kind):
     for _ in range(5):
         step(fn, batch(even), maximum=4)
     refused(fn, batch(ragged), maximum=5)
+
+
+@pytest.mark.parametrize("missing", ["nan", "zero", "below zero", "255"])
+def test_the_first_missing_label_is_found_whatever_stands_for_it(missing):
+    net, places = small_net(), torch.arange(6)
+    marks = {"nan": math.nan, "zero": 0.0, "below zero": -1.0, "255": 255}
+    value = marks[missing]
+
+    def fn(b):
+        y = b["y"].flatten()
+        out = net(b["x"]).flatten(0, 1)
+        there = ~y.isnan() if missing == "nan" else (y > 0) & (y != 255)
+        return (out[there].mean(-1) - y[there]).square().mean()
+
+    def batch(n_missing):
+        y = torch.randint(3, 150, (16, 6)) if missing == "255" else torch.rand(16, 6).double() + 1
+        return {"x": samples(96).reshape(16, 6, 4), "y": y.where(places >= n_missing, value)}
+
+    for _ in range(5):
+        step(fn, batch(torch.zeros(1)), maximum=4)
+    refused(fn, batch(torch.arange(16)[:, None] % 6), maximum=4)
 
 
 def test_a_mask_that_no_longer_counts_what_labels_do_is_verified_anew():
