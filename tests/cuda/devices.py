@@ -36,7 +36,6 @@ def random_numbers_of_each_device(rig):
 def dropout_on_another_device(rig):
     """A retried step draws the dropout of another device again."""
     rig.needs_two_devices()
-    torch.manual_seed(0)
     model = nn.Linear(8, 8).double().to(rig.at(0))
     x = torch.randn(16, 8, dtype=torch.float64)
 
@@ -67,7 +66,6 @@ def dropout_on_another_device(rig):
 def pinning_for_another_device(rig):
     """Paging to the second device while the first is current makes a context on no other."""
     rig.needs_two_devices()
-    torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(6)]).eval()
     x, second = torch.randn(2, 64), rig.at(1)
     with torch.inference_mode():

@@ -39,7 +39,6 @@ class Layer(nn.Module):
 
 
 def layers(n_layers, width=256):
-    torch.manual_seed(0)
     return nn.Sequential(*[Layer(width) for _ in range(n_layers)])
 
 

@@ -1,6 +1,7 @@
 """The line profiler and the timeline, by the device's own account of its memory."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import nn
@@ -74,12 +75,8 @@ def lines_of_two_threads(rig):
         turns.wait()
         return kept
 
-    with LineProfiler(work, device=rig.device) as profiler:
-        threads = [threading.Thread(target=work) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+    with LineProfiler(work, device=rig.device) as profiler, ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda _: work(), range(2)))
     booked = sum(record.allocated_bytes for record in profiler.records)
     exact, truth = all(record.exact for record in profiler.records), 2 * 4 * 1000 * 512
     assert booked == truth or not exact, (booked, truth)

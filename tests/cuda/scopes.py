@@ -31,7 +31,6 @@ def scope_frees_bytes(rig):
 @check()
 def backward_after_disposal(rig):
     """Training in scopes, with a backward pass after disposal, has the bits of plain training."""
-    torch.manual_seed(0)
     model = nn.Sequential(
         nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Flatten(), nn.LazyLinear(10)
     )

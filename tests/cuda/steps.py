@@ -11,7 +11,6 @@ from .rig import MIB, check, off_by
 
 
 def _network():
-    torch.manual_seed(0)
     return nn.Sequential(nn.Linear(256, 512), nn.Tanh(), nn.Linear(512, 1))
 
 
@@ -50,38 +49,36 @@ def step_amp(rig):
     exact(x.double()).square().mean().backward()
     truth = _gradients(exact)
 
-    def train(work):
+    def train(run):
+        """How far the gradients of each step are from the truth, and what the steps leave."""
         model = copy.deepcopy(start).to(rig.device)
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         scaler = torch.amp.GradScaler(kind, init_scale=1024.0, growth_interval=2)
-        figures = []
-        for number in range(3):
-            optimizer.zero_grad()
-            outcome = work(model, scaler)
-            scaler.unscale_(optimizer)
-            if number == 0:
-                figures = [off_by(_gradients(model), truth), outcome]
-            scaler.step(optimizer)
-            scaler.update()
-        return [*figures, scaler.get_scale(), [p.detach().clone() for p in model.parameters()]]
+        errors, outcomes = [], []
 
-    def loss_of(model):
         def loss(x):
             with torch.autocast(kind, torch.float16):
                 return model(x).float().square().mean()
 
-        return loss
+        for _ in range(3):
+            optimizer.zero_grad()
+            outcomes.append(run(loss, scaler))
+            scaler.unscale_(optimizer)
+            errors.append(off_by(_gradients(model), truth))
+            scaler.step(optimizer)
+            scaler.update()
+        values = [p.detach().clone() for p in model.parameters()]
+        return errors[0], outcomes[0], scaler.get_scale(), values
 
     there = x.to(rig.device)
 
-    def plain(model, scaler):
-        scaler.scale(loss_of(model)(there)).backward()
-
-    def split(model, scaler):
+    def split(loss, scaler):
         with rig.limited(rig.pick(16, 3) * MIB):
-            return step(loss_of(model), there, scaler=scaler, cache_type=NoBatchsizeCache)
+            return step(loss, there, scaler=scaler, cache_type=NoBatchsizeCache)
 
-    plain_error, _, plain_scale, plain_values = train(plain)
+    plain_error, _, plain_scale, plain_values = train(
+        lambda loss, scaler: scaler.scale(loss(there)).backward()
+    )
     split_error, result, split_scale, split_values = train(split)
     assert result.attempts > 1, result
     assert split_scale == plain_scale == 2048.0, (split_scale, plain_scale)

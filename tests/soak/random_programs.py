@@ -5,6 +5,7 @@ The model of `tests/scopes/test_model.py` shrinks what it finds; this one runs a
 
 import random
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -108,7 +109,6 @@ class Program:
 
 def run_in_threads(n_threads, n_programs, n_operations=60):
     """So many programs in each of so many threads; the errors, and the entries that are left."""
-    errors, left = [], []
     # the first survivor of a process has the heap looked through once, and what is looked at is
     # held meanwhile, whichever thread has it
     with NewDisposeScope():
@@ -117,19 +117,13 @@ def run_in_threads(n_threads, n_programs, n_operations=60):
     begin = threading.Barrier(n_threads)
 
     def work(thread):
-        try:
-            begin.wait()
-            before = statistics().live
-            for number in range(n_programs):
-                Program(thread * n_programs + number).run(n_operations)
-            left.append(statistics().live - before)
-        # whatever it is, the test is to tell it
-        except BaseException as error:
-            errors.append(error)
+        begin.wait()
+        before = statistics().live
+        for number in range(n_programs):
+            Program(thread * n_programs + number).run(n_operations)
+        return statistics().live - before
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(n_threads)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return errors, left
+    with ThreadPoolExecutor(n_threads) as pool:
+        ended = [pool.submit(work, i) for i in range(n_threads)]
+    errors = [each.exception() for each in ended if each.exception()]
+    return errors, [each.result() for each in ended if not each.exception()]
