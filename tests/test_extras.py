@@ -28,7 +28,10 @@ def test_paging_names_what_its_extra_brings(tmp_path, monkeypatch):
         raise ModuleNotFoundError(f"No module named {name!r}")
 
     monkeypatch.setattr(importlib, "import_module", absent)
-    with pytest.raises(PagingError) as caught:
+    with pytest.raises(
+        PagingError,
+        match=r"^Reading model\.safetensors takes safetensors and numpy \(No module named 'safet",
+    ) as caught:
         load_paged(nn.Linear(1, 1, device="meta"), tmp_path, "cpu")
     assert _told_to_install(str(caught.value)) == _OFFERED["paging"]
 
@@ -71,6 +74,32 @@ def test_a_library_that_is_too_old_is_refused_before_it_is_imported(extra, insta
     assert re.match(begin, message)
     assert " Install a newer release with: " in message
     assert _told_to_install(message) == _OFFERED[extra]
+
+
+_LAZY = """
+import sys
+from importlib import import_module
+import tenure.integrations
+libraries = ("torch", "transformers", "accelerate", "lightning", "pytorch_lightning")
+assert not sys.modules.keys() & {*libraries}
+from tenure.integrations import accelerate, lightning
+assert not sys.modules.keys() & {*libraries[1:]}
+del sys.modules["tenure.integrations.lightning"]
+sys.modules |= dict.fromkeys(libraries[1:])
+for name in ("lightning", "transformers"):
+    try:
+        import_module(f"tenure.integrations.{name}")
+    except ImportError as error:
+        print(error)
+"""
+
+
+@pytest.mark.slow
+def test_libraries_are_imported_by_who_uses_them_and_a_missing_one_is_named():
+    done = run_program(_LAZY)
+    assert done.returncode == 0, done.stderr
+    assert 'pip install "lightning>=2.4"' in done.stdout
+    assert 'pip install "transformers>=4.50" "accelerate>=1.0"' in done.stdout
 
 
 def test_one_of_two_packages_of_lightning_is_enough(tmp_path):

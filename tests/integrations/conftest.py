@@ -10,7 +10,6 @@ from tenure.adaptive import add_listener, remove_listener, reset
 
 @pytest.fixture
 def events():
-    """What retries tell."""
     # a size that an earlier test has found would fit at once
     reset()
     found = []

@@ -107,6 +107,10 @@ def texts(n=64, length=_LENGTH):
     return samples
 
 
+def stacked(samples):
+    return {key: torch.stack([each[key] for each in samples]) for key in samples[0]}
+
+
 def classes(n=64):
     return [{**each, "labels": each["input_ids"][0] % 3} for each in texts(n)]
 
@@ -119,14 +123,10 @@ class Run:
         self.parameters = [p.detach().clone() for p in trainer.model.parameters()]
         self.losses = [each["loss"] for each in trainer.state.log_history if "loss" in each]
         # without evaluations, and without what the last one says of the time that all took
+        steps = [each for each in trainer.state.log_history if "eval_loss" not in each]
         self.logged = [
-            {
-                key: number
-                for key, number in each.items()
-                if not key.startswith(("train_", "total_"))
-            }
-            for each in trainer.state.log_history
-            if "eval_loss" not in each
+            {key: each[key] for key in each if not key.startswith(("train_", "total_"))}
+            for each in steps
         ]
 
     def assert_same(self, other, tolerance=1e-9):
@@ -167,9 +167,6 @@ def full(most):
     return refuse
 
 
-# --- a third of the memory
-
-
 def test_a_third_of_the_memory_trains_the_same_model(events):
     with memory_budget("1GiB") as unlimited:
         plain = trained(Trainer, gpt2(), texts(), steps=20)
@@ -199,15 +196,22 @@ class Counted(Trainer):
         return loss / num_items_in_batch
 
 
-class MeanOfSamples(Trainer):
-    """Each sample counts as much, whatever it has of labels."""
+class OfLogits(Trainer):
+    """Has a loss of its own."""
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         labels = inputs.pop("labels")
         outputs = model(**inputs)
-        losses = F.cross_entropy(outputs.logits.transpose(1, 2), labels, reduction="none")
-        loss = (losses.sum(1) / (labels != -100).sum(1)).mean()
+        loss = self.loss_of(outputs.logits, labels)
         return (loss, outputs) if return_outputs else loss
+
+
+class MeanOfSamples(OfLogits):
+    """Each sample counts as much, whatever it has of labels."""
+
+    def loss_of(self, logits, labels):
+        losses = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
+        return (losses.sum(1) / (labels != -100).sum(1)).mean()
 
 
 class Scaled(Trainer):
@@ -345,15 +349,11 @@ def test_a_batch_encoding_stays_one():
             return super().compute_loss(model, inputs, **kwargs)
 
     def collate(samples):
-        stacked = {key: torch.stack([each[key] for each in samples]) for key in samples[0]}
-        return transformers.BatchEncoding(stacked)
+        return transformers.BatchEncoding(stacked(samples))
 
     compared(Seeing, gpt2, texts(), 1e-6, 6, steps=1, data_collator=collate)
     assert {(transformers.BatchEncoding, 6), (transformers.BatchEncoding, 4)} <= kinds
     assert {cls for cls, _ in kinds} == {transformers.BatchEncoding}
-
-
-# --- what can't be split
 
 
 def test_a_loss_that_mixes_samples_is_refused_and_what_was_tried_is_told():
@@ -374,17 +374,13 @@ def test_a_loss_that_mixes_samples_is_refused_and_what_was_tried_is_told():
     assert all(map(torch.equal, before, model.parameters()))
 
 
-class ClassWeights(Trainer):
+class ClassWeights(OfLogits):
     """As the docs of transformers show it."""
 
     weights = torch.tensor([1.0, 3.0, 9.0], dtype=torch.float64)
 
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        labels = inputs.pop("labels")
-        outputs = model(**inputs)
-        logits = outputs.logits.mean(1)[:, :3]
-        loss = nn.CrossEntropyLoss(weight=self.weights)(logits, labels)
-        return (loss, outputs) if return_outputs else loss
+    def loss_of(self, logits, labels):
+        return nn.CrossEntropyLoss(weight=self.weights)(logits.mean(1)[:, :3], labels)
 
 
 @pytest.mark.slow
@@ -410,8 +406,8 @@ def test_weights_of_classes_are_refused_with_the_line_to_write():
 
 def test_patches_that_are_no_samples_are_refused_by_name():
     def collate(samples):
-        stacked = {key: torch.stack([each[key] for each in samples]) for key in samples[0]}
-        return stacked | {"pixel_values": torch.ones(40, 6), "image_grid_thw": torch.ones(5, 3)}
+        patches = {"pixel_values": torch.ones(40, 6), "image_grid_thw": torch.ones(5, 3)}
+        return stacked(samples) | patches
 
     arguments = {"remove_unused_columns": False}
     with pytest.raises(AdaptiveUsageError, match=r"'pixel_values'\] has 40 samples .* in_dims"):
@@ -605,19 +601,15 @@ def test_an_evaluation_that_runs_out_changes_no_size_of_the_training(events):
     trained(Trainer, gpt2(), texts()).assert_same(Run(trainer))
 
 
-class Contrastive(Trainer):
-    def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
-        outputs = model(**inputs)
-        rows = outputs.logits.flatten(1)
-        loss = F.cross_entropy(rows @ rows.T, torch.arange(len(rows)))
-        return (loss, outputs) if return_outputs else loss
+class Contrastive(OfLogits):
+    def loss_of(self, logits, labels):
+        rows = logits.flatten(1)
+        return F.cross_entropy(rows @ rows.T, torch.arange(len(rows)))
 
 
-class SpreadOfLogits(Trainer):
-    def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
-        outputs = model(**inputs)
-        loss = outputs.logits.std()
-        return (loss, outputs) if return_outputs else loss
+class SpreadOfLogits(OfLogits):
+    def loss_of(self, logits, labels):
+        return logits.std()
 
 
 @pytest.mark.parametrize(
@@ -674,8 +666,7 @@ def test_comparisons_of_an_evaluation_in_pieces_change_no_random_numbers():
 
 def test_a_batch_of_other_lengths_is_predicted_whole():
     def collate(samples):
-        stacked = {key: torch.stack([each[key] for each in samples]) for key in samples[0]}
-        return {"position_ids": torch.arange(_LENGTH)[None], **stacked}
+        return {"position_ids": torch.arange(_LENGTH)[None], **stacked(samples)}
 
     settings = {"data_collator": collate, "arguments": {"remove_unused_columns": False}}
     evaluated(AdaptiveTrainer, llama(), texts(16), **settings)
@@ -703,17 +694,14 @@ def test_generated_sequences_are_put_together():
     trained(kind, t5(), texts(), options={"maximum": 6}, **settings, steps=1)
 
 
-# --- the callback
-
-
 class Hoarder(TrainerCallback):
     """Keeps what it should not."""
 
-    def __init__(self):
-        self.history = []
+    def __init__(self, n=100):
+        self.history, self.n = [], n
 
     def on_step_end(self, args, state, control, **kwargs):
-        self.history.append(torch.ones(100))
+        self.history.append(torch.ones(self.n))
 
 
 class Reporter(TrainerCallback):
@@ -727,35 +715,48 @@ class Reporter(TrainerCallback):
 
 
 @pytest.mark.slow
-def test_what_outlives_steps_comes_to_the_log(caplog):
+def test_what_outlives_steps_comes_to_the_log_and_is_named_once(caplog):
     reporter = Reporter()
-    settings = {"callbacks": [reporter, Hoarder(), MemoryCallback(share=float("inf"))], "steps": 7}
+    callbacks = [reporter, Hoarder(), MemoryCallback(share=float("inf"))]
+    settings = {"callbacks": callbacks, "steps": 13, "options": {"maximum": 6}}
     with caplog.at_level(logging.WARNING, "tenure.memory"):
-        run = trained(AdaptiveTrainer, gpt2(), texts(), options={"maximum": 6}, **settings)
-    last = [each for each in run.trainer.state.log_history if "loss" in each][-1]
-    # those of steps 2 to 7
-    assert (last["memory/outlived_tensors"], last["memory/outlived_bytes"]) == (6, 2400)
-    assert "history grew by 6 tensors" in caplog.text
-    assert last["adaptive/retries"] == 0
-    assert last["adaptive/micro_batch"] == 6
-    assert reporter.logs[6] == {key: last[key] for key in reporter.logs[6]}
-    assert "memory/outlived_tensors" in reporter.logs[6]
+        run = trained(AdaptiveTrainer, gpt2(), texts(), **settings)
+    steps = [each for each in run.trainer.state.log_history if "loss" in each]
+    assert [{**told, "step": n + 1} for n, told in enumerate(reporter.logs[:13])] == steps
+    # those of steps 2 to 7, and to 13: parameters and the state of the optimizer are meant to stay
+    figures = ("memory/outlived_tensors", "memory/outlived_bytes", "memory/growth_bytes")
+    assert [steps[6][key] for key in figures[:2]] == [6, 2400]
+    assert [steps[12][key] for key in figures] == [12, 4800, 1200]
+    # nobody has looked since
+    assert not {"memory/allocated_bytes", "memory/growth_bytes"} & steps[7].keys()
+    (record,) = caplog.records
+    assert "history grew by 6 tensors, " in record.message
+    assert "from step 1 to step 7" in record.message
+    assert steps[12]["adaptive/retries"] == 0
+    assert steps[12]["adaptive/micro_batch"] == 6
     # of the whole training, and no step's
     assert not any("memory" in key for key in run.trainer.state.log_history[-1])
 
 
-def test_training_that_dies_of_memory_is_told_what_held_it(caplog):
+def test_training_that_dies_of_memory_is_told_what_held_it_and_of_no_other_error(caplog):
     class Dying(TrainerCallback):
         def on_step_begin(self, args, state, control, **kwargs):
-            if state.global_step == 2:
-                raise torch.OutOfMemoryError("CUDA out of memory.")
+            if state.global_step == 4:
+                raise error
 
-    callbacks = [Hoarder(), MemoryCallback(), Dying()]
-    with pytest.raises(torch.OutOfMemoryError) as caught:
-        trained(AdaptiveTrainer, gpt2(), texts(), callbacks=callbacks)
-    (note,) = caught.value.__notes__
-    assert "optimizer state" in note
-    assert note in caplog.text
+    for error in (ValueError("no"), torch.OutOfMemoryError("CUDA out of memory.")):
+        callbacks = [Hoarder(2**22), MemoryCallback(), Dying()]
+        with pytest.raises(type(error)):
+            trained(AdaptiveTrainer, gpt2(), texts(), callbacks=callbacks, steps=5)
+        assert hasattr(error, "__notes__") is (type(error) is not ValueError)
+    (note,) = error.__notes__
+    first, *rows = note.splitlines()
+    assert first.startswith("tenure: ")
+    assert "optimizer state" in first
+    assert "other tensors" in first
+    assert any("history[" in row and "16.0 MiB: " in row for row in rows)
+    assert "grew by 3 tensors, 48.0 MiB" in note
+    assert [record.message for record in caplog.records] == [note]
 
 
 @pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")

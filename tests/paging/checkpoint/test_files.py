@@ -1,7 +1,6 @@
 """Which files hold a model's weights, and what is refused of them before anything is loaded."""
 
 import gc
-import importlib
 import json
 import os
 
@@ -154,15 +153,3 @@ def test_a_path_of_no_file_is_refused_and_a_pipe_is_not_waited_for(tmp_path):
     refused(tmp_path / "pipe.safetensors", told)
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"weight": "pipe.safetensors"}}))
     refused(tmp_path / INDEX, told)
-
-
-def test_without_the_library_it_is_named(path, monkeypatch):
-    def absent(name):
-        raise ModuleNotFoundError(f"No module named {name!r}")
-
-    monkeypatch.setattr(importlib, "import_module", absent)
-    told = (
-        r"Reading model.safetensors takes safetensors and numpy \(No module named 'safetensors'\). "
-        r"Install both with: pip install \"safetensors>=0.5\" numpy\."
-    )
-    refused(path, told)
