@@ -10,7 +10,7 @@ from tenure import adaptive
 from .attempt.failures import oom
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def forgetful():
     """No size is known, before and afterwards."""
     adaptive.reset()

@@ -226,6 +226,17 @@ def samples(n=9):
     return torch.randn(n, 4, dtype=torch.float64)
 
 
+class _Holder:
+    def __init__(self, net):
+        self.net = net
+
+
+def unseen(net):
+    """Run a module that no search finds, because no code names the attribute that holds it."""
+    holder = _Holder(net)
+    return lambda b: getattr(holder, "n" + "et")(b)
+
+
 class OwnBatchNorm(nn.Module):
     """Normalizes by itself: an operation writes its buffers without raising their versions."""
 

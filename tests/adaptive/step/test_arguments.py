@@ -282,7 +282,7 @@ def test_an_error_in_a_part_names_what_was_not_split():
     assert note.endswith("Pass them in the batch, as in step(fn, (x, y)).")
 
 
-def test_a_tensor_of_an_attempt_that_was_kept_outside_says_how_to_return_it(forgetful):
+def test_a_tensor_of_an_attempt_that_was_kept_outside_says_how_to_return_it():
     kept, net = [], small_net()
 
     def fn(b):
@@ -297,7 +297,7 @@ def test_a_tensor_of_an_attempt_that_was_kept_outside_says_how_to_return_it(forg
     assert "detach_from_scope" not in str(caught.value)
 
 
-def test_a_failed_attempt_leaves_a_batch_that_requires_no_grad(forgetful):
+def test_a_failed_attempt_leaves_a_batch_that_requires_no_grad():
     net, x = small_net(), samples(20)
 
     def fn(b):

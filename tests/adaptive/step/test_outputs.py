@@ -11,15 +11,7 @@ from torch.nn import functional as F
 
 from tenure.adaptive import AdaptiveUsageError, step
 
-from .step_cases import (
-    compare,
-    gradients,
-    samples,
-    small_net,
-    squares,
-    wanted_of,
-    worst_error,
-)
+from .step_cases import compare, gradients, samples, small_net, squares, wanted_of, worst_error
 
 
 @dataclasses.dataclass

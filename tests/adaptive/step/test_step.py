@@ -49,9 +49,8 @@ def test_the_result_tells_the_loss_its_terms_and_the_split():
     torch.testing.assert_close(result.loss, result.terms["size"] + result.terms["sum"])
     assert not result.loss.requires_grad
     assert list(result.terms) == ["size", "sum"]
-    assert [(e.kind, e.unit, e.size, e.next_size) for e in events] == [
-        ("shrink", "micro-batch", 9, 4)
-    ]
+    (event,) = events
+    assert (event.kind, event.unit, event.size, event.next_size) == ("shrink", "micro-batch", 9, 4)
     shown = f"<StepResult: loss {result.loss.item():.4g}, 9 samples, micro-batch 4, 2 attempts>"
     assert repr(result) == shown
     other = pickle.loads(pickle.dumps(result))
@@ -144,12 +143,10 @@ def test_a_function_that_runs_again_on_what_it_wrote_into_the_batch_is_warned_of
         # a warning is an error here
         assert step(fn, x, **options).sizes == (2, 2, 2, 2)
         return
-    with pytest.warns(
-        AdaptiveUsageWarning,
-        match=r"has written into float64\[8, 4\] on cpu, 256 B of the batch\.",
-    ) as told:
+    told = r"has written into float64\[8, 4\] on cpu, 256 B of the batch\."
+    with pytest.warns(AdaptiveUsageWarning, match=told) as seen:
         step(fn, x, **options)
-    assert [warning.filename for warning in told] == [__file__]
+    assert [warning.filename for warning in seen] == [__file__]
 
 
 def test_an_empty_batch_does_what_the_plain_call_does():
@@ -198,7 +195,7 @@ def test_what_is_returned_beside_the_loss_comes_back_for_each_micro_batch():
 # --- what is remembered
 
 
-def test_the_size_that_fitted_is_remembered_for_the_call_its_context_and_no_cache(forgetful):
+def test_the_size_that_fitted_is_remembered_for_the_call_its_context_and_no_cache():
     x = samples(16)
 
     def train(n_steps, **options):

@@ -17,7 +17,7 @@ from .step_cases import (
     samples,
     small_net,
     squares,
-    worst_error,
+    wanted_of,
 )
 
 
@@ -94,20 +94,24 @@ TRAINED = {
 
 @pytest.mark.parametrize("backward", [PLAIN, *BACKWARDS.values()])
 @pytest.mark.parametrize("loss", TRAINED)
-def test_what_the_loss_trains_itself_is_scaled_once(loss, backward):
+def test_gradients_of_the_loss_itself_of_the_batch_and_of_hooks_are_scaled_once(loss, backward):
     function, scale = backward
-    net, x = small_net(), samples(9)
+    net, x, seen = small_net(), samples(9).requires_grad_(), []
+    net[0].weight.register_hook(seen.append)
     # no parameter of a module
     temperature = torch.tensor(1.3, dtype=torch.float64, requires_grad=True)
     plain, fn, options = TRAINED[loss]
     for maximum in (4, 9):
         whole = plain(net(x), temperature)
-        (own,) = torch.autograd.grad(whole * scale, temperature, retain_graph=True)
-        temperature.grad = None
+        own = torch.autograd.grad(whole * scale, [temperature, x], retain_graph=True)
+        temperature.grad = x.grad = None
+        seen.clear()
         given = {"maximum": maximum, "backward": function, **options(temperature)}
         compare(net, whole, lambda b: fn(net(b)), x, scale, **given)
         # by the whole, and by the step
-        torch.testing.assert_close(temperature.grad, 2 * own, rtol=1e-10, atol=0)
+        both = [2 * each for each in own]
+        torch.testing.assert_close([temperature.grad, x.grad], both, rtol=1e-10, atol=1e-15)
+        torch.testing.assert_close(*seen)
 
 
 def test_each_micro_batch_gives_one_scalar_and_trials_give_none():
@@ -139,23 +143,6 @@ def test_a_loss_in_half_precision_stays_what_it_is():
     assert seen == [torch.bfloat16]
 
 
-@pytest.mark.parametrize("maximum", [4, 9])
-def test_gradients_of_the_batch_and_of_hooks_are_scaled_once(maximum):
-    net, raw, seen = small_net(), samples(9).requires_grad_(), []
-
-    def loss_of(b):
-        return net(b.tanh()).square().mean()
-
-    (loss_of(raw) * 0.25).backward()
-    wanted, raw.grad = raw.grad, None
-    net.zero_grad()
-    net[0].weight.register_hook(seen.append)
-    step(loss_of, raw, maximum=maximum, backward=Accumulating())
-    assert torch.allclose(raw.grad, wanted, rtol=1e-10)
-    assert len(seen) == 1
-    assert torch.equal(seen[0], net[0].weight.grad)
-
-
 def test_complex_outputs_get_their_gradient():
     torch.manual_seed(0)
     net = nn.Linear(4, 3, dtype=torch.complex128)
@@ -179,12 +166,10 @@ def test_a_large_scale_reaches_half_precision_finite(kind):
 
     options = {} if kind == "terms" else {"loss": loss_of}
     fn = net if kind == "outputs" else lambda b: loss_of(net(b))
+    wanted = wanted_of(net, loss_of(net(x)) * 2.0**17)
     step(fn, x, maximum=4, backward=Accumulating(2.0**17), **options)
-    split = gradients(net)
-    net.zero_grad()
-    (loss_of(net(x)) * 2.0**17).backward()
-    assert all(grad.isfinite().all() for grad in split.values())
-    assert all(torch.allclose(split[k], g, rtol=2e-2, atol=1e-2) for k, g in gradients(net).items())
+    assert all(grad.isfinite().all() for grad in gradients(net).values())
+    torch.testing.assert_close(gradients(net), wanted, rtol=2e-2, atol=1e-2)
 
 
 def test_a_backward_that_runs_out_of_memory_is_tried_again_and_what_it_keeps_outlives_that():
@@ -200,13 +185,8 @@ def test_a_backward_that_runs_out_of_memory_is_tried_again_and_what_it_keeps_out
         scaler.scale(loss).backward()
         check(length[-1])
 
-    assert step(fn, x, backward=backward).attempts > 1
-    got = gradients(net)
+    assert compare(net, fn(x), fn, x, 8, backward=backward).attempts > 1
     assert scaler.get_scale() == 8.0
-    scaler.unscale_(torch.optim.SGD(net.parameters(), 0.1))
-    net.zero_grad()
-    (fn(x) * 8).backward()
-    assert worst_error(got, gradients(net)) < 1e-10
 
 
 # --- errors

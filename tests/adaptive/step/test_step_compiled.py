@@ -28,7 +28,7 @@ from .step_cases import gradients, wanted_of, worst_error
 
 # dynamo reads it of every tensor that a block gets, in a plain loop as well
 pytestmark = [
-    pytest.mark.usefixtures("forgetful", "fresh_compiler"),
+    pytest.mark.usefixtures("fresh_compiler"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
     pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace"),
 ]

@@ -6,14 +6,14 @@ On a group of one rank, where everything is real but the others.
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel as Replicated
 
 from tenure.adaptive import AdaptiveUsageError, check_split, memory_budget, plan, step
 
+from ..attempt.failures import out_of_memory_above
 from .step_cases import (
     compare,
     contrastive,
@@ -21,6 +21,7 @@ from .step_cases import (
     samples,
     small_net,
     squares,
+    unseen,
     wanted_of,
     worst_error,
 )
@@ -36,27 +37,19 @@ def group(tmp_path_factory):
     dist.destroy_process_group()
 
 
-class Failing(nn.Module):
-    """Runs out of memory with more samples than allowed, forward or backward, in the middle."""
+def failing(where, most=100):
+    """A net that runs out of memory with more samples, forward or backward, in the middle."""
+    net = small_net()
+    net.most = most
 
-    def __init__(self, *, where):
-        super().__init__()
-        self.first = nn.Linear(4, 8)
-        self.last = nn.Linear(8, 3)
-        self.where = where
-        self.most = 100
+    def hook(module, args, out):
+        if where == "forward":
+            out_of_memory_above(net.most)(len(out))
+        elif out.requires_grad:
+            out.register_hook(lambda _: out_of_memory_above(net.most)(len(out)))
 
-    def forward(self, x):
-        hidden = self.first(x).tanh()
-        if self.where == "forward":
-            self.check(len(x))
-        elif hidden.requires_grad:
-            hidden.register_hook(lambda _: self.check(len(x)))
-        return self.last(hidden)
-
-    def check(self, n):
-        if n > self.most:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB")
+    net[1].register_forward_hook(hook)
+    return net
 
 
 TWO_PASSES = {"loss": contrastive}
@@ -71,8 +64,7 @@ TWO_PASSES = {"loss": contrastive}
     ],
 )
 def test_a_failure_leaves_the_exchange_whole(kind, where, options):
-    torch.manual_seed(0)
-    net, x = Failing(where=where).double(), samples(9)
+    net, x = failing(where), samples(9)
     whole = (lambda run: contrastive(run(x))) if options else lambda run: squares(run)(x)
     wanted = wanted_of(net, whole(net))
     module = Replicated(net, **kind)
@@ -93,9 +85,9 @@ def test_a_failure_leaves_the_exchange_whole(kind, where, options):
 
 def test_a_module_that_is_seen_only_when_it_runs_is_kept_apart_from_its_first_line_on():
     net, x, exchanges = small_net(), samples(9), []
-    globals()["_HIDDEN"] = module = Replicated(net)
+    module = Replicated(net)
     net.register_forward_pre_hook(lambda *_: exchanges.append(module.require_backward_grad_sync))
-    fn, whole = squares(lambda b: globals()["_HIDDEN"](b)), squares(net)(x)
+    fn, whole = squares(unseen(module)), squares(net)(x)
     exchanges.clear()
     compare(net, whole, fn, x, maximum=4)
     assert set(exchanges) == {False}
@@ -140,35 +132,6 @@ def sharded(net, **options):
     return fully_shard(net, mesh=mesh, **options)
 
 
-def whole_gradients(net):
-    return {n: p.grad.full_tensor().clone() for n, p in net.named_parameters()}
-
-
-@pytest.mark.parametrize(
-    ("kind", "options", "rtol"),
-    [
-        ({"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32)}, {}, 1e-6),
-        ({"reshard_after_forward": False}, TWO_PASSES, 1e-10),
-    ],
-)
-def test_a_sharded_module_gives_the_gradients_of_the_whole_batch(kind, options, rtol):
-    net, x = small_net(), samples(9)
-    whole = (lambda run: contrastive(run(x))) if options else lambda run: squares(run)(x)
-    wanted = wanted_of(net, whole(net))
-    sharded(net, **kind)
-    fn = net if options else squares(net)
-    for maximum in (4, 9):
-        net.zero_grad()
-        for times in (1, 2):
-            result = step(fn, x, maximum=maximum, **options)
-            assert max(result.sizes) == maximum
-            twice = {name: times * grad for name, grad in wanted.items()}
-            assert worst_error(whole_gradients(net), twice) < rtol
-    net.zero_grad()
-    whole(net).backward()
-    assert worst_error(whole_gradients(net), wanted) < rtol
-
-
 def _waiting(net):
     sharded(net).set_requires_gradient_sync(False)
     net(samples()).mean().backward()
@@ -176,17 +139,14 @@ def _waiting(net):
     return net
 
 
-def _failing(net):
-    failing = sharded(Failing(where="backward").double())
-    failing.most = 4
-    return failing
-
-
 REFUSED = {
     r"Call check_split\(\) before fully_shard\(\)": (sharded, {"ask": check_split}),
     r"a sharded module, .* that it has not found": (sharded, {"hidden": True}),
     r"a sharded module, .* that it has not": (sharded, {"hidden": True, "maximum": 4}),
-    r"ran out of memory in a module of fully_shard": (_failing, {}),
+    "ran out of memory in a module of fully_shard": (
+        lambda _: sharded(failing("backward", 4)),
+        {},
+    ),
     "gradients that a backward pass without exchange has left": (_waiting, {}),
     "a module of FullyShardedDataParallel": (
         lambda net: FullyShardedDataParallel(net, device_id=torch.device("cpu")),
@@ -201,7 +161,7 @@ def test_what_a_sharded_module_does_not_allow_is_refused(message):
     make, given = REFUSED[message]
     options = dict(given)
     ask, is_hidden = options.pop("ask", step), options.pop("hidden", False)
-    globals()["_HIDDEN"] = module = make(small_net())
-    fn = squares((lambda b: globals()["_HIDDEN"](b)) if is_hidden else module)
+    module = make(small_net())
+    fn = squares(unseen(module) if is_hidden else module)
     with pytest.raises(AdaptiveUsageError, match=message):
         ask(fn, samples(), **options)

@@ -16,9 +16,7 @@ from tenure.adaptive import (
 )
 
 from ..finding import Asked, is_real
-from .step_cases import squares
-
-pytestmark = pytest.mark.usefixtures("forgetful")
+from .step_cases import gradients, squares, wanted_of, worst_error
 
 
 class Training:
@@ -32,22 +30,16 @@ class Training:
         x, y = torch.randn(200, 32, dtype=torch.float64), torch.randint(4, (200,))
         self.batch = {"x": x.to(device), "y": y.to(device)}
         with memory_budget(1 << 40, device) as budget:
-            self.loss(self.batch).backward()
+            self.wanted = wanted_of(self.net, self.loss(self.batch))
         self.whole_bytes = budget.peak_bytes
-        self.wanted = self.gradients()
-        self.net.zero_grad()
         statistics().reset()
 
     def loss(self, batch):
         self.asked.note(self.net, len(batch["x"]))
         return F.cross_entropy(self.net(batch["x"]), batch["y"])
 
-    def gradients(self):
-        return [p.grad.cpu() for p in self.net.parameters()]
-
     def error(self):
-        pairs = zip(self.gradients(), self.wanted, strict=True)
-        return max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
+        return worst_error(gradients(self.net), self.wanted)
 
     def fits(self, size):
         """Whether a step in micro-batches of a size fits."""

@@ -374,12 +374,14 @@ def test_mixing_by_numpys_numbers_is_refused_whatever_the_seed():
 
 
 def test_the_error_tells_both_numbers_and_what_to_declare():
-    net = small_net()
+    net, scaler = small_net(), torch.amp.GradScaler("cpu")
 
     def rooted(b):
         return net(b).square().mean().sqrt()
 
-    error = refused(rooted, samples(16))
+    error = refused(rooted, samples(16), scaler=scaler)
+    # it was not asked for its scale
+    assert scaler._scale is None
     assert str(error) == (
         "The batch of 16 has to be split into micro-batches of 4, and 'rooted' would give other "
         f"results then: the loss for 8 samples is {error.whole:.6g} in one piece and "
@@ -446,3 +448,69 @@ def test_a_module_is_innocent_of_what_the_function_mixes_before_it(mix):
     advice = refused(lambda b: net(mix(b)).square().mean(), samples(12)).advice
     assert advice.startswith("Return the outputs, one for each sample")
     assert "Mix samples, as in mixup, before step()." in advice
+
+
+# --- random numbers are constant while a step is verified, and rounding is no difference
+
+DRAWS = {
+    "rand": torch.rand,
+    "randint": lambda n: torch.randint(3, 9, (n,)),
+    "randn_like": lambda n: torch.randn_like(torch.ones(n, dtype=torch.float64)),
+    "normal of means and deviations": lambda n: torch.normal(torch.zeros(n), torch.ones(n)),
+    "bernoulli": lambda n: torch.bernoulli(torch.full((n,), 0.5)),
+    "bernoulli_": lambda n: torch.empty(n).bernoulli_(0.3),
+    "exponential_": lambda n: torch.empty(n).exponential_(2.0),
+    "random_": lambda n: torch.empty(n, dtype=torch.int64).random_(4),
+    "multinomial": lambda n: torch.multinomial(torch.ones(n, 4), 2)[:, 0],
+    "multinomial again": lambda n: torch.multinomial(torch.ones(n, 4), 2, replacement=True)[:, 0],
+    "poisson": lambda n: torch.poisson(torch.ones(n)),
+    "gamma": lambda n: torch.distributions.Gamma(torch.ones(n), 1.0).sample(),
+    "dropout": lambda n: F.dropout(torch.ones(n), 0.4),
+    "alpha dropout": lambda n: F.alpha_dropout(torch.ones(n), 0.4, True),
+    "a generator's": lambda n: torch.rand(n, generator=torch.Generator()),
+    # torch's own is not known to be constant: samples are exchanged
+    "binomial": lambda n: torch.binomial(torch.full((n,), 4.0), torch.full((n,), 0.5)),
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_numbers_that_are_drawn_for_each_sample_hide_no_root_and_are_no_difference(name):
+    net = small_net()
+
+    def fn(b):
+        # another one draws after it
+        factor = 1 + DRAWS[name](len(b)).double() + torch.rand(len(b)).double()
+        return (net(b) * factor[:, None]).square().mean()
+
+    x = samples(40)
+    assert len(step(fn, x, maximum=9).sizes) == 5
+    refused(lambda b: fn(b).sqrt(), x, maximum=9)
+
+
+def entropy_of_32_bits(net, batch):
+    """In float32, as the losses of transformers are whatever the type of the model."""
+    return F.cross_entropy(net(batch["x"]).float(), batch["y"])
+
+
+ROUNDED = {
+    "a loss that is wide again": (lambda net, batch: entropy_of_32_bits(net, batch).double(), {}),
+    "one of two terms": (
+        lambda net, b: {"entropy": entropy_of_32_bits(net, b), "norm": net(b["x"]).square().mean()},
+        {},
+    ),
+    "what a root is taken of": (entropy_of_32_bits, {"then": lambda value: value.double().sqrt()}),
+    "outputs": (lambda net, batch: net(batch["x"]).float(), {"loss": lambda out: out.std()}),
+}
+
+
+@pytest.mark.parametrize("what", ROUNDED)
+def test_a_loss_that_is_rounded_on_the_way_is_right_and_hides_no_mismatch(what):
+    fn, options = ROUNDED[what]
+    for seed in (1, 6, 7):
+        torch.manual_seed(seed)
+        net = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 5)).double()
+        batch = {"x": torch.randn(8, 6, dtype=torch.float64), "y": torch.randint(5, (8,))}
+        assert step(lambda b: fn(net, b), batch, maximum=3, **options).sizes == (3, 3, 2)  # noqa: B023
+    if not options:
+        batch["y"][:3] = -100
+        refused(lambda b: fn(net, b), batch, maximum=3)

@@ -5,6 +5,8 @@ import torch
 
 from tenure.adaptive import SplitMismatchError, step
 
+from ..step_cases import gradients, wanted_of
+
 transformers = pytest.importorskip("transformers")
 
 _SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -66,18 +68,10 @@ def test_full_labels_are_left_alone_and_the_weight_of_others_is_named_ready_to_p
     shown = advice.partition("weight=")[2].partition(" (with")[0]
     step(loss_of, batch, model=model, maximum=4, weight=eval(shown))
     if name == "llama":  # without dropout
-        split = [p.grad.clone() for p in model.parameters()]
+        split = gradients(model)
         model.zero_grad()
-        loss_of(batch).backward()
-        for p, other in zip(model.parameters(), split, strict=True):
-            torch.testing.assert_close(p.grad, other, rtol=1e-3, atol=1e-6)
-
-
-def test_a_weight_on_labels_that_are_not_shifted_is_refused():
-    model, batch, loss_of = _made(_llama)
-    batch["labels"][3, 0] = batch["labels"][7, 0] = -100
-    advice = _refused(loss_of, batch, model, weight=lambda b: (b["labels"] != -100).sum())
-    assert "weight=lambda batch: (batch['labels'][:, 1:] != -100).sum()" in advice
+        wanted = wanted_of(model, loss_of(batch))
+        torch.testing.assert_close(split, wanted, rtol=1e-3, atol=1e-6)
 
 
 def test_the_router_loss_of_mixtral_is_refused_although_there_is_a_weight():

@@ -210,16 +210,10 @@ def a_variable_of_the_environment():
 
 
 HELD = [
-    a_variable,
-    a_dict_in_a_dict,
-    a_tensor,
-    slots_below_a_module,
-    a_text_of_an_object,
-    a_text_of_a_loss_of_torch,
-    a_closure_of_a_module,
-    a_number_of_numpy,
+    a_variable, a_dict_in_a_dict, a_tensor, slots_below_a_module, a_text_of_an_object,
+    a_text_of_a_loss_of_torch, a_closure_of_a_module, a_number_of_numpy,
     a_variable_of_the_environment,
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("held", HELD)
@@ -428,21 +422,3 @@ def test_a_function_that_writes_into_its_batch_finds_it_new_in_each_run(kind):
     batch = {"x": x if kind is torch.Tensor else x.numpy()}
     assert step(fn, batch, maximum=4).sizes == (4, 4, 4)
     refused(lambda b: fn(b).sqrt(), batch)
-
-
-class Counting(nn.Module):
-    n_calls = 0
-
-    def forward(self, x):
-        self.n_calls += 1
-        return x
-
-
-def test_counters_of_modules_and_a_scaler_see_nothing_of_it():
-    net = nn.Sequential(small_net(), Counting())
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    refused(rooted(net), samples(12), scaler=scaler)
-    assert net[1].n_calls == 0
-    assert scaler._scale is None
-    step(lambda b: net(b).square().mean(), samples(12), maximum=4, scaler=scaler)
-    assert net[1].n_calls == 3
