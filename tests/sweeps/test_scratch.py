@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch.testing._internal.common_methods_invocations import op_db
 
-from ..adaptive.predict.scratch_cases import layers
-from ..adaptive.predict.scratch_truth import Listening, listen
+from ..adaptive.predict.scratch_cases import Listening, layers, listen
 from .samples import gradients_of, samples_of
 from .test_operators import LEFT_OUT, name_of
 

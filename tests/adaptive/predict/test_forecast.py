@@ -9,7 +9,7 @@ from tenure.adaptive import batch, memory_budget
 
 from ..finding import Asked, Training, is_real, network
 
-pytestmark = pytest.mark.usefixtures("forgetful", "quiet")
+pytestmark = pytest.mark.usefixtures("quiet")
 
 
 def largest(train, budget):

@@ -1,14 +1,19 @@
 """What work leaves behind is gone when its prediction ends, however it ends."""
 
+import gc
 import signal
 import sys
+from importlib import import_module
 
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
-from tenure.adaptive import predict_peak
+from tenure import DisposedTensorError
+from tenure.adaptive import PredictionError, memory_budget, plan, predict_peak, step
 
+from ..step.step_cases import unseen
 from ..unchanged import unchanged
 
 
@@ -160,17 +165,83 @@ def test_an_interrupt_waits_until_all_tensors_have_their_data(is_back):
 
 
 def test_parameters_that_no_name_leads_to_keep_their_gradients():
-    class Hiding:
-        def __init__(self):
-            self.net, self.head = nn.Linear(4, 4), nn.Linear(4, 1)
-
-        def __call__(self, x):
-            return vars(self)["head"](vars(self)["net"](x)).sum()
-
-    fn = Hiding()
-    fn.head.weight.grad = before = torch.ones(1, 4)
-    report = predict_peak(fn, torch.ones(2, 4))
+    net, head = nn.Linear(4, 4), nn.Linear(4, 1)
+    run = unseen(nn.Sequential(net, head))
+    head.weight.grad = before = torch.ones(1, 4)
+    report = predict_peak(lambda x: run(x).sum(), torch.ones(2, 4))
     assert report.approximate
-    assert fn.net.weight.grad is None
-    assert fn.head.weight.grad is before
+    assert net.weight.grad is None
+    assert head.weight.grad is before
     assert before.equal(torch.ones(1, 4))
+
+
+# --- caches that training would take tensors without data from
+
+
+@pytest.fixture
+def masks():
+    """The module, made anew: what was there before the tests is hidden from searches."""
+    name = f"{__package__}.masks"
+    sys.modules.pop(name, None)
+    return import_module(name)
+
+
+def _n_fakes():
+    return sum(type(each) is FakeTensor for each in gc.get_objects())
+
+
+def predicted_step(fn, batch):
+    return step(fn, batch, predict=True)
+
+
+def planned(fn, batch):
+    return plan(fn, batch, "1MiB")
+
+
+def failing(fn, batch):
+    with pytest.raises(ZeroDivisionError):
+        predict_peak(lambda x: fn(x) / (1 // 0), batch)
+
+
+@pytest.mark.parametrize(
+    ("name", "ask"),
+    [
+        ("cached", predict_peak),
+        ("in_dict", predict_peak),
+        ("in_global", predict_peak),
+        ("on_object", predict_peak),
+        ("in_closure", predict_peak),
+        ("cached", planned),
+        ("cached", predicted_step),
+        ("in_global", failing),
+    ],
+)
+def test_a_cache_that_a_prediction_filled_holds_no_fakes(masks, name, ask):
+    net, batch, before = masks.Net(vars(masks)[name]), torch.ones(8, 4), _n_fakes()
+    with memory_budget("1MiB"):
+        ask(lambda x: net(x).square().mean(), batch)
+    assert _n_fakes() == before
+    net(batch).sum().backward()
+    assert type(net.linear.weight.grad) is torch.Tensor
+
+
+def test_a_hook_that_keeps_what_it_sees_keeps_no_fakes():
+    net, seen = nn.Linear(4, 4), []
+    net.register_forward_hook(lambda module, args, output: seen.append(output))
+    net.weight.register_hook(seen.append)
+    predict_peak(net, torch.ones(8, 4))
+    assert not seen
+
+
+@pytest.mark.parametrize("ask", [predict_peak, predicted_step])
+def test_a_holder_that_nobody_knows_is_named_before_anything_trains(masks, ask):
+    net, batch = masks.Net(masks.of_thread), torch.ones(8, 4)
+    found = r"mask'\], which now holds a tensor without data \(float32\[4, 4\]"
+    with pytest.raises(PredictionError, match=found), memory_budget("1MiB"):
+        ask(lambda x: net(x).mean(), batch)
+    assert net.linear.weight.grad is None
+    with pytest.raises(DisposedTensorError):
+        net(batch)
+    del masks.SPACE.mask
+    net(batch).sum().backward()
+    assert type(net.linear.weight.grad) is torch.Tensor

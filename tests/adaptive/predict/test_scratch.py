@@ -19,8 +19,7 @@ from tenure.adaptive._predict._scratch import inside
 from tenure.adaptive._predict._values import STAND_INS
 from tests.true_peak import true_peak_bytes
 
-from .scratch_cases import layers, optimizers, sequences
-from .scratch_truth import listen
+from .scratch_cases import layers, listen, optimizers, sequences
 
 CASES = {**layers(), **sequences(), **optimizers()}
 GIB = 1 << 30

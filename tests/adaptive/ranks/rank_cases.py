@@ -54,11 +54,12 @@ def replicated(n=2, kind="plain", **options):
 
 
 class Fails:
-    """Raises where a rank gets more samples than allowed."""
+    """A function that raises where a rank gets more samples than allowed."""
 
-    def __init__(self, most=None, error=torch.OutOfMemoryError):
-        self.most, self.error = most, error
+    def __init__(self, fn, most=None, error=torch.OutOfMemoryError):
+        self.fn, self.most, self.error = fn, most, error
 
-    def __call__(self, x):
-        if self.most is not None and len(x) > self.most:
+    def __call__(self, b):
+        if self.most is not None and len(b["x"]) > self.most:
             raise self.error("CUDA out of memory. Tried to allocate 1.00 GiB")
+        return self.fn(b)

@@ -81,14 +81,10 @@ def losses(rank):
             for module in (Replicated(net), net):
                 reset()
                 net.zero_grad()
-                group, fails = dist.group.WORLD if module is net else None, Fails(most[rank])
-
-                def of(b, module=module, fn=fn, fails=fails):
-                    fails(b["x"])
-                    return fn(module, b)
-
+                group = dist.group.WORLD if module is net else None
                 batch = None if rank == idle else parts[rank]
-                result = step(of, batch, group=group, once=extra, **options)
+                failing = Fails(partial(fn, module), most[rank])
+                result = step(failing, batch, group=group, once=extra, **options)
                 assert_same(gradients(net), wanted)
                 assert_same({name: result.loss}, {name: whole.detach()})
                 assert once or abs(sum(result.terms.values()) - whole) < RTOL * whole
@@ -109,12 +105,7 @@ def losses_of_each_rank(rank):
     ):
         net.zero_grad()
         loss = options.get("then", options.get("loss", lambda each: each))(fn(parts[rank]))
-        wanted, fails = plain_gradients(net, loss), Fails(3 if rank else None)
-
-        def failing(b, fn=fn, fails=fails):
-            fails(b["x"])
-            return fn(b)
-
+        wanted, failing = plain_gradients(net, loss), Fails(fn, 3 if rank else None)
         result = step(failing, parts[rank], per_rank=True, **options)
         assert_same(gradients(net), wanted)
         assert abs(float(result.loss - loss.detach())) < RTOL
@@ -168,12 +159,7 @@ def an_error_on_one_rank(rank):
     """It is one on all, and leaves them whole; then all make a step, and a plain one."""
     for kind, name in ((torch.OutOfMemoryError, "OutOfRetriesError"), (ValueError, "ValueError")):
         parts, net, module, _ = replicated(kind="buffers")
-        fails = Fails(0 if rank else None, kind)
-
-        def fn(b, module=module, fails=fails):
-            fails(b["x"])
-            return square(module, b)
-
+        fn = Fails(squares(module), 0 if rank else None, kind)
         with unchanged(net), pytest.raises(Exception, match=r"\w") as caught:
             step(fn, parts[rank], batchnorm="per_chunk")
         told = str(caught.value)
@@ -183,7 +169,7 @@ def an_error_on_one_rank(rank):
             assert (type(caught.value).__name__, caught.value.rank) == ("RemoteRankError", 1)
             assert f"{name}: " in told
             assert "gradients, buffers and random state are as before" in told
-        fails.most = None
+        fn.most = None
         for run in (step, lambda fn, b: fn(b).backward()):
             net.zero_grad()
             run(fn, parts[0])
@@ -231,13 +217,9 @@ def asked_by_one_rank_alone(rank):
 
 def test_two_ranks_get_the_losses_and_gradients_of_all_samples():
     run_checks(
-        losses_of_each_rank,
-        other_arguments,
-        tensors_that_are_no_parameters,
-        an_error_on_one_rank,
-        a_budget_on_one_rank,
-        asked_by_one_rank_alone,
-    )
+        losses_of_each_rank, other_arguments, tensors_that_are_no_parameters, an_error_on_one_rank,
+        a_budget_on_one_rank, asked_by_one_rank_alone,
+    )  # fmt: skip
 
 
 # --- parameters that are not used, gradients of before, views of buckets
@@ -324,9 +306,8 @@ def buckets_that_wait_for_their_order(rank):
     parts, net, module, wanted = replicated(bucket_cap_mb=1e-4)
     square(module, parts[rank]).backward()
     net.zero_grad()
-    fails = Fails(0 if rank else None, ValueError)
     with pytest.raises((ValueError, RuntimeError)):
-        step(lambda b: (fails(b["x"]), square(module, b))[1], parts[rank])
+        step(Fails(squares(module), 0 if rank else None, ValueError), parts[rank])
     step(squares(module), parts[rank])
     assert_same(gradients(net), wanted)
     net.zero_grad()
@@ -356,12 +337,9 @@ def large_and_small_gradients_of_two_types(rank):
 
 def test_two_ranks_keep_what_replicas_have_besides():
     run_checks(
-        parameters_that_are_not_used,
-        gradients_of_before,
-        steps_in_no_sync,
-        buckets_that_wait_for_their_order,
-        large_and_small_gradients_of_two_types,
-    )
+        parameters_that_are_not_used, gradients_of_before, steps_in_no_sync,
+        buckets_that_wait_for_their_order, large_and_small_gradients_of_two_types,
+    )  # fmt: skip
 
 
 # --- ranks without samples, and samples that weigh nothing
@@ -373,13 +351,8 @@ def ranks_that_run_out_of_batches(rank):
     net, alone = net_of("buffers"), net_of("buffers")
     alone[1].eval()
     net[1].eval()
-    module, fails = Replicated(net), Fails(3 if rank == 1 else None)
+    fn = Fails(squares(Replicated(net)), 3 if rank == 1 else None)
     sgd = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (net, alone)]
-
-    def fn(b):
-        fails(b["x"])
-        return square(module, b)
-
     for i, n_samples in enumerate([a + b + c, b + c, b, 0]):
         parts = all_samples(SIZES[:3])
         nothing = {key: value[:0] for key, value in parts[0].items()} if rank else None
@@ -445,13 +418,9 @@ def a_group_of_some_ranks(rank):
 
 def test_three_ranks_may_be_without_samples_or_weight():
     run_checks(
-        ranks_that_run_out_of_batches,
-        losses,
-        samples_that_weigh_nothing,
-        buffers_of_the_first_rank_that_has_samples,
-        a_group_of_some_ranks,
-        n=3,
-    )
+        ranks_that_run_out_of_batches, losses, samples_that_weigh_nothing,
+        buffers_of_the_first_rank_that_has_samples, a_group_of_some_ranks, n=3,
+    )  # fmt: skip
 
 
 def voted_on(rank):

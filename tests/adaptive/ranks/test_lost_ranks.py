@@ -113,17 +113,15 @@ def a_program_that_ends_on_one_rank_and_errors_on_all(rank):
     assert name == "SystemExit" if rank else "rank 1 (SystemExit: 3)" in text
     # each has its own
     with pytest.raises(kind):
-        step(lambda b: (Fails(0, kind)(b["x"]), square(module, b))[1], all_samples()[0])
+        step(Fails(squares(module), 0, kind), all_samples()[0])
 
 
 def a_collective_that_the_program_has_begun(rank):
     """It is under way on one rank, where another has failed in a step before it begins."""
-    module, fails = Replicated(net_of()), Fails(0 if rank else None, ValueError)
+    fn = Fails(squares(Replicated(net_of())), 0 if rank else None, ValueError)
     found = torch.full((3,), 1.0 + rank)
     work = None if rank else dist.all_reduce(found, async_op=True)
-    name, _ = told_by(
-        lambda: step(lambda b: (fails(b["x"]), square(module, b))[1], all_samples()[0])
-    )
+    name, _ = told_by(lambda: step(fn, all_samples()[0]))
     work = dist.all_reduce(found, async_op=True) if work is None else work
     work.wait()
     assert name == ("ValueError" if rank else "RemoteRankError")
@@ -188,9 +186,8 @@ def dying_on(rank, when):
             os.kill(os.getpid(), signal.SIGKILL)
         return square(module, b)
 
-    with pytest.raises(
-        RemoteRankError, match=r"Of 3 ranks rank 2 \(process .* has ended"
-    ) as caught:
+    told = r"Of 3 ranks rank 2 \(process .* has ended"
+    with pytest.raises(RemoteRankError, match=told) as caught:
         step(fn, parts[rank])
     assert caught.value.rank == 2
     assert not gradients(net)

@@ -10,11 +10,9 @@ from torch.nn.parallel import DistributedDataParallel as Replicated
 
 from tenure.adaptive import AdaptiveUsageError, RemoteRankError, find_batch_size, step
 
-from ..step.step_cases import gradients
+from ..step.step_cases import gradients, unseen
 from .launch import run_checks
 from .rank_cases import Fails, all_samples, net_of, square, squares
-
-hidden = {}
 
 
 def replica(**options):
@@ -60,11 +58,6 @@ def in_two_groups(module):
 def computed_batch(module):
     weight = torch.ones(1, dtype=torch.float64, requires_grad=True)
     return step(lambda x: module(x).square().mean(), all_samples()[0]["x"] * weight)
-
-
-def hidden_step(module):
-    hidden["module"] = module
-    return step(lambda b: square(globals()["hidden"]["module"], b), all_samples()[0])
 
 
 def plain(module, **options):
@@ -197,7 +190,11 @@ CASES = {
         "a count with 'b'",
     ),
     "a batch with a graph": (replica, computed_batch, "a batch that was computed with gradients"),
-    "a hidden replica": (replica, hidden_step, "that it has not found through its function"),
+    "a hidden replica": (
+        replica,
+        lambda m: plain(unseen(m)),
+        "that it has not found through its function",
+    ),
     "replicas in a set": (
         lambda: nn.ModuleList(net_of() for _ in range(2)),
         step_of_a_set,
@@ -239,16 +236,15 @@ def a_collective_on_one_rank_alone(rank):
     """As where the others have no samples, or run out of memory before it."""
     for part, most in ((None, None), (all_samples()[1], 2)):
         net = net_of()
-        module, fails = Replicated(net), Fails(most if rank else None)
+        module = Replicated(net)
 
-        def fn(b, module=module, fails=fails):
+        def fn(b, module=module):
             loss = square(module, b)
-            fails(b["x"])
             dist.all_reduce(loss.detach().clone())
             return loss
 
         with pytest.raises((AdaptiveUsageError, RemoteRankError)) as caught:
-            step(fn, part if rank else all_samples()[0])
+            step(Fails(fn, most if rank else None), part if rank else all_samples()[0])
         assert "called torch.distributed.all_reduce()" in str(caught.value)
         assert "Nothing was sent" in str(caught.value)
         assert not gradients(net)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 from torch.nn import functional as F
@@ -28,6 +28,7 @@ from tenure.adaptive import (
 # private: a test can't wait as long as a rank that others have left does
 from tenure.adaptive._step._across import _planned
 
+from ..step.step_cases import unseen, wanted_of, worst_error
 from .launch import run_checks, run_ranks
 from .sharded_nets import KINDS, loss_of, net_of, sharded, tokens, whole, whole_gradients
 
@@ -59,12 +60,9 @@ def mean(net, reduction="mean"):
 
 def differs(net, loss_of_one, **of_net):
     """The largest difference from the gradients of one rank, beside the largest of them."""
-    plain, found, worst = plain_net(**of_net), whole_gradients(net), 0.0
-    loss_of_one(plain).backward()
-    wanted = {name: p.grad for name, p in plain.named_parameters()}
-    for name, gradient in found.items():
-        scale = max(float(wanted[name].abs().max()), 1e-6)
-        worst = max(worst, float((gradient - wanted[name]).abs().max()) / scale)
+    plain, found = plain_net(**of_net), whole_gradients(net)
+    wanted = wanted_of(plain, loss_of_one(plain))
+    worst = worst_error(found, {name: wanted[name] for name in found})
     return worst, found.keys() == wanted.keys()
 
 
@@ -127,6 +125,10 @@ def other_losses(rank):
         module.set_gradient_divide_factor(1.0)
     step(mean(net), batch_of(rank), maximum=4)
     exactly(net)
+    # gradients that are added up in 32 bits
+    net = sharded(plain_net(), mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
+    step(mean(net), batch_of(rank), maximum=4)
+    assert differs(net, lambda net: mean(net)(all_samples()))[0] < 1e-5
 
 
 def tensors_that_are_no_parameters(rank):
@@ -256,16 +258,6 @@ def penalties(rank):
 # --- refused on all ranks
 
 
-class Wrapper:
-    """Has a model where no search of its attributes finds it."""
-
-    def __init__(self, net):
-        self.__dict__["hidden by another name"] = net
-
-    def __call__(self, x):
-        return vars(self)["hidden by another name"](x)
-
-
 def settings_and_arguments_that_are_refused(rank):
     net = sharded_net()
     net.blocks[0].set_gradient_divide_factor(1.0)
@@ -274,7 +266,7 @@ def settings_and_arguments_that_are_refused(rank):
     net.set_requires_gradient_sync(False)
     refused(rank, mean(net), "set_requires_gradient_sync(False)", net)
     net.set_requires_gradient_sync(True)
-    refused(rank, mean(Wrapper(net)), "runs a sharded module", net)
+    refused(rank, mean(unseen(net)), "runs a sharded module", net)
     model = net if rank else net.state_dict()
     refused(rank, mean(net), "as model=", net, own=not rank, model=model)
     alike = "(loss='mean', per_rank=True; "
@@ -293,7 +285,7 @@ def settings_and_arguments_that_are_refused(rank):
     kind = AdaptiveUsageError if rank else RemoteRankError
     with pytest.raises(kind, match="got no samples on rank 1"):
         step(mean(net), none, maximum=4)
-    step(mean(Wrapper(net)), batch_of(rank), maximum=4, model=net)
+    step(mean(unseen(net)), batch_of(rank), maximum=4, model=net)
     exactly(net)
     # a trained parameter that is not sharded
     net = plain_net()
@@ -354,10 +346,8 @@ def the_step_after_one_that_ran_out_on_all_ranks(rank):
     where = ("rank 0, in micro-batches of 9 .wanted 1.0 GiB more", "rank 1, in micro-batches of 5")
     told = rf"^'fn' ran out of .* on {where[rank]}.*predicted were .*that were free of cpu"
     for is_first in (True, False):
-        with (
-            memory_budget("1GiB"),
-            pytest.raises(OutOfRetriesError, match=told) if is_first else nullcontext(),
-        ):
+        fails = pytest.raises(OutOfRetriesError, match=told) if is_first else nullcontext()
+        with memory_budget("1GiB"), fails:
             result = step(fn, batch_of(rank))
         assert not is_first or is_untouched(net)
     assert max(result.sizes) <= 4
@@ -369,20 +359,12 @@ def the_step_after_one_that_ran_out_on_all_ranks(rank):
 
 def test_two_ranks_get_the_gradients_of_all_samples_or_an_error():
     run_checks(
-        exact,
-        other_losses,
-        tensors_that_are_no_parameters,
-        samples_that_weigh_nothing,
-        outputs_that_are_not_used,
-        a_root_that_was_frozen_in_the_pass_before,
-        hooks_that_only_autograd_runs,
-        penalties,
-        settings_and_arguments_that_are_refused,
-        an_error_of_fully_shard_itself,
-        a_failure_after_all_passes_of_one_rank,
-        the_step_after_one_that_ran_out_on_all_ranks,
-        timeout=240,
-    )
+        exact, other_losses, tensors_that_are_no_parameters, samples_that_weigh_nothing,
+        outputs_that_are_not_used, a_root_that_was_frozen_in_the_pass_before,
+        hooks_that_only_autograd_runs, penalties, settings_and_arguments_that_are_refused,
+        an_error_of_fully_shard_itself, a_failure_after_all_passes_of_one_rank,
+        the_step_after_one_that_ran_out_on_all_ranks, timeout=240,
+    )  # fmt: skip
 
 
 SAMPLES = 512
