@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from tenure import NewDisposeScope
+from tenure import NewDisposeScope, owner_of
 from tenure._heap import _holders
 from tenure.scopes import LeakRecord, LeakReport
 
@@ -74,6 +74,7 @@ def test_a_leak_is_held_by_the_users_list_and_by_nothing_of_the_scope(run):
     place = f"{step.__qualname__.rpartition('.<locals>')[0]}.<locals>.history[0]"
     assert (found.dtype, str(found.device), found.nbytes) == (torch.float32, "cpu", 12)
     assert (found.kind, found.holders) == ("container", (place,))
+    assert owner_of(history[0]) is None
     assert (last.kind, last.holders) == ("global", (f"{__name__}.CACHE[1]",))
     assert found.created_at.startswith("tests/scopes/test_leaks.py:")
     refs = list(map(weakref.ref, (history.pop(), CACHE.pop(), CACHE.pop())))

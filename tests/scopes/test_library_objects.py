@@ -162,10 +162,3 @@ with NewDisposeScope() as scope:
 """
     done = run_program(program, has_tenure=False)
     assert done.returncode == 0, done.stderr
-
-
-def test_what_a_scaler_makes_under_the_mode_of_a_device_is_the_scalers():
-    scaler = torch.amp.GradScaler("cpu", 64.0)
-    with NewDisposeScope(), torch.device("cpu"):
-        assert scaler.scale(torch.ones(1)).tolist() == [64]
-    assert scaler.scale(torch.ones(1)).tolist() == [64]

@@ -230,21 +230,6 @@ def test_temporaries_are_released_and_a_reset_inside_keeps_the_sums_right():
     del second
 
 
-def test_what_was_handed_out_is_live_until_it_is_disposed_and_once_if_it_is_attached_again():
-    before = statistics().live
-    with NewDisposeScope() as scope:
-        kept, other = scope.detach(torch.ones(1), torch.ones(1))
-        assert statistics().live == before + 2
-        dispose(other)
-        assert statistics().live == before + 1
-        scope.attach(kept)
-        assert statistics().live == before + 1
-    assert statistics().live == before
-    s = statistics()
-    assert (s.detached_from_scope, s.attached_to_scope) == (2, 1)
-    assert (s.disposed_outside_scope, s.disposed_in_scope) == (1, 1)
-
-
 def test_each_thread_counts_for_itself():
     def work():
         with NewDisposeScope():

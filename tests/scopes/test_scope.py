@@ -1,13 +1,14 @@
 """Opening, owning, handing on and closing."""
 
-import contextlib
 import contextvars
 import copy
 import gc
-import logging
 import pickle
 import re
+import warnings
 import weakref
+from contextlib import ExitStack, contextmanager
+from functools import partial
 
 import numpy as np
 import pytest
@@ -18,14 +19,19 @@ from tenure import (
     NewDisposeScope,
     ScopeLeakError,
     ScopeUsageError,
+    ScopeUsageWarning,
     attach_to_scope,
     current_scope,
     detach_from_scope,
     dispose,
     is_disposed,
     move_to,
+    move_to_outer,
     owner_of,
+    statistics,
 )
+from tenure.scopes import _disposal, _scope
+from tenure.scopes._tracker import Tracker
 from tests.threads import on_thread
 
 CHANGES = [
@@ -66,32 +72,7 @@ def test_a_scope_owns_what_is_made_inside_until_it_dies_moves_or_the_block_ends(
     assert (len(scope), scope.owned(), kept in scope, scope.live_bytes) == (0, [], False, 0)
 
 
-def test_live_bytes_counts_a_storage_once():
-    with NewDisposeScope() as scope:
-        base = torch.ones(1024)
-        view = base[:10]
-        assert (len(scope), scope.live_bytes) == (2, 4096)
-        other = torch.ones(256, dtype=torch.float64)
-        assert scope.live_bytes == 4096 + 2048
-        del base, view, other
-        assert scope.live_bytes == 0
-
-
 # --- nesting, in turn and out of turn
-
-
-def test_the_innermost_scope_is_current_and_one_mode_serves_all():
-    assert current_scope() is None
-    with NewDisposeScope("outer") as outer, contextlib.ExitStack() as stack:
-        for _ in range(10):
-            inner = stack.enter_context(NewDisposeScope())
-            assert current_scope() is inner
-        assert (outer.outer, inner.outer.outer is None) == (None, False)
-        assert torch._C._len_torch_function_stack() == 1
-        stack.close()
-        assert current_scope() is outer
-    assert current_scope() is None
-    assert torch._C._len_torch_function_stack() == 0
 
 
 def test_closing_early_makes_the_end_of_the_block_do_nothing():
@@ -117,6 +98,9 @@ def test_other_modes_stay_on_the_stack_in_their_order():
     with below:
         scope.__enter__()
         above.__enter__()
+        with NewDisposeScope():
+            # one mode serves all scopes
+            assert torch._C._len_torch_function_stack() == 3
         scope.close()
         torch.ones(1)
         assert (below.calls, above.calls) == (1, 1)
@@ -306,22 +290,6 @@ def test_another_thread_tracks_nothing_also_in_a_copied_context():
 # --- policies
 
 
-def test_report_leaves_survivors_alive_and_unowned(caplog):
-    history = []
-    with (
-        caplog.at_level(logging.WARNING, "tenure.scopes"),
-        NewDisposeScope("step", policy="report") as scope,
-    ):
-        history.append(torch.ones(2, 3))
-    assert history[0].sum() == 6
-    assert owner_of(history[0]) is None
-    (record,) = scope.leaks.records
-    assert record.shape == (2, 3)
-    assert record.created_at.startswith("tests/scopes/test_scope.py:")
-    assert "history[0]" in record.holders[0]
-    assert "history[0]" in caplog.text
-
-
 def test_raise_raises_with_the_report_and_never_masks_the_exception_of_the_block():
     history = []
     with (
@@ -380,3 +348,187 @@ def test_the_error_of_a_disposed_tensor_gives_the_advice_of_who_disposed_it():
         kept[0].sum()
     with pytest.raises(AttributeError, match=r"Ask the cook\.$"):
         kept[0].unknown  # noqa: B018
+
+
+# --- the verbs as functions
+
+
+VERBS = {
+    "move_to_outer()": move_to_outer,
+    "detach_from_scope()": detach_from_scope,
+    "attach_to_scope()": attach_to_scope,
+    "dispose()": dispose,
+    "move_to()": lambda *trees: move_to(None, *trees),
+}
+
+
+def test_each_verb_gives_back_what_it_got():
+    given, tree = torch.ones(1), {"x": torch.ones(2)}
+    with NewDisposeScope() as scope:
+        verbs = (move_to_outer, detach_from_scope, attach_to_scope, partial(move_to, scope))
+        for verb in verbs:
+            assert verb(given) is given
+            assert verb(given, tree) == (given, tree)
+        assert owner_of(given) is scope
+        assert owner_of(move_to(None, given)) is owner_of("text") is None
+
+
+def test_a_disposed_tensor_names_the_call_that_disposed_it_and_its_owner():
+    statistics().reset()
+    made = torch.ones(2, dtype=torch.int64)
+    assert dispose(made) is dispose(made) is made
+    assert statistics().disposed_outside_scope == 1
+    told = r"add\(\) got int64\[2\] on cpu, 16 B, disposed by dispose\(\) at \S+:\d+"
+    with pytest.raises(DisposedTensorError, match=rf"{told}\. Keep"):
+        made + 1
+    with NewDisposeScope("step") as scope:
+        made = torch.ones(2, dtype=torch.int64)
+        dispose(made)
+        assert len(scope) == 0
+        with pytest.raises(
+            DisposedTensorError,
+            match=rf"{told} while <DisposeScope 'step'> \(opened at \S+\) owned",
+        ):
+            made + 1
+    assert statistics().disposed_in_scope == 1
+
+
+@pytest.mark.parametrize("nothing", [None, object(), [[{"a": 1}]]])
+def test_something_without_tensors_is_refused_by_name_and_the_rest_untouched(nothing):
+    with NewDisposeScope() as scope:
+        made = torch.ones(1)
+        for name, verb in VERBS.items():
+            told = rf"^{re.escape(name)} got .*, which holds no tensor, and changed"
+            with pytest.raises(ScopeUsageError, match=told):
+                verb(made, nothing)
+            with pytest.raises(ScopeUsageError, match="without an argument"):
+                verb()
+            assert owner_of(made) is scope
+            assert not is_disposed(made)
+
+
+def test_attaching_without_a_scope_and_asking_of_no_tensor_are_refused():
+    with pytest.raises(ScopeUsageError, match=r"no scope is open. Nothing was attached"):
+        attach_to_scope(torch.ones(1))
+    with pytest.raises(ScopeUsageError, match=r"is_disposed\(\) got a list"):
+        is_disposed([torch.ones(1)])
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("move_to()", move_to),
+        ("attach_to_scope()", lambda scope, *trees: attach_to_scope(*trees)),
+        ("attach()", lambda scope, *trees: scope.attach(*trees)),
+    ],
+)
+def test_taking_in_a_disposed_tensor_is_refused_in_the_name_of_the_verb(name, call):
+    gone, given = dispose(torch.ones(1)), torch.ones(1)
+    with NewDisposeScope() as scope, pytest.raises(DisposedTensorError) as caught:
+        call(scope, given, gone)
+    assert str(caught.value).startswith(f"{name} got float32[1] on cpu")
+    assert not is_disposed(given)
+
+
+# --- blocks that are interrupted as they open or close leave nothing of themselves on the thread
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_on_the_thread():
+    yield
+    assert current_scope() is None
+    assert torch._C._len_torch_function_stack() == 0
+
+
+def interrupt(*_):
+    raise KeyboardInterrupt
+
+
+def test_a_warning_that_is_an_error_or_an_interrupt_leaves_no_scope_open(monkeypatch):
+    def items():
+        with NewDisposeScope("items"):
+            yield 1
+
+    generator = items()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(ScopeUsageWarning, match=r"inside the generator .*items\(\)"):
+            next(generator)
+    monkeypatch.setattr(Tracker, "enter_world", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        NewDisposeScope("never").__enter__()
+
+
+def test_an_interrupt_while_closing_leaves_no_scope_open(monkeypatch):
+    with NewDisposeScope("outer") as outer:
+        inner = NewDisposeScope("inner").__enter__()
+        monkeypatch.setattr(_scope, "take_all", interrupt)
+        torch.ones(1)
+        with pytest.raises(KeyboardInterrupt):
+            inner.close()
+        monkeypatch.undo()
+        assert inner.closed
+        assert current_scope() is outer
+
+
+def close_in_a_backward_hook(scope):
+    leaf = torch.ones(2, requires_grad=True)
+    leaf.register_post_accumulate_grad_hook(lambda _: scope.close())
+    product = (leaf * leaf).sum()
+    product.backward()
+    return product
+
+
+def test_a_scope_that_a_backward_hook_has_closed_is_cleared_by_its_end_or_the_next():
+    with NewDisposeScope("step") as scope:
+        product = close_in_a_backward_hook(scope)
+        assert scope.closed
+    assert is_disposed(product)
+    for _ in range(3):
+        product = close_in_a_backward_hook(NewDisposeScope("step").__enter__())
+        assert torch._C._len_torch_function_stack() == 1
+    with NewDisposeScope("next"):
+        assert is_disposed(product)
+        made = torch.ones(2)
+    assert is_disposed(made)
+
+
+def test_a_scope_whose_block_runs_stays_whoever_opens_another():
+    class Mine:
+        def __enter__(self):
+            self.scope = NewDisposeScope("mine").__enter__()
+
+        def __exit__(self, *error):
+            self.scope.__exit__(*error)
+
+    @contextmanager
+    def managed():
+        with NewDisposeScope("managed"):
+            yield
+
+    by_hand = NewDisposeScope("by hand").__enter__()
+    with Mine(), managed(), ExitStack() as stack:
+        stack.enter_context(NewDisposeScope("stacked"))
+        with NewDisposeScope("innermost") as scope:
+            names = []
+            while (scope := scope.outer) is not None:
+                names.append(scope.name)
+    by_hand.close()
+    assert names == ["stacked", "managed", "mine", "by hand"]
+
+
+def test_an_exception_while_one_tensor_is_disposed_stops_no_other(monkeypatch):
+    dispose_tensor = _disposal.dispose_tensor
+    unlucky = []
+
+    def dispose_or_interrupt(tensor, *args):
+        if not unlucky:
+            unlucky.append(tensor)
+            raise KeyboardInterrupt
+        return dispose_tensor(tensor, *args)
+
+    made = []
+    monkeypatch.setattr(_disposal, "dispose_tensor", dispose_or_interrupt)
+    with pytest.raises(KeyboardInterrupt), NewDisposeScope():
+        made += [torch.ones(1) for _ in range(4)]
+    assert [is_disposed(tensor) for tensor in made if tensor is not unlucky[0]] == [True] * 3
