@@ -20,8 +20,8 @@ from tenure.profiler import LineProfiler, ProfilerUsageError, Timeline
 from tenure.profiler._lines import _engine, _line_profiler
 from tenure.profiler._timeline import _recorder, _timeline
 
+from .lines.test_backward import N_LINES, found_by
 from .lines.test_other_profilers import NUMBER, facts
-from .lines.test_threads import N_LINES, found_by
 from .timeline.test_timeline import kib
 
 

@@ -132,14 +132,6 @@ def test_temporaries_inside_operations_are_seen():
     assert lines == {1: (1, 2 * X.nbytes, X.nbytes, 2 * X.nbytes)}
 
 
-def test_what_variables_held_is_freed_on_the_line_that_returned():
-    def work():
-        t = torch.ones(100)
-        return t.sum()
-
-    assert lines_of(profiled(work, work), work) == {1: (1, 400, 0, 400), 2: (1, 4, 400, 404)}
-
-
 def test_a_generator_that_is_closed_or_thrown_into():
     def careful():
         t = torch.ones(10)

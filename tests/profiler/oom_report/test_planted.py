@@ -262,14 +262,6 @@ def main():
         update(optimizer, loss)
         losses.append(loss.item())
         norms.append(loss.detach())
-=== a batch beside a cache that is bounded | batch | batch; step( | 16MiB
-def main():
-    net = mlp(*[256] * 7)
-    replay = deque(maxlen=8)
-    for n in (64, 64, 64, 64, 64, 64, 64, 64, 64, 64, 2048):
-        x = torch.randn(n, 256)
-        replay.append(x[:64].clone())
-        net(x).square().mean().backward()
 === a data set in one tensor | batch | images alone takes; in parts | 16MiB
 def main():
     images = torch.randn(900, 3, 36, 36)

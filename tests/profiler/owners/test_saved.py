@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from tenure import NewDisposeScope
 from tenure.profiler import ProfilerUsageError, SavedRecord, SavedReport, saved_for_backward
-from tests.packed_graph import packed_graph
 
 from ...programs import run_program
 from . import saved_cases
@@ -29,32 +29,14 @@ def test_the_bytes_found_are_those_the_allocator_holds():
 # what counts
 
 
-class Stash(torch.autograd.Function):
-    """Keeps what it likes on its context."""
-
-    @staticmethod
-    def forward(ctx, x):
-        mask = x > 0
-        ctx.save_for_backward(x.exp())
-        ctx.scaled, ctx.more = x * 2, {"k": [x * 3]}
-        ctx.apply = lambda g: g * mask
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, g):
-        return ctx.apply(g)
-
-
 def test_what_a_function_keeps_on_its_context_is_called_by_its_attribute():
     x = torch.ones(256, requires_grad=True)
-    report = saved_for_backward(Stash.apply(x))
+    report = saved_for_backward(saved_cases.Stashing.apply(x))
+    places = ("tensors", "stash", "box['k'][0]", "later: z")
     assert {record.saved_by for record in report if not record.is_leaf} == {
-        ("StashBackward.tensors",),
-        ("StashBackward.scaled",),
-        ("StashBackward.more['k'][0]",),
-        ("StashBackward.apply: mask",),
+        (f"StashingBackward.{place}",) for place in places
     }
-    assert report.total_bytes == 3 * 1024 + 256
+    assert report.total_bytes == 4 * 1024
 
 
 def test_leaves_are_listed_and_count_only_where_the_graph_alone_still_has_them():
@@ -106,7 +88,19 @@ def test_sparse_gradients_indices_and_values_count():
 
 def test_no_hook_runs_and_no_checkpoint_is_recomputed():
     calls = []
-    _, loss = packed_graph(calls)
+
+    def body(x):
+        calls.append("forward")
+        return x.exp()
+
+    def unpack(packed):
+        calls.append("unpack")
+        return packed
+
+    x = torch.ones(3, requires_grad=True) * 2
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, unpack):
+        product = (x * x).sum()
+    loss = checkpoint(body, x, use_reentrant=False).sum() + product
     assert any(record.is_packed for record in saved_for_backward(loss))
     assert calls == ["forward"]
     loss.backward()

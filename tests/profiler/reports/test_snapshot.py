@@ -219,9 +219,12 @@ def test_what_is_no_snapshot_and_one_that_was_read_are_not_compared():
     with pytest.raises(ProfilerUsageError, match=r"wants the earlier Snapshot, and got int"):
         snapshot().diff(3)
     HISTORY.append(torch.ones(64, requires_grad=True).exp().sin())
+    HISTORY.append(torch.ones(4096)[:1])
     taken = snapshot()
     read = Snapshot.from_dict(json.loads(json.dumps(taken.to_dict())))
-    assert read.records == taken.records
+    assert (read.records, read.findings) == (taken.records, taken.findings)
+    assert str(read) == str(taken)
+    assert read.findings
     assert f"{HERE}.HISTORY[0]" in {row.graph for row in read.records}
     for one, other in ((taken, read), (read, taken)):
         with pytest.raises(ProfilerUsageError, match=r"no longer knows.*`tenure diff A B`"):

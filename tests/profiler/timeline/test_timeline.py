@@ -1,6 +1,11 @@
 """A recording: peaks to the byte, what storages count as, and where they were made."""
 
+import base64
+import csv
 import gc
+import json
+import os
+import pickle
 import re
 import sys
 import weakref
@@ -14,7 +19,8 @@ from torch.utils._python_dispatch import _len_torch_dispatch_stack
 
 from tenure import NewDisposeScope
 from tenure.adaptive import memory_budget
-from tenure.profiler import ProfilerUsageError, Timeline
+from tenure.profiler import ProfilerUsageError, Recording, Timeline
+from tests.programs import run_program
 from tests.threads import on_thread
 from tests.true_peak import true_peak_bytes
 
@@ -148,19 +154,14 @@ def test_what_is_alive_at_the_beginning_is_counted_from_there():
     assert max(host.by_line["before the recording"]) >= 300 * KIB
 
 
-def test_a_storage_that_is_resized_ends_one_life_and_begins_another():
-    with recorded() as timeline:
-        x = kib(10)
-        x.resize_(500 * KIB)
-        y = torch.ones(1)
-    assert at_peak(timeline.report, "other tensors") >= 500 * KIB
-    del x, y
+FILLS = [lambda t: torch.ones(64 * KIB, dtype=t.dtype, out=t), lambda t: t.resize_(64 * KIB)]
 
 
-def test_a_storage_that_an_operation_fills_has_the_size_that_it_got_there():
+@pytest.mark.parametrize("fill", FILLS)
+def test_a_storage_that_an_operation_fills_has_the_size_that_it_got_there(fill):
     with Timeline() as timeline:
         out = torch.empty(0, dtype=torch.uint8)
-        torch.ones(64 * KIB, dtype=torch.uint8, out=out)
+        fill(out)
     rows = timeline.report.devices[0].at_peak
     # other tests may have left a tensor
     rows = [row for row in rows if row.n_storages and not row.was_before]
@@ -194,23 +195,6 @@ def test_memory_of_numpy_is_in_no_figure_and_a_copy_of_it_is_an_input():
 
 
 # --- where they were made
-
-
-def make_here():
-    return kib(700)
-
-
-def test_rows_at_the_peak_name_the_line_and_the_calls_that_led_there():
-    with Timeline() as timeline:
-        kept = make_here()
-        assert kept is not None
-    row = timeline.report.devices[0].at_peak[0]
-    line = make_here.__code__.co_firstlineno + 1
-    assert row.stack[-1].endswith("in kib")
-    assert row.stack[-2].endswith(f"test_timeline.py:{line} in make_here")
-    assert "in test_rows_at_the_peak" in row.stack[-3]
-    assert (row.n_bytes, row.n_storages) == (700 * KIB, 1)
-    assert row.stack[-1] in timeline.report.devices[0].by_line
 
 
 def test_the_band_of_a_scope_begins_and_ends_with_it():
@@ -405,3 +389,152 @@ def test_many_short_scopes_leave_the_longest():
     assert names.count("whole") == 1
     assert 2000 < len(names) <= 4096
     assert f"{5001 - len(names)} short scopes are left out" in timeline.report.notes
+
+
+# --- a process that ends, or forks, inside of its block
+
+
+@pytest.mark.slow
+def test_an_interpreter_that_ends_inside_a_block_ends_well_and_has_not_imported_the_compiler():
+    done = run_program(
+        "import sys, torch\nfrom tenure.profiler import Timeline\n"
+        "timeline = Timeline().__enter__()\ntorch.ones(1) + 1\n"
+        "assert 'torch._dynamo' not in sys.modules\n",
+        hides=True,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+FORKS = """
+import os
+import torch
+from torch.utils._python_dispatch import _len_torch_dispatch_stack
+from tenure.profiler import ProfilerUsageError, Timeline
+
+# a child of a process whose OpenMP has run waits for ever for threads that it has not
+torch.set_num_threads(1)
+
+def train():
+    model = torch.nn.Linear(64, 64)
+    torch.nn.init.ones_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters())
+    model(torch.ones(8, 64)).sum().backward()
+    optimizer.step()
+    return model.weight.sum().item()
+
+plain, child = train(), None
+with Timeline() as alone:
+    kept = torch.ones(1000)
+del kept
+with Timeline() as timeline:
+    kept = torch.ones(1000)
+    child = os.fork()
+    if child == 0:
+        assert _len_torch_dispatch_stack() == 0
+        assert train() == plain
+        kept = None
+if child == 0:
+    print("child", repr(timeline))
+    try:
+        timeline.export("run.csv")
+    except ProfilerUsageError as error:
+        print("child", error)
+    with Timeline() as own:
+        train()
+    print("child", own.report.n_events > 0, flush=True)
+    os._exit(7)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+for each in (alone, timeline):
+    print("parent", each.report.n_events, each.report.devices[0].peak_bytes)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes do not fork here")
+def test_a_child_that_is_forked_in_a_block_runs_plainly_and_leaves_the_recording(
+    tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    done = run_program(FORKS, hides=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    *child, alone, parent = done.stdout.splitlines()
+    assert alone == parent
+    assert child[0] == "child <Timeline, left to the parent process>"
+    assert "has no report here: this process was forked in its block" in child[1]
+    assert child[2:] == ["child True"]
+    assert [*tmp_path.iterdir()] == []
+
+
+# --- files are read by the tools that they are for
+
+
+@pytest.fixture(scope="module")
+def report():
+    with Timeline() as timeline, NewDisposeScope("training"):
+        training("GPT")()
+    return timeline.report
+
+
+@pytest.mark.slow
+def test_torchs_own_viewer_draws_it(report, tmp_path):
+    path, drawn = report.export(tmp_path / "run.pickle"), tmp_path / "run.html"
+    done = run_program("-m", "torch.cuda._memory_viz", "trace_plot", str(path), "-o", str(drawn))
+    assert done.returncode == 0, done.stderr
+    (data,) = re.findall(r'"base64": "([^"]*)"', drawn.read_text())
+    assert pickle.loads(base64.b64decode(data)) == pickle.loads(path.read_bytes())
+
+
+def test_tenure_reads_the_peak_and_its_lines_in_it(report, tmp_path):
+    (track,) = Recording.load(report.export(tmp_path / "run.pickle")).tracks
+    assert track.device == "cpu"
+    assert track.peak_bytes == report.devices[0].peak_bytes
+    assert sum(row.n_bytes for row in track.at_peak) == track.peak_bytes
+    assert any("programs.py" in row.stack[-1] for row in track.at_peak)
+
+
+def test_counters_stand_at_the_times_of_torch_profilers_own_file(tmp_path):
+    with profile() as profiler, torch.profiler.record_function("whole"), Timeline() as timeline:
+        torch.ones(10) + 1
+    profiler.export_chrome_trace(str(tmp_path / "torch.json"))
+    theirs = json.loads((tmp_path / "torch.json").read_text())
+    ours = json.loads(timeline.export(tmp_path / "ours.json").read_text())
+    assert ours["baseTimeNanoseconds"] == theirs["baseTimeNanoseconds"]
+    (whole,) = (
+        each
+        for each in theirs["traceEvents"]
+        if each.get("name") == "whole" and each.get("ph") == "X" and "cat" in each
+        if each["cat"] == "user_annotation"
+    )
+    times = [each["ts"] for each in ours["traceEvents"] if each["ph"] == "C"]
+    assert times
+    assert whole["ts"] <= min(times) <= max(times) <= whole["ts"] + whole["dur"]
+
+
+def test_counters_add_up_and_scopes_are_spans(report, tmp_path):
+    events = json.loads(report.export(tmp_path / "run.json").read_text())["traceEvents"]
+    counters = [each for each in events if each["ph"] == "C" and "cpu" in each["name"]]
+    assert max(sum(each["args"].values()) for each in counters) == report.devices[0].peak_bytes
+    assert [each["name"] for each in events if each["ph"] == "X"] == ["training"]
+
+
+def test_a_speedscope_profile_weighs_the_stacks_at_the_peak(report, tmp_path):
+    data = json.loads(report.export(tmp_path / "run.speedscope.json").read_text())
+    (shown,) = data["profiles"]
+    assert sum(shown["weights"]) == shown["endValue"] == report.devices[0].peak_bytes
+    frames = [each["name"] for each in data["shared"]["frames"]]
+    assert all(0 <= i < len(frames) for sample in shown["samples"] for i in sample)
+    assert any("programs.py" in name for name in frames)
+
+
+def test_a_table_has_a_row_for_each_time(report, tmp_path):
+    with report.export(tmp_path / "run.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [int(row["live bytes"]) for row in rows] == [*report.devices[0].live_bytes]
+    parts = [name for name in rows[0] if name not in {"device", "seconds", "live bytes"}]
+    assert all(sum(int(row[name]) for name in parts) == int(row["live bytes"]) for row in rows)
+
+
+def test_an_ending_that_nobody_knows_is_refused_with_those_that_there_are(report, tmp_path):
+    with pytest.raises(ProfilerUsageError, match=r"'run.xyz'.* nothing was written.*\.csv.*\.json"):
+        report.export(tmp_path / "run.xyz")
+    assert list(tmp_path.iterdir()) == []
