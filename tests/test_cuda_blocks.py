@@ -4,7 +4,6 @@ By private names, which are compared with the simulated allocator at sizes that 
 about.
 """
 
-import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -101,21 +100,3 @@ def test_a_replay_is_the_allocator_to_the_byte(existing, changes, budget):
     assert bounded[2] == (truth is not None)
     if truth is not None:
         assert bounded[:2] == truth
-
-
-def test_what_is_cached_is_given_back_before_it_is_too_much():
-    first, second = LiveBlock(12 * MIB), LiveBlock(14 * MIB)
-    sizes = (first, 12 * MIB), (first, 0), (second, 14 * MIB)
-    record = MemoryRecord(events=[BlockEvent(block, n_bytes, 0) for block, n_bytes in sizes])
-    assert replay(record) == (14 * MIB, 26 * MIB, True)
-    assert replay(record, 14 * MIB) == (14 * MIB, 14 * MIB, True)
-    assert replay(record, 14 * MIB - 1) == (14 * MIB, 14 * MIB, False)
-
-
-@pytest.mark.parametrize("n_bytes", [1, 512, MIB, MIB + 1, 10 * MIB])
-def test_storage_that_grows_takes_both_until_it_is_copied(n_bytes):
-    block = LiveBlock(2 * n_bytes)
-    record = MemoryRecord(existing={block: n_bytes}, events=[BlockEvent(block, 2 * n_bytes, 0)])
-    assert replay(record)[:2] == true_figures(record, None)
-    assert record.baseline_bytes == n_bytes
-    assert record.peak()[0] == 2 * n_bytes

@@ -13,7 +13,6 @@ from tenure import TenureError
 from tenure._errors import ByteSizeError
 from tenure._text import (
     counted,
-    describe,
     describe_tensor,
     format_bytes,
     format_bytes_as_torch,
@@ -129,11 +128,6 @@ class Wrapper(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         raise AssertionError(func)
-
-
-def test_parts_of_a_tensor_that_is_gone():
-    text = "float16[32, 1024] on cuda:0, 64.0 KiB"
-    assert describe(torch.float16, (32, 1024), torch.device("cuda:0"), 65_536) == text
 
 
 def _fake():

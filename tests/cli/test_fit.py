@@ -40,13 +40,9 @@ def setup():
     return loss_of(model()), batch()
 
 
-def trained(made=torch.optim.SGD, n=16):
+def trained():
     net = model()
-    return loss_of(net), batch(n), made(net.parameters())
-
-
-def steps_most():
-    return trained(torch.optim.Adam, 1)
+    return loss_of(net), batch(), torch.optim.SGD(net.parameters())
 
 
 def on_meta():
@@ -316,12 +312,6 @@ def test_what_fits_once_a_cache_is_given_back_has_nothing_to_spare(capsys):
         f"in micro-batches of {smaller['size']} the step fits in 64.0 MiB once the allocator gives "
         "back what it caches: with more memory it would keep "
     ) in " ".join(printed.out.split())
-
-
-def test_a_peak_in_the_step_of_the_optimizer_has_no_line_of_the_command(capsys):
-    code, found = answered(capsys, "steps_most", "1GiB")
-    report = found["report"]
-    assert (code, report["phase"], report["place"]) == (0, "optimizer step", "")
 
 
 @pytest.mark.parametrize(

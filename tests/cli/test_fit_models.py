@@ -6,31 +6,34 @@ import re
 import subprocess
 from contextlib import nullcontext
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
 
-from tenure.adaptive import predict_peak
+# private: the parts of `tenure fit`, of which a user sees the answer alone
+from tenure._cli._fleet import answer
+from tenure._cli._fleet._configured import Configured
+from tenure._cli._fleet._setup import Setup, recipe
+from tenure._cli._fleet._work import in_memory, making, shard
+from tenure._torch.fake_ranks import fake_ranks
+from tenure.adaptive import memory_budget, predict_peak
 from tests.adaptive.ranks.launch import run_ranks
 from tests.programs import main
-from tests.true_peak import step_of, true_peak_bytes
+from tests.true_peak import counted_bytes, step_of, true_peak_bytes
 
-from .fleet_ranks import (
-    TEXT,
-    Configured,
-    Setup,
-    answer,
-    fake_ranks,
-    in_memory,
-    making,
-    measured,
-    predicted_sharded,
-    recipe,
-    saved_config,
-)
+pytest.importorskip("transformers")
+# before ranks are forked; the model takes seconds, too
+from transformers import CONFIG_MAPPING, LlamaForCausalLM  # noqa: F401
 
 MIB = 2**20
+TEXT = {
+    "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 500,
+}  # fmt: skip
 IMAGES = {
     "image_size": 32, "patch_size": 8, "hidden_size": 64, "intermediate_size": 128,
     "num_attention_heads": 4, "num_hidden_layers": 2,
@@ -49,6 +52,14 @@ FREE = {
     "vision_config": {"depth": 2, "embed_dim": 64, "num_heads": 4, "hidden_size": 64},
     "image_token_id": 7, "vision_start_token_id": 8, "bos_token_id": None, "eos_token_id": None,
 }  # fmt: skip
+
+
+def saved_config(folder, model_type="llama", **values):
+    """A small model's configuration, in a folder of its own."""
+    made = CONFIG_MAPPING[model_type](**values if "text_config" in values else TEXT | values)
+    path = Path(folder, model_type)
+    made.save_pretrained(path)
+    return str(path)
 
 
 @pytest.fixture(scope="module")
@@ -109,6 +120,56 @@ def test_what_a_configuration_takes_is_what_the_real_model_takes(
     # weights that a model ties, as BERT's, are counted once
     with making(setup, Configured(setup)) as made:
         assert [made.size.n_parameters] == numbers
+
+
+# --- ranks: what they really take in a step
+
+
+def measured(rank, setups):
+    """The bytes of a step of each setup beyond what was there before."""
+    asked = [Setup(**setup) for setup in setups]
+    return [_replicated(each) if each.shard == "ddp" else _sharded(each) for each in asked]
+
+
+def _sharded(asked):
+    """The bytes of a first step beyond what was there before, as a budget counts them."""
+    found = []
+    mesh = init_device_mesh("cpu", (asked.ranks,))
+    # a thread of gloo may hold what it has sent for a moment longer
+    for _ in range(4):
+        model, batch = in_memory(asked, Configured(asked), torch.device("cpu"))
+        shard(model, mesh, offloads=asked.offloads)
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+        step = step_of(lambda batch, model=model: model(**batch).loss, batch, optimizer)
+        with memory_budget("4GiB") as budget:
+            step()
+        found.append(budget.peak_bytes)
+    return min(found)
+
+
+def _replicated(asked):
+    """The bytes of the second step, buckets included, as the allocator counts them."""
+
+    def work(model, batch):
+        replica = DistributedDataParallel(model)
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+        step = step_of(lambda batch: replica(**batch).loss, batch, optimizer)
+        step()
+        optimizer.zero_grad()
+        return step()
+
+    # a thread of gloo may hold what it has sent for a moment longer
+    return min(
+        true_peak_bytes(partial(work, *in_memory(asked, Configured(asked), torch.device("cpu"))))
+        for _ in range(4)
+    )
+
+
+def predicted_sharded(setup, rank):
+    found = Configured(setup)
+    with making(setup, found, rank) as made:
+        batch = found.batch(setup.batch, torch.device("meta"))
+        return counted_bytes(made.fn, batch, made.optimizer)
 
 
 @pytest.mark.slow

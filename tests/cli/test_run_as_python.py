@@ -261,26 +261,6 @@ def test_a_script_that_is_missing_is_refused_in_one_line(tmp_path):
     assert list((tmp_path / "tenure").iterdir()) == []
 
 
-def test_control_c_of_a_terminal_ends_it_as_under_python(tmp_path):
-    program = tmp_path / "program.py"
-    # one long sleep might begin just after the signal, and nothing would end it
-    program.write_text("import time\nwhile not print('ready', flush=True): time.sleep(0.05)\n")
-    ends = []
-    for command in ([], ["-m", "tenure", "run", "-q"]):
-        process = subprocess.Popen(
-            [sys.executable, *command, os.fspath(program)],
-            cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )  # fmt: skip
-        assert process.stdout.readline() == b"ready\n"
-        process.send_signal(signal.SIGINT)
-        _, told = process.communicate(timeout=60)
-        # whether the first call of the line had returned when the signal came is chance
-        ends.append((process.returncode, re.sub(rb"(?m)^ +\^+\n", b"", told)))
-    assert ends[0] == ends[1]
-    assert ends[0][0] == -signal.SIGINT
-    assert Recording.load(tmp_path / "program.tenure").ended == "KeyboardInterrupt"
-
-
 _OF_TORCH = """
 import re, traceback, warnings
 import torch

@@ -148,16 +148,6 @@ def test_the_answer_is_that_of_the_whole_heap(monkeypatch):
     assert all((view is not None, reads))
 
 
-def test_a_reference_without_a_name_is_counted_beside_what_is_near(monkeypatch):
-    box = Box(torch.ones(1))
-    unseen = iter([box.held]).__reduce__  # a method of C code that holds an iterator
-    objects = [box.held]
-    near = find_holders(objects, ignore=[objects])
-    assert near == without_neighbours(monkeypatch, objects)
-    assert len(near[0]) == 2
-    assert unseen
-
-
 # --- objects that `gc.freeze` hides, in a process of their own: nothing undoes it for one test
 
 FROZEN = """

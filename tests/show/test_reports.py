@@ -59,16 +59,6 @@ def test_a_leaked_jagged_tensor_is_read_with_its_symbolic_size():
 # snapshots
 
 
-def test_a_snapshot_that_was_read_keeps_its_records_and_findings():
-    HISTORY.append(torch.ones(4096)[:1])
-    taken = snapshot()
-    HISTORY.clear()
-    again = read_again(taken)
-    assert again.records == taken.records
-    assert again.findings == taken.findings
-    assert str(again) == str(taken)
-
-
 def test_memory_without_a_storage_is_compared_by_name_beside_storages():
     there = torch.ones(256)  # or there may be no tensor at all
     (kept,) = (entry for entry in snapshot()._entries[:1])

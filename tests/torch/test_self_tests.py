@@ -1,5 +1,7 @@
 """The private names of torch that tenure stands on still do what it takes them for."""
 
+import json
+import re
 import sys
 from contextlib import nullcontext, suppress
 
@@ -18,10 +20,10 @@ from tenure._torch import (
     quiet,
     storages,
     swap,
-    writes,
 )
 from tenure._torch.counting import OF_CPP, SOLE
 from tenure.scopes import _self_test, _tracker
+from tests.programs import run_program
 
 # --- what is asked at run time
 
@@ -94,7 +96,7 @@ def test_the_end_of_a_pass_is_told_and_a_pass_that_fails_lets_go_of_who_is_told(
     assert told == ["end", "gone"]
 
 
-# --- tensors without data, storages, versions
+# --- storages
 
 
 @pytest.mark.parametrize("mode", [nullcontext, torch.no_grad, torch.inference_mode])
@@ -109,15 +111,6 @@ def test_a_view_and_a_graph_are_seen_to_hold_a_tensor_and_their_end_too(mode):
     assert storages.is_held(holder, 0)
     del product
     assert not storages.is_held(holder, 0)
-
-
-def test_what_is_written_moves_away_from_its_lazy_copy_and_only_then():
-    tensor = torch.zeros(2)
-    copy = writes.lazy_copy(tensor)
-    assert writes.share_memory(tensor, copy)
-    tensor.add_(1)
-    assert not writes.share_memory(tensor, copy)
-    assert (copy.tolist(), tensor.tolist()) == ([0, 0], [1, 1])
 
 
 # --- modes
@@ -156,20 +149,6 @@ def test_modes_of_both_kinds_and_transforms_see_nothing_of_quiet_blocks():
     assert seen == []
 
 
-def test_function_modes_are_pushed_found_and_removed():
-    lower, upper = torch.overrides.BaseTorchFunctionMode(), torch.overrides.BaseTorchFunctionMode()
-    modes.push(lower)
-    modes.push(upper)
-    modes.remove(lower)
-    assert modes.is_active(upper)
-    assert not modes.is_active(lower)
-    modes.push_lowest(lower)
-    assert torch._C._get_function_stack_at(torch._C._len_torch_function_stack() - 1) is upper
-    assert modes.remove(upper)
-    assert modes.remove(lower)
-    assert not modes.is_active(upper)
-
-
 # --- at import: a torch or a Python with which scopes would dispose gradients is refused
 
 
@@ -197,3 +176,39 @@ def test_without_the_name_that_frees_a_tensor_it_passes_and_scopes_leave_tensors
         made = torch.ones(3)
     assert not is_disposed(made)
     assert made.sum() == 3
+
+
+REFUSED = (
+    r"tenure can't be used with torch \S+ on Python 3\.\S+: reference counts don't say what else "
+    r"holds a tensor, so a scope could free gradients that are in use\. Use torch 2\.10 or later "
+    r"on a Python with the GIL \(docs/versions\.md lists tested versions\)\."
+)
+# as if gradients counted as new tensors, and as if there were no GIL
+COUNTS, GIL = "sys.getrefcount = lambda _: 2", "sys._is_gil_enabled = lambda: False"
+PROGRAM = """
+import json, runpy, sys, tenure
+{}
+refused = []
+for name in ("DisposeScope", "adaptive", "paging", "profiler", "testing"):
+    try:
+        getattr(tenure, name)
+    except ImportError as error:
+        refused.append(str(error))
+print(json.dumps(refused), flush=True)
+sys.argv = ["tenure", "report", sys.argv[1]]
+runpy.run_module("tenure", run_name="__main__")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spoiled", [COUNTS, GIL])
+def test_each_name_of_tenure_is_refused_and_the_command_line_says_so_in_one_line(spoiled, tmp_path):
+    file = tmp_path / "report.json"
+    file.write_text("{}")
+    done = run_program(PROGRAM.format(spoiled), str(file), has_tenure=False)
+    refused = json.loads(done.stdout)
+    assert len(refused) == 5
+    assert all(re.fullmatch(REFUSED, error) for error in refused)
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("tenure report: error: tenure can't be used with torch ")
+    assert done.returncode == 2
