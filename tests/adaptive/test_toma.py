@@ -23,8 +23,6 @@ from tenure.adaptive import (
 
 from .attempt.failures import oom
 
-pytestmark = pytest.mark.usefixtures("forgetful")
-
 # --- toma's tests of simple and explicit
 
 
@@ -34,9 +32,8 @@ def always(*args):
 
 @pytest.mark.parametrize("call", [simple, explicit])
 def test_what_never_fits_fails(call):
-    with pytest.raises(
-        OutOfRetriesError, match=r"^7 attempts of 'always' ran out of cuda memory"
-    ) as caught:
+    told = r"^7 attempts of 'always' ran out of cuda memory"
+    with pytest.raises(OutOfRetriesError, match=told) as caught:
         call.batch(always, 64)
     assert caught.value.sizes == (64, 32, 16, 8, 4, 2, 1)
     assert isinstance(caught.value, RuntimeError)
@@ -163,9 +160,8 @@ def test_the_default_cache_type_can_be_set(only_16, sizes, monkeypatch):
     f()
     assert sizes == [64, 32, 16, 16, 64, 32, 16]
     monkeypatch.setattr(adaptive, "DEFAULT_CACHE_TYPE", "none")
-    with pytest.raises(
-        AdaptiveUsageError, match=r"^tenure\.adaptive\.DEFAULT_CACHE_TYPE is 'none', which is no"
-    ):
+    told = r"^tenure\.adaptive\.DEFAULT_CACHE_TYPE is 'none', which is no"
+    with pytest.raises(AdaptiveUsageError, match=told):
         f()
 
 

@@ -8,6 +8,7 @@ import weakref
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from tenure import DisposedTensorError, NewDisposeScope, is_disposed, owner_of
 from tenure.adaptive import (
@@ -16,10 +17,11 @@ from tenure.adaptive import (
     add_listener,
     batch,
     remove_listener,
+    simple,
     statistics,
 )
 
-from .failures import on_sim
+from .failures import on_sim, oom
 
 OOM = "CUDA out of memory. Tried to allocate 2.00 GiB."
 
@@ -229,10 +231,8 @@ def test_each_new_size_is_logged_in_one_line_and_told_to_listeners(caplog):
         "tenure: 'work' ran out of cuda memory at batch size 2 (needed 2.0 GiB more); "
         "begins again with 1, and may grow from there.",
     ]
-    assert [(event.kind, event.size, event.next_size) for event in heard] == [
-        ("shrink", 4, 2),
-        ("shrink", 2, 1),
-    ]
+    told = [(event.kind, event.size, event.next_size) for event in heard]
+    assert told == [("shrink", 4, 2), ("shrink", 2, 1)]
     assert mine == heard
 
 
@@ -296,3 +296,86 @@ def test_giving_up_tells_how_the_memory_was_cut_up(sim):
         "free memory, make the model or the sample smaller, or page the model."
     )
     del kept
+
+
+# --- what a retry lets go of the frames that an error came through, and what it leaves alone
+
+
+def results_of(jobs):
+    for job in jobs:
+        try:
+            result = job()
+        except Exception as error:
+            result = error
+        yield result
+
+
+def test_a_generator_of_the_caller_goes_on_after_an_error_that_came_through_it(no_gc):
+    done = []
+    for result in results_of([lambda: 1, oom, lambda: 2, lambda: 3]):
+
+        def work(size, result=result):
+            if isinstance(result, Exception) and size > 1:
+                raise result
+            return "failed" if isinstance(result, Exception) else result
+
+        done.append(simple.batch(work, 4))
+    assert done == [1, "failed", 2, 3]
+
+
+@pytest.mark.parametrize("n_around", [0, 2])
+def test_a_generator_that_only_the_attempt_held_lets_go_of_its_variables(n_around, no_gc):
+    class Local:
+        pass
+
+    def made():
+        local = Local()
+        refs.append(weakref.ref(local))
+        try:
+            oom()
+        except torch.OutOfMemoryError as error:
+            kept.append(error.__traceback__)
+            yield error
+
+    def around(items):
+        for item in items:
+            try:
+                raise item
+            except torch.OutOfMemoryError as error:
+                yield error
+
+    def work(size):
+        if size == 4:
+            items = made()
+            for _ in range(n_around):
+                items = around(items)
+            raise next(items)
+        assert [ref() for ref in refs] == [None]
+        return size
+
+    refs, kept = [], []
+    assert simple.batch(work, 4) == 2
+
+
+def test_a_checkpoint_that_failed_packs_nothing_of_the_next_attempt(no_gc):
+    """Up to torch 2.12 its hooks stay on until its frames are freed, which the error holds."""
+    kept, leaf = [], torch.ones(4, requires_grad=True)
+
+    def inner(part):
+        if len(part) > 1:
+            kept.append(torch.OutOfMemoryError("CUDA out of memory."))
+            raise kept[-1]
+        return part.sin()
+
+    def outer(part):
+        return checkpoint(inner, part, use_reentrant=False)
+
+    def work(size):
+        product = leaf[:size].exp()
+        # what it saves is packed by whatever hooks are on
+        assert len(leaf) == size or product.grad_fn._raw_saved_result.unpack_hook is None
+        return checkpoint(outer, leaf[:size], use_reentrant=False)
+
+    assert simple.batch(work, 4).shape == (1,)
+    assert len(kept) == 2
+    assert leaf.exp().grad_fn._raw_saved_result.unpack_hook is None

@@ -59,18 +59,14 @@ def retries(monkeypatch):
         monkeypatch.setattr(gc, "collect", fake.collect)
         events = []
 
-        @batch(
-            initial_batchsize=size,
-            cache_type=NoBatchsizeCache,
-            on_retry=lambda event: events.append((event.kind, event.freed_bytes)),
-        )
+        @batch(initial_batchsize=size, cache_type=NoBatchsizeCache, on_retry=events.append)
         def work(size):
             raise RuntimeError(text)
 
         with pytest.raises(OutOfRetriesError):
             work()
         monkeypatch.undo()
-        return events
+        return [(event.kind, event.freed_bytes) for event in events]
 
     return found
 
@@ -133,11 +129,8 @@ def test_garbage_of_the_host_is_collected_before_giving_up(retries, monkeypatch)
     monkeypatch.setattr(psutil, "Process", lambda: process)
     text = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 33554432 bytes."
     fake = FakeAllocator()
-    assert retries(fake, f"{text} Error code 12", size=2) == [
-        ("shrink", 0),
-        ("retry", 48 * MIB),
-        ("give_up", 0),
-    ]
+    events = retries(fake, f"{text} Error code 12", size=2)
+    assert events == [("shrink", 0), ("retry", 48 * MIB), ("give_up", 0)]
     assert fake.calls == ["collect"]
 
 
@@ -158,14 +151,9 @@ def test_workspaces_of_libraries_are_let_go_once_before_giving_up(retries, monke
 
 
 def kinds_of(work, size):
-    kinds = []
-    decorate = batch(
-        initial_batchsize=size,
-        cache_type=NoBatchsizeCache,
-        on_retry=lambda event: kinds.append(event.kind),
-    )
-    decorate(work)()
-    return kinds
+    events = []
+    batch(initial_batchsize=size, cache_type=NoBatchsizeCache, on_retry=events.append)(work)()
+    return [event.kind for event in events]
 
 
 def test_a_cache_cut_up_by_older_tensors_promises_nothing(sim):

@@ -14,9 +14,6 @@ from tenure.adaptive import AdaptiveUsageError, GlobalBatchsizeCache, execute, e
 
 from ..attempt.failures import oom
 
-pytestmark = pytest.mark.usefixtures("forgetful")
-
-
 # --- arguments
 
 
@@ -44,29 +41,6 @@ def test_a_maximum_is_where_the_search_begins_without_an_initial_size(only_16, s
 
 
 # --- results
-
-
-def test_results_are_collected_in_their_order():
-    @adaptive.range(initial_step=3, collect="list")
-    def pieces(start, end):
-        if end - start > 2:
-            oom()
-        return start, end
-
-    assert pieces(1, 6) == [(1, 2), (2, 3), (3, 4), (4, 5), (5, 6)]
-    assert pieces(1, 1) == []
-
-
-def test_results_are_concatenated_along_the_dimension_that_was_split():
-    @adaptive.chunked(initial_step=2, dimension=1, collect="cat")
-    def parts(chunk, start, end):
-        return {"doubled": 2 * chunk, "both": (chunk, [chunk + 1])}
-
-    x = torch.arange(15.0).reshape(3, 5)
-    result = parts(x)
-    assert torch.equal(result["doubled"], 2 * x)
-    assert torch.equal(result["both"][0], x)
-    assert torch.equal(result["both"][1][0], x + 1)
 
 
 def test_a_function_may_have_an_argument_that_is_called_tensor():

@@ -1,13 +1,8 @@
-"""Fixtures of recorded tensors: a model and a batch for it, and nothing that is known of calls."""
+"""Fixtures of recorded tensors: a model and a batch for it."""
 
 import pytest
 
 from .programs import batch, mlp
-
-
-@pytest.fixture(autouse=True)
-def _forgetful(forgetful):
-    pass
 
 
 @pytest.fixture

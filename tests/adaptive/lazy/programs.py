@@ -10,6 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tenure.adaptive import lazy
 
+from ..step.step_cases import gradients
+
 WIDE = 48
 """A width that nothing but the activations of a model has."""
 ROOMS = pytest.mark.parametrize("room", [None, 3])
@@ -52,10 +54,6 @@ def batch(n=8, n_in=4, n_classes=3):
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(n, n_in, dtype=torch.float64, generator=generator)
     return x, torch.randint(0, n_classes, (n,), generator=generator)
-
-
-def gradients(model):
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 class Twice(torch.autograd.Function):

@@ -151,9 +151,8 @@ def test_what_can_not_be_recorded_is_refused_by_name(x):
     with pytest.raises(AdaptiveUsageError, match=r"forward\(\) of a model in TorchScript"):
         torch.jit.script(mlp())(lazy(x))
     for dim in (1, None):
-        with pytest.raises(
-            AdaptiveUsageError, match=rf"has no dimension {dim} .*a plain tensor if"
-        ):
+        told = rf"has no dimension {dim} .*a plain tensor if"
+        with pytest.raises(AdaptiveUsageError, match=told):
             lazy(torch.ones(3), batch=dim)
     a = lazy(x)
     with pytest.raises(AdaptiveUsageError, match=r"unsqueeze_\(\) would give .* in place"):

@@ -7,7 +7,8 @@ from torch.nn import functional as F
 
 from tenure.adaptive import BatchCoupledError, OutOfRetriesError, lazy, memory_budget, reset
 
-from .programs import ROOMS, RoomFor, assert_same, batch, mlp
+from ..step.step_cases import gradients, wanted_of
+from .programs import ROOMS, RoomFor, Vision, assert_same, batch, mlp
 
 WEIGHTS = torch.tensor([0.2, 1.0, 2.5], dtype=torch.float64)
 
@@ -137,12 +138,8 @@ def test_a_call_in_the_middle_that_mixes_samples_is_named_where_the_rest_does_no
     def normalized(out):
         return F.batch_norm(out, None, None, training=True)
 
-    with (
-        memory_budget("3MiB"),
-        pytest.raises(
-            BatchCoupledError, match=r"batch_norm\(\) at .*test_losses.py:\d+ wants all s"
-        ) as caught,
-    ):
+    told = r"batch_norm\(\) at .*test_losses.py:\d+ wants all s"
+    with memory_budget("3MiB"), pytest.raises(BatchCoupledError, match=told) as caught:
         F.cross_entropy(normalized(net(lazy(x))), y).backward()
     assert "step() " not in str(caught.value)
     assert "loss= gets" not in str(caught.value)
@@ -152,20 +149,14 @@ def test_a_call_in_the_middle_that_mixes_samples_is_named_where_the_rest_does_no
 
 def test_results_that_do_not_fit_say_so():
     net, x = nn.Linear(4, 1024), torch.randn(1024, 4)
-    with (
-        memory_budget("2MiB"),
-        pytest.raises(
-            OutOfRetriesError, match=r"results do not fit: float32\[1024, 1024\].*4\.0 MiB"
-        ),
-        torch.no_grad(),
-    ):
+    told = r"results do not fit: float32\[1024, 1024\].*4\.0 MiB"
+    with memory_budget("2MiB"), pytest.raises(OutOfRetriesError, match=told), torch.no_grad():
         net(lazy(x)).softmax(1).numpy()
+    told = r"[Rr]esults .*: float32\[1024, 1024\], .* \(4.0 MiB"
     with memory_budget("7MiB"):
         # one that has a name
         hidden = net(lazy(x))
-        with pytest.raises(
-            OutOfRetriesError, match=r"[Rr]esults .*: float32\[1024, 1024\], .* \(4.0 MiB"
-        ):
+        with pytest.raises(OutOfRetriesError, match=told):
             hidden.square().mean().backward()
     assert all(p.grad is None for p in net.parameters())
 
@@ -174,12 +165,10 @@ def test_the_first_of_two_passes_keeps_no_graph():
     """What was recorded with gradients on runs without, where whoever runs it wants none."""
     torch.manual_seed(0)
     net, x = nn.Sequential(nn.Linear(4, 1024), nn.Tanh(), nn.Linear(1024, 4)), torch.randn(1024, 4)
-    net(x).std(0).sum().backward()
-    expected = [p.grad for p in net.parameters()]
-    net.zero_grad()
+    expected = wanted_of(net, net(x).std(0).sum())
     with memory_budget("3MiB"):
         net(lazy(x)).std(0).sum().backward()
-    torch.testing.assert_close([p.grad for p in net.parameters()], expected)
+    torch.testing.assert_close(gradients(net), expected)
 
 
 def test_what_does_not_fit_sample_by_sample_says_so(model, x):
@@ -198,3 +187,45 @@ def test_dropout_drops_after_a_call_that_dropped_nothing():
     assert (drop(lazy(x)) == 0).sum().item() == 0
     drop.p = 0.5
     assert 0.2 < (drop(lazy(x)) == 0).double().mean().item() < 0.8
+
+
+# --- on a device whose memory runs out
+
+SAMPLES = 4096
+
+
+def test_it_retries_where_less_is_free_than_before(sim, model):
+    sim(budget="64MiB")
+    # computed once there is a device: autograd counts them when it first runs
+    x, y = batch(SAMPLES)
+    wanted = wanted_of(model, F.cross_entropy(model(x), y))
+    model.to(sim.device)
+    x, y = x.to(sim.device), y.to(sim.device)
+    for taken_bytes in (0, 60 << 20):
+        model.zero_grad()
+        taken = torch.empty(taken_bytes, dtype=torch.uint8, device=sim.device)
+        F.cross_entropy(model(lazy(x)), y).backward()
+        assert (sim.n_ooms > 0) == (taken.numel() > 0)
+    found = gradients(model.cpu())
+    torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-14)
+
+
+def test_autocast_holds_for_a_batch_that_the_program_moves_to_the_device(sim):
+    model, found = Vision().float().to(sim.device), []
+    x = batch()[0].float()
+    for wrap in (lambda value: value, lazy):
+        model.zero_grad()
+        with torch.autocast(torch.device(sim.device).type, torch.bfloat16):
+            out = model.inner(wrap(x).to(sim.device)) * model.scale.exp()
+            loss = out.square().mean()
+        loss.backward()
+        found.append(gradients(model))
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
+def test_calls_with_indices_are_tried_and_split(sim):
+    sim(budget="64MiB")
+    table, head = nn.Embedding(8, 4096, device=sim.device), nn.Linear(4096, 1, device=sim.device)
+    ids = torch.arange(SAMPLES, device=sim.device) % 8
+    head(table(lazy(ids)).relu()).sum().backward()
+    assert sim.n_ooms > 0

@@ -13,7 +13,8 @@ from torch.nn import functional as F
 from tenure import NewDisposeScope
 from tenure.adaptive import AdaptiveUsageError, LazyTensor, lazy
 
-from .programs import RoomFor, assert_same, batch, gradients, mlp
+from ..step.step_cases import gradients, wanted_of
+from .programs import RoomFor, assert_same, batch, mlp
 
 
 def test_the_loss_that_was_read_is_the_one_whose_gradients_come_with_dropout():
@@ -77,9 +78,7 @@ def test_a_program_runs_once_however_much_of_it_is_read(model, x, y):
 
 @pytest.mark.parametrize("room", [8, 3])
 def test_a_loss_that_failed_does_not_fail_the_next_one_on_the_same_outputs(room, model, x, y):
-    F.cross_entropy(model(x), y).backward()
-    expected = gradients(model)
-    model.zero_grad()
+    expected = wanted_of(model, F.cross_entropy(model(x), y))
     with RoomFor(room):
         out = model(lazy(x))
         failed = F.cross_entropy(out, y + 3)
@@ -171,9 +170,8 @@ def test_a_parameter_that_was_frozen_as_it_was_recorded_is_refused_once_it_requi
         value = model(lazy(batch()[0])).sum()
     model[0].requires_grad_(True)
     assert value.item() != 0
-    with pytest.raises(
-        AdaptiveUsageError, match="given other memory, or set to require grad: the r"
-    ):
+    told = "given other memory, or set to require grad: the r"
+    with pytest.raises(AdaptiveUsageError, match=told):
         loss.backward()
     assert not gradients(model)
     model[0].requires_grad_(False)
@@ -232,18 +230,16 @@ def test_gradients_that_wait_are_used_when_there_is_more_memory_by_then():
         # computed beside the batch: a graph that runs backward once
         return model(x + positions.exp()).square().mean()
 
-    loss_of(x).backward()
-    wanted = [gradients(model), positions.grad]
-    model.zero_grad()
-    positions.grad = None
+    both = nn.ModuleList([model, nn.ParameterList([positions])])
+    wanted = wanted_of(both, loss_of(x))
     with RoomFor(3):
         loss = loss_of(lazy(x))
         assert loss.item() > 0
-    assert (gradients(model), positions.grad) == ({}, None)
+    assert not gradients(both)
     with RoomFor(8) as room:
         loss.backward()
     assert room.rows == []
-    torch.testing.assert_close([gradients(model), positions.grad], wanted)
+    torch.testing.assert_close(gradients(both), wanted)
 
 
 @pytest.mark.parametrize("keeps", [True, False])
@@ -267,3 +263,68 @@ def test_values_that_were_read_stay_and_train_where_two_batches_meet_and_start_o
         return before
 
     assert_same(model, program, room=3)
+
+
+# --- what is written in place: once, and behind the recording's back (see also test_programs)
+
+
+def test_a_write_is_done_once_where_a_second_loss_starts_over(model, x):
+    a = x * 3
+    wanted = wanted_of(model, model(a).square().mean() + model(a).abs().mean() + model(a).mean())
+    recorded = lazy(x.clone())
+    recorded.mul_(3)
+    first, second = model(recorded).square().mean(), model(recorded).abs().mean()
+    first.backward()
+    with RoomFor(3):
+        (second + model(recorded).mean()).backward()
+    assert recorded.sum().item() == pytest.approx(a.sum().item(), rel=1e-12)
+    torch.testing.assert_close(gradients(model), wanted, rtol=1e-11, atol=1e-13)
+
+
+def _elsewhere(a):
+    view = a[:, 1]
+    view.mul_(2)
+    a[:, 2] = view
+
+
+def _another_view(a):
+    view, _ = a[:, 1], a[:, 0].mul_(3)
+    view.mul_(2)
+
+
+def _a_view_of_before(a):
+    view = a[:, :2]
+    a[:, 0] *= 2
+    view.sum()
+
+
+@pytest.mark.parametrize("write", [_elsewhere, _another_view, _a_view_of_before])
+def test_other_writes_through_a_view_of_a_recorded_tensor_are_refused(write, x):
+    with pytest.raises(AdaptiveUsageError, match=r"Write by index, as in x\[:, 0\] \+= 1"):
+        write(lazy(x) * 1)
+
+
+USES = {
+    "value": lambda t: t.value(),
+    "call": lambda t: t + 1,
+    "backward": lambda t: t.sum().backward(),
+    "write": lambda t: t.mul_(2),
+}
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+@pytest.mark.parametrize("of_view", [True, False])
+def test_a_tensor_is_refused_after_a_write_into_another_one_in_its_memory(use, of_view):
+    (x, _), text = batch(), "was used, and another one in the same memory was written"
+    before = x.clone()
+    for was_read in (True, False):
+        a = lazy(x.clone().requires_grad_()) * 1
+        view = a[:, :2]
+        if was_read:
+            assert view.sum().item() == x[:, :2].sum().item()
+        written, other = (view, a) if of_view else (a, view)
+        written.mul_(2)
+        with pytest.raises(AdaptiveUsageError, match=text):
+            use(other)
+        torch.testing.assert_close(written.value(), (x[:, :2] if of_view else x) * 2)
+    assert torch.equal(x, before)

@@ -12,20 +12,15 @@ class Load:
     Attributes:
         limit: the bytes of the budget it is called in.
         power: how the bytes of all pieces grow with the size.
-        vary: gives the share by which they differ from run to run.
         own: the bytes besides, for what a step keeps: the gradient, the loss of each micro-batch.
         cut: what fragments add, which no count of what is in use shows.
         sizes: those that were run.
     """
 
-    def __init__(self, limit, piece, fixed=0, n_layers=1, power=1.0, cut=1.0, vary=float):
+    def __init__(self, limit, piece, fixed=0, n_layers=1, power=1.0, cut=1.0):
         self.limit, self.piece, self.fixed = limit, piece, fixed
-        self.n_layers, self.power, self.cut, self.vary = n_layers, power, cut, vary
+        self.n_layers, self.power, self.cut = n_layers, power, cut
         self.sizes, self.failed, self.own = [], [], 0
-
-    def bytes_at(self, size):
-        """The bytes of a layer of a size."""
-        return int(size**self.power * self.piece * (1 + self.vary()))
 
     @property
     def largest(self):
@@ -35,7 +30,7 @@ class Load:
 
     def __call__(self, size, *_):
         self.sizes.append(size)
-        of_layer = self.bytes_at(size)
+        of_layer = int(size**self.power * self.piece)
         total = self.fixed + self.n_layers * of_layer
         try:
             parts = [self.fixed, *[of_layer] * self.n_layers]

@@ -6,16 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tenure import adaptive
-from tenure.adaptive import (
-    AdaptiveUsageError,
-    GlobalBatchsizeCache,
-    OutOfRetriesError,
-    step,
-)
+from tenure.adaptive import AdaptiveUsageError, GlobalBatchsizeCache, OutOfRetriesError, step
 
 from .loads import Limited, Load, loads
 
-pytestmark = pytest.mark.usefixtures("forgetful", "quiet")
+pytestmark = pytest.mark.usefixtures("quiet")
 MANY = settings(deadline=None, max_examples=15)
 
 
@@ -158,19 +153,18 @@ def test_a_maximum_lets_the_size_grow_beyond_the_initial_one():
     assert found[-1] == 200
 
 
-def test_a_size_that_failed_and_runs_now_is_no_limit():
-    work = Limited(20)
-    call = batch_of(work, 64, maximum=512, cache_type=GlobalBatchsizeCache)
+@pytest.mark.parametrize(
+    ("largest", "later", "initial", "options", "found"),
+    # a size that failed and runs now is no limit; an aligned one grows by whole steps
+    [(20, 512, 64, {"maximum": 512}, 512), (100, 100, 256, {"align": 8}, 96)],
+)
+def test_sizes_grow_in_later_calls(largest, later, initial, options, found):
+    work = Limited(largest)
+    call = batch_of(work, initial, cache_type=GlobalBatchsizeCache, **options)
     call()
-    work.largest = 512
-    assert [call() for _ in range(40)][-1] == 512
-
-
-def test_an_aligned_size_grows_by_whole_steps():
-    work = Limited(100)
-    call = batch_of(work, 256, align=8, cache_type=GlobalBatchsizeCache)
-    assert [call() for _ in range(60)][-1] == 96
-    assert all(size % 8 == 0 for size in work.sizes)
+    work.largest = later
+    assert [call() for _ in range(60)][-1] == found
+    assert all(size % options.get("align", 1) == 0 for size in work.sizes)
 
 
 @MANY
