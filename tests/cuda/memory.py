@@ -14,13 +14,8 @@ from tenure.testing._allocator._caching import CachingPool
 from .rig import MIB, check
 
 _COUNTERS = (
-    "reserved_bytes",
-    "allocated_bytes",
-    "active_bytes",
-    "requested_bytes",
-    "inactive_split_bytes",
-    "inactive_split",
-    "segment",
+    *("reserved_bytes", "allocated_bytes", "active_bytes", "requested_bytes"),
+    *("inactive_split_bytes", "inactive_split", "segment"),
 )
 
 

@@ -176,14 +176,10 @@ def paged_retry(rig):
     events = []
     add_listener(events.append)
     weights = parameter_bytes(model)
+    options = {"model": model, "cache_type": NoBatchsizeCache}
     with page(model, rig.device, budget=int(0.9 * weights), training=True):
         with rig.limited(rig.pick(512, 3) * MIB):
-            result = step(
-                lambda x: model(x).square().mean(),
-                x,
-                model=model,
-                cache_type=NoBatchsizeCache,
-            )
+            result = step(lambda x: model(x).square().mean(), x, **options)
         difference = off_by([parameter.grad for parameter in model.parameters()], truth)
     kinds = [event.kind for event in events]
     assert result.attempts > 1, result

@@ -38,22 +38,17 @@ def _compared(rig: Rig, model, loss_of, *batch):
     predicted = report.allocated_bytes
     # only the unrounded figure is told of later steps
     predicted_later = max(report.later_peak_bytes or 0, report.peak_bytes)
+    ratio, later_ratio = predicted / first, predicted_later / max(first, later)
     figures = {
-        "predicted_over_real": predicted / first,
-        "later_over_real": predicted_later / max(first, later),
-        "predicted_bytes": predicted,
-        "real_bytes": first,
-        "forward_backward_bytes": passes,
-        "later_real_bytes": later,
-        "allowance_bytes": report.allowance_bytes,
-        "reserved_bytes": reserved,
-        "needed_bytes": report.needed_bytes,
-        "at_rest_bytes": begun,
-        "left_over_bytes": rig.allocated() - begun,
-    }
-    assert abs(predicted / first - 1) < _WITHIN, figures
+        "predicted_over_real": ratio, "later_over_real": later_ratio,
+        "predicted_bytes": predicted, "real_bytes": first, "forward_backward_bytes": passes,
+        "later_real_bytes": later, "allowance_bytes": report.allowance_bytes,
+        "reserved_bytes": reserved, "needed_bytes": report.needed_bytes,
+        "at_rest_bytes": begun, "left_over_bytes": rig.allocated() - begun,
+    }  # fmt: skip
+    assert abs(ratio - 1) < _WITHIN, figures
     # of a small model, what blocks are rounded up to is more than that
-    assert rig.sim or abs(predicted_later / max(first, later) - 1) < _WITHIN, figures
+    assert rig.sim or abs(later_ratio - 1) < _WITHIN, figures
     assert max(first, later) <= report.needed_bytes, figures
     return figures
 

@@ -116,9 +116,5 @@ def timeline_has_the_peak(rig):
     # autograd adds gradients out of place while it records
     largest = max(parameter.nbytes for parameter in model.parameters())
     assert plain <= real <= plain + largest, (plain, real)
-    return {
-        "peak_bytes": real,
-        "plain_peak_bytes": plain,
-        "times": len(found.times_s),
-        "notes": len(timeline.report.notes),
-    }
+    sizes = {"times": len(found.times_s), "notes": len(timeline.report.notes)}
+    return {"peak_bytes": real, "plain_peak_bytes": plain, **sizes}

@@ -34,10 +34,8 @@ def step_float64(rig):
     assert abs(result.loss.item() / loss - 1) < 1e-10
     assert difference < 1e-10
     return {
-        "attempts": result.attempts,
-        "micro_batch": result.micro_batch,
-        "off_by": difference,
-    }
+        "attempts": result.attempts, "micro_batch": result.micro_batch, "off_by": difference,
+    }  # fmt: skip
 
 
 @check(sim={"allocator": "exact"})

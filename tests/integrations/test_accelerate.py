@@ -1,5 +1,6 @@
 """A loop of accelerate, by the real package, with `step` in the place of forward and backward."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -130,14 +131,9 @@ def test_gradients_are_accumulated_as_by_the_plain_loop(sync_with_dataloader):
 def test_a_scaler_scales_once_and_skips_what_overflows():
     dataset = data(64 * 6)
     dataset.tensors[0][64 * 2] = float("inf")
-    ours, plain = compared(
-        dataset,
-        64,
-        3,
-        options={"verify": False, "maximum": 20},
-        scaler=lambda: torch.amp.GradScaler("cpu", init_scale=2.0**14, growth_interval=1),
-        gradient_accumulation_steps=2,
-    )
+    settings = {"options": {"verify": False, "maximum": 20}, "gradient_accumulation_steps": 2}
+    scaler = partial(torch.amp.GradScaler, "cpu", init_scale=2.0**14, growth_interval=1)
+    ours, plain = compared(dataset, 64, 3, scaler=scaler, **settings)
     assert {skipped for _, skipped in plain.told} == {True, False}
     assert ours.accelerator.scaler.get_scale() == plain.accelerator.scaler.get_scale()
 

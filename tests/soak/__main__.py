@@ -69,13 +69,8 @@ def model():
             super().teardown()
             ran["programs"] += 1
 
-    chosen = settings(
-        max_examples=_MACHINES,
-        stateful_step_count=_STEPS,
-        derandomize=True,
-        deadline=None,
-        database=None,
-    )
+    fixed = {"derandomize": True, "deadline": None, "database": None}
+    chosen = settings(max_examples=_MACHINES, stateful_step_count=_STEPS, **fixed)
     run_state_machine_as_test(Counted, settings=chosen)
     # it raises at the first
     yield _zero(
