@@ -41,6 +41,20 @@ class Registered:
     hidden: Any
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Slotted:
+    x: Any
+    y: Any
+
+
+class Marked(list):
+    mark = None
+
+
+MARKED = Marked([1, 2])
+MARKED.mark = "kept"
+
+
 class Settings(dict):
     """A mapping whose items are its attributes."""
 
@@ -71,6 +85,8 @@ CONTAINERS = {
     "UserDict": collections.UserDict(x=1, y=2),
     "settings": Settings(x=1, y=2),
     "dataclass": Batch(1, 2),
+    "slotted": Slotted(1, 2),
+    "marked": MARKED,
 }
 
 
@@ -93,6 +109,7 @@ def test_a_level_keeps_what_its_class_has_beside_the_children():
     assert level_of(CONTAINERS["deque"]).make([3, 4]).maxlen == 3
     assert level_of(CONTAINERS["defaultdict"]).make([3, 4])["z"] == []
     assert level_of(CONTAINERS["settings"]).make([3, 4]).y == 4
+    assert level_of(MARKED).make([3, 4]).mark == "kept"
 
 
 def test_what_is_registered_is_taken_apart_as_registered_and_read_whole(registered):

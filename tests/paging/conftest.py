@@ -1,11 +1,27 @@
 """Fixtures that several files of this folder share."""
 
+import gc
+
 import pytest
 import torch
 
 from .models import WIDTH, mlp
 from .support import Pair
 from .training import blocks
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def uncollected():
+    """What is gone is gone at once, and waits for no collection."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
 
 
 @pytest.fixture
@@ -16,24 +32,14 @@ def without_gradients():
 
 @pytest.fixture
 def model():
-    torch.manual_seed(0)
     return mlp().eval()
 
 
 @pytest.fixture
 def x():
-    torch.manual_seed(1)
     return torch.randn(4, WIDTH)
 
 
 @pytest.fixture
 def pair(sim):
-    """Makes a pair."""
-
-    def make(model=None):
-        if model is None:
-            torch.manual_seed(0)
-            model = blocks.mlp()
-        return Pair(sim, model)
-
-    return make
+    return lambda model=None: Pair(sim, blocks.mlp() if model is None else model)

@@ -5,6 +5,7 @@ import os
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 from safetensors.torch import save_file
 from torch.utils._pytree import tree_map_only
 
@@ -12,6 +13,10 @@ from tenure.paging import PagingError, page, plan_paging
 
 about_values = pytest.mark.sim_allocator("cuda")
 """Of values and words, which no allocator changes: once, with the one that has more rules."""
+
+
+FIXTURES_ONCE = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+"""Of examples that begin with what they take of a fixture."""
 
 
 def on_device(tree, device):
@@ -27,7 +32,6 @@ def assert_equal(found, expected):
 
 
 def on_meta(make):
-    """A model without values."""
     with torch.device("meta"):
         return make()
 
@@ -72,14 +76,7 @@ def paged(sim, model, percent=40, **options):
 
 
 class Pair:
-    """A model to page, and the same one on the device.
-
-    Attributes:
-        host: the first.
-        there: the second, which is never paged.
-        handle: of the first, where a fixture has paged it.
-        weight_bytes: of each.
-    """
+    """A model to page, and the same one on the device; `handle` is of the first, if it is paged."""
 
     def __init__(self, sim, model):
         self.sim, self.host = sim, model
@@ -87,7 +84,6 @@ class Pair:
         self.weight_bytes = weight_bytes(model)
 
     def page(self, share=0.5, **options):
-        """Page it to a share of its weights."""
         budget = int(self.weight_bytes * share)
         return page(self.host, self.sim.device, budget=budget, training=True, **options)
 

@@ -5,12 +5,14 @@ import sys
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
 from tenure.paging import page, plan_paging
 from tests.shrinking import ask_to_shrink
+
+from .support import FIXTURES_ONCE
 
 WIDTHS = (4, 16, 8, 32, 12, 24)
 CALLS = st.lists(st.integers(0, len(WIDTHS) - 1), max_size=8)
@@ -35,9 +37,7 @@ class Steps(nn.Module):
         return x
 
 
-@settings(
-    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(FIXTURES_ONCE, max_examples=15)
 @given(
     passes=st.lists(CALLS, min_size=1, max_size=4),
     percent=st.integers(0, 110),
@@ -91,7 +91,6 @@ class Chosen(nn.Module):
 )
 @torch.no_grad()
 def test_layers_are_fetched_ahead_in_the_order_of_the_last_pass(sim, passes, faults):
-    torch.manual_seed(0)
     model, x = Chosen().eval(), torch.randn(2, 16, device=sim.device)
     plain = copy.deepcopy(model).to(sim.device)
     with page(model, sim.device, 1, budget=4 * 1536) as handle:
@@ -107,7 +106,6 @@ def test_layers_are_fetched_ahead_in_the_order_of_the_last_pass(sim, passes, fau
 
 @torch.no_grad()
 def test_memory_that_is_in_use_held_or_kept_is_not_given_back(sim):
-    torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(16, 16) for _ in range(10)]).eval()
     x, held, given_bytes = torch.randn(2, 16, device=sim.device), [], []
     plain = copy.deepcopy(model).to(sim.device)

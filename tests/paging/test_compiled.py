@@ -65,10 +65,6 @@ def build():
     return Net()
 
 
-def budget_of(model):
-    return int(weight_bytes(model) * 0.8)
-
-
 class Counted:
     """What three passes of a model give, and how many graphs they took."""
 
@@ -127,7 +123,8 @@ def test_blocks_take_as_many_graphs_as_those_of_a_plain_model(
     counted = Counted(model, x_of(sim.device), trains=trains)
     if is_first:
         compiles(model, counted.counter)
-    with page(model, sim.device, budget=budget_of(model), training=trains) as handle:
+    budget = int(weight_bytes(model) * 0.8)
+    with page(model, sim.device, budget=budget, training=trains) as handle:
         assert handle.plan.ring_bytes
         if not is_first:
             compiles(model, counted.counter)
@@ -153,14 +150,11 @@ def test_a_whole_model_that_is_compiled_needs_room_for_all_of_it(sim, plain):
     counted = Counted(model, x_of(sim.device), trains=True)
     model.compile(backend=counted.counter)
     with pytest.raises(PagingError, match=r"of its weights are needed at once") as caught:
-        page(model, sim.device, budget=budget_of(model), training=True)
+        page(model, sim.device, budget=int(weight_bytes(model) * 0.8), training=True)
     with page(model, sim.device, budget=caught.value.minimum_bytes, training=True):
         found, n_graphs, _ = counted.run()
     assert_equal(found, expected)
     assert n_graphs == 1
-
-
-# --- where there is no accelerator
 
 
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how:UserWarning")  # of graph breaks

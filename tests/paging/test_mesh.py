@@ -16,10 +16,6 @@ from tests.adaptive.ranks.test_step_sharded import all_samples, batch_of, differ
 RTOL = 1e-10
 
 
-def mesh_of(n=2):
-    return init_device_mesh("cpu", (n,))
-
-
 def of_all(net):
     return mean(net)(all_samples())
 
@@ -32,7 +28,7 @@ def trained(rank):
     """Differences from one process that has the samples of all; steps and votes among them."""
     net, other = plain_net(), plain_net()
     loss = float(of_all(other).detach())
-    handle = page(net, mesh=mesh_of(), training=True)
+    handle = page(net, mesh=init_device_mesh("cpu", (2,)), training=True)
     assert type(handle) is ShardedModel
     assert handle.model is net
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
@@ -80,7 +76,8 @@ class Shared(nn.Module):
 
 def refused(rank):
     """What is said of each argument, verb and model."""
-    mesh, net = mesh_of(), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    mesh = init_device_mesh("cpu", (2,))
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     options = {
         "max_layer_size": 2, "budget": "1MiB", "host": Path("folder"), "keep": ("0",),
         "prefetch": 1, "methods": ("encode",), "activations": "host", "device": "meta",

@@ -89,7 +89,6 @@ def as_plain(value):
 @pytest.fixture
 def sides(sim):
     """The same model on the host and whole on the device, and an input."""
-    torch.manual_seed(0)
     host = quantized(mlp().eval())
     return host, copy.deepcopy(host).to(sim.device), torch.randn(4, WIDTH, device=sim.device)
 
@@ -175,9 +174,6 @@ def test_adapters_train_over_it_and_graphs_keep_no_weights(sim, pair, sides):
             both.agree(train)
 
 
-# --- what can't
-
-
 class Params4bit(nn.Parameter):
     """As of bitsandbytes: bytes, and a state beside them that moves with its own `to()`."""
 
@@ -223,7 +219,6 @@ NOT_MADE = r"^'10\.weight' \(.*\) can't be paged: it is sparse, or"
     ],
 )
 def test_one_that_can_not_be_made_anew_is_refused_and_the_model_is_as_before(sim, make, told):
-    torch.manual_seed(0)
     host = mlp().eval()
     weight = make(host[10].weight.detach())
     own = isinstance(weight, Params4bit)

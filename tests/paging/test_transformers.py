@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from benchmarks._corpus_transformers import architectures
+from benchmarks._paged_cycles import Cycles, call_of, with_eager_experts
 from tenure.paging import page, plan_paging
 
 from .support import about_values, percent_of_weights
@@ -54,3 +56,16 @@ def test_transformers_run_in_the_least_budget_that_an_error_names(name, tmp_path
     with page(model, "cpu", budget=least_bytes, host=tmp_path):
         for _ in range(2):
             assert torch.equal(model(given).last_hidden_state, expected)
+
+
+@pytest.mark.slow
+# Their configurations warn of sizes that no model in use has.
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("made", architectures()[::48], ids=lambda made: made.name)
+def test_architectures_train_in_the_least_budget_as_they_do_whole(sim, made):
+    """`python -m benchmarks.sweep_paging` runs all of them."""
+    step = made.build(made.sizes[0])
+    with_eager_experts(step.model)
+    with torch.enable_grad():
+        cycles = Cycles(sim, step.model, trains=True)
+        assert cycles.differences([call_of(step, made.family)]) == []

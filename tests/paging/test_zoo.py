@@ -1,6 +1,7 @@
 """Every kind of model computes the same paged as on the device whole, within any budget."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -36,47 +37,49 @@ def objects_of(model):
     return [*map(id, model.parameters())]
 
 
-def check_paged(sim, model, paging, call, expected, most_bytes):
-    """Check the outputs of a model, its parameters' objects and the device's peak; a report."""
-    sim()
-    with paging() as handle:
-        before = objects_of(model)
-        assert sim.allocated_bytes <= handle.plan.allocated_bytes <= handle.plan.budget_bytes
-        for output in outputs_of(model, *call):
-            assert_equal(output, expected)
-        assert objects_of(model) == before
-        report = handle.report()
-    assert objects_of(model) == before
-    assert sim.allocated_bytes == 0
-    assert sim.peak_bytes <= most_bytes
-    return report
-
-
-@pytest.mark.parametrize("percent", [25, 75])
-@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize(
+    ("name", "percent", "has_file"),
+    [
+        *((name, percent, False) for name in ZOO for percent in (25, 75)),
+        *((name, 50, True) for name in KINDS),
+    ],
+)
 def test_outputs_equal_those_of_the_whole_model_and_the_peak_stays_below_the_budget(
-    sim, name, percent
+    sim, name, percent, has_file, tmp_path
 ):
     model, *call = build(name)
     expected, activation_bytes = on_whole_device(sim, model, *call)
-    before, state = objects_of(model), copy.deepcopy(model.state_dict())
+    state, host = copy.deepcopy(model.state_dict()), "pinned"
+    paging = partial(page, model, sim.device)
+    if has_file:
+        host = saved(model, tmp_path / "m.safetensors")
+        model = on_meta(ZOO[name][0]).eval()
+        for module in model.modules():
+            for buffer in module._non_persistent_buffers_set:  # which no file holds
+                setattr(module, buffer, torch.ones_like(getattr(module, buffer), device="cpu"))
+        paging = partial(load_paged, model, host, sim.device)
+    before = objects_of(model)
 
     def check(budget_bytes):
-        def paging():
-            return page(model, sim.device, budget=budget_bytes)
-
-        check_paged(sim, model, paging, call, expected, budget_bytes + activation_bytes)
+        sim()
+        with paging(budget=budget_bytes) as handle:
+            inside = objects_of(model)
+            assert has_file or inside == before
+            assert sim.allocated_bytes <= handle.plan.allocated_bytes <= handle.plan.budget_bytes
+            for output in outputs_of(model, *call):
+                assert_equal(output, expected)
+            assert objects_of(model) == inside
+            assert handle.report().host_bytes == 0 or not has_file
+        assert objects_of(model) == inside
+        assert sim.allocated_bytes == 0
+        assert sim.peak_bytes <= budget_bytes + activation_bytes
 
     try:
-        check(percent_of_weights(model, sim.device, percent))
+        check(percent_of_weights(build(name)[0], sim.device, percent, host))
     except PagingError as error:  # which weights a forward holds at once, only running it tells
         assert name == "functional"
         check(error.minimum_bytes)
-    assert objects_of(model) == before
     assert_equal(model.state_dict(), state)
-
-
-# --- from a disk
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -91,31 +94,9 @@ def test_on_the_cpu_a_model_computes_from_a_folder_as_from_memory(name, tmp_path
     assert_equal(model.state_dict(), state)
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_on_a_device_a_model_without_values_computes_from_its_file(sim, name, tmp_path):
-    model, *call = build(name)
-    expected, activation_bytes = on_whole_device(sim, model, *call)
-    path = saved(model, tmp_path / "m.safetensors")
-    ours = on_meta(ZOO[name][0]).eval()
-    for module in ours.modules():
-        for buffer in module._non_persistent_buffers_set:  # which no file holds
-            setattr(module, buffer, torch.ones_like(getattr(module, buffer), device="cpu"))
-    budget_bytes = percent_of_weights(model, sim.device, 50, path)
-
-    def paging():
-        return load_paged(ours, path, sim.device, budget=budget_bytes)
-
-    report = check_paged(sim, ours, paging, call, expected, budget_bytes + activation_bytes)
-    assert report.host_bytes == 0
-    assert_equal(ours.state_dict(), model.state_dict())
-
-
-# --- `chunk`: the first layers on the device, the rest on the host
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["functional", "lstm", "nested", "resnet", "tied"])
-def test_outputs_equal_the_plain_ones_and_are_on_the_device(sim, name):
+def test_outputs_in_chunks_equal_the_plain_ones_and_are_on_the_device(sim, name):
     model, args, kwargs = build(name)
     expected = model(*args, **kwargs)
     state = copy.deepcopy(model.state_dict())

@@ -6,7 +6,7 @@ from torch import nn
 
 from tenure.paging import PagingError, load_paged
 
-from ..models import TiedLanguageModel, lstm
+from ..models import Recurrent, TiedLanguageModel
 from ..support import assert_equal, on_meta, saved
 
 
@@ -53,8 +53,8 @@ def test_a_model_gets_the_values_and_its_parameters_stay_the_same_objects(path, 
 
 
 def test_a_budget_that_is_too_small_leaves_the_model_as_it_was(path):
-    plain, meta = lstm(), on_meta(lstm)
-    saved(lstm(), path)
+    plain, meta = Recurrent(), on_meta(Recurrent)
+    saved(Recurrent(), path)
     values = {name: each.clone() for name, each in plain.state_dict().items()}
     for model in (plain, meta):
         with pytest.raises(PagingError, match="can't be paged within 1 B"):

@@ -75,7 +75,6 @@ class Early(nn.Module):
     [*(("cpu", name) for name in ALIASES | HOST_ALIASES), *(("sim", name) for name in ALIASES)],
 )
 def test_what_was_read_of_a_weight_stays_right(sim, device, name, tmp_path):
-    torch.manual_seed(0)
     model = Early(*(ALIASES | HOST_ALIASES)[name]).eval()
     x = torch.randn(3, WIDTH).to(device)
     expected = copy.deepcopy(model).to(device)(x)
@@ -110,7 +109,6 @@ class Returning(nn.Module):
     ("device", "share"), [("cpu", 0.35), ("cpu", 1.0), ("sim", 0.35), ("sim", 1.0)]
 )
 def test_what_a_forward_returns_of_its_weights_stays_right(sim, device, share, tmp_path):
-    torch.manual_seed(0)
     model, x = Returning().eval(), torch.randn(3, WIDTH)
     expected = whole_output(device, model, x)
     host = tmp_path if device == "cpu" else "pinned"

@@ -1,7 +1,6 @@
 """Graphs that are captured around or inside a paged model: refused by name, and none is broken."""
 
 import copy
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -9,6 +8,7 @@ import torch
 
 from tenure.paging import PagingError, chunk, load_paged, page, plan_paging
 from tests.shrinking import ask_to_shrink
+from tests.threads import on_thread
 
 pytestmark = pytest.mark.usefixtures("without_gradients", "captures")
 
@@ -33,11 +33,7 @@ def inside(sim):
 def beside(request, inside):
     """A capture, and a call on its thread or on another one, which is on the default stream."""
 
-    def elsewhere(function, *args):
-        with ThreadPoolExecutor(1) as pool:
-            return pool.submit(function, *args).result()
-
-    return inside if request.param == "this thread" else partial(inside, elsewhere)
+    return inside if request.param == "this thread" else partial(inside, on_thread)
 
 
 def refused(function, *args, **kwargs):
@@ -81,3 +77,14 @@ def test_a_report_an_end_and_a_read_are_refused_and_nothing_is_given_back(
         assert not handle.closed
         assert torch.equal(model(x), expected)
     beside(handle.unpage)  # nothing, the second time
+
+
+def test_neither_pass_of_training_is_captured(sim, pair, x, inside):
+    both, x = pair(), x.to(sim.device)
+    with torch.enable_grad(), both.page():
+        both.train(x)
+        loss = both.host(x).sum()
+        assert inside(refused, both.host, x).startswith("Sequential is paged and was called")
+        told = inside(refused, loss.backward, retain_graph=True)
+        assert told.startswith("A backward pass needs weights that are")
+        both.train(x)

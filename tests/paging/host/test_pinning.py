@@ -1,12 +1,12 @@
 """Host memory of a paged model, and what is told if it can't be pinned or unpinned."""
 
 import gc
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 from tenure.paging import PagingWarning, page
+from tests.threads import on_thread
 
 from ..models import build, mlp
 from ..support import assert_equal, whole_output
@@ -55,8 +55,7 @@ def test_a_buffer_that_can_not_be_unpinned_is_told_and_leaves_no_error_behind(si
         gc.collect()
         use(sim)
 
-    with ThreadPoolExecutor(1) as pool:
-        pool.submit(run).result()
+    on_thread(run)
     told = "could not be unpinned on sim:0 (the driver says 713)"
     assert sum(told in each for each in caplog.messages) == 1
 
@@ -78,18 +77,15 @@ def test_an_error_that_the_user_left_behind_is_raised_and_the_model_is_as_it_was
         use(sim)
 
 
-def test_values_and_strides_survive_in_storages_of_their_own_and_the_old_memory_is_let_go(sim):
+def test_values_and_strides_survive_in_storages_of_their_own_and_the_old_memory_is_let_go(
+    sim, uncollected
+):
     model, _, _ = build("strided")
     values = [p.clone() for p in model.parameters()]
     strides = [p.stride() for p in model.parameters()]
     old = [p.untyped_storage()._weak_ref() for p in model.parameters()]
-    gc.collect()
-    gc.disable()  # nothing waits for a collection
-    try:
-        handle = page(model, sim.device, budget="20KiB")
-        assert all(map(torch.UntypedStorage._expired, old))
-    finally:
-        gc.enable()
+    handle = page(model, sim.device, budget="20KiB")
+    assert all(map(torch.UntypedStorage._expired, old))
     assert_equal(list(model.parameters()), [torch.nn.Parameter(value) for value in values])
     assert [p.stride() for p in model.parameters()] == strides
     for parameter in model.parameters():

@@ -113,7 +113,6 @@ def replaced(path):
 
 @pytest.mark.parametrize("change", [lambda path: path.chmod(0o400), Path.unlink, replaced])
 def test_a_file_that_gets_another_name_or_permission_is_used_on(path, change):
-    torch.manual_seed(0)
     whole, model = mlp(), on_meta(mlp)
     with load_paged(model, saved(whole, path), "cpu", budget="8KiB", prefetch=0):
         change(path)

@@ -2,14 +2,14 @@
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
 from tenure.paging import PagingError, page, plan_paging
 
 from ..models import linears
-from ..support import assert_equal
+from ..support import FIXTURES_ONCE, assert_equal
 
 WIDTH = 16
 LINEAR_BYTES = 4 * WIDTH * WIDTH + 256  # a weight, and a bias in 256 bytes of its own
@@ -105,9 +105,7 @@ TREES = st.recursive(
 )
 
 
-@settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(FIXTURES_ONCE, max_examples=40)
 @given(tree=TREES, n_bytes=st.integers(0, 4000), tie=st.booleans())
 def test_every_tensor_is_in_one_unit_and_none_beyond_the_size(tree, n_bytes, tie, tmp_path):
     layers = [each for each in tree.modules() if isinstance(each, nn.Linear)]

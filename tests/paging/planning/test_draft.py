@@ -5,7 +5,7 @@ from contextlib import suppress
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -13,14 +13,14 @@ from tenure.adaptive import batch
 from tenure.paging import PagingError, page, plan_paging
 from tests.shrinking import ask_to_shrink
 
+from ..support import FIXTURES_ONCE
+
 # about what it reserves, by rules that the exact one lacks
 pytestmark = [pytest.mark.sim_allocator("cuda"), pytest.mark.usefixtures("without_gradients")]
 
 MIB = 2**20
 SEGMENT = 20 * MIB
-ON_SIM = settings(
-    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+ON_SIM = settings(FIXTURES_ONCE, max_examples=15)
 
 
 class Layer(nn.Module):
@@ -40,10 +40,6 @@ def layers(*sizes_in_mib):
     return nn.Sequential(*[Layer(int(n * MIB), i + 0.5) for i, n in enumerate(sizes_in_mib)]).eval()
 
 
-def output_of(model, x):
-    return copy.deepcopy(model)(x)
-
-
 def assert_as_planned(sim, plan, *, pins=True):
     """What the allocator says of a device on which nothing else is."""
     assert sim.allocated_bytes == plan.allocated_bytes <= plan.budget_bytes
@@ -59,7 +55,7 @@ X = torch.zeros(3)
 def test_neither_allocated_nor_reserved_bytes_exceed_the_budget_and_segments_go_back_whole(sim):
     sim(allocator="cuda", detect_races=False)
     model, n_wanted = layers(*[7] * 20), 12 * MIB
-    expected = output_of(model, X)
+    expected = copy.deepcopy(model)(X)
     with page(model, sim.device, budget="100MiB", host="pageable") as handle:
         assert_as_planned(sim, handle.plan, pins=False)
         assert sim.reserved_bytes <= 100 * MIB
@@ -122,11 +118,7 @@ def test_any_plan_is_within_its_budget_and_reserves_a_segment_more_at_most(
 
 
 @ON_SIM
-@given(
-    others=st.lists(st.floats(0.001, 40), max_size=6),
-    sizes=SIZES,
-    percent=st.integers(20, 100),
-)
+@given(others=st.lists(st.floats(0.001, 40), max_size=6), sizes=SIZES, percent=st.integers(20, 100))
 def test_what_others_have_left_in_the_cache_adds_no_segment(sim, others, sizes, percent):
     sim(allocator="cuda", detect_races=False)
     left = [torch.empty(int(n * MIB), dtype=torch.uint8, device=sim.device) for n in others]
@@ -169,7 +161,7 @@ def test_a_batch_that_ran_out_of_memory_fits_in_what_is_given_back(sim):
         x = torch.zeros(batch_size * MIB // 4, 3, device=sim.device)[:1]
         return model(x).cpu()
 
-    expected = output_of(model, X)
+    expected = copy.deepcopy(model)(X)
     with page(model, sim.device, budget="90MiB"):
         for _ in range(2):
             assert torch.equal(forward()[0], expected)

@@ -4,11 +4,13 @@ import copy
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
 from tenure.paging import PagingError, page, plan_paging
+
+from ..support import FIXTURES_ONCE
 
 pytestmark = pytest.mark.usefixtures("without_gradients")
 
@@ -18,11 +20,7 @@ WIDTH = 16
 class Node(nn.Module):
     """Tensors of its own around children, some of which it reads instead of calling them.
 
-    Args:
-        own: how many rows its own tensor has.
-        early: whether it reads that before its children run and uses it after.
-        gives: whether it gives its tensor to its parent, which uses it last.
-        children: the nodes inside.
+    It reads its own tensor early, and uses it after its children; or gives it to its parent.
     """
 
     def __init__(self, own, early, gives, children):
@@ -62,9 +60,7 @@ TREES = st.recursive(
 
 
 @pytest.mark.exhaustive
-@settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(FIXTURES_ONCE, max_examples=40)
 @given(tree=TREES, percent=st.sampled_from([0, 0, 30, 60]))
 def test_any_tree_of_modules_runs_in_the_least_budget_that_an_error_names(sim, tree, percent):
     model = tree.eval()

@@ -118,12 +118,6 @@ def test_what_can_not_be_asked_for_is_refused(sim, model, options, message):
     assert sim.n_allocations == 0
 
 
-def shared():
-    model = mlp()
-    model.share_memory()
-    return model
-
-
 def foreign():
     model = mlp()
     model[0]._hf_hook = object()
@@ -135,7 +129,7 @@ def foreign():
     [
         (lambda: mlp().to("meta"), r"^'0.weight' has no values \(float32\[32, 32\] on meta"),
         (lambda: nn.Sequential(nn.LazyLinear(4)), "^'0.weight' is not initialized yet. Run"),
-        (shared, "^'0.weight' is in memory shared with other processes"),
+        (lambda: mlp().share_memory(), "^'0.weight' is in memory shared with other processes"),
         (foreign, r"^'0' is offloaded by accelerate \(_hf_hook\), which moves its weights. Remove"),
         (lambda: mlp, "^A model is paged, a torch.nn.Module; this is a function.$"),
         (lambda: nn.Sequential(torch.jit.script(mlp())), "^'0' is a module of TorchScript"),

@@ -6,7 +6,6 @@ import threading
 
 import pytest
 import torch
-from torch import nn
 
 from tenure.paging import PagingBudget, PagingError, page, plan_paging
 from tests.shrinking import ask_to_shrink
@@ -222,33 +221,22 @@ def test_what_another_process_takes_is_given_back_and_taken_again_when_it_is_gon
     paged.handle.unpage()
 
 
-class Keeping(nn.Module):
-    """Layers whose outputs are all kept to the end of the pass."""
-
-    def __init__(self, n_layers):
-        super().__init__()
-        self.layers = linears(n_layers, WIDTH)
-
-    def forward(self, x):
-        kept = [x]
-        for layer in self.layers:
-            kept.append(torch.tanh(layer(kept[-1])))
-        return kept[-1]
-
-
 @exact
 def test_weights_go_within_a_pass_before_memory_runs_out(sim):
     sim(budget=MEMORY)
-    model = Keeping(40)
+    model, kept = linears(40, WIDTH), []
+    for layer in model:
+        layer.register_forward_hook(lambda *called: kept.append(called[-1]))
     x = torch.randn(25, WIDTH)
     expected = copy.deepcopy(model)(x)
     with page(model, sim.device, budget="auto", **FINE) as handle:
         before_bytes = handle._engine.room.resident_bytes
         x = x.to(sim.device)
-        # more than is left beside the weights, and little at a time
+        # outputs of all layers take more than is left beside the weights, and little at a time
         assert 40 * x.nbytes > MEMORY - sim.allocated_bytes
         for _ in range(3):
             assert torch.equal(model(x).cpu(), expected)
+            kept.clear()
         assert handle._engine.room.resident_bytes < before_bytes
     assert sim.n_ooms == 0
 

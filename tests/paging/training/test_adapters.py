@@ -1,15 +1,9 @@
 """Adapters of peft over a paged base that is frozen, and Trainers of transformers, are exact."""
 
+import peft
 import pytest
 import torch
 from accelerate.utils import send_to_device
-from peft import (
-    LoraConfig,
-    VeraConfig,
-    get_peft_model,
-    get_peft_model_state_dict,
-    set_peft_model_state_dict,
-)
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
@@ -27,13 +21,13 @@ pytestmark = [
 _CAUSAL = {"task_type": "CAUSAL_LM"}
 _LORA = {"r": 4, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False, **_CAUSAL}
 ADAPTERS = {
-    "lora": lambda: LoraConfig(lora_dropout=0.1, **_LORA),
-    "dora": lambda: LoraConfig(use_dora=True, **_LORA),
-    "lora of the words": lambda: LoraConfig(
+    "lora": lambda: peft.LoraConfig(lora_dropout=0.1, **_LORA),
+    "dora": lambda: peft.LoraConfig(use_dora=True, **_LORA),
+    "lora of the words": lambda: peft.LoraConfig(
         r=4, target_modules=["embed_tokens"], modules_to_save=["lm_head"], **_CAUSAL
     ),
     # has large buffers that all layers share
-    "vera": lambda: VeraConfig(r=4, target_modules=["q_proj"], **_CAUSAL),
+    "vera": lambda: peft.VeraConfig(r=4, target_modules=["q_proj"], **_CAUSAL),
 }
 
 
@@ -47,7 +41,7 @@ def llama():
 
 
 def build(kind="lora"):
-    return get_peft_model(llama(), ADAPTERS[kind]())
+    return peft.get_peft_model(llama(), ADAPTERS[kind]())
 
 
 def sentences(sim, n=2):
@@ -68,47 +62,36 @@ def step(model, x):
     return loss.detach().cpu()
 
 
-def trained_bytes(model):
-    return sum(p.nbytes for p in model.parameters() if p.requires_grad)
-
-
-def vector_bytes(model):
-    """Of the buffers that are read and could be a batch norm's: the frequencies of positions."""
-    return sum(each.nbytes for name, each in model.named_buffers() if name.endswith(".inv_freq"))
-
-
-def train(both, xs, *, sim):
-    """Steps of both; the adapters' gradients may go to the host, and no weights or matrices."""
-    models = (both.host, both.there)
-    optimizers = [
-        torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
-        for model in models
-    ]
-    for x in xs:
-        d2h_bytes = []
-
-        def whole_step(model, x=x, d2h_bytes=d2h_bytes):
-            before_bytes = sim.copied_bytes("d2h")
-            loss = step(model, x)
-            d2h_bytes.append(sim.copied_bytes("d2h") - before_bytes)
-            return loss
-
-        both.agree(whole_step)
-        extra_bytes = vector_bytes(both.host)
-        assert d2h_bytes[0] - d2h_bytes[1] == trained_bytes(both.host) + extra_bytes
-        for optimizer in optimizers:
-            optimizer.step()
-    assert both.values_differ() == []
-
-
 @pytest.mark.parametrize("kind", ADAPTERS)
-def test_adapters_train_as_over_a_base_on_the_device(sim, pair, kind):
-    both = pair(build(kind))
-    frozen_bytes = both.weight_bytes - trained_bytes(both.host)
+def test_adapters_train_as_over_a_base_on_the_device_and_only_their_gradients_go_home(
+    sim, pair, kind
+):
+    both, d2h_bytes = pair(build(kind)), []
+    trained = [
+        [p for p in model.parameters() if p.requires_grad] for model in (both.host, both.there)
+    ]
+    optimizers = [torch.optim.AdamW(each, lr=0.01) for each in trained]
+    trained_bytes = sum(p.nbytes for p in trained[0])
+    # of the buffers that are read and could be a batch norm's: the frequencies of positions
+    buffers = both.host.named_buffers()
+    vector_bytes = sum(each.nbytes for name, each in buffers if name.endswith(".inv_freq"))
+
+    def whole_step(model, x):
+        before_bytes = sim.copied_bytes("d2h")
+        loss = step(model, x)
+        d2h_bytes.append(sim.copied_bytes("d2h") - before_bytes)
+        return loss
+
     with both.page(0.7) as handle:
         assert handle.plan.ring_bytes
-        assert handle.plan.allocated_bytes < frozen_bytes
-        train(both, sentences(sim), sim=sim)
+        assert handle.plan.allocated_bytes < both.weight_bytes - trained_bytes
+        for x in sentences(sim):
+            both.agree(lambda model, x=x: whole_step(model, x))
+            ours, theirs = d2h_bytes[-2:]
+            assert ours - theirs == trained_bytes + vector_bytes
+            for optimizer in optimizers:
+                optimizer.step()
+        assert both.values_differ() == []
 
 
 def merged(model, x, _):
@@ -131,12 +114,13 @@ def switched(model, x, _):
 def saved(model, x, folder):
     model.save_pretrained(folder)
     files = load_file(folder / "adapter_model.safetensors")
-    return [*files.values(), *(each.cpu() for each in get_peft_model_state_dict(model).values())]
+    own = peft.get_peft_model_state_dict(model)
+    return [*files.values(), *(each.cpu() for each in own.values())]
 
 
 def loaded(model, x, _):
-    values = {name: each + 1 for name, each in get_peft_model_state_dict(model).items()}
-    set_peft_model_state_dict(model, values)
+    values = {name: each + 1 for name, each in peft.get_peft_model_state_dict(model).items()}
+    peft.set_peft_model_state_dict(model, values)
     return [step(model, x)]
 
 
@@ -160,7 +144,7 @@ def test_verbs_of_adapters_do_what_they_do_to_a_base_on_the_device(
     sim, pair, tmp_path, verb, trains
 ):
     model = build()
-    model.add_adapter("second", LoraConfig(**_LORA))
+    model.add_adapter("second", peft.LoraConfig(**_LORA))
     # merged weights are computed on the host, so numbers are such that all kernels round alike
     with torch.no_grad():
         for each in model.parameters():
@@ -182,7 +166,7 @@ def test_an_adapter_that_came_later_is_named(sim, pair):
     both = pair(build())
     (x,) = sentences(sim, 1)
     with both.page(0.7):
-        both.host.add_adapter("late", LoraConfig(**_LORA))
+        both.host.add_adapter("late", peft.LoraConfig(**_LORA))
         both.host.set_adapter("late")
         with pytest.raises(RuntimeError, match="same device") as caught:
             loss_of(both.host, x)
@@ -195,9 +179,6 @@ def test_an_adapter_that_came_later_is_named(sim, pair):
     gradients = {name: p.grad for name, p in both.host.named_parameters() if p.grad is not None}
     assert gradients
     assert all("late" in name for name in gradients)
-
-
-# --- Trainers
 
 
 def bringing_home(kind):

@@ -32,7 +32,6 @@ def told():
 def test_the_pager_gives_memory_back_then_the_same_size_runs_then_a_smaller_one(
     sim, pair, told, activations
 ):
-    torch.manual_seed(0)
     model = mlp(12).double().eval()
     plain, x = copy.deepcopy(model), torch.randn(64, 4, WIDTH, dtype=torch.float64)
     whole = plain(x).square().mean()
@@ -62,7 +61,6 @@ def test_the_paged_loop_of_the_tutorial(sim, told):
     block = re.search(
         r"```python\n([^`]*activations=\"host\"[^`]*)```", _TUTORIAL.read_text("utf-8")
     )
-    torch.manual_seed(0)
     model = mlp(12).eval()
     whole = copy.deepcopy(model)
     n_bytes = weight_bytes(model)

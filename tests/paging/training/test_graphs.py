@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from tenure.paging import PagingError, page
 
 from ..models import build, linears
 from ..support import about_values, on_device
-from .blocks import LARGE, WIDTH, inputs, mlp
+from .blocks import LARGE, WIDTH, Checkpointed, inputs, mlp
 from .conftest import either_way
 
 pytestmark = about_values
@@ -54,6 +55,7 @@ def test_models_of_every_kind_get_the_gradients_of_a_plain_one(
 
 
 @either_way
+@pytest.mark.usefixtures("uncollected")
 def test_a_graph_that_is_kept_gives_the_same_again_and_leaks_nothing(sim, halved):
     x = inputs(sim, 1, LARGE)[0]
 
@@ -69,16 +71,12 @@ def test_a_graph_that_is_kept_gives_the_same_again_and_leaks_nothing(sim, halved
     halved.host.zero_grad()
     gc.collect()
     before_bytes = sim.allocated_bytes
-    gc.disable()
-    try:
-        for keeps in (True, False, None):
-            loss = halved.host(x).square().exp().sum()
-            if keeps is not None:
-                loss.backward(retain_graph=keeps)
-            del loss
-            assert sim.allocated_bytes == before_bytes
-    finally:
-        gc.enable()
+    for keeps in (True, False, None):
+        loss = halved.host(x).square().exp().sum()
+        if keeps is not None:
+            loss.backward(retain_graph=keeps)
+        del loss
+        assert sim.allocated_bytes == before_bytes
 
 
 def gradients_of_parameters_and_of_inputs(model, x, *_):
@@ -162,13 +160,13 @@ def test_hooks_of_tensors_and_of_their_accumulation_see_gradients_on_the_host(si
     assert ours == theirs
 
 
-def selective():
-    return create_selective_checkpoint_contexts([torch.ops.aten.gelu.default])
-
-
 @pytest.mark.parametrize(
     ("n_in_one", "early_stop", "context_fn"),
-    [(1, True, None), (2, False, None), (4, True, selective)],
+    [
+        (1, True, None),
+        (2, False, None),
+        (4, True, partial(create_selective_checkpoint_contexts, [torch.ops.aten.gelu.default])),
+    ],
 )
 def test_checkpoints_need_no_more_than_the_least_budget(
     sim, pair, n_in_one, early_stop, context_fn
@@ -180,18 +178,8 @@ def test_checkpoints_need_no_more_than_the_least_budget(
     options = {"use_reentrant": False, "early_stop": early_stop}
     if context_fn is not None:
         options["context_fn"] = context_fn
-
-    class Checkpointed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.blocks = nn.Sequential(*[block() for _ in range(4)]).double()
-
-        def forward(self, x):
-            for i in range(0, 4, n_in_one):
-                x = checkpoint(self.blocks[i : i + n_in_one], x, **options)
-            return x
-
-    both = pair(Checkpointed())
+    parts = [nn.Sequential(*[block() for _ in range(n_in_one)]) for _ in range(4 // n_in_one)]
+    both = pair(Checkpointed(nn.Sequential(*parts).double(), **options))
     x = inputs(sim)[0].double().requires_grad_()
     with pytest.raises(PagingError, match=r"the least is") as caught:
         both.page(0, max_layer_size=1)
@@ -247,9 +235,6 @@ def test_hooks_of_the_users_own_come_first_and_get_all_but_weights(sim, pair, ac
         assert both.gradients_differ() == []
         # the pager has copied no activation once more
         assert ours_bytes <= sim.copied_bytes("d2h") - copied_bytes
-
-
-# --- what is written between a forward and its backward pass
 
 
 @pytest.mark.parametrize("activations", [None, "host"])

@@ -1,7 +1,7 @@
 """Programs as people write them give the steps of a plain model, bit for bit, where it is paged."""
 
-import contextlib
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -9,24 +9,14 @@ from torch import nn
 from torch.nn.utils import parametrizations
 from torch.testing._internal.common_optimizers import optim_db
 
-from benchmarks._paged_cycles import home, least_budget, same_bits, step
+from benchmarks._paged_cycles import least_budget, step
 from tenure.paging import page
 
 from ..models import WIDTH, TiedLanguageModel
-from ..support import about_values, weight_bytes
+from ..support import about_values
 from .blocks import mlp
 
 pytestmark = about_values
-
-
-def draw(sim, number):
-    generator = torch.Generator().manual_seed(number)
-    return torch.randn(4, WIDTH, generator=generator).to(sim.device)
-
-
-def tokens(sim, number):
-    generator = torch.Generator().manual_seed(number)
-    return torch.randint(50, (3, 7), generator=generator).to(sim.device)
 
 
 def train(model, optimizer, x):
@@ -83,55 +73,48 @@ class Complex(nn.Module):
         return torch.view_as_real(x)
 
 
-def training(make):
-    """A program that trains such a model."""
-
-    def program(sim):
-        model = yield make()
-        optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-        x_of = tokens if make is an_embedding_of_largest_norms else draw
-        for i in range(3):
-            with nn.utils.parametrize.cached():
-                yield train(model, optimizer, x_of(sim, i))
-            yield train(model, optimizer, x_of(sim, i))
-
-    program.__name__ = make.__name__
-    return program
+def training(model, batches):
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    found = []
+    for x in batches:
+        with nn.utils.parametrize.cached():
+            found.append(train(model, optimizer, x))
+        found.append(train(model, optimizer, x))
+    return found
 
 
-def two_models_that_train_each_other(sim):
-    model = yield nn.ModuleList([mlp(), mlp()])
+def two_models_that_train_each_other(model, batches):
     generator, critic = model
     optimizers = [torch.optim.Adam(each.parameters(), 1e-2) for each in model]
-    for i in range(3):
+    found = []
+    for x, y, _ in zip(batches, batches[1:], range(3), strict=False):
         optimizers[1].zero_grad()
-        fake = generator(draw(sim, i))
-        loss = critic(draw(sim, i + 50)).mean() - critic(fake.detach()).mean()
+        fake = generator(x)
+        loss = critic(y).mean() - critic(fake.detach()).mean()
         loss.backward()
         optimizers[1].step()
         optimizers[0].zero_grad()
-        other = -critic(generator(draw(sim, i))).mean()
+        other = -critic(generator(x)).mean()
         other.backward()
         optimizers[0].step()
-        yield loss, other
+        found += [loss, other]
+    return found
 
 
-def a_copy_between_a_forward_and_its_backward_pass(sim):
-    model = yield mlp()
+def a_copy_between_a_forward_and_its_backward_pass(model, batches):
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    train(model, optimizer, draw(sim, 0))
-    loss = model(draw(sim, 1)).square().mean()
+    train(model, optimizer, batches[0])
+    loss = model(batches[1]).square().mean()
     copies = [copy.deepcopy(model)]
     loss.backward()
     optimizer.step()
     copies.append(copy.deepcopy(model))
-    yield [list(each.state_dict().values()) for each in copies]
-    yield [p.grad for p in copies[1].parameters()]
-    yield train(model, optimizer, draw(sim, 2))
+    states = [list(each.state_dict().values()) for each in copies]
+    gradients = [p.grad for p in copies[1].parameters()]
+    return states, gradients, train(model, optimizer, batches[2])
 
 
-def an_optimizer_for_each_parameter_in_the_backward_pass(sim):
-    model = yield TiedLanguageModel()
+def an_optimizer_for_each_parameter_in_the_backward_pass(model, batches):
     optimizers = {p: torch.optim.Adam([p], foreach=False) for p in model.parameters()}
 
     def arrived(parameter):
@@ -140,10 +123,11 @@ def an_optimizer_for_each_parameter_in_the_backward_pass(sim):
 
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(arrived)
-    for i in range(4):
-        loss = model(tokens(sim, i)).square().mean()
-        loss.backward()
-        yield loss
+    losses = []
+    for x in batches:
+        losses.append(model(x).square().mean())
+        losses[-1].backward()
+    return losses
 
 
 class Returning(nn.Module):
@@ -155,103 +139,91 @@ class Returning(nn.Module):
         return self.blocks(x), self.scale, {"first": self.blocks[0].weight[1:]}
 
 
-def weights_that_a_forward_returns(sim):
-    model = yield Returning()
-    for i in range(3):
-        y, scale, rest = model(draw(sim, i))
-        ((y * scale).square().mean() + rest["first"].sum() * 0.1).backward()
-        yield y, scale, rest["first"]
-        step(model)
-
-
-def gradients_of_several_outputs_at_once(sim):
-    model = yield mlp()
-    x = draw(sim, 0).requires_grad_()
-    outputs, seeds = model(x)[0, :3], torch.eye(3).to(sim.device)
-    wanted = [x, model[0].weight, model[8].bias]
-    yield torch.autograd.grad(outputs, wanted, seeds, is_grads_batched=True, retain_graph=True)
-    yield torch.autograd.functional.jacobian(lambda x: model(x)[0, :3], x, vectorize=True)
-    yield torch.autograd.functional.hvp(lambda x: model(x).square().mean(), x, torch.ones_like(x))
-    outputs.sum().backward()
-
-
-PROGRAMS = (
-    two_models_that_train_each_other,
-    a_copy_between_a_forward_and_its_backward_pass,
-    an_optimizer_for_each_parameter_in_the_backward_pass,
-    weights_that_a_forward_returns,
-    gradients_of_several_outputs_at_once,
-    training(norms_of_weights),
-    training(an_embedding_of_largest_norms),
-    training(hooks_that_read_weights),
-    training(Routed),
-    training(Complex),
-)
-
-
-def run(sim, program, *, is_paged):
-    """What a program yields, and the values and gradients that it leaves."""
-    torch.manual_seed(0)
-    steps = program(sim)
-    model = next(steps)
-    budget = max(weight_bytes(model) // 2, least_budget(model, sim.device))
+def weights_that_a_forward_returns(model, batches):
     found = []
-    sim.module.manual_seed_all(3)
-    with contextlib.ExitStack() as end:
-        if is_paged:
-            end.enter_context(page(model, sim.device, budget=budget, training=True))
-        else:
-            model = model.to(sim.device)
-        told = steps.send(model)
-        while told is not None:
-            found += home(torch.utils._pytree.tree_leaves(told))
-            told = next(steps, None)
-        found += home(model.state_dict().values()) + home(p.grad for p in model.parameters())
+    for x in batches:
+        y, scale, rest = model(x)
+        ((y * scale).square().mean() + rest["first"].sum() * 0.1).backward()
+        found += [each.detach().clone() for each in (y, scale, rest["first"])]
+        step(model)
     return found
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
-def test_a_program_gives_the_same(sim, program):
-    paged, plain = (run(sim, program, is_paged=each) for each in (True, False))
-    assert len(paged) == len(plain)
-    assert [i for i in range(len(plain)) if not same_bits([paged[i]], [plain[i]])] == []
+def gradients_of_several_outputs_at_once(model, batches):
+    x = batches[0].requires_grad_()
+    outputs, seeds = model(x)[0, :3], torch.eye(3).to(x.device)
+    wanted = [x, model[0].weight, model[8].bias]
+    found = [
+        torch.autograd.grad(outputs, wanted, seeds, is_grads_batched=True, retain_graph=True),
+        torch.autograd.functional.jacobian(lambda x: model(x)[0, :3], x, vectorize=True),
+        torch.autograd.functional.hvp(lambda x: model(x).square().mean(), x, torch.ones_like(x)),
+    ]
+    outputs.sum().backward()
+    return found
 
 
-# It wants sparse gradients, which the simulated device has not.
-OPTIMIZERS = [info for info in optim_db if info.optim_cls is not torch.optim.SparseAdam]
-
-
-def options_of(info):
-    """Some of the settings that torch tests an optimizer with."""
-    fewer = {"max_iter": 3} if info.optim_cls is torch.optim.LBFGS else {}
-    for each in info.optim_inputs_func(device="cpu")[:3]:
-        yield each.kwargs | fewer
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("info", OPTIMIZERS, ids=lambda info: info.optim_cls.__name__)
-def test_five_steps_of_every_optimizer_with_settings_that_torch_tests(sim, info):
+def steps_of(info, options):
+    """Steps of an optimizer of torch's own database."""
     # On some devices, this one among them, torch takes all parameters at once, in another order.
-    alike = {"foreach": False} if info.supported_impls and "foreach" in info.supported_impls else {}
-    for options in options_of(info):
+    if "foreach" in (info.supported_impls or ()) and not options.get("fused"):
+        options = {"foreach": False} | options
 
-        def program(sim, options=options):
-            model = yield mlp(2)
-            parameters = list(model.parameters())
-            if info.optim_cls.__name__ == "Muon":
-                parameters = [each for each in parameters if each.ndim == 2]
-            same = {} if options.get("fused") else alike
-            optimizer = info.optim_cls(parameters, **same | options)
-            for i in range(5):
+    def program(model, batches):
+        parameters = list(model.parameters())
+        if info.optim_cls.__name__ == "Muon":
+            parameters = [each for each in parameters if each.ndim == 2]
+        optimizer, losses = info.optim_cls(parameters, **options), []
+        for x in batches:
 
-                def closure(i=i):
-                    optimizer.zero_grad()
-                    loss = model(draw(sim, i)).square().mean()
-                    loss.backward()
-                    return loss
+            def closure(x=x):
+                optimizer.zero_grad()
+                loss = model(x).square().mean()
+                loss.backward()
+                return loss
 
-                yield optimizer.step(closure)
+            losses.append(optimizer.step(closure))
+        return losses
 
-        paged, plain = (run(sim, program, is_paged=each) for each in (True, False))
-        assert same_bits(paged, plain), options
+    return program
+
+
+def optimizers():
+    """Some of the settings that torch tests each optimizer with."""
+    for info in optim_db:
+        # It wants sparse gradients, which the simulated device has not.
+        if info.optim_cls is torch.optim.SparseAdam:
+            continue
+        fewer = {"max_iter": 3} if info.optim_cls is torch.optim.LBFGS else {}
+        for i, each in enumerate(info.optim_inputs_func(device="cpu")[:3]):
+            program = steps_of(info, each.kwargs | fewer)
+            yield pytest.param(program, lambda: mlp(2), id=f"{info.optim_cls.__name__} {i}")
+
+
+PROGRAMS = (
+    (two_models_that_train_each_other, lambda: nn.ModuleList([mlp(), mlp()])),
+    (a_copy_between_a_forward_and_its_backward_pass, mlp),
+    (an_optimizer_for_each_parameter_in_the_backward_pass, TiedLanguageModel),
+    (weights_that_a_forward_returns, Returning),
+    (gradients_of_several_outputs_at_once, mlp),
+    (training, norms_of_weights),
+    (training, an_embedding_of_largest_norms),
+    (training, hooks_that_read_weights),
+    (training, Routed),
+    (training, Complex),
+    *optimizers(),
+)
+OF_WORDS = (TiedLanguageModel, an_embedding_of_largest_norms)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("program", "make"), PROGRAMS)
+def test_a_program_gives_the_same(sim, pair, program, make):
+    both = pair(make())
+    draw = (
+        partial(torch.randint, 50, (3, 7)) if make in OF_WORDS else partial(torch.randn, 4, WIDTH)
+    )
+    batches = [draw().to(sim.device) for _ in range(5)]
+    budget = max(both.weight_bytes // 2, least_budget(both.host, sim.device))
+    with page(both.host, sim.device, budget=budget, training=True):
+        both.agree(lambda model: program(model, [each.clone() for each in batches]))
+    assert both.values_differ() == []

@@ -29,7 +29,6 @@ def train(model, optimizer, x):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("activations", [None, "host"])
 def test_steps_of_adamw_equal_those_of_a_plain_model(sim, pair, mode, activations):
-    torch.manual_seed(0)
     both = pair(MODES[mode]())
     optimizers = {m: torch.optim.AdamW(m.parameters(), lr=0.01) for m in (both.host, both.there)}
     with both.page(activations=activations):
@@ -51,17 +50,6 @@ def test_gradients_add_up_and_keep_their_strides(sim, pair):
         assert all(p.grad is g for p, g in zip(parameters, before, strict=True))
         assert all(p.grad.stride() == p.stride() for p in parameters)
         assert all(type(p) is nn.Parameter and p.device.type == "cpu" for p in parameters)
-
-
-def test_gradients_take_no_more_memory_from_step_to_step(sim, pair):
-    both, seen = pair(), []
-    with both.page() as handle:
-        for x in inputs(sim, 3):
-            both.host.zero_grad()
-            both.host(x).sum().backward()
-            seen.append(handle.report().host_bytes)
-    assert len(set(seen)) == 1
-    assert 2 * both.weight_bytes <= seen[0] < 2.5 * both.weight_bytes
 
 
 def test_a_gradient_that_is_kept_is_not_written_over(sim, pair):
@@ -121,7 +109,6 @@ def test_a_frozen_model_gives_its_input_gradients_within_half_its_weights(sim, p
 
 @pytest.mark.sim_allocator("exact")
 def test_it_trains_in_what_others_leave_free(sim, pair):
-    torch.manual_seed(0)
     both, staying, peak_bytes = pair(mlp(12)), [], []
     optimizers = {m: torch.optim.SGD(m.parameters(), lr=0.1) for m in (both.host, both.there)}
 
