@@ -8,24 +8,14 @@ from tenure.testing import Rates
 pytestmark = pytest.mark.simdevice
 
 RATES = Rates(
-    h2d_bytes_per_s=100.0,
-    d2h_bytes_per_s=50.0,
-    pageable_bytes_per_s=10.0,
-    copy_latency_s=1.0,
-    flops_per_s=1000.0,
-    memory_bytes_per_s=1000.0,
-    kernel_launch_s=0.5,
-    host_launch_s=0.25,
-    host_copy_s=0.125,
-    host_poll_s=0.0625,
-)
+    h2d_bytes_per_s=100.0, d2h_bytes_per_s=50.0, pageable_bytes_per_s=10.0, copy_latency_s=1.0,
+    flops_per_s=1000.0, memory_bytes_per_s=1000.0, kernel_launch_s=0.5,
+    host_launch_s=0.25, host_copy_s=0.125, host_poll_s=0.0625,
+)  # fmt: skip
 SLOW = Rates(
-    h2d_bytes_per_s=1000.0,
-    d2h_bytes_per_s=500.0,
-    pageable_bytes_per_s=100.0,
-    copy_latency_s=0.0,
-    host_copy_s=0.0,
-)
+    h2d_bytes_per_s=1000.0, d2h_bytes_per_s=500.0, pageable_bytes_per_s=100.0,
+    copy_latency_s=0.0, host_copy_s=0.0,
+)  # fmt: skip
 
 
 def test_a_kernel_takes_the_slowest_of_its_parts_and_a_copy_its_latency_and_speed():

@@ -147,10 +147,6 @@ def test_an_index_that_is_not_there_is_refused(two):
         torch.ones(1).to("sim:1")
 
 
-def wait_for_an_event(module):
-    module.current_stream(1).record_event().synchronize()
-
-
 def leave_a_stream(module):
     with module.stream(module.Stream(1)):
         pass
@@ -183,7 +179,7 @@ def ask(module):
         (lambda module: torch.zeros(4).pin_memory(), {0}),
         (lambda module: (torch.zeros(1, device="sim:1"), torch.zeros(4).pin_memory()), {1}),
         # the faults of programs: the first device is current where they wait, leave or pin
-        (wait_for_an_event, {0, 1}),
+        (lambda module: module.current_stream(1).record_event().synchronize(), {0, 1}),
         (leave_a_stream, {0, 1}),
         (pin_in_place, {0, 1}),
     ],
@@ -223,9 +219,6 @@ def test_the_current_stream_of_the_wrong_device_orders_nothing(two):
     with two.module.stream(side):
         assert x.sum().item() == 4
     assert len(two.take_faults()) == 1
-
-
-# --- forked processes
 
 
 class Doubled(list):

@@ -122,9 +122,6 @@ def test_what_a_recorded_stream_waited_for_is_over_before_the_block_is_used_agai
     assert len(sim.take_faults()) == (not waits)
 
 
-# --- pinned memory of the host
-
-
 def pinned(*values):
     return torch.tensor(values).pin_memory()
 

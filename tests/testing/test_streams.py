@@ -117,9 +117,6 @@ def test_what_is_not_a_stream_says_what_to_make(sim):
     assert sim.module.current_stream() is sim.module.default_stream()
 
 
-# --- backward passes
-
-
 def leaf(device="sim:0"):
     return torch.ones(4, device=device, requires_grad=True)
 

@@ -26,15 +26,8 @@ def test_values_survive_the_way_there_and_back_in_every_type_and_convert_on_it(s
 def test_views_share_memory_and_allocate_nothing(sim):
     x = torch.zeros(4, 6, device=sim.device)
     count = sim.n_allocations
-    views = [
-        x.t(),
-        x[1:3, ::2],
-        x.view(-1),
-        x.unfold(1, 2, 1),
-        x.expand(2, 4, 6),
-        x.view(torch.int32),
-        torch.ops.aten.split_with_sizes(x, [1, 3])[0],
-    ]
+    views = [x.t(), x[1:3, ::2], x.view(-1), x.unfold(1, 2, 1), x.expand(2, 4, 6)]
+    views += [x.view(torch.int32), torch.ops.aten.split_with_sizes(x, [1, 3])[0]]
     assert sim.n_allocations == count
     x.fill_(1)
     assert all(bool(view.ne(0).all()) for view in views)
@@ -81,9 +74,6 @@ def test_complex_numbers_conjugate_lazily(sim):
     assert torch.equal(conjugate.imag.cpu(), values.conj().imag)
 
 
-# --- beside tensors of the host
-
-
 @pytest.mark.parametrize(
     "mix",
     [
@@ -117,9 +107,6 @@ def test_indices_may_lie_on_the_host_but_not_the_other_way_round(sim):
         torch.arange(4)[torch.tensor([1], device=sim.device)]
 
 
-# --- storages, and what is saved and copied
-
-
 @pytest.fixture
 def model(sim):
     torch.manual_seed(0)
@@ -134,8 +121,7 @@ def assert_same(state, model, device_type):
 
 @pytest.mark.parametrize("saved_on", ["sim", "cpu"])
 @pytest.mark.parametrize(
-    ("place", "found_on"),
-    [(None, None), ("cpu", "cpu"), ("sim", "sim"), ({"cpu": "sim:0"}, "sim")],
+    ("place", "found_on"), [(None, None), ("cpu", "cpu"), ("sim", "sim"), ({"cpu": "sim:0"}, "sim")]
 )
 def test_a_state_dict_loads_back_on_either_side(model, saved_on, place, found_on):
     file = io.BytesIO()

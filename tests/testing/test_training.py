@@ -73,9 +73,6 @@ def test_optimizers_train_as_on_the_cpu(sim, name):
             assert value.dim() == 0 or value.device == sim.device
 
 
-# --- modules on the way
-
-
 def test_a_module_keeps_its_parameters_ties_gradients_and_hooks_on_the_way(sim):
     embedding, head, called = nn.Embedding(4, 3), nn.Linear(3, 4, bias=False), []
     head.weight = weight = embedding.weight
@@ -111,9 +108,6 @@ def test_data_may_be_set_across_devices_and_within_one(sim):
         assert (parameter.device, parameter.shape) == (sim.device, (n,))
         assert (parameter.requires_grad, parameter.is_leaf) == (True, True)
     assert parameter.data.requires_grad is False
-
-
-# --- autocast
 
 
 def test_products_run_low_sums_in_float32_and_mixed_arguments_in_the_widest_type(sim):
@@ -164,9 +158,6 @@ def test_gradients_arrive_in_the_type_of_the_weights_and_a_scaler_skips_and_back
         scaler.update()
         assert weight.tolist() == [value, value]
         assert scaler.get_scale() == scale
-
-
-# --- random numbers
 
 
 def test_device_and_host_draw_from_sequences_of_their_own(sim):
@@ -222,9 +213,6 @@ def test_threads_that_draw_on_the_device_leave_the_state_of_the_host_alone(sim, 
     with ThreadPoolExecutor(4) as executor:
         list(executor.map(lambda _: torch.randn(10, device=sim.device), range(80)))
     assert torch.equal(torch.get_rng_state(), before)
-
-
-# --- backward passes that fail
 
 
 class HookError(Exception):
