@@ -43,3 +43,12 @@ def x():
 @pytest.fixture
 def pair(sim):
     return lambda model=None: Pair(sim, blocks.mlp() if model is None else model)
+
+
+@pytest.fixture
+def halved(request, pair):
+    """A pair whose first is paged to half of its weights, with activations on the host if asked."""
+    both = pair()
+    with both.page(activations=getattr(request, "param", None)) as handle:
+        both.handle = handle
+        yield both

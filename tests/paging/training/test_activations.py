@@ -10,7 +10,6 @@ from tenure.profiler import MemReporter
 from tenure.testing import Rates
 
 from .blocks import LARGE, WIDTH, inputs, mlp
-from .conftest import on_host
 
 
 class Saving(nn.Module):
@@ -108,7 +107,7 @@ def test_views_keep_their_form_and_another_tensors_version_is_not_taken_for_its_
         both.train(*inputs(sim, 2, LARGE))
 
 
-@on_host
+@pytest.mark.parametrize("halved", ["host"], indirect=True)
 def test_host_memory_is_pinned_and_that_of_the_largest_batch_used_again(sim, halved):
     told = []
     for n_samples in (200, 70, 160, 199):

@@ -15,7 +15,6 @@ from tenure.paging import PagingError, page
 from ..models import build, linears
 from ..support import about_values, on_device
 from .blocks import LARGE, WIDTH, Checkpointed, inputs, mlp
-from .conftest import either_way
 
 pytestmark = about_values
 STALE = r"^one of the variables needed for gradient .* at vers"
@@ -54,7 +53,7 @@ def test_models_of_every_kind_get_the_gradients_of_a_plain_one(
     assert both.values_differ() == []
 
 
-@either_way
+@pytest.mark.parametrize("halved", [None, "host"], indirect=True)
 @pytest.mark.usefixtures("uncollected")
 def test_a_graph_that_is_kept_gives_the_same_again_and_leaks_nothing(sim, halved):
     x = inputs(sim, 1, LARGE)[0]
