@@ -1,8 +1,8 @@
 """Batches whose tensors hold one sample a row, taken apart, and their chunks.
 
 Invariant: a tensor of samples is never passed on whole by accident; what can't be told is refused
-by its path. What all samples share is passed on itself. Nobody gets unwarned, in another attempt or
-pass, what was written into the batch by the one before.
+by its path. What all samples share is passed on itself. What one attempt or pass has written into
+the batch, no other one gets.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from tenure._callers import warn_user
 from tenure._containers import Level, is_record, level_of, tensors_in
-from tenure._errors import AdaptiveUsageError, AdaptiveUsageWarning
+from tenure._errors import AdaptiveUsageError
 from tenure._text import describe_tensor, listed
 from tenure._torch.compiler import is_compiled, mark_dynamic, marked_dynamic, never_compiled
 from tenure._torch.modules import modules_told
@@ -319,7 +318,7 @@ class CutInputs:
         trained: its tensors that require grad, and their paths.
         computed: the paths of tensors that are computed from others with gradients.
         n_samples: the samples of the batch.
-        expects_writes: whether to warn of nothing: it was done, or the batch is a copy for one run.
+        expects_writes: whether it may be written, because it is a copy for one run.
         length: the samples that the function was given last.
     """
 
@@ -357,16 +356,17 @@ class CutInputs:
         return None
 
     def begin(self) -> None:
-        """Warn, once, if the batch is no longer what the function was given the last time."""
+        """Make sure that the batch still is what the function was given the last time.
+
+        Raises:
+            AdaptiveUsageError: it was written.
+        """
         if not self.expects_writes and (written := self.written()) is not None:
-            # once: a warning for each chunk tells nothing new
-            self.expects_writes = True
-            warn_user(
-                "step() runs its function again, which has written into "
-                f"{describe_tensor(written)} of the batch. Where writing twice is not the same "
-                "as once, as with x.div_(255), the gradients are wrong: write into a copy, as in "
-                "x = x / 255.",
-                AdaptiveUsageWarning,
+            raise AdaptiveUsageError(
+                "step() has to run its function again, which has written into "
+                f"{describe_tensor(written)} of the batch: to write twice is not the same as once, "
+                "as with x.div_(255). Gradients are as before, and the batch is not. Write into a "
+                "copy, as in x = x / 255."
             )
 
     def check_splittable(self) -> None:

@@ -11,7 +11,6 @@ from torch import nn
 from tenure import NewDisposeScope
 from tenure.adaptive import (
     AdaptiveUsageError,
-    AdaptiveUsageWarning,
     NoBatchsizeCache,
     OutOfRetriesError,
     reset,
@@ -120,7 +119,7 @@ def test_a_hook_that_fails_as_gradients_are_delivered_counts_no_buffer_twice(err
 
 
 @pytest.mark.parametrize("way", ["retry", "outputs", "terms", "once"])
-def test_a_function_that_runs_again_on_what_it_wrote_into_the_batch_is_warned_of_once(way):
+def test_a_function_that_would_write_into_the_batch_twice_is_refused(way):
     net, x = small_net(), {"x": samples(8), "n": 8}
     fits = out_of_memory_above(2)
 
@@ -140,13 +139,12 @@ def test_a_function_that_runs_again_on_what_it_wrote_into_the_batch_is_warned_of
         "once": {"loss": "sum", "maximum": 2},
     }[way] | {"in_dims": {"x": 0, "n": None}, "verify": False}
     if way == "once":
-        # a warning is an error here
         assert step(fn, x, **options).sizes == (2, 2, 2, 2)
         return
-    told = r"has written into float64\[8, 4\] on cpu, 256 B of the batch\."
-    with pytest.warns(AdaptiveUsageWarning, match=told) as seen:
+    told = r"has written into float64\[8, 4\] on cpu, 256 B of the batch:"
+    with pytest.raises(AdaptiveUsageError, match=told):
         step(fn, x, **options)
-    assert [warning.filename for warning in seen] == [__file__]
+    assert net[0].weight.grad is None
 
 
 def test_an_empty_batch_does_what_the_plain_call_does():

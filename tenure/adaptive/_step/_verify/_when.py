@@ -33,6 +33,7 @@ from torch import Tensor, nn
 
 from tenure._heap import instance_attributes
 from tenure._torch.quiet import without_functions
+from tenure._torch.writes import version_of
 from tenure.scopes import is_disposed
 
 from ..._reachable import is_of_a_library
@@ -283,10 +284,14 @@ def _look_at(value: Any) -> _Seen:
         held = vars(value)
         set_to = [item for item in held.items() if type(item[1]) in (bool, str)]
         without = [key for key, buffer in value._buffers.items() if buffer is None]
-        parts = ((k, v) for k, v in held.items() if k not in OF_EVERY_MODULE)
+        # such as the weight of a term that is warmed up
+        fixed = chain(value._buffers.items(), value._parameters.items())
+        numbers = [each for each in fixed if each[1] is not None and _is_number(each[1])]
+        own = ((k, v) for k, v in held.items() if k not in OF_EVERY_MODULE)
+        parts = chain(own, numbers, value._modules.items())
         # by identity: another model of the same class may have another criterion
         me = _identity_of(value)
-        return _Seen((me, *set_to, *without), me, chain(parts, value._modules.items()))
+        return _Seen((me, *set_to, *without), me, parts)
     if issubclass(kind, dict):
         return _by_key(None, name, value)
     if kind is ContextVar:
@@ -350,12 +355,17 @@ def _by_key(kind: Hashable, name: str, items: dict[Any, Any]) -> _Seen:
 def _of_tensor(value: Tensor) -> _Seen:
     if is_disposed(value):
         return _Seen(("Tensor",), "")
-    # the number is read if no device has to be waited for
-    is_ready = type(value) is Tensor and not value.requires_grad and value.device.type == "cpu"
-    is_number = is_ready and not value.dim() and value.layout is torch.strided
-    kind = value.dtype, value.dim()
-    number = [("", value.item())] if is_number else ()
+    kind, number = (value.dtype, value.dim()), list[tuple[str, Any]]()
+    if _is_number(value):
+        # read if no device has to be waited for
+        is_ready = value.device.type == "cpu"
+        number = [("", value.item() if is_ready else version_of(value))]
     return _Seen(("Tensor", kind), (*kind, value.requires_grad), number)
+
+
+def _is_number(value: Tensor) -> bool:
+    is_plain = type(value) in (Tensor, nn.Parameter) and value.layout is torch.strided
+    return is_plain and not value.requires_grad and not value.is_meta and value.numel() == 1
 
 
 class _ById(weakref.ref[Any]):

@@ -177,6 +177,12 @@ def a_tensor():
     return lambda e: hardest(e, held), lambda: held.fill_(0.25)
 
 
+def a_buffer():
+    loss = Hardest()
+    loss.register_buffer("share", torch.ones(1))
+    return (lambda e: hardest(e, loss.share)), lambda: loss.share.fill_(0.25)
+
+
 def slots_below_a_module():
     loss = nn.Sequential(nn.Identity(), Hardest())
     return loss, lambda: setattr(loss[1].settings.losses[0], "share", 0.25)
@@ -210,7 +216,7 @@ def a_variable_of_the_environment():
 
 
 HELD = [
-    a_variable, a_dict_in_a_dict, a_tensor, slots_below_a_module, a_text_of_an_object,
+    a_variable, a_dict_in_a_dict, a_tensor, a_buffer, slots_below_a_module, a_text_of_an_object,
     a_text_of_a_loss_of_torch, a_closure_of_a_module, a_number_of_numpy,
     a_variable_of_the_environment,
 ]  # fmt: skip
