@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from tenure._text import listed
+
 from ..._undo import named_modules
 from .._parts import StepParts
 from ._compare import DECLARED, MOST_SAMPLES, OUTPUTS, first_module, rtol_of
@@ -41,17 +43,24 @@ DO_NOT_CLAMP = (
 def advice_for(step: SampledStep, parts: StepParts) -> str:
     """Return the declarations that may help, as sentences."""
     most = [min(MOST_SAMPLES, step.n_samples)]
-    # with a loss of outputs only the outputs can be wrong, and so a module or the function
     if callable(parts.spec.loss):
-        return first_that_fits(lambda n: _of_module(step, n), most) or (
-            "What it returns for a sample depends on the other samples of its batch: let it return "
-            "what each sample gives alone, and do the rest in loss=, which gets all outputs."
-        )
+        return first_that_fits(lambda n: _of_module(step, n), most) or of_outputs(step)
     if first_that_fits(lambda n: _is_clamped(step, n), most):
         return DO_NOT_CLAMP
     if declared := declaration_for(step, parts) or _of_router(parts):
         return declared
     return f"{first_that_fits(lambda n: _of_module(step, n), most) or ''} {_OUTPUTS}".lstrip()
+
+
+def of_outputs(step: SampledStep) -> str:
+    """Return the advice for a function that returns outputs, if no module mixes samples."""
+    named = sorted(step.kept - {""})
+    such_as = f", such as {listed(named, most=3)}" if named else ""
+    return (
+        "What it returns for a sample depends on the other samples of its batch, or loss= reads "
+        f"what it keeps elsewhere{such_as}: let it return what each sample gives alone, and do the "
+        "rest in loss=, which gets all outputs."
+    )
 
 
 def _is_clamped(step: SampledStep, n: int) -> bool:

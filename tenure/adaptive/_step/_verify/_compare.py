@@ -384,6 +384,14 @@ class Comparison:
             )
         )
 
+    def own_loss(self) -> None:
+        """Compare the user's loss of outputs, which may read what the function keeps elsewhere."""
+        self.step.take_own_loss()
+        self.samples()
+        # what it remembers itself it sees once in a step, and more often here
+        if self.remembers:
+            self.mismatch, self.remembers = None, False
+
     def _forget_rounding(self) -> None:
         """Forget a difference if it may be rounding, and memory ran out as that was asked."""
         # a larger one stays: samples that happen to agree do not explain it

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import ExitStack
 from typing import Any, Literal, NamedTuple, Self, TypeVar
@@ -103,7 +104,7 @@ class SampledStep:
     Attributes:
         spec: what is verified: no scaler and no ``backward=``, which would see what is undone, and
             a loss of outputs is one that adds them up, because the user's may want as many samples
-            as there are, and sees all of them anyway.
+            as there are, and remember them.
         tree: the batch.
         n_samples: how many it has.
         without_statistics: whether those of a micro-batch were asked for, and are left out.
@@ -114,6 +115,8 @@ class SampledStep:
         unnamed: the leaves that were not known before they were used, by identity, and what they
             are called in all runs; they are kept so that their identity stays theirs.
         refused: the error for a parameter that the function would write.
+        kept: what the function keeps of what it has computed, by name, so that the user's loss of
+            outputs may read it; "" for what has no name.
         n_run: the samples that were run.
         drawn: the random state that the last run left behind, if parts may get other numbers.
     """
@@ -125,6 +128,7 @@ class SampledStep:
             if callable(self.spec.loss):
                 self.spec = dataclasses.replace(self.spec, loss=_mixed_sum, once=None)
         self.without_statistics = not is_asked and self.spec.batchnorm == "per_chunk"
+        self._own_loss = parts.spec.loss
         self.tree, self.n_samples = parts.tree, parts.n_samples
         # until it was looked at: taken for random, it is compared with more care
         self.is_random = self.draws_elsewhere = True
@@ -132,6 +136,7 @@ class SampledStep:
         self.types: set[torch.dtype] = set()
         self.unnamed: dict[int, tuple[Tensor, str]] = {}
         self.refused: AdaptiveUsageError | None = None
+        self.kept: set[str] = set()
         self.n_run = 0
         self.drawn = RngState()
         self._parts = parts
@@ -171,6 +176,11 @@ class SampledStep:
         """Keep no samples."""
         self._last = None
 
+    def take_own_loss(self) -> None:
+        """Run the user's loss of outputs from now on."""
+        self.forget()
+        self.spec = dataclasses.replace(self.spec, loss=self._own_loss)
+
     def observe(
         self,
         indices: Sequence[int] | None,
@@ -206,10 +216,17 @@ class SampledStep:
         modules = [*named_modules(parts.roots)] if leaves_out or watches else []
         calls: list[ModuleCall] = []
         parts.is_asked = looks
+        made: list[weakref.ref[Tensor]] = []
 
         def from_start(batch: Any) -> Any:
             start.undo()
-            return spec.fn(batch)
+            if not callable(spec.loss):
+                return spec.fn(batch)
+            with DisposeScope() as scope:
+                returned = spec.fn(batch)
+                made.extend(map(weakref.ref, scope.owned()))
+                scope.move_to_outer(scope.owned())
+            return returned
 
         with ExitStack() as block:
             for name, module in modules:
@@ -255,6 +272,9 @@ class SampledStep:
                         # an operation that may draw numbers, and has not: nothing is unknown
                         numbers.has_unknown &= has_drawn
                     self.has_unknown |= numbers.has_unknown
+                    if callable(spec.loss):
+                        self.kept |= {name for name, _ in _kept(parts)}
+                        self.kept |= {"" for each in made if each() is not None}
                     # modules that write their own buffers mix samples as well
                     if leaves_out and written_modules(parts.roots, parts.state.modules):
                         raise MixesSamples
@@ -262,7 +282,9 @@ class SampledStep:
                     found |= SampledRun.of(outcome).numbers | self._gradients(parts)
                     if self.has_others:
                         self.drawn = parts.state.random_now()
-                    kept = _kept(parts) if learns and hasattr(spec.fn, "on_compared") else {}
+                    kept = {}
+                    if learns and hasattr(spec.fn, "on_compared"):
+                        kept = {n: torch.as_tensor(v).detach().clone() for n, v in _kept(parts)}
                     return SampledRun(outcome, found, calls, counts, kept)
             finally:
                 state.undo()
@@ -335,14 +357,14 @@ def _uses_statistics(module: nn.Module) -> bool:
     return is_norm and module.training and module.running_mean is not None
 
 
-def _kept(parts: StepParts) -> dict[str, Tensor]:
+def _kept(parts: StepParts) -> list[tuple[str, Tensor | float]]:
     # those that only a run shows may be of a trainer, such as metrics that stand in for others
     names = {module: name for name, module in named_modules(parts.models.found)}
-    return {
-        f"{names[module]}.{key}": torch.as_tensor(value).detach().clone()
+    return [
+        (f"{names[module]}.{key}", value)
         for module, key, value in parts.state.modules.kept()
         if module in names
-    }
+    ]
 
 
 def _buffers(roots: Mapping[str, nn.Module]) -> Numbers:

@@ -31,7 +31,7 @@ from .._loss import ONLY, Reduction, plain_number, read_numbers
 from .._parts import Chunk, Divisors, StepParts
 from .._samples import SampleDims
 from .._split import StepOutcome
-from ._advice import DO_NOT_CLAMP, advice_for, declaration_for
+from ._advice import DO_NOT_CLAMP, advice_for, declaration_for, of_outputs
 from ._compare import (
     GRADIENTS,
     OUTPUTS,
@@ -163,7 +163,8 @@ def check_split(
                 found, modules = [SplitDifference("random", parts.name, error)], []
             elif not modules:
                 show("with other declarations")
-                advice = declaration_for(sampled, parts)
+                is_of_outputs = callable(spec.loss)
+                advice = of_outputs(sampled) if is_of_outputs else declaration_for(sampled, parts)
         return SplitReport(split.outcome.sizes, rtol, (*modules, *found), advice)
 
 
@@ -208,6 +209,8 @@ class Verification:
         # a graph for each of its sizes and modes would cost minutes
         with not_compiling():
             self._could_compare = comparison.samples()
+            if comparison.mismatch is None and step.kept and not step.has_others:
+                comparison.own_loss()
             step.forget()
             if step.refused is not None:
                 raise step.refused.with_traceback(None)

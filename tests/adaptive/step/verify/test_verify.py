@@ -173,6 +173,31 @@ wrong(
     loss=lambda o: o.std(),
     advice="do the rest in loss=, which gets all outputs.",
 )
+KEPT = {}
+
+
+def keeping(value):
+    """A function that keeps elsewhere what its loss= reads."""
+
+    def fn(m, b):
+        m.kept = KEPT["kept"] = value(m, b)
+        return out(m, b)
+
+    return fn
+
+
+for kept, value in {
+    "with a graph": out,
+    "without a graph": lambda m, b: out(m, b).detach(),
+    "of parameters": lambda m, b: m[0].weight.norm(),
+    "a number": lambda m, b: out(m, b).square().sum().item(),
+}.items():
+    wrong(
+        f"a loss of what the function kept, {kept}",
+        keeping(value),
+        loss=lambda o: o.square().mean() * torch.as_tensor(KEPT["kept"]).square().sum(),
+        advice="or loss= reads what it keeps elsewhere, such as model.kept: ",
+    )
 
 # --- wrong: random numbers that mix samples, or hide nothing
 
