@@ -231,7 +231,24 @@ def written_modules(roots: Mapping[str, nn.Module], state: ModuleState) -> list[
     ]
 
 
-def refuse_coupled(found: list[Coupled], n_samples: int, size: int) -> NoReturn:
+_FREEZE = (
+    "Freeze them with eval(), use LayerNorm or GroupNorm, or accept statistics of each micro-batch "
+    'with batchnorm="per_chunk".'
+)
+_FREEZE_OR_UPDATE = (
+    'Freeze them with eval(), or accept statistics of each micro-batch with batchnorm="per_chunk". '
+    "Update what is no statistic, such as a queue or a codebook, after step(), once for the batch, "
+    "from what has_aux=True returns."
+)
+UPDATE_AFTER = (
+    "Update that after step(), once for the batch, from what has_aux=True returns. Pass what each "
+    "sample has of its own, such as a hidden state, in the batch."
+)
+
+
+def refuse_coupled(
+    found: list[Coupled], n_samples: int, size: int, *, is_written: bool = False
+) -> NoReturn:
     """Say which modules mix the samples.
 
     Raises:
@@ -240,9 +257,22 @@ def refuse_coupled(found: list[Coupled], n_samples: int, size: int) -> NoReturn:
     raise BatchCoupledError(
         f"The batch of {n_samples} has to be split into micro-batches of {size}, and "
         f"{listed([*map(str, found)], most=6)} would give other results then. Nothing was "
-        "changed. Freeze them with eval(), use LayerNorm or GroupNorm, or accept statistics "
-        'of each micro-batch with batchnorm="per_chunk".',
+        f"changed. {_FREEZE_OR_UPDATE if is_written else _FREEZE}",
         tuple(each.name for each in found),
+    )
+
+
+def refuse_handed_on(names: list[str], n_samples: int, size: int) -> NoReturn:
+    """Say what a micro-batch writes and the next one reads.
+
+    Raises:
+        BatchCoupledError: always.
+    """
+    raise BatchCoupledError(
+        f"The batch of {n_samples} has to be split into micro-batches of {size}, and each would "
+        f"read what the one before has written into {listed(names, most=6)}. Nothing was changed. "
+        f"{UPDATE_AFTER}",
+        tuple(names),
     )
 
 

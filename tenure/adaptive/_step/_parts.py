@@ -328,7 +328,7 @@ class StepParts:
         # the first chunk tells: what a buffer collects, it collects of each
         looks = not start and self.spec.batchnorm == "refuse"
         if looks and (written := written_modules(self.roots, self.state.modules)):
-            refuse_coupled(written, self.n_samples, length)
+            refuse_coupled(written, self.n_samples, length, is_written=True)
         return returned
 
     def _refuse_new(self, size: int) -> None:

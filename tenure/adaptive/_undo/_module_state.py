@@ -199,9 +199,9 @@ class ModuleState:
             answers = differing(pairs)
         return written + [each for each, differs in zip(unsure, answers, strict=True) if differs]
 
-    def kept(self) -> list[tuple[nn.Module, str, Tensor | float]]:
-        """Return the tensors and numbers that attributes got, or that were written, since then."""
-        found: list[tuple[nn.Module, str, Tensor | float]] = [
+    def kept(self) -> list[tuple[nn.Module, str, Any]]:
+        """Return the values that attributes got, and the tensors that were written, since then."""
+        found: list[tuple[nn.Module, str, Any]] = [
             (note.owner, note.name, note.tensor)
             for note in self._tensors
             if note.has_other_version()
@@ -209,8 +209,7 @@ class ModuleState:
         for module, *_, attributes in self._noted:
             before = vars(module) if attributes is None else attributes
             for name, value in vars(module).items():
-                is_number = type(value) in (Tensor, int, float)
-                if is_number and name not in OF_EVERY_MODULE and value is not before.get(name):
+                if name not in OF_EVERY_MODULE and value is not before.get(name):
                     found.append((module, name, value))
         return found
 

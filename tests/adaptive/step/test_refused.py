@@ -99,6 +99,30 @@ def test_modules_that_normalize_with_the_batch_or_write_statistics_are_refused(m
         assert step(squares(net), x, maximum=4).sizes == (4, 3, 2)
 
 
+class Queue(nn.Module):
+    """Compares samples with those of before, as contrastive losses do."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("queue", torch.randn(16, 4))
+
+    def forward(self, x):
+        compared = x @ self.queue.clone().T
+        self.queue[: len(x)] = x.detach()
+        return compared
+
+
+@pytest.mark.parametrize("norm", [nn.Identity(), nn.BatchNorm1d(4), OwnBatchNorm()])
+def test_per_chunk_accepts_statistics_and_no_queue_that_the_next_micro_batch_reads(norm):
+    net, x = nn.Sequential(norm, nn.Linear(4, 4), Queue()), torch.randn(9, 4)
+    message = r"read what the one before has written into .*net\.2\.queue\. Nothing was changed\. U"
+    with unchanged(net), pytest.raises(BatchCoupledError, match=message):
+        step(squares(net), x, maximum=4, batchnorm="per_chunk")
+    step(squares(net[:2]), x, maximum=4, batchnorm="per_chunk")
+    with pytest.raises(BatchCoupledError, match=r"a queue or a codebook, after step\(\)"):
+        step(squares(net[2]), x, maximum=4)
+
+
 @pytest.mark.parametrize(
     ("norm", "n_samples", "maximum", "sizes"),
     [

@@ -246,7 +246,7 @@ def test_a_buffer_that_was_written_stays_where_it_is():
     net = Table(4).double()
     array, address = net.table.numpy(), net.table.data_ptr()
     for n_steps in (1, 2):  # in the second one it is known to be written
-        retried(net, lambda b: net.table.add_(1), batchnorm="per_chunk")
+        retried(net, lambda b: net.table.add_(1), batchnorm="per_chunk", verify=False)
         assert net.table.data_ptr() == address
         assert array.tolist() == net.table.tolist() == [1.0 + 2 * n_steps] * 4
 

@@ -11,8 +11,9 @@ from torch import Tensor
 from tenure._text import listed
 
 from ..._undo import named_modules
+from .._modules import UPDATE_AFTER
 from .._parts import StepParts
-from ._compare import DECLARED, MOST_SAMPLES, OUTPUTS, first_module, rtol_of
+from ._compare import DECLARED, GRADIENTS, MOST_SAMPLES, OUTPUTS, differences, first_module, rtol_of
 from ._runs import SampledStep, chosen_samples, first_that_fits
 
 # Unequal ones, and an equal one: a mean of means is right for equal parts by accident.
@@ -43,6 +44,9 @@ DO_NOT_CLAMP = (
 def advice_for(step: SampledStep, parts: StepParts) -> str:
     """Return the declarations that may help, as sentences."""
     most = [min(MOST_SAMPLES, step.n_samples)]
+    if first_that_fits(lambda n: _is_handed_on(step, n), most):
+        into = listed(_named(step), most=3)
+        return f"Each micro-batch reads what the one before has written into {into}. {UPDATE_AFTER}"
     if callable(parts.spec.loss):
         return first_that_fits(lambda n: _of_module(step, n), most) or of_outputs(step)
     if first_that_fits(lambda n: _is_clamped(step, n), most):
@@ -54,7 +58,7 @@ def advice_for(step: SampledStep, parts: StepParts) -> str:
 
 def of_outputs(step: SampledStep) -> str:
     """Return the advice for a function that returns outputs, if no module mixes samples."""
-    named = sorted(step.kept - {""})
+    named = _named(step)
     such_as = f", such as {listed(named, most=3)}" if named else ""
     return (
         "What it returns for a sample depends on the other samples of its batch, or loss= reads "
@@ -71,6 +75,20 @@ def _is_clamped(step: SampledStep, n: int) -> bool:
         sum(one[name] for one in each) > 1.02 * whole
         for name, whole in step.counts(indices).items()
     )
+
+
+def _named(step: SampledStep) -> list[str]:
+    return sorted(step.kept - {""})
+
+
+def _is_handed_on(step: SampledStep, n: int) -> bool:
+    """Return whether parts give what the whole gives if each finds modules as the whole does."""
+    if not _named(step):
+        return False
+    indices = chosen_samples(step.tree, step.n_samples, n)
+    whole = step.observe(indices, n)
+    split = step.observe(indices, -(-n * 5 // 8), apart=True)
+    return not differences(step, whole, split, rtol_of(GRADIENTS, whole.rounded(), step.types))
 
 
 def _of_router(parts: StepParts) -> str:

@@ -344,6 +344,7 @@ class Comparison:
         step: it.
         mismatch: what differs.
         is_coupled: whether modules mix samples, as was allowed, and can't be kept from it.
+        hands_on: whether parts give other results if they see what the one before has written.
         remembers: whether the whole differs from itself when it runs again.
         kept: the attributes of modules that parts leave with other values than the whole does.
     """
@@ -351,7 +352,7 @@ class Comparison:
     def __init__(self, step: SampledStep) -> None:
         self.step = step
         self.mismatch: Mismatch | None = None
-        self.is_coupled = self.remembers = False
+        self.is_coupled = self.hands_on = self.remembers = False
         self.kept: set[str] = set()
         # the loss of a few samples; what is much smaller counts as nothing
         self._scale = 0.0
@@ -418,7 +419,20 @@ class Comparison:
         except MixesSamples:
             # statistics of each micro-batch were asked for: a difference is what the user wants
             self.is_coupled = True
+            self._compare_handed_on(indices, next(iter(sizes)))
         return True
+
+    def _compare_handed_on(self, indices: list[int], size: int) -> None:
+        """Compare parts that see what other parts have written with parts that don't."""
+        step = self.step
+        if step.has_others:
+            return
+        handed_on, apart = (
+            step.observe(indices, size, looks=True, apart=each) for each in (False, True)
+        )
+        again = functools.partial(step.observe, indices, size, apart=True)
+        self.hands_on |= not self.agree(apart, handed_on, GRADIENTS, again) and not self.remembers
+        self.mismatch = None
 
     def _compare_kept(self, whole: SampledRun, split: SampledRun) -> None:
         rtol = rtol_of(GRADIENTS, whole.rounded(), self.step.types)

@@ -115,8 +115,9 @@ class SampledStep:
         unnamed: the leaves that were not known before they were used, by identity, and what they
             are called in all runs; they are kept so that their identity stays theirs.
         refused: the error for a parameter that the function would write.
-        kept: what the function keeps of what it has computed, by name, so that the user's loss of
-            outputs may read it; "" for what has no name.
+        kept: the buffers and attributes of modules that the function has written, so that the next
+            part may read them, and so may the user's loss of outputs; with one of these, "" stands
+            for other tensors that it keeps.
         n_run: the samples that were run.
         drawn: the random state that the last run left behind, if parts may get other numbers.
     """
@@ -190,6 +191,7 @@ class SampledStep:
         watches: bool = False,
         learns: bool = True,
         roughness: tuple[int, int] = (0, 0),
+        apart: bool | None = None,
     ) -> SampledRun:
         """Run once.
 
@@ -204,12 +206,15 @@ class SampledStep:
             watches: see buffers, and what modules return; their copies take memory.
             learns: run backward as well.
             roughness: how much worse each operation rounds, and which noise.
+            apart: whether each part finds the modules as the whole does, and not as the part
+                before has left them. None: either, and without statistics if these are left out.
 
         Raises:
             MixesSamples: statistics are to be left out, and can't be.
         """
         parts = self.parts_of(indices)
-        spec, is_random, leaves_out = parts.spec, self.is_random, self.without_statistics
+        spec, is_random = parts.spec, self.is_random
+        leaves_out = self.without_statistics and apart is None
         state, rng = AllOf((parts.state, parts.gradients)), parts.state.rng
         start = parts.state.random_now() if is_random else rng
         numbers = ConstantNumbers(self.types if looks else None, *roughness)
@@ -220,6 +225,8 @@ class SampledStep:
 
         def from_start(batch: Any) -> Any:
             start.undo()
+            if apart:
+                parts.state.modules.undo()
             if not callable(spec.loss):
                 return spec.fn(batch)
             with DisposeScope() as scope:
@@ -245,7 +252,7 @@ class SampledStep:
             block.callback(setattr, parts, "spec", spec)
             parts.spec = dataclasses.replace(
                 spec,
-                fn=from_start if is_random else spec.fn,
+                fn=from_start if is_random or apart else spec.fn,
                 # what is added once is no part of the values of samples
                 once=spec.once if learns else None,
             )
@@ -272,8 +279,8 @@ class SampledStep:
                         # an operation that may draw numbers, and has not: nothing is unknown
                         numbers.has_unknown &= has_drawn
                     self.has_unknown |= numbers.has_unknown
-                    if callable(spec.loss):
-                        self.kept |= {name for name, _ in _kept(parts)}
+                    if looks:
+                        self.kept |= _names_kept(parts)
                         self.kept |= {"" for each in made if each() is not None}
                     # modules that write their own buffers mix samples as well
                     if leaves_out and written_modules(parts.roots, parts.state.modules):
@@ -282,9 +289,7 @@ class SampledStep:
                     found |= SampledRun.of(outcome).numbers | self._gradients(parts)
                     if self.has_others:
                         self.drawn = parts.state.random_now()
-                    kept = {}
-                    if learns and hasattr(spec.fn, "on_compared"):
-                        kept = {n: torch.as_tensor(v).detach().clone() for n, v in _kept(parts)}
+                    kept = _kept(parts) if learns and hasattr(spec.fn, "on_compared") else {}
                     return SampledRun(outcome, found, calls, counts, kept)
             finally:
                 state.undo()
@@ -357,14 +362,29 @@ def _uses_statistics(module: nn.Module) -> bool:
     return is_norm and module.training and module.running_mean is not None
 
 
-def _kept(parts: StepParts) -> list[tuple[str, Tensor | float]]:
+def _kept(parts: StepParts) -> dict[str, Tensor]:
     # those that only a run shows may be of a trainer, such as metrics that stand in for others
     names = {module: name for name, module in named_modules(parts.models.found)}
-    return [
-        (f"{names[module]}.{key}", value)
+    return {
+        f"{names[module]}.{key}": torch.as_tensor(value).detach().clone()
         for module, key, value in parts.state.modules.kept()
-        if module in names
-    ]
+        if module in names and type(value) in (Tensor, int, float)
+    }
+
+
+def _names_kept(parts: StepParts) -> set[str]:
+    """Return the buffers and attributes that modules have written, statistics of torch's left out.
+
+    They are read in evaluation alone.
+    """
+    names = {
+        module: name
+        for name, module in named_modules(parts.roots)
+        if not isinstance(module, (BatchNorm, InstanceNorm))
+    }
+    state = parts.state.modules
+    kept = [(module, key) for module, key, _ in state.kept()] + state.written()
+    return {f"{names[module]}.{key}" for module, key in kept if module in names}
 
 
 def _buffers(roots: Mapping[str, nn.Module]) -> Numbers:

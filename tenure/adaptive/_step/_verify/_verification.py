@@ -28,6 +28,7 @@ from ..._sizes import checked_size
 from .._arguments import StepSpec
 from .._gradients import Scaler
 from .._loss import ONLY, Reduction, plain_number, read_numbers
+from .._modules import refuse_handed_on
 from .._parts import Chunk, Divisors, StepParts
 from .._samples import SampleDims
 from .._split import StepOutcome
@@ -212,6 +213,8 @@ class Verification:
             if comparison.mismatch is None and step.kept and not step.has_others:
                 comparison.own_loss()
             step.forget()
+            if comparison.hands_on:
+                refuse_handed_on(sorted(step.kept), step.n_samples, size)
             if step.refused is not None:
                 raise step.refused.with_traceback(None)
             if step.is_random and parts.compiled and draws_again_in_backward():

@@ -166,6 +166,18 @@ def ppo(m, b):
     return -(torch.exp(log - log.detach()) * advantage).mean()
 
 
+class Remembering(nn.Module):
+    """Adds what its last call has left in an attribute."""
+
+    last = 0.0
+
+    def forward(self, x):
+        before, self.last = self.last, x.detach().mean(0)
+        return x + before
+
+
+REMEMBERS = "the one before has written into model.2.last. Update that after step()"
+wrong("a module that remembers", squares, lambda: net(Remembering()), advice=REMEMBERS)
 wrong("PPO", ppo)
 wrong(
     "centred outputs",
