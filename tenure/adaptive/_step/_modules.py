@@ -379,6 +379,7 @@ class WrittenParameters:
         entry: what was called.
         function: what errors call the function.
         roots: the modules that it runs, by name, whose parameters are noted as they are.
+        captured: other parameters that it uses.
         asks: whether the run is taken back anyway, so that nothing may be written in it.
 
     Attributes:
@@ -387,20 +388,28 @@ class WrittenParameters:
     """
 
     def __init__(
-        self, entry: str, function: str, roots: Mapping[str, nn.Module], *, asks: bool
+        self,
+        entry: str,
+        function: str,
+        roots: Mapping[str, nn.Module],
+        captured: Mapping[str, Tensor],
+        *,
+        asks: bool,
     ) -> None:
-        self._entry, self._function, self._roots, self.asks = entry, function, roots, asks
+        self._entry, self._function, self.asks = entry, function, asks
+        self._roots, self._captured = roots, captured
         self.error: AdaptiveUsageError | None = None
         self._noted: list[tuple[Tensor, Tensor]] = []
         with without_functions():
+            parameters = [each for each in captured.values() if isinstance(each, nn.Parameter)]
             for module in modules_below(roots.values()):
                 # looking rows up renormalizes them, again to the same
-                is_renormalized = vars(module).get("max_norm") is not None
-                for each in () if is_renormalized else module._parameters.values():
-                    # of other classes nobody knows what a write is: sharded, quantized, without
-                    # data
-                    if each is not None and type(each) in _PLAIN and not is_lazy(each):
-                        self._noted.append((each, each.detach()))
+                if vars(module).get("max_norm") is None:
+                    parameters += [p for p in module._parameters.values() if p is not None]
+            for each in parameters:
+                # of other classes nobody knows what a write is: sharded, quantized, without data
+                if type(each) in _PLAIN and not is_lazy(each):
+                    self._noted.append((each, each.detach()))
             self._versions = versions_of([each for each, _ in self._noted])
 
     def guarded(self) -> AbstractContextManager[Any]:
@@ -436,7 +445,7 @@ class WrittenParameters:
         Raises:
             AdaptiveUsageError: always.
         """
-        names: dict[int, str] = {}
+        names = {id(each): name for name, each in self._captured.items()}
         for name, module in named_modules(self._roots):
             for key, each in module._parameters.items():
                 names.setdefault(id(each), f"{name}.{key}")

@@ -244,7 +244,9 @@ class StepParts:
         self.writes = None
         if (is_split and not self.spec.is_planned) or self.is_asked:
             asks = self.is_asked or (is_trial and not self.compiled)
-            self.writes = WrittenParameters(self.spec.entry, self.name, self.roots, asks=asks)
+            self.writes = WrittenParameters(
+                self.spec.entry, self.name, self.roots, self.found.tensors, asks=asks
+            )
 
     def start_over(self) -> None:
         """Drop what this attempt has made so far; its function runs from the first sample again."""
@@ -401,12 +403,16 @@ class FunctionState(AllOf):
         parameters: the identities of the leaves that were there before it ran; they live as long.
     """
 
-    __slots__ = ("_gradients", "_leaves", "_models", "_state", "devices", "parameters", "reached")
+    __slots__ = (
+        "_captured", "_gradients", "_leaves", "_models", "_state", "devices", "parameters",
+        "reached",
+    )  # fmt: skip
 
     def __init__(self, fn: Callable[..., Any]) -> None:
         found = Reachable(fn)
         self._models = StepModels(dict(found.modules), (), is_given=False)
         self.reached = [fn, *found.visited(), *self._models.all]
+        self._captured = found.tensors
         self._leaves = [*parameters_of(self._models.all), *found.captured()]
         self.devices: list[torch.device] = devices_of(list(self._leaves))
         self.parameters = frozenset(map(id, self._leaves))
@@ -423,7 +429,7 @@ class FunctionState(AllOf):
 
     def writes(self, entry: str, function: str) -> WrittenParameters:
         """Return the check that the function, as errors call it, writes no parameter."""
-        return WrittenParameters(entry, function, self._models.roots, asks=True)
+        return WrittenParameters(entry, function, self._models.roots, self._captured, asks=True)
 
 
 _MOST_NAMED = 3

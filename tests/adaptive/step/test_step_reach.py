@@ -231,6 +231,19 @@ def test_a_teacher_that_the_function_moves_is_named_and_left_where_it_is(how):
     torch.testing.assert_close(model.net.weight.grad, plain.net.weight.grad)
 
 
+def test_a_parameter_of_no_module_that_the_function_moves_is_named_and_left():
+    net, centers = nn.Linear(8, 8).double(), nn.Parameter(torch.zeros(8).double())
+
+    def loss_of(b):
+        out = net(b)
+        centers.data.add_(out.detach().mean(0) - centers.data, alpha=0.1)
+        return (out - centers).square().mean()
+
+    with pytest.raises(AdaptiveUsageError, match="'loss_of' writes the parameter centers"):
+        step(loss_of, torch.randn(24, 8).double(), maximum=8)
+    assert not centers.any()
+
+
 def test_the_same_values_and_rows_that_a_table_renormalizes_are_no_write():
     net = nn.Sequential(nn.Embedding(10, 4, max_norm=0.5), nn.Linear(4, 1))
 

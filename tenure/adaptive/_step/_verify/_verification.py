@@ -301,8 +301,8 @@ class Verification:
             advice = advice_for(step, self._parts)
         self._call.place.refusal = (
             f"The batch of {step.n_samples} has to be split into micro-batches of {size}, and "
-            f"{self._parts.name!r} would give other results then: {found.text}. Nothing was "
-            f"changed. {advice}",
+            f"{self._parts.name!r} would give other results then: {found.text}. Gradients and "
+            f"modules are as before. {advice}",
             found.whole,
             found.split,
             advice,

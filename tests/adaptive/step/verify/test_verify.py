@@ -423,7 +423,8 @@ def test_the_error_tells_both_numbers_and_what_to_declare():
         "The batch of 16 has to be split into micro-batches of 4, and 'rooted' would give other "
         f"results then: the loss for 8 samples is {error.whole:.6g} in one piece and "
         f"{error.split:.6g} as 5 + 3 "
-        f"({100 * abs(error.whole - error.split) / error.whole:.2g} % off). Nothing was changed. "
+        f"({100 * abs(error.whole - error.split) / error.whole:.2g} % off). Gradients and modules are as "
+        "before. "
         'It is a function of a mean: return that without the root, and pass loss="mean", '
         "then=torch.sqrt."
     )
