@@ -402,6 +402,8 @@ class SplitBackward:
                 weights += map(torch.zeros_like, empty)
             if not tensors:
                 return False
+            if self._is_split and not self.n_roots:
+                self._refuse_earlier_gradients()
             self.n_roots += len(tensors)
             # read from the graph before it runs: a leaf that the function made has to be set aside
             # too, or its old gradient would be added to in place
@@ -421,6 +423,15 @@ class SplitBackward:
                 functools.partial(self._delegate, [*pairs]) if self._delegates else plain,
             )
         return True
+
+    def _refuse_earlier_gradients(self) -> None:
+        # zeros are what zero_grad() has left
+        if any(bool(each.is_sparse or each.any()) for _, each in self._gradients.new()):
+            raise AdaptiveUsageError(
+                "The function of step() calls backward(), which step() does. No gradient was "
+                "delivered. Return the loss alone. If the function needs a gradient itself, take "
+                "it by torch.autograd.grad()."
+            )
 
     def run_to(self, outputs: Sequence[Tensor], loss: Tensor) -> None:
         """Run a loss backward to leaves that the step has made, and to what the loss trains itself.

@@ -308,6 +308,15 @@ def test_graphs_that_are_not_the_steps_are_refused_by_name():
 
     with pytest.raises(AdaptiveUsageError, match="or it runs backward itself"):
         step(fn, x)
+
+    def retaining(b):
+        loss = net(b).square().mean()
+        loss.backward(retain_graph=True)
+        return loss
+
+    with pytest.raises(AdaptiveUsageError, match=r"calls backward\(\), which step\(\) does"):
+        step(retaining, x, maximum=4)
+    assert not gradients(net)
     with torch.no_grad(), pytest.raises(AdaptiveUsageError, match="with gradients enabled"):
         step(lambda b: net(b).mean(), x, maximum=4)
     assert net[0].weight.grad is None

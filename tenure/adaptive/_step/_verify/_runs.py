@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import ExitStack
@@ -249,6 +250,9 @@ class SampledStep:
                 # weights that were cast without a graph get no gradient
                 block.callback(torch.clear_autocast_cache)
                 block.enter_context(torch.no_grad())
+                # by a reentrant checkpoint, of gradients that nobody wants here
+                block.enter_context(warnings.catch_warnings())
+                warnings.filterwarnings("ignore", "None of the inputs have requires_grad=True")
             block.callback(setattr, parts, "spec", spec)
             parts.spec = dataclasses.replace(
                 spec,

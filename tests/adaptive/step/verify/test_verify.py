@@ -311,6 +311,10 @@ right(
     lambda m, b: checkpoint(m, b["x"].requires_grad_(), use_reentrant=True).square().mean(),
 )
 right(
+    "reentrant checkpoint of what was computed",
+    lambda m, b: checkpoint(m[1:], m[0](b["x"]), use_reentrant=True).square().mean(),
+)
+right(
     "bfloat16",
     lambda m, b: F.cross_entropy(m(b["x"].bfloat16()).float(), b["y"]),
     lambda: net().bfloat16(),
@@ -423,8 +427,8 @@ def test_the_error_tells_both_numbers_and_what_to_declare():
         "The batch of 16 has to be split into micro-batches of 4, and 'rooted' would give other "
         f"results then: the loss for 8 samples is {error.whole:.6g} in one piece and "
         f"{error.split:.6g} as 5 + 3 "
-        f"({100 * abs(error.whole - error.split) / error.whole:.2g} % off). Gradients and modules are as "
-        "before. "
+        f"({100 * abs(error.whole - error.split) / error.whole:.2g} % off). "
+        "Gradients and modules are as before. "
         'It is a function of a mean: return that without the root, and pass loss="mean", '
         "then=torch.sqrt."
     )
