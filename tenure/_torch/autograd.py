@@ -34,7 +34,9 @@ at_end_of_backward: Callable[[Callable[[], object]], None] = bound(
 )
 """Has something called when the backward pass that runs has come to its end, on any thread. The
 engine lets go of it with the pass, also of one that fails and so never calls it."""
-_transform = bound("torch._C._functorch.peek_interpreter_stack", _TRAINING)
+_transform = bound(
+    "torch._C._functorch.peek_interpreter_stack", f"tenure.adaptive.step and {_TRAINING}"
+)
 _is_legacy_batch = bound("torch._C._functorch.is_legacy_batchedtensor", _TRAINING)
 _SAVED = "who holds what, and Courtesy"
 _SavedTensor: Any = bound("torch._C._autograd.SavedTensor", _SAVED)

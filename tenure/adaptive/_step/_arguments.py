@@ -10,6 +10,7 @@ from torch import nn
 
 from tenure._errors import AdaptiveUsageError
 from tenure._graph_capture import accelerator_is_capturing
+from tenure._torch.autograd import is_transformed
 
 from .._callables import is_suspendable
 from ._gradients import Backward, Scaler
@@ -55,6 +56,11 @@ class StepSpec:
         entry, loss, batchnorm, scaler = self.entry, self.loss, self.batchnorm, self.scaler
         # first, because what comes next may read numbers, which breaks the capture
         refuse_capture(entry)
+        if is_transformed():
+            raise AdaptiveUsageError(
+                f"{entry}() was called inside a transform of torch.func, and runs backward itself. "
+                "Call it outside, with a function that calls functional_call() and the transform."
+            )
         _check_function(entry, "fn", self.fn)
         for name in ("weight", "then", "once", "backward"):
             if (function := getattr(self, name)) is not None:

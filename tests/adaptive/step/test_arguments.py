@@ -250,6 +250,14 @@ def test_arguments_that_do_not_fit_are_refused(options, message):
         step(options.pop("fn", torch.sum), samples(), **options)
 
 
+def test_a_step_inside_a_transform_is_refused():
+    def of_weight(weight):
+        return step(lambda b: (b * weight).mean(), samples()).loss
+
+    with pytest.raises(AdaptiveUsageError, match=r"inside a transform of torch\.func, and runs b"):
+        torch.func.grad(of_weight)(torch.ones(()).double())
+
+
 def test_more_than_one_value_is_told_to_be_one():
     x = samples()
     with pytest.raises(AdaptiveUsageError, match=r"got 2 values .* Pass step\(fn, \(x, y\)\), and"):
