@@ -48,12 +48,13 @@ def advice_for(step: SampledStep, parts: StepParts) -> str:
         into = listed(_named(step), most=3)
         return f"Each micro-batch reads what the one before has written into {into}. {UPDATE_AFTER}"
     if callable(parts.spec.loss):
-        return first_that_fits(lambda n: _of_module(step, n), most) or of_outputs(step)
+        return first_that_fits(lambda n: _of_module(step, parts, n), most) or of_outputs(step)
     if first_that_fits(lambda n: _is_clamped(step, n), most):
         return DO_NOT_CLAMP
     if declared := declaration_for(step, parts) or _of_router(parts):
         return declared
-    return f"{first_that_fits(lambda n: _of_module(step, n), most) or ''} {_OUTPUTS}".lstrip()
+    module = first_that_fits(lambda n: _of_module(step, parts, n), most) or ""
+    return module if "in_dims=1" in module else f"{module} {_OUTPUTS}".lstrip()
 
 
 def of_outputs(step: SampledStep) -> str:
@@ -103,14 +104,32 @@ def _of_router(parts: StepParts) -> str:
     return ""
 
 
-def _of_module(step: SampledStep, n: int) -> str:
+def _of_module(step: SampledStep, parts: StepParts, n: int) -> str:
     """Return the first module whose output for a sample depends on others, or ""."""
     indices = chosen_samples(step.tree, step.n_samples, n)
-    # unequal parts again, and the whole in the same way, with the same numbers
-    whole, split = (step.observe(indices, size, watches=True) for size in (n, -(-n * 5 // 8)))
-    found = first_module(whole, split, rtol_of(OUTPUTS, whole.rounded()))
-    told = "mixes the samples of its batch: freeze it with eval(), or replace it."
-    return f"{found[0].name} {told}" if found else ""
+
+    def first() -> str:
+        # unequal parts again, and the whole in the same way, with the same numbers
+        whole, split = (step.observe(indices, size, watches=True) for size in (n, -(-n * 5 // 8)))
+        found = first_module(whole, split, rtol_of(OUTPUTS, whole.rounded()))
+        return found[0].name if found else ""
+
+    if not (name := first()):
+        return ""
+    named = {f"{path} ({type(each).__name__})": each for path, each in named_modules(parts.roots)}
+    if getattr(module := named[name], "batch_first", True) is False:
+        return (
+            f"{name} has batch_first=False, so dimension 0 of its input is time or place, and not "
+            "that of the samples: pass in_dims=1, and what it gets for each sample in the batch."
+        )
+    modes = [(each, each.training) for each in module.modules()]
+    try:
+        module.eval()
+        frozen = "freeze it with eval(), or " if first() != name else ""
+    finally:
+        for each, mode in modes:
+            each.training = mode
+    return f"{name} mixes the samples of its batch: {frozen}replace it."
 
 
 def declaration_for(step: SampledStep, parts: StepParts) -> str | None:
