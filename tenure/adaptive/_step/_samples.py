@@ -118,7 +118,8 @@ class SampleTree:
         # lists of plain values, which may be labels or settings: judged when the number of samples
         # is known
         self._plain: list[tuple[str, int]] = []
-        self._lists: list[str] = []
+        # other lists, which may have one item a sample: how many, and whether all are tensors
+        self._lists: dict[str, tuple[int, bool]] = {}
         # lists of tensors of one shape, which may be one sample each
         self._alike: list[tuple[str, int]] = []
         self._build = self._take_apart(tree, dims, name)
@@ -155,7 +156,7 @@ class SampleTree:
                 first, n_samples = leaf, leaf.n_samples
             elif leaf.n_samples != n_samples:
                 raise AdaptiveUsageError(
-                    f"{_counted(first)}, and {_counted(leaf)}. {self._advice(leaf)}"
+                    f"{_counted(first)}, and {_counted(leaf)}. {self._advice(first, leaf)}"
                 )
         if first is None:
             raise AdaptiveUsageError(
@@ -202,6 +203,13 @@ class SampleTree:
                     f'{self._argument} has "items" for {path}, which is a {type(value).__name__}. '
                     "Only a list or a tuple has items."
                 )
+            lengths = {len(each) if isinstance(each, list | tuple) else 0 for each in value}
+            if isinstance(value, tuple) and len(lengths) == 1 and min(lengths) > len(value) > 1:
+                raise AdaptiveUsageError(
+                    f'{self._argument} has "items" for {path}, which is a tuple of {len(value)} '
+                    f"lists, and each has {min(lengths)} items. To split these, give "
+                    f'("items",) * {len(value)}. If each of them is a sample, pass list({path}).'
+                )
             self.leaves.append(Leaf(path, value, "items"))
             return next
         container = None if isinstance(value, _SIMPLE) else level_of(value)
@@ -221,9 +229,10 @@ class SampleTree:
             if isinstance(value, list | tuple) and value:
                 if all(isinstance(each, _SIMPLE) for each in value):
                     self._plain.append((path, len(value)))
-                elif isinstance(dims, int) and all(isinstance(each, Tensor) for each in value):
-                    self._lists.append(path)
-                    if len({(each.shape, each.dtype) for each in value}) == 1:
+                elif isinstance(dims, int):
+                    are_tensors = all(isinstance(each, Tensor) for each in value)
+                    self._lists[path] = len(value), are_tensors
+                    if are_tensors and len({(each.shape, each.dtype) for each in value}) == 1:
                         self._alike.append((path, len(value)))
             self._refuse_hidden(value, container, path)
         self._around.add(id(value))
@@ -287,12 +296,26 @@ class SampleTree:
             )
         return dim
 
-    def _advice(self, leaf: Leaf) -> str:
-        around = leaf.path.rpartition("[")[0]
-        items = f' If {around} has one item a sample, give "items" at its place.'
+    def _advice(self, first: Leaf, leaf: Leaf) -> str:
+        before, around = (
+            [path for path in self._lists if each.path.startswith(f"{path}[")]
+            for each in (first, leaf)
+        )
+        # two lists beside each other, as of images and of their boxes; else the list around it
+        alike = [
+            f"{a} and {b}"
+            for a in before
+            for b in around
+            if a not in around and self._lists[a][0] == self._lists[b][0] and b not in before
+        ]
+        alone = [path for path in around[-1:] if self._lists[path][1]]
+        items = ""
+        if alike or alone:
+            has = "have one item a sample each" if alike else "has one item a sample"
+            items = f' If {(alike or alone)[0]} {has}, give "items" at its place.'
         return (
             f"Say with {self._argument} which dimension of {leaf.path} has the samples, or None if "
-            f"all samples share it.{items if around in self._lists else ''}"
+            f"all samples share it.{items}"
         )
 
 

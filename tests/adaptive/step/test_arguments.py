@@ -125,6 +125,8 @@ X = torch.ones(5, 4)
         ({"x": torch.ones(2), "y": 3}, {"y": "items"}, "Only a list or a tuple has items"),
         (torch.eye(3).to_sparse(), 0, r"batch is float32\[3, 3\].* of layout torch.sparse_coo"),
         ({"boxes": [X[:n] for n in range(6)]}, 0, r"If batch\['boxes'\] .* give \"items\" at its"),
+        (([X, X], [{"boxes": X[:2]}] * 2), 0, r"If batch\[0\] and batch\[1\] have one item a"),
+        (([X] * 3, [{}] * 3), "items", r"split these, give \(\"items\",\) \* 2\. If each of them"),
     ],
 )
 def test_what_can_not_be_split_is_named(batch, dims, message):
