@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -34,10 +34,10 @@ _OUTPUTS = (
     "penalty on parameters as once=. Mix samples, as in mixup, before step()."
 )
 DO_NOT_CLAMP = (
-    "The count has a least value, as by clamp(min=1) or max(count, 1), and those of several "
-    "micro-batches add up to too much. Return it as it is. If a whole batch may have a count of 0, "
-    "count before step(): n = max(count(batch), 1), then step(lambda batch: total(batch) / n, "
-    'batch, loss="sum").'
+    "The count is a constant, or has a least value, as by clamp(min=1) or max(count, 1), and those "
+    "of several micro-batches add up to too much. Return it as it is. If a whole batch may have a "
+    "count of 0, count before step(): n = max(count(batch), 1), then "
+    'step(lambda batch: total(batch) / n, batch, loss="sum").'
 )
 
 
@@ -143,13 +143,14 @@ def _declared(step: SampledStep, parts: StepParts, n: int) -> str:
     splits = [(a, b) for a, b in _SPLITS if a + b == n] or [(n - 1, 1), (1, n - 1)]
     values: dict[tuple[int, int], float] = {}
     losses: list[Tensor] = []
+    terms: dict[tuple[int, int], dict[str, Tensor]] = {}
     for start, end in [(0, n), *[(0, a) for a, _ in splits], *[(a, n) for a, _ in splits]]:
         run = step.observe(indices[start:end], end - start, learns=False)
-        # of several terms each may need a weight of its own
-        if len(run.numbers) > 1:
-            return ""
         losses.append(run.outcome.loss)
-        values[start, end] = float(losses[-1])
+        values[start, end], terms[start, end] = float(losses[-1]), run.outcome.terms
+    # of several terms each may need a weight of its own
+    if len(terms[0, n]) > 1:
+        return _sum_among(terms, n) if step.spec.loss == "mean" else ""
     # parts without a valid label have no mean, and the others may still tell
     splits = [(a, b) for a, b in splits if math.isfinite(values[0, a] + values[a, n])]
     if not splits or not math.isfinite(values[0, n]) or not any(values.values()):
@@ -174,7 +175,11 @@ def _declared(step: SampledStep, parts: StepParts, n: int) -> str:
             return math.inf
         return error
 
-    tried = [
+    # as it is declared: if the loss alone agrees, it tells nothing of what would help
+    as_it_is = float(step.observe(indices, splits[0][0], learns=False).outcome.loss)
+    off = abs(as_it_is - values[0, n]) / (max(abs(as_it_is), abs(values[0, n])) or 1.0)
+    tried = [("", off)] if off <= rtol else []
+    tried += [
         (told, error)
         for told, weights, inverse in _candidates(step, parts, indices)
         if (error := error_of(weights, inverse)) <= rtol
@@ -182,6 +187,22 @@ def _declared(step: SampledStep, parts: StepParts, n: int) -> str:
     # where little is exact, others are nearly right as well
     least = min([error for _, error in tried], default=0.0)
     return next((told for told, error in tried if error <= max(4 * least, _EXACT)), "")
+
+
+def _sum_among(terms: Mapping[tuple[int, int], Mapping[str, Tensor]], n: int) -> str:
+    """Return the advice for a term that is a sum over samples, beside others that are means."""
+    for name, whole in terms[0, n].items():
+        parts = [
+            float(terms[0, a][name] + terms[a, n][name]) for _, a in terms if (a, n) in terms and a
+        ]
+        exact = float(whole)
+        if exact and all(abs(part - exact) <= 1e-5 * abs(exact) for part in parts):
+            return (
+                f"The term {name!r} is a sum over samples, and the loss a sum of means: return "
+                "this term as a pair (sum, share), where share is the number of samples that the "
+                "function got, divided by that of the whole batch."
+            )
+    return ""
 
 
 def _candidates(

@@ -130,8 +130,20 @@ def info_nce(m, b):
     return F.cross_entropy(out(m, b) @ b["t"].T, torch.arange(len(b["x"])))
 
 
+wrong(
+    "a sum and a mean",
+    lambda m, b: {"sum": out(m, b).exp().sum(), "mean": entropy(m, b)},
+    advice="The term 'sum' is a sum over samples",
+)
 wrong("dice and cross entropy", lambda m, b: dice(m, b) + entropy(m, b))
 wrong("InfoNCE", info_nce)
+# its value is that of a mean, and a declaration that fits it as well would not help
+wrong(
+    "of which the gradient alone differs",
+    lambda m, b: squares(m, b) - (o := out(m, b).mean()).square() + o.detach().square(),
+    weight=lambda b: len(b["x"]),
+    advice=COMPUTED,
+)
 wrong(
     "hard examples of a fixed number",
     lambda m, b: F.cross_entropy(out(m, b), b["y"], reduction="none").topk(3).values.mean(),
@@ -265,6 +277,10 @@ right(
         "ce": (ignoring_sum(m, b), n_valid(b)),
         "size": (out(m, b).square().sum(), out(m, b).numel()),
     },
+)
+right(
+    "a sum and a mean",
+    lambda m, b: {"sum": (out(m, b).exp().sum(), len(b["x"]) / N), "mean": entropy(m, b)},
 )
 right("root by then", squares, then=torch.sqrt)
 right("log of a sum by then", lambda m, b: out(m, b).exp().sum(), loss="sum", then=torch.log)
