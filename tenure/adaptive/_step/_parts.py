@@ -127,6 +127,8 @@ class StepParts:
         divisors: what the means of each chunk of this attempt divide by.
         added: what was added once in this attempt.
         factor: what the gradients of all terms are multiplied by.
+        scale_of_guess: what a guessed weight is multiplied by, which no gradient shows in the end
+            but one of a backward pass that is not linear.
         around_backward: makes a block in which chunks run backward.
         is_asked: whether a run only asks, and is taken back.
         n_parts: how many micro-batches a split has, of sizes that differ by 1 at most; None: as
@@ -195,7 +197,7 @@ class StepParts:
         self.counts: dict[str, Any] = {}
         self.divisors: Divisors = {}
         self.added: Tensor | None = None
-        self.factor = 1.0
+        self.factor = self.scale_of_guess = 1.0
         self.around_backward: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.n_parts: int | None = None
         self.is_asked = False

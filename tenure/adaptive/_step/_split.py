@@ -125,7 +125,7 @@ def _run_terms(parts: StepParts, of: ChunkTerms, chunks: Sequence[Chunk]) -> Res
             seen.append(terms.detached().by_name)
             if guess is None and has_counts:
                 (first,) = seen[0].values()
-                guess = _guessed(first, parts.n_samples / chunks[0].length)
+                guess = parts.scale_of_guess * _guessed(first, parts.n_samples / chunks[0].length)
             roots = _weighted(parts, of, i, terms, guess)
         # its graph must not be there beside the next one
         del terms

@@ -33,6 +33,10 @@ _OUTPUTS = (
     "(sum, count) or a dict of pairs, one for each term that has another denominator. Pass a "
     "penalty on parameters as once=. Mix samples, as in mixup, before step()."
 )
+_WEIGHT = (
+    "The backward pass is not linear, as with a hook that clamps gradients, and what (sum, count) "
+    "divides by is known only after it. Return the mean, and pass the count as weight=."
+)
 DO_NOT_CLAMP = (
     "The count is a constant, or has a least value, as by clamp(min=1) or max(count, 1), and those "
     "of several micro-batches add up to too much. Return it as it is. If a whole batch may have a "
@@ -47,6 +51,8 @@ def advice_for(step: SampledStep, parts: StepParts) -> str:
     if first_that_fits(lambda n: _is_handed_on(step, n), most):
         into = listed(_named(step), most=3)
         return f"Each micro-batch reads what the one before has written into {into}. {UPDATE_AFTER}"
+    if first_that_fits(lambda n: _depends_on_scale(step, n), most):
+        return _WEIGHT
     if callable(parts.spec.loss):
         return first_that_fits(lambda n: _of_module(step, parts, n), most) or of_outputs(step)
     if first_that_fits(lambda n: _is_clamped(step, n), most):
@@ -90,6 +96,13 @@ def _is_handed_on(step: SampledStep, n: int) -> bool:
     whole = step.observe(indices, n)
     split = step.observe(indices, -(-n * 5 // 8), apart=True)
     return not differences(step, whole, split, rtol_of(GRADIENTS, whole.rounded(), step.types))
+
+
+def _depends_on_scale(step: SampledStep, n: int) -> bool:
+    """Return whether gradients depend on the weight that is guessed for a sum with a count."""
+    indices = chosen_samples(step.tree, step.n_samples, n)
+    one, other = (step.observe(indices, -(-n * 5 // 8), scale_of_guess=2.0**i) for i in (0, 1))
+    return bool(differences(step, one, other, rtol_of(GRADIENTS, one.rounded(), step.types)))
 
 
 def _of_router(parts: StepParts) -> str:

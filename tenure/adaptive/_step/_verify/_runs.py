@@ -193,6 +193,7 @@ class SampledStep:
         learns: bool = True,
         roughness: tuple[int, int] = (0, 0),
         apart: bool | None = None,
+        scale_of_guess: float = 2.0,
     ) -> SampledRun:
         """Run once.
 
@@ -209,6 +210,7 @@ class SampledStep:
             roughness: how much worse each operation rounds, and which noise.
             apart: whether each part finds the modules as the whole does, and not as the part
                 before has left them. None: either, and without statistics if these are left out.
+            scale_of_guess: as of `StepParts`; not 1, because a guess may be right for so few.
 
         Raises:
             MixesSamples: statistics are to be left out, and can't be.
@@ -221,7 +223,7 @@ class SampledStep:
         numbers = ConstantNumbers(self.types if looks else None, *roughness)
         modules = [*named_modules(parts.roots)] if leaves_out or watches else []
         calls: list[ModuleCall] = []
-        parts.is_asked = looks
+        parts.is_asked, parts.scale_of_guess = looks, scale_of_guess
         made: list[weakref.ref[Tensor]] = []
 
         def from_start(batch: Any) -> Any:

@@ -107,6 +107,23 @@ no_weight = lambda b: b["x"].abs().sum()  # noqa: E731
 wrong("a weight that is none", squares, weight=no_weight, advice="leave weight= out.")
 wrong("a pair with a wrong count", lambda m, b: (ignoring(m, b), n_valid(b)))
 
+
+class Clamping(nn.Module):
+    """Clamps the gradient of what it gets, as loops of recurrent networks do."""
+
+    def forward(self, x):
+        if x.requires_grad:
+            x.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+        return x * 1.0
+
+
+wrong(
+    "a pair whose gradient is clamped",
+    lambda m, b: (ignoring_sum(m, b), n_valid(b)),
+    lambda: net(Clamping()),
+    advice="Return the mean, and pass the count as weight=.",
+)
+
 # --- wrong: functions of means, samples against samples, and samples that are chosen among all
 
 wrong("root", lambda m, b: squares(m, b).sqrt(), advice="then=torch.sqrt.")
@@ -271,6 +288,7 @@ right(
 right("a penalty in a mean", lambda m, b: squares(m, b) + m[0].weight.square().sum())
 right("penalty once", lambda m, b: out(m, b).sum(), loss="sum", once=lambda: torch.ones(()))
 right("ignored labels", ignoring, weight=n_valid)
+right("a mean whose gradient is clamped", ignoring, lambda: net(Clamping()), weight=n_valid)
 right(
     "pairs in a dict",
     lambda m, b: {
