@@ -22,6 +22,7 @@ from tenure._text import format_bytes, parse_bytes
 from tenure._torch.fakes import are_made
 
 from .._callables import is_suspendable, name_of
+from .._interrupts import Interrupts
 from ._counting import CountingMode
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -69,11 +70,12 @@ class memory_budget(ContextDecorator):
         <memory_budget 1.0 KiB on cpu, closed, 512 B live, 512 B peak>
     """
 
+    _status: _Status = "not yet open"
+
     def __init__(self, limit: int | str, device: str | torch.device = "cpu") -> None:
         self.limit_bytes = _checked_limit(limit)
         self.device = _checked_device(device)
         self._counting = CountingMode(self.limit_bytes, self.device)
-        self._status: _Status = "not yet open"
         self._thread_id = 0
 
     @property
@@ -98,12 +100,13 @@ class memory_budget(ContextDecorator):
         _check_data(self)
         # no __exit__ follows an interrupt in here
         try:
-            self._counting.open()
-            self._status, self._thread_id = "open", get_ident()
+            with Interrupts():
+                self._counting.open()
+                self._status, self._thread_id = "open", get_ident()
+            return self
         except BaseException:
             self._close()
             raise
-        return self
 
     def __exit__(
         self,
@@ -117,8 +120,12 @@ class memory_budget(ContextDecorator):
             AdaptiveUsageError: on another thread, or when it isn't open, and nothing changes; or
                 before a mode that was opened inside, and the budget is closed.
         """
-        _check_open(self, self._status, self._thread_id)
-        in_order = self._close()
+        try:
+            _check_open(self, self._status, self._thread_id)
+            in_order = self._close()
+        except KeyboardInterrupt:
+            self._close()
+            raise
         if not in_order and (exc is None or isinstance(exc, GeneratorExit)):
             raise AdaptiveUsageError(
                 f"{self!r} ended before a budget, or another dispatch mode, that was opened inside "
@@ -127,8 +134,14 @@ class memory_budget(ContextDecorator):
 
     def _close(self) -> bool:
         """End it, as far as it was opened; False if a mode that was opened later is still open."""
-        self._status = "closed"
-        return self._counting.close()
+        with Interrupts():
+            self._status = "closed"
+            return self._counting.close()
+
+    def __del__(self) -> None:
+        # Ctrl-C came as __exit__ began
+        if self._status == "open":
+            self._close()
 
     def __call__(self, func: _Function) -> _Function:
         """Run each call of ``func`` within a budget of its own.

@@ -104,8 +104,11 @@ class LiveStorages:
             self._entries.clear()
 
     def _enter(self, storage: UntypedStorage, base_bytes: int) -> _CountedStorage:
-        entry = self._entries[key_of(storage)] = _CountedStorage(storage, self._forget)
-        entry.key, entry.base_bytes, entry.counted_bytes = key_of(storage), base_bytes, 0
+        key = key_of(storage)
+        entry = _CountedStorage(storage, self._forget)
+        entry.key, entry.base_bytes, entry.counted_bytes = key, base_bytes, 0
+        # complete, whenever Ctrl-C comes
+        self._entries[key] = entry
         return entry
 
     def _measure(self, entry: _CountedStorage, storage: UntypedStorage) -> int:
@@ -120,8 +123,10 @@ class LiveStorages:
 
     def _forget(self, entry: Any) -> None:
         with self._lock:
-            if self._entries.pop(entry.key, None) is not None:
+            # without a call, after which Ctrl-C may come
+            if entry.key in self._entries:
                 self.live_bytes -= entry.counted_bytes
+                del self._entries[entry.key]
 
 
 class _CountedStorage(ref[UntypedStorage]):

@@ -213,6 +213,53 @@ def test_after_the_block_nothing_is_limited_and_nothing_is_watched(no_gc):
     del kept
 
 
+def test_an_interrupt_at_any_instruction_leaves_no_budget_behind():
+    # a program, for the trace function of a test run is another's
+    program = """
+        import signal
+        import sys
+        import torch
+        from tenure import _account, adaptive
+        FILES = "_budget.py", "_counting.py", "_live_storages.py", "_account.py", "_interrupts.py"
+
+        def on_event(frame, event, arg):
+            global n_left
+            if not frame.f_code.co_filename.endswith((*FILES, "resizing.py", "_dispatch.py")):
+                return None
+            frame.f_trace_opcodes = True
+            n_left -= 1
+            if n_left == 0:
+                sys.settrace(None)
+                signal.raise_signal(signal.SIGINT)
+            return on_event
+
+        def work():
+            with adaptive.memory_budget(400):
+                torch.ones(10) + 1
+
+        work()
+        n_left = n = 0
+        # so many are left when it has run through
+        while n_left <= 0:
+            n += 3
+            n_left = n
+            sys.settrace(on_event)
+            try:
+                work()
+            except KeyboardInterrupt:
+                pass
+            finally:
+                sys.settrace(None)
+            assert torch._C._len_torch_dispatch_stack() == 0, n
+            assert torch.ones(1000).shape == (1000,), n
+            assert not _account._this_thread.open, n
+            assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, n
+        print(n > 900)
+    """
+    done = run_program(textwrap.dedent(program))
+    assert (done.returncode, done.stdout.split()) == (0, ["True"]), done.stderr
+
+
 def test_a_budget_is_entered_once_and_left_while_it_is_open():
     budget = memory_budget(10)
     with pytest.raises(AdaptiveUsageError, match="not yet open> was closed, but it is not open"):
