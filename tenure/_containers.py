@@ -115,9 +115,9 @@ def mapped(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
 
 
 def is_record(node: object) -> bool:
-    """Return whether it is a dataclass that is nothing else: no class, tensor, module or tuple."""
+    """Return whether it is a dataclass that is no class, tensor, module, tuple or mapping."""
     return dataclasses.is_dataclass(node) and not isinstance(
-        node, type | tuple | Tensor | nn.Module
+        node, (type, tuple, Tensor, nn.Module, *_MAPPINGS)
     )
 
 

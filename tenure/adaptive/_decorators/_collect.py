@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from tenure._containers import contents_of, level_of, tensors_in
+from tenure._containers import level_of, tensors_in
 from tenure._errors import AdaptiveUsageError
 from tenure._storages import element_bytes, storage_key
-from tenure._text import describe_tensor
 from tenure._torch.quiet import without_functions
 from tenure._torch.writes import counter_of
 from tenure.scopes import persist
@@ -85,8 +84,14 @@ class Collector:
         self._results: list[Any] = []
         self._extents: list[_Extent] = []
 
-    def land(self, result: Any) -> Any:
-        """Return the part of a result to keep; part of the attempt, and retried with it."""
+    def land(self, result: Any, rows: range, dimension: int) -> Any:
+        """Return the part of a result to keep; part of the attempt, and retried with it.
+
+        Args:
+            result: what the function returned.
+            rows: the piece that it is of.
+            dimension: along which results are joined.
+        """
         return result
 
     def add(self, landed: Any) -> None:
@@ -161,9 +166,16 @@ class _Concatenated(Collector):
 
     needs_one = True
 
-    def land(self, result: Any) -> Any:
-        if not self._results:
-            _check(result)
+    def __init__(self) -> None:
+        super().__init__()
+        self._first: _Piece | None = None
+
+    def land(self, result: Any, rows: range, dimension: int) -> Any:
+        piece = _Piece(rows, _shapes_in(result))
+        # the first may be tried again
+        if self._first is None or self._first.rows.start == rows.start:
+            self._first = piece
+        _check_alike(self._first, piece, dimension)
         return result
 
     def collected(self, dimension: int) -> Any:
@@ -180,8 +192,8 @@ class _OnHost(_Concatenated):
         super().__init__()
         self._coming: Landing | None = None
 
-    def land(self, result: Any) -> Any:
-        super().land(result)
+    def land(self, result: Any, rows: range, dimension: int) -> Any:
+        super().land(result, rows, dimension)
         # The one before, now that this one was launched; so only one is pinned.
         self._arrive()
         return Landing(result)
@@ -189,6 +201,8 @@ class _OnHost(_Concatenated):
     def add(self, landed: Any) -> None:
         self._coming = landed
         self._note(landed.on_host)
+        # of a device that is the host nothing is taken away
+        self.advice = _PILED_UP if landed.on_host and not landed.copies else None
 
     def collected(self, dimension: int) -> Any:
         self._arrive()
@@ -230,74 +244,85 @@ _NAMED: dict[str, Callable[[], Collector]] = {
 }
 
 
-def _check(result: Any) -> None:
-    """Refuse what can't be concatenated, however many there are.
+class _Piece(NamedTuple):
+    """The form of the result of a piece.
+
+    Attributes:
+        rows: the piece.
+        shapes: of each tensor by its place in the result; "None" for None.
+    """
+
+    rows: range
+    shapes: dict[str, Sequence[Any]]
+
+
+def _shapes_in(result: Any, place: str = "result") -> dict[str, Sequence[Any]]:
+    """Return the shapes of the tensors of a result by place.
 
     Raises:
-        AdaptiveUsageError: it is, or holds, something else than tensors with a dimension.
+        AdaptiveUsageError: it is, or holds, something else than tensors and None.
     """
-    if isinstance(result, dict | tuple | list):
-        for child in contents_of(result):
-            _check(child)
-    elif not isinstance(result, Tensor):
+    level = level_of(result) if isinstance(result, dict | tuple | list) else None
+    if level is not None:
+        found: dict[str, Sequence[Any]] = {}
+        for key, child in zip(level.keys, level.children, strict=True):
+            found |= _shapes_in(child, f"{place}[{key!r}]")
+        return found
+    if isinstance(result, Tensor):
+        return {place: [*result.shape]}
+    # models return it for what was not asked for; alone it is a return that was forgotten
+    if result is None and place != "result":
+        return {place: "None"}
+    raise AdaptiveUsageError(
+        f"collect= can't concatenate a result of type {type(result).__name__}. Return tensors, or "
+        "tuples, lists or dicts of them; or give a function of the list of results."
+    )
+
+
+def _check_alike(first: _Piece, piece: _Piece, dimension: int) -> None:
+    """Refuse a result that would not be joined with the first one along its rows."""
+    lengths = len(first.rows), len(piece.rows)
+    rows = [f"{each.rows.start} to {each.rows.stop}" for each in (first, piece)]
+    for place in first.shapes | piece.shapes:
+        one, two = (each.shapes.get(place, "nothing") for each in (first, piece))
+        if isinstance(two, list) and len(two) <= dimension:
+            raise AdaptiveUsageError(
+                f"collect= joins results along dimension {dimension}, and {place} of rows "
+                f"{rows[1]} is a tensor of {two}. Return it with that dimension, as x[None], or "
+                'use collect="list".'
+            )
+        rests = [(len(shape), shape[:dimension], shape[dimension + 1 :]) for shape in (one, two)]
+        # torch skips an empty tensor of one dimension
+        fits = rests[0] == rests[1] or [0] in (one, two)
+        sizes = zip(one, two, strict=False)
+        rows_at = [at for at, both in enumerate(sizes) if at != dimension and both == lengths]
+        # pieces of one size fit all the same; a multiple may be several rows for each sample
+        is_turned = rows_at and one == two and one[dimension] % lengths[0]
+        if piece is first or (fits and not is_turned):
+            continue
+        advice = "with the same structure, and padded to one size"
+        if rows_at:
+            advice = f"with rows first, as by movedim({rows_at[0]}, {dimension})"
         raise AdaptiveUsageError(
-            f"collect= can't concatenate a result of type {type(result).__name__}. Return tensors "
-            "with at least one dimension, or tuples, lists or dicts of them; or give a function of "
-            "the list of results."
-        )
-    elif not result.dim():
-        raise AdaptiveUsageError(
-            "collect= can't concatenate tensors that have no dimension. Return them with one, as "
-            'x[None], or use collect="list".'
+            f"collect= can't join results along dimension {dimension}: {place} of rows {rows[0]} "
+            f"is {one}, and of rows {rows[1]} {two}. Return tensors {advice}; or give a function "
+            "of the list of results."
         )
 
 
 def _joined(results: list[Any], dimension: int) -> Any:
     """Tensors along the dimension; tuples, lists and dicts of them entry by entry."""
     first = results[0]
-    if other := next((_form(each) for each in results if _form(each) != _form(first)), None):
-        raise AdaptiveUsageError(
-            f"collect= can't concatenate {_form(first)} and {other}. Return the same structure for "
-            "each piece, or give a function of the list of results."
-        )
     level = level_of(first) if isinstance(first, dict | tuple | list) else None
-    if level is None:
-        return _cat(results, dimension)
-    # by key: the dicts of two pieces may have their keys in different orders
-    entries = [[each[key] for each in results] for key in level.keys]
-    return level.make([_joined(entry, dimension) for entry in entries])
-
-
-def _cat(tensors: list[Tensor], dimension: int) -> Tensor:
+    if level is not None:
+        # by key: the dicts of two pieces may have their keys in different orders
+        entries = [[each[key] for each in results] for key in level.keys]
+        return level.make([_joined(entry, dimension) for entry in entries])
     try:
-        return torch.cat(tensors, dimension)
+        return None if first is None else torch.cat(results, dimension)
     except torch.OutOfMemoryError as error:
         error.add_note(
             "All pieces are done, and their results are joined, for which they need memory twice. "
             'With collect="host" it is memory of the host; collect="list" does not join.'
         )
         raise
-    except RuntimeError:
-        # the error of torch says "zero-dimensional tensor", and nothing of pieces
-        for tensor in tensors:
-            _check(tensor)
-        # by all sizes but that of the dimension
-        rests = [(t.shape[:dimension], t.shape[dimension:][1:]) for t in tensors]
-        other = next((t for t, rest in zip(tensors, rests, strict=True) if rest != rests[0]), None)
-        if other is None:
-            raise
-        raise AdaptiveUsageError(
-            f"collect= can't concatenate {describe_tensor(tensors[0])} and "
-            f"{describe_tensor(other)} along dimension {dimension}: their other sizes differ. Pad "
-            "what the function returns to one size, or give a function of the list of results."
-        ) from None
-
-
-def _form(result: Any) -> str:
-    if isinstance(result, Tensor):
-        return "a tensor"
-    if isinstance(result, dict):
-        return f"a dict of {', '.join(sorted(map(repr, result))) or 'nothing'}"
-    if isinstance(result, tuple | list):
-        return f"a tuple or list of {len(result)}"
-    return f"a {type(result).__name__}"

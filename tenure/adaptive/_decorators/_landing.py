@@ -25,16 +25,17 @@ class Landing:
         result: tuples, lists and dicts of tensors; nothing of it is kept but tensors on the host.
 
     Attributes:
+        copies: the tensors that are brought.
         on_host: the tensors that were there already.
 
     Raises:
         AdaptiveUsageError: a tensor requires grad, or a graph is being captured.
     """
 
-    __slots__ = ("_begun", "_copies", "_events", "on_host")
+    __slots__ = ("_begun", "_events", "copies", "on_host")
 
     def __init__(self, result: Any) -> None:
-        self._copies: list[Tensor] = []
+        self.copies: list[Tensor] = []
         self.on_host: list[Tensor] = []
         devices: set[torch.device] = set()
 
@@ -44,7 +45,7 @@ class Landing:
                 self.on_host.append(tensor)
                 return tensor
             copy = _copied(tensor)
-            self._copies.append(copy)
+            self.copies.append(copy)
             devices.add(tensor.device)
             return copy
 
@@ -55,7 +56,7 @@ class Landing:
         """Return the result in memory of the host, which is not pinned; waits until it is there."""
         for event in self._events:
             event.synchronize()
-        copies = {id(copy) for copy in self._copies}
+        copies = {id(copy) for copy in self.copies}
         # Called by the next attempt, whose failure must not dispose of this.
         with persist():
             return mapped(lambda each: each.clone() if id(each) in copies else each, self._begun)

@@ -158,11 +158,13 @@ def run_pieces(
         initial = max(end - piece.start, options.limits.floor)
     search = AdaptiveSearch(initial, options.limits, remembered, in_pieces=True)
     collector = None if options.new_collector is None else options.new_collector()
-    # what may run out of memory while a result is taken is tried again with the piece
-    land: Callable[[Any], Any] = _let_go if collector is None else collector.land
 
+    # what may run out of memory while a result is taken is tried again with the piece
     def work(size: int) -> Any:
-        return land(piece(size))
+        result = piece(size)
+        if collector is None:
+            return None
+        return collector.land(result, range(piece.start, piece.end), piece.dimension)
 
     with DisposeScope(name) as scope:
         attempts = Attempts(
@@ -242,10 +244,6 @@ def _warn_of_mixing(name: str, mixing: list[_Mixing]) -> None:
             "piece than for all at once. To evaluate, call eval() first.",
             AdaptiveUsageWarning,
         )
-
-
-def _let_go(result: Any) -> None:
-    """Do nothing: nobody wants it."""
 
 
 def _random_state(args: _Args, kwargs: _Kwargs) -> RngState:

@@ -184,32 +184,56 @@ def test_a_result_with_a_graph_is_refused_at_the_first_piece(sizes):
 @pytest.mark.parametrize(
     ("collect", "results", "message"),
     [
-        ("cat", [1.5, None], "of type float"),
-        ("host", [{"x": (torch.ones(()),)}, None], "that have no dimension"),
-        ("host", [torch.ones(2, 5), torch.ones(2, 7)], r"float32\[2, 5\] .* and float32\[2, 7\]"),
+        ("cat", [1.5], "result of type float"),
+        ("cat", [None], "result of type NoneType"),
         (
-            "cat",
-            [{"a": torch.ones(1)}, {"b": torch.ones(1)}],
-            r"can't concatenate a dict of 'a' and a dict of 'b'\.",
+            "host",
+            [{"x": (torch.ones(()),)}],
+            r"^collect= joins .* 0, and result\['x'\]\[0\] of rows 0 to 2 is a tensor of \[\]\.",
+        ),
+        ("host", [torch.ones(2), torch.ones(())], r"and result of rows 2 to 4 is a tensor of \[\]"),
+        (
+            "host",
+            [torch.ones(2, 5), torch.ones(2, 7)],
+            r"result of rows 0 to 2 is \[2, 5\], and of rows 2 to 4 \[2, 7\]\. .* padded to one",
         ),
         (
             "cat",
-            [[torch.ones(1)] * 2, [torch.ones(1)]],
-            r"can't concatenate a tuple or list of 2 and a tuple or list of 1\.",
+            [{"a": torch.ones(2)}, {}],
+            r"result\['a'\] .* is \[2\], .* nothing\. .* structure",
         ),
+        ("cat", [[torch.ones(2)], [torch.ones(2)] * 2], r"result\[1\] .* nothing, .* \[2\]\."),
+        ("host", [(torch.ones(2), None), (torch.ones(2),) * 2], r"\[1\] .* is None, .* \[2\]\."),
+        # layers or views come first, in pieces of one size
+        ("host", [torch.ones(3, 2, 5)] * 2, r"0: result .* rows first, as by movedim\(1, 0\)"),
     ],
 )
 def test_what_can_not_be_concatenated_is_refused_at_the_first_piece_that_shows_it(
     sizes, collect, results, message
 ):
-    @adaptive.range(initial_step=1, collect=collect)
+    @adaptive.range(initial_step=2, collect=collect)
     def f(start, end):
         sizes.append(end - start)
-        return results[start]
+        return results[start // 2]
 
     with pytest.raises(AdaptiveUsageError, match=message):
-        f(0, 2)
-    assert sizes == [1] * (1 if results[1] is None else 2)
+        f(0, 6)
+    assert sizes == [2] * len(results)
+
+
+def test_none_in_the_result_of_each_piece_is_none_in_what_is_joined():
+    made = pytest.importorskip("transformers.modeling_outputs").BaseModelOutput
+
+    @adaptive.chunked(initial_step=2, collect="host")
+    def f(rows, start, end):
+        # no piece has its rows in the first dimension of the second, whose length varies
+        return made(last_hidden_state=rows, attentions=(None, rows[rows > 2]))
+
+    found = f(torch.arange(5))
+    assert list(found) == ["last_hidden_state", "attentions"]
+    assert found.last_hidden_state.tolist() == [0, 1, 2, 3, 4]
+    assert found.attentions[0] is None
+    assert found.attentions[1].tolist() == [3, 4]
 
 
 def test_memory_that_runs_out_as_results_are_joined_is_told_of_the_host():
@@ -297,7 +321,7 @@ def test_a_failure_of_any_allocation_repeats_and_loses_nothing_and_leaves_nothin
     assert for_each_allocation(run, check) >= 4
 
 
-@pytest.mark.parametrize("collect", ["list", "reducer"])
+@pytest.mark.parametrize("collect", ["list", "host", "reducer"])
 def test_a_budget_for_two_results_does_for_many_that_are_reduced(collect, sizes):
     @adaptive.range(initial_step=1024, collect=Total() if collect == "reducer" else collect)
     def f(start, end):
@@ -305,7 +329,7 @@ def test_a_budget_for_two_results_does_for_many_that_are_reduced(collect, sizes)
         return torch.ones(end - start)
 
     with memory_budget("9KiB"):
-        if collect == "list":
+        if collect != "reducer":
             told = r"Not even 1 fits beside the results of the pieces before.*collect=\"host\""
             with pytest.raises(adaptive.OutOfRetriesError, match=told):
                 f(0, N_PIECES * 1024)
