@@ -9,7 +9,7 @@ from torch import nn
 from tenure import adaptive
 from tenure.adaptive import AdaptiveUsageError, NoBatchsizeCache, memory_budget, statistics, step
 
-from ..attempt.failures import on_sim, oom
+from ..attempt.failures import on_sim
 from .test_budget import columns_loss
 
 MIB = 1 << 20
@@ -101,28 +101,6 @@ def test_a_budget_on_cuda_is_exact():
 @pytest.fixture
 def two(sim):
     return sim(devices=2)
-
-
-def numbers_of_the_second_device(n):
-    return nn.functional.dropout(torch.rand(n, dtype=torch.float64, device="sim:1"))
-
-
-@pytest.mark.parametrize("current", [0, 1])
-def test_a_retried_part_draws_what_it_had_drawn_on_every_device(two, current):
-    def run(largest):
-        @adaptive.batch(initial_batchsize=4, restore_rng=True, cache_type=NoBatchsizeCache)
-        def draw(batchsize):
-            drawn = [torch.rand(8, device="sim:0").cpu(), numbers_of_the_second_device(8).cpu()]
-            if batchsize > largest:
-                oom()
-            return drawn
-
-        torch.manual_seed(0)
-        return draw()
-
-    with two.module.device(current):
-        plain, retried = run(4), run(1)
-    assert all(torch.equal(*pair) for pair in zip(plain, retried, strict=True))
 
 
 class Dropped(nn.Module):

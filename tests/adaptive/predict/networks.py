@@ -96,7 +96,3 @@ class Physics(nn.Module):
         (first,) = torch.autograd.grad(self.net(x).sum(), x, create_graph=True)
         (second,) = torch.autograd.grad(first.sum(), x, create_graph=True)
         return second
-
-
-def squared(model):
-    return lambda x: model(x).square().mean()

@@ -9,7 +9,8 @@ from torch import nn
 from tenure.adaptive import PredictionError, predict_peak
 from tests.true_peak import step_of
 
-from .networks import layer, mlp, squared, wide
+from ..step.step_cases import squares
+from .networks import layer, mlp, wide
 
 
 def assert_takes(sim, report, fn, batch, optimizer):
@@ -39,14 +40,14 @@ def test_a_step_takes_of_an_accelerator_what_was_predicted(sim, make, shape, opt
     model = make().to(sim.device)
     batch = torch.randn(shape).to(sim.device)
     stepped = optimizer and optimizer(model.parameters())
-    report = predict_peak(squared(model), batch, optimizer=stepped)
+    report = predict_peak(squares(model), batch, optimizer=stepped)
     assert sim.peak_bytes == sim.allocated_bytes
     assert not report.approximate
-    assert_takes(sim, report, squared(model), batch, stepped)
+    assert_takes(sim, report, squares(model), batch, stepped)
     # and a later one, with the state that is there
     model.zero_grad()
-    report = predict_peak(squared(model), batch, optimizer=stepped)
-    assert_takes(sim, report, squared(model), batch, stepped)
+    report = predict_peak(squares(model), batch, optimizer=stepped)
+    assert_takes(sim, report, squares(model), batch, stepped)
 
 
 @pytest.mark.sim_allocator("cuda")
@@ -54,13 +55,13 @@ def test_a_model_on_the_host_is_predicted_as_if_it_were_there(sim):
     model, batch = mlp(), torch.randn(512, 64)
     model[0].weight.grad = torch.ones(256, 64)
     stepped = torch.optim.AdamW(model.parameters())
-    report = predict_peak(squared(model), batch.to("meta"), optimizer=stepped, device="sim")
+    report = predict_peak(squares(model), batch.to("meta"), optimizer=stepped, device="sim")
     assert sim.peak_bytes == 0
     there = [each for p in model.parameters() for each in (p, p.data)]
     assert {each.device.type for each in (*there, model[0].weight.grad)} == {"cpu"}
     model.to(sim.device)
     stepped = torch.optim.AdamW(model.parameters())
-    assert_takes(sim, report, squared(model), batch.to(sim.device), stepped)
+    assert_takes(sim, report, squares(model), batch.to(sim.device), stepped)
 
 
 @pytest.mark.sim_allocator("cuda")
@@ -113,22 +114,22 @@ def test_what_is_said_to_fit_fits_to_the_segment(sim):
 def test_kernels_of_which_nothing_is_known_get_an_allowance(sim):
     conv = nn.Conv1d(64, 8, 3).to(sim.device)
     batch = torch.randn(8, 64, 32, device=sim.device)
-    report = predict_peak(squared(conv), batch)
+    report = predict_peak(squares(conv), batch)
     # what the backward pass reads and writes: three gradients, the batch and the weight
     n_given = 8 * 8 * 30 + 8 * 64 * 32 + 8 * 64 * 3
     assert report.allowance_bytes == 4 * (n_given + 8 * 64 * 3 + 8)
     assert report.approximate
     assert report.reasons == ("the memory inside convolutions is estimated",)
-    step_of(squared(conv), batch, None)()
+    step_of(squares(conv), batch, None)()
     assert report.reserved_bytes + report.allowance_bytes >= sim.reserved_bytes
 
 
 def test_on_a_machine_without_cuda_the_figures_are_those_of_cuda():
     model, batch = wide(), torch.randn(4, 700)
     stepped = torch.optim.AdamW(model.parameters())
-    report = predict_peak(squared(model), batch, optimizer=stepped, device="cuda")
+    report = predict_peak(squares(model), batch, optimizer=stepped, device="cuda")
     one_by_one = torch.optim.AdamW(model.parameters(), foreach=False)
-    less = predict_peak(squared(model), batch, optimizer=one_by_one, device="cuda")
+    less = predict_peak(squares(model), batch, optimizer=one_by_one, device="cuda")
     n_parameter_bytes = sum(p.nbytes for p in model.parameters())
     assert report.device == "cuda"
     assert report.phase == "optimizer step"
@@ -173,10 +174,10 @@ def test_work_that_is_elsewhere_is_not_predicted_for_another_device(sim):
 @pytest.mark.parametrize("kind", ["in place", "inner"])
 def test_compiled_code_is_said_to_be_only_predicted_as_it_is_written(kind):
     model, batch = mlp(), torch.randn(512, 64)
-    plain = predict_peak(squared(model), batch, device="cpu")
+    plain = predict_peak(squares(model), batch, device="cpu")
     if kind == "in place":
         model[0].compile(backend="eager")
-        fn = squared(model)
+        fn = squares(model)
     else:
         doubled = torch.compile(lambda x: x * 1.0, backend="eager")
         fn = lambda x: model(doubled(x)).square().mean()  # noqa: E731

@@ -15,8 +15,9 @@ from tenure import NewDisposeScope
 from tenure.adaptive import AdaptiveUsageError, PredictionError, memory_budget, predict_peak
 from tests.true_peak import counted_bytes, step_of, true_peak_bytes
 
+from ..step.step_cases import squares
 from ..unchanged import unchanged
-from .networks import Physics, Recurrent, Residual, Tied, UNet, mlp, squared, transformer
+from .networks import Physics, Recurrent, Residual, Tied, UNet, mlp, transformer
 
 
 def exact(fn, batch, optimizer=None, *, trains=True, at_most=256):
@@ -60,7 +61,7 @@ def training(name):
     make, made, shape, optimizer = (STEPS | WITHIN_2_PERCENT)[name]
     torch.manual_seed(0)
     model = make()
-    return squared(model), made(shape), optimizer and optimizer(model.parameters())
+    return squares(model), made(shape), optimizer and optimizer(model.parameters())
 
 
 @pytest.mark.parametrize("name", STEPS)
@@ -93,13 +94,13 @@ def test_torchs_own_tracker_finds_the_same_in_each_category():
         return model, optim.Adam(model.parameters()), torch.randn(4, 64)
 
     model, optimizer, batch = made()
-    said = predict_peak(squared(model), batch, optimizer=optimizer).categories
+    said = predict_peak(squares(model), batch, optimizer=optimizer).categories
     with FakeTensorMode():
         model, optimizer, batch = made()
         tracker = MemTracker()
         tracker.track_external(model, optimizer, batch)
         with tracker:
-            step_of(squared(model), batch, optimizer)()
+            step_of(squares(model), batch, optimizer)()
     (found,) = tracker.get_tracker_snapshot("peak").values()
     found = {getattr(kind, "name", kind): n_bytes for kind, n_bytes in found.items()}
     names = {"PARAM": "parameters", "GRAD": "gradients", "ACT": "activations", "OTH": "inputs"}
@@ -110,15 +111,15 @@ def test_torchs_own_tracker_finds_the_same_in_each_category():
 
 
 def test_a_batch_larger_than_the_machine_is_predicted():
-    report = predict_peak(squared(nn.Linear(1024, 1024)), torch.empty(2**25, 1024, device="meta"))
+    report = predict_peak(squares(nn.Linear(1024, 1024)), torch.empty(2**25, 1024, device="meta"))
     assert report.peak_bytes > 3 * 2**37
 
 
 def test_gradients_that_are_there_count_as_such_and_are_added_to():
     model, batch = mlp(), torch.randn(32, 64)
-    squared(model)(batch).backward()
+    squares(model)(batch).backward()
     held = sum(p.grad.nbytes for p in model.parameters())
-    assert exact(squared(model), batch).categories["gradients"] == held
+    assert exact(squares(model), batch).categories["gradients"] == held
 
 
 def test_the_place_is_that_of_the_forward_pass():
@@ -284,7 +285,7 @@ def test_under_autocast_the_casts_count_and_the_model_comes_back():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         model(batch)
         # oneDNN's products of 16 bits are a bound, which shows in small ones
-        exact(squared(model), batch, at_most=0.4)
+        exact(squares(model), batch, at_most=0.4)
     assert type(model[0].weight) is nn.Parameter
 
 
@@ -308,7 +309,7 @@ def test_a_precision_that_was_set_for_all_backends_is_no_hindrance():
 def test_an_optimizer_with_a_closure_runs_the_work_again():
     model, batch = mlp(), torch.randn(128, 64)
     optimizer = optim.LBFGS(model.parameters(), max_iter=2)
-    report = predict_peak(squared(model), batch, optimizer=optimizer)
+    report = predict_peak(squares(model), batch, optimizer=optimizer)
     assert report.peak_bytes > 4 * sum(p.nbytes for p in model.parameters())
     # how often it runs depends on values
     assert report.approximate

@@ -102,16 +102,12 @@ LOSSES = {
 class MeanOf(nn.Module):
     """The mean over the sequence of what a module returns, then logits."""
 
-    def __init__(self, inner, width, embed=None):
+    def __init__(self, inner, width, embed):
         super().__init__()
-        self.embed = embed or nn.Identity()
-        self.inner = inner
-        self.head = nn.Linear(width, N_CLASSES)
+        self.embed, self.inner, self.head = embed, inner, nn.Linear(width, N_CLASSES)
 
     def forward(self, x):
-        out = self.inner(self.embed(x))
-        out = out[0] if isinstance(out, tuple) else out
-        return self.head(out.mean(1))
+        return self.head(self.inner(self.embed(x)).mean(1))
 
 
 def _mlp():

@@ -16,7 +16,7 @@ from tenure.adaptive import (
 )
 
 from ..finding import Asked, is_real
-from .step_cases import gradients, squares, wanted_of, worst_error
+from .step_cases import gradients, wanted_of, worst_error
 
 
 class Training:
@@ -173,41 +173,6 @@ def test_a_prediction_that_is_too_low_is_caught_by_the_retry(training):
 
 
 # --- later steps
-
-
-def test_state_of_an_optimizer_that_takes_the_memory_is_no_reason_to_fail_again(training):
-    optimizer = torch.optim.Adam(training.net.parameters(), 0.0)
-    events, sizes = [], []
-    with memory_budget(training.whole_bytes // 2):
-        for _ in range(10):
-            result = step(training.loss, training.batch, on_retry=events.append)
-            sizes.append(result.micro_batch)
-            optimizer.step()
-            optimizer.zero_grad()
-    assert sum(event.kind == "shrink" for event in events) <= 3
-    assert len(set(sizes[3:])) == 1
-
-
-@pytest.mark.parametrize(
-    ("n_samples", "limit", "set_to_none"), [(500, 1400, True), (400, 1200, False)]
-)
-def test_gradients_that_are_added_to_are_no_reason_to_fail_again(n_samples, limit, set_to_none):
-    torch.manual_seed(0)
-    layers = [nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10)]
-    net, x = nn.Sequential(*layers), torch.rand(n_samples, 64)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    events, sizes = [], {True: [], False: []}
-    with memory_budget(limit << 10):
-        # an epoch of an odd number of batches, of which every second one is followed by an update
-        for i in (i for _ in range(6) for i in range(3)):
-            adds = net[0].weight.grad is not None
-            sizes[adds].append(step(squares(net), x, on_retry=events.append).micro_batch)
-            if i % 2:
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=set_to_none)
-    assert sum(event.kind == "shrink" for event in events) <= 3
-    # each comes to a size of its own, and stays there
-    assert all(len(set(each[-5:])) == 1 for each in sizes.values() if len(each) > 5)
 
 
 def test_where_nothing_fitted_the_next_call_begins_as_if_nothing_were_known(training):

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from tenure.adaptive import SplitMismatchError, step
+from tenure.adaptive import step
 
-from ..step_cases import gradients, wanted_of
+from ..step_cases import gradients, refused, wanted_of
 
 transformers = pytest.importorskip("transformers")
 
@@ -49,20 +49,14 @@ def _made(make):
     return model, {"input_ids": ids, "labels": labels}, lambda batch: model(**batch).loss
 
 
-def _refused(fn, batch, model, **options):
-    with pytest.raises(SplitMismatchError) as caught:
-        step(fn, batch, model=model, maximum=4, **options)
-    assert all(p.grad is None for p in model.parameters())
-    return caught.value.advice
-
-
 @pytest.mark.parametrize("name", LANGUAGE)
 def test_full_labels_are_left_alone_and_the_weight_of_others_is_named_ready_to_paste(name):
     model, batch, loss_of = _made(LANGUAGE[name])
     full = batch | {"labels": batch["input_ids"]}
     assert step(loss_of, full, model=model, maximum=5).sizes == (5, 5, 2)
     model.zero_grad()
-    advice = _refused(loss_of, batch, model)
+    advice = refused(loss_of, batch, model=model).advice
+    assert not gradients(model)
     place = "batch['labels'][:, 1:]" if name in SHIFTED else "batch['labels']"
     assert f"weight=lambda batch: ({place} != -100).sum()" in advice
     shown = advice.partition("weight=")[2].partition(" (with")[0]
@@ -79,6 +73,6 @@ def test_the_router_loss_of_mixtral_is_refused_although_there_is_a_weight():
     model, batch, loss_of = _made(lambda: _mixtral(False))
     step(loss_of, batch, model=model, maximum=4, **weight)
     model, batch, loss_of = _made(lambda: _mixtral(True))
-    advice = _refused(loss_of, batch, model, **weight)
+    advice = refused(loss_of, batch, model=model, **weight).advice
     assert "MixtralForCausalLM adds a router loss over all tokens of its batch" in advice
     assert "pass what is computed of all of them as loss=" in advice
